@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Activation steering and capture for stock vLLM.
+
+Importing this package makes vLLM's own names accept the same: ``vllm.LLM`` and ``vllm.SamplingParams`` become the
+supersets below. vLLM itself is loaded on first use.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from vllm_steer._version import __version__
+
+if TYPE_CHECKING:
+    from vllm_steer.config import SteeringConfig, engine_kwargs
+    from vllm_steer.errors import SteeringError
+    from vllm_steer.llm import LLM
+    from vllm_steer.params import SamplingParams
+    from vllm_steer.spec import Edit
+
+__all__ = ["LLM", "Edit", "SamplingParams", "SteeringConfig", "SteeringError", "__version__", "engine_kwargs"]
+
+_HOMES = {
+    "LLM": "vllm_steer.llm",
+    "SamplingParams": "vllm_steer.params",
+    "Edit": "vllm_steer.spec",
+    "SteeringConfig": "vllm_steer.config",
+    "engine_kwargs": "vllm_steer.config",
+    "SteeringError": "vllm_steer.errors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module {__name__} has no attribute {name}")
+
+
+def _extend_vllm() -> None:
+    """Let ``vllm.LLM`` and ``vllm.SamplingParams`` be ours, still loaded on first use, as vLLM itself does."""
+    from importlib.util import find_spec
+
+    if find_spec("vllm") is None:
+        return
+    import vllm
+
+    attributes = getattr(vllm, "MODULE_ATTRS", None)
+    if isinstance(attributes, dict):
+        attributes["LLM"] = "vllm_steer.llm:LLM"
+        attributes["SamplingParams"] = "vllm_steer.params:SamplingParams"
+
+
+_extend_vllm()

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steering in vLLM's runner V2 (``v1/worker/gpu/model_runner.py``), the default on CUDA.
+
+V2 gives each model a ``ModelState`` with hooks around a step; after loading, the state that the model chose is given a
+subclass of its own class, so that every kind of state (default, hybrid, encoder-decoder, a model's own) is kept.
+Request slots are V2's own. Its dummy batches use slots 0, 1, ..., which belong to real requests: only
+``preprocess_state``, which runs for real batches alone, marks a step as real.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from vllm_steer.engine.steering import Steering, StepBatch
+
+
+class SteeringRunnerV2:
+    """Mixed in front of the platform's V2 runner class."""
+
+    steering: Steering
+
+    def load_model(self: Any, *args: Any, **kwargs: Any) -> None:
+        super(SteeringRunnerV2, self).load_model(*args, **kwargs)  # type: ignore[misc]
+        self.steering = Steering(
+            self.model,
+            self.vllm_config,
+            self.device,
+            max_tokens=self.max_num_tokens,
+            max_requests=self.max_num_reqs,
+        )
+        state = self.model_state
+        state.__class__ = _steering_state(type(state))
+        state.steering = self.steering
+        state.steering_step_is_real = False
+
+
+@cache
+def _steering_state(base: type) -> type:
+    """A subclass of the model's own state class that keeps programs and rows."""
+
+    class SteeringModelState(base):  # type: ignore[misc]
+        steering: Steering
+        steering_step_is_real: bool
+
+        def add_request(self, req_index: int, new_req_data: Any) -> None:
+            super().add_request(req_index, new_req_data)
+            self.steering.store.add(
+                new_req_data.req_id, req_index, new_req_data.sampling_params, new_req_data.prompt_len
+            )
+
+        def remove_request(self, req_id: str) -> None:
+            self.steering.store.remove(req_id)
+            super().remove_request(req_id)
+
+        def preprocess_state(self, input_batch: Any, *args: Any, **kwargs: Any) -> None:
+            super().preprocess_state(input_batch, *args, **kwargs)
+            self.steering_step_is_real = True
+
+        def prepare_inputs(self, input_batch: Any, req_states: Any) -> dict[str, Any]:
+            if self.steering_step_is_real and self.steering.active:
+                self.steering.begin_step(_describe(input_batch))
+            else:
+                self.steering.begin_idle_step()
+            self.steering_step_is_real = False
+            result: dict[str, Any] = super().prepare_inputs(input_batch, req_states)
+            return result
+
+        def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:
+            self.steering.begin_idle_step()
+            result: dict[str, Any] = super().prepare_dummy_inputs(num_reqs, num_tokens)
+            return result
+
+    return SteeringModelState
+
+
+def _describe(input_batch: Any) -> StepBatch:
+    """Token to slot from ``query_start_loc`` and ``idx_mapping``, on the device: the host's copies can be ahead of it.
+
+    Nothing here has a data-dependent shape, so there is no sync.
+    """
+    tokens = input_batch.num_tokens
+    positions = input_batch.positions[:tokens]
+    index = torch.arange(tokens, device=positions.device, dtype=torch.int32)
+    starts = input_batch.query_start_loc[1 : input_batch.num_reqs + 1]
+    request = torch.searchsorted(starts, index, right=True).clamp_(max=input_batch.num_reqs - 1)
+    return StepBatch(
+        slot=input_batch.idx_mapping[request],
+        position=positions,
+        num_padded=input_batch.num_tokens_after_padding,
+    )

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler's part: cache keys by content, and admission by the books.
+
+A request takes its places in the device tables when it is first scheduled and gives them back when it ends, so a
+program is bound from admission to the end, through preemptions. One that does not fit waits, and no later steered request
+overtakes it; plain requests pass.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from vllm.logger import init_logger
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import RequestStatus
+
+from vllm_steer.config import from_vllm_config
+from vllm_steer.engine.cache_keys import steering_hasher
+from vllm_steer.errors import SteeringError
+from vllm_steer.params import program_bytes
+from vllm_steer.program import Ledger, Program, Resolved, resolve
+
+logger = init_logger(__name__)
+
+
+def make_scheduler(*args: Any, **kwargs: Any) -> Any:
+    """What ``scheduler_cls`` names: vLLM calls it as it would the class, and it picks the base that vLLM would."""
+    vllm_config = kwargs["vllm_config"]
+    base = AsyncScheduler if vllm_config.scheduler_config.async_scheduling else Scheduler
+    return steering_scheduler(base)(*args, **kwargs)
+
+
+@cache
+def steering_scheduler(base: type) -> type:
+    """``base`` with steering."""
+
+    class SteeringScheduler(base):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            config = from_vllm_config(self.vllm_config)
+            if config is None:
+                raise SteeringError("additional_config", "has no steering section, though the steering scheduler is in use")
+            self.steering_ledger = Ledger(config.max_rows, config.max_instructions, config.max_vectors)
+            self._steering_layers = int(self.vllm_config.model_config.hf_text_config.num_hidden_layers)
+            self._steering_hash = get_hash_fn_by_name(self.vllm_config.cache_config.prefix_caching_hash_algo)
+            self._steered: dict[str, Resolved] = {}
+            self._admitted: set[str] = set()
+            self._full = False
+
+        def add_request(self, request: Any) -> None:
+            try:
+                self._bind(request)
+            except SteeringError:
+                # The front end checked this request; one that came around it must not take the engine down.
+                logger.exception("Request %s came with a malformed steering program and is ended", request.request_id)
+                request.sampling_params.extra_args = None
+                super().add_request(request)
+                self.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
+                return
+            super().add_request(request)
+
+        def _bind(self, request: Any) -> None:
+            data = program_bytes(request.sampling_params)
+            if data is None or request.request_id in self.requests:
+                return
+            resolved = resolve(Program.from_bytes(data), request.num_prompt_tokens, self._steering_layers)
+            if not resolved.rows:
+                return
+            self._steered[request.request_id] = resolved
+            upstream = request._block_hasher
+            if upstream is not None:
+                request._block_hasher = steering_hasher(upstream, resolved, self.hash_block_size, self._steering_hash)
+                request.block_hashes = []
+                request.update_block_hashes()
+
+        def schedule(self, *args: Any, **kwargs: Any) -> Any:
+            self._full = False
+            return super().schedule(*args, **kwargs)
+
+        def _handle_blocked_waiting_request(self, request: Any) -> bool:
+            if not super()._handle_blocked_waiting_request(request):
+                return False
+            resolved = self._steered.get(request.request_id)
+            if resolved is None or request.request_id in self._admitted:
+                return True
+            if self._full or not self.steering_ledger.fits(resolved.rows):
+                self._full = True
+                return False
+            self.steering_ledger.acquire(resolved.rows)
+            self._admitted.add(request.request_id)
+            return True
+
+        def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+            resolved = self._steered.pop(request.request_id, None)
+            if resolved is not None and request.request_id in self._admitted:
+                self._admitted.remove(request.request_id)
+                self.steering_ledger.release(resolved.rows)
+            return super()._free_request(request, *args, **kwargs)
+
+    return SteeringScheduler

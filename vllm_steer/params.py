@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sampling parameters that carry steering.
+
+vLLM's ``SamplingParams`` has one free-form field, ``extra_args``, that travels to the scheduler and to every worker. The
+steering fields of a request are parsed here, once, and compiled to bytes under one key of it; nothing else of vLLM's
+class changes, so clones, defaults and the wire form are vLLM's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllm.sampling_params import SamplingParams as VllmSamplingParams
+
+from vllm_steer.errors import SteeringError
+from vllm_steer.program import Program, compile_edits
+from vllm_steer.spec import FIELD_NAMES, parse_fields
+
+EXTRA_KEY = "steer"
+FIELDS: tuple[str, ...] = tuple(FIELD_NAMES)
+
+
+def attach_steering(params: Any, fields: Mapping[str, Any]) -> None:
+    """Parse and compile a request's steering fields onto vLLM's ``params``; nothing is attached where none is given.
+
+    Raises :class:`SteeringError` naming the field that is wrong.
+    """
+    edits = parse_fields(fields)
+    if not edits:
+        return
+    if EXTRA_KEY in (params.extra_args or {}):
+        raise SteeringError(f"extra_args.{EXTRA_KEY}", "is already set; give the steering fields or the compiled program")
+    # A new dict: the caller's may be shared between several SamplingParams.
+    params.extra_args = {**(params.extra_args or {}), EXTRA_KEY: compile_edits(edits).to_bytes()}
+
+
+def program_bytes(params: Any) -> bytes | None:
+    """The compiled program on vLLM's sampling parameters, if there is one."""
+    extra = getattr(params, "extra_args", None)
+    return None if not extra else extra.get(EXTRA_KEY)
+
+
+def has_steering(params: Any) -> bool:
+    """Whether these parameters ask for any edit."""
+    return program_bytes(params) is not None
+
+
+def program_of(params: Any) -> Program | None:
+    """The decoded program, checked; raises :class:`SteeringError` on bytes that this package did not write."""
+    data = program_bytes(params)
+    return None if data is None else Program.from_bytes(data)
+
+
+class _SteeringMeta(type(VllmSamplingParams)):  # type: ignore[misc]
+    """Takes the steering arguments out before vLLM's constructor sees the rest.
+
+    vLLM's class is a msgspec Struct: its fields are its wire form and its constructor is not ``__init__``, so neither a
+    new field nor an ``__init__`` would do.
+    """
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        fields = {name: kwargs.pop(name) for name in FIELDS if name in kwargs}
+        params = super().__call__(*args, **kwargs)
+        attach_steering(params, fields)
+        return params
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        # vLLM makes and clones plain ones; user code that asks for "our" class means any sampling parameters.
+        return isinstance(instance, VllmSamplingParams)
+
+
+class SamplingParams(VllmSamplingParams, metaclass=_SteeringMeta):
+    """vLLM's ``SamplingParams`` and these arguments; all are checked here, before any engine hears of them.
+
+    ``steering_vectors``, ``prefill_steering_vectors``, ``decode_steering_vectors``
+        ``{point: {layer: vector | {"vector": vector, "scale": float}}}``: added to the residual stream of every token, of
+        prompt tokens, of generated tokens. A vector is a list, numpy array or torch tensor of the model's hidden size.
+    ``steering``
+        a list of :class:`vllm_steer.Edit` or of dicts with its fields: the general form.
+
+    Edits at one site apply in this order: ``steering_vectors``, ``prefill_...``, ``decode_...``, then ``steering`` in the
+    order given. One object can be used for any number of requests. Raises :class:`vllm_steer.SteeringError`, a
+    ``ValueError``, naming the field.
+    """

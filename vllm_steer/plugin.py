@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's entry point, and every method of vLLM that this package wraps.
+
+:func:`register` runs in each of vLLM's processes, as all general plugins do (``plugins/__init__.py``). It touches only
+``EngineArgs``, which front ends use and engines do not; the rest is wrapped when a front end makes an engine's
+configuration. Nothing is ever wrapped in an engine or worker process.
+
+====================================================  =================================================================
+wrapped                                               why no official seam will do
+====================================================  =================================================================
+``EngineArgs.add_cli_args``, ``from_cli_args``        plug-ins cannot add flags to ``vllm serve``
+``EngineArgs.create_engine_config``                   conflicting settings are to be refused before anything is loaded
+``InputProcessor.assign_request_id``                  the one step that every way in takes last; the request is whole
+``LLMEngine.add_request``, ``AsyncLLM.add_request``   what the engine serves must be known before that check
+``to_sampling_params``, ``to_beam_search_params``     the OpenAI request classes drop fields that they do not know
+====================================================  =================================================================
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from vllm_steer.compat import check_settings, check_version, is_tested
+
+_MARK = "_vllm_steer_wraps"
+
+
+def _wrap(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace ``owner.name`` by ``make(original)``, once; static and class methods stay what they are."""
+    raw = owner.__dict__[name]
+    kind = type(raw) if isinstance(raw, (staticmethod, classmethod)) else None
+    original = raw.__func__ if kind else raw
+    if hasattr(original, _MARK):
+        return
+    wrapper = functools.wraps(original)(make(original))
+    setattr(wrapper, _MARK, original)
+    setattr(owner, name, kind(wrapper) if kind else wrapper)
+
+
+def register() -> None:
+    """vLLM's ``vllm.general_plugins`` entry point."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    _wrap(EngineArgs, "add_cli_args", _add_cli_args)
+    _wrap(EngineArgs, "from_cli_args", _from_cli_args)
+    _wrap(EngineArgs, "create_engine_config", _create_engine_config)
+
+
+def _add_cli_args(original: Callable[..., Any]) -> Callable[..., Any]:
+    def add_cli_args(parser: Any) -> Any:
+        from vllm_steer.serve.flags import add_flags
+
+        parser = original(parser)
+        add_flags(parser)
+        return parser
+
+    return add_cli_args
+
+
+def _from_cli_args(original: Callable[..., Any]) -> Callable[..., Any]:
+    def from_cli_args(cls: type, args: Any) -> Any:
+        from vllm_steer.serve.flags import apply_flags
+
+        apply_flags(args)
+        return original(cls, args)
+
+    return from_cli_args
+
+
+def _create_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        import vllm
+
+        from vllm_steer.config import from_vllm_config
+
+        enabled = from_vllm_config(self) is not None
+        if enabled:
+            check_version()
+        vllm_config = original(self, *args, **kwargs)
+        if enabled:
+            check_settings(vllm_config)
+        if enabled or is_tested(vllm.__version__):
+            wrap_front_end()
+        return vllm_config
+
+    return create_engine_config
+
+
+def wrap_front_end() -> None:
+    """Wrap what turns requests into engine requests; only ever called where an engine's configuration is made."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.input_processor import InputProcessor
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    _wrap_assign_request_id(InputProcessor)
+    _wrap(LLMEngine, "add_request", _add_request)
+    _wrap(AsyncLLM, "add_request", _add_request_async)
+    for request in (ChatCompletionRequest, CompletionRequest, ResponsesRequest):
+        _wrap(request, "to_sampling_params", _to_sampling_params)
+    for request in (ChatCompletionRequest, CompletionRequest):
+        _wrap(request, "to_beam_search_params", _to_beam_search_params)
+
+
+def _wrap_assign_request_id(owner: Any) -> None:
+    """vLLM's is a static method; ours needs the instance, on which the engine's capabilities are kept."""
+    original = owner.__dict__["assign_request_id"]
+    if not isinstance(original, staticmethod):
+        return
+
+    def assign_request_id(self: Any, request: Any) -> None:
+        from vllm_steer.frontend import check_engine_request
+
+        check_engine_request(self, request)
+        original.__func__(request)
+
+    owner.assign_request_id = assign_request_id
+
+
+def _params_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``params`` of ``add_request(self, request_id, prompt, params, ...)``."""
+    return args[3] if len(args) > 3 else kwargs.get("params")
+
+
+def _add_request(original: Callable[..., Any]) -> Callable[..., Any]:
+    def add_request(*args: Any, **kwargs: Any) -> Any:
+        from vllm_steer.frontend import capabilities_of
+        from vllm_steer.params import has_steering
+
+        if has_steering(_params_in(args, kwargs)):
+            capabilities_of(args[0])
+        return original(*args, **kwargs)
+
+    return add_request
+
+
+def _add_request_async(original: Callable[..., Any]) -> Callable[..., Any]:
+    async def add_request(*args: Any, **kwargs: Any) -> Any:
+        from vllm_steer.frontend import ensure_capabilities
+        from vllm_steer.params import has_steering
+
+        if has_steering(_params_in(args, kwargs)):
+            await ensure_capabilities(args[0])
+        return await original(*args, **kwargs)
+
+    return add_request
+
+
+def _to_sampling_params(original: Callable[..., Any]) -> Callable[..., Any]:
+    def to_sampling_params(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from vllm_steer.serve.protocol import apply_to_params
+
+        return apply_to_params(self, original(self, *args, **kwargs))
+
+    return to_sampling_params
+
+
+def _to_beam_search_params(original: Callable[..., Any]) -> Callable[..., Any]:
+    def to_beam_search_params(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from vllm_steer.serve.protocol import refuse_beam_search
+
+        refuse_beam_search(self)
+        return original(self, *args, **kwargs)
+
+    return to_beam_search_params

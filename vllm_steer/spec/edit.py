@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One edit of the residual stream: what is done, where, with which vector, to which tokens."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+
+from vllm_steer.errors import SteeringError
+from vllm_steer.points import POINT_NAMES, PointName
+from vllm_steer.spec.scalars import is_integer, read_choice, read_number, shown
+from vllm_steer.spec.selector import Selector, TokensInput
+from vllm_steer.spec.vector import Vector, VectorInput, pack_vector, parse_vector
+
+KindName = Literal["add", "add_normed", "ablate", "clamp"]
+Layers: TypeAlias = tuple[int, ...] | Literal["all"]
+LayersInput: TypeAlias = int | list[int] | tuple[int, ...] | range | Literal["all"]
+
+MAX_LAYERS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What one kind of edit computes and takes."""
+
+    name: KindName
+    params: tuple[str, ...]
+    """The parameters of `Edit` that it uses, beside kind, point, layers and tokens."""
+    needs_direction: bool
+    """Whether only the direction of the vector counts, so that a zero vector means nothing."""
+    formula: str
+    """New value of a row x of the stream; v is the vector, u = v / ||v||, s the strength."""
+
+
+KINDS: Mapping[KindName, Kind] = MappingProxyType(
+    {
+        kind.name: kind
+        for kind in (
+            Kind("add", ("vector", "strength"), False, "x + s v"),
+            Kind("add_normed", ("vector", "strength"), True, "x + s ||x|| u"),
+            Kind("ablate", ("vector", "strength"), True, "x - s (x.u) u"),
+            Kind(
+                "clamp",
+                ("vector", "strength", "low", "high"),
+                True,
+                "x + s (clip(x.u, low, high) - x.u) u",
+            ),
+        )
+    }
+)
+
+
+@dataclass(frozen=True, init=False, repr=False, eq=False)
+class Edit:
+    """An edit of the residual stream, checked when it is made and immutable from then on.
+
+    Every argument is by keyword. Equality and hash are by content.
+    """
+
+    kind: KindName
+    """What is computed: a name in `KINDS`."""
+    point: PointName
+    """Where in the block: a name in `vllm_steer.points.POINTS`."""
+    layers: Layers
+    """Ascending layer numbers, or ``"all"``."""
+    vector: Vector
+    """float32 ``[H]``, finite, not writeable; not zero where the kind needs a direction."""
+    strength: float
+    """Multiplies the edit."""
+    tokens: Selector
+    """Which tokens of the request."""
+    low: float | None
+    """``clamp`` only: lowest projection on the vector's direction; None for no bound."""
+    high: float | None
+    """``clamp`` only: highest projection on the vector's direction; None for no bound."""
+
+    def __init__(
+        self,
+        *,
+        kind: KindName,
+        point: PointName,
+        layers: LayersInput,
+        vector: VectorInput,
+        strength: float = 1.0,
+        tokens: TokensInput = "all",
+        low: float | None = None,
+        high: float | None = None,
+    ) -> None:
+        """Check and keep the arguments.
+
+        Args:
+            kind: ``"add"``, ``"add_normed"``, ``"ablate"`` or ``"clamp"``.
+            point: ``"pre_attn"``, ``"post_attn"`` or ``"post_block"``.
+            layers: one layer, a list, tuple or range of them, or ``"all"``.
+            vector: anything that `parse_vector` reads.
+            strength: finite.
+            tokens: anything that `Selector.parse` reads.
+            low: with ``clamp``, at least one of ``low`` and ``high``; finite, ``low <= high``.
+            high: see ``low``.
+
+        Raises:
+            SteeringError: a value is wrong; its ``field`` is the argument's name, with an index if any.
+        """
+        row = KINDS[read_choice(kind, KINDS, "kind")]
+        checked = {
+            "kind": row.name,
+            "point": read_choice(point, POINT_NAMES, "point"),
+            "layers": _read_layers(layers),
+            "vector": _read_direction(vector, row),
+            "strength": read_number(strength, "strength"),
+            "tokens": Selector.parse(tokens),
+            **_read_bounds(low, high, row),
+        }
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+
+    def to_wire(self) -> dict[str, object]:
+        """The edit in builtins that JSON can carry, vector packed: an item of the ``steering`` field."""
+        wire = self._values() | {
+            "layers": self.layers if self.layers == "all" else list(self.layers),
+            "vector": pack_vector(self.vector),
+            "tokens": self.tokens.to_wire(),
+        }
+        return {name: value for name, value in wire.items() if value is not None}
+
+    def _values(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def _content(self) -> tuple[object, ...]:
+        return tuple((self._values() | {"vector": self.vector.tobytes()}).values())
+
+    def __eq__(self, other: object) -> bool:
+        return self._content() == other._content() if isinstance(other, Edit) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._content())
+
+    def __repr__(self) -> str:
+        norm = float(np.linalg.norm(self.vector.astype(np.float64)))
+        summary = f"<float32[{self.vector.size}], norm {norm:.4g}>"
+        values = {name: repr(value) for name, value in self._values().items() if value is not None}
+        return f"Edit({', '.join(f'{k}={v}' for k, v in (values | {'vector': summary}).items())})"
+
+    def __deepcopy__(self, memo: object) -> "Edit":
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Through the constructor: an unpickled array would come back writeable.
+        return partial(Edit, **self._values()), ()
+
+
+def read_layer(value: object, field: str) -> int:
+    """A layer number, 0 to 4095, of a Python or numpy integer type."""
+    if not is_integer(value):
+        raise SteeringError(field, f"must be a layer number, not {shown(value)} ({type(value).__name__})")
+    if not 0 <= value < MAX_LAYERS:
+        raise SteeringError(field, f"must be 0 to {MAX_LAYERS - 1}, not {shown(value)}")
+    return int(value)
+
+
+def _read_layers(value: object) -> Layers:
+    if isinstance(value, str) and value == "all":
+        return "all"
+    if not isinstance(value, (list, tuple, range)):
+        if not is_integer(value):
+            raise SteeringError(
+                "layers", f'must be a layer number, a list of them or "all", not {shown(value)}'
+            )
+        return (read_layer(value, "layers"),)
+    if not value:
+        raise SteeringError("layers", 'is empty; name a layer, or "all"')
+    if isinstance(value, range):  # its ends first: a range can be longer than memory
+        read_layer(value[0], "layers")
+        read_layer(value[-1], "layers")
+    seen: set[int] = set()
+    for i, item in enumerate(value):
+        layer = read_layer(item, f"layers[{i}]")
+        if layer in seen:
+            raise SteeringError(f"layers[{i}]", f"names layer {layer} a second time; name each once")
+        seen.add(layer)
+    return tuple(sorted(seen))
+
+
+def _read_direction(value: object, kind: Kind) -> Vector:
+    vector = parse_vector(value)
+    if kind.needs_direction and not vector.any():
+        raise SteeringError(
+            "vector", f"is zero in float32, so it has no direction, which {kind.name} ({kind.formula}) needs"
+        )
+    return vector
+
+
+def _read_bounds(low: object, high: object, kind: Kind) -> dict[str, float | None]:
+    given = {"low": low, "high": high}
+    bounds = {k: None if v is None else read_number(v, k) for k, v in given.items()}
+    for name, bound in bounds.items():
+        if bound is not None and name not in kind.params:
+            takers = ", ".join(row.name for row in KINDS.values() if name in row.params)
+            raise SteeringError(name, f"is not a parameter of {kind.name}, only of {takers}; leave it out")
+    if "low" in kind.params and "high" in kind.params:
+        if bounds["low"] is None and bounds["high"] is None:
+            raise SteeringError("low", f"{kind.name} needs low, high or both")
+        if bounds["low"] is not None and bounds["high"] is not None and bounds["low"] > bounds["high"]:
+            raise SteeringError("low", f"is {bounds['low']}, above high, {bounds['high']}; swap them")
+    return bounds

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The steering fields of a request, as users and HTTP bodies give them, to edits."""
+
+import inspect
+import re
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from vllm_steer.errors import SteeringError
+from vllm_steer.points import POINT_NAMES
+from vllm_steer.spec.edit import Edit, read_layer
+from vllm_steer.spec.scalars import read_choice, read_number, shown
+from vllm_steer.spec.selector import Selector, SelectorName
+from vllm_steer.spec.vector import PACKED_KEYS, parse_vector
+
+# Field of the short form -> the tokens that its edits cover.
+SHORT_FIELDS: Mapping[str, SelectorName] = MappingProxyType(
+    {
+        "steering_vectors": "all",
+        "prefill_steering_vectors": "prompt",
+        "decode_steering_vectors": "generated",
+    }
+)
+GENERAL_FIELD = "steering"
+FIELD_NAMES: tuple[str, ...] = (*SHORT_FIELDS, GENERAL_FIELD)
+
+MAX_EDITS = 4096
+
+_EDIT_PARAMETERS = inspect.signature(Edit).parameters
+_REQUIRED = tuple(name for name, p in _EDIT_PARAMETERS.items() if p.default is p.empty)
+_DECIMAL = re.compile("0|[1-9][0-9]{0,8}")
+
+
+def parse_fields(fields: Mapping[str, Any]) -> tuple[Edit, ...]:
+    """Read all steering fields of one request.
+
+    Args:
+        fields: values by name, each name one of `FIELD_NAMES`; None counts as absent.
+            The three short fields are ``{point: {layer: vector}}``, a vector being what `parse_vector`
+            reads or ``{"vector": ..., "scale": ...}``; a layer is an int or its decimal string.
+            ``steering`` is a list of `Edit` or of dicts of its arguments, or one `Edit`.
+
+    Returns:
+        The edits in the order in which they apply: of the short fields in the order of `FIELD_NAMES`,
+        then of ``steering``, in the order given. Empty if nothing is given.
+
+    Raises:
+        SteeringError: a field is unknown or its value wrong, the vectors differ in width, or there are
+            more than 4096 edits. Its ``field`` is the path of the offending value.
+    """
+    if not isinstance(fields, Mapping):
+        raise SteeringError(GENERAL_FIELD, f"the fields must be a mapping, not {shown(fields)}")
+    for name in fields:
+        read_choice(name, FIELD_NAMES, "fields")
+    edits: list[Edit] = []
+    first = ""
+    for name in FIELD_NAMES:
+        value = fields.get(name)
+        if value is None:
+            continue
+        for path, edit in _short(name, value) if name in SHORT_FIELDS else _general(value):
+            if len(edits) == MAX_EDITS:
+                raise SteeringError(path, f"is one edit more than the {MAX_EDITS} that a request may have")
+            if edits and edit.vector.size != edits[0].vector.size:
+                raise SteeringError(
+                    path,
+                    f"has a vector of width {edit.vector.size}, but {first} one of {edits[0].vector.size}; "
+                    "all vectors have the model's hidden size",
+                )
+            first = first or path
+            edits.append(edit)
+    return tuple(edits)
+
+
+def _short(name: str, value: object) -> Iterator[tuple[str, Edit]]:
+    tokens = Selector(SHORT_FIELDS[name])
+    for point_key, by_layer in _entries(value, name, "{point: {layer: vector}}"):
+        point = read_choice(point_key, POINT_NAMES, name)
+        at_point = f"{name}.{point}"
+        seen: set[int] = set()
+        for layer_key, given in _entries(by_layer, at_point, "{layer: vector}"):
+            layer = _layer_of_key(layer_key, at_point)
+            if layer in seen:
+                raise SteeringError(at_point, f"names layer {layer} twice, as a number and as a string")
+            seen.add(layer)
+            path = f"{at_point}[{layer}]"
+            vector, scale = _vector_and_scale(given, path)
+            yield (
+                path,
+                Edit(kind="add", point=point, layers=layer, vector=vector, strength=scale, tokens=tokens),
+            )
+
+
+def _entries(value: object, field: str, form: str) -> Iterator[tuple[object, object]]:
+    if not isinstance(value, Mapping):
+        raise SteeringError(field, f"must be {form}, not {shown(value)} ({type(value).__name__})")
+    if not value:
+        raise SteeringError(field, f"is empty; give {form}, or leave it out")
+    return iter(value.items())
+
+
+def _layer_of_key(key: object, field: str) -> int:
+    if isinstance(key, str):
+        if not _DECIMAL.fullmatch(key):
+            raise SteeringError(field, f'a layer is its plain decimal number ("15"), not {shown(key)}')
+        key = int(key)
+    return read_layer(key, field)
+
+
+def _vector_and_scale(given: object, path: str) -> tuple[Any, float]:
+    if not isinstance(given, Mapping) or (PACKED_KEYS & set(given) and "vector" not in given):
+        return parse_vector(given, path), 1.0
+    unknown = [key for key in given if key not in ("vector", "scale")]
+    if unknown or "vector" not in given:
+        raise SteeringError(
+            path,
+            'must be a vector, {"vector": ..., "scale": ...} or a packed vector (dtype, shape, data); '
+            + (f"unknown: {shown(unknown)}" if unknown else "vector is missing"),
+        )
+    return (
+        parse_vector(given["vector"], f"{path}.vector"),
+        read_number(given.get("scale", 1.0), f"{path}.scale"),
+    )
+
+
+def _general(value: object) -> Iterator[tuple[str, Edit]]:
+    if isinstance(value, Edit):
+        value = [value]
+    if not isinstance(value, (list, tuple)):
+        raise SteeringError(
+            GENERAL_FIELD, f"must be a list of edits, not {shown(value)} ({type(value).__name__})"
+        )
+    if not value:
+        raise SteeringError(GENERAL_FIELD, "is empty; give an edit, or leave it out")
+    for i, item in enumerate(value):
+        path = f"{GENERAL_FIELD}[{i}]"
+        yield path, item if isinstance(item, Edit) else _edit_of_dict(item, path)
+
+
+def _edit_of_dict(item: object, path: str) -> Edit:
+    if not isinstance(item, Mapping):
+        raise SteeringError(path, f"must be an Edit or a dict of its fields, not {shown(item)}")
+    unknown = [key for key in item if key not in _EDIT_PARAMETERS]
+    if unknown:
+        raise SteeringError(
+            path, f"unknown field {shown(unknown[0])}; an edit has {', '.join(_EDIT_PARAMETERS)}"
+        )
+    missing = [name for name in _REQUIRED if name not in item]
+    if missing:
+        raise SteeringError(f"{path}.{missing[0]}", "is missing; an edit needs " + ", ".join(_REQUIRED))
+    try:
+        return Edit(**item)
+    except SteeringError as error:
+        raise SteeringError(f"{path}.{error.field}", error.problem) from None

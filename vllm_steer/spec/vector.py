@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steering vectors: every accepted form becomes an immutable float32 array.
+
+The packed form, for JSON, is ``{"dtype": ..., "shape": [H], "data": ...}`` with the components in
+little-endian order, base64-encoded (RFC 4648, with padding, without line breaks).
+"""
+
+import base64
+import binascii
+import sys
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_steer.errors import SteeringError
+from vllm_steer.spec.scalars import FLOAT32_MAX, is_integer, shown
+
+if TYPE_CHECKING:
+    import torch
+
+Vector: TypeAlias = npt.NDArray[np.float32]
+VectorInput: TypeAlias = "Sequence[float] | npt.NDArray[Any] | torch.Tensor | Mapping[str, object]"
+
+MAX_WIDTH = 65536
+
+# What each packed dtype is stored as. numpy has no bfloat16: it is the upper half of a float32.
+PACKED_DTYPES: Mapping[str, np.dtype[Any]] = MappingProxyType(
+    {
+        "float32": np.dtype("<f4"),
+        "float16": np.dtype("<f2"),
+        "bfloat16": np.dtype("<u2"),
+        "float64": np.dtype("<f8"),
+    }
+)
+PACKED_KEYS = frozenset({"dtype", "shape", "data"})
+
+
+def parse_vector(value: object, field: str = "vector") -> Vector:
+    """Read one steering vector.
+
+    Args:
+        value: a list or tuple of numbers, a numpy array, a torch tensor on any device, or the packed
+            form. One-dimensional, of 1 to 65536 components, of any real dtype.
+        field: where the vector stands, for the error.
+
+    Returns:
+        A float32 array ``[H]``, C-contiguous, finite, not writeable, sharing no memory that anyone
+        can write to.
+
+    Raises:
+        SteeringError: ``value`` is anything else.
+    """
+    if isinstance(value, np.ndarray):
+        array = _checked_array(value, field)
+    elif isinstance(value, (list, tuple)):
+        array = _from_numbers(value, field)
+    elif isinstance(value, Mapping):
+        array = _from_packed(value, field)
+    elif _is_tensor(value):
+        array = _from_tensor(value, field)
+    else:
+        raise SteeringError(
+            field,
+            "must be a list of numbers, a numpy array, a torch tensor or a packed vector "
+            f"(dtype, shape, data), not {shown(value)} ({type(value).__name__})",
+        )
+    return _frozen(array, field)
+
+
+def pack_vector(vector: npt.ArrayLike) -> dict[str, object]:
+    """The packed float32 form of a vector ``[H]``, ready for JSON."""
+    array = parse_vector(np.asarray(vector))
+    data = base64.b64encode(array.astype("<f4", copy=False).tobytes()).decode("ascii")
+    return {"dtype": "float32", "shape": [array.size], "data": data}
+
+
+def _frozen(array: npt.NDArray[Any], field: str) -> Vector:
+    with np.errstate(over="ignore", invalid="ignore"):
+        vector: Vector = array.astype(np.float32, order="C", copy=False)
+    finite = np.isfinite(vector)
+    if not finite.all():
+        index = int(finite.argmin())
+        raise SteeringError(
+            f"{field}[{index}]",
+            f"is {vector[index]} in float32; every component must be finite, at most {FLOAT32_MAX:.3g}",
+        )
+    # A bytes object underneath makes the array immutable for good: the flag cannot be set back, so
+    # such an array (one of ours, or one like it) can be shared without a copy.
+    base: object = vector.base
+    if isinstance(base, bytes):
+        return vector
+    return np.frombuffer(vector.tobytes(), np.float32)
+
+
+def _check_shape(shape: tuple[int, ...], field: str) -> None:
+    if len(shape) == 2 and shape[0] == 1:
+        raise SteeringError(field, f"has shape {list(shape)}; a vector is [H]: pass its only row, vector[0]")
+    if len(shape) != 1:
+        raise SteeringError(field, f"has shape {list(shape)}; a vector has one dimension, [H]")
+    if not 1 <= shape[0] <= MAX_WIDTH:
+        raise SteeringError(field, f"has {shape[0]} components; a vector has 1 to {MAX_WIDTH}")
+
+
+def _checked_array(array: npt.NDArray[Any], field: str) -> npt.NDArray[Any]:
+    if isinstance(array, np.ma.MaskedArray):
+        raise SteeringError(field, "is a masked array; fill the masked components first, e.g. .filled(0)")
+    if array.dtype.kind not in "fiu":
+        raise SteeringError(
+            field, f"has dtype {array.dtype}; use a real floating or integer dtype, e.g. float32"
+        )
+    _check_shape(array.shape, field)
+    return array
+
+
+def _from_numbers(numbers: Sequence[object], field: str) -> npt.NDArray[Any]:
+    if len(numbers) > 0 and isinstance(numbers[0], (list, tuple)):
+        raise SteeringError(field, "is a nested list; a vector is one flat list of numbers")
+    _check_shape((len(numbers),), field)
+    # numpy would turn booleans and numeric strings into numbers without a word. Looking at the set
+    # of types costs far less than looking at each number.
+    wrong = {kind for kind in set(map(type, numbers)) if not _is_number_type(kind)}
+    if wrong:
+        index = next(i for i, number in enumerate(numbers) if type(number) in wrong)
+        raise SteeringError(
+            f"{field}[{index}]",
+            f"must be a number, not {shown(numbers[index])} ({type(numbers[index]).__name__})",
+        )
+    try:
+        with np.errstate(over="ignore"):
+            return np.array(numbers, dtype=np.float32)
+    except (OverflowError, TypeError, ValueError) as error:
+        raise SteeringError(field, f"cannot be read as float32 numbers: {error}") from None
+
+
+def _is_number_type(kind: type) -> bool:
+    return issubclass(kind, (float, int, np.floating, np.integer)) and kind is not bool
+
+
+def _is_tensor(value: object) -> bool:
+    # Whoever holds a tensor has imported torch; whoever has not need not wait for it.
+    tensor_type = getattr(sys.modules.get("torch"), "Tensor", None)
+    return tensor_type is not None and isinstance(value, tensor_type)
+
+
+def _from_tensor(tensor: Any, field: str) -> npt.NDArray[Any]:
+    torch = sys.modules["torch"]
+    if tensor.dtype == torch.bool or tensor.is_complex():
+        raise SteeringError(
+            field, f"has dtype {tensor.dtype}; use a real floating or integer dtype, e.g. torch.float32"
+        )
+    _check_shape(tuple(tensor.shape), field)
+    try:
+        array: npt.NDArray[Any] = tensor.detach().to("cpu", torch.float32).numpy()
+    except (RuntimeError, TypeError) as error:  # meta, sparse and sub-byte tensors
+        raise SteeringError(field, f"cannot be copied to a float32 array: {shown(str(error))}") from None
+    return array
+
+
+def _from_packed(packed: Mapping[Any, object], field: str) -> npt.NDArray[Any]:
+    if set(packed) != PACKED_KEYS:
+        raise SteeringError(
+            field, f"a packed vector has exactly the keys dtype, shape and data, not {shown(list(packed))}"
+        )
+    name, shape, data = packed["dtype"], packed["shape"], packed["data"]
+    dtype = PACKED_DTYPES.get(name) if isinstance(name, str) else None
+    if dtype is None:
+        raise SteeringError(f"{field}.dtype", f"must be one of {', '.join(PACKED_DTYPES)}, not {shown(name)}")
+    if not isinstance(shape, (list, tuple)) or not all(map(is_integer, shape)):
+        raise SteeringError(f"{field}.shape", f"must be a list of one integer, [H], not {shown(shape)}")
+    _check_shape(tuple(shape), f"{field}.shape")
+    return _decoded(data, int(shape[0]), dtype, f"{field}.data")
+
+
+def _decoded(data: object, width: int, dtype: np.dtype[Any], field: str) -> npt.NDArray[Any]:
+    size = width * dtype.itemsize
+    characters = (size + 2) // 3 * 4
+    if not isinstance(data, str):
+        raise SteeringError(field, f"must be a base64 string, not {type(data).__name__}")
+    if len(data) != characters:  # before decoding, so that a wrong size costs nothing
+        raise SteeringError(
+            field, f"has {len(data)} characters; {size} bytes for this dtype and shape are {characters}"
+        )
+    try:
+        raw = base64.b64decode(data, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise SteeringError(field, f"is not base64 (RFC 4648, no line breaks): {error}") from None
+    if len(raw) != size:
+        raise SteeringError(field, f"decodes to {len(raw)} bytes; this dtype and shape need {size}")
+    array: npt.NDArray[Any] = np.frombuffer(raw, dtype)
+    if dtype is PACKED_DTYPES["bfloat16"]:
+        return (array.astype(np.uint32) << 16).view(np.float32)
+    return array

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tap as one Triton kernel: a program per token, which leaves at once where its row has nothing to do here.
+
+The definition is :mod:`vllm_steer.taps.reference`. Arithmetic is float32 with one rounding, when the summand is written.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_steer.program import instructions as ops
+from vllm_steer.taps.tables import Tables
+
+_ADD, _ADD_NORMED, _ABLATE = (tl.constexpr(code) for code in (ops.ADD, ops.ADD_NORMED, ops.ABLATE))
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _tap_kernel(
+    target, other, head, token_row, instruction, parameter, vector,  # noqa: ANN001
+    target_stride, other_stride, head_stride, hidden,  # noqa: ANN001
+    HAS_OTHER: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip  # noqa: ANN202
+    token = tl.program_id(0).to(tl.int64)
+    row = tl.load(token_row + token)
+    if row == 0:
+        return
+    current = tl.load(head + row.to(tl.int64) * head_stride)
+    if current == 0:
+        return
+    column = tl.arange(0, BLOCK)
+    inside = column < hidden
+    place = target + token * target_stride + column
+    before = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    x = before
+    if HAS_OTHER:
+        x += tl.load(other + token * other_stride + column, mask=inside, other=0.0).to(tl.float32)
+    start = x
+    while current != 0:
+        record = current.to(tl.int64) * 4
+        code = tl.load(instruction + record)
+        which = tl.load(instruction + record + 1).to(tl.int64)
+        strength = tl.load(parameter + record)
+        v = tl.load(vector + which * hidden + column, mask=inside, other=0.0)
+        if code == _ADD:
+            amount = strength
+        elif code == _ADD_NORMED:
+            amount = strength * tl.sqrt(tl.sum(x * x, axis=0))
+        else:
+            along = tl.sum(x * v, axis=0)
+            if code == _ABLATE:
+                amount = -strength * along
+            else:
+                low = tl.load(parameter + record + 1)
+                high = tl.load(parameter + record + 2)
+                amount = strength * (tl.minimum(tl.maximum(along, low), high) - along)
+        x += amount * v
+        current = tl.load(instruction + record + 2)
+    tl.store(place, (before + (x - start)).to(target.dtype.element_ty), mask=inside)
+
+
+def launch_tap(target: torch.Tensor, other: torch.Tensor | None, head: torch.Tensor, tables: Tables) -> None:
+    """The same as :func:`vllm_steer.taps.reference.apply_tap`, as one launch: no sync, no allocation, graph-safe.
+
+    ``target``, ``other`` ``[tokens, hidden]``, rows contiguous, in bf16, fp16 or fp32; hidden at most 65,536.
+    """
+    tokens, hidden = target.shape
+    if tokens == 0:
+        return
+    block = triton.next_power_of_2(hidden)
+    grid: Any = (tokens,)
+    _tap_kernel[grid](
+        target,
+        target if other is None else other,
+        head,
+        tables.token_row,
+        tables.instruction,
+        tables.parameter,
+        tables.vector,
+        target.stride(0),
+        0 if other is None else other.stride(0),
+        head.stride(0),
+        hidden,
+        HAS_OTHER=other is not None,
+        BLOCK=block,
+        num_warps=max(1, min(16, block // 512)),
+    )
