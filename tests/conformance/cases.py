@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The requests that every architecture is asked, all in one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+
+from tests.conformance.edits import KINDS, EditAt, Formula, Tokens
+from tests.conformance.hf_reference import Array, Trace
+from tests.conformance.zoo import HIDDEN, LAYERS, TinyModel
+
+PROMPTS = (
+    (5, 9, 17, 33, 60, 2, 11, 90, 41),
+    (7, 3, 100, 55, 21, 90, 14, 8, 40, 77, 6, 5, 31, 19),
+    (64, 12, 81, 50, 126),
+)
+NEW_TOKENS = 5
+LAYER = 1
+STREAM_AT = {"pre_attn": "x_in", "post_attn": "x_mid", "post_block": "x_out"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One request; no edits: a plain one, which must come out of the shared batch unchanged."""
+
+    name: str
+    prompt: tuple[int, ...]
+    edits: tuple[EditAt, ...] = ()
+
+    @property
+    def points(self) -> set[str]:
+        """The points that it edits."""
+        return {edit.point for edit in self.edits}
+
+
+def cases_for(tiny: TinyModel, plain: Trace) -> list[Case]:
+    """The requests for one architecture; ``plain`` is the unedited trace of the first prompt.
+
+    At a middle layer, every kind at every served point over every selector; then the first and the last layer, all
+    layers at once, several edits in one request, and plain requests in between.
+    """
+    make = _Vectors(plain)
+    served = [point for point in STREAM_AT if point not in tiny.refused]
+    cases: list[Case] = []
+
+    def ask(name: str, *edits: EditAt) -> None:
+        cases.append(Case(name, PROMPTS[len(cases) % len(PROMPTS)], edits))
+
+    for point, kind in product(served, KINDS):
+        for label, tokens in SELECTORS.items():
+            ask(f"{kind} at {point}, {label}", make.edit(kind, point, LAYER, tokens))
+        ask(f"plain after {kind} at {point}")
+    for kind in KINDS:
+        ask(f"{kind} at pre_attn of layer 0", make.edit(kind, "pre_attn", 0))
+        ask(f"{kind} at post_block of the last layer", make.edit(kind, "post_block", LAYERS - 1))
+    for point in served:
+        ask(f"add at {point}, every layer", make.edit("add", point, "all", strength=0.3))
+        ask(f"ablate at {point}, two layers", make.edit("ablate", point, (0, LAYERS - 1)))
+        ask(
+            f"add then clamp then add_normed at {point}",
+            *(make.edit(kind, point, LAYER) for kind in ("add", "clamp", "add_normed")),
+        )
+        ask(
+            f"different edits of prompt and generated tokens at {point}",
+            make.edit("add", point, LAYER, "prompt"),
+            make.edit("ablate", point, LAYER, "generated"),
+        )
+    ask("all served points at once", *(make.edit("add", point, LAYER) for point in served))
+    ask(
+        "add at pre_attn of the next layer, ablate at post_block of this one",
+        make.edit("add", "pre_attn", LAYER + 1),
+        make.edit("ablate", "post_block", LAYER),
+    )
+    return cases
+
+
+# Absolute positions reach into the generated tokens of the shortest prompt only; the others see prompt positions.
+SELECTORS: Mapping[str, Tokens] = {
+    "all": "all",
+    "prompt": "prompt",
+    "generated": "generated",
+    "last_prompt": "last_prompt",
+    "positions": [1, (3, 7), -2],
+}
+
+
+class _Vectors:
+    """Edits whose effect is large: vectors as long as the stream that they meet, partly along it."""
+
+    def __init__(self, plain: Trace) -> None:
+        self._plain = plain
+        self._random = np.random.default_rng(11)
+
+    def edit(
+        self, kind: str, point: str, layers: int | tuple[int, ...] | str, tokens: Tokens = "all", strength: float = 1.0
+    ) -> EditAt:
+        rows: Array = getattr(self._plain, STREAM_AT[point])[layers if isinstance(layers, int) else LAYER]
+        length = float(np.linalg.norm(rows, axis=-1).mean())
+        noise = self._random.standard_normal(HIDDEN)
+        vector = (rows.mean(0) + noise * length / np.linalg.norm(noise)).astype(np.float32)
+        along = rows @ (vector / np.linalg.norm(vector))
+        # Bounds that no row meets by itself, on one side or the other.
+        bounds: dict[str, float] = {}
+        if kind == "clamp":
+            above = bool(self._random.integers(2))
+            bounds["low" if above else "high"] = float(along.max() + length if above else along.min() - length)
+            if self._random.integers(2):
+                bounds["high" if above else "low"] = bounds["low" if above else "high"]
+        formula = Formula(kind, vector, strength, **bounds)  # type: ignore[arg-type]
+        return EditAt(formula, point, layers, tokens)  # type: ignore[arg-type]

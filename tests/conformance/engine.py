@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM engines, one after another in this process, and the log-probabilities of every token that they give."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.conformance.cases import NEW_TOKENS, Case
+from tests.conformance.edits import EditAt
+from tests.conformance.hf_reference import Array
+from tests.conformance.zoo import MAX_POSITIONS, VOCAB, TinyModel, config_of
+
+MODES: Mapping[str, Mapping[str, Any]] = {
+    "eager": {"enforce_eager": True},
+    # Dynamo traces the model as in a compiled engine, but the graph is run as it is: no C++ to compile.
+    "traced": {"compilation_config": {"backend": "eager"}},
+    "compiled": {},
+}
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """``token_ids``: prompt and generated. ``logprobs`` ``[tokens - 1, vocab]``: row *t* is the prediction of *t + 1*."""
+
+    token_ids: tuple[int, ...]
+    logprobs: Array
+
+
+def prepare_environment() -> None:
+    """What vLLM reads from the environment; to be called before it is imported."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+
+
+@contextmanager
+def running(tiny: TinyModel, path: Path, mode: str) -> Iterator[Any]:
+    """A steered engine on the model at ``path``, gone when the block is left, also where it did not start."""
+    import torch
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    from vllm_steer import LLM
+
+    _register(tiny)
+    llm = None
+    try:
+        llm = LLM(
+            model=str(path),
+            enable_steering=True,
+            skip_tokenizer_init=True,
+            dtype="float32",
+            max_model_len=MAX_POSITIONS,
+            # Less than the batch needs, so that prompts are cut and run beside generated tokens of other requests.
+            max_num_batched_tokens=160,
+            max_num_seqs=128,
+            max_logprobs=-1,
+            disable_log_stats=True,
+            **MODES[mode],
+        )
+        yield llm
+    finally:
+        del llm
+        torch._dynamo.reset()
+        cleanup_dist_env_and_memory()
+
+
+def _register(tiny: TinyModel) -> None:
+    """Give vLLM the model's class: for one that it knows by name only, it starts a process to look at it, for ten seconds."""
+    from vllm import ModelRegistry
+
+    architecture = config_of(tiny).architectures
+    if architecture is None:
+        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+        architecture = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config_of(tiny))].__name__]
+    entry = ModelRegistry.models[architecture[0]]
+    ModelRegistry.register_model(architecture[0], entry.load_model_cls())
+
+
+def layer_classes(llm: Any) -> set[str]:
+    """The class names of the modules that carry taps."""
+    found: list[set[str]] = llm.apply_model(_tapped)
+    return set().union(*found)
+
+
+def _tapped(model: Any) -> set[str]:
+    return {type(module).__name__ for module in model.modules() if hasattr(module, "steering_taps")}
+
+
+def ask(llm: Any, cases: Sequence[Case]) -> list[Answer]:
+    """Send all cases as one batch. Raises what the engine raises; then nothing of the batch is left in it."""
+    prompts = [{"prompt_token_ids": list(case.prompt)} for case in cases]
+    outputs = llm.generate(prompts, [_params(case.edits) for case in cases], use_tqdm=False)
+    return [_answer(output) for output in outputs]
+
+
+def _params(edits: Sequence[EditAt]) -> Any:
+    from vllm_steer import Edit, SamplingParams
+
+    sugar = edits[0].sugar() if len(edits) == 1 else None
+    steering = sugar if sugar is not None else {"steering": [Edit(**edit.arguments()) for edit in edits]}
+    return SamplingParams(
+        max_tokens=NEW_TOKENS,
+        temperature=0.0,
+        ignore_eos=True,
+        detokenize=False,
+        logprobs=-1,
+        prompt_logprobs=-1,
+        flat_logprobs=True,
+        **(steering if edits else {}),
+    )
+
+
+def _answer(output: Any) -> Answer:
+    completion = output.outputs[0]
+    rows = [*_rows(output.prompt_logprobs)[1:], *_rows(completion.logprobs)]
+    return Answer((*output.prompt_token_ids, *completion.token_ids), np.stack(rows))
+
+
+def _rows(flat: Any) -> list[Array]:
+    rows = []
+    for start, end in zip(flat.start_indices, flat.end_indices, strict=True):
+        row = np.full(VOCAB, np.nan, np.float32)
+        row[flat.token_ids[start:end]] = flat.logprobs[start:end]
+        rows.append(row)
+    return rows

@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings that must stand before vLLM is imported, and the skip of GPU tests where there is no GPU."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+# One engine in this very process, small caches, and no pinning of threads to cores that other engines of the same test
+# run use as well.
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a GPU; results of GPU runs are in benchmarks/results/")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a request returned, in a form that two runs can be compared by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tests.tiny import VOCAB
+from vllm_steer import SamplingParams
+
+
+def params(max_tokens: int = 6, **fields: Any) -> Any:
+    """Greedy, with the log-probabilities of the whole vocabulary; never stops early."""
+    settings: dict[str, Any] = dict(
+        max_tokens=max_tokens, temperature=0, ignore_eos=True, detokenize=False, logprobs=VOCAB
+    )
+    return SamplingParams(**{**settings, **fields})
+
+
+def prompt(*tokens: int) -> dict[str, Any]:
+    return {"prompt_token_ids": list(tokens)}
+
+
+def tokens_of(output: Any, sample: int = 0) -> list[int]:
+    return list(output.outputs[sample].token_ids)
+
+
+def logprobs_of(output: Any, sample: int = 0) -> np.ndarray:
+    """``[generated, vocabulary]`` log-probabilities."""
+    steps = output.outputs[sample].logprobs
+    return np.array([[step[token].logprob for token in range(VOCAB)] for step in steps])
+
+
+def run(llm: Any, prompts: Sequence[Any], wanted: Sequence[Any]) -> list[Any]:
+    outputs: list[Any] = llm.generate(list(prompts), list(wanted), use_tqdm=False)
+    return outputs

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""On a GPU: runner V2 and V1, CUDA graphs and eager, steer each request of a mixed batch as it is steered alone."""
+
+from __future__ import annotations
+
+import gc
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.tiny import direction, save_tiny_llama
+from vllm_steer import LLM, Edit, SamplingParams
+
+pytestmark = pytest.mark.gpu
+
+HIDDEN, VOCAB, KINDS = 256, 512, ("add", "add_normed", "ablate", "clamp")
+VARIANTS = {
+    "v2-graphs": {"enforce_eager": False},
+    "v2-eager": {"enforce_eager": True},
+    "v1-graphs": {"enforce_eager": False, "runner": "0"},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    return save_tiny_llama(
+        folder, hidden_size=HIDDEN, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
+        vocab_size=VOCAB, initializer_range=0.08,
+    )  # fmt: skip
+
+
+def requests(count: int = 48) -> tuple[list[dict[str, Any]], list[SamplingParams]]:
+    """Every third request is plain; the others have programs of their own: all kinds, points, layers and selectors."""
+    rng = np.random.default_rng(0)
+    prompts, params = [], []
+    for i in range(count):
+        prompts.append({"prompt_token_ids": rng.integers(1, VOCAB, int(rng.integers(3, 90))).tolist()})
+        edits = []
+        for j in range(0 if i % 3 == 0 else 1 + i % 2):
+            kind = KINDS[(i + j) % 4]
+            edits.append(
+                Edit(
+                    kind=kind,
+                    point=("pre_attn", "post_attn", "post_block")[(i // 3 + j) % 3],
+                    layers=[int(rng.integers(4))],
+                    vector=direction(100 * i + j, 1.0, HIDDEN),
+                    strength=1.0 if kind != "add_normed" else 0.7,
+                    tokens=("all", "prompt", "generated", "last_prompt", [0, -2, (5, 9)])[i % 5 if i % 5 < 4 else 0],
+                    **({"low": 1.0} if kind == "clamp" else {}),
+                )
+            )
+        params.append(SamplingParams(max_tokens=24, temperature=0, logprobs=1, detokenize=False, steering=edits or None))
+    return prompts, params
+
+
+def answers(llm: LLM, prompts: Any, params: Any) -> list[tuple[list[int], list[float]]]:
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    return [
+        (list(o.outputs[0].token_ids), [next(iter(step.values())).logprob for step in o.outputs[0].logprobs])
+        for o in outputs
+    ]
+
+
+def agreement(ours: Any, theirs: Any, tolerance: float) -> float:
+    """Share of requests whose first token's log-probability agrees: greedy text forks on the first near-tie in bf16."""
+    return float(np.mean([abs(a[1][0] - b[1][0]) < tolerance for a, b in zip(ours, theirs, strict=True)]))
+
+
+@pytest.fixture(scope="module")
+def results(model: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    prompts, params = requests()
+    plain = [SamplingParams(max_tokens=24, temperature=0, logprobs=1, detokenize=False) for _ in params]
+    for name, settings in VARIANTS.items():
+        settings = dict(settings)
+        runner = settings.pop("runner", "1")
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = runner
+        llm = LLM(
+            model=str(model), enable_steering=True, dtype="bfloat16", max_model_len=512, skip_tokenizer_init=True,
+            gpu_memory_utilization=0.2, max_num_seqs=64, **settings,
+        )  # fmt: skip
+        found[name] = answers(llm, prompts, params)
+        found[name + "-alone"] = [answers(llm, p, s)[0] for p, s in zip(prompts[:12], params[:12], strict=True)]
+        found[name + "-plain"] = answers(llm, prompts, plain)
+        found[name + "-runner"] = type(llm.llm_engine.model_executor.driver_worker.worker.model_runner).__mro__[2].__module__
+        del llm
+        gc.collect()
+        torch.cuda.empty_cache()
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        cleanup_dist_env_and_memory()
+    return found
+
+
+def test_the_variants_are_what_they_say(results: dict[str, Any]) -> None:
+    """Catches a comparison of one runner with itself."""
+    assert results["v2-graphs-runner"] == "vllm.v1.worker.gpu.model_runner"
+    assert results["v1-graphs-runner"] == "vllm.v1.worker.gpu_model_runner"
+
+
+@pytest.mark.parametrize("name", ["v2-eager", "v1-graphs"])
+def test_graphs_and_runners_agree(results: dict[str, Any], name: str) -> None:
+    """Catches taps that a graph froze or lost, and rows that one runner assigns otherwise."""
+    assert agreement(results["v2-graphs"], results[name], 0.15) >= 0.97
+
+
+@pytest.mark.parametrize("name", list(VARIANTS))
+def test_each_request_is_steered_as_it_is_alone(results: dict[str, Any], name: str) -> None:
+    """Catches a neighbour's row."""
+    assert agreement(results[name][:12], results[name + "-alone"], 0.15) >= 0.9
+
+
+@pytest.mark.parametrize("name", list(VARIANTS))
+def test_steered_requests_differ_and_plain_ones_do_not(results: dict[str, Any], name: str) -> None:
+    """Catches a no-op, and an edit that leaks to plain neighbours."""
+    steered, plain = results[name], results[name + "-plain"]
+    same = [a[0] == b[0] for a, b in zip(steered, plain, strict=True)]
+    assert np.mean(same[::3]) >= 0.9, "plain neighbours"
+    assert np.mean([s for i, s in enumerate(same) if i % 3]) <= 0.3, "steered requests"

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Segments against the plain meaning of selectors: for each position, the edits that name it, in order."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_steer.errors import SteeringError
+from vllm_steer.program import Program, compile_edits, resolve
+from vllm_steer.spec import Edit
+
+LAYERS = 3
+selectors = st.one_of(
+    st.sampled_from(["all", "prompt", "generated", "last_prompt"]),
+    st.lists(
+        st.one_of(
+            st.integers(-4, 25),
+            st.tuples(st.integers(0, 12), st.integers(13, 25)).map(list),
+            st.tuples(st.integers(-4, -1), st.none()).map(list),
+        ),
+        min_size=1,
+        max_size=3,
+    ),
+)
+
+
+def edit(seed: int, tokens: object = "all", point: str = "post_block", layers: object = 1, kind: str = "add") -> Edit:
+    vector = np.random.default_rng(seed).standard_normal(4)
+    return Edit(kind=kind, point=point, layers=layers, vector=vector, tokens=tokens)  # type: ignore[arg-type]
+
+
+def names(entry: object, position: int, prompt_len: int) -> bool:
+    """Whether one entry of a selector names a position."""
+    if isinstance(entry, str):
+        return {
+            "all": True,
+            "prompt": position < prompt_len,
+            "generated": position >= prompt_len,
+            "last_prompt": position == prompt_len - 1,
+        }[entry]
+    if isinstance(entry, int):
+        return position == (entry if entry >= 0 else prompt_len + entry)
+    start, stop = entry  # type: ignore[misc]
+    start = start if start >= 0 else prompt_len + start
+    return bool(start <= position < (10**9 if stop is None else stop))
+
+
+@given(st.lists(selectors, max_size=4), st.integers(4, 20))
+def test_every_position_gets_exactly_the_edits_that_name_it(chosen: list[object], prompt_len: int) -> None:
+    """Catches off-by-one at every boundary, a wrong order of edits, and generated tokens taken for prompt."""
+    edits = [edit(i, tokens) for i, tokens in enumerate(chosen)]
+    program = compile_edits(edits)
+    resolved = resolve(program, prompt_len, LAYERS)
+    starts = [segment.start for segment in resolved.segments]
+    assert starts == sorted(set(starts))
+    for position in range(30):
+        active = [s for s in resolved.segments if s.start <= position]
+        row = active[-1].row if active else None
+        got = () if row is None else tuple(step.digest for step in row.steps)
+        expected = tuple(
+            step.digest
+            for step, tokens in zip(program.steps, chosen, strict=True)
+            if any(names(entry, position, prompt_len) for entry in ([tokens] if isinstance(tokens, str) else tokens))
+        )
+        assert got == expected, position
+
+
+def test_the_same_edits_of_two_requests_share_their_row() -> None:
+    """Catches rows keyed by request: content that is equal must not take space twice."""
+    first = resolve(compile_edits([edit(0), edit(1, "generated")]), 5, LAYERS)
+    second = resolve(compile_edits([edit(0), edit(1, "generated")]), 9, LAYERS)
+    assert [row.digest for row in first.rows] == [row.digest for row in second.rows]
+    swapped = resolve(compile_edits([edit(1, "generated"), edit(0)]), 5, LAYERS)
+    assert swapped.rows[1].digest != first.rows[1].digest, "order is content"
+
+
+def test_counting_back_beyond_the_prompt_is_refused() -> None:
+    """Catches a negative position that wraps around to the end."""
+    with pytest.raises(SteeringError, match="-4"):
+        resolve(compile_edits([edit(0, [-4])]), 3, LAYERS)
+
+
+@pytest.mark.parametrize(
+    ("point", "layers", "forks"),
+    [
+        ("pre_attn", 2, True),
+        ("post_attn", 2, False),
+        ("post_block", 2, False),
+        ("post_attn", 1, True),
+        ("post_block", [1, 2], True),
+        ("post_block", "all", True),
+    ],
+)
+def test_only_edits_that_reach_a_later_key_or_value_fork_the_cache(point: str, layers: object, forks: bool) -> None:
+    """Catches a cache forked for nothing, and one shared that must not be (3 layers: layer 2 is the last)."""
+    resolved = resolve(compile_edits([edit(0, "all", point, layers)]), 5, LAYERS)
+    assert (resolved.segments[0].kv_digest is not None) is forks
+
+
+def test_all_layers_expand_in_order_at_every_layer() -> None:
+    """Catches "all" that misses the first or last layer."""
+    resolved = resolve(compile_edits([edit(0, layers="all", point="pre_attn"), edit(1, layers=2, point="pre_attn")]), 5, LAYERS)
+    assert [i.site for i in resolved.rows[0].instructions] == [0, 3, 6, 6]
+
+
+def test_programs_survive_the_wire_and_refuse_what_did_not_come_from_it() -> None:
+    """Catches a program whose bytes were changed on the way, or made by hand."""
+    program = compile_edits([edit(0), edit(1, [0, [2, None]], kind="ablate")])
+    data = program.to_bytes()
+    assert Program.from_bytes(data) == program
+    flipped = bytearray(data)
+    flipped[-3] ^= 1
+    for bad in (b"", b"\x00", data[:-1], bytes(flipped), "text", None, 7):
+        with pytest.raises(SteeringError):
+            Program.from_bytes(bad)  # type: ignore[arg-type]
+
+
+@given(st.binary(max_size=200))
+def test_random_bytes_are_refused_and_nothing_else_happens(data: bytes) -> None:
+    """Catches any exception but ours."""
+    with pytest.raises(SteeringError):
+        Program.from_bytes(data)
+
+
+def test_an_edit_of_strength_zero_is_no_edit() -> None:
+    """Catches a row, and a forked cache, for a request that changes nothing."""
+    nothing = Edit(kind="add", point="post_block", layers=1, vector=np.ones(4), strength=0.0)
+    assert resolve(compile_edits([nothing]), 5, LAYERS).rows == ()

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tiny model with a tokenizer, and a real server process over it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import httpx
+import torch
+
+HIDDEN, LAYERS = 64, 4
+MODEL = "tiny"
+START_TIMEOUT = 180.0
+
+_CHAT_TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
+
+
+def save_model(folder: Path) -> Path:
+    """A random float32 Llama with one token per byte: `config.json`, weights and tokenizer in `folder`."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    fast.chat_template = _CHAT_TEMPLATE
+    fast.save_pretrained(folder)
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(alphabet),
+        hidden_size=HIDDEN,
+        intermediate_size=128,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        # Large enough for every sublayer to matter: with the usual 0.02 an edit hardly changes the output.
+        initializer_range=0.3,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    LlamaForCausalLM(config).float().save_pretrained(folder)
+    return folder
+
+
+def run_server(model: Path, command: Sequence[str], flags: Sequence[str], log: Path) -> Iterator[str]:
+    """Start `command MODEL flags`, yield its base URL once it is healthy, and end its whole process group."""
+    port = _free_port()
+    url = f"http://127.0.0.1:{port}"
+    settings = ["--enforce-eager", "--dtype", "float32", "--max-model-len", "256", "--max-logprobs", "20"]
+    where = ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", MODEL]
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [*command, str(model), *where, *settings, *flags],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment(),
+            start_new_session=True,
+        )
+    try:
+        _wait_until_healthy(process, url, log)
+        yield url
+    finally:
+        _end(process)
+
+
+def environment() -> dict[str, str]:
+    """The environment of a server process: small caches, both cores shared, no network."""
+    return {
+        **os.environ,
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def vllm_command() -> list[str]:
+    """The `vllm` command of this environment."""
+    return [sys.executable, "-m", "vllm.entrypoints.cli.main"]
+
+
+def _free_port() -> int:
+    with contextlib.closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    deadline = time.monotonic() + START_TIMEOUT
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise RuntimeError(f"the server ended with {process.returncode}:\n{log.read_text()[-4000:]}")
+        with contextlib.suppress(httpx.TransportError):
+            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
+                return
+        time.sleep(0.3)
+    raise RuntimeError(f"no server after {START_TIMEOUT:.0f} s:\n{log.read_text()[-4000:]}")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """SIGTERM to the server, then SIGKILL to what is left of its group: the engine is a child of its own."""
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(15)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait(15)

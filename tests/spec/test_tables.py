@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tables of points and kinds agree with the types, the error travels, and nothing heavy is imported."""
+
+import inspect
+import pickle
+import subprocess
+import sys
+import typing
+from pathlib import Path
+
+import pytest
+
+import vllm_steer
+from vllm_steer.errors import SteeringError
+from vllm_steer.points import POINT_NAMES, POINTS, PointName
+from vllm_steer.spec import KINDS, Edit, KindName
+from vllm_steer.spec.selector import NAMED, SelectorName
+
+
+@pytest.mark.parametrize(
+    ("table", "names"),
+    [(KINDS, KindName), (POINTS, PointName), (NAMED, SelectorName)],
+    ids=["kind", "point", "tokens"],
+)
+def test_tables_and_literal_types_name_the_same(table, names):
+    assert tuple(table) == typing.get_args(names)
+
+
+def test_points_are_in_order_of_computation():
+    assert POINT_NAMES == ("pre_attn", "post_attn", "post_block")
+    assert [(name, point.name, point.index) for name, point in POINTS.items()] == [
+        (name, name, i) for i, name in enumerate(POINT_NAMES)
+    ]
+
+
+def test_points_name_the_transformer_lens_hooks():
+    assert [point.aliases["TransformerLens"] for point in POINTS.values()] == [
+        f"blocks.{{i}}.hook_resid_{part}" for part in ("pre", "mid", "post")
+    ]
+    assert len({tuple(point.aliases) for point in POINTS.values()}) == 1, "the same libraries for each point"
+
+
+def test_kinds_take_arguments_of_edit():
+    arguments = set(inspect.signature(Edit).parameters) - {"kind", "point", "layers", "tokens"}
+    assert set().union(*(kind.params for kind in KINDS.values())) == arguments
+
+
+def test_only_add_needs_no_direction():
+    assert [name for name, kind in KINDS.items() if not kind.needs_direction] == ["add"]
+
+
+@pytest.mark.parametrize("table", [KINDS, POINTS, POINTS["pre_attn"].aliases])
+def test_tables_are_frozen(table):
+    with pytest.raises(TypeError):
+        table["new"] = None
+
+
+def test_error_survives_pickling():
+    """Catches an exception that cannot cross from the engine's process to the front end's."""
+    error = pickle.loads(pickle.dumps(SteeringError("a[1]", "is wrong")))  # noqa: S301
+    assert (error.field, error.problem, str(error)) == ("a[1]", "is wrong", "a[1]: is wrong")
+    assert isinstance(error, ValueError)
+
+
+def test_spec_imports_neither_torch_nor_vllm():
+    """In a fresh interpreter, with the package's own __init__ left out, and after parsing."""
+    program = f"""
+import sys, types
+package = types.ModuleType("vllm_steer")
+package.__path__ = [{str(Path(vllm_steer.__file__).parent)!r}]
+sys.modules["vllm_steer"] = package
+from vllm_steer.spec import parse_fields
+parse_fields({{"steering_vectors": {{"pre_attn": {{"1": [1.0, 2.0]}}}}}})
+try:
+    parse_fields({{"steering_vectors": {{"pre_attn": {{"1": object()}}}}}})
+except ValueError:
+    print(sorted({{"torch", "vllm"}} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

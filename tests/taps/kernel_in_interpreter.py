@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run by test_kernel.py with TRITON_INTERPRET=1: the kernel's arithmetic against the definition, on CPU."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from tests.taps.random_tables import compare
+from vllm_steer.taps.kernel import launch_tap
+
+
+def main() -> None:
+    worst = 0.0
+    for seed in range(4):
+        for hidden in (64, 80):
+            for dtype in (torch.float32, torch.float16):
+                for with_other in (False, True):
+                    worst = max(worst, compare(launch_tap, seed, hidden, dtype, with_other, torch.device("cpu")))
+    print(f"worst {worst:.3f}")
+    # Sums in another order differ by a few roundings; a wrong formula differs by thousands.
+    sys.exit(0 if worst < 64 else 1)
+
+
+if __name__ == "__main__":
+    main()

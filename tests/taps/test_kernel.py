@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Triton kernel computes what the definition says, whatever the instruction sequence."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.taps.random_tables import compare
+from vllm_steer.taps.reference import apply_tap
+from vllm_steer.taps.tables import Tables
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_kernel_matches_the_definition_in_the_interpreter() -> None:
+    """Catches a kernel whose arithmetic, masks or linking differ. A process of its own: Triton reads the switch once."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.taps.kernel_in_interpreter"],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_comparison_rejects_a_kernel_that_skips_the_second_instruction() -> None:
+    """Negative control: a launch that follows no links must be far outside the tolerance."""
+
+    def first_only(target: torch.Tensor, other: torch.Tensor | None, head: torch.Tensor, tables: Tables) -> None:
+        links = tables.instruction[:, 2].clone()
+        tables.instruction[:, 2] = 0
+        apply_tap(target, other, head, tables)
+        tables.instruction[:, 2] = links
+
+    assert compare(first_only, 0, 64, torch.float32, True, torch.device("cpu")) > 1000
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("hidden", [64, 896, 4096, 5120, 32768])
+def test_kernel_matches_the_definition_on_the_gpu(dtype: torch.dtype, hidden: int) -> None:
+    """The same comparison where the kernel is compiled."""
+    from vllm_steer.taps.kernel import launch_tap
+
+    for seed in range(3):
+        for with_other in (False, True):
+            assert compare(launch_tap, seed, hidden, dtype, with_other, torch.device("cuda")) < 64

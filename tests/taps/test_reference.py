@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The definitions against the formulas in the docs, computed token by token in float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tests.taps.random_tables import random_tables
+from vllm_steer.program import instructions as ops
+from vllm_steer.taps.reference import apply_tap
+from vllm_steer.taps.tables import Tables
+
+
+def token_by_token(x: np.ndarray, row: int, site: int, tables: Tables) -> np.ndarray:
+    """One token's stream after its row's instructions, by the formulas alone."""
+    place = int(tables.head[row, site])
+    while place:
+        code, vector, following, _ = tables.instruction[place].tolist()
+        strength, low, high, _ = tables.parameter[place].tolist()
+        v = tables.vector[vector].double().numpy()
+        along = float(x @ v)
+        if code == ops.ADD:
+            x = x + strength * v
+        elif code == ops.ADD_NORMED:
+            x = x + strength * np.linalg.norm(x) * v
+        elif code == ops.ABLATE:
+            x = x - strength * along * v
+        elif code == ops.CLAMP:
+            x = x + strength * (min(max(along, low), high) - along) * v
+        else:
+            raise ValueError(code)
+        place = following
+    return x
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("with_other", [False, True])
+def test_each_token_gets_its_own_rows_instructions_in_order(seed: int, with_other: bool) -> None:
+    """Catches a wrong formula, a wrong order, another token's row, and a summand that is not the whole stream."""
+    tables = random_tables(seed, 64, torch.device("cpu"))
+    torch.manual_seed(seed)
+    for site in range(tables.num_sites):
+        target = torch.randn(24, 64)
+        other = torch.randn(24, 64) if with_other else torch.zeros(24, 64)
+        expected = [
+            token_by_token((target[t] + other[t]).double().numpy(), int(tables.token_row[t]), site, tables)
+            for t in range(24)
+        ]
+        apply_tap(target, other if with_other else None, tables.site_head(site), tables)
+        np.testing.assert_allclose((target + other).numpy(), np.stack(expected), atol=2e-5)
+
+
+def test_only_the_target_is_written() -> None:
+    """Catches an edit that lands on the branch, which tensor-parallel ranks hold in part."""
+    tables = random_tables(1, 64, torch.device("cpu"))
+    target, other = torch.randn(24, 64), torch.randn(24, 64)
+    kept = other.clone()
+    apply_tap(target, other, tables.site_head(0), tables)
+    assert torch.equal(other, kept)

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the bytes of a request body say about steering, before anything else reads them.
+
+Nothing here checks the fields themselves: ``spec/`` does, on what vLLM has parsed. This finds out whether
+fields are there at all, and what parsed JSON no longer shows: a key that stood twice in one object.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_steer.errors import SteeringError
+from vllm_steer.spec import FIELD_NAMES
+from vllm_steer.spec.scalars import shown
+
+OVERLAP = 256
+"""How many bytes of a body's piece are to be looked at again with the next piece."""
+
+# Objects beside which, not in which, the fields belong: vLLM drops what it does not know in them.
+_WRONG_PLACES = ("extra_body", "sampling_params", "sampling_params.extra_args", "vllm_xargs")
+
+# A field with three levels of objects, and one more for the parts of a packed vector. What is nested deeper
+# is refused when it is parsed.
+_DEPTH = 4
+
+# The letters and the underscore of a key may be written as escapes; other alphabets have other escapes.
+_ESCAPED_LETTER = re.compile(rb"\\u00[567]")
+_FORM_FIELD = re.compile(
+    rb'form-data;[^\r\n]*\bname="?(' + "|".join(FIELD_NAMES).encode() + rb')"?[;\r\n]', re.IGNORECASE
+)
+
+
+@dataclass(frozen=True)
+class Found:
+    """The steering fields of a JSON body."""
+
+    fields: tuple[str, ...] = ()
+    """Names of those that are there and not null."""
+    problem: SteeringError | None = None
+    """What is wrong with the body in a way that its parsed form no longer shows."""
+
+
+def may_hold_fields(data: bytes) -> bool:
+    """Whether a piece of JSON text can hold one of our names as a key; errs on the side of yes."""
+    return (b"steering" in data and (b'"steering' in data or b'steering_vectors"' in data)) or (
+        b"\\u00" in data and _ESCAPED_LETTER.search(data) is not None
+    )
+
+
+def is_utf8(body: bytes) -> bool:
+    """Whether a JSON body is in UTF-8; in JSON's other encodings :func:`may_hold_fields` sees nothing."""
+    return json.detect_encoding(body[:4]).startswith("utf-8")
+
+
+def form_field(data: bytes) -> str | None:
+    """The steering field that a piece of a multipart form names, if any."""
+    match = _FORM_FIELD.search(data) if b"steering" in data else None
+    return match[1].decode().lower() if match else None
+
+
+def find_fields(body: bytes) -> Found:
+    """Look through a whole JSON body. Malformed JSON has no fields: whoever parses it next refuses it."""
+    try:
+        document = json.loads(body, object_pairs_hook=_Object)
+    except json.JSONDecodeError:
+        return Found()
+    except (ValueError, RecursionError) as error:  # endless numbers, wrong encodings, deep nesting
+        return Found(problem=SteeringError("body", f"cannot be read as JSON: {error}"))
+    if not isinstance(document, _Object):
+        return Found()
+    for place in _WRONG_PLACES:
+        inner: Any = document
+        for key in place.split("."):
+            inner = inner.get(key) if isinstance(inner, _Object) else None
+        for name in FIELD_NAMES:
+            if isinstance(inner, _Object) and name in inner:
+                problem = SteeringError(
+                    f"{place}.{name}", f"would be ignored there; {name} goes at the body's top"
+                )
+                return Found((name,), problem)
+    fields = tuple(name for name in FIELD_NAMES if document.get(name) is not None or name in document.twice)
+    return Found(fields, _duplicate(document, fields))
+
+
+class _Object(dict[str, Any]):
+    """A JSON object that remembers which of its keys stood there more than once."""
+
+    __slots__ = ("twice",)
+
+    def __init__(self, pairs: list[tuple[str, Any]]) -> None:
+        super().__init__(pairs)
+        self.twice: tuple[str, ...] = ()
+        if len(self) != len(pairs):
+            counts = Counter(key for key, _ in pairs)
+            self.twice = tuple(key for key, count in counts.items() if count > 1)
+
+
+def _duplicate(document: _Object, fields: tuple[str, ...]) -> SteeringError | None:
+    for name in fields:
+        if name in document.twice:
+            return SteeringError(name, "stands twice in the body, and one would be ignored; give it once")
+        value = document[name]
+        # `steering` is a list of objects; all other lists hold numbers, or are refused when they are parsed.
+        items = enumerate(value) if isinstance(value, list) else [(None, value)]
+        for index, item in items:
+            found = _duplicate_inside(item, _DEPTH) if isinstance(item, _Object) else None
+            if found is not None:
+                path, key = found
+                place = name if index is None else f"{name}[{index}]"
+                return SteeringError(
+                    f"{place}{path}", f"has {key} twice, and one would be ignored; give it once"
+                )
+    return None
+
+
+def _duplicate_inside(value: _Object, depth: int) -> tuple[str, str] | None:
+    """Where in ``value``, as the rest of a path, and which key."""
+    if value.twice:
+        return "", shown(value.twice[0])
+    if depth > 0:
+        for key, inner in value.items():
+            found = _duplicate_inside(inner, depth - 1) if isinstance(inner, _Object) else None
+            if found is not None:
+                return (f"[{key[:40]}]" if key.isdecimal() else f".{key[:40]}") + found[0], found[1]
+    return None

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ASGI middleware of every server: steering is applied or refused, and never ignored.
+
+It works where a route reads its body, hence behind vLLM's authentication, and costs a request without
+steering fields a search for their names. What is wrong inside the fields is found when vLLM makes sampling
+parameters (``protocol.py``); what is wrong around them is refused here, with an answer of the same form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from http import HTTPStatus
+from typing import NoReturn
+
+from fastapi import HTTPException
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from vllm_steer.errors import SteeringError
+from vllm_steer.frontend import NOT_ENABLED, ensure_capabilities
+from vllm_steer.serve.body import OVERLAP, find_fields, form_field, is_utf8, may_hold_fields
+from vllm_steer.serve.exchange import Exchange, current
+from vllm_steer.serve.flags import max_body_bytes
+
+# Routes whose requests become sampling parameters through the methods that we wrap. All others refuse.
+CARRYING_ROUTES: tuple[str, ...] = (
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/chat/completions/batch",
+    "/v1/responses",
+    "/invocations",
+)
+
+_ERROR_TYPES = {
+    HTTPStatus.BAD_REQUEST: "BadRequestError",
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "RequestEntityTooLargeError",
+}
+
+
+class SteeringMiddleware:
+    """Pure ASGI, so that streams pass untouched."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST":
+            await self.app(scope, receive, send)
+            return
+        gate = _Gate(scope, receive, send)
+        token = current.set(gate.exchange)
+        try:
+            await self.app(scope, gate.receive, gate.send)
+        except HTTPException:  # read outside a route, by another middleware
+            if not gate.must_refuse:
+                raise
+            await gate.refuse()
+        finally:
+            current.reset(token)
+
+
+class _Gate:
+    """One request: ``receive`` looks into its body, ``send`` puts a refusal in the place of an answer."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.exchange = Exchange()
+        self._scope, self._receive, self._send = scope, receive, send
+        self._is_form = Headers(scope=scope).get("content-type", "").lower().startswith("multipart/")
+        self._seen = b""
+        self._all_read = False
+        self._started = False
+        self._refused = False
+        self._refusal: tuple[HTTPStatus, SteeringError] | None = None
+
+    @property
+    def must_refuse(self) -> bool:
+        """Whether there is a refusal that is still to be sent."""
+        return self._refusal is not None and not self._started
+
+    async def receive(self) -> Message:
+        """The body, JSON in one piece and forms as they come.
+
+        Raises ``HTTPException`` for what is refused: FastAPI passes on no other error of a middleware.
+        """
+        if self._all_read:
+            return await self._receive()
+        return await (self._receive_form() if self._is_form else self._receive_json())
+
+    async def send(self, message: Message) -> None:
+        if self._refused:
+            return
+        if message["type"] == "http.response.start":
+            ignored = self.exchange.fields and not self.exchange.applied and message["status"] < 400
+            if ignored and self._refusal is None:
+                self._refusal = HTTPStatus.BAD_REQUEST, self._not_carried(self.exchange.fields[0])
+            if self.must_refuse:
+                await self.refuse(message["headers"])
+                return
+            self._started = True
+        await self._send(message)
+
+    async def refuse(self, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
+        """Send the refusal, with those of the replaced answer's headers that are not about its content."""
+        if self._refusal is None:
+            return
+        status, error = self._refusal
+        about = {
+            "message": str(error),
+            "type": _ERROR_TYPES[status],
+            "param": error.field,
+            "code": status.value,
+        }
+        response = JSONResponse({"error": about}, status_code=status.value)
+        response.raw_headers += [
+            header for header in headers if not header[0].lower().startswith(b"content-")
+        ]
+        self._refused = self._started = True
+        await response(self._scope, self._receive, self._send)
+
+    async def _receive_form(self) -> Message:
+        message = await self._receive()
+        self._all_read = not message.get("more_body", False)
+        window = self._seen + message.get("body", b"")
+        self._seen = window[-OVERLAP:]
+        if name := form_field(window):
+            self._raise(self._not_carried(name))
+        return message
+
+    async def _receive_json(self) -> Message:
+        limit = max_body_bytes(getattr(self._scope["app"].state, "args", None))
+        pieces: list[bytes] = []
+        size, suspect, more = 0, False, True
+        while more:
+            message = await self._receive()
+            if message["type"] != "http.request":
+                self._all_read = True
+                return message
+            piece, more = message.get("body", b""), message.get("more_body", False)
+            window = self._seen + piece if self._seen else piece
+            suspect = suspect or may_hold_fields(window)
+            self._seen = window[-OVERLAP:]
+            size += len(piece)
+            pieces.append(piece)
+            if suspect and size > limit:
+                pieces.clear()  # and read on: a client that is still writing would not see the answer
+        self._all_read = True
+        body = b"".join(pieces)
+        suspect = suspect or not is_utf8(body)
+        if suspect and size > limit:
+            problem = f"has over {limit >> 20} MiB, the limit with steering fields (--steering-max-body-mib)"
+            self._raise(SteeringError("body", problem), HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
+        if suspect:
+            await self._inspect(body)
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def _inspect(self, body: bytes) -> None:
+        found = find_fields(body)
+        if found.problem is not None:
+            self._raise(found.problem)
+        if not found.fields:
+            return
+        name = found.fields[0]
+        self.exchange.fields = found.fields
+        if self._path not in CARRYING_ROUTES:
+            self._raise(self._not_carried(name))
+        engine = getattr(self._scope["app"].state, "engine_client", None)
+        if engine is None:
+            self._raise(SteeringError(name, "there is no engine behind this server, so it would be ignored"))
+        self.exchange.capabilities = await ensure_capabilities(engine)
+        if self.exchange.capabilities is None:
+            self._raise(SteeringError(name, NOT_ENABLED))
+
+    def _raise(self, error: SteeringError, status: HTTPStatus = HTTPStatus.BAD_REQUEST) -> NoReturn:
+        self._refusal = status, error
+        raise HTTPException(status_code=status.value, detail=str(error))
+
+    @property
+    def _path(self) -> str:
+        path: str = self._scope["path"]
+        return path.removeprefix(self._scope.get("root_path", ""))
+
+    def _not_carried(self, name: str) -> SteeringError:
+        routes = ", ".join(CARRYING_ROUTES)
+        problem = (
+            f"{self._path[:80]} does not carry it to the engine, so it would be ignored; use one of {routes}"
+        )
+        return SteeringError(name, problem)

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the fields of vLLM's OpenAI request objects to sampling parameters.
+
+vLLM's request classes keep what they do not know in ``model_extra`` and go on without it. What is refused
+here raises :class:`RequestRefused`, which vLLM answers with HTTP 400 and an OpenAI error object; so it does
+where the answer would be a stream, since sampling parameters are made before a response starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from vllm.exceptions import VLLMValidationError
+
+from vllm_steer.errors import SteeringError
+from vllm_steer.params import EXTRA_KEY, FIELDS, attach_steering, program_bytes
+from vllm_steer.program import Program, compile_edits
+from vllm_steer.serve.exchange import Exchange, current
+from vllm_steer.spec import parse_fields
+
+
+class RequestRefused(VLLMValidationError):  # type: ignore[misc]
+    """A :class:`SteeringError` as vLLM's own error of a bad request; ``parameter`` is the field's path."""
+
+    def __init__(self, error: SteeringError) -> None:
+        super().__init__(str(error), parameter=error.field)
+
+    def __str__(self) -> str:
+        return str(self.args[0])  # vLLM's would name the parameter a second time
+
+
+def read_fields(request: Any) -> dict[str, Any]:
+    """The steering fields of one of vLLM's request objects, as its body had them; null counts as absent."""
+    extra = request.model_extra or {}
+    return {name: extra[name] for name in FIELDS if extra.get(name) is not None}
+
+
+def apply_to_params(request: Any, params: Any) -> Any:
+    """``params``, which vLLM made from ``request``, with its steering; raises :class:`RequestRefused`."""
+    try:
+        _refuse_lookalikes(request)
+        fields = read_fields(request)
+        if fields:
+            _apply(fields, params, current.get() or Exchange())
+    except SteeringError as error:
+        raise RequestRefused(error) from error
+    return params
+
+
+def refuse_beam_search(request: Any) -> None:
+    """Raise :class:`RequestRefused` where ``request`` has steering: vLLM drops it on the way to the beams."""
+    for name in read_fields(request):
+        raise RequestRefused(SteeringError(name, "beam search does not carry it to the beams; use sampling"))
+
+
+def _refuse_lookalikes(request: Any) -> None:
+    """Refuse what can only be meant as steering and would be ignored."""
+    for name in request.model_extra or {}:
+        if "steering" in name and name not in FIELDS:
+            raise SteeringError(name[:80], f"is not a field; the steering fields are {', '.join(FIELDS)}")
+    for name in getattr(request, "vllm_xargs", None) or {}:
+        if "steering" in name or name == EXTRA_KEY:
+            raise SteeringError(
+                f"vllm_xargs.{name[:80]}", f"cannot steer; {', '.join(FIELDS)} go at the body's top"
+            )
+
+
+def _apply(fields: Mapping[str, Any], params: Any, exchange: Exchange) -> None:
+    if exchange.program is None:
+        attach_steering(params, fields)
+        data = program_bytes(params)
+        if data is None:
+            return
+        exchange.program = data, Program.from_bytes(data)
+    data, program = exchange.program
+    params.extra_args = {**(params.extra_args or {}), EXTRA_KEY: data}
+    # Not from the middleware (the batch runner): the check is made when the engine is given the request.
+    if exchange.capabilities is not None:
+        try:
+            exchange.capabilities.check(program, exchange.prompt_len)
+        except SteeringError as error:
+            raise _located(fields, exchange, error) from None
+    exchange.applied = True
+
+
+def _located(fields: Mapping[str, Any], exchange: Exchange, error: SteeringError) -> SteeringError:
+    """What is wrong with the first edit of ``fields`` that is refused by itself, under its path."""
+    if exchange.capabilities is not None:
+        for path, part in _single_edits(fields):
+            try:
+                exchange.capabilities.check(compile_edits(parse_fields(part)), exchange.prompt_len)
+            except SteeringError as alone:
+                return SteeringError(path, f"{alone.field}: {alone.problem}")
+    return error
+
+
+def _single_edits(fields: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The edits of valid ``fields``, each by itself, with their paths."""
+    for name, value in fields.items():
+        if isinstance(value, Mapping):
+            for point, layers in value.items():
+                for layer, vector in layers.items():
+                    yield f"{name}.{point}[{layer}]", {name: {point: {layer: vector}}}
+        else:
+            for i, edit in enumerate(value):
+                yield f"{name}[{i}]", {name: [edit]}
