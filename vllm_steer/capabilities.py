@@ -11,10 +11,8 @@ from vllm_steer.config import SteeringConfig
 from vllm_steer.errors import SteeringError
 from vllm_steer.points import POINT_NAMES
 from vllm_steer.program import Program, Resolved, resolve
-from vllm_steer.program.instructions import OPERATIONS
+from vllm_steer.program.instructions import KIND_OF
 from vllm_steer.program.program import Step
-
-_KIND_OF = {operation.code: operation.kind for operation in OPERATIONS}
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,7 @@ class Capabilities:
 
     def _check_step(self, step: Step) -> None:
         point = POINT_NAMES[step.point]
-        where = f"{_KIND_OF[step.code]} at {point}"
+        where = f"{KIND_OF[step.code]} at {point}"
         for layer in step.layers:
             if layer >= self.num_layers:
                 raise SteeringError(

@@ -13,7 +13,7 @@ from vllm_steer.frontend import capabilities_of
 from vllm_steer.params import has_steering
 
 
-class LLM(VllmLLM):
+class LLM(VllmLLM):  # type: ignore[misc]
     """vLLM's ``LLM``; takes the same arguments and these two.
 
     ``enable_steering``

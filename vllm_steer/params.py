@@ -70,7 +70,7 @@ class _SteeringMeta(type(VllmSamplingParams)):  # type: ignore[misc]
         return isinstance(instance, VllmSamplingParams)
 
 
-class SamplingParams(VllmSamplingParams, metaclass=_SteeringMeta):
+class SamplingParams(VllmSamplingParams, metaclass=_SteeringMeta):  # type: ignore[misc]
     """vLLM's ``SamplingParams`` and these arguments; all are checked here, before any engine hears of them.
 
     ``steering_vectors``, ``prefill_steering_vectors``, ``decode_steering_vectors``

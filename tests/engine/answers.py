@@ -34,6 +34,12 @@ def logprobs_of(output: Any, sample: int = 0) -> np.ndarray:
     return np.array([[step[token].logprob for token in range(VOCAB)] for step in steps])
 
 
+def chosen_logprobs(output: Any) -> np.ndarray:
+    """``[generated]`` log-probabilities of the tokens that were chosen."""
+    first = output.outputs[0]
+    return np.array([step[token].logprob for token, step in zip(first.token_ids, first.logprobs, strict=True)])
+
+
 def run(llm: Any, prompts: Sequence[Any], wanted: Sequence[Any]) -> list[Any]:
     outputs: list[Any] = llm.generate(list(prompts), list(wanted), use_tqdm=False)
     return outputs

@@ -21,7 +21,7 @@ class SteeringRunnerV1:
     steering: Steering
 
     def load_model(self: Any, *args: Any, **kwargs: Any) -> None:
-        super(SteeringRunnerV1, self).load_model(*args, **kwargs)  # type: ignore[misc]
+        super().load_model(*args, **kwargs)  # type: ignore[misc]
         max_requests = self.scheduler_config.max_num_seqs
         self.steering = Steering(
             self.get_model(),
@@ -45,7 +45,7 @@ class SteeringRunnerV1:
             self._steer_release(new.req_id)
             prompt_len = length_from_prompt_token_ids_or_embeds(new.prompt_token_ids, new.prompt_embeds)
             self._steer_bind(new.req_id, new.sampling_params, prompt_len)
-        result = super(SteeringRunnerV1, self)._update_states(scheduler_output)  # type: ignore[misc]
+        result = super()._update_states(scheduler_output)  # type: ignore[misc]
         for request_id in scheduler_output.scheduled_cached_reqs.resumed_req_ids:
             if steering.store.slot_of(request_id) is None:
                 state = self.requests[request_id]
@@ -89,8 +89,8 @@ class SteeringRunnerV1:
             )
         else:
             steering.begin_idle_step()
-        return super(SteeringRunnerV1, self)._model_forward(*args, **kwargs)  # type: ignore[misc]
+        return super()._model_forward(*args, **kwargs)  # type: ignore[misc]
 
     def _dummy_run(self: Any, *args: Any, **kwargs: Any) -> Any:
         self.steering.begin_idle_step()
-        return super(SteeringRunnerV1, self)._dummy_run(*args, **kwargs)  # type: ignore[misc]
+        return super()._dummy_run(*args, **kwargs)  # type: ignore[misc]

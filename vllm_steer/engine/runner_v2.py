@@ -23,7 +23,7 @@ class SteeringRunnerV2:
     steering: Steering
 
     def load_model(self: Any, *args: Any, **kwargs: Any) -> None:
-        super(SteeringRunnerV2, self).load_model(*args, **kwargs)  # type: ignore[misc]
+        super().load_model(*args, **kwargs)  # type: ignore[misc]
         self.steering = Steering(
             self.model,
             self.vllm_config,
@@ -38,7 +38,7 @@ class SteeringRunnerV2:
 
 
 @cache
-def _steering_state(base: type) -> type:
+def _steering_state(base: Any) -> Any:
     """A subclass of the model's own state class that keeps programs and rows."""
 
     class SteeringModelState(base):  # type: ignore[misc]

@@ -34,7 +34,7 @@ def make_scheduler(*args: Any, **kwargs: Any) -> Any:
 
 
 @cache
-def steering_scheduler(base: type) -> type:
+def steering_scheduler(base: Any) -> Any:
     """``base`` with steering."""
 
     class SteeringScheduler(base):  # type: ignore[misc]

@@ -15,7 +15,7 @@ from vllm_steer.engine.runner_v1 import SteeringRunnerV1
 from vllm_steer.engine.runner_v2 import SteeringRunnerV2
 
 
-def _platform_worker() -> type:
+def _platform_worker() -> Any:
     if current_platform.is_cpu():
         from vllm.v1.worker.cpu_worker import CPUWorker
 
@@ -28,7 +28,7 @@ def _platform_worker() -> type:
 
 
 @cache
-def _steering_runner(base: type) -> type:
+def _steering_runner(base: Any) -> Any:
     """The runner class with steering in front, for whichever runner vLLM chose."""
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner as RunnerV1
 

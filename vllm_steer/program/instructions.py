@@ -1,34 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The instruction set: what one tap can do to one token's row of the residual stream.
+"""The instruction set: the codes under which the edit kinds stand in the device tables.
 
-The table below is the single list of operations. The plain-torch definition of each is in
-:mod:`vllm_steer.taps.reference`; the Triton kernel (:mod:`vllm_steer.taps.kernel`) is tested against it.
+What a kind means stands in :data:`vllm_steer.spec.KINDS`, its plain-torch definition in
+:mod:`vllm_steer.taps.reference`; the Triton kernel (:mod:`vllm_steer.taps.kernel`) is tested against that.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+# "No bound" in a one-sided clamp: the largest float32. An infinity would turn 0 * inf into NaN in a multiply-add.
+UNBOUNDED = 3.4028234663852886e38
 
-# No intermediate value of the stream reaches this bound: it stands for "no bound" in a one-sided clamp,
-# because float32 infinities would turn 0 * inf into NaN in a fused multiply-add.
-UNBOUNDED = 3.0e38
-
-
-@dataclass(frozen=True)
-class Operation:
-    """One instruction: its code in the device tables and the edit kind that compiles to it."""
-
-    code: int
-    kind: str
-    formula: str
-    unit_vector: bool
-
-
-OPERATIONS: tuple[Operation, ...] = (
-    Operation(1, "add", "x + s v", unit_vector=False),
-    Operation(2, "add_normed", "x + s |x| u", unit_vector=True),
-    Operation(3, "ablate", "x - s (x.u) u", unit_vector=True),
-    Operation(4, "clamp", "x + s (clip(x.u, low, high) - x.u) u", unit_vector=True),
-)
-ADD, ADD_NORMED, ABLATE, CLAMP = (operation.code for operation in OPERATIONS)
-BY_KIND = {operation.kind: operation for operation in OPERATIONS}
+# Code 0 is nothing; a code never changes its meaning, since programs travel between processes.
+CODES: dict[str, int] = {"add": 1, "add_normed": 2, "ablate": 3, "clamp": 4}
+KIND_OF: dict[int, str] = {code: kind for kind, code in CODES.items()}
+ADD, ADD_NORMED, ABLATE, CLAMP = (CODES[kind] for kind in ("add", "add_normed", "ablate", "clamp"))

@@ -17,8 +17,8 @@ import numpy as np
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.points import POINT_NAMES
-from vllm_steer.program.instructions import BY_KIND, UNBOUNDED
-from vllm_steer.spec import Edit, Selector
+from vllm_steer.program.instructions import CODES, KIND_OF, UNBOUNDED
+from vllm_steer.spec import KINDS, Edit, Selector
 
 WIRE_VERSION = 1
 ALL_LAYERS: tuple[int, ...] = ()
@@ -73,16 +73,15 @@ class Program(msgspec.Struct, frozen=True, array_like=True, dict=True):
         """What the type cannot say about bytes that may come from a client of another version."""
         if self.version != WIRE_VERSION:
             raise SteeringError("extra_args.steer", f"wire version {self.version}, this engine reads {WIRE_VERSION}")
-        codes = {operation.code for operation in BY_KIND.values()}
         sound = (
             len(self.digests) == len(self.vectors)
             and all(len(vector) == 4 * self.width for vector in self.vectors)
             and all(_digest(vector) == digest for vector, digest in zip(self.vectors, self.digests, strict=True))
             and all(
-                step.code in codes
+                step.code in KIND_OF
                 and 0 <= step.point < len(POINT_NAMES)
                 and 0 <= step.vector < len(self.vectors)
-                and all(0 <= layer for layer in step.layers)
+                and all(layer >= 0 for layer in step.layers)
                 and np.isfinite([step.strength, step.low, step.high]).all()
                 and step.digest == _step_digest(step, self.digests[step.vector])
                 for step in self.steps
@@ -119,16 +118,15 @@ def compile_edits(edits: Sequence[Edit]) -> Program:
     for edit in edits:
         if edit.strength == 0.0:
             continue
-        operation = BY_KIND[edit.kind]
         vector = np.ascontiguousarray(edit.vector, dtype="<f4")
-        if operation.unit_vector:
+        if KINDS[edit.kind].needs_direction:
             wide = vector.astype(np.float64)
             vector = np.ascontiguousarray(wide / np.linalg.norm(wide), dtype="<f4")
         data = vector.tobytes()
         digest = _digest(data)
         index, _ = vectors.setdefault(digest, (len(vectors), data))
         step = Step(
-            code=operation.code,
+            code=CODES[edit.kind],
             point=POINT_NAMES.index(edit.point),
             layers=ALL_LAYERS if edit.layers == "all" else tuple(edit.layers),
             vector=index,

@@ -18,12 +18,12 @@ from vllm_steer.taps.tables import Tables
 _ADD, _ADD_NORMED, _ABLATE = (tl.constexpr(code) for code in (ops.ADD, ops.ADD_NORMED, ops.ABLATE))
 
 
-@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _tap_kernel(
-    target, other, head, token_row, instruction, parameter, vector,  # noqa: ANN001
-    target_stride, other_stride, head_stride, hidden,  # noqa: ANN001
+@triton.jit
+def _tap_kernel(  # type: ignore[no-untyped-def]
+    target, other, head, token_row, instruction, parameter, vector,
+    target_stride, other_stride, head_stride, hidden,
     HAS_OTHER: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip  # noqa: ANN202
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     row = tl.load(token_row + token)
     if row == 0:

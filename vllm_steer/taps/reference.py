@@ -26,7 +26,8 @@ def add(x: torch.Tensor, v: torch.Tensor, s: torch.Tensor, low: torch.Tensor, hi
 
 def add_normed(x: torch.Tensor, v: torch.Tensor, s: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
     """``x + s |x| v``: a change of ``s`` times the stream's own length."""
-    return x + s * torch.linalg.vector_norm(x, dim=-1, keepdim=True) * v
+    length: torch.Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return x + s * length * v
 
 
 def ablate(x: torch.Tensor, v: torch.Tensor, s: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:

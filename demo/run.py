@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``make demo``: a trained model steered from prose to code and back, offline and over HTTP, in a few minutes on a CPU."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+HERE = Path(__file__).parent
+MODEL = HERE / "model"
+OUT = HERE / "out"
+
+
+def show(rows: list[tuple[str, str, str, str]], title: str) -> None:
+    """A table of prompt, prose-steered, plain and code-steered continuations."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title, show_lines=True)
+    for name in ("prompt", "towards prose", "plain", "towards code"):
+        table.add_column(name, ratio=1, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    Console(width=150).print(table)
+
+
+def main() -> None:
+    started = time.monotonic()
+    # The engine runs in this process and leaves the cores unpinned, since the server of the last part runs beside it.
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    from rich.console import Console
+
+    from demo.plot import plot
+    from demo.prompts import NEUTRAL
+    from demo.server import complete, running_server
+    from demo.sweep import best_layer, steering_params, sweep
+    from demo.vector import contrast_vectors
+    from vllm_steer import LLM
+
+    say = Console(width=150).print
+    OUT.mkdir(exist_ok=True)
+    say("1. A vector per layer: mean stream over code less mean stream over prose")
+    vectors = contrast_vectors(MODEL)
+    say(f"   {len(vectors)} vectors of {vectors.shape[1]} numbers")
+
+    say("2. Starting vLLM with taps on every layer")
+    llm = LLM(model=str(MODEL), enable_steering=True, enforce_eager=True, dtype="float32", max_model_len=512)
+
+    say("3. Sweeping layer and strength; every cell of the sweep is another program in the same batch")
+    cells = sweep(llm, vectors)
+    layer = best_layer(cells)
+    line = {cell.strength: float(cell.scores.mean()) for cell in cells if cell.layer == layer}
+    low, high = min(line, key=lambda s: line[s]), max(line, key=lambda s: line[s])
+    plain = float(next(cell for cell in cells if cell.layer is None).scores.mean())
+    picture = OUT / "style_against_strength.png"
+    plot(cells, picture)
+    say(f"   layer {layer} moves the style most: score {line[low]:.2f} at {low:+}, plain {plain:.2f}, ", end="")
+    say(f"{line[high]:.2f} at {high:+}. The picture: {picture}")
+
+    prompts = list(NEUTRAL)[:4]
+    wanted = [(low, True), (0.0, False), (high, True)]
+    columns = [
+        [o.outputs[0].text for o in llm.generate(prompts, steering_params(vectors[layer] if on else None, layer, s))]
+        for s, on in wanted
+    ]
+    show([(p, *(c[i] for c in columns)) for i, p in enumerate(prompts)], f"LLM.generate, layer {layer}")  # type: ignore[misc]
+    del llm
+
+    say("4. The same over HTTP: vllm-steer serve and the openai client")
+    with running_server(MODEL, OUT / "server.log") as url:
+        prompt = prompts[0]
+        texts = [complete(url, prompt, vectors[layer] if on else None, layer, s) for s, on in wanted]
+    show([(prompt, *texts)], f"POST /v1/completions, layer {layer}, greedy")  # type: ignore[arg-type]
+    say(f"Done in {time.monotonic() - started:.0f} s.")
+
+
+if __name__ == "__main__":
+    main()

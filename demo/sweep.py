@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sweeping layer and strength: one batch, in which every request has a program of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from demo.prompts import NEUTRAL
+from demo.style import score
+from vllm_steer import Edit, SamplingParams
+
+STRENGTHS: tuple[float, ...] = (-1.5, -1.0, -0.5, -0.25, 0.25, 0.5, 1.0, 1.5)
+SAMPLES = 2
+MAX_TOKENS = 48
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The answers of one layer and strength; ``layer`` None is plain sampling."""
+
+    layer: int | None
+    strength: float
+    texts: tuple[str, ...]
+
+    @property
+    def scores(self) -> np.ndarray:
+        return np.array([score(text) for text in self.texts])
+
+
+def steering_params(vector: np.ndarray | None, layer: int, strength: float, **settings: Any) -> Any:
+    """Sampling parameters that add ``strength`` times ``vector`` to the output of block ``layer``, for every token."""
+    edits = [] if vector is None else [Edit(kind="add", point="post_block", layers=layer, vector=vector, strength=strength)]
+    return SamplingParams(
+        temperature=0.8, top_p=0.95, max_tokens=MAX_TOKENS, n=SAMPLES, seed=0, steering=edits or None, **settings
+    )
+
+
+def sweep(llm: Any, vectors: np.ndarray) -> list[Cell]:
+    """Plain sampling, then every layer and strength, over all neutral prompts, in one call."""
+    plan: list[tuple[int | None, float]] = [(None, 0.0)]
+    plan += [(layer, strength) for layer in range(len(vectors)) for strength in STRENGTHS]
+    params = [
+        steering_params(None if layer is None else vectors[layer], layer or 0, strength)
+        for layer, strength in plan
+        for _ in NEUTRAL
+    ]
+    outputs = llm.generate(list(NEUTRAL) * len(plan), params, use_tqdm=True)
+    texts = [tuple(sample.text for sample in output.outputs) for output in outputs]
+    return [
+        Cell(layer, strength, sum(texts[i * len(NEUTRAL) : (i + 1) * len(NEUTRAL)], ()))
+        for i, (layer, strength) in enumerate(plan)
+    ]
+
+
+def best_layer(cells: list[Cell]) -> int:
+    """The layer whose strongest edits move the score furthest apart."""
+    spread: dict[int, list[float]] = {}
+    for cell in cells:
+        if cell.layer is not None:
+            spread.setdefault(cell.layer, []).append(float(cell.scores.mean()))
+    return max(spread, key=lambda layer: max(spread[layer]) - min(spread[layer]))

@@ -1,0 +1,135 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+#
+# Makes .venv: vLLM at its pinned version, vllm_steer in editable form, and the tools for development.
+# Safe to run again: it does nothing while the files that it installs from are unchanged, and writes only to .venv.
+#
+#   PYTHON=...   the Python to use (default: the first of python3.11, 3.12, 3.13, python3 and python that is fit)
+#   LANE=...     cpu (default) or cuda: which build of vLLM
+
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+ROOT=$(pwd -P)
+LANE=${LANE:-cpu}
+VENV_PYTHON=$ROOT/.venv/bin/python
+LOG=.venv/setup.log
+STAMP=.venv/setup.stamp
+WANTED="Python 3.11, 3.12 or 3.13 with its venv module"
+
+fail() {
+    echo "set-up: $1" >&2
+    exit 1
+}
+
+say() { echo "set-up: $1 ($SECONDS s)"; }
+
+case $LANE in
+    cpu) SOURCES=(requirements/cpu.txt requirements/vllm-metadata/pyproject.toml) ;;
+    cuda) SOURCES=(requirements/cuda.txt) ;;
+    *) fail "LANE is '$LANE'; it can be cpu or cuda." ;;
+esac
+SOURCES+=(requirements/dev.txt pyproject.toml scripts/setup.sh)
+
+# One line that changes whenever the result of the set-up would. $1: a Python.
+fingerprint() {
+    "$1" -c '
+import hashlib, sys
+digest = hashlib.sha256(b"".join(open(name, "rb").read() for name in sys.argv[3:]))
+print(sys.argv[1], sys.version.split()[0], digest.hexdigest(), sys.argv[2])
+' "$LANE" "$ROOT" "${SOURCES[@]}" 2>/dev/null
+}
+
+# The problem with Python $1 in a few words; nothing when it is fit.
+problem_with() {
+    command -v "$1" >/dev/null || { echo "is not there"; return; }
+    "$1" -c '
+import sys
+if not (3, 11) <= sys.version_info[:2] <= (3, 13):
+    print("is Python %d.%d" % sys.version_info[:2])
+    sys.exit()
+try:
+    import ensurepip, venv
+except ImportError as error:
+    print("lacks a module (%s)" % error)
+' 2>/dev/null || echo "does not run"
+}
+
+# Prints a fit Python, or says what is wrong with those that are there.
+find_python() {
+    local candidate problem seen=""
+    if [[ -n ${PYTHON:-} ]]; then
+        problem=$(problem_with "$PYTHON")
+        [[ -z $problem ]] || fail "PYTHON=$PYTHON $problem; vllm-steer needs $WANTED."
+        echo "$PYTHON"
+        return
+    fi
+    for candidate in python3.11 python3.12 python3.13 python3 python; do
+        problem=$(problem_with "$candidate")
+        [[ -n $problem ]] || { echo "$candidate"; return; }
+        [[ $problem == "is not there" ]] || seen+=" ($candidate $problem)"
+    done
+    fail "no $WANTED was found$seen; install one, or name it: make setup PYTHON=/path/to/python3.11."
+}
+
+# Whether .venv works, was made here (scripts hold absolute paths), by Python version $1, for this lane.
+venv_is_fit() {
+    [[ $("$VENV_PYTHON" -c 'import sys; print(sys.version.split()[0])' 2>/dev/null) == "$1" ]] &&
+        head -n 2 .venv/bin/pip 2>/dev/null | grep -qF "$ROOT/.venv/" &&
+        [[ $(cat .venv/lane 2>/dev/null || echo "$LANE") == "$LANE" ]]
+}
+
+# Installs exactly what is named, nothing beside it; on failure, one sentence from pip's output. Bytecode is left to the
+# first import: making it for all files takes a minute, and most are never imported.
+pip_install() {
+    "$VENV_PYTHON" -m pip install --disable-pip-version-check --no-input --no-cache-dir --no-compile --no-deps \
+        --retries 3 --progress-bar off "$@" >"$LOG" 2>&1 && return
+    local reason
+    if grep -qE 'connection broken|Max retries|NewConnectionError|NameResolutionError|timed out|SSLError|ProxyError' "$LOG"; then
+        reason="the package index cannot be reached; check the network and what \`pip config list\` says"
+    elif grep -q 'No space left on device' "$LOG"; then
+        reason="the disk is full"
+    elif grep -q 'No matching distribution found' "$LOG"; then
+        reason="pip finds no $(sed -n 's/.*No matching distribution found for //p' "$LOG" | tail -n 1) for this Python and platform"
+    else
+        reason="pip failed: $(grep -E '^(ERROR|error)' "$LOG" | tail -n 1)"
+    fi
+    fail "$reason; pip's output is in $LOG."
+}
+
+# pip takes a CPU build of torch only where it knows one; a CUDA build does not import without CUDA's libraries, which
+# its metadata ask for. It is removed again, so that the next run does not take it for the one that is wanted.
+check_cpu_torch() {
+    "$VENV_PYTHON" -c '
+import importlib.metadata, sys
+sys.exit(any(name.startswith(("cuda-", "nvidia-")) for name in importlib.metadata.requires("torch") or ()))
+' && return
+    "$VENV_PYTHON" -m pip uninstall --yes --quiet torch >>"$LOG" 2>&1 || true
+    fail "pip took a CUDA build of torch; name PyTorch's index of CPU wheels (PIP_EXTRA_INDEX_URL=...) and run it again."
+}
+
+if [[ -f $STAMP && $(fingerprint "${PYTHON:-$VENV_PYTHON}") == "$(cat "$STAMP")" ]]; then
+    exit 0
+fi
+
+python=$(find_python)
+version=$("$python" -c 'import sys; print(sys.version.split()[0])')
+if ! venv_is_fit "$version"; then
+    say "making .venv with Python $version"
+    "$python" -m venv --clear .venv || fail "Python $version cannot make a virtual environment in $ROOT."
+fi
+rm -f "$STAMP"
+echo "$LANE" >.venv/lane
+
+count=$(cat "requirements/$LANE.txt" requirements/dev.txt | grep -c '==')
+say "installing vLLM ($LANE build) and the tools: $count packages, one to three minutes"
+pip_install -r "requirements/$LANE.txt" -r requirements/dev.txt
+say "installing vllm_steer"
+shim=()
+if [[ $LANE == cpu ]]; then
+    check_cpu_torch
+    shim=(./requirements/vllm-metadata)
+fi
+pip_install --no-build-isolation --editable . "${shim[@]}"
+fingerprint "$VENV_PYTHON" >"$STAMP"
+say "done"

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine's own doings around a steered request: preemption, chunked prefill, admission, a compiled model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.engine.answers import chosen_logprobs, params, prompt, run, tokens_of
+from tests.engine.conftest import close
+from tests.engine.test_mixing import program
+from tests.tiny import VOCAB, direction, make_llm
+
+REQUESTS, GENERATED = 12, 32
+
+
+def workload() -> tuple[list[Any], list[Any]]:
+    rng = np.random.default_rng(11)
+    prompts = [prompt(*rng.integers(1, VOCAB, int(rng.integers(20, 60))).tolist()) for _ in range(REQUESTS)]
+    wanted = [params(GENERATED, logprobs=1, steering=program(i) if i % 4 else None) for i in range(REQUESTS)]
+    return prompts, wanted
+
+
+@pytest.fixture(scope="module")
+def truth(tiny_llama: Path) -> list[Any]:
+    """Each request alone in an eager engine without caches."""
+    llm = make_llm(tiny_llama, enable_prefix_caching=False, max_num_seqs=1)
+    prompts, wanted = workload()
+    outputs = [run(llm, [p], [w])[0] for p, w in zip(prompts, wanted, strict=True)]
+    close(llm)
+    return outputs
+
+
+def scheduler_of(llm: Any) -> Any:
+    return llm.llm_engine.engine_core.engine_core.scheduler
+
+
+def compare(outputs: list[Any], truth: list[Any]) -> None:
+    for i, (got, right) in enumerate(zip(outputs, truth, strict=True)):
+        assert tokens_of(got) == tokens_of(right), i
+        np.testing.assert_allclose(chosen_logprobs(got), chosen_logprobs(right), atol=1e-3, err_msg=str(i))
+
+
+def test_preemption_in_decode(tiny_llama: Path, truth: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches recomputed generated tokens that take the prompt's row: 8 blocks of cache for 12 requests."""
+    llm = make_llm(tiny_llama, num_gpu_blocks_override=8, block_size=32, max_model_len=128, enable_prefix_caching=False)
+    scheduler = scheduler_of(llm)
+    preempted = []
+    original = type(scheduler)._preempt_request
+    monkeypatch.setattr(
+        type(scheduler), "_preempt_request", lambda self, r, *a, **k: (preempted.append(r), original(self, r, *a, **k))[1]
+    )
+    try:
+        compare(run(llm, *workload()), truth)
+        assert any(request.num_output_tokens > 0 for request in preempted), "no request was preempted in decode"
+        assert scheduler.steering_ledger.in_use == (0, 0, 0)
+    finally:
+        close(llm)
+
+
+def test_chunked_prefill_and_a_pool_of_three_rows(tiny_llama: Path, truth: list[Any]) -> None:
+    """Catches a boundary that a chunk moves, and requests that are dropped or degraded where they should wait."""
+    llm = make_llm(
+        tiny_llama, max_num_batched_tokens=16, max_num_seqs=8, max_model_len=128, block_size=32,
+        steering_config={"max_rows": 3, "max_vectors": 3, "max_instructions": 9, "max_segments": 8},
+    )  # fmt: skip
+    try:
+        most = []
+        ledger = scheduler_of(llm).steering_ledger
+        acquire = ledger.acquire
+        ledger.acquire = lambda rows: (acquire(rows), most.append(ledger.in_use[0]))[0]
+        compare(run(llm, *workload()), truth)
+        assert max(most) <= 3
+        assert ledger.in_use == (0, 0, 0)
+    finally:
+        close(llm)
+
+
+def test_aborted_requests_give_their_places_back(tiny_llama: Path) -> None:
+    """Catches books that leak on abort, waiting or running."""
+    llm = make_llm(tiny_llama, max_num_seqs=2, steering_config={"max_rows": 2})
+    try:
+        engine = llm.llm_engine
+        for i in range(6):
+            engine.add_request(str(i), prompt(*range(1, 20)), params(50, steering_vectors={"post_block": {1: direction(i)}}))
+        for _ in range(3):
+            engine.step()
+        ledger = scheduler_of(llm).steering_ledger
+        assert ledger.in_use[0] == 2
+        engine.abort_request([str(i) for i in range(6)])
+        while engine.has_unfinished_requests():
+            engine.step()
+        assert ledger.in_use == (0, 0, 0)
+        run(llm, [prompt(1, 2, 3)], [params(2)])
+        assert llm.llm_engine.model_executor.driver_worker.worker.model_runner.steering.store.num_steered == 0
+    finally:
+        close(llm)

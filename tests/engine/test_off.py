@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Without enable_steering the engine is stock vLLM: not one of our objects is in it, and steering is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.answers import params, prompt, run, tokens_of
+from tests.engine.conftest import close
+from tests.tiny import direction, make_llm
+from vllm_steer import SteeringError
+
+
+def worker_of(llm: Any) -> Any:
+    return llm.llm_engine.model_executor.driver_worker.worker
+
+
+def scheduler_of(llm: Any) -> Any:
+    return llm.llm_engine.engine_core.engine_core.scheduler
+
+
+def ours(llm: Any) -> list[str]:
+    """Everything in the engine that comes from this package: classes, wrapped methods, context entries."""
+    worker = worker_of(llm)
+    config = worker.vllm_config
+    found = [type(x).__module__ for x in (worker, worker.model_runner, scheduler_of(llm))]
+    for module in worker.model_runner.get_model().modules():
+        found.append(type(module).__module__)
+        found.extend(value.__module__ for value in vars(module).values() if callable(value) and hasattr(value, "__module__"))
+    found.extend(type(value).__module__ for value in config.compilation_config.static_forward_context.values())
+    found.extend(f"vllm_steer in additional_config: {name}" for name in (config.additional_config or {}))
+    return [name for name in found if name and name.startswith("vllm_steer")]
+
+
+@pytest.fixture(scope="module")
+def stock(tiny_llama: Path) -> Iterator[Any]:
+    engine = make_llm(tiny_llama, enable_steering=False)
+    yield engine
+    close(engine)
+
+
+def test_nothing_of_ours_is_in_a_stock_engine(stock: Any) -> None:
+    """Catches a plug-in that slows or changes everybody's engine by being installed."""
+    assert ours(stock) == []
+
+
+def test_steering_is_refused_and_the_engine_serves_on(stock: Any) -> None:
+    """Failure: steering not enabled, accepted and ignored."""
+    with pytest.raises(SteeringError, match="--enable-steering"):
+        run(stock, [prompt(1, 2, 3)], [params(steering_vectors={"post_block": {1: direction(1)}})])
+    assert len(tokens_of(run(stock, [prompt(1, 2, 3)], [params()])[0])) == 6
+
+
+def test_the_search_finds_our_objects_where_they_are(llm: Any) -> None:
+    """Negative control of the first test."""
+    assert len(ours(llm)) > 12

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The version guard and the conflicting settings, each with its sentence."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace as N
+from typing import Any
+
+import pytest
+
+from vllm_steer import compat
+
+
+def config(**changes: Any) -> Any:
+    """The parts of a VllmConfig that the table looks at, harmless unless changed; ``parallel__x`` names a part."""
+    made = N(
+        parallel_config=N(use_ubatching=False, prefill_context_parallel_size=1, use_sequence_parallel_moe=False),
+        cache_config=N(kv_sharing_fast_prefill=False),
+        model_config=N(runner_type="generate", is_diffusion=False),
+    )
+    for name, value in changes.items():
+        part, field = name.split("__")
+        setattr(getattr(made, f"{part}_config"), field, value)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"parallel__use_ubatching": True}, "enable-dbo"),
+        ({"parallel__prefill_context_parallel_size": 2}, "prefill-context-parallel"),
+        ({"cache__kv_sharing_fast_prefill": True}, "kv-sharing-fast-prefill"),
+        ({"model__runner_type": "pooling"}, "pooling"),
+        ({"parallel__use_sequence_parallel_moe": True}, "sequence-parallel"),
+        ({"model__is_diffusion": True}, "diffusion"),
+    ],
+)
+def test_each_conflict_is_refused_by_name(changes: dict[str, Any], said: str) -> None:
+    """Catches a setting under which taps would silently take the wrong tokens."""
+    with pytest.raises(compat.IncompatibleError, match=said):
+        compat.check_settings(config(**changes))
+    compat.check_settings(config())
+
+
+def test_the_rust_front_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    with pytest.raises(compat.IncompatibleError, match="Rust"):
+        compat.check_settings(config())
+
+
+@pytest.mark.parametrize("version", ["0.31.9", "0.33.0", "1.32.0", "dev", ""])
+def test_an_untested_vllm_is_refused_with_range_and_override(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a silent run on a vLLM whose internals have moved."""
+    monkeypatch.delenv(compat.OVERRIDE, raising=False)
+    with pytest.raises(compat.IncompatibleError, match=f"{compat.TESTED_RANGE}.*{compat.OVERRIDE}"):
+        compat.check_version(version)
+    monkeypatch.setenv(compat.OVERRIDE, "1")
+    compat.check_version(version)
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.7", "0.32.0+cpu", "0.32.1.dev3"])
+def test_the_tested_range_passes(version: str) -> None:
+    compat.check_version(version)
