@@ -12,24 +12,29 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.points import POINT_NAMES
 from vllm_steer.program import Program, Resolved, resolve
 from vllm_steer.program.instructions import KIND_OF
-from vllm_steer.program.program import Step
+from vllm_steer.program.program import Read, Step
 
 
 @dataclass(frozen=True)
 class Capabilities:
     """Facts of the model and the tables of an engine that steers.
 
-    ``refused[point][layer]`` is the reason why edits are refused there; what is not named is served.
+    ``refused[point][layer]`` is the reason why edits are refused there; what is not named is served. ``no_capture`` is the
+    reason why this engine reads nothing at all, or None.
     """
 
     num_layers: int
     hidden_size: int
     max_model_len: int
+    dtype: str
     refused: Mapping[str, Mapping[int, str]]
     config: SteeringConfig
+    no_capture: str | None = None
 
     @classmethod
-    def merge(cls, ranks: Iterable[Mapping[str, Any]], config: SteeringConfig) -> Capabilities:
+    def merge(
+        cls, ranks: Iterable[Mapping[str, Any]], config: SteeringConfig, no_capture: str | None = None
+    ) -> Capabilities:
         """From every rank's own report: pipeline stages know only their layers."""
         reports = list(ranks)
         refused: dict[str, dict[int, str]] = {}
@@ -37,7 +42,9 @@ class Capabilities:
             for point, layers in report["refused"].items():
                 refused.setdefault(point, {}).update({int(layer): reason for layer, reason in layers.items()})
         first = reports[0]
-        return cls(first["num_layers"], first["hidden_size"], first["max_model_len"], refused, config)
+        return cls(
+            first["num_layers"], first["hidden_size"], first["max_model_len"], first["dtype"], refused, config, no_capture
+        )
 
     def check(self, program: Program, prompt_len: int | None) -> None:
         """Raise :class:`SteeringError` where this engine cannot serve ``program`` exactly as asked.
@@ -49,27 +56,42 @@ class Capabilities:
                 "vector", f"has {program.width} elements, but this model's hidden size is {self.hidden_size}"
             )
         for step in program.steps:
-            self._check_step(step)
+            where = f"{KIND_OF[step.code]} at {POINT_NAMES[step.point]}"
+            self._check_place(step, where, "tokens")
+            self._check_editable(step, where)
+        for read in program.reads:
+            where = f"capture at {POINT_NAMES[read.point]}"
+            self._check_place(read, where, "positions")
+            self._check_readable(read, where)
         if prompt_len is not None:
             self._check_size(resolve(program, prompt_len, self.num_layers))
 
-    def _check_step(self, step: Step) -> None:
-        point = POINT_NAMES[step.point]
-        where = f"{KIND_OF[step.code]} at {point}"
-        for layer in step.layers:
+    def _check_place(self, part: Step | Read, where: str, field: str) -> None:
+        for layer in part.layers:
             if layer >= self.num_layers:
                 raise SteeringError(
                     f"layers ({where})", f"layer {layer} does not exist; this model has layers 0 to {self.num_layers - 1}"
                 )
-        refused = self.refused.get(point, {})
+        last = part.selector.max_position
+        if last >= self.max_model_len:
+            raise SteeringError(
+                f"{field} ({where})", f"position {last} is beyond this engine's max_model_len of {self.max_model_len}"
+            )
+
+    def _check_editable(self, step: Step, where: str) -> None:
+        refused = self.refused.get(POINT_NAMES[step.point], {})
         for layer in step.layers or range(self.num_layers):
             if layer in refused:
                 raise SteeringError(f"point ({where})", f"not served at layer {layer}: {refused[layer]}")
-        last = step.selector.max_position
-        if last >= self.max_model_len:
-            raise SteeringError(
-                f"tokens ({where})", f"position {last} is beyond this engine's max_model_len of {self.max_model_len}"
-            )
+
+    def _check_readable(self, read: Read, where: str) -> None:
+        if self.no_capture is not None:
+            raise SteeringError("capture", self.no_capture)
+        # Where a point cannot be edited there is no tap that could read it either.
+        refused = self.refused.get(POINT_NAMES[read.point], {})
+        for layer in read.layers or range(self.num_layers):
+            if layer in refused:
+                raise SteeringError(f"hooks ({where})", f"no tap reads this point at layer {layer} of this model")
 
     def _check_size(self, resolved: Resolved) -> None:
         rows = resolved.rows
@@ -77,6 +99,7 @@ class Capabilities:
             "max_segments": len(resolved.segments),
             "max_rows": len(rows),
             "max_instructions": sum(row.instruction_count for row in rows),
+            "capture_rows": resolved.max_captures,
             "max_vectors": len({vector for row in rows for vector in row.vectors}),
         }
         for name, count in needed.items():

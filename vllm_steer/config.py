@@ -35,7 +35,8 @@ LIMITS: tuple[Limit, ...] = (
     Limit("max_rows", 1024, 1, 1 << 16, "distinct token programs on the device at one time, over all running requests"),
     Limit("max_vectors", 2048, 1, 1 << 20, "distinct vectors on the device at one time; each takes 4 x hidden size bytes"),
     Limit("max_instructions", 65536, 1, 1 << 24, "edit instructions (one per row, site and edit) on the device at one time"),
-    Limit("max_segments", 32, 1, 1024, "stretches of differently edited positions that one request may have"),
+    Limit("max_segments", 32, 1, 1024, "stretches of differently edited or read positions that one request may have"),
+    Limit("capture_rows", 8192, 1, 1 << 24, "captured rows of one step; each takes hidden size x bytes of the dtype"),
 )
 
 
@@ -46,6 +47,7 @@ class SteeringConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     max_vectors: int = 2048
     max_instructions: int = 65536
     max_segments: int = 32
+    capture_rows: int = 8192
 
     def __post_init__(self) -> None:
         for limit in LIMITS:

@@ -7,59 +7,104 @@ processor, which every way in shares: ``LLM``, ``AsyncLLM`` and the API server.
 
 from __future__ import annotations
 
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from vllm.utils import length_from_prompt_token_ids_or_embeds
 
 from vllm_steer.capabilities import Capabilities
+from vllm_steer.capture.desk import CaptureDesk
 from vllm_steer.config import SteeringConfig, from_vllm_config
 from vllm_steer.errors import SteeringError
-from vllm_steer.params import program_of
+from vllm_steer.params import capture_specs, program_of
 
 _RPC = "steering_capabilities"
-_KEPT = "_steering_capabilities"
+_KEPT = "_steering_served"
+_OPTIONS = "_steering_consumer_options"
+CONSUMERS_VARIABLE = "VLLM_STEER_CAPTURE_CONSUMERS"
 NOT_ENABLED = (
     "this engine was started without steering, so it would be ignored; start it with --enable-steering "
     "(LLM(enable_steering=True))"
 )
+NO_CAPTURE_UNDER_PP = "pipeline parallelism: rows of earlier stages have no way out yet; use tensor parallelism"
 
 
-def capabilities_of(llm_engine: Any) -> Capabilities | None:
+@dataclass(frozen=True)
+class Served:
+    """What one engine client checks requests against, and hands captures to."""
+
+    capabilities: Capabilities
+    desk: CaptureDesk
+
+    def check(self, params: Any, prompt_len: int | None) -> None:
+        """Raise :class:`SteeringError` unless this engine serves these parameters exactly as asked."""
+        program = program_of(params)
+        if program is not None:
+            self.capabilities.check(program, prompt_len)
+        self.desk.check(capture_specs(params))
+
+
+def served_by(llm_engine: Any) -> Served | None:
     """What an ``LLMEngine`` serves; None where steering is not enabled."""
     config = from_vllm_config(llm_engine.vllm_config)
     if config is None:
         return None
-    if _kept(llm_engine) is None:
-        _keep(llm_engine, llm_engine.collective_rpc(_RPC), config)
-    return _kept(llm_engine)
+    return _kept(llm_engine) or _keep(llm_engine, llm_engine.collective_rpc(_RPC), config)
 
 
-async def ensure_capabilities(engine_client: Any) -> Capabilities | None:
+async def ensure_served(engine_client: Any) -> Served | None:
     """What an ``AsyncLLM`` serves; None where steering is not enabled."""
     config = from_vllm_config(engine_client.vllm_config)
     if config is None:
         return None
-    if _kept(engine_client) is None:
-        _keep(engine_client, await engine_client.collective_rpc(_RPC), config)
-    return _kept(engine_client)
+    return _kept(engine_client) or _keep(engine_client, await engine_client.collective_rpc(_RPC), config)
 
 
-def _kept(engine: Any) -> Capabilities | None:
+def set_consumers(engine: Any, options: Mapping[str, Mapping[str, Any]]) -> None:
+    """Which consumers an engine client has beside ``memory``; to be called before it serves its first request."""
+    setattr(engine, _OPTIONS, options)
+
+
+def _kept(engine: Any) -> Served | None:
     return getattr(engine.input_processor, _KEPT, None)
 
 
-def _keep(engine: Any, reports: Any, config: SteeringConfig) -> None:
-    setattr(engine.input_processor, _KEPT, Capabilities.merge(reports, config))
+def _keep(engine: Any, reports: Any, config: SteeringConfig) -> Served:
+    kept = _kept(engine)
+    if kept is not None:
+        # Two first requests waited for the same answer.
+        return kept
+    parallel = engine.vllm_config.parallel_config
+    no_capture = NO_CAPTURE_UNDER_PP if parallel.pipeline_parallel_size > 1 else None
+    capabilities = Capabilities.merge(reports, config, no_capture)
+    options = getattr(engine, _OPTIONS, None)
+    if options is None:
+        # Set by the server's flag; API server processes inherit it.
+        options = json.loads(os.environ.get(CONSUMERS_VARIABLE, "{}"))
+    served_name = engine.vllm_config.model_config.served_model_name
+    model = served_name if isinstance(served_name, str) else str(engine.vllm_config.model_config.model)
+    served = Served(capabilities, CaptureDesk(capabilities, model, options))
+    setattr(engine.input_processor, _KEPT, served)
+    setattr(engine.output_processor, _KEPT, served)
+    return served
 
 
-def check_params(params: Any, capabilities: Capabilities | None, prompt_len: int | None = None) -> None:
+def desk_of(output_processor: Any) -> CaptureDesk:
+    """The desk of the engine client that this output processor belongs to."""
+    served: Served = getattr(output_processor, _KEPT)
+    return served.desk
+
+
+def check_params(params: Any, served: Served | None, prompt_len: int | None = None) -> None:
     """Raise :class:`SteeringError` unless these sampling parameters can be served exactly as asked."""
-    program = program_of(params)
-    if program is None:
+    if program_of(params) is None:
         return
-    if capabilities is None:
+    if served is None:
         raise SteeringError("steering", NOT_ENABLED)
-    capabilities.check(program, prompt_len)
+    served.check(params, prompt_len)
 
 
 def check_engine_request(input_processor: Any, request: Any) -> None:

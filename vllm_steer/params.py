@@ -11,28 +11,37 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 from vllm.sampling_params import SamplingParams as VllmSamplingParams
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.program import Program, compile_edits
-from vllm_steer.spec import FIELD_NAMES, parse_fields
+from vllm_steer.program import Program, compile_program
+from vllm_steer.spec import FIELD_NAMES, CaptureSpec, parse_capture, parse_fields
 
 EXTRA_KEY = "steer"
-FIELDS: tuple[str, ...] = tuple(FIELD_NAMES)
+CAPTURE_KEY = "steer_capture"
+CAPTURE_FIELD = "capture"
+FIELDS: tuple[str, ...] = (*FIELD_NAMES, CAPTURE_FIELD)
 
 
 def attach_steering(params: Any, fields: Mapping[str, Any]) -> None:
-    """Parse and compile a request's steering fields onto vLLM's ``params``; nothing is attached where none is given.
+    """Parse and compile a request's steering and capture fields onto vLLM's ``params``; nothing where none is given.
 
     Raises :class:`SteeringError` naming the field that is wrong.
     """
+    fields = dict(fields)
+    captures = parse_capture(fields.pop(CAPTURE_FIELD, None))
     edits = parse_fields(fields)
-    if not edits:
+    if not edits and not captures:
         return
     if EXTRA_KEY in (params.extra_args or {}):
         raise SteeringError(f"extra_args.{EXTRA_KEY}", "is already set; give the steering fields or the compiled program")
     # A new dict: the caller's may be shared between several SamplingParams.
-    params.extra_args = {**(params.extra_args or {}), EXTRA_KEY: compile_edits(edits).to_bytes()}
+    program = compile_program(edits, [spec for _, spec in captures])
+    attached = {EXTRA_KEY: program.to_bytes()}
+    if captures:
+        attached[CAPTURE_KEY] = encode_specs(captures)
+    params.extra_args = {**(params.extra_args or {}), **attached}
 
 
 def program_bytes(params: Any) -> bytes | None:
@@ -50,6 +59,23 @@ def program_of(params: Any) -> Program | None:
     """The decoded program, checked; raises :class:`SteeringError` on bytes that this package did not write."""
     data = program_bytes(params)
     return None if data is None else Program.from_bytes(data)
+
+
+def encode_specs(specs: tuple[tuple[str, CaptureSpec], ...]) -> bytes:
+    """The capture specs of a request as the bytes that ride in ``extra_args``, for the front end alone."""
+    return msgspec.msgpack.encode([(name, spec.to_wire()) for name, spec in specs])
+
+
+def capture_specs(params: Any) -> tuple[tuple[str, CaptureSpec], ...]:
+    """Consumer and spec of each capture; raises :class:`SteeringError` on bytes that this package did not write."""
+    data = (getattr(params, "extra_args", None) or {}).get(CAPTURE_KEY)
+    if data is None:
+        return ()
+    try:
+        pairs = msgspec.msgpack.decode(data, type=list[tuple[str, dict[str, Any]]])
+    except (msgspec.MsgspecError, TypeError) as error:
+        raise SteeringError(f"extra_args.{CAPTURE_KEY}", f"not compiled specs ({error}); use capture instead") from None
+    return tuple((name, CaptureSpec.from_wire(wire)) for name, wire in pairs)
 
 
 class _SteeringMeta(type(VllmSamplingParams)):  # type: ignore[misc]
@@ -78,6 +104,8 @@ class SamplingParams(VllmSamplingParams, metaclass=_SteeringMeta):  # type: igno
         prompt tokens, of generated tokens. A vector is a list, numpy array or torch tensor of the model's hidden size.
     ``steering``
         a list of :class:`vllm_steer.Edit` or of dicts with its fields: the general form.
+    ``capture``
+        ``{consumer: spec}``: which rows of the stream go where; a spec is a dict or a :class:`vllm_steer.CaptureSpec`.
 
     Edits at one site apply in this order: ``steering_vectors``, ``prefill_...``, ``decode_...``, then ``steering`` in the
     order given. One object can be used for any number of requests. Raises :class:`vllm_steer.SteeringError`, a

@@ -12,6 +12,8 @@ wrapped                                               why no official seam will 
 ``EngineArgs.create_engine_config``                   conflicting settings are to be refused before anything is loaded
 ``InputProcessor.assign_request_id``                  the one step that every way in takes last; the request is whole
 ``LLMEngine.add_request``, ``AsyncLLM.add_request``   what the engine serves must be known before that check
+``OutputProcessor.add_request``, ``RequestState``     outputs have no field for captured rows: they are taken from one that is
+``make_request_output``, ``_new_completion_output``   free-form, and results are put on ``CompletionOutput`` when a sample ends
 ``to_sampling_params``, ``to_beam_search_params``     the OpenAI request classes drop fields that they do not know
 ====================================================  =================================================================
 """
@@ -19,6 +21,7 @@ wrapped                                               why no official seam will 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -93,13 +96,20 @@ def wrap_front_end() -> None:
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
     from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+    from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.input_processor import InputProcessor
     from vllm.v1.engine.llm_engine import LLMEngine
+    from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 
     _wrap_assign_request_id(InputProcessor)
     _wrap(LLMEngine, "add_request", _add_request)
     _wrap(AsyncLLM, "add_request", _add_request_async)
+    _wrap(OutputProcessor, "add_request", _output_processor_add_request)
+    _wrap(RequestState, "make_request_output", _make_request_output)
+    _wrap(RequestState, "_new_completion_output", _new_completion_output)
+    CompletionOutput.capture_results = None
+    RequestOutput.capture_results = property(_first_capture_results)
     for request in (ChatCompletionRequest, CompletionRequest, ResponsesRequest):
         _wrap(request, "to_sampling_params", _to_sampling_params)
     for request in (ChatCompletionRequest, CompletionRequest):
@@ -128,11 +138,11 @@ def _params_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _add_request(original: Callable[..., Any]) -> Callable[..., Any]:
     def add_request(*args: Any, **kwargs: Any) -> Any:
-        from vllm_steer.frontend import capabilities_of
+        from vllm_steer.frontend import served_by
         from vllm_steer.params import has_steering
 
         if has_steering(_params_in(args, kwargs)):
-            capabilities_of(args[0])
+            served_by(args[0])
         return original(*args, **kwargs)
 
     return add_request
@@ -140,14 +150,56 @@ def _add_request(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _add_request_async(original: Callable[..., Any]) -> Callable[..., Any]:
     async def add_request(*args: Any, **kwargs: Any) -> Any:
-        from vllm_steer.frontend import ensure_capabilities
+        from vllm_steer.frontend import ensure_served
         from vllm_steer.params import has_steering
 
         if has_steering(_params_in(args, kwargs)):
-            await ensure_capabilities(args[0])
+            await ensure_served(args[0])
         return await original(*args, **kwargs)
 
     return add_request
+
+
+def _output_processor_add_request(original: Callable[..., Any]) -> Callable[..., Any]:
+    def add_request(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        from vllm_steer.capture.outputs import begin
+
+        original(self, request, *args, **kwargs)
+        begin(self, request)
+
+    return add_request
+
+
+def _make_request_output(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    def make_request_output(*args: Any, **kwargs: Any) -> Any:
+        from vllm_steer.capture.outputs import take_rows
+
+        bound = signature.bind(*args, **kwargs)
+        if bound.arguments.get("kv_transfer_params"):
+            rest = take_rows(bound.arguments["self"], bound.arguments["kv_transfer_params"])
+            bound.arguments["kv_transfer_params"] = rest
+        return original(*bound.args, **bound.kwargs)
+
+    return make_request_output
+
+
+def _new_completion_output(original: Callable[..., Any]) -> Callable[..., Any]:
+    def new_completion_output(self: Any, token_ids: Any, finish_reason: Any, stop_reason: Any, *rest: Any) -> Any:
+        from vllm_steer.capture.outputs import finish
+
+        output = original(self, token_ids, finish_reason, stop_reason, *rest)
+        if finish_reason is not None:
+            output.capture_results = finish(self)
+        return output
+
+    return new_completion_output
+
+
+def _first_capture_results(request_output: Any) -> Any:
+    """``RequestOutput.capture_results``: those of the first sample."""
+    return request_output.outputs[0].capture_results if request_output.outputs else None
 
 
 def _to_sampling_params(original: Callable[..., Any]) -> Callable[..., Any]:

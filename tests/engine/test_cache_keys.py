@@ -13,7 +13,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
 from vllm_steer.engine.cache_keys import steering_hasher
-from vllm_steer.program import compile_edits, resolve
+from vllm_steer.program import compile_program, resolve
 from vllm_steer.spec import Edit
 
 BLOCK, LAYERS = 4, 3
@@ -36,7 +36,7 @@ def keys(edits: list[Edit], prompt: list[int], output: list[int] | None = None, 
         block_hasher=get_request_block_hasher(BLOCK, HASH),
     )  # fmt: skip
     if edits:
-        resolved = resolve(compile_edits(edits), len(prompt), LAYERS)
+        resolved = resolve(compile_program(edits), len(prompt), LAYERS)
         request._block_hasher = steering_hasher(request._block_hasher, resolved, BLOCK, HASH)
         request.block_hashes = []
         request.update_block_hashes()

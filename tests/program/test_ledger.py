@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from vllm_steer.program import Ledger, Resolved, compile_edits, resolve
+from vllm_steer.program import Ledger, Resolved, compile_program, resolve
 from vllm_steer.spec import Edit
 
 ROWS, INSTRUCTIONS, VECTORS = 4, 9, 5
@@ -21,7 +21,7 @@ def request(seeds: list[int], layers: int) -> Resolved:
         Edit(kind="add", point="post_block", layers=list(range(layers)), vector=v, tokens=["all", "generated"][i % 2])
         for i, v in enumerate(vectors)
     ]
-    return resolve(compile_edits(edits), 5, 8)
+    return resolve(compile_program(edits), 5, 8)
 
 
 class Books(RuleBasedStateMachine):

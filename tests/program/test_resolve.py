@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.program import Program, compile_edits, resolve
+from vllm_steer.program import Program, compile_program, resolve
 from vllm_steer.spec import Edit
 
 LAYERS = 3
@@ -52,7 +52,7 @@ def names(entry: object, position: int, prompt_len: int) -> bool:
 def test_every_position_gets_exactly_the_edits_that_name_it(chosen: list[object], prompt_len: int) -> None:
     """Catches off-by-one at every boundary, a wrong order of edits, and generated tokens taken for prompt."""
     edits = [edit(i, tokens) for i, tokens in enumerate(chosen)]
-    program = compile_edits(edits)
+    program = compile_program(edits)
     resolved = resolve(program, prompt_len, LAYERS)
     starts = [segment.start for segment in resolved.segments]
     assert starts == sorted(set(starts))
@@ -70,17 +70,17 @@ def test_every_position_gets_exactly_the_edits_that_name_it(chosen: list[object]
 
 def test_the_same_edits_of_two_requests_share_their_row() -> None:
     """Catches rows keyed by request: content that is equal must not take space twice."""
-    first = resolve(compile_edits([edit(0), edit(1, "generated")]), 5, LAYERS)
-    second = resolve(compile_edits([edit(0), edit(1, "generated")]), 9, LAYERS)
+    first = resolve(compile_program([edit(0), edit(1, "generated")]), 5, LAYERS)
+    second = resolve(compile_program([edit(0), edit(1, "generated")]), 9, LAYERS)
     assert [row.digest for row in first.rows] == [row.digest for row in second.rows]
-    swapped = resolve(compile_edits([edit(1, "generated"), edit(0)]), 5, LAYERS)
+    swapped = resolve(compile_program([edit(1, "generated"), edit(0)]), 5, LAYERS)
     assert swapped.rows[1].digest != first.rows[1].digest, "order is content"
 
 
 def test_counting_back_beyond_the_prompt_is_refused() -> None:
     """Catches a negative position that wraps around to the end."""
     with pytest.raises(SteeringError, match="-4"):
-        resolve(compile_edits([edit(0, [-4])]), 3, LAYERS)
+        resolve(compile_program([edit(0, [-4])]), 3, LAYERS)
 
 
 @pytest.mark.parametrize(
@@ -96,19 +96,19 @@ def test_counting_back_beyond_the_prompt_is_refused() -> None:
 )
 def test_only_edits_that_reach_a_later_key_or_value_fork_the_cache(point: str, layers: object, forks: bool) -> None:
     """Catches a cache forked for nothing, and one shared that must not be (3 layers: layer 2 is the last)."""
-    resolved = resolve(compile_edits([edit(0, "all", point, layers)]), 5, LAYERS)
+    resolved = resolve(compile_program([edit(0, "all", point, layers)]), 5, LAYERS)
     assert (resolved.segments[0].kv_digest is not None) is forks
 
 
 def test_all_layers_expand_in_order_at_every_layer() -> None:
     """Catches "all" that misses the first or last layer."""
-    resolved = resolve(compile_edits([edit(0, layers="all", point="pre_attn"), edit(1, layers=2, point="pre_attn")]), 5, LAYERS)
+    resolved = resolve(compile_program([edit(0, layers="all", point="pre_attn"), edit(1, layers=2, point="pre_attn")]), 5, LAYERS)
     assert [i.site for i in resolved.rows[0].instructions] == [0, 3, 6, 6]
 
 
 def test_programs_survive_the_wire_and_refuse_what_did_not_come_from_it() -> None:
     """Catches a program whose bytes were changed on the way, or made by hand."""
-    program = compile_edits([edit(0), edit(1, [0, [2, None]], kind="ablate")])
+    program = compile_program([edit(0), edit(1, [0, [2, None]], kind="ablate")])
     data = program.to_bytes()
     assert Program.from_bytes(data) == program
     flipped = bytearray(data)
@@ -128,4 +128,4 @@ def test_random_bytes_are_refused_and_nothing_else_happens(data: bytes) -> None:
 def test_an_edit_of_strength_zero_is_no_edit() -> None:
     """Catches a row, and a forked cache, for a request that changes nothing."""
     nothing = Edit(kind="add", point="post_block", layers=1, vector=np.ones(4), strength=0.0)
-    assert resolve(compile_edits([nothing]), 5, LAYERS).rows == ()
+    assert resolve(compile_program([nothing]), 5, LAYERS).rows == ()

@@ -9,33 +9,50 @@ import torch
 from vllm_steer.config import SteeringConfig
 from vllm_steer.program import instructions as ops
 from vllm_steer.taps.reference import apply_tap
+from vllm_steer.taps.rows import assign_places
 from vllm_steer.taps.tables import Tables
 
 NUM_SITES = 4
+# Enough for most seeds and too few for some: rows that do not fit must be dropped, not written elsewhere.
+ARENA_ROWS = 60
+POISON = -7.75
 
 
-def random_tables(seed: int, hidden: int, device: torch.device, tokens: int = 24, rows: int = 6) -> Tables:
-    """Each row has 0 to 4 random instructions at each site; half of the tokens take a row."""
+def random_tables(
+    seed: int, hidden: int, device: torch.device, tokens: int = 24, rows: int = 6, dtype: torch.dtype = torch.float32
+) -> Tables:
+    """Each row has 0 to 4 random edits at each site, and captures among them; half of the tokens take a row."""
     rng = np.random.default_rng(seed)
-    config = SteeringConfig(max_rows=rows, max_vectors=8, max_instructions=rows * NUM_SITES * 4, max_segments=2)
-    tables = Tables(config, num_sites=NUM_SITES, hidden_size=hidden, max_tokens=tokens, max_requests=2, device=device)
+    config = SteeringConfig(
+        max_rows=rows, max_vectors=8, max_instructions=rows * NUM_SITES * 6, max_segments=2, capture_rows=ARENA_ROWS
+    )
+    tables = Tables(
+        config, num_sites=NUM_SITES, hidden_size=hidden, max_tokens=tokens, max_requests=2, dtype=dtype, device=device
+    )
     vectors = rng.standard_normal((8, hidden)).astype("f4")
     tables.vector.copy_(torch.from_numpy(vectors / np.linalg.norm(vectors, axis=1, keepdims=True)))
     places = list(rng.permutation(np.arange(1, config.max_instructions + 1)))
     for row in range(1, rows + 1):
+        captures = 0
         for site in range(NUM_SITES):
-            chain = [int(places.pop()) for _ in range(rng.integers(0, 5))]
-            for place, following in zip(chain, (chain + [0])[1:], strict=True):
-                code = int(rng.choice([ops.ADD, ops.ADD_NORMED, ops.ABLATE, ops.CLAMP]))
-                record = torch.tensor([code, int(rng.integers(8)), following, 0], dtype=torch.int32)
+            codes = rng.choice([ops.ADD, ops.ADD_NORMED, ops.ABLATE, ops.CLAMP], rng.integers(0, 5)).tolist()
+            codes[:0] = [ops.CAPTURE] * int(rng.integers(2))
+            codes += [ops.CAPTURE] * int(rng.integers(2))
+            chain = [int(places.pop()) for _ in codes]
+            for place, code, following in zip(chain, codes, [*chain, 0][1:], strict=True):
+                which = captures if code == ops.CAPTURE else int(rng.integers(8))
+                captures += code == ops.CAPTURE
+                record = torch.tensor([code, which, following, 0], dtype=torch.int32)
                 tables.instruction[place] = record.to(device)
                 low, high = sorted(rng.standard_normal(2))
                 low, high = [(low, high), (-ops.UNBOUNDED, high), (low, ops.UNBOUNDED)][rng.integers(3)]
                 tables.parameter[place] = torch.tensor([rng.standard_normal(), low, high, 0.0]).to(device)
             if chain:
                 tables.head[row, site] = chain[0]
+        tables.row_captures[row] = captures
     token_row = rng.integers(1, rows + 1, tokens) * rng.integers(0, 2, tokens)
     tables.token_row.copy_(torch.from_numpy(token_row.astype("i4")))
+    assign_places(tables, tokens)
     return tables
 
 
@@ -44,15 +61,22 @@ def compare(launch: object, seed: int, hidden: int, dtype: torch.dtype, with_oth
 
     Raises AssertionError where a token without instructions was touched at all.
     """
-    tables = random_tables(seed, hidden, device)
+    tables = random_tables(seed, hidden, device, dtype=dtype)
     generator = torch.Generator().manual_seed(seed)
     worst = 0.0
     for site in range(NUM_SITES):
         target = torch.randn(24, hidden, generator=generator).to(dtype).to(device)
         other = torch.randn(24, hidden, generator=generator).to(dtype).to(device) if with_other else None
         expected, got = target.clone(), target.clone()
+        tables.arena.fill_(POISON)
         apply_tap(expected, other, tables.site_head(site), tables)
+        stored = tables.arena.clone()
+        tables.arena.fill_(POISON)
         launch(got, other, tables.site_head(site), tables)  # type: ignore[operator]
+        if not torch.equal(stored == POISON, tables.arena == POISON):
+            raise AssertionError("other rows of the arena were written")
+        stored_scale = torch.finfo(dtype).eps * stored.float().abs().clamp(min=1.0)
+        worst = max(worst, float(((stored.float() - tables.arena.float()).abs() / stored_scale).max()))
         idle = tables.site_head(site)[tables.token_row.long()] == 0
         if not torch.equal(got[idle], target[idle]):
             raise AssertionError("a token without instructions was changed")

@@ -37,7 +37,19 @@ def test_the_comparison_rejects_a_kernel_that_skips_the_second_instruction() -> 
         apply_tap(target, other, head, tables)
         tables.instruction[:, 2] = links
 
-    assert compare(first_only, 0, 64, torch.float32, True, torch.device("cpu")) > 1000
+    with pytest.raises(AssertionError, match="arena"):
+        compare(first_only, 0, 64, torch.float32, True, torch.device("cpu"))
+
+
+def test_the_comparison_rejects_a_kernel_with_a_wrong_strength() -> None:
+    """Negative control: edits of half their strength must be far outside the tolerance."""
+
+    def half(target: torch.Tensor, other: torch.Tensor | None, head: torch.Tensor, tables: Tables) -> None:
+        tables.parameter[:, 0] *= 0.5
+        apply_tap(target, other, head, tables)
+        tables.parameter[:, 0] *= 2.0
+
+    assert compare(half, 0, 64, torch.float32, True, torch.device("cpu")) > 1000
 
 
 @pytest.mark.gpu

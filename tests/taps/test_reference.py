@@ -13,13 +13,15 @@ from vllm_steer.taps.reference import apply_tap
 from vllm_steer.taps.tables import Tables
 
 
-def token_by_token(x: np.ndarray, row: int, site: int, tables: Tables) -> np.ndarray:
-    """One token's stream after its row's instructions, by the formulas alone."""
+def token_by_token(
+    x: np.ndarray, row: int, site: int, tables: Tables, stored: dict[int, np.ndarray] | None = None, base: int = 0
+) -> np.ndarray:
+    """One token's stream after its row's instructions, by the formulas alone; what it captures goes into ``stored``."""
     place = int(tables.head[row, site])
     while place:
         code, vector, following, _ = tables.instruction[place].tolist()
         strength, low, high, _ = tables.parameter[place].tolist()
-        v = tables.vector[vector].double().numpy()
+        v = tables.vector[0 if code == ops.CAPTURE else vector].double().numpy()
         along = float(x @ v)
         if code == ops.ADD:
             x = x + strength * v
@@ -29,6 +31,9 @@ def token_by_token(x: np.ndarray, row: int, site: int, tables: Tables) -> np.nda
             x = x - strength * along * v
         elif code == ops.CLAMP:
             x = x + strength * (min(max(along, low), high) - along) * v
+        elif code == ops.CAPTURE:
+            if stored is not None:
+                stored[base + vector] = x
         else:
             raise ValueError(code)
         place = following
@@ -59,3 +64,22 @@ def test_only_the_target_is_written() -> None:
     kept = other.clone()
     apply_tap(target, other, tables.site_head(0), tables)
     assert torch.equal(other, kept)
+
+
+def test_captures_store_the_stream_before_and_after_the_edits_where_their_token_begins() -> None:
+    """Catches the wrong summand, a value ahead of its edits, and rows stored in another token's place."""
+    tables = random_tables(3, 64, torch.device("cpu"))
+    counts = [int(tables.row_captures[row]) for row in tables.token_row.tolist()]
+    bases = np.cumsum([0, *counts])
+    assert tables.token_base.tolist() == bases[:-1].tolist()
+    for site in range(tables.num_sites):
+        target, other = torch.randn(24, 64), torch.randn(24, 64)
+        stored: dict[int, np.ndarray] = {}
+        for t in range(24):
+            stream = (target[t] + other[t]).double().numpy()
+            token_by_token(stream, int(tables.token_row[t]), site, tables, stored, int(bases[t]))
+        tables.arena.fill_(0.5)
+        apply_tap(target, other, tables.site_head(site), tables)
+        for place in range(tables.arena.shape[0]):
+            expected = stored.get(place, np.full(64, 0.5))
+            np.testing.assert_allclose(tables.arena[place].numpy(), expected, atol=2e-5)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from vllm.utils import length_from_prompt_token_ids_or_embeds
 
+from vllm_steer.engine.collect import attach
 from vllm_steer.engine.steering import Steering, StepBatch
 
 
@@ -35,6 +36,7 @@ class SteeringRunnerV1:
         self._steer_order: list[str] = []
         self._steer_batch_slot = torch.zeros(max_requests, dtype=torch.int32, device=self.device)
         self._steer_tokens = 0
+        self._steer_counts: dict[str, int] = {}
 
     def _update_states(self: Any, scheduler_output: Any) -> Any:
         steering: Steering = self.steering
@@ -51,6 +53,7 @@ class SteeringRunnerV1:
                 state = self.requests[request_id]
                 self._steer_bind(request_id, state.sampling_params, state.num_prompt_tokens)
         self._steer_tokens = scheduler_output.total_num_scheduled_tokens
+        self._steer_counts = scheduler_output.num_scheduled_tokens
         return result
 
     def _steer_bind(self: Any, request_id: str, sampling_params: Any, prompt_len: int) -> None:
@@ -85,11 +88,24 @@ class SteeringRunnerV1:
                     slot=self._steer_batch_slot[row_of_token],
                     position=self.positions[:tokens],
                     num_padded=tokens if inputs is None else inputs.shape[0],
+                    requests=self._steer_requests() if steering.store.num_capturing else (),
                 )
             )
         else:
             steering.begin_idle_step()
-        return super()._model_forward(*args, **kwargs)  # type: ignore[misc]
+        output = super()._model_forward(*args, **kwargs)  # type: ignore[misc]
+        steering.end_step()
+        return output
+
+    def _steer_requests(self: Any) -> list[tuple[str, int, int]]:
+        first = self.input_batch.num_computed_tokens_cpu
+        return [
+            (name, int(first[row]), self._steer_counts[name]) for row, name in enumerate(self.input_batch.req_ids)
+        ]
+
+    def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
+        return attach(output, self.steering.take_rows())
 
     def _dummy_run(self: Any, *args: Any, **kwargs: Any) -> Any:
         self.steering.begin_idle_step()

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from vllm_steer.engine.collect import attach
 from vllm_steer.engine.steering import Steering, StepBatch
 
 
@@ -35,6 +36,15 @@ class SteeringRunnerV2:
         state.__class__ = _steering_state(type(state))
         state.steering = self.steering
         state.steering_step_is_real = False
+
+    def execute_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = super().execute_model(*args, **kwargs)  # type: ignore[misc]
+        self.steering.end_step()
+        return output
+
+    def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
+        return attach(output, self.steering.take_rows())
 
 
 @cache
@@ -90,4 +100,12 @@ def _describe(input_batch: Any) -> StepBatch:
         slot=input_batch.idx_mapping[request],
         position=positions,
         num_padded=input_batch.num_tokens_after_padding,
+        requests=list(
+            zip(
+                input_batch.req_ids,
+                input_batch.num_computed_tokens_np.tolist(),
+                input_batch.num_scheduled_tokens.tolist(),
+                strict=True,
+            )
+        ),
     )

@@ -19,6 +19,7 @@ from vllm.v1.request import RequestStatus
 
 from vllm_steer.config import from_vllm_config
 from vllm_steer.engine.cache_keys import steering_hasher
+from vllm_steer.engine.outbox import Outbox
 from vllm_steer.errors import SteeringError
 from vllm_steer.params import program_bytes
 from vllm_steer.program import Ledger, Program, Resolved, resolve
@@ -49,6 +50,10 @@ def steering_scheduler(base: Any) -> Any:
             self._steered: dict[str, Resolved] = {}
             self._admitted: set[str] = set()
             self._full = False
+            self._capture_rows = config.capture_rows
+            self._capture_left = 0
+            self._drafts = self.vllm_config.speculative_config is not None
+            self.steering_outbox = Outbox()
 
         def add_request(self, request: Any) -> None:
             try:
@@ -70,14 +75,66 @@ def steering_scheduler(base: Any) -> Any:
             if not resolved.rows:
                 return
             self._steered[request.request_id] = resolved
+            if self._needs_whole_prompt(resolved, request):
+                request.skip_reading_prefix_cache = True
             upstream = request._block_hasher
             if upstream is not None:
                 request._block_hasher = steering_hasher(upstream, resolved, self.hash_block_size, self._steering_hash)
                 request.block_hashes = []
                 request.update_block_hashes()
 
+        def _needs_whole_prompt(self, resolved: Resolved, request: Any) -> bool:
+            """Whether reads forbid any cache hit: where hits cannot be cut to a position (hybrid caches, connectors)."""
+            first = resolved.first_captured
+            if first is None or first >= request.num_prompt_tokens - 1:
+                return False
+            return self.connector is not None or len(self.kv_cache_config.kv_cache_groups) != 1
+
+        def _get_local_prefix_cache_hit(self, request: Any) -> Any:
+            """vLLM's hit, cut at the first position that the request reads: a cached token is never computed."""
+            blocks, hit, *rest = super()._get_local_prefix_cache_hit(request)
+            resolved = self._steered.get(request.request_id)
+            first = None if resolved is None else resolved.first_captured
+            if first is not None and hit > first:
+                hit = first // self.block_size * self.block_size
+                blocks = self.kv_cache_manager.truncate_computed_blocks(blocks, hit)
+            return (blocks, hit, *rest)
+
+        def _reserve_prefill_lookahead(self, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
+            """vLLM's last word on how many tokens a request gets in this step; ours: no more than the arena takes."""
+            tokens = int(super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens))
+            resolved = self._steered.get(request.request_id)
+            if resolved is None or not resolved.max_captures:
+                return tokens
+            tokens, rows = self._fitting(resolved, num_computed_tokens, tokens)
+            self._capture_left -= rows
+            return tokens
+
+        def _fitting(self, resolved: Resolved, start: int, tokens: int) -> tuple[int, int]:
+            """The most of ``tokens`` tokens from ``start`` on whose rows fit what is left of the arena, and those rows."""
+            if self._drafts:
+                tokens = min(tokens, self._capture_left // resolved.max_captures)
+                return tokens, tokens * resolved.max_captures
+            taken = rows = 0
+            for from_, to, segment in resolved.spans(start, start + tokens):
+                count = to - from_
+                if segment.num_captures:
+                    count = min(count, (self._capture_left - rows) // segment.num_captures)
+                taken += count
+                rows += count * segment.num_captures
+                if count < to - from_:
+                    break
+            return taken, rows
+
+        def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+            self.steering_outbox.take_in(model_runner_output, self.requests)
+            outputs = super().update_from_output(scheduler_output, model_runner_output)
+            self.steering_outbox.hand_out(outputs, self.requests)
+            return outputs
+
         def schedule(self, *args: Any, **kwargs: Any) -> Any:
             self._full = False
+            self._capture_left = self._capture_rows
             return super().schedule(*args, **kwargs)
 
         def _handle_blocked_waiting_request(self, request: Any) -> bool:

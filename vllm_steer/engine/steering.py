@@ -8,20 +8,23 @@ knows which one it is in.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.logger import init_logger
 
 from vllm_steer.config import from_vllm_config
+from vllm_steer.engine.collect import PendingRows, Planned, snapshot
 from vllm_steer.engine.store import ProgramStore
 from vllm_steer.errors import SteeringError
 from vllm_steer.models.discovery import find_decoder
 from vllm_steer.models.install import install_taps
 from vllm_steer.points import POINT_NAMES
-from vllm_steer.taps.rows import assign_rows, clear_rows
+from vllm_steer.taps.rows import assign_places, assign_rows, clear_rows
 from vllm_steer.taps.tables import Tables
 from vllm_steer.taps.tap import CONTEXT_KEY
 
@@ -33,12 +36,15 @@ class StepBatch:
     """What a runner says about one real step, all on the device.
 
     ``slot`` ``[tokens]``: each token's request's place in the segment tables. ``position`` ``[tokens]``: its absolute
-    position. ``num_padded``: how many tokens the model runs on.
+    position. ``num_padded``: how many tokens the model runs on. ``requests``: id, first position and number of tokens of
+    each request in batch order, as the host knows them (positions may be ahead of the device's); looked at only while
+    some request captures.
     """
 
     slot: torch.Tensor
     position: torch.Tensor
     num_padded: int
+    requests: Sequence[tuple[str, int, int]] = ()
 
 
 class Steering:
@@ -60,6 +66,7 @@ class Steering:
             hidden_size=model_config.get_hidden_size(),
             max_tokens=max_tokens,
             max_requests=max_requests,
+            dtype=model_config.dtype,
             device=device,
         )
         self.store = ProgramStore(self.tables, config, decoder.num_layers)
@@ -69,6 +76,11 @@ class Steering:
         self._always_launch = device.type == "cuda" and not model_config.enforce_eager
         self.tables.launch = self._always_launch
         self._written = 0
+        self._drafts = vllm_config.speculative_config is not None
+        self._leaves = get_tensor_model_parallel_rank() == 0
+        self._side_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._step: tuple[StepBatch, tuple[Planned, ...], int] | None = None
+        self._pending: PendingRows | None = None
         self._model_config = model_config
         logger.info(
             "Steering: %d sites on %d layers of %s, tables %.1f MiB, installed in %.0f ms",
@@ -91,6 +103,37 @@ class Steering:
         assign_rows(self.tables, batch.slot, batch.position, batch.num_padded)
         self._written = batch.num_padded
         self.tables.launch = True
+        if self.store.num_capturing:
+            assign_places(self.tables, batch.slot.shape[0])
+            planned, num_rows = self._plan(batch)
+            self._step = (batch, planned, num_rows) if num_rows and self._leaves else None
+
+    def _plan(self, batch: StepBatch) -> tuple[tuple[Planned, ...], int]:
+        """The capturing requests of a step, and how many rows it stores (at most, where drafts may be rejected)."""
+        planned = []
+        num_rows = token = 0
+        for request_id, first, count in batch.requests:
+            resolved = self.store.resolved_of(request_id)
+            if resolved is not None and resolved.max_captures:
+                planned.append(Planned(request_id, resolved, token, count))
+                num_rows += (
+                    count * resolved.max_captures if self._drafts else resolved.captured_rows(first, first + count)
+                )
+            token += count
+        return tuple(planned), min(num_rows, self.tables.arena.shape[0])
+
+    def end_step(self) -> None:
+        """After the forward pass, on the same stream: what was captured must leave before the next step stores over it."""
+        if self._step is None:
+            return
+        batch, planned, num_rows = self._step
+        self._step = None
+        self._pending = snapshot(self.tables, batch.position, planned, num_rows, self._side_stream)
+
+    def take_rows(self) -> PendingRows | None:
+        """The last step's captured rows, once."""
+        pending, self._pending = self._pending, None
+        return pending
 
     def begin_idle_step(self) -> None:
         """Before any other forward pass: real steps without steered requests, dummy, profiling and capture runs."""
@@ -111,4 +154,5 @@ class Steering:
             "hidden_size": self._model_config.get_hidden_size(),
             "max_model_len": self._model_config.max_model_len,
             "refused": refused,
+            "dtype": str(self._model_config.dtype).removeprefix("torch."),
         }

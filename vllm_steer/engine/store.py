@@ -17,7 +17,8 @@ import torch
 
 from vllm_steer.config import SteeringConfig
 from vllm_steer.params import program_bytes
-from vllm_steer.program import Ledger, PlacedRow, Program, Resolved, resolve
+from vllm_steer.program import Instruction, Ledger, PlacedRow, Program, Resolved, resolve
+from vllm_steer.program.instructions import CAPTURE
 from vllm_steer.taps.tables import END, Tables
 
 
@@ -36,11 +37,21 @@ class ProgramStore:
         self._max_segments = config.max_segments
         self._ledger = Ledger(config.max_rows, config.max_instructions, config.max_vectors)
         self._running: dict[str, _Running] = {}
+        self._capturing = 0
 
     @property
     def num_steered(self) -> int:
         """Requests in the engine whose tokens may take a row other than 0."""
         return len(self._running)
+
+    @property
+    def num_capturing(self) -> int:
+        """Requests in the engine some of whose tokens store rows."""
+        return self._capturing
+
+    def resolved_of(self, request_id: str) -> Resolved | None:
+        running = self._running.get(request_id)
+        return None if running is None else running.resolved
 
     def slot_of(self, request_id: str) -> int | None:
         running = self._running.get(request_id)
@@ -62,6 +73,7 @@ class ProgramStore:
             self._write_rows(new_rows)
         self._write_segments(slot, resolved)
         self._running[request_id] = _Running(slot, resolved)
+        self._capturing += resolved.max_captures > 0
         return True
 
     def remove(self, request_id: str) -> int | None:
@@ -69,6 +81,7 @@ class ProgramStore:
         running = self._running.pop(request_id, None)
         if running is None:
             return None
+        self._capturing -= running.resolved.max_captures > 0
         for row in running.resolved.rows:
             self._ledger.release([row])
             if not self._ledger.holds(row):
@@ -94,14 +107,20 @@ class ProgramStore:
                     records[previous, 2] = place
                 last_at[instruction.site] = at
                 places[at] = place
-                records[at, :2] = instruction.code, self._ledger.vector_place(instruction.vector)
+                records[at, :2] = instruction.code, self._argument(instruction)
                 numbers[at, :3] = instruction.strength, instruction.low, instruction.high
                 at += 1
             self._write(tables.head[placed.place], heads)
+            tables.row_captures[placed.place].fill_(len(placed.row.captures))
             self._count_users(placed.row.instructions, 1)
         index = self._upload(places)
         tables.instruction.index_copy_(0, index, self._upload(records))
         tables.parameter.index_copy_(0, index, self._upload(numbers))
+
+    def _argument(self, instruction: Instruction) -> int:
+        if instruction.code == CAPTURE:
+            return instruction.index
+        return self._ledger.vector_place(instruction.vector)
 
     def _write_segments(self, slot: int, resolved: Resolved) -> None:
         starts = np.full(self._max_segments, END, dtype=np.int32)

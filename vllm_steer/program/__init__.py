@@ -2,7 +2,7 @@
 """What one request's edits compile to: immutable, content-addressed, the same in every process."""
 
 from vllm_steer.program.ledger import Ledger, PlacedRow
-from vllm_steer.program.program import Program, compile_edits
+from vllm_steer.program.program import Program, compile_program
 from vllm_steer.program.resolve import Instruction, Resolved, Row, Segment, resolve
 
-__all__ = ["Instruction", "Ledger", "PlacedRow", "Program", "Resolved", "Row", "Segment", "compile_edits", "resolve"]
+__all__ = ["Instruction", "Ledger", "PlacedRow", "Program", "Resolved", "Row", "Segment", "compile_program", "resolve"]

@@ -12,5 +12,6 @@ UNBOUNDED = 3.4028234663852886e38
 
 # Code 0 is nothing; a code never changes its meaning, since programs travel between processes.
 CODES: dict[str, int] = {"add": 1, "add_normed": 2, "ablate": 3, "clamp": 4}
+CAPTURE = 5
 KIND_OF: dict[int, str] = {code: kind for kind, code in CODES.items()}
 ADD, ADD_NORMED, ABLATE, CLAMP = (CODES[kind] for kind in ("add", "add_normed", "ablate", "clamp"))

@@ -18,9 +18,9 @@ import numpy as np
 from vllm_steer.errors import SteeringError
 from vllm_steer.points import POINT_NAMES
 from vllm_steer.program.instructions import CODES, KIND_OF, UNBOUNDED
-from vllm_steer.spec import KINDS, Edit, Selector
+from vllm_steer.spec import KINDS, CaptureSpec, Edit, Selector
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 ALL_LAYERS: tuple[int, ...] = ()
 
 
@@ -42,8 +42,24 @@ class Step(msgspec.Struct, frozen=True, array_like=True):
         return Selector.from_wire(self.tokens)
 
 
+class Read(msgspec.Struct, frozen=True, array_like=True):
+    """One read, compiled: the stream at a point of some layers, on some tokens, ``before`` or after the edits there.
+
+    What becomes of the rows (consumer, dtype, reduction) is the front end's business and is not part of the program.
+    """
+
+    point: int
+    layers: tuple[int, ...]
+    before: bool
+    tokens: str | list[int | list[int | None]]
+
+    @property
+    def selector(self) -> Selector:
+        return Selector.from_wire(self.tokens)
+
+
 class Program(msgspec.Struct, frozen=True, array_like=True, dict=True):
-    """All edits of one request, in the order in which they apply.
+    """All edits of one request, in the order in which they apply, and all its reads.
 
     ``vectors[i]`` holds ``width`` little-endian float32 values; ``digests[i]`` is their content digest.
     """
@@ -51,6 +67,7 @@ class Program(msgspec.Struct, frozen=True, array_like=True, dict=True):
     version: int
     width: int
     steps: tuple[Step, ...]
+    reads: tuple[Read, ...]
     digests: tuple[bytes, ...]
     vectors: tuple[bytes, ...]
 
@@ -89,8 +106,12 @@ class Program(msgspec.Struct, frozen=True, array_like=True, dict=True):
         )
         if not sound or not all(np.isfinite(self.vector(i)).all() for i in range(len(self.vectors))):
             raise SteeringError("extra_args.steer", "the program's parts do not fit together; build it with this package")
-        for step in self.steps:
-            step.selector  # noqa: B018 - raises SteeringError where the selector is malformed
+        if not all(
+            0 <= read.point < len(POINT_NAMES) and all(0 <= layer for layer in read.layers) for read in self.reads
+        ):
+            raise SteeringError("extra_args.steer", "a read is of no point or layer; build it with this package")
+        for part in (*self.steps, *self.reads):
+            part.selector  # noqa: B018 - raises SteeringError where the selector is malformed
 
     def vector(self, index: int) -> np.ndarray:
         """Vector ``index`` as float32 ``[width]``, read-only."""
@@ -111,8 +132,11 @@ def _step_digest(step: Step, vector_digest: bytes) -> bytes:
     return _digest(head + np.asarray(step.layers, dtype="<i4").tobytes() + vector_digest)
 
 
-def compile_edits(edits: Sequence[Edit]) -> Program:
-    """The program of ``edits``, which apply in the order given; edits of strength 0 change nothing and are left out."""
+def compile_program(edits: Sequence[Edit], captures: Sequence[CaptureSpec] = ()) -> Program:
+    """The program of ``edits``, which apply in the order given, and of the reads of ``captures``.
+
+    Edits of strength 0 change nothing and are left out; equal reads appear once.
+    """
     steps: list[Step] = []
     vectors: dict[bytes, tuple[int, bytes]] = {}
     for edit in edits:
@@ -141,6 +165,23 @@ def compile_edits(edits: Sequence[Edit]) -> Program:
         version=WIRE_VERSION,
         width=len(edits[0].vector) if edits else 0,
         steps=tuple(steps),
+        reads=_unique([read for spec in captures for read in _reads(spec)]),
         digests=tuple(vectors),
         vectors=tuple(data for _, data in vectors.values()),
     )
+
+
+def _reads(spec: CaptureSpec) -> list[Read]:
+    return [
+        Read(
+            point=POINT_NAMES.index(point),
+            layers=ALL_LAYERS if layers == "all" else tuple(layers),
+            before=spec.before,
+            tokens=spec.tokens.to_wire(),
+        )
+        for point, layers in spec.hooks
+    ]
+
+
+def _unique(reads: list[Read]) -> tuple[Read, ...]:
+    return tuple({msgspec.msgpack.encode(read): read for read in reads}.values())

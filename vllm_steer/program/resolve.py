@@ -1,26 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a program and a prompt's length to segments of positions, each with one row of instructions.
 
-The selectors of a request cut its positions ``0, 1, 2, ...`` into segments; within one segment the same edits apply
-to every token. Scheduler and workers resolve the same bytes with the same function, so their books agree.
+The selectors of a request cut its positions ``0, 1, 2, ...`` into segments; within one segment the same edits and reads
+apply to every token. Scheduler and workers resolve the same bytes with the same function, so their books agree.
 """
 
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 from vllm_steer.points import POINT_NAMES
-from vllm_steer.program.program import Program, Step
+from vllm_steer.program.instructions import CAPTURE
+from vllm_steer.program.program import Program, Read, Step
 
 N_POINTS = len(POINT_NAMES)
 PRE_ATTN = POINT_NAMES.index("pre_attn")
+NO_VECTOR = b""
 
 
 @dataclass(frozen=True)
 class Instruction:
-    """One operation at one site, as it stands in the device tables."""
+    """One operation at one site, as it stands in the device tables.
+
+    ``vector`` is a digest; for a CAPTURE, ``index`` is the place of the captured row among those of its token.
+    """
 
     site: int
     code: int
@@ -28,35 +35,60 @@ class Instruction:
     strength: float
     low: float
     high: float
+    index: int = 0
+
+
+@dataclass(frozen=True)
+class Captured:
+    """One captured row of a token: the stream at a site, ahead of the site's edits or after them."""
+
+    site: int
+    before: bool
 
 
 @dataclass(frozen=True)
 class Row:
-    """The edits of one class of tokens; equal content has an equal digest, whatever request it came from."""
+    """What happens to one class of tokens; equal content has an equal digest, whatever request it came from."""
 
     digest: bytes
     steps: tuple[Step, ...]
     vectors: tuple[bytes, ...]
-    instruction_count: int
+    captures: tuple[Captured, ...]
     num_layers: int
 
     @cached_property
+    def instruction_count(self) -> int:
+        return sum(len(_layers(step, self.num_layers)) for step in self.steps) + len(self.captures)
+
+    @cached_property
     def instructions(self) -> tuple[Instruction, ...]:
-        """All instructions, in order of application within each site. A site is ``3 * layer + point``."""
-        return tuple(
+        """All instructions, in order of execution within each site. A site is ``3 * layer + point``."""
+        numbered = [
+            (captured.before, Instruction(captured.site, CAPTURE, NO_VECTOR, 0.0, 0.0, 0.0, index))
+            for index, captured in enumerate(self.captures)
+        ]
+        edits = [
             Instruction(layer * N_POINTS + step.point, step.code, vector, step.strength, step.low, step.high)
             for step, vector in zip(self.steps, self.vectors, strict=True)
             for layer in _layers(step, self.num_layers)
-        )
+        ]
+        ahead = [instruction for before, instruction in numbered if before]
+        after = [instruction for before, instruction in numbered if not before]
+        return (*ahead, *edits, *after)
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Positions from ``start`` up to the next segment's start; ``row`` None means that nothing is edited there."""
+    """Positions from ``start`` up to the next segment's start; ``row`` None means that nothing happens there."""
 
     start: int
     row: Row | None
     kv_digest: bytes | None
+
+    @property
+    def num_captures(self) -> int:
+        """Rows that each token of this segment stores."""
+        return 0 if self.row is None else len(self.row.captures)
 
 
 @dataclass(frozen=True)
@@ -70,48 +102,84 @@ class Resolved:
         """The distinct rows, in order of first use."""
         return tuple({s.row.digest: s.row for s in self.segments if s.row is not None}.values())
 
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        return tuple(segment.start for segment in self.segments)
+
+    @cached_property
+    def max_captures(self) -> int:
+        """Most rows that any one token stores; 0 for a request that reads nothing."""
+        return max((segment.num_captures for segment in self.segments), default=0)
+
+    @cached_property
+    def first_captured(self) -> int | None:
+        """The first position that is read; None for a request that reads nothing."""
+        return next((segment.start for segment in self.segments if segment.num_captures), None)
+
+    def spans(self, start: int, stop: int) -> Iterator[tuple[int, int, Segment]]:
+        """``(from, to, segment)`` of each segment that meets the positions ``start`` up to ``stop``, in order."""
+        index = max(bisect_right(self.starts, start) - 1, 0)
+        while start < stop:
+            end = self.starts[index + 1] if index + 1 < len(self.segments) else stop
+            yield start, min(end, stop), self.segments[index]
+            start, index = min(end, stop), index + 1
+
+    def captured_rows(self, start: int, stop: int) -> int:
+        """How many rows the positions ``start`` up to ``stop`` store."""
+        if not self.max_captures:
+            return 0
+        return sum((to - from_) * segment.num_captures for from_, to, segment in self.spans(start, stop))
+
 
 def resolve(program: Program, prompt_len: int, num_layers: int) -> Resolved:
     """Segments of ``program`` for a prompt of ``prompt_len`` tokens on a model of ``num_layers`` decoder layers.
 
     Raises :class:`~vllm_steer.errors.SteeringError` where a selector counts back beyond the prompt's first token.
     """
-    spans = [step.selector.intervals(prompt_len) for step in program.steps]
-    starts = sorted({0}.union(*({bound for span in spans_ for bound in span} for spans_ in spans)))
+    edited = [(step, step.selector.intervals(prompt_len)) for step in program.steps]
+    read = [(each, each.selector.intervals(prompt_len, "positions")) for each in program.reads]
+    bounds = {bound for _, intervals in (*edited, *read) for interval in intervals for bound in interval}
     segments: list[Segment] = []
-    for start in starts:
-        active = tuple(
-            step
-            for step, spans_ in zip(program.steps, spans, strict=True)
-            if any(low <= start < high for low, high in spans_)
-        )
-        row = _row(active, program, num_layers) if active else None
+    for start in sorted({0, *bounds}):
+        steps = tuple(step for step, intervals in edited if _covers(intervals, start))
+        reads = tuple(each for each, intervals in read if _covers(intervals, start))
+        row = _row(steps, reads, program, num_layers) if steps or reads else None
         if segments and _digest_of(segments[-1].row) == _digest_of(row):
             continue
-        segments.append(Segment(start, row, _kv_digest(active, num_layers)))
+        segments.append(Segment(start, row, _kv_digest(steps, num_layers)))
     if len(segments) > 1 and segments[-1].start >= 2**31 - 1:
         segments.pop()
     return Resolved(tuple(segments))
+
+
+def _covers(intervals: tuple[tuple[int, int], ...], position: int) -> bool:
+    return any(low <= position < high for low, high in intervals)
 
 
 def _digest_of(row: Row | None) -> bytes | None:
     return None if row is None else row.digest
 
 
-def _layers(step: Step, num_layers: int) -> range | tuple[int, ...]:
-    return step.layers or range(num_layers)
+def _layers(part: Step | Read, num_layers: int) -> range | tuple[int, ...]:
+    return part.layers or range(num_layers)
 
 
-def _row(steps: tuple[Step, ...], program: Program, num_layers: int) -> Row:
-    digest = hashlib.blake2b(b"".join(step.digest for step in steps), digest_size=16).digest()
-    count = sum(len(_layers(step, num_layers)) for step in steps)
-    return Row(digest, steps, tuple(program.digests[step.vector] for step in steps), count, num_layers)
+def _row(steps: tuple[Step, ...], reads: tuple[Read, ...], program: Program, num_layers: int) -> Row:
+    wanted = {
+        (layer * N_POINTS + read.point, read.before) for read in reads for layer in _layers(read, num_layers)
+    }
+    captures = tuple(Captured(site, before) for site, before in sorted(wanted))
+    content = [step.digest for step in steps]
+    content += [b"read%d:%d" % (captured.site, captured.before) for captured in captures]
+    digest = hashlib.blake2b(b"|".join(content), digest_size=16).digest()
+    return Row(digest, steps, tuple(program.digests[step.vector] for step in steps), captures, num_layers)
 
 
 def _kv_digest(steps: tuple[Step, ...], num_layers: int) -> bytes | None:
     """Digest of the edits that can change a token's keys and values; None where there is none.
 
-    The last layer's keys and values come from its ``pre_attn`` stream, so its later points change no cache entry.
+    The last layer's keys and values come from its ``pre_attn`` stream, so its later points change no cache entry. Reads
+    change nothing.
     """
     last = num_layers - 1
     parts = [

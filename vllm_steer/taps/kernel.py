@@ -16,12 +16,13 @@ from vllm_steer.program import instructions as ops
 from vllm_steer.taps.tables import Tables
 
 _ADD, _ADD_NORMED, _ABLATE = (tl.constexpr(code) for code in (ops.ADD, ops.ADD_NORMED, ops.ABLATE))
+_CAPTURE = tl.constexpr(ops.CAPTURE)
 
 
 @triton.jit
 def _tap_kernel(  # type: ignore[no-untyped-def]
-    target, other, head, token_row, instruction, parameter, vector,
-    target_stride, other_stride, head_stride, hidden,
+    target, other, head, token_row, instruction, parameter, vector, token_base, arena,
+    target_stride, other_stride, head_stride, hidden, arena_rows,
     HAS_OTHER: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
@@ -39,27 +40,35 @@ def _tap_kernel(  # type: ignore[no-untyped-def]
     if HAS_OTHER:
         x += tl.load(other + token * other_stride + column, mask=inside, other=0.0).to(tl.float32)
     start = x
+    edited = 0
     while current != 0:
         record = current.to(tl.int64) * 4
         code = tl.load(instruction + record)
         which = tl.load(instruction + record + 1).to(tl.int64)
-        strength = tl.load(parameter + record)
-        v = tl.load(vector + which * hidden + column, mask=inside, other=0.0)
-        if code == _ADD:
-            amount = strength
-        elif code == _ADD_NORMED:
-            amount = strength * tl.sqrt(tl.sum(x * x, axis=0))
+        if code == _CAPTURE:
+            stored = tl.load(token_base + token) + which
+            if stored < arena_rows:
+                tl.store(arena + stored * hidden + column, x.to(arena.dtype.element_ty), mask=inside)
         else:
-            along = tl.sum(x * v, axis=0)
-            if code == _ABLATE:
-                amount = -strength * along
+            strength = tl.load(parameter + record)
+            v = tl.load(vector + which * hidden + column, mask=inside, other=0.0)
+            if code == _ADD:
+                amount = strength
+            elif code == _ADD_NORMED:
+                amount = strength * tl.sqrt(tl.sum(x * x, axis=0))
             else:
-                low = tl.load(parameter + record + 1)
-                high = tl.load(parameter + record + 2)
-                amount = strength * (tl.minimum(tl.maximum(along, low), high) - along)
-        x += amount * v
+                along = tl.sum(x * v, axis=0)
+                if code == _ABLATE:
+                    amount = -strength * along
+                else:
+                    low = tl.load(parameter + record + 1)
+                    high = tl.load(parameter + record + 2)
+                    amount = strength * (tl.minimum(tl.maximum(along, low), high) - along)
+            x += amount * v
+            edited = 1
         current = tl.load(instruction + record + 2)
-    tl.store(place, (before + (x - start)).to(target.dtype.element_ty), mask=inside)
+    if edited != 0:
+        tl.store(place, (before + (x - start)).to(target.dtype.element_ty), mask=inside)
 
 
 def launch_tap(target: torch.Tensor, other: torch.Tensor | None, head: torch.Tensor, tables: Tables) -> None:
@@ -80,10 +89,13 @@ def launch_tap(target: torch.Tensor, other: torch.Tensor | None, head: torch.Ten
         tables.instruction,
         tables.parameter,
         tables.vector,
+        tables.token_base,
+        tables.arena,
         target.stride(0),
         0 if other is None else other.stride(0),
         head.stride(0),
         hidden,
+        tables.arena.shape[0],
         HAS_OTHER=other is not None,
         BLOCK=block,
         num_warps=max(1, min(16, block // 512)),

@@ -49,7 +49,8 @@ def apply_tap(target: torch.Tensor, other: torch.Tensor | None, head: torch.Tens
 
     ``target`` and ``other`` are ``[tokens, hidden]``, the stream's summands in model dtype (``other`` None: the stream
     is ``target`` alone). ``head`` ``[rows + 1]`` int32 gives each row's first instruction at this site, 0 for none.
-    Instructions of a token run in the order in which its request gave them.
+    Instructions of a token run in the order in which its request gave them; a CAPTURE stores the stream as it is then in
+    the arena, at ``token_base`` plus the instruction's index, rounded to the arena's dtype.
     """
     current = head[tables.token_row[: target.shape[0]].long()].long()
     touched = current.nonzero().squeeze(1)
@@ -59,6 +60,7 @@ def apply_tap(target: torch.Tensor, other: torch.Tensor | None, head: torch.Tens
     stream = before if other is None else before + other[touched].float()
     start = stream
     current = current[touched]
+    base = tables.token_base[touched]
     while True:
         active = current.nonzero().squeeze(1)
         if active.numel() == 0:
@@ -73,6 +75,11 @@ def apply_tap(target: torch.Tensor, other: torch.Tensor | None, head: torch.Tens
                 v = tables.vector[record[of_kind, 1].long()]
                 s, low, high = (numbers[of_kind, i : i + 1] for i in range(3))
                 new[of_kind] = definition(x[of_kind], v, s, low, high)
+        stored = (record[:, 0] == ops.CAPTURE).nonzero().squeeze(1)
+        if stored.numel():
+            place = base[active[stored]] + record[stored, 1]
+            inside = place < tables.arena.shape[0]
+            tables.arena[place[inside]] = x[stored[inside]].to(tables.arena.dtype)
         stream = stream.index_copy(0, active, new)
         current = current.index_copy(0, active, record[:, 2].long())
     target[touched] = (before + (stream - start)).to(target.dtype)

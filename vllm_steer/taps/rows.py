@@ -26,6 +26,12 @@ def assign_rows(tables: Tables, slot: torch.Tensor, position: torch.Tensor, num_
     tables.token_row[tokens:num_padded].zero_()
 
 
+def assign_places(tables: Tables, tokens: int) -> None:
+    """Write ``token_base`` for one step whose rows are assigned: captured rows lie in the arena in batch order."""
+    counts = tables.row_captures[tables.token_row[:tokens].long()].long()
+    tables.token_base[:tokens] = counts.cumsum(0) - counts
+
+
 def clear_rows(tables: Tables, num_padded: int) -> None:
     """Row 0 for every token: padding, dummy and capture steps."""
     tables.token_row[:num_padded].zero_()

@@ -13,6 +13,9 @@ table               shape, dtype             meaning
 ``vector``          [vectors, hidden] f32    the pool of vectors
 ``segment_start``   [requests, k] int32      first position of each segment of a request, ascending; END pads
 ``segment_row``     [requests, k] int32      the row of each segment
+``row_captures``    [rows + 1] int32         how many rows of the stream each token with this row stores
+``token_base``      [tokens] int64           where in the arena a token's captured rows begin
+``arena``           [captured, hidden]       the running step's captured rows, token by token, in the model's dtype
 ==================  =======================  ==================================================================
 
 Vectors are float32 whatever the model's dtype: an instruction computes in float32 and rounds once, when it writes.
@@ -40,6 +43,7 @@ class Tables:
         hidden_size: int,
         max_tokens: int,
         max_requests: int,
+        dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -54,6 +58,9 @@ class Tables:
         self.vector = zeros(config.max_vectors, hidden_size, dtype=torch.float32)
         self.segment_start = torch.full((max_requests, config.max_segments), END, dtype=torch.int32, device=device)
         self.segment_row = zeros(max_requests, config.max_segments)
+        self.row_captures = zeros(config.max_rows + 1)
+        self.token_base = zeros(max_tokens, dtype=torch.int64)
+        self.arena = zeros(config.capture_rows, hidden_size, dtype=dtype)
         # Whether the taps launch at all. A captured graph replays what was launched at capture, so on a device with
         # graphs this stays on once capture begins; elsewhere it follows the step.
         self.launch = False

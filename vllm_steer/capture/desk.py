@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The front end's side of capture: what running requests have asked for, and handing it to consumers when they end.
+
+A consumer works in a thread of its own, so a slow one delays nobody's tokens; what it reports is waited for where a result
+is looked at, and nowhere before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from vllm_steer.capabilities import Capabilities
+from vllm_steer.capture.assemble import Assembly
+from vllm_steer.capture.consumers import Consumer, make_consumer
+from vllm_steer.capture.result import CapturedRequest, CaptureResult
+from vllm_steer.errors import SteeringError
+from vllm_steer.spec import CaptureSpec
+
+
+class CaptureResults(Mapping[str, CaptureResult]):
+    """Each consumer's result by name. Looking one up waits for its consumer."""
+
+    def __init__(self, futures: Mapping[str, Future[CaptureResult]]) -> None:
+        self._futures = dict(futures)
+
+    def __getitem__(self, name: str) -> CaptureResult:
+        return self._futures[name].result()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._futures)
+
+    def __len__(self) -> int:
+        return len(self._futures)
+
+    def __repr__(self) -> str:
+        states = {name: "done" if future.done() else "running" for name, future in self._futures.items()}
+        return f"CaptureResults({states})"
+
+
+class CaptureDesk:
+    """One per engine client; knows the consumers and the captures of the requests in flight."""
+
+    def __init__(self, capabilities: Capabilities, model: str, options: Mapping[str, Mapping[str, Any]]) -> None:
+        self._capabilities = capabilities
+        self._model = model
+        self._consumers: dict[str, Consumer] = {}
+        self._threads: dict[str, ThreadPoolExecutor] = {}
+        for name, given in {"memory": {}, **options}.items():
+            self._consumers[name] = make_consumer(name, given)
+            self._threads[name] = ThreadPoolExecutor(1, thread_name_prefix=f"capture-{name}")
+
+    def check(self, specs: tuple[tuple[str, CaptureSpec], ...]) -> None:
+        """Raise :class:`SteeringError` unless every consumer is there and takes its spec."""
+        for name, spec in specs:
+            consumer = self._consumers.get(name)
+            if consumer is None:
+                raise SteeringError(
+                    f"capture.{name}", f"is not a consumer of this engine; it has {', '.join(sorted(self._consumers))}"
+                )
+            consumer.check(spec, f"capture.{name}")
+
+    def begin(self) -> Assembly:
+        """Start collecting for one sample of a request."""
+        served = self._capabilities
+        return Assembly(served.num_layers, served.hidden_size, getattr(torch, served.dtype))
+
+    def finish(self, assembly: Assembly, specs: tuple[tuple[str, CaptureSpec], ...], **about: Any) -> CaptureResults:
+        """Hand a finished sample to its consumers; ``about`` are the fields of :class:`CapturedRequest` on the request."""
+        return CaptureResults(
+            {name: self._threads[name].submit(self._deliver, name, spec, assembly, about) for name, spec in specs}
+        )
+
+    def _deliver(self, name: str, spec: CaptureSpec, assembly: Assembly, about: dict[str, Any]) -> CaptureResult:
+        """Runs in the consumer's thread: whatever goes wrong is this capture's status and nobody else's."""
+        try:
+            prompt, output = about["prompt_token_ids"], about["output_token_ids"]
+            sites, missing = assembly.finish(spec, len(prompt), len(prompt) + len(output))
+            captured = CapturedRequest(
+                **about, model=self._model, spec=spec, sites=sites, status="partial" if missing else "ok", error=missing
+            )
+            return CaptureResult(captured.status, captured.error, self._consumers[name].accept(captured))
+        except Exception as error:
+            return CaptureResult("error", f"{type(error).__name__}: {error}", None)
+
+    def close(self) -> None:
+        """Wait for what is running, then close every consumer."""
+        for name, thread in self._threads.items():
+            thread.shutdown(wait=True)
+            self._consumers[name].close()
