@@ -33,17 +33,13 @@ class Assembly:
 
     def add(self, chunks: Iterable[Any]) -> None:
         """Take the chunks of one output, as :class:`Chunk` or in the wire's builtins."""
-        self._chunks.extend(
-            chunk if isinstance(chunk, Chunk) else msgspec.convert(chunk, Chunk) for chunk in chunks
-        )
+        self._chunks.extend(chunk if isinstance(chunk, Chunk) else msgspec.convert(chunk, Chunk) for chunk in chunks)
 
     @property
     def num_bytes(self) -> int:
         return sum(len(chunk.rows) for chunk in self._chunks)
 
-    def finish(
-        self, spec: CaptureSpec, prompt_len: int, num_tokens: int
-    ) -> tuple[dict[Site, SiteRows], str | None]:
+    def finish(self, spec: CaptureSpec, prompt_len: int, num_tokens: int) -> tuple[dict[Site, SiteRows], str | None]:
         """The rows that ``spec`` asks for, and what is missing of them, in words, or None.
 
         ``num_tokens`` counts prompt and generated tokens, the last sampled one included.
@@ -81,7 +77,10 @@ class Assembly:
 def _wanted(spec: CaptureSpec, prompt_len: int, forwarded: int) -> npt.NDArray[np.int64]:
     spans = [(start, min(stop, forwarded)) for start, stop in spec.tokens.intervals(prompt_len, "positions")]
     return np.concatenate(
-        [np.empty(0, dtype=np.int64), *(np.arange(start, stop, dtype=np.int64) for start, stop in spans if start < stop)]
+        [
+            np.empty(0, dtype=np.int64),
+            *(np.arange(start, stop, dtype=np.int64) for start, stop in spans if start < stop),
+        ]
     )
 
 

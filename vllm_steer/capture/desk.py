@@ -18,7 +18,7 @@ from vllm_steer.capture.assemble import Assembly
 from vllm_steer.capture.consumers import Consumer, make_consumer
 from vllm_steer.capture.result import CapturedRequest, CaptureResult
 from vllm_steer.errors import SteeringError
-from vllm_steer.spec import CaptureSpec
+from vllm_steer.spec import CaptureSpec, Projection
 
 
 class CaptureResults(Mapping[str, CaptureResult]):
@@ -60,6 +60,12 @@ class CaptureDesk:
             if consumer is None:
                 raise SteeringError(
                     f"capture.{name}", f"is not a consumer of this engine; it has {', '.join(sorted(self._consumers))}"
+                )
+            if isinstance(spec.reduce, Projection) and spec.reduce.directions.shape[1] != self._capabilities.hidden_size:
+                raise SteeringError(
+                    f"capture.{name}.reduce.directions",
+                    f"are {spec.reduce.directions.shape[1]} wide, but this model's hidden size is "
+                    f"{self._capabilities.hidden_size}",
                 )
             consumer.check(spec, f"capture.{name}")
 

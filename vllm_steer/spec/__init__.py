@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a request may ask for: parsed and checked once, at the edge, into frozen objects."""
 
+from vllm_steer.spec.capture import CaptureSpec, parse_capture
 from vllm_steer.spec.edit import KINDS, Edit, Kind, KindName
 from vllm_steer.spec.fields import FIELD_NAMES, parse_fields
+from vllm_steer.spec.projection import Projection
 from vllm_steer.spec.selector import END, Selector
 from vllm_steer.spec.vector import Vector, pack_vector, parse_vector
 
@@ -10,12 +12,15 @@ __all__ = [
     "END",
     "FIELD_NAMES",
     "KINDS",
+    "CaptureSpec",
     "Edit",
     "Kind",
     "KindName",
+    "Projection",
     "Selector",
     "Vector",
     "pack_vector",
+    "parse_capture",
     "parse_fields",
     "parse_vector",
 ]

@@ -108,7 +108,7 @@ class Edit:
         checked = {
             "kind": row.name,
             "point": read_choice(point, POINT_NAMES, "point"),
-            "layers": _read_layers(layers),
+            "layers": read_layers(layers, "layers"),
             "vector": _read_direction(vector, row),
             "strength": read_number(strength, "strength"),
             "tokens": Selector.parse(tokens),
@@ -161,25 +161,24 @@ def read_layer(value: object, field: str) -> int:
     return int(value)
 
 
-def _read_layers(value: object) -> Layers:
+def read_layers(value: object, field: str) -> Layers:
+    """One layer number, a list, tuple or range of them, or ``"all"``: ascending, none twice."""
     if isinstance(value, str) and value == "all":
         return "all"
     if not isinstance(value, (list, tuple, range)):
         if not is_integer(value):
-            raise SteeringError(
-                "layers", f'must be a layer number, a list of them or "all", not {shown(value)}'
-            )
-        return (read_layer(value, "layers"),)
+            raise SteeringError(field, f'must be a layer number, a list of them or "all", not {shown(value)}')
+        return (read_layer(value, field),)
     if not value:
-        raise SteeringError("layers", 'is empty; name a layer, or "all"')
+        raise SteeringError(field, 'is empty; name a layer, or "all"')
     if isinstance(value, range):  # its ends first: a range can be longer than memory
-        read_layer(value[0], "layers")
-        read_layer(value[-1], "layers")
+        read_layer(value[0], field)
+        read_layer(value[-1], field)
     seen: set[int] = set()
     for i, item in enumerate(value):
-        layer = read_layer(item, f"layers[{i}]")
+        layer = read_layer(item, f"{field}[{i}]")
         if layer in seen:
-            raise SteeringError(f"layers[{i}]", f"names layer {layer} a second time; name each once")
+            raise SteeringError(f"{field}[{i}]", f"names layer {layer} a second time; name each once")
         seen.add(layer)
     return tuple(sorted(seen))
 

@@ -171,11 +171,15 @@ def _from_packed(packed: Mapping[Any, object], field: str) -> npt.NDArray[Any]:
     if not isinstance(shape, (list, tuple)) or not all(map(is_integer, shape)):
         raise SteeringError(f"{field}.shape", f"must be a list of one integer, [H], not {shown(shape)}")
     _check_shape(tuple(shape), f"{field}.shape")
-    return _decoded(data, int(shape[0]), dtype, f"{field}.data")
+    return decode_packed(data, int(shape[0]), dtype, f"{field}.data")
 
 
-def _decoded(data: object, width: int, dtype: np.dtype[Any], field: str) -> npt.NDArray[Any]:
-    size = width * dtype.itemsize
+def decode_packed(data: object, count: int, dtype: np.dtype[Any], field: str) -> npt.NDArray[Any]:
+    """The ``count`` components of a packed form's ``data``, ``dtype`` being a value of `PACKED_DTYPES`.
+
+    bfloat16 comes back as float32, every other dtype as itself.
+    """
+    size = count * dtype.itemsize
     characters = (size + 2) // 3 * 4
     if not isinstance(data, str):
         raise SteeringError(field, f"must be a base64 string, not {type(data).__name__}")

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading the stream in the engine: which rows, in which form, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.engine.answers import logprobs_of, params, prompt, run, tokens_of
+from tests.engine.captures import capture, close_to, result
+from tests.tiny import HIDDEN, LAYERS, VOCAB, direction
+from vllm_steer import Edit, SteeringError
+
+
+def test_a_cache_hit_shortens_no_capture_and_is_still_used(llm: Any) -> None:
+    """Failure: capture cut short by a prefix-cache hit."""
+    p = prompt(*np.random.default_rng(31).integers(1, VOCAB, 400).tolist())
+    first = run(llm, [p], [params(2, capture=capture(positions="all_prompt"))])[0]
+    again = run(llm, [p], [params(2, capture=capture(positions="all_prompt"))])[0]
+    assert again.num_cached_tokens == 0
+    close_to(result(again), result(first))
+    late = run(llm, [p], [params(2, capture=capture(positions=[[300, None]]))])[0]
+    assert 0 < late.num_cached_tokens <= 300
+    torch.testing.assert_close(
+        result(late).tensor("post_block", 2)[:100], result(first).tensor("post_block", 2)[300:], atol=2e-3, rtol=1e-4
+    )
+    last = run(llm, [p], [params(2, capture=capture(positions="last_prompt"))])[0]
+    assert last.num_cached_tokens >= 384
+
+
+def test_without_the_cut_a_hit_shortens_the_capture(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: with vLLM's own hit, rows are missing, and the status says so instead of "ok"."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    scheduler = type(llm.llm_engine.engine_core.engine_core.scheduler)
+    monkeypatch.setattr(scheduler, "_get_local_prefix_cache_hit", Scheduler._get_local_prefix_cache_hit)
+    p = prompt(*np.random.default_rng(32).integers(1, VOCAB, 400).tolist())
+    run(llm, [p], [params(2)])
+    found = run(llm, [p], [params(2, capture=capture(positions="all_prompt"))])[0].capture_results["memory"]
+    assert found.status == "partial"
+    assert "of 400 positions" in found.error
+
+
+def test_every_sample_has_its_own_rows(llm: Any) -> None:
+    """Failure: n > 1, nothing captured, or the same rows for every sample."""
+    p = prompt(*range(20, 40))
+    output = run(llm, [p], [params(8, n=3, temperature=1.5, seed=3, logprobs=None, capture=capture())])[0]
+    assert len({tuple(tokens_of(output, s)) for s in range(3)}) == 3
+    for sample in range(3):
+        found = result(output, sample)
+        follow = prompt(*p["prompt_token_ids"], *tokens_of(output, sample)[:-1])
+        right = run(llm, [follow], [params(1, capture=capture(positions="all_prompt"))])[0]
+        close_to(found, result(right), sample)
+    assert output.capture_results is output.outputs[0].capture_results
+
+
+def test_rows_do_not_change_after_they_were_captured(llm: Any) -> None:
+    """Failure: a captured tensor changed later by an in-place kernel or the next step."""
+    p = prompt(*range(20, 40))
+    found = result(run(llm, [p], [params(4, capture=capture())])[0])
+    kept = {site: found.tensor(*site).clone() for site in found.sites}
+    run(llm, [prompt(*range(50, 90))] * 3, [params(8, capture=capture())] * 3)
+    for site, rows in kept.items():
+        assert torch.equal(found.tensor(*site), rows)
+
+
+def test_before_and_after_an_edit(llm: Any) -> None:
+    """Catches a read on the wrong side of its point's own edits."""
+    v = direction(3)
+    edit = Edit(kind="add", point="post_block", layers=1, vector=v, tokens="prompt")
+    p = prompt(*range(20, 40))
+    hooks = {"post_block": [1]}
+    plain, before, after = (
+        result(run(llm, [p], [params(1, steering=edits, capture=capture(hooks=hooks, before=b, positions="all_prompt"))])[0])
+        for edits, b in ((None, False), ([edit], True), ([edit], False))
+    )
+    torch.testing.assert_close(before.tensor("post_block", 1), plain.tensor("post_block", 1))
+    torch.testing.assert_close(after.tensor("post_block", 1), plain.tensor("post_block", 1) + torch.from_numpy(v))
+
+
+def test_neighbouring_points_are_one_place_and_the_pair_is_summed(llm: Any) -> None:
+    """Failure: one half of the (hidden, residual) pair taken for the stream."""
+    found = result(run(llm, [prompt(*range(20, 40))], [params(3, capture=capture())])[0])
+    for layer in range(LAYERS - 1):
+        torch.testing.assert_close(found.tensor("post_block", layer), found.tensor("pre_attn", layer + 1))
+    for site in found.sites:
+        assert found.tensor(*site).norm(dim=1).min() > 0.1
+
+
+def test_plain_neighbours_are_bit_identical(llm: Any) -> None:
+    """Catches a read that changes what it reads, or anybody else's."""
+    prompts = [prompt(*np.random.default_rng(i).integers(1, VOCAB, 30).tolist()) for i in range(8)]
+    read = run(llm, prompts, [params(capture=capture()) if i % 2 else params() for i in range(8)])
+    plain = run(llm, prompts, [params(skip_reading_prefix_cache=True) for _ in range(8)])
+    for i in range(8):
+        np.testing.assert_allclose(logprobs_of(read[i]), logprobs_of(plain[i]), atol=1e-4)
+
+
+def test_reductions_and_dtypes(llm: Any) -> None:
+    """Catches a reduction over the wrong axis or in the wrong precision."""
+    p = prompt(*range(20, 40))
+    probes = np.random.default_rng(0).standard_normal((3, HIDDEN)).astype("f4")
+    specs = {"hooks": {"post_attn": [2]}, "positions": "all_prompt"}
+    whole, mean, last, scores, half = (
+        result(run(llm, [p], [params(1, capture={"memory": {**specs, **extra}})])[0]).tensor("post_attn", 2)
+        for extra in ({}, {"reduce": "mean"}, {"reduce": "last"}, {"reduce": {"directions": probes}}, {"dtype": "float16"})
+    )
+    torch.testing.assert_close(mean, whole.mean(0, keepdim=True))
+    torch.testing.assert_close(last, whole[-1:])
+    torch.testing.assert_close(scores, whole @ torch.from_numpy(probes).T)
+    assert scores.shape == (20, 3)
+    assert torch.equal(half, whole.half())
+
+
+def test_the_last_sampled_token_is_never_there(llm: Any) -> None:
+    """Failure: the surplus step after a stop; a row for a token that was never forwarded."""
+    p = prompt(*range(20, 40))
+    found = result(run(llm, [p], [params(5, capture=capture(positions="all_generated"))])[0])
+    assert found.positions("post_block", 0).tolist() == [20, 21, 22, 23]
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "consumer": ({"nobody": {"hooks": {"post_block": [1]}}}, "capture.nobody"),
+    "point": ({"memory": {"hooks": {"post_mlp": [1]}}}, "post_mlp"),
+    "layer": ({"memory": {"hooks": {"post_block": [LAYERS]}}}, "layer 4"),
+    "position": ({"memory": {"hooks": {"post_block": [1]}, "positions": [100000]}}, "position 100000"),
+    "before the prompt": ({"memory": {"hooks": {"post_block": [1]}, "positions": [-30]}}, "-30"),
+    "no hooks": ({"memory": {"hooks": {}}}, "hooks"),
+    "dtype": ({"memory": {"hooks": {"post_block": [1]}, "dtype": "int8"}}, "dtype"),
+    "option": ({"memory": {"hooks": {"post_block": [1]}, "colour": "red"}}, "colour"),
+    "width": ({"memory": {"hooks": {"post_block": [1]}, "reduce": {"directions": [[1.0, 2.0]]}}}, "hidden size"),
+}
+
+
+@pytest.mark.parametrize("name", list(BAD))
+def test_a_bad_capture_is_refused_by_name_and_the_engine_serves_on(llm: Any, name: str) -> None:
+    """Failure: an unknown name accepted and ignored, or taking the engine down."""
+    spec, said = BAD[name]
+    with pytest.raises(SteeringError, match=said):
+        run(llm, [prompt(1, 2, 3)], [params(capture=spec)])
+    assert len(tokens_of(run(llm, [prompt(1, 2, 3)], [params()])[0])) == 6
+
+
+def test_aborted_captures_leave_nothing(llm: Any) -> None:
+    """Failure: rows kept until somebody collects them."""
+    engine = llm.llm_engine
+    for i in range(4):
+        engine.add_request(f"gone-{i}", prompt(*range(1, 30)), params(200, logprobs=None, capture=capture()))
+    for _ in range(4):
+        engine.step()
+    engine.abort_request([f"gone-{i}" for i in range(4)])
+    while engine.has_unfinished_requests():
+        engine.step()
+    run(llm, [prompt(1, 2, 3)], [params(2)])
+    scheduler = engine.engine_core.engine_core.scheduler
+    assert scheduler.steering_outbox.num_bytes == 0
+    assert engine.output_processor.request_states == {}
+    assert engine.model_executor.driver_worker.worker.model_runner.steering.store.num_capturing == 0

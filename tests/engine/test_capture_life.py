@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Captures through the engine's own doings: batching, chunks, preemption; every row against a run alone.
+
+Engines of one process share vLLM's process groups, so the shared engine is made after the one that gives the truth, and
+tests with engines of their own come last.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from tests.engine.answers import params, prompt, run, tokens_of
+from tests.engine.captures import capture, close_to, result
+from tests.engine.conftest import close
+from tests.engine.test_mixing import program
+from tests.tiny import VOCAB, make_llm
+from vllm_steer import SteeringError
+from vllm_steer.engine import collect
+
+
+def workload(count: int, generated: int) -> tuple[list[Any], list[Any]]:
+    """Every fourth request is plain, every fourth steered and read; the others are read at positions of their own."""
+    rng = np.random.default_rng(5)
+    prompts = [prompt(*rng.integers(1, VOCAB, int(rng.integers(20, 60))).tolist()) for _ in range(count)]
+    wanted = []
+    for i in range(count):
+        fields: dict[str, Any] = {}
+        if i % 4:
+            positions = ("all", "last_prompt", [0, [3, 9], -2, [-1, None]], "all_generated", "all_prompt")[i % 5]
+            fields["capture"] = capture(positions=positions)
+        if i % 4 == 2:
+            fields["steering"] = program(i)
+        wanted.append(params(generated, logprobs=None, **fields))
+    return prompts, wanted
+
+
+@pytest.fixture(scope="module")
+def truth(tiny_llama: Path) -> list[Any]:
+    """Each request alone in an eager engine without caches."""
+    llm = make_llm(tiny_llama, enable_prefix_caching=False, max_num_seqs=1)
+    outputs = [run(llm, [p], [w])[0] for p, w in zip(*workload(12, 24), strict=True)]
+    close(llm)
+    return outputs
+
+
+def compare(outputs: list[Any], truth: list[Any]) -> None:
+    for i, (got, right) in enumerate(zip(outputs, truth, strict=True)):
+        assert tokens_of(got) == tokens_of(right), i
+        if i % 4:
+            close_to(result(got), result(right), i)
+        else:
+            assert got.outputs[0].capture_results is None
+
+
+def test_a_mixed_batch_gives_each_request_its_own_rows(truth: list[Any], llm: Any) -> None:
+    """Failure: rows credited to the wrong request under continuous batching while lengths look right."""
+    compare(run(llm, *workload(12, 24)), truth)
+
+
+def test_the_comparison_sees_rows_of_a_neighbour(truth: list[Any], llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: with the requests' names exchanged on the way out, the test above must fail."""
+    real = collect.PendingRows.arrived
+
+    def exchanged(self: Any) -> Any:
+        chunks = real(self)
+        names = sorted({chunk.request_id for chunk in chunks})
+        other = dict(zip(names, [*names[1:], *names[:1]], strict=True))
+        return [msgspec.structs.replace(chunk, request_id=other[chunk.request_id]) for chunk in chunks]
+
+    monkeypatch.setattr(collect.PendingRows, "arrived", exchanged)
+    prompts, wanted = workload(12, 24)
+    outputs = run(llm, prompts[1:4], wanted[1:4])
+    with pytest.raises(AssertionError):
+        for i, output in enumerate(outputs, 1):
+            close_to(result(output), result(truth[i]))
+
+
+@pytest.mark.parametrize("rows", [12, 37])
+def test_chunked_prefill_of_any_size(tiny_llama: Path, truth: list[Any], rows: int) -> None:
+    """Failure: positions wrong under chunked prefill. An arena of 12 rows takes one token a step: chunks of one."""
+    llm = make_llm(
+        tiny_llama, max_num_batched_tokens=16, max_num_seqs=8, max_model_len=128, steering_config={"capture_rows": rows}
+    )
+    try:
+        compare(run(llm, *workload(12, 24)), truth)
+    finally:
+        close(llm)
+
+
+def test_preemption_repeats_no_row(tiny_llama: Path, truth: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Failure: rows recomputed and appended twice; right shape, wrong rows."""
+    llm = make_llm(tiny_llama, num_gpu_blocks_override=8, block_size=32, max_model_len=128)
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    preempted: list[Any] = []
+    original = type(scheduler)._preempt_request
+    monkeypatch.setattr(
+        type(scheduler), "_preempt_request", lambda self, r, *a, **k: (preempted.append(r), original(self, r, *a, **k))[1]
+    )
+    try:
+        compare(run(llm, *workload(12, 24)), truth)
+        assert preempted
+        assert scheduler.steering_outbox.num_bytes == 0
+    finally:
+        close(llm)
+
+
+def test_a_capture_that_can_never_fit_is_refused(tiny_llama: Path) -> None:
+    """Catches a request that would wait for ever: one token stores 12 rows, the arena has 11."""
+    llm = make_llm(tiny_llama, steering_config={"capture_rows": 11})
+    try:
+        with pytest.raises(SteeringError, match="capture_rows"):
+            run(llm, [prompt(1, 2, 3)], [params(capture=capture())])
+    finally:
+        close(llm)

@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where captured rows go: the contract, the built-in consumers, and how others are found."""
+
+from vllm_steer.capture.consumers.base import Consumer
+from vllm_steer.capture.consumers.registry import (
+    BUILT_IN,
+    GROUP,
+    consumer_class,
+    consumer_names,
+    make_consumer,
+    parse_consumer_flag,
+)
+
+__all__ = [
+    "BUILT_IN",
+    "GROUP",
+    "Consumer",
+    "consumer_class",
+    "consumer_names",
+    "make_consumer",
+    "parse_consumer_flag",
+]
