@@ -13,18 +13,33 @@ from typing import TYPE_CHECKING, Any
 from vllm_steer._version import __version__
 
 if TYPE_CHECKING:
+    from vllm_steer.capture.hidden import HiddenStates, capture_hidden_states
     from vllm_steer.config import SteeringConfig, engine_kwargs
     from vllm_steer.errors import SteeringError
     from vllm_steer.llm import LLM
     from vllm_steer.params import SamplingParams
-    from vllm_steer.spec import Edit
+    from vllm_steer.spec import CaptureSpec, Edit
 
-__all__ = ["LLM", "Edit", "SamplingParams", "SteeringConfig", "SteeringError", "__version__", "engine_kwargs"]
+__all__ = [
+    "LLM",
+    "CaptureSpec",
+    "Edit",
+    "HiddenStates",
+    "SamplingParams",
+    "SteeringConfig",
+    "SteeringError",
+    "__version__",
+    "capture_hidden_states",
+    "engine_kwargs",
+]
 
 _HOMES = {
     "LLM": "vllm_steer.llm",
     "SamplingParams": "vllm_steer.params",
+    "CaptureSpec": "vllm_steer.spec",
     "Edit": "vllm_steer.spec",
+    "HiddenStates": "vllm_steer.capture.hidden",
+    "capture_hidden_states": "vllm_steer.capture.hidden",
     "SteeringConfig": "vllm_steer.config",
     "engine_kwargs": "vllm_steer.config",
     "SteeringError": "vllm_steer.errors",

@@ -12,7 +12,7 @@ import torch
 from tests.engine.answers import logprobs_of, params, prompt, run, tokens_of
 from tests.engine.captures import capture, close_to, result
 from tests.tiny import HIDDEN, LAYERS, VOCAB, direction
-from vllm_steer import Edit, SteeringError
+from vllm_steer import Edit, SteeringError, capture_hidden_states
 
 
 def test_a_cache_hit_shortens_no_capture_and_is_still_used(llm: Any) -> None:
@@ -159,3 +159,14 @@ def test_aborted_captures_leave_nothing(llm: Any) -> None:
     assert scheduler.steering_outbox.num_bytes == 0
     assert engine.output_processor.request_states == {}
     assert engine.model_executor.driver_worker.worker.model_runner.steering.store.num_capturing == 0
+
+
+def test_hidden_states_of_many_prompts_are_stacked_in_order(llm: Any) -> None:
+    """Catches rows of one prompt taken for another's where lengths differ."""
+    prompts = [prompt(*range(5, 5 + n)) for n in (3, 9, 6)]
+    last = capture_hidden_states(llm, prompts, hooks={"post_block": [0, 2]}, use_tqdm=False)
+    every = capture_hidden_states(llm, prompts, hooks={"post_block": 2}, positions="all_prompt", use_tqdm=False)
+    assert last.sites == (("post_block", 0), ("post_block", 2))
+    assert every.prompt_index("post_block", 2).tolist() == [0] * 3 + [1] * 9 + [2] * 6
+    assert every.positions("post_block", 2).tolist() == [*range(3), *range(9), *range(6)]
+    torch.testing.assert_close(last.tensor("post_block", 2), every.tensor("post_block", 2)[[2, 11, 17]], atol=1e-4, rtol=1e-4)

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Speculative decoding by n-gram: drafts are verified as ordinary tokens, and rejected ones leave nothing behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.engine.answers import params, prompt, run, tokens_of
+from tests.engine.captures import capture, close_to, result
+from tests.engine.conftest import close
+from tests.tiny import direction, make_llm
+
+SPECULATIVE = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+
+
+def workload() -> tuple[list[Any], list[Any]]:
+    """Repetitive prompts, so that drafts are made; the model's continuations are not, so that many are rejected."""
+    rng = np.random.default_rng(2)
+    prompts = [prompt(*(rng.integers(1, 12, 6).tolist() * 5)) for _ in range(6)]
+    wanted = [
+        params(
+            24,
+            logprobs=None,
+            capture=capture(positions="all" if i % 2 else [[28, 41]]),
+            decode_steering_vectors={"post_block": {1: direction(i)}} if i % 3 == 0 else None,
+        )
+        for i in range(6)
+    ]
+    return prompts, wanted
+
+
+def test_rejected_drafts_are_never_rows_and_accepted_ones_are_steered(tiny_llama: Path) -> None:
+    """Failure: rejected draft tokens captured as if generated; rows of a draft kept where another token came."""
+    plain = make_llm(tiny_llama, max_model_len=128)
+    truth = [run(plain, [p], [w])[0] for p, w in zip(*workload(), strict=True)]
+    close(plain)
+    llm = make_llm(tiny_llama, max_model_len=128, speculative_config=SPECULATIVE)
+    try:
+        seen = []
+        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        original = type(scheduler).update_from_output
+
+        def counted(self: Any, scheduled: Any, output: Any) -> Any:
+            for name, drafts in scheduled.scheduled_spec_decode_tokens.items():
+                accepted = len(output.sampled_token_ids[output.req_id_to_index[name]]) - 1
+                seen.append((len(drafts), accepted))
+            return original(self, scheduled, output)
+
+        type(scheduler).update_from_output = counted
+        try:
+            outputs = run(llm, *workload())
+        finally:
+            type(scheduler).update_from_output = original
+        assert any(accepted < drafts for drafts, accepted in seen), "no draft was rejected"
+        for i, (got, right) in enumerate(zip(outputs, truth, strict=True)):
+            assert tokens_of(got) == tokens_of(right), i
+            close_to(result(got), result(right), i)
+    finally:
+        close(llm)
