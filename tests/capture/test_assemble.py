@@ -16,7 +16,9 @@ def test_without_positions_as_keys_preemption_would_repeat_rows() -> None:
     rows = torch.arange(7 * HIDDEN, dtype=torch.float32).view(7, HIDDEN)
     site = 2 * 5
     assembly = Assembly(LAYERS, HIDDEN, torch.float32)
-    assembly.add([Chunk("r", 0, 4, (site,), rows[:4].numpy().tobytes()), Chunk("r", 2, 3, (site,), rows[4:].numpy().tobytes())])
+    assembly.add(
+        [Chunk("r", 0, 4, (site,), rows[:4].numpy().tobytes()), Chunk("r", 2, 3, (site,), rows[4:].numpy().tobytes())]
+    )
     spec = CaptureSpec(hooks={"post_block": [1]}, positions="all")
     sites, missing = assembly.finish(spec, 3, 6)
     got = sites["post_block", 1]

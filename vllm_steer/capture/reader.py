@@ -33,6 +33,7 @@ from vllm_steer.capture.format import (
     RequestEntry,
     SiteEntry,
     hashed_stem,
+    storable,
 )
 from vllm_steer.capture.result import Site
 
@@ -79,7 +80,7 @@ class Captures:
             request
             for path in files
             for request in CaptureFile(path).requests
-            if request.request_id == request_id and sample in (None, request.sample)
+            if request.request_id == storable(request_id) and sample in (None, request.sample)
         ]
 
 

@@ -114,7 +114,7 @@ def describe(request: StoredRequest) -> dict[str, Any]:
 
 def _add(archive: zipfile.ZipFile, name: str, array: npt.NDArray[Any]) -> None:
     with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
-        np.lib.format.write_array(member, np.ascontiguousarray(array), allow_pickle=False)
+        np.lib.format.write_array(member, np.ascontiguousarray(array), allow_pickle=False)  # type: ignore[no-untyped-call]
 
 
 def _batches(arrow: Any, requests: Iterable[StoredRequest], point: str | None, layer: int | None) -> Iterator[Any]:

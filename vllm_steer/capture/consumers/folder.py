@@ -60,11 +60,11 @@ class Folder:
             self.path = Path(root).resolve(strict=True)
             self._identity = _identity(os.stat(self.path))
             self._remove_stale()
-            self.create(f"trial-{secrets.token_hex(8)}{SUFFIX}").discard()
+            self._used, self._counted = self._count(), time.monotonic()
+            self.create(f"trial-{secrets.token_hex(8)}").discard()
         except (OSError, CaptureWriteError) as error:
             cause = error.strerror if isinstance(error, OSError) else error
             raise SteeringError("root", f"captures cannot be written to {root}: {cause}") from None
-        self._used, self._counted = self._count(), time.monotonic()
 
     def create(self, stem: str) -> Part:
         """A new file to be written, to appear as ``stem`` or, if that is taken, ``stem`` with a random ending.
@@ -72,7 +72,6 @@ class Folder:
         Raises:
             CaptureWriteError: the root is gone, read-only or full.
         """
-        stem = stem.removesuffix(SUFFIX)
         name = stem + SUFFIX
         with telling_why():
             folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)

@@ -61,7 +61,7 @@ class Windowed(Layout):
             file = self._file or self._open()
             try:
                 index = file.append(captured, tag)
-            except BaseException:
+            except CaptureWriteError:
                 # What is in the file already is safe only when it has appeared, so that is done at once.
                 self._complete_or_log()
                 raise
@@ -138,7 +138,14 @@ class OpenFile:
         return sum(run.name.startswith("rows") for run in self._runs) + kinds <= MAX_RUNS
 
     def append(self, captured: CapturedRequest, tag: str | None) -> int:
-        """Add one request; its place in the index. Raises CaptureWriteError."""
+        """Add one request; its place in the index.
+
+        Raises:
+            CaptureWriteError: it cannot be written.
+            TypeError, ValueError: its rows are of a dtype or shape that captures do not have, or of too many.
+        """
+        if not self.has_room(captured):
+            raise ValueError(f"captured rows are of more than {MAX_RUNS} dtypes and widths")
         runs, tokens = list(self._runs), Tokens(self._num_tokens)
         sites: list[SiteEntry] = []
         buffers: list[memoryview | bytes] = []

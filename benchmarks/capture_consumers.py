@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How fast the filesystem consumer writes, by layout: into the page cache of a local disk.
+
+    python benchmarks/capture_consumers.py
+
+Two kinds of request: ``large``, 2,048 tokens at 4 sites of a model of hidden size 4,096 in bfloat16 (64 MiB), and
+``small``, the last prompt token at 32 sites (256 KiB). Each run writes them through `FilesystemConsumer.accept` into a
+new folder, closes the consumer, reads a tensor back and compares it, and removes the folder; what was written before is
+flushed to the disk first, outside the time. The raw times go to benchmarks/results/capture-consumers.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors
+import torch
+
+from vllm_steer import __version__
+from vllm_steer.capture import CapturedRequest, SiteRows
+from vllm_steer.capture.consumers.filesystem import FilesystemConsumer
+from vllm_steer.capture.consumers.layouts import WINDOWS
+from vllm_steer.capture.reader import open_captures
+from vllm_steer.spec import CaptureSpec
+
+HIDDEN = 4096
+RESULTS = Path(__file__).parent / "results" / "capture-consumers.json"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of request, and how many of them make a run."""
+
+    name: str
+    tokens: int
+    layers: int
+    requests: int
+
+
+KINDS = (Kind("large", 2048, 4, 32), Kind("small", 1, 32, 2048))
+LAYOUTS = ("per_request", *WINDOWS)
+
+
+def make_request(kind: Kind) -> CapturedRequest:
+    """Rows as the front end hands them over: a tensor for each site, contiguous, not shared."""
+    layers = range(kind.layers)
+    positions = np.arange(2048 - kind.tokens, 2048)
+    rows = [torch.randn(kind.tokens, HIDDEN).to(torch.bfloat16) for _ in layers]
+    return CapturedRequest(
+        request_id="benchmark",
+        sample=0,
+        model="model",
+        prompt_token_ids=tuple(range(2048)),
+        output_token_ids=(1, 2),
+        spec=CaptureSpec(hooks={"post_block": layers}),
+        sites={("post_block", layer): SiteRows(positions, rows[layer]) for layer in layers},
+        status="ok",
+        error=None,
+    )
+
+
+def run(kind: Kind, layout: Any, where: Path) -> dict[str, float]:
+    """Write one run; seconds of all ``accept`` calls and of ``close``."""
+    request = make_request(kind)
+    folder = Path(tempfile.mkdtemp(prefix="captures-", dir=where))
+    os.sync()
+    try:
+        consumer = FilesystemConsumer(root=str(folder), layout=layout)
+        start = time.perf_counter()
+        for _ in range(kind.requests):
+            consumer.accept(request)
+        accepted = time.perf_counter()
+        consumer.close()
+        closed = time.perf_counter()
+        stored = list(open_captures(folder))
+        site = ("post_block", kind.layers - 1)
+        if len(stored) != kind.requests or not torch.equal(stored[-1].tensor(*site), request.tensor(*site)):
+            raise RuntimeError(f"{layout}: what was read back is not what was written")
+        files = len(list(folder.iterdir()))
+    finally:
+        shutil.rmtree(folder)
+    return {"accept_s": accepted - start, "close_s": closed - accepted, "files": files}
+
+
+def environment(where: Path) -> dict[str, Any]:
+    """What the figures depend on."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    models = {line.partition(":")[2].strip() for line in lines if line.startswith("model name")}
+    mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
+    mount = max((m for m in mounts if where.resolve().is_relative_to(m[1])), key=lambda m: len(m[1]))
+    return {
+        "cpus": os.cpu_count(),
+        "cpu": sorted(models),
+        "load_average": os.getloadavg(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "file_system": mount[2],
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "safetensors": safetensors.__version__,
+        "vllm_steer": __version__,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--where", type=Path, default=Path(tempfile.gettempdir()), help="folder to write in")
+    parser.add_argument("--runs", type=int, default=5, help="runs of each kind and layout")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="file for the results")
+    args = parser.parse_args()
+    results = {"environment": environment(args.where), "cases": []}
+    for kind in KINDS:
+        size = kind.requests * kind.layers * kind.tokens * HIDDEN * 2
+        run(kind, LAYOUTS[0], args.where)  # not counted: memory and code are touched for the first time
+        for layout in LAYOUTS:
+            runs = [run(kind, layout, args.where) for _ in range(args.runs)]
+            seconds = statistics.median(r["accept_s"] + r["close_s"] for r in runs)
+            case = {
+                "kind": kind.name,
+                "layout": layout,
+                "requests": kind.requests,
+                "row_bytes": size,
+                "runs": runs,
+                "median_bytes_per_s": size / seconds,
+                "median_us_per_request": seconds / kind.requests * 1e6,
+            }
+            results["cases"].append(case)
+            print(f"{kind.name:6} {layout:12} {size / seconds / 1e9:6.2f} GB/s {case['median_us_per_request']:9.1f} us")
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
