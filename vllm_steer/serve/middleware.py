@@ -112,9 +112,7 @@ class _Gate:
             "code": status.value,
         }
         response = JSONResponse({"error": about}, status_code=status.value)
-        response.raw_headers += [
-            header for header in headers if not header[0].lower().startswith(b"content-")
-        ]
+        response.raw_headers += [header for header in headers if not header[0].lower().startswith(b"content-")]
         self._refused = self._started = True
         await response(self._scope, self._receive, self._send)
 
@@ -182,7 +180,5 @@ class _Gate:
 
     def _not_carried(self, name: str) -> SteeringError:
         routes = ", ".join(CARRYING_ROUTES)
-        problem = (
-            f"{self._path[:80]} does not carry it to the engine, so it would be ignored; use one of {routes}"
-        )
+        problem = f"{self._path[:80]} does not carry it to the engine, so it would be ignored; use one of {routes}"
         return SteeringError(name, problem)

@@ -18,16 +18,19 @@ from vllm_steer.params import EXTRA_KEY, FIELDS, attach_steering, program_bytes
 from vllm_steer.program import Program, compile_edits
 from vllm_steer.serve.exchange import Exchange, current
 from vllm_steer.spec import parse_fields
+from vllm_steer.spec.fields import GENERAL_FIELD
 
 
-class RequestRefused(VLLMValidationError):  # type: ignore[misc]
-    """A :class:`SteeringError` as vLLM's own error of a bad request; ``parameter`` is the field's path."""
+class RequestRefused(VLLMValidationError, SteeringError):  # type: ignore[misc]
+    """A :class:`SteeringError` that vLLM knows for a bad request: HTTP 400, with the field as ``param``."""
 
-    def __init__(self, error: SteeringError) -> None:
-        super().__init__(str(error), parameter=error.field)
+    def __init__(self, field: str, problem: str) -> None:
+        # Not vLLM's, which would make one argument of it: both have to survive pickling.
+        SteeringError.__init__(self, field, problem)
+        self.parameter = field
+        self.value = None
 
-    def __str__(self) -> str:
-        return str(self.args[0])  # vLLM's would name the parameter a second time
+    __str__ = SteeringError.__str__  # vLLM's would name the parameter a second time
 
 
 def read_fields(request: Any) -> dict[str, Any]:
@@ -44,14 +47,14 @@ def apply_to_params(request: Any, params: Any) -> Any:
         if fields:
             _apply(fields, params, current.get() or Exchange())
     except SteeringError as error:
-        raise RequestRefused(error) from error
+        raise RequestRefused(error.field, error.problem) from error
     return params
 
 
 def refuse_beam_search(request: Any) -> None:
     """Raise :class:`RequestRefused` where ``request`` has steering: vLLM drops it on the way to the beams."""
     for name in read_fields(request):
-        raise RequestRefused(SteeringError(name, "beam search does not carry it to the beams; use sampling"))
+        raise RequestRefused(name, "beam search does not carry it to the beams; use sampling")
 
 
 def _refuse_lookalikes(request: Any) -> None:
@@ -61,9 +64,7 @@ def _refuse_lookalikes(request: Any) -> None:
             raise SteeringError(name[:80], f"is not a field; the steering fields are {', '.join(FIELDS)}")
     for name in getattr(request, "vllm_xargs", None) or {}:
         if "steering" in name or name == EXTRA_KEY:
-            raise SteeringError(
-                f"vllm_xargs.{name[:80]}", f"cannot steer; {', '.join(FIELDS)} go at the body's top"
-            )
+            raise SteeringError(f"vllm_xargs.{name[:80]}", f"cannot steer; {', '.join(FIELDS)} go at the body's top")
 
 
 def _apply(fields: Mapping[str, Any], params: Any, exchange: Exchange) -> None:
@@ -91,7 +92,8 @@ def _located(fields: Mapping[str, Any], exchange: Exchange, error: SteeringError
             try:
                 exchange.capabilities.check(compile_edits(parse_fields(part)), exchange.prompt_len)
             except SteeringError as alone:
-                return SteeringError(path, f"{alone.field}: {alone.problem}")
+                part_of_edit = "" if alone.field == GENERAL_FIELD else f"{alone.field}: "
+                return SteeringError(path, f"{part_of_edit}{alone.problem}")
     return error
 
 
