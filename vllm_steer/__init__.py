@@ -7,7 +7,9 @@ supersets below. vLLM itself is loaded on first use.
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from vllm_steer._version import __version__
@@ -52,18 +54,33 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__} has no attribute {name}")
 
 
-def _extend_vllm() -> None:
-    """Let ``vllm.LLM`` and ``vllm.SamplingParams`` be ours, still loaded on first use, as vLLM itself does."""
-    from importlib.util import find_spec
-
-    if find_spec("vllm") is None:
-        return
-    import vllm
-
+def _extend(vllm: Any) -> None:
     attributes = getattr(vllm, "MODULE_ATTRS", None)
     if isinstance(attributes, dict):
         attributes["LLM"] = "vllm_steer.llm:LLM"
         attributes["SamplingParams"] = "vllm_steer.params:SamplingParams"
 
 
-_extend_vllm()
+class _WhenImported:
+    """Extends vLLM when somebody imports it: that takes seconds, which ``vllm-steer --help`` need not wait for."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != "vllm":
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(name)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: Any) -> None:
+                execute(module)
+                _extend(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+if "vllm" in sys.modules:
+    _extend(sys.modules["vllm"])
+else:
+    sys.meta_path.insert(0, _WhenImported())

@@ -24,8 +24,8 @@ CAPTURE_FIELD = "capture"
 FIELDS: tuple[str, ...] = (*FIELD_NAMES, CAPTURE_FIELD)
 
 
-def attach_steering(params: Any, fields: Mapping[str, Any]) -> None:
-    """Parse and compile a request's steering and capture fields onto vLLM's ``params``; nothing where none is given.
+def compile_fields(fields: Mapping[str, Any]) -> dict[str, bytes]:
+    """Parse and compile a request's steering and capture fields: what goes into ``extra_args``, empty for none.
 
     Raises :class:`SteeringError` naming the field that is wrong.
     """
@@ -33,15 +33,25 @@ def attach_steering(params: Any, fields: Mapping[str, Any]) -> None:
     captures = parse_capture(fields.pop(CAPTURE_FIELD, None))
     edits = parse_fields(fields)
     if not edits and not captures:
+        return {}
+    compiled = {EXTRA_KEY: compile_program(edits, [spec for _, spec in captures]).to_bytes()}
+    if captures:
+        compiled[CAPTURE_KEY] = encode_specs(captures)
+    return compiled
+
+
+def attach_steering(params: Any, fields: Mapping[str, Any]) -> None:
+    """Put the compiled fields of a request onto vLLM's ``params``; nothing where none is given.
+
+    Raises :class:`SteeringError` naming the field that is wrong.
+    """
+    compiled = compile_fields(fields)
+    if not compiled:
         return
     if EXTRA_KEY in (params.extra_args or {}):
         raise SteeringError(f"extra_args.{EXTRA_KEY}", "is already set; give the steering fields or the compiled program")
     # A new dict: the caller's may be shared between several SamplingParams.
-    program = compile_program(edits, [spec for _, spec in captures])
-    attached = {EXTRA_KEY: program.to_bytes()}
-    if captures:
-        attached[CAPTURE_KEY] = encode_specs(captures)
-    params.extra_args = {**(params.extra_args or {}), **attached}
+    params.extra_args = {**(params.extra_args or {}), **compiled}
 
 
 def program_bytes(params: Any) -> bytes | None:

@@ -15,6 +15,7 @@ wrapped                                               why no official seam will 
 ``OutputProcessor.add_request``, ``RequestState``     outputs have no field for captured rows: they are taken from one that is
 ``make_request_output``, ``_new_completion_output``   free-form, and results are put on ``CompletionOutput`` when a sample ends
 ``to_sampling_params``, ``to_beam_search_params``     the OpenAI request classes drop fields that they do not know
+``BaseServing._extract_prompt_len``                   a stream has started by the time the engine checks the prompt
 ====================================================  =================================================================
 """
 
@@ -96,6 +97,7 @@ def wrap_front_end() -> None:
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
     from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+    from vllm.entrypoints.serve.engine.serving import BaseServing
     from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.input_processor import InputProcessor
@@ -103,6 +105,7 @@ def wrap_front_end() -> None:
     from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 
     _wrap_assign_request_id(InputProcessor)
+    _wrap(BaseServing, "_extract_prompt_len", _extract_prompt_len)
     _wrap(LLMEngine, "add_request", _add_request)
     _wrap(AsyncLLM, "add_request", _add_request_async)
     _wrap(OutputProcessor, "add_request", _output_processor_add_request)
@@ -153,9 +156,17 @@ def _add_request_async(original: Callable[..., Any]) -> Callable[..., Any]:
         from vllm_steer.frontend import ensure_served
         from vllm_steer.params import has_steering
 
-        if has_steering(_params_in(args, kwargs)):
-            await ensure_served(args[0])
-        return await original(*args, **kwargs)
+        if not has_steering(_params_in(args, kwargs)):
+            return await original(*args, **kwargs)
+        from vllm_steer.errors import SteeringError
+        from vllm_steer.serve.protocol import RequestRefused
+
+        await ensure_served(args[0])
+        try:
+            return await original(*args, **kwargs)
+        except SteeringError as error:
+            # vLLM takes any other error for a failure of its own: HTTP 500, without a word about the reason.
+            raise RequestRefused(error.field, error.problem) from error
 
     return add_request
 
@@ -219,3 +230,14 @@ def _to_beam_search_params(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, *args, **kwargs)
 
     return to_beam_search_params
+
+
+def _extract_prompt_len(original: Callable[..., Any]) -> Callable[..., Any]:
+    def extract_prompt_len(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from vllm_steer.serve.exchange import note_prompt_len
+
+        length = original(self, *args, **kwargs)
+        note_prompt_len(length)
+        return length
+
+    return extract_prompt_len

@@ -64,9 +64,7 @@ def test_installed_versions_are_the_pinned_ones() -> None:
 @cpu_lane
 def test_only_the_left_out_packages_are_missing() -> None:
     """Catches a pin that another package excludes, and one that was forgotten."""
-    check = subprocess.run(
-        [sys.executable, "-m", "pip", "check"], capture_output=True, text=True, check=False
-    )
+    check = subprocess.run([sys.executable, "-m", "pip", "check"], capture_output=True, text=True, check=False)
     problems = [line for line in check.stdout.splitlines() if not line.startswith("No broken")]
     left_out = [f"requires {name}, which is not installed." for name in CUDA_ONLY]
     assert [line for line in problems if not line.endswith(tuple(left_out))] == []

@@ -66,9 +66,7 @@ def test_lanes_agree() -> None:
     """Catches a package that has one version on the CPU and another on the GPU, or among the tools."""
     for one, other in (("cpu", "cuda"), ("cpu", "dev"), ("cuda", "dev")):
         shared = (requirements(one).keys() & requirements(other).keys()) - DIFFERENT_BUILDS
-        assert {name: version(one, name) for name in shared} == {
-            name: version(other, name) for name in shared
-        }
+        assert {name: version(one, name) for name in shared} == {name: version(other, name) for name in shared}
 
 
 def test_cpu_lane_has_no_cuda_builds() -> None:

@@ -15,9 +15,7 @@ CODE_CALLS = {"eval", "exec", "compile", "__import__"}
 
 def faults(source: str) -> list[str]:
     """The rules that `source` breaks, each with its line."""
-    return [
-        f"line {node.lineno}: {fault}" for node in ast.walk(ast.parse(source)) for fault in faults_of(node)
-    ]
+    return [f"line {node.lineno}: {fault}" for node in ast.walk(ast.parse(source)) for fault in faults_of(node)]
 
 
 def faults_of(node: ast.AST) -> list[str]:

@@ -26,9 +26,7 @@ def python_files(folder: str = ".") -> tuple[Path, ...]:
 def walk(root: Path) -> Iterator[Path]:
     """The files under `root`, relative to it, without those that `.gitignore` or the clone's list names."""
     lists = [path for path in (root / ".gitignore", root / ".git/info/exclude") if path.is_file()]
-    ignored = GitIgnoreSpec.from_lines(
-        [".git", *(line for path in lists for line in path.read_text().splitlines())]
-    )
+    ignored = GitIgnoreSpec.from_lines([".git", *(line for path in lists for line in path.read_text().splitlines())])
     for where, folders, names in os.walk(root):
         here = Path(where).relative_to(root)
         folders[:] = [name for name in folders if not ignored.match_file(f"{here / name}/")]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import msgspec
 import numpy as np
@@ -79,12 +79,7 @@ class Program(msgspec.Struct, frozen=True, array_like=True, dict=True):
         """Decode; raises :class:`SteeringError` on anything that :meth:`to_bytes` did not write."""
         if not isinstance(data, bytes):
             raise SteeringError("extra_args.steer", "not a compiled program; use steering_vectors or steering instead")
-        try:
-            program = msgspec.msgpack.decode(data, type=cls)
-        except msgspec.MsgspecError as error:
-            raise SteeringError("extra_args.steer", f"not a compiled program ({error})") from None
-        program._check()
-        return program
+        return _decode(data)
 
     def _check(self) -> None:
         """What the type cannot say about bytes that may come from a client of another version."""
@@ -120,6 +115,17 @@ class Program(msgspec.Struct, frozen=True, array_like=True, dict=True):
     @cached_property
     def by_digest(self) -> dict[bytes, int]:
         return {digest: index for index, digest in enumerate(self.digests)}
+
+
+# One request's bytes are read several times on their way (checks, scheduler, worker), many requests' are equal.
+@lru_cache(maxsize=64)
+def _decode(data: bytes) -> Program:
+    try:
+        program = msgspec.msgpack.decode(data, type=Program)
+    except msgspec.MsgspecError as error:
+        raise SteeringError("extra_args.steer", f"not a compiled program ({error})") from None
+    program._check()
+    return program
 
 
 def _digest(data: bytes) -> bytes:

@@ -47,7 +47,7 @@ class Found:
 def may_hold_fields(data: bytes) -> bool:
     """Whether a piece of JSON text can hold one of our names as a key; errs on the side of yes."""
     return (b"steering" in data and (b'"steering' in data or b'steering_vectors"' in data)) or (
-        b"\\u00" in data and _ESCAPED_LETTER.search(data) is not None
+        b"\\" in data and b"\\u00" in data and _ESCAPED_LETTER.search(data) is not None
     )
 
 
@@ -65,65 +65,70 @@ def form_field(data: bytes) -> str | None:
 def find_fields(body: bytes) -> Found:
     """Look through a whole JSON body. Malformed JSON has no fields: whoever parses it next refuses it."""
     try:
-        document = json.loads(body, object_pairs_hook=_Object)
+        document = json.loads(body, object_pairs_hook=_object)
     except json.JSONDecodeError:
         return Found()
     except (ValueError, RecursionError) as error:  # endless numbers, wrong encodings, deep nesting
-        return Found(problem=SteeringError("body", f"cannot be read as JSON: {error}"))
-    if not isinstance(document, _Object):
+        reason = str(error).partition(";")[0]  # the rest is advice to Python programmers
+        return Found(problem=SteeringError("body", f"cannot be read as JSON: {reason}"))
+    if not isinstance(document, dict):
         return Found()
     for place in _WRONG_PLACES:
         inner: Any = document
         for key in place.split("."):
-            inner = inner.get(key) if isinstance(inner, _Object) else None
+            inner = inner.get(key) if isinstance(inner, dict) else None
         for name in FIELD_NAMES:
-            if isinstance(inner, _Object) and name in inner:
-                problem = SteeringError(
-                    f"{place}.{name}", f"would be ignored there; {name} goes at the body's top"
-                )
+            if isinstance(inner, dict) and name in inner:
+                problem = SteeringError(f"{place}.{name}", f"would be ignored there; {name} goes at the body's top")
                 return Found((name,), problem)
-    fields = tuple(name for name in FIELD_NAMES if document.get(name) is not None or name in document.twice)
+    fields = tuple(name for name in FIELD_NAMES if document.get(name) is not None or name in _twice(document))
     return Found(fields, _duplicate(document, fields))
 
 
-class _Object(dict[str, Any]):
-    """A JSON object that remembers which of its keys stood there more than once."""
+class _Repeating(dict[str, Any]):
+    """A JSON object in which keys stood more than once: ``twice`` names them."""
 
-    __slots__ = ("twice",)
-
-    def __init__(self, pairs: list[tuple[str, Any]]) -> None:
-        super().__init__(pairs)
-        self.twice: tuple[str, ...] = ()
-        if len(self) != len(pairs):
-            counts = Counter(key for key, _ in pairs)
-            self.twice = tuple(key for key, count in counts.items() if count > 1)
+    twice: tuple[str, ...] = ()
 
 
-def _duplicate(document: _Object, fields: tuple[str, ...]) -> SteeringError | None:
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    # A body can have millions of objects: what is done for each has to be little.
+    made = dict(pairs)
+    if len(made) == len(pairs):
+        return made
+    counts = Counter(key for key, _ in pairs)
+    repeating = _Repeating(made)
+    repeating.twice = tuple(key for key, count in counts.items() if count > 1)
+    return repeating
+
+
+def _twice(value: dict[str, Any]) -> tuple[str, ...]:
+    return value.twice if isinstance(value, _Repeating) else ()
+
+
+def _duplicate(document: dict[str, Any], fields: tuple[str, ...]) -> SteeringError | None:
     for name in fields:
-        if name in document.twice:
+        if name in _twice(document):
             return SteeringError(name, "stands twice in the body, and one would be ignored; give it once")
         value = document[name]
         # `steering` is a list of objects; all other lists hold numbers, or are refused when they are parsed.
         items = enumerate(value) if isinstance(value, list) else [(None, value)]
         for index, item in items:
-            found = _duplicate_inside(item, _DEPTH) if isinstance(item, _Object) else None
+            found = _duplicate_inside(item, _DEPTH) if isinstance(item, dict) else None
             if found is not None:
                 path, key = found
                 place = name if index is None else f"{name}[{index}]"
-                return SteeringError(
-                    f"{place}{path}", f"has {key} twice, and one would be ignored; give it once"
-                )
+                return SteeringError(f"{place}{path}", f"has {key} twice, and one would be ignored; give it once")
     return None
 
 
-def _duplicate_inside(value: _Object, depth: int) -> tuple[str, str] | None:
+def _duplicate_inside(value: dict[str, Any], depth: int) -> tuple[str, str] | None:
     """Where in ``value``, as the rest of a path, and which key."""
-    if value.twice:
-        return "", shown(value.twice[0])
+    if twice := _twice(value):
+        return "", shown(twice[0])
     if depth > 0:
         for key, inner in value.items():
-            found = _duplicate_inside(inner, depth - 1) if isinstance(inner, _Object) else None
+            found = _duplicate_inside(inner, depth - 1) if isinstance(inner, dict) else None
             if found is not None:
                 return (f"[{key[:40]}]" if key.isdecimal() else f".{key[:40]}") + found[0], found[1]
     return None

@@ -10,8 +10,7 @@ from __future__ import annotations
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-from vllm_steer.capabilities import Capabilities
-from vllm_steer.program import Program
+from vllm_steer.frontend import Served
 
 
 @dataclass
@@ -20,11 +19,11 @@ class Exchange:
 
     fields: tuple[str, ...] = ()
     """Steering fields of the body."""
-    capabilities: Capabilities | None = None
+    served: Served | None = None
     """What the engine serves, once asked."""
     prompt_len: int | None = None
     """Length in tokens of the prompt whose sampling parameters are made next; None where it is not known."""
-    program: tuple[bytes, Program] | None = None
+    compiled: dict[str, bytes] | None = None
     """The fields, compiled: an HTTP request has them once, for however many prompts."""
     applied: bool = False
     """Whether sampling parameters were made that carry the fields."""

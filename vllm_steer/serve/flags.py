@@ -37,10 +37,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         group.add_argument(
             _flag(limit),
             type=_number_within(limit),
-            default=None,  # not the limit's: a flag that is given without --enable-steering is refused
+            default=argparse.SUPPRESS,  # to tell what is given: it is refused without --enable-steering
             metavar="N",
-            help=f"{limit.help[0].upper()}{limit.help[1:]}. {limit.low} to {limit.high}, "
-            f"default {limit.default}.",
+            help=f"{limit.help[0].upper()}{limit.help[1:]}. {limit.low} to {limit.high}, default {limit.default}.",
         )
     parse = parser.parse_known_args
 

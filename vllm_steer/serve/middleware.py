@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.frontend import NOT_ENABLED, ensure_capabilities
+from vllm_steer.frontend import NOT_ENABLED, ensure_served
 from vllm_steer.serve.body import OVERLAP, find_fields, form_field, is_utf8, may_hold_fields
 from vllm_steer.serve.exchange import Exchange, current
 from vllm_steer.serve.flags import max_body_bytes
@@ -112,9 +112,7 @@ class _Gate:
             "code": status.value,
         }
         response = JSONResponse({"error": about}, status_code=status.value)
-        response.raw_headers += [
-            header for header in headers if not header[0].lower().startswith(b"content-")
-        ]
+        response.raw_headers += [header for header in headers if not header[0].lower().startswith(b"content-")]
         self._refused = self._started = True
         await response(self._scope, self._receive, self._send)
 
@@ -167,8 +165,8 @@ class _Gate:
         engine = getattr(self._scope["app"].state, "engine_client", None)
         if engine is None:
             self._raise(SteeringError(name, "there is no engine behind this server, so it would be ignored"))
-        self.exchange.capabilities = await ensure_capabilities(engine)
-        if self.exchange.capabilities is None:
+        self.exchange.served = await ensure_served(engine)
+        if self.exchange.served is None:
             self._raise(SteeringError(name, NOT_ENABLED))
 
     def _raise(self, error: SteeringError, status: HTTPStatus = HTTPStatus.BAD_REQUEST) -> NoReturn:
@@ -182,7 +180,5 @@ class _Gate:
 
     def _not_carried(self, name: str) -> SteeringError:
         routes = ", ".join(CARRYING_ROUTES)
-        problem = (
-            f"{self._path[:80]} does not carry it to the engine, so it would be ignored; use one of {routes}"
-        )
+        problem = f"{self._path[:80]} does not carry it to the engine, so it would be ignored; use one of {routes}"
         return SteeringError(name, problem)

@@ -14,20 +14,23 @@ from typing import Any
 from vllm.exceptions import VLLMValidationError
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.params import EXTRA_KEY, FIELDS, attach_steering, program_bytes
-from vllm_steer.program import Program, compile_edits
+from vllm_steer.params import CAPTURE_FIELD, EXTRA_KEY, FIELDS, compile_fields
+from vllm_steer.program import compile_program
 from vllm_steer.serve.exchange import Exchange, current
 from vllm_steer.spec import parse_fields
+from vllm_steer.spec.fields import GENERAL_FIELD
 
 
-class RequestRefused(VLLMValidationError):  # type: ignore[misc]
-    """A :class:`SteeringError` as vLLM's own error of a bad request; ``parameter`` is the field's path."""
+class RequestRefused(VLLMValidationError, SteeringError):  # type: ignore[misc]
+    """A :class:`SteeringError` that vLLM knows for a bad request: HTTP 400, with the field as ``param``."""
 
-    def __init__(self, error: SteeringError) -> None:
-        super().__init__(str(error), parameter=error.field)
+    def __init__(self, field: str, problem: str) -> None:
+        # Not vLLM's, which would make one argument of it: both have to survive pickling.
+        SteeringError.__init__(self, field, problem)
+        self.parameter = field
+        self.value = None
 
-    def __str__(self) -> str:
-        return str(self.args[0])  # vLLM's would name the parameter a second time
+    __str__ = SteeringError.__str__  # vLLM's would name the parameter a second time
 
 
 def read_fields(request: Any) -> dict[str, Any]:
@@ -44,14 +47,14 @@ def apply_to_params(request: Any, params: Any) -> Any:
         if fields:
             _apply(fields, params, current.get() or Exchange())
     except SteeringError as error:
-        raise RequestRefused(error) from error
+        raise RequestRefused(error.field, error.problem) from error
     return params
 
 
 def refuse_beam_search(request: Any) -> None:
     """Raise :class:`RequestRefused` where ``request`` has steering: vLLM drops it on the way to the beams."""
     for name in read_fields(request):
-        raise RequestRefused(SteeringError(name, "beam search does not carry it to the beams; use sampling"))
+        raise RequestRefused(name, "beam search does not carry it to the beams; use sampling")
 
 
 def _refuse_lookalikes(request: Any) -> None:
@@ -61,24 +64,21 @@ def _refuse_lookalikes(request: Any) -> None:
             raise SteeringError(name[:80], f"is not a field; the steering fields are {', '.join(FIELDS)}")
     for name in getattr(request, "vllm_xargs", None) or {}:
         if "steering" in name or name == EXTRA_KEY:
-            raise SteeringError(
-                f"vllm_xargs.{name[:80]}", f"cannot steer; {', '.join(FIELDS)} go at the body's top"
-            )
+            raise SteeringError(f"vllm_xargs.{name[:80]}", f"cannot steer; {', '.join(FIELDS)} go at the body's top")
 
 
 def _apply(fields: Mapping[str, Any], params: Any, exchange: Exchange) -> None:
-    if exchange.program is None:
-        attach_steering(params, fields)
-        data = program_bytes(params)
-        if data is None:
+    compiled = exchange.compiled
+    if compiled is None:
+        compiled = compile_fields(fields)
+        if not compiled:
             return
-        exchange.program = data, Program.from_bytes(data)
-    data, program = exchange.program
-    params.extra_args = {**(params.extra_args or {}), EXTRA_KEY: data}
+        exchange.compiled = compiled
+    params.extra_args = {**(params.extra_args or {}), **compiled}
     # Not from the middleware (the batch runner): the check is made when the engine is given the request.
-    if exchange.capabilities is not None:
+    if exchange.served is not None:
         try:
-            exchange.capabilities.check(program, exchange.prompt_len)
+            exchange.served.check(params, exchange.prompt_len)
         except SteeringError as error:
             raise _located(fields, exchange, error) from None
     exchange.applied = True
@@ -86,18 +86,21 @@ def _apply(fields: Mapping[str, Any], params: Any, exchange: Exchange) -> None:
 
 def _located(fields: Mapping[str, Any], exchange: Exchange, error: SteeringError) -> SteeringError:
     """What is wrong with the first edit of ``fields`` that is refused by itself, under its path."""
-    if exchange.capabilities is not None:
+    if exchange.served is not None:
         for path, part in _single_edits(fields):
             try:
-                exchange.capabilities.check(compile_edits(parse_fields(part)), exchange.prompt_len)
+                exchange.served.capabilities.check(compile_program(parse_fields(part)), exchange.prompt_len)
             except SteeringError as alone:
-                return SteeringError(path, f"{alone.field}: {alone.problem}")
+                part_of_edit = "" if alone.field == GENERAL_FIELD else f"{alone.field}: "
+                return SteeringError(path, f"{part_of_edit}{alone.problem}")
     return error
 
 
 def _single_edits(fields: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """The edits of valid ``fields``, each by itself, with their paths."""
     for name, value in fields.items():
+        if name == CAPTURE_FIELD:
+            continue
         if isinstance(value, Mapping):
             for point, layers in value.items():
                 for layer, vector in layers.items():

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine without a model: what the front end asks of one, and no more."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from vllm_steer.capabilities import Capabilities
+from vllm_steer.config import SteeringConfig, engine_kwargs
+
+HIDDEN, LAYERS, MAX_MODEL_LEN = 8, 4, 64
+REPORT: dict[str, Any] = {
+    "num_layers": LAYERS,
+    "hidden_size": HIDDEN,
+    "max_model_len": MAX_MODEL_LEN,
+    "refused": {"post_attn": {"2": "this block is parallel"}},
+}
+
+
+class FakeEngine:
+    """Answers the one RPC, and counts how often."""
+
+    def __init__(self, *, steering: bool = True) -> None:
+        additional = engine_kwargs()["additional_config"] if steering else {}
+        self.vllm_config = SimpleNamespace(additional_config=additional)
+        self.input_processor = SimpleNamespace()
+        self.calls: list[str] = []
+
+    async def collective_rpc(self, method: str) -> list[dict[str, Any]]:
+        self.calls.append(method)
+        return [REPORT]
+
+
+def capabilities() -> Capabilities:
+    return Capabilities.merge([REPORT], SteeringConfig())
+
+
+def vector(value: float = 1.0) -> list[float]:
+    return [value] * HIDDEN

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The flags of `vllm serve`: what they set, and what they refuse."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pickle
+
+import pytest
+
+from vllm_steer.config import LIMITS, SCHEDULER_CLS, WORKER_CLS, SteeringConfig
+from vllm_steer.errors import SteeringError
+from vllm_steer.serve.flags import MAX_BODY, MIDDLEWARE, add_flags, apply_flags, max_body_bytes
+
+SIZES = [f"--steering-{limit.name.replace('_', '-')}" for limit in (*LIMITS, MAX_BODY)]
+
+
+def parser_of_a_server(middleware: bool = True) -> argparse.ArgumentParser:
+    """The flags of vLLM's own that ours touch."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--worker-cls", default="auto")
+    parser.add_argument("--scheduler-cls", default=None)
+    parser.add_argument("--additional-config", type=json.loads, default={})
+    if middleware:
+        parser.add_argument("--middleware", action="append", default=[])
+    add_flags(parser)
+    return parser
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *words: str, middleware: bool = True) -> str:
+    with pytest.raises(SystemExit) as end:
+        parser_of_a_server(middleware).parse_args(words)
+    assert end.value.code == 2
+    return capsys.readouterr().err.splitlines()[-1]
+
+
+def test_enable_steering_sets_what_the_engine_needs() -> None:
+    """Catches a flag that is accepted and switches nothing on."""
+    args = parser_of_a_server().parse_args(["--enable-steering"])
+    assert (args.worker_cls, args.scheduler_cls) == (WORKER_CLS, SCHEDULER_CLS)
+    section = args.additional_config["steering"]
+    assert {limit.name: section[limit.name] for limit in LIMITS} == {limit.name: limit.default for limit in LIMITS}
+    assert args.middleware == [MIDDLEWARE]
+
+
+def test_sizes_reach_the_engine() -> None:
+    """Catches a size that is dropped, or one that lands under another name."""
+    words = [word for n, flag in enumerate(SIZES) for word in (flag, str(n + 7))]
+    args = parser_of_a_server().parse_args(["--enable-steering", *words])
+    section = args.additional_config["steering"]
+    assert [section[limit.name] for limit in LIMITS] == [n + 7 for n in range(len(LIMITS))]
+    assert max_body_bytes(args) == (len(LIMITS) + 7) << 20
+
+
+def test_every_setting_has_a_flag() -> None:
+    """Catches a setting of the engine that the command line lost."""
+    assert {limit.name for limit in LIMITS} == set(SteeringConfig.__struct_fields__)
+
+
+def test_a_stock_server_stays_stock() -> None:
+    """Catches a plug-in that changes the engine of somebody who did not ask for it."""
+    args = parser_of_a_server().parse_args([])
+    assert (args.worker_cls, args.scheduler_cls, args.additional_config) == ("auto", None, {})
+    assert args.middleware == [MIDDLEWARE]  # which only refuses there
+
+
+@pytest.mark.parametrize("flag", SIZES)
+def test_a_size_without_enable_steering_is_refused(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a server that starts without steering although its command line is about steering."""
+    message = error_of(capsys, flag, "8")
+    assert flag in message
+    assert "--enable-steering" in message
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "1.5", "1e3", "٣", " ", "true", "9" * 30, "9" * 5000])
+def test_sizes_are_whole_numbers_in_range(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a size of nothing, and a traceback in place of a sentence."""
+    assert "--steering-max-rows" in error_of(capsys, "--enable-steering", f"--steering-max-rows={text}")
+
+
+@pytest.mark.parametrize("flag", ["--worker-cls", "--scheduler-cls"])
+def test_classes_of_others_are_refused(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a user's own class that is replaced without a word."""
+    assert flag in error_of(capsys, "--enable-steering", flag, "some.where.Class")
+
+
+def test_additional_config_is_kept() -> None:
+    """Catches a user's settings for other plug-ins that are lost."""
+    args = parser_of_a_server().parse_args(["--enable-steering", "--additional-config", '{"other": 1}'])
+    assert args.additional_config["other"] == 1
+    assert "steering" in args.additional_config
+
+
+def test_two_answers_to_one_question_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a section of the additional config that the flags overwrite without a word."""
+    words = ["--enable-steering", "--additional-config", '{"steering": {"max_rows": 3}}']
+    assert "--additional-config" in error_of(capsys, *words)
+
+
+def test_the_body_limit_needs_a_server(capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a limit that is accepted by a command that serves no HTTP and can only ignore it."""
+    words = ["--enable-steering", "--steering-max-body-mib", "3"]
+    assert "--steering-max-body-mib" in error_of(capsys, *words, middleware=False)
+
+
+def test_applying_twice_changes_nothing() -> None:
+    """Catches spawned API servers, which apply the parent's flags again, refusing or doubling them."""
+    args = parser_of_a_server().parse_args(["--enable-steering", "--steering-max-rows", "9"])
+    child = pickle.loads(pickle.dumps(args))  # noqa: S301
+    apply_flags(child)
+    assert vars(child) == vars(args)
+
+
+def test_flags_are_applied_by_parsing_alone() -> None:
+    """Catches multi-port data parallelism, whose processes get the parsed flags before any plug-in runs."""
+    parent = argparse.ArgumentParser()
+    serve = parent.add_subparsers(dest="command").add_parser("serve")
+    add_flags(serve)
+    assert parent.parse_args(["serve", "--enable-steering"]).worker_cls == WORKER_CLS
+
+
+def test_flags_in_python_are_refused_with_our_error() -> None:
+    """Catches `AsyncEngineArgs.from_cli_args(Namespace(...))` going past the checks of the parser."""
+    with pytest.raises(SteeringError, match="--steering-max-rows"):
+        apply_flags(argparse.Namespace(enable_steering=False, steering_max_rows=8, middleware=[]))
