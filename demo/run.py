@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``make demo``: a trained model steered from prose to code and back, offline and over HTTP, in a few minutes on a CPU."""
+"""``make demo``: a trained model steered from prose to code and back, offline and over HTTP, in a few minutes on a
+CPU."""
 
 from __future__ import annotations
 

@@ -32,7 +32,9 @@ class Cell:
 
 def steering_params(vector: np.ndarray | None, layer: int, strength: float, **settings: Any) -> Any:
     """Sampling parameters that add ``strength`` times ``vector`` to the output of block ``layer``, for every token."""
-    edits = [] if vector is None else [Edit(kind="add", point="post_block", layers=layer, vector=vector, strength=strength)]
+    edits = (
+        [] if vector is None else [Edit(kind="add", point="post_block", layers=layer, vector=vector, strength=strength)]
+    )
     return SamplingParams(
         temperature=0.8, top_p=0.95, max_tokens=MAX_TOKENS, n=SAMPLES, seed=0, steering=edits or None, **settings
     )

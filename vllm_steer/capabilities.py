@@ -19,8 +19,8 @@ from vllm_steer.program.program import Read, Step
 class Capabilities:
     """Facts of the model and the tables of an engine that steers.
 
-    ``refused[point][layer]`` is the reason why edits are refused there; what is not named is served. ``no_capture`` is the
-    reason why this engine reads nothing at all, or None.
+    ``refused[point][layer]`` is the reason why edits are refused there; what is not named is served. ``no_capture``
+    is the reason why this engine reads nothing at all, or None.
     """
 
     num_layers: int
@@ -43,7 +43,13 @@ class Capabilities:
                 refused.setdefault(point, {}).update({int(layer): reason for layer, reason in layers.items()})
         first = reports[0]
         return cls(
-            first["num_layers"], first["hidden_size"], first["max_model_len"], first["dtype"], refused, config, no_capture
+            first["num_layers"],
+            first["hidden_size"],
+            first["max_model_len"],
+            first["dtype"],
+            refused,
+            config,
+            no_capture,
         )
 
     def check(self, program: Program, prompt_len: int | None) -> None:
@@ -70,7 +76,8 @@ class Capabilities:
         for layer in part.layers:
             if layer >= self.num_layers:
                 raise SteeringError(
-                    f"layers ({where})", f"layer {layer} does not exist; this model has layers 0 to {self.num_layers - 1}"
+                    f"layers ({where})",
+                    f"layer {layer} does not exist; this model has layers 0 to {self.num_layers - 1}",
                 )
         last = part.selector.max_position
         if last >= self.max_model_len:

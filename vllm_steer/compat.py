@@ -26,7 +26,7 @@ def check_version(version: str | None = None) -> None:
     if is_tested(version) or os.environ.get(OVERRIDE) == "1":
         return
     raise IncompatibleError(
-        f"vllm-steer is tested with vLLM {TESTED_RANGE} and this is vLLM {version}: hook points may be in other places. "
+        f"vllm-steer is tested with vLLM {TESTED_RANGE}, and in vLLM {version} hook points may be in other places. "
         f"Install a vLLM of that range, or set {OVERRIDE}=1 to run untested."
     )
 

@@ -33,8 +33,16 @@ class Limit:
 
 LIMITS: tuple[Limit, ...] = (
     Limit("max_rows", 1024, 1, 1 << 16, "distinct token programs on the device at one time, over all running requests"),
-    Limit("max_vectors", 2048, 1, 1 << 20, "distinct vectors on the device at one time; each takes 4 x hidden size bytes"),
-    Limit("max_instructions", 65536, 1, 1 << 24, "edit instructions (one per row, site and edit) on the device at one time"),
+    Limit(
+        "max_vectors", 2048, 1, 1 << 20, "distinct vectors on the device at one time; each takes 4 x hidden size bytes"
+    ),
+    Limit(
+        "max_instructions",
+        65536,
+        1,
+        1 << 24,
+        "edit instructions (one per row, site and edit) on the device at one time",
+    ),
     Limit("max_segments", 32, 1, 1024, "stretches of differently edited or read positions that one request may have"),
     Limit("capture_rows", 8192, 1, 1 << 24, "captured rows of one step; each takes hidden size x bytes of the dtype"),
 )

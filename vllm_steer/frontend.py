@@ -113,7 +113,8 @@ def check_engine_request(input_processor: Any, request: Any) -> None:
         return
     if request.resumable:
         raise SteeringError(
-            "steering", "streaming input turns outputs into prompt, which steering does not define yet; send whole prompts"
+            "steering",
+            "streaming input turns outputs into prompt, which steering does not define yet; send whole prompts",
         )
     prompt_len = length_from_prompt_token_ids_or_embeds(request.prompt_token_ids, request.prompt_embeds)
     check_params(request.sampling_params, getattr(input_processor, _KEPT, None), prompt_len)

@@ -50,7 +50,8 @@ class LLM(VllmLLM):  # type: ignore[misc]
             served_by(self.llm_engine)
 
     def beam_search(self, prompts: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's beam search; refused with steering, since vLLM drops a request's own settings on the way to its beams."""
+        """vLLM's beam search; refused with steering, since vLLM drops a request's own settings on the way to its
+        beams."""
         if has_steering(params):
             raise SteeringError("steering", "beam search does not carry it to the beams; use sampling")
         return super().beam_search(prompts, params, *args, **kwargs)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sampling parameters that carry steering.
 
-vLLM's ``SamplingParams`` has one free-form field, ``extra_args``, that travels to the scheduler and to every worker. The
-steering fields of a request are parsed here, once, and compiled to bytes under one key of it; nothing else of vLLM's
-class changes, so clones, defaults and the wire form are vLLM's own.
+vLLM's ``SamplingParams`` has one free-form field, ``extra_args``, that travels to the scheduler and to every worker.
+The steering fields of a request are parsed here, once, and compiled to bytes under one key of it; nothing else of
+vLLM's class changes, so clones, defaults and the wire form are vLLM's own.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ def attach_steering(params: Any, fields: Mapping[str, Any]) -> None:
     if not compiled:
         return
     if EXTRA_KEY in (params.extra_args or {}):
-        raise SteeringError(f"extra_args.{EXTRA_KEY}", "is already set; give the steering fields or the compiled program")
+        raise SteeringError(
+            f"extra_args.{EXTRA_KEY}", "is already set; give the steering fields or the compiled program"
+        )
     # A new dict: the caller's may be shared between several SamplingParams.
     params.extra_args = {**(params.extra_args or {}), **compiled}
 
@@ -110,14 +112,15 @@ class SamplingParams(VllmSamplingParams, metaclass=_SteeringMeta):  # type: igno
     """vLLM's ``SamplingParams`` and these arguments; all are checked here, before any engine hears of them.
 
     ``steering_vectors``, ``prefill_steering_vectors``, ``decode_steering_vectors``
-        ``{point: {layer: vector | {"vector": vector, "scale": float}}}``: added to the residual stream of every token, of
-        prompt tokens, of generated tokens. A vector is a list, numpy array or torch tensor of the model's hidden size.
+        ``{point: {layer: vector | {"vector": vector, "scale": float}}}``: added to the residual stream of every
+        token, of prompt tokens, of generated tokens. A vector is a list, numpy array or torch tensor of the model's
+        hidden size.
     ``steering``
         a list of :class:`vllm_steer.Edit` or of dicts with its fields: the general form.
     ``capture``
         ``{consumer: spec}``: which rows of the stream go where; a spec is a dict or a :class:`vllm_steer.CaptureSpec`.
 
-    Edits at one site apply in this order: ``steering_vectors``, ``prefill_...``, ``decode_...``, then ``steering`` in the
-    order given. One object can be used for any number of requests. Raises :class:`vllm_steer.SteeringError`, a
+    Edits at one site apply in this order: ``steering_vectors``, ``prefill_...``, ``decode_...``, then ``steering`` in
+    the order given. One object can be used for any number of requests. Raises :class:`vllm_steer.SteeringError`, a
     ``ValueError``, naming the field.
     """

@@ -12,8 +12,9 @@ wrapped                                               why no official seam will 
 ``EngineArgs.create_engine_config``                   conflicting settings are to be refused before anything is loaded
 ``InputProcessor.assign_request_id``                  the one step that every way in takes last; the request is whole
 ``LLMEngine.add_request``, ``AsyncLLM.add_request``   what the engine serves must be known before that check
-``OutputProcessor.add_request``, ``RequestState``     outputs have no field for captured rows: they are taken from one that is
-``make_request_output``, ``_new_completion_output``   free-form, and results are put on ``CompletionOutput`` when a sample ends
+``OutputProcessor.add_request``                       a sample that captures collects its rows from its first output on
+``RequestState.make_request_output``                  outputs have no field for rows: they are taken from a free-form one
+``RequestState._new_completion_output``               results go onto the sample's ``CompletionOutput`` when it ends
 ``to_sampling_params``, ``to_beam_search_params``     the OpenAI request classes drop fields that they do not know
 ``BaseServing._extract_prompt_len``                   a stream has started by the time the engine checks the prompt
 ====================================================  =================================================================

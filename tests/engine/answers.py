@@ -14,7 +14,7 @@ from vllm_steer import SamplingParams
 
 def params(max_tokens: int = 6, **fields: Any) -> Any:
     """Greedy, with the log-probabilities of the whole vocabulary; never stops early."""
-    settings: dict[str, Any] = dict(
+    settings: dict[str, Any] = dict(  # noqa: C408
         max_tokens=max_tokens, temperature=0, ignore_eos=True, detokenize=False, logprobs=VOCAB
     )
     return SamplingParams(**{**settings, **fields})

@@ -80,7 +80,7 @@ def test_an_edit_of_late_positions_shares_the_blocks_before_it() -> None:
 
 def test_prompts_of_other_lengths_share_their_common_edited_prefix() -> None:
     """Catches a key that holds the prompt's length where nothing depends on it yet."""
-    assert shared(keys([edit(1, "prompt")], PROMPT), keys([edit(1, "prompt")], PROMPT + [7, 7, 7, 7])) == 2
+    assert shared(keys([edit(1, "prompt")], PROMPT), keys([edit(1, "prompt")], [*PROMPT, 7, 7, 7, 7])) == 2
 
 
 def test_where_the_prompt_ends_is_part_of_the_key_once_it_matters() -> None:

@@ -74,7 +74,11 @@ def test_before_and_after_an_edit(llm: Any) -> None:
     p = prompt(*range(20, 40))
     hooks = {"post_block": [1]}
     plain, before, after = (
-        result(run(llm, [p], [params(1, steering=edits, capture=capture(hooks=hooks, before=b, positions="all_prompt"))])[0])
+        result(
+            run(llm, [p], [params(1, steering=edits, capture=capture(hooks=hooks, before=b, positions="all_prompt"))])[
+                0
+            ]
+        )
         for edits, b in ((None, False), ([edit], True), ([edit], False))
     )
     torch.testing.assert_close(before.tensor("post_block", 1), plain.tensor("post_block", 1))
@@ -106,7 +110,13 @@ def test_reductions_and_dtypes(llm: Any) -> None:
     specs = {"hooks": {"post_attn": [2]}, "positions": "all_prompt"}
     whole, mean, last, scores, half = (
         result(run(llm, [p], [params(1, capture={"memory": {**specs, **extra}})])[0]).tensor("post_attn", 2)
-        for extra in ({}, {"reduce": "mean"}, {"reduce": "last"}, {"reduce": {"directions": probes}}, {"dtype": "float16"})
+        for extra in (
+            {},
+            {"reduce": "mean"},
+            {"reduce": "last"},
+            {"reduce": {"directions": probes}},
+            {"dtype": "float16"},
+        )
     )
     torch.testing.assert_close(mean, whole.mean(0, keepdim=True))
     torch.testing.assert_close(last, whole[-1:])
@@ -169,4 +179,6 @@ def test_hidden_states_of_many_prompts_are_stacked_in_order(llm: Any) -> None:
     assert last.sites == (("post_block", 0), ("post_block", 2))
     assert every.prompt_index("post_block", 2).tolist() == [0] * 3 + [1] * 9 + [2] * 6
     assert every.positions("post_block", 2).tolist() == [*range(3), *range(9), *range(6)]
-    torch.testing.assert_close(last.tensor("post_block", 2), every.tensor("post_block", 2)[[2, 11, 17]], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        last.tensor("post_block", 2), every.tensor("post_block", 2)[[2, 11, 17]], atol=1e-4, rtol=1e-4
+    )

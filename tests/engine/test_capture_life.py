@@ -99,7 +99,9 @@ def test_preemption_repeats_no_row(tiny_llama: Path, truth: list[Any], monkeypat
     preempted: list[Any] = []
     original = type(scheduler)._preempt_request
     monkeypatch.setattr(
-        type(scheduler), "_preempt_request", lambda self, r, *a, **k: (preempted.append(r), original(self, r, *a, **k))[1]
+        type(scheduler),
+        "_preempt_request",
+        lambda self, r, *a, **k: (preempted.append(r), original(self, r, *a, **k))[1],
     )
     try:
         compare(run(llm, *workload(12, 24)), truth)

@@ -51,7 +51,9 @@ def test_preemption_in_decode(tiny_llama: Path, truth: list[Any], monkeypatch: p
     preempted = []
     original = type(scheduler)._preempt_request
     monkeypatch.setattr(
-        type(scheduler), "_preempt_request", lambda self, r, *a, **k: (preempted.append(r), original(self, r, *a, **k))[1]
+        type(scheduler),
+        "_preempt_request",
+        lambda self, r, *a, **k: (preempted.append(r), original(self, r, *a, **k))[1],
     )
     try:
         compare(run(llm, *workload()), truth)
@@ -85,7 +87,9 @@ def test_aborted_requests_give_their_places_back(tiny_llama: Path) -> None:
     try:
         engine = llm.llm_engine
         for i in range(6):
-            engine.add_request(str(i), prompt(*range(1, 20)), params(50, steering_vectors={"post_block": {1: direction(i)}}))
+            engine.add_request(
+                str(i), prompt(*range(1, 20)), params(50, steering_vectors={"post_block": {1: direction(i)}})
+            )
         for _ in range(3):
             engine.step()
         ledger = scheduler_of(llm).steering_ledger

@@ -30,7 +30,9 @@ def ours(llm: Any) -> list[str]:
     found = [type(x).__module__ for x in (worker, worker.model_runner, scheduler_of(llm))]
     for module in worker.model_runner.get_model().modules():
         found.append(type(module).__module__)
-        found.extend(value.__module__ for value in vars(module).values() if callable(value) and hasattr(value, "__module__"))
+        found.extend(
+            value.__module__ for value in vars(module).values() if callable(value) and hasattr(value, "__module__")
+        )
     found.extend(type(value).__module__ for value in config.compilation_config.static_forward_context.values())
     found.extend(f"vllm_steer in additional_config: {name}" for name in (config.additional_config or {}))
     return [name for name in found if name and name.startswith("vllm_steer")]

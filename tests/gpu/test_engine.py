@@ -54,7 +54,9 @@ def requests(count: int = 48) -> tuple[list[dict[str, Any]], list[SamplingParams
                     **({"low": 1.0} if kind == "clamp" else {}),
                 )
             )
-        params.append(SamplingParams(max_tokens=24, temperature=0, logprobs=1, detokenize=False, steering=edits or None))
+        params.append(
+            SamplingParams(max_tokens=24, temperature=0, logprobs=1, detokenize=False, steering=edits or None)
+        )
     return prompts, params
 
 
@@ -87,7 +89,9 @@ def results(model: Path) -> dict[str, Any]:
         found[name] = answers(llm, prompts, params)
         found[name + "-alone"] = [answers(llm, p, s)[0] for p, s in zip(prompts[:12], params[:12], strict=True)]
         found[name + "-plain"] = answers(llm, prompts, plain)
-        found[name + "-runner"] = type(llm.llm_engine.model_executor.driver_worker.worker.model_runner).__mro__[2].__module__
+        found[name + "-runner"] = (
+            type(llm.llm_engine.model_executor.driver_worker.worker.model_runner).__mro__[2].__module__
+        )
         del llm
         gc.collect()
         torch.cuda.empty_cache()

@@ -102,7 +102,9 @@ def test_only_edits_that_reach_a_later_key_or_value_fork_the_cache(point: str, l
 
 def test_all_layers_expand_in_order_at_every_layer() -> None:
     """Catches "all" that misses the first or last layer."""
-    resolved = resolve(compile_program([edit(0, layers="all", point="pre_attn"), edit(1, layers=2, point="pre_attn")]), 5, LAYERS)
+    resolved = resolve(
+        compile_program([edit(0, layers="all", point="pre_attn"), edit(1, layers=2, point="pre_attn")]), 5, LAYERS
+    )
     assert [i.site for i in resolved.rows[0].instructions] == [0, 3, 6, 6]
 
 

@@ -56,7 +56,9 @@ def random_tables(
     return tables
 
 
-def compare(launch: object, seed: int, hidden: int, dtype: torch.dtype, with_other: bool, device: torch.device) -> float:
+def compare(
+    launch: object, seed: int, hidden: int, dtype: torch.dtype, with_other: bool, device: torch.device
+) -> float:
     """Largest difference between ``launch`` and the definition, over all sites, in units of ``dtype``'s rounding.
 
     Raises AssertionError where a token without instructions was touched at all.

@@ -19,8 +19,13 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_kernel_matches_the_definition_in_the_interpreter() -> None:
-    """Catches a kernel whose arithmetic, masks or linking differ. A process of its own: Triton reads the switch once."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    """Catches a kernel whose arithmetic, masks or linking differ. A process of its own: Triton reads the switch
+    once."""
+    environment = {
+        **os.environ,
+        "TRITON_INTERPRET": "1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    }
     done = subprocess.run(
         [sys.executable, "-m", "tests.taps.kernel_in_interpreter"],
         cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False,

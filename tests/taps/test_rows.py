@@ -15,7 +15,13 @@ from vllm_steer.taps.tables import END, Tables
 def make_tables() -> Tables:
     config = SteeringConfig(max_rows=8, max_vectors=1, max_instructions=1, max_segments=4)
     return Tables(
-        config, num_sites=3, hidden_size=8, max_tokens=64, max_requests=5, dtype=torch.float32, device=torch.device("cpu")
+        config,
+        num_sites=3,
+        hidden_size=8,
+        max_tokens=64,
+        max_requests=5,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
     )
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """From the chunks of a request's steps to its rows, each position exactly once.
 
-Rows are keyed by absolute position. A position that was computed again (preemption, a rejected draft token) comes again,
-and the last one counts; a position that was never part of the request (a draft beyond its end) is cut off. The last sampled
-token is never forwarded, so a request of ``t`` tokens has positions ``0 .. t - 2``.
+Rows are keyed by absolute position. A position that was computed again (preemption, a rejected draft token) comes
+again, and the last one counts; a position that was never part of the request (a draft beyond its end) is cut off. The
+last sampled token is never forwarded, so a request of ``t`` tokens has positions ``0 .. t - 2``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The front end's side of capture: what running requests have asked for, and handing it to consumers when they end.
 
-A consumer works in a thread of its own, so a slow one delays nobody's tokens; what it reports is waited for where a result
-is looked at, and nowhere before.
+A consumer works in a thread of its own, so a slow one delays nobody's tokens; what it reports is waited for where a
+result is looked at, and nowhere before.
 """
 
 from __future__ import annotations
@@ -61,7 +61,10 @@ class CaptureDesk:
                 raise SteeringError(
                     f"capture.{name}", f"is not a consumer of this engine; it has {', '.join(sorted(self._consumers))}"
                 )
-            if isinstance(spec.reduce, Projection) and spec.reduce.directions.shape[1] != self._capabilities.hidden_size:
+            if (
+                isinstance(spec.reduce, Projection)
+                and spec.reduce.directions.shape[1] != self._capabilities.hidden_size
+            ):
                 raise SteeringError(
                     f"capture.{name}.reduce.directions",
                     f"are {spec.reduce.directions.shape[1]} wide, but this model's hidden size is "
@@ -75,7 +78,8 @@ class CaptureDesk:
         return Assembly(served.num_layers, served.hidden_size, getattr(torch, served.dtype))
 
     def finish(self, assembly: Assembly, specs: tuple[tuple[str, CaptureSpec], ...], **about: Any) -> CaptureResults:
-        """Hand a finished sample to its consumers; ``about`` are the fields of :class:`CapturedRequest` on the request."""
+        """Hand a finished sample to its consumers; ``about`` are the fields of :class:`CapturedRequest` on the
+        request."""
         return CaptureResults(
             {name: self._threads[name].submit(self._deliver, name, spec, assembly, about) for name, spec in specs}
         )

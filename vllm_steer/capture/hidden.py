@@ -48,8 +48,8 @@ def capture_hidden_states(
 ) -> HiddenStates:
     """Run ``prompts`` through ``llm`` (one token each is sampled and thrown away) and return their hidden states.
 
-    ``hooks``, ``positions`` and ``dtype`` are those of a capture spec; ``steering`` are edits under which to read. Raises
-    :class:`~vllm_steer.SteeringError` for what cannot be served, ``RuntimeError`` where rows are missing.
+    ``hooks``, ``positions`` and ``dtype`` are those of a capture spec; ``steering`` are edits under which to read.
+    Raises :class:`~vllm_steer.SteeringError` for what cannot be served, ``RuntimeError`` where rows are missing.
     """
     from vllm_steer.params import SamplingParams
 

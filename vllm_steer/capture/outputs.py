@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Captures on vLLM's output path: taking rows out of engine outputs, and results onto request outputs.
 
-Called from the wrapped methods of ``plugin.py``. Everything is kept on vLLM's own per-sample ``RequestState``, so it ends
-when vLLM forgets the sample: after an abort or a client that went away, nothing is left.
+Called from the wrapped methods of ``plugin.py``. Everything is kept on vLLM's own per-sample ``RequestState``, so it
+ends when vLLM forgets the sample: after an abort or a client that went away, nothing is left.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prefix-cache keys: a KV block computed under an edit never serves a request without it, nor the other way round.
 
-vLLM's own hash chain runs on, untouched, on a shadow list (so its salts, LoRA and multimodal keys keep working); a block
-from the first edited position on gets a key made of vLLM's hash and the content of the edits up to that block. Blocks
-before it keep vLLM's hash and are shared with everybody; equal content gives equal keys.
+vLLM's own hash chain runs on, untouched, on a shadow list (so its salts, LoRA and multimodal keys keep working); a
+block from the first edited position on gets a key made of vLLM's hash and the content of the edits up to that block.
+Blocks before it keep vLLM's hash and are shared with everybody; equal content gives equal keys.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ Hasher = Callable[[Any], list[Any]]
 
 
 def kv_spans(resolved: Resolved) -> tuple[tuple[int, bytes | None], ...]:
-    """``(start, digest)`` of each stretch of positions whose keys and values are edited alike; None where they are not."""
+    """``(start, digest)`` of each stretch of positions whose keys and values are edited alike; None where they are
+    not."""
     spans: list[tuple[int, bytes | None]] = []
     for segment in resolved.segments:
         if not spans or spans[-1][1] != segment.kv_digest:

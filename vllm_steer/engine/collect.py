@@ -23,8 +23,8 @@ ATTRIBUTE = "steering_rows"
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
     """Rows of consecutive positions of one request.
 
-    ``captures`` names what each position stored, as ``2 * site + before``; ``rows`` holds ``count * len(captures)`` rows
-    of the hidden size in the model's dtype, position by position.
+    ``captures`` names what each position stored, as ``2 * site + before``; ``rows`` holds ``count * len(captures)``
+    rows of the hidden size in the model's dtype, position by position.
     """
 
     request_id: str

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Captured rows in the scheduler's process: held from the step that made them to the next output of their request.
 
-vLLM's outputs have one free-form field per request, ``kv_transfer_params``; rows ride in it under one key, beside whatever
-a KV connector put there, and the front end takes them out before anybody else looks. A step in the middle of a chunked
-prefill has no output, so its rows wait here.
+vLLM's outputs have one free-form field per request, ``kv_transfer_params``; rows ride in it under one key, beside
+whatever a KV connector put there, and the front end takes them out before anybody else looks. A step in the middle of
+a chunked prefill has no output, so its rows wait here.
 """
 
 from __future__ import annotations

@@ -99,9 +99,7 @@ class SteeringRunnerV1:
 
     def _steer_requests(self: Any) -> list[tuple[str, int, int]]:
         first = self.input_batch.num_computed_tokens_cpu
-        return [
-            (name, int(first[row]), self._steer_counts[name]) for row, name in enumerate(self.input_batch.req_ids)
-        ]
+        return [(name, int(first[row]), self._steer_counts[name]) for row, name in enumerate(self.input_batch.req_ids)]
 
     def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
         output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]

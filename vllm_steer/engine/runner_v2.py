@@ -33,7 +33,8 @@ class SteeringRunnerV2:
             max_requests=self.max_num_reqs,
         )
         state = self.model_state
-        state.__class__ = _steering_state(type(state))
+        chosen: Any = type(state)
+        state.__class__ = _steering_state(chosen)
         state.steering = self.steering
         state.steering_step_is_real = False
 

@@ -2,8 +2,8 @@
 """The scheduler's part: cache keys by content, and admission by the books.
 
 A request takes its places in the device tables when it is first scheduled and gives them back when it ends, so a
-program is bound from admission to the end, through preemptions. One that does not fit waits, and no later steered request
-overtakes it; plain requests pass.
+program is bound from admission to the end, through preemptions. One that does not fit waits, and no later steered
+request overtakes it; plain requests pass.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ def steering_scheduler(base: Any) -> Any:
             super().__init__(*args, **kwargs)
             config = from_vllm_config(self.vllm_config)
             if config is None:
-                raise SteeringError("additional_config", "has no steering section, though the steering scheduler is in use")
+                raise SteeringError(
+                    "additional_config", "has no steering section, though the steering scheduler is in use"
+                )
             self.steering_ledger = Ledger(config.max_rows, config.max_instructions, config.max_vectors)
             self._steering_layers = int(self.vllm_config.model_config.hf_text_config.num_hidden_layers)
             self._steering_hash = get_hash_fn_by_name(self.vllm_config.cache_config.prefix_caching_hash_algo)
@@ -84,7 +86,8 @@ def steering_scheduler(base: Any) -> Any:
                 request.update_block_hashes()
 
         def _needs_whole_prompt(self, resolved: Resolved, request: Any) -> bool:
-            """Whether reads forbid any cache hit: where hits cannot be cut to a position (hybrid caches, connectors)."""
+            """Whether reads forbid any cache hit: where hits cannot be cut to a position (hybrid caches,
+            connectors)."""
             first = resolved.first_captured
             if first is None or first >= request.num_prompt_tokens - 1:
                 return False
@@ -111,7 +114,8 @@ def steering_scheduler(base: Any) -> Any:
             return tokens
 
         def _fitting(self, resolved: Resolved, start: int, tokens: int) -> tuple[int, int]:
-            """The most of ``tokens`` tokens from ``start`` on whose rows fit what is left of the arena, and those rows."""
+            """The most of ``tokens`` tokens from ``start`` on whose rows fit what is left of the arena, and those
+            rows."""
             if self._drafts:
                 tokens = min(tokens, self._capture_left // resolved.max_captures)
                 return tokens, tokens * resolved.max_captures

@@ -36,9 +36,9 @@ class StepBatch:
     """What a runner says about one real step, all on the device.
 
     ``slot`` ``[tokens]``: each token's request's place in the segment tables. ``position`` ``[tokens]``: its absolute
-    position. ``num_padded``: how many tokens the model runs on. ``requests``: id, first position and number of tokens of
-    each request in batch order, as the host knows them (positions may be ahead of the device's); looked at only while
-    some request captures.
+    position. ``num_padded``: how many tokens the model runs on. ``requests``: id, first position and number of tokens
+    of each request in batch order, as the host knows them (positions may be ahead of the device's); looked at only
+    while some request captures.
     """
 
     slot: torch.Tensor
@@ -123,7 +123,8 @@ class Steering:
         return tuple(planned), min(num_rows, self.tables.arena.shape[0])
 
     def end_step(self) -> None:
-        """After the forward pass, on the same stream: what was captured must leave before the next step stores over it."""
+        """After the forward pass, on the same stream: what was captured must leave before the next step stores over
+        it."""
         if self._step is None:
             return
         batch, planned, num_rows = self._step

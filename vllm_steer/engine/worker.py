@@ -45,7 +45,8 @@ class SteeringWorker(_platform_worker()):  # type: ignore[misc]
         super().init_device()
         # vLLM's CPU worker builds its runner inside init_device (v1/worker/cpu_worker.py), so there is no factory to
         # override on every platform; the class is changed before anything is loaded.
-        self.model_runner.__class__ = _steering_runner(type(self.model_runner))
+        chosen: Any = type(self.model_runner)
+        self.model_runner.__class__ = _steering_runner(chosen)
 
     def steering_capabilities(self) -> dict[str, Any]:
         """RPC: what this rank serves, see :meth:`vllm_steer.engine.steering.Steering.capabilities`."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finding a model's decoder layers, and the recipe of each.
 
-The language model of a multimodal wrapper is searched, never a tower. The container is the one ``ModuleList`` as long as
-the text model has layers; its index is the layer's number over the whole model, also under pipeline parallelism, where
-other stages' layers are placeholders.
+The language model of a multimodal wrapper is searched, never a tower. The container is the one ``ModuleList`` as long
+as the text model has layers; its index is the layer's number over the whole model, also under pipeline parallelism,
+where other stages' layers are placeholders.
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ def find_decoder(model: nn.Module, hf_text_config: Any) -> Decoder:
             continue
         recipe = BY_LAYER.get(qualified_name(layer))
         if recipe is None:
-            raise UnsupportedModelError(f"{name} cannot be steered: no recipe for layer {number}, {qualified_name(layer)}")
+            raise UnsupportedModelError(
+                f"{name} cannot be steered: no recipe for layer {number}, {qualified_name(layer)}"
+            )
         reason = recipe.accepts(layer)
         if reason is not None:
             raise UnsupportedModelError(f"{name} cannot be steered: {qualified_name(layer)} with {reason}")

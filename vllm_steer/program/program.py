@@ -100,13 +100,15 @@ class Program(msgspec.Struct, frozen=True, array_like=True, dict=True):
             )
         )
         if not sound or not all(np.isfinite(self.vector(i)).all() for i in range(len(self.vectors))):
-            raise SteeringError("extra_args.steer", "the program's parts do not fit together; build it with this package")
+            raise SteeringError(
+                "extra_args.steer", "the program's parts do not fit together; build it with this package"
+            )
         if not all(
-            0 <= read.point < len(POINT_NAMES) and all(0 <= layer for layer in read.layers) for read in self.reads
+            0 <= read.point < len(POINT_NAMES) and all(layer >= 0 for layer in read.layers) for read in self.reads
         ):
             raise SteeringError("extra_args.steer", "a read is of no point or layer; build it with this package")
-        for part in (*self.steps, *self.reads):
-            part.selector  # noqa: B018 - raises SteeringError where the selector is malformed
+        for tokens in (*(step.tokens for step in self.steps), *(read.tokens for read in self.reads)):
+            Selector.from_wire(tokens)
 
     def vector(self, index: int) -> np.ndarray:
         """Vector ``index`` as float32 ``[width]``, read-only."""

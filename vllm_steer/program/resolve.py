@@ -165,9 +165,7 @@ def _layers(part: Step | Read, num_layers: int) -> range | tuple[int, ...]:
 
 
 def _row(steps: tuple[Step, ...], reads: tuple[Read, ...], program: Program, num_layers: int) -> Row:
-    wanted = {
-        (layer * N_POINTS + read.point, read.before) for read in reads for layer in _layers(read, num_layers)
-    }
+    wanted = {(layer * N_POINTS + read.point, read.before) for read in reads for layer in _layers(read, num_layers)}
     captures = tuple(Captured(site, before) for site, before in sorted(wanted))
     content = [step.digest for step in steps]
     content += [b"read%d:%d" % (captured.site, captured.before) for captured in captures]

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tap as one Triton kernel: a program per token, which leaves at once where its row has nothing to do here.
 
-The definition is :mod:`vllm_steer.taps.reference`. Arithmetic is float32 with one rounding, when the summand is written.
+The definition is :mod:`vllm_steer.taps.reference`. Arithmetic is float32 with one rounding, when the summand is
+written.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _ADD, _ADD_NORMED, _ABLATE = (tl.constexpr(code) for code in (ops.ADD, ops.ADD_N
 _CAPTURE = tl.constexpr(ops.CAPTURE)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _tap_kernel(  # type: ignore[no-untyped-def]
     target, other, head, token_row, instruction, parameter, vector, token_base, arena,
     target_stride, other_stride, head_stride, hidden, arena_rows,

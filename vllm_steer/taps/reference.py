@@ -24,7 +24,9 @@ def add(x: torch.Tensor, v: torch.Tensor, s: torch.Tensor, low: torch.Tensor, hi
     return x + s * v
 
 
-def add_normed(x: torch.Tensor, v: torch.Tensor, s: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+def add_normed(
+    x: torch.Tensor, v: torch.Tensor, s: torch.Tensor, low: torch.Tensor, high: torch.Tensor
+) -> torch.Tensor:
     """``x + s |x| v``: a change of ``s`` times the stream's own length."""
     length: torch.Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return x + s * length * v
@@ -49,8 +51,8 @@ def apply_tap(target: torch.Tensor, other: torch.Tensor | None, head: torch.Tens
 
     ``target`` and ``other`` are ``[tokens, hidden]``, the stream's summands in model dtype (``other`` None: the stream
     is ``target`` alone). ``head`` ``[rows + 1]`` int32 gives each row's first instruction at this site, 0 for none.
-    Instructions of a token run in the order in which its request gave them; a CAPTURE stores the stream as it is then in
-    the arena, at ``token_base`` plus the instruction's index, rounded to the arena's dtype.
+    Instructions of a token run in the order in which its request gave them; a CAPTURE stores the stream as it is then
+    in the arena, at ``token_base`` plus the instruction's index, rounded to the arena's dtype.
     """
     current = head[tables.token_row[: target.shape[0]].long()].long()
     touched = current.nonzero().squeeze(1)
