@@ -5,8 +5,11 @@
 
 Two kinds of request: ``large``, 2,048 tokens at 4 sites of a model of hidden size 4,096 in bfloat16 (64 MiB), and
 ``small``, the last prompt token at 32 sites (256 KiB). Each run writes them through `FilesystemConsumer.accept` into a
-new folder, closes the consumer, reads a tensor back and compares it, and removes the folder; what was written before is
-flushed to the disk first, outside the time. The raw times go to benchmarks/results/capture-consumers.json.
+new folder, closes the consumer, reads a tensor back and compares it, and removes the folder. Ahead of each, and for
+comparison, as many bytes go into one plain file in blocks of a request's size, with no format at all: it shows what the
+machine can do at that moment, and leaves its memory touched, which on a virtual machine is most of a first write's
+time. What is still to be written to the disk is flushed before either, outside the time. All times go to
+benchmarks/results/capture-consumers.json.
 """
 
 from __future__ import annotations
@@ -74,8 +77,9 @@ def run(kind: Kind, layout: Any, where: Path) -> dict[str, float]:
     """Write one run; seconds of all ``accept`` calls and of ``close``."""
     request = make_request(kind)
     folder = Path(tempfile.mkdtemp(prefix="captures-", dir=where))
-    os.sync()
     try:
+        plain = write_plain(kind, folder / "plain")
+        os.sync()
         consumer = FilesystemConsumer(root=str(folder), layout=layout)
         start = time.perf_counter()
         for _ in range(kind.requests):
@@ -90,7 +94,24 @@ def run(kind: Kind, layout: Any, where: Path) -> dict[str, float]:
         files = len(list(folder.iterdir()))
     finally:
         shutil.rmtree(folder)
-    return {"accept_s": accepted - start, "close_s": closed - accepted, "files": files}
+    return {"plain_s": plain, "accept_s": accepted - start, "close_s": closed - accepted, "files": files}
+
+
+def write_plain(kind: Kind, path: Path) -> float:
+    """Seconds to write the bytes of a run, and no more, to a file, which is then removed."""
+    block = memoryview(np.random.default_rng(0).bytes(kind.layers * kind.tokens * HIDDEN * 2))
+    os.sync()
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    try:
+        start = time.perf_counter()
+        for i in range(kind.requests):
+            os.posix_fallocate(fd, i * block.nbytes, block.nbytes)
+            if os.pwrite(fd, block, i * block.nbytes) != block.nbytes:
+                raise RuntimeError("the disk is full")
+        return time.perf_counter() - start
+    finally:
+        os.close(fd)
+        path.unlink()
 
 
 def environment(where: Path) -> dict[str, Any]:
@@ -132,11 +153,16 @@ def main() -> None:
                 "requests": kind.requests,
                 "row_bytes": size,
                 "runs": runs,
+                "median_plain_bytes_per_s": size / statistics.median(r["plain_s"] for r in runs),
                 "median_bytes_per_s": size / seconds,
                 "median_us_per_request": seconds / kind.requests * 1e6,
             }
             results["cases"].append(case)
-            print(f"{kind.name:6} {layout:12} {size / seconds / 1e9:6.2f} GB/s {case['median_us_per_request']:9.1f} us")
+            print(
+                f"{kind.name:6} {layout:12} {size / seconds / 1e9:6.2f} GB/s, "
+                f"plain file {case['median_plain_bytes_per_s'] / 1e9:6.2f} GB/s, "
+                f"{case['median_us_per_request']:9.1f} us a request"
+            )
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(results, indent=2) + "\n")
 

@@ -7,6 +7,7 @@ import os
 
 import pytest
 import torch
+from hypothesis import settings
 
 # One engine in this very process, small caches, and no pinning of threads to cores that other engines of the same test
 # run use as well.
@@ -15,6 +16,10 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# No test of this project is about time.
+settings.register_profile("vllm-steer", deadline=None)
+settings.load_profile("vllm-steer")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -104,8 +104,8 @@ def encode_header(tensors: Sequence[TensorEntry], metadata: Mapping[str, str], s
 
 
 def raw(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a CPU tensor in row-major order, in place where it is contiguous."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    """The bytes of a CPU tensor ``[n, width]`` in row-major order, in place where it is contiguous."""
+    return tensor.contiguous().view(torch.uint8).numpy().data
 
 
 def dtype_name(rows: torch.Tensor) -> str:

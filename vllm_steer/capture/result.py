@@ -64,7 +64,8 @@ class CapturedRequest:
 
     def token_array(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """int64 ``[n]``: the token at each of ``positions`` ``[n]``."""
-        return np.asarray(self.prompt_token_ids + self.output_token_ids, dtype=np.int64)[positions]
+        tokens = self.prompt_token_ids + self.output_token_ids
+        return np.array([tokens[position] for position in positions.tolist()], dtype=np.int64)
 
     @property
     def num_bytes(self) -> int:

@@ -4,8 +4,7 @@
 A layer's stream reaches vLLM's code in one of two shapes:
 
 * **pair**: ``(hidden_states, residual)``, added by the next fused add-norm. The taps edit the residual summand,
-  which is
-  complete on every tensor-parallel rank and keeps vLLM's all-reduce fusion matching.
+  which is complete on every tensor-parallel rank and keeps vLLM's all-reduce fusion matching.
 * **single**: one tensor. ``post_attn`` is the tensor that enters the second norm; these layers keep that very tensor as
   their residual, so an edit in place reaches the MLP and the residual sum alike.
 

@@ -150,7 +150,7 @@ class Part:
     def write(self, buffers: Sequence[memoryview | bytes], offset: int) -> None:
         """Write ``buffers`` one after the other from ``offset`` on; raises CaptureWriteError."""
         with telling_why():
-            waiting = [memoryview(buffer) for buffer in buffers if len(buffer)]
+            waiting = [view for buffer in buffers if (view := memoryview(buffer)).nbytes]
             waiting.reverse()
             while waiting:
                 batch = waiting[-_MOST_BUFFERS:]
@@ -160,7 +160,7 @@ class Part:
                 while waiting and written >= waiting[-1].nbytes:
                     written -= waiting.pop().nbytes
                 if written:
-                    waiting[-1] = waiting[-1][written:]
+                    waiting[-1] = waiting[-1].cast("B")[written:]
 
     def publish(self, size: int) -> None:
         """Cut the file to ``size`` bytes and let it appear; a failure discards it and raises CaptureWriteError."""

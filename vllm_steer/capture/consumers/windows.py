@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import Any
+from collections.abc import Sequence
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
-import torch
 
 from vllm_steer.capture.consumers.folder import CaptureWriteError, Folder
 from vllm_steer.capture.consumers.layouts import Layout, LayoutName, Window, timestamped_stem
@@ -37,8 +38,8 @@ from vllm_steer.capture.result import CapturedRequest, Site, SiteRows
 logger = logging.getLogger("vllm_steer.capture")
 
 HEADER_SIZE = 64 << 10
-MAX_RUNS = 256
-"""Row tensors of one file: as many, each with its padding, as the header has room for."""
+MAX_TENSORS = 512
+"""As many tensors as the header has room for, beside the five at the end."""
 _LISTED = msgspec.json.Encoder()
 
 
@@ -55,12 +56,13 @@ class Windowed(Layout):
 
     def write(self, captured: CapturedRequest, tag: str | None) -> dict[str, Any]:
         """Append the request; disk space for completing the file is there when this returns."""
+        blocks = _blocks(captured)
         with self._lock:
-            if self._file is not None and not self._file.has_room(captured):
-                self._complete()
+            if self._file is not None and not self._file.has_room(blocks):
+                self._complete_or_log()
             file = self._file or self._open()
             try:
-                index = file.append(captured, tag)
+                index = file.append(captured, blocks, tag)
             except CaptureWriteError:
                 # What is in the file already is safe only when it has appeared, so that is done at once.
                 self._complete_or_log()
@@ -132,30 +134,31 @@ class OpenFile:
         """Bytes of rows and tokens in it."""
         return self._end() + 8 * self._num_tokens
 
-    def has_room(self, captured: CapturedRequest) -> bool:
-        """Whether the header can list the request's tensors as well."""
-        kinds = len({_kind(site.rows) for site in captured.sites.values()})
-        return sum(run.name.startswith("rows") for run in self._runs) + kinds <= MAX_RUNS
+    def has_room(self, blocks: Sequence[Block]) -> bool:
+        """Whether the header can list the tensors of these rows as well."""
+        kinds = len({block.kind for block in blocks})
+        return len(self._runs) + 2 * kinds <= MAX_TENSORS
 
-    def append(self, captured: CapturedRequest, tag: str | None) -> int:
-        """Add one request; its place in the index.
+    def append(self, captured: CapturedRequest, blocks: Sequence[Block], tag: str | None) -> int:
+        """Add one request, whose rows are ``blocks``; its place in the index.
 
         Raises:
             CaptureWriteError: it cannot be written.
-            TypeError, ValueError: its rows are of a dtype or shape that captures do not have, or of too many.
+            ValueError: its rows are of too many dtypes and widths.
         """
-        if not self.has_room(captured):
-            raise ValueError(f"captured rows are of more than {MAX_RUNS} dtypes and widths")
+        if not self.has_room(blocks):
+            raise ValueError(f"captured rows are of more than {MAX_TENSORS // 2} dtypes and widths")
         runs, tokens = list(self._runs), Tokens(self._num_tokens)
         sites: list[SiteEntry] = []
         buffers: list[memoryview | bytes] = []
-        for (point, layer), site in _by_kind(captured):
-            rows = site.rows
-            tensor, start, padding = _extend(runs, rows)
-            buffers += [bytes(padding), raw(rows)]
-            span = start, start + rows.shape[0]
-            at = tokens.add(captured, site.positions)
-            sites.append(SiteEntry(point, layer, dtype_name(rows), tensor, span, at))
+        for kind, (point, layer), there in blocks:
+            data, count = raw(there.rows), there.rows.shape[0]
+            tensor, first, padding = _extend(runs, kind, count, data.nbytes)
+            if padding:
+                buffers.append(bytes(padding))
+            buffers.append(data)
+            at = tokens.add(captured, there.positions)
+            sites.append(SiteEntry(point, layer, kind.dtype, tensor, (first, first + count), at))
         entry = _LISTED.encode(request_entry(captured, sites, tag))
         end = runs[-1].stop if runs else 0
         index_size = self._index_size + len(entry) + 1
@@ -193,29 +196,41 @@ class OpenFile:
         return self._runs[-1].stop if self._runs else 0
 
 
-def _kind(rows: torch.Tensor) -> tuple[str, int]:
-    if rows.ndim != 2:
-        raise TypeError(f"captured rows have shape {list(rows.shape)}, not [n, width]")
-    return dtype_name(rows), rows.shape[1]
+class Kind(NamedTuple):
+    """What rows in one tensor have in common."""
+
+    dtype: str
+    width: int
 
 
-def _by_kind(captured: CapturedRequest) -> list[tuple[Site, SiteRows]]:
-    return sorted(captured.sites.items(), key=lambda item: _kind(item[1].rows))
+class Block(NamedTuple):
+    """The rows of one site."""
+
+    kind: Kind
+    site: Site
+    there: SiteRows
 
 
-def _extend(runs: list[TensorEntry], rows: torch.Tensor) -> tuple[str, int, int]:
-    """Make room in the last tensor, or a new one, for ``rows``: its name, their first row there, bytes of padding."""
-    dtype, width = _kind(rows)
-    size = rows.numel() * rows.element_size()
+def _blocks(captured: CapturedRequest) -> list[Block]:
+    """The request's rows, those of a kind together; TypeError for rows that captures do not have."""
+    blocks = []
+    for site, there in captured.sites.items():
+        if there.rows.ndim != 2:
+            raise TypeError(f"captured rows have shape {list(there.rows.shape)}, not [n, width]")
+        blocks.append(Block(Kind(dtype_name(there.rows), there.rows.shape[1]), site, there))
+    return sorted(blocks, key=itemgetter(0))
+
+
+def _extend(runs: list[TensorEntry], kind: Kind, count: int, size: int) -> tuple[str, int, int]:
+    """Make room for ``count`` rows in the last tensor or a new one: its name, their first row in it, padding bytes."""
     last = runs[-1] if runs else None
-    if last is not None and last.name.startswith("rows") and (last.dtype, last.shape[1]) == (dtype, width):
+    if last is not None and last.name.startswith("rows") and (last.dtype, last.shape[1]) == kind:
         first = last.shape[0]
-        grown = TensorEntry(last.name, dtype, (first + rows.shape[0], width), last.start, last.stop + size)
-        runs[-1] = grown
-        return grown.name, first, 0
+        runs[-1] = TensorEntry(last.name, last.dtype, (first + count, kind.width), last.start, last.stop + size)
+        return last.name, first, 0
     padding = _pad(runs)
     name = f"rows.{len(runs)}"
-    _append(runs, name, dtype, tuple(rows.shape), size)
+    _append(runs, name, kind.dtype, (count, kind.width), size)
     return name, 0, padding
 
 
