@@ -38,33 +38,32 @@ def main() -> None:
     from rich.console import Console
 
     from demo.plot import plot
-    from demo.prompts import NEUTRAL
     from demo.server import complete, running_server
-    from demo.sweep import best_layer, steering_params, sweep
+    from demo.sweep import PROMPTS, best_layer, gentlest, steering_params, sweep
     from demo.vector import contrast_vectors
     from vllm_steer import LLM
 
     say = Console(width=150).print
     OUT.mkdir(exist_ok=True)
-    say("1. A vector per layer: mean stream over code less mean stream over prose")
-    vectors = contrast_vectors(MODEL)
-    say(f"   {len(vectors)} vectors of {vectors.shape[1]} numbers")
-
-    say("2. Starting vLLM with taps on every layer")
+    say("1. Starting vLLM with taps on every layer")
     llm = LLM(model=str(MODEL), enable_steering=True, enforce_eager=True, dtype="float32", max_model_len=512)
+
+    say("2. A vector per layer: mean stream over code less mean stream over prose, read with capture")
+    vectors = contrast_vectors(llm)
+    say(f"   {len(vectors)} vectors of {vectors.shape[1]} numbers")
 
     say("3. Sweeping layer and strength; every cell of the sweep is another program in the same batch")
     cells = sweep(llm, vectors)
     layer = best_layer(cells)
     line = {cell.strength: float(cell.scores.mean()) for cell in cells if cell.layer == layer}
-    low, high = min(line, key=lambda s: line[s]), max(line, key=lambda s: line[s])
+    low, high = gentlest(cells, layer, -1), gentlest(cells, layer, 1)
     plain = float(next(cell for cell in cells if cell.layer is None).scores.mean())
     picture = OUT / "style_against_strength.png"
     plot(cells, picture)
     say(f"   layer {layer} moves the style most: score {line[low]:.2f} at {low:+}, plain {plain:.2f}, ", end="")
     say(f"{line[high]:.2f} at {high:+}. The picture: {picture}")
 
-    prompts = list(NEUTRAL)[:4]
+    prompts = [PROMPTS[i] for i in (0, 2, 4, 6)]
     wanted = [(low, True), (0.0, False), (high, True)]
     columns = [
         [o.outputs[0].text for o in llm.generate(prompts, steering_params(vectors[layer] if on else None, layer, s))]

@@ -12,6 +12,8 @@ from demo.prompts import NEUTRAL
 from demo.style import score
 from vllm_steer import Edit, SamplingParams
 
+# Half of them begin like prose and half like code, so that plain sampling is in the middle and either way shows.
+PROMPTS: tuple[str, ...] = (*NEUTRAL[:4], "def ", "import ", "class ", "for name in")
 STRENGTHS: tuple[float, ...] = (-1.5, -1.0, -0.5, -0.25, 0.25, 0.5, 1.0, 1.5)
 SAMPLES = 2
 MAX_TOKENS = 48
@@ -41,18 +43,18 @@ def steering_params(vector: np.ndarray | None, layer: int, strength: float, **se
 
 
 def sweep(llm: Any, vectors: np.ndarray) -> list[Cell]:
-    """Plain sampling, then every layer and strength, over all neutral prompts, in one call."""
+    """Plain sampling, then every layer and strength, over all prompts, in one call."""
     plan: list[tuple[int | None, float]] = [(None, 0.0)]
     plan += [(layer, strength) for layer in range(len(vectors)) for strength in STRENGTHS]
     params = [
         steering_params(None if layer is None else vectors[layer], layer or 0, strength)
         for layer, strength in plan
-        for _ in NEUTRAL
+        for _ in PROMPTS
     ]
-    outputs = llm.generate(list(NEUTRAL) * len(plan), params, use_tqdm=True)
+    outputs = llm.generate(list(PROMPTS) * len(plan), params, use_tqdm=True)
     texts = [tuple(sample.text for sample in output.outputs) for output in outputs]
     return [
-        Cell(layer, strength, sum(texts[i * len(NEUTRAL) : (i + 1) * len(NEUTRAL)], ()))
+        Cell(layer, strength, sum(texts[i * len(PROMPTS) : (i + 1) * len(PROMPTS)], ()))
         for i, (layer, strength) in enumerate(plan)
     ]
 
@@ -64,3 +66,17 @@ def best_layer(cells: list[Cell]) -> int:
         if cell.layer is not None:
             spread.setdefault(cell.layer, []).append(float(cell.scores.mean()))
     return max(spread, key=lambda layer: max(spread[layer]) - min(spread[layer]))
+
+
+def gentlest(cells: list[Cell], layer: int, sign: int) -> float:
+    """The smallest strength of that sign that moves the score nine tenths of the way that any of that sign does.
+
+    Larger ones move it no further and only spoil the text.
+    """
+    plain = next(float(cell.scores.mean()) for cell in cells if cell.layer is None)
+    moved = {
+        cell.strength: sign * (float(cell.scores.mean()) - plain)
+        for cell in cells
+        if cell.layer == layer and cell.strength * sign > 0
+    }
+    return min((s for s in moved if moved[s] >= 0.9 * max(moved.values())), key=abs)

@@ -3,32 +3,26 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Any
 
 import numpy as np
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from demo.prompts import CODE, PROSE
+from vllm_steer import capture_hidden_states
 
 
-def contrast_vectors(model_folder: Path) -> np.ndarray:
-    """``[layers, hidden]`` float32: row ``i`` belongs at ``post_block`` of layer ``i``.
+def contrast_vectors(llm: Any) -> np.ndarray:
+    """``[layers, hidden]`` float32: row ``i`` belongs at ``post_block`` of layer ``i``; read with our own capture.
 
-    HF's ``hidden_states[i + 1]`` is the stream that leaves block ``i``, except for the last entry, which HF returns
-    after the final norm; that row is left out here, so the result has one row fewer than the model has layers.
+    Each text counts alike, however long it is. Position 0 is left out: the first token's stream is a constant of the
+    model, much longer than the others, and says nothing about the text.
     """
-    tokenizer = AutoTokenizer.from_pretrained(model_folder)
-    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
-
-    def mean_stream(texts: tuple[str, ...]) -> torch.Tensor:
-        rows = []
-        for text in texts:
-            tokens = tokenizer(text, return_tensors="pt").input_ids
-            with torch.inference_mode():
-                states = model(tokens, output_hidden_states=True).hidden_states[1:-1]
-            # The first token's stream is a constant of the model, much longer than the others, and says nothing.
-            rows.append(torch.stack([state[0, 1:].mean(0) for state in states]))
-        return torch.stack(rows).mean(0)
-
-    return (mean_stream(CODE) - mean_stream(PROSE)).numpy()
+    prompts = [*CODE, *PROSE]
+    states = capture_hidden_states(llm, prompts, hooks={"post_block": "all"}, positions=[[1, None]], dtype="float32")
+    is_code = np.arange(len(prompts)) < len(CODE)
+    vectors = []
+    for point, layer in states.sites:
+        rows, index = states.tensor(point, layer).numpy(), states.prompt_index(point, layer).numpy()
+        means = np.stack([rows[index == i].mean(0) for i in range(len(prompts))])
+        vectors.append(means[is_code].mean(0) - means[~is_code].mean(0))
+    return np.stack(vectors)
