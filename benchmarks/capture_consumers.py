@@ -140,14 +140,15 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5, help="runs of each kind and layout")
     parser.add_argument("--out", type=Path, default=RESULTS, help="file for the results")
     args = parser.parse_args()
-    results = {"environment": environment(args.where), "cases": []}
+    cases: list[dict[str, Any]] = []
+    results = {"environment": environment(args.where), "cases": cases}
     for kind in KINDS:
         size = kind.requests * kind.layers * kind.tokens * HIDDEN * 2
         run(kind, LAYOUTS[0], args.where)  # not counted: memory and code are touched for the first time
         for layout in LAYOUTS:
             runs = [run(kind, layout, args.where) for _ in range(args.runs)]
             seconds = statistics.median(r["accept_s"] + r["close_s"] for r in runs)
-            case = {
+            case: dict[str, Any] = {
                 "kind": kind.name,
                 "layout": layout,
                 "requests": kind.requests,
@@ -157,7 +158,7 @@ def main() -> None:
                 "median_bytes_per_s": size / seconds,
                 "median_us_per_request": seconds / kind.requests * 1e6,
             }
-            results["cases"].append(case)
+            cases.append(case)
             print(
                 f"{kind.name:6} {layout:12} {size / seconds / 1e9:6.2f} GB/s, "
                 f"plain file {case['median_plain_bytes_per_s'] / 1e9:6.2f} GB/s, "

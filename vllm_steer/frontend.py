@@ -110,6 +110,8 @@ def check_params(params: Any, served: Served | None, prompt_len: int | None = No
 def check_engine_request(input_processor: Any, request: Any) -> None:
     """The last check before a request leaves the front end; the prompt is tokenised by now."""
     if program_of(request.sampling_params) is None:
+        if capture_specs(request.sampling_params):
+            raise SteeringError("extra_args.steer_capture", "comes without its program; use capture instead")
         return
     if request.resumable:
         raise SteeringError(

@@ -15,6 +15,7 @@ wrapped                                               why no official seam will 
 ``OutputProcessor.add_request``                       a sample that captures collects its rows from its first output on
 ``RequestState.make_request_output``                  outputs have no field for rows: they are taken from a free-form one
 ``RequestState._new_completion_output``               results go onto the sample's ``CompletionOutput`` when it ends
+``RequestOutput.add``                                 outputs merged in a stream would lose them
 ``to_sampling_params``, ``to_beam_search_params``     the OpenAI request classes drop fields that they do not know
 ``BaseServing._extract_prompt_len``                   a stream has started by the time the engine checks the prompt
 ====================================================  =================================================================
@@ -112,6 +113,7 @@ def wrap_front_end() -> None:
     _wrap(OutputProcessor, "add_request", _output_processor_add_request)
     _wrap(RequestState, "make_request_output", _make_request_output)
     _wrap(RequestState, "_new_completion_output", _new_completion_output)
+    _wrap(RequestOutput, "add", _request_output_add)
     CompletionOutput.capture_results = None
     RequestOutput.capture_results = property(_first_capture_results)
     for request in (ChatCompletionRequest, CompletionRequest, ResponsesRequest):
@@ -175,9 +177,11 @@ def _add_request_async(original: Callable[..., Any]) -> Callable[..., Any]:
 def _output_processor_add_request(original: Callable[..., Any]) -> Callable[..., Any]:
     def add_request(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         from vllm_steer.capture.outputs import begin
+        from vllm_steer.serve.exchange import follow
 
         original(self, request, *args, **kwargs)
         begin(self, request)
+        follow(self, request)
 
     return add_request
 
@@ -200,13 +204,27 @@ def _make_request_output(original: Callable[..., Any]) -> Callable[..., Any]:
 def _new_completion_output(original: Callable[..., Any]) -> Callable[..., Any]:
     def new_completion_output(self: Any, token_ids: Any, finish_reason: Any, stop_reason: Any, *rest: Any) -> Any:
         from vllm_steer.capture.outputs import finish
+        from vllm_steer.serve.exchange import note_results
 
         output = original(self, token_ids, finish_reason, stop_reason, *rest)
         if finish_reason is not None:
             output.capture_results = finish(self)
+            note_results(self, output.capture_results)
         return output
 
     return new_completion_output
+
+
+def _request_output_add(original: Callable[..., Any]) -> Callable[..., Any]:
+    """vLLM merges the outputs that a slow reader of a stream has not taken yet, field by field."""
+
+    def add(self: Any, next_output: Any, *args: Any, **kwargs: Any) -> Any:
+        original(self, next_output, *args, **kwargs)
+        finished = {o.index: o.capture_results for o in next_output.outputs if o.capture_results is not None}
+        for output in self.outputs:
+            output.capture_results = finished.get(output.index, output.capture_results)
+
+    return add
 
 
 def _first_capture_results(request_output: Any) -> Any:

@@ -1,15 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model of the server tests."""
+"""The model of the server tests, and the one steering server that most of them share."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
-from tests.serve.server import save_model
+from tests.serve.server import run_server, save_model, vllm_command
 
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def capture_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the server's consumer ``filesystem`` writes."""
+    return tmp_path_factory.mktemp("captures")
+
+
+@pytest.fixture(scope="session")
+def url(model: Path, capture_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    flags = ["--enable-steering", "--steering-max-body-mib", "1", "--enable-scale-out"]
+    flags += ["--capture-consumers", f"filesystem:root={capture_root}"]
+    flags += ["--capture-inline-kib", "16", "--capture-store-mib", "1", "--capture-expiry-s", "15"]
+    yield from run_server(model, [*vllm_command(), "serve"], flags, tmp_path_factory.mktemp("log") / "server.log")
+
+
+@pytest.fixture(scope="session")
+def client(url: str) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=url, timeout=60) as client:
+        yield client

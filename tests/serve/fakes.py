@@ -7,13 +7,16 @@ from types import SimpleNamespace
 from typing import Any
 
 from vllm_steer.capabilities import Capabilities
+from vllm_steer.capture.desk import CaptureDesk
 from vllm_steer.config import SteeringConfig, engine_kwargs
+from vllm_steer.frontend import Served
 
 HIDDEN, LAYERS, MAX_MODEL_LEN = 8, 4, 64
 REPORT: dict[str, Any] = {
     "num_layers": LAYERS,
     "hidden_size": HIDDEN,
     "max_model_len": MAX_MODEL_LEN,
+    "dtype": "float32",
     "refused": {"post_attn": {"2": "this block is parallel"}},
 }
 
@@ -24,7 +27,10 @@ class FakeEngine:
     def __init__(self, *, steering: bool = True) -> None:
         additional = engine_kwargs()["additional_config"] if steering else {}
         self.vllm_config = SimpleNamespace(additional_config=additional)
+        self.vllm_config.parallel_config = SimpleNamespace(pipeline_parallel_size=1)
+        self.vllm_config.model_config = SimpleNamespace(served_model_name="tiny")
         self.input_processor = SimpleNamespace()
+        self.output_processor = SimpleNamespace()
         self.calls: list[str] = []
 
     async def collective_rpc(self, method: str) -> list[dict[str, Any]]:
@@ -32,8 +38,9 @@ class FakeEngine:
         return [REPORT]
 
 
-def capabilities() -> Capabilities:
-    return Capabilities.merge([REPORT], SteeringConfig())
+def served() -> Served:
+    capabilities = Capabilities.merge([REPORT], SteeringConfig())
+    return Served(capabilities, CaptureDesk(capabilities, "tiny", {}))
 
 
 def vector(value: float = 1.0) -> list[float]:

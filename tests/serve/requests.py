@@ -57,7 +57,7 @@ WRONG: dict[str, tuple[str, str, str]] = {
     "beyond the end": ('"steering": [' + EDIT + ', "tokens": [256]}]', "steering[0]", "max_model_len"),
     "unknown field": ('"steering_vector": {}', "steering_vector", "steering_vectors"),
     "field too deep": ('"extra_body": {"steering": []}', "extra_body.steering", "top"),
-    "by vllm_xargs": ('"vllm_xargs": {"steer": "x"}', "vllm_xargs.steer", "cannot steer"),
+    "by vllm_xargs": ('"vllm_xargs": {"steer": "x"}', "vllm_xargs.steer", "not for clients"),
     "bad base64": (at("1", {**PACKED, "data": "!" * 344}), "steering_vectors.post_block[1].data", "base64"),
     "bad dtype": (at("1", {**PACKED, "dtype": "int8"}), "steering_vectors.post_block[1].dtype", "float32"),
     "bad shape": (at("1", {**PACKED, "shape": [1, 64]}), "steering_vectors.post_block[1].shape", "[1, 64]"),

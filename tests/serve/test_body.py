@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_steer.params import FIELDS
 from vllm_steer.serve.body import find_fields, form_field, is_utf8, may_hold_fields
-from vllm_steer.spec import FIELD_NAMES
 
-names = st.sampled_from(FIELD_NAMES)
+names = st.sampled_from(FIELDS)
 leaves = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
 values = st.recursive(leaves, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=10)
 
@@ -36,7 +36,7 @@ def test_no_spelling_of_a_name_is_missed(
 def test_ordinary_bodies_hold_nothing(document: dict[str, object]) -> None:
     """Catches a search that takes steering fields from bodies that have none."""
     body = json.dumps(document).encode()
-    expected = tuple(name for name in FIELD_NAMES if document.get(name) is not None)
+    expected = tuple(name for name in FIELDS if document.get(name) is not None)
     assert find_fields(body).fields == expected
     assert find_fields(body).problem is None
 
@@ -63,6 +63,11 @@ def test_words_in_a_prompt_do_not_make_fields(text: str) -> None:
         ),
         ('{"steering": [{"kind": "add"}, {"kind": "add", "kind": "ablate"}]}', "steering[1]"),
         ('{"steering": [{"vector": {"shape": 1, "shape": 2}}]}', "steering[0].vector"),
+        ('{"capture": {}, "c\\u0061pture": {}}', "capture"),
+        ('{"capture": {"memory": {}, "memory": {}}}', "capture"),
+        ('{"capture": {"memory": {"hooks": {"post_block": 1, "post_block": 2}}}}', "capture.memory.hooks"),
+        ('{"capture": {"m": {"reduce": {"directions": {"data": 1, "data": 2}}}}}', "capture.m.reduce.directions"),
+        ('{"capture": {"m": {"an_option": [1, [{"a": {"b": 1, "b": 1}}]]}}}', "capture.m.an_option[1][0].a"),
     ],
 )
 def test_a_key_that_stands_twice_is_found(body: str, path: str) -> None:
@@ -90,6 +95,22 @@ def test_fields_in_the_wrong_object_are_found(place: str) -> None:
     assert problem.field == f"{place}.steering"
 
 
+@pytest.mark.parametrize("place", ["extra_body", "sampling_params", "vllm_xargs"])
+def test_captures_of_others_are_not_ours(place: str) -> None:
+    """Catches a refusal of somebody else's `capture`, and ours going unnoticed where it is dropped."""
+    assert find_fields(json.dumps({place: {"capture": "yes"}}).encode()).problem is None
+    problem = find_fields(json.dumps({place: {"capture": {"memory": {}}}}).encode()).problem
+    assert problem is not None
+    assert problem.field == f"{place}.capture"
+
+
+@pytest.mark.parametrize("body", ['{"prompt": "say \\"capture\\""}', '{"captured": {}}', '{"prompt": "capture"}'])
+def test_words_about_capture_are_cheap(body: str) -> None:
+    """Catches bodies that are parsed twice for a word in their prompt."""
+    assert may_hold_fields(body.encode()) == (body == '{"prompt": "capture"}')
+    assert find_fields(body.encode()).fields == ()
+
+
 @pytest.mark.parametrize("text", ["1" * 5000, "[" * 100_000 + "]" * 100_000])
 def test_what_no_parser_reads_is_a_sentence(text: str) -> None:
     """Catches an exception from the depths of the JSON module."""
@@ -105,7 +126,7 @@ def test_malformed_bodies_are_left_to_the_route(body: bytes) -> None:
     assert find_fields(body).problem is None
 
 
-@pytest.mark.parametrize("name", FIELD_NAMES)
+@pytest.mark.parametrize("name", FIELDS)
 def test_no_single_escape_hides_a_name(name: str) -> None:
     """Catches one letter of which the escaped form goes past the search: the underscore is the likely one."""
     for i, letter in enumerate(name):
@@ -134,7 +155,7 @@ def test_utf8_is_utf8(encoding: str) -> None:
     assert is_utf8('{"prompt": "ü"}'.encode(encoding))
 
 
-@pytest.mark.parametrize("name", FIELD_NAMES)
+@pytest.mark.parametrize("name", FIELDS)
 @pytest.mark.parametrize("quote", ['"', ""])
 def test_form_fields_are_found(name: str, quote: str) -> None:
     """Catches steering fields in an audio upload, which vLLM would drop."""

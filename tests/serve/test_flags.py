@@ -5,15 +5,25 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import pickle
 
 import pytest
 
 from vllm_steer.config import LIMITS, SCHEDULER_CLS, WORKER_CLS, SteeringConfig
 from vllm_steer.errors import SteeringError
-from vllm_steer.serve.flags import MAX_BODY, MIDDLEWARE, add_flags, apply_flags, max_body_bytes
+from vllm_steer.frontend import CONSUMERS_VARIABLE
+from vllm_steer.serve.flags import MAX_BODY, MIDDLEWARE, add_flags, apply_flags, max_body_bytes, store_limits
 
 SIZES = [f"--steering-{limit.name.replace('_', '-')}" for limit in (*LIMITS, MAX_BODY)]
+OF_CAPTURE = ["--capture-inline-kib", "--capture-store-mib", "--capture-expiry-s"]
+
+
+@pytest.fixture(autouse=True)
+def no_consumers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a test puts into the environment is taken out again."""
+    monkeypatch.setenv(CONSUMERS_VARIABLE, "")
+    monkeypatch.delenv(CONSUMERS_VARIABLE)
 
 
 def parser_of_a_server(middleware: bool = True) -> argparse.ArgumentParser:
@@ -65,7 +75,7 @@ def test_a_stock_server_stays_stock() -> None:
     assert args.middleware == [MIDDLEWARE]  # which only refuses there
 
 
-@pytest.mark.parametrize("flag", SIZES)
+@pytest.mark.parametrize("flag", [*SIZES, *OF_CAPTURE])
 def test_a_size_without_enable_steering_is_refused(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches a server that starts without steering although its command line is about steering."""
     message = error_of(capsys, flag, "8")
@@ -124,3 +134,52 @@ def test_flags_in_python_are_refused_with_our_error() -> None:
     """Catches `AsyncEngineArgs.from_cli_args(Namespace(...))` going past the checks of the parser."""
     with pytest.raises(SteeringError, match="--steering-max-rows"):
         apply_flags(argparse.Namespace(enable_steering=False, steering_max_rows=8, middleware=[]))
+
+
+def test_limits_of_captures() -> None:
+    """Catches a limit that is dropped, or read in another unit than its name says."""
+    limits = store_limits(parser_of_a_server().parse_args(["--enable-steering"]))
+    assert (limits.inline_bytes, limits.budget_bytes, limits.expiry_seconds) == (1 << 20, 1 << 30, 300)
+    words = ["--capture-inline-kib", "0", "--capture-store-mib", "3", "--capture-expiry-s", "9"]
+    limits = store_limits(parser_of_a_server().parse_args(["--enable-steering", *words]))
+    assert (limits.inline_bytes, limits.budget_bytes, limits.expiry_seconds, limits.processes) == (0, 3 << 20, 9, 1)
+
+
+def test_consumers_reach_the_processes_that_serve() -> None:
+    """Catches a consumer that is accepted and never made, an option that is lost, and one that stays a string."""
+    words = ["--capture-consumers", "filesystem:root=/a/b,quota=2MiB,fsync=true", "--capture-consumers", "logging"]
+    args = parser_of_a_server().parse_args(["--enable-steering", *words])
+    expected = {"filesystem": {"root": "/a/b", "quota": 2 << 20, "fsync": True}, "logging": {}}
+    assert json.loads(os.environ[CONSUMERS_VARIABLE]) == expected
+    del os.environ[CONSUMERS_VARIABLE]
+    apply_flags(pickle.loads(pickle.dumps(args)))  # noqa: S301
+    assert json.loads(os.environ[CONSUMERS_VARIABLE]) == expected
+
+
+@pytest.mark.parametrize(
+    ("texts", "words"),
+    [
+        (["s3:bucket=x"], "no consumer"),
+        (["filesystem"], "root"),
+        (["filesystem:root=/a,rot=/b"], "rot"),
+        (["filesystem:root=/a,root=/b"], "twice"),
+        (["filesystem:root"], "key=value"),
+        (["filesystem:root=/a,quota=much"], "quota"),
+        (["filesystem:root=/a", "filesystem:root=/b"], "twice"),
+        (["memory:size=1"], "size"),
+        ([""], "no consumer"),
+    ],
+)
+def test_wrong_consumers_end_the_start(texts: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a server that starts without what it was told to capture with."""
+    message = error_of(capsys, "--enable-steering", *(f"--capture-consumers={text}" for text in texts))
+    assert "--capture-consumers" in message
+    assert words in message
+    assert CONSUMERS_VARIABLE not in os.environ
+
+
+def test_consumers_need_steering_and_a_server(capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches captures that are set up where none can be asked for."""
+    words = ["--capture-consumers", "logging"]
+    assert "--enable-steering" in error_of(capsys, *words)
+    assert "no HTTP" in error_of(capsys, "--enable-steering", *words, middleware=False)

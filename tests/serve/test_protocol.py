@@ -14,13 +14,13 @@ from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.sampling_params import SamplingParams
 
-from tests.serve.fakes import HIDDEN, MAX_MODEL_LEN, capabilities, vector
+from tests.serve.fakes import HIDDEN, MAX_MODEL_LEN, served, vector
 from vllm_steer.errors import SteeringError
-from vllm_steer.params import EXTRA_KEY, FIELDS, attach_steering, program_of
+from vllm_steer.params import EXTRA_KEY, FIELDS, capture_specs, compile_fields, program_of
 from vllm_steer.plugin import wrap_front_end
 from vllm_steer.program import compile_program
 from vllm_steer.serve import protocol
-from vllm_steer.serve.exchange import Exchange, current, note_prompt_len
+from vllm_steer.serve.exchange import PROMPT_KEY, Exchange, current, note_prompt_len
 from vllm_steer.serve.protocol import RequestRefused, apply_to_params, read_fields, refuse_beam_search
 from vllm_steer.spec import parse_fields
 
@@ -47,7 +47,7 @@ def request_with(of: type[Any] = CompletionRequest, **fields: Any) -> Any:
 @pytest.fixture
 def exchange() -> Iterator[Exchange]:
     """What the middleware leaves for the request that is being served."""
-    exchange = Exchange(capabilities=capabilities())
+    exchange = Exchange(served=served())
     token = current.set(exchange)
     yield exchange
     current.reset(token)
@@ -109,7 +109,7 @@ def test_names_that_are_nearly_ours_are_refused(of: type[Any], name: str) -> Non
 
 
 @classes
-@pytest.mark.parametrize("name", ["steer", "steering", "steering_vectors"])
+@pytest.mark.parametrize("name", ["steer", "steer_capture", "steer_prompt", "steering", "steering_vectors"])
 def test_vllm_xargs_are_no_way_in(of: type[Any], name: str) -> None:
     """Catches steering that is accepted where it is ignored, or that goes past the checks."""
     with pytest.raises(RequestRefused) as refused:
@@ -156,6 +156,64 @@ def test_what_the_model_cannot_serve_is_named(
     assert not exchange.applied
 
 
+HOOKS = {"hooks": {"post_block": [1]}}
+
+
+def test_every_prompt_with_captures_is_numbered(exchange: Exchange) -> None:
+    """Catches samples of a second prompt that are taken for the first one's."""
+    request = request_with(capture={"memory": HOOKS}, n=3, temperature=1)
+    note_prompt_len(5)
+    params = [apply_to_params(request, SamplingParams(n=3)) for _ in range(2)]
+    assert [each.extra_args[PROMPT_KEY] for each in params] == [0, 1]
+    assert (exchange.consumers, exchange.samples) == (("memory",), 3)
+    assert [name for name, _ in capture_specs(params[0])] == ["memory"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "path", "words"),
+    [
+        ({"hooks": {"pre_attn": [0], "post_block": [1, 4]}}, "capture.memory.hooks.post_block", "layer 4"),
+        ({"hooks": {"post_attn": "all"}}, "capture.memory.hooks.post_attn", "layer 2"),
+        ({**HOOKS, "positions": [MAX_MODEL_LEN]}, "capture.memory.positions", "max_model_len"),
+        ({**HOOKS, "positions": [-6]}, "capture.memory.positions", "prompt of 5 tokens"),
+        ({**HOOKS, "colour": 1}, "capture.memory.colour", "no option"),
+    ],
+)
+def test_what_cannot_be_captured_is_named(spec: Any, path: str, words: str, exchange: Exchange) -> None:
+    """Catches an error that does not say which consumer's spec is meant, or blames an edit beside it."""
+    note_prompt_len(5)
+    with pytest.raises(RequestRefused) as refused:
+        apply_to_params(request_with(capture={"memory": spec}, steering=[EDIT]), SamplingParams())
+    assert refused.value.parameter == path
+    assert words in str(refused.value)
+    assert exchange.consumers == ()
+
+
+@pytest.mark.parametrize("of", list(REQUESTS), ids=lambda of: of.__name__)
+@pytest.mark.parametrize("value", [HOOKS, {"memory": HOOKS}])
+@pytest.mark.parametrize("name", ["captures", "Capture", "capture_hidden"])
+def test_captures_misspelt_are_refused(name: str, value: Any, of: type[Any]) -> None:
+    """Catches an answer without the rows that were asked for."""
+    with pytest.raises(RequestRefused) as refused:
+        apply_to_params(request_with(of, **{name: value}), SamplingParams())
+    assert refused.value.parameter == name
+
+
+@pytest.mark.parametrize("fields", [{"captures": 3}, {"capture_id": "x"}, {"screen_capture": {"fps": 3}}])
+def test_fields_of_others_pass(fields: dict[str, Any]) -> None:
+    """Catches a refusal of what stock vLLM serves."""
+    assert apply_to_params(request_with(**fields), SamplingParams()).extra_args is None
+
+
+def test_captures_need_an_answer_that_carries_them(exchange: Exchange) -> None:
+    """Catches captures in the batch runner and the responses API, whose answers would not mention them."""
+    with pytest.raises(RequestRefused, match="responses API"):
+        apply_to_params(request_with(ResponsesRequest, capture={"memory": HOOKS}), SamplingParams())
+    current.set(None)
+    with pytest.raises(RequestRefused, match=r"vllm_steer\.LLM"):
+        apply_to_params(request_with(capture={"memory": HOOKS}), SamplingParams())
+
+
 def test_what_fits_alone_and_not_together_is_refused(exchange: Exchange) -> None:
     """Catches the search for the guilty edit swallowing an error of which no single edit is guilty."""
     note_prompt_len(5)
@@ -178,11 +236,11 @@ def test_many_prompts_are_compiled_once(exchange: Exchange, monkeypatch: pytest.
     """Catches a thousand prompts with one vector costing a thousand times its parsing."""
     parsed = []
 
-    def attach(params: Any, fields: Any) -> None:
+    def compile_once(fields: Any) -> dict[str, bytes]:
         parsed.append(fields)
-        attach_steering(params, fields)
+        return compile_fields(fields)
 
-    monkeypatch.setattr(protocol, "attach_steering", attach)
+    monkeypatch.setattr(protocol, "compile_fields", compile_once)
     request = request_with(**FIELD_VALUES)
     programs = [apply_to_params(request, SamplingParams()).extra_args[EXTRA_KEY] for _ in range(5)]
     assert len(parsed) == 1

@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,23 +13,11 @@ import openai
 import pytest
 
 from tests.serve.requests import LIST, PACKED, WRONG, V, at
-from tests.serve.server import HIDDEN, MODEL, run_server, vllm_command
+from tests.serve.server import HIDDEN, MODEL
 
 PROMPT = "Hello there"
 GREEDY = {"model": MODEL, "temperature": 0, "max_tokens": 8}
 STEERED: dict[str, Any] = {"steering_vectors": {"post_block": {"1": LIST}}}
-
-
-@pytest.fixture(scope="module")
-def url(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    flags = ["--enable-steering", "--steering-max-body-mib", "1", "--enable-scale-out"]
-    yield from run_server(model, [*vllm_command(), "serve"], flags, tmp_path_factory.mktemp("log") / "server.log")
-
-
-@pytest.fixture(scope="module")
-def client(url: str) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=url, timeout=60) as client:
-        yield client
 
 
 def complete(client: httpx.Client, **fields: Any) -> dict[str, Any]:

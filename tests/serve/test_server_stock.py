@@ -18,7 +18,10 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hello"}]},
     "/v1/responses": {"input": "Hello"},
 }
-STEERED = {"steering_vectors": {"post_block": {"1": [1.0] * HIDDEN}}}
+FIELDS: dict[str, Any] = {
+    "steering_vectors": {"post_block": {"1": [1.0] * HIDDEN}},
+    "capture": {"memory": {"hooks": {"post_block": [1]}}},
+}
 
 
 @pytest.fixture(scope="module")
@@ -31,11 +34,12 @@ def url(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def test_fields_are_refused_and_others_served(route: str, stream: bool, url: str) -> None:
     """Catches the fluent, unsteered answer of a server that was started without steering."""
     body = {"model": MODEL, "stream": stream, **BODIES[route]}
-    refused = httpx.post(f"{url}{route}", json={**body, **STEERED}, timeout=60)
-    assert refused.status_code == 400, refused.text
-    error = refused.json()["error"]
-    assert error["param"] == "steering_vectors"
-    assert "--enable-steering" in error["message"]
+    for name, value in FIELDS.items():
+        refused = httpx.post(f"{url}{route}", json={**body, name: value}, timeout=60)
+        assert refused.status_code == 400, refused.text
+        error = refused.json()["error"]
+        assert error["param"] == name
+        assert "--enable-steering" in error["message"]
     assert httpx.post(f"{url}{route}", json=body, timeout=60).status_code == 200
 
 

@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
+from vllm.logger import init_logger
 
 from vllm_steer.capabilities import Capabilities
 from vllm_steer.capture.assemble import Assembly
@@ -19,6 +20,9 @@ from vllm_steer.capture.consumers import Consumer, make_consumer
 from vllm_steer.capture.result import CapturedRequest, CaptureResult
 from vllm_steer.errors import SteeringError
 from vllm_steer.spec import CaptureSpec, Projection
+
+
+logger = init_logger(__name__)
 
 
 class CaptureResults(Mapping[str, CaptureResult]):
@@ -35,6 +39,11 @@ class CaptureResults(Mapping[str, CaptureResult]):
 
     def __len__(self) -> int:
         return len(self._futures)
+
+    @property
+    def futures(self) -> Mapping[str, Future[CaptureResult]]:
+        """The results by name, for those who must not block; they never hold an exception."""
+        return self._futures
 
     def __repr__(self) -> str:
         states = {name: "done" if future.done() else "running" for name, future in self._futures.items()}
@@ -100,4 +109,7 @@ class CaptureDesk:
         """Wait for what is running, then close every consumer."""
         for name, thread in self._threads.items():
             thread.shutdown(wait=True)
-            self._consumers[name].close()
+            try:
+                self._consumers[name].close()
+            except Exception:
+                logger.exception("Capture consumer %s did not close", name)

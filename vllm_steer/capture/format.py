@@ -20,8 +20,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm_steer.capture.result import CapturedRequest, Status
+from vllm_steer.capture.result import CapturedRequest, SiteRows, Status
 from vllm_steer.spec import CaptureSpec, Projection
+from vllm_steer.spec.capture import POSITIONS as SPEC_POSITIONS
 
 Ints: TypeAlias = npt.NDArray[np.int32]
 
@@ -40,6 +41,10 @@ DTYPES: Mapping[torch.dtype, str] = MappingProxyType(
         torch.bfloat16: "BF16",
     }
 )
+
+
+# Selector -> what users write for it in a spec.
+_WRITTEN: Mapping[str, str] = MappingProxyType({selector: written for written, selector in SPEC_POSITIONS.items()})
 
 
 class CaptureFileError(ValueError):
@@ -108,12 +113,14 @@ def raw(tensor: torch.Tensor) -> memoryview:
     return tensor.contiguous().view(torch.uint8).numpy().data
 
 
-def dtype_name(rows: torch.Tensor) -> str:
-    """The safetensors name of the rows' dtype; TypeError for one that captures do not have."""
-    try:
-        return DTYPES[rows.dtype]
-    except KeyError:
-        raise TypeError(f"captured rows of {rows.dtype} cannot be written") from None
+def checked_dtype(there: SiteRows) -> str:
+    """The safetensors name of a site's dtype; TypeError or ValueError for rows that no capture has."""
+    rows = there.rows
+    if rows.dtype not in DTYPES or rows.ndim != 2:
+        raise TypeError(f"captured rows are [n, width] of a floating dtype, not {list(rows.shape)} of {rows.dtype}")
+    if rows.shape[0] not in (1, len(there.positions)):
+        raise ValueError(f"{rows.shape[0]} captured rows do not go with {len(there.positions)} positions")
+    return DTYPES[rows.dtype]
 
 
 class Tokens:
@@ -163,10 +170,10 @@ def request_entry(captured: CapturedRequest, sites: Sequence[SiteEntry], tag: st
 
 def describe_spec(spec: CaptureSpec) -> dict[str, Any]:
     """A spec as users write it, but of a projection only the shape: its directions may be larger than the rows."""
-    reduce = spec.reduce
+    positions, reduce = spec.tokens.to_wire(), spec.reduce
     return {
         "hooks": {point: layers if layers == "all" else list(layers) for point, layers in spec.hooks},
-        "positions": spec.tokens.to_wire(),
+        "positions": _WRITTEN.get(positions, positions) if isinstance(positions, str) else positions,
         "before": spec.before,
         "dtype": spec.dtype,
         "reduce": {"directions": list(reduce.directions.shape)} if isinstance(reduce, Projection) else reduce,

@@ -8,6 +8,7 @@ A table has a line for each row: ``request_id``, ``sample``, ``model``, ``tag``,
 from __future__ import annotations
 
 import json
+import secrets
 import zipfile
 from collections.abc import Iterable, Iterator
 from importlib import import_module
@@ -38,7 +39,8 @@ def to_arrow(requests: Iterable[StoredRequest], point: str | None = None, layer:
 def to_dataset(requests: Iterable[StoredRequest], point: str | None = None, layer: int | None = None) -> Any:
     """A ``datasets.Dataset`` of the table of `to_arrow`; raises as it does, and ImportError without ``datasets``."""
     datasets = _optional("datasets")
-    return datasets.Dataset(datasets.table.InMemoryTable(to_arrow(requests, point, layer)))
+    # Without a fingerprint it would pickle all rows to make one.
+    return datasets.Dataset(to_arrow(requests, point, layer), fingerprint=secrets.token_hex(8))
 
 
 def export_parquet(
@@ -114,7 +116,7 @@ def describe(request: StoredRequest) -> dict[str, Any]:
 
 def _add(archive: zipfile.ZipFile, name: str, array: npt.NDArray[Any]) -> None:
     with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
-        np.lib.format.write_array(member, np.ascontiguousarray(array), allow_pickle=False)  # type: ignore[no-untyped-call]
+        np.lib.format.write_array(member, array, allow_pickle=False)  # type: ignore[no-untyped-call]
 
 
 def _batches(arrow: Any, requests: Iterable[StoredRequest], point: str | None, layer: int | None) -> Iterator[Any]:

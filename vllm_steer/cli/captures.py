@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +14,12 @@ import typer
 if TYPE_CHECKING:
     from vllm_steer.capture.reader import StoredRequest
 
-app = typer.Typer(help="Look into files of captured rows.", no_args_is_help=True, pretty_exceptions_enable=False)
+app = typer.Typer(
+    help="Look into files of captured rows.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
 
 Where = Annotated[Path, typer.Argument(metavar="PATH", help="A capture file, or a folder of them.")]
 RequestId = Annotated[str | None, typer.Option(help="Only requests of this id.")]
@@ -31,7 +37,7 @@ def ls(path: Where, request_id: RequestId = None, sample: Sample = None, as_json
         if as_json:
             _print_json(requests)
             return
-        columns = ("file", "index", "request", "sample", "model", "status", "tokens", "sites", "size")
+        columns = ("request", "sample", "model", "status", "tokens", "sites", "bytes", "file", "index")
         _print_table(columns, (_line(request) for request in requests))
 
 
@@ -98,10 +104,9 @@ def _requests(path: Path, request_id: str | None, sample: int | None) -> Iterato
 
 
 def _line(request: StoredRequest) -> tuple[Any, ...]:
-    tokens = f"{request.prompt_tokens}+{request.output_tokens}"
-    sites, size = len(request.sites), request.num_bytes
     about = request.request_id, request.sample, request.model, request.status
-    return (request.path.name, request.index, *about, tokens, sites, size)
+    tokens = f"{request.prompt_tokens}+{request.output_tokens}"
+    return (*about, tokens, len(request.sites), request.num_bytes, request.path.name, request.index)
 
 
 def _site_line(request: StoredRequest, site: tuple[str, int]) -> tuple[Any, ...]:
@@ -146,7 +151,8 @@ def _print_table(columns: tuple[str, ...], lines: Iterator[tuple[Any, ...]]) -> 
         table.add_column(column, overflow="fold")
     for line in lines:
         table.add_row(*(Text(printable(str(cell))) for cell in line))
-    Console(highlight=False).print(table)
+    # Elsewhere than on a screen, lines are as long as they are.
+    Console(highlight=False, width=None if sys.stdout.isatty() else 1000).print(table)
 
 
 @contextmanager

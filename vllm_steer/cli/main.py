@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import typer
 
+from vllm_steer.cli import captures
+
 app = typer.Typer(
-    help="Activation steering for vLLM.",
+    help="Activation steering and capture for vLLM.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(captures.app, name="captures")
 
 
 @app.command(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the bytes of a request body say about steering, before anything else reads them.
+"""What the bytes of a request body say about steering and capture, before anything else reads them.
 
 Nothing here checks the fields themselves: ``spec/`` does, on what vLLM has parsed. This finds out whether
 fields are there at all, and what parsed JSON no longer shows: a key that stood twice in one object.
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.spec import FIELD_NAMES
+from vllm_steer.params import CAPTURE_FIELD, FIELDS
 from vllm_steer.spec.scalars import shown
 
 OVERLAP = 256
@@ -23,20 +23,17 @@ OVERLAP = 256
 # Objects beside which, not in which, the fields belong: vLLM drops what it does not know in them.
 _WRONG_PLACES = ("extra_body", "sampling_params", "sampling_params.extra_args", "vllm_xargs")
 
-# A field with three levels of objects, and one more for the parts of a packed vector. What is nested deeper
-# is refused when it is parsed.
-_DEPTH = 4
+# Deeper than any field that is not refused when it is parsed: the options of a capture's consumer are the deepest.
+_DEPTH = 16
 
 # The letters and the underscore of a key may be written as escapes; other alphabets have other escapes.
 _ESCAPED_LETTER = re.compile(rb"\\u00[567]")
-_FORM_FIELD = re.compile(
-    rb'form-data;[^\r\n]*\bname="?(' + "|".join(FIELD_NAMES).encode() + rb')"?[;\r\n]', re.IGNORECASE
-)
+_FORM_FIELD = re.compile(rb'form-data;[^\r\n]*\bname="?(' + "|".join(FIELDS).encode() + rb')"?[;\r\n]', re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Found:
-    """The steering fields of a JSON body."""
+    """Our fields in a JSON body."""
 
     fields: tuple[str, ...] = ()
     """Names of those that are there and not null."""
@@ -46,8 +43,10 @@ class Found:
 
 def may_hold_fields(data: bytes) -> bool:
     """Whether a piece of JSON text can hold one of our names as a key; errs on the side of yes."""
-    return (b"steering" in data and (b'"steering' in data or b'steering_vectors"' in data)) or (
-        b"\\" in data and b"\\u00" in data and _ESCAPED_LETTER.search(data) is not None
+    return (
+        (b"steering" in data and (b'"steering' in data or b'steering_vectors"' in data))
+        or b'"capture"' in data
+        or (b"\\" in data and b"\\u00" in data and _ESCAPED_LETTER.search(data) is not None)
     )
 
 
@@ -57,8 +56,8 @@ def is_utf8(body: bytes) -> bool:
 
 
 def form_field(data: bytes) -> str | None:
-    """The steering field that a piece of a multipart form names, if any."""
-    match = _FORM_FIELD.search(data) if b"steering" in data else None
+    """The field of ours that a piece of a multipart form names, if any."""
+    match = _FORM_FIELD.search(data) if b"steering" in data or b"capture" in data else None
     return match[1].decode().lower() if match else None
 
 
@@ -77,12 +76,17 @@ def find_fields(body: bytes) -> Found:
         inner: Any = document
         for key in place.split("."):
             inner = inner.get(key) if isinstance(inner, dict) else None
-        for name in FIELD_NAMES:
-            if isinstance(inner, dict) and name in inner:
+        for name in FIELDS:
+            if isinstance(inner, dict) and _is_ours(name, inner):
                 problem = SteeringError(f"{place}.{name}", f"would be ignored there; {name} goes at the body's top")
                 return Found((name,), problem)
-    fields = tuple(name for name in FIELD_NAMES if document.get(name) is not None or name in _twice(document))
+    fields = tuple(name for name in FIELDS if document.get(name) is not None or name in _twice(document))
     return Found(fields, _duplicate(document, fields))
+
+
+def _is_ours(name: str, inner: dict[str, Any]) -> bool:
+    # Others may call something of theirs `capture`, but it would not be an object.
+    return name in inner and (name != CAPTURE_FIELD or isinstance(inner[name], dict))
 
 
 class _Repeating(dict[str, Any]):
@@ -110,25 +114,28 @@ def _duplicate(document: dict[str, Any], fields: tuple[str, ...]) -> SteeringErr
     for name in fields:
         if name in _twice(document):
             return SteeringError(name, "stands twice in the body, and one would be ignored; give it once")
-        value = document[name]
-        # `steering` is a list of objects; all other lists hold numbers, or are refused when they are parsed.
-        items = enumerate(value) if isinstance(value, list) else [(None, value)]
-        for index, item in items:
-            found = _duplicate_inside(item, _DEPTH) if isinstance(item, dict) else None
-            if found is not None:
-                path, key = found
-                place = name if index is None else f"{name}[{index}]"
-                return SteeringError(f"{place}{path}", f"has {key} twice, and one would be ignored; give it once")
+        found = _duplicate_inside(document[name], name == CAPTURE_FIELD, _DEPTH)
+        if found is not None:
+            return SteeringError(f"{name}{found[0]}", f"has {found[1]} twice, and one would be ignored; give it once")
     return None
 
 
-def _duplicate_inside(value: dict[str, Any], depth: int) -> tuple[str, str] | None:
-    """Where in ``value``, as the rest of a path, and which key."""
-    if twice := _twice(value):
-        return "", shown(twice[0])
+def _duplicate_inside(value: Any, in_lists: bool, depth: int) -> tuple[str, str] | None:
+    """Where in ``value``, as the rest of a path, and which key.
+
+    Lists are looked into at the top, for ``steering`` is one, and else only if ``in_lists``: most hold many numbers.
+    """
+    if isinstance(value, dict):
+        if twice := _twice(value):
+            return "", shown(twice[0])
+        inner = [(f"[{key[:40]}]" if key.isdecimal() else f".{key[:40]}", item) for key, item in value.items()]
+    elif isinstance(value, list) and (in_lists or depth == _DEPTH):
+        inner = [(f"[{i}]", item) for i, item in enumerate(value) if isinstance(item, (dict, list))]
+    else:
+        return None
     if depth > 0:
-        for key, inner in value.items():
-            found = _duplicate_inside(inner, depth - 1) if isinstance(inner, dict) else None
+        for step, item in inner:
+            found = _duplicate_inside(item, in_lists, depth - 1)
             if found is not None:
-                return (f"[{key[:40]}]" if key.isdecimal() else f".{key[:40]}") + found[0], found[1]
+                return step + found[0], found[1]
     return None

@@ -4,18 +4,34 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
+
+from pydantic_core import PydanticSerializationError, to_jsonable_python
 
 from vllm_steer.config import LIMITS, SCHEDULER_CLS, WORKER_CLS, Limit, engine_kwargs
 from vllm_steer.errors import SteeringError
+from vllm_steer.frontend import CONSUMERS_VARIABLE
+from vllm_steer.serve.store import StoreLimits
 
 ENABLE = "--enable-steering"
+CONSUMERS = "--capture-consumers"
 MIDDLEWARE = "vllm_steer.serve.middleware.SteeringMiddleware"
-MAX_BODY = Limit("max_body_mib", 64, 1, 1 << 16, "largest HTTP body with steering fields, in MiB")
+MAX_BODY = Limit("max_body_mib", 64, 1, 1 << 16, "largest HTTP body with steering or capture fields, in MiB")
+INLINE = Limit("inline_kib", 1024, 0, 1 << 20, "most captured rows of one choice that are part of the answer, in KiB")
+STORE = Limit("store_mib", 1024, 0, 1 << 20, "captured rows kept to be fetched from /v1/captures, all together, in MiB")
+EXPIRY = Limit("expiry_s", 300, 1, 86400, "how long captured rows are kept to be fetched, in seconds")
 
-_FLAGS: tuple[Limit, ...] = (*LIMITS, MAX_BODY)
+_OF_ENGINE: Mapping[str, Limit] = MappingProxyType({f"steering_{limit.name}": limit for limit in LIMITS})
+_OF_SERVER: Mapping[str, Limit] = MappingProxyType(
+    {f"steering_{MAX_BODY.name}": MAX_BODY, **{f"capture_{limit.name}": limit for limit in (INLINE, STORE, EXPIRY)}}
+)
+"""By their names among the parsed arguments."""
 _TAKEN = {"worker_cls": (WORKER_CLS, "auto", None), "scheduler_cls": (SCHEDULER_CLS, None)}
+_CONSUMERS_DEST = "capture_consumers"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -25,17 +41,25 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     (``--data-parallel-multi-port-external-lb``). Wrong flags end as the parser's own errors do: with a
     sentence and exit status 2.
     """
-    group = parser.add_argument_group("Steering", "Activation steering of single requests (vllm-steer).")
+    group = parser.add_argument_group("Steering", "Activation steering and capture of single requests (vllm-steer).")
     group.add_argument(
         ENABLE,
         action="store_true",
         default=False,
-        help="Serve the request fields steering_vectors, prefill_steering_vectors, decode_steering_vectors "
-        "and steering.",
+        help="Serve the request fields steering_vectors, prefill_steering_vectors, decode_steering_vectors, "
+        "steering and capture.",
     )
-    for limit in _FLAGS:
+    group.add_argument(
+        CONSUMERS,
+        action="append",
+        default=argparse.SUPPRESS,
+        metavar="NAME:key=value,...",
+        help="Where requests may have captured rows go, beside memory, which is the answer itself: e.g. "
+        "filesystem:root=/data/captures. Repeatable.",
+    )
+    for dest, limit in (*_OF_ENGINE.items(), *_OF_SERVER.items()):
         group.add_argument(
-            _flag(limit),
+            _flag(dest),
             type=_number_within(limit),
             default=argparse.SUPPRESS,  # to tell what is given: it is refused without --enable-steering
             metavar="N",
@@ -60,24 +84,60 @@ def apply_flags(args: argparse.Namespace) -> None:
     A second call changes nothing. A server without ``--enable-steering`` gets the middleware too: it refuses
     what would otherwise be ignored. Raises :class:`SteeringError` naming the flag that is wrong.
     """
-    values = {limit.name: getattr(args, _dest(limit), None) for limit in _FLAGS}
-    given = {name: value for name, value in values.items() if value is not None}
+    dests = (_CONSUMERS_DEST, *_OF_ENGINE, *_OF_SERVER)
+    given = {dest: getattr(args, dest) for dest in dests if getattr(args, dest, None) is not None}
+    of_server = [_flag(dest) for dest in given if dest not in _OF_ENGINE]
     if getattr(args, "enable_steering", False):
-        _enable(args, {limit.name: given[limit.name] for limit in LIMITS if limit.name in given})
+        _enable(args, {limit.name: given[dest] for dest, limit in _OF_ENGINE.items() if dest in given})
     elif given:
-        flags = ", ".join(_flag(limit) for limit in _FLAGS if limit.name in given)
+        flags = ", ".join(map(_flag, given))
         raise SteeringError(flags, f"has no effect without {ENABLE}; add that, or leave it out")
     if hasattr(args, "middleware"):
         if MIDDLEWARE not in args.middleware:
             args.middleware = [*args.middleware, MIDDLEWARE]
-    elif MAX_BODY.name in given:
-        raise SteeringError(_flag(MAX_BODY), "has no effect here: this command serves no HTTP requests")
+    elif of_server:
+        raise SteeringError(", ".join(of_server), "has no effect here: this command serves no HTTP requests")
+    if _CONSUMERS_DEST in given:
+        # Processes that serve requests are children of this one, and make their own consumers.
+        os.environ[CONSUMERS_VARIABLE] = _consumers(given[_CONSUMERS_DEST])
 
 
 def max_body_bytes(args: object) -> int:
-    """The limit of an HTTP body with steering fields, in bytes, from the parsed flags of a server."""
-    mebibytes = getattr(args, _dest(MAX_BODY), None)
-    return int(MAX_BODY.default if mebibytes is None else mebibytes) << 20
+    """The limit of an HTTP body with steering or capture fields, in bytes, from the parsed flags of a server."""
+    return _of_server(args, MAX_BODY) << 20
+
+
+def store_limits(args: object) -> StoreLimits:
+    """What becomes of captured rows that go into answers, from the parsed flags of a server."""
+    return StoreLimits(
+        inline_bytes=_of_server(args, INLINE) << 10,
+        budget_bytes=_of_server(args, STORE) << 20,
+        expiry_seconds=_of_server(args, EXPIRY),
+        processes=getattr(args, "api_server_count", None) or 1,
+    )
+
+
+def _of_server(args: object, limit: Limit) -> int:
+    dest = next(dest for dest, each in _OF_SERVER.items() if each is limit)
+    value = getattr(args, dest, None)
+    return int(limit.default if value is None else value)
+
+
+def _consumers(texts: Sequence[str]) -> str:
+    """``{name: options}`` in JSON; raises :class:`SteeringError` for what is unknown, wrong or there twice."""
+    # Not needed, and slow to load, where nothing is captured.
+    from vllm_steer.capture.consumers import parse_consumer_flag
+
+    consumers: dict[str, dict[str, Any]] = {}
+    for text in texts:
+        name, options = parse_consumer_flag(text, CONSUMERS)
+        if name in consumers:
+            raise SteeringError(CONSUMERS, f"{name} is there twice; a server has one of each")
+        consumers[name] = options
+    try:
+        return json.dumps(to_jsonable_python(consumers))
+    except PydanticSerializationError as error:
+        raise SteeringError(CONSUMERS, f"an option cannot be handed to the server's processes: {error}") from None
 
 
 def _enable(args: argparse.Namespace, sizes: dict[str, int]) -> None:
@@ -96,12 +156,8 @@ def _enable(args: argparse.Namespace, sizes: dict[str, int]) -> None:
         setattr(args, name, value)
 
 
-def _dest(limit: Limit) -> str:
-    return f"steering_{limit.name}"
-
-
-def _flag(limit: Limit) -> str:
-    return f"--{_dest(limit).replace('_', '-')}"
+def _flag(dest: str) -> str:
+    return f"--{dest.replace('_', '-')}"
 
 
 def _number_within(limit: Limit) -> Callable[[str], int]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ASGI middleware of every server: steering is applied or refused, and never ignored.
+"""The ASGI middleware of every server: steering and capture are applied or refused, and never ignored.
 
 It works where a route reads its body, hence behind vLLM's authentication, and costs a request without
 steering fields a search for their names. What is wrong inside the fields is found when vLLM makes sampling
@@ -19,9 +19,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend import NOT_ENABLED, ensure_served
+from vllm_steer.params import CAPTURE_FIELD
 from vllm_steer.serve.body import OVERLAP, find_fields, form_field, is_utf8, may_hold_fields
+from vllm_steer.serve.captures import store_of
+from vllm_steer.serve.delivery import Delivery
 from vllm_steer.serve.exchange import Exchange, current
 from vllm_steer.serve.flags import max_body_bytes
+from vllm_steer.serve.lifespan import live
 
 # Routes whose requests become sampling parameters through the methods that we wrap. All others refuse.
 CARRYING_ROUTES: tuple[str, ...] = (
@@ -45,6 +49,9 @@ class SteeringMiddleware:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await live(self.app, scope, receive, send)
+            return
         if scope["type"] != "http" or scope["method"] != "POST":
             await self.app(scope, receive, send)
             return
@@ -71,6 +78,7 @@ class _Gate:
         self._all_read = False
         self._started = False
         self._refused = False
+        self._delivery: Delivery | None = None
         self._refusal: tuple[HTTPStatus, SteeringError] | None = None
 
     @property
@@ -94,11 +102,21 @@ class _Gate:
             ignored = self.exchange.fields and not self.exchange.applied and message["status"] < 400
             if ignored and self._refusal is None:
                 self._refusal = HTTPStatus.BAD_REQUEST, self._not_carried(self.exchange.fields[0])
+            if self.exchange.consumers and message["status"] < 400:
+                self._prepare_delivery(message)
             if self.must_refuse:
                 await self.refuse(message["headers"])
                 return
             self._started = True
-        await self._send(message)
+        await (self._send if self._delivery is None else self._delivery.send)(message)
+
+    def _prepare_delivery(self, start: Message) -> None:
+        encoding = Headers(scope=start).get("content-encoding", "identity")
+        if encoding == "identity":
+            self._delivery = Delivery(self.exchange, store_of(self._scope["app"]), self._receive, self._send)
+        elif self._refusal is None:
+            problem = f"nothing can be put into answers that another middleware of this server has encoded ({encoding})"
+            self._refusal = HTTPStatus.BAD_REQUEST, SteeringError(CAPTURE_FIELD, problem)
 
     async def refuse(self, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
         """Send the refusal, with those of the replaced answer's headers that are not about its content."""
@@ -146,7 +164,7 @@ class _Gate:
         body = b"".join(pieces)
         suspect = suspect or not is_utf8(body)
         if suspect and size > limit:
-            problem = f"has over {limit >> 20} MiB, the limit with steering fields (--steering-max-body-mib)"
+            problem = f"has over {limit >> 20} MiB, the limit with steering or capture fields (--steering-max-body-mib)"
             self._raise(SteeringError("body", problem), HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
         if suspect:
             await self._inspect(body)

@@ -58,7 +58,6 @@ class Folder:
         try:
             Path(root).mkdir(parents=True, exist_ok=True)
             self.path = Path(root).resolve(strict=True)
-            self._identity = _identity(os.stat(self.path))
             self._remove_stale()
             self._used, self._counted = self._count(), time.monotonic()
             self.create(f"trial-{secrets.token_hex(8)}").discard()
@@ -74,20 +73,14 @@ class Folder:
         """
         name = stem + SUFFIX
         with telling_why():
-            folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+            folder = self._open()
             try:
-                self.check_same(folder)
                 while (fd := _create(folder, name)) is None:
                     name = f"{stem}-{secrets.token_hex(8)}{SUFFIX}"
             except BaseException:
                 os.close(folder)
                 raise
         return Part(self, folder, fd, name)
-
-    def check_same(self, folder: int) -> None:
-        """Raise OSError where the root's path no longer leads to the folder it was, which ``folder`` has open."""
-        if _identity(os.stat(self.path)) != self._identity or _identity(os.fstat(folder)) != self._identity:
-            raise FileNotFoundError(errno.ENOENT, "another folder has taken its place")
 
     def charge(self, size: int) -> None:
         """Count ``size`` more bytes (fewer, where negative) as used; raises QuotaError where they are too many."""
@@ -98,12 +91,15 @@ class Folder:
                 raise QuotaError(f"the quota of {self.quota} bytes is reached: {self._used} used, {size} more needed")
         self._used += size
 
+    def _open(self) -> int:
+        return os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+
     def _count(self) -> int:
         with os.scandir(self.path) as entries:
             return sum(_size(entry) for entry in entries)
 
     def _remove_stale(self) -> None:
-        folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        folder = self._open()
         try:
             for name in filter(_PART_NAME.fullmatch, os.listdir(folder)):
                 with suppress(OSError):  # published, removed or locked by its writer meanwhile, or a link
@@ -129,14 +125,20 @@ class Part:
         self._fd = fd
         self._reserved = 0
 
+    def is_in_root(self) -> bool:
+        """Whether the root's path still leads to the folder in which it was made."""
+        try:
+            return _identity(os.stat(self._root.path, follow_symlinks=False)) == _identity(os.fstat(self._folder))
+        except OSError:
+            return False
+
     def reserve(self, size: int) -> None:
         """Make sure that the file can grow to ``size`` bytes.
 
         Raises:
-            CaptureWriteError: the disk or the quota is full, or the root has gone; the file is as it was.
+            CaptureWriteError: the disk or the quota is full; the file is as it was.
         """
         with telling_why():
-            self._root.check_same(self._folder)
             more = size - self._reserved
             if more > 0:
                 self._root.charge(more)
@@ -170,7 +172,6 @@ class Part:
                 os.ftruncate(self._fd, size)
                 if self._root.fsync:
                     os.fsync(self._fd)
-                self._root.check_same(self._folder)
                 if _identity(os.stat(_part(name), dir_fd=self._folder, follow_symlinks=False)) != self._id():
                     raise FileNotFoundError(errno.ENOENT, "another file has taken its name")
                 os.rename(_part(name), name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
@@ -205,7 +206,7 @@ def telling_why() -> Iterator[None]:
         yield
     except OSError as error:
         cause = error.strerror or str(error)
-        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ESTALE):
             raise CaptureWriteError(f"the capture root has vanished ({cause})") from error
         raise CaptureWriteError(f"the capture root cannot be written to: {cause}") from error
 

@@ -19,7 +19,7 @@ from vllm_steer.capture.format import (
     SiteEntry,
     TensorEntry,
     Tokens,
-    dtype_name,
+    checked_dtype,
     encode_header,
     hashed_stem,
     raw,
@@ -84,7 +84,7 @@ class PerRequest(Layout):
         sites: list[SiteEntry] = []
         parts: list[tuple[int, str, str, tuple[int, ...], memoryview]] = []
         for (point, layer), site in captured.sites.items():
-            name, dtype, rows = f"{point}.{layer}", dtype_name(site.rows), site.rows
+            name, dtype, rows = f"{point}.{layer}", checked_dtype(site), site.rows
             at = tokens.add(captured, site.positions)
             sites.append(SiteEntry(point, layer, dtype, name, (0, rows.shape[0]), at))
             parts.append((rows.element_size(), name, dtype, tuple(rows.shape), raw(rows)))

@@ -28,7 +28,7 @@ from vllm_steer.capture.format import (
     SiteEntry,
     TensorEntry,
     Tokens,
-    dtype_name,
+    checked_dtype,
     encode_header,
     raw,
     request_entry,
@@ -58,7 +58,7 @@ class Windowed(Layout):
         """Append the request; disk space for completing the file is there when this returns."""
         blocks = _blocks(captured)
         with self._lock:
-            if self._file is not None and not self._file.has_room(blocks):
+            if self._file is not None and not (self._file.has_room(blocks) and self._file.is_in_root()):
                 self._complete_or_log()
             file = self._file or self._open()
             try:
@@ -139,6 +139,10 @@ class OpenFile:
         kinds = len({block.kind for block in blocks})
         return len(self._runs) + 2 * kinds <= MAX_TENSORS
 
+    def is_in_root(self) -> bool:
+        """Whether it will appear in the folder that is the root now; one that was moved takes it along."""
+        return self._part.is_in_root()
+
     def append(self, captured: CapturedRequest, blocks: Sequence[Block], tag: str | None) -> int:
         """Add one request, whose rows are ``blocks``; its place in the index.
 
@@ -212,12 +216,10 @@ class Block(NamedTuple):
 
 
 def _blocks(captured: CapturedRequest) -> list[Block]:
-    """The request's rows, those of a kind together; TypeError for rows that captures do not have."""
-    blocks = []
-    for site, there in captured.sites.items():
-        if there.rows.ndim != 2:
-            raise TypeError(f"captured rows have shape {list(there.rows.shape)}, not [n, width]")
-        blocks.append(Block(Kind(dtype_name(there.rows), there.rows.shape[1]), site, there))
+    """The request's rows, those of a kind together; raises as `checked_dtype`."""
+    blocks = [
+        Block(Kind(checked_dtype(there), there.rows.shape[1]), site, there) for site, there in captured.sites.items()
+    ]
     return sorted(blocks, key=itemgetter(0))
 
 

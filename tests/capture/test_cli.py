@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm-steer captures``: what it prints, what it writes, and how it fails."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from tests.capture.captured import captured
+from vllm_steer.capture.consumers.filesystem import FilesystemConsumer
+from vllm_steer.cli.captures import _ranges, app, printable
+
+HOSTILE = "a\x1b[2Jb\nc\u202e[red]d"
+
+
+@pytest.fixture
+def root(tmp_path):
+    consumer = FilesystemConsumer(root=str(tmp_path / "root"), layout="packed")
+    for i, name in enumerate(("first", "second", HOSTILE)):
+        consumer.accept(captured(name, seed=i, sample=i))
+    consumer.close()
+    return tmp_path / "root"
+
+
+def run(*words, code=0):
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, [str(word) for word in words])
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+def test_ls(root):
+    output = run("ls", root)
+    assert all(word in output for word in ("first", "second", "tiny", "5+7", "packed-"))
+    assert len([line for line in output.splitlines() if "packed-" in line]) == 3
+
+
+def test_a_clients_text_cannot_move_the_cursor(root):
+    for command in ("ls", "show"):
+        output = run(command, root)
+        assert "\x1b" not in output and "\u202e" not in output
+        assert "a\\x1b[2Jb\\nc\\u202e[red]d" in output
+    assert printable("gewöhnlich 文") == "gewöhnlich 文"
+
+
+def test_json_has_one_object_to_a_line(root):
+    for command in ("ls", "show"):
+        lines = [json.loads(line) for line in run(command, root, "--json").splitlines()]
+        assert [line["request_id"] for line in lines] == ["first", "second", HOSTILE]
+        site = {"point": "pre_attn", "layer": 0, "shape": [5, 16], "dtype": "float32"}
+        assert site in lines[0]["sites"] and len(lines[0]["sites"]) == 3
+
+
+def test_show(root):
+    output = run("show", root, "--request-id", "second")
+    norm = np.linalg.norm(captured(seed=1).tensor("post_block", 3).numpy(), axis=1).mean()
+    assert "request_id: second" in output and "first" not in output
+    assert all(word in output for word in ("post_block[3]", "[5, 16]", "1, 3, 5, 7, 9", f"{norm:.3f}"))
+
+
+def test_show_writes_ranges_of_positions():
+    assert _ranges([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
+    assert _ranges([]) == "none"
+    assert _ranges(list(range(0, 100, 2))) == "0, 2, 4, 6, ..., 94, 96, 98"
+
+
+def test_sample_chooses(root):
+    assert "second" in run("ls", root, "--sample", 1)
+    assert "first" not in run("ls", root, "--sample", 1)
+
+
+def test_export(root, tmp_path):
+    out = tmp_path / "out.npz"
+    assert "1 sites" in run("export", root, out, "--request-id", "second", "--point", "post_block", "--layer", 3)
+    with np.load(out) as archive:
+        np.testing.assert_array_equal(archive["0.post_block.3"], captured(seed=1).tensor("post_block", 3).numpy())
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["ls", "no-such-folder"], "no-such-folder"),
+        (["ls", "{root}", "--request-id", "third"], "no such capture"),
+        (["ls", "{root}", "--sample", "9"], "no such capture"),
+        (["show", "{bad}"], "bad.safetensors"),
+        (["export", "{root}", "{tmp}/out.csv"], ".npz or .parquet"),
+        (["export", "{root}", "{tmp}/out.npz", "--layer", "9"], "no row"),
+        (["export", "{root}", "{bad}"], "is to end in"),
+    ],
+)
+def test_failures_are_a_sentence(root, tmp_path, words, told):
+    """Catches a traceback in place of an answer."""
+    bad = tmp_path / "bad.safetensors"
+    bad.write_bytes(b"x" * 100)
+    output = run(*(word.format(root=root, tmp=tmp_path, bad=bad) for word in words), code=1)
+    assert output.startswith("error: ") or "\nerror: " in output
+    assert told in output and "Traceback" not in output

@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The contract of consumers, finding them by name, their options; and the two that write no files."""
+
+from __future__ import annotations
+
+import json
+import logging
+from importlib.metadata import EntryPoint
+from typing import Any, ClassVar, Literal
+
+import pytest
+import torch
+
+from tests.capture.captured import captured
+from vllm_steer.capture import CaptureResult
+from vllm_steer.capture.consumers import (
+    BUILT_IN,
+    GROUP,
+    Consumer,
+    consumer_class,
+    consumer_names,
+    make_consumer,
+    parse_consumer_flag,
+    registry,
+)
+from vllm_steer.capture.consumers.filesystem import FilesystemConsumer
+from vllm_steer.errors import SteeringError
+from vllm_steer.spec import CaptureSpec
+
+
+class Mine(Consumer):
+    """A third party's."""
+
+    name: ClassVar[str] = "mine"
+    spec_options: ClassVar[dict[str, Any]] = {"tag": str, "times": int}
+
+    def __init__(
+        self, *, where: str, count: int = 1, ratio: float = 0.5, on: bool = False, kind: Literal["a", "b"] = "a"
+    ) -> None:
+        self.options = (where, count, ratio, on, kind)
+
+    def accept(self, captured: object) -> None:
+        return None
+
+
+class NotOne:
+    """No consumer."""
+
+
+@pytest.fixture
+def offer(monkeypatch):
+    """Pretend that packages are installed which offer these: name to ``module:attribute``."""
+
+    def install(*offers: tuple[str, str]) -> None:
+        points = [EntryPoint(name, value, GROUP) for name, value in offers]
+
+        class Found(list):
+            names = frozenset(point.name for point in points)
+
+        def found(group: str, name: str | None = None) -> Found:
+            assert group == GROUP
+            return Found(point for point in points if name in (None, point.name))
+
+        monkeypatch.setattr(registry, "entry_points", found)
+
+    return install
+
+
+def refused(call, *words):
+    with pytest.raises(SteeringError) as caught:
+        call()
+    for word in words:
+        assert word in str(caught.value)
+
+
+class TestRegistry:
+    @pytest.mark.parametrize("name", [*BUILT_IN])
+    def test_built_in_ones_load_under_their_own_name(self, name):
+        assert consumer_class(name).name == name
+
+    def test_built_in_names(self):
+        assert tuple(BUILT_IN) == ("memory", "filesystem", "logging")
+
+    def test_an_installed_package_offers_one(self, offer):
+        offer(("mine", f"{__name__}:Mine"))
+        assert consumer_names() == (*BUILT_IN, "mine")
+        assert make_consumer("mine", {"where": "x"}).options == ("x", 1, 0.5, False, "a")
+
+    def test_unknown_lists_the_known(self, offer):
+        offer(("mine", f"{__name__}:Mine"))
+        refused(lambda: consumer_class("yours"), "yours", "memory", "mine")
+
+    def test_a_package_cannot_take_a_built_in_name(self, offer):
+        """Catches a package that would get everybody's rows without being named."""
+        offer(("memory", f"{__name__}:Mine"))
+        refused(lambda: consumer_class("memory"), "built-in")
+
+    def test_two_packages_of_one_name(self, offer):
+        offer(("mine", f"{__name__}:Mine"), ("mine", "other:Mine"))
+        refused(lambda: consumer_class("mine"), "both")
+
+    @pytest.mark.parametrize(
+        ("name", "value", "word"),
+        [
+            ("mine", "no_such_module:Mine", "no_such_module"),
+            ("mine", f"{__name__}:NotOne", "subclass"),
+            ("yours", f"{__name__}:Mine", "mine"),
+        ],
+    )
+    def test_what_is_no_consumer(self, offer, name, value, word):
+        offer((name, value))
+        refused(lambda: consumer_class(name), word)
+
+
+class TestOptions:
+    def test_flag_converts_by_annotation(self, offer):
+        """Catches text handed on as text: "false" would be true, "10" would sort before "9"."""
+        offer(("mine", f"{__name__}:Mine"))
+        name, options = parse_consumer_flag("mine:where=/a=b:c,count=3,ratio=2,on=false,kind=b")
+        assert (name, options) == ("mine", {"where": "/a=b:c", "count": 3, "ratio": 2.0, "on": False, "kind": "b"})
+        assert [type(value) for value in options.values()] == [str, int, float, bool, str]
+
+    def test_flag_without_options(self):
+        assert parse_consumer_flag("memory") == ("memory", {})
+        assert parse_consumer_flag("logging:level=debug") == ("logging", {"level": "debug"})
+
+    @pytest.mark.parametrize(
+        ("text", "words"),
+        [
+            ("memory:size=3", ["memory", "size", "none"]),
+            ("filesystem", ["root", "missing"]),
+            ("filesystem:root=a,b", ["'b'", "comma"]),
+            ("filesystem:", ["''"]),
+            ("filesystem:root=a,root=b", ["root", "twice"]),
+            ("filesystem:root=a,rot=b", ["rot", "root", "layout"]),
+            ("filesystem:root=a,layout=zip", ["layout", "per_request", "sharded"]),
+            ("filesystem:root=a,fsync=maybe", ["fsync"]),
+            ("filesystem:root=a,quota=0", ["quota"]),
+            ("filesystem:root=a,quota=ten", ["quota"]),
+            ("filesystem:root=a,max_requests=1.5", ["max_requests"]),
+            ("filesystem:root=a,max_seconds=inf", ["max_seconds"]),
+            ("logging:level=loud", ["level", "debug"]),
+            ("nothing:a=1", ["nothing", "memory"]),
+        ],
+    )
+    def test_refusals(self, text, words):
+        refused(lambda: parse_consumer_flag(text), "--capture-consumers", *words)
+
+    def test_sizes_have_units(self):
+        assert parse_consumer_flag("filesystem:root=a,quota=1.5GiB")[1]["quota"] == 3 << 29
+        assert parse_consumer_flag("filesystem:root=a,quota=1000")[1]["quota"] == 1000
+
+    def test_make_converts_and_refuses_as_the_flag_does(self):
+        refused(lambda: make_consumer("memory", {"x": 1}), "x")
+        refused(lambda: make_consumer("logging", {"level": 3}), "level")
+
+
+class TestCheck:
+    def check(self, **options):
+        Mine(where="x").check(CaptureSpec(hooks={"pre_attn": 1}, options=options), "capture.mine")
+
+    def test_known_options_pass(self):
+        self.check()
+        self.check(tag="a", times=3)
+
+    @pytest.mark.parametrize(
+        ("options", "words"),
+        [
+            ({"tga": "a"}, ["capture.mine.tga", "tag, times"]),
+            ({"tag": 3}, ["capture.mine.tag", "string", "3"]),
+            ({"times": "3"}, ["capture.mine.times", "integer"]),
+            ({"times": True}, ["capture.mine.times"]),
+        ],
+    )
+    def test_others_are_refused(self, options, words):
+        """Catches an option that is accepted and ignored."""
+        refused(lambda: self.check(**options), *words)
+
+    @pytest.mark.parametrize("name", ["memory", "logging"])
+    def test_those_without_options_take_none(self, name):
+        spec = CaptureSpec(hooks={"pre_attn": 1}, options={"tag": "a"})
+        refused(lambda: make_consumer(name).check(spec, f"capture.{name}"), f"capture.{name}.tag", "none")
+
+    def test_filesystem_takes_a_tag_of_bounded_length(self, tmp_path):
+        consumer = FilesystemConsumer(root=str(tmp_path))
+        consumer.check(CaptureSpec(hooks={"pre_attn": 1}, options={"tag": "a" * 1024}), "f")
+        long = CaptureSpec(hooks={"pre_attn": 1}, options={"tag": "a" * 1025})
+        refused(lambda: consumer.check(long, "f"), "f.tag", "1024")
+
+
+def test_memory_gives_the_rows_back():
+    request = captured()
+    result = CaptureResult("ok", None, make_consumer("memory").accept(request))
+    rows = result.tensor("post_block", 3)
+    assert rows is request.sites["post_block", 3].rows
+    assert result.positions("post_block", 3).tolist() == [1, 3, 5, 7, 9]
+    assert result.token_ids("post_block", 3).tolist() == [101, 103, 900, 902, 904]
+    assert set(result.sites) == set(request.sites)
+    with pytest.raises(KeyError, match=r"post_block\[4\].*pre_attn\[0\]"):
+        result.tensor("post_block", 4)
+
+
+def test_result_without_rows_says_why():
+    with pytest.raises(RuntimeError, match="disk is full"):
+        CaptureResult("error", "disk is full", None).tensor("post_block", 3)
+    with pytest.raises(TypeError, match="dict"):
+        CaptureResult("ok", None, {"path": "x"}).tensor("post_block", 3)
+
+
+class TestLogging:
+    def test_numbers_are_those_of_the_rows(self, caplog):
+        request = captured(sites=(("post_block", 3),), rows=3, width=4)
+        site = request.sites["post_block", 3]
+        site.rows[:] = torch.tensor([[3.0, 4, 0, 0], [0, 0, 0, 1], [2, 2, 2, 2]])
+        with caplog.at_level(logging.INFO, "vllm_steer.capture"):
+            data = make_consumer("logging").accept(request)
+        assert data == {
+            "sites": {
+                "post_block[3]": {
+                    "shape": [3, 4],
+                    "dtype": "float32",
+                    "norm_mean": pytest.approx(10 / 3, rel=1e-5),
+                    "norm_min": 1.0,
+                    "norm_max": 5.0,
+                    "not_finite": 0,
+                }
+            }
+        }
+        assert "post_block[3] [3, 4] float32, norm 3.33333 (1.0 to 5.0)" in caplog.text
+
+    def test_rows_that_are_not_finite_are_counted_apart(self):
+        """Catches a NaN that makes the mean NaN, which is no JSON, and hides the other rows."""
+        request = captured(sites=(("post_block", 3),), rows=3, dtype=torch.bfloat16)
+        request.sites["post_block", 3].rows[0, 5] = float("nan")
+        request.sites["post_block", 3].rows[2, 0] = float("inf")
+        numbers = make_consumer("logging").accept(request)["sites"]["post_block[3]"]
+        assert numbers["not_finite"] == 2 and numbers["norm_min"] == numbers["norm_max"] > 0
+        json.dumps(numbers, allow_nan=False)
+
+    def test_no_rows(self):
+        numbers = make_consumer("logging").accept(captured(rows=0))["sites"]["post_block[3]"]
+        assert numbers["shape"] == [0, 16] and numbers["norm_mean"] is None
+
+    def test_level(self, caplog):
+        with caplog.at_level(logging.INFO, "vllm_steer.capture"):
+            make_consumer("logging", {"level": "debug"}).accept(captured())
+        assert not caplog.records
+
+    def test_an_id_cannot_forge_a_line(self, caplog):
+        with caplog.at_level(logging.INFO, "vllm_steer.capture"):
+            make_consumer("logging").accept(captured("a\nERROR: all is lost\x1b[2J"))
+        assert all("\n" not in record.getMessage() and "\x1b" not in record.getMessage() for record in caplog.records)

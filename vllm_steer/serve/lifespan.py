@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The beginning and the end of an API server process.
+
+At the beginning the consumers of captures are made: one that cannot be, since its folder is read-only, say, ends the
+start with a sentence. At the end they complete what they have open.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from vllm_steer.errors import SteeringError
+from vllm_steer.frontend import Served, ensure_served
+from vllm_steer.serve.captures import store_of
+
+_LAST = ("lifespan.startup.failed", "lifespan.shutdown.complete", "lifespan.shutdown.failed")
+
+
+async def live(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+    """Pass the ``lifespan`` protocol on to ``app``, with our own start before its own and our end after it."""
+    startup: Message | None = await receive()
+    try:
+        served = await _start(scope)
+    except SteeringError as error:
+        await send({"type": "lifespan.startup.failed", "message": str(error)})
+        return
+
+    async def receive_again() -> Message:
+        nonlocal startup
+        first, startup = startup, None
+        return first if first is not None else await receive()
+
+    async def send_at_last(message: Message) -> None:
+        try:
+            if served is not None and message["type"] in _LAST:
+                # Before the message: the process may end as soon as the server has it.
+                await asyncio.to_thread(served.desk.close)
+        finally:
+            await send(message)
+
+    await app(scope, receive_again, send_at_last)
+
+
+async def _start(scope: Scope) -> Served | None:
+    engine = getattr(scope["app"].state, "engine_client", None)
+    served = None if engine is None else await ensure_served(engine)
+    if served is not None:
+        store_of(scope["app"])
+    return served
