@@ -35,16 +35,21 @@ class Formula:
     high: float | None = None
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows + self.strength * self._change(rows)
+
+    def _change(self, rows: torch.Tensor) -> torch.Tensor:
         vector = torch.from_numpy(self.vector)
-        direction = vector / vector.norm()
+        direction: torch.Tensor = vector / vector.norm()
         along = rows @ direction[:, None]
         if self.kind == "add":
-            return rows + self.strength * vector
+            return vector
         if self.kind == "add_normed":
-            return rows + self.strength * rows.norm(dim=-1, keepdim=True) * direction
+            length: torch.Tensor = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
+            return length * direction
         if self.kind == "ablate":
-            return rows - self.strength * along * direction
-        return rows + self.strength * (along.clamp(self.low, self.high) - along) * direction
+            return -along * direction
+        clipped: torch.Tensor = along.clamp(self.low, self.high)
+        return (clipped - along) * direction
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import gc
+import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,20 +17,26 @@ import numpy as np
 from tests.conformance.cases import NEW_TOKENS, Case
 from tests.conformance.edits import EditAt
 from tests.conformance.hf_reference import Array
-from tests.conformance.zoo import MAX_POSITIONS, VOCAB, TinyModel, config_of
+from tests.conformance.zoo import MAX_POSITIONS, VOCAB, TinyModel
 
 MODES: Mapping[str, Mapping[str, Any]] = {
     "eager": {"enforce_eager": True},
-    # Dynamo traces the model as in a compiled engine, but the graph is run as it is: no C++ to compile.
-    "traced": {"compilation_config": {"backend": "eager"}},
+    # Dynamo traces the model as in a compiled engine, but the graph is run as it is: no C++ to compile. With the
+    # mode left out, vLLM's CPU platform would put inductor in the place of this backend.
+    "traced": {"compilation_config": {"mode": "DYNAMO_TRACE_ONCE", "backend": "eager"}},
     "compiled": {},
 }
+
+BACKENDS: Mapping[str, str | None] = {"eager": None, "traced": "eager", "compiled": "inductor"}
+"""The Dynamo backend on which an engine of each mode must run its model, None for no Dynamo at all."""
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "ERROR",
+    # A graph compiled by an earlier run proves nothing about the code of this one.
+    "VLLM_DISABLE_COMPILE_CACHE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
@@ -36,7 +44,7 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Answer:
-    """``token_ids``: prompt and generated. ``logprobs`` ``[tokens - 1, vocab]``: row *t* is the prediction of *t + 1*."""
+    """``token_ids``: prompt and generated. ``logprobs`` ``[tokens - 1, vocab]``: row *t* predicts token *t + 1*."""
 
     token_ids: tuple[int, ...]
     logprobs: Array
@@ -56,7 +64,12 @@ def running(tiny: TinyModel, path: Path, mode: str) -> Iterator[Any]:
 
     from vllm_steer import LLM
 
-    _register(tiny)
+    _register(path)
+    # Models this small only get slower with more.
+    torch.set_num_threads(1)
+    # vLLM collects garbage eight times in an engine's life, half a second each over what is loaded by now. Its clean-up
+    # thaws all of it.
+    gc.freeze()
     llm = None
     try:
         llm = LLM(
@@ -68,28 +81,43 @@ def running(tiny: TinyModel, path: Path, mode: str) -> Iterator[Any]:
             # Less than the batch needs, so that prompts are cut and run beside generated tokens of other requests.
             max_num_batched_tokens=160,
             max_num_seqs=128,
+            # One block per request and to spare: filling a whole GiB with zeros takes longer than loading the model.
+            num_gpu_blocks_override=256,
             max_logprobs=-1,
             disable_log_stats=True,
             **MODES[mode],
         )
+        backend = _backend(llm)
+        if backend != BACKENDS[mode]:
+            raise RuntimeError(f"{tiny}: the {mode} engine runs its model on the backend {backend}")
         yield llm
     finally:
         del llm
-        torch._dynamo.reset()
+        if mode != "eager":
+            # Not after eager engines: vLLM's sampler has compiled functions of its own, which would be lost.
+            torch._dynamo.reset()
         cleanup_dist_env_and_memory()
 
 
-def _register(tiny: TinyModel) -> None:
-    """Give vLLM the model's class: for one that it knows by name only, it starts a process to look at it, for ten seconds."""
+def _register(path: Path) -> None:
+    """Hand vLLM the model's class: to look at one that it knows by name only, it starts a process, for ten seconds."""
     from vllm import ModelRegistry
 
-    architecture = config_of(tiny).architectures
-    if architecture is None:
-        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+    architecture = json.loads((path / "config.json").read_text())["architectures"][0]
+    ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())
 
-        architecture = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config_of(tiny))].__name__]
-    entry = ModelRegistry.models[architecture[0]]
-    ModelRegistry.register_model(architecture[0], entry.load_model_cls())
+
+def _backend(llm: Any) -> str | None:
+    """The backend that has really compiled the model by now, whatever was asked for."""
+    compiled = any(llm.apply_model(_is_compiled))
+    return llm.llm_engine.vllm_config.compilation_config.backend if compiled else None
+
+
+def _is_compiled(model: Any) -> bool:
+    return any(
+        getattr(module, "compiled", False) or getattr(module, "aot_compiled_fn", None) is not None
+        for module in model.modules()
+    )
 
 
 def layer_classes(llm: Any) -> set[str]:

@@ -63,7 +63,7 @@ class Reference:
     def __init__(self, tiny: TinyModel, model: PreTrainedModel) -> None:
         self.tiny = tiny
         self.model = model
-        self.blocks: list[nn.Module] = list(model.get_submodule(tiny.blocks))  # type: ignore[call-overload]
+        self.blocks: list[nn.Module] = list(model.get_submodule(tiny.blocks))
         self.scale = float(getattr(model.config, tiny.multiplier)) if tiny.multiplier else 1.0
 
     @torch.no_grad()
@@ -77,6 +77,30 @@ class Reference:
         with self._hooks(edits, streams):
             logits = self.model(torch.tensor([list(token_ids)]), use_cache=False).logits[0]
         return Trace(_array(logits.log_softmax(-1)), *(_array(streams[name]) for name in _STREAMS))
+
+    @torch.no_grad()
+    def hidden_states(self, token_ids: Sequence[int]) -> list[Array]:
+        """HF's own ``hidden_states`` of a plain run, each ``[tokens, hidden]``."""
+        ids = torch.tensor([list(token_ids)])
+        return [
+            _array(states[0]) for states in self.model(ids, use_cache=False, output_hidden_states=True).hidden_states
+        ]
+
+    def watch(
+        self, layer: int, module: str, token_ids: Sequence[int], edits: Sequence[Intervention] = ()
+    ) -> tuple[Array, Array]:
+        """What a module of one block is given and returns during a run, each ``[tokens, hidden]``."""
+        seen: list[torch.Tensor] = []
+
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            given = args[0] if args else kwargs["hidden_states"]
+            seen.extend((given.clone(), _first(output).clone()))
+
+        handle = self.blocks[layer].get_submodule(module).register_forward_hook(hook, with_kwargs=True)
+        self.run(token_ids, edits)
+        handle.remove()
+        given, returned = (_array(tensor).reshape(len(token_ids), -1) for tensor in seen)
+        return given, returned
 
     @contextmanager
     def _hooks(self, edits: Sequence[Intervention], streams: dict[str, torch.Tensor]) -> Iterator[None]:
@@ -141,7 +165,8 @@ def _edited(stream: torch.Tensor, point: str, edits: Sequence[Intervention]) -> 
 
 
 def _first(output: Any) -> torch.Tensor:
-    return output[0] if isinstance(output, tuple) else output
+    first: torch.Tensor = output[0] if isinstance(output, tuple) else output
+    return first
 
 
 def _with_first(output: Any, first: torch.Tensor) -> Any:

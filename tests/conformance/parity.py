@@ -18,7 +18,7 @@ from tests.conformance.cases import LAYER, PROMPTS, Case, cases_for
 from tests.conformance.edits import EditAt, Formula
 from tests.conformance.engine import Answer, ask, layer_classes, running
 from tests.conformance.reference_process import ReferenceProcess
-from tests.conformance.zoo import HIDDEN, LAYERS, TinyModel, save
+from tests.conformance.zoo import HIDDEN, LAYERS, TinyModel
 
 TOLERANCE = 1e-4
 """Largest difference of a log-probability that counts as agreement."""
@@ -78,7 +78,7 @@ def examine(
     keep: Callable[[Case], bool] = lambda case: True,
 ) -> Report:
     """Run the cases of ``tiny`` that ``keep`` keeps, and every refusal."""
-    path = save(tiny, folder)
+    path = reference.save(tiny.name, folder)
     plain = reference.traces(tiny.name, [(PROMPTS[0], len(PROMPTS[0]), ())])[0]
     cases = [case for case in cases_for(tiny, plain) if keep(case)]
     started = time.perf_counter()

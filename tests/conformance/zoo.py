@@ -38,7 +38,7 @@ class TinyModel:
     The HF side: ``blocks`` is the path to the list of blocks, ``branch`` the module in a block whose output
     is the attention branch as it is added to the stream (times the config's field ``multiplier``), and
     ``reads_mid`` the module whose input is the stream between attention and MLP (None: there is no such
-    place).
+    place). ``attention`` names HF's attention code where its default is not the model.
     """
 
     name: str
@@ -52,6 +52,7 @@ class TinyModel:
     multiplier: str | None = None
     refused: tuple[str, ...] = ()
     steered: bool = True
+    attention: str | None = None
 
     def __str__(self) -> str:
         return self.name
@@ -82,6 +83,8 @@ _SANDWICH: Final[dict[str, Any]] = {
     "branch": "post_attention_layernorm",
     "reads_mid": "pre_feedforward_layernorm",
 }
+# HF's default attention leaves soft capping out.
+_SOFT_CAPS: Final[dict[str, Any]] = {"attention": "eager"}
 _POST_NORM: Final[dict[str, Any]] = {"branch": "post_attention_layernorm", "reads_mid": "mlp"}
 _FALCON_AT: Final[dict[str, Any]] = {"blocks": "transformer.h", "branch": "self_attention"}
 _NEOX_AT: Final[dict[str, Any]] = {"blocks": "gpt_neox.layers", "branch": "attention"}
@@ -102,7 +105,7 @@ ZOO: Final[tuple[TinyModel, ...]] = (
               "FUSED", "Qwen2MoeDecoderLayer", steered=False),
     TinyModel("olmoe", "OlmoeConfig", {**_BASE, **_EXPERTS}, "FUSED", "OlmoeDecoderLayer", steered=False),
 
-    TinyModel("gemma2", "Gemma2Config", _GEMMA, "FUSED", "Gemma2DecoderLayer", **_SANDWICH),
+    TinyModel("gemma2", "Gemma2Config", _GEMMA, "FUSED", "Gemma2DecoderLayer", **_SANDWICH, **_SOFT_CAPS),
     TinyModel("gemma3", "Gemma3TextConfig", _GEMMA, "FUSED", "Gemma3DecoderLayer", **_SANDWICH),
     TinyModel("glm4", "Glm4Config", _GQA, "FUSED", "Glm4DecoderLayer",
               branch="post_self_attn_layernorm", steered=False),
@@ -118,9 +121,6 @@ ZOO: Final[tuple[TinyModel, ...]] = (
               steered=False),
     TinyModel("stablelm", "StableLmConfig", {**_MQA, "use_qkv_bias": True}, "UNFUSED", "StablelmDecoderLayer",
               steered=False),
-    TinyModel("phimoe", "PhimoeConfig",
-              {**_GQA, **_LOCAL_EXPERTS, "attention_bias": True, "lm_head_bias": True},
-              "UNFUSED", "PhiMoEDecoderLayer", steered=False),
     TinyModel("falcon_rw", "FalconConfig",
               {**_FALCON, "num_kv_heads": 2, "multi_query": False, "parallel_attn": False, "alibi": True},
               "UNFUSED", "FalconDecoderLayer", **_FALCON_AT, steered=False),
@@ -162,21 +162,18 @@ def config_of(tiny: TinyModel) -> PretrainedConfig:
     common = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     if "n_positions" not in tiny.settings:
         common["max_position_embeddings"] = MAX_POSITIONS
-    return getattr(transformers, tiny.config)(**common, **tiny.settings)  # type: ignore[no-any-return]
+    return getattr(transformers, tiny.config)(**common, **tiny.settings)
 
 
 def build(tiny: TinyModel) -> PreTrainedModel:
-    """The row's model in float32 with seeded random weights, in evaluation mode.
-
-    HF's plain attention is used: its faster ones leave out Gemma 2's soft capping.
-    """
+    """The row's model in float32 with seeded random weights, in evaluation mode."""
     seed = zlib.crc32(tiny.name.encode())
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(
-        config_of(tiny), dtype=torch.float32, attn_implementation="eager"
+        config_of(tiny), dtype=torch.float32, attn_implementation=tiny.attention
     )
     _randomise(model, torch.Generator().manual_seed(seed))
-    return model.eval()  # type: ignore[no-any-return]
+    return model.eval()
 
 
 def save(tiny: TinyModel, folder: Path) -> Path:

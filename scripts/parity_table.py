@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Print how closely every architecture agrees with HF Transformers, point by point.
+
+    python scripts/parity_table.py                       every architecture, eager
+    python scripts/parity_table.py llama gpt2 --mode compiled
+
+Each number is the largest difference of a log-probability, over the whole vocabulary, all prompt and generated tokens
+and all requests that edit that point. The exit status is 1 where anything disagrees.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tests.conformance.edits import POINTS
+from tests.conformance.engine import prepare_environment
+from tests.conformance.parity import MIN_EFFECT, TOLERANCE, Report, examine
+from tests.conformance.reference_process import ReferenceProcess
+from tests.conformance.zoo import BY_NAME
+
+
+class Mode(StrEnum):
+    """How the engine runs the model; the keys of ``engine.MODES``."""
+
+    EAGER = "eager"
+    TRACED = "traced"
+    COMPILED = "compiled"
+
+
+def main(
+    names: Annotated[list[str] | None, typer.Argument(help="Rows of tests/conformance/zoo.py; all if none.")] = None,
+    mode: Annotated[Mode, typer.Option(help="How the engine runs the model.")] = Mode.EAGER,
+) -> None:
+    """Run the conformance cases and print the table."""
+    unknown = [name for name in names or () if name not in BY_NAME or not BY_NAME[name].steered]
+    if unknown:
+        steered = ", ".join(name for name, tiny in BY_NAME.items() if tiny.steered)
+        raise typer.BadParameter(f"no steered row {', '.join(unknown)}; there are {steered}")
+    prepare_environment()
+    chosen = [tiny for name, tiny in BY_NAME.items() if (name in names if names else tiny.steered)]
+    with tempfile.TemporaryDirectory() as folder, ReferenceProcess() as reference:
+        reports = [examine(tiny, mode.value, Path(folder), reference) for tiny in chosen]
+    Console(width=None if sys.stdout.isatty() else 140).print(table_of(reports, mode.value))
+    if not all(_agrees(report) for report in reports):
+        raise typer.Exit(1)
+
+
+def table_of(reports: list[Report], mode: str) -> Table:
+    """One line per report."""
+    table = Table(title=f"Largest difference from HF Transformers (log-probability, float32, {mode})")
+    for column in ("model", "layer class", "recipe", *POINTS, "plain", "requests", "start"):
+        table.add_column(column, justify="left" if column in ("model", "layer class", "recipe") else "right")
+    for report in reports:
+        tiny = report.tiny
+        cells = ["refused" if point in tiny.refused else _cell(report.worst(point)) for point in POINTS]
+        table.add_row(
+            tiny.name,
+            ", ".join(sorted(report.layers)),
+            tiny.recipe,
+            *cells,
+            _cell(report.worst_plain),
+            str(len(report.outcomes)),
+            f"{report.start_seconds:.1f} s",
+        )
+    return table
+
+
+def _cell(error: float) -> str:
+    return f"{error:.1e}" if error < TOLERANCE else f"[red]{error:.1e}[/red]"
+
+
+def _agrees(report: Report) -> bool:
+    return (
+        all(outcome.agrees for outcome in report.outcomes)
+        and all(outcome.effect > MIN_EFFECT for outcome in report.outcomes if outcome.case.edits)
+        and all(refusal.error is not None for refusal in report.refusals)
+    )
+
+
+if __name__ == "__main__":
+    typer.run(main)

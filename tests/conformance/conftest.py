@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The reference process and the models' folder, one of each per test session."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conformance.engine import prepare_environment
+from tests.conformance.reference_process import ReferenceProcess
+
+prepare_environment()
+
+
+@pytest.fixture(scope="session")
+def reference_process() -> Iterator[ReferenceProcess]:
+    """HF Transformers, in a process without vLLM."""
+    with ReferenceProcess() as process:
+        yield process
+
+
+@pytest.fixture(scope="session")
+def zoo_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the tiny models are written."""
+    return tmp_path_factory.mktemp("zoo")
