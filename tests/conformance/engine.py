@@ -44,10 +44,14 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Answer:
-    """``token_ids``: prompt and generated. ``logprobs`` ``[tokens - 1, vocab]``: row *t* predicts token *t + 1*."""
+    """``token_ids``: prompt and generated. ``logprobs`` ``[tokens - 1, vocab]``: row *t* predicts token *t + 1*.
+
+    ``streams[point]`` ``[layers, tokens - 1, hidden]``: what was captured, after the edits of the point itself.
+    """
 
     token_ids: tuple[int, ...]
     logprobs: Array
+    streams: Mapping[str, Array]
 
 
 def prepare_environment() -> None:
@@ -130,14 +134,17 @@ def _tapped(model: Any) -> set[str]:
     return {type(module).__name__ for module in model.modules() if hasattr(module, "steering_taps")}
 
 
-def ask(llm: Any, cases: Sequence[Case]) -> list[Answer]:
-    """Send all cases as one batch. Raises what the engine raises; then nothing of the batch is left in it."""
+def ask(llm: Any, cases: Sequence[Case], points: Sequence[str] = ()) -> list[Answer]:
+    """Send all cases as one batch, each of which also reads all layers at ``points``.
+
+    Raises what the engine raises; then nothing of the batch is left in it.
+    """
     prompts = [{"prompt_token_ids": list(case.prompt)} for case in cases]
-    outputs = llm.generate(prompts, [_params(case.edits) for case in cases], use_tqdm=False)
+    outputs = llm.generate(prompts, [_params(case.edits, points) for case in cases], use_tqdm=False)
     return [_answer(output) for output in outputs]
 
 
-def _params(edits: Sequence[EditAt]) -> Any:
+def _params(edits: Sequence[EditAt], points: Sequence[str]) -> Any:
     from vllm_steer import Edit, SamplingParams
 
     sugar = edits[0].sugar() if len(edits) == 1 else None
@@ -150,6 +157,7 @@ def _params(edits: Sequence[EditAt]) -> Any:
         logprobs=-1,
         prompt_logprobs=-1,
         flat_logprobs=True,
+        capture={"memory": {"hooks": dict.fromkeys(points, "all"), "positions": "all"}} if points else None,
         **(steering if edits else {}),
     )
 
@@ -157,7 +165,19 @@ def _params(edits: Sequence[EditAt]) -> Any:
 def _answer(output: Any) -> Answer:
     completion = output.outputs[0]
     rows = [*_rows(output.prompt_logprobs)[1:], *_rows(completion.logprobs)]
-    return Answer((*output.prompt_token_ids, *completion.token_ids), np.stack(rows))
+    return Answer((*output.prompt_token_ids, *completion.token_ids), np.stack(rows), _streams(completion))
+
+
+def _streams(completion: Any) -> dict[str, Array]:
+    if completion.capture_results is None:
+        return {}
+    found = completion.capture_results["memory"]
+    if found.status != "ok":
+        raise RuntimeError(f"capture: {found.error}")
+    points: dict[str, list[Array]] = {}
+    for point, layer in found.sites:
+        points.setdefault(point, []).append(found.tensor(point, layer).numpy())
+    return {point: np.stack(layers) for point, layers in points.items()}
 
 
 def _rows(flat: Any) -> list[Array]:

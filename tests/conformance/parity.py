@@ -8,13 +8,13 @@ generated token but the last, on the sequence that the engine generated.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from tests.conformance.cases import LAYER, PROMPTS, Case, cases_for
+from tests.conformance.cases import LAYER, PROMPTS, STREAM_AT, Case, cases_for
 from tests.conformance.edits import EditAt, Formula
 from tests.conformance.engine import Answer, ask, layer_classes, running
 from tests.conformance.reference_process import ReferenceProcess
@@ -28,11 +28,15 @@ MIN_EFFECT = 1e-2
 
 @dataclass(frozen=True)
 class Outcome:
-    """One case: its largest ``error`` against HF, and the ``effect`` of its edits in HF alone."""
+    """One case: its largest ``error`` against HF, and the ``effect`` of its edits in HF alone.
+
+    ``value_errors``: per point, the largest distance of a captured row from HF's, in lengths of HF's row.
+    """
 
     case: Case
     error: float
     effect: float
+    value_errors: Mapping[str, float]
 
     @property
     def agrees(self) -> bool:
@@ -84,7 +88,8 @@ def examine(
     started = time.perf_counter()
     with running(tiny, path, mode) as llm:
         start_seconds = time.perf_counter() - started
-        answers = ask(llm, cases)
+        served = [point for point in STREAM_AT if point not in tiny.refused]
+        answers = ask(llm, cases, served)
         refusals = [Refusal(point, _refusal(llm, point)) for point in tiny.refused]
         after = Case("plain after the refusals", PROMPTS[0])
         answers += ask(llm, [after])
@@ -101,13 +106,22 @@ def compare(
     edited = reference.traces(tiny.name, [(a.token_ids, len(c.prompt), c.edits) for c, a in pairs])
     plain = reference.traces(tiny.name, [(a.token_ids, len(c.prompt), ()) for c, a in pairs])
     return [
-        Outcome(case, _far(answer.logprobs, with_.logprobs[:-1]), _far(with_.logprobs[:-1], without.logprobs[:-1]))
+        Outcome(
+            case,
+            _far(answer.logprobs, with_.logprobs[:-1]),
+            _far(with_.logprobs[:-1], without.logprobs[:-1]),
+            {p: _rows_far(rows, getattr(with_, STREAM_AT[p])[:, :-1]) for p, rows in answer.streams.items()},
+        )
         for (case, answer), with_, without in zip(pairs, edited, plain, strict=True)
     ]
 
 
 def _far(one: np.ndarray, other: np.ndarray) -> float:
     return float(np.abs(one - other).max())
+
+
+def _rows_far(ours: np.ndarray, theirs: np.ndarray) -> float:
+    return float((np.linalg.norm(ours - theirs, axis=-1) / np.linalg.norm(theirs, axis=-1)).max())
 
 
 def _refusal(llm: object, point: str) -> str | None:

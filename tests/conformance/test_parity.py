@@ -45,6 +45,18 @@ def test_edits_give_what_the_same_edits_give_in_transformers(report: Report) -> 
     assert not wrong, "\n".join(wrong)
 
 
+def test_captured_rows_are_the_streams_of_transformers(report: Report) -> None:
+    """Catches a row of another token, layer or point, and one read on the wrong side of an edit: every point, layer,
+    prompt and generated token of every request, under its own edits.
+    """
+    seen = set()
+    for outcome in report.outcomes:
+        for point, error in outcome.value_errors.items():
+            seen.add(point)
+            assert error < TOLERANCE, f"{outcome.case.name}, {point}: off by {error:.1e}"
+    assert seen == {"pre_attn", "post_attn", "post_block"} - set(report.tiny.refused)
+
+
 def test_plain_requests_in_the_batch_are_untouched(report: Report) -> None:
     """Catches an edit that leaks to the requests beside it."""
     assert report.worst_plain < TOLERANCE

@@ -97,20 +97,20 @@ ZOO: Final[tuple[TinyModel, ...]] = (
     TinyModel("qwen3", "Qwen3Config", _GQA, "FUSED", "Qwen3DecoderLayer"),
     TinyModel("gemma", "GemmaConfig", _GQA, "FUSED", "GemmaDecoderLayer"),
     TinyModel("phi3", "Phi3Config", _BASE, "FUSED", "LlamaDecoderLayer"),
-    TinyModel("nemotron", "NemotronConfig", _GQA, "FUSED", "NemotronDecoderLayer", steered=False),
+    TinyModel("nemotron", "NemotronConfig", _GQA, "FUSED", "NemotronDecoderLayer"),
 
     TinyModel("mixtral", "MixtralConfig", {**_GQA, **_LOCAL_EXPERTS}, "FUSED", "MixtralDecoderLayer"),
     TinyModel("qwen3_moe", "Qwen3MoeConfig", {**_GQA, **_EXPERTS}, "FUSED", "Qwen3MoeDecoderLayer"),
     TinyModel("qwen2_moe", "Qwen2MoeConfig", {**_MQA, **_EXPERTS, "shared_expert_intermediate_size": 64},
-              "FUSED", "Qwen2MoeDecoderLayer", steered=False),
-    TinyModel("olmoe", "OlmoeConfig", {**_BASE, **_EXPERTS}, "FUSED", "OlmoeDecoderLayer", steered=False),
+              "FUSED", "Qwen2MoeDecoderLayer"),
+    TinyModel("olmoe", "OlmoeConfig", {**_BASE, **_EXPERTS}, "FUSED", "OlmoeDecoderLayer"),
 
     TinyModel("gemma2", "Gemma2Config", _GEMMA, "FUSED", "Gemma2DecoderLayer", **_SANDWICH, **_SOFT_CAPS),
     TinyModel("gemma3", "Gemma3TextConfig", _GEMMA, "FUSED", "Gemma3DecoderLayer", **_SANDWICH),
     TinyModel("glm4", "Glm4Config", _GQA, "FUSED", "Glm4DecoderLayer",
-              branch="post_self_attn_layernorm", steered=False),
+              branch="post_self_attn_layernorm"),
     TinyModel("exaone4", "Exaone4Config", _EXAONE, "UNFUSED+POSTNORM", "Exaone4DecoderLayer",
-              **_POST_NORM, steered=False),
+              **_POST_NORM),
 
     TinyModel("gpt2", "GPT2Config", _GPT, "UNFUSED", "GPT2Block",
               blocks="transformer.h", branch="attn", reads_mid="ln_2"),
@@ -119,8 +119,7 @@ ZOO: Final[tuple[TinyModel, ...]] = (
     TinyModel("opt_post_ln", "OPTConfig", {**_OPT, "do_layer_norm_before": False},
               "UNFUSED", "OPTDecoderLayer", blocks="model.decoder.layers", reads_mid="self_attn_layer_norm",
               steered=False),
-    TinyModel("stablelm", "StableLmConfig", {**_MQA, "use_qkv_bias": True}, "UNFUSED", "StablelmDecoderLayer",
-              steered=False),
+    TinyModel("stablelm", "StableLmConfig", {**_MQA, "use_qkv_bias": True}, "UNFUSED", "StablelmDecoderLayer"),
     TinyModel("falcon_rw", "FalconConfig",
               {**_FALCON, "num_kv_heads": 2, "multi_query": False, "parallel_attn": False, "alibi": True},
               "UNFUSED", "FalconDecoderLayer", **_FALCON_AT, steered=False),
@@ -128,7 +127,7 @@ ZOO: Final[tuple[TinyModel, ...]] = (
     TinyModel("granite", "GraniteConfig", {**_MQA, **_MULTIPLIERS}, "UNFUSED*MULT", "GraniteDecoderLayer",
               multiplier="residual_multiplier"),
     TinyModel("granitemoe", "GraniteMoeConfig", {**_MQA, **_MULTIPLIERS, **_LOCAL_EXPERTS},
-              "UNFUSED*MULT", "GraniteMoeDecoderLayer", multiplier="residual_multiplier", steered=False),
+              "UNFUSED*MULT", "GraniteMoeDecoderLayer", multiplier="residual_multiplier"),
 
     TinyModel("falcon", "FalconConfig", {**_FALCON, "num_kv_heads": 1}, "PARALLEL", "FalconDecoderLayer",
               **_FALCON_AT, **_PARALLEL),
@@ -139,18 +138,18 @@ ZOO: Final[tuple[TinyModel, ...]] = (
     TinyModel("cohere2", "Cohere2Config", {**_MQA, **_COHERE2, "logit_scale": 1.0},
               "PARALLEL", "CohereDecoderLayer", **_PARALLEL),
     TinyModel("gptj", "GPTJConfig", {**_GPT, "rotary_dim": 16}, "PARALLEL", "GPTJBlock",
-              blocks="transformer.h", branch="attn", **_PARALLEL, steered=False),
+              blocks="transformer.h", branch="attn", **_PARALLEL),
 
     # These run on vLLM's Transformers backend: the layer classes are HF's.
     TinyModel("gpt_neox", "GPTNeoXConfig", _BASE, "PARALLEL", "GPTNeoXLayer", **_NEOX_AT, **_PARALLEL),
     TinyModel("gpt_neox_seq", "GPTNeoXConfig", {**_BASE, "use_parallel_residual": False},
               "UNFUSED", "GPTNeoXLayer", **_NEOX_AT, steered=False),
     TinyModel("phi", "PhiConfig", _MQA, "PARALLEL", "PhiDecoderLayer", **_PARALLEL),
-    TinyModel("olmo", "OlmoConfig", _BASE, "UNFUSED", "OlmoDecoderLayer", steered=False),
+    TinyModel("olmo", "OlmoConfig", _BASE, "UNFUSED", "OlmoDecoderLayer"),
     TinyModel("olmo2", "Olmo2Config", _BASE, "UNFUSED+POSTNORM", "Olmo2DecoderLayer",
-              **_POST_NORM, steered=False),
-    TinyModel("starcoder2", "Starcoder2Config", _MQA, "UNFUSED", "Starcoder2DecoderLayer", steered=False),
-    TinyModel("smollm3", "SmolLM3Config", _MQA, "UNFUSED", "SmolLM3DecoderLayer", steered=False),
+              **_POST_NORM),
+    TinyModel("starcoder2", "Starcoder2Config", _MQA, "UNFUSED", "Starcoder2DecoderLayer"),
+    TinyModel("smollm3", "SmolLM3Config", _MQA, "UNFUSED", "SmolLM3DecoderLayer"),
 )
 # fmt: on
 

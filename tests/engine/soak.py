@@ -112,7 +112,9 @@ def soak(folder: Path, count: int, seed: int) -> Outcome:
                 elif int(output.request_id) in doomed:
                     engine.abort_request([output.request_id])
             for i in list(doomed):
-                if rng.random() < 0.05 and str(i) in {s.external_req_id for s in engine.output_processor.request_states.values()}:
+                if rng.random() < 0.05 and str(i) in {
+                    s.external_req_id for s in engine.output_processor.request_states.values()
+                }:
                     engine.abort_request([str(i)])
                     outcome.aborted += 1
                     doomed.discard(i)

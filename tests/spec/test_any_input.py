@@ -24,9 +24,7 @@ scalars = (
     | st.sampled_from([10**400, 2**31 - 1, 2**31, 4095, 4096])
     | st.floats()
     | st.text(max_size=5)
-    | st.sampled_from(
-        [*FIELD_NAMES, *POINT_NAMES, *KINDS, "all", "prompt", "vector", "scale", "dtype", "AAAAAA=="]
-    )
+    | st.sampled_from([*FIELD_NAMES, *POINT_NAMES, *KINDS, "all", "prompt", "vector", "scale", "dtype", "AAAAAA=="])
 )
 keys = st.sampled_from(
     [
@@ -73,17 +71,14 @@ general = st.lists(
         },
         optional={
             "strength": st.floats(-9, 9),
-            "tokens": st.just("prompt")
-            | st.lists(st.integers(-5, 5) | st.lists(st.integers(-5, 5)), max_size=3),
+            "tokens": st.just("prompt") | st.lists(st.integers(-5, 5) | st.lists(st.integers(-5, 5)), max_size=3),
             "low": st.none() | st.floats(-9, 0),
             "high": st.none() | st.floats(0, 9),
         },
     ),
     max_size=3,
 )
-requests = st.fixed_dictionaries(
-    {}, optional={name: general if name == "steering" else short for name in FIELD_NAMES}
-)
+requests = st.fixed_dictionaries({}, optional={name: general if name == "steering" else short for name in FIELD_NAMES})
 
 
 @st.composite

@@ -89,9 +89,7 @@ class TestShortFields:
 
     @pytest.mark.parametrize("value", [None, [], "x", 1, V, np.array(V)])
     def test_point_without_a_mapping(self, value):
-        assert_refused(
-            {"steering_vectors": {"pre_attn": value}}, "steering_vectors.pre_attn", "{layer: vector}"
-        )
+        assert_refused({"steering_vectors": {"pre_attn": value}}, "steering_vectors.pre_attn", "{layer: vector}")
 
     def test_empty_dicts(self):
         """Catches a request that looks steered and is not."""
@@ -135,9 +133,7 @@ class TestShortFields:
 
     @pytest.mark.parametrize("key", [True, 1.0, None, (1,), np.float64(1)])
     def test_layer_key_of_another_type(self, key):
-        assert_refused(
-            {"steering_vectors": {"pre_attn": {key: V}}}, "steering_vectors.pre_attn", "layer number"
-        )
+        assert_refused({"steering_vectors": {"pre_attn": {key: V}}}, "steering_vectors.pre_attn", "layer number")
 
     @pytest.mark.parametrize("key", [-1, 4096, "4096", "999999999"])
     def test_layer_out_of_range(self, key):
@@ -164,9 +160,7 @@ class TestShortFields:
         ],
     )
     def test_wrong_keys_beside_the_vector(self, given):
-        assert_refused(
-            {"steering_vectors": {"pre_attn": {1: given}}}, "steering_vectors.pre_attn[1]", "scale"
-        )
+        assert_refused({"steering_vectors": {"pre_attn": {1: given}}}, "steering_vectors.pre_attn[1]", "scale")
 
     @pytest.mark.parametrize("scale", [None, True, "2", [2.0], math.nan, math.inf, 1e39, 10**400])
     def test_wrong_scale(self, scale):

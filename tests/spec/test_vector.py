@@ -224,9 +224,7 @@ class TestPackedRefused:
         """8 bytes and 9 bytes are both 12 base64 characters."""
         assert_refused(self.GOOD | {"data": base64.b64encode(bytes(9)).decode()}, "v.data", "9 bytes")
 
-    @pytest.mark.parametrize(
-        "data", ["AACAPwAAAEA\n", "AACAPwAA-EA=", "AACA=wAAAEA=", "äACAPwAAAEA=", "============"]
-    )
+    @pytest.mark.parametrize("data", ["AACAPwAAAEA\n", "AACAPwAA-EA=", "AACA=wAAAEA=", "äACAPwAAAEA=", "============"])
     def test_strict_base64(self, data):
         """Catches a lenient decoder, which drops foreign characters and shifts what follows."""
         assert_refused(self.GOOD | {"data": data}, "v.data", "base64")
@@ -248,9 +246,5 @@ def test_three_wide_vectors_parse_without_work_per_component():
     """Catches Python work per component, which alone takes over a millisecond. Best of many runs."""
     rng = np.random.default_rng(0)
     layers = {i: {"vector": rng.standard_normal(4096), "scale": 2.0} for i in range(3)}
-    best = min(
-        timeit.repeat(
-            lambda: parse_fields({"steering_vectors": {"post_block": layers}}), number=1, repeat=300
-        )
-    )
+    best = min(timeit.repeat(lambda: parse_fields({"steering_vectors": {"post_block": layers}}), number=1, repeat=300))
     assert best < 0.3e-3

@@ -128,9 +128,7 @@ def _general(value: object) -> Iterator[tuple[str, Edit]]:
     if isinstance(value, Edit):
         value = [value]
     if not isinstance(value, (list, tuple)):
-        raise SteeringError(
-            GENERAL_FIELD, f"must be a list of edits, not {shown(value)} ({type(value).__name__})"
-        )
+        raise SteeringError(GENERAL_FIELD, f"must be a list of edits, not {shown(value)} ({type(value).__name__})")
     if not value:
         raise SteeringError(GENERAL_FIELD, "is empty; give an edit, or leave it out")
     for i, item in enumerate(value):
@@ -143,9 +141,7 @@ def _edit_of_dict(item: object, path: str) -> Edit:
         raise SteeringError(path, f"must be an Edit or a dict of its fields, not {shown(item)}")
     unknown = [key for key in item if key not in _EDIT_PARAMETERS]
     if unknown:
-        raise SteeringError(
-            path, f"unknown field {shown(unknown[0])}; an edit has {', '.join(_EDIT_PARAMETERS)}"
-        )
+        raise SteeringError(path, f"unknown field {shown(unknown[0])}; an edit has {', '.join(_EDIT_PARAMETERS)}")
     missing = [name for name in _REQUIRED if name not in item]
     if missing:
         raise SteeringError(f"{path}.{missing[0]}", "is missing; an edit needs " + ", ".join(_REQUIRED))

@@ -38,9 +38,7 @@ def read_number(value: Any, field: str) -> float:
     except OverflowError:
         number = math.inf
     if not abs(number) <= FLOAT32_MAX:  # false for NaN too
-        raise SteeringError(
-            field, f"must be finite and at most {FLOAT32_MAX:.3g} (float32), not {shown(value)}"
-        )
+        raise SteeringError(field, f"must be finite and at most {FLOAT32_MAX:.3g} (float32), not {shown(value)}")
     return number
 
 

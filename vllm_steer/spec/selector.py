@@ -109,9 +109,7 @@ def _read(tokens: object, field: str) -> SelectorName | tuple[Interval, ...]:
             f"not {shown(tokens)} ({type(tokens).__name__})",
         )
     if not 1 <= len(tokens) <= MAX_ITEMS:
-        raise SteeringError(
-            field, f"has {len(tokens)} items; list 1 to {MAX_ITEMS} positions and [start, stop] pairs"
-        )
+        raise SteeringError(field, f"has {len(tokens)} items; list 1 to {MAX_ITEMS} positions and [start, stop] pairs")
     return _canonical(_item_span(item, f"{field}[{i}]") for i, item in enumerate(tokens))
 
 
@@ -126,9 +124,7 @@ def _item_span(item: object, field: str) -> Interval:
         return start, END
     stop = _position(item[1], f"{field}[1]")
     if stop == 0:
-        raise SteeringError(
-            field, f"[{start}, 0) is empty; for the last 3 tokens of the prompt write [-3, -2, -1]"
-        )
+        raise SteeringError(field, f"[{start}, 0) is empty; for the last 3 tokens of the prompt write [-3, -2, -1]")
     # Bounds of unlike sign can be compared only when the prompt is known.
     if (start < 0) == (stop < 0) and start >= stop:
         raise SteeringError(field, f"[{start}, {stop}) is empty; a pair's start is before its stop")
@@ -149,9 +145,7 @@ def _range_spans(positions: range, field: str) -> Iterable[Interval]:
     low, high = sorted((_position(positions[0], field), _position(positions[-1], field)))
     if abs(positions.step) != 1:
         if len(positions) > MAX_ITEMS:
-            raise SteeringError(
-                field, f"{positions} has {len(positions)} positions; with a step, at most {MAX_ITEMS}"
-            )
+            raise SteeringError(field, f"{positions} has {len(positions)} positions; with a step, at most {MAX_ITEMS}")
         return [(position, position + 1) for position in positions]
     if low < 0 <= high:
         return [(low, 0), (0, high + 1)]

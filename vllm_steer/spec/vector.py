@@ -108,9 +108,7 @@ def _checked_array(array: npt.NDArray[Any], field: str) -> npt.NDArray[Any]:
     if isinstance(array, np.ma.MaskedArray):
         raise SteeringError(field, "is a masked array; fill the masked components first, e.g. .filled(0)")
     if array.dtype.kind not in "fiu":
-        raise SteeringError(
-            field, f"has dtype {array.dtype}; use a real floating or integer dtype, e.g. float32"
-        )
+        raise SteeringError(field, f"has dtype {array.dtype}; use a real floating or integer dtype, e.g. float32")
     _check_shape(array.shape, field)
     return array
 
