@@ -28,10 +28,10 @@ def models() -> str:
     ]
     return (
         "# Models\n\n"
-        "A model is served when its decoder layers are of one of these classes. Each is proven against HF Transformers by\n"
-        "`tests/conformance` (`python scripts/parity_table.py` prints the figures). Every other class is refused when the\n"
-        "engine starts. `pair`: the stream travels as two summands; `single`: as one tensor. `pre_attn` and `post_block`\n"
-        "are served on all of them.\n\n" + table(("decoder layer", "stream", "`post_attn`"), rows)
+        "A model is served when its decoder layers are of one of these classes. Each is proven against HF Transformers\n"
+        "by `tests/conformance` (`python scripts/parity_table.py` prints the figures). Every other class is refused when\n"
+        "the engine starts. `pair`: the stream travels as two summands; `single`: as one tensor. `pre_attn` and\n"
+        "`post_block` are served on all of them.\n\n" + table(("decoder layer", "stream", "`post_attn`"), rows)
     )
 
 
@@ -44,9 +44,9 @@ def points() -> str:
 def edits() -> str:
     rows = [(f"`{k.name}`", ", ".join(f"`{p}`" for p in k.params), f"`{k.formula}`") for k in KINDS.values()]
     return (
-        "# Edits\n\n`x` is a token's row of the residual stream, `v` the vector, `u = v / |v|`, `s` the strength. All arithmetic\n"
-        "is float32, with one rounding to the model's dtype at the end. Several edits at one site apply in the order given:\n"
-        "`steering_vectors`, `prefill_steering_vectors`, `decode_steering_vectors`, then `steering`.\n\n"
+        "# Edits\n\n`x` is a token's row of the residual stream, `v` the vector, `u = v / |v|`, `s` the strength.\n"
+        "All arithmetic is float32, with one rounding to the model's dtype at the end. Several edits at one site apply in the order\n"
+        "given: `steering_vectors`, `prefill_steering_vectors`, `decode_steering_vectors`, then `steering`.\n\n"
         + table(("kind", "takes", "new value"), rows)
     )
 
@@ -57,8 +57,8 @@ def limits() -> str:
         for limit in LIMITS
     ]
     return (
-        "# Limits\n\nFixed when the engine starts: `steering_config={...}` of `LLM`, or flags of the server. A request that needs\n"
-        "more than one of them at once is refused; one that does not fit beside those that run waits for its turn.\n\n"
+        "# Limits\n\nFixed when the engine starts: `steering_config={...}` of `LLM`, or flags of the server.\n"
+        "A request that needs more than one of them at once is refused; one that does not fit beside those that run waits for its turn.\n\n"
         + table(("setting", "flag", "default", "counts"), rows)
     )
 

@@ -13,7 +13,7 @@ wrapped                                               why no official seam will 
 ``InputProcessor.assign_request_id``                  the one step that every way in takes last; the request is whole
 ``LLMEngine.add_request``, ``AsyncLLM.add_request``   what the engine serves must be known before that check
 ``OutputProcessor.add_request``                       a sample that captures collects its rows from its first output on
-``RequestState.make_request_output``                  outputs have no field for rows: they are taken from a free-form one
+``RequestState.make_request_output``                  outputs have no field for rows: they ride in a free-form one
 ``RequestState._new_completion_output``               results go onto the sample's ``CompletionOutput`` when it ends
 ``RequestOutput.add``                                 outputs merged in a stream would lose them
 ``to_sampling_params``, ``to_beam_search_params``     the OpenAI request classes drop fields that they do not know

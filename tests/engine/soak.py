@@ -42,11 +42,11 @@ class Outcome:
 
 
 def workload(count: int, seed: int) -> tuple[list[Any], list[Any]]:
-    """Prompts of 4 to 90 tokens, half of them continuing one of eight stems; a third plain, a third read, some steered."""
+    """Prompts of 4 to 90 tokens, half of them on one of eight stems; most are read, many steered, some plain."""
     rng = np.random.default_rng(seed)
     stems = [rng.integers(1, VOCAB, 64).tolist() for _ in range(8)]
     prompts, wanted = [], []
-    for i in range(count):
+    for _ in range(count):
         stem = stems[rng.integers(8)] if rng.random() < 0.5 else []
         prompts.append(prompt(*stem, *rng.integers(1, VOCAB, int(rng.integers(4, 27))).tolist()))
         fields: dict[str, Any] = {}
@@ -85,8 +85,8 @@ def soak(folder: Path, count: int, seed: int) -> Outcome:
 
     outcome = Outcome()
     llm = make_llm(
-        folder, num_gpu_blocks_override=20, block_size=32, max_num_seqs=24, max_num_batched_tokens=96, max_model_len=128,
-        steering_config={"max_rows": 24, "capture_rows": 300},
+        folder, num_gpu_blocks_override=20, block_size=32, max_num_seqs=24, max_num_batched_tokens=96,
+        max_model_len=128, steering_config={"max_rows": 24, "capture_rows": 300},
     )  # fmt: skip
     try:
         engine = llm.llm_engine
@@ -112,9 +112,8 @@ def soak(folder: Path, count: int, seed: int) -> Outcome:
                 elif int(output.request_id) in doomed:
                     engine.abort_request([output.request_id])
             for i in list(doomed):
-                if rng.random() < 0.05 and str(i) in {
-                    s.external_req_id for s in engine.output_processor.request_states.values()
-                }:
+                running = {s.external_req_id for s in engine.output_processor.request_states.values()}
+                if rng.random() < 0.05 and str(i) in running:
                     engine.abort_request([str(i)])
                     outcome.aborted += 1
                     doomed.discard(i)

@@ -21,7 +21,6 @@ from vllm_steer.capture.result import CapturedRequest, CaptureResult
 from vllm_steer.errors import SteeringError
 from vllm_steer.spec import CaptureSpec, Projection
 
-
 logger = init_logger(__name__)
 
 
