@@ -2,7 +2,8 @@
 """Texts for the demo: openings of each kind, to make the steering vector from, and prompts to try it on.
 
 The vector of a site is the mean of the stream over CODE less the mean over PROSE, at the tokens of the
-openings; subtract it and code turns towards prose. NEUTRAL prompts may go on either way.
+openings; subtract it and code turns towards prose. NEUTRAL prompts are words of both kinds; without steering
+the model takes some of them for code and some for prose.
 """
 
 from __future__ import annotations
@@ -63,11 +64,11 @@ PROSE: tuple[str, ...] = (
 
 NEUTRAL: tuple[str, ...] = (
     "The",
-    "A",
-    "This",
+    "for",
     "Return",
-    "Create a new",
+    "name",
     "If the value is",
-    "The list of",
-    "Example",
+    "value",
+    "is",
+    "to",
 )

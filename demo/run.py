@@ -76,7 +76,7 @@ def main() -> None:
     with running_server(MODEL, OUT / "server.log") as url:
         prompt = prompts[0]
         texts = [complete(url, prompt, vectors[layer] if on else None, layer, s) for s, on in wanted]
-    show([(prompt, *texts)], f"POST /v1/completions, layer {layer}, greedy")  # type: ignore[arg-type]
+    show([(prompt, *texts)], f"POST /v1/completions, layer {layer}")  # type: ignore[arg-type]
     say(f"Done in {time.monotonic() - started:.0f} s.")
 
 

@@ -67,5 +67,7 @@ def complete(base_url: str, prompt: str, vector: np.ndarray | None, layer: int, 
         site = {"vector": pack_vector(vector), "scale": strength}
         extra["steering_vectors"] = {"post_block": {str(layer): site}}
     client = OpenAI(base_url=base_url, api_key="none")
-    answer = client.completions.create(model="demo", prompt=prompt, max_tokens=48, temperature=0, extra_body=extra)
+    answer = client.completions.create(
+        model="demo", prompt=prompt, max_tokens=48, temperature=0.8, seed=1, extra_body=extra
+    )
     return str(answer.choices[0].text)

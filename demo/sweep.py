@@ -69,7 +69,7 @@ def best_layer(cells: list[Cell]) -> int:
 
 
 def gentlest(cells: list[Cell], layer: int, sign: int) -> float:
-    """The smallest strength of that sign that moves the score nine tenths of the way that any of that sign does.
+    """The smallest strength of that sign that moves the score three quarters of the way that any of that sign does.
 
     Larger ones move it no further and only spoil the text.
     """
@@ -79,4 +79,4 @@ def gentlest(cells: list[Cell], layer: int, sign: int) -> float:
         for cell in cells
         if cell.layer == layer and cell.strength * sign > 0
     }
-    return min((s for s in moved if moved[s] >= 0.9 * max(moved.values())), key=abs)
+    return min((s for s in moved if moved[s] >= 0.75 * max(moved.values())), key=abs)

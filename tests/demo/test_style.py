@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The demo's style score, on texts that its weights were not chosen on: the standard library's code and its prose."""
+
+from __future__ import annotations
+
+import argparse
+import configparser
+import difflib
+import inspect
+import logging
+import mailbox
+import statistics
+import textwrap
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from demo import prompts, style
+from demo.train import prose, python_code
+
+MODULES = (argparse, configparser, difflib, logging, mailbox, statistics, textwrap)
+LENGTH = 300  # characters, about what the demo generates
+
+
+@pytest.fixture(scope="module")
+def code_pieces() -> list[str]:
+    sources = [python_code.clean(inspect.getsource(module)) for module in MODULES]
+    return [piece for source in sources if source for piece in cut(source)]
+
+
+@pytest.fixture(scope="module")
+def prose_pieces() -> list[str]:
+    documents = [doc for module in MODULES for doc in prose.docstrings(inspect.getsource(module))]
+    return [paragraph for document in documents for paragraph in prose.paragraphs(document)]
+
+
+def cut(source: str) -> list[str]:
+    """Runs of LENGTH characters, cut anywhere, as generated text is."""
+    return [source[start : start + LENGTH] for start in range(0, len(source) - LENGTH, LENGTH)]
+
+
+def test_code_scores_high(code_pieces: list[str]) -> None:
+    """Catches a score that calls real code prose, as a constant low score would."""
+    scores = [style.score(piece) for piece in code_pieces]
+    assert len(scores) > 100
+    assert sum(score > 0.5 for score in scores) >= 0.95 * len(scores)
+    assert sum(scores) / len(scores) > 0.9
+
+
+def test_prose_scores_low(prose_pieces: list[str]) -> None:
+    """Catches a score that calls real prose code, as a constant high score would."""
+    scores = [style.score(piece) for piece in prose_pieces]
+    assert len(scores) > 100
+    assert sum(score < 0.5 for score in scores) >= 0.95 * len(scores)
+    assert sum(scores) / len(scores) < 0.1
+
+
+def test_mixture_lies_between() -> None:
+    """Catches a score that only looks at the first line: code that turns into prose is neither."""
+    code, text = "x = f(1)\ny = g(x)\n", "The value of this is shown to the user when it is known.\n"
+    assert style.score(text) < style.score(text + code) < style.score(code)
+
+
+def test_length_does_not_matter(code_pieces: list[str], prose_pieces: list[str]) -> None:
+    """Catches features that are counts instead of shares: a text twice over has the score of the text."""
+    for piece in (*code_pieces[:20], *prose_pieces[:20]):
+        once, twice = (style.score(text) for text in (piece + "\n", f"{piece}\n{piece}\n"))
+        assert once == pytest.approx(twice, abs=0.02)
+
+
+@given(st.text())
+def test_score_is_a_share(text: str) -> None:
+    """Catches a division by zero or a value outside [0, 1] on odd texts."""
+    assert 0.0 <= style.score(text) <= 1.0
+
+
+def test_blank_is_undecided() -> None:
+    """Catches an empty continuation being counted as a success of either kind."""
+    assert style.score("") == style.score(" \n\t") == 0.5
+
+
+@pytest.mark.parametrize("opening", prompts.CODE)
+def test_code_openings_are_code(opening: str) -> None:
+    """Catches an opening in the wrong list, which would blur the vector."""
+    assert style.score(opening) > 0.5
+
+
+@pytest.mark.parametrize("opening", prompts.PROSE)
+def test_prose_openings_are_prose(opening: str) -> None:
+    """Catches an opening in the wrong list, which would blur the vector."""
+    assert style.score(opening) < 0.5
+
+
+def test_lists_are_balanced() -> None:
+    """Catches a repeated opening or lists of unequal length, which would weigh one kind's topics more."""
+    assert len(set(prompts.CODE)) == len(set(prompts.PROSE)) == len(prompts.CODE) == len(prompts.PROSE)
+    assert not set(prompts.NEUTRAL) & {*prompts.CODE, *prompts.PROSE}
