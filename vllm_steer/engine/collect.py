@@ -68,8 +68,8 @@ class PendingRows:
                 if segment.row is None or not segment.num_captures:
                     continue
                 end = at + (stop - start) * segment.num_captures * row_bytes
-                captures = tuple(2 * captured.site + captured.before for captured in segment.row.captures)
-                chunks.append(Chunk(plan.request_id, start, stop - start, captures, bytes(data[at:end])))
+                codes = segment.row.capture_codes
+                chunks.append(Chunk(plan.request_id, start, stop - start, codes, bytes(data[at:end])))
                 at = end
         return chunks
 

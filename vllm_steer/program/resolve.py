@@ -57,6 +57,11 @@ class Row:
     num_layers: int
 
     @cached_property
+    def capture_codes(self) -> tuple[int, ...]:
+        """``captures`` as ``2 * site + before``, the form in which rows travel."""
+        return tuple(2 * captured.site + captured.before for captured in self.captures)
+
+    @cached_property
     def instruction_count(self) -> int:
         return sum(len(_layers(step, self.num_layers)) for step in self.steps) + len(self.captures)
 
