@@ -13,10 +13,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from vllm.sampling_params import SamplingParams as VllmSamplingParams
 from vllm.utils import length_from_prompt_token_ids_or_embeds
 
 from vllm_steer.capabilities import Capabilities
 from vllm_steer.capture.desk import CaptureDesk
+from vllm_steer.capture.server_wide import with_captures
 from vllm_steer.config import SteeringConfig, from_vllm_config
 from vllm_steer.errors import SteeringError
 from vllm_steer.params import capture_specs, program_of
@@ -96,6 +98,13 @@ def desk_of(output_processor: Any) -> CaptureDesk:
     """The desk of the engine client that this output processor belongs to."""
     served: Served = getattr(output_processor, _KEPT)
     return served.desk
+
+
+def with_server_wide(served: Served | None, params: Any) -> Any:
+    """A request's parameters with the captures that this engine client makes of every request."""
+    if served is None or not served.desk.server_wide or not isinstance(params, VllmSamplingParams):
+        return params
+    return with_captures(params, served.desk.server_wide)
 
 
 def check_params(params: Any, served: Served | None, prompt_len: int | None = None) -> None:

@@ -142,13 +142,21 @@ def _params_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return args[3] if len(args) > 3 else kwargs.get("params")
 
 
+def _with_params(args: tuple[Any, ...], kwargs: dict[str, Any], params: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same call with other ``params``."""
+    if len(args) > 3:
+        return (*args[:3], params, *args[4:]), kwargs
+    return args, {**kwargs, "params": params}
+
+
 def _add_request(original: Callable[..., Any]) -> Callable[..., Any]:
     def add_request(*args: Any, **kwargs: Any) -> Any:
-        from vllm_steer.frontend import served_by
-        from vllm_steer.params import has_steering
+        from vllm_steer.frontend import served_by, with_server_wide
 
-        if has_steering(_params_in(args, kwargs)):
-            served_by(args[0])
+        params = _params_in(args, kwargs)
+        wanted = with_server_wide(served_by(args[0]), params)
+        if wanted is not params:
+            args, kwargs = _with_params(args, kwargs, wanted)
         return original(*args, **kwargs)
 
     return add_request
@@ -156,15 +164,18 @@ def _add_request(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _add_request_async(original: Callable[..., Any]) -> Callable[..., Any]:
     async def add_request(*args: Any, **kwargs: Any) -> Any:
-        from vllm_steer.frontend import ensure_served
+        from vllm_steer.frontend import ensure_served, with_server_wide
         from vllm_steer.params import has_steering
 
-        if not has_steering(_params_in(args, kwargs)):
+        params = _params_in(args, kwargs)
+        wanted = with_server_wide(await ensure_served(args[0]), params)
+        if wanted is not params:
+            args, kwargs = _with_params(args, kwargs, wanted)
+        if not has_steering(wanted):
             return await original(*args, **kwargs)
         from vllm_steer.errors import SteeringError
         from vllm_steer.serve.protocol import RequestRefused
 
-        await ensure_served(args[0])
         try:
             return await original(*args, **kwargs)
         except SteeringError as error:

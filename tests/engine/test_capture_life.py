@@ -119,3 +119,16 @@ def test_a_capture_that_can_never_fit_is_refused(tiny_llama: Path) -> None:
             run(llm, [prompt(1, 2, 3)], [params(capture=capture())])
     finally:
         close(llm)
+
+
+def test_captures_of_every_request(tiny_llama: Path) -> None:
+    """Catches a server-wide capture that misses plain requests, or changes what they answer."""
+    wide = {"memory": {"hooks": {"post_block": [1]}, "positions": "all_prompt"}}
+    llm = make_llm(tiny_llama, capture_consumers=wide)
+    try:
+        plain, own = run(llm, [prompt(1, 2, 3)] * 2, [params(), params(capture=capture())])
+        assert result(plain).positions("post_block", 1).tolist() == [0, 1, 2]
+        assert len(result(own).sites) == 12
+        assert tokens_of(plain) == tokens_of(own)
+    finally:
+        close(llm)

@@ -18,7 +18,9 @@ from vllm_steer.capabilities import Capabilities
 from vllm_steer.capture.assemble import Assembly
 from vllm_steer.capture.consumers import Consumer, make_consumer
 from vllm_steer.capture.result import CapturedRequest, CaptureResult
+from vllm_steer.capture.server_wide import Specs, split_options
 from vllm_steer.errors import SteeringError
+from vllm_steer.program import compile_program
 from vllm_steer.spec import CaptureSpec, Projection
 
 logger = init_logger(__name__)
@@ -57,9 +59,15 @@ class CaptureDesk:
         self._model = model
         self._consumers: dict[str, Consumer] = {}
         self._threads: dict[str, ThreadPoolExecutor] = {}
+        self.server_wide: Specs = ()
         for name, given in {"memory": {}, **options}.items():
-            self._consumers[name] = make_consumer(name, given)
+            own, specs = split_options(name, given)
+            self.server_wide += specs
+            self._consumers[name] = make_consumer(name, own)
             self._threads[name] = ThreadPoolExecutor(1, thread_name_prefix=f"capture-{name}")
+
+        capabilities.check(compile_program([], [spec for _, spec in self.server_wide]), None)
+        self.check(self.server_wide)
 
     def check(self, specs: tuple[tuple[str, CaptureSpec], ...]) -> None:
         """Raise :class:`SteeringError` unless every consumer is there and takes its spec."""

@@ -13,7 +13,9 @@ from typing import Any, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 
 from vllm_steer.capture.consumers.base import Consumer
+from vllm_steer.capture.server_wide import FLAG_KEYS, read_flag_value
 from vllm_steer.errors import SteeringError
+from vllm_steer.spec import parse_capture
 from vllm_steer.spec.scalars import shown
 
 GROUP = "vllm_steer.capture_consumers"
@@ -75,6 +77,8 @@ def make_consumer(name: str, options: Mapping[str, Any] | None = None, field: st
 def parse_consumer_flag(text: str, field: str = FLAG) -> tuple[str, dict[str, Any]]:
     """Read ``NAME`` or ``NAME:key=value,key=value``: the name, and its options converted.
 
+    ``hooks``, ``positions``, ``before`` and ``dtype`` are not the consumer's: they make a spec for every request.
+
     Raises:
         SteeringError: as `make_consumer`, but for what only making the consumer can show.
     """
@@ -90,7 +94,10 @@ def parse_consumer_flag(text: str, field: str = FLAG) -> tuple[str, dict[str, An
         if key in options:
             raise SteeringError(f"{field} {name}", f"gives {key} twice")
         options[key] = value
-    return name, _converted(consumer, options, f"{field} {name}")
+    spec = {key: read_flag_value(key, options.pop(key), f"{field} {name}") for key in FLAG_KEYS if key in options}
+    if spec:
+        parse_capture({name: spec}, field)
+    return name, {**_converted(consumer, options, f"{field} {name}"), **spec}
 
 
 def _converted(consumer: type[Consumer], options: Mapping[str, Any], field: str) -> dict[str, Any]:

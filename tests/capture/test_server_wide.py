@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Captures of every request: from options and flags to sampling parameters."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from vllm_steer import SamplingParams, SteeringError
+from vllm_steer.capture.consumers import parse_consumer_flag
+from vllm_steer.capture.server_wide import split_options, with_captures
+from vllm_steer.params import capture_specs, program_of
+
+
+def test_a_flag_holds_the_consumers_options_and_a_spec() -> None:
+    """Catches a spec taken for an option, or the other way round."""
+    name, options = parse_consumer_flag(
+        "filesystem:root=acts,hooks=post_block:4+12;pre_attn:all,positions=all,before=true"
+    )
+    own, specs = split_options(name, options)
+    assert own == {"root": "acts"}
+    ((consumer, spec),) = specs
+    assert consumer == "filesystem"
+    assert spec.hooks == (("pre_attn", "all"), ("post_block", (4, 12)))
+    assert spec.before
+    assert split_options("memory", {}) == ({}, ())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "memory:hooks=post_mlp:1",
+        "memory:hooks=post_block:x",
+        "memory:hooks=post_block:",
+        "memory:hooks=post_block:1-4",
+        "memory:positions=all",
+        "memory:hooks=post_block:1,positions=sometimes",
+        "memory:hooks=post_block:1,before=yes",
+        "memory:hooks=post_block:1,colour=red",
+    ],
+)
+def test_a_wrong_flag_is_refused(text: str) -> None:
+    """Catches a server that starts and captures something else."""
+    with pytest.raises(SteeringError):
+        parse_consumer_flag(text)
+
+
+def test_every_request_gets_it_and_keeps_its_own() -> None:
+    """Catches a capture that replaces a request's edits or its own spec, and one that changes the caller's object."""
+    _, specs = split_options("logging", {"hooks": {"post_block": [1]}})
+    plain = SamplingParams(max_tokens=3)
+    steered = SamplingParams(
+        steering_vectors={"pre_attn": {0: np.ones(4)}}, capture={"memory": {"hooks": {"pre_attn": [2]}}}
+    )
+    own = SamplingParams(capture={"logging": {"hooks": {"post_attn": [3]}}})
+    assert [name for name, _ in capture_specs(with_captures(plain, specs))] == ["logging"]
+    assert plain.extra_args is None
+    both = with_captures(steered, specs)
+    assert [name for name, _ in capture_specs(both)] == ["memory", "logging"]
+    program = program_of(both)
+    assert program is not None
+    assert (len(program.steps), len(program.reads)) == (1, 2)
+    assert with_captures(own, specs) is own
