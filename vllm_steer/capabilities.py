@@ -14,6 +14,8 @@ from vllm_steer.program import Program, Resolved, resolve
 from vllm_steer.program.instructions import KIND_OF
 from vllm_steer.program.program import Read, Step
 
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
 
 @dataclass(frozen=True)
 class Capabilities:
@@ -52,10 +54,10 @@ class Capabilities:
             no_capture,
         )
 
-    def check(self, program: Program, prompt_len: int | None) -> None:
+    def check(self, program: Program, prompt_len: int | None, max_tokens: int | None = None) -> None:
         """Raise :class:`SteeringError` where this engine cannot serve ``program`` exactly as asked.
 
-        ``prompt_len`` None: the prompt is not known yet, and what depends on it is checked later.
+        ``prompt_len`` or ``max_tokens`` None: not known yet, and what depends on them is checked later.
         """
         if program.steps and program.width != self.hidden_size:
             raise SteeringError(
@@ -70,7 +72,10 @@ class Capabilities:
             self._check_place(read, where, "positions")
             self._check_readable(read, where)
         if prompt_len is not None:
-            self._check_size(resolve(program, prompt_len, self.num_layers))
+            resolved = resolve(program, prompt_len, self.num_layers)
+            self._check_size(resolved)
+            if max_tokens is not None and resolved.max_captures:
+                self._check_budget(resolved.rows_in_all(prompt_len, min(max_tokens, self.max_model_len - prompt_len)))
 
     def _check_place(self, part: Step | Read, where: str, field: str) -> None:
         for layer in part.layers:
@@ -99,6 +104,15 @@ class Capabilities:
         for layer in read.layers or range(self.num_layers):
             if layer in refused:
                 raise SteeringError(f"hooks ({where})", f"no tap reads this point at layer {layer} of this model")
+
+    def _check_budget(self, rows: int) -> None:
+        mib = rows * self.hidden_size * DTYPE_BYTES[self.dtype] / 2**20
+        if mib > self.config.capture_mib:
+            raise SteeringError(
+                "capture",
+                f"may come to {mib:.0f} MiB of rows, but this engine was started with capture_mib "
+                f"{self.config.capture_mib}: it can never fit; read fewer layers or positions, or set max_tokens",
+            )
 
     def _check_size(self, resolved: Resolved) -> None:
         rows = resolved.rows

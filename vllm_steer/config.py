@@ -9,7 +9,7 @@ so an artifact compiled without steering, or with other tables, is never loaded 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -45,17 +45,24 @@ LIMITS: tuple[Limit, ...] = (
     ),
     Limit("max_segments", 32, 1, 1024, "stretches of differently edited or read positions that one request may have"),
     Limit("capture_rows", 8192, 1, 1 << 24, "captured rows of one step; each takes hidden size x bytes of the dtype"),
+    Limit("capture_mib", 4096, 1, 1 << 24, "captured rows of all running requests together, in MiB of host memory"),
 )
 
 
 class SteeringConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Sizes of the device tables; the rows of :data:`LIMITS` say what each one means and its range."""
+    """Sizes of the device tables; the rows of :data:`LIMITS` say what each one means and its range.
+
+    ``capture_policy``: what becomes of a request that would take captured rows beyond ``capture_mib``. ``wait`` admits
+    it when others have ended; ``fail`` runs it at once without its capture, whose status is then ``partial``.
+    """
 
     max_rows: int = 1024
     max_vectors: int = 2048
     max_instructions: int = 65536
     max_segments: int = 32
     capture_rows: int = 8192
+    capture_mib: int = 4096
+    capture_policy: Literal["wait", "fail"] = "wait"
 
     def __post_init__(self) -> None:
         for limit in LIMITS:

@@ -45,7 +45,7 @@ class Served:
         """Raise :class:`SteeringError` unless this engine serves these parameters exactly as asked."""
         program = program_of(params)
         if program is not None:
-            self.capabilities.check(program, prompt_len)
+            self.capabilities.check(program, prompt_len, None if prompt_len is None else params.max_tokens)
         self.desk.check(capture_specs(params))
 
 

@@ -6,8 +6,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from vllm_steer import SamplingParams, SteeringError
+from vllm_steer import SamplingParams, SteeringConfig, SteeringError
+from vllm_steer.capabilities import Capabilities
 from vllm_steer.capture.consumers import parse_consumer_flag
+from vllm_steer.capture.desk import CaptureDesk
 from vllm_steer.capture.server_wide import split_options, with_captures
 from vllm_steer.params import capture_specs, program_of
 
@@ -61,3 +63,11 @@ def test_every_request_gets_it_and_keeps_its_own() -> None:
     assert program is not None
     assert (len(program.steps), len(program.reads)) == (1, 2)
     assert with_captures(own, specs) is own
+
+
+def test_a_capture_that_the_model_cannot_serve_stops_the_start() -> None:
+    """Catches a server on which every single request would be refused."""
+    capabilities = Capabilities(4, 64, 128, "float32", {}, SteeringConfig())
+    with pytest.raises(SteeringError, match="layer 9"):
+        CaptureDesk(capabilities, "model", {"memory": {"hooks": {"post_block": [9]}}})
+    CaptureDesk(capabilities, "model", {"memory": {"hooks": {"post_block": [3]}}}).close()

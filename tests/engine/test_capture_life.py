@@ -132,3 +132,39 @@ def test_captures_of_every_request(tiny_llama: Path) -> None:
         assert tokens_of(plain) == tokens_of(own)
     finally:
         close(llm)
+
+
+@pytest.mark.parametrize("policy", ["wait", "fail"])
+def test_a_budget_of_host_memory(tiny_llama: Path, policy: str) -> None:
+    """Catches rows beyond the budget, a capture that is dropped where it should wait, and one dropped without a word.
+
+    1 MiB is 4,096 rows; each request stores up to 12 x 113, so two fit at a time.
+    """
+    config = {"capture_mib": 1, "capture_policy": policy}
+    llm = make_llm(tiny_llama, max_model_len=128, steering_config=config)
+    try:
+        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        most = []
+        schedule = scheduler.schedule
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            scheduled = schedule(*args, **kwargs)
+            most.append(sum(scheduler._capture_booked.values()))
+            return scheduled
+
+        scheduler.schedule = watched
+        prompts = [prompt(*range(1, 110))] * 6
+        outputs = run(llm, prompts, [params(5, logprobs=None, capture=capture())] * 6)
+        plain = run(llm, prompts[:1], [params(5, logprobs=None)])[0]
+        assert 0 < max(most) <= 4096
+        assert scheduler._capture_booked == {}
+        found = [output.capture_results["memory"] for output in outputs]
+        for output in outputs:
+            assert tokens_of(output) == tokens_of(plain)
+        if policy == "wait":
+            assert [each.status for each in found] == ["ok"] * 6
+        else:
+            assert {each.status for each in found} == {"ok", "partial"}
+            assert all("capture_mib" in each.error for each in found if each.status == "partial")
+    finally:
+        close(llm)

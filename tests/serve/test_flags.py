@@ -65,7 +65,7 @@ def test_sizes_reach_the_engine() -> None:
 
 def test_every_setting_has_a_flag() -> None:
     """Catches a setting of the engine that the command line lost."""
-    assert {limit.name for limit in LIMITS} == set(SteeringConfig.__struct_fields__)
+    assert {*(limit.name for limit in LIMITS), "capture_policy"} == set(SteeringConfig.__struct_fields__)
 
 
 def test_a_stock_server_stays_stock() -> None:
@@ -183,3 +183,9 @@ def test_consumers_need_steering_and_a_server(capsys: pytest.CaptureFixture[str]
     words = ["--capture-consumers", "logging"]
     assert "--enable-steering" in error_of(capsys, *words)
     assert "no HTTP" in error_of(capsys, "--enable-steering", *words, middleware=False)
+
+
+def test_the_capture_policy_reaches_the_engine() -> None:
+    """Catches a flag that is read and forgotten."""
+    args = parser_of_a_server().parse_args(["--enable-steering", "--steering-capture-policy", "fail"])
+    assert args.additional_config["steering"]["capture_policy"] == "fail"

@@ -30,10 +30,15 @@ class Assembly:
         self._hidden_size = hidden_size
         self._dtype = dtype
         self._chunks: list[Chunk] = []
+        self._reason: str | None = None
 
     def add(self, chunks: Iterable[Any]) -> None:
-        """Take the chunks of one output, as :class:`Chunk` or in the wire's builtins."""
-        self._chunks.extend(chunk if isinstance(chunk, Chunk) else msgspec.convert(chunk, Chunk) for chunk in chunks)
+        """Take the chunks of one output, as :class:`Chunk` or in the wire's builtins, or the reason why none come."""
+        for chunk in chunks:
+            if isinstance(chunk, str):
+                self._reason = chunk
+            else:
+                self._chunks.append(chunk if isinstance(chunk, Chunk) else msgspec.convert(chunk, Chunk))
 
     @property
     def num_bytes(self) -> int:
@@ -55,7 +60,9 @@ class Assembly:
                 if len(positions) < len(wanted):
                     missing.append(f"{point}[{layer}] has {len(positions)} of {len(wanted)} positions")
                 sites[point, layer] = SiteRows(positions, _reduced(rows, spec))
-        return sites, "; ".join(missing[:3]) if missing else None
+        if not missing:
+            return sites, None
+        return sites, self._reason or "; ".join(missing[:3])
 
     def _site(self, capture: int) -> tuple[npt.NDArray[np.int64], torch.Tensor]:
         """All positions of a site, ascending and each once, with their rows ``[n, hidden]``."""

@@ -20,7 +20,7 @@ class Outbox:
     """Chunks by request, in the order of the steps that made them."""
 
     def __init__(self) -> None:
-        self._held: dict[str, list[Chunk]] = {}
+        self._held: dict[str, list[Chunk | str]] = {}
 
     def take_in(self, model_output: Any, live: Container[str]) -> None:
         """Rows of one step; those of requests that have ended (the surplus step of async scheduling) are dropped."""
@@ -41,7 +41,11 @@ class Outbox:
         for request_id in [request_id for request_id in self._held if request_id not in live]:
             del self._held[request_id]
 
+    def say(self, request_id: str, reason: str) -> None:
+        """Why rows of a request will be missing; travels like a chunk."""
+        self._held.setdefault(request_id, []).append(reason)
+
     @property
     def num_bytes(self) -> int:
         """Bytes of rows held."""
-        return sum(len(chunk.rows) for chunks in self._held.values() for chunk in chunks)
+        return sum(len(c.rows) for chunks in self._held.values() for c in chunks if isinstance(c, Chunk))

@@ -8,6 +8,7 @@ request overtakes it; plain requests pass.
 
 from __future__ import annotations
 
+import copy
 from functools import cache
 from typing import Any
 
@@ -21,10 +22,12 @@ from vllm_steer.config import from_vllm_config
 from vllm_steer.engine.cache_keys import steering_hasher
 from vllm_steer.engine.outbox import Outbox
 from vllm_steer.errors import SteeringError
-from vllm_steer.params import program_bytes
+from vllm_steer.params import EXTRA_KEY, program_bytes
 from vllm_steer.program import Ledger, Program, Resolved, resolve
 
 logger = init_logger(__name__)
+
+NO_ROOM = "not captured: capture_mib was taken up by other requests when this one was admitted (capture_policy fail)"
 
 
 def make_scheduler(*args: Any, **kwargs: Any) -> Any:
@@ -53,6 +56,9 @@ def steering_scheduler(base: Any) -> Any:
             self._admitted: set[str] = set()
             self._full = False
             self._capture_rows = config.capture_rows
+            self._capture_budget = (config.capture_mib << 20) // self._row_bytes()
+            self._capture_booked: dict[str, int] = {}
+            self._capture_policy = config.capture_policy
             self._capture_left = 0
             self._drafts = self.vllm_config.speculative_config is not None
             self.steering_outbox = Outbox()
@@ -147,17 +153,41 @@ def steering_scheduler(base: Any) -> Any:
             resolved = self._steered.get(request.request_id)
             if resolved is None or request.request_id in self._admitted:
                 return True
+            rows = resolved.rows_in_all(request.num_prompt_tokens, request.max_tokens) if resolved.max_captures else 0
+            if rows and not self._full and sum(self._capture_booked.values()) + rows > self._capture_budget:
+                if self._capture_policy == "wait":
+                    self._full = True
+                    return False
+                resolved, rows = self._give_up_capture(request), 0
             if self._full or not self.steering_ledger.fits(resolved.rows):
                 self._full = True
                 return False
             self.steering_ledger.acquire(resolved.rows)
             self._admitted.add(request.request_id)
+            if rows:
+                self._capture_booked[request.request_id] = rows
             return True
+
+        def _give_up_capture(self, request: Any) -> Resolved:
+            """Under the policy ``fail``: run without the reads; workers see the same, since nothing was sent yet."""
+            program = Program.from_bytes(program_bytes(request.sampling_params) or b"").without_reads()
+            params = copy.copy(request.sampling_params)
+            params.extra_args = {**params.extra_args, EXTRA_KEY: program.to_bytes()}
+            request.sampling_params = params
+            self.steering_outbox.say(request.request_id, NO_ROOM)
+            resolved = resolve(program, request.num_prompt_tokens, self._steering_layers)
+            self._steered[request.request_id] = resolved
+            return resolved
+
+        def _row_bytes(self) -> int:
+            model_config = self.vllm_config.model_config
+            return int(model_config.get_hidden_size() * model_config.dtype.itemsize)
 
         def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
             resolved = self._steered.pop(request.request_id, None)
             if resolved is not None and request.request_id in self._admitted:
                 self._admitted.remove(request.request_id)
+                self._capture_booked.pop(request.request_id, None)
                 self.steering_ledger.release(resolved.rows)
             return super()._free_request(request, *args, **kwargs)
 

@@ -110,6 +110,10 @@ class Program(msgspec.Struct, frozen=True, array_like=True, dict=True):
         for tokens in (*(step.tokens for step in self.steps), *(read.tokens for read in self.reads)):
             Selector.from_wire(tokens)
 
+    def without_reads(self) -> Program:
+        """The same edits and no read."""
+        return msgspec.structs.replace(self, reads=())
+
     def vector(self, index: int) -> np.ndarray:
         """Vector ``index`` as float32 ``[width]``, read-only."""
         return np.frombuffer(self.vectors[index], dtype="<f4")

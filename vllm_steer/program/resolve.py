@@ -129,6 +129,10 @@ class Resolved:
             yield start, min(end, stop), self.segments[index]
             start, index = min(end, stop), index + 1
 
+    def rows_in_all(self, prompt_len: int, max_tokens: int) -> int:
+        """Most rows that a request stores until it ends; its last sampled token is never forwarded."""
+        return self.captured_rows(0, prompt_len + max(max_tokens, 1) - 1)
+
     def captured_rows(self, start: int, stop: int) -> int:
         """How many rows the positions ``start`` up to ``stop`` store."""
         if not self.max_captures:

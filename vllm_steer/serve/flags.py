@@ -31,6 +31,7 @@ _OF_SERVER: Mapping[str, Limit] = MappingProxyType(
 )
 """By their names among the parsed arguments."""
 _TAKEN = {"worker_cls": (WORKER_CLS, "auto", None), "scheduler_cls": (SCHEDULER_CLS, None)}
+_POLICY_DEST = "steering_capture_policy"
 _CONSUMERS_DEST = "capture_consumers"
 
 
@@ -56,6 +57,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="NAME:key=value,...",
         help="Where requests may have captured rows go, beside memory, which is the answer itself: e.g. "
         "filesystem:root=/data/captures. Repeatable.",
+    )
+    group.add_argument(
+        _flag(_POLICY_DEST),
+        choices=("wait", "fail"),
+        default=argparse.SUPPRESS,
+        help="A request whose captured rows do not fit beside those of running ones waits, or runs without them.",
     )
     for dest, limit in (*_OF_ENGINE.items(), *_OF_SERVER.items()):
         group.add_argument(
@@ -84,11 +91,14 @@ def apply_flags(args: argparse.Namespace) -> None:
     A second call changes nothing. A server without ``--enable-steering`` gets the middleware too: it refuses
     what would otherwise be ignored. Raises :class:`SteeringError` naming the flag that is wrong.
     """
-    dests = (_CONSUMERS_DEST, *_OF_ENGINE, *_OF_SERVER)
+    dests = (_CONSUMERS_DEST, _POLICY_DEST, *_OF_ENGINE, *_OF_SERVER)
     given = {dest: getattr(args, dest) for dest in dests if getattr(args, dest, None) is not None}
-    of_server = [_flag(dest) for dest in given if dest not in _OF_ENGINE]
+    of_server = [_flag(dest) for dest in given if dest not in _OF_ENGINE and dest != _POLICY_DEST]
     if getattr(args, "enable_steering", False):
-        _enable(args, {limit.name: given[dest] for dest, limit in _OF_ENGINE.items() if dest in given})
+        settings = {limit.name: given[dest] for dest, limit in _OF_ENGINE.items() if dest in given}
+        if _POLICY_DEST in given:
+            settings["capture_policy"] = given[_POLICY_DEST]
+        _enable(args, settings)
     elif given:
         flags = ", ".join(map(_flag, given))
         raise SteeringError(flags, f"has no effect without {ENABLE}; add that, or leave it out")
@@ -140,7 +150,7 @@ def _consumers(texts: Sequence[str]) -> str:
         raise SteeringError(CONSUMERS, f"an option cannot be handed to the server's processes: {error}") from None
 
 
-def _enable(args: argparse.Namespace, sizes: dict[str, int]) -> None:
+def _enable(args: argparse.Namespace, settings: dict[str, Any]) -> None:
     for name, allowed in _TAKEN.items():
         if getattr(args, name, None) not in allowed:
             flag = f"--{name.replace('_', '-')}"
@@ -148,7 +158,7 @@ def _enable(args: argparse.Namespace, sizes: dict[str, int]) -> None:
     additional = getattr(args, "additional_config", None) or {}
     if not isinstance(additional, dict):
         raise SteeringError("--additional-config", f"must be a JSON object to go with {ENABLE}")
-    ours = engine_kwargs(sizes, additional)
+    ours = engine_kwargs(settings, additional)
     section = additional.get("steering")
     if section is not None and section != ours["additional_config"]["steering"]:
         raise SteeringError("--additional-config", f"{ENABLE} sets its section steering; leave one out")
