@@ -32,8 +32,10 @@ def running_server(model_folder: Path, log: Path) -> Iterator[str]:
         sys.executable, "-m", "vllm_steer.cli.main", "serve", str(model_folder), "--served-model-name", "demo",
         "--host", "127.0.0.1", "--port", str(port), "--enforce-eager", "--dtype", "float32", "--max-model-len", "512",
     ]  # fmt: skip
+    # The engine in this process has added libraries of its own to be loaded first (vLLM's platforms/cpu.py).
+    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     with log.open("w") as sink:
-        server = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, env=dict(os.environ))
+        server = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, env=environment)
         try:
             _wait(f"http://127.0.0.1:{port}/health", server, log)
             yield f"http://127.0.0.1:{port}/v1"

@@ -21,6 +21,21 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 settings.register_profile("vllm-steer", deadline=None)
 settings.load_profile("vllm-steer")
 
+_PRELOAD = os.environ.get("LD_PRELOAD")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Undo what an engine in this process does to the environment of the processes that later tests start.
+
+    vLLM's CPU platform adds to LD_PRELOAD with every engine (``platforms/cpu.py``); a shell then complains on stderr,
+    and after many engines Python cannot load torch.
+    """
+    if _PRELOAD is None:
+        os.environ.pop("LD_PRELOAD", None)
+    else:
+        os.environ["LD_PRELOAD"] = _PRELOAD
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
