@@ -3,7 +3,7 @@
 
 :func:`register` runs in each of vLLM's processes, as all general plugins do (``plugins/__init__.py``). It touches only
 ``EngineArgs``, which front ends use and engines do not; the rest is wrapped when a front end makes an engine's
-configuration. Nothing is ever wrapped in an engine or worker process.
+configuration. Nothing that an engine or worker process runs is ever wrapped.
 
 ====================================================  =================================================================
 wrapped                                               why no official seam will do
