@@ -7,7 +7,7 @@ HERE := env -u PYTHONDONTWRITEBYTECODE XDG_CACHE_HOME="$(CURDIR)/.cache" XDG_CON
 	TRITON_HOME="$(CURDIR)/.cache" VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types format clean distclean
+.PHONY: help setup demo test conformance lint types format clean distclean
 
 help:  ## say what the targets do
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -20,6 +20,11 @@ demo: setup  ## steer the demo model, offline, on the CPU
 
 test: setup  ## run the tests (ARGS="tests/spec -x" for some of them)
 	@$(HERE) $(PYTHON_HERE) -m pytest -q -m "not gpu" $(ARGS)
+
+conformance: setup  ## prove every architecture, write the figures and the page (about half an hour)
+	@$(HERE) CONFORMANCE=all $(PYTHON_HERE) -m pytest -q -m "not gpu" tests/conformance
+	@$(HERE) VLLM_LOGGING_LEVEL=ERROR $(PYTHON_HERE) scripts/conformance.py
+	@$(HERE) $(PYTHON_HERE) scripts/reference.py
 
 lint: setup  ## ruff: rules and format
 	@$(PYTHON_HERE) -m ruff check .

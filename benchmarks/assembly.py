@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Python time of captured rows on their way, per captured request and step, on a CPU.
+"""Time of captured rows on their way through the processes, per captured request and step, on a CPU.
 
     python benchmarks/assembly.py --out benchmarks/results/assembly.json
 
-Three places do work per request and step: the worker splits a step's rows by request, the scheduler's process passes
-them on, and the front end keeps them. Measured without a model: 64 requests that decode one token each and read one
-layer or all 32 of a model 4,096 wide.
+Measured without a model: 64 requests that decode one token each and read one layer, or all 32, or 16 probes at 4
+layers, of a model 4,096 wide. ``worker`` makes a step's rows its own when they have arrived, ``engine`` passes them on
+and encodes the message, ``arrive`` decodes and keeps it, ``assemble`` makes each request's tensors of what it has when
+all have ended. The first two can delay the engine's next step, the others cannot.
 """
 
 from __future__ import annotations
@@ -22,50 +23,82 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from vllm_steer.capture.assemble import Assembly
-from vllm_steer.engine.collect import ATTRIBUTE, PendingRows, Planned
-from vllm_steer.engine.outbox import OUTPUT_KEY, Outbox
+from vllm_steer.capture.inbox import Inbox
+from vllm_steer.engine.collect import ATTRIBUTE, Departures, Leaving, PendingRows
+from vllm_steer.engine.outbox import Outbox
+from vllm_steer.engine.step_rows import Steady
 from vllm_steer.program import compile_program, resolve
-from vllm_steer.spec import CaptureSpec
+from vllm_steer.spec import CaptureSpec, Projection
 
 LAYERS, HIDDEN, REQUESTS, STEPS = 32, 4096, 64, 50
 
 
-def measure(layers: Any) -> dict[str, float]:
+def measure(layers: Any, reduce: Projection | None = None) -> dict[str, float]:
     """Microseconds per captured request and step of each place."""
-    spec = CaptureSpec(hooks={"post_block": layers}, positions="all")
-    resolved = resolve(compile_program([], [spec]), 10, LAYERS)
+    spec = CaptureSpec(hooks={"post_block": layers}, positions="all", reduce=reduce)
+    (last,) = resolve(compile_program([], [spec]), 10, LAYERS).segments
     names = [f"request-{i}" for i in range(REQUESTS)]
-    planned = tuple(Planned(name, resolved, i, 1) for i, name in enumerate(names))
-    rows = torch.zeros(REQUESTS * resolved.max_captures, HIDDEN, dtype=torch.bfloat16)
-    outbox, live = Outbox(), set(names)
+    steady = Steady(tuple(names), (last.row,) * REQUESTS)
+    arena = torch.zeros(REQUESTS * last.num_captures, HIDDEN, dtype=torch.bfloat16)
+    directions = None if reduce is None else torch.from_numpy(reduce.directions.copy())
+    requests = {name: SimpleNamespace(client_index=0) for name in names}
+    outbox, inbox = Outbox(), Inbox()
+    encoder, decoder = MsgpackEncoder(), MsgpackDecoder(EngineCoreOutputs)
     assemblies = {name: Assembly(LAYERS, HIDDEN, torch.bfloat16) for name in names}
-    spent: dict[str, list[float]] = {"split": [], "pass on": [], "keep": []}
+    for name, assembly in assemblies.items():
+        inbox.follow(name, assembly)
+    spent: dict[str, list[float]] = {"worker": [], "engine": [], "arrive": []}
+    one = np.ones(REQUESTS, dtype=np.int64)
     for step in range(STEPS):
-        position = torch.full((REQUESTS,), 10 + step, dtype=torch.int64)
-        started = time.perf_counter()
-        chunks = PendingRows(planned, rows, position, None).arrived()
-        split = time.perf_counter()
-        outbox.take_in(SimpleNamespace(**{ATTRIBUTE: chunks}), live)
-        outputs = [SimpleNamespace(request_id=name, kv_transfer_params=None) for name in names]
-        outbox.hand_out({0: SimpleNamespace(outputs=outputs)}, live)
+        plan = steady.plan(one * (10 + step), one)
+        forms = tuple(Leaving(each.entries.projection, each.rows, directions) for each in plan.channels)
+        on_the_way = Departures(arena.device).start(arena, None, plan, forms)
+        began = time.perf_counter()
+        arrived = PendingRows(plan, on_the_way.rows, release=lambda: None).arrived()
+        owned = time.perf_counter()
+        outbox.take_in(SimpleNamespace(**{ATTRIBUTE: arrived}), requests)
+        outputs = {0: EngineCoreOutputs()}
+        outbox.hand_out(outputs)
+        message = encoder.encode(outputs[0])
         passed = time.perf_counter()
-        for output in outputs:
-            assemblies[output.request_id].add(output.kv_transfer_params[OUTPUT_KEY])
+        # What a socket delivers is in memory of its own.
+        received = [bytes(frame) for frame in message]
+        delivered = time.perf_counter()
+        inbox.take_in(decoder.decode(received).outputs)
         kept = time.perf_counter()
-        for name, seconds in zip(spent, np.diff([started, split, passed, kept]), strict=True):
-            spent[name].append(float(seconds) * 1e6 / REQUESTS)
-    return {name: statistics.median(values) for name, values in spent.items()}
+        for name, seconds in zip(spent, (owned - began, passed - owned, kept - delivered), strict=True):
+            spent[name].append(seconds * 1e6 / REQUESTS)
+    began = time.perf_counter()
+    for name, assembly in assemblies.items():
+        inbox.end(name)
+        assembly.finish(spec, 10, 10 + STEPS + 1)
+    assembled = (time.perf_counter() - began) * 1e6 / REQUESTS / STEPS
+    # The mean: most of what the front end does happens in the few steps in which rows are split off.
+    return {name: statistics.mean(values) for name, values in spent.items()} | {"assemble": assembled}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
+    probes = Projection(np.random.default_rng(0).standard_normal((16, HIDDEN)).astype("f4"))
+    cases: dict[str, tuple[Any, Projection | None]] = {
+        "one layer": ([16], None),
+        "32 layers": ("all", None),
+        "16 probes at 4 layers": ([0, 8, 16, 24], probes),
+    }
     result = {
-        "environment": {"cpus": os.cpu_count(), "machine": platform.machine(), "torch": torch.__version__},
-        "microseconds_per_request_and_step": {"one layer": measure([16]), "32 layers": measure("all")},
+        "environment": {
+            "cpus": os.cpu_count(),
+            "load_average": os.getloadavg(),
+            "machine": platform.machine(),
+            "torch": torch.__version__,
+        },
+        "microseconds_per_request_and_step": {name: measure(*case) for name, case in cases.items()},
     }
     arguments.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result["microseconds_per_request_and_step"], indent=1))

@@ -3,6 +3,7 @@
 
     python scripts/parity_table.py                       every architecture, eager
     python scripts/parity_table.py llama gpt2 --mode compiled
+    python scripts/parity_table.py --json benchmarks/results/parity.json
 
 Each number is the largest difference of a log-probability, over the whole vocabulary, all prompt and generated tokens
 and all requests that edit that point. The exit status is 1 where anything disagrees.
@@ -10,11 +11,14 @@ and all requests that edit that point. The exit status is 1 where anything disag
 
 from __future__ import annotations
 
+import json
+import platform
 import sys
 import tempfile
 from enum import StrEnum
+from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -27,6 +31,7 @@ from tests.conformance.engine import prepare_environment
 from tests.conformance.parity import MIN_EFFECT, TOLERANCE, Report, examine
 from tests.conformance.reference_process import ReferenceProcess
 from tests.conformance.zoo import BY_NAME
+from vllm_steer import __version__
 
 
 class Mode(StrEnum):
@@ -40,17 +45,20 @@ class Mode(StrEnum):
 def main(
     names: Annotated[list[str] | None, typer.Argument(help="Rows of tests/conformance/zoo.py; all if none.")] = None,
     mode: Annotated[Mode, typer.Option(help="How the engine runs the model.")] = Mode.EAGER,
+    out: Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")] = None,
 ) -> None:
     """Run the conformance cases and print the table."""
-    unknown = [name for name in names or () if name not in BY_NAME or not BY_NAME[name].steered]
+    unknown = [name for name in names or () if name not in BY_NAME or BY_NAME[name].gpu_only]
     if unknown:
-        steered = ", ".join(name for name, tiny in BY_NAME.items() if tiny.steered)
-        raise typer.BadParameter(f"no steered row {', '.join(unknown)}; there are {steered}")
+        steered = ", ".join(name for name, tiny in BY_NAME.items() if not tiny.gpu_only)
+        raise typer.BadParameter(f"no row for the CPU {', '.join(unknown)}; there are {steered}")
     prepare_environment()
-    chosen = [tiny for name, tiny in BY_NAME.items() if (name in names if names else tiny.steered)]
+    chosen = [tiny for name, tiny in BY_NAME.items() if (name in names if names else not tiny.gpu_only)]
     with tempfile.TemporaryDirectory() as folder, ReferenceProcess() as reference:
         reports = [examine(tiny, mode.value, Path(folder), reference) for tiny in chosen]
     Console(width=None if sys.stdout.isatty() else 140).print(table_of(reports, mode.value))
+    if out is not None:
+        out.write_text(json.dumps(figures_of(reports, mode.value), indent=1) + "\n")
     if not all(_agrees(report) for report in reports):
         raise typer.Exit(1)
 
@@ -73,6 +81,30 @@ def table_of(reports: list[Report], mode: str) -> Table:
             f"{report.start_seconds:.1f} s",
         )
     return table
+
+
+def figures_of(reports: list[Report], mode: str) -> dict[str, Any]:
+    """The table's figures, and those of captured rows, with what they were measured on."""
+    import vllm  # not earlier: it reads the environment
+
+    versions = {name: version(name) for name in ("torch", "transformers")}
+    environment = {"machine": platform.machine(), "vllm": vllm.__version__, "vllm_steer": __version__, **versions}
+    return {
+        "environment": environment,
+        "mode": mode,
+        "tolerance": TOLERANCE,
+        "models": [
+            {
+                "model": report.tiny.name,
+                "layer": ", ".join(sorted(report.layers)),
+                "requests": len(report.outcomes),
+                "plain": report.worst_plain,
+                "edits": {p: None if p in report.tiny.refused else report.worst(p) for p in POINTS},
+                "rows": {p: report.worst_row(p) for p in POINTS},
+            }
+            for report in reports
+        ],
+    }
 
 
 def _cell(error: float) -> str:

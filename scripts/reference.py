@@ -1,19 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the pages of docs/reference from the tables in the code; with --check, says whether they are up to date."""
+"""Writes the pages of docs/reference from the tables in the code and the results, and from the latter the package's
+record of proofs, too; with --check, says whether they are up to date."""
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from vllm_steer.config import LIMITS
-from vllm_steer.models.recipes import RECIPES
-from vllm_steer.points import POINTS
+sys.path.insert(0, str(Path(__file__).parent))
+
+import architectures
+import bad_input
+import msgspec
+import performance
+
+import vllm_steer.models.proofs
+from vllm_steer.config import LIMITS, SUBSETS, SWITCHES
+from vllm_steer.metrics.table import METRICS, Metric
+from vllm_steer.models.branches import why_not
+from vllm_steer.models.layers import ENTRY, EXIT
+from vllm_steer.models.recipes import RECIPES, Branch, Recipe
+from vllm_steer.points import OPTIONAL_POINTS, POINTS, POINTS_FLAG
+from vllm_steer.serve import capabilities, captures
+from vllm_steer.serve.bodies import ANSWER_FIELDS, REQUEST_FIELDS
+from vllm_steer.serve.gateway import ERRORS, SteeringRoute
+from vllm_steer.serve.limits import SERVER_LIMITS
+from vllm_steer.serve.rights import MEANING
+from vllm_steer.serve.routes import make_router
 from vllm_steer.spec import KINDS
 
-FOLDER = Path(__file__).parents[1] / "docs" / "reference"
-NOTE = "<!-- Written by scripts/reference.py from the tables in the code. -->\n\n"
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "docs" / "reference"
+RESULTS = ROOT / "benchmarks" / "results"
+PARITY = RESULTS / "parity.json"
+PROOFS = Path(vllm_steer.models.proofs.__file__).with_name(vllm_steer.models.proofs.FILE)
+NOTE = "<!-- Written by scripts/reference.py from the tables in the code and the results in benchmarks/results. -->\n\n"
 
 
 def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
@@ -21,24 +44,51 @@ def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
 
 
+def _beside(branch: Branch) -> str:
+    """What is served of ``post_attn`` where attention and MLP run in parallel."""
+    return f"read only: block input + `{branch.module}`" + (", not under tensor parallelism" if branch.partial else "")
+
+
+def post_attn(recipe: Recipe) -> str:
+    if recipe.mid in (ENTRY, EXIT):
+        return f"{recipe.mid}: it has one branch"
+    if recipe.branch is not None:
+        return _beside(recipe.branch)
+    if recipe.mid is None:
+        return "refused: " + recipe.no_mid.format(layer="the block").split(";")[0]
+    return f"in front of `{recipe.mid}`"
+
+
+def branches(recipe: Recipe) -> str:
+    return ", ".join(f"`{point}`" for point in OPTIONAL_POINTS if why_not(point, recipe) is None) or "none"
+
+
 def models() -> str:
-    rows = [
-        (f"`{r.layer}`", r.shape, f"in front of `{r.mid}`" if r.mid else "refused: attention and MLP run in parallel")
-        for r in RECIPES
-    ]
+    rows = [(f"`{r.layer}`", r.shape, post_attn(r), branches(r)) for r in RECIPES]
     return (
         "# Models\n\n"
-        "A model is served when its decoder layers are of one of these classes. Each is proven against HF Transformers\n"
-        "by `tests/conformance` (`python scripts/parity_table.py` prints the figures). Every other class is refused when\n"
-        "the engine starts. `pair`: the stream travels as two summands; `single`: as one tensor. `pre_attn` and\n"
-        "`post_block` are served on all of them.\n\n" + table(("decoder layer", "stream", "`post_attn`"), rows)
+        "A model is served when its decoder layers are of one of these classes; [architectures](architectures.md) says how\n"
+        "each is proven, and [parity](parity.md) has figures. Where a class is several blocks in one, the row is the usual\n"
+        "one. Every other class is refused when the engine starts, and so is one of these whose `forward` is not the code\n"
+        "that was proven (`models/digests.json`). `pair`: the stream travels as two summands; `single`: as one tensor.\n"
+        f"`pre_attn` and `post_block` are served on all of them. The points on the branches are there with `{POINTS_FLAG}`\n"
+        "only; a request at one that is not in the last column is refused with the reason.\n\n"
+        + table(("decoder layer", "stream", "`post_attn`", "on the branches"), rows)
     )
 
 
 def points() -> str:
-    rows = [(f"`{p.name}`", p.identity, p.seen_by, *p.aliases.values()) for p in POINTS.values()]
+    rows = [
+        (f"`{p.name}`", "with the flag" if p.optional else "always", p.identity, p.seen_by, *p.aliases.values())
+        for p in POINTS.values()
+    ]
     libraries = tuple(next(iter(POINTS.values())).aliases)
-    return "# Hook points\n\n" + table(("point", "value", "who sees an edit", *libraries), rows)
+    return (
+        "# Hook points\n\nIn order of computation. Those that are not always on are on a branch, and there in engines\n"
+        f'that were started with them: `{POINTS_FLAG} {",".join(OPTIONAL_POINTS)}`, or `steering_config={{"points": [...]}}`.\n'
+        "Where a model does not serve one of them, requests at it are refused with the reason ([models](models.md)).\n\n"
+        + table(("point", "on", "value", "who sees an edit", *libraries), rows)
+    )
 
 
 def edits() -> str:
@@ -56,10 +106,156 @@ def limits() -> str:
         (f"`{limit.name}`", f"`--steering-{limit.name.replace('_', '-')}`", str(limit.default), limit.help)
         for limit in LIMITS
     ]
+    edge = [
+        (
+            limit.scope,
+            f"`{limit.flag}`",
+            str(limit.default),
+            "" if limit.of_key is None else f"`{limit.of_key}`",
+            "" if limit.status is None else f"{limit.status.value}",
+            limit.help,
+        )
+        for limit in SERVER_LIMITS
+    ]
     return (
         "# Limits\n\nFixed when the engine starts: `steering_config={...}` of `LLM`, or flags of the server.\n"
         "A request that needs more than one of them at once is refused; one that does not fit beside those that run waits for its turn.\n\n"
         + table(("setting", "flag", "default", "counts"), rows)
+        + "\n# Limits of a server\n\n"
+        "Kept before the engine hears of a request. `request`: of each by itself. `key`: all that one API key has going;\n"
+        "without `--steering-keys` there are none of these. `server`: of all together. What a key has going is given back\n"
+        "when the request has been answered, has failed, or its client has gone. With several API servers\n"
+        "(`--api-server-count`) each keeps its part of what `key` and `server` limit, rounded up; what is kept on the disk or\n"
+        "in the registry is counted once for all. A key may have limits of its own: `vllm-steer keys new --limit NAME=N`.\n\n"
+        "413: it is too much for one request, whenever it comes. 429: it is the key's other requests; 503: those of all.\n"
+        "Both have `Retry-After`. Where no status stands, requests are served.\n\n"
+        + table(("of", "flag", "default", "in a key", "status", "limits"), edge)
+        + "\n# Switches\n\n"
+        + table(
+            ("setting", "flag that changes it", "default", "the flag's meaning"),
+            [(f"`{s.name}`", f"`{s.flag}`", f"`{s.default}`", s.help) for s in SWITCHES],
+        )
+        + "\n# Choices\n\n"
+        + table(
+            ("setting", "flag", "some of", "chooses"),
+            [(f"`{s.name}`", f"`{s.flag}`", ", ".join(f"`{name}`" for name in s.of), s.help) for s in SUBSETS],
+        )
+    )
+
+
+def parity() -> str:
+    figures = json.loads(PARITY.read_text())
+    about = figures["environment"]
+
+    def cell(number: float | None) -> str:
+        return "refused" if number is None else f"{number:.0e}"
+
+    rows = [
+        (m["model"], f"`{m['layer']}`", *map(cell, (*m["edits"].values(), m["plain"], *m["rows"].values())))
+        for m in figures["models"]
+    ]
+    points = tuple(f"`{p}`" for p in figures["models"][0]["edits"])
+    return (
+        "# Parity with HF Transformers\n\n"
+        f"Tiny models of real architectures, random weights, float32, {figures['mode']}, vLLM {about['vllm']}, Transformers\n"
+        f"{about['transformers']}; raw figures in `benchmarks/results/{PARITY.name}`, written by\n"
+        f"`python scripts/parity_table.py --json benchmarks/results/{PARITY.name}`. `tests/conformance` holds every one of them below {figures['tolerance']:.0e}.\n\n"
+        "Edited: the largest difference of a log-probability, over all requests that edit the point, all tokens and the whole\n"
+        "vocabulary; `plain` is that of requests without edits in the same batch. Captured: the largest distance of a row from\n"
+        "HF's, in lengths of HF's row, over all requests, layers and tokens. `refused`: edits there reach nothing.\n\n"
+        + table(
+            ("model", "decoder layer", *(f"edited {p}" for p in points), "plain", *(f"captured {p}" for p in points)),
+            rows,
+        )
+    )
+
+
+OUTCOMES = {"passed": "", "skipped": " (not run here: it needs a GPU)"}
+
+
+def features() -> str:
+    record = json.loads((RESULTS / "features.json").read_text())
+    proofs: dict[str, dict[str, list[str]]] = {}
+    for test, entry in record.items():
+        for name, *sides in entry["features"]:
+            for side in sides:
+                note = OUTCOMES.get(entry["outcome"], f" ({entry['outcome']})")
+                proofs.setdefault(name, {}).setdefault(side, []).append(f"`{test.removeprefix('tests/')}`{note}")
+    rows = [
+        (name, *("<br>".join(sides.get(side, ["not proven by a test"])) for side in ("steer", "capture")))
+        for name, sides in sorted(proofs.items(), key=lambda item: item[0].strip("`").lower())
+    ]
+    return (
+        "# Features of the engine\n\n"
+        "Under each of these a request gets, steered or read, what it gets alone in an eager engine without caches; or it is\n"
+        "refused with a reason, and the row says so. The tests that prove it, as they last ended\n"
+        "(`benchmarks/results/features.json`; all passed where nothing else is said):\n\n"
+        + table(("feature", "steer", "capture"), rows)
+    )
+
+
+def cache() -> str:
+    results = json.loads((RESULTS / "cache-hits.json").read_text())
+    setup = results["setup"]
+    rows = [
+        (row["case"], f"{row['cached_tokens']:,} of {row['prompt_tokens']:,}", f"{100 * row['hit_rate']:.1f} %")
+        for row in results["rows"]
+    ]
+    return (
+        "# Prefix cache\n\n"
+        f"{setup['requests']} requests with the same {setup['shared_prefix']:,} tokens in front and {setup['own_tokens']} of "
+        f"their own behind, one after another, in blocks of\n{setup['block_size']} tokens; tokens of all prompts but the first "
+        "(`benchmarks/cache_hits.py`):\n\n" + table(("requests", "cached prompt tokens", "hit rate"), rows) + "\n"
+        "A block's key holds the content of the edits that can have changed it, from the first edited token on. Blocks in front\n"
+        "of that token, and all blocks where only the last layer is edited behind its attention, keep vLLM's own keys.\n"
+        "A request's `cache_salt` goes into the same keys. Reads fork nothing, but what is read has to be computed: a request\n"
+        "takes no block from the cache from the first position on that it reads.\n"
+    )
+
+
+def http() -> str:
+    routers = make_router(None, 0), captures.make_router(None), capabilities.make_router(None)
+    routes = [route for router in routers for route in router.routes if isinstance(route, SteeringRoute)]
+    rows = [(f"`{' '.join(sorted(r.methods))}`", f"`{r.path}`", f"`{r.right.value}`", r.summary or "") for r in routes]
+    answers = [
+        (f"{status.value} {status.phrase}", f"`{kind}`", (cls.__doc__ or "").strip().partition("\n")[0])
+        for cls, status, kind in ERRORS
+    ]
+    fields = [(f"`{name}`", field["description"]) for name, field in REQUEST_FIELDS.items()]
+    said = [(f"`{name}`", field["description"]) for name, field in ANSWER_FIELDS.items()]
+    return (
+        "# HTTP\n\nThe server's own document, `/openapi.json`, has every field.\n\n## Routes\n\n"
+        + table(("method", "path", "right", "does"), rows)
+        + "\n## Rights\n\n"
+        "What a key of `--steering-keys` may be allowed. Steering fields of a body take `steer`, `capture` takes `capture`.\n\n"
+        + table(("right", "to"), [(f"`{right}`", text) for right, text in MEANING.items()])
+        + "\n## Errors of these routes\n\n"
+        + table(("status", "type", "when"), answers)
+        + "\n## Fields of completion, chat and responses bodies\n\n"
+        + table(("field", "what"), fields)
+        + "\n## Fields of their answers\n\n"
+        + table(("field", "what"), said)
+    )
+
+
+def metrics() -> str:
+    def labels(metric: Metric) -> str:
+        return ", ".join(
+            f"`{name}`" + (f" ({', '.join(values)})" if values else "") for name, values in metric.labels.items()
+        )
+
+    rows = [
+        (f"`{name}`", metric.type, labels(metric), metric.help)
+        for metric in METRICS
+        for name in [next(iter(metric.series))]
+    ]
+    return (
+        "# Metrics\n\n"
+        "What a server with `--enable-steering` shows at `/metrics`, beside vLLM's own and for all of its API server processes\n"
+        "at once. Offline, `vllm_steer.LLM(..., disable_log_stats=False).get_metrics()` has them, under names without `_total` and `_bucket`.\n"
+        "With `--disable-log-stats` vLLM sends no statistics of engines, and those with the label `engine` are missing.\n"
+        "A histogram has `_sum` and `_count` as well. [Operating](../guides/operating.md) says what to look for.\n\n"
+        + table(("name", "type", "labels", "what"), rows)
     )
 
 
@@ -68,15 +264,30 @@ PAGES: dict[str, Callable[[], str]] = {
     "points.md": points,
     "edits.md": edits,
     "limits.md": limits,
+    "parity.md": parity,
+    "features.md": features,
+    "cache.md": cache,
+    "architectures.md": lambda: architectures.page(table),
+    "performance.md": lambda: performance.page(table),
+    "http.md": http,
+    "metrics.md": metrics,
+    "bad-input.md": lambda: bad_input.page(table),
 }
+
+
+def proofs() -> str:
+    """The file from which ``vllm-steer doctor`` names the proof of a model, a row on a line."""
+    record = architectures.record()
+    rows = ",\n".join("  " + msgspec.json.encode(row).decode() for row in record.rows)
+    return f'{{"vllm": {json.dumps(record.vllm)}, "rows": [\n{rows}\n]}}\n'
 
 
 def main() -> None:
     stale = []
-    for name, page in PAGES.items():
-        path, text = FOLDER / name, NOTE + page()
+    pages = {FOLDER / name: NOTE + page() for name, page in PAGES.items()}
+    for path, text in {**pages, PROOFS: proofs()}.items():
         if not path.exists() or path.read_text() != text:
-            stale.append(name)
+            stale.append(path.name)
             if "--check" not in sys.argv:
                 path.write_text(text)
     if stale and "--check" in sys.argv:

@@ -4,10 +4,13 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import settings
+
+from tests.features import FeatureRecord
 
 # One engine in this very process, small caches, and no pinning of threads to cores that other engines of the same test
 # run use as well.
@@ -20,6 +23,20 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # No test of this project is about time.
 settings.register_profile("vllm-steer", deadline=None)
 settings.load_profile("vllm-steer")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--hostile", type=int, metavar="N", help="draw N random requests for each operation in tests/serve/hostile"
+    )
+    parser.addoption("--features", type=Path, help="write how tests marked with a feature ended to this JSON file")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    path = config.getoption("--features")
+    if path is not None:
+        config.pluginmanager.register(FeatureRecord(path))
+
 
 _PRELOAD = os.environ.get("LD_PRELOAD")
 
@@ -42,5 +59,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     skip = pytest.mark.skip(reason="needs a GPU; results of GPU runs are in benchmarks/results/")
     for item in items:
-        if "gpu" in item.keywords:
+        if item.get_closest_marker("gpu"):
             item.add_marker(skip)

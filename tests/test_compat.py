@@ -14,9 +14,16 @@ from vllm_steer import compat
 def config(**changes: Any) -> Any:
     """The parts of a VllmConfig that the table looks at, harmless unless changed; ``parallel__x`` names a part."""
     made = N(
-        parallel_config=N(use_ubatching=False, prefill_context_parallel_size=1, use_sequence_parallel_moe=False),
+        parallel_config=N(
+            use_ubatching=False,
+            prefill_context_parallel_size=1,
+            use_sequence_parallel_moe=False,
+            distributed_executor_backend="mp",
+            enable_elastic_ep=False,
+        ),
         cache_config=N(kv_sharing_fast_prefill=False),
         model_config=N(runner_type="generate", is_diffusion=False),
+        kv_transfer_config=None,
     )
     for name, value in changes.items():
         part, field = name.split("__")
@@ -24,6 +31,9 @@ def config(**changes: Any) -> Any:
     return made
 
 
+@pytest.mark.feature(
+    "micro-batching, context parallelism, fast prefill, elastic experts, pooling (refused)", "steer", "capture"
+)
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -32,6 +42,8 @@ def config(**changes: Any) -> Any:
         ({"cache__kv_sharing_fast_prefill": True}, "kv-sharing-fast-prefill"),
         ({"model__runner_type": "pooling"}, "pooling"),
         ({"parallel__use_sequence_parallel_moe": True}, "sequence-parallel"),
+        ({"parallel__distributed_executor_backend": "external_launcher"}, "external_launcher"),
+        ({"parallel__enable_elastic_ep": True}, "enable-elastic-ep"),
         ({"model__is_diffusion": True}, "diffusion"),
     ],
 )
@@ -42,6 +54,20 @@ def test_each_conflict_is_refused_by_name(changes: dict[str, Any], said: str) ->
     compat.check_settings(config())
 
 
+@pytest.mark.feature("KV connectors that go by tokens or by request (refused)", "steer", "capture")
+def test_connectors_that_find_blocks_by_tokens_are_refused() -> None:
+    """Catches keys and values computed under an edit that come back for a plain request from another store."""
+    for name in ("ExampleConnector", "LMCacheConnectorV1", "HF3FSKVConnector", "MultiConnector", None):
+        found = config()
+        found.kv_transfer_config = N(kv_connector=name)
+        with pytest.raises(compat.IncompatibleError, match="OffloadingConnector"):
+            compat.check_settings(found)
+    for name in compat.CONNECTORS_BY_BLOCK_HASH:
+        found.kv_transfer_config = N(kv_connector=name)
+        compat.check_settings(found)
+
+
+@pytest.mark.feature("vLLM's front end in Rust (refused)", "steer", "capture")
 def test_the_rust_front_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
     with pytest.raises(compat.IncompatibleError, match="Rust"):

@@ -7,22 +7,40 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
+
+from vllm_steer.fuzz.model import save_tiny_llama as save_tiny_llama
+from vllm_steer.points import POINT_NAMES, PointName
 
 HIDDEN, LAYERS, VOCAB = 64, 4, 128
 
 
-def save_tiny_llama(folder: Path, **overrides: Any) -> Path:
-    """Random weights large enough that every sublayer matters; float32."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+def code_of(point: PointName, layer: int, *, before: bool = False) -> int:
+    """What names a stored row on its way: the site's number and whether it was read ahead of the site's edits."""
+    return 2 * (len(POINT_NAMES) * layer + POINT_NAMES.index(point)) + before
 
-    settings = dict(  # noqa: C408
-        vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=128, num_hidden_layers=LAYERS, num_attention_heads=2,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=2048, tie_word_embeddings=False,
-        initializer_range=0.3, bos_token_id=None, eos_token_id=None, pad_token_id=None,
-    )  # fmt: skip
+
+BF16_MODEL: dict[str, Any] = {
+    "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+    "vocab_size": 512, "initializer_range": 0.08,
+}  # fmt: skip
+"""Weights with which rounding to bfloat16 does not decide what attention looks at."""
+BF16_BOUND = 0.08
+"""How far a row that was captured in bfloat16 may be from HF's, in lengths of HF's row: both sum in another order."""
+
+
+def save_tiny_moe(folder: Path, **overrides: Any) -> Path:
+    """Save a Qwen3 mixture of 8 experts with random float32 weights, as wide and deep as the tiny Llama."""
+    import torch
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    settings: dict[str, Any] = {
+        "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 128, "num_hidden_layers": LAYERS,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64, "max_position_embeddings": 512, "tie_word_embeddings": False,
+        "initializer_range": 0.2, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+    }  # fmt: skip
     torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**{**settings, **overrides})).float().save_pretrained(folder)
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**settings, **overrides})).float().save_pretrained(folder)
     return folder
 
 

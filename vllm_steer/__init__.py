@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 from vllm_steer._version import __version__
 
 if TYPE_CHECKING:
+    from vllm_steer.async_llm import AsyncLLM
     from vllm_steer.capture.hidden import HiddenStates, capture_hidden_states
+    from vllm_steer.client import AsyncClient, Client, ServerError
     from vllm_steer.config import SteeringConfig, engine_kwargs
     from vllm_steer.errors import SteeringError
     from vllm_steer.llm import LLM
@@ -24,10 +26,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LLM",
+    "AsyncClient",
+    "AsyncLLM",
     "CaptureSpec",
+    "Client",
     "Edit",
     "HiddenStates",
     "SamplingParams",
+    "ServerError",
     "SteeringConfig",
     "SteeringError",
     "__version__",
@@ -36,12 +42,16 @@ __all__ = [
 ]
 
 _HOMES = {
+    "AsyncLLM": "vllm_steer.async_llm",
     "LLM": "vllm_steer.llm",
     "SamplingParams": "vllm_steer.params",
     "CaptureSpec": "vllm_steer.spec",
     "Edit": "vllm_steer.spec",
     "HiddenStates": "vllm_steer.capture.hidden",
     "capture_hidden_states": "vllm_steer.capture.hidden",
+    "AsyncClient": "vllm_steer.client",
+    "Client": "vllm_steer.client",
+    "ServerError": "vllm_steer.client",
     "SteeringConfig": "vllm_steer.config",
     "engine_kwargs": "vllm_steer.config",
     "SteeringError": "vllm_steer.errors",

@@ -4,15 +4,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_steer.config import SteeringConfig
 from vllm_steer.errors import SteeringError
-from vllm_steer.points import POINT_NAMES
+from vllm_steer.points import POINT_NAMES, POINTS, PointName, how_to_switch_on
 from vllm_steer.program import Program, Resolved, resolve
 from vllm_steer.program.instructions import KIND_OF
 from vllm_steer.program.program import Read, Step
+from vllm_steer.report import merge_facts
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -21,8 +22,9 @@ DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 class Capabilities:
     """Facts of the model and the tables of an engine that steers.
 
-    ``refused[point][layer]`` is the reason why edits are refused there; what is not named is served. ``no_capture``
-    is the reason why this engine reads nothing at all, or None.
+    ``refused[point][layer]`` is the reason why edits are refused there, ``unread[point][layer]`` why reads are; what is
+    not named is served. ``no_capture`` is the reason why this engine reads nothing at all, or None. ``facts`` is what
+    the workers said beside this, for reports.
     """
 
     num_layers: int
@@ -32,6 +34,8 @@ class Capabilities:
     refused: Mapping[str, Mapping[int, str]]
     config: SteeringConfig
     no_capture: str | None = None
+    unread: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def merge(
@@ -39,19 +43,17 @@ class Capabilities:
     ) -> Capabilities:
         """From every rank's own report: pipeline stages know only their layers."""
         reports = list(ranks)
-        refused: dict[str, dict[int, str]] = {}
-        for report in reports:
-            for point, layers in report["refused"].items():
-                refused.setdefault(point, {}).update({int(layer): reason for layer, reason in layers.items()})
         first = reports[0]
         return cls(
             first["num_layers"],
             first["hidden_size"],
             first["max_model_len"],
             first["dtype"],
-            refused,
+            _joined(report["refused"] for report in reports),
             config,
             no_capture,
+            _joined(report["unread"] for report in reports),
+            merge_facts(reports) | {key: _joined(report[key] for report in reports) for key in ("refused", "unread")},
         )
 
     def check(self, program: Program, prompt_len: int | None, max_tokens: int | None = None) -> None:
@@ -59,7 +61,7 @@ class Capabilities:
 
         ``prompt_len`` or ``max_tokens`` None: not known yet, and what depends on them is checked later.
         """
-        if program.steps and program.width != self.hidden_size:
+        if program.vectors and program.width != self.hidden_size:
             raise SteeringError(
                 "vector", f"has {program.width} elements, but this model's hidden size is {self.hidden_size}"
             )
@@ -75,7 +77,17 @@ class Capabilities:
             resolved = resolve(program, prompt_len, self.num_layers)
             self._check_size(resolved)
             if max_tokens is not None and resolved.max_captures:
-                self._check_budget(resolved.rows_in_all(prompt_len, min(max_tokens, self.max_model_len - prompt_len)))
+                self._check_budget(self._most_bytes(resolved, prompt_len, max_tokens))
+
+    def most_row_bytes(self, program: Program, prompt_len: int | None, max_tokens: int | None) -> int:
+        """What the captured rows of one sample may come to; ``program`` is checked."""
+        # Where the prompt's length is not known, the most is at one of the two ends.
+        lengths = (1, self.max_model_len - 1) if prompt_len is None else (prompt_len,)
+        return max(self._most_bytes(resolve(program, each, self.num_layers), each, max_tokens) for each in lengths)
+
+    def _most_bytes(self, resolved: Resolved, prompt_len: int, max_tokens: int | None) -> int:
+        left = self.max_model_len - prompt_len
+        return resolved.bytes_in_all(prompt_len, left if max_tokens is None else min(max_tokens, left), self._row_bytes)
 
     def _check_place(self, part: Step | Read, where: str, field: str) -> None:
         for layer in part.layers:
@@ -95,18 +107,28 @@ class Capabilities:
         for layer in step.layers or range(self.num_layers):
             if layer in refused:
                 raise SteeringError(f"point ({where})", f"not served at layer {layer}: {refused[layer]}")
+        self._check_on(POINT_NAMES[step.point], f"point ({where})")
 
     def _check_readable(self, read: Read, where: str) -> None:
         if self.no_capture is not None:
             raise SteeringError("capture", self.no_capture)
-        # Where a point cannot be edited there is no tap that could read it either.
-        refused = self.refused.get(POINT_NAMES[read.point], {})
+        unread = self.unread.get(POINT_NAMES[read.point], {})
         for layer in read.layers or range(self.num_layers):
-            if layer in refused:
-                raise SteeringError(f"hooks ({where})", f"no tap reads this point at layer {layer} of this model")
+            if layer in unread:
+                raise SteeringError(f"hooks ({where})", f"not read at layer {layer}: {unread[layer]}")
+        self._check_on(POINT_NAMES[read.point], f"hooks ({where})")
 
-    def _check_budget(self, rows: int) -> None:
-        mib = rows * self.hidden_size * DTYPE_BYTES[self.dtype] / 2**20
+    def _check_on(self, point: PointName, field: str) -> None:
+        """What a model cannot serve is said first, since no flag helps there."""
+        if POINTS[point].optional and point not in self.config.points:
+            raise SteeringError(field, how_to_switch_on(point))
+
+    @property
+    def _row_bytes(self) -> int:
+        return self.hidden_size * DTYPE_BYTES[self.dtype]
+
+    def _check_budget(self, num_bytes: int) -> None:
+        mib = num_bytes / 2**20
         if mib > self.config.capture_mib:
             raise SteeringError(
                 "capture",
@@ -129,3 +151,12 @@ class Capabilities:
                 raise SteeringError(
                     "steering", f"needs {count} of {name}, but this engine was started with {limit}: it can never fit"
                 )
+
+
+def _joined(reports: Iterable[Mapping[str, Mapping[str, str]]]) -> dict[str, dict[int, str]]:
+    """By point and layer, of all ranks; layers are strings in a report, as JSON's keys are."""
+    joined: dict[str, dict[int, str]] = {}
+    for report in reports:
+        for point, layers in report.items():
+            joined.setdefault(point, {}).update({int(layer): reason for layer, reason in layers.items()})
+    return joined

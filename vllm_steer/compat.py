@@ -40,6 +40,10 @@ def is_tested(version: str) -> bool:
         return False
 
 
+CONNECTORS_BY_BLOCK_HASH = frozenset({"OffloadingConnector", "MooncakeStoreConnector"})
+"""KV connectors whose scheduler side takes its keys from ``request.block_hashes``, and from nothing else."""
+
+
 @dataclass(frozen=True)
 class Conflict:
     """A setting of vLLM under which taps would read or edit the wrong tokens, or not run."""
@@ -81,9 +85,27 @@ CONFLICTS: tuple[Conflict, ...] = (
         "the residual stream is split over ranks by token, and no recipe handles that yet",
     ),
     Conflict(
+        "distributed_executor_backend external_launcher",
+        lambda c: c.parallel_config.distributed_executor_backend == "external_launcher",
+        "every rank schedules for itself and must decide alike, and a request that waits for room does so by the clock",
+    ),
+    Conflict(
+        "--enable-elastic-ep",
+        lambda c: bool(c.parallel_config.enable_elastic_ep),
+        "workers and graphs are made anew while requests run, and nothing has shown that taps and tables follow",
+    ),
+    Conflict(
         "a diffusion language model",
         lambda c: bool(c.model_config.is_diffusion),
         "its tokens have no fixed phase",
+    ),
+    Conflict(
+        "--kv-transfer-config with this connector",
+        lambda c: (
+            c.kv_transfer_config is not None and c.kv_transfer_config.kv_connector not in CONNECTORS_BY_BLOCK_HASH
+        ),
+        "it may find blocks by their tokens or by request, and so give keys and values computed under an edit to a "
+        f"plain request; {', '.join(sorted(CONNECTORS_BY_BLOCK_HASH))} go by vLLM's block hashes, which hold the edits",
     ),
 )
 

@@ -2,8 +2,8 @@
 """What an operator can set, and how it reaches the engine.
 
 The settings travel in vLLM's ``additional_config["steering"]``, which vLLM hashes into its compile-cache keys
-(``config/vllm.py``, ``VllmConfig.compute_hash``): everything here shapes the traced graph or the tables that it reads,
-so an artifact compiled without steering, or with other tables, is never loaded into a steered engine.
+(``config/vllm.py``, ``VllmConfig.compute_hash``): sizes shape the traced graph or the tables that it reads, so an
+artifact compiled without steering, or with other tables, is never loaded into a steered engine.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ import msgspec
 
 from vllm_steer._version import __version__
 from vllm_steer.errors import SteeringError
+from vllm_steer.points import OPTIONAL_POINTS, POINTS_FLAG
 
 WORKER_CLS = "vllm_steer.engine.worker.SteeringWorker"
 SCHEDULER_CLS = "vllm_steer.engine.scheduler.make_scheduler"
+EXECUTOR_CLS = "vllm_steer.engine.executor.SteeringExecutor"
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,12 @@ class Limit:
 LIMITS: tuple[Limit, ...] = (
     Limit("max_rows", 1024, 1, 1 << 16, "distinct token programs on the device at one time, over all running requests"),
     Limit(
-        "max_vectors", 2048, 1, 1 << 20, "distinct vectors on the device at one time; each takes 4 x hidden size bytes"
+        "max_vectors",
+        2048,
+        1,
+        1 << 20,
+        "distinct vectors of edits and directions of projections on the device at one time; each takes 4 x hidden size "
+        "bytes",
     ),
     Limit(
         "max_instructions",
@@ -45,12 +52,74 @@ LIMITS: tuple[Limit, ...] = (
     ),
     Limit("max_segments", 32, 1, 1024, "stretches of differently edited or read positions that one request may have"),
     Limit("capture_rows", 8192, 1, 1 << 24, "captured rows of one step; each takes hidden size x bytes of the dtype"),
+    Limit(
+        "graph_sets",
+        2,
+        1,
+        64,
+        "sets of CUDA graphs: 1 has every tap in every step; 2 adds one without taps, for steps with nothing to do; "
+        "each further one has the taps of a stretch of layers, for steps that touch no others",
+    ),
     Limit("capture_mib", 4096, 1, 1 << 24, "captured rows of all running requests together, in MiB of host memory"),
+    Limit(
+        "queue_timeout",
+        600,
+        0,
+        1 << 24,
+        "seconds that a request may wait for room in all of these before it ends with an error; 0 for no limit",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Switch:
+    """One yes or no that is settled when the engine starts; the flag turns it to ``not default``."""
+
+    name: str
+    flag: str
+    default: bool
+    help: str
+
+
+SWITCHES: tuple[Switch, ...] = (
+    Switch(
+        "allow_unproven",
+        "--steering-allow-unproven",
+        False,
+        "run on a decoder-layer class whose source is not the one that its recipe was proven on, with a warning",
+    ),
+    Switch(
+        "self_check",
+        "--steering-skip-self-check",
+        True,
+        "start without the forward passes that check the taps on the model itself",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Subset:
+    """A choice of several names out of a few; the flag takes them with commas between them."""
+
+    name: str
+    flag: str
+    of: tuple[str, ...]
+    help: str
+
+
+SUBSETS: tuple[Subset, ...] = (
+    Subset(
+        "points",
+        POINTS_FLAG,
+        OPTIONAL_POINTS,
+        "hook points on the branches, beside those on the stream: a tap and a column of the tables per layer for each",
+    ),
 )
 
 
 class SteeringConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Sizes of the device tables; the rows of :data:`LIMITS` say what each one means and its range.
+    """Sizes of the device tables, switches and choices; :data:`LIMITS`, :data:`SWITCHES` and :data:`SUBSETS` say what
+    each one means.
 
     ``capture_policy``: what becomes of a request that would take captured rows beyond ``capture_mib``. ``wait`` admits
     it when others have ended; ``fail`` runs it at once without its capture, whose status is then ``partial``.
@@ -61,8 +130,13 @@ class SteeringConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     max_instructions: int = 65536
     max_segments: int = 32
     capture_rows: int = 8192
+    graph_sets: int = 2
     capture_mib: int = 4096
+    queue_timeout: int = 600
     capture_policy: Literal["wait", "fail"] = "wait"
+    allow_unproven: bool = False
+    self_check: bool = True
+    points: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for limit in LIMITS:
@@ -71,6 +145,16 @@ class SteeringConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
                 raise SteeringError(
                     f"steering_config.{limit.name}", f"{value} is outside {limit.low} to {limit.high} ({limit.help})"
                 )
+        for subset in SUBSETS:
+            given = getattr(self, subset.name)
+            sound = isinstance(given, (list, tuple)) and all(name in subset.of for name in given)
+            if not sound or any(given.count(name) > 1 for name in given):
+                raise SteeringError(
+                    f"steering_config.{subset.name}",
+                    f"must be a list of some of {', '.join(subset.of)}, each once, not {given!r}",
+                )
+            # In one order, so that equal settings are equal.
+            msgspec.structs.force_setattr(self, subset.name, tuple(name for name in subset.of if name in given))
 
     @classmethod
     def parse(cls, value: SteeringConfig | dict[str, Any] | None) -> SteeringConfig:
@@ -82,7 +166,7 @@ class SteeringConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         try:
             return msgspec.convert(value, cls)
         except msgspec.ValidationError as error:
-            known = ", ".join(limit.name for limit in LIMITS)
+            known = ", ".join(cls.__struct_fields__)
             raise SteeringError("steering_config", f"{error}; known settings: {known}") from None
 
 
@@ -101,6 +185,27 @@ def engine_kwargs(
         "worker_cls": WORKER_CLS,
         "scheduler_cls": SCHEDULER_CLS,
     }
+
+
+def choose_executor(vllm_config: Any) -> None:
+    """Under pipeline parallelism on one host, have every stage's captured rows collected.
+
+    Another executor is left as it is, and so is an engine with an encoder-cache connector, which counts answers by the
+    executor's name: :func:`rows_of_all_stages` is then False.
+    """
+    parallel = vllm_config.parallel_config
+    if (
+        parallel.pipeline_parallel_size > 1
+        and parallel.distributed_executor_backend == "mp"
+        and vllm_config.ec_transfer_config is None
+    ):
+        parallel.distributed_executor_backend = EXECUTOR_CLS
+
+
+def rows_of_all_stages(vllm_config: Any) -> bool:
+    """Whether captured rows of every pipeline stage reach the front end."""
+    parallel = vllm_config.parallel_config
+    return bool(parallel.pipeline_parallel_size == 1 or parallel.distributed_executor_backend == EXECUTOR_CLS)
 
 
 def from_vllm_config(vllm_config: Any) -> SteeringConfig | None:

@@ -7,31 +7,65 @@ processor, which every way in shares: ``LLM``, ``AsyncLLM`` and the API server.
 
 from __future__ import annotations
 
+import asyncio
+import copy
 import json
 import os
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import msgspec
+from vllm.sampling_params import RequestOutputKind
 from vllm.sampling_params import SamplingParams as VllmSamplingParams
 from vllm.utils import length_from_prompt_token_ids_or_embeds
 
 from vllm_steer.capabilities import Capabilities
+from vllm_steer.capture.consumers.memory import STREAM, is_streamed
 from vllm_steer.capture.desk import CaptureDesk
 from vllm_steer.capture.server_wide import with_captures
-from vllm_steer.config import SteeringConfig, from_vllm_config
+from vllm_steer.config import SteeringConfig, from_vllm_config, rows_of_all_stages
 from vllm_steer.errors import SteeringError
-from vllm_steer.params import capture_specs, program_of
+from vllm_steer.metrics.collectors import start as start_metrics
+from vllm_steer.params import MODULES_KEY, capture_specs, program_of
+from vllm_steer.registry.directory import DirectoryStore
+from vllm_steer.registry.registry import SteeringRegistry
+from vllm_steer.registry.snapshot import RegistryLimits
+from vllm_steer.spec.references import MODULES_FIELD
 
 _RPC = "steering_capabilities"
 _KEPT = "_steering_served"
 _OPTIONS = "_steering_consumer_options"
 CONSUMERS_VARIABLE = "VLLM_STEER_CAPTURE_CONSUMERS"
+_REGISTRY = "_steering_registry_options"
+REGISTRY_VARIABLE = "VLLM_STEER_REGISTRY"
 NOT_ENABLED = (
     "this engine was started without steering, so it would be ignored; start it with --enable-steering "
     "(LLM(enable_steering=True))"
 )
-NO_CAPTURE_UNDER_PP = "pipeline parallelism: rows of earlier stages have no way out yet; use tensor parallelism"
+NO_ROWS_OF_EARLIER_STAGES = (
+    "is not served: under pipeline parallelism, rows of earlier stages come out through vLLM's executor of local "
+    "processes only (distributed_executor_backend mp, no encoder-cache connector); use that, or tensor parallelism"
+)
+
+
+class RegistryOptions(msgspec.Struct, frozen=True):
+    """Where modules are kept, and which there are from the start."""
+
+    folder: str | None = None
+    """None: in this process."""
+    modules: dict[str, str] = {}
+    """Paths of safetensors files by name."""
+    limits: RegistryLimits = RegistryLimits()
+    """How much there may be of them."""
+
+    @classmethod
+    def of(cls, folder: str | Path | None, modules: Mapping[str, str | Path] | None) -> RegistryOptions:
+        """From what a user gives."""
+        paths = {name: str(path) for name, path in (modules or {}).items()}
+        return cls(None if folder is None else str(folder), paths)
 
 
 @dataclass(frozen=True)
@@ -40,13 +74,22 @@ class Served:
 
     capabilities: Capabilities
     desk: CaptureDesk
+    registry: SteeringRegistry
+    model_name: str = ""
+    """What metrics call the model, as vLLM's do."""
 
     def check(self, params: Any, prompt_len: int | None) -> None:
         """Raise :class:`SteeringError` unless this engine serves these parameters exactly as asked."""
-        program = program_of(params)
+        program, specs = program_of(params), capture_specs(params)
+        self.desk.check(specs)
         if program is not None:
             self.capabilities.check(program, prompt_len, None if prompt_len is None else params.max_tokens)
-        self.desk.check(capture_specs(params))
+        for name, spec in specs:
+            if is_streamed(name, spec) and params.output_kind != RequestOutputKind.DELTA:
+                raise SteeringError(
+                    f"capture.{name}.{STREAM}",
+                    "rows come with the pieces of a stream: use AsyncLLM with output_kind=RequestOutputKind.DELTA",
+                )
 
 
 def served_by(llm_engine: Any) -> Served | None:
@@ -54,7 +97,7 @@ def served_by(llm_engine: Any) -> Served | None:
     config = from_vllm_config(llm_engine.vllm_config)
     if config is None:
         return None
-    return _kept(llm_engine) or _keep(llm_engine, llm_engine.collective_rpc(_RPC), config)
+    return kept_by(llm_engine) or _keep(llm_engine, llm_engine.collective_rpc(_RPC), config)
 
 
 async def ensure_served(engine_client: Any) -> Served | None:
@@ -62,7 +105,7 @@ async def ensure_served(engine_client: Any) -> Served | None:
     config = from_vllm_config(engine_client.vllm_config)
     if config is None:
         return None
-    return _kept(engine_client) or _keep(engine_client, await engine_client.collective_rpc(_RPC), config)
+    return kept_by(engine_client) or _keep(engine_client, await engine_client.collective_rpc(_RPC), config)
 
 
 def set_consumers(engine: Any, options: Mapping[str, Mapping[str, Any]]) -> None:
@@ -70,17 +113,22 @@ def set_consumers(engine: Any, options: Mapping[str, Mapping[str, Any]]) -> None
     setattr(engine, _OPTIONS, options)
 
 
-def _kept(engine: Any) -> Served | None:
+def set_registry(engine: Any, options: RegistryOptions) -> None:
+    """Where an engine client keeps modules; to be called before it serves its first request."""
+    setattr(engine, _REGISTRY, options)
+
+
+def kept_by(engine: Any) -> Served | None:
+    """What an engine client serves, if it has been asked before."""
     return getattr(engine.input_processor, _KEPT, None)
 
 
 def _keep(engine: Any, reports: Any, config: SteeringConfig) -> Served:
-    kept = _kept(engine)
+    kept = kept_by(engine)
     if kept is not None:
         # Two first requests waited for the same answer.
         return kept
-    parallel = engine.vllm_config.parallel_config
-    no_capture = NO_CAPTURE_UNDER_PP if parallel.pipeline_parallel_size > 1 else None
+    no_capture = None if rows_of_all_stages(engine.vllm_config) else NO_ROWS_OF_EARLIER_STAGES
     capabilities = Capabilities.merge(reports, config, no_capture)
     options = getattr(engine, _OPTIONS, None)
     if options is None:
@@ -88,10 +136,33 @@ def _keep(engine: Any, reports: Any, config: SteeringConfig) -> Served:
         options = json.loads(os.environ.get(CONSUMERS_VARIABLE, "{}"))
     served_name = engine.vllm_config.model_config.served_model_name
     model = served_name if isinstance(served_name, str) else str(engine.vllm_config.model_config.model)
-    served = Served(capabilities, CaptureDesk(capabilities, model, options))
+    start_metrics({"model_name": (model,)})
+    served = Served(
+        capabilities, CaptureDesk(capabilities, model, options), _registry(engine, capabilities, model), model
+    )
     setattr(engine.input_processor, _KEPT, served)
     setattr(engine.output_processor, _KEPT, served)
+    # Where nobody closes it earlier: with the engine, or at the end of the process. Files of many requests are complete
+    # then, and not before.
+    weakref.finalize(engine, served.desk.close)
     return served
+
+
+def _registry(engine: Any, capabilities: Capabilities, model: str) -> SteeringRegistry:
+    options: RegistryOptions | None = getattr(engine, _REGISTRY, None)
+    if options is None:
+        # Set by the server's flags; API server processes inherit it.
+        options = msgspec.json.decode(os.environ.get(REGISTRY_VARIABLE, "{}"), type=RegistryOptions)
+    store = None if options.folder is None else DirectoryStore(options.folder)
+    registry = SteeringRegistry(capabilities, store, options.limits, model_name=model)
+    for name, path in options.modules.items():
+        registry.ensure_file(name, path)
+    return registry
+
+
+def served_on(output_processor: Any) -> Served | None:
+    """What the engine client serves that this output processor belongs to; None where steering is not enabled."""
+    return getattr(output_processor, _KEPT, None)
 
 
 def desk_of(output_processor: Any) -> CaptureDesk:
@@ -100,11 +171,28 @@ def desk_of(output_processor: Any) -> CaptureDesk:
     return served.desk
 
 
-def with_server_wide(served: Served | None, params: Any) -> Any:
-    """A request's parameters with the captures that this engine client makes of every request."""
-    if served is None or not served.desk.server_wide or not isinstance(params, VllmSamplingParams):
+def admitted(served: Served | None, params: Any) -> Any:
+    """A request's parameters with all that this engine client applies to it: global steering, the modules that it
+    names, the captures that are made of every request. A copy where there is any of that.
+
+    Raises :class:`SteeringError`.
+    """
+    if served is None or not isinstance(params, VllmSamplingParams):
         return params
-    return with_captures(params, served.desk.server_wide)
+    extra = params.extra_args or {}
+    composed = served.registry.admit(extra)
+    if composed is not extra:
+        params = copy.copy(params)
+        params.extra_args = composed
+    return with_captures(params, served.desk.server_wide) if served.desk.server_wide else params
+
+
+async def admitted_soon(engine_client: Any, params: Any) -> Any:
+    """As :func:`admitted`, in front of an ``AsyncLLM``; files are not read in its event loop."""
+    served = await ensure_served(engine_client)
+    if served is not None and served.registry.is_stale():
+        await asyncio.to_thread(served.registry.snapshot)
+    return admitted(served, params)
 
 
 def check_params(params: Any, served: Served | None, prompt_len: int | None = None) -> None:
@@ -118,6 +206,8 @@ def check_params(params: Any, served: Served | None, prompt_len: int | None = No
 
 def check_engine_request(input_processor: Any, request: Any) -> None:
     """The last check before a request leaves the front end; the prompt is tokenised by now."""
+    if MODULES_KEY in (getattr(request.sampling_params, "extra_args", None) or {}):
+        raise SteeringError(MODULES_FIELD, NOT_ENABLED)
     if program_of(request.sampling_params) is None:
         if capture_specs(request.sampling_params):
             raise SteeringError("extra_args.steer_capture", "comes without its program; use capture instead")

@@ -9,6 +9,7 @@ vLLM's class changes, so clones, defaults and the wire form are vLLM's own.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -16,12 +17,26 @@ from vllm.sampling_params import SamplingParams as VllmSamplingParams
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.program import Program, compile_program
-from vllm_steer.spec import FIELD_NAMES, CaptureSpec, parse_capture, parse_fields
+from vllm_steer.spec import (
+    FIELD_NAMES,
+    CaptureSpec,
+    NamedProjection,
+    Reference,
+    parse_capture,
+    parse_fields,
+    parse_references,
+)
+from vllm_steer.spec.references import MODULES_FIELD
 
 EXTRA_KEY = "steer"
 CAPTURE_KEY = "steer_capture"
+MODULES_KEY = "steer_modules"
+"""What names registered modules, until the request is admitted."""
+APPLIED_KEY = "steer_applied"
+"""What was applied, once the request is admitted: JSON as bytes, empty for nothing."""
 CAPTURE_FIELD = "capture"
-FIELDS: tuple[str, ...] = (*FIELD_NAMES, CAPTURE_FIELD)
+FIELDS: tuple[str, ...] = (*FIELD_NAMES, MODULES_FIELD, CAPTURE_FIELD)
+OWN_KEYS: tuple[str, ...] = (EXTRA_KEY, CAPTURE_KEY, MODULES_KEY, APPLIED_KEY)
 
 
 def compile_fields(fields: Mapping[str, Any]) -> dict[str, bytes]:
@@ -31,12 +46,15 @@ def compile_fields(fields: Mapping[str, Any]) -> dict[str, bytes]:
     """
     fields = dict(fields)
     captures = parse_capture(fields.pop(CAPTURE_FIELD, None))
+    references = parse_references(fields.pop(MODULES_FIELD, None))
     edits = parse_fields(fields)
-    if not edits and not captures:
-        return {}
-    compiled = {EXTRA_KEY: compile_program(edits, [spec for _, spec in captures]).to_bytes()}
+    compiled: dict[str, bytes] = {}
+    if edits or captures:
+        compiled[EXTRA_KEY] = compile_program(edits, [spec for _, spec in captures]).seal()
     if captures:
         compiled[CAPTURE_KEY] = encode_specs(captures)
+    if references or any(isinstance(spec.reduce, NamedProjection) for _, spec in captures):
+        compiled[MODULES_KEY] = msgspec.msgpack.encode(references)
     return compiled
 
 
@@ -48,10 +66,9 @@ def attach_steering(params: Any, fields: Mapping[str, Any]) -> None:
     compiled = compile_fields(fields)
     if not compiled:
         return
-    if EXTRA_KEY in (params.extra_args or {}):
-        raise SteeringError(
-            f"extra_args.{EXTRA_KEY}", "is already set; give the steering fields or the compiled program"
-        )
+    for key in OWN_KEYS:
+        if key in (params.extra_args or {}):
+            raise SteeringError(f"extra_args.{key}", "is already set; give the steering fields or the compiled program")
     # A new dict: the caller's may be shared between several SamplingParams.
     params.extra_args = {**(params.extra_args or {}), **compiled}
 
@@ -63,8 +80,8 @@ def program_bytes(params: Any) -> bytes | None:
 
 
 def has_steering(params: Any) -> bool:
-    """Whether these parameters ask for any edit."""
-    return program_bytes(params) is not None
+    """Whether these parameters ask for any edit, of their own or of a module, or for a read."""
+    return program_bytes(params) is not None or MODULES_KEY in (getattr(params, "extra_args", None) or {})
 
 
 def program_of(params: Any) -> Program | None:
@@ -80,12 +97,39 @@ def encode_specs(specs: tuple[tuple[str, CaptureSpec], ...]) -> bytes:
 
 def capture_specs(params: Any) -> tuple[tuple[str, CaptureSpec], ...]:
     """Consumer and spec of each capture; raises :class:`SteeringError` on bytes that this package did not write."""
-    data = (getattr(params, "extra_args", None) or {}).get(CAPTURE_KEY)
+    return read_specs(getattr(params, "extra_args", None) or {})
+
+
+def read_references(extra: Mapping[str, Any]) -> tuple[Reference, ...] | None:
+    """The modules that ``extra_args`` name; empty where only probes are named, None where nothing is.
+
+    Raises :class:`SteeringError` on bytes that this package did not write.
+    """
+    data = extra.get(MODULES_KEY)
+    if data is None:
+        return None
+    try:
+        return msgspec.msgpack.decode(data, type=tuple[Reference, ...])
+    except (msgspec.MsgspecError, TypeError) as error:
+        raise SteeringError(f"extra_args.{MODULES_KEY}", f"is not ours ({error}); use {MODULES_FIELD}") from None
+
+
+def read_specs(extra: Mapping[str, Any]) -> tuple[tuple[str, CaptureSpec], ...]:
+    """As :func:`capture_specs`, from ``extra_args``."""
+    data = extra.get(CAPTURE_KEY)
     if data is None:
         return ()
+    if not isinstance(data, bytes):
+        raise SteeringError(f"extra_args.{CAPTURE_KEY}", "not compiled specs; use capture instead")
+    return _decode_specs(data)
+
+
+# Looked at more than once on a request's way, and mostly the same for many.
+@lru_cache(maxsize=64)
+def _decode_specs(data: bytes) -> tuple[tuple[str, CaptureSpec], ...]:
     try:
         pairs = msgspec.msgpack.decode(data, type=list[tuple[str, dict[str, Any]]])
-    except (msgspec.MsgspecError, TypeError) as error:
+    except msgspec.MsgspecError as error:
         raise SteeringError(f"extra_args.{CAPTURE_KEY}", f"not compiled specs ({error}); use capture instead") from None
     return tuple((name, CaptureSpec.from_wire(wire)) for name, wire in pairs)
 
@@ -117,6 +161,9 @@ class SamplingParams(VllmSamplingParams, metaclass=_SteeringMeta):  # type: igno
         hidden size.
     ``steering``
         a list of :class:`vllm_steer.Edit` or of dicts with its fields: the general form.
+    ``steering_modules``
+        registered modules by name, ``["calm", ("terse", 0.5)]``, the number scaling each of a module's edits; they
+        apply ahead of the fields above, and behind the engine's global steering.
     ``capture``
         ``{consumer: spec}``: which rows of the stream go where; a spec is a dict or a :class:`vllm_steer.CaptureSpec`.
 

@@ -9,15 +9,23 @@ configuration. Nothing that an engine or worker process runs is ever wrapped.
 wrapped                                               why no official seam will do
 ====================================================  =================================================================
 ``EngineArgs.add_cli_args``, ``from_cli_args``        plug-ins cannot add flags to ``vllm serve``
-``EngineArgs.create_engine_config``                   conflicting settings are to be refused before anything is loaded
+``EngineArgs.create_engine_config``                   settings are checked, and stages' executor chosen, before loading
 ``InputProcessor.assign_request_id``                  the one step that every way in takes last; the request is whole
-``LLMEngine.add_request``, ``AsyncLLM.add_request``   what the engine serves must be known before that check
-``OutputProcessor.add_request``                       a sample that captures collects its rows from its first output on
-``RequestState.make_request_output``                  outputs have no field for rows: they ride in a free-form one
-``RequestState._new_completion_output``               results go onto the sample's ``CompletionOutput`` when it ends
+``LLMEngine.add_request``, ``AsyncLLM.add_request``   global steering and modules become part of the request on its way
+                                                      in, and what the engine serves must be known before that check
+``OutputProcessor.add_request``                       a sample that captures collects its rows from its first output on;
+                                                      the last step that each sample takes ahead of the engine, where
+                                                      its key's cache salt is put on it
+``OutputProcessor.process_outputs``                   captured rows come on outputs of their own, ahead of the requests'
+``RequestState.make_request_output``                  outputs have no field for what was applied to the request, nor for
+                                                      why it was ended
+``RequestState._new_completion_output``               results go onto the sample's ``CompletionOutput``
 ``RequestOutput.add``                                 outputs merged in a stream would lose them
 ``to_sampling_params``, ``to_beam_search_params``     the OpenAI request classes drop fields that they do not know
+``StatLoggerManager.__init__``                        vLLM's group of plug-ins for this reaches ``AsyncLLM`` alone, and
+                                                      turns statistics on wherever a package is installed
 ``BaseServing._extract_prompt_len``                   a stream has started by the time the engine checks the prompt
+``run_batch.run_batch``, ``run_batch.run_request``    lines of a file come past every middleware
 ====================================================  =================================================================
 """
 
@@ -25,6 +33,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -79,7 +88,7 @@ def _create_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         import vllm
 
-        from vllm_steer.config import from_vllm_config
+        from vllm_steer.config import choose_executor, from_vllm_config
 
         enabled = from_vllm_config(self) is not None
         if enabled:
@@ -87,6 +96,7 @@ def _create_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
         vllm_config = original(self, *args, **kwargs)
         if enabled:
             check_settings(vllm_config)
+            choose_executor(vllm_config)
         if enabled or is_tested(vllm.__version__):
             wrap_front_end()
         return vllm_config
@@ -105,21 +115,29 @@ def wrap_front_end() -> None:
     from vllm.v1.engine.input_processor import InputProcessor
     from vllm.v1.engine.llm_engine import LLMEngine
     from vllm.v1.engine.output_processor import OutputProcessor, RequestState
+    from vllm.v1.metrics.loggers import StatLoggerManager
 
     _wrap_assign_request_id(InputProcessor)
     _wrap(BaseServing, "_extract_prompt_len", _extract_prompt_len)
     _wrap(LLMEngine, "add_request", _add_request)
     _wrap(AsyncLLM, "add_request", _add_request_async)
     _wrap(OutputProcessor, "add_request", _output_processor_add_request)
+    _wrap(OutputProcessor, "process_outputs", _process_outputs)
     _wrap(RequestState, "make_request_output", _make_request_output)
     _wrap(RequestState, "_new_completion_output", _new_completion_output)
     _wrap(RequestOutput, "add", _request_output_add)
-    CompletionOutput.capture_results = None
+    _wrap(StatLoggerManager, "__init__", _stat_logger_manager_init)
+    CompletionOutput.capture_results = CompletionOutput.capture_rows = None
     RequestOutput.capture_results = property(_first_capture_results)
+    RequestOutput.steering_applied = None
     for request in (ChatCompletionRequest, CompletionRequest, ResponsesRequest):
         _wrap(request, "to_sampling_params", _to_sampling_params)
     for request in (ChatCompletionRequest, CompletionRequest):
         _wrap(request, "to_beam_search_params", _to_beam_search_params)
+    batch_runner = sys.modules.get("vllm.entrypoints.launchers.run_batch")
+    if batch_runner is not None:
+        _wrap(batch_runner, "run_batch", _run_batch)
+        _wrap(batch_runner, "run_request", _run_request)
 
 
 def _wrap_assign_request_id(owner: Any) -> None:
@@ -151,10 +169,10 @@ def _with_params(args: tuple[Any, ...], kwargs: dict[str, Any], params: Any) -> 
 
 def _add_request(original: Callable[..., Any]) -> Callable[..., Any]:
     def add_request(*args: Any, **kwargs: Any) -> Any:
-        from vllm_steer.frontend import served_by, with_server_wide
+        from vllm_steer.frontend import admitted, served_by
 
         params = _params_in(args, kwargs)
-        wanted = with_server_wide(served_by(args[0]), params)
+        wanted = admitted(served_by(args[0]), params)
         if wanted is not params:
             args, kwargs = _with_params(args, kwargs, wanted)
         return original(*args, **kwargs)
@@ -164,23 +182,20 @@ def _add_request(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _add_request_async(original: Callable[..., Any]) -> Callable[..., Any]:
     async def add_request(*args: Any, **kwargs: Any) -> Any:
-        from vllm_steer.frontend import ensure_served, with_server_wide
-        from vllm_steer.params import has_steering
-
-        params = _params_in(args, kwargs)
-        wanted = with_server_wide(await ensure_served(args[0]), params)
-        if wanted is not params:
-            args, kwargs = _with_params(args, kwargs, wanted)
-        if not has_steering(wanted):
-            return await original(*args, **kwargs)
         from vllm_steer.errors import SteeringError
-        from vllm_steer.serve.protocol import RequestRefused
+        from vllm_steer.frontend import admitted_soon
 
         try:
+            params = _params_in(args, kwargs)
+            wanted = await admitted_soon(args[0], params)
+            if wanted is not params:
+                args, kwargs = _with_params(args, kwargs, wanted)
             return await original(*args, **kwargs)
         except SteeringError as error:
+            from vllm_steer.serve.protocol import refused
+
             # vLLM takes any other error for a failure of its own: HTTP 500, without a word about the reason.
-            raise RequestRefused(error.field, error.problem) from error
+            raise refused(error) from error
 
     return add_request
 
@@ -188,36 +203,60 @@ def _add_request_async(original: Callable[..., Any]) -> Callable[..., Any]:
 def _output_processor_add_request(original: Callable[..., Any]) -> Callable[..., Any]:
     def add_request(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         from vllm_steer.capture.outputs import begin
+        from vllm_steer.metrics.requests import count_request
+        from vllm_steer.registry.outputs import note_applied
+        from vllm_steer.serve.authority import salt_request
         from vllm_steer.serve.exchange import follow
 
+        salt_request(request)
         original(self, request, *args, **kwargs)
         begin(self, request)
+        note_applied(self, request)
         follow(self, request)
+        count_request(self, request)
 
     return add_request
 
 
+def _process_outputs(original: Callable[..., Any]) -> Callable[..., Any]:
+    from vllm_steer.capture.outputs import take_rows
+    from vllm_steer.engine.outbox import CARRIER
+
+    def process_outputs(self: Any, engine_core_outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if engine_core_outputs and engine_core_outputs[0].request_id == CARRIER:
+            engine_core_outputs = take_rows(self, engine_core_outputs)
+        return original(self, engine_core_outputs, *args, **kwargs)
+
+    return process_outputs
+
+
+# These two run for every output of every request, steered or not: what they need is looked up once.
 def _make_request_output(original: Callable[..., Any]) -> Callable[..., Any]:
-    signature = inspect.signature(original)
+    from vllm_steer.engine.admission import REFUSED
+    from vllm_steer.registry.outputs import state_applied
+    from vllm_steer.serve.protocol import NoRoomError
 
-    def make_request_output(*args: Any, **kwargs: Any) -> Any:
-        from vllm_steer.capture.outputs import take_rows
+    names = list(inspect.signature(original).parameters)[1:]
+    stop = names.index("stop_reason")
 
-        bound = signature.bind(*args, **kwargs)
-        if bound.arguments.get("kv_transfer_params"):
-            rest = take_rows(bound.arguments["self"], bound.arguments["kv_transfer_params"])
-            bound.arguments["kv_transfer_params"] = rest
-        return original(*bound.args, **bound.kwargs)
+    def make_request_output(self: Any, *args: Any, **kwargs: Any) -> Any:
+        stop_reason = args[stop] if stop < len(args) else kwargs.get("stop_reason")
+        if isinstance(stop_reason, str) and stop_reason.startswith(REFUSED) and self.queue is not None:
+            # AsyncLLM raises what it finds in a request's queue; ``LLM`` returns an output that ended with an error.
+            self.queue.put(NoRoomError(stop_reason.removeprefix(REFUSED)))
+            return None
+        return state_applied(self, original(self, *args, **kwargs))
 
     return make_request_output
 
 
 def _new_completion_output(original: Callable[..., Any]) -> Callable[..., Any]:
-    def new_completion_output(self: Any, token_ids: Any, finish_reason: Any, stop_reason: Any, *rest: Any) -> Any:
-        from vllm_steer.capture.outputs import finish
-        from vllm_steer.serve.exchange import note_results
+    from vllm_steer.capture.outputs import finish, new_rows
+    from vllm_steer.serve.exchange import note_results
 
+    def new_completion_output(self: Any, token_ids: Any, finish_reason: Any, stop_reason: Any, *rest: Any) -> Any:
         output = original(self, token_ids, finish_reason, stop_reason, *rest)
+        output.capture_rows = new_rows(self)
         if finish_reason is not None:
             output.capture_results = finish(self)
             note_results(self, output.capture_results)
@@ -230,10 +269,15 @@ def _request_output_add(original: Callable[..., Any]) -> Callable[..., Any]:
     """vLLM merges the outputs that a slow reader of a stream has not taken yet, field by field."""
 
     def add(self: Any, next_output: Any, *args: Any, **kwargs: Any) -> Any:
+        from vllm_steer.capture.stream import joined
+
+        earlier = {o.index: o.capture_rows for o in self.outputs}
+        new = {o.index: o.capture_rows for o in next_output.outputs}
         original(self, next_output, *args, **kwargs)
         finished = {o.index: o.capture_results for o in next_output.outputs if o.capture_results is not None}
         for output in self.outputs:
             output.capture_results = finished.get(output.index, output.capture_results)
+            output.capture_rows = joined(earlier.get(output.index), new.get(output.index))
 
     return add
 
@@ -271,3 +315,31 @@ def _extract_prompt_len(original: Callable[..., Any]) -> Callable[..., Any]:
         return length
 
     return extract_prompt_len
+
+
+def _stat_logger_manager_init(original: Callable[..., Any]) -> Callable[..., Any]:
+    def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        from vllm_steer.metrics.stat_logger import join_stat_loggers
+
+        original(self, vllm_config, *args, **kwargs)
+        join_stat_loggers(self, vllm_config)
+
+    return __init__
+
+
+def _run_batch(original: Callable[..., Any]) -> Callable[..., Any]:
+    async def run_batch(engine_client: Any, args: Any) -> None:
+        from vllm_steer.serve.batch import run
+
+        await run(original, engine_client, args)
+
+    return run_batch
+
+
+def _run_request(original: Callable[..., Any]) -> Callable[..., Any]:
+    async def run_request(serving_engine_func: Any, request: Any, tracker: Any) -> Any:
+        from vllm_steer.serve.batch import run_line
+
+        return await run_line(original, serving_engine_func, request, tracker)
+
+    return run_request

@@ -3,21 +3,22 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from tests.tiny import HIDDEN, LAYERS
-from vllm_steer.capture.assemble import Assembly
-from vllm_steer.engine.collect import Chunk
+from tests.tiny import HIDDEN, LAYERS, code_of
+from vllm_steer.capture.assemble import Assembly, Chunk
 from vllm_steer.spec import CaptureSpec
 
 
-def test_without_positions_as_keys_preemption_would_repeat_rows() -> None:
-    """Negative control: chunks joined as they come have the recomputed positions twice."""
+@pytest.mark.failure(9)
+def test_recomputed_positions_count_once_and_the_last_time() -> None:
+    """Catches rows appended as chunks come, which have the recomputed positions twice."""
     rows = torch.arange(7 * HIDDEN, dtype=torch.float32).view(7, HIDDEN)
-    site = 2 * 5
+    code = code_of("post_block", 1)
     assembly = Assembly(LAYERS, HIDDEN, torch.float32)
     assembly.add(
-        [Chunk("r", 0, 4, (site,), rows[:4].numpy().tobytes()), Chunk("r", 2, 3, (site,), rows[4:].numpy().tobytes())]
+        [Chunk("r", 0, 4, (code,), rows[:4].numpy().tobytes()), Chunk("r", 2, 3, (code,), rows[4:].numpy().tobytes())]
     )
     spec = CaptureSpec(hooks={"post_block": [1]}, positions="all")
     sites, missing = assembly.finish(spec, 3, 6)

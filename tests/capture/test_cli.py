@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 from tests.capture.captured import captured
 from vllm_steer.capture.consumers.filesystem import FilesystemConsumer
-from vllm_steer.cli.captures import _ranges, app, printable
+from vllm_steer.cli.captures import _ranges, app
+from vllm_steer.cli.output import printable
 
 HOSTILE = "a\x1b[2Jb\nc\u202e[red]d"
 

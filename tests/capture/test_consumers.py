@@ -176,10 +176,10 @@ class TestCheck:
         """Catches an option that is accepted and ignored."""
         refused(lambda: self.check(**options), *words)
 
-    @pytest.mark.parametrize("name", ["memory", "logging"])
-    def test_those_without_options_take_none(self, name):
+    @pytest.mark.parametrize(("name", "known"), [("memory", "stream"), ("logging", "none")])
+    def test_options_of_others_are_refused(self, name, known):
         spec = CaptureSpec(hooks={"pre_attn": 1}, options={"tag": "a"})
-        refused(lambda: make_consumer(name).check(spec, f"capture.{name}"), f"capture.{name}.tag", "none")
+        refused(lambda: make_consumer(name).check(spec, f"capture.{name}"), f"capture.{name}.tag", known)
 
     def test_filesystem_takes_a_tag_of_bounded_length(self, tmp_path):
         consumer = FilesystemConsumer(root=str(tmp_path))

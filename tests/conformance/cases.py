@@ -3,15 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
 
+from tests.conformance.branches import BRANCHES
 from tests.conformance.edits import KINDS, EditAt, Formula, Tokens
 from tests.conformance.hf_reference import Array, Trace
-from tests.conformance.zoo import HIDDEN, LAYERS, TinyModel
+from tests.conformance.model import HIDDEN, LAYERS, TinyModel
 
 PROMPTS = (
     (5, 9, 17, 33, 60, 2, 11, 90, 41),
@@ -21,6 +22,8 @@ PROMPTS = (
 NEW_TOKENS = 5
 LAYER = 1
 STREAM_AT = {"pre_attn": "x_in", "post_attn": "x_mid", "post_block": "x_out"}
+TRACED_AT = {**STREAM_AT, **{point: point for point in BRANCHES}}
+"""What of a trace is at each point."""
 
 
 @dataclass(frozen=True)
@@ -37,13 +40,14 @@ class Case:
         return {edit.point for edit in self.edits}
 
 
-def cases_for(tiny: TinyModel, plain: Trace) -> list[Case]:
-    """The requests for one architecture; ``plain`` is the unedited trace of the first prompt.
+def cases_for(tiny: TinyModel, plain: Trace, branches: Sequence[str] = ()) -> list[Case]:
+    """The requests for one architecture; ``plain`` is the unedited trace of the first prompt, ``branches`` are the
+    points on the branches that are asked too.
 
     At a middle layer, every kind at every served point over every selector; then the first and the last layer, all
     layers at once, several edits in one request, and plain requests in between.
     """
-    make = _Vectors(plain)
+    make = Vectors(plain)
     served = [point for point in STREAM_AT if point not in tiny.refused]
     cases: list[Case] = []
 
@@ -75,6 +79,13 @@ def cases_for(tiny: TinyModel, plain: Trace) -> list[Case]:
         make.edit("add", "pre_attn", LAYER + 1),
         make.edit("ablate", "post_block", LAYER),
     )
+    for point in branches:
+        for kind in KINDS:
+            ask(f"{kind} at {point}, all", make.edit(kind, point, LAYER))
+        ask(f"ablate at {point}, positions", make.edit("ablate", point, LAYER, SELECTORS["positions"]))
+        ask(f"add at {point}, every layer, generated", make.edit("add", point, "all", "generated", strength=0.5))
+    if branches:
+        ask("every point at once", *(make.edit("ablate", point, LAYER) for point in (*served, *branches)))
     return cases
 
 
@@ -88,7 +99,7 @@ SELECTORS: Mapping[str, Tokens] = {
 }
 
 
-class _Vectors:
+class Vectors:
     """Edits whose effect is large: vectors as long as the stream that they meet, partly along it."""
 
     def __init__(self, plain: Trace) -> None:
@@ -98,7 +109,7 @@ class _Vectors:
     def edit(
         self, kind: str, point: str, layers: int | tuple[int, ...] | str, tokens: Tokens = "all", strength: float = 1.0
     ) -> EditAt:
-        rows: Array = getattr(self._plain, STREAM_AT[point])[layers if isinstance(layers, int) else LAYER]
+        rows: Array = getattr(self._plain, TRACED_AT[point])[layers if isinstance(layers, int) else LAYER]
         length = float(np.linalg.norm(rows, axis=-1).mean())
         noise = self._random.standard_normal(HIDDEN)
         vector = (rows.mean(0) + noise * length / np.linalg.norm(noise)).astype(np.float32)

@@ -7,7 +7,7 @@ import gc
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,8 @@ import numpy as np
 from tests.conformance.cases import NEW_TOKENS, Case
 from tests.conformance.edits import EditAt
 from tests.conformance.hf_reference import Array
-from tests.conformance.zoo import MAX_POSITIONS, VOCAB, TinyModel
+from tests.conformance.kernels import cpu_kernels, torchvision_in_name
+from tests.conformance.model import MAX_POSITIONS, VOCAB, TinyModel
 
 MODES: Mapping[str, Mapping[str, Any]] = {
     "eager": {"enforce_eager": True},
@@ -61,26 +62,36 @@ def prepare_environment() -> None:
 
 
 @contextmanager
-def running(tiny: TinyModel, path: Path, mode: str) -> Iterator[Any]:
-    """A steered engine on the model at ``path``, gone when the block is left, also where it did not start."""
+def running(tiny: TinyModel, path: Path, mode: str, branches: Sequence[str] = ()) -> Iterator[Any]:
+    """A steered engine on the model at ``path``, gone when the block is left, also where it did not start.
+
+    ``branches``: the points that it has beside those on the stream.
+    """
     import torch
     from vllm.distributed import cleanup_dist_env_and_memory
 
     from vllm_steer import LLM
 
-    _register(path)
+    with torchvision_in_name():
+        _register(path)
     # Models this small only get slower with more.
     torch.set_num_threads(1)
     # vLLM collects garbage eight times in an engine's life, half a second each over what is loaded by now. Its clean-up
     # thaws all of it.
     gc.freeze()
     llm = None
+    kernels = ExitStack()
+    if mode == "eager":
+        kernels.enter_context(cpu_kernels())
     try:
         llm = LLM(
             model=str(path),
             enable_steering=True,
+            # What runs on a GPU alone is refused until it is proven there, by these very tests; and the check at start
+            # would refuse wrong taps before these have seen them.
+            steering_config={"allow_unproven": tiny.gpu_only, "self_check": False, "points": [*branches]},
             skip_tokenizer_init=True,
-            dtype="float32",
+            dtype=tiny.dtype,
             max_model_len=MAX_POSITIONS,
             # Less than the batch needs, so that prompts are cut and run beside generated tokens of other requests.
             max_num_batched_tokens=160,
@@ -89,7 +100,7 @@ def running(tiny: TinyModel, path: Path, mode: str) -> Iterator[Any]:
             num_gpu_blocks_override=256,
             max_logprobs=-1,
             disable_log_stats=True,
-            **MODES[mode],
+            **engine_settings(tiny, mode),
         )
         backend = _backend(llm)
         if backend != BACKENDS[mode]:
@@ -101,13 +112,26 @@ def running(tiny: TinyModel, path: Path, mode: str) -> Iterator[Any]:
             # Not after eager engines: vLLM's sampler has compiled functions of its own, which would be lost.
             torch._dynamo.reset()
         cleanup_dist_env_and_memory()
+        kernels.close()
+
+
+def engine_settings(tiny: TinyModel, mode: str) -> dict[str, Any]:
+    """The mode's settings and the row's own; both may have some of the compiler's."""
+    own = dict(tiny.engine or {})
+    merged = {**MODES[mode].get("compilation_config", {}), **own.pop("compilation_config", {})}
+    return {**MODES[mode], **own, **({"compilation_config": merged} if merged else {})}
 
 
 def _register(path: Path) -> None:
     """Hand vLLM the model's class: to look at one that it knows by name only, it starts a process, for ten seconds."""
     from vllm import ModelRegistry
 
-    architecture = json.loads((path / "config.json").read_text())["architectures"][0]
+    config = json.loads((path / "config.json").read_text())
+    architecture = config["architectures"][0]
+    if architecture not in ModelRegistry.models:
+        # What vLLM falls back to.
+        many = any("experts" in name for name in config)
+        architecture = "TransformersMoEForCausalLM" if many else "TransformersForCausalLM"
     ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())
 
 
@@ -134,23 +158,23 @@ def _tapped(model: Any) -> set[str]:
     return {type(module).__name__ for module in model.modules() if hasattr(module, "steering_taps")}
 
 
-def ask(llm: Any, cases: Sequence[Case], points: Sequence[str] = ()) -> list[Answer]:
+def ask(llm: Any, cases: Sequence[Case], points: Sequence[str] = (), new_tokens: int = NEW_TOKENS) -> list[Answer]:
     """Send all cases as one batch, each of which also reads all layers at ``points``.
 
     Raises what the engine raises; then nothing of the batch is left in it.
     """
     prompts = [{"prompt_token_ids": list(case.prompt)} for case in cases]
-    outputs = llm.generate(prompts, [_params(case.edits, points) for case in cases], use_tqdm=False)
+    outputs = llm.generate(prompts, [_params(case.edits, points, new_tokens) for case in cases], use_tqdm=False)
     return [_answer(output) for output in outputs]
 
 
-def _params(edits: Sequence[EditAt], points: Sequence[str]) -> Any:
+def _params(edits: Sequence[EditAt], points: Sequence[str], new_tokens: int) -> Any:
     from vllm_steer import Edit, SamplingParams
 
     sugar = edits[0].sugar() if len(edits) == 1 else None
     steering = sugar if sugar is not None else {"steering": [Edit(**edit.arguments()) for edit in edits]}
     return SamplingParams(
-        max_tokens=NEW_TOKENS,
+        max_tokens=new_tokens,
         temperature=0.0,
         ignore_eos=True,
         detokenize=False,
@@ -176,7 +200,7 @@ def _streams(completion: Any) -> dict[str, Array]:
         raise RuntimeError(f"capture: {found.error}")
     points: dict[str, list[Array]] = {}
     for point, layer in found.sites:
-        points.setdefault(point, []).append(found.tensor(point, layer).numpy())
+        points.setdefault(point, []).append(found.tensor(point, layer).float().numpy())
     return {point: np.stack(layers) for point, layers in points.items()}
 
 

@@ -3,7 +3,8 @@
 
 One forward pass over the whole sequence, without a cache, in float32. HF's blocks keep the stream in one tensor, so the
 three points are a block's input, its output, and its input plus the attention branch; an edit of the latter is
-added to the branch, which is the one place from which both the MLP and the residual sum see it.
+added to the branch, which is the one place from which both the MLP and the residual sum see it. The branches are what
+lies between these, and the MLP's input is what the norm between them gives.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from tests.conformance.branches import BRANCHES, served_branches
 from tests.conformance.edits import EditAt, Rows, positions
-from tests.conformance.zoo import TinyModel
+from tests.conformance.model import TinyModel
 
 Array = npt.NDArray[np.float32]
 
@@ -39,13 +41,17 @@ class Intervention:
 class Trace:
     """What one forward pass gave: ``logprobs`` ``[tokens, vocab]`` and the streams ``[layers, tokens, hidden]``.
 
-    The streams are those with which the model went on, after the edits of their own point.
+    The streams are those with which the model went on, after the edits of their own point; so are the branches, and
+    the input of the MLP, where some norm gives it (else it is not a number).
     """
 
     logprobs: Array
     x_in: Array
     x_mid: Array
     x_out: Array
+    attn_out: Array | None = None
+    mlp_in: Array | None = None
+    mlp_out: Array | None = None
 
 
 def interventions(edits: Sequence[EditAt], num_layers: int, prompt_len: int, length: int) -> list[Intervention]:
@@ -57,6 +63,17 @@ def interventions(edits: Sequence[EditAt], num_layers: int, prompt_len: int, len
     ]
 
 
+def _exact_gelu(mlp: Any) -> None:
+    mlp.gelu_impl = nn.GELU()
+
+
+def _bfloat16_activation(mlp: Any) -> None:
+    mlp.act_fn.to(torch.bfloat16)
+
+
+_AS_IN_VLLM = {"exact GELU": _exact_gelu, "activation in bfloat16": _bfloat16_activation}
+
+
 class Reference:
     """An HF model of the zoo, with hooks on its blocks."""
 
@@ -64,16 +81,33 @@ class Reference:
         self.tiny = tiny
         self.model = model
         self.blocks: list[nn.Module] = list(model.get_submodule(tiny.blocks))
-        self.scale = float(getattr(model.config, tiny.multiplier)) if tiny.multiplier else 1.0
+        scale = tiny.multiplier if tiny.multiplier is not None else 1.0
+        self.scale = float(getattr(model.config.get_text_config(), scale) if isinstance(scale, str) else scale)
+        if tiny.as_in_vllm is not None:
+            for block in self.blocks:
+                _AS_IN_VLLM[tiny.as_in_vllm](block.get_submodule("mlp"))
+
+    def branches(self, number: int) -> list[nn.Module]:
+        """The modules of a block whose outputs make its attention branch, in order; none if it has an MLP alone."""
+        block, names = self.blocks[number], self.tiny.branch
+        if number in self.tiny.mlp_blocks:
+            return []
+        if "+" in names:
+            return [block.get_submodule(name) for name in names.split("+")]
+        there = (name for name in names.split("|") if getattr(block, name.split(".")[0], None) is not None)
+        return [block.get_submodule(next(there))]
 
     @torch.no_grad()
     def run(self, token_ids: Sequence[int], edits: Sequence[Intervention] = ()) -> Trace:
         """One pass over ``token_ids``; raises ValueError for an edit at a point that does not exist."""
         for edit in edits:
-            if edit.point == "post_attn" and self.tiny.reads_mid is None:
-                raise ValueError(f"{self.tiny.name}: no edit at post_attn can reach the MLP of a parallel block")
+            if edit.point in self.tiny.refused:
+                raise ValueError(f"{self.tiny.name}: no edit at {edit.point} can reach the MLP of this block")
         length = len(token_ids)
-        streams = {name: torch.empty(len(self.blocks), length, self.model.config.hidden_size) for name in _STREAMS}
+        streams = {
+            name: torch.full((len(self.blocks), length, self.model.config.get_text_config().hidden_size), torch.nan)
+            for name in _STREAMS
+        }
         with self._hooks(edits, streams):
             logits = self.model(torch.tensor([list(token_ids)]), use_cache=False).logits[0]
         return Trace(_array(logits.log_softmax(-1)), *(_array(streams[name]) for name in _STREAMS))
@@ -107,12 +141,20 @@ class Reference:
         handles = []
         for number, block in enumerate(self.blocks):
             here = [edit for edit in edits if edit.layer == number]
-            branch = block.get_submodule(self.tiny.branch)
+            *others, last = self.branches(number) or [None]
+            # The part of the branch that is computed by then.
+            partial: list[torch.Tensor] = []
             handles += [
-                block.register_forward_pre_hook(_before_block(number, here, streams), with_kwargs=True),
-                branch.register_forward_hook(_after_branch(number, here, streams, self.scale)),
+                block.register_forward_pre_hook(_before_block(number, here, streams, last is None), with_kwargs=True),
+                *(other.register_forward_hook(_note(partial)) for other in others),
                 block.register_forward_hook(_after_block(number, here, streams)),
             ]
+            if last is not None:
+                hook = _after_branch(number, here, streams, self.scale, partial)
+                handles.append(last.register_forward_hook(hook))
+            if "mlp_in" in served_branches(self.tiny):
+                norm = block.get_submodule(self.tiny.reads_mid or "")
+                handles.append(norm.register_forward_hook(_after_norm(number, here, streams)))
         try:
             yield
         finally:
@@ -120,14 +162,24 @@ class Reference:
                 handle.remove()
 
 
-_STREAMS = ("x_in", "x_mid", "x_out")
+_STREAMS = ("x_in", "x_mid", "x_out", *BRANCHES)
 
 
-def _before_block(number: int, edits: Sequence[Intervention], streams: dict[str, torch.Tensor]) -> Any:
+def _note(partial: list[torch.Tensor]) -> Any:
+    def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        partial.append(_first(output)[0])
+
+    return hook
+
+
+def _before_block(number: int, edits: Sequence[Intervention], streams: dict[str, torch.Tensor], mlp_alone: bool) -> Any:
     def hook(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = args[0] if args else kwargs["hidden_states"]
         stream = _edited(given[0], "pre_attn", edits)
         streams["x_in"][number] = stream
+        if mlp_alone:
+            stream = _edited(stream, "post_attn", edits)
+            streams["x_mid"][number] = stream
         if args:
             return (stream[None], *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": stream[None]}
@@ -135,20 +187,40 @@ def _before_block(number: int, edits: Sequence[Intervention], streams: dict[str,
     return hook
 
 
-def _after_branch(number: int, edits: Sequence[Intervention], streams: dict[str, torch.Tensor], scale: float) -> Any:
+def _after_branch(
+    number: int,
+    edits: Sequence[Intervention],
+    streams: dict[str, torch.Tensor],
+    scale: float,
+    partial: list[torch.Tensor],
+) -> Any:
     def hook(branch: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         added = _first(output)
-        before = streams["x_in"][number] + scale * added[0]
-        stream = _edited(before, "post_attn", edits)
+        whole = scale * sum(partial, start=added[0])
+        before = streams["x_in"][number] + whole
+        partial.clear()
+        streams["attn_out"][number] = _edited(whole, "attn_out", edits)
+        stream = _edited(before + (streams["attn_out"][number] - whole), "post_attn", edits)
         streams["x_mid"][number] = stream
         return _with_first(output, added + (stream - before) / scale)
 
     return hook
 
 
+def _after_norm(number: int, edits: Sequence[Intervention], streams: dict[str, torch.Tensor]) -> Any:
+    def hook(norm: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        streams["mlp_in"][number] = _edited(output.reshape(-1, output.shape[-1]), "mlp_in", edits)
+        return streams["mlp_in"][number].reshape(output.shape).clone()
+
+    return hook
+
+
 def _after_block(number: int, edits: Sequence[Intervention], streams: dict[str, torch.Tensor]) -> Any:
     def hook(block: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        stream = _edited(_first(output)[0], "post_block", edits)
+        before = _first(output)[0]
+        branch = before - streams["x_mid"][number]
+        streams["mlp_out"][number] = _edited(branch, "mlp_out", edits)
+        stream = _edited(before + (streams["mlp_out"][number] - branch), "post_block", edits)
         streams["x_out"][number] = stream
         return _with_first(output, stream[None])
 

@@ -14,11 +14,12 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.conformance.cases import LAYER, PROMPTS, STREAM_AT, Case, cases_for
+from tests.conformance.branches import BRANCHES, served_branches
+from tests.conformance.cases import LAYER, PROMPTS, STREAM_AT, TRACED_AT, Case, cases_for
 from tests.conformance.edits import EditAt, Formula
 from tests.conformance.engine import Answer, ask, layer_classes, running
+from tests.conformance.model import HIDDEN, LAYERS, TinyModel
 from tests.conformance.reference_process import ReferenceProcess
-from tests.conformance.zoo import HIDDEN, LAYERS, TinyModel
 
 TOLERANCE = 1e-4
 """Largest difference of a log-probability that counts as agreement."""
@@ -68,6 +69,10 @@ class Report:
         """Largest error of the cases that edit this point."""
         return max(outcome.error for outcome in self.outcomes if point in outcome.case.points)
 
+    def worst_row(self, point: str) -> float:
+        """Largest distance of a row captured at this point, in lengths of HF's row."""
+        return max(outcome.value_errors[point] for outcome in self.outcomes if point in outcome.value_errors)
+
     @property
     def worst_plain(self) -> float:
         """Largest error of the plain requests in the batch."""
@@ -80,17 +85,21 @@ def examine(
     folder: Path,
     reference: ReferenceProcess,
     keep: Callable[[Case], bool] = lambda case: True,
+    with_branches: bool = True,
 ) -> Report:
-    """Run the cases of ``tiny`` that ``keep`` keeps, and every refusal."""
+    """Run the cases of ``tiny`` that ``keep`` keeps, and every refusal.
+
+    ``with_branches``: in an engine that has all points; else in one that has those on the stream.
+    """
+    branches = served_branches(tiny) if with_branches else ()
     path = reference.save(tiny.name, folder)
     plain = reference.traces(tiny.name, [(PROMPTS[0], len(PROMPTS[0]), ())])[0]
-    cases = [case for case in cases_for(tiny, plain) if keep(case)]
+    cases = [case for case in cases_for(tiny, plain, branches) if keep(case)]
     started = time.perf_counter()
-    with running(tiny, path, mode) as llm:
+    with running(tiny, path, mode, BRANCHES if with_branches else ()) as llm:
         start_seconds = time.perf_counter() - started
-        served = [point for point in STREAM_AT if point not in tiny.refused]
-        answers = ask(llm, cases, served)
-        refusals = [Refusal(point, _refusal(llm, point)) for point in tiny.refused]
+        answers = ask(llm, cases, (*(point for point in STREAM_AT if point not in tiny.unread), *branches))
+        refusals = [Refusal(point, _refusal(llm, point)) for point in (*tiny.refused, *(set(BRANCHES) - set(branches)))]
         after = Case("plain after the refusals", PROMPTS[0])
         answers += ask(llm, [after])
         layers = layer_classes(llm)
@@ -110,7 +119,7 @@ def compare(
             case,
             _far(answer.logprobs, with_.logprobs[:-1]),
             _far(with_.logprobs[:-1], without.logprobs[:-1]),
-            {p: _rows_far(rows, getattr(with_, STREAM_AT[p])[:, :-1]) for p, rows in answer.streams.items()},
+            {p: _rows_far(rows, getattr(with_, TRACED_AT[p])[:, :-1]) for p, rows in answer.streams.items()},
         )
         for (case, answer), with_, without in zip(pairs, edited, plain, strict=True)
     ]

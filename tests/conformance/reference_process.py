@@ -21,7 +21,8 @@ import torch
 
 from tests.conformance.edits import EditAt
 from tests.conformance.hf_reference import Reference, Trace, interventions
-from tests.conformance.zoo import BY_NAME, LAYERS, build, save
+from tests.conformance.model import LAYERS, build, save
+from tests.conformance.zoo import BY_NAME
 
 Job = tuple[Sequence[int], int, Sequence[EditAt]]
 """A whole sequence, how many of its tokens are prompt, and the request's edits."""

@@ -3,15 +3,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from tests.engine.answers import params, prompt, run, tokens_of
 from tests.engine.captures import capture, close_to, result
 from tests.engine.conftest import close
 from tests.tiny import direction, make_llm
+from vllm_steer.capture.assemble import Assembly
 
 SPECULATIVE = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
 
@@ -32,31 +35,59 @@ def workload() -> tuple[list[Any], list[Any]]:
     return prompts, wanted
 
 
-def test_rejected_drafts_are_never_rows_and_accepted_ones_are_steered(tiny_llama: Path) -> None:
-    """Failure: rejected draft tokens captured as if generated; rows of a draft kept where another token came."""
+@pytest.fixture(scope="module")
+def truth(tiny_llama: Path) -> list[Any]:
+    """Each request alone in an engine without drafts."""
     plain = make_llm(tiny_llama, max_model_len=128)
-    truth = [run(plain, [p], [w])[0] for p, w in zip(*workload(), strict=True)]
+    outputs = [run(plain, [p], [w])[0] for p, w in zip(*workload(), strict=True)]
     close(plain)
+    return outputs
+
+
+@pytest.fixture(scope="module")
+def drafting(tiny_llama: Path, truth: list[Any]) -> Iterator[Any]:
     llm = make_llm(tiny_llama, max_model_len=128, speculative_config=SPECULATIVE)
-    try:
-        seen = []
-        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-        original = type(scheduler).update_from_output
+    yield llm
+    close(llm)
 
-        def counted(self: Any, scheduled: Any, output: Any) -> Any:
-            for name, drafts in scheduled.scheduled_spec_decode_tokens.items():
-                accepted = len(output.sampled_token_ids[output.req_id_to_index[name]]) - 1
-                seen.append((len(drafts), accepted))
-            return original(self, scheduled, output)
 
-        type(scheduler).update_from_output = counted
+def test_rejected_drafts_are_never_rows_and_accepted_ones_are_steered(
+    drafting: Any, truth: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Failure: rejected draft tokens captured as if generated; rows of a draft kept where another token came."""
+    seen = []
+    scheduler = drafting.llm_engine.engine_core.engine_core.scheduler
+    original = type(scheduler).update_from_output
+
+    def counted(self: Any, scheduled: Any, output: Any) -> Any:
+        for name, drafts in scheduled.scheduled_spec_decode_tokens.items():
+            accepted = len(output.sampled_token_ids[output.req_id_to_index[name]]) - 1
+            seen.append((len(drafts), accepted))
+        return original(self, scheduled, output)
+
+    monkeypatch.setattr(type(scheduler), "update_from_output", counted)
+    outputs = run(drafting, *workload())
+    assert any(accepted < drafts for drafts, accepted in seen), "no draft was rejected"
+    for i, (got, right) in enumerate(zip(outputs, truth, strict=True)):
+        assert tokens_of(got) == tokens_of(right), i
+        close_to(result(got), result(right), i)
+
+
+def test_the_first_row_of_a_position_kept_is_seen(
+    drafting: Any, truth: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: where the first row of a position counts and not the last, drafts are kept."""
+    keyed = Assembly._site
+
+    def first_counts(self: Assembly, capture: int) -> Any:
+        self._chunks.reverse()
         try:
-            outputs = run(llm, *workload())
+            return keyed(self, capture)
         finally:
-            type(scheduler).update_from_output = original
-        assert any(accepted < drafts for drafts, accepted in seen), "no draft was rejected"
-        for i, (got, right) in enumerate(zip(outputs, truth, strict=True)):
-            assert tokens_of(got) == tokens_of(right), i
-            close_to(result(got), result(right), i)
-    finally:
-        close(llm)
+            self._chunks.reverse()
+
+    monkeypatch.setattr(Assembly, "_site", first_counts)
+    outputs = run(drafting, *workload())
+    with pytest.raises(AssertionError):
+        for got, right in zip(outputs, truth, strict=True):
+            close_to(result(got), result(right))

@@ -8,40 +8,54 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import pytest_asyncio
+import torch
 from vllm import AsyncEngineArgs
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine.async_llm import AsyncLLM
 
 from tests.engine.captures import capture
 from tests.tiny import direction
-from vllm_steer import SamplingParams, SteeringError, engine_kwargs
+from vllm_steer import AsyncLLM, SamplingParams, SteeringError, engine_kwargs
+from vllm_steer.serve.protocol import NoRoomError
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 PROMPT = {"prompt_token_ids": list(range(20, 40))}
 
 
-async def generate(engine: Any, name: str, pause: float = 0.0, **fields: Any) -> tuple[list[int], Any]:
-    """The tokens of a stream, piece by piece, and the capture results of its last piece."""
+async def generate(
+    engine: Any,
+    name: str,
+    pause: float = 0.0,
+    tokens: int = 24,
+    pieces: list[Any] | None = None,
+    **fields: Any,
+) -> tuple[list[int], Any]:
+    """The tokens of a stream, piece by piece, and the capture results of its last piece; rows go to ``pieces``."""
     params = SamplingParams(
-        max_tokens=24,
+        max_tokens=tokens,
         temperature=0,
         ignore_eos=True,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
         **fields,
     )
-    tokens: list[int] = []
+    found: list[int] = []
     results = None
     async for output in engine.generate(PROMPT, params, name):
-        tokens += output.outputs[0].token_ids
+        found += output.outputs[0].token_ids
         results = output.capture_results or results
+        if pieces is not None:
+            pieces.append(output.outputs[0].capture_rows)
         if pause:
             await asyncio.sleep(pause)
             pause = 0.0
-    return tokens, results
+    return found, results
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(tiny_llama: Path) -> AsyncIterator[Any]:
     made = AsyncLLM.from_engine_args(
         AsyncEngineArgs(
@@ -49,14 +63,16 @@ async def engine(tiny_llama: Path) -> AsyncIterator[Any]:
             dtype="float32",
             enforce_eager=True,
             skip_tokenizer_init=True,
-            max_model_len=128,
-            **engine_kwargs(),
+            max_model_len=2048,
+            **engine_kwargs({"max_rows": 4, "queue_timeout": 1}),
         )
     )
     yield made
     made.shutdown()
 
 
+@pytest.mark.failure(3)
+@pytest.mark.feature("streaming, engine in a process of its own", "steer", "capture")
 async def test_streams_are_steered_and_captured(engine: Any) -> None:
     """Catches a streamed route that runs unsteered, results lost where pieces are merged for a slow reader, and a
     refusal that does not reach the caller.
@@ -75,6 +91,64 @@ async def test_streams_are_steered_and_captured(engine: Any) -> None:
         found = await asyncio.to_thread(results.__getitem__, "memory")
         assert found.status == "ok", found.error
         assert found.positions("post_block", 2).tolist() == list(range(43))
+    await rows_come_with_the_stream(engine, steered[1])
     with pytest.raises(SteeringError, match="layer 99"):
         await generate(engine, "bad", steering_vectors={"post_block": {99: direction(1)}})
     assert len((await generate(engine, "after"))[0]) == 24
+    await modules_are_applied(engine, site, plain[0], steered[0])
+
+
+async def test_a_request_that_finds_no_room_in_time_raises_in_its_caller(engine: Any) -> None:
+    """Catches a client left waiting, and an error that says nothing: four rows are taken up for over a second."""
+    long = [
+        asyncio.ensure_future(
+            generate(engine, f"long{i}", tokens=100_000, steering_vectors={"post_block": {1: direction(i)}})
+        )
+        for i in range(4)
+    ]
+    await asyncio.sleep(0.5)
+    with pytest.raises(NoRoomError, match="--steering-queue-timeout") as raised:
+        await generate(engine, "late", steering_vectors={"post_block": {1: direction(9)}})
+    assert raised.value.http_status == 503
+    for task in long:
+        task.cancel()
+    await asyncio.gather(*long, return_exceptions=True)
+    assert len((await generate(engine, "after", steering_vectors={"post_block": {1: direction(9)}}))[0]) == 24
+
+
+async def rows_come_with_the_stream(engine: Any, right: Any) -> None:
+    """Catches rows that come twice, late or not, where pieces follow each other and where they are merged."""
+    site = {"post_block": {1: direction(1)}}
+    fast: list[Any] = []
+    merged: list[Any] = []
+    asked = {"steering_vectors": site, "capture": capture(stream=True)}
+    plain: list[Any] = []
+    await asyncio.gather(
+        generate(engine, "fast", pieces=fast, **asked),
+        generate(engine, "merged", pause=2.0, pieces=merged, **asked),
+        generate(engine, "whole", pieces=plain, steering_vectors=site, capture=capture()),
+    )
+    whole = await asyncio.to_thread(right.__getitem__, "memory")
+    assert len(merged) < len(fast)
+    assert all(piece is None for piece in plain)
+    for pieces in (fast, merged):
+        for where in whole.sites:
+            rows = [piece["memory"][where] for piece in pieces]
+            assert np.concatenate([each.positions for each in rows]).tolist() == list(range(43))
+            assert len(rows[-1].positions) == 1 or pieces is merged
+            torch.testing.assert_close(
+                torch.cat([each.rows for each in rows]), whole.tensor(*where), atol=2e-3, rtol=1e-4
+            )
+
+
+async def modules_are_applied(engine: Any, site: Any, plain: list[int], steered: list[int]) -> None:
+    """Catches a registry beside which the engine runs as before, or a refusal that does not reach the caller."""
+    info = await engine.steering.register("m", base=site)
+    assert (await generate(engine, "named", steering_modules=["m"]))[0] == steered
+    assert (await engine.steering.set(modules=["m"])).modules[0].digest == info.digest
+    assert (await generate(engine, "global"))[0] == steered
+    assert (await engine.steering.status()).digest != (await engine.steering.clear()).digest
+    assert (await engine.steering.delete("m")).deleted == [info.digest]
+    assert (await generate(engine, "cleared"))[0] == plain
+    with pytest.raises(SteeringError, match="there is no module m"):
+        await generate(engine, "gone", steering_modules=["m"])

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 
 from tests.engine.answers import logprobs_of, params, prompt, run
 from tests.tiny import direction
@@ -22,6 +23,8 @@ def cached(llm: Any, p: Any, **fields: Any) -> int:
     return int(run(llm, [p], [params(max_tokens=2, **fields)])[0].num_cached_tokens)
 
 
+@pytest.mark.failure(1)
+@pytest.mark.feature("prefix caching", "steer")
 def test_steered_blocks_never_serve_a_plain_request_nor_the_other_way_round(llm: Any) -> None:
     """Failure: steered KV served to a plain request through the prefix cache."""
     p = fresh_prompt(1)
@@ -37,6 +40,7 @@ def test_steered_blocks_never_serve_a_plain_request_nor_the_other_way_round(llm:
     np.testing.assert_allclose(logprobs_of(after), logprobs_of(truth), atol=1e-4)
 
 
+@pytest.mark.failure(1)
 def test_without_our_keys_the_leak_is_there(llm: Any, monkeypatch: Any) -> None:
     """Negative control: with vLLM's own keys, the comparison above must see steered KV in a plain request."""
     monkeypatch.setattr(scheduler_module, "steering_hasher", lambda upstream, *rest: upstream)
@@ -48,6 +52,7 @@ def test_without_our_keys_the_leak_is_there(llm: Any, monkeypatch: Any) -> None:
     assert np.abs(logprobs_of(after) - logprobs_of(truth)).max() > 1e-2
 
 
+@pytest.mark.feature("prefix caching", "steer")
 def test_what_is_shared_and_what_is_not(llm: Any) -> None:
     """Catches a cache that is forked needlessly: equal edits share, edits of generated tokens share the prompt."""
     p = fresh_prompt(4)

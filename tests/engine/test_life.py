@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.engine.answers import chosen_logprobs, params, prompt, run, tokens_of
+from tests.engine.answers import chosen_logprobs, logprobs_of, params, prompt, run, tokens_of
 from tests.engine.conftest import close
 from tests.engine.test_mixing import program
 from tests.tiny import VOCAB, direction, make_llm
+from vllm_steer import SteeringError
 
 REQUESTS, GENERATED = 12, 32
 
@@ -44,6 +45,8 @@ def compare(outputs: list[Any], truth: list[Any]) -> None:
         np.testing.assert_allclose(chosen_logprobs(got), chosen_logprobs(right), atol=1e-3, err_msg=str(i))
 
 
+@pytest.mark.failure(9)
+@pytest.mark.feature("preemption", "steer")
 def test_preemption_in_decode(tiny_llama: Path, truth: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches recomputed generated tokens that take the prompt's row: 8 blocks of cache for 12 requests."""
     llm = make_llm(tiny_llama, num_gpu_blocks_override=8, block_size=32, max_model_len=128, enable_prefix_caching=False)
@@ -63,10 +66,18 @@ def test_preemption_in_decode(tiny_llama: Path, truth: list[Any], monkeypatch: p
         close(llm)
 
 
-def test_chunked_prefill_and_a_pool_of_three_rows(tiny_llama: Path, truth: list[Any]) -> None:
-    """Catches a boundary that a chunk moves, and requests that are dropped or degraded where they should wait."""
+@pytest.mark.failure(8)
+@pytest.mark.feature("chunked prefill", "steer")
+@pytest.mark.feature("waiting for a place in the tables", "steer")
+@pytest.mark.parametrize("chunk", [0, 1])
+def test_chunked_prefill_and_a_pool_of_three_rows(tiny_llama: Path, truth: list[Any], chunk: int) -> None:
+    """Catches a boundary that a chunk moves, and requests that are dropped or degraded where they should wait.
+
+    ``chunk``: most tokens of one prompt in a step; 0 for as many as the step has room for.
+    """
     llm = make_llm(
         tiny_llama, max_num_batched_tokens=16, max_num_seqs=8, max_model_len=128, block_size=32,
+        long_prefill_token_threshold=chunk,
         steering_config={"max_rows": 3, "max_vectors": 3, "max_instructions": 9, "max_segments": 8},
     )  # fmt: skip
     try:
@@ -81,6 +92,58 @@ def test_chunked_prefill_and_a_pool_of_three_rows(tiny_llama: Path, truth: list[
         close(llm)
 
 
+@pytest.mark.feature("waiting for a place in the tables", "steer")
+def test_a_pool_of_one_row_serves_everybody_in_turn(tiny_llama: Path) -> None:
+    """Catches a request that is dropped, served unsteered or never let in where only one can be steered at a time."""
+    sizes = {"max_rows": 1, "max_vectors": 1, "max_instructions": 1, "max_segments": 1}
+    llm = make_llm(tiny_llama, steering_config=sizes)
+    p = prompt(*range(5, 12))
+    wanted = [params(4, steering_vectors={"post_block": {1: direction(i)}}) if i % 3 else params(4) for i in range(9)]
+    try:
+        together = run(llm, [p] * 9, wanted)
+        for got, each in zip(together, wanted, strict=True):
+            alone = run(llm, [p], [each])[0]
+            np.testing.assert_allclose(logprobs_of(got), logprobs_of(alone), atol=1e-4)
+        assert np.abs(logprobs_of(together[1]) - logprobs_of(together[2])).max() > 1e-2
+        assert scheduler_of(llm).steering_ledger.in_use == (0, 0, 0)
+        two_rows = {"prefill_steering_vectors": {"post_block": {1: direction(1)}}}
+        two_rows["decode_steering_vectors"] = {"post_block": {1: direction(2)}}
+        with pytest.raises(SteeringError, match="can never fit"):
+            run(llm, [p], [params(4, **two_rows)])
+    finally:
+        close(llm)
+
+
+@pytest.mark.feature("waiting for a place in the tables", "steer")
+def test_a_request_that_waits_too_long_ends_with_an_error_and_nobody_else_does(tiny_llama: Path) -> None:
+    """Catches a request that waits for ever, one that is served unsteered instead, and a time-out that takes others."""
+    llm = make_llm(tiny_llama, steering_config={"max_rows": 1, "queue_timeout": 60})
+    p = prompt(*range(5, 12))
+    site = {"post_block": {1: direction(1)}}
+    try:
+        alone = run(llm, [p], [params(40, steering_vectors=site)])[0]
+        engine, admission = llm.llm_engine, scheduler_of(llm).steering_admission
+        clock = [0.0]
+        admission._now = lambda: clock[0]
+        engine.add_request("runs", p, params(40, steering_vectors=site))
+        engine.add_request("waits", p, params(4, steering_vectors={"post_block": {1: direction(2)}}))
+        engine.add_request("plain", p, params(4))
+        done = {}
+        for number in range(60):
+            clock[0] += 10 if number > 5 else 0
+            done.update({output.request_id: output.outputs[0] for output in engine.step() if output.finished})
+        assert not engine.has_unfinished_requests()
+        assert done["waits"].finish_reason == "error"
+        assert "--steering-queue-timeout" in done["waits"].stop_reason
+        assert list(done["waits"].token_ids) == []
+        assert done["plain"].finish_reason == "length"
+        assert list(done["runs"].token_ids) == tokens_of(alone)
+        assert scheduler_of(llm).steering_ledger.in_use == (0, 0, 0)
+    finally:
+        close(llm)
+
+
+@pytest.mark.feature("aborts", "steer")
 def test_aborted_requests_give_their_places_back(tiny_llama: Path) -> None:
     """Catches books that leak on abort, waiting or running."""
     llm = make_llm(tiny_llama, max_num_seqs=2, steering_config={"max_rows": 2})

@@ -3,14 +3,20 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.engine.answers import params, prompt, run, tokens_of
-from tests.tiny import HIDDEN, direction
+from tests.engine.captures import capture
+from tests.engine.test_off import worker_of
+from tests.tiny import HIDDEN, LAYERS, direction
 from vllm_steer import LLM, Edit, SteeringError
+from vllm_steer.params import EXTRA_KEY
+from vllm_steer.points import OPTIONAL_POINTS, points_on
+from vllm_steer.program import compile_program
 
 V = direction(1)
 
@@ -49,29 +55,91 @@ def test_a_bad_request_does_not_take_its_neighbours(llm: Any) -> None:
     assert len(tokens_of(run(llm, [prompt(1, 2, 3)], [params()])[0])) == 6
 
 
+@pytest.mark.feature("beam search (refused with steering)", "steer", "capture")
 def test_beam_search_is_refused(llm: Any) -> None:
-    """Catches beams that run unsteered."""
-    with pytest.raises(SteeringError, match="beam search"):
-        llm.beam_search([prompt(1, 2, 3)], params(steering_vectors={"post_block": {1: V}}))
+    """Catches beams that run unsteered, and captures that never come."""
+    for fields in ({"steering_vectors": {"post_block": {1: V}}}, {"capture": capture()}):
+        with pytest.raises(SteeringError, match="beam search"):
+            llm.beam_search([prompt(1, 2, 3)], params(**fields))
+
+
+@pytest.mark.feature("streaming input (refused with steering)", "steer", "capture")
+def test_streaming_input_is_refused_with_steering_and_plain_sessions_are_not(llm: Any) -> None:
+    """Catches a session whose outputs become prompt, and whose prompt tokens would then be edited anew."""
+    from vllm_steer.frontend import check_engine_request
+
+    def session(**fields: Any) -> Any:
+        return SimpleNamespace(
+            sampling_params=params(**fields), resumable=True, prompt_token_ids=[1, 2, 3], prompt_embeds=None
+        )
+
+    processor = llm.llm_engine.input_processor
+    for fields in ({"steering_vectors": {"post_block": {1: V}}}, {"capture": capture()}):
+        with pytest.raises(SteeringError, match="streaming input"):
+            check_engine_request(processor, session(**fields))
+    check_engine_request(processor, session())
 
 
 def test_a_malformed_program_in_the_scheduler_ends_its_request_only(llm: Any) -> None:
     """Catches an exception in the scheduler, which kills the engine: here the front end's check is circumvented."""
     from vllm_steer import frontend
 
-    kept = frontend.check_engine_request
+    kept = frontend.check_engine_request, frontend.admitted
     frontend.check_engine_request = lambda processor, request: None  # type: ignore[assignment]
+    frontend.admitted = lambda served, params: params
     try:
         engine = llm.llm_engine
         engine.add_request("bad", prompt(1, 2, 3), params(extra_args={"steer": b"junk"}))
         engine.add_request("good", prompt(1, 2, 3), params())
         done = {}
-        for _ in range(60):
+        while engine.has_unfinished_requests():
             done.update({o.request_id: o for o in engine.step() if o.finished})
-        engine.abort_request(["bad"])
     finally:
-        frontend.check_engine_request = kept
+        frontend.check_engine_request, frontend.admitted = kept
     assert len(tokens_of(done["good"])) == 6
+    assert done["bad"].outputs[0].finish_reason == "error"
+    assert "extra_args.steer" in done["bad"].outputs[0].stop_reason
+
+
+@pytest.mark.parametrize("point", OPTIONAL_POINTS)
+def test_an_engine_without_a_branch_point_says_which_flag_it_needs(llm: Any, point: Any) -> None:
+    """Catches a point that is accepted and ignored; the engine serves on."""
+    for fields in (
+        {"steering_vectors": {point: {1: V}}},
+        {"steering": edit(point=point, kind="ablate", layers="all")},
+        {"capture": {"memory": {"hooks": {point: "all"}}}},
+    ):
+        with pytest.raises(SteeringError, match=f"without {point}; add --steering-points {point} "):
+            run(llm, [prompt(1, 2, 3)], [params(**fields)])
+    with pytest.raises(SteeringError, match=f"--steering-points {point}"):
+        llm.steering.register("m", base={point: {1: V}})
+    assert len(tokens_of(run(llm, [prompt(1, 2, 3)], [params()])[0])) == 6
+
+
+def test_an_engine_without_branch_points_pays_nothing_for_them(llm: Any) -> None:
+    """Catches a tap, or a column of the tables, that is there unasked."""
+    assert worker_of(llm).model_runner.steering.tables.num_sites == LAYERS * len(points_on(()))
+    taps = llm.apply_model(lambda model: [len(m.steering_taps) for m in model.modules() if hasattr(m, "steering_taps")])
+    assert taps == [[3] * LAYERS]
+
+
+def test_a_point_that_is_not_on_and_comes_around_the_check_ends_its_request_only(
+    llm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a point that the tables have no column for reaching a worker, which would take every request down."""
+    from vllm_steer import frontend
+
+    program = compile_program(edit(point="attn_out"))
+    monkeypatch.setattr(frontend, "check_engine_request", lambda processor, request: None)
+    monkeypatch.setattr(frontend, "admitted", lambda served, params: params)
+    engine = llm.llm_engine
+    engine.add_request("bad", prompt(1, 2, 3), params(extra_args={EXTRA_KEY: program.to_bytes()}))
+    engine.add_request("good", prompt(1, 2, 3), params())
+    done = {}
+    while engine.has_unfinished_requests():
+        done.update({output.request_id: output for output in engine.step() if output.finished})
+    assert len(tokens_of(done["good"])) == 6
+    assert "--steering-points" in done["bad"].outputs[0].stop_reason
 
 
 def test_settings_are_refused_at_start() -> None:

@@ -108,6 +108,7 @@ def test_the_variants_are_what_they_say(results: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", ["v2-eager", "v1-graphs"])
+@pytest.mark.feature("CUDA graphs, both runners, async scheduling (GPU)", "steer")
 def test_graphs_and_runners_agree(results: dict[str, Any], name: str) -> None:
     """Catches taps that a graph froze or lost, and rows that one runner assigns otherwise."""
     assert agreement(results["v2-graphs"], results[name], 0.15) >= 0.97

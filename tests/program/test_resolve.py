@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.program import Program, compile_program, resolve
-from vllm_steer.spec import Edit
+from vllm_steer.spec import CaptureSpec, Edit
 
 LAYERS = 3
 selectors = st.one_of(
@@ -87,7 +87,13 @@ def test_counting_back_beyond_the_prompt_is_refused() -> None:
     ("point", "layers", "forks"),
     [
         ("pre_attn", 2, True),
+        ("attn_out", 2, False),
         ("post_attn", 2, False),
+        ("mlp_in", 2, False),
+        ("mlp_out", 2, False),
+        ("mlp_out", 1, True),
+        ("attn_out", [0, 2], True),
+        ("mlp_in", "all", True),
         ("post_block", 2, False),
         ("post_attn", 1, True),
         ("post_block", [1, 2], True),
@@ -105,7 +111,7 @@ def test_all_layers_expand_in_order_at_every_layer() -> None:
     resolved = resolve(
         compile_program([edit(0, layers="all", point="pre_attn"), edit(1, layers=2, point="pre_attn")]), 5, LAYERS
     )
-    assert [i.site for i in resolved.rows[0].instructions] == [0, 3, 6, 6]
+    assert [i.site for i in resolved.rows[0].instructions] == [0, 6, 12, 12]
 
 
 def test_programs_survive_the_wire_and_refuse_what_did_not_come_from_it() -> None:
@@ -131,3 +137,21 @@ def test_an_edit_of_strength_zero_is_no_edit() -> None:
     """Catches a row, and a forked cache, for a request that changes nothing."""
     nothing = Edit(kind="add", point="post_block", layers=1, vector=np.ones(4), strength=0.0)
     assert resolve(compile_program([nothing]), 5, LAYERS).rows == ()
+
+
+def test_stages_hold_their_own_part_of_the_same_rows() -> None:
+    """Catches a stage with another stage's instruction, a capture that two stages send, and books that disagree."""
+    edits = [edit(0, layers="all"), edit(1, "generated", layers=[0, 2]), edit(2, [3], point="pre_attn", layers=1)]
+    reads = [CaptureSpec(hooks={"post_block": "all", "pre_attn": [1]}, positions="all_prompt")]
+    program = compile_program(edits, reads)
+    whole, *stages = (resolve(program, 6, LAYERS, own) for own in (None, range(2), range(2, 3)))
+    for stage in stages:
+        assert [row.digest for row in stage.rows] == [row.digest for row in whole.rows]
+        assert stage.starts == whole.starts
+        assert [segment.kv_digest for segment in stage.segments] == [segment.kv_digest for segment in whole.segments]
+    for rows in zip(whole.rows, *(stage.rows for stage in stages), strict=True):
+        everything, *parts = ({(i.site, i.code, i.vector) for i in row.instructions} for row in rows)
+        assert set.union(*parts) == everything
+        assert sum(map(len, parts)) == len(everything)
+        assert [row.instruction_count for row in rows] == [len(row.instructions) for row in rows]
+        assert sum((row.capture_codes for row in rows[1:]), ()) == rows[0].capture_codes

@@ -9,21 +9,33 @@ from typing import Any
 
 from fastapi import FastAPI, Form, Request, UploadFile
 from pydantic import BaseModel, ConfigDict
-from starlette.responses import StreamingResponse
+from starlette.responses import JSONResponse, StreamingResponse
+from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.sampling_params import SamplingParams
 
 from tests.serve.fakes import FakeEngine
 from vllm_steer.params import has_steering
 from vllm_steer.serve.middleware import CARRYING_ROUTES
-from vllm_steer.serve.protocol import apply_to_params
+from vllm_steer.serve.protocol import RequestRefused, apply_to_params
 
 
 class Body(BaseModel):
     model_config = ConfigDict(extra="allow")
 
 
+def answer_refusals(app: FastAPI) -> None:
+    """As vLLM's server does it."""
+
+    async def answer(request: Request, error: Exception) -> JSONResponse:
+        made = create_error_response(error)
+        return JSONResponse(made.model_dump(), status_code=made.error.code)
+
+    app.add_exception_handler(RequestRefused, answer)
+
+
 def make_app(engine: FakeEngine | None, *, root_path: str = "", max_body_mib: int = 1) -> FastAPI:
     app = FastAPI(root_path=root_path)
+    answer_refusals(app)
     app.state.args = SimpleNamespace(steering_max_body_mib=max_body_mib)
     if engine is not None:
         app.state.engine_client = engine

@@ -42,8 +42,10 @@ def done(data: Any, status: Any = "ok", error: str | None = None) -> Future[Capt
     return future
 
 
-def make_capturing_app(results: list[dict[str, Future[CaptureResult]]], **flags: int) -> FastAPI:
-    """`/v1/completions` with one prompt, a choice for each of `results`, and their end already reached.
+def make_capturing_app(
+    results: list[dict[str, Future[CaptureResult]]], *, prompts: int = 1, runs: int = 1, **flags: int
+) -> FastAPI:
+    """`/v1/completions` with a choice for each of `results`, and their end already reached `runs` times.
 
     Samples end in the order of the list reversed, and outside of the request, as they do in vLLM.
     """
@@ -53,7 +55,7 @@ def make_capturing_app(results: list[dict[str, Future[CaptureResult]]], **flags:
 
     @app.post("/v1/completions")
     async def completions(body: Body) -> Any:
-        await finish_samples(body, results)
+        await finish_samples(body, results, prompts, runs)
         extra = body.model_extra or {}
         choices = [{"index": i, "text": "é"} for i in range(extra.get("choices", len(results)))]
         if extra.get("status"):
@@ -66,16 +68,20 @@ def make_capturing_app(results: list[dict[str, Future[CaptureResult]]], **flags:
     return app
 
 
-async def finish_samples(body: Body, results: list[dict[str, Future[CaptureResult]]]) -> None:
-    params = apply_to_params(body, SamplingParams(n=max(len(results), 1)))
-    states = [SimpleNamespace(request_index=i) for i in range(len(results))]
-    for i, state in enumerate(states):
-        request = SimpleNamespace(request_id=str(i), sampling_params=params)
-        follow(SimpleNamespace(request_states={str(i): state}), request)
+async def finish_samples(
+    body: Any, results: list[dict[str, Future[CaptureResult]]], prompts: int = 1, runs: int = 1
+) -> None:
+    samples = len(results) // prompts
+    states = [SimpleNamespace(request_index=i % max(samples, 1)) for i in range(len(results))]
+    for number in range(prompts):
+        params = apply_to_params(body, SamplingParams(n=max(samples, 1)))
+        for state in states[number * samples : (number + 1) * samples]:
+            request = SimpleNamespace(request_id="r", sampling_params=params)
+            follow(SimpleNamespace(request_states={"r": state}), request)
 
     async def elsewhere() -> None:
         current.set(None)
-        for state, result in reversed(list(zip(states, results, strict=True))):
+        for state, result in reversed(list(zip(states, results, strict=True)) * runs):
             note_results(state, CaptureResults(result))
 
     await asyncio.create_task(elsewhere())

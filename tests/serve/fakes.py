@@ -10,6 +10,7 @@ from vllm_steer.capabilities import Capabilities
 from vllm_steer.capture.desk import CaptureDesk
 from vllm_steer.config import SteeringConfig, engine_kwargs
 from vllm_steer.frontend import Served
+from vllm_steer.registry.registry import SteeringRegistry
 
 HIDDEN, LAYERS, MAX_MODEL_LEN = 8, 4, 64
 REPORT: dict[str, Any] = {
@@ -18,6 +19,7 @@ REPORT: dict[str, Any] = {
     "max_model_len": MAX_MODEL_LEN,
     "dtype": "float32",
     "refused": {"post_attn": {"2": "this block is parallel"}},
+    "unread": {"post_attn": {"3": "this branch is a partial sum"}},
 }
 
 
@@ -27,7 +29,7 @@ class FakeEngine:
     def __init__(self, *, steering: bool = True) -> None:
         additional = engine_kwargs()["additional_config"] if steering else {}
         self.vllm_config = SimpleNamespace(additional_config=additional)
-        self.vllm_config.parallel_config = SimpleNamespace(pipeline_parallel_size=1)
+        self.vllm_config.parallel_config = SimpleNamespace(pipeline_parallel_size=1, distributed_executor_backend="uni")
         self.vllm_config.model_config = SimpleNamespace(served_model_name="tiny")
         self.input_processor = SimpleNamespace()
         self.output_processor = SimpleNamespace()
@@ -40,7 +42,7 @@ class FakeEngine:
 
 def served() -> Served:
     capabilities = Capabilities.merge([REPORT], SteeringConfig())
-    return Served(capabilities, CaptureDesk(capabilities, "tiny", {}))
+    return Served(capabilities, CaptureDesk(capabilities, "tiny", {}), SteeringRegistry(capabilities))
 
 
 def vector(value: float = 1.0) -> list[float]:

@@ -36,7 +36,7 @@ WRONG: dict[str, tuple[str, str, str]] = {
     "no components": (at("1", []), "steering_vectors.post_block[1]", "component"),
     "endless integer": (at("1", LIST).replace(str(LIST[0]), "1" * 5000), "body", "digits"),
     "huge integer": (at("1", [10**60, *LIST[1:]]), "steering_vectors.post_block[1][0]", "float32"),
-    "unknown point": (at("1", LIST, "mlp"), "steering_vectors", "pre_attn, post_attn, post_block"),
+    "unknown point": (at("1", LIST, "mlp"), "steering_vectors", "pre_attn, attn_out, post_attn, mlp_in"),
     "layer out of range": (at(str(LAYERS), LIST), "steering_vectors.post_block[4]", "layers 0 to 3"),
     "negative layer": (at("-1", LIST), "steering_vectors.post_block", "decimal"),
     "fractional layer": (at("1.0", LIST), "steering_vectors.post_block", "decimal"),

@@ -63,6 +63,8 @@ def test_words_in_a_prompt_do_not_make_fields(text: str) -> None:
         ),
         ('{"steering": [{"kind": "add"}, {"kind": "add", "kind": "ablate"}]}', "steering[1]"),
         ('{"steering": [{"vector": {"shape": 1, "shape": 2}}]}', "steering[0].vector"),
+        ('{"steering_vectors": {"\\ud800": {"1": 1, "1": 2}}}', "steering_vectors.\\ud800"),
+        ('{"steering_vectors": {"\\u202e": {"1": 1, "1": 2}}}', "steering_vectors.\\u202e"),
         ('{"capture": {}, "c\\u0061pture": {}}', "capture"),
         ('{"capture": {"memory": {}, "memory": {}}}', "capture"),
         ('{"capture": {"memory": {"hooks": {"post_block": 1, "post_block": 2}}}}', "capture.memory.hooks"),

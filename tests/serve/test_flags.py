@@ -4,16 +4,27 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
 import pickle
+from pathlib import Path
 
+import msgspec
 import pytest
 
-from vllm_steer.config import LIMITS, SCHEDULER_CLS, WORKER_CLS, SteeringConfig
+from vllm_steer.config import LIMITS, SCHEDULER_CLS, SUBSETS, SWITCHES, WORKER_CLS, SteeringConfig, Switch
 from vllm_steer.errors import SteeringError
-from vllm_steer.frontend import CONSUMERS_VARIABLE
-from vllm_steer.serve.flags import MAX_BODY, MIDDLEWARE, add_flags, apply_flags, max_body_bytes, store_limits
+from vllm_steer.frontend import CONSUMERS_VARIABLE, REGISTRY_VARIABLE, RegistryOptions
+from vllm_steer.serve.flags import (
+    MAX_BODY,
+    MIDDLEWARE,
+    add_flags,
+    apply_flags,
+    max_body_bytes,
+    spool_name,
+    store_limits,
+)
 
 SIZES = [f"--steering-{limit.name.replace('_', '-')}" for limit in (*LIMITS, MAX_BODY)]
 OF_CAPTURE = ["--capture-inline-kib", "--capture-store-mib", "--capture-expiry-s"]
@@ -22,8 +33,9 @@ OF_CAPTURE = ["--capture-inline-kib", "--capture-store-mib", "--capture-expiry-s
 @pytest.fixture(autouse=True)
 def no_consumers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a test puts into the environment is taken out again."""
-    monkeypatch.setenv(CONSUMERS_VARIABLE, "")
-    monkeypatch.delenv(CONSUMERS_VARIABLE)
+    for name in (CONSUMERS_VARIABLE, REGISTRY_VARIABLE):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
 
 
 def parser_of_a_server(middleware: bool = True) -> argparse.ArgumentParser:
@@ -65,7 +77,48 @@ def test_sizes_reach_the_engine() -> None:
 
 def test_every_setting_has_a_flag() -> None:
     """Catches a setting of the engine that the command line lost."""
-    assert {*(limit.name for limit in LIMITS), "capture_policy"} == set(SteeringConfig.__struct_fields__)
+    named = (entry.name for entry in (*LIMITS, *SWITCHES, *SUBSETS))
+    assert {*named, "capture_policy"} == set(SteeringConfig.__struct_fields__)
+
+
+@pytest.mark.parametrize("switch", SWITCHES, ids=lambda switch: switch.name)
+def test_a_switch_is_turned_by_its_flag_only(switch: Switch) -> None:
+    """Catches a flag that does nothing, and a default that is another on the command line."""
+    for words, value in (([], switch.default), ([switch.flag], not switch.default)):
+        args = parser_of_a_server().parse_args(["--enable-steering", *words])
+        assert args.additional_config["steering"][switch.name] is value
+        assert getattr(SteeringConfig.parse(None), switch.name) is switch.default
+
+
+def test_a_switch_without_enable_steering_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a flag that is ignored."""
+    with pytest.raises(SystemExit):
+        parser_of_a_server().parse_args(["--steering-skip-self-check"])
+    assert "--steering-skip-self-check" in capsys.readouterr().err
+
+
+def test_points_on_the_branches_are_named_by_their_flag() -> None:
+    """Catches a point that is dropped, one that is there unasked, and settings that differ by their order alone."""
+    for words, points in (([], ()), (["--steering-points", "mlp_out,attn_out"], ("attn_out", "mlp_out"))):
+        args = parser_of_a_server().parse_args(["--enable-steering", *words])
+        section = {name: value for name, value in args.additional_config["steering"].items() if name != "version"}
+        assert SteeringConfig.parse(section).points == points
+
+
+@pytest.mark.parametrize("text", ["", "post_mlp", "attn_out,", "attn_out,attn_out", "pre_attn", "attn_out mlp_in"])
+def test_unknown_points_end_the_start(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a server without a point that it was told to have; the points on the stream are always there."""
+    message = error_of(capsys, "--enable-steering", f"--steering-points={text}")
+    assert "must be some of attn_out, mlp_in, mlp_out" in message
+    with pytest.raises(
+        SteeringError, match=r"steering_config\.points: must be a list of some of attn_out, mlp_in, mlp_out"
+    ):
+        SteeringConfig.parse({"points": text.split(",")})
+
+
+def test_points_without_enable_steering_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a flag that is ignored."""
+    assert "--steering-points" in error_of(capsys, "--steering-points", "attn_out")
 
 
 def test_a_stock_server_stays_stock() -> None:
@@ -142,7 +195,7 @@ def test_limits_of_captures() -> None:
     assert (limits.inline_bytes, limits.budget_bytes, limits.expiry_seconds) == (1 << 20, 1 << 30, 300)
     words = ["--capture-inline-kib", "0", "--capture-store-mib", "3", "--capture-expiry-s", "9"]
     limits = store_limits(parser_of_a_server().parse_args(["--enable-steering", *words]))
-    assert (limits.inline_bytes, limits.budget_bytes, limits.expiry_seconds, limits.processes) == (0, 3 << 20, 9, 1)
+    assert (limits.inline_bytes, limits.budget_bytes, limits.expiry_seconds) == (0, 3 << 20, 9)
 
 
 def test_consumers_reach_the_processes_that_serve() -> None:
@@ -185,7 +238,68 @@ def test_consumers_need_steering_and_a_server(capsys: pytest.CaptureFixture[str]
     assert "no HTTP" in error_of(capsys, "--enable-steering", *words, middleware=False)
 
 
+def test_all_processes_of_a_server_have_one_folder() -> None:
+    """Catches a handle that only the process which gave it knows, and servers that share a folder."""
+    args, other = (parser_of_a_server().parse_args(["--enable-steering"]) for _ in range(2))
+    name = spool_name(args)
+    apply_flags(args)
+    assert spool_name(pickle.loads(pickle.dumps(args))) == name  # noqa: S301
+    assert spool_name(other) != name
+
+
+def test_the_batch_runner_has_consumers_and_no_store(capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches captures to files being refused where there is no server, and flags that do nothing there."""
+
+    def parser() -> argparse.ArgumentParser:
+        made = parser_of_a_server(middleware=False)
+        made.add_argument("-o", dest="output_file")
+        return made
+
+    parser().parse_args(["--enable-steering", "--capture-consumers", "logging", "--capture-inline-kib", "8"])
+    assert json.loads(os.environ[CONSUMERS_VARIABLE]) == {"logging": {}}
+    with pytest.raises(SystemExit):
+        parser().parse_args(["--enable-steering", "--capture-store-mib", "8"])
+    assert "no HTTP" in capsys.readouterr().err
+
+
 def test_the_capture_policy_reaches_the_engine() -> None:
     """Catches a flag that is read and forgotten."""
     args = parser_of_a_server().parse_args(["--enable-steering", "--steering-capture-policy", "fail"])
     assert args.additional_config["steering"]["capture_policy"] == "fail"
+
+
+def test_a_server_has_a_folder_for_modules() -> None:
+    """Catches processes of one server that each keep modules of their own, and a folder that others can read."""
+    args = parser_of_a_server().parse_args(["--enable-steering"])
+    folder = Path(args.steering_registry)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    options = msgspec.json.decode(os.environ[REGISTRY_VARIABLE], type=RegistryOptions)
+    assert options == RegistryOptions(str(folder))
+    apply_flags(copy.deepcopy(args))  # as another process of the server does
+    assert json.loads(os.environ[REGISTRY_VARIABLE])["folder"] == str(folder)
+    other = parser_of_a_server().parse_args(["--enable-steering"])
+    assert other.steering_registry != args.steering_registry
+
+
+def test_modules_from_files(tmp_path: Path) -> None:
+    """Catches a path that means another file in a process with another folder, and a folder of one's own ignored."""
+    (tmp_path / "calm.safetensors").write_bytes(b"")
+    words = ["--steering-registry", str(tmp_path / "here"), "--steering-modules", f"calm={tmp_path}/calm.safetensors"]
+    parser_of_a_server().parse_args(["--enable-steering", *words])
+    options = msgspec.json.decode(os.environ[REGISTRY_VARIABLE], type=RegistryOptions)
+    assert options == RegistryOptions(str(tmp_path / "here"), {"calm": str(tmp_path / "calm.safetensors")})
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--enable-steering", "--steering-modules", "calm"], "name=path"),
+        (["--enable-steering", "--steering-modules", "../calm=/dev/null"], "ASCII"),
+        (["--enable-steering", "--steering-modules", "calm=nowhere"], "there is no file nowhere"),
+        (["--steering-registry", "x"], "no effect without --enable-steering"),
+        (["--steering-modules", "calm=x"], "no effect without --enable-steering"),
+    ],
+)
+def test_wrong_modules_end_the_start(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a server that starts without a module that it was told to have."""
+    assert said in error_of(capsys, *words)

@@ -14,7 +14,7 @@ import pytest
 from tests.serve.delivery import make_capturing_app
 from tests.serve.fakes import FakeEngine
 from vllm_steer.capture.desk import CaptureDesk
-from vllm_steer.frontend import CONSUMERS_VARIABLE
+from vllm_steer.frontend import CONSUMERS_VARIABLE, REGISTRY_VARIABLE
 
 
 class Server:
@@ -55,6 +55,20 @@ async def test_a_consumer_that_cannot_work_ends_the_start(monkeypatch: pytest.Mo
     message = await Server(make_capturing_app([])).tell("startup")
     assert message["type"] == "lifespan.startup.failed"
     assert "captures cannot be written to" in message["message"]
+
+
+async def test_a_registry_that_cannot_be_used_ends_the_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Catches a server that keeps modules where others can change them, or goes without those that it was told of."""
+    tmp_path.chmod(0o777)
+    monkeypatch.setenv(REGISTRY_VARIABLE, json.dumps({"folder": str(tmp_path)}))
+    message = await Server(make_capturing_app([])).tell("startup")
+    assert message["type"] == "lifespan.startup.failed"
+    assert "others can write" in message["message"]
+    (tmp_path / "calm.safetensors").write_bytes(b"x")
+    monkeypatch.setenv(REGISTRY_VARIABLE, json.dumps({"modules": {"calm": str(tmp_path / "calm.safetensors")}}))
+    message = await Server(make_capturing_app([])).tell("startup")
+    assert message["type"] == "lifespan.startup.failed"
+    assert "calm.safetensors: file: is not a safetensors file" in message["message"]
 
 
 @pytest.mark.parametrize("engine", [None, FakeEngine(steering=False)])

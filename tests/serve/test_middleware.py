@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -13,10 +14,16 @@ import pytest
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse
+from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+from vllm.sampling_params import SamplingParams
 
-from tests.serve.application import make_app
+from tests.serve.application import Body, make_app
 from tests.serve.fakes import FakeEngine, vector
-from vllm_steer.serve.middleware import CARRYING_ROUTES, SteeringMiddleware
+from vllm_steer.frontend import ensure_served
+from vllm_steer.registry.errors import RegistryUnavailableError
+from vllm_steer.registry.registry import SteeringRegistry
+from vllm_steer.serve.middleware import CARRYING_ROUTES, RETRY_AFTER, SteeringMiddleware
+from vllm_steer.serve.protocol import NoRoomError, apply_to_params
 
 FIELDS = {"steering_vectors": {"post_block": {"1": vector()}}}
 ROUTE = "/v1/completions"
@@ -49,7 +56,7 @@ def refusal(response: httpx.Response, status: int = 400) -> dict[str, Any]:
 async def test_fields_pass_where_they_are_applied(route: str, client: httpx.AsyncClient) -> None:
     """Catches a refusal of what is served."""
     response = await client.post(route, json=FIELDS)
-    assert response.json() == {"steered": True}
+    assert response.json()["steered"] is True
 
 
 async def test_requests_without_fields_pass(client: httpx.AsyncClient, engine: FakeEngine) -> None:
@@ -137,7 +144,7 @@ async def test_bodies_come_in_pieces(size: int, client: httpx.AsyncClient) -> No
     response = await client.post("/tokenize", content=pieces_of(body, size)(), headers=headers)
     assert refusal(response)["param"] == "decode_steering_vectors"
     response = await client.post(ROUTE, content=pieces_of(body, size)(), headers=headers)
-    assert response.json() == {"steered": True}
+    assert response.json()["steered"] is True
 
 
 MEBIBYTE = 1 << 20
@@ -175,7 +182,7 @@ async def test_bodies_up_to_the_limit_pass(client: httpx.AsyncClient) -> None:
     body = body[:-2] + "x" * (MEBIBYTE - len(body)) + body[-2:]
     assert len(body) == MEBIBYTE
     response = await client.post(ROUTE, content=body, headers={"content-type": "application/json"})
-    assert response.json() == {"steered": True}
+    assert response.json()["steered"] is True
 
 
 async def test_uploads_with_fields_are_refused(client: httpx.AsyncClient) -> None:
@@ -267,13 +274,13 @@ async def test_other_middlewares_may_read_the_body(engine: FakeEngine) -> None:
     app.add_middleware(Reader)
     client = client_of(app)
     assert refusal(await client.post("/tokenize", json=FIELDS))["param"] == "steering_vectors"
-    assert (await client.post(ROUTE, json=FIELDS)).json() == {"steered": True}
+    assert (await client.post(ROUTE, json=FIELDS)).json()["steered"] is True
 
 
 async def test_a_root_path_is_not_part_of_the_route(engine: FakeEngine) -> None:
     """Catches every steered request being refused behind a proxy."""
     client = client_of(make_app(engine, root_path="/behind"))
-    assert (await client.post(f"/behind{ROUTE}", json=FIELDS)).json() == {"steered": True}
+    assert (await client.post(f"/behind{ROUTE}", json=FIELDS)).json()["steered"] is True
 
 
 async def test_a_client_that_leaves_ends_the_request(engine: FakeEngine) -> None:
@@ -286,3 +293,39 @@ async def test_a_client_that_leaves_ends_the_request(engine: FakeEngine) -> None
 
     await post_raw(make_app(engine), ROUTE, receive)
     assert messages == []
+
+
+async def test_a_steered_request_that_found_no_room_may_be_tried_again(engine: FakeEngine) -> None:
+    """Catches a 503 that does not say when to come back, and one of the server's own that is taken for ours."""
+    app = FastAPI()
+    app.state.args = SimpleNamespace(steering_max_body_mib=1)
+    app.state.engine_client = engine
+
+    @app.post(ROUTE)
+    async def full(body: Body) -> JSONResponse:
+        apply_to_params(body, SamplingParams())
+        error = create_error_response(NoRoomError("waited too long"))
+        return JSONResponse(error.model_dump(), status_code=error.error.code)
+
+    client = client_of(app)
+    steered = await client.post(ROUTE, json=FIELDS)
+    assert steered.status_code == 503
+    assert steered.headers["retry-after"] == str(RETRY_AFTER)
+    assert "waited too long" in steered.json()["error"]["message"]
+    assert "retry-after" not in (await client.post(ROUTE, json={})).headers
+
+
+async def test_a_registry_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches an answer that leaves global steering out, or HTTP 500, when the folder of the registry is gone."""
+    engine = FakeEngine()
+    await ensure_served(engine)
+
+    def gone(registry: SteeringRegistry) -> None:
+        raise RegistryUnavailableError("steering registry", "it is gone")
+
+    monkeypatch.setattr(SteeringRegistry, "is_stale", lambda registry: True)
+    monkeypatch.setattr(SteeringRegistry, "snapshot", gone)
+    response = await client_of(make_app(engine)).post(ROUTE, json={})
+    assert response.status_code == 503
+    assert response.headers["retry-after"] == "1"
+    assert "it is gone" in response.json()["error"]["message"]

@@ -16,7 +16,7 @@ from vllm.sampling_params import SamplingParams
 
 from tests.serve.fakes import HIDDEN, MAX_MODEL_LEN, served, vector
 from vllm_steer.errors import SteeringError
-from vllm_steer.params import EXTRA_KEY, FIELDS, capture_specs, compile_fields, program_of
+from vllm_steer.params import APPLIED_KEY, EXTRA_KEY, FIELDS, capture_specs, compile_fields, has_steering, program_of
 from vllm_steer.plugin import wrap_front_end
 from vllm_steer.program import compile_program
 from vllm_steer.serve import protocol
@@ -84,7 +84,7 @@ def test_other_extra_args_stay(exchange: Exchange) -> None:
     request = request_with(vllm_xargs={"mine": 1}, steering=FIELD_VALUES["steering"])
     for _ in range(2):
         params = apply_to_params(request, SamplingParams(extra_args=request.vllm_xargs))
-        assert set(params.extra_args) == {"mine", EXTRA_KEY}
+        assert set(params.extra_args) == {"mine", EXTRA_KEY, APPLIED_KEY}
     assert request.vllm_xargs == {"mine": 1}
 
 
@@ -93,7 +93,7 @@ def test_null_is_absent(name: str, exchange: Exchange) -> None:
     """Catches clients that send every optional field being refused."""
     request = CompletionRequest.model_validate({"prompt": "hi", name: None})
     assert read_fields(request) == {}
-    assert apply_to_params(request, SamplingParams()).extra_args is None
+    assert not has_steering(apply_to_params(request, SamplingParams()))
 
 
 @classes
@@ -173,7 +173,7 @@ def test_every_prompt_with_captures_is_numbered(exchange: Exchange) -> None:
     ("spec", "path", "words"),
     [
         ({"hooks": {"pre_attn": [0], "post_block": [1, 4]}}, "capture.memory.hooks.post_block", "layer 4"),
-        ({"hooks": {"post_attn": "all"}}, "capture.memory.hooks.post_attn", "layer 2"),
+        ({"hooks": {"post_attn": "all"}}, "capture.memory.hooks.post_attn", "layer 3: this branch is a partial sum"),
         ({**HOOKS, "positions": [MAX_MODEL_LEN]}, "capture.memory.positions", "max_model_len"),
         ({**HOOKS, "positions": [-6]}, "capture.memory.positions", "prompt of 5 tokens"),
         ({**HOOKS, "colour": 1}, "capture.memory.colour", "no option"),
@@ -206,9 +206,17 @@ def test_fields_of_others_pass(fields: dict[str, Any]) -> None:
 
 
 def test_captures_need_an_answer_that_carries_them(exchange: Exchange) -> None:
-    """Catches captures in the batch runner and the responses API, whose answers would not mention them."""
-    with pytest.raises(RequestRefused, match="responses API"):
-        apply_to_params(request_with(ResponsesRequest, capture={"memory": HOOKS}), SamplingParams())
+    """Catches captures whose answer is sent before there are any, or comes from several runs, or from nowhere."""
+    wanted: dict[str, Any] = {"capture": {"memory": HOOKS}}
+    tool = {"type": "function", "name": "f", "parameters": {}, "strict": False}
+    apply_to_params(request_with(ResponsesRequest, tools=[tool], **wanted), SamplingParams())
+    assert exchange.answer == "response"
+    with pytest.raises(RequestRefused, match="leave background out"):
+        apply_to_params(request_with(ResponsesRequest, background=True, **wanted), SamplingParams())
+    with pytest.raises(RequestRefused, match="web_search_preview"):
+        apply_to_params(
+            request_with(ResponsesRequest, tools=[{"type": "web_search_preview"}], **wanted), SamplingParams()
+        )
     current.set(None)
     with pytest.raises(RequestRefused, match=r"vllm_steer\.LLM"):
         apply_to_params(request_with(capture={"memory": HOOKS}), SamplingParams())
@@ -272,3 +280,31 @@ def test_without_a_server_the_check_waits_for_the_engine() -> None:
     """Catches the batch runner, which has no middleware, failing on every steered request."""
     wrong = {"post_block": {"99": [1.0] * (HIDDEN + 1)}}
     assert program_of(apply_to_params(request_with(steering_vectors=wrong), SamplingParams())) is not None
+
+
+def test_what_is_wrong_with_a_module_is_said_of_its_place(exchange: Exchange) -> None:
+    """Catches a refusal that names a field which the request does not have."""
+    assert exchange.served is not None
+    edits = [{**EDIT, "tokens": [-4]}]
+    exchange.served.registry.register("late", edits=edits)
+    exchange.served.registry.register("fine", base={"post_block": {1: vector()}})
+    note_prompt_len(3)
+    with pytest.raises(RequestRefused, match="prompt of 3 tokens") as refused:
+        apply_to_params(request_with(steering_modules=["fine", "late"]), SamplingParams())
+    assert refused.value.field == "steering_modules[1]"
+
+
+def test_a_body_is_admitted_once(exchange: Exchange) -> None:
+    """Catches prompts of one body of which some have the global steering of before, and some that of after."""
+    assert exchange.served is not None
+    request = request_with()
+    for _ in range(2):
+        assert apply_to_params(request, SamplingParams()).extra_args == {APPLIED_KEY: b""}
+        assert exchange.steering is None
+        exchange.served.registry.set(base={"post_block": {1: vector()}})
+    exchange.compiled = None  # as for the next body
+    params = apply_to_params(request, SamplingParams())
+    program = params.extra_args[EXTRA_KEY]
+    exchange.served.registry.clear()
+    assert apply_to_params(request, SamplingParams()).extra_args[EXTRA_KEY] is program
+    assert exchange.steering == params.extra_args[APPLIED_KEY]

@@ -51,6 +51,7 @@ def steered(client: httpx.Client) -> dict[str, Any]:
     return complete(client, **STEERED)
 
 
+@pytest.mark.feature("OpenAI server", "steer")
 def test_a_vector_changes_the_answer(plain: dict[str, Any], steered: dict[str, Any]) -> None:
     """Catches the fluent, unsteered answer."""
     assert steered["text"] != plain["text"]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import base64
+import http.client
 import json
 import time
 from pathlib import Path
@@ -55,6 +56,7 @@ def stream_of_prompt(model: Path) -> tuple[torch.Tensor, ...]:
     return tuple(state[0] for state in states)
 
 
+@pytest.mark.feature("OpenAI server", "capture")
 def test_small_rows_are_part_of_the_answer(client: httpx.Client, stream_of_prompt: tuple[torch.Tensor, ...]) -> None:
     """Catches rows of other sites or positions, bytes in another order, and an answer that waits for a fetch."""
     (choice,) = choices_of(client, SMALL)
@@ -118,6 +120,7 @@ def test_handles_expire(client: httpx.Client) -> None:
         assert response.status_code == 404
 
 
+@pytest.mark.failure(20)
 def test_a_full_store_says_so(client: httpx.Client) -> None:
     """Catches a store that grows without end, and rows that are dropped without a word."""
     prompt = "x" * 150  # 12 sites of 157 rows of 256 bytes: 471 KiB, of which the store has room for two
@@ -130,6 +133,7 @@ def test_a_full_store_says_so(client: httpx.Client) -> None:
     assert client.delete(f"/v1/captures/{again['capture_results']['memory']['id']}").status_code == 204
 
 
+@pytest.mark.failure(18)
 def test_every_choice_has_its_own(client: httpx.Client) -> None:
     """Catches results of one sample or prompt that stand under another; and `n` of which only one has any."""
     prompts = [PROMPT, "other, and longer"]
@@ -171,6 +175,23 @@ def test_invocations(client: httpx.Client) -> None:
     assert response.json()["choices"][0]["capture_results"]["memory"]["status"] == "ok"
 
 
+def test_responses(client: httpx.Client) -> None:
+    """Catches the responses route losing what was captured, streamed or not, or giving other rows than chat does."""
+    body = {"model": MODEL, "temperature": 0, "input": PROMPT, "max_output_tokens": TOKENS, "capture": SMALL}
+    answer = client.post("/v1/responses", json=body)
+    assert answer.status_code == 200, answer.text
+    response = answer.json()
+    assert response["output"]
+    chat = client.post(CHAT, json=chat_body(capture=SMALL)).json()["choices"][0]["capture_results"]
+    site, right = (found["memory"]["sites"]["post_block"]["2"] for found in (response["capture_results"], chat))
+    assert site["positions"] == right["positions"]
+    np.testing.assert_allclose(rows_of(site), rows_of(right), atol=1e-3, rtol=1e-3)
+    events = [json.loads(event) for event in events_of(client, "/v1/responses", body)]
+    assert [event["type"] for event in events[-2:]] == ["response.completed", "capture_results"]
+    assert events[-1]["capture_results"]["memory"]["sites"]["post_block"]["2"] == site
+
+
+@pytest.mark.failure(18)
 @pytest.mark.parametrize("route", [COMPLETIONS, CHAT])
 @pytest.mark.parametrize("usage", [False, True])
 def test_streams_end_with_what_was_captured(route: str, usage: bool, client: httpx.Client) -> None:
@@ -232,6 +253,7 @@ WRONG: dict[str, tuple[Any, str, str]] = {
     "beyond the end": ({"memory": {**HOOKS, "positions": [256]}}, "capture.memory.positions", "max_model_len"),
     "unknown dtype": ({"memory": {**HOOKS, "dtype": "int8"}}, "capture.memory.dtype", "bfloat16"),
     "unknown option": ({"memory": {**HOOKS, "tag": "x"}}, "capture.memory.tag", "no option of memory"),
+    "pieces": ({"memory": {**HOOKS, "stream": True}}, "capture.memory.stream", "one last event"),
     "narrow directions": (
         {"memory": {**HOOKS, "reduce": {"directions": [[1.0, 2.0]]}}}, "capture.memory.reduce.directions", "hidden size"
     ),
@@ -254,8 +276,7 @@ def test_wrong_specs_are_refused(wrong: str, stream: bool, client: httpx.Client)
 @pytest.mark.parametrize(
     ("route", "body", "words"),
     [
-        ("/v1/responses", {"input": PROMPT}, "responses API"),
-        ("/v1/responses", {"input": PROMPT, "stream": True}, "responses API"),
+        ("/v1/responses", {"input": PROMPT, "tools": [{"type": "web_search_preview"}]}, "web_search_preview"),
         ("/tokenize", {"prompt": PROMPT}, "/tokenize"),
         (COMPLETIONS, {"prompt": PROMPT, "use_beam_search": True, "n": 2}, "beam search"),
     ],
@@ -279,8 +300,12 @@ def test_keys_of_our_own_are_no_way_in(client: httpx.Client) -> None:
         assert response.json()["error"]["param"] == f"vllm_xargs.{key}"
 
 
+@pytest.mark.failure(20)
 def test_clients_that_leave(client: httpx.Client) -> None:
-    """Catches rows that stay, for clients that will never ask: then there is no room for those who do."""
+    """Catches rows that stay, for clients that will never ask: then there is no room for those who do.
+
+    What was complete when its client was found to be gone may stay until it expires, and no longer.
+    """
     prompt = "x" * 150
     long = {"max_tokens": 90, "capture": LARGE}
     for route, body in ((COMPLETIONS, {**GREEDY, "prompt": prompt}), (CHAT, chat_body())):
@@ -288,10 +313,18 @@ def test_clients_that_leave(client: httpx.Client) -> None:
             with client.stream("POST", route, json={**body, **long, "stream": True}) as response:
                 for _, line in zip(range(leave_after), response.iter_lines(), strict=False):
                     assert "capture_results" not in line
-    with pytest.raises(httpx.ReadTimeout):
-        body = {**GREEDY, "prompt": prompt, **long, "n": 8, "temperature": 1}
-        client.post(COMPLETIONS, json=body, timeout=httpx.Timeout(60, read=0.02))
-    results = [choices_of(client, LARGE, prompt)[0]["capture_results"]["memory"] for _ in range(2)]
-    for result in results:
-        assert result["status"] == "ok", result
-        assert client.delete(f"/v1/captures/{result['id']}").status_code == 204
+    leaving = http.client.HTTPConnection(client.base_url.host, client.base_url.port)
+    body = {**GREEDY, "prompt": prompt, **long, "n": 8, "temperature": 1}
+    leaving.request("POST", COMPLETIONS, json.dumps(body), {"content-type": "application/json"})
+    time.sleep(0.02)  # so that some of it, at most, is computed
+    leaving.close()
+    give_up = time.monotonic() + 30
+    while True:
+        results = [choices_of(client, LARGE, prompt)[0]["capture_results"]["memory"] for _ in range(2)]
+        kept = [result for result in results if result["status"] == "ok"]
+        for result in kept:
+            assert client.delete(f"/v1/captures/{result['id']}").status_code == 204
+        if len(kept) == 2:
+            break
+        assert time.monotonic() < give_up, results
+        time.sleep(0.2)

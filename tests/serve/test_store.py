@@ -4,6 +4,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,36 +20,184 @@ from starlette.responses import JSONResponse
 
 from tests.serve.delivery import captured, done, make_capturing_app
 from vllm_steer.serve.captures import store_of
+from vllm_steer.serve.spool import spool_path
 from vllm_steer.serve.store import CaptureStore, StoreFullError, StoreLimits
 
 
-def store_with(budget: int = 100, expiry: float = 60) -> CaptureStore:
-    return CaptureStore(StoreLimits(inline_bytes=0, budget_bytes=budget, expiry_seconds=expiry))
+@pytest.fixture
+def name() -> str:
+    """Of a folder of this test's own."""
+    return "test"
 
 
-async def test_the_budget_is_all_there_is() -> None:
-    """Catches a budget that leaks: what was deleted and still counts, or what counts only once."""
-    store = store_with(100)
-    first = store.put(b"x" * 60)
+def store_of_name(name: str, budget: int = 100, expiry: float = 60) -> CaptureStore:
+    return CaptureStore(StoreLimits(inline_bytes=0, budget_bytes=budget, expiry_seconds=expiry), name)
+
+
+def content(store: CaptureStore, handle: str) -> bytes | None:
+    stored = store.open(handle)
+    if stored is None:
+        return None
+    with stored.file as file:
+        return file.read()
+
+
+def test_the_budget_is_all_there_is_for_all_processes(name: str) -> None:
+    """Catches a budget that leaks: what was deleted and still counts, or what another process's store does not see."""
+    one, other = store_of_name(name), store_of_name(name)
+    first = one.put(b"x" * 60, "safetensors")
     with pytest.raises(StoreFullError, match="60 of 100"):
-        store.put(b"x" * 41)
-    second = store.put(b"x" * 40)
-    assert store.discard(first)
-    assert not store.discard(first)
-    third = store.put(b"y" * 60)
+        other.put(b"x" * 41, "safetensors")
+    second = other.put(b"x" * 40, "json")
+    assert other.discard(first)
+    assert not one.discard(first)
+    third = one.put(b"y" * 60, "safetensors")
     assert len({first, second, third}) == 3
-    assert (store.get(first), store.get(third)) == (None, b"y" * 60)
+    assert (content(other, first), content(other, third), content(one, second)) == (None, b"y" * 60, b"x" * 40)
     with pytest.raises(StoreFullError):
-        store.put(b"x")
+        one.put(b"x", "json")
 
 
-async def test_rows_go_by_themselves() -> None:
-    """Catches an idle server that keeps its last captures in memory until somebody asks for them."""
-    store = store_with(100, expiry=0.05)
-    store.put(b"x" * 100)
-    await asyncio.sleep(0.3)
+def test_many_writers_stay_within_the_budget(name: str) -> None:
+    """Catches a check and a write between which another writer comes."""
+    stores = [store_of_name(name, budget=500) for _ in range(4)]
+
+    def write(number: int) -> bool:
+        try:
+            stores[number % 4].put(bytes(50), "safetensors")
+        except StoreFullError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(8) as pool:
+        assert sum(pool.map(write, range(40))) == 10
+    assert len(stores[0]) == 10
+
+
+async def test_rows_go_by_themselves(name: str) -> None:
+    """Catches an idle server that keeps its last captures until somebody asks for them."""
+    store = store_of_name(name, expiry=0.05)
+    await store.keep(b"x" * 100, "safetensors")
+    for _ in range(100):
+        if not len(store):
+            break
+        await asyncio.sleep(0.05)
     assert len(store) == 0
-    store.put(b"x" * 100)
+    store.put(b"x" * 100, "safetensors")
+
+
+def test_what_has_expired_is_not_given_nor_counted(name: str) -> None:
+    """Catches rows of a process that was killed, which would fill the store for ever."""
+    store = store_of_name(name)
+    handle = store.put(b"x" * 100, "safetensors")
+    (path,) = (path for path in spool_path(name).iterdir() if path.suffix == ".safetensors")
+    os.utime(path, (1, 1))
+    half = path.with_name("0.part")
+    half.write_bytes(b"x" * 100)
+    os.utime(half, (1, 1))
+    assert content(store, handle) is None
+    store.put(b"x" * 100, "safetensors")
+    assert not half.exists()
+
+
+@pytest.mark.parametrize("handle", ["../secret", "/etc/passwd", "a" * 5000, "", "\udc80", "alive", "\0"])
+def test_an_id_is_never_a_path(name: str, handle: str, tmp_path: Path) -> None:
+    """Catches a client that reads or deletes other files than rows."""
+    (tmp_path / "secret").write_text("secret")
+    store = store_of_name(name)
+    kept = store.put(b"x", "safetensors")
+    assert content(store, handle) is None
+    assert not store.discard(handle)
+    assert (content(store, kept), (tmp_path / "secret").read_text()) == (b"x", "secret")
+
+
+def test_nobody_else_can_look_into_the_folder(name: str) -> None:
+    """Catches rows that any user of the machine can read, also by knowing the id of none."""
+    store = store_of_name(name)
+    handle = store.put(b"x", "safetensors")
+    modes = {path.name: path.stat().st_mode & 0o777 for path in spool_path(name).iterdir()}
+    assert spool_path(name).stat().st_mode & 0o777 == 0o700
+    assert set(modes.values()) == {0o600}
+    assert not any(handle in path for path in modes)
+
+
+@pytest.mark.parametrize("make", [lambda path: path.mkdir(0o755), lambda path: path.symlink_to("/tmp")])
+def test_a_folder_that_somebody_else_prepared_is_not_used(name: str, make: Callable[[Path], None]) -> None:
+    """Catches rows written where another user of the machine lies in wait for them."""
+    make(spool_path(name))
+    with pytest.raises(StoreFullError, match=r"only this user|Not a directory"):
+        store_of_name(name).put(b"x", "safetensors")
+
+
+def test_the_last_one_to_close_removes_the_folder(name: str) -> None:
+    """Catches rows that outlive their server, and a server whose rows go with the first process that ends."""
+    one, other = store_of_name(name), store_of_name(name)
+    handle = one.put(b"x", "safetensors")
+    other.put(b"y", "safetensors")
+    other.close()
+    assert content(other, handle) == b"x"
+    one.close()
+    assert not spool_path(name).exists()
+    one.close()
+
+
+def test_a_process_that_ends_by_itself_leaves_nothing(name: str) -> None:
+    """Catches a process whose end is not that of its server, such as a script's, which leaves rows behind."""
+    script = (
+        "import sys, tempfile; tempfile.tempdir = sys.argv[1]\n"
+        "from vllm_steer.serve.spool import remove_at_exit\n"
+        "from vllm_steer.serve.store import CaptureStore, StoreLimits\n"
+        "remove_at_exit('ends'); CaptureStore(StoreLimits(0, 100, 60), 'ends').put(b'x', 'safetensors')\n"
+        "store = CaptureStore(StoreLimits(0, 100, 60), 'ends'); store.put(b'x', 'safetensors'); print('written')\n"
+    )
+    command = [sys.executable, "-c", script, tempfile.gettempdir()]
+    assert subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout == "written\n"
+    assert not spool_path("ends").exists()
+
+
+def test_the_folder_of_a_killed_server_goes_with_the_next_one(name: str) -> None:
+    """Catches temporary files that pile up with every crash; and the removal of those of a server that lives."""
+    script = (
+        "import sys, tempfile; tempfile.tempdir = sys.argv[1]\n"
+        "from vllm_steer.serve.store import CaptureStore, StoreLimits\n"
+        "store = CaptureStore(StoreLimits(0, 100, 60), 'killed'); store.put(b'x', 'safetensors')\n"
+        "print('written', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", script, tempfile.gettempdir()]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"written\n"
+        living = store_of_name("first")
+        living.put(b"x", "safetensors")
+        assert len(list(spool_path("killed").glob("*.safetensors"))) == 1
+        process.kill()
+    store_of_name("second").put(b"x", "safetensors")
+    assert not spool_path("killed").exists()
+    assert spool_path("first").exists()
+
+
+async def test_what_nobody_waits_for_is_not_kept(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches rows whose id was never told to anybody, written just as the client left."""
+    store = store_of_name(name)
+    entered, go_on = threading.Event(), threading.Event()
+    write = CaptureStore._write
+
+    def slow(self: CaptureStore, path: Path, data: bytes, *whose: Any) -> None:
+        entered.set()
+        go_on.wait(10)
+        write(self, path, data, *whose)
+
+    monkeypatch.setattr(CaptureStore, "_write", slow)
+    keeping = asyncio.create_task(store.keep(b"x", "safetensors"))
+    await asyncio.to_thread(entered.wait, 10)
+    keeping.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await keeping
+    go_on.set()
+    for _ in range(100):
+        await asyncio.sleep(0.02)
+        if spool_path(name).exists() and not len(store):
+            break
+    assert len(store) == 0
 
 
 async def test_authentication_stands_before_the_rows() -> None:
@@ -59,7 +215,7 @@ async def test_authentication_stands_before_the_rows() -> None:
 
     app.add_middleware(Authentication)
     app.user_middleware.insert(0, ours)  # outermost, where vLLM puts --middleware
-    handle = store_of(app).put(b"rows")
+    handle = store_of(app).put(b"rows", "safetensors")
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
         for method in ("GET", "DELETE"):
             assert (await client.request(method, f"/v1/captures/{handle}")).status_code == 401

@@ -331,7 +331,9 @@ nearly = st.dictionaries(
             "positions": st.sampled_from([*POSITIONS]) | json_values,
             "before": st.booleans() | json_values,
             "dtype": st.sampled_from([*DTYPES]) | json_values,
-            "reduce": st.sampled_from([*REDUCTIONS]) | st.fixed_dictionaries({"directions": json_values}),
+            "reduce": st.sampled_from([*REDUCTIONS])
+            | st.fixed_dictionaries({"directions": json_values})
+            | st.fixed_dictionaries({"probes": st.lists(st.sampled_from(["a/b", "a@x/b", "a"])) | json_values}),
             "tag": json_values,
         },
     )

@@ -174,7 +174,7 @@ class TestRefused:
 
     @pytest.mark.parametrize("point", ["", "post_mlp", "hook_resid_post", None, 0, ["pre_attn"]])
     def test_point(self, point):
-        assert_refused("point", "pre_attn, post_attn, post_block", point=point)
+        assert_refused("point", "pre_attn, attn_out, post_attn, mlp_in, mlp_out, post_block", point=point)
 
     @pytest.mark.parametrize(
         "layers", [None, True, np.True_, 1.0, "1", "ALL", {}, {1}, np.array([1]), np.array(["all", "all"])]

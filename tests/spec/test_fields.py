@@ -104,7 +104,7 @@ class TestShortFields:
         assert_refused(
             {"decode_steering_vectors": {point: {1: V}}},
             "decode_steering_vectors",
-            "pre_attn, post_attn, post_block",
+            "pre_attn, attn_out, post_attn, mlp_in, mlp_out, post_block",
         )
 
     @pytest.mark.parametrize(

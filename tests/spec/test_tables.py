@@ -12,7 +12,7 @@ import pytest
 
 import vllm_steer
 from vllm_steer.errors import SteeringError
-from vllm_steer.points import POINT_NAMES, POINTS, PointName
+from vllm_steer.points import OPTIONAL_POINTS, POINT_NAMES, POINTS, PointName, columns_of, points_on
 from vllm_steer.spec import KINDS, Edit, KindName
 from vllm_steer.spec.selector import NAMED, SelectorName
 
@@ -27,15 +27,32 @@ def test_tables_and_literal_types_name_the_same(table, names):
 
 
 def test_points_are_in_order_of_computation():
-    assert POINT_NAMES == ("pre_attn", "post_attn", "post_block")
+    assert POINT_NAMES == ("pre_attn", "attn_out", "post_attn", "mlp_in", "mlp_out", "post_block")
     assert [(name, point.name, point.index) for name, point in POINTS.items()] == [
         (name, name, i) for i, name in enumerate(POINT_NAMES)
     ]
 
 
+def test_the_points_of_an_engine():
+    """Catches an optional point that is there unasked, and columns that another number of points would shift."""
+    assert points_on(()) == ("pre_attn", "post_attn", "post_block")
+    assert points_on(("mlp_out", "attn_out")) == ("pre_attn", "attn_out", "post_attn", "mlp_out", "post_block")
+    assert points_on(OPTIONAL_POINTS) == POINT_NAMES
+    assert columns_of(points_on(()), 2) == {0: 0, 2: 1, 5: 2, 6: 3, 8: 4, 11: 5}
+    assert columns_of(POINT_NAMES, 2) == {site: site for site in range(12)}
+
+
 def test_points_name_the_transformer_lens_hooks():
-    assert [point.aliases["TransformerLens"] for point in POINTS.values()] == [
-        f"blocks.{{i}}.hook_resid_{part}" for part in ("pre", "mid", "post")
+    assert [point.aliases["TransformerLens"].partition(",")[0] for point in POINTS.values()] == [
+        f"blocks.{{i}}.{hook}"
+        for hook in (
+            "hook_resid_pre",
+            "hook_attn_out",
+            "hook_resid_mid",
+            "ln2.hook_normalized",
+            "hook_mlp_out",
+            "hook_resid_post",
+        )
     ]
     assert len({tuple(point.aliases) for point in POINTS.values()}) == 1, "the same libraries for each point"
 

@@ -67,3 +67,12 @@ def test_kernel_matches_the_definition_on_the_gpu(dtype: torch.dtype, hidden: in
     for seed in range(3):
         for with_other in (False, True):
             assert compare(launch_tap, seed, hidden, dtype, with_other, torch.device("cuda")) < 64
+
+
+@pytest.mark.gpu
+def test_row_kernels_match_their_definition_on_the_gpu() -> None:
+    """Catches a neighbour's segment, an edge off by one, padding with a row, and places that overlap."""
+    from tests.taps.random_batches import compare_rows
+
+    assert [said for seed in range(30) if (said := compare_rows(seed, torch.device("cuda")))] == []
+    assert compare_rows(0, torch.device("cuda"), max_requests=60, max_tokens=400) == ""

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_steer.config import SteeringConfig
-from vllm_steer.taps.rows import assign_rows, clear_rows
+from vllm_steer.taps.rows import Layout, assign_rows, clear_rows
 from vllm_steer.taps.tables import END, Tables
 
 
@@ -25,6 +25,16 @@ def make_tables() -> Tables:
     )
 
 
+def layout_of(requests: list[tuple[int, int, int]], device: str = "cpu") -> Layout:
+    """Of a batch of ``(slot, first position, tokens)``."""
+    counts = [count for _, _, count in requests]
+    return Layout(
+        slot=torch.tensor([slot for slot, _, _ in requests], dtype=torch.int32, device=device),
+        start=torch.tensor([sum(counts[:i]) for i in range(len(counts) + 1)], dtype=torch.int32, device=device),
+        position=torch.tensor([first + i for _, first, count in requests for i in range(count)], device=device),
+    )
+
+
 @given(st.data())
 def test_rows_follow_the_segments_of_each_tokens_own_request(data: st.DataObject) -> None:
     """Catches neighbours' rows, off-by-one at a boundary, and padding that is steered."""
@@ -37,11 +47,11 @@ def test_rows_follow_the_segments_of_each_tokens_own_request(data: st.DataObject
         tables.segment_start[slot, : len(starts)] = torch.tensor(starts, dtype=torch.int32)
         tables.segment_start[slot, len(starts) :] = END
         tables.segment_row[slot, : len(rows)] = torch.tensor(rows, dtype=torch.int32)
-    tokens = data.draw(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 50)), min_size=1, max_size=30))
+    order = data.draw(st.permutations(range(5)).flatmap(lambda slots: st.sampled_from([slots[:n] for n in (1, 3, 5)])))
+    requests = [(slot, data.draw(st.integers(0, 45)), data.draw(st.integers(1, 8))) for slot in order]
+    tokens = [(slot, first + i) for slot, first, count in requests for i in range(count)]
     tables.token_row.fill_(7)
-    slots = torch.tensor([slot for slot, _ in tokens])
-    positions = torch.tensor([position for _, position in tokens])
-    assign_rows(tables, slots, positions, num_padded=len(tokens) + 3)
+    assign_rows(tables, layout_of(requests), num_padded=len(tokens) + 3)
     expected = [[row for start, row in segments[slot] if start <= position][-1] for slot, position in tokens]
     assert tables.token_row[: len(tokens)].tolist() == expected
     assert tables.token_row[len(tokens) : len(tokens) + 3].tolist() == [0, 0, 0]

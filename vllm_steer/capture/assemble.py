@@ -17,9 +17,24 @@ import numpy.typing as npt
 import torch
 
 from vllm_steer.capture.result import Site, SiteRows
-from vllm_steer.engine.collect import Chunk
 from vllm_steer.points import POINT_NAMES
 from vllm_steer.spec import CaptureSpec, Projection
+
+
+class Chunk(msgspec.Struct, frozen=True):
+    """Rows of consecutive positions of one request, in memory that is nobody else's.
+
+    ``captures`` names what each position stored, as ``2 * site + before``; ``rows`` is a buffer of ``count *
+    len(captures)`` rows, position by position: rows of the hidden size in the model's dtype, or, where ``projection``
+    is the digest of directions, their products with them in float32.
+    """
+
+    request_id: str
+    start: int
+    count: int
+    captures: tuple[int, ...]
+    rows: Any
+    projection: bytes = b""
 
 
 class Assembly:
@@ -32,17 +47,23 @@ class Assembly:
         self._chunks: list[Chunk] = []
         self._reason: str | None = None
 
-    def add(self, chunks: Iterable[Any]) -> None:
-        """Take the chunks of one output, as :class:`Chunk` or in the wire's builtins, or the reason why none come."""
-        for chunk in chunks:
-            if isinstance(chunk, str):
-                self._reason = chunk
-            else:
-                self._chunks.append(chunk if isinstance(chunk, Chunk) else msgspec.convert(chunk, Chunk))
+    def add(self, chunks: Iterable[Chunk]) -> None:
+        """Take what has come since the last time."""
+        self._chunks += chunks
+
+    def say(self, reason: str) -> None:
+        """Why rows will be missing."""
+        self._reason = reason
 
     @property
     def num_bytes(self) -> int:
-        return sum(len(chunk.rows) for chunk in self._chunks)
+        return sum(memoryview(chunk.rows).nbytes for chunk in self._chunks)
+
+    def since(self, chunk: int) -> tuple[Assembly, int]:
+        """What has come since there were ``chunk`` chunks, and how many there are now."""
+        part = Assembly(self._num_layers, self._hidden_size, self._dtype)
+        part._chunks = self._chunks[chunk:]
+        return part, len(self._chunks)
 
     def finish(self, spec: CaptureSpec, prompt_len: int, num_tokens: int) -> tuple[dict[Site, SiteRows], str | None]:
         """The rows that ``spec`` asks for, and what is missing of them, in words, or None.
@@ -50,35 +71,58 @@ class Assembly:
         ``num_tokens`` counts prompt and generated tokens, the last sampled one included.
         """
         wanted = _wanted(spec, prompt_len, num_tokens - 1)
+        projected = spec.reduce if isinstance(spec.reduce, Projection) and spec.reduce.in_engine else None
         sites: dict[Site, SiteRows] = {}
         missing: list[str] = []
         for point, layers in spec.hooks:
             for layer in range(self._num_layers) if layers == "all" else layers:
-                positions, rows = self._site(2 * (layer * len(POINT_NAMES) + POINT_NAMES.index(point)) + spec.before)
+                code = 2 * (layer * len(POINT_NAMES) + POINT_NAMES.index(point)) + spec.before
+                positions, rows = self._site(code, projected)
                 keep = np.isin(positions, wanted)
-                positions, rows = positions[keep], rows[torch.from_numpy(keep)]
+                if not keep.all():
+                    positions, rows = positions[keep], rows[torch.from_numpy(keep)]
                 if len(positions) < len(wanted):
                     missing.append(f"{point}[{layer}] has {len(positions)} of {len(wanted)} positions")
-                sites[point, layer] = SiteRows(positions, _reduced(rows, spec))
+                sites[point, layer] = SiteRows(positions, self._reduced(rows, spec))
         if not missing:
             return sites, None
         return sites, self._reason or "; ".join(missing[:3])
 
-    def _site(self, capture: int) -> tuple[npt.NDArray[np.int64], torch.Tensor]:
-        """All positions of a site, ascending and each once, with their rows ``[n, hidden]``."""
+    def _site(self, capture: int, projected: Projection | None = None) -> tuple[npt.NDArray[np.int64], torch.Tensor]:
+        """All positions of a site, ascending and each once, with their rows ``[n, hidden]``, or their products with the
+        directions of a projection ``[n, k]`` float32; in memory of their own.
+
+        Bytes are joined by numpy: torch's threads would contend with those of consumers and of the engine.
+        """
+        digest, width, dtype = b"", self._hidden_size, self._dtype
+        if projected is not None:
+            digest, width, dtype = projected.digest, projected.directions.shape[0], torch.float32
         positions = [np.empty(0, dtype=np.int64)]
-        rows = [torch.empty(0, self._hidden_size, dtype=self._dtype)]
+        rows = [np.empty((0, width * dtype.itemsize), dtype=np.uint8)]
         for chunk in self._chunks:
-            if capture in chunk.captures:
+            if chunk.projection == digest and capture in chunk.captures:
                 positions.append(np.arange(chunk.start, chunk.start + chunk.count, dtype=np.int64))
-                # A copy is made below, so nothing writes through to the bytes.
-                block = torch.frombuffer(bytearray(chunk.rows), dtype=self._dtype)
-                block = block.view(chunk.count, len(chunk.captures), self._hidden_size)
+                block = np.frombuffer(chunk.rows, np.uint8).reshape(chunk.count, len(chunk.captures), -1)
                 rows.append(block[:, chunk.captures.index(capture)])
-        joined = np.concatenate(positions)
-        # The first of the reversed list is the last that came.
-        unique, first = np.unique(joined[::-1], return_index=True)
-        return unique, torch.cat(rows)[torch.from_numpy(len(joined) - 1 - first)]
+        where, joined = np.concatenate(positions), np.concatenate(rows)
+        if not (where[1:] > where[:-1]).all():
+            # The first of the reversed list is the last that came.
+            where, first = np.unique(where[::-1], return_index=True)
+            joined = joined[len(joined) - 1 - first]
+        return where, torch.from_numpy(joined.reshape(-1)).view(dtype).view(-1, width)
+
+    def _reduced(self, rows: torch.Tensor, spec: CaptureSpec) -> torch.Tensor:
+        """Reductions are computed in float32; the result has the spec's dtype, or the model's."""
+        dtype = self._dtype if spec.dtype is None else getattr(torch, spec.dtype)
+        if isinstance(spec.reduce, Projection):
+            if not spec.reduce.in_engine:
+                rows = rows.float() @ torch.from_numpy(spec.reduce.directions.copy()).T
+        elif spec.reduce == "mean":
+            rows = rows.float().mean(0, keepdim=True) if len(rows) else rows
+        elif spec.reduce == "last":
+            rows = rows[-1:]
+        result: torch.Tensor = rows.to(dtype)
+        return result
 
 
 def _wanted(spec: CaptureSpec, prompt_len: int, forwarded: int) -> npt.NDArray[np.int64]:
@@ -89,16 +133,3 @@ def _wanted(spec: CaptureSpec, prompt_len: int, forwarded: int) -> npt.NDArray[n
             *(np.arange(start, stop, dtype=np.int64) for start, stop in spans if start < stop),
         ]
     )
-
-
-def _reduced(rows: torch.Tensor, spec: CaptureSpec) -> torch.Tensor:
-    """Reductions are computed in float32; the result has the spec's dtype, or the model's."""
-    dtype = rows.dtype if spec.dtype is None else getattr(torch, spec.dtype)
-    if isinstance(spec.reduce, Projection):
-        rows = rows.float() @ torch.from_numpy(spec.reduce.directions.copy()).T
-    elif spec.reduce == "mean":
-        rows = rows.float().mean(0, keepdim=True) if len(rows) else rows
-    elif spec.reduce == "last":
-        rows = rows[-1:]
-    result: torch.Tensor = rows.to(dtype)
-    return result

@@ -7,12 +7,12 @@ result is looked at, and nowhere before.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
-from vllm.logger import init_logger
 
 from vllm_steer.capabilities import Capabilities
 from vllm_steer.capture.assemble import Assembly
@@ -20,10 +20,12 @@ from vllm_steer.capture.consumers import Consumer, make_consumer
 from vllm_steer.capture.result import CapturedRequest, CaptureResult
 from vllm_steer.capture.server_wide import Specs, split_options
 from vllm_steer.errors import SteeringError
+from vllm_steer.log import steering_logger
+from vllm_steer.metrics.consumers import ConsumerMeter
 from vllm_steer.program import compile_program
-from vllm_steer.spec import CaptureSpec, Projection
+from vllm_steer.spec import CaptureSpec, NamedProjection, Projection
 
-logger = init_logger(__name__)
+logger = steering_logger(__name__)
 
 
 class CaptureResults(Mapping[str, CaptureResult]):
@@ -59,12 +61,15 @@ class CaptureDesk:
         self._model = model
         self._consumers: dict[str, Consumer] = {}
         self._threads: dict[str, ThreadPoolExecutor] = {}
+        self._meters: dict[str, ConsumerMeter] = {}
+        self._closed = False
         self.server_wide: Specs = ()
         for name, given in {"memory": {}, **options}.items():
             own, specs = split_options(name, given)
             self.server_wide += specs
             self._consumers[name] = make_consumer(name, own)
             self._threads[name] = ThreadPoolExecutor(1, thread_name_prefix=f"capture-{name}")
+            self._meters[name] = ConsumerMeter(model, name)
 
         capabilities.check(compile_program([], [spec for _, spec in self.server_wide]), None)
         self.check(self.server_wide)
@@ -77,6 +82,8 @@ class CaptureDesk:
                 raise SteeringError(
                     f"capture.{name}", f"is not a consumer of this engine; it has {', '.join(sorted(self._consumers))}"
                 )
+            if isinstance(spec.reduce, NamedProjection):
+                raise SteeringError(f"capture.{name}.reduce", "names probes, which only requests to an engine may do")
             if (
                 isinstance(spec.reduce, Projection)
                 and spec.reduce.directions.shape[1] != self._capabilities.hidden_size
@@ -96,9 +103,23 @@ class CaptureDesk:
     def finish(self, assembly: Assembly, specs: tuple[tuple[str, CaptureSpec], ...], **about: Any) -> CaptureResults:
         """Hand a finished sample to its consumers; ``about`` are the fields of :class:`CapturedRequest` on the
         request."""
-        return CaptureResults(
-            {name: self._threads[name].submit(self._deliver, name, spec, assembly, about) for name, spec in specs}
-        )
+        return CaptureResults({name: self._submit(name, spec, assembly, about) for name, spec in specs})
+
+    def _submit(self, name: str, spec: CaptureSpec, assembly: Assembly, about: dict[str, Any]) -> Future[CaptureResult]:
+        try:
+            result = self._threads[name].submit(self._deliver_measured, time.monotonic(), name, spec, assembly, about)
+        except RuntimeError as error:  # closed: the process is ending
+            late: Future[CaptureResult] = Future()
+            late.set_result(CaptureResult("error", f"{name} is closed: {error}", None))
+            return late
+        self._meters[name].queued()
+        return result
+
+    def _deliver_measured(self, queued: float, name: str, *args: Any) -> CaptureResult:
+        started = time.monotonic()
+        result = self._deliver(name, *args)
+        self._meters[name].reported(result.status, started - queued, time.monotonic() - started)
+        return result
 
     def _deliver(self, name: str, spec: CaptureSpec, assembly: Assembly, about: dict[str, Any]) -> CaptureResult:
         """Runs in the consumer's thread: whatever goes wrong is this capture's status and nobody else's."""
@@ -109,14 +130,17 @@ class CaptureDesk:
                 **about, model=self._model, spec=spec, sites=sites, status="partial" if missing else "ok", error=missing
             )
             return CaptureResult(captured.status, captured.error, self._consumers[name].accept(captured))
-        except Exception as error:
+        except Exception as error:  # a consumer may be anybody's class, and raise anything
             return CaptureResult("error", f"{type(error).__name__}: {error}", None)
 
     def close(self) -> None:
-        """Wait for what is running, then close every consumer."""
+        """Wait for what is running, then close every consumer; a second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
         for name, thread in self._threads.items():
             thread.shutdown(wait=True)
             try:
                 self._consumers[name].close()
-            except Exception:
+            except Exception:  # the others have files to complete
                 logger.exception("Capture consumer %s did not close", name)

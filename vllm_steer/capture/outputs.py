@@ -7,17 +7,24 @@ ends when vLLM forgets the sample: after an abort or a client that went away, no
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from vllm.sampling_params import RequestOutputKind
+
 from vllm_steer.capture.assemble import Assembly
+from vllm_steer.capture.consumers.memory import is_streamed
 from vllm_steer.capture.desk import CaptureDesk, CaptureResults
-from vllm_steer.engine.outbox import OUTPUT_KEY
-from vllm_steer.frontend import desk_of
+from vllm_steer.capture.inbox import Inbox
+from vllm_steer.capture.stream import NewRows, RowStream
+from vllm_steer.frontend import desk_of, served_on
+from vllm_steer.metrics.collectors import put
 from vllm_steer.params import capture_specs
 from vllm_steer.spec import CaptureSpec
 
 _RUNNING = "_steering_capture"
+INBOX = "_steering_rows"
 
 
 @dataclass(frozen=True)
@@ -25,8 +32,10 @@ class RunningCapture:
     """The captures of one sample in flight."""
 
     desk: CaptureDesk
+    inbox: Inbox
     assembly: Assembly
     specs: tuple[tuple[str, CaptureSpec], ...]
+    streams: Mapping[str, RowStream]
 
 
 def begin(output_processor: Any, request: Any) -> None:
@@ -35,19 +44,35 @@ def begin(output_processor: Any, request: Any) -> None:
     if specs:
         desk = desk_of(output_processor)
         state = output_processor.request_states[request.request_id]
-        setattr(state, _RUNNING, RunningCapture(desk, desk.begin(), specs))
+        assembly, inbox = desk.begin(), _inbox(output_processor)
+        inbox.follow(request.request_id, assembly)
+        streams = {name: RowStream(assembly, spec) for name, spec in specs if is_streamed(name, spec)}
+        setattr(state, _RUNNING, RunningCapture(desk, inbox, assembly, specs, streams))
 
 
-def take_rows(state: Any, transfer_params: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Take rows out of an engine output; returns what of ``kv_transfer_params`` is not ours."""
-    if not transfer_params or OUTPUT_KEY not in transfer_params:
-        return transfer_params
-    rest = dict(transfer_params)
-    chunks = rest.pop(OUTPUT_KEY)
+def take_rows(output_processor: Any, outputs: Sequence[Any]) -> Sequence[Any]:
+    """Take captured rows out of an engine's outputs; returns those that are of requests."""
+    return _inbox(output_processor).take_in(outputs)
+
+
+def _inbox(output_processor: Any) -> Inbox:
+    inbox: Inbox | None = getattr(output_processor, INBOX, None)
+    if inbox is None:
+        served = served_on(output_processor)
+        labels = {"model_name": "" if served is None else served.model_name}
+        inbox = Inbox(lambda num_bytes: put("inbox_bytes", num_bytes, **labels))
+        setattr(output_processor, INBOX, inbox)
+    return inbox
+
+
+def new_rows(state: Any) -> Mapping[str, NewRows] | None:
+    """What is new of a sample whose output is a piece of a stream, by consumer, where a request wants that."""
     running: RunningCapture | None = getattr(state, _RUNNING, None)
-    if running is not None:
-        running.assembly.add(chunks)
-    return rest or None
+    if running is None or not running.streams or state.output_kind != RequestOutputKind.DELTA:
+        return None
+    running.inbox.settle(state.request_id)
+    num_tokens = state.prompt_len + len(state.detokenizer.output_token_ids)
+    return {name: stream.take(state.prompt_len, num_tokens) for name, stream in running.streams.items()}
 
 
 def finish(state: Any) -> CaptureResults | None:
@@ -55,6 +80,7 @@ def finish(state: Any) -> CaptureResults | None:
     running: RunningCapture | None = getattr(state, _RUNNING, None)
     if running is None:
         return None
+    running.inbox.end(state.request_id)
     prompt = state.prompt_token_ids if state.prompt_token_ids is not None else [0] * state.prompt_len
     return running.desk.finish(
         running.assembly,

@@ -13,11 +13,9 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
-
 from vllm_steer.errors import SteeringError
 from vllm_steer.params import CAPTURE_KEY, EXTRA_KEY, capture_specs, encode_specs, program_of
-from vllm_steer.program import Program, compile_program
+from vllm_steer.program import compile_program, join
 from vllm_steer.spec import CaptureSpec, parse_capture
 
 FLAG_KEYS = ("hooks", "positions", "before", "dtype")
@@ -59,13 +57,12 @@ def with_captures(params: Any, specs: Specs) -> Any:
     added = tuple((name, spec) for name, spec in specs if name not in named)
     if not added:
         return params
-    reads = compile_program([], [spec for _, spec in (*own, *added)]).reads
     program = program_of(params) or compile_program([])
-    changed: Program = msgspec.structs.replace(program, reads=reads)
+    changed = join([program, compile_program([], [spec for _, spec in added])])
     params = copy.copy(params)
     params.extra_args = {
         **(params.extra_args or {}),
-        EXTRA_KEY: changed.to_bytes(),
+        EXTRA_KEY: changed.seal(),
         CAPTURE_KEY: encode_specs((*own, *added)),
     }
     return params

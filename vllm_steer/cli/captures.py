@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from vllm_steer.cli.output import print_table, printable
 
 if TYPE_CHECKING:
     from vllm_steer.capture.reader import StoredRequest
@@ -38,7 +39,7 @@ def ls(path: Where, request_id: RequestId = None, sample: Sample = None, as_json
             _print_json(requests)
             return
         columns = ("request", "sample", "model", "status", "tokens", "sites", "bytes", "file", "index")
-        _print_table(columns, (_line(request) for request in requests))
+        print_table(columns, (_line(request) for request in requests))
 
 
 @app.command()
@@ -57,7 +58,7 @@ def show(path: Where, request_id: RequestId = None, sample: Sample = None, as_js
                 if about[name] is not None:
                     typer.echo(f"{name}: {printable(str(about[name]))}")
             typer.echo(f"spec: {printable(str(about['spec']))}")
-            _print_table(
+            print_table(
                 ("site", "shape", "dtype", "positions", "mean norm"),
                 (_site_line(request, site) for site in request.sites),
             )
@@ -82,11 +83,6 @@ def export(
         exporter, what = exporters[out.suffix]
         count = exporter(_requests(path, request_id, sample), out, point, layer)
         typer.echo(f"{count} {what} written to {out}")
-
-
-def printable(text: str) -> str:
-    """``text``, which may be a client's, without what could move the cursor or turn the line around."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 def _requests(path: Path, request_id: str | None, sample: int | None) -> Iterator[StoredRequest]:
@@ -138,21 +134,6 @@ def _print_json(requests: Iterator[StoredRequest]) -> None:
 
     for request in requests:
         typer.echo(json.dumps({"path": str(request.path), "index": request.index, **describe(request)}))
-
-
-def _print_table(columns: tuple[str, ...], lines: Iterator[tuple[Any, ...]]) -> None:
-    from rich.box import SIMPLE
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=SIMPLE)
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for line in lines:
-        table.add_row(*(Text(printable(str(cell))) for cell in line))
-    # Elsewhere than on a screen, lines are as long as they are.
-    Console(highlight=False, width=None if sys.stdout.isatty() else 1000).print(table)
 
 
 @contextmanager

@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Annotated
+
 import typer
 
-from vllm_steer.cli import captures
+from vllm_steer.cli import captures, chat, keys, modules, steering
+from vllm_steer.cli.fuzz import fuzz
 
 app = typer.Typer(
     help="Activation steering and capture for vLLM.",
@@ -14,6 +18,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(captures.app, name="captures")
+app.command()(fuzz)
+app.add_typer(modules.app, name="modules")
+app.add_typer(keys.app, name="keys")
+app.command(name="set")(steering.set_steering)
+app.command()(steering.status)
+app.command()(chat.chat)
 
 
 @app.command(
@@ -26,6 +36,47 @@ def serve(context: typer.Context) -> None:
     from vllm_steer.cli.serve import run
 
     run(context.args)
+
+
+@app.command()
+def doctor(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A local model folder, or its config.json.")],
+    prove: Annotated[
+        bool, typer.Option(help="Shrink this model's configuration and check its points against HF Transformers, now.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, in place of text.")] = False,
+    allow_unproven: Annotated[bool, typer.Option(help="As --steering-allow-unproven of the server.")] = False,
+    trust_remote_code: Annotated[bool, typer.Option(help="Run code that comes with the model.")] = False,
+    points: Annotated[str | None, typer.Option(help="As --steering-points of the server.")] = None,
+    max_rows: Annotated[int | None, typer.Option(help="As of the server, and so on; for the memory.")] = None,
+    max_vectors: int | None = None,
+    max_instructions: int | None = None,
+    max_segments: int | None = None,
+    capture_rows: int | None = None,
+    capture_mib: int | None = None,
+    max_num_batched_tokens: int | None = None,
+    max_num_seqs: int | None = None,
+) -> None:
+    """Say what a model serves, refuses and costs, from its configuration alone."""
+    from vllm_steer.cli.doctor import run
+
+    limits = {
+        "max_rows": max_rows,
+        "max_vectors": max_vectors,
+        "max_instructions": max_instructions,
+        "max_segments": max_segments,
+        "capture_rows": capture_rows,
+        "capture_mib": capture_mib,
+    }
+    settings = {name: value for name, value in limits.items() if value is not None}
+    engine = {"max_num_batched_tokens": max_num_batched_tokens, "max_num_seqs": max_num_seqs}
+    run(
+        model,
+        {**settings, "allow_unproven": allow_unproven, "points": points.split(",") if points else []},
+        {"trust_remote_code": trust_remote_code, **{k: v for k, v in engine.items() if v is not None}},
+        as_json=as_json,
+        with_proof=prove,
+    )
 
 
 @app.command()

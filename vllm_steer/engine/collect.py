@@ -1,96 +1,175 @@
 # SPDX-License-Identifier: Apache-2.0
 """Captured rows on their way out of the worker: arena → copy on the main stream → pinned memory on a side stream.
 
-The copy on the main stream is what keeps the next step from overwriting rows that are still leaving. There is one
-device-to-host copy per step, however many sites and requests; splitting it by request happens when it has arrived, off
-the thread that launches the next step wherever vLLM hands outputs over asynchronously.
+The copy on the main stream is what keeps the next step from overwriting rows that are still leaving; where rows leave
+projected, their product with the directions takes its place, and k numbers leave of each. Device-to-host copies are as
+many as there are forms in the step, however many sites and requests; whose rows they are is settled when they have
+arrived, off the thread that launches the next step wherever vLLM hands outputs over asynchronously.
 """
 
 from __future__ import annotations
 
+import copy
+from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
+import numpy as np
+import numpy.typing as npt
 import torch
+from vllm.v1.outputs import AsyncModelRunnerOutput
 
-from vllm_steer.program import Resolved
-from vllm_steer.taps.tables import Tables
+from vllm_steer.engine.step_rows import Integers, Plan, Reading, StepRows
 
 ATTRIBUTE = "steering_rows"
 
 
-class Chunk(msgspec.Struct, frozen=True, array_like=True):
-    """Rows of consecutive positions of one request.
-
-    ``captures`` names what each position stored, as ``2 * site + before``; ``rows`` holds ``count * len(captures)``
-    rows of the hidden size in the model's dtype, position by position.
-    """
-
-    request_id: str
-    start: int
-    count: int
-    captures: tuple[int, ...]
-    rows: bytes
-
-
 @dataclass(frozen=True)
-class Planned:
-    """One capturing request's part of a step: ``count`` tokens from ``token`` on in the batch."""
+class Leaving:
+    """One form in which rows leave: those at ``rows`` in the arena, None for all, times ``directions`` ``[k, hidden]``
+    float32 on the device, None for the rows as they are."""
 
-    request_id: str
-    resolved: Resolved
-    token: int
-    count: int
+    projection: bytes
+    rows: Integers | None
+    directions: torch.Tensor | None
 
 
 @dataclass(frozen=True)
 class PendingRows:
-    """One step's rows, in flight."""
+    """One step's rows, in flight: ``rows``, by projection, ``[n, bytes of a row]`` uint8 in host memory once ``event``
+    has happened.
 
-    planned: tuple[Planned, ...]
-    rows: torch.Tensor
-    position: torch.Tensor
-    event: Any
+    ``plan`` says whose they are; where draft tokens make the host's positions uncertain it is a :class:`Reading`, the
+    rows of every form are those of the whole step, and ``position`` ``[tokens]`` are the device's.
+    """
 
-    def arrived(self) -> list[Chunk]:
-        """Wait for the copy and split it by request. The positions are the device's own."""
+    plan: Plan | Reading
+    rows: Mapping[bytes, torch.Tensor]
+    position: torch.Tensor | None = None
+    event: Any = None
+    release: Callable[[], None] | None = None
+
+    def arrived(self) -> tuple[StepRows, ...]:
+        """Wait for the copy; the result, of each form a step of its own, owns its memory."""
         if self.event is not None:
             self.event.synchronize()
-        data = memoryview(self.rows.view(torch.uint8).numpy()).cast("B")  # type: ignore[arg-type]
-        row_bytes = self.rows.shape[1] * self.rows.element_size()
-        position = self.position.numpy()
-        chunks = []
-        at = 0
-        for plan in self.planned:
-            first = int(position[plan.token])
-            for start, stop, segment in plan.resolved.spans(first, first + plan.count):
-                if segment.row is None or not segment.num_captures:
-                    continue
-                end = at + (stop - start) * segment.num_captures * row_bytes
-                codes = segment.row.capture_codes
-                chunks.append(Chunk(plan.request_id, start, stop - start, codes, bytes(data[at:end])))
-                at = end
-        return chunks
+        plan = self.plan
+        certain = isinstance(plan, Plan)
+        if isinstance(plan, Reading):
+            if self.position is None:
+                raise RuntimeError("a step with draft tokens has left without its positions")
+            plan = plan.spread(self.position.numpy()[plan.token].tolist())
+        steps = []
+        for channel in plan.channels:
+            rows = self.rows[channel.entries.projection].numpy()
+            if not certain:
+                rows = rows[: plan.num_rows] if channel.rows is None else rows[channel.rows]
+            steps.append(plan.step_of(channel, self._owned(rows)))
+        if self.release is not None:
+            self.release()
+        return tuple(steps)
+
+    def _owned(self, rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+        """Not torch's copy: its threads would contend with those that launch the next step."""
+        return rows if self.release is None else rows.copy()
 
 
-def snapshot(
-    tables: Tables, position: torch.Tensor, planned: tuple[Planned, ...], num_rows: int, stream: Any
-) -> PendingRows:
-    """Start one step's rows on their way; ``num_rows`` of the arena are in use at most. No sync."""
-    rows = tables.arena[:num_rows].clone()
-    where = position.to(torch.int64, copy=True)
-    if stream is None:
-        return PendingRows(planned, rows, where, None)
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        rows.record_stream(stream)
-        where.record_stream(stream)
-        host_rows = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True).copy_(rows, non_blocking=True)
-        host_where = torch.empty(where.shape, dtype=where.dtype, pin_memory=True).copy_(where, non_blocking=True)
-        event = torch.cuda.Event(blocking=True)
-        event.record(stream)
-    return PendingRows(planned, host_rows, host_where, event)
+class Departures:
+    """Starts each step's rows on their way, without a sync.
+
+    Pinned buffers are kept and used again: as many come to be as steps are in flight at one time, two or three.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._free: deque[tuple[torch.Tensor, torch.Tensor, Any]] = deque()
+        # Of each form, the last places that were uploaded: a steady batch has the same ones in every step.
+        self._places: dict[bytes, tuple[Integers, torch.Tensor]] = {}
+
+    def start(
+        self, stored: torch.Tensor, position: torch.Tensor | None, plan: Plan | Reading, forms: tuple[Leaving, ...]
+    ) -> PendingRows:
+        """``stored`` ``[rows, hidden]`` is the used part of the arena; ``position`` ``[tokens]`` int64 or None."""
+        parts = {form.projection: self._form(stored, form) for form in forms}
+        where = None if position is None else position.clone()
+        if self._stream is None:
+            return PendingRows(plan, parts, where)
+        buffers = self._buffers(sum(part.nbytes for part in parts.values()), 0 if where is None else len(where))
+        host_rows, host_where, event = buffers
+        arriving: dict[bytes, torch.Tensor] = {}
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            begin = 0
+            for projection, part in parts.items():
+                part.record_stream(self._stream)
+                host = host_rows[begin : begin + part.nbytes].view(part.shape)
+                host.copy_(part, non_blocking=True)
+                arriving[projection], begin = host, begin + part.nbytes
+            if where is not None:
+                where.record_stream(self._stream)
+                host_where[: len(where)].copy_(where, non_blocking=True)
+            event.record(self._stream)
+        return PendingRows(
+            plan,
+            arriving,
+            None if where is None else host_where[: len(where)],
+            event,
+            lambda: self._free.append(buffers),
+        )
+
+    def _form(self, stored: torch.Tensor, form: Leaving) -> torch.Tensor:
+        """``[n, bytes of a row]`` uint8, in memory of its own."""
+        chosen = stored if form.rows is None else stored.index_select(0, self._uploaded(form.projection, form.rows))
+        if form.directions is not None:
+            # The definition: rows and directions in float32, as the front end has it for what it projects itself.
+            chosen = chosen.float() @ form.directions.T
+        elif form.rows is None:
+            chosen = stored.clone()
+        return chosen.view(torch.uint8)
+
+    def _uploaded(self, projection: bytes, places: Integers) -> torch.Tensor:
+        known = self._places.get(projection)
+        if known is not None and known[0] is places:
+            return known[1]
+        if len(self._places) > 64:
+            self._places.clear()
+        uploaded = torch.from_numpy(places)
+        if self._stream is not None:
+            uploaded = uploaded.pin_memory().to(self._device, non_blocking=True)
+        self._places[projection] = (places, uploaded)
+        return uploaded
+
+    def _buffers(self, num_bytes: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        """A free set of buffers that is large enough. Sizes are powers of two, so that there are soon enough."""
+        for _ in range(len(self._free)):
+            rows, where, event = self._free.popleft()
+            if len(rows) >= num_bytes and len(where) >= tokens:
+                return rows, where, event
+        size = 1 << (num_bytes - 1).bit_length()
+        return (
+            torch.empty(size, dtype=torch.uint8, pin_memory=True),
+            torch.empty(1 << tokens.bit_length(), dtype=torch.int64, pin_memory=True),
+            torch.cuda.Event(blocking=True),
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the buffers that are kept and free."""
+        return sum(rows.nbytes + where.nbytes for rows, where, _ in tuple(self._free))
+
+
+class LateRows(AsyncModelRunnerOutput):  # type: ignore[misc]
+    """An output that is known before its rows have arrived, such as that of an earlier pipeline stage."""
+
+    def __init__(self, output: Any, pending: PendingRows) -> None:
+        self._output = output
+        self._pending = pending
+
+    def get_output(self) -> Any:
+        setattr(self._output, ATTRIBUTE, self._pending.arrived())
+        return self._output
 
 
 def attach(output: Any, pending: PendingRows | None) -> Any:
@@ -98,6 +177,10 @@ def attach(output: Any, pending: PendingRows | None) -> Any:
     if pending is None or output is None:
         return output
     if not hasattr(output, "get_output"):
+        # An earlier pipeline stage's output is one that all steps share.
+        output = copy.copy(output)
+        if pending.event is not None:
+            return LateRows(output, pending)
         setattr(output, ATTRIBUTE, pending.arrived())
         return output
     original = output.get_output

@@ -1,51 +1,79 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Captured rows in the scheduler's process: held from the step that made them to the next output of their request.
+"""Captured rows on their way out of the scheduler's process: whole steps, as they came from the worker.
 
-vLLM's outputs have one free-form field per request, ``kv_transfer_params``; rows ride in it under one key, beside
-whatever a KV connector put there, and the front end takes them out before anybody else looks. A step in the middle of
-a chunked prefill has no output, so its rows wait here.
+A step's rows go to the front end with the outputs of the same update and ahead of them, on outputs of their own: no
+request has their id, and vLLM itself passes over outputs of requests that it does not know. vLLM encodes an array that
+stands in a field of arrays as a frame of its own, so rows are not copied here. Which request takes what is settled
+where they arrive (:mod:`vllm_steer.capture.inbox`): nothing is looked at per request here while one
+front end has them all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from vllm_steer.engine.collect import ATTRIBUTE, Chunk
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 
-OUTPUT_KEY = "__steer_rows__"
+from vllm_steer.engine.collect import ATTRIBUTE
+from vllm_steer.engine.step_rows import Entries, StepRows
+
+CARRIER = "steer\0rows"
+"""The id under which rows travel; requests' ids, which vLLM makes of the client's and random letters, never have it."""
+ROWS_KEY, REASON_KEY = "__steer_rows__", "__steer_reason__"
 
 
 class Outbox:
-    """Chunks by request, in the order of the steps that made them."""
+    """What is to go out with the outputs of the running update, by client."""
 
     def __init__(self) -> None:
-        self._held: dict[str, list[Chunk | str]] = {}
+        self._due: dict[int, list[EngineCoreOutput]] = {}
+        # Of each form of rows, the last entries and whose they were: a steady batch has the same ones in every step.
+        self._owners: dict[bytes, tuple[Entries, dict[int, list[int]]]] = {}
 
-    def take_in(self, model_output: Any, live: Container[str]) -> None:
-        """Rows of one step; those of requests that have ended (the surplus step of async scheduling) are dropped."""
-        chunks: Iterable[Chunk] = getattr(model_output, ATTRIBUTE, ())
-        for chunk in chunks:
-            if chunk.request_id in live:
-                self._held.setdefault(chunk.request_id, []).append(chunk)
+    def take_in(self, model_output: Any, requests: Mapping[str, Any]) -> None:
+        """Rows of one step, of each pipeline stage. Of requests that have ended (the surplus step of async scheduling)
+        they go nowhere, or with those of others."""
+        for step in getattr(model_output, ATTRIBUTE, ()):
+            owners = self._owners_of(step.entries, requests)
+            for client, entries in owners.items():
+                self._send(client, step if len(owners) == 1 else step.chosen(entries))
 
-    def hand_out(self, outputs: Mapping[int, Any], live: Container[str]) -> None:
-        """Put what is held onto each request's output, and forget requests that ended without one."""
-        if not self._held:
-            return
-        for client in outputs.values():
-            for output in client.outputs:
-                held = self._held.pop(output.request_id, None)
-                if held is not None:
-                    output.kv_transfer_params = {**(output.kv_transfer_params or {}), OUTPUT_KEY: held}
-        for request_id in [request_id for request_id in self._held if request_id not in live]:
-            del self._held[request_id]
+    def say(self, request: Any, reason: str) -> None:
+        """Why rows of a request will be missing."""
+        self._put(request.client_index, {REASON_KEY: [request.request_id, reason]}, None)
 
-    def say(self, request_id: str, reason: str) -> None:
-        """Why rows of a request will be missing; travels like a chunk."""
-        self._held.setdefault(request_id, []).append(reason)
+    def hand_out(self, outputs: dict[int, Any]) -> None:
+        """Put all that is due in front of the clients' outputs."""
+        for client, carriers in self._due.items():
+            theirs = outputs.setdefault(client, EngineCoreOutputs())
+            theirs.outputs = [*carriers, *theirs.outputs]
+        self._due.clear()
 
     @property
     def num_bytes(self) -> int:
         """Bytes of rows held."""
-        return sum(len(c.rows) for chunks in self._held.values() for c in chunks if isinstance(c, Chunk))
+        return sum(carrier.routed_experts.nbytes for due in self._due.values() for carrier in due
+                   if carrier.routed_experts is not None)  # fmt: skip
+
+    def _owners_of(self, entries: Entries, requests: Mapping[str, Any]) -> dict[int, list[int]]:
+        """The entries of each client's requests."""
+        known = self._owners.get(entries.projection)
+        if known is not None and known[0] is entries:
+            return known[1]
+        owners: dict[int, list[int]] = {}
+        for entry, request_id in enumerate(entries.ids):
+            request = requests.get(request_id)
+            if request is not None:
+                owners.setdefault(request.client_index, []).append(entry)
+        if len(self._owners) > 64:
+            self._owners.clear()
+        self._owners[entries.projection] = (entries, owners)
+        return owners
+
+    def _send(self, client: int, step: StepRows) -> None:
+        self._put(client, {ROWS_KEY: [step.entries.wire, step.start.tobytes(), step.count.tobytes()]}, step.rows)
+
+    def _put(self, client: int, about: dict[str, Any], rows: Any) -> None:
+        carrier = EngineCoreOutput(CARRIER, [], kv_transfer_params=about, routed_experts=rows)
+        self._due.setdefault(client, []).append(carrier)

@@ -10,10 +10,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.distributed import get_pp_group
 from vllm.utils import length_from_prompt_token_ids_or_embeds
 
 from vllm_steer.engine.collect import attach
 from vllm_steer.engine.steering import Steering, StepBatch
+from vllm_steer.taps.rows import Layout
 
 
 class SteeringRunnerV1:
@@ -31,9 +33,15 @@ class SteeringRunnerV1:
             max_tokens=self.max_num_tokens,
             max_requests=max_requests + 1,
         )
+        if self.device.type == "cpu" and not get_pp_group().is_first_rank and self.intermediate_tensors is None:
+            # vLLM makes this buffer in the profiling run, which its CPU worker leaves out where nothing is compiled.
+            self.intermediate_tensors = self.get_model().make_empty_intermediate_tensors(
+                batch_size=self.max_num_tokens, dtype=self.model_config.dtype, device=self.device
+            )
         # Preempted requests keep their slots, so there can be more of them than places in a batch.
         self._steer_free = list(range(max_requests, 0, -1))
         self._steer_order: list[str] = []
+        self._steer_slots = np.empty(0, dtype=np.int32)
         self._steer_batch_slot = torch.zeros(max_requests, dtype=torch.int32, device=self.device)
         self._steer_tokens = 0
         self._steer_counts: dict[str, int] = {}
@@ -70,40 +78,48 @@ class SteeringRunnerV1:
     def _model_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         steering: Steering = self.steering
         if steering.active:
-            order = self.input_batch.req_ids
-            if order != self._steer_order:
-                slots = np.fromiter((steering.store.slot_of(name) or 0 for name in order), np.int32, len(order))
-                staged = torch.from_numpy(slots)
-                if self.device.type == "cuda":
-                    staged = staged.pin_memory()
-                self._steer_batch_slot[: len(order)].copy_(staged, non_blocking=True)
-                self._steer_order = list(order)
-            tokens = self._steer_tokens
-            row_of_token = self.req_indices.gpu[:tokens].long()
-            inputs = kwargs.get("input_ids")
-            if inputs is None:
-                inputs = kwargs.get("inputs_embeds")
-            steering.begin_step(
-                StepBatch(
-                    slot=self._steer_batch_slot[row_of_token],
-                    position=self.positions[:tokens],
-                    num_padded=tokens if inputs is None else inputs.shape[0],
-                    requests=self._steer_requests() if steering.store.num_capturing else (),
-                )
-            )
+            steering.begin_step(self._steer_describe(kwargs))
         else:
             steering.begin_idle_step()
         output = super()._model_forward(*args, **kwargs)  # type: ignore[misc]
         steering.end_step()
         return output
 
-    def _steer_requests(self: Any) -> list[tuple[str, int, int]]:
-        first = self.input_batch.num_computed_tokens_cpu
-        return [(name, int(first[row]), self._steer_counts[name]) for row, name in enumerate(self.input_batch.req_ids)]
+    def _steer_describe(self: Any, inputs: dict[str, Any]) -> StepBatch:
+        ids = self.input_batch.req_ids
+        requests = len(ids)
+        if ids != self._steer_order:
+            slots = np.fromiter((self.steering.store.slot_of(name) or 0 for name in ids), np.int32, requests)
+            staged = torch.from_numpy(slots)
+            if self.device.type == "cuda":
+                staged = staged.pin_memory()
+            self._steer_batch_slot[:requests].copy_(staged, non_blocking=True)
+            self._steer_order, self._steer_slots = list(ids), slots
+        tokens = self._steer_tokens
+        given = inputs.get("input_ids")
+        if given is None:
+            given = inputs.get("inputs_embeds")
+        return StepBatch(
+            layout=Layout(
+                slot=self._steer_batch_slot[:requests],
+                start=self.query_start_loc.gpu[: requests + 1],
+                position=self.positions[:tokens],
+            ),
+            ids=ids,
+            slot=self._steer_slots,
+            first=self.input_batch.num_computed_tokens_cpu[:requests].astype(np.int64),
+            count=np.fromiter((self._steer_counts[name] for name in ids), np.int64, requests),
+            num_padded=tokens if given is None else given.shape[0],
+        )
 
     def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
         output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
         return attach(output, self.steering.take_rows())
+
+    def capture_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # One set of graphs: V1 is the fallback.
+        with self.steering.graph_sets.every_tap():
+            return super().capture_model(*args, **kwargs)  # type: ignore[misc]
 
     def _dummy_run(self: Any, *args: Any, **kwargs: Any) -> Any:
         self.steering.begin_idle_step()

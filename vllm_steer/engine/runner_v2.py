@@ -12,10 +12,9 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-import torch
-
 from vllm_steer.engine.collect import attach
 from vllm_steer.engine.steering import Steering, StepBatch
+from vllm_steer.taps.rows import Layout
 
 
 class SteeringRunnerV2:
@@ -37,6 +36,15 @@ class SteeringRunnerV2:
         state.__class__ = _steering_state(chosen)
         state.steering = self.steering
         state.steering_step_is_real = False
+
+    def profile_cudagraph_memory(self: Any) -> Any:
+        # vLLM measures one set; the others take as much again at most.
+        return super().profile_cudagraph_memory() * self.steering.graph_sets.whole_sets  # type: ignore[misc]
+
+    def capture_model(self: Any, *, profile_only: bool = False) -> Any:
+        if not profile_only and self.cudagraph_manager is not None:
+            self.steering.graph_sets.wrap_capture(self.cudagraph_manager)
+        return super().capture_model(profile_only=profile_only)  # type: ignore[misc]
 
     def execute_model(self: Any, *args: Any, **kwargs: Any) -> Any:
         output = super().execute_model(*args, **kwargs)  # type: ignore[misc]
@@ -88,25 +96,16 @@ def _steering_state(base: Any) -> Any:
 
 
 def _describe(input_batch: Any) -> StepBatch:
-    """Token to slot from ``query_start_loc`` and ``idx_mapping``, on the device: the host's copies can be ahead of it.
-
-    Nothing here has a data-dependent shape, so there is no sync.
-    """
-    tokens = input_batch.num_tokens
-    positions = input_batch.positions[:tokens]
-    index = torch.arange(tokens, device=positions.device, dtype=torch.int32)
-    starts = input_batch.query_start_loc[1 : input_batch.num_reqs + 1]
-    request = torch.searchsorted(starts, index, right=True).clamp_(max=input_batch.num_reqs - 1)
+    requests = input_batch.num_reqs
     return StepBatch(
-        slot=input_batch.idx_mapping[request],
-        position=positions,
-        num_padded=input_batch.num_tokens_after_padding,
-        requests=list(
-            zip(
-                input_batch.req_ids,
-                input_batch.num_computed_tokens_np.tolist(),
-                input_batch.num_scheduled_tokens.tolist(),
-                strict=True,
-            )
+        layout=Layout(
+            slot=input_batch.idx_mapping[:requests],
+            start=input_batch.query_start_loc[: requests + 1],
+            position=input_batch.positions[: input_batch.num_tokens],
         ),
+        ids=input_batch.req_ids,
+        slot=input_batch.idx_mapping_np[:requests],
+        first=input_batch.num_computed_tokens_np[:requests],
+        count=input_batch.num_scheduled_tokens[:requests],
+        num_padded=input_batch.num_tokens_after_padding,
     )

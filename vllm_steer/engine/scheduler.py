@@ -2,30 +2,36 @@
 """The scheduler's part: cache keys by content, and admission by the books.
 
 A request takes its places in the device tables when it is first scheduled and gives them back when it ends, so a
-program is bound from admission to the end, through preemptions. One that does not fit waits, and no later steered
-request overtakes it; plain requests pass.
+program is bound from admission to the end, through preemptions. One that does not fit waits (:mod:`.admission`), and
+ends with an error when it has waited too long.
 """
 
 from __future__ import annotations
 
 import copy
 from functools import cache
+from time import perf_counter
 from typing import Any
 
-from vllm.logger import init_logger
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import RequestStatus
 
 from vllm_steer.config import from_vllm_config
+from vllm_steer.engine.admission import REFUSED, Admission
 from vllm_steer.engine.cache_keys import steering_hasher
 from vllm_steer.engine.outbox import Outbox
 from vllm_steer.errors import SteeringError
+from vllm_steer.log import steering_logger
+from vllm_steer.metrics.engine_stats import EngineMeter
 from vllm_steer.params import EXTRA_KEY, program_bytes
+from vllm_steer.points import how_to_switch_on, points_on
 from vllm_steer.program import Ledger, Program, Resolved, resolve
 
-logger = init_logger(__name__)
+logger = steering_logger(__name__)
 
 NO_ROOM = "not captured: capture_mib was taken up by other requests when this one was admitted (capture_policy fail)"
 
@@ -52,34 +58,39 @@ def steering_scheduler(base: Any) -> Any:
             self.steering_ledger = Ledger(config.max_rows, config.max_instructions, config.max_vectors)
             self._steering_layers = int(self.vllm_config.model_config.hf_text_config.num_hidden_layers)
             self._steering_hash = get_hash_fn_by_name(self.vllm_config.cache_config.prefix_caching_hash_algo)
+            self._steering_points = frozenset(points_on(config.points))
             self._steered: dict[str, Resolved] = {}
-            self._admitted: set[str] = set()
-            self._full = False
+            self._malformed: dict[str, str] = {}
             self._capture_rows = config.capture_rows
-            self._capture_budget = (config.capture_mib << 20) // self._row_bytes()
-            self._capture_booked: dict[str, int] = {}
+            budget = (config.capture_mib << 20) // self._row_bytes()
+            self.steering_admission = Admission(self.steering_ledger, budget, config.queue_timeout)
             self._capture_policy = config.capture_policy
             self._capture_left = 0
             self._drafts = self.vllm_config.speculative_config is not None
             self.steering_outbox = Outbox()
+            self._steering_meter = EngineMeter(self.steering_admission)
 
         def add_request(self, request: Any) -> None:
+            started = perf_counter()
             try:
                 self._bind(request)
-            except SteeringError:
-                # The front end checked this request; one that came around it must not take the engine down.
+            except SteeringError as error:
+                # The front end checked this request; one that came around it must not take the engine down. It never
+                # starts, and ends with the next step.
                 logger.exception("Request %s came with a malformed steering program and is ended", request.request_id)
-                request.sampling_params.extra_args = None
-                super().add_request(request)
-                self.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
-                return
+                self._malformed[request.request_id] = str(error)
+            self._steering_meter.seconds += perf_counter() - started
             super().add_request(request)
 
         def _bind(self, request: Any) -> None:
             data = program_bytes(request.sampling_params)
             if data is None or request.request_id in self.requests:
                 return
-            resolved = resolve(Program.from_bytes(data), request.num_prompt_tokens, self._steering_layers)
+            program = Program.from_checked(data)
+            off = next(iter(program.points - self._steering_points), None)
+            if off is not None:
+                raise SteeringError("extra_args.steer", how_to_switch_on(off))
+            resolved = resolve(program, request.num_prompt_tokens, self._steering_layers)
             if not resolved.rows:
                 return
             self._steered[request.request_id] = resolved
@@ -115,6 +126,12 @@ def steering_scheduler(base: Any) -> Any:
             resolved = self._steered.get(request.request_id)
             if resolved is None or not resolved.max_captures:
                 return tokens
+            if num_computed_tokens >= resolved.reading[1] and not self._drafts:
+                return tokens
+            if tokens == 1 and resolved.max_captures <= self._capture_left:
+                # Decoding, which is nearly always: what one token can store at most.
+                self._capture_left -= resolved.max_captures
+                return tokens
             tokens, rows = self._fitting(resolved, num_computed_tokens, tokens)
             self._capture_left -= rows
             return tokens
@@ -137,44 +154,68 @@ def steering_scheduler(base: Any) -> Any:
             return taken, rows
 
         def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+            started = perf_counter()
             self.steering_outbox.take_in(model_runner_output, self.requests)
+            upstream = perf_counter()
             outputs = super().update_from_output(scheduler_output, model_runner_output)
-            self.steering_outbox.hand_out(outputs, self.requests)
+            started += perf_counter() - upstream
+            self._end_refused(outputs)
+            self.steering_outbox.hand_out(outputs)
+            self._steering_meter.seconds += perf_counter() - started
+            self._steering_meter.put_on(outputs, model_runner_output)
             return outputs
 
+        def _end_refused(self, outputs: Any) -> None:
+            """End what has waited too long or never can start, with an output that says why."""
+            overdue = self.steering_admission.overdue() if self.pause_state is PauseState.UNPAUSED else {}
+            self._steering_meter.timed_out += len(overdue)
+            reasons = {**overdue, **self._malformed}
+            self._malformed.clear()
+            for request in self.finish_requests(list(reasons), RequestStatus.FINISHED_ERROR) if reasons else ():
+                output = EngineCoreOutput(
+                    request_id=request.request_id,
+                    new_token_ids=[],
+                    finish_reason=request.get_finished_reason(),
+                    stop_reason=REFUSED + reasons[request.request_id],
+                    events=request.take_events(),
+                    trace_headers=request.trace_headers,
+                )
+                outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(output)
+
         def schedule(self, *args: Any, **kwargs: Any) -> Any:
-            self._full = False
+            self.steering_admission.begin_step()
             self._capture_left = self._capture_rows
             return super().schedule(*args, **kwargs)
 
         def _handle_blocked_waiting_request(self, request: Any) -> bool:
-            if not super()._handle_blocked_waiting_request(request):
+            if request.request_id in self._malformed or not super()._handle_blocked_waiting_request(request):
                 return False
             resolved = self._steered.get(request.request_id)
-            if resolved is None or request.request_id in self._admitted:
+            if resolved is None or self.steering_admission.has(request.request_id):
                 return True
-            rows = resolved.rows_in_all(request.num_prompt_tokens, request.max_tokens) if resolved.max_captures else 0
-            if rows and not self._full and sum(self._capture_booked.values()) + rows > self._capture_budget:
-                if self._capture_policy == "wait":
-                    self._full = True
-                    return False
+            started = perf_counter()
+            rows = self._rows_in_all(request, resolved) if resolved.max_captures else 0
+            if self._capture_policy == "fail" and not self.steering_admission.has_room_for_captures(rows):
                 resolved, rows = self._give_up_capture(request), 0
-            if self._full or not self.steering_ledger.fits(resolved.rows):
-                self._full = True
-                return False
-            self.steering_ledger.acquire(resolved.rows)
-            self._admitted.add(request.request_id)
-            if rows:
-                self._capture_booked[request.request_id] = rows
-            return True
+            admitted = self.steering_admission.admit(request.request_id, resolved, rows)
+            self._steering_meter.seconds += perf_counter() - started
+            return admitted
+
+        def _rows_in_all(self, request: Any, resolved: Resolved) -> int:
+            """Most rows that a request can store: it ends with the model's length, whatever ``max_tokens`` says.
+            Projections count as the rows that would take as many bytes."""
+            tokens = min(request.max_tokens, self.max_model_len - request.num_prompt_tokens)
+            row = self._row_bytes()
+            return -(-resolved.bytes_in_all(request.num_prompt_tokens, tokens, row) // row)
 
         def _give_up_capture(self, request: Any) -> Resolved:
             """Under the policy ``fail``: run without the reads; workers see the same, since nothing was sent yet."""
-            program = Program.from_bytes(program_bytes(request.sampling_params) or b"").without_reads()
+            program = Program.from_checked(program_bytes(request.sampling_params) or b"").without_reads()
             params = copy.copy(request.sampling_params)
             params.extra_args = {**params.extra_args, EXTRA_KEY: program.to_bytes()}
             request.sampling_params = params
-            self.steering_outbox.say(request.request_id, NO_ROOM)
+            self.steering_outbox.say(request, NO_ROOM)
+            self._steering_meter.given_up += 1
             resolved = resolve(program, request.num_prompt_tokens, self._steering_layers)
             self._steered[request.request_id] = resolved
             return resolved
@@ -184,11 +225,8 @@ def steering_scheduler(base: Any) -> Any:
             return int(model_config.get_hidden_size() * model_config.dtype.itemsize)
 
         def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
-            resolved = self._steered.pop(request.request_id, None)
-            if resolved is not None and request.request_id in self._admitted:
-                self._admitted.remove(request.request_id)
-                self._capture_booked.pop(request.request_id, None)
-                self.steering_ledger.release(resolved.rows)
+            self._steered.pop(request.request_id, None)
+            self.steering_admission.release(request.request_id)
             return super()._free_request(request, *args, **kwargs)
 
     return SteeringScheduler

@@ -8,43 +8,73 @@ knows which one it is in.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
-from vllm.distributed import get_tensor_model_parallel_rank
-from vllm.logger import init_logger
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
 from vllm_steer.config import from_vllm_config
-from vllm_steer.engine.collect import PendingRows, Planned, snapshot
+from vllm_steer.engine.collect import Departures, Leaving, PendingRows
+from vllm_steer.engine.graph_sets import GraphSets
+from vllm_steer.engine.step_rows import Plan, Reading, Steady
 from vllm_steer.engine.store import ProgramStore
 from vllm_steer.errors import SteeringError
+from vllm_steer.log import steering_logger
+from vllm_steer.metrics.worker_notes import WorkerNote
 from vllm_steer.models.discovery import find_decoder
 from vllm_steer.models.install import install_taps
-from vllm_steer.points import POINT_NAMES
-from vllm_steer.taps.rows import assign_places, assign_rows, clear_rows
+from vllm_steer.points import POINTS_FLAG, points_on
+from vllm_steer.taps.rows import Layout, assign_places, assign_rows, clear_rows
 from vllm_steer.taps.tables import Tables
 from vllm_steer.taps.tap import CONTEXT_KEY
 
-logger = init_logger(__name__)
+logger = steering_logger(__name__)
+P = ParamSpec("P")
 
 
 @dataclass(frozen=True)
 class StepBatch:
-    """What a runner says about one real step, all on the device.
+    """What a runner says about one real step.
 
-    ``slot`` ``[tokens]``: each token's request's place in the segment tables. ``position`` ``[tokens]``: its absolute
-    position. ``num_padded``: how many tokens the model runs on. ``requests``: id, first position and number of tokens
-    of each request in batch order, as the host knows them (positions may be ahead of the device's); looked at only
-    while some request captures.
+    ``layout`` is the device's word on slots and positions. The rest is the host's, int arrays by request in batch
+    order: ``slot``, ``first`` (its first position in this step, which can be ahead of the device's while draft tokens
+    await their verdict) and ``count`` (its tokens in this step). ``num_padded``: how many tokens the model runs on.
     """
 
-    slot: torch.Tensor
-    position: torch.Tensor
+    layout: Layout
+    ids: Sequence[str]
+    slot: npt.NDArray[np.int32]
+    first: npt.NDArray[np.int64]
+    count: npt.NDArray[np.int64]
     num_padded: int
-    requests: Sequence[tuple[str, int, int]] = ()
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """What a step stores: its first ``num_rows`` rows of the arena."""
+
+    plan: Plan | Reading
+    num_rows: int
+    position: torch.Tensor | None
+
+
+def _timed(method: Callable[Concatenate[Steering, P], None]) -> Callable[Concatenate[Steering, P], None]:
+    """Add what a call takes to the step's seconds."""
+
+    @wraps(method)
+    def timed(self: Steering, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        started = time.perf_counter()
+        method(self, *args, **kwargs)
+        self._seconds += time.perf_counter() - started
+
+    return timed
 
 
 class Steering:
@@ -58,33 +88,52 @@ class Steering:
         if config is None:
             raise SteeringError("additional_config", "has no steering section, though the steering worker is in use")
         model_config = vllm_config.model_config
-        decoder = find_decoder(model, model_config.hf_text_config)
+        decoder = find_decoder(model, model_config.hf_text_config, allow_unproven=config.allow_unproven)
+        for doubt in decoder.unproven:
+            logger.warning("Steering runs unproven, as --steering-allow-unproven asks: %s.", doubt)
+        refused = decoder.refused(get_tensor_model_parallel_world_size() > 1)
+        for point in config.points:
+            if len(reasons := refused[point]) == len(decoder.sites):
+                # Requests at it are refused with the reason, each; the operator is told why that is so.
+                logger.warning("%s %s serves nothing here: %s.", POINTS_FLAG, point, next(iter(reasons.values())))
         self.decoder = decoder
+        points = points_on(config.points)
         self.tables = Tables(
             config,
-            num_sites=decoder.num_layers * len(POINT_NAMES),
+            num_sites=decoder.num_layers * len(points),
             hidden_size=model_config.get_hidden_size(),
             max_tokens=max_tokens,
             max_requests=max_requests,
             dtype=model_config.dtype,
             device=device,
         )
-        self.store = ProgramStore(self.tables, config, decoder.num_layers)
+        self.store = ProgramStore(self.tables, config, decoder.num_layers, decoder.own_layers)
         install_taps(decoder, self.tables)
         vllm_config.compilation_config.static_forward_context[CONTEXT_KEY] = self.tables
-        # A captured graph replays the launches that it saw: with graphs, taps launch in every step and leave by row 0.
-        self._always_launch = device.type == "cuda" and not model_config.enforce_eager
-        self.tables.launch = self._always_launch
+        self.graph_sets = GraphSets(self.tables, config.graph_sets, len(points))
+        if device.type == "cuda":
+            from vllm_steer.taps.kernel import warm_up
+            from vllm_steer.taps.rows_kernel import launch_places, launch_rows
+
+            self._rows_of, self._places_of = launch_rows, launch_places
+            warm_up(self.tables, model_config.dtype)
+        else:
+            self._rows_of, self._places_of = assign_rows, assign_places
         self._written = 0
         self._drafts = vllm_config.speculative_config is not None
         self._leaves = get_tensor_model_parallel_rank() == 0
-        self._side_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._step: tuple[StepBatch, tuple[Planned, ...], int] | None = None
+        self._departures = Departures(device)
+        self._step: _Stored | None = None
+        self._steady: tuple[int, Steady] = (-1, Steady((), ()))
         self._pending: PendingRows | None = None
+        self._seconds = 0.0
+        self._worked = False
         self._model_config = model_config
+        self._model_class = type(model).__name__
+        self.self_check: dict[str, Any] = {"ran": False, "reason": "the engine is still starting"}
         logger.info(
             "Steering: %d sites on %d layers of %s, tables %.1f MiB, installed in %.0f ms",
-            len(decoder.sites) * len(POINT_NAMES),
+            len(decoder.sites) * len(points),
             len(decoder.sites),
             type(model).__name__,
             self.tables.num_bytes / 2**20,
@@ -96,64 +145,124 @@ class Steering:
         """Whether any request in the engine is steered: if not, a runner need not describe its batch."""
         return self.store.num_steered > 0
 
+    @_timed
     def begin_step(self, batch: StepBatch) -> None:
         """Before the forward pass of a real step while :attr:`active`."""
+        self._worked = True
+        store = self.store
+        store.flush()
+        # Where drafts are in flight the host's first position may be too high, so its word on an end is not taken.
+        first = np.zeros_like(batch.first) if self._drafts else batch.first
+        stop = batch.first + batch.count
+        if not store.active.meets(batch.slot, first, stop).any():
+            self.begin_idle_step()
+            return
         if self._written > batch.num_padded:
             clear_rows(self.tables, self._written)
-        assign_rows(self.tables, batch.slot, batch.position, batch.num_padded)
+        self._assign_rows(batch.layout, batch.num_padded)
         self._written = batch.num_padded
-        self.tables.launch = True
-        if self.store.num_capturing:
-            assign_places(self.tables, batch.slot.shape[0])
-            planned, num_rows = self._plan(batch)
-            self._step = (batch, planned, num_rows) if num_rows and self._leaves else None
+        self.graph_sets.busy(self.tables.site_users, store.version)
+        if not store.num_capturing:
+            return
+        reading = np.flatnonzero(store.reads.meets(batch.slot, first, stop))
+        if len(reading):
+            self._places_of(self.tables, batch.layout.position.shape[0])
+            if self._leaves:
+                self._step = self._plan(batch, reading)
 
-    def _plan(self, batch: StepBatch) -> tuple[tuple[Planned, ...], int]:
-        """The capturing requests of a step, and how many rows it stores (at most, where drafts may be rejected)."""
-        planned = []
-        num_rows = token = 0
-        for request_id, first, count in batch.requests:
-            resolved = self.store.resolved_of(request_id)
-            if resolved is not None and resolved.max_captures:
-                planned.append(Planned(request_id, resolved, token, count))
-                num_rows += (
-                    count * resolved.max_captures if self._drafts else resolved.captured_rows(first, first + count)
-                )
-            token += count
-        return tuple(planned), min(num_rows, self.tables.arena.shape[0])
+    def _assign_rows(self, layout: Layout, num_padded: int) -> None:
+        self._rows_of(self.tables, layout, num_padded)
 
+    def _plan(self, batch: StepBatch, reading: npt.NDArray[np.int64]) -> _Stored | None:
+        """What the requests at ``reading`` in the batch store in this step."""
+        first, count = batch.first[reading], batch.count[reading]
+        ids = tuple(batch.ids) if len(reading) == len(batch.ids) else tuple(batch.ids[i] for i in reading.tolist())
+        if not self._drafts and (first >= self.store.last_segment[batch.slot[reading]]).all():
+            # A steady batch: no position changes segment any more.
+            plan = self._steady_batch(ids).plan(first, count)
+            return self._leaving(plan, plan.num_rows, None)
+        token = (np.cumsum(batch.count) - batch.count)[reading]
+        them = Reading(ids, tuple(self.store.resolved_of(name) for name in ids), token, first, count)
+        if self._drafts:
+            return self._leaving(them, them.most_rows(), batch.layout.position)
+        plan = them.spread(first.tolist())
+        return self._leaving(plan, plan.num_rows, None)
+
+    def _leaving(self, plan: Plan | Reading, num_rows: int, position: torch.Tensor | None) -> _Stored | None:
+        num_rows = min(num_rows, self.tables.arena.shape[0])
+        return _Stored(plan, num_rows, position) if num_rows else None
+
+    def _steady_batch(self, ids: tuple[str, ...]) -> Steady:
+        """Made again only when a request came or went, or the batch is in another order."""
+        changes, steady = self._steady
+        if changes != self.store.changes or steady.ids != ids:
+            steady = Steady(ids, tuple(self.store.resolved_of(name).segments[-1].row for name in ids))
+            self._steady = (self.store.changes, steady)
+        return steady
+
+    @_timed
     def end_step(self) -> None:
         """After the forward pass, on the same stream: what was captured must leave before the next step stores over
         it."""
-        if self._step is None:
-            return
-        batch, planned, num_rows = self._step
-        self._step = None
-        self._pending = snapshot(self.tables, batch.position, planned, num_rows, self._side_stream)
+        step, self._step = self._step, None
+        if step is not None:
+            stored = self.tables.arena[: step.num_rows]
+            self._pending = self._departures.start(stored, step.position, step.plan, self._forms(step.plan))
+
+    def _forms(self, plan: Plan | Reading) -> tuple[Leaving, ...]:
+        """In what forms a step's rows leave. Where positions are the device's word alone, every form takes them all."""
+        wanted: list[tuple[bytes, npt.NDArray[np.int64] | None]]
+        if isinstance(plan, Plan):
+            wanted = [(channel.entries.projection, channel.rows) for channel in plan.channels]
+        else:
+            wanted = [(projection, None) for projection in plan.projections()]
+        return tuple(
+            Leaving(projection, rows, self.store.directions(projection) if projection else None)
+            for projection, rows in wanted
+        )
+
+    @contextmanager
+    def taking_rows(self) -> Iterator[None]:
+        """This rank's rows go to :meth:`take_rows`, also where another rank's are those that requests get."""
+        leaves, self._leaves = self._leaves, True
+        try:
+            yield
+        finally:
+            self._leaves = leaves
 
     def take_rows(self) -> PendingRows | None:
         """The last step's captured rows, once."""
         pending, self._pending = self._pending, None
         return pending
 
+    def take_note(self) -> WorkerNote | None:
+        """What the last step took, once; None where it had nothing to do for us."""
+        seconds, self._seconds = self._seconds, 0.0
+        worked, self._worked = self._worked, False
+        return WorkerNote(seconds, self._departures.num_bytes) if worked else None
+
     def begin_idle_step(self) -> None:
         """Before any other forward pass: real steps without steered requests, dummy, profiling and capture runs."""
+        self.store.flush()
         if self._written:
             clear_rows(self.tables, self._written)
             self._written = 0
-        self.tables.launch = self._always_launch
+        self.graph_sets.idle()
 
     def capabilities(self) -> dict[str, Any]:
         """What this rank serves, in builtins only: it travels to the front end as an RPC result."""
-        refused: dict[str, dict[str, str]] = {}
-        for site in self.decoder.sites:
-            if site.recipe.mid is None:
-                reason = site.recipe.no_mid.format(layer=type(site.layer).__name__)
-                refused.setdefault("post_attn", {})[str(site.number)] = reason
+        tensor_parallel = get_tensor_model_parallel_world_size() > 1
         return {
             "num_layers": self.decoder.num_layers,
             "hidden_size": self._model_config.get_hidden_size(),
             "max_model_len": self._model_config.max_model_len,
-            "refused": refused,
+            "refused": self.decoder.refused(tensor_parallel),
+            "unread": self.decoder.unread(tensor_parallel),
             "dtype": str(self._model_config.dtype).removeprefix("torch."),
+            "architecture": self._model_config.architectures[0],
+            "model_class": self._model_class,
+            "recipes": self.decoder.recipes(),
+            "unproven": list(self.decoder.unproven),
+            "tables": {name: value.nbytes for name, value in self.tables.named_tensors()},
+            "self_check": self.self_check,
         }

@@ -2,8 +2,9 @@
 """The worker's side of the books: what each running request's program occupies in the device tables.
 
 Everything is uploaded once: a vector when the first request that uses it is admitted, a row likewise, a request's
-segments when it joins. A step in which no request joins uploads nothing here. All writes are enqueued on the stream on
-which the model runs, so a step that is still in flight never sees a later one's tables.
+segments when it joins. What requests change between two steps goes up together; a step in which none comes or goes
+uploads nothing here. All writes are enqueued on the stream on which the model runs, so a step that is still in flight
+never sees a later one's tables.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import numpy.typing as npt
 import torch
 
 from vllm_steer.config import SteeringConfig
+from vllm_steer.engine.staged import Staged
 from vllm_steer.params import program_bytes
-from vllm_steer.program import Instruction, Ledger, PlacedRow, Program, Resolved, resolve
+from vllm_steer.program import Form, Instruction, Ledger, PlacedRow, Program, Resolved, resolve
 from vllm_steer.program.instructions import CAPTURE
 from vllm_steer.taps.tables import END, Tables
 
@@ -28,16 +30,84 @@ class _Running:
     resolved: Resolved
 
 
+@dataclass
+class _Directions:
+    """A projection that running requests use: the digests of its directions, and their places on the device."""
+
+    digests: tuple[bytes, ...]
+    users: int = 0
+    places: torch.Tensor | None = None
+
+
+class Spans:
+    """For each slot a span of positions, ``[low, high)``, empty where there is none; host-side, for a whole batch at
+    once."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._low = np.full(num_slots, END, dtype=np.int64)
+        self._high = np.zeros(num_slots, dtype=np.int64)
+
+    def set(self, slot: int, low: int, high: int) -> None:
+        self._low[slot], self._high[slot] = low, high
+
+    def clear(self, slot: int) -> None:
+        self.set(slot, END, 0)
+
+    def meets(
+        self, slot: npt.NDArray[np.int32], first: npt.NDArray[np.int64], stop: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.bool_]:
+        """Whether the positions ``first`` up to ``stop`` of the requests in these slots touch their spans."""
+        meets: npt.NDArray[np.bool_] = (stop > self._low[slot]) & (first < self._high[slot])
+        return meets
+
+
+def _projected(resolved: Resolved) -> list[Form]:
+    """The forms in which rows leave projected, each projection once."""
+    forms = {form.projection: form for row in resolved.rows for form in row.forms if form.directions}
+    return list(forms.values())
+
+
 class ProgramStore:
     """Places programs in :class:`Tables`; refuses nothing, since the scheduler's ledger admitted all it is given."""
 
-    def __init__(self, tables: Tables, config: SteeringConfig, num_layers: int) -> None:
+    def __init__(self, tables: Tables, config: SteeringConfig, num_layers: int, own: range | None = None) -> None:
         self.tables = tables
         self._num_layers = num_layers
+        self._own = own
         self._max_segments = config.max_segments
         self._ledger = Ledger(config.max_rows, config.max_instructions, config.max_vectors)
         self._running: dict[str, _Running] = {}
+        self._directions: dict[bytes, _Directions] = {}
         self._capturing = 0
+        num_slots = tables.segment_start.shape[0]
+        # Where a request's tokens have a row at all, and where that row reads: by slot.
+        self.active, self.reads = Spans(num_slots), Spans(num_slots)
+        # Where the last segment of a request begins: by slot.
+        self.last_segment = np.zeros(num_slots, dtype=np.int64)
+        # Changes whenever the sites in use may have changed, and whenever a request came or went.
+        self.version = self.changes = 0
+        self._no_rows = np.zeros(self._max_segments, dtype=np.int32)
+        self._staged = tuple(
+            Staged(table)
+            for table in (
+                tables.vector,
+                tables.instruction,
+                tables.parameter,
+                tables.head,
+                tables.row_captures,
+                tables.segment_start,
+                tables.segment_row,
+            )
+        )
+        (
+            self._vector,
+            self._instruction,
+            self._parameter,
+            self._head,
+            self._row_captures,
+            self._segment_start,
+            self._segment_row,
+        ) = self._staged
 
     @property
     def num_steered(self) -> int:
@@ -49,9 +119,9 @@ class ProgramStore:
         """Requests in the engine some of whose tokens store rows."""
         return self._capturing
 
-    def resolved_of(self, request_id: str) -> Resolved | None:
-        running = self._running.get(request_id)
-        return None if running is None else running.resolved
+    def resolved_of(self, request_id: str) -> Resolved:
+        """The program of a request that holds a slot."""
+        return self._running[request_id].resolved
 
     def slot_of(self, request_id: str) -> int | None:
         running = self._running.get(request_id)
@@ -62,18 +132,24 @@ class ProgramStore:
         data = program_bytes(sampling_params)
         if data is None:
             return False
-        program = Program.from_bytes(data)
-        resolved = resolve(program, prompt_len, self._num_layers)
+        program = Program.from_checked(data)
+        resolved = resolve(program, prompt_len, self._num_layers, self._own)
         if not resolved.rows:
             return False
         new_rows, new_vectors = self._ledger.acquire(resolved.rows)
         for digest, place in new_vectors.items():
-            self._write(self.tables.vector[place], program.vector(program.by_digest[digest]))
-        if new_rows:
-            self._write_rows(new_rows)
-        self._write_segments(slot, resolved)
+            self._vector.put(place, program.vector(program.by_digest[digest]))
+        for placed in new_rows:
+            self._put_row(placed)
+        self._put_segments(slot, resolved)
         self._running[request_id] = _Running(slot, resolved)
+        for form in _projected(resolved):
+            self._directions.setdefault(form.projection, _Directions(form.directions)).users += 1
         self._capturing += resolved.max_captures > 0
+        self.changes += 1
+        self.active.set(slot, *resolved.active)
+        self.reads.set(slot, *resolved.reading)
+        self.last_segment[slot] = resolved.segments[-1].start
         return True
 
     def remove(self, request_id: str) -> int | None:
@@ -82,66 +158,68 @@ class ProgramStore:
         if running is None:
             return None
         self._capturing -= running.resolved.max_captures > 0
+        for form in _projected(running.resolved):
+            held = self._directions[form.projection]
+            held.users -= 1
+            if not held.users:
+                del self._directions[form.projection]
         for row in running.resolved.rows:
             self._ledger.release([row])
             if not self._ledger.holds(row):
                 self._count_users(row.instructions, -1)
-        self.tables.segment_row[running.slot].zero_()
+        self.active.clear(running.slot)
+        self.reads.clear(running.slot)
+        self.changes += 1
+        self._segment_row.put(running.slot, self._no_rows)
         return running.slot
 
-    def _write_rows(self, new_rows: list[PlacedRow]) -> None:
-        tables = self.tables
-        total = sum(len(placed.instruction_places) for placed in new_rows)
-        places = np.empty(total, dtype=np.int64)
-        records = np.zeros((total, 4), dtype=np.int32)
-        numbers = np.zeros((total, 4), dtype=np.float32)
-        at = 0
-        for placed in new_rows:
-            heads = np.zeros(tables.num_sites, dtype=np.int32)
-            last_at: dict[int, int] = {}
-            for place, instruction in zip(placed.instruction_places, placed.row.instructions, strict=True):
-                previous = last_at.get(instruction.site)
-                if previous is None:
-                    heads[instruction.site] = place
-                else:
-                    records[previous, 2] = place
-                last_at[instruction.site] = at
-                places[at] = place
-                records[at, :2] = instruction.code, self._argument(instruction)
-                numbers[at, :3] = instruction.strength, instruction.low, instruction.high
-                at += 1
-            self._write(tables.head[placed.place], heads)
-            tables.row_captures[placed.place].fill_(len(placed.row.captures))
-            self._count_users(placed.row.instructions, 1)
-        index = self._upload(places)
-        tables.instruction.index_copy_(0, index, self._upload(records))
-        tables.parameter.index_copy_(0, index, self._upload(numbers))
+    def directions(self, projection: bytes) -> torch.Tensor:
+        """The directions ``[k, hidden]`` float32, on the device, of a projection that a running request uses.
+
+        They are gathered from the pool of vectors, on the current stream: the forward pass's, on which they were
+        written.
+        """
+        held = self._directions[projection]
+        if held.places is None:
+            places = torch.tensor([self._ledger.vector_place(digest) for digest in held.digests])
+            if self.tables.device.type == "cuda":
+                places = places.pin_memory().to(self.tables.device, non_blocking=True)
+            held.places = places
+        return self.tables.vector.index_select(0, held.places)
+
+    def flush(self) -> None:
+        """Before a step: write to the tables what has changed since the last one."""
+        for staged in self._staged:
+            staged.flush()
+
+    def _put_row(self, placed: PlacedRow) -> None:
+        heads = np.zeros(self.tables.num_sites, dtype=np.int32)
+        following: dict[int, int] = {}
+        pairs = list(zip(placed.instruction_places, placed.row.instructions, strict=True))
+        # From the last to the first: each then knows the one that comes after it at its site.
+        for place, each in reversed(pairs):
+            self._instruction.put(place, (each.code, self._argument(each), following.get(each.site, 0), 0))
+            self._parameter.put(place, (each.strength, each.low, each.high, 0.0))
+            heads[self.tables.column[each.site]] = following[each.site] = place
+        self._head.put(placed.place, heads)
+        self._row_captures.put(placed.place, len(placed.row.captures))
+        self._count_users(placed.row.instructions, 1)
 
     def _argument(self, instruction: Instruction) -> int:
         if instruction.code == CAPTURE:
             return instruction.index
         return self._ledger.vector_place(instruction.vector)
 
-    def _write_segments(self, slot: int, resolved: Resolved) -> None:
+    def _put_segments(self, slot: int, resolved: Resolved) -> None:
         starts = np.full(self._max_segments, END, dtype=np.int32)
         rows = np.zeros(self._max_segments, dtype=np.int32)
         for i, segment in enumerate(resolved.segments):
             starts[i] = segment.start
             rows[i] = self._ledger.row_place(segment.row)
-        self._write(self.tables.segment_start[slot], starts)
-        self._write(self.tables.segment_row[slot], rows)
+        self._segment_start.put(slot, starts)
+        self._segment_row.put(slot, rows)
 
     def _count_users(self, instructions: Any, change: int) -> None:
         for site in {instruction.site for instruction in instructions}:
-            self.tables.site_users[site] += change
-
-    def _upload(self, values: npt.NDArray[Any]) -> torch.Tensor:
-        """Host to device without a sync: pinned memory comes from torch's caching host allocator, which keeps a block
-        until the copy out of it has run."""
-        tensor = torch.from_numpy(np.array(values))
-        if self.tables.device.type == "cuda":
-            return tensor.pin_memory().to(self.tables.device, non_blocking=True)
-        return tensor
-
-    def _write(self, place: torch.Tensor, values: npt.NDArray[Any]) -> None:
-        place.copy_(self._upload(values), non_blocking=True)
+            self.tables.site_users[self.tables.column[site]] += change
+        self.version += 1

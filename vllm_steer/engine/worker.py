@@ -9,10 +9,13 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+import torch
 from vllm.platforms import current_platform
 
 from vllm_steer.engine.runner_v1 import SteeringRunnerV1
 from vllm_steer.engine.runner_v2 import SteeringRunnerV2
+from vllm_steer.engine.selfcheck import self_check
+from vllm_steer.metrics.worker_notes import note
 
 
 def _platform_worker() -> Any:
@@ -40,6 +43,7 @@ class SteeringWorker(_platform_worker()):  # type: ignore[misc]
     """Named by ``--enable-steering`` as vLLM's ``worker_cls``."""
 
     model_runner: Any
+    _steering_asleep: dict[str, torch.Tensor] | None = None
 
     def init_device(self) -> None:
         super().init_device()
@@ -47,6 +51,34 @@ class SteeringWorker(_platform_worker()):  # type: ignore[misc]
         # override on every platform; the class is changed before anything is loaded.
         chosen: Any = type(self.model_runner)
         self.model_runner.__class__ = _steering_runner(chosen)
+
+    def load_model(self, **kwargs: Any) -> None:
+        super().load_model(**kwargs)
+        if self.device.type == "cuda":
+            # vLLM takes what its own loading allocated for all that was there before it profiles a forward pass, and
+            # would give the tables' memory to the KV cache once more.
+            self.model_runner.model_memory_usage += self.model_runner.steering.tables.num_bytes
+
+    def sleep(self, level: int = 1) -> None:
+        # The tables lie in the memory pool of the weights. Level 1 keeps what is in it, level 2 does not.
+        if level == 2:
+            self._steering_asleep = self.model_runner.steering.tables.saved()
+        super().sleep(level)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        super().wake_up(tags)
+        if self._steering_asleep is not None and (tags is None or "weights" in tags):
+            self.model_runner.steering.tables.restore(self._steering_asleep)
+            self._steering_asleep = None
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        return note(super().sample_tokens(*args, **kwargs), self.model_runner.steering.take_note())
+
+    def compile_or_warm_up_model(self) -> Any:
+        """vLLM's last step before it serves; then, on the path that serves, the check of the taps."""
+        times = super().compile_or_warm_up_model()
+        self.model_runner.steering.self_check = self_check(self)
+        return times
 
     def steering_capabilities(self) -> dict[str, Any]:
         """RPC: what this rank serves, see :meth:`vllm_steer.engine.steering.Steering.capabilities`."""

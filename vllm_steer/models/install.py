@@ -7,34 +7,86 @@ so the wrappers are plain functions over tensors.
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
 
-from vllm_steer.models.discovery import Decoder
-from vllm_steer.points import POINT_NAMES
+from vllm_steer.models.branches import SUMMAND, not_served, place_of
+from vllm_steer.models.discovery import Decoder, Site
+from vllm_steer.models.layers import ENTRY, EXIT
+from vllm_steer.models.recipes import Branch
+from vllm_steer.points import OPTIONAL_POINTS, POINT_NAMES, POINTS, PointName
 from vllm_steer.taps.tables import Tables
 from vllm_steer.taps.tap import Tap
 
-PRE_ATTN, POST_ATTN, POST_BLOCK = (POINT_NAMES.index(name) for name in ("pre_attn", "post_attn", "post_block"))
+Stand = Callable[..., None]
+"""What is called with the summands of the stream at one place."""
 
 
 def install_taps(decoder: Decoder, tables: Tables) -> None:
-    """Install every tap of this rank's layers."""
+    """Install every tap of this rank's layers, at the points that the engine has."""
     for site in decoder.sites:
         first = site.number * len(POINT_NAMES)
         layer: Any = site.layer
-        taps = [Tap(tables, first + point) for point in range(len(POINT_NAMES))]
+        taps = {name: Tap(tables, tables.column[first + POINTS[name].index]) for name in tables.points}
+        summands = _tap_outputs(site, taps)
+        forward = layer.forward
         wrap = _pair_layer if site.recipe.shape == "pair" else _single_layer
-        layer.forward = wrap(layer.forward, taps[PRE_ATTN], taps[POST_BLOCK])
-        if site.recipe.mid is not None:
-            mid: Any = getattr(layer, site.recipe.mid)
+        mid_name = site.recipe.mid
+        post_attn = _with_branch(summands.get("attn_out"), taps["post_attn"])
+        post_block = _with_branch(summands.get("mlp_out"), taps["post_block"])
+        before: Stand = _both(taps["pre_attn"], post_attn) if mid_name == ENTRY else taps["pre_attn"]
+        after: Stand = _both(post_attn, post_block) if mid_name == EXIT else post_block
+        layer.forward = wrap(forward, before, after)
+        if site.recipe.branch is not None:
+            _read_branch(layer, forward, site.recipe.branch, taps["post_attn"])
+        if mid_name not in (None, ENTRY, EXIT):
+            mid: Any = layer.get_submodule(mid_name)
             wrap_mid = _pair_mid if site.recipe.shape == "pair" else _single_mid
-            mid.forward = wrap_mid(mid.forward, taps[POST_ATTN])
+            mid.forward = wrap_mid(mid.forward, post_attn)
         # Registered on the layer, so that the taps' buffers are the module's own and move with it.
-        layer.steering_taps = nn.ModuleList(taps)
+        layer.steering_taps = nn.ModuleList(taps.values())
+
+
+def _tap_outputs(site: Site, taps: Mapping[PointName, Tap]) -> dict[PointName, Tap]:
+    """Put those taps of branches that stand behind a submodule; the others, which stand at a summand, are returned."""
+    summands: dict[PointName, Tap] = {}
+    for point in OPTIONAL_POINTS:
+        if point not in taps or not_served(point, site.recipe, site.layer) is not None:
+            continue
+        place = place_of(point, site.recipe, site.layer)
+        if place == SUMMAND:
+            summands[point] = taps[point]
+        else:
+            module: Any = site.layer.get_submodule(place)
+            module.forward = _output(module.forward, taps[point])
+    return summands
+
+
+def _output(forward: Callable[..., Any], tap: Tap) -> Callable[..., Any]:
+    """What a submodule gives, ahead of everything that computes with it."""
+
+    def steered(*args: Any, **kwargs: Any) -> Any:
+        out = forward(*args, **kwargs)
+        tap(out[0] if isinstance(out, tuple) else out)
+        return out
+
+    return steered
+
+
+def _with_branch(branch: Tap | None, stream: Tap) -> Stand:
+    """The point on the stream, behind the one on the summand that the layer hands on beside the residual, if any."""
+    if branch is None:
+        return stream
+
+    def stand(residual: Any, hidden: Any) -> None:
+        branch(hidden)
+        stream(residual, hidden)
+
+    return stand
 
 
 def _argument(forward: Callable[..., Any], name: str) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
@@ -47,7 +99,17 @@ def _argument(forward: Callable[..., Any], name: str) -> Callable[[tuple[Any, ..
     return get
 
 
-def _pair_layer(forward: Callable[..., Any], pre_attn: Tap, post_block: Tap) -> Callable[..., Any]:
+def _both(first: Stand, second: Stand) -> Stand:
+    """Two points at one place, in their order."""
+
+    def stand(*summands: Any) -> None:
+        first(*summands)
+        second(*summands)
+
+    return stand
+
+
+def _pair_layer(forward: Callable[..., Any], pre_attn: Stand, post_block: Stand) -> Callable[..., Any]:
     hidden_of, residual_of = _argument(forward, "hidden_states"), _argument(forward, "residual")
 
     def steered(*args: Any, **kwargs: Any) -> Any:
@@ -56,14 +118,15 @@ def _pair_layer(forward: Callable[..., Any], pre_attn: Tap, post_block: Tap) -> 
             pre_attn(hidden)
         else:
             pre_attn(residual, hidden)
-        hidden, residual = forward(*args, **kwargs)
-        post_block(residual, hidden)
-        return hidden, residual
+        out = forward(*args, **kwargs)
+        # Some layers return more beside the two summands.
+        post_block(out[1], out[0])
+        return out
 
     return steered
 
 
-def _single_layer(forward: Callable[..., Any], pre_attn: Tap, post_block: Tap) -> Callable[..., Any]:
+def _single_layer(forward: Callable[..., Any], pre_attn: Stand, post_block: Stand) -> Callable[..., Any]:
     hidden_of = _argument(forward, "hidden_states")
 
     def steered(*args: Any, **kwargs: Any) -> Any:
@@ -76,7 +139,7 @@ def _single_layer(forward: Callable[..., Any], pre_attn: Tap, post_block: Tap) -
     return steered
 
 
-def _pair_mid(forward: Callable[..., Any], post_attn: Tap) -> Callable[..., Any]:
+def _pair_mid(forward: Callable[..., Any], post_attn: Stand) -> Callable[..., Any]:
     def steered(x: Any, residual: Any) -> Any:
         post_attn(residual, x)
         return forward(x, residual)
@@ -84,9 +147,36 @@ def _pair_mid(forward: Callable[..., Any], post_attn: Tap) -> Callable[..., Any]
     return steered
 
 
-def _single_mid(forward: Callable[..., Any], post_attn: Tap) -> Callable[..., Any]:
-    def steered(x: Any) -> Any:
+def _single_mid(forward: Callable[..., Any], post_attn: Stand) -> Callable[..., Any]:
+    def steered(x: Any, *args: Any, **kwargs: Any) -> Any:
         post_attn(x)
-        return forward(x)
+        return forward(x, *args, **kwargs)
 
     return steered
+
+
+def _read_branch(layer: Any, forward: Callable[..., Any], branch: Branch, post_attn: Tap) -> None:
+    """Read a parallel block's input plus its attention branch, which the block itself never adds up alone.
+
+    The input is a tensor that the tap at ``pre_attn`` edits in place before attention runs. The op's schema says that
+    this tap writes to it too; it never does, since edits are refused here.
+    """
+    attention: Any = getattr(layer, branch.module)
+    tapped, attend = layer.forward, attention.forward
+    # Of the layer's own forward: what wraps it takes anything.
+    hidden_of = _argument(forward, "hidden_states")
+    entered: list[Any] = []
+
+    @functools.wraps(forward)
+    def entering(*args: Any, **kwargs: Any) -> Any:
+        entered.append(hidden_of(args, kwargs))
+        out = tapped(*args, **kwargs)
+        entered.clear()
+        return out
+
+    def read(*args: Any, **kwargs: Any) -> Any:
+        out = attend(*args, **kwargs)
+        post_attn(entered[-1], branch.added(out))
+        return out
+
+    layer.forward, attention.forward = entering, read

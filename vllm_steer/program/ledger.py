@@ -33,6 +33,7 @@ class Ledger:
     """Reference counts and free places. Row 0 and instruction 0 mean "nothing" and are never given out."""
 
     def __init__(self, max_rows: int, max_instructions: int, max_vectors: int) -> None:
+        self._max_instructions = max_instructions
         self._free_rows = list(range(max_rows, 0, -1))
         self._free_instructions = list(range(max_instructions, 0, -1))
         self._free_vectors = list(range(max_vectors - 1, -1, -1))
@@ -42,13 +43,18 @@ class Ledger:
 
     def fits(self, rows: Iterable[Row]) -> bool:
         """Whether :meth:`acquire` of these rows would succeed now."""
+        return self.lacking(rows) is None
+
+    def lacking(self, rows: Iterable[Row]) -> str | None:
+        """Of what there is too little for these rows now: ``rows``, ``instructions`` or ``vectors``; None if they
+        fit."""
         missing = [row for row in rows if row.digest not in self._rows]
         vectors = {vector for row in missing for vector in row.vectors if vector not in self._vectors}
-        return (
-            len(missing) <= len(self._free_rows)
-            and sum(row.instruction_count for row in missing) <= len(self._free_instructions)
-            and len(vectors) <= len(self._free_vectors)
-        )
+        if len(missing) > len(self._free_rows):
+            return "rows"
+        if sum(row.instruction_count for row in missing) > len(self._free_instructions):
+            return "instructions"
+        return "vectors" if len(vectors) > len(self._free_vectors) else None
 
     def acquire(self, rows: Iterable[Row]) -> tuple[list[PlacedRow], dict[bytes, int]]:
         """Take one reference on each row. Returns what is new: rows with their places, and vectors' places by digest.
@@ -109,6 +115,6 @@ class Ledger:
         """Rows, instructions and vectors in use."""
         return (
             len(self._rows),
-            sum(len(taken) for taken in self._instructions_of.values()),
+            self._max_instructions - len(self._free_instructions),
             len(self._vectors),
         )

@@ -7,21 +7,24 @@ of two requests have equal digests, and so share vectors, rows and prefix-cache 
 
 from __future__ import annotations
 
-import hashlib
 import struct
 from collections.abc import Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.points import POINT_NAMES
+from vllm_steer.points import POINT_NAMES, PointName
 from vllm_steer.program.instructions import CODES, KIND_OF, UNBOUNDED
-from vllm_steer.spec import KINDS, CaptureSpec, Edit, Selector
+from vllm_steer.program.kept import PROGRAMS
+from vllm_steer.spec import KINDS, CaptureSpec, Edit, Projection, Selector, content_digest, projection_digest
 
-WIRE_VERSION = 2
+WIRE_VERSION = 4
 ALL_LAYERS: tuple[int, ...] = ()
+WHOLE = -1
+"""The ``projection`` of a read whose rows leave as they are."""
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True):
@@ -41,17 +44,24 @@ class Step(msgspec.Struct, frozen=True, array_like=True):
     def selector(self) -> Selector:
         return Selector.from_wire(self.tokens)
 
+    def with_strength(self, strength: float, vector_digest: bytes) -> Step:
+        """The same edit at another strength; ``vector_digest`` is that of its vector."""
+        changed = msgspec.structs.replace(self, strength=strength)
+        return msgspec.structs.replace(changed, digest=_step_digest(changed, vector_digest))
+
 
 class Read(msgspec.Struct, frozen=True, array_like=True):
     """One read, compiled: the stream at a point of some layers, on some tokens, ``before`` or after the edits there.
 
-    What becomes of the rows (consumer, dtype, reduction) is the front end's business and is not part of the program.
+    ``projection`` is the place of the directions on which rows are projected before they leave, or :data:`WHOLE`. What
+    else becomes of them (consumer, dtype, mean) is the front end's business and is not part of the program.
     """
 
     point: int
     layers: tuple[int, ...]
     before: bool
     tokens: str | list[int | list[int | None]]
+    projection: int = WHOLE
 
     @property
     def selector(self) -> Selector:
@@ -61,7 +71,8 @@ class Read(msgspec.Struct, frozen=True, array_like=True):
 class Program(msgspec.Struct, frozen=True, array_like=True, dict=True):
     """All edits of one request, in the order in which they apply, and all its reads.
 
-    ``vectors[i]`` holds ``width`` little-endian float32 values; ``digests[i]`` is their content digest.
+    ``vectors[i]`` holds ``width`` little-endian float32 values; ``digests[i]`` is their content digest. A projection is
+    the places of its directions among them.
     """
 
     version: int
@@ -70,84 +81,144 @@ class Program(msgspec.Struct, frozen=True, array_like=True, dict=True):
     reads: tuple[Read, ...]
     digests: tuple[bytes, ...]
     vectors: tuple[bytes, ...]
+    projections: tuple[tuple[int, ...], ...] = ()
 
     def to_bytes(self) -> bytes:
         return msgspec.msgpack.encode(self)
+
+    def seal(self) -> bytes:
+        """:meth:`to_bytes` of a program that this process has compiled, or put together of such and of checked ones:
+        when the bytes come back they need no check."""
+        data = self.to_bytes()
+        PROGRAMS.keep(data, self, checked=True)
+        return data
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Program:
         """Decode; raises :class:`SteeringError` on anything that :meth:`to_bytes` did not write."""
         if not isinstance(data, bytes):
             raise SteeringError("extra_args.steer", "not a compiled program; use steering_vectors or steering instead")
-        return _decode(data)
+        return _decode(data, checked=True)
 
-    def _check(self) -> None:
-        """What the type cannot say about bytes that may come from a client of another version."""
-        if self.version != WIRE_VERSION:
-            raise SteeringError("extra_args.steer", f"wire version {self.version}, this engine reads {WIRE_VERSION}")
+    @classmethod
+    def from_checked(cls, data: bytes) -> Program:
+        """Decode what the front end has checked already: digests are not computed again.
+
+        Raises :class:`SteeringError` on anything that is not a program at all.
+        """
+        if not isinstance(data, bytes):
+            raise SteeringError("extra_args.steer", "not a compiled program; use steering_vectors or steering instead")
+        return _decode(data, checked=False)
+
+    def _check_parts(self) -> None:
+        """What the type cannot say, as far as it keeps an engine from using the program at all."""
         sound = (
             len(self.digests) == len(self.vectors)
             and all(len(vector) == 4 * self.width for vector in self.vectors)
-            and all(_digest(vector) == digest for vector, digest in zip(self.vectors, self.digests, strict=True))
             and all(
                 step.code in KIND_OF
                 and 0 <= step.point < len(POINT_NAMES)
                 and 0 <= step.vector < len(self.vectors)
                 and all(layer >= 0 for layer in step.layers)
-                and np.isfinite([step.strength, step.low, step.high]).all()
-                and step.digest == _step_digest(step, self.digests[step.vector])
                 for step in self.steps
             )
+        )
+        if not sound:
+            raise SteeringError(
+                "extra_args.steer", "the program's parts do not fit together; build it with this package"
+            )
+        if not all(
+            0 <= read.point < len(POINT_NAMES)
+            and all(layer >= 0 for layer in read.layers)
+            and WHOLE <= read.projection < len(self.projections)
+            for read in self.reads
+        ) or not all(places and 0 <= min(places) <= max(places) < len(self.vectors) for places in self.projections):
+            raise SteeringError("extra_args.steer", "a read is of no point or layer; build it with this package")
+        for tokens in (*(step.tokens for step in self.steps), *(read.tokens for read in self.reads)):
+            Selector.from_wire(tokens)
+
+    def _check(self) -> None:
+        """That numbers are finite and digests those of the content."""
+        sound = all(
+            content_digest(vector) == digest for vector, digest in zip(self.vectors, self.digests, strict=True)
+        ) and all(
+            np.isfinite([step.strength, step.low, step.high]).all()
+            and step.digest == _step_digest(step, self.digests[step.vector])
+            for step in self.steps
         )
         if not sound or not all(np.isfinite(self.vector(i)).all() for i in range(len(self.vectors))):
             raise SteeringError(
                 "extra_args.steer", "the program's parts do not fit together; build it with this package"
             )
-        if not all(
-            0 <= read.point < len(POINT_NAMES) and all(layer >= 0 for layer in read.layers) for read in self.reads
-        ):
-            raise SteeringError("extra_args.steer", "a read is of no point or layer; build it with this package")
-        for tokens in (*(step.tokens for step in self.steps), *(read.tokens for read in self.reads)):
-            Selector.from_wire(tokens)
+
+    @cached_property
+    def points(self) -> frozenset[PointName]:
+        """Where it edits or reads."""
+        numbers = {step.point for step in self.steps} | {read.point for read in self.reads}
+        return frozenset(POINT_NAMES[number] for number in numbers)
 
     def without_reads(self) -> Program:
         """The same edits and no read."""
-        return msgspec.structs.replace(self, reads=())
+        return msgspec.structs.replace(self, reads=(), projections=())
+
+    def directions(self, projection: int) -> tuple[bytes, ...]:
+        """The digests of a projection's directions, in order."""
+        return tuple(self.digests[place] for place in self.projections[projection])
+
+    @cached_property
+    def projection_digests(self) -> tuple[bytes, ...]:
+        """Each projection's digest."""
+        return tuple(projection_digest(self.directions(i)) for i in range(len(self.projections)))
 
     def vector(self, index: int) -> np.ndarray:
         """Vector ``index`` as float32 ``[width]``, read-only."""
         return np.frombuffer(self.vectors[index], dtype="<f4")
 
     @cached_property
+    def resolved(self) -> dict[Any, Any]:
+        """What :func:`~vllm_steer.program.resolve.resolve` has made of this program, by its other arguments."""
+        return {}
+
+    @cached_property
     def by_digest(self) -> dict[bytes, int]:
         return {digest: index for index, digest in enumerate(self.digests)}
 
 
-# One request's bytes are read several times on their way (checks, scheduler, worker), many requests' are equal.
-@lru_cache(maxsize=64)
-def _decode(data: bytes) -> Program:
+def _decode(data: bytes, checked: bool) -> Program:
+    program = PROGRAMS.find(data, checked)
+    if program is None:
+        program = PROGRAMS.find(data, False) or _decode_now(data)
+        if checked:
+            program._check()
+        PROGRAMS.keep(data, program, checked)
+    return program
+
+
+def _decode_now(data: bytes) -> Program:
     try:
         program = msgspec.msgpack.decode(data, type=Program)
     except msgspec.MsgspecError as error:
         raise SteeringError("extra_args.steer", f"not a compiled program ({error})") from None
-    program._check()
+    if program.version != WIRE_VERSION:
+        raise SteeringError("extra_args.steer", f"wire version {program.version}, this engine reads {WIRE_VERSION}")
+    program._check_parts()
     return program
-
-
-def _digest(data: bytes) -> bytes:
-    return hashlib.blake2b(data, digest_size=16).digest()
 
 
 def _step_digest(step: Step, vector_digest: bytes) -> bytes:
     """Content of one edit less its selector: the same edit on other tokens has the same digest."""
-    head = struct.pack("<BBddd", step.code, step.point, step.strength, step.low, step.high)
-    return _digest(head + np.asarray(step.layers, dtype="<i4").tobytes() + vector_digest)
+    # With the version: what a point's number means is part of the content.
+    head = struct.pack("<BBBddd", WIRE_VERSION, step.code, step.point, step.strength, step.low, step.high)
+    return content_digest(head + np.asarray(step.layers, dtype="<i4").tobytes() + vector_digest)
 
 
 def compile_program(edits: Sequence[Edit], captures: Sequence[CaptureSpec] = ()) -> Program:
     """The program of ``edits``, which apply in the order given, and of the reads of ``captures``.
 
     Edits of strength 0 change nothing and are left out; equal reads appear once.
+
+    Raises:
+        SteeringError: directions of a capture have another width than the edits' vectors, or those of another capture.
     """
     steps: list[Step] = []
     vectors: dict[bytes, tuple[int, bytes]] = {}
@@ -159,7 +230,7 @@ def compile_program(edits: Sequence[Edit], captures: Sequence[CaptureSpec] = ())
             wide = vector.astype(np.float64)
             vector = np.ascontiguousarray(wide / np.linalg.norm(wide), dtype="<f4")
         data = vector.tobytes()
-        digest = _digest(data)
+        digest = content_digest(data)
         index, _ = vectors.setdefault(digest, (len(vectors), data))
         step = Step(
             code=CODES[edit.kind],
@@ -172,24 +243,44 @@ def compile_program(edits: Sequence[Edit], captures: Sequence[CaptureSpec] = ())
             tokens=edit.tokens.to_wire(),
             digest=b"",
         )
-        steps.append(msgspec.structs.replace(step, digest=_step_digest(step, digest)))
+        steps.append(step.with_strength(step.strength, digest))
+    width = len(edits[0].vector) if edits else 0
+    projections: dict[tuple[int, ...], int] = {}
+    reads: list[Read] = []
+    for spec in captures:
+        if not isinstance(spec.reduce, Projection) or not spec.reduce.in_engine:
+            reads += _reads(spec, WHOLE)
+            continue
+        wide = spec.reduce.directions.shape[1]
+        if width not in (0, wide):
+            raise SteeringError(
+                "capture.reduce.directions", f"are {wide} wide, but other vectors of the request {width}"
+            )
+        width = wide
+        places = tuple(
+            vectors.setdefault(digest, (len(vectors), data))[0]
+            for digest, data in zip(spec.reduce.digests, spec.reduce.vectors, strict=True)
+        )
+        reads += _reads(spec, projections.setdefault(places, len(projections)))
     return Program(
         version=WIRE_VERSION,
-        width=len(edits[0].vector) if edits else 0,
+        width=width,
         steps=tuple(steps),
-        reads=_unique([read for spec in captures for read in _reads(spec)]),
+        reads=_unique(reads),
         digests=tuple(vectors),
         vectors=tuple(data for _, data in vectors.values()),
+        projections=tuple(projections),
     )
 
 
-def _reads(spec: CaptureSpec) -> list[Read]:
+def _reads(spec: CaptureSpec, projection: int) -> list[Read]:
     return [
         Read(
             point=POINT_NAMES.index(point),
             layers=ALL_LAYERS if layers == "all" else tuple(layers),
             before=spec.before,
             tokens=spec.tokens.to_wire(),
+            projection=projection,
         )
         for point, layers in spec.hooks
     ]

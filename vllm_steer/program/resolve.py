@@ -2,7 +2,8 @@
 """From a program and a prompt's length to segments of positions, each with one row of instructions.
 
 The selectors of a request cut its positions ``0, 1, 2, ...`` into segments; within one segment the same edits and reads
-apply to every token. Scheduler and workers resolve the same bytes with the same function, so their books agree.
+apply to every token. Scheduler and workers resolve the same bytes with the same function, so their books agree. A
+pipeline stage resolves for its own layers: the same segments and rows, of which it holds only what happens on them.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from functools import cached_property
 
 from vllm_steer.points import POINT_NAMES
 from vllm_steer.program.instructions import CAPTURE
-from vllm_steer.program.program import Program, Read, Step
+from vllm_steer.program.program import WHOLE, Program, Read, Step
+from vllm_steer.spec.selector import END
 
 N_POINTS = len(POINT_NAMES)
 PRE_ATTN = POINT_NAMES.index("pre_attn")
-NO_VECTOR = b""
+NO_VECTOR = WHOLE_ROWS = b""
 
 
 @dataclass(frozen=True)
@@ -47,14 +49,37 @@ class Captured:
 
 
 @dataclass(frozen=True)
+class Form:
+    """A form in which captured rows of a token leave the engine: as they are, or projected.
+
+    ``projection`` is the digest of the directions, or :data:`WHOLE_ROWS`; ``directions`` are the digests of each.
+    ``indices`` are the places of the rows among those that the token stores, ``codes`` what they are of, as
+    ``2 * site + before``.
+    """
+
+    projection: bytes
+    directions: tuple[bytes, ...]
+    indices: tuple[int, ...]
+    codes: tuple[int, ...]
+
+    def num_bytes(self, row_bytes: int) -> int:
+        """Bytes of one token in this form; a product is a float32."""
+        return len(self.codes) * (4 * len(self.directions) or row_bytes)
+
+
+@dataclass(frozen=True)
 class Row:
-    """What happens to one class of tokens; equal content has an equal digest, whatever request it came from."""
+    """What happens to one class of tokens; equal content has an equal digest, whatever request it came from.
+
+    ``vectors`` are those that the row needs on the device: each edit's, then the directions of projections.
+    """
 
     digest: bytes
     steps: tuple[Step, ...]
     vectors: tuple[bytes, ...]
     captures: tuple[Captured, ...]
-    num_layers: int
+    layers: range
+    forms: tuple[Form, ...] = ()
 
     @cached_property
     def capture_codes(self) -> tuple[int, ...]:
@@ -63,19 +88,19 @@ class Row:
 
     @cached_property
     def instruction_count(self) -> int:
-        return sum(len(_layers(step, self.num_layers)) for step in self.steps) + len(self.captures)
+        return sum(len(_layers(step, self.layers)) for step in self.steps) + len(self.captures)
 
     @cached_property
     def instructions(self) -> tuple[Instruction, ...]:
-        """All instructions, in order of execution within each site. A site is ``3 * layer + point``."""
+        """All instructions, in order of execution within each site. A site is ``len(POINT_NAMES) * layer + point``."""
         numbered = [
             (captured.before, Instruction(captured.site, CAPTURE, NO_VECTOR, 0.0, 0.0, 0.0, index))
             for index, captured in enumerate(self.captures)
         ]
         edits = [
             Instruction(layer * N_POINTS + step.point, step.code, vector, step.strength, step.low, step.high)
-            for step, vector in zip(self.steps, self.vectors, strict=True)
-            for layer in _layers(step, self.num_layers)
+            for step, vector in zip(self.steps, self.vectors, strict=False)
+            for layer in _layers(step, self.layers)
         ]
         ahead = [instruction for before, instruction in numbered if before]
         after = [instruction for before, instruction in numbered if not before]
@@ -94,6 +119,10 @@ class Segment:
     def num_captures(self) -> int:
         """Rows that each token of this segment stores."""
         return 0 if self.row is None else len(self.row.captures)
+
+    def captured_bytes(self, row_bytes: int) -> int:
+        """What each token of this segment sends out of the engine."""
+        return 0 if self.row is None else sum(form.num_bytes(row_bytes) for form in self.row.forms)
 
 
 @dataclass(frozen=True)
@@ -117,6 +146,23 @@ class Resolved:
         return max((segment.num_captures for segment in self.segments), default=0)
 
     @cached_property
+    def active(self) -> tuple[int, int]:
+        """The positions ``[low, high)`` outside which no token has a row."""
+        return self._extent([segment.row is not None for segment in self.segments])
+
+    @cached_property
+    def reading(self) -> tuple[int, int]:
+        """The positions ``[low, high)`` outside which no token is read."""
+        return self._extent([segment.num_captures > 0 for segment in self.segments])
+
+    def _extent(self, inside: list[bool]) -> tuple[int, int]:
+        if not any(inside):
+            return (0, 0)
+        last = len(inside) - 1 - inside[::-1].index(True)
+        end = self.starts[last + 1] if last + 1 < len(self.starts) else END
+        return self.starts[inside.index(True)], end
+
+    @cached_property
     def first_captured(self) -> int | None:
         """The first position that is read; None for a request that reads nothing."""
         return next((segment.start for segment in self.segments if segment.num_captures), None)
@@ -129,22 +175,35 @@ class Resolved:
             yield start, min(end, stop), self.segments[index]
             start, index = min(end, stop), index + 1
 
-    def rows_in_all(self, prompt_len: int, max_tokens: int) -> int:
-        """Most rows that a request stores until it ends; its last sampled token is never forwarded."""
-        return self.captured_rows(0, prompt_len + max(max_tokens, 1) - 1)
-
-    def captured_rows(self, start: int, stop: int) -> int:
-        """How many rows the positions ``start`` up to ``stop`` store."""
+    def bytes_in_all(self, prompt_len: int, max_tokens: int, row_bytes: int) -> int:
+        """Most bytes that a request captures until it ends, with rows of ``row_bytes``; its last sampled token is never
+        forwarded."""
         if not self.max_captures:
             return 0
-        return sum((to - from_) * segment.num_captures for from_, to, segment in self.spans(start, stop))
+        stop = prompt_len + max(max_tokens, 1) - 1
+        return sum((to - from_) * segment.captured_bytes(row_bytes) for from_, to, segment in self.spans(0, stop))
 
 
-def resolve(program: Program, prompt_len: int, num_layers: int) -> Resolved:
+_MOST_LENGTHS = 64
+
+
+def resolve(program: Program, prompt_len: int, num_layers: int, own: range | None = None) -> Resolved:
     """Segments of ``program`` for a prompt of ``prompt_len`` tokens on a model of ``num_layers`` decoder layers.
 
+    ``own``: the layers of a pipeline stage, to which the rows' instructions and captures are then limited.
     Raises :class:`~vllm_steer.errors.SteeringError` where a selector counts back beyond the prompt's first token.
     """
+    # Requests with equal programs share the program: with prompts of one length they share this too.
+    kept, key = program.resolved, (prompt_len, num_layers, own)
+    found: Resolved | None = kept.get(key)
+    if found is None:
+        if len(kept) >= _MOST_LENGTHS:
+            kept.clear()
+        found = kept[key] = _resolve(program, *key)
+    return found
+
+
+def _resolve(program: Program, prompt_len: int, num_layers: int, own: range | None) -> Resolved:
     edited = [(step, step.selector.intervals(prompt_len)) for step in program.steps]
     read = [(each, each.selector.intervals(prompt_len, "positions")) for each in program.reads]
     bounds = {bound for _, intervals in (*edited, *read) for interval in intervals for bound in interval}
@@ -152,11 +211,11 @@ def resolve(program: Program, prompt_len: int, num_layers: int) -> Resolved:
     for start in sorted({0, *bounds}):
         steps = tuple(step for step, intervals in edited if _covers(intervals, start))
         reads = tuple(each for each, intervals in read if _covers(intervals, start))
-        row = _row(steps, reads, program, num_layers) if steps or reads else None
+        row = _row(steps, reads, program, num_layers, own) if steps or reads else None
         if segments and _digest_of(segments[-1].row) == _digest_of(row):
             continue
         segments.append(Segment(start, row, _kv_digest(steps, num_layers)))
-    if len(segments) > 1 and segments[-1].start >= 2**31 - 1:
+    if len(segments) > 1 and segments[-1].start >= END:
         segments.pop()
     return Resolved(tuple(segments))
 
@@ -169,29 +228,48 @@ def _digest_of(row: Row | None) -> bytes | None:
     return None if row is None else row.digest
 
 
-def _layers(part: Step | Read, num_layers: int) -> range | tuple[int, ...]:
-    return part.layers or range(num_layers)
+def _layers(part: Step | Read, layers: range) -> range | tuple[int, ...]:
+    return tuple(layer for layer in part.layers if layer in layers) if part.layers else layers
 
 
-def _row(steps: tuple[Step, ...], reads: tuple[Read, ...], program: Program, num_layers: int) -> Row:
-    wanted = {(layer * N_POINTS + read.point, read.before) for read in reads for layer in _layers(read, num_layers)}
-    captures = tuple(Captured(site, before) for site, before in sorted(wanted))
+def _row(steps: tuple[Step, ...], reads: tuple[Read, ...], program: Program, num_layers: int, own: range | None) -> Row:
+    every = range(num_layers)
+    wanted = {
+        (layer * N_POINTS + read.point, read.before, read.projection)
+        for read in reads
+        for layer in _layers(read, every)
+    }
+    captures = tuple(Captured(site, before) for site, before in sorted({each[:2] for each in wanted}))
+    names = {WHOLE: WHOLE_ROWS, **dict(enumerate(program.projection_digests))}
     content = [step.digest for step in steps]
-    content += [b"read%d:%d" % (captured.site, captured.before) for captured in captures]
+    content += sorted(b"read%d:%d:%s" % (site, before, names[projection]) for site, before, projection in wanted)
     digest = hashlib.blake2b(b"|".join(content), digest_size=16).digest()
-    return Row(digest, steps, tuple(program.digests[step.vector] for step in steps), captures, num_layers)
+    if own is not None:
+        captures = tuple(captured for captured in captures if captured.site // N_POINTS in own)
+    places = {(captured.site, captured.before): index for index, captured in enumerate(captures)}
+    forms: list[Form] = []
+    directions: list[bytes] = []
+    for projection in sorted({each[2] for each in wanted}):
+        there = sorted((site, before) for site, before, of in wanted if of == projection and (site, before) in places)
+        needed = () if projection == WHOLE else program.directions(projection)
+        directions += needed
+        if there:
+            codes = tuple(2 * site + before for site, before in there)
+            forms.append(Form(names[projection], needed, tuple(places[each] for each in there), codes))
+    vectors = (*(program.digests[step.vector] for step in steps), *dict.fromkeys(directions))
+    return Row(digest, steps, vectors, captures, every if own is None else own, tuple(forms))
 
 
 def _kv_digest(steps: tuple[Step, ...], num_layers: int) -> bytes | None:
     """Digest of the edits that can change a token's keys and values; None where there is none.
 
-    The last layer's keys and values come from its ``pre_attn`` stream, so its later points change no cache entry. Reads
-    change nothing.
+    The last layer's keys and values come from its ``pre_attn`` stream, so its later points, branches included, change
+    no cache entry. Reads change nothing.
     """
     last = num_layers - 1
     parts = [
         step.digest
         for step in steps
-        if step.point == PRE_ATTN or any(layer < last for layer in _layers(step, num_layers))
+        if step.point == PRE_ATTN or any(layer < last for layer in _layers(step, range(num_layers)))
     ]
     return hashlib.blake2b(b"".join(parts), digest_size=16).digest() if parts else None

@@ -120,6 +120,12 @@ def _duplicate(document: dict[str, Any], fields: tuple[str, ...]) -> SteeringErr
     return None
 
 
+def _step(key: str) -> str:
+    """A key as a step of a path; half surrogate pairs and what would draw over a terminal are escaped."""
+    short = shown(key).strip("'")
+    return f"[{short}]" if short.isdecimal() else f".{short}"
+
+
 def _duplicate_inside(value: Any, in_lists: bool, depth: int) -> tuple[str, str] | None:
     """Where in ``value``, as the rest of a path, and which key.
 
@@ -128,7 +134,7 @@ def _duplicate_inside(value: Any, in_lists: bool, depth: int) -> tuple[str, str]
     if isinstance(value, dict):
         if twice := _twice(value):
             return "", shown(twice[0])
-        inner = [(f"[{key[:40]}]" if key.isdecimal() else f".{key[:40]}", item) for key, item in value.items()]
+        inner = [(_step(key), item) for key, item in value.items() if isinstance(item, (dict, list))]
     elif isinstance(value, list) and (in_lists or depth == _DEPTH):
         inner = [(f"[{i}]", item) for i, item in enumerate(value) if isinstance(item, (dict, list))]
     else:

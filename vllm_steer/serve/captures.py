@@ -1,62 +1,84 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``/v1/captures/{id}``: fetching and deleting rows that were too large for an answer.
+"""``/v1/captures/{id}``: fetching and deleting what was too large for an answer.
 
-The routes are the application's own, and so stand behind whatever authentication it has.
+What another key has made is not there: not by a check of whose it is, but since it is not looked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Mapping
 from http import HTTPStatus
+from types import MappingProxyType
+from typing import Any
 
-from fastapi import FastAPI
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from fastapi import APIRouter, FastAPI
+from starlette.responses import Response, StreamingResponse
 
-from vllm_steer.serve.flags import store_limits
-from vllm_steer.serve.store import CaptureStore
+from vllm_steer.serve.authority import owner
+from vllm_steer.serve.flags import spool_name, store_limits
+from vllm_steer.serve.gateway import RESPONSES, SteeringRoute, UnknownCaptureError, needs
+from vllm_steer.serve.rights import Right
+from vllm_steer.serve.store import CaptureStore, Kind, Stored
 
 ROUTE = "/v1/captures/{handle}"
 _STORE = "vllm_steer_captures"
 _PIECE = 1 << 20
+_MEDIA: Mapping[Kind, str] = MappingProxyType({"safetensors": "application/octet-stream", "json": "application/json"})
 
 
 def store_of(app: FastAPI) -> CaptureStore:
     """The store of a server; it is made, and its routes are added, when it is first asked for."""
     store: CaptureStore | None = getattr(app.state, _STORE, None)
     if store is None:
-        store = CaptureStore(store_limits(getattr(app.state, "args", None)))
+        args = getattr(app.state, "args", None)
+        store = CaptureStore(store_limits(args), spool_name(args))
         setattr(app.state, _STORE, store)
-        _add_routes(app, store)
+        app.include_router(make_router(store))
     return store
 
 
-def _add_routes(app: FastAPI, store: CaptureStore) -> None:
+def make_router(store: CaptureStore) -> APIRouter:
+    """The routes over ``store``."""
+
     async def fetch(handle: str) -> Response:
-        data = store.get(handle)
-        if data is None:
-            return _not_found()
+        """The rows, in a safetensors file, or what else a consumer reported, in JSON."""
+        stored = await asyncio.to_thread(store.open, handle, owner())
+        if stored is None:
+            raise _unknown()
         headers = {
-            "content-length": str(len(data)),
-            "content-disposition": 'attachment; filename="capture.safetensors"',
+            "content-length": str(stored.size),
+            "content-disposition": f'attachment; filename="capture.{stored.kind}"',
             "cache-control": "no-store",
         }
-        # In pieces, so that no second copy waits for a slow client.
-        return StreamingResponse(_pieces(data), media_type="application/octet-stream", headers=headers)
+        return StreamingResponse(_pieces(stored), media_type=_MEDIA[stored.kind], headers=headers)
 
     async def delete(handle: str) -> Response:
-        return Response(status_code=HTTPStatus.NO_CONTENT.value) if store.discard(handle) else _not_found()
+        """Make room before it expires."""
+        if not await asyncio.to_thread(store.discard, handle, owner()):
+            raise _unknown()
+        return Response(status_code=HTTPStatus.NO_CONTENT.value)
 
-    app.add_api_route(ROUTE, fetch, methods=["GET"], response_class=Response, summary="Captured rows, as safetensors")
-    app.add_api_route(ROUTE, delete, methods=["DELETE"], response_class=Response, summary="Forget captured rows")
+    router = APIRouter(route_class=SteeringRoute, responses=RESPONSES)
+    file: dict[int | str, dict[str, Any]] = {
+        200: {"description": "The file", "content": {media: {} for media in _MEDIA.values()}}
+    }
+    router.add_api_route(
+        ROUTE, fetch, methods=["GET"], response_class=Response, responses=file,
+        summary="What was captured, as a file", openapi_extra=needs(Right.CAPTURE),
+    )  # fmt: skip
+    router.add_api_route(
+        ROUTE, delete, methods=["DELETE"], response_class=Response, status_code=HTTPStatus.NO_CONTENT,
+        summary="Forget what was captured", openapi_extra=needs(Right.CAPTURE),
+    )  # fmt: skip
+    return router
 
 
-async def _pieces(data: bytes) -> AsyncIterator[bytes]:
-    for start in range(0, len(data), _PIECE):
-        yield data[start : start + _PIECE]
+async def _pieces(stored: Stored) -> AsyncIterator[bytes]:
+    with stored.file as file:
+        while piece := await asyncio.to_thread(file.read, _PIECE):
+            yield piece
 
 
-def _not_found() -> JSONResponse:
-    status = HTTPStatus.NOT_FOUND
-    problem = "no such capture: it has expired, was deleted, or never was"
-    error = {"message": problem, "type": "NotFoundError", "param": "id", "code": status.value}
-    return JSONResponse({"error": error}, status_code=status.value)
+def _unknown() -> UnknownCaptureError:
+    return UnknownCaptureError("id", "no such capture: it has expired, was deleted, or never was")

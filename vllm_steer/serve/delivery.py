@@ -1,28 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """Putting what was captured into an answer that vLLM's serving code has made without it.
 
-A JSON answer gets ``capture_results`` in each of its choices; a stream gets one more event before its end, of object
-``capture_results``. Large rows go into the store, and the answer says under which id.
+A JSON answer gets ``capture_results`` in each of its choices, or, from the responses API, at its top; a stream gets one
+more event before its end. What is large goes into the store, and the answer says under which id.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import Message, Receive, Send
 
-from vllm_steer.capture import CapturedRequest, CaptureResult
-from vllm_steer.capture.desk import CaptureResults
-from vllm_steer.serve.exchange import Exchange
-from vllm_steer.serve.rows import failed, file_of, report
-from vllm_steer.serve.store import CaptureStore, StoreFullError
+from vllm_steer.serve.exchange import Answer, Exchange
+from vllm_steer.serve.reports import NAME, failed, no_results, reports_of
+from vllm_steer.serve.store import CaptureStore, Kind, StoreFullError
 
-NAME = "capture_results"
 _DONE = b"data: [DONE]\n\n"
+_TURNS = 10
+"""Turns of the event loop in which a server reads a connection's end and tells whoever waits for it, and to spare."""
 
 
 class Delivery:
@@ -66,10 +66,8 @@ class Delivery:
             before, after = (body[: -len(_DONE)], _DONE) if at_end else (body, b"")
             if before:
                 await self._send({**message, "body": before, "more_body": True})
-            reports = await self._reports()
-            choices = [{"index": index, NAME: reports[index]} for index in sorted(reports)]
-            event = await asyncio.to_thread(_encode, {"object": NAME, "choices": choices})
-            message = {**message, "body": b"data: " + event + b"\n\n" + after}
+            message = {**message, "body": await self._event() + after}
+            await _hear_of_leaving()  # by being cancelled
         await self._send(message)
         self._delivered = self._delivered or at_end
 
@@ -78,6 +76,7 @@ class Delivery:
         left = asyncio.ensure_future(self._client_leaves())
         try:
             await asyncio.wait((made, left), return_when=asyncio.FIRST_COMPLETED)
+            await _hear_of_leaving()
             client_left = left.done()
         finally:
             left.cancel()
@@ -94,46 +93,41 @@ class Delivery:
         await self._send({"type": "http.response.body", "body": filled})
 
     async def _fill(self, body: bytes) -> tuple[int, bytes]:
-        document = await asyncio.to_thread(_choices_document, body)
-        if document is None:
+        found = await asyncio.to_thread(_document, body, self._exchange.answer)
+        if found is None:
             problem = "capture: this route's answer has no choices that could carry what was captured"
             error = {"message": problem, "type": "InternalServerError", "param": "capture", "code": 500}
             return HTTPStatus.INTERNAL_SERVER_ERROR.value, _encode({"error": error})
+        document, places = found
         reports = await self._reports()
         # By place, not by the index that a choice states: the batch route states the conversation's, `n` times.
-        for place, choice in enumerate(document["choices"]):
-            choice[NAME] = reports.get(place) or self._nothing()
+        for number, place in enumerate(places):
+            place[NAME] = reports.get(number) or no_results(self._exchange)
         return self._start["status"], await asyncio.to_thread(_encode, document)
 
-    def _nothing(self) -> dict[str, Any]:
-        return {name: failed("this choice ended without a result") for name in self._exchange.consumers}
+    async def _event(self) -> bytes:
+        """The last event of a stream."""
+        reports = await self._reports()
+        if self._exchange.answer == "response":
+            event = {"type": NAME, NAME: reports.get(0) or no_results(self._exchange)}
+            return b"event: " + NAME.encode() + b"\ndata: " + await asyncio.to_thread(_encode, event) + b"\n\n"
+        choices = [{"index": index, NAME: reports[index]} for index in sorted(reports)]
+        return b"data: " + await asyncio.to_thread(_encode, {"object": NAME, "choices": choices}) + b"\n\n"
 
     async def _reports(self) -> dict[int, dict[str, Any]]:
-        """What the consumers have to say, by choice and consumer."""
-        reports = {}
-        for choice, results in self._exchange.results.items():
-            settled = await _settled(results)
-            reports[choice] = {name: await self._report(result) for name, result in settled.items()}
-        return reports
+        limits = self._store.limits
+        return await reports_of(self._exchange, limits.inline_bytes, limits.response_bytes, self._keep)
 
-    async def _report(self, result: CaptureResult) -> dict[str, Any]:
-        rows = result.data
-        if not isinstance(rows, CapturedRequest) or rows.num_bytes <= self._store.limits.inline_bytes:
-            return await asyncio.to_thread(report, result)
+    async def _keep(self, size: int, make: Callable[[], bytes], kind: Kind) -> dict[str, Any]:
+        """Put what is too large for the answer into the store: how to fetch it, or why not."""
         try:
-            self._store.check_room(rows.num_bytes)
-            data = await asyncio.to_thread(file_of, rows)
-            handle = self._store.put(data)
+            await asyncio.to_thread(self._store.check_room, size)
+            data = await asyncio.to_thread(make)
+            handle = await self._store.keep(data, kind, self._exchange.owner, self._exchange.store_bytes)
         except StoreFullError as error:
             return failed(str(error))
         self._stored.append(handle)
-        return {
-            "status": result.status,
-            "error": result.error,
-            "id": handle,
-            "bytes": len(data),
-            "expires_in": self._store.limits.expiry_seconds,
-        }
+        return {"id": handle, "bytes": len(data), "format": kind, "expires_in": self._store.limits.expiry_seconds}
 
     async def _client_leaves(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
@@ -141,25 +135,26 @@ class Delivery:
 
     def _discard(self) -> None:
         for handle in self._stored:
-            self._store.discard(handle)
+            self._store.discard(handle, self._exchange.owner)
         self._stored.clear()
 
 
-async def _settled(results: CaptureResults) -> dict[str, CaptureResult]:
-    """Every consumer's result, waited for without blocking.
-
-    Shielded: a consumer's work is not called off because the client has left.
-    """
-    waiting = (asyncio.shield(asyncio.wrap_future(future)) for future in results.futures.values())
-    return dict(zip(results.futures, await asyncio.gather(*waiting), strict=True))
+async def _hear_of_leaving() -> None:
+    """Let the event loop tell of a client that left while rows were put together; once sent, they are the client's."""
+    for _ in range(_TURNS):
+        await asyncio.sleep(0)
 
 
-def _choices_document(body: bytes) -> dict[str, Any] | None:
+def _document(body: bytes, answer: Answer) -> tuple[dict[str, Any], list[dict[str, Any]]] | None:
+    """A JSON answer and the objects in it that carry results, in order of the choices; None where there are none."""
     try:
         document = json.loads(body)
     except ValueError:
         return None
-    return document if isinstance(document, dict) and isinstance(document.get("choices"), list) else None
+    if not isinstance(document, dict):
+        return None
+    places = [document] if answer == "response" else document.get("choices")
+    return (document, places) if isinstance(places, list) else None
 
 
 def _encode(document: dict[str, Any]) -> bytes:

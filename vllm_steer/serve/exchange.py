@@ -11,15 +11,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from vllm_steer.capture.desk import CaptureResults
+from vllm_steer.errors import SteeringError
 from vllm_steer.frontend import Served
+from vllm_steer.params import APPLIED_KEY
+from vllm_steer.serve.authority import NOBODY
+from vllm_steer.serve.books import Hold
 
 PROMPT_KEY = "steer_prompt"
 """In ``extra_args`` of a request with captures: which of the body's prompts it is for, from 0."""
 
 _CHOICE = "_steering_choice"
+
+Answer: TypeAlias = Literal["choices", "response"]
 
 
 @dataclass
@@ -30,10 +36,20 @@ class Exchange:
     """Steering and capture fields of the body."""
     served: Served | None = None
     """What the engine serves, once asked."""
+    hold: Hold | None = None
+    """What the request takes of the server's limits; None where none are kept, as in a batch run."""
+    owner: bytes = NOBODY
+    """Whose captures are that are kept to be fetched."""
+    store_bytes: int | None = None
+    """How much of them the owner may have; None for no limit of its own."""
+    refusal: SteeringError | None = None
+    """Why the fields were refused where sampling parameters are made: what vLLM answers has not its status."""
     prompt_len: int | None = None
     """Length in tokens of the prompt whose sampling parameters are made next; None where it is not known."""
     compiled: Mapping[str, bytes] | None = None
-    """The fields, compiled: an HTTP request has them once, for however many prompts."""
+    """The fields, compiled, with all that applies beside them: an HTTP request has them once, for all its prompts."""
+    steering: bytes | None = None
+    """What was applied, as JSON, once a sample has been given to the engine."""
     applied: bool = False
     """Whether sampling parameters were made that carry the fields."""
     consumers: tuple[str, ...] = ()
@@ -42,8 +58,12 @@ class Exchange:
     """How many choices each prompt has."""
     prompts: int = 0
     """For how many prompts sampling parameters with captures were made."""
+    answer: Answer = "choices"
+    """Where an answer carries results: in each of its choices, or, of the responses API, at its top."""
     results: dict[int, CaptureResults] = field(default_factory=dict)
     """What was captured, by choice: all samples of the first prompt, then those of the second."""
+    repeated: set[int] = field(default_factory=set)
+    """Choices for which the model ran more than once."""
 
 
 current: ContextVar[Exchange | None] = ContextVar("vllm_steer_exchange", default=None)
@@ -59,9 +79,13 @@ def note_prompt_len(length: int) -> None:
 def follow(output_processor: Any, request: Any) -> None:
     """A sample has been added to vLLM's output processor: remember which choice of the answer it is."""
     exchange = current.get()
-    if exchange is None or not exchange.consumers or request.sampling_params is None:
+    if exchange is None or request.sampling_params is None:
         return
-    prompt = (request.sampling_params.extra_args or {}).get(PROMPT_KEY)
+    extra = request.sampling_params.extra_args or {}
+    exchange.steering = extra.get(APPLIED_KEY) or exchange.steering
+    if not exchange.consumers:
+        return
+    prompt = extra.get(PROMPT_KEY)
     if isinstance(prompt, int):
         state = output_processor.request_states[request.request_id]
         setattr(state, _CHOICE, (exchange, prompt * exchange.samples + state.request_index))
@@ -75,4 +99,6 @@ def note_results(state: Any, results: CaptureResults | None) -> None:
     # The output processor runs in the context of whichever request came first: `current` is not to be trusted here.
     exchange, choice = getattr(state, _CHOICE, (None, 0))
     if exchange is not None and results is not None:
+        if choice in exchange.results:
+            exchange.repeated.add(choice)
         exchange.results[choice] = results

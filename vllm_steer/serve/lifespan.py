@@ -13,7 +13,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend import Served, ensure_served
+from vllm_steer.serve.capabilities import add_capabilities_route
 from vllm_steer.serve.captures import store_of
+from vllm_steer.serve.entrance import entrance_of, warn_if_open
+from vllm_steer.serve.openapi import document_fields
+from vllm_steer.serve.routes import add_routes
 
 _LAST = ("lifespan.startup.failed", "lifespan.shutdown.complete", "lifespan.shutdown.failed")
 
@@ -37,6 +41,7 @@ async def live(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None
             if served is not None and message["type"] in _LAST:
                 # Before the message: the process may end as soon as the server has it.
                 await asyncio.to_thread(served.desk.close)
+                await asyncio.to_thread(store_of(scope["app"]).close)
         finally:
             await send(message)
 
@@ -44,8 +49,14 @@ async def live(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None
 
 
 async def _start(scope: Scope) -> Served | None:
+    guarded = entrance_of(scope["app"]) is not None
     engine = getattr(scope["app"].state, "engine_client", None)
     served = None if engine is None else await ensure_served(engine)
     if served is not None:
-        store_of(scope["app"])
+        if not guarded:
+            warn_if_open(getattr(scope["app"].state, "args", None))
+        store_of(scope["app"]).show()
+        add_capabilities_route(scope["app"], served)
+        add_routes(scope["app"], served.registry)
+        document_fields(scope["app"])
     return served

@@ -1,31 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ASGI middleware of every server: steering and capture are applied or refused, and never ignored.
 
-It works where a route reads its body, hence behind vLLM's authentication, and costs a request without
-steering fields a search for their names. What is wrong inside the fields is found when vLLM makes sampling
-parameters (``protocol.py``); what is wrong around them is refused here, with an answer of the same form.
+First of all it sees who asks, and what that one has going (``entrance.py``, ``books.py``). The rest works where a route
+reads its body, hence behind vLLM's authentication too, and costs a request without steering fields a search for their
+names. What is wrong inside the fields is found when vLLM makes sampling parameters (``protocol.py``); what is wrong
+around them is refused here, with an answer of the same form.
 """
 
 from __future__ import annotations
 
+import asyncio
+import math
 from collections.abc import Iterable
 from http import HTTPStatus
 from typing import NoReturn
 
 from fastapi import HTTPException
-from starlette.datastructures import Headers
-from starlette.responses import JSONResponse
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.frontend import NOT_ENABLED, ensure_served
+from vllm_steer.frontend import NOT_ENABLED, ensure_served, kept_by
+from vllm_steer.metrics.requests import NO_ROOM, count_refusal
 from vllm_steer.params import CAPTURE_FIELD
+from vllm_steer.serve.applied import Stamp
+from vllm_steer.serve.authority import acting, owner, require_fields
 from vllm_steer.serve.body import OVERLAP, find_fields, form_field, is_utf8, may_hold_fields
+from vllm_steer.serve.books import Hold, books_of
 from vllm_steer.serve.captures import store_of
 from vllm_steer.serve.delivery import Delivery
+from vllm_steer.serve.entrance import admit
 from vllm_steer.serve.exchange import Exchange, current
 from vllm_steer.serve.flags import max_body_bytes
+from vllm_steer.serve.gateway import OWN_PREFIX, BodyTooLargeError, path_of, refusal, status_of
 from vllm_steer.serve.lifespan import live
+from vllm_steer.serve.limits import KEY_STORE
+from vllm_steer.serve.rights import KeyLimitError
 
 # Routes whose requests become sampling parameters through the methods that we wrap. All others refuse.
 CARRYING_ROUTES: tuple[str, ...] = (
@@ -36,10 +46,8 @@ CARRYING_ROUTES: tuple[str, ...] = (
     "/invocations",
 )
 
-_ERROR_TYPES = {
-    HTTPStatus.BAD_REQUEST: "BadRequestError",
-    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "RequestEntityTooLargeError",
-}
+RETRY_AFTER = 10
+"""Seconds after which a client may try again whose request waited too long for its places in the engine."""
 
 
 class SteeringMiddleware:
@@ -52,10 +60,36 @@ class SteeringMiddleware:
         if scope["type"] == "lifespan":
             await live(self.app, scope, receive, send)
             return
+        if scope["type"] not in ("http", "websocket"):
+            await self.app(scope, receive, send)
+            return
+        try:
+            visit = await admit(scope)
+            hold = books_of(scope["app"]).enter(visit.limited)
+        except SteeringError as error:
+            await refusal(error)(scope, receive, send)
+            return
+        try:
+            with acting(visit.key):
+                await self._serve(visit.scope, receive, send, hold)
+        finally:
+            hold.release()
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send, hold: Hold) -> None:
         if scope["type"] != "http" or scope["method"] != "POST":
             await self.app(scope, receive, send)
             return
-        gate = _Gate(scope, receive, send)
+        path = path_of(scope)
+        if path.startswith(OWN_PREFIX):  # our own routes look at their bodies themselves
+            await self.app(scope, receive, send)
+            return
+        gate = _Gate(scope, receive, send, hold)
+        try:
+            if path in CARRYING_ROUTES:
+                await gate.prepare()
+        except SteeringError as error:  # of a registry that cannot be read
+            await refusal(error)(scope, receive, send)
+            return
         token = current.set(gate.exchange)
         try:
             await self.app(scope, gate.receive, gate.send)
@@ -70,16 +104,24 @@ class SteeringMiddleware:
 class _Gate:
     """One request: ``receive`` looks into its body, ``send`` puts a refusal in the place of an answer."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self.exchange = Exchange()
-        self._scope, self._receive, self._send = scope, receive, send
+    def __init__(self, scope: Scope, receive: Receive, send: Send, hold: Hold) -> None:
+        self.exchange = Exchange(hold=hold, owner=owner(), store_bytes=hold.store_bytes)
+        self._scope, self._receive = scope, receive
+        self._send = Stamp(self.exchange, send).send
         self._is_form = Headers(scope=scope).get("content-type", "").lower().startswith("multipart/")
         self._seen = b""
         self._all_read = False
         self._started = False
         self._refused = False
         self._delivery: Delivery | None = None
-        self._refusal: tuple[HTTPStatus, SteeringError] | None = None
+        self._refusal: SteeringError | None = None
+
+    async def prepare(self) -> None:
+        """See to it that global steering and modules are those of now, without reading files in the event loop."""
+        engine = getattr(self._scope["app"].state, "engine_client", None)
+        self.exchange.served = None if engine is None else kept_by(engine)
+        if self.exchange.served is not None and self.exchange.served.registry.is_stale():
+            await asyncio.to_thread(self.exchange.served.registry.snapshot)
 
     @property
     def must_refuse(self) -> bool:
@@ -101,13 +143,18 @@ class _Gate:
         if message["type"] == "http.response.start":
             ignored = self.exchange.fields and not self.exchange.applied and message["status"] < 400
             if ignored and self._refusal is None:
-                self._refusal = HTTPStatus.BAD_REQUEST, self._not_carried(self.exchange.fields[0])
+                self._refusal = self._not_carried(self.exchange.fields[0])
+            if message["status"] >= 400 and self._refusal is None:
+                self._refusal = self.exchange.refusal
             if self.exchange.consumers and message["status"] < 400:
                 self._prepare_delivery(message)
             if self.must_refuse:
                 await self.refuse(message["headers"])
                 return
             self._started = True
+            if message["status"] == HTTPStatus.SERVICE_UNAVAILABLE and self.exchange.applied:
+                count_refusal(message["status"], NO_ROOM)
+                MutableHeaders(scope=message).setdefault("retry-after", str(RETRY_AFTER))
         await (self._send if self._delivery is None else self._delivery.send)(message)
 
     def _prepare_delivery(self, start: Message) -> None:
@@ -116,20 +163,13 @@ class _Gate:
             self._delivery = Delivery(self.exchange, store_of(self._scope["app"]), self._receive, self._send)
         elif self._refusal is None:
             problem = f"nothing can be put into answers that another middleware of this server has encoded ({encoding})"
-            self._refusal = HTTPStatus.BAD_REQUEST, SteeringError(CAPTURE_FIELD, problem)
+            self._refusal = SteeringError(CAPTURE_FIELD, problem)
 
     async def refuse(self, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
         """Send the refusal, with those of the replaced answer's headers that are not about its content."""
         if self._refusal is None:
             return
-        status, error = self._refusal
-        about = {
-            "message": str(error),
-            "type": _ERROR_TYPES[status],
-            "param": error.field,
-            "code": status.value,
-        }
-        response = JSONResponse({"error": about}, status_code=status.value)
+        response = refusal(self._refusal)
         response.raw_headers += [header for header in headers if not header[0].lower().startswith(b"content-")]
         self._refused = self._started = True
         await response(self._scope, self._receive, self._send)
@@ -165,7 +205,7 @@ class _Gate:
         suspect = suspect or not is_utf8(body)
         if suspect and size > limit:
             problem = f"has over {limit >> 20} MiB, the limit with steering or capture fields (--steering-max-body-mib)"
-            self._raise(SteeringError("body", problem), HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
+            self._raise(BodyTooLargeError("body", problem))
         if suspect:
             await self._inspect(body)
         return {"type": "http.request", "body": body, "more_body": False}
@@ -177,6 +217,10 @@ class _Gate:
         if not found.fields:
             return
         name = found.fields[0]
+        try:
+            require_fields(found.fields)
+        except SteeringError as error:
+            self._raise(error)
         self.exchange.fields = found.fields
         if self._path not in CARRYING_ROUTES:
             self._raise(self._not_carried(name))
@@ -186,15 +230,28 @@ class _Gate:
         self.exchange.served = await ensure_served(engine)
         if self.exchange.served is None:
             self._raise(SteeringError(name, NOT_ENABLED))
+        if CAPTURE_FIELD in found.fields:
+            await self._check_store()
 
-    def _raise(self, error: SteeringError, status: HTTPStatus = HTTPStatus.BAD_REQUEST) -> NoReturn:
-        self._refusal = status, error
-        raise HTTPException(status_code=status.value, detail=str(error))
+    async def _check_store(self) -> None:
+        """Rows that a key has not fetched take the room of those that it asks for next."""
+        most = self.exchange.store_bytes
+        if most is None:
+            return
+        used, expires = await asyncio.to_thread(store_of(self._scope["app"]).used_by, self.exchange.owner)
+        if used and used >= most:
+            problem = (
+                f"{used} bytes of this key's captures wait to be fetched, of {most} ({KEY_STORE.flag}); delete some"
+            )
+            self._raise(KeyLimitError(CAPTURE_FIELD, problem, math.ceil(expires) or 1))
+
+    def _raise(self, error: SteeringError) -> NoReturn:
+        self._refusal = error
+        raise HTTPException(status_code=status_of(error)[0].value, detail=str(error))
 
     @property
     def _path(self) -> str:
-        path: str = self._scope["path"]
-        return path.removeprefix(self._scope.get("root_path", ""))
+        return path_of(self._scope)
 
     def _not_carried(self, name: str) -> SteeringError:
         routes = ", ".join(CARRYING_ROUTES)

@@ -4,38 +4,14 @@
 from __future__ import annotations
 
 import base64
-import json
 from typing import Any
 
 import msgspec
 import torch
 from safetensors.torch import save
 
-from vllm_steer.capture import CapturedRequest, CaptureResult
+from vllm_steer.capture import CapturedRequest
 from vllm_steer.capture.format import DTYPES, FORMAT, VERSION, SiteEntry, Tokens, raw, request_entry
-
-
-def report(result: CaptureResult) -> dict[str, Any]:
-    """A result in JSON's types.
-
-    ``status`` and ``error`` always; ``sites`` where it has rows, as :func:`inline` says; or else ``data``, what the
-    consumer reported, if it did.
-    """
-    head = {"status": result.status, "error": result.error}
-    if result.data is None:
-        return head
-    if isinstance(result.data, CapturedRequest):
-        return {**head, "sites": inline(result.data)}
-    try:
-        json.dumps(result.data, allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:
-        return failed(f"the consumer has the rows, but its report cannot be written as JSON: {error}")
-    return {**head, "data": result.data}
-
-
-def failed(reason: str) -> dict[str, Any]:
-    """The report on a capture of which there is nothing to give."""
-    return {"status": "error", "error": reason}
 
 
 def inline(captured: CapturedRequest) -> dict[str, dict[str, Any]]:

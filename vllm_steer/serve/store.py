@@ -1,15 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Captured rows that were too large for an answer, until they are fetched, deleted or too old."""
+"""What was too large for an answer, until it is fetched, deleted or too old: files that all API servers share.
+
+A file's name is a hash of its unguessable id and of its owner: a listing of the folder gives no id away, no id is ever
+a path, and somebody else's file is not found. Its modification time is when it expires. What is being written counts
+in full from the start, and one budget holds for all processes.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import os
 import secrets
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+from vllm_steer.metrics.collectors import put
+from vllm_steer.serve.authority import NOBODY
+from vllm_steer.serve.spool import BOOKKEEPING, Spool, spool_path
+
+Kind = Literal["safetensors", "json"]
+KINDS: tuple[Kind, ...] = ("safetensors", "json")
+_PART = ".part"
 
 
 class StoreFullError(RuntimeError):
-    """There is no room for more; the text says how much there is, as the client may read it."""
+    """It cannot be kept; the text says why, as the client may read it."""
 
 
 @dataclass(frozen=True)
@@ -22,54 +42,165 @@ class StoreLimits:
     """Most bytes that are kept at one time."""
     expiry_seconds: float
     """How long they are kept."""
-    processes: int = 1
-    """How many API servers share the port: one knows nothing of what another keeps."""
+    response_bytes: int = 1 << 40
+    """Rows up to this size are part of one answer, all its choices together."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A file that was found, open for reading; whoever has it closes it."""
+
+    file: BinaryIO
+    size: int
+    kind: Kind
 
 
 class CaptureStore:
-    """Bytes by unguessable id. For the event loop's thread only."""
+    """Bytes by id. All methods but :meth:`keep` may block on the disk; they are for any thread.
 
-    def __init__(self, limits: StoreLimits) -> None:
+    ``name``: that of the folder, which processes with the same one share.
+    """
+
+    def __init__(self, limits: StoreLimits, name: str) -> None:
         self.limits = limits
-        self._kept: dict[str, tuple[bytes, asyncio.TimerHandle]] = {}
-        self._used = 0
+        self._path = spool_path(name)
+        self._name = name
+        self._spool: Spool | None = None
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return sum(1 for _ in self._entries())
 
     def check_room(self, size: int) -> None:
         """Raise :class:`StoreFullError` unless ``size`` more bytes can be kept."""
-        limits = self.limits
-        if limits.processes > 1:
+        used = sum(status.st_size for _, status in self._entries())
+        if used + size > self.limits.budget_bytes:
             raise StoreFullError(
-                f"{size} bytes are too many for the answer, and with {limits.processes} API servers a later request "
-                "might not find them; raise --capture-inline-kib, or capture to files"
-            )
-        if self._used + size > limits.budget_bytes:
-            raise StoreFullError(
-                f"{size} bytes do not fit: {self._used} of {limits.budget_bytes} (--capture-store-mib) are taken by "
+                f"{size} bytes do not fit: {used} of {self.limits.budget_bytes} (--capture-store-mib) are taken by "
                 "captures that were not deleted and have not expired"
             )
 
-    def put(self, data: bytes) -> str:
-        """Keep ``data``; returns its id. Raises :class:`StoreFullError`."""
-        self.check_room(len(data))
+    def used_by(self, owner: bytes) -> tuple[int, float]:
+        """Bytes that are kept for ``owner``, and the seconds until the first of them expire."""
+        now = time.time()
+        mine = [
+            status
+            for path, status in self._entries()
+            if path.name.startswith(_mark(owner)) and (status.st_mtime > now or path.suffix == _PART)
+        ]
+        expires = min((status.st_mtime - now for status in mine), default=0.0)
+        return sum(status.st_size for status in mine), max(expires, 0.0)
+
+    def put(self, data: bytes, kind: Kind, owner: bytes = NOBODY, most: int | None = None) -> str:
+        """Keep ``data`` for ``owner``, who may have ``most`` bytes; returns its id. Raises :class:`StoreFullError`."""
         handle = secrets.token_urlsafe(32)
-        timer = asyncio.get_running_loop().call_later(self.limits.expiry_seconds, self.discard, handle)
-        self._kept[handle] = data, timer
-        self._used += len(data)
+        try:
+            self._write(self._file(handle, kind, owner), data, owner, most)
+        except OSError as error:
+            raise StoreFullError(f"the server cannot keep {len(data)} bytes: {error.strerror or error}") from error
         return handle
 
-    def get(self, handle: str) -> bytes | None:
-        """What is kept under ``handle``, if anything is."""
-        kept = self._kept.get(handle)
-        return None if kept is None else kept[0]
+    async def keep(self, data: bytes, kind: Kind, owner: bytes = NOBODY, most: int | None = None) -> str:
+        """As :meth:`put`, for the event loop. What nobody waits for any more is not kept."""
+        writing = asyncio.ensure_future(asyncio.to_thread(self.put, data, kind, owner, most))
+        try:
+            handle = await asyncio.shield(writing)
+        except asyncio.CancelledError:
+            writing.add_done_callback(partial(self._forget, owner))
+            raise
+        loop = asyncio.get_running_loop()
+        loop.call_later(self.limits.expiry_seconds + 0.01, loop.run_in_executor, None, self.sweep)
+        return handle
 
-    def discard(self, handle: str) -> bool:
-        """Forget what is kept under ``handle``; returns whether there was anything."""
-        data, timer = self._kept.pop(handle, (None, None))
-        if data is None or timer is None:
-            return False
-        timer.cancel()
-        self._used -= len(data)
-        return True
+    def open(self, handle: str, owner: bytes = NOBODY) -> Stored | None:
+        """What is kept for ``owner`` under ``handle``, if anything is."""
+        for kind in KINDS:
+            try:
+                file = self._file(handle, kind, owner).open("rb")
+            except FileNotFoundError:
+                continue
+            status = os.fstat(file.fileno())
+            if status.st_mtime > time.time():
+                return Stored(file, status.st_size, kind)
+            file.close()
+        return None
+
+    def discard(self, handle: str, owner: bytes = NOBODY) -> bool:
+        """Forget what is kept for ``owner`` under ``handle``; returns whether there was anything."""
+        for kind in KINDS:
+            try:
+                self._file(handle, kind, owner).unlink()
+            except FileNotFoundError:
+                continue
+            self.show()
+            return True
+        return False
+
+    def sweep(self) -> None:
+        """Remove what has expired, whichever process wrote it, and what a killed process left half written."""
+        now = time.time()
+        for path, status in self._entries():
+            age = self.limits.expiry_seconds if path.suffix == _PART else 0
+            if status.st_mtime + age <= now:
+                path.unlink(missing_ok=True)
+        self.show()
+
+    def show(self) -> None:
+        """Set the metrics to what is kept now."""
+        put("store_bytes", sum(status.st_size for _, status in self._entries()))
+        put("store_limit_bytes", self.limits.budget_bytes)
+
+    def close(self) -> None:
+        """At the end of the process: the last one to close removes the folder."""
+        if self._spool is not None:
+            self._spool.leave()
+            self._spool = None
+
+    def _write(self, path: Path, data: bytes, owner: bytes, most: int | None) -> None:
+        self._spool = spool = self._spool or Spool(self._name)
+        part = path.with_suffix(_PART)
+        with spool.locked():
+            self.sweep()
+            self.check_room(len(data))
+            if most is not None and self.used_by(owner)[0] + len(data) > most:
+                raise StoreFullError(
+                    f"{len(data)} bytes do not fit: this key may keep {most} (--capture-key-store-mib)"
+                )
+            descriptor = os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            os.ftruncate(descriptor, len(data))
+        try:
+            with open(descriptor, "wb") as file:
+                file.write(data)
+            expires = time.time() + self.limits.expiry_seconds
+            os.utime(part, (expires, expires))
+            with spool.locked():
+                # Who counts meanwhile would find it under neither of its two names.
+                part.rename(path)
+            self.show()
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
+
+    def _entries(self) -> Iterator[tuple[Path, os.stat_result]]:
+        try:
+            paths = [path for path in self._path.iterdir() if path.name not in BOOKKEEPING]
+        except FileNotFoundError:
+            return
+        for path in paths:
+            try:
+                yield path, path.lstat()
+            except FileNotFoundError:
+                continue  # deleted or published meanwhile
+
+    def _file(self, handle: str, kind: Kind, owner: bytes) -> Path:
+        # Of a fixed length, whatever a client sends; half surrogate pairs too.
+        name = hashlib.sha256(owner + handle.encode("utf-8", "surrogatepass")).hexdigest()
+        return self._path / f"{_mark(owner)}{name}.{kind}"
+
+    def _forget(self, owner: bytes, writing: asyncio.Future[str]) -> None:
+        if not writing.cancelled() and writing.exception() is None:
+            self.discard(writing.result(), owner)
+
+
+def _mark(owner: bytes) -> str:
+    """How the names of an owner's files begin."""
+    return f"{hashlib.sha256(owner).hexdigest()[:32]}-"

@@ -4,9 +4,10 @@
 from vllm_steer.spec.capture import CaptureSpec, parse_capture
 from vllm_steer.spec.edit import KINDS, Edit, Kind, KindName
 from vllm_steer.spec.fields import FIELD_NAMES, parse_fields
-from vllm_steer.spec.projection import Projection
+from vllm_steer.spec.projection import NamedProjection, Projection, projection_digest
+from vllm_steer.spec.references import Reference, parse_references
 from vllm_steer.spec.selector import END, Selector
-from vllm_steer.spec.vector import Vector, pack_vector, parse_vector
+from vllm_steer.spec.vector import Vector, content_digest, pack_vector, parse_vector
 
 __all__ = [
     "END",
@@ -16,11 +17,16 @@ __all__ = [
     "Edit",
     "Kind",
     "KindName",
+    "NamedProjection",
     "Projection",
+    "Reference",
     "Selector",
     "Vector",
+    "content_digest",
     "pack_vector",
     "parse_capture",
     "parse_fields",
+    "parse_references",
     "parse_vector",
+    "projection_digest",
 ]

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias
 from vllm_steer.errors import SteeringError
 from vllm_steer.points import POINT_NAMES, PointName
 from vllm_steer.spec.edit import Layers, LayersInput, read_layers
-from vllm_steer.spec.projection import DirectionsInput, Projection
+from vllm_steer.spec.projection import DirectionsInput, NamedProjection, Projection
 from vllm_steer.spec.scalars import is_integer, read_choice, shown
 from vllm_steer.spec.selector import Selector, SelectorName, TokensInput
 
@@ -22,8 +22,10 @@ DtypeName = Literal["float32", "float16", "bfloat16"]
 ReduceName = Literal["mean", "last"]
 Hooks: TypeAlias = tuple[tuple[PointName, Layers], ...]
 PositionsInput: TypeAlias = PositionsName | TokensInput
-Reduce: TypeAlias = ReduceName | Projection | None
-ReduceInput: TypeAlias = ReduceName | Projection | Mapping[Literal["directions"], DirectionsInput] | None
+Reduce: TypeAlias = ReduceName | Projection | NamedProjection | None
+ReduceInput: TypeAlias = (
+    ReduceName | Projection | NamedProjection | Mapping[Literal["directions", "probes"], DirectionsInput] | None
+)
 
 # What users write for `positions` -> the selector it is.
 POSITIONS: Mapping[PositionsName, SelectorName] = MappingProxyType(
@@ -59,7 +61,7 @@ class CaptureSpec:
     dtype: DtypeName | None
     """What rows are converted to; None for the model's own."""
     reduce: Reduce
-    """None: n rows ``[n, H]``. ``"mean"``, ``"last"``: ``[1, H]``. A `Projection` on k directions: ``[n, k]``."""
+    """None: n rows ``[n, H]``. ``"mean"``, ``"last"``: ``[1, H]``. A projection on k directions: ``[n, k]``."""
     _options: str
     # Options as canonical JSON: immutable, comparable, hashable, and safe to send.
 
@@ -83,7 +85,7 @@ class CaptureSpec:
             before: read ahead of the point's own edits; the default reads what they leave.
             dtype: ``"float32"``, ``"float16"``, ``"bfloat16"``, or None for the model's.
             reduce: ``"mean"`` or ``"last"`` of the rows of a site, or a `Projection`, also written
-                ``{"directions": ...}``.
+                ``{"directions": ...}``, or ``{"probes": ["calm/anger", ...]}``, directions of registered modules.
             options: what the consumer takes beside all this, in JSON's types.
 
         Raises:
@@ -106,6 +108,17 @@ class CaptureSpec:
         options: dict[str, Any] = json.loads(self._options)
         return options
 
+    def with_reduce(self, reduce: Reduce) -> "CaptureSpec":
+        """The same spec with another reduction."""
+        return CaptureSpec(
+            hooks=dict(self.hooks),
+            positions=self.tokens,
+            before=self.before,
+            dtype=self.dtype,
+            reduce=reduce,
+            options=self.options,
+        )
+
     def to_wire(self) -> dict[str, object]:
         """The spec in builtins that msgpack can carry (a projection's data are bytes); `from_wire` is the inverse."""
         return {
@@ -113,7 +126,7 @@ class CaptureSpec:
             "tokens": self.tokens.to_wire(),
             "before": self.before,
             "dtype": self.dtype,
-            "reduce": self.reduce.to_wire() if isinstance(self.reduce, Projection) else self.reduce,
+            "reduce": self.reduce.to_wire() if isinstance(self.reduce, (Projection, NamedProjection)) else self.reduce,
             "options": self._options,
         }
 
@@ -131,7 +144,7 @@ class CaptureSpec:
             positions=Selector.from_wire(obj["tokens"]),
             before=obj["before"],
             dtype=obj["dtype"],
-            reduce=Projection.from_wire(reduce) if isinstance(reduce, Mapping) else reduce,
+            reduce=Projection.from_wire(reduce) if isinstance(reduce, Mapping) and "probes" not in reduce else reduce,
             options=options,
         )
 
@@ -253,15 +266,19 @@ def _read_flag(value: object, field: str) -> bool:
 
 
 def _read_reduce(value: object) -> Reduce:
-    if value is None or isinstance(value, Projection):
+    if value is None or isinstance(value, (Projection, NamedProjection)):
         return value
     if isinstance(value, str):
         return read_choice(value, REDUCTIONS, "reduce")
-    if not isinstance(value, Mapping) or set(value) != {"directions"}:
-        raise SteeringError(
-            "reduce", f'must be {", ".join(REDUCTIONS)} or {{"directions": [[...], ...]}}, not {shown(value)}'
-        )
-    return Projection(value["directions"], "reduce.directions")
+    if isinstance(value, Mapping) and set(value) == {"directions"}:
+        return Projection(value["directions"], "reduce.directions")
+    if isinstance(value, Mapping) and set(value) == {"probes"}:
+        return NamedProjection.parse(value["probes"], "reduce.probes")
+    raise SteeringError(
+        "reduce",
+        f'must be {", ".join(REDUCTIONS)}, {{"directions": [[...], ...]}} or {{"probes": ["module/probe", ...]}}, '
+        f"not {shown(value)}",
+    )
 
 
 def _read_options(value: object) -> str:

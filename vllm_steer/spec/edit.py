@@ -93,7 +93,8 @@ class Edit:
 
         Args:
             kind: ``"add"``, ``"add_normed"``, ``"ablate"`` or ``"clamp"``.
-            point: ``"pre_attn"``, ``"post_attn"`` or ``"post_block"``.
+            point: ``"pre_attn"``, ``"post_attn"`` or ``"post_block"``; in engines that were started with them also
+                ``"attn_out"``, ``"mlp_in"`` and ``"mlp_out"``, where x is not the stream but a row of that branch.
             layers: one layer, a list, tuple or range of them, or ``"all"``.
             vector: anything that `parse_vector` reads.
             strength: finite.

@@ -3,7 +3,7 @@
 
 import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -53,31 +53,40 @@ def parse_fields(fields: Mapping[str, Any]) -> tuple[Edit, ...]:
         raise SteeringError(GENERAL_FIELD, f"the fields must be a mapping, not {shown(fields)}")
     for name in fields:
         read_choice(name, FIELD_NAMES, "fields")
-    edits: list[Edit] = []
-    first = ""
-    for name in FIELD_NAMES:
-        value = fields.get(name)
-        if value is None:
-            continue
-        for path, edit in _short(name, value) if name in SHORT_FIELDS else _general(value):
-            if len(edits) == MAX_EDITS:
-                raise SteeringError(path, f"is one edit more than the {MAX_EDITS} that a request may have")
-            if edits and edit.vector.size != edits[0].vector.size:
-                raise SteeringError(
-                    path,
-                    f"has a vector of width {edit.vector.size}, but {first} one of {edits[0].vector.size}; "
-                    "all vectors have the model's hidden size",
-                )
-            first = first or path
-            edits.append(edit)
-    return tuple(edits)
+    return tuple(edit for _, edit in collect_edits(_all_edits(fields)))
 
 
-def _short(name: str, value: object) -> Iterator[tuple[str, Edit]]:
-    tokens = Selector(SHORT_FIELDS[name])
-    for point_key, by_layer in _entries(value, name, "{point: {layer: vector}}"):
-        point = read_choice(point_key, POINT_NAMES, name)
-        at_point = f"{name}.{point}"
+def _all_edits(fields: Mapping[str, Any]) -> Iterator[tuple[str, Edit]]:
+    for name, tokens in SHORT_FIELDS.items():
+        if fields.get(name) is not None:
+            yield from read_vectors(fields[name], name, tokens)
+    if fields.get(GENERAL_FIELD) is not None:
+        yield from read_edits(fields[GENERAL_FIELD], GENERAL_FIELD)
+
+
+def collect_edits(edits: Iterable[tuple[str, Edit]]) -> list[tuple[str, Edit]]:
+    """The same paths and edits; raises SteeringError where they are too many or differ in width."""
+    collected: list[tuple[str, Edit]] = []
+    for path, edit in edits:
+        if len(collected) == MAX_EDITS:
+            raise SteeringError(path, f"is one edit more than the {MAX_EDITS} that a request may have")
+        if collected and edit.vector.size != collected[0][1].vector.size:
+            first, other = collected[0]
+            raise SteeringError(
+                path,
+                f"has a vector of width {edit.vector.size}, but {first} one of {other.vector.size}; "
+                "all vectors have the model's hidden size",
+            )
+        collected.append((path, edit))
+    return collected
+
+
+def read_vectors(value: object, field: str, tokens: SelectorName) -> Iterator[tuple[str, Edit]]:
+    """The edits of a short form, ``{point: {layer: vector}}``, on ``tokens``, each with its path below ``field``."""
+    selector = Selector(tokens)
+    for point_key, by_layer in _entries(value, field, "{point: {layer: vector}}"):
+        point = read_choice(point_key, POINT_NAMES, field)
+        at_point = f"{field}.{point}"
         seen: set[int] = set()
         for layer_key, given in _entries(by_layer, at_point, "{layer: vector}"):
             layer = _layer_of_key(layer_key, at_point)
@@ -88,7 +97,7 @@ def _short(name: str, value: object) -> Iterator[tuple[str, Edit]]:
             vector, scale = _vector_and_scale(given, path)
             yield (
                 path,
-                Edit(kind="add", point=point, layers=layer, vector=vector, strength=scale, tokens=tokens),
+                Edit(kind="add", point=point, layers=layer, vector=vector, strength=scale, tokens=selector),
             )
 
 
@@ -124,15 +133,16 @@ def _vector_and_scale(given: object, path: str) -> tuple[Any, float]:
     )
 
 
-def _general(value: object) -> Iterator[tuple[str, Edit]]:
+def read_edits(value: object, field: str) -> Iterator[tuple[str, Edit]]:
+    """The edits of the general form, a list of `Edit` or of dicts or one `Edit`, each with its path below ``field``."""
     if isinstance(value, Edit):
         value = [value]
     if not isinstance(value, (list, tuple)):
-        raise SteeringError(GENERAL_FIELD, f"must be a list of edits, not {shown(value)} ({type(value).__name__})")
+        raise SteeringError(field, f"must be a list of edits, not {shown(value)} ({type(value).__name__})")
     if not value:
-        raise SteeringError(GENERAL_FIELD, "is empty; give an edit, or leave it out")
+        raise SteeringError(field, "is empty; give an edit, or leave it out")
     for i, item in enumerate(value):
-        path = f"{GENERAL_FIELD}[{i}]"
+        path = f"{field}[{i}]"
         yield path, item if isinstance(item, Edit) else _edit_of_dict(item, path)
 
 

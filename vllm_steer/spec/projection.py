@@ -3,15 +3,16 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from vllm_steer.errors import SteeringError
+from vllm_steer.spec.references import ProbeReference, parse_probe
 from vllm_steer.spec.scalars import is_integer, shown
-from vllm_steer.spec.vector import MAX_WIDTH, PACKED_DTYPES, PACKED_KEYS, decode_packed, parse_vector
+from vllm_steer.spec.vector import MAX_WIDTH, PACKED_DTYPES, PACKED_KEYS, content_digest, decode_packed, parse_vector
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +24,8 @@ DirectionsInput: TypeAlias = (
 MAX_DIRECTIONS = 1024
 MAX_COMPONENTS = 1 << 22
 """Most components of all directions together: 16 MiB in float32."""
+MAX_ENGINE_DIRECTIONS = 256
+"""Most directions of a projection whose products are formed in the engine: each takes a place among its vectors."""
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
@@ -64,6 +67,28 @@ class Projection:
         """The projection in builtins that msgpack can carry: its shape and its float32 bytes."""
         return {"shape": list(self.directions.shape), "data": self.directions.astype("<f4", copy=False).tobytes()}
 
+    @cached_property
+    def digests(self) -> tuple[bytes, ...]:
+        """Each direction's content digest, as an edit's vector has it."""
+        return tuple(content_digest(direction) for direction in self.vectors)
+
+    @property
+    def vectors(self) -> tuple[bytes, ...]:
+        """Each direction as little-endian float32 bytes."""
+        return tuple(row.astype("<f4", copy=False).tobytes() for row in self.directions)
+
+    @cached_property
+    def digest(self) -> bytes:
+        """Of all directions in their order: the name under which products travel."""
+        return projection_digest(self.digests)
+
+    @property
+    def in_engine(self) -> bool:
+        """Whether products leave the engine in the place of rows: where they are fewer bytes than a 16-bit row, and
+        their directions no more than :data:`MAX_ENGINE_DIRECTIONS`. The others are formed where the rows arrive."""
+        count, width = self.directions.shape
+        return bool(count <= MAX_ENGINE_DIRECTIONS and 2 * count < width)
+
     def _content(self) -> tuple[tuple[int, ...], bytes]:
         return self.directions.shape, self.directions.tobytes()
 
@@ -82,6 +107,30 @@ class Projection:
     def __reduce__(self) -> tuple[Any, ...]:
         # Through the constructor: an unpickled array would come back writeable.
         return partial(Projection, self.directions), ()
+
+
+def projection_digest(digests: Sequence[bytes]) -> bytes:
+    """The digest of a projection on the directions of these digests."""
+    return content_digest(b"".join(digests))
+
+
+@dataclass(frozen=True)
+class NamedProjection:
+    """A projection on probe directions of registered modules; becomes a `Projection` when the request is admitted."""
+
+    probes: tuple[ProbeReference, ...]
+    """In the order of the columns of the result."""
+
+    @classmethod
+    def parse(cls, value: object, field: str = "probes") -> "NamedProjection":
+        """Read a list of 1 to 1024 names like ``"calm/anger"``."""
+        if not isinstance(value, (list, tuple)) or not 1 <= len(value) <= MAX_DIRECTIONS:
+            raise SteeringError(field, f'must be a list of 1 to {MAX_DIRECTIONS} probes, e.g. ["calm/anger"]')
+        return cls(tuple(parse_probe(item, f"{field}[{i}]") for i, item in enumerate(value)))
+
+    def to_wire(self) -> dict[str, object]:
+        """The names, in builtins."""
+        return {"probes": [str(probe) for probe in self.probes]}
 
 
 def _read(value: object, field: str) -> npt.NDArray[np.float32]:

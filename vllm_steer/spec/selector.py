@@ -3,6 +3,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
@@ -85,10 +86,16 @@ class Selector:
     @classmethod
     def from_wire(cls, obj: object) -> "Selector":
         """Inverse of `to_wire`; checks like `parse`."""
-        return cls.parse(obj)
+        return _named(obj) if isinstance(obj, str) else cls.parse(obj)
 
     def __repr__(self) -> str:
         return f"Selector({self.to_wire()!r})"
+
+
+# One for each step of a program, and nearly always one of a few names.
+@lru_cache(maxsize=8)
+def _named(name: str) -> "Selector":
+    return Selector.parse(name)
 
 
 def _read(tokens: object, field: str) -> SelectorName | tuple[Interval, ...]:

@@ -7,6 +7,7 @@ little-endian order, base64-encoded (RFC 4648, with padding, without line breaks
 
 import base64
 import binascii
+import hashlib
 import sys
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -36,6 +37,11 @@ PACKED_DTYPES: Mapping[str, np.dtype[Any]] = MappingProxyType(
     }
 )
 PACKED_KEYS = frozenset({"dtype", "shape", "data"})
+
+
+def content_digest(data: bytes) -> bytes:
+    """The digest of a vector's little-endian float32 bytes, 16 bytes: what it is known by in every process."""
+    return hashlib.sha256(data).digest()[:16]
 
 
 def parse_vector(value: object, field: str = "vector") -> Vector:
@@ -97,11 +103,11 @@ def _frozen(array: npt.NDArray[Any], field: str) -> Vector:
 
 def _check_shape(shape: tuple[int, ...], field: str) -> None:
     if len(shape) == 2 and shape[0] == 1:
-        raise SteeringError(field, f"has shape {list(shape)}; a vector is [H]: pass its only row, vector[0]")
+        raise SteeringError(field, f"has shape {shown(list(shape))}; a vector is [H]: pass its only row, vector[0]")
     if len(shape) != 1:
-        raise SteeringError(field, f"has shape {list(shape)}; a vector has one dimension, [H]")
+        raise SteeringError(field, f"has shape {shown(list(shape))}; a vector has one dimension, [H]")
     if not 1 <= shape[0] <= MAX_WIDTH:
-        raise SteeringError(field, f"has {shape[0]} components; a vector has 1 to {MAX_WIDTH}")
+        raise SteeringError(field, f"has {shown(shape[0])} components; a vector has 1 to {MAX_WIDTH}")
 
 
 def _checked_array(array: npt.NDArray[Any], field: str) -> npt.NDArray[Any]:
@@ -191,6 +197,11 @@ def decode_packed(data: object, count: int, dtype: np.dtype[Any], field: str) ->
         raise SteeringError(field, f"is not base64 (RFC 4648, no line breaks): {error}") from None
     if len(raw) != size:
         raise SteeringError(field, f"decodes to {len(raw)} bytes; this dtype and shape need {size}")
+    return from_bytes(raw, dtype)
+
+
+def from_bytes(raw: bytes | bytearray, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """Little-endian components as an array, ``dtype`` being a value of `PACKED_DTYPES`; bfloat16 becomes float32."""
     array: npt.NDArray[Any] = np.frombuffer(raw, dtype)
     if dtype is PACKED_DTYPES["bfloat16"]:
         return (array.astype(np.uint32) << 16).view(np.float32)

@@ -7,6 +7,7 @@ written.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -24,17 +25,28 @@ _CAPTURE = tl.constexpr(ops.CAPTURE)
 def _tap_kernel(  # type: ignore[no-untyped-def]
     target, other, head, token_row, instruction, parameter, vector, token_base, arena,
     target_stride, other_stride, head_stride, hidden, arena_rows,
-    HAS_OTHER: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_OTHER: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
-    row = tl.load(token_row + token)
-    if row == 0:
-        return
-    current = tl.load(head + row.to(tl.int64) * head_stride)
-    if current == 0:
-        return
     column = tl.arange(0, BLOCK)
     inside = column < hidden
+    row = tl.load(token_row + token)
+    current = tl.load(head + row.to(tl.int64) * head_stride, mask=row != 0, other=0)
+    # The first instruction and its vector: nothing that the forward pass writes, so it can be fetched ahead of it.
+    record = current.to(tl.int64) * 4
+    busy = current != 0
+    code = tl.load(instruction + record, mask=busy, other=0)
+    which = tl.load(instruction + record + 1, mask=busy, other=0).to(tl.int64)
+    following = tl.load(instruction + record + 2, mask=busy, other=0)
+    strength = tl.load(parameter + record, mask=busy, other=0.0)
+    # A capture has no vector.
+    width = tl.where(busy & (code != _CAPTURE), hidden, 0)
+    v = tl.load(vector + which * hidden + column, mask=column < width, other=0.0)
+    if OVERLAP:
+        # From here on the kernel in front must be done.
+        tl.extra.cuda.gdc_wait()
+    if current == 0:
+        return
     place = target + token * target_stride + column
     before = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     x = before
@@ -43,16 +55,11 @@ def _tap_kernel(  # type: ignore[no-untyped-def]
     start = x
     edited = 0
     while current != 0:
-        record = current.to(tl.int64) * 4
-        code = tl.load(instruction + record)
-        which = tl.load(instruction + record + 1).to(tl.int64)
         if code == _CAPTURE:
             stored = tl.load(token_base + token) + which
             if stored < arena_rows:
                 tl.store(arena + stored * hidden + column, x.to(arena.dtype.element_ty), mask=inside)
         else:
-            strength = tl.load(parameter + record)
-            v = tl.load(vector + which * hidden + column, mask=inside, other=0.0)
             if code == _ADD:
                 amount = strength
             elif code == _ADD_NORMED:
@@ -67,9 +74,24 @@ def _tap_kernel(  # type: ignore[no-untyped-def]
                     amount = strength * (tl.minimum(tl.maximum(along, low), high) - along)
             x += amount * v
             edited = 1
-        current = tl.load(instruction + record + 2)
+        current = following
+        if current != 0:
+            record = current.to(tl.int64) * 4
+            code = tl.load(instruction + record)
+            which = tl.load(instruction + record + 1).to(tl.int64)
+            following = tl.load(instruction + record + 2)
+            strength = tl.load(parameter + record)
+            width = tl.where(code != _CAPTURE, hidden, 0)
+            v = tl.load(vector + which * hidden + column, mask=column < width, other=0.0)
     if edited != 0:
         tl.store(place, (before + (x - start)).to(target.dtype.element_ty), mask=inside)
+
+
+@cache
+def _overlaps(device: torch.device) -> bool:
+    """Whether a kernel can be launched while the one in front of it still runs (programmatic dependent launch, from
+    compute capability 9.0 on): most of what a tap with nothing to do costs is the gap between two kernels."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def launch_tap(target: torch.Tensor, other: torch.Tensor | None, head: torch.Tensor, tables: Tables) -> None:
@@ -81,6 +103,7 @@ def launch_tap(target: torch.Tensor, other: torch.Tensor | None, head: torch.Ten
     if tokens == 0:
         return
     block = triton.next_power_of_2(hidden)
+    overlap = _overlaps(target.device)
     grid: Any = (tokens,)
     _tap_kernel[grid](
         target,
@@ -99,5 +122,14 @@ def launch_tap(target: torch.Tensor, other: torch.Tensor | None, head: torch.Ten
         tables.arena.shape[0],
         HAS_OTHER=other is not None,
         BLOCK=block,
+        OVERLAP=overlap,
         num_warps=max(1, min(16, block // 512)),
+        **({"launch_pdl": True} if overlap else {}),
     )
+
+
+def warm_up(tables: Tables, dtype: torch.dtype) -> None:
+    """Compile what a step launches, so that the first steered request does not wait for it."""
+    target = torch.zeros(1, tables.vector.shape[1], dtype=dtype, device=tables.device)
+    for other in (None, target):
+        launch_tap(target, other, tables.site_head(0), tables)

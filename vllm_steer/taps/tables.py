@@ -7,7 +7,8 @@ Allocated once, before the model is traced, and only ever written in place: a CU
 table               shape, dtype             meaning
 ==================  =======================  ==================================================================
 ``token_row``       [tokens] int32           row of each token of the running step; 0 means no edit
-``head``            [rows + 1, sites] int32  first instruction of a row at a site, 0 for none
+``head``            [rows + 1, sites] int32  first instruction of a row at a site, 0 for none; a column for each site
+                                             of this engine, see :attr:`Tables.column`
 ``instruction``     [n + 1, 4] int32         operation code, vector, next instruction (0 ends), unused
 ``parameter``       [n + 1, 4] float32       strength, low, high, unused
 ``vector``          [vectors, hidden] f32    the pool of vectors
@@ -23,17 +24,61 @@ Vectors are float32 whatever the model's dtype: an instruction computes in float
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
 
 from vllm_steer.config import SteeringConfig
+from vllm_steer.points import columns_of, points_on
 
 END = 2**31 - 1
 
 
+def table_shapes(
+    config: SteeringConfig,
+    *,
+    num_sites: int,
+    hidden_size: int,
+    max_tokens: int,
+    max_requests: int,
+    dtype: torch.dtype,
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of every table of an engine rank."""
+    rows, instructions, segments = config.max_rows + 1, config.max_instructions + 1, config.max_segments
+    return {
+        "token_row": ((max_tokens,), torch.int32),
+        "head": ((rows, num_sites), torch.int32),
+        "instruction": ((instructions, 4), torch.int32),
+        "parameter": ((instructions, 4), torch.float32),
+        "vector": ((config.max_vectors, hidden_size), torch.float32),
+        "segment_start": ((max_requests, segments), torch.int32),
+        "segment_row": ((max_requests, segments), torch.int32),
+        "row_captures": ((rows,), torch.int32),
+        "token_base": ((max_tokens,), torch.int64),
+        "arena": ((config.capture_rows, hidden_size), dtype),
+    }
+
+
+def table_bytes(shapes: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> dict[str, int]:
+    """Bytes of each table."""
+    return {name: prod(shape) * dtype.itemsize for name, (shape, dtype) in shapes.items()}
+
+
 class Tables:
-    """All tables of one engine rank, and the two host-side facts that let a step skip them."""
+    """All tables of one engine rank, and the host-side facts that let a step skip them."""
+
+    token_row: torch.Tensor
+    head: torch.Tensor
+    instruction: torch.Tensor
+    parameter: torch.Tensor
+    vector: torch.Tensor
+    segment_start: torch.Tensor
+    segment_row: torch.Tensor
+    row_captures: torch.Tensor
+    token_base: torch.Tensor
+    arena: torch.Tensor
 
     def __init__(
         self,
@@ -46,35 +91,54 @@ class Tables:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
         self.device = device
         self.num_sites = num_sites
-        self.token_row = zeros(max_tokens)
-        self.head = zeros(config.max_rows + 1, num_sites)
-        self.instruction = zeros(config.max_instructions + 1, 4)
-        self.parameter = zeros(config.max_instructions + 1, 4, dtype=torch.float32)
-        self.vector = zeros(config.max_vectors, hidden_size, dtype=torch.float32)
-        self.segment_start = torch.full((max_requests, config.max_segments), END, dtype=torch.int32, device=device)
-        self.segment_row = zeros(max_requests, config.max_segments)
-        self.row_captures = zeros(config.max_rows + 1)
-        self.token_base = zeros(max_tokens, dtype=torch.int64)
-        self.arena = zeros(config.capture_rows, hidden_size, dtype=dtype)
-        # Whether the taps launch at all. A captured graph replays what was launched at capture, so on a device with
-        # graphs this stays on once capture begins; elsewhere it follows the step.
-        self.launch = False
-        # How many placed rows have an instruction at a site: a site without any is skipped where no graph is captured.
+        # The points that this engine has, and the column of each site: programs number the sites of all points.
+        self.points = points_on(config.points)
+        self.column = columns_of(self.points, num_sites // len(self.points))
+        shapes = table_shapes(
+            config,
+            num_sites=num_sites,
+            hidden_size=hidden_size,
+            max_tokens=max_tokens,
+            max_requests=max_requests,
+            dtype=dtype,
+        )
+        for name, (shape, of) in shapes.items():
+            setattr(self, name, torch.zeros(shape, dtype=of, device=device))
+        self.segment_start.fill_(END)
+        # How many placed rows have an instruction at each site.
         self.site_users = [0] * num_sites
+        # Which sites' taps launch, by number. A captured graph replays what was launched when it was captured; wherever
+        # Python runs, this follows the step.
+        self.no_sites = (False,) * num_sites
+        self.launch: Sequence[object] = self.no_sites
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all tables together."""
-        return sum(value.nbytes for value in vars(self).values() if isinstance(value, torch.Tensor))
+        return sum(table.nbytes for _, table in self.named_tensors())
+
+    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tables by name."""
+        return ((name, value) for name, value in vars(self).items() if isinstance(value, torch.Tensor))
 
     def site_head(self, site: int) -> torch.Tensor:
-        """``head`` of one site ``[rows + 1]``: a view, whose storage offset is the site's number."""
+        """``head`` of one column ``[rows + 1]``: a view, whose storage offset is the column's number."""
         return self.head[:, site]
+
+    def saved(self) -> dict[str, torch.Tensor]:
+        """A copy of all tables in host memory, by name; without the arena, whose rows belong to a step."""
+        return {
+            name: value.to("cpu", copy=True)
+            for name, value in vars(self).items()
+            if isinstance(value, torch.Tensor) and value is not self.arena
+        }
+
+    def restore(self, saved: Mapping[str, torch.Tensor]) -> None:
+        """Write back, in place, what :meth:`saved` returned."""
+        for name, value in saved.items():
+            getattr(self, name).copy_(value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tables:
         """One set of tables per rank: a copied configuration still points to the same ones."""

@@ -25,7 +25,7 @@ def _summands(target: torch.Tensor, other: torch.Tensor | None) -> tuple[torch.T
 
 def _tap_cpu(target: torch.Tensor, other: torch.Tensor | None, head: torch.Tensor) -> None:
     tables: Tables = get_forward_context().no_compile_layers[CONTEXT_KEY]
-    if tables.launch and tables.site_users[head.storage_offset()]:
+    if tables.launch[int(head.storage_offset())]:
         apply_tap(*_summands(target, other), head, tables)
 
 
@@ -43,7 +43,7 @@ if torch.version.cuda is not None:
 
     def _tap_cuda(target: torch.Tensor, other: torch.Tensor | None, head: torch.Tensor) -> None:
         tables: Tables = get_forward_context().no_compile_layers[CONTEXT_KEY]
-        if tables.launch:
+        if tables.launch[int(head.storage_offset())]:
             launch_tap(*_summands(target, other), head, tables)
 
     _library.impl("tap", _tap_cuda, dispatch_key="CUDA")

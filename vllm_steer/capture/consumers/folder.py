@@ -21,6 +21,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from vllm_steer.capture.format import SUFFIX
+from vllm_steer.entries import exists, identity
 from vllm_steer.errors import SteeringError
 
 logger = logging.getLogger("vllm_steer.capture")
@@ -128,7 +129,7 @@ class Part:
     def is_in_root(self) -> bool:
         """Whether the root's path still leads to the folder in which it was made."""
         try:
-            return _identity(os.stat(self._root.path, follow_symlinks=False)) == _identity(os.fstat(self._folder))
+            return identity(os.stat(self._root.path, follow_symlinks=False)) == identity(os.fstat(self._folder))
         except OSError:
             return False
 
@@ -172,7 +173,7 @@ class Part:
                 os.ftruncate(self._fd, size)
                 if self._root.fsync:
                     os.fsync(self._fd)
-                if _identity(os.stat(_part(name), dir_fd=self._folder, follow_symlinks=False)) != self._id():
+                if identity(os.stat(_part(name), dir_fd=self._folder, follow_symlinks=False)) != self._id():
                     raise FileNotFoundError(errno.ENOENT, "another file has taken its name")
                 os.rename(_part(name), name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
                 if self._root.fsync:
@@ -186,13 +187,13 @@ class Part:
     def discard(self) -> None:
         """Remove what was written."""
         with suppress(OSError):  # gone already, or on a disk that has become read-only: nothing more can be done
-            if _identity(os.stat(_part(self.path.name), dir_fd=self._folder, follow_symlinks=False)) == self._id():
+            if identity(os.stat(_part(self.path.name), dir_fd=self._folder, follow_symlinks=False)) == self._id():
                 os.unlink(_part(self.path.name), dir_fd=self._folder)
         self._root.charge(-self._reserved)
         self._close()
 
     def _id(self) -> tuple[int, int]:
-        return _identity(os.fstat(self._fd))
+        return identity(os.fstat(self._fd))
 
     def _close(self) -> None:
         os.close(self._fd)
@@ -229,19 +230,11 @@ def _create(folder: int, name: str) -> int | None:
     if os.fstat(fd).st_nlink == 0:  # and removed for it
         os.close(fd)
         return None
-    if _exists(name, folder):
+    if exists(name, folder):
         os.unlink(_part(name), dir_fd=folder)
         os.close(fd)
         return None
     return fd
-
-
-def _exists(name: str, folder: int) -> bool:
-    try:
-        os.stat(name, dir_fd=folder, follow_symlinks=False)
-    except FileNotFoundError:
-        return False
-    return True
 
 
 def _part(name: str) -> str:
@@ -253,7 +246,3 @@ def _size(entry: os.DirEntry[str]) -> int:
         if entry.is_file(follow_symlinks=False):
             return entry.stat(follow_symlinks=False).st_size
     return 0
-
-
-def _identity(stat: os.stat_result) -> tuple[int, int]:
-    return stat.st_dev, stat.st_ino

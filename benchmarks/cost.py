@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What steering and capture cost on a GPU, as ratios to stock vLLM in paired runs.
+
+    python -m benchmarks.cost --shape llama-8b --out benchmarks/results/gpu-cost-llama-8b.json
+
+A stock engine and a steered one live side by side on the same GPU, each in processes of its own, and take turns: every
+repeat of every variant is measured next to a repeat of stock. Of each pair the ratio counts; the median over the pairs
+is reported, and all raw times are kept. Random weights, greedy, no end of sequence, prefix cache off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import multiprocessing
+import statistics
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from benchmarks.shapes import SHAPES, environment, save_shape
+
+POINTS = ("pre_attn", "post_attn", "post_block")
+
+
+def variants(layers: int, hidden: int) -> dict[str, dict[str, Any]]:
+    """Name of each variant: its kind, and what makes the request fields of the i-th request of a batch."""
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    middle = layers // 2
+    own = (rng.standard_normal((256, hidden)) * 0.01).astype("f4")
+    several = (rng.standard_normal((3 * layers, hidden)) * 0.01).astype("f4")
+    probes = rng.standard_normal((16, hidden)).astype("f4")
+    every = {p: {i: several[3 * i + k] for i in range(layers)} for k, p in enumerate(POINTS)}
+    four = [layers * k // 4 for k in range(4)]
+
+    def capture(hooks: Any, positions: str, **more: Any) -> dict[str, Any]:
+        return {"capture": {"memory": {"hooks": {"post_block": hooks}, "positions": positions, **more}}}
+
+    return {
+        "idle": {"fields": lambda i: {}},
+        "one site": {"fields": lambda i: {"steering_vectors": {"post_block": {middle: own[0]}}}},
+        "all sites": {"fields": lambda i: {"steering_vectors": every}},
+        "own program each": {"fields": lambda i: {"steering_vectors": {"post_block": {middle: own[i]}}}},
+        "capture one layer, all tokens": {"fields": lambda i: capture([middle], "all")},
+        "capture all layers, last prompt token": {"fields": lambda i: capture("all", "last_prompt")},
+        "capture all layers, all tokens": {"fields": lambda i: capture("all", "all")},
+        "16 probes at 4 layers, all tokens": {"fields": lambda i: capture(four, "all", reduce={"directions": probes})},
+    }
+
+
+def serve(steered: bool, model: str, settings: dict[str, Any], pipe: Any) -> None:
+    """A child process: an engine that runs what it is told and answers with seconds."""
+    try:
+        started = time.perf_counter()
+        if steered:
+            from vllm_steer import LLM, SamplingParams
+
+            settings = {**settings, "enable_steering": True}
+        else:
+            settings.pop("steering_config", None)
+            from vllm import LLM, SamplingParams
+        llm: Any = LLM(model=model, load_format="dummy", skip_tokenizer_init=True, seed=0, **settings)
+        config = llm.llm_engine.vllm_config.model_config
+        chosen = variants(config.get_total_num_hidden_layers(), config.get_hidden_size()) if steered else {}
+        pipe.send({"started": time.perf_counter() - started})
+        while (told := pipe.recv()) is not None:
+            variant, batch, prompt, generated = told
+            make = chosen[variant]["fields"] if steered else lambda i: {}
+            prompts = [{"prompt_token_ids": [(7 * i + j) % 1000 + 2 for j in range(prompt)]} for i in range(batch)]
+            params = [
+                SamplingParams(max_tokens=generated, temperature=0, ignore_eos=True, detokenize=False, **make(i))
+                for i in range(batch)
+            ]
+            gc.collect()
+            began = time.perf_counter()
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            seconds = time.perf_counter() - began
+            results = [o.capture_results["memory"] for o in outputs if getattr(o, "capture_results", None)]
+            problems = sorted({str(result.error) for result in results if result.status != "ok"})
+            pipe.send({"seconds": seconds, "captured": len(results), "problems": problems})
+            del outputs, results
+    except Exception:  # whatever it is, it ends this process, and the one that waits at the pipe has to hear of it
+        pipe.send({"failed": traceback.format_exc()})
+
+
+class Engine:
+    """A child process and the pipe to it."""
+
+    def __init__(self, steered: bool, model: str, settings: dict[str, Any]) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=serve, args=(steered, model, settings, theirs))
+        self._process.start()
+        print("steered" if steered else "stock", "engine:", self._answer(), flush=True)
+
+    def _answer(self) -> dict[str, Any]:
+        answer: dict[str, Any] = self._pipe.recv()
+        if "failed" in answer:
+            raise RuntimeError(answer["failed"])
+        return answer
+
+    def run(self, variant: str, batch: int, prompt: int, generated: int) -> float:
+        self._pipe.send((variant, batch, prompt, generated))
+        answer = self._answer()
+        if answer["problems"]:
+            print("problems:", answer["problems"][:2], flush=True)
+        return float(answer["seconds"])
+
+    def close(self) -> None:
+        self._pipe.send(None)
+        self._process.join(60)
+        self._process.kill()
+
+
+def pair(stock: Engine, steered: Engine, name: str, batch: int, prompt: int, generated: int, repeats: int) -> Any:
+    """Alternating runs of three lengths; the ratios pair by pair.
+
+    Time per output token is the difference between the longest run and one of a quarter of its length: by then every
+    request has been admitted. Throughput is that of the longest run, admission included.
+    """
+    lengths = [1, generated // 4, generated] if generated > 1 else [1]
+    raw: dict[str, list[list[float]]] = {"stock": [], "steered": []}
+    for repeat in range(repeats + 1):
+        order = [("stock", stock), ("steered", steered)]
+        for who, engine in order if repeat % 2 else order[::-1]:
+            seconds = [engine.run(name, batch, prompt, length) for length in lengths]
+            # The first round warms up and is not kept.
+            if repeat:
+                raw[who].append(seconds)
+    pairs = list(zip(raw["steered"], raw["stock"], strict=True))
+    found: dict[str, Any] = {"raw": raw, "prompt": prompt, "lengths": lengths}
+    found["first token"] = statistics.median(a[0] / b[0] for a, b in pairs)
+    if generated > 1:
+        ratios = sorted((a[2] - a[1]) / (b[2] - b[1]) for a, b in pairs)
+        found["per token"] = statistics.median(ratios)
+        found["spread"] = [ratios[0], ratios[-1]]
+        found["throughput"] = statistics.median(b[2] / a[2] for a, b in pairs)
+        found["stock ms per token"] = 1000 * statistics.median(
+            (b[2] - b[1]) / (lengths[2] - lengths[1]) for _, b in pairs
+        )
+        found["stock ms to first token"] = 1000 * statistics.median(b[0] for _, b in pairs)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-8b")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 128, 256])
+    parser.add_argument("--only", nargs="+", help="some of the variants")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--generated", type=int, default=256)
+    parser.add_argument("--graph-sets", type=int, default=2)
+    parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument("--skip-prefill", action="store_true")
+    arguments = parser.parse_args()
+    settings: dict[str, Any] = {
+        "max_model_len": 8448, "max_num_seqs": 256, "max_num_batched_tokens": 8192, "enable_prefix_caching": False,
+        "gpu_memory_utilization": 0.46, "tensor_parallel_size": arguments.tensor_parallel,
+        "steering_config": {"graph_sets": arguments.graph_sets},
+    }  # fmt: skip
+    result: dict[str, Any] = {
+        "shape": arguments.shape, "graph_sets": arguments.graph_sets, "tensor_parallel": arguments.tensor_parallel,
+        "variants": {},
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        model = str(save_shape(arguments.shape, Path(folder, arguments.shape)))
+        stock, steered = (Engine(on, model, dict(settings)) for on in (False, True))
+        names = arguments.only or list(variants(2, 8))
+        try:
+            for name in names:
+                for batch in arguments.batches:
+                    if name == "capture all layers, all tokens" and batch > 128:
+                        continue
+                    found = pair(stock, steered, name, batch, 16, arguments.generated, arguments.repeats)
+                    result["variants"].setdefault(name, {})[str(batch)] = found
+                    print(
+                        f"{name:40} {batch:4}  per token {found['per token']:.4f} "
+                        f"[{found['spread'][0]:.3f} {found['spread'][1]:.3f}]  first {found['first token']:.3f}  "
+                        f"throughput {found['throughput']:.3f}  stock {found['stock ms per token']:.3f} ms, "
+                        f"first {found['stock ms to first token']:.1f} ms",
+                        flush=True,
+                    )
+                    arguments.out.write_text(json.dumps(result, indent=1))
+            for name in () if arguments.skip_prefill else ("idle", "one site"):
+                found = pair(stock, steered, name, 1, 8192, 1, arguments.repeats)
+                result["variants"].setdefault(name, {})["prefill 8192"] = found
+                print(f"{name:40} prefill of 8192: {found['first token']:.4f}", flush=True)
+        finally:
+            for engine in (stock, steered):
+                engine.close()
+    result["environment"] = environment()
+    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

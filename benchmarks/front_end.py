@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CPU time that steering costs the front end per request, from the request's fields to the message for the engine.
+
+    python benchmarks/front_end.py --out benchmarks/results/front-end.json
+
+No engine runs: vectors are parsed and compiled, the request is admitted and checked, cloned as vLLM does, and encoded
+with vLLM's encoder; what the same request costs without steering is taken off. Every request brings vectors of its own,
+except where all are equal. Milliseconds of CPU, median over the requests, for a model 4,096 wide.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.serial_utils import MsgpackEncoder
+
+from vllm_steer import SamplingParams
+from vllm_steer.capabilities import Capabilities
+from vllm_steer.capture.desk import CaptureDesk
+from vllm_steer.config import SteeringConfig
+from vllm_steer.frontend import Served, admitted, check_engine_request
+from vllm_steer.registry.registry import SteeringRegistry
+
+LAYERS, HIDDEN, REQUESTS, WARM_UP = 32, 4096, 128, 8
+POINTS = ("pre_attn", "post_attn", "post_block")
+
+
+def vectors(layers: int, seed: int) -> dict[str, dict[int, np.ndarray]]:
+    rng = np.random.default_rng(seed)
+    return {point: {i: rng.standard_normal(HIDDEN, dtype="f4") for i in range(layers)} for point in POINTS}
+
+
+def serve() -> Served:
+    capabilities = Capabilities(LAYERS, HIDDEN, 8192, "bfloat16", {}, SteeringConfig())
+    registry = SteeringRegistry(capabilities, None)
+    registry.register("calm", base=vectors(1, 0))
+    return Served(capabilities, CaptureDesk(capabilities, "model", {}), registry)
+
+
+def measure(fields: Callable[[int], dict[str, Any]], served: Served) -> float:
+    """Milliseconds per request."""
+    processor = SimpleNamespace(_steering_served=served)
+    encoder = MsgpackEncoder()
+    spent: list[float] = []
+    for i in range(REQUESTS):
+        given = fields(i)
+        started = time.process_time()
+        params = admitted(served, SamplingParams(max_tokens=16, temperature=0, **given)).clone()
+        request = EngineCoreRequest(
+            request_id=f"request-{i}", prompt_token_ids=[1] * 16, mm_features=None, sampling_params=params,
+            pooling_params=None, arrival_time=0.0, lora_request=None, cache_salt=None, data_parallel_rank=None,
+        )  # fmt: skip
+        check_engine_request(processor, request)
+        encoder.encode(request)
+        spent.append(time.process_time() - started)
+    return 1000 * statistics.median(spent[WARM_UP:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    served = serve()
+    equal = vectors(LAYERS, 1)
+    cases: dict[str, Callable[[int], dict[str, Any]]] = {
+        "own vectors at 3 sites": lambda i: {"steering_vectors": vectors(1, i + 10)},
+        "own vectors at 96 sites": lambda i: {"steering_vectors": vectors(LAYERS, i + 10)},
+        "the same vectors at 96 sites": lambda i: {"steering_vectors": equal},
+        "a module of 3 sites by name": lambda i: {"steering_modules": ["calm"]},
+    }
+    plain = measure(lambda i: {}, served)
+    found = {name: measure(fields, served) - plain for name, fields in cases.items()}
+    environment = {
+        "cpus": os.cpu_count(),
+        "load_average": os.getloadavg(),
+        "machine": platform.machine(),
+        "torch": torch.__version__,
+    }
+    result = {"environment": environment, "plain_ms": plain, "added_ms_per_request": found}
+    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()

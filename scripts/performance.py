@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page docs/reference/performance.md: what steering and capture cost, as ratios to stock vLLM in the same run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+MakeTable = Callable[[tuple[str, ...], list[tuple[str, ...]]], str]
+
+# What is aimed at, by variant. Time per output token is a ratio to be low, throughput one to be high.
+TARGETS: Mapping[str, str] = {
+    "idle": "per token 1.000 ± 0.003, first token ≤ 1.01",
+    "one site": "per token ≤ 1.005; prefill of 8,192 tokens ≤ 1.005",
+    "all sites": "per token ≤ 1.04 at batch 1, ≤ 1.02 at 128",
+    "own program each": "throughput ≥ 0.98 at batch 256",
+    "capture one layer, all tokens": "throughput ≥ 0.97",
+    "capture all layers, last prompt token": "throughput ≥ 0.98",
+    "capture all layers, all tokens": "throughput ≥ 0.6",
+    "16 probes at 4 layers, all tokens": "throughput ≥ 0.99",
+}
+
+
+HEAD = """# Performance
+
+Ratios to stock vLLM, measured in pairs: a stock engine and a steered one live side by side on one GPU and take turns
+(`python -m benchmarks.cost`; all raw times are in `benchmarks/results`). *Per token* is the time per output token once
+all requests run (median, and the least and greatest of the pairs), *first token* that of the whole batch with one token
+each, *throughput* that of the whole run, admission included. Where the pairs are far apart the machine was uneven, and
+the median says little.
+"""
+
+LOAD = """
+## Plain requests beside steered and captured ones
+
+{clients} clients of one server on {cpus} cores, each sending {requests_each} requests of {prompt_tokens} tokens one after
+another; latency of plain requests, as ratios to the same clients at stock vLLM in the same pair (`python -m
+benchmarks.load`, the demo model, vLLM {vllm}; raw figures in `benchmarks/results/{name}`): median of {pairs} pairs, and
+the least and greatest. *Plain*: nobody steers. *Mixed*: a third each are plain, steered with a vector of their own, and
+captured at two layers. Clients and servers share the cores, and every request is a few steps of a tiny model, so what
+the front end does weighs more than on a GPU. Beside it ran: {beside}.
+
+"""
+
+LIMITS = """
+## What is in the way
+
+By reading the code and by what changed the figures; no profile on a GPU has confirmed it yet. The ratios above for
+captures and for own programs were measured when rows were joined and encoded in the engine's process, projections were
+computed in the front end, and each process decoded and checked programs anew; they have not been measured since.
+
+* First tokens of steered batches: every request brings its vectors along, through the front end and a socket, also
+  where others have brought the same (96 vectors of an 8B model are 1.5 MiB a request).
+* Captured rows of many requests: 2 MiB a step for one layer at batch 256 are copied once in the engine's process and go
+  to the front end over a socket.
+* One steered site with two sets of graphs: the launches of all other sites, about a microsecond each.
+"""
+
+
+# What is aimed at per request, in milliseconds of CPU.
+FRONT_END_TARGETS: Mapping[str, str] = {
+    "own vectors at 3 sites": "≤ 0.3 ms",
+    "a module of 3 sites by name": "≤ 0.05 ms",
+}
+
+
+def host(table: MakeTable) -> str:
+    """What the processes around the GPU spend, from the results of ``front_end.py`` and ``assembly.py``."""
+    front, rows = (json.loads((RESULTS / name).read_text()) for name in ("front-end.json", "assembly.json"))
+    spent = rows["microseconds_per_request_and_step"]
+    places = list(next(iter(spent.values())))
+    return (
+        "\n## On the host\n\n"
+        "CPU time that a steered request costs the front end beside a plain one, for a model 4,096 wide\n"
+        f"(`benchmarks/front_end.py`; {_loaded(front)}):\n\n"
+        + table(
+            ("request", "added", "before", "aim"),
+            [
+                (
+                    name,
+                    f"{added:.2f} ms",
+                    f"{front['before']['added_ms_per_request'][name]:.2f} ms",
+                    FRONT_END_TARGETS.get(name, ""),
+                )
+                for name, added in front["added_ms_per_request"].items()
+            ],
+        )
+        + "\nTime of captured rows per captured request and step in each process, for a model 4,096 wide, in\n"
+        f"microseconds (`benchmarks/assembly.py` says what is where; {_loaded(rows)}); in brackets what it was\n"
+        "when rows were split in the engine's process and projected at the end of the way:\n\n"
+        + table(
+            ("capture", *places),
+            [
+                (name, *(f"{micros[place]:.1f} ({rows['before'][name][place]:.1f})" for place in places))
+                for name, micros in spent.items()
+            ],
+        )
+    )
+
+
+def _loaded(result: Mapping[str, Any]) -> str:
+    about = result["environment"]
+    return f"{about['cpus']} cores, load average {about['load_average'][0]:.1f}"
+
+
+def page(table: MakeTable) -> str:
+    """The whole page, from every ``gpu-cost-*.json``, every ``load*.json`` and the results of the host's benchmarks."""
+    sections = [
+        _section(json.loads(path.read_text()), path.name, table) for path in sorted(RESULTS.glob("gpu-cost-*.json"))
+    ]
+    sections += [_load(json.loads(path.read_text()), path.name, table) for path in sorted(RESULTS.glob("load*.json"))]
+    return HEAD + "".join(sections) + host(table) + LIMITS
+
+
+def _load(result: Mapping[str, Any], name: str, table: MakeTable) -> str:
+    percentiles = tuple(next(iter(result["ratios"].values())))
+    rows = [
+        (run, *(f"{median:.2f} ({low:.2f} to {high:.2f})" for median, low, high in (found[p] for p in percentiles)))
+        for run, found in result["ratios"].items()
+    ]
+    about = {**result["setup"], **result["environment"], "pairs": len(result["pairs"]), "name": name}
+    return LOAD.format(**about) + table(("clients", *percentiles), rows)
+
+
+def _section(result: Mapping[str, Any], name: str, table: MakeTable) -> str:
+    about = result["environment"]
+    rows = [
+        (variant, batch, *_figures(found), TARGETS.get(variant, "") if first else "")
+        for variant, by_batch in result["variants"].items()
+        for first, (batch, found) in _marked(by_batch)
+    ]
+    return (
+        f"\n## {result['shape']}, {result['graph_sets']} sets of graphs\n\n"
+        f"{about['gpu']}, torch {about['torch']}, Triton {about['triton']}, vLLM {about['vllm']}; raw times in\n"
+        f"`benchmarks/results/{name}`.\n"
+        + (f"Stopped {result['stopped']}.\n" if "stopped" in result else "")
+        + "\n"
+        + table(("what", "batch", "per token", "first token", "throughput", "stock, ms per token", "aim"), rows)
+    )
+
+
+def _marked(by_batch: Mapping[str, Any]) -> Sequence[tuple[bool, tuple[str, Any]]]:
+    return [(i == 0, item) for i, item in enumerate(by_batch.items())]
+
+
+def _figures(found: Mapping[str, Any]) -> tuple[str, str, str, str]:
+    first = f"{found['first token']:.2f}"
+    if "per token" not in found:
+        return "", first, "", ""
+    low, high = found["spread"]
+    return (
+        f"{found['per token']:.3f} ({low:.3f} to {high:.3f})",
+        first,
+        f"{found['throughput']:.3f}",
+        f"{found['stock ms per token']:.2f}",
+    )

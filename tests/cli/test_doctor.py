@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm-steer doctor``, on models that are a configuration and nothing else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import CohereConfig, LlamaConfig
+from typer.testing import CliRunner
+
+from tests.conformance.model import config_of
+from tests.conformance.zoo import BY_NAME
+from tests.engine.conftest import close
+from tests.tiny import HIDDEN, LAYERS, make_llm, save_tiny_llama
+from vllm_steer import SteeringConfig
+from vllm_steer.cli import doctor as command
+from vllm_steer.cli.main import app
+from vllm_steer.compat import CONFLICTS
+from vllm_steer.config import LIMITS
+from vllm_steer.models import proofs
+from vllm_steer.models.layers import INHERITED
+from vllm_steer.models.proofs import Proof, proofs_of
+from vllm_steer.models.recipes import PROVEN
+from vllm_steer.points import OPTIONAL_POINTS
+from vllm_steer.report import CapabilityReport, make_report
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 128, "hidden_size": HIDDEN, "intermediate_size": 128, "num_hidden_layers": LAYERS,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 2048,
+}  # fmt: skip
+
+
+def invoke(*words: str) -> Any:
+    return CliRunner().invoke(app, ["doctor", *words], catch_exceptions=False)
+
+
+def reported(*words: str) -> CapabilityReport:
+    return CapabilityReport.model_validate_json(invoke(*words, "--json").stdout)
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> CapabilityReport:
+    """Of a parallel model, whose file has a name of its own."""
+    folder = tmp_path_factory.mktemp("cohere")
+    CohereConfig(**SMALL, architectures=["CohereForCausalLM"]).save_pretrained(folder)
+    return reported(str((folder / "config.json").rename(folder / "other.json")))
+
+
+@pytest.fixture
+def known(report: CapabilityReport, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has the command say it again, without another look."""
+    monkeypatch.setattr(command, "examine", lambda model, settings, engine: report)
+
+
+def test_a_configuration_alone_tells_what_is_served_and_what_is_not(report: CapabilityReport) -> None:
+    """Catches a point that is promised where its edits are refused, and a file that is only read under one name."""
+    assert (report.architecture, report.num_layers, report.hidden_size) == ("CohereForCausalLM", LAYERS, HIDDEN)
+    points = {point.name: point for point in report.points}
+    assert [points[name].edits for name in ("pre_attn", "post_attn", "post_block")] == [True, False, True]
+    assert set(points["post_attn"].refused) == set(range(LAYERS))
+    assert [points[name].on for name in OPTIONAL_POINTS] == [False] * 3
+    assert [bool(points[name].refused) for name in ("attn_out", "mlp_in", "mlp_out")] == [False, True, False]
+    assert "CohereDecoderLayer" in points["post_attn"].refused[0]
+    (recipe,) = report.recipes
+    assert (recipe.layer_class.rpartition(".")[2], recipe.post_attn_in_front_of) == ("CohereDecoderLayer", None)
+    assert [conflict.setting for conflict in report.conflicts] == [conflict.setting for conflict in CONFLICTS]
+    assert not any(conflict.present for conflict in report.conflicts)
+
+
+@pytest.mark.usefixtures("known")
+def test_the_text_has_the_refusal_and_the_settings() -> None:
+    """Catches an answer for people that leaves out what the answer for programs has."""
+    result = invoke("demo/model")
+    assert result.exit_code == 0
+    assert f"post_attn is not edited on {LAYERS} layers: attention and MLP of CohereDecoderLayer" in result.stdout
+    assert "proof: " in result.stdout
+    assert "attn_out is off; an engine has it with --steering-points attn_out" in result.stdout
+    assert "with --steering-points mlp_in" not in result.stdout
+    assert f"mlp_in is not edited on {LAYERS} layers: in CohereDecoderLayer the MLP runs beside" in result.stdout
+    for conflict in CONFLICTS:
+        assert conflict.setting in result.stdout
+
+
+def test_a_model_without_recipe_is_a_sentence_and_a_failure(tmp_path: Path) -> None:
+    """Catches a model that doctor lets pass and the engine refuses."""
+    config = config_of(BY_NAME["longcat_flash"])
+    config.architectures = ["LongcatFlashForCausalLM"]
+    config.save_pretrained(tmp_path)
+    result = invoke(str(tmp_path))
+    assert result.exit_code == 1
+    assert "cannot be steered: LongcatFlashForCausalLM cannot be steered" in result.stdout
+    assert "FlashDecoderLayer is not among the layer classes that were proven" in result.stdout
+
+
+@pytest.mark.parametrize("words", [("none/here",), ("demo/model", "--max-rows", "0")])
+def test_a_wrong_question_is_a_sentence(words: tuple[str, ...]) -> None:
+    """Catches a traceback, or a search on the network."""
+    result = invoke(*words)
+    assert result.exit_code == 2
+    assert words[0] in result.stderr or "max_rows" in result.stderr
+
+
+def test_every_limit_can_be_given() -> None:
+    """Catches a limit whose cost cannot be asked for; the others are of time, and of graphs."""
+    text = invoke("--help").stdout
+    of_memory = [limit.name for limit in LIMITS if limit.name.startswith(("max_", "capture_"))]
+    assert len(of_memory) == len(LIMITS) - 2
+    assert all(f"--{name.replace('_', '-')}" in text for name in of_memory)
+
+
+def test_memory_is_what_the_engine_takes(tmp_path: Path) -> None:
+    """Catches a formula that has gone another way than the tables: one engine is asked for its own."""
+    save_tiny_llama(tmp_path)
+    limits = {"max_rows": 50, "max_vectors": 60, "max_instructions": 70, "max_segments": 8, "capture_rows": 90}
+    words = [word for name, value in limits.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    report = reported(str(tmp_path), *words, "--max-num-seqs", "128", "--points", "attn_out")
+    llm = make_llm(tmp_path, steering_config={**limits, "points": ["attn_out"]}, dtype="auto")
+    (facts,) = llm.collective_rpc("steering_capabilities")
+    close(llm)
+    # The outline's batch is the default one of vLLM's LLM class, or of its engine arguments.
+    of_batch = ("token_row", "token_base")
+    assert {k: v for k, v in report.table_bytes.items() if k not in of_batch} == {
+        k: v for k, v in facts["tables"].items() if k not in of_batch
+    }
+    assert report.limits["max_rows"] == 50
+
+
+def test_proofs_are_those_of_the_architecture_or_else_of_the_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches another model's proof that is shown where the model has its own, and none where its layers have one."""
+    rows = tuple(Proof(name, ("LlamaDecoderLayer",), "HF Transformers", 1e-6, 2e-6) for name in ("A", "B"))
+    monkeypatch.setattr(proofs, "all_proofs", lambda: ("0.32.0", rows))
+    names = ["vllm.model_executor.models.llama.LlamaDecoderLayer"]
+    assert [proof.architecture for proof in proofs_of("B", names)] == ["B"]
+    assert [proof.architecture for proof in proofs_of("C", names)] == ["A", "B"]
+    assert proofs_of("C", ["x.OtherLayer"]) == []
+    facts = {"vllm": "0.32.0", "architecture": "B", "recipes": [
+        {"layer": names[0], "stream": "pair", "mid": "norm", "layers": [0]}]}  # fmt: skip
+    (proof,) = make_report(facts, SteeringConfig()).proofs
+    assert (proof.kind, proof.value_error, proof.cause_error) == ("HF Transformers", 1e-6, 2e-6)
+
+
+@pytest.mark.usefixtures("known")
+def test_the_kind_of_proof_of_a_proven_architecture_is_named(report: CapabilityReport) -> None:
+    """Catches a record of proofs that is not in the package, or is not read."""
+    (proof,) = report.proofs
+    assert (proof.architecture, proof.kind, proof.dtype) == ("CohereForCausalLM", "HF Transformers", "float32")
+    assert 0 < (proof.value_error or 0) < 1e-4
+    assert 0 < (proof.cause_error or 0) < 1e-4
+    assert "proof: HF Transformers on CohereForCausalLM (rows within " in invoke("demo/model").stdout
+
+
+def test_a_layer_class_without_proof_has_no_record(capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a class that nobody has proven and that is shown with another one's proof."""
+    facts = {"vllm": "0.32.0", "architecture": "NewForCausalLM", "recipes": [
+        {"layer": "vllm.model_executor.models.new.NewDecoderLayer", "stream": "pair", "mid": "norm", "layers": [0]}
+    ]}  # fmt: skip
+    command.show(make_report(facts, SteeringConfig()))
+    assert "\nproof: no record\n" in capsys.readouterr().out
+
+
+def test_every_proven_layer_class_has_a_proof() -> None:
+    """Catches a class that is served as proven, and no row of the record is about it."""
+    rows = {layer for row in proofs.all_proofs()[1] for layer in row.layers}
+    short = {name.rpartition(".")[2]: name for name in PROVEN}
+    inherited = {name.rpartition(".")[2] for name in INHERITED}
+    assert sorted(set(short) - rows - inherited) == []
+
+
+@pytest.mark.slow
+def test_a_proof_on_the_spot(tmp_path: Path) -> None:
+    """Catches a proof that compares nothing, or that fails on a sound model: a real configuration, shrunk."""
+    LlamaConfig(architectures=["LlamaForCausalLM"], num_key_value_heads=8).save_pretrained(tmp_path)
+    result = invoke(str(tmp_path), "--prove", "--json")
+    proof = json.loads(result.stdout)["proof_now"]
+    assert result.exit_code == 0
+    assert (proof["kind"], proof["hops"], proof["conclusive"], proof["agrees"]) == ("HF Transformers", 8, 8, True)
+    assert 0 < proof["value_error"] < 1e-4
+    assert 0 < proof["cause_error"] < 1e-4
+
+
+@pytest.mark.usefixtures("known")
+def test_a_proof_that_fails_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a command that exits with 0 on wrong taps."""
+    wrong = {"kind": "HF Transformers", "hops": 4, "conclusive": 4, "value_error": 1.0, "cause_error": 1.0}
+    monkeypatch.setattr(command, "prove", lambda model, trust: {**wrong, "agrees": False})
+    result = invoke("demo/model", "--prove")
+    assert result.exit_code == 1
+    assert "DOES NOT AGREE" in result.stdout

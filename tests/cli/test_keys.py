@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm-steer keys``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from vllm_steer.cli.main import app
+from vllm_steer.serve.keys import find, read_keys
+from vllm_steer.serve.rights import Right
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "keys.json"
+
+
+def run(file: Path, *words: str) -> Result:
+    return CliRunner().invoke(app, ["keys", *words, "--file", str(file)])
+
+
+def test_a_key_is_made_shown_once_and_revoked(file: Path) -> None:
+    """Catches a key that does not work, one that can be had a second time, and one that cannot be taken back."""
+    made = run(file, "new", "alice", "--right", "steer", "-r", "read", "-r", "steer", "--limit", "steering_requests=8")
+    assert made.exit_code == 0, made.output
+    secret = made.stdout.strip()
+    key = find(read_keys(file), secret)
+    assert key is not None
+    assert (key.name, key.rights, key.limits) == ("alice", (Right.STEER, Right.READ), {"steering_requests": 8})
+    assert file.stat().st_mode & 0o777 == 0o600
+    other = run(file, "new", "bob").stdout.strip()
+    listed = run(file, "list").stdout
+    assert "alice" in listed and "steer, read" in listed and "steering_requests=8" in listed and "bob" in listed
+    assert not any(hidden in listed for hidden in (secret, other, key.sha256, key.cache_salt))
+    assert run(file, "revoke", "alice").exit_code == 0
+    assert find(read_keys(file), secret) is None and find(read_keys(file), other) is not None
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [
+        (("new", "alice"), 1, "there is a key alice"),
+        (("new", "a b"), 1, "is no name"),
+        (("new", "b", "--right", "root"), 2, "root"),
+        (("new", "b", "--limit", "steering_requests"), 2, "no limit"),
+        (("new", "b", "--limit", "requests=3"), 1, "steering_requests"),
+        (("new", "b", "--limit", "steering_requests=0"), 1, "must be 1"),
+        (("revoke", "bob"), 1, "there is no key bob"),
+    ],
+)
+def test_what_cannot_be_changes_nothing(words: tuple[str, ...], status: int, said: str, file: Path) -> None:
+    """Catches a command that fails and leaves the file changed, or succeeds without a word."""
+    run(file, "new", "alice")
+    before = file.read_bytes()
+    result = run(file, *words)
+    assert result.exit_code == status, result.output
+    assert said in result.stderr
+    assert file.read_bytes() == before
+
+
+@pytest.mark.parametrize("command", [("new", "bob"), ("list",), ("revoke", "alice")])
+def test_a_file_that_others_may_write_is_refused(command: tuple[str, ...], file: Path) -> None:
+    """Catches a command that hands on keys which somebody else has put there."""
+    run(file, "new", "alice")
+    before = file.read_bytes()
+    file.chmod(0o660)
+    result = run(file, *command)
+    assert result.exit_code == 1 and "mode 0660" in result.stderr
+    assert file.read_bytes() == before
+    link = file.with_name("link")
+    file.chmod(0o600)
+    link.symlink_to(file)
+    assert run(link, *command).exit_code == 1
+    assert file.read_bytes() == before and link.is_symlink()
+
+
+def test_a_missing_file_is_made_by_new_alone(file: Path) -> None:
+    """Catches a mistyped path that is listed as if there were no keys."""
+    for command in (("list",), ("revoke", "alice")):
+        result = run(file, *command)
+        assert result.exit_code == 1 and "No such file" in result.stderr
+        assert not file.exists()

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The clients: what they send, what they make of answers, and when they ask again."""
+
+from __future__ import annotations
+
+import base64
+import inspect
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from fastapi import FastAPI
+
+from tests.registry.modules import content, module, vector
+from vllm_steer import AsyncClient, Client, Edit, ServerError, SteeringError
+from vllm_steer.client.answers import completion_of
+from vllm_steer.client.packing import jsonable
+from vllm_steer.client.retry import Retry
+from vllm_steer.registry.files import write_module
+from vllm_steer.registry.schema import SteeringApplied
+
+QUICK = Retry(attempts=3, first=0.0)
+
+
+def test_modules_and_global_steering(url: str, tmp_path: Path) -> None:
+    """Catches a method that asks for something else, and vectors that arrive as others."""
+    given = {key: value for key, value in content().items() if key != "edits"}
+    edits = [Edit(kind="ablate", point="post_block", layers="all", vector=vector(4)), content()["edits"][1]]
+    (tmp_path / "calm.safetensors").write_bytes(write_module(module()))
+    with Client(url) as client:
+        info = client.register("calm", **given, edits=edits, description="d")
+        assert (info.digest, info.description, info.epoch) == (module().digest, "d", 1)
+        assert client.register_file("file", tmp_path / "calm.safetensors").digest == info.digest
+        assert client.register_file("bytes", write_module(module())).digest == info.digest
+        tensors = {"post_block": {1: torch.from_numpy(vector(1)), 2: vector(1).astype(np.float64)}}
+        calmer = client.register("calm", base=tensors)
+        assert [each.name for each in client.list().data] == ["bytes", "calm", "file"]
+        assert client.get(f"calm@{info.digest}", data=True).content.data == module().to_wire()
+        assert client.get("calm").versions == [info.digest, calmer.digest]
+        status = client.set(modules=[("calm", 2.0)], base=tensors, replace=True)
+        assert [(use.digest, use.scale) for use in status.modules] == [(calmer.digest, 2.0)]
+        assert client.status() == status
+        assert client.status(data=True).content.data is not None
+        assert client.delete("calm").deleted == [info.digest, calmer.digest]
+        assert client.clear().digest is None
+
+
+def test_refusals_say_what_the_server_says(url: str) -> None:
+    """Catches an error that loses place and reason on the way."""
+    with Client(url) as client:
+        with pytest.raises(ServerError, match=r"no module calm.*HTTP 404") as missing:
+            client.get("calm")
+        assert (missing.value.status, missing.value.param, missing.value.kind) == (404, "name", "NotFoundError")
+        with pytest.raises(ServerError, match="layers 0 to 3"):
+            client.register("calm", base={"post_block": {9: vector(1)}})
+        with pytest.raises(ServerError, match="nobody"):
+            list(client.stream_chat([{"role": "user", "content": "Hi"}], steering_modules=[("nobody", 1.0)]))
+        with pytest.raises(SteeringError, match="finite"):
+            client.register("calm", base={"post_block": {1: vector(1) * np.nan}})
+
+
+def test_chat(url: str, app: FastAPI) -> None:
+    """Catches streams that lose pieces, and what was applied being lost on either way."""
+    messages = [{"role": "user", "content": "Hi"}]
+    with Client(url) as client:
+        whole = client.chat(messages, steering_modules=[("calm", 1.0)], steering_vectors={"post_block": {1: vector(1)}})
+        assert whole.applied == SteeringApplied.model_validate(
+            {"epoch": 1, "global": None, "modules": [], "request": "sha256:0"}
+        )
+        pieces = list(client.stream_chat(messages, steering_modules=["calm"]))
+        assert "".join(piece.text for piece in pieces)[:6] == "I am c"
+        assert [piece.applied is not None for piece in pieces] == [True, False, False]
+        assert client.chat(messages).applied is None
+    first = app.state.bodies[0]
+    assert first["model"] == "tiny"
+    assert first["steering_vectors"]["post_block"]["1"]["dtype"] == "float32"
+
+
+async def test_the_asynchronous_client_does_the_same(url: str) -> None:
+    """Catches a method of one client that the other lacks, or that does something else."""
+    public = [
+        {name: list(inspect.signature(method).parameters) for name, method in vars(kind).items()
+         if callable(method) and not name.startswith("_") and name != "model"}
+        for kind in (Client, AsyncClient)
+    ]  # fmt: skip
+    assert public[0] == public[1]
+    messages = [{"role": "user", "content": "Hi"}]
+    async with AsyncClient(url) as client:
+        info = await client.register("calm", **content())
+        assert info.digest == module().digest
+        assert (await client.get("calm")).digest == info.digest
+        assert (await client.set(modules=["calm"])).modules[0].digest == info.digest
+        assert (await client.status()).digest != (await client.clear()).digest
+        assert len((await client.list()).data) == 1
+        assert (await client.delete("calm")).deleted == [info.digest]
+        assert (await client.chat(messages)).text == "I am plain."
+        pieces = [piece.text async for piece in client.stream_chat(messages)]
+        assert "".join(pieces) == "I am plain."
+        with pytest.raises(ServerError):
+            await client.get("calm")
+
+
+def test_packing() -> None:
+    """Catches numbers that are changed by being sent, and a value that is sent as its name."""
+    said = json.loads(json.dumps(jsonable({"v": vector(1), "k": np.stack([vector(1), vector(2)]), "l": range(3),
+                                           "n": np.float32(1.5), "deep": [{"t": torch.ones(2)}]}, "f")))  # fmt: skip
+    assert [said[key]["shape"] for key in ("v", "k")] == [[8], [2, 8]]
+    assert said["deep"][0]["t"]["shape"] == [2]
+    assert (said["l"], said["n"]) == ([0, 1, 2], 1.5)
+    with pytest.raises(SteeringError, match=r"f\.a\[1\]: cannot be sent"):
+        jsonable({"a": [1, object()]}, "f")
+
+
+def test_rows_of_an_answer() -> None:
+    """Catches rows of another shape, order or dtype than those that were sent."""
+    rows = torch.arange(6, dtype=torch.bfloat16).reshape(2, 3)
+    data = base64.b64encode(rows.view(torch.uint8).numpy().tobytes()).decode()
+    site = {"positions": [4, 7], "dtype": "bfloat16", "shape": [2, 3], "data": data}
+    report = {"status": "ok", "error": None, "sites": {"post_block": {"2": site}}}
+    choice = {"text": "a", "capture_results": {"memory": report}}
+    found = completion_of({"choices": [choice]}).choices[0].captures["memory"].sites["post_block", 2]
+    assert torch.equal(found.rows, rows)
+    assert found.positions.tolist() == [4, 7]
+
+
+Outcome = Callable[[httpx.Request], httpx.Response]
+
+
+def failing(*outcomes: int | type[Exception]) -> tuple[httpx.MockTransport, list[httpx.Request]]:
+    """A server that fails like this, one after the other, and then answers."""
+    seen: list[httpx.Request] = []
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        seen.append(request)
+        if len(seen) > len(outcomes):
+            return httpx.Response(200, json={"epoch": 1, "data": [], "choices": [{"text": "a"}]})
+        outcome = outcomes[len(seen) - 1]
+        if isinstance(outcome, int):
+            return httpx.Response(outcome, json={"error": {"message": "later", "param": None}})
+        raise outcome("lost")
+
+    return httpx.MockTransport(handle), seen
+
+
+@pytest.mark.parametrize("outcomes", [(503, 429), (httpx.ConnectError, httpx.ReadError), (httpx.ReadTimeout,)])
+def test_what_can_be_asked_twice_is_asked_again(outcomes: tuple[Any, ...]) -> None:
+    """Catches a client that gives up at the first lost connection."""
+    transport, seen = failing(*outcomes)
+    assert Client(transport=transport, retry=QUICK).list().data == []
+    assert len(seen) == len(outcomes) + 1
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "attempts"),
+    [
+        ((400, 400), 1),
+        ((500, 500), 1),
+        ((503,) * 5, 3),
+        ((httpx.ConnectError,) * 5, 3),
+    ],
+)
+def test_what_stands_is_reported(outcomes: tuple[Any, ...], attempts: int) -> None:
+    """Catches endless attempts, and attempts at what cannot become right."""
+    transport, seen = failing(*outcomes)
+    with pytest.raises((ServerError, httpx.TransportError)):
+        Client(transport=transport, retry=QUICK).list()
+    assert len(seen) == attempts
+
+
+def test_a_completion_is_not_paid_for_twice() -> None:
+    """Catches a generation that is asked for again although the server may be at it."""
+    transport, seen = failing(httpx.ReadError)
+    with pytest.raises(httpx.ReadError):
+        Client(transport=transport, model="tiny", retry=QUICK).complete("Hi")
+    assert len(seen) == 1
+    transport, seen = failing(503, httpx.ConnectError)
+    assert Client(transport=transport, model="tiny", retry=QUICK).complete("Hi").text == "a"
+    assert len(seen) == 3
+
+
+def test_waits() -> None:
+    """Catches waits that do not grow, or that are shorter than the server asks for."""
+    retry = Retry(attempts=9, first=1.0, longest=4.0)
+    waits = [retry.wait(attempt, httpx.Response(503), True) or 0.0 for attempt in range(1, 6)]
+    assert all(low <= wait <= 2 * low for low, wait in zip((0.5, 1, 2, 2, 2), waits, strict=True))
+    assert (retry.wait(1, httpx.Response(503, headers={"retry-after": "7"}), True) or 0.0) >= 7
+    assert (retry.wait(1, httpx.Response(503, headers={"retry-after": "soon"}), True) or 9.0) <= 1

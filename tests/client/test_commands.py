@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The commands that talk to a server."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from fastapi import FastAPI
+from typer.testing import CliRunner
+
+from tests.registry.modules import module, vector
+from vllm_steer.cli.main import app as commands
+from vllm_steer.registry.files import write_module
+
+BASE = {"base": {"post_block": {"1": vector(1).tolist()}}}
+
+
+def run(url: str, *arguments: str, stdin: str | None = None, status: int = 0) -> str:
+    done = CliRunner().invoke(commands, [*arguments, "--url", url], input=stdin)
+    assert done.exit_code == status, done.output
+    return done.output
+
+
+def test_modules(url: str, tmp_path: Path) -> None:
+    """Catches a command that does something else than it says, or says something else than it did."""
+    (tmp_path / "calm.safetensors").write_bytes(write_module(module()))
+    (tmp_path / "terse.json").write_text(json.dumps({**BASE, "description": "few \x1b[2Jwords"}))
+    assert module().digest in run(url, "modules", "add", "calm", str(tmp_path / "calm.safetensors"))
+    run(url, "modules", "add", "terse", str(tmp_path / "terse.json"))
+    listed = run(url, "modules", "ls")
+    assert module().digest[:19] in listed
+    assert "few \\x1b[2Jwords" in listed
+    shown = run(url, "modules", "show", "calm")
+    assert all(word in shown for word in (module().digest, "joy", "base", "decode", "ablate at post_block"))
+    assert json.loads(run(url, "modules", "show", "calm", "--json"))["digest"] == module().digest
+    assert "1 deleted of calm" in run(url, "modules", "rm", "calm")
+    assert [each["name"] for each in json.loads(run(url, "modules", "ls", "--json"))["data"]] == ["terse"]
+    assert "there is no module calm" in run(url, "modules", "rm", "calm", status=1)
+
+
+def test_set_and_status(url: str, tmp_path: Path) -> None:
+    """Catches a scale that is read otherwise, and a status of another moment."""
+    (tmp_path / "terse.json").write_text(json.dumps(BASE))
+    run(url, "modules", "add", "terse", str(tmp_path / "terse.json"))
+    assert "terse" in run(url, "set", "terse=-1.5", "--file", str(tmp_path / "terse.json"))
+    status = run(url, "status")
+    assert all(word in status for word in ("model: tiny", "modules: terse", "epoch: 2", "-1.5", "base"))
+    assert "base" not in run(url, "set", "terse", "--replace")
+    assert "global steering: none" in run(url, "set", "--clear")
+    run(url, "set", "terse=x", status=2)
+    run(url, "set", "terse", "--clear", status=2)
+    assert "names nothing" in run(url, "set", status=1)
+
+
+def test_a_server_that_is_not_there() -> None:
+    """Catches a traceback in the place of a sentence."""
+    assert "cannot be reached" in run("http://127.0.0.1:9", "status", status=1)
+    assert "error: " in run("no url", "status", status=1)
+
+
+def test_chat(url: str, app: FastAPI) -> None:
+    """Catches sides that are swapped, conversations that mix, and a refused question that stays in them."""
+    script = (
+        "Hello\n/modules terse=2\nAgain\n/modules nobody\nWhat?\n/modules terse=x\n/reset\n/modules\nLast\n/quit\nno\n"
+    )
+    shown = run(url, "chat", "calm=1.5", "--system", "Be brief.", stdin=script)
+    answers = [line for line in shown.splitlines() if line.startswith("[")]
+    assert answers[:4] == [
+        "[plain] I am plain.",
+        "[calm=1.5] I am calm\\x1b[2J.",
+        "[plain] I am plain.",
+        "[terse=2] I am terse\\x1b[2J.",
+    ]
+    assert "error: there is no module nobody" in shown
+    assert answers[-2:] == ["[plain] I am plain.", "[steered by nothing] I am plain."]
+    system = {"role": "system", "content": "Be brief."}
+    steered = [body for body in app.state.bodies if "steering_modules" in body]
+    assert [body["steering_modules"] for body in steered] == [[["calm", 1.5]], [["terse", 2.0]], [["nobody", 1.0]]]
+    assert steered[0]["messages"] == [system, {"role": "user", "content": "Hello"}]
+    assert [each["content"] for each in steered[1]["messages"]] == ["Be brief.", "Hello", "I am calm\x1b[2J.", "Again"]
+    assert [each["content"] for each in steered[2]["messages"]][-2:] == ["I am terse\x1b[2J.", "What?"]
+    for body in app.state.bodies[-2:]:
+        assert body["messages"] == [system, {"role": "user", "content": "Last"}]
+    assert all(body["temperature"] == 0 and body["max_tokens"] == 512 for body in app.state.bodies)
+
+
+@pytest.mark.parametrize("command", ["modules", "set", "status", "chat"])
+def test_help_needs_nothing(command: str) -> None:
+    """Catches help that wants a server."""
+    assert CliRunner().invoke(commands, [command, "--help"]).exit_code == 0

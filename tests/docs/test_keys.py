@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is written about keys and threats is what there is."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from tests.docs.markdown import blocks, tables
+from tests.repo.tree import ROOT, read
+from vllm_steer.cli.main import app
+from vllm_steer.serve.entrance import CHANGING, OPEN, SERVING
+from vllm_steer.serve.keys import read_keys
+from vllm_steer.serve.limits import KEY_LIMITS
+from vllm_steer.serve.rights import Right
+
+GUIDE, MODEL = "docs/guides/keys.md", "docs/design/threat-model.md"
+
+
+def test_the_guides_commands_do_what_they_say(tmp_path: Path) -> None:
+    """Catches a command that no longer runs, and a right or limit that is called otherwise."""
+    (code,) = (block.code for block in blocks(read(GUIDE)) if block.language == "bash")
+    for line in code.splitlines():
+        words = [str(tmp_path / word) if word == "keys.json" else word for word in shlex.split(line)[1:]]
+        result = CliRunner().invoke(app, words, catch_exceptions=False)
+        assert result.exit_code == 0, result.output
+    keys = {key.name: key for key in read_keys(tmp_path / "keys.json")}
+    assert set(keys) == {"alice", "ops"}
+    assert keys["alice"].rights == (Right.STEER, Right.CAPTURE)
+    assert all(name in code or name in read("docs/reference/limits.md") for name in KEY_LIMITS)
+
+
+def test_the_guide_lists_the_paths() -> None:
+    """Catches a path that is open, or takes another right, than is written."""
+    text = read(GUIDE)
+    (shut,) = re.findall(r"nothing is answered without a key but (.*?);", text, re.DOTALL)
+    assert set(re.findall("`(/.*?)`", shut)) == OPEN
+    (serving,) = re.findall(r"\* (`/v1`.*?) are for every key", text, re.DOTALL)
+    assert tuple(re.findall("`(/.*?)`", serving)) == SERVING
+    assert all(f"`{path}`" in text for path in CHANGING)
+
+
+def test_each_threat_has_its_tests() -> None:
+    """Catches a protection that nothing proves, and a proof that has been moved or deleted."""
+    (table,) = tables(read(MODEL))
+    for threat, _, tests in table[1:]:
+        paths = [path.strip() for path in tests.split(",")]
+        assert all(path.startswith("tests/") and (ROOT / path).exists() for path in paths), (threat, tests)

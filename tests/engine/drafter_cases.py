@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Speculative decoding with models that draft: the target is steered and read, the drafter never touched.
+
+Drafts only propose. Whatever a drafter saw (an EAGLE head sees the target's steered stream), the target's own steered
+answer decides, so every method gives what the same request gives without speculation.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.engine.answers import params, prompt, run, tokens_of
+from tests.engine.captures import capture, close_to, result
+from tests.engine.conftest import close
+from tests.engine.test_mixing import program
+from tests.tiny import HIDDEN, LAYERS, VOCAB, make_llm
+
+SMALL = {"max_model_len": 128, "max_num_seqs": 16}
+NUM_DRAFTS = 3
+
+
+def workload() -> tuple[list[Any], list[Any]]:
+    rng = np.random.default_rng(5)
+    prompts = [prompt(*rng.integers(1, VOCAB, int(rng.integers(6, 40))).tolist()) for _ in range(8)]
+    wanted = [
+        params(20, logprobs=None, steering=program(i) if i % 4 else None, capture=capture() if i % 2 else None)
+        for i in range(8)
+    ]
+    return prompts, wanted
+
+
+def save_draft_model(target: Path, folder: Path) -> Path:
+    """The target with noise on its weights: it guesses right often, and often not."""
+    folder.mkdir()
+    generator = torch.Generator().manual_seed(0)
+    weights = load_file(target / "model.safetensors")
+    noisy = {
+        name: weight + 0.03 * weight.std() * torch.randn(weight.shape, generator=generator)
+        if weight.ndim > 1
+        else weight
+        for name, weight in weights.items()
+    }
+    save_file(noisy, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text((target / "config.json").read_text())
+    return folder
+
+
+def save_eagle_head(target: Path, folder: Path) -> Path:
+    """One random decoder layer over the target's last stream; embedding and output are the target's."""
+    folder.mkdir()
+    generator = torch.Generator().manual_seed(1)
+    weights = load_file(target / "model.safetensors")
+    head = {
+        name.removeprefix("model."): weight.clone()
+        for name, weight in weights.items()
+        if name.startswith("model.layers.0.") and "input_layernorm" not in name
+    }
+    head["fc.weight"] = torch.randn(HIDDEN, 2 * HIDDEN, generator=generator) * 0.2
+    save_file(head, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((target / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def truth(tiny_llama: Path) -> list[Any]:
+    llm = make_llm(tiny_llama, **SMALL)
+    try:
+        return run(llm, *workload())
+    finally:
+        close(llm)
+
+
+SAVE = {"draft_model": save_draft_model, "eagle": save_eagle_head}
+
+
+@pytest.mark.parametrize("method", list(SAVE))
+def test_outputs_and_rows_are_those_without_speculation(
+    truth: list[Any], tiny_llama: Path, tmp_path: Path, method: str
+) -> None:
+    """Failure: rejected drafts captured as if generated; a drafter that shares the target's class steered with it."""
+    drafter = SAVE[method](tiny_llama, tmp_path / method)
+    speculative = {"method": method, "model": str(drafter), "num_speculative_tokens": NUM_DRAFTS}
+    llm = make_llm(tiny_llama, **SMALL, speculative_config=speculative)
+    try:
+        runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+        assert _hooked(runner.get_model()) == LAYERS
+        assert _hooked(runner.drafter.model) == 0
+        seen = _watch_acceptance(llm)
+        outputs = run(llm, *workload())
+        assert any(accepted < drafts for drafts, accepted in seen), "no draft was rejected"
+        assert method == "eagle" or any(accepted for _, accepted in seen), "no draft was accepted"
+        for i, (got, right) in enumerate(zip(outputs, truth, strict=True)):
+            assert tokens_of(got) == tokens_of(right), i
+            if i % 2:
+                close_to(result(got), result(right), i)
+    finally:
+        close(llm)
+
+
+def _hooked(model: Any) -> int:
+    return sum(hasattr(module, "steering_taps") for module in model.modules())
+
+
+def _watch_acceptance(llm: Any) -> list[tuple[int, int]]:
+    """``(drafts, accepted)`` of every verified request of every step from now on."""
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    original = scheduler.update_from_output
+    seen: list[tuple[int, int]] = []
+
+    def counted(scheduled: Any, output: Any) -> Any:
+        for name, drafts in scheduled.scheduled_spec_decode_tokens.items():
+            seen.append((len(drafts), len(output.sampled_token_ids[output.req_id_to_index[name]]) - 1))
+        return original(scheduled, output)
+
+    scheduler.update_from_output = counted
+    return seen

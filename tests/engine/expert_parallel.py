@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What vLLM 0.32 lacks for expert parallelism on CPU. Imported in workers and never by a test.
+
+vLLM's CPU kernel is given the ids of all experts and the weights of a rank's own, and nothing that says which those
+are: it reads beyond them, and the worker ends with signal 11, in vLLM alone as well:
+
+    VLLM_PLUGINS="" VLLM_CPU_OMP_THREADS_BIND="0|1" vllm bench latency --model MOE --dtype float32 --enforce-eager
+        --tensor-parallel-size 2 --enable-expert-parallel
+
+with any mixture of experts for ``MOE``. :class:`ExpertsOfThisRank` is what workers are extended with in the tests
+(``worker_extension_cls``): the import of its module hands the kernel a rank's own ids, and weight 0 for experts that
+are elsewhere. Which rank has which experts, and the sum over ranks, are vLLM's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+_kernel = CPUUnquantizedExperts.apply
+_added: dict[int, torch.Tensor] = {}
+
+
+def _apply(
+    self: Any, *, output: Any, topk_weights: Any, topk_ids: Any, expert_map: Any, w1: Any, **given: Any
+) -> None:  # fmt: skip
+    if expert_map is not None:
+        own = expert_map[topk_ids]
+        topk_weights = topk_weights * (own >= 0)
+        topk_ids = own.clamp(min=0).to(topk_ids.dtype)
+    _kernel(self, output=output, topk_weights=topk_weights, topk_ids=topk_ids, expert_map=expert_map, w1=w1, **given)
+    if w1.data_ptr() in _added:
+        output += _added[w1.data_ptr()]
+
+
+class ExpertsOfThisRank:
+    """Added to vLLM's worker; to import this module is what makes its experts right."""
+
+    def add_to_partial_sums(self, layer: int, vector: Any) -> None:
+        """Add ``vector`` to what this rank's experts of one layer give, ahead of the sum over ranks; None: no more."""
+        _added.clear()
+        if vector is not None:
+            experts = self.get_model().model.layers[layer].mlp.experts  # type: ignore[attr-defined]
+            (weights,) = (each for name, each in experts.named_parameters() if name.endswith("w13_weight"))
+            _added[weights.data_ptr()] = torch.from_numpy(vector)
+
+
+CPUUnquantizedExperts.apply = _apply

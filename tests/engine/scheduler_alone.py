@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's scheduler with steering and without an engine: steps whose model output is made up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_steer import SamplingParams, engine_kwargs
+from vllm_steer.engine.collect import ATTRIBUTE
+from vllm_steer.engine.scheduler import make_scheduler
+from vllm_steer.engine.step_rows import StepRows
+
+BLOCK, MAX_LEN = 16, 128
+
+
+def config(folder: Path, *, sequences: int, **steering: Any) -> Any:
+    """vLLM's configuration of an engine for ``sequences`` requests, with these sizes of its steering tables."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    arguments = EngineArgs(
+        model=str(folder), dtype="float32", max_model_len=MAX_LEN, max_num_seqs=sequences, block_size=BLOCK,
+        max_num_batched_tokens=48, enforce_eager=True, skip_tokenizer_init=True, **engine_kwargs(steering),
+    )  # fmt: skip
+    return arguments.create_engine_config()
+
+
+def make(vllm_config: Any, blocks: int, **settings: Any) -> Any:
+    """A new scheduler over ``blocks`` key-value blocks of 16 tokens."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    vllm_config.cache_config.num_gpu_blocks = blocks
+    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=32, dtype=torch.float32)
+    return make_scheduler(
+        vllm_config=vllm_config,
+        kv_cache_config=KVCacheConfig(blocks, [], [KVCacheGroupSpec(["layer"], spec)]),
+        structured_output_manager=StructuredOutputManager(vllm_config),
+        block_size=BLOCK,
+        **settings,
+    )
+
+
+def request(name: str, prompt: list[int], max_tokens: int, **fields: Any) -> Any:
+    """An engine request as it reaches the scheduler."""
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.request import Request
+
+    hash_fn = get_hash_fn_by_name("sha256")
+    init_none_hash(hash_fn)
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **fields)
+    return Request(name, prompt, params, None, block_hasher=get_request_block_hasher(BLOCK, hash_fn))
+
+
+def answer(scheduler: Any, scheduled: Any, rows: tuple[StepRows, ...] = ()) -> list[Any]:
+    """All outputs of a scheduled step; see :func:`model_output`."""
+    outputs = scheduler.update_from_output(scheduled, model_output(scheduler, scheduled, rows))
+    return [output for client in outputs.values() for output in client.outputs]
+
+
+def model_output(scheduler: Any, scheduled: Any, rows: tuple[StepRows, ...] = ()) -> Any:
+    """What a worker answers to a scheduled step, whose model samples token 1 for everybody and captures ``rows``."""
+    from vllm.v1.outputs import ModelRunnerOutput
+
+    names = list(scheduled.num_scheduled_tokens)
+    whole = [scheduler.requests[name].num_computed_tokens >= scheduler.requests[name].num_tokens for name in names]
+    sampled = [[1] if each else [] for each in whole]
+    made = ModelRunnerOutput(names, {name: i for i, name in enumerate(names)}, sampled)
+    setattr(made, ATTRIBUTE, rows)
+    return made

@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step's rows as the chunks of its requests, and back: what controls change on the way out of the worker."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from vllm_steer.capture.assemble import Chunk
+from vllm_steer.engine.step_rows import Entries, StepRows
+
+
+def chunks_of(step: StepRows) -> list[Chunk]:
+    """One chunk for each entry of a step."""
+    entries = step.entries
+    return [
+        Chunk(name, int(start), int(count), codes, step.of(i).tobytes())
+        for i, (name, codes, start, count) in enumerate(
+            zip(entries.ids, entries.codes, step.start, step.count, strict=True)
+        )
+    ]
+
+
+def step_of(chunks: list[Chunk], row_bytes: int) -> StepRows:
+    """The step of which these are the entries."""
+    return StepRows(
+        Entries(tuple(c.request_id for c in chunks), tuple(c.captures for c in chunks)),
+        np.array([c.start for c in chunks], dtype=np.int64),
+        np.array([c.count for c in chunks], dtype=np.int64),
+        np.frombuffer(b"".join(c.rows for c in chunks), dtype=np.uint8).reshape(-1, row_bytes),
+    )

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The points on the branches, in engines that were started with them (test_refusals.py has one that was not)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.engine.answers import logprobs_of, params, prompt, run, tokens_of
+from tests.engine.conftest import close
+from tests.engine.test_off import worker_of
+from tests.engine.test_selfcheck import taps_put_by
+from tests.tiny import LAYERS, direction, make_llm
+from tests.wrong_branches import behind_the_stream, copied, other_summand
+from vllm_steer import Edit
+from vllm_steer.engine.selfcheck import self_check
+from vllm_steer.models import install
+from vllm_steer.models.selfcheck import SelfCheckError
+from vllm_steer.points import OPTIONAL_POINTS, POINT_NAMES
+
+P = prompt(5, 9, 17, 33, 60)
+V = direction(3)
+
+
+@pytest.fixture(scope="module")
+def one(tiny_llama: Path) -> Iterator[Any]:
+    """What an engine with one of the points answers; closed before the others start."""
+    llm = make_llm(tiny_llama, steering_config={"points": ["mlp_out"]})
+    answers = run(llm, [P] * 2, [asking("mlp_out"), asking("pre_attn", "mlp_out", edits=[edit("mlp_out", "ablate")])])
+    columns = worker_of(llm).model_runner.steering.tables.num_sites
+    close(llm)
+    return answers, columns
+
+
+@pytest.fixture(scope="module")
+def every(one: Any, tiny_llama: Path) -> Iterator[Any]:
+    llm = make_llm(tiny_llama, steering_config={"points": list(OPTIONAL_POINTS)})
+    yield llm
+    close(llm)
+
+
+def edit(point: Any, kind: Any = "add", layers: Any = 1, **more: Any) -> Edit:
+    return Edit(kind=kind, point=point, layers=layers, vector=V, **more)
+
+
+def asking(*points: str, edits: list[Edit] | None = None, before: bool = False) -> Any:
+    spec = {"hooks": dict.fromkeys(points, "all"), "positions": "all", "before": before}
+    return params(steering=edits, capture={"memory": spec})
+
+
+def rows_of(output: Any, point: Any, layer: int) -> torch.Tensor:
+    rows: torch.Tensor = output.capture_results["memory"].tensor(point, layer)
+    return rows
+
+
+def test_the_stream_grows_by_the_branches(every: Any) -> None:
+    """Catches a branch that is read from the other summand, before a norm behind it, or off by one layer."""
+    (output,) = run(every, [P], [asking(*POINT_NAMES)])
+    for layer in range(LAYERS):
+        at = {point: rows_of(output, point, layer) for point in POINT_NAMES}
+        torch.testing.assert_close(at["post_attn"] - at["pre_attn"], at["attn_out"], atol=1e-4, rtol=0)
+        torch.testing.assert_close(at["post_block"] - at["post_attn"], at["mlp_out"], atol=1e-4, rtol=0)
+        assert at["attn_out"].abs().mean() > 0.01 < at["mlp_out"].abs().mean()
+
+
+@pytest.mark.parametrize(("branch", "stream"), [("attn_out", "post_attn"), ("mlp_out", "post_block")])
+def test_what_is_added_to_a_branch_is_added_to_the_stream(every: Any, branch: str, stream: str) -> None:
+    """Catches an edit of a branch that comes when the branch has been added, or is added twice."""
+    ours, theirs, plain = run(
+        every, [P] * 3, [params(steering=edits) for edits in ([edit(branch)], [edit(stream)], None)]
+    )
+    np.testing.assert_allclose(logprobs_of(ours), logprobs_of(theirs), atol=1e-3)
+    assert np.abs(logprobs_of(ours) - logprobs_of(plain)).max() > 1e-2
+
+
+@pytest.mark.parametrize("point", OPTIONAL_POINTS)
+def test_other_edits_act_on_the_branch_alone(every: Any, point: str) -> None:
+    """Catches a component that is taken out of the stream in the place of the branch, and reads on the wrong side."""
+    after, before = run(
+        every, [P] * 2, [asking(*POINT_NAMES, edits=[edit(point, "ablate")], before=b) for b in (False, True)]
+    )
+    unit = torch.from_numpy(V / np.linalg.norm(V))
+    x = rows_of(before, point, 1)
+    torch.testing.assert_close(rows_of(after, point, 1), x - (x @ unit)[:, None] * unit, atol=1e-4, rtol=0)
+    assert (x @ unit).abs().max() > 0.01
+    assert (rows_of(after, "post_block", 1) @ unit).abs().max() > 0.01
+
+
+def test_an_engine_with_one_of_them_answers_as_one_with_all(one: Any, every: Any) -> None:
+    """Catches columns that are counted as if all points were there: edits and reads of one at another's place."""
+    answers, columns = one
+    assert columns == LAYERS * 4
+    again = run(every, [P] * 2, [asking("mlp_out"), asking("pre_attn", "mlp_out", edits=[edit("mlp_out", "ablate")])])
+    for ours, theirs in zip(answers, again, strict=True):
+        assert tokens_of(ours) == tokens_of(theirs)
+        for layer in range(LAYERS):
+            torch.testing.assert_close(rows_of(ours, "mlp_out", layer), rows_of(theirs, "mlp_out", layer))
+
+
+def test_the_check_at_start_covers_them(every: Any) -> None:
+    """Catches points that are served unchecked."""
+    (report,) = every.collective_rpc("steering_capabilities")
+    found = report["self_check"]
+    assert (found["sites"], found["hops"], found["conclusive"]) == (6 * LAYERS, 7 * LAYERS, 7 * LAYERS)
+
+
+@pytest.mark.parametrize(
+    ("maker", "wrong", "said"),
+    [
+        ("_with_branch", other_summand, "attn_out of layer 0: post_attn of layer 0 is not"),
+        ("_with_branch", behind_the_stream, "attn_out of layer 0: an edit there .* post_attn of layer 0 more"),
+        ("_output", copied, "mlp_in of layer 0: an edit there .* mlp_out of layer 0"),
+    ],
+)
+def test_wrong_taps_on_the_branches_keep_the_engine_from_serving(
+    maker: str, wrong: Any, said: str, every: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a check that passes a tap on the other summand, behind the stream's, or on what nobody reads."""
+    monkeypatch.setattr(install, maker, wrong)
+    with taps_put_by(every, install.install_taps) as worker:
+        monkeypatch.undo()
+        with pytest.raises(SelfCheckError, match=said):
+            self_check(worker)

@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Failures of capture that need more than one request, each beside its negative control; all in one engine.
+
+The truth is the same request alone in the same engine. Controls put something in the place of our own code for the time
+of one run; what they break is the content of rows, never the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from tests.engine.answers import params, prompt, run, tokens_of
+from tests.engine.captures import capture, close_to, result
+from tests.engine.steps import chunks_of, step_of
+from tests.tiny import VOCAB
+from vllm_steer.capture.assemble import Chunk
+from vllm_steer.capture.desk import CaptureDesk
+from vllm_steer.engine import collect
+
+Rename = Callable[[Chunk, list[str]], Chunk]
+
+
+def prompts(count: int) -> list[Any]:
+    rng = np.random.default_rng(41)
+    return [prompt(*rng.integers(1, VOCAB, 20).tolist()) for _ in range(count)]
+
+
+def change_chunks(monkeypatch: pytest.MonkeyPatch, change: Rename) -> None:
+    """Change what leaves the worker in every step; ``change`` also gets the names of the step's requests."""
+    arrived = collect.PendingRows.arrived
+
+    def changed(self: Any) -> Any:
+        (step,) = arrived(self)
+        chunks = chunks_of(step)
+        changed = [change(chunk, [each.request_id for each in chunks]) for chunk in chunks]
+        return (step_of(changed, step.rows.shape[1]),)
+
+    monkeypatch.setattr(collect.PendingRows, "arrived", changed)
+
+
+def alone(llm: Any, wanted: Any, asked: list[Any]) -> list[Any]:
+    return [run(llm, [each], [wanted])[0] for each in asked]
+
+
+@pytest.mark.failure(8, control=True)
+def test_positions_counted_from_the_chunk_are_seen(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: where each step counts its positions from 0, every generated token is position 0."""
+    wanted, asked = params(6, logprobs=None, capture=capture()), prompts(2)
+    right = alone(llm, wanted, asked)
+    change_chunks(monkeypatch, lambda chunk, _: msgspec.structs.replace(chunk, start=0))
+    for got, true in zip(run(llm, asked, [wanted] * 2), right, strict=True):
+        assert tokens_of(got) == tokens_of(true)
+        with pytest.raises(AssertionError):
+            close_to(result(got), result(true))
+
+
+def add_named(llm: Any, asked: dict[str, Any], wanted: Any) -> dict[str, Any]:
+    """Outputs by the names under which the requests were added."""
+    for name, each in asked.items():
+        llm.llm_engine.add_request(name, each, wanted)
+    outputs: dict[str, Any] = {}
+    while llm.llm_engine.has_unfinished_requests():
+        outputs.update((output.request_id, output) for output in llm.llm_engine.step() if output.finished)
+    return outputs
+
+
+NAMES = ("1", "11", "111", "1-", "1-1")
+
+
+@pytest.mark.failure(10)
+def test_names_that_begin_alike_and_one_object_for_all(llm: Any) -> None:
+    """Catches rows kept under the beginning of an id, and parameters that capture once and then no more."""
+    wanted, asked = params(6, logprobs=None, capture=capture()), prompts(len(NAMES))
+    right = alone(llm, wanted, asked)
+    for _ in range(2):
+        found = add_named(llm, dict(zip(NAMES, asked, strict=True)), wanted)
+        for name, true in zip(NAMES, right, strict=True):
+            close_to(result(found[name]), result(true), name)
+
+
+@pytest.mark.failure(10, control=True)
+def test_rows_kept_under_the_beginning_of_an_id_are_seen(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: each chunk goes to the first request whose id is the beginning of its own, or begins alike."""
+    wanted, asked = params(6, logprobs=None, capture=capture()), prompts(len(NAMES))
+    right = alone(llm, wanted, asked)
+
+    def to_the_first(chunk: Chunk, names: list[str]) -> Chunk:
+        alike = sorted(name for name in names if name[0] == chunk.request_id[0])
+        return msgspec.structs.replace(chunk, request_id=alike[0])
+
+    change_chunks(monkeypatch, to_the_first)
+    found = add_named(llm, dict(zip(NAMES, asked, strict=True)), wanted)
+    wrong = 0
+    for name, true in zip(NAMES, right, strict=True):
+        try:
+            close_to(result(found[name]), result(true))
+        except AssertionError:
+            wrong += 1
+    assert wrong == len(NAMES)
+
+
+@pytest.mark.failure(11, control=True)
+def test_rows_of_one_sample_for_all_are_seen(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: every sample is given the rows of the one that was sampled first."""
+    p = prompts(1)[0]
+    wanted = params(8, n=3, temperature=1.5, seed=3, logprobs=None, capture=capture())
+    first: dict[tuple[int, int], Chunk] = {}
+
+    def of_the_first(chunk: Chunk, _: list[str]) -> Chunk:
+        kept = first.setdefault((chunk.start, chunk.count), chunk)
+        return msgspec.structs.replace(chunk, rows=kept.rows)
+
+    change_chunks(monkeypatch, of_the_first)
+    output = run(llm, [p], [wanted])[0]
+    monkeypatch.undo()
+    assert len({tuple(tokens_of(output, sample)) for sample in range(3)}) == 3
+    wrong = 0
+    for sample in range(3):
+        follow = prompt(*p["prompt_token_ids"], *tokens_of(output, sample)[:-1])
+        right = run(llm, [follow], [params(1, capture=capture(positions="all_prompt"))])[0]
+        try:
+            close_to(result(output, sample), result(right))
+        except AssertionError:
+            wrong += 1
+    assert wrong >= 2
+
+
+def raising_for(llm: Any, monkeypatch: pytest.MonkeyPatch, tokens: tuple[int, ...]) -> None:
+    """Make the consumer ``memory`` raise for the request with this prompt."""
+    desk = llm.llm_engine.output_processor._steering_served.desk
+    accept = desk._consumers["memory"].accept
+
+    def raising(captured: Any) -> Any:
+        if captured.prompt_token_ids == tokens:
+            raise RuntimeError("no room on the tape")
+        return accept(captured)
+
+    monkeypatch.setattr(desk._consumers["memory"], "accept", raising)
+
+
+@pytest.mark.failure(12)
+def test_a_consumer_that_raises_costs_one_request_its_capture(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches an error that ends the step, the neighbours' captures or the tokens of the request itself."""
+    wanted, asked = params(6, logprobs=None, capture=capture()), prompts(3)
+    right = alone(llm, wanted, asked)
+    raising_for(llm, monkeypatch, tuple(asked[1]["prompt_token_ids"]))
+    found = run(llm, asked, [wanted] * 3)
+    assert [tokens_of(each) for each in found] == [tokens_of(each) for each in right]
+    bad = found[1].capture_results["memory"]
+    assert (bad.status, bad.error) == ("error", "RuntimeError: no room on the tape")
+    for i in (0, 2):
+        close_to(result(found[i]), result(right[i]))
+
+
+@pytest.mark.failure(12, control=True)
+def test_a_consumer_called_in_the_step_takes_its_neighbours_along(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: without a thread and a guard of its own, a consumer's error is everybody's."""
+    wanted, asked = params(6, logprobs=None, capture=capture()), prompts(3)
+    raising_for(llm, monkeypatch, tuple(asked[1]["prompt_token_ids"]))
+
+    def in_the_step(self: Any, name: str, spec: Any, assembly: Any, about: Any) -> Any:
+        sites, _ = assembly.finish(spec, len(about["prompt_token_ids"]), 26)
+        captured = type("Captured", (), {**about, "sites": sites})()
+        return self._consumers[name].accept(captured)
+
+    monkeypatch.setattr(CaptureDesk, "_submit", in_the_step)
+    engine = llm.llm_engine
+    with pytest.raises(RuntimeError, match="no room on the tape"):
+        run(llm, asked, [wanted] * 3)
+    monkeypatch.undo()
+    engine.abort_request(list(engine.output_processor.request_states), internal=True)
+    while engine.has_unfinished_requests():
+        engine.step()
+    assert len(result(run(llm, asked[:1], [wanted])[0]).sites) == 12
+
+
+@pytest.mark.failure(20, control=True)
+def test_rows_without_a_budget_are_all_held_at_once(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: what the budget of host memory counts grows with the requests where nothing holds them back."""
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    most = 0
+
+    def watched(held: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal most
+        scheduled = type(scheduler).schedule(held, *args, **kwargs)
+        most = max(most, held.steering_admission.captures_booked)
+        return scheduled
+
+    monkeypatch.setattr(scheduler, "schedule", lambda *a, **k: watched(scheduler, *a, **k))
+    wanted, asked = params(6, logprobs=None, capture=capture()), prompts(8)
+    budgets = {}
+    for budget in (2 * 12 * 25, 2**40):
+        monkeypatch.setattr(scheduler.steering_admission, "_capture_rows", budget)
+        most = 0
+        run(llm, asked, [wanted] * 8)
+        budgets[budget] = most
+    held, unbounded = budgets.values()
+    assert held <= 2 * 12 * 25
+    assert unbounded == 8 * 12 * 25
+
+
+@pytest.mark.failure(5)
+def test_the_arena_is_free_to_be_written_again_when_a_step_has_ended(llm: Any) -> None:
+    """Catches rows that look into the arena, which every step writes over."""
+    tables = llm.llm_engine.model_executor.driver_worker.worker.model_runner.steering.tables
+    output = run(llm, prompts(1), [params(4, logprobs=None, capture=capture())])[0]
+    kept = {site: result(output).tensor(*site).clone() for site in result(output).sites}
+    tables.arena.fill_(float("nan"))
+    assert all(torch.equal(result(output).tensor(*site), rows) for site, rows in kept.items())
+
+
+@pytest.mark.failure(5, control=True)
+def test_rows_that_are_views_of_the_arena_are_seen(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: a step's rows that leave one step later, uncopied, are those of the step after."""
+    wanted, asked = params(6, logprobs=None, capture=capture()), prompts(2)
+    right = alone(llm, wanted, asked)
+    start = collect.Departures.start
+
+    def uncopied(self: Any, stored: torch.Tensor, *rest: Any) -> Any:
+        pending = start(self, stored, *rest)
+        object.__setattr__(pending, "rows", {b"": stored.view(torch.uint8)})
+        stored.copy_(stored.flip(0))  # what a next step would do before these have left
+        return pending
+
+    monkeypatch.setattr(collect.Departures, "start", uncopied)
+    for got, true in zip(run(llm, asked, [wanted] * 2), right, strict=True):
+        with pytest.raises(AssertionError):
+            close_to(result(got), result(true))

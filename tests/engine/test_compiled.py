@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A compiled model reads strengths and vectors anew for each request, and its artifacts know about steering."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.conformance.engine import MODES
+from tests.engine import scheduler_alone
+from tests.engine.answers import logprobs_of, params, prompt, run
+from tests.engine.conftest import close
+from tests.tiny import direction, make_llm
+from vllm_steer.engine.store import ProgramStore
+
+
+@pytest.fixture(scope="module")
+def traced(tiny_llama: Path) -> Iterator[Any]:
+    """Traced as for compilation, once, and then run as a graph."""
+    llm = make_llm(tiny_llama, **{"enforce_eager": False, **MODES["traced"]})
+    yield llm
+    close(llm)
+
+
+def strengths_count(llm: Any) -> None:
+    """A strength is a factor of the vector, whatever strengths were traced or used before."""
+    p = prompt(*range(20, 40))
+    v = direction(51)
+    found = []
+    for strength in (0.25, 1.0, 2.0):
+        site: dict[str, Any] = {"post_block": {1: {"vector": v, "scale": strength}}}
+        multiplied = {"post_block": {1: v * strength}}
+        one, other = (run(llm, [p], [params(3, steering_vectors=each)])[0] for each in (site, multiplied))
+        np.testing.assert_allclose(logprobs_of(one), logprobs_of(other), atol=1e-3)
+        found.append(logprobs_of(one)[0])
+    assert np.abs(found[0] - found[1]).max() > 1e-2
+    assert np.abs(found[1] - found[2]).max() > 1e-2
+
+
+@pytest.mark.failure(6)
+@pytest.mark.failure(6, control=True)
+@pytest.mark.feature("`torch.compile`", "steer")
+def test_strengths_are_no_constants_of_the_graph(traced: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Failure: a strength baked into a compiled graph. Its control keeps the strengths that were there first."""
+    strengths_count(traced)
+    real = ProgramStore.flush
+
+    def baked(self: Any) -> None:
+        kept = self.tables.parameter.clone()
+        real(self)
+        self.tables.parameter.copy_(kept)
+
+    monkeypatch.setattr(ProgramStore, "flush", baked)
+    with pytest.raises(AssertionError):
+        strengths_count(traced)
+
+
+@pytest.mark.failure(6)
+@pytest.mark.failure(6, control=True)
+def test_compiled_artifacts_know_about_steering(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Failure: a compile cache that does not know about steering. Its control takes our section out of the key."""
+
+    def keys() -> list[str]:
+        configs = [scheduler_alone.config(tiny_llama, sequences=2, **sizes) for sizes in ({}, {}, {"max_rows": 7})]
+        stock = scheduler_alone.config(tiny_llama, sequences=2)
+        stock.additional_config = {}
+        return [config.compute_hash() for config in (*configs, stock)]
+
+    first, same, other, stock = keys()
+    assert first == same
+    assert len({first, other, stock}) == 3
+
+    real = scheduler_alone.engine_kwargs
+    monkeypatch.setattr(
+        scheduler_alone, "engine_kwargs", lambda sizes: {**real(sizes), "additional_config": {}, "scheduler_cls": None}
+    )
+    assert len(set(keys())) == 1

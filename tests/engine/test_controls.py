@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Failures of other systems, each with its negative control: a check that passes, and the same check on an engine whose
+protection is off, where it must not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.engine.answers import logprobs_of, params, prompt, run, tokens_of
+from tests.engine.captures import capture, close_to, result
+from tests.tiny import VOCAB, direction
+from vllm_steer.capture import assemble
+from vllm_steer.engine import cache_keys
+from vllm_steer.engine.runner_v1 import SteeringRunnerV1
+from vllm_steer.engine.steering import Steering
+from vllm_steer.engine.store import ProgramStore
+from vllm_steer.taps.rows import Layout
+
+SITE = {"post_block": {1: direction(31)}}
+P = prompt(*range(20, 50))
+
+
+def decode_is_steered_and_prefill_is_not(llm: Any) -> None:
+    plain, steered = (logprobs_of(run(llm, [P], [params(3, **f)])[0]) for f in ({}, {"decode_steering_vectors": SITE}))
+    np.testing.assert_allclose(steered[0], plain[0], atol=1e-4)
+    assert np.abs(steered[1] - plain[1]).max() > 1e-2
+
+
+def position_0_is_one_token(llm: Any) -> None:
+    """What was generated with an edit of position 0 goes on as it does when all of it is prompt."""
+    fields = {"steering": [{"kind": "add", "point": "post_block", "layers": 1, "vector": direction(32), "tokens": [0]}]}
+    whole = run(llm, [P], [params(6, skip_reading_prefix_cache=True, **fields)])[0]
+    follow = prompt(*P["prompt_token_ids"], *tokens_of(whole)[:5])
+    again = run(llm, [follow], [params(1, skip_reading_prefix_cache=True, **fields)])[0]
+    np.testing.assert_allclose(logprobs_of(whole)[5], logprobs_of(again)[0], atol=1e-3)
+
+
+def preempted_in_decode_it_goes_on_as_if_nothing_had_been(llm: Any) -> None:
+    wanted = params(12, decode_steering_vectors=SITE, capture=capture())
+    right = run(llm, [P], [wanted])[0]
+    engine = llm.llm_engine
+    scheduler = engine.engine_core.engine_core.scheduler
+    engine.add_request("preempted", P, wanted)
+    done = []
+    for number in range(40):
+        done += [output for output in engine.step() if output.finished]
+        if number in (4, 7):
+            assert scheduler.running[0].num_output_tokens > 0
+            assert scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert tokens_of(done[0]) == tokens_of(right)
+    close_to(result(done[0]), result(right))
+
+
+def ids_that_begin_alike_stay_apart(llm: Any) -> None:
+    engine = llm.llm_engine
+    wanted = {
+        name: params(4, steering_vectors={"post_block": {1: direction(i)}}) for i, name in enumerate(["a", "a-1"])
+    }
+    for name, each in wanted.items():
+        engine.add_request(name, P, each)
+    done = {}
+    while engine.has_unfinished_requests():
+        done.update({output.request_id: output for output in engine.step() if output.finished})
+    for name, each in wanted.items():
+        np.testing.assert_allclose(logprobs_of(done[name]), logprobs_of(run(llm, [P], [each])[0]), atol=1e-3)
+
+
+def other_content_never_serves_old_content(llm: Any) -> None:
+    """As where a name is registered anew: the same place, another vector, the same prompt."""
+    p = prompt(*np.random.default_rng(33).integers(1, VOCAB, 300).tolist())
+    for seed in (41, 42):
+        site = {"pre_attn": {1: direction(seed)}}
+        got = run(llm, [p], [params(2, steering_vectors=site)])[0]
+        truth = run(llm, [p], [params(2, steering_vectors=site, skip_reading_prefix_cache=True)])[0]
+        np.testing.assert_allclose(logprobs_of(got), logprobs_of(truth), atol=1e-3)
+    assert run(llm, [p], [params(2, steering_vectors=site)])[0].num_cached_tokens > 0
+
+
+def decode_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Steering._assign_rows
+
+    def assign(self: Any, layout: Layout, num_padded: int) -> None:
+        real(self, layout, num_padded)
+        if len(layout.position) == 1:
+            self.tables.token_row.zero_()
+
+    monkeypatch.setattr(Steering, "_assign_rows", assign)
+
+
+def counted_from_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = SteeringRunnerV1._steer_describe
+
+    def describe(self: Any, inputs: Any) -> Any:
+        batch = real(self, inputs)
+        layout = replace(batch.layout, position=torch.arange(len(batch.layout.position)))
+        return replace(batch, layout=layout, first=np.zeros_like(batch.first))
+
+    monkeypatch.setattr(SteeringRunnerV1, "_steer_describe", describe)
+
+
+def appended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows in the order in which they came, whatever their positions."""
+
+    def site(self: Any, number: int, projected: Any) -> Any:
+        parts = [c for c in self._chunks if number in c.captures]
+        rows = [
+            torch.frombuffer(bytearray(c.rows), dtype=self._dtype).view(c.count, len(c.captures), -1)[
+                :, c.captures.index(number)
+            ]
+            for c in parts
+        ]
+        joined = torch.cat(rows)
+        return np.arange(len(joined)), joined
+
+    monkeypatch.setattr(assemble.Assembly, "_site", site)
+
+
+def prompt_row_for_all_that_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = SteeringRunnerV1._steer_bind
+
+    def bind(self: Any, name: str, wanted: Any, prompt_len: int) -> None:
+        real(self, name, wanted, self.requests[name].num_tokens if name in self.requests else prompt_len)
+
+    monkeypatch.setattr(SteeringRunnerV1, "_steer_bind", bind)
+
+
+def found_by_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first running request whose name, as the client gave it, the wanted name begins with."""
+
+    def slot_of(self: Any, name: str) -> Any:
+        return next(
+            (each.slot for other, each in self._running.items() if name.startswith(other.rsplit("-", 1)[0])), None
+        )
+
+    monkeypatch.setattr(ProgramStore, "slot_of", slot_of)
+
+
+def keyed_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = cache_keys.kv_spans
+    monkeypatch.setattr(
+        cache_keys, "kv_spans", lambda r: tuple((start, digest and b"name") for start, digest in real(r))
+    )
+
+
+Break = Callable[[pytest.MonkeyPatch], None]
+CASES: list[tuple[int, Callable[[Any], None], Break]] = [
+    (3, decode_is_steered_and_prefill_is_not, decode_forgotten),
+    (8, position_0_is_one_token, counted_from_each_step),
+    (9, preempted_in_decode_it_goes_on_as_if_nothing_had_been, appended),
+    (9, preempted_in_decode_it_goes_on_as_if_nothing_had_been, prompt_row_for_all_that_is_computed_again),
+    (10, ids_that_begin_alike_stay_apart, found_by_prefix),
+    (13, other_content_never_serves_old_content, keyed_by_name),
+]
+
+
+@pytest.mark.failure(3, 8, 9, 10, 13)
+@pytest.mark.failure(3, 8, 9, 10, 13, control=True)
+@pytest.mark.parametrize(
+    ("check", "break_it"),
+    [pytest.param(check, br, id=f"{n}-{br.__name__}") for n, check, br in CASES],
+)
+def test_the_check_passes_and_sees_the_failure(
+    llm: Any, monkeypatch: pytest.MonkeyPatch, check: Callable[[Any], None], break_it: Break
+) -> None:
+    """Catches the failure that ``check`` names, and a check that could not see it."""
+    check(llm)
+    llm.reset_prefix_cache()
+    break_it(monkeypatch)
+    with pytest.raises(AssertionError):
+        check(llm)
+    monkeypatch.undo()
+    llm.reset_prefix_cache()
+    while llm.llm_engine.has_unfinished_requests():
+        llm.llm_engine.step()

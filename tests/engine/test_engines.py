@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several engines behind one front end, as under data parallelism: rows leave with their request, wherever it runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.engine import scheduler_alone
+from tests.engine.steps import step_of
+from vllm_steer.capture.assemble import Chunk
+from vllm_steer.engine.outbox import CARRIER, ROWS_KEY, Outbox
+from vllm_steer.engine.step_rows import read_entries
+
+CAPTURE = {"memory": {"hooks": {"post_block": [1]}, "positions": "last_prompt"}}
+
+
+def rows_by_engine(tiny_llama: Path) -> list[list[Any]]:
+    """What two engines send of rows, each with one request that captures one row."""
+    found = []
+    for number in range(2):
+        scheduler = scheduler_alone.make(scheduler_alone.config(tiny_llama, sequences=2), blocks=12)
+        name = f"request-{number}"
+        scheduler.add_request(scheduler_alone.request(name, [1, 2, 3], 1, capture=CAPTURE))
+        rows = np.full(64, number, "f4").tobytes()
+        outputs = scheduler_alone.answer(
+            scheduler, scheduler.schedule(), (step_of([Chunk(name, 2, 1, (8,), rows)], 256),)
+        )
+        found.append([output for output in outputs if output.request_id == CARRIER])
+    return found
+
+
+def check(tiny_llama: Path) -> None:
+    for number, carriers in enumerate(rows_by_engine(tiny_llama)):
+        assert [read_entries(each.kv_transfer_params[ROWS_KEY][0]).ids for each in carriers] == [(f"request-{number}",)]
+        assert carriers[0].routed_experts.view("f4").tolist() == [[number] * 64]
+
+
+@pytest.mark.failure(19)
+@pytest.mark.failure(19, control=True)
+def test_every_engine_hands_out_its_own_rows(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Failure: with data parallelism, results only from engine 0. Its control is an engine 1 that keeps its rows."""
+    check(tiny_llama)
+    real = Outbox.take_in
+    monkeypatch.setattr(
+        Outbox, "take_in", lambda self, out, live: None if "request-1" in live else real(self, out, live)
+    )
+    with pytest.raises(AssertionError):
+        check(tiny_llama)

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of several pipeline stages on one output, and the executor that is chosen for it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+
+from vllm_steer.config import EXECUTOR_CLS, choose_executor, rows_of_all_stages
+from vllm_steer.engine.collect import ATTRIBUTE, LateRows, PendingRows, attach
+from vllm_steer.engine.executor import RowAggregator
+from vllm_steer.engine.step_rows import Channel, Entries, Plan
+
+
+def output(*rows: str) -> Any:
+    made = ModelRunnerOutput(req_ids=[], req_id_to_index={})
+    if rows:
+        setattr(made, ATTRIBUTE, rows)
+    return made
+
+
+class Upstream:
+    """A KV connector's aggregator: makes an output of its own."""
+
+    def aggregate(self, outputs: list[Any], output_rank: int) -> Any:
+        return None if outputs[output_rank] is None else output("of upstream")
+
+
+@pytest.mark.feature("pipeline parallel", "capture")
+def test_rows_of_every_stage_are_on_the_last_ones_output() -> None:
+    """Catches rows of one stage taken for all, and rows that replace a connector's own aggregation."""
+    stages = [output("a", "b"), output(), output("c")]
+    assert RowAggregator().aggregate(stages, 2) is stages[2]
+    assert getattr(stages[2], ATTRIBUTE) == ("a", "b", "c")
+    joined = RowAggregator(Upstream()).aggregate([output("a"), output("c")], 1)
+    assert getattr(joined, ATTRIBUTE) == ("a", "c")
+
+
+def test_steps_without_rows_pass_unchanged() -> None:
+    """Catches an attribute on every output, and a failure where a step has no output yet."""
+    assert not hasattr(RowAggregator().aggregate([output(), output()], 1), ATTRIBUTE)
+    for upstream in (None, Upstream()):
+        assert RowAggregator(upstream).aggregate([None, None], 1) is None
+
+
+def test_rows_never_land_on_the_output_that_all_steps_share() -> None:
+    """Catches rows of one step on every later empty output of an earlier stage."""
+    one = np.ones(1, dtype=np.int64)
+    plan = Plan((Channel(Entries(("a",), ((0,),)), 0 * one, None),), 0 * one, one, 1)
+    rows = torch.ones(1, 4).view(torch.uint8)
+    for pending in (PendingRows(plan, {b"": rows}), PendingRows(plan, {b"": rows}, event=Event())):
+        given = attach(EMPTY_MODEL_RUNNER_OUTPUT, pending)
+        assert isinstance(given, LateRows) == (pending.event is not None)
+        (step,) = getattr(given.get_output() if pending.event else given, ATTRIBUTE)
+        assert step.of(0).tobytes() == rows.numpy().tobytes()
+    assert not hasattr(EMPTY_MODEL_RUNNER_OUTPUT, ATTRIBUTE)
+
+
+class Event:
+    """A copy that has arrived."""
+
+    def synchronize(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("stages", "backend", "connector", "chosen", "complete"),
+    [
+        (2, "mp", None, EXECUTOR_CLS, True),
+        (1, "mp", None, "mp", True),
+        (1, "uni", None, "uni", True),
+        (2, "ray", None, "ray", False),
+        (2, "external_launcher", None, "external_launcher", False),
+        (2, "mp", object(), "mp", False),
+    ],
+)
+def test_the_executor_is_changed_only_where_stages_have_rows_to_send(
+    stages: int, backend: str, connector: Any, chosen: str, complete: bool
+) -> None:
+    """Catches an executor taken from a user who chose another, and captures let in where stages' rows are lost."""
+    parallel = SimpleNamespace(pipeline_parallel_size=stages, distributed_executor_backend=backend)
+    config = SimpleNamespace(parallel_config=parallel, ec_transfer_config=connector)
+    choose_executor(config)
+    assert parallel.distributed_executor_backend == chosen
+    assert rows_of_all_stages(config) is complete

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which set of graphs a step replays: with a manager and wrappers that only note what they are given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_steer.config import SteeringConfig
+from vllm_steer.engine import graph_sets
+from vllm_steer.engine.graph_sets import GraphSets
+from vllm_steer.taps.tables import Tables
+
+LAYERS, POINTS = 8, 3
+
+
+class Wrapper:
+    """In the place of a piecewise graph's wrapper; a drafter's is never captured by the model's manager."""
+
+    def __init__(self, drafter: bool = False) -> None:
+        self.entries: dict[str, Any] = {"drafter": "graph"} if drafter else {}
+        self.drafter = drafter
+
+
+class Manager:
+    """In the place of vLLM's: "captures" what launches, as full graph and, where asked, as a piece of each wrapper."""
+
+    def __init__(self, tables: Tables, wrappers: list[Wrapper]) -> None:
+        self.graphs: dict[str, Any] = {}
+        self._capture_descs = {graph_sets.CUDAGraphMode.FULL: [], graph_sets.CUDAGraphMode.PIECEWISE: []}
+        self._tables, self._wrappers = tables, wrappers
+
+    def capture(self, model: str, *, has_lora: bool) -> None:
+        assert (model, has_lora) == ("model", False)
+        launched = tuple(bool(site) for site in self._tables.launch)
+        assert "step" not in self.graphs
+        self.graphs["step"] = launched
+        if graph_sets.CUDAGraphMode.PIECEWISE in self._capture_descs:
+            for wrapper in self._wrappers:
+                if not wrapper.drafter:
+                    assert "step" not in wrapper.entries
+                    wrapper.entries["step"] = launched
+
+
+@pytest.fixture
+def tables() -> Tables:
+    config = SteeringConfig(max_rows=1, max_vectors=1, max_instructions=1, capture_rows=1)
+    return Tables(
+        config, num_sites=LAYERS * POINTS, hidden_size=8, max_tokens=4, max_requests=1, dtype=torch.float32,
+        device=torch.device("cpu"),
+    )  # fmt: skip
+
+
+def captured(
+    tables: Tables, count: int, monkeypatch: pytest.MonkeyPatch
+) -> tuple[GraphSets, Manager, Wrapper, Wrapper]:
+    own, drafter = Wrapper(), Wrapper(drafter=True)
+    monkeypatch.setattr(graph_sets, "_wrappers", lambda: [own, drafter])
+    monkeypatch.setattr(graph_sets, "_entries_of", lambda wrapper: "entries")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
+    sets, manager = GraphSets(tables, count, POINTS), Manager(tables, [own, drafter])
+    sets.wrap_capture(manager)
+    manager.capture("model", has_lora=False)
+    return sets, manager, own, drafter
+
+
+def using(*sites: int) -> list[int]:
+    return [int(site in sites) for site in range(LAYERS * POINTS)]
+
+
+def launched_by(graph: tuple[bool, ...]) -> set[int]:
+    return {site for site, launches in enumerate(graph) if launches}
+
+
+EVERY = set(range(LAYERS * POINTS))
+
+
+@pytest.mark.parametrize(
+    ("count", "used", "expected"),
+    [
+        (1, None, EVERY),
+        (1, using(4), EVERY),
+        (2, None, set()),
+        (2, using(4), EVERY),
+        (4, using(4), set(range(12))),
+        (4, using(12, 23), set(range(12, 24))),
+        (4, using(11, 12), EVERY),
+    ],
+)  # fmt: skip
+def test_a_step_replays_the_smallest_set_that_has_its_taps(
+    tables: Tables, monkeypatch: pytest.MonkeyPatch, count: int, used: list[int] | None, expected: set[int]
+) -> None:
+    """Catches a step whose edit is in no graph, and an idle one that replays taps though there is a set without."""
+    sets, manager, own, _ = captured(tables, count, monkeypatch)
+    if used is None:
+        sets.idle()
+    else:
+        sets.busy(used, 1)
+    assert launched_by(manager.graphs["step"]) == expected
+    # A stretch has no pieces of its own, and those of all taps do as well.
+    pieces = launched_by(own.entries["step"])
+    assert pieces == (expected if len(expected) in (0, len(EVERY)) else EVERY)
+
+
+def test_sets_change_with_the_sites_in_use(tables: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a choice that is remembered beyond the edits that it was made for."""
+    sets, manager, _, _ = captured(tables, 4, monkeypatch)
+    sets.busy(using(0), 1)
+    assert launched_by(manager.graphs["step"]) == set(range(12))
+    sets.busy(using(0, 20), 2)
+    assert launched_by(manager.graphs["step"]) == EVERY
+    sets.idle()
+    assert launched_by(manager.graphs["step"]) == set()
+
+
+def test_graphs_of_others_stay(tables: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a drafter that has lost its graphs, and stages of capture that stay cut down."""
+    sets, manager, _, drafter = captured(tables, 4, monkeypatch)
+    sets.busy(using(1), 1)
+    assert drafter.entries == {"drafter": "graph"}
+    assert len(manager._capture_descs) == 2
+    assert "capture" not in vars(manager)
+
+
+def test_where_nothing_is_captured_each_tap_decides_for_itself(tables: Tables) -> None:
+    """Catches eager steps that launch at sites where nobody edits or reads."""
+    sets = GraphSets(tables, 2, POINTS)
+    used = using(5)
+    sets.busy(used, 1)
+    assert tables.launch is used
+    sets.idle()
+    assert not any(tables.launch)
+    with sets.every_tap():
+        sets.idle()
+        assert all(tables.launch)

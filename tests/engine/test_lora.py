@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LoRA adapters beside steering and capture: every request of a batch has its own adapter, edits and reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.engine import hf
+from tests.engine.answers import logprobs_of, params, prompt, tokens_of
+from tests.engine.captures import capture, close_to, result
+from tests.engine.conftest import close
+from tests.tiny import HIDDEN, LAYERS, VOCAB, direction, make_llm
+
+RANK, ALPHA = 8, 16
+WIDTHS = {
+    "self_attn.q_proj": (HIDDEN, HIDDEN), "self_attn.v_proj": (HIDDEN, HIDDEN), "self_attn.o_proj": (HIDDEN, HIDDEN),
+    "mlp.gate_proj": (HIDDEN, 128), "mlp.down_proj": (128, HIDDEN),
+}  # fmt: skip
+ADAPTERS = (None, "first", "second")
+EDITED = 1
+EDITS = (None, {"post_attn": {EDITED: direction(1)}}, {"post_attn": {EDITED: direction(2)}})
+
+
+def save_adapter(folder: Path, seed: int) -> Path:
+    """A random adapter in PEFT's form, large enough to change what the model says."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for layer in range(LAYERS):
+        for name, (wide_in, wide_out) in WIDTHS.items():
+            prefix = f"base_model.model.model.layers.{layer}.{name}"
+            tensors[f"{prefix}.lora_A.weight"] = torch.randn(RANK, wide_in, generator=generator) * 0.1
+            tensors[f"{prefix}.lora_B.weight"] = torch.randn(wide_out, RANK, generator=generator) * 0.3
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    settings = {
+        "peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "bias": "none",
+        "target_modules": [name.split(".")[1] for name in WIDTHS],
+    }  # fmt: skip
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("adapters")
+    return {name: save_adapter(folder / name, seed) for seed, name in enumerate(ADAPTERS) if name}
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_llama: Path) -> Iterator[Any]:
+    # One slot more than there are adapters: vLLM's CPU kernels give a request that has no adapter, beside others that
+    # have one, whatever is in the last slot (lora/ops/torch_ops takes its index, -1, for a place).
+    engine = make_llm(tiny_llama, enable_lora=True, max_loras=3, max_lora_rank=RANK, max_num_seqs=16)
+    yield engine
+    close(engine)
+
+
+def ask(llm: Any, adapters: dict[str, Path], requests: list[tuple[Any, str | None, Any]]) -> list[Any]:
+    """``(prompt, adapter, parameters)`` of each request, all in one batch."""
+    from vllm.lora.request import LoRARequest
+
+    loras = [
+        None if name is None else LoRARequest(name, ADAPTERS.index(name), str(adapters[name]))
+        for _, name, _ in requests
+    ]
+    outputs: list[Any] = llm.generate(
+        [p for p, _, _ in requests], [wanted for _, _, wanted in requests], lora_request=loras, use_tqdm=False
+    )
+    return outputs
+
+
+@pytest.fixture(scope="module")
+def batch(llm: Any, adapters: dict[str, Path]) -> tuple[list[tuple[Any, str | None, Any]], list[Any]]:
+    """Every adapter with every edit, all of them read."""
+    requests = [
+        (prompt(*range(10 + i, 30 + i)), adapter, params(capture=capture(), steering_vectors=edit))
+        for i, (adapter, edit) in enumerate((adapter, edit) for adapter in ADAPTERS for edit in EDITS)
+    ]
+    return requests, ask(llm, adapters, requests)
+
+
+@pytest.mark.feature("LoRA", "steer", "capture")
+def test_each_request_is_as_it_is_alone(llm: Any, adapters: dict[str, Path], batch: Any) -> None:
+    """Catches rows or adapters that are mixed up between neighbours."""
+    for i, (request, got) in enumerate(zip(*batch, strict=True)):
+        alone = ask(llm, adapters, [request])[0]
+        assert tokens_of(got) == tokens_of(alone), i
+        np.testing.assert_allclose(logprobs_of(got), logprobs_of(alone), atol=1e-3, err_msg=str(i))
+        close_to(result(got), result(alone), i)
+
+
+@pytest.mark.feature("LoRA", "steer", "capture")
+def test_rows_and_tokens_are_those_of_merged_weights(tiny_llama: Path, adapters: dict[str, Path], batch: Any) -> None:
+    """Catches an edit on the wrong side of an adapter's own addition, and a batch that ignores its adapters."""
+    for adapter in ADAPTERS:
+        model = hf.load(tiny_llama)
+        if adapter is not None:
+            _merge(model, load_file(adapters[adapter] / "adapter_model.safetensors"))
+        for i, got in enumerate(batch[1]):
+            if batch[0][i][1] == adapter:
+                edit = EDITS[i % len(EDITS)]
+                hf.agrees(got, model, EDITED, None if edit is None else edit["post_attn"][EDITED])
+
+
+def _merge(model: Any, adapter: dict[str, torch.Tensor]) -> None:
+    for name, weight in adapter.items():
+        if ".lora_A." in name:
+            module = model.get_submodule(name.removeprefix("base_model.model.").removesuffix(".lora_A.weight"))
+            module.weight.data += ALPHA / RANK * adapter[name.replace("lora_A", "lora_B")] @ weight
+
+
+@pytest.mark.feature("LoRA", "steer")
+def test_adapters_and_edits_both_fork_the_prefix_cache(llm: Any, adapters: dict[str, Path]) -> None:
+    """Failure: keys and values of one adapter or edit served to a request with another."""
+    cached = _cached_tokens(llm, adapters, first_token=1)
+    # Whoever comes first computes; the same adapter and edit hit; every other combination computes for itself.
+    assert cached[:9] == [0] * 9
+    assert min(cached[9:]) >= 256
+
+
+@pytest.mark.feature("LoRA", "steer")
+def test_without_our_keys_an_adapters_blocks_serve_any_edit(
+    llm: Any, adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: with vLLM's keys alone, only adapters fork."""
+    monkeypatch.setattr("vllm_steer.engine.scheduler.steering_hasher", lambda upstream, *rest: upstream)
+    cached = _cached_tokens(llm, adapters, first_token=2)
+    assert [hit > 0 for hit in cached[:9]] == [False, True, True] * 3
+
+
+def _cached_tokens(llm: Any, adapters: dict[str, Path], first_token: int) -> list[int]:
+    """Cached prompt tokens of all combinations, one after the other, and of all of them again."""
+    p = prompt(first_token, *np.random.default_rng(8).integers(1, VOCAB, 299).tolist())
+    combinations = [(p, adapter, params(1, steering_vectors=edit)) for adapter in ADAPTERS for edit in EDITS]
+    return [ask(llm, adapters, [request])[0].num_cached_tokens for request in combinations * 2]

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks that left the device and come back through a KV connector: never those of another request's edits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.engine.answers import logprobs_of, params, prompt, run
+from tests.engine.captures import capture, close_to, result
+from tests.engine.conftest import close
+from tests.engine.offloading import SETTINGS
+from tests.tiny import VOCAB, direction, make_llm
+from vllm_steer.engine import scheduler as scheduler_module
+
+BLOCK = 32
+PROMPT = prompt(*np.random.default_rng(8).integers(1, VOCAB, 5 * BLOCK + 10).tolist())
+FIELDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "one": {"steering_vectors": {"pre_attn": {1: direction(1)}}},
+    "other": {"steering_vectors": {"pre_attn": {1: direction(2)}}},
+}
+
+
+@pytest.fixture(scope="module")
+def truth(tiny_llama: Path) -> dict[str, Any]:
+    """Each request in an engine that caches nothing."""
+    llm = make_llm(tiny_llama, enable_prefix_caching=False)
+    try:
+        wanted = [params(4, **fields, capture=capture()) for fields in FIELDS.values()]
+        return dict(zip(FIELDS, run(llm, [PROMPT] * len(FIELDS), wanted), strict=True))
+    finally:
+        close(llm)
+
+
+@pytest.fixture(scope="module")
+def llm(truth: dict[str, Any], tiny_llama: Path) -> Iterator[Any]:
+    engine = make_llm(tiny_llama, block_size=BLOCK, num_gpu_blocks_override=24, kv_transfer_config=SETTINGS)
+    yield engine
+    close(engine)
+
+
+def ask(llm: Any, name: str, **fields: Any) -> Any:
+    """One request; what the device has cached is forgotten first, so that a block can come from the store alone."""
+    assert llm.reset_prefix_cache()
+    return run(llm, [PROMPT], [params(4, **FIELDS[name], **fields)])[0]
+
+
+def what_comes_back_is_ones_own(llm: Any, truth: dict[str, Any]) -> None:
+    """Every request twice: the first one stores, the second one is served from the store."""
+    for _ in range(2):
+        outputs = {name: ask(llm, name) for name in FIELDS}
+        for name, output in outputs.items():
+            np.testing.assert_allclose(logprobs_of(output), logprobs_of(truth[name]), atol=1e-3, err_msg=name)
+    assert {name: output.num_cached_tokens for name, output in outputs.items()} == dict.fromkeys(FIELDS, 5 * BLOCK)
+
+
+@pytest.mark.failure(1)
+@pytest.mark.feature("KV connectors and offloading", "steer")
+def test_the_store_keeps_edits_apart(llm: Any, truth: dict[str, Any]) -> None:
+    """Catches keys that a connector sees without the edits, and a store that is never used."""
+    what_comes_back_is_ones_own(llm, truth)
+
+
+@pytest.mark.feature("KV connectors and offloading", "capture")
+def test_a_capture_is_whole_though_the_prompt_is_in_the_store(llm: Any, truth: dict[str, Any]) -> None:
+    """Catches rows that are missing because their blocks came from the store."""
+    for name in FIELDS:
+        assert ask(llm, name).num_cached_tokens == 5 * BLOCK
+        close_to(result(ask(llm, name, capture=capture())), result(truth[name]), name)
+
+
+@pytest.mark.failure(1, control=True)
+def test_a_store_that_goes_by_tokens_is_seen(llm: Any, truth: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: keys that say nothing of edits give a plain request what was computed under one."""
+    monkeypatch.setattr(scheduler_module, "steering_hasher", lambda upstream, *rest: upstream)
+    with pytest.raises(AssertionError, match="one"):
+        what_comes_back_is_ones_own(llm, truth)

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two ranks on CPU: tensor and pipeline parallel engines steer and read what one rank does."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.engine.answers import logprobs_of, params, prompt, run, tokens_of
+from tests.engine.captures import capture, close_to, result
+from tests.engine.conftest import close
+from tests.engine.steps import chunks_of
+from tests.engine.test_mixing import program
+from tests.tiny import LAYERS, VOCAB, direction, make_llm
+from vllm_steer import Edit, engine_kwargs
+
+CORES = sorted(os.sched_getaffinity(0))[:2]
+KINDS = {"tensor": {"tensor_parallel_size": 2}, "pipeline": {"pipeline_parallel_size": 2}}
+# Prompts are cut, several steps are in the pipeline, and some requests are preempted.
+SMALL = {
+    "max_num_batched_tokens": 64, "max_num_seqs": 16, "max_model_len": 128, "block_size": 32,
+    "num_gpu_blocks_override": 10,
+}  # fmt: skip
+LAST_OF_STAGE = LAYERS // 2 - 1
+
+pytestmark = pytest.mark.skipif(len(CORES) < 2, reason="vLLM's CPU workers want a core each")
+
+
+def workload() -> tuple[list[Any], list[Any]]:
+    """Requests with programs of their own, on both sides of the border between the stages, half of them read."""
+    rng = np.random.default_rng(4)
+    prompts = [prompt(*rng.integers(1, VOCAB, int(rng.integers(6, 40))).tolist()) for _ in range(12)]
+    border = [
+        Edit(kind="ablate", point="post_block", layers=LAST_OF_STAGE, vector=direction(1)),
+        Edit(kind="add", point="pre_attn", layers=LAST_OF_STAGE + 1, vector=direction(2)),
+    ]
+    steering = [None, border, *(program(i) for i in range(2, 12))]
+    return prompts, [params(capture=capture() if i % 2 else None, steering=steering[i]) for i in range(12)]
+
+
+def as_on_one_rank(outputs: list[Any], truth: list[Any]) -> None:
+    for i, (got, right) in enumerate(zip(outputs, truth, strict=True)):
+        assert tokens_of(got) == tokens_of(right), i
+        np.testing.assert_allclose(logprobs_of(got), logprobs_of(right), atol=1e-3, err_msg=str(i))
+        if i % 2:
+            close_to(result(got), result(right), i)
+
+
+@contextmanager
+def two_ranks(folder: Path, **settings: Any) -> Iterator[Any]:
+    """A small engine of two workers on two cores."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(map(str, CORES)))
+        patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+        engine = make_llm(folder, **SMALL, **settings)
+        try:
+            yield engine
+        finally:
+            close(engine)
+
+
+@pytest.fixture(scope="module")
+def truth(tiny_llama: Path) -> list[Any]:
+    llm = make_llm(tiny_llama)
+    try:
+        return run(llm, *workload())
+    finally:
+        close(llm)
+
+
+@pytest.fixture(scope="module", params=list(KINDS.values()), ids=list(KINDS))
+def llm(request: pytest.FixtureRequest, truth: list[Any], tiny_llama: Path) -> Iterator[Any]:
+    with two_ranks(tiny_llama, **request.param) as engine:
+        yield engine
+
+
+@pytest.mark.feature("tensor parallel", "steer", "capture")
+@pytest.mark.feature("pipeline parallel", "steer", "capture")
+def test_every_request_is_steered_and_read_as_on_one_rank(llm: Any, truth: list[Any]) -> None:
+    """Catches an edit that each rank adds, a read of a partial sum, and a layer of a stage under another's number."""
+    as_on_one_rank(run(llm, *workload()), truth)
+
+
+def test_a_row_is_delivered_once(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches rows that every rank sends, and those of another stage's layers sent as garbage."""
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    sent: list[tuple[int, int]] = []
+    original = type(scheduler.steering_outbox).take_in
+
+    def counted(self: Any, output: Any, live: Any) -> None:
+        chunks = [chunk for step in getattr(output, "steering_rows", ()) for chunk in chunks_of(step)]
+        for chunk in chunks:
+            sent.extend((position, code) for position in range(chunk.start, chunk.start + chunk.count)
+                        for code in chunk.captures)  # fmt: skip
+        original(self, output, live)
+
+    monkeypatch.setattr(type(scheduler.steering_outbox), "take_in", counted)
+    found = result(run(llm, [prompt(*range(1, 100))], [params(4, capture=capture())])[0])
+    assert len(found.sites) == 3 * LAYERS
+    assert len(sent) == len(set(sent)) == 3 * LAYERS * (99 + 3)
+
+
+@pytest.mark.feature("idle steps of data parallel ranks", "steer", "capture")
+def test_dummy_batches_between_steps_change_nothing(llm: Any, truth: list[Any]) -> None:
+    """Catches a dummy batch that steers, stores rows, or leaves its rows to the next real step."""
+    engine = llm.llm_engine
+    for i, (p, wanted) in enumerate(zip(*workload(), strict=True)):
+        engine.add_request(str(i), p, wanted)
+    done = {}
+    while engine.has_unfinished_requests():
+        done.update({int(output.request_id): output for output in engine.step() if output.finished})
+        engine.engine_core.engine_core.model_executor.execute_dummy_batch()
+    for i, right in enumerate(truth):
+        assert tokens_of(done[i]) == tokens_of(right), i
+        if i % 2:
+            close_to(result(done[i]), result(right), i)
+
+
+@pytest.mark.parametrize("llm", [KINDS["tensor"]], ids=["tensor"], indirect=True)
+def test_the_comparison_sees_an_edit_of_partial_sums(llm: Any) -> None:
+    """Negative control: a vector added where each rank has part of the sum arrives twice."""
+    p, vector = prompt(*range(5, 15)), direction(1, 1.0)
+    once = run(llm, [p], [params(steering=[Edit(kind="add", point="post_attn", layers=1, vector=vector)])])[0]
+    try:
+        llm.collective_rpc(_add_to_partial_sums, args=(vector,))
+        twice = run(llm, [p], [params(skip_reading_prefix_cache=True)])[0]
+        llm.collective_rpc(_add_to_partial_sums, args=(vector / 2,))
+        halves = run(llm, [p], [params(skip_reading_prefix_cache=True)])[0]
+    finally:
+        llm.collective_rpc(_add_to_partial_sums, args=(None,))
+        llm.reset_prefix_cache()
+    assert np.abs(logprobs_of(twice)[0] - logprobs_of(once)[0]).max() > 1e-2
+    np.testing.assert_allclose(logprobs_of(halves)[0], logprobs_of(once)[0], atol=1e-3)
+
+
+def _add_to_partial_sums(worker: Any, vector: Any) -> None:
+    import torch
+
+    method = worker.get_model().model.layers[1].self_attn.o_proj.quant_method
+    method.__dict__.pop("apply", None)
+    if vector is not None:
+        original = method.apply
+        method.apply = lambda layer, x, bias=None: original(layer, x, bias) + torch.from_numpy(vector)
+
+
+@pytest.mark.parametrize("llm", [KINDS["pipeline"]], ids=["pipeline"], indirect=True)
+def test_without_the_aggregator_rows_of_earlier_stages_are_missed(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: the last stage's answer alone holds half of the layers, and the status says so."""
+    executor = llm.llm_engine.engine_core.engine_core.model_executor
+    monkeypatch.setattr(executor, "kv_output_aggregator", None)
+    output = run(llm, [prompt(*range(5, 15))], [params(2, capture=capture())])[0]
+    found = output.outputs[0].capture_results["memory"]
+    assert found.status == "partial"
+    assert "pre_attn[0] has 0 of 11 positions" in found.error
+
+
+@pytest.mark.failure(19)
+@pytest.mark.failure(19, control=True)
+@pytest.mark.feature("data parallel", "steer", "capture")
+async def test_both_engines_of_two_steer_and_read(
+    truth: list[Any], tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Failure: with data parallelism, results only from engine 0.
+
+    Negative control: an RPC, which is how rows could have been fetched, is answered by one engine.
+    """
+    from vllm import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(map(str, CORES)))
+    llm = AsyncLLM.from_engine_args(
+        AsyncEngineArgs(
+            model=str(tiny_llama), enforce_eager=True, dtype="float32", skip_tokenizer_init=True, seed=0,
+            max_logprobs=VOCAB, data_parallel_size=2, **SMALL, **engine_kwargs(),
+        )
+    )  # fmt: skip
+
+    async def ask(i: int, rank: int) -> Any:
+        p, wanted = (each[i] for each in workload())
+        async for output in llm.generate(p, wanted, f"{i}-{rank}", data_parallel_rank=rank):
+            last = output
+        return last
+
+    try:
+        alone = await ask(1, 1)  # while engine 0 has never seen a request
+        close_to(result(alone), result(truth[1]))
+        both = [(i, rank) for i in range(12) for rank in range(2)]
+        for (i, _), got in zip(both, await asyncio.gather(*(ask(*each) for each in both)), strict=True):
+            assert tokens_of(got) == tokens_of(truth[i]), i
+            if i % 2:
+                close_to(result(got), result(truth[i]), i)
+        assert len(await llm.collective_rpc("steering_capabilities")) == 1
+    finally:
+        llm.shutdown()

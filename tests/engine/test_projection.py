@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Projections that are computed in the engine, against products with rows that came out whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.engine.answers import params, prompt, run
+from tests.engine.captures import result
+from tests.tiny import HIDDEN
+from vllm_steer.engine.outbox import Outbox
+from vllm_steer.engine.store import ProgramStore
+from vllm_steer.spec import Projection
+
+SITES = {"hooks": {"post_block": [0, 2], "pre_attn": [1]}, "positions": "all"}
+EDIT = [{"kind": "add", "point": "pre_attn", "layers": 1, "vector": [3.0] * HIDDEN}]
+
+
+def directions(seed: int, count: int = 5) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((count, HIDDEN)).astype("f4")
+
+
+def asked(number: int, **spec: Any) -> Any:
+    """Of every second request the rows ahead of an edit; each has its own prompt."""
+    return params(
+        8, logprobs=None, steering=EDIT, capture={"memory": {**SITES, "before": bool(number % 2), **spec}}
+    )  # fmt: skip
+
+
+PROMPTS = [prompt(*range(10 * i + 1, 11 * i + 9)) for i in range(6)]
+
+
+def compare(llm: Any) -> None:
+    """Six requests in one batch under three projections, and two with whole rows; alone, all with whole rows."""
+    whole = [run(llm, [p], [asked(i)])[0] for i, p in enumerate(PROMPTS)]
+    mixed = [asked(i) if i > 3 else asked(i, reduce={"directions": directions(i // 2)}) for i in range(6)]
+    for i, (got, right) in enumerate(zip(run(llm, PROMPTS, mixed), whole, strict=True)):
+        for site in result(right).sites:
+            rows = result(right).tensor(*site)
+            expected = rows if i > 3 else rows @ torch.from_numpy(directions(i // 2)).T
+            assert result(got).positions(*site).tolist() == result(right).positions(*site).tolist()
+            torch.testing.assert_close(result(got).tensor(*site), expected, atol=5e-3, rtol=1e-3)
+
+
+def test_products_in_a_mixed_batch_are_those_of_the_rows(llm: Any) -> None:
+    """Catches the directions of another request, rows of another site, and rows after an edit for those ahead of it."""
+    compare(llm)
+
+
+def test_directions_of_another_projection_are_seen(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: with directions in another order, the test above must fail."""
+    real = ProgramStore.directions
+    monkeypatch.setattr(ProgramStore, "directions", lambda self, digest: real(self, digest).flip(0))
+    with pytest.raises(AssertionError):
+        compare(llm)
+
+
+def test_k_numbers_leave_and_not_rows(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a projection that is made where rows arrive; many directions still are."""
+    sent: list[tuple[int, bytes]] = []
+    send = Outbox._send
+
+    def watched(self: Any, client: int, step: Any) -> None:
+        sent.append((step.rows.shape[1], step.entries.projection))
+        send(self, client, step)
+
+    monkeypatch.setattr(Outbox, "_send", watched)
+    few, many = Projection(directions(1)), Projection(directions(1, HIDDEN))
+    assert few.in_engine and not many.in_engine
+    whole = run(llm, PROMPTS[:1], [asked(0)])[0]
+    for projection, expected in ((few, {(4 * 5, few.digest)}), (many, {(4 * HIDDEN, b"")})):
+        sent.clear()
+        found = run(llm, PROMPTS[:1], [asked(0, reduce=projection)])[0]
+        assert set(sent) == expected
+        right = result(whole).tensor("post_block", 2) @ torch.from_numpy(projection.directions.copy()).T
+        torch.testing.assert_close(result(found).tensor("post_block", 2), right, atol=5e-3, rtol=1e-3)
+
+
+def test_the_books_are_by_what_leaves(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches products booked as whole rows, and directions whose places nobody gives back."""
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    booked: list[tuple[int, int]] = []
+    schedule = scheduler.schedule
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        scheduled = schedule(*args, **kwargs)
+        booked.append((scheduler.steering_admission.captures_booked, scheduler.steering_ledger.in_use[2]))
+        return scheduled
+
+    monkeypatch.setattr(scheduler, "schedule", watched)
+    length = len(PROMPTS[0]["prompt_token_ids"]) + 7
+    for spec, most in (({}, 3 * length), ({"reduce": {"directions": directions(3)}}, -(-3 * length * 5 // HIDDEN))):
+        booked.clear()
+        run(llm, PROMPTS[:1], [asked(0, **spec)])
+        # One vector of the edit, and five directions.
+        assert max(booked) == (most, 6 if spec else 1)
+    assert scheduler.steering_ledger.in_use == (0, 0, 0)

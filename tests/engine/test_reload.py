@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an operator does to a running engine: cache resets, weight reloads and sleep leave running requests right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from tests.engine import hf
+from tests.engine.answers import logprobs_of, params, prompt, run, tokens_of
+from tests.engine.captures import capture, close_to, result
+from tests.tiny import direction, save_tiny_llama
+
+LAYER, VECTOR = 1, direction(1)
+EDIT = {"post_attn": {LAYER: VECTOR}}
+
+
+def workload() -> tuple[list[Any], list[Any]]:
+    """Two requests that are steered and read, and a plain one."""
+    prompts = [prompt(*range(first, first + 30)) for first in (5, 20, 35)]
+    steered = [params(12, steering_vectors={"post_block": {1: direction(i)}}, capture=capture()) for i in range(2)]
+    return prompts, [*steered, params(12)]
+
+
+def interrupted(llm: Any, act: Callable[[], Any]) -> list[Any]:
+    """Run the workload, with ``act`` after the fourth step; nobody takes blocks from an earlier run."""
+    llm.reset_prefix_cache()
+    for i, (p, wanted) in enumerate(zip(*workload(), strict=True)):
+        llm.llm_engine.add_request(str(i), p, wanted)
+    done = {}
+    steps = 0
+    while llm.llm_engine.has_unfinished_requests():
+        done.update({int(output.request_id): output for output in llm.llm_engine.step() if output.finished})
+        steps += 1
+        if steps == 4:
+            act()
+    assert steps > 8
+    return [done[i] for i in range(3)]
+
+
+def same(got: list[Any], right: list[Any]) -> bool:
+    return all(
+        tokens_of(a) == tokens_of(b) and np.allclose(logprobs_of(a), logprobs_of(b), atol=1e-3)
+        for a, b in zip(got, right, strict=True)
+    )
+
+
+@pytest.fixture(scope="module")
+def truth(llm: Any) -> list[Any]:
+    return run(llm, *workload())
+
+
+@pytest.mark.feature("reset_prefix_cache", "steer", "capture")
+def test_running_requests_survive_a_reset_of_the_prefix_cache(llm: Any, truth: list[Any]) -> None:
+    """Catches a request that lost its rows when the reset sent it back to the queue, and rows that come twice."""
+    got = interrupted(llm, lambda: llm.llm_engine.reset_prefix_cache(reset_running_requests=True))
+    assert same(got, truth)
+    for i in range(2):
+        close_to(result(got[i]), result(truth[i]), i)
+
+
+def discard(worker: Any, level: int = 1) -> None:
+    """What level 2 does on a GPU: memory of the weights' pool comes back empty. Weights themselves are left alone."""
+    for value in vars(worker.model_runner.steering.tables).values():
+        if isinstance(value, torch.Tensor):
+            value.zero_()
+
+
+def sleep_and_wake(llm: Any) -> None:
+    llm.collective_rpc("sleep", args=(2,))
+    llm.collective_rpc("wake_up", args=(["kv_cache"],))
+    llm.collective_rpc("wake_up", args=(["weights"],))
+
+
+@pytest.mark.feature("sleep and wake", "steer", "capture")
+def test_tables_come_back_from_level_2(llm: Any, truth: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches tables that are lost with the weights' memory: running requests would go on unsteered."""
+    monkeypatch.setattr(CPUWorker, "sleep", discard)
+    got = interrupted(llm, lambda: sleep_and_wake(llm))
+    assert same(got, truth)
+    for i in range(2):
+        close_to(result(got[i]), result(truth[i]), i)
+
+
+def test_without_the_tables_restored_requests_go_on_unsteered(
+    llm: Any, truth: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: the comparison above sees the loss."""
+    monkeypatch.setattr(CPUWorker, "sleep", discard)
+    tables = llm.llm_engine.model_executor.driver_worker.worker.model_runner.steering.tables
+    monkeypatch.setattr(type(tables), "restore", lambda self, saved: None)
+    kept = tables.saved()
+    got = interrupted(llm, lambda: sleep_and_wake(llm))
+    monkeypatch.undo()
+    tables.restore(kept)
+    assert not same(got, truth)
+
+
+@pytest.mark.feature("weight reload", "steer", "capture")
+def test_reloaded_weights_are_steered_and_read(llm: Any, truth: list[Any], tiny_llama: Path, tmp_path: Path) -> None:
+    """Catches taps or tables that a reload of the weights takes away, also from requests that are running."""
+    reload = lambda folder: llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})  # noqa: E731
+    got = interrupted(llm, lambda: reload(tiny_llama))
+    assert same(got, truth)
+    other = save_tiny_llama(tmp_path / "other", initializer_range=0.25)
+    model = hf.load(other)
+    try:
+        reload(other)
+        llm.reset_prefix_cache()
+        for vector in (VECTOR, None):
+            edit = {"post_attn": {LAYER: vector}} if vector is not None else None
+            wanted = params(capture=capture(), steering_vectors=edit)
+            hf.agrees(run(llm, [prompt(*range(5, 25))], [wanted])[0], model, LAYER, vector)
+    finally:
+        reload(tiny_llama)
+        llm.reset_prefix_cache()
+    assert same(run(llm, *workload()), truth)

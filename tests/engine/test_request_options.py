@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a request may ask of vLLM besides: penalties, seeds, log-probabilities, a prompt of embeddings.
+
+All of it starts from log-probabilities as the model gives them: those of a steered request come from the edited stream,
+and penalties and seeds have to act on them as on any others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+
+from tests.engine.answers import run, tokens_of
+from tests.engine.captures import capture, close_to, result
+from tests.engine.conftest import close
+from tests.tiny import direction, make_llm
+from vllm_steer import SamplingParams
+
+MODEL = Path(__file__).parents[2] / "demo" / "model"
+TEXT = "Once upon a time"
+SITE = {"post_block": {1: direction(1, 1.0, 256)}}
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[Any]:
+    """The demo model, whose tokens are words."""
+    engine = make_llm(MODEL, skip_tokenizer_init=False, max_model_len=128, max_num_seqs=16, max_logprobs=-1,
+                      enable_prompt_embeds=True)  # fmt: skip
+    yield engine
+    close(engine)
+
+
+def params(max_tokens: int = 8, **fields: Any) -> Any:
+    given = {"max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "logprobs": -1}
+    return SamplingParams(**{**given, **fields})
+
+
+def rows_of(steps: Any) -> np.ndarray:
+    """``[steps, vocabulary]`` log-probabilities."""
+    return np.array([[step[token].logprob for token in range(len(step))] for step in steps])
+
+
+@pytest.mark.feature("log-probabilities, of prompt and answer", "steer", "capture")
+def test_prompt_logprobs_are_those_that_were_generated(llm: Any) -> None:
+    """Catches logits of a prompt that are computed past the edits, or reads that change them."""
+    output = run(llm, [TEXT], [params(steering_vectors=SITE)])[0]
+    whole = {"prompt_token_ids": [*output.prompt_token_ids, *tokens_of(output)]}
+    asked = [
+        params(1, prompt_logprobs=-1, steering_vectors=SITE, capture=capture()),
+        params(1, prompt_logprobs=-1),
+    ]
+    steered, plain = (
+        rows_of(each.prompt_logprobs[len(output.prompt_token_ids) :]) for each in run(llm, [whole] * 2, asked)
+    )
+    right = rows_of(output.outputs[0].logprobs)
+    np.testing.assert_allclose(steered, right, atol=1e-3)
+    assert np.abs(plain - right).max() > 1e-2
+
+
+@pytest.mark.feature("penalties and logit bias", "steer", "capture")
+def test_penalties_count_what_the_steered_request_said(llm: Any) -> None:
+    """Catches penalties that act on other logits than the steered ones, or that count a neighbour's tokens."""
+    settings = {"presence_penalty": 1.5, "frequency_penalty": 0.5, "logit_bias": {11: 2.0}}
+    plain, steered = run(
+        llm, [TEXT] * 2, [params(16, **settings), params(16, steering_vectors=SITE, capture=capture(), **settings)]
+    )
+    assert tokens_of(plain) != tokens_of(steered)
+    assert result(steered).positions("post_block", 1).tolist() == list(range(len(steered.prompt_token_ids) + 15))
+    unpenalised = 0
+    for output in (plain, steered):
+        counts = np.zeros(len(output.outputs[0].logprobs[0]))
+        for token, raw in zip(tokens_of(output), rows_of(output.outputs[0].logprobs), strict=True):
+            expected = raw - 1.5 * (counts > 0) - 0.5 * counts
+            expected[11] += 2.0
+            assert expected[token] >= expected.max() - 1e-3
+            unpenalised += token != raw.argmax()
+            counts[token] += 1
+    assert unpenalised, "nothing was decided by a penalty"
+
+
+@pytest.mark.feature("seeded sampling", "steer", "capture")
+def test_a_seed_draws_the_same_alone_and_beside_others(llm: Any) -> None:
+    """Catches draws that depend on neighbours, and reads that take one."""
+
+    def wanted(seed: int) -> Any:
+        return params(
+            12, temperature=1.0, seed=seed, steering_vectors=SITE if seed % 2 else None,
+            capture=capture() if seed > 2 else None, skip_reading_prefix_cache=True,
+        )  # fmt: skip
+
+    together = run(llm, [TEXT] * 6, [wanted(seed) for seed in range(6)])
+    assert len({tuple(tokens_of(each)) for each in together}) == 6
+    for seed in (0, 1, 3, 4):
+        alone = run(llm, [TEXT], [wanted(seed)])[0]
+        assert tokens_of(alone) == tokens_of(together[seed])
+        if seed > 2:
+            close_to(result(together[seed]), result(alone), seed)
+
+
+@pytest.mark.feature("prompts of embeddings", "steer", "capture")
+def test_a_prompt_of_embeddings_is_the_prompt_of_its_tokens(llm: Any) -> None:
+    """Catches edits and reads that count a prompt's positions by tokens that are not there."""
+    asked = params(steering_vectors=SITE, prefill_steering_vectors={"pre_attn": {2: SITE["post_block"][1]}},
+                   capture=capture())  # fmt: skip
+    by_tokens, plain = run(llm, [TEXT] * 2, [asked, params()])
+    table = load_file(MODEL / "model.safetensors")["model.embed_tokens.weight"].float()
+    embedded = run(llm, [{"prompt_embeds": table[by_tokens.prompt_token_ids]}], [asked])[0]
+    right, wrong = (rows_of(each.outputs[0].logprobs[:1]) for each in (by_tokens, plain))
+    np.testing.assert_allclose(rows_of(embedded.outputs[0].logprobs[:1]), right, atol=1e-3)
+    assert tokens_of(embedded) == tokens_of(by_tokens)
+    assert np.abs(right - wrong).max() > 1e-2
+    close_to(result(embedded), result(by_tokens))

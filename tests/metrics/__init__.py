@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Metrics, from the engine's process to the dashboard."""

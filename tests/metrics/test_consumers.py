@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A consumer's queue, while it works and when it has."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+from prometheus_client import REGISTRY
+
+from tests.registry.modules import CAPABILITIES
+from vllm_steer.capture.desk import CaptureDesk
+from vllm_steer.capture.result import CaptureResult
+from vllm_steer.metrics.collectors import start
+from vllm_steer.metrics.table import PREFIX
+
+MODEL = "a model with consumers"
+
+
+def value(short: str, **labels: str) -> float | None:
+    return REGISTRY.get_sample_value(PREFIX + short, {"model_name": MODEL, "consumer": "memory", **labels})
+
+
+def test_a_queue_is_as_long_as_what_is_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a queue that only grows, one that misses what the consumer has in its hands, and a failure that is
+    counted as a success."""
+    start({})
+    go = threading.Event()
+    statuses = iter(["ok", "error", "ok"])
+
+    def deliver(*_: Any) -> CaptureResult:
+        go.wait(60)
+        return CaptureResult(next(statuses), None, None)  # type: ignore[arg-type]
+
+    desk = CaptureDesk(CAPABILITIES, MODEL, {})
+    monkeypatch.setattr(desk, "_deliver", deliver)
+    assert value("consumer_queue") == 0
+    results = [desk.finish(desk.begin(), (("memory", None),)) for _ in range(3)]  # type: ignore[arg-type]
+    assert value("consumer_queue") == 3
+    go.set()
+    assert [each["memory"].status for each in results] == ["ok", "error", "ok"]
+    desk.close()
+    assert value("consumer_queue") == 0
+    counted = {status: value("consumer_results_total", status=status) for status in ("ok", "partial", "error")}
+    assert counted == {"ok": 2, "partial": 0, "error": 1}
+    assert value("consumer_wait_seconds_count") == value("consumer_seconds_count") == 3

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The dashboard and the alerts name metrics and labels that there are, and nothing that is measured is out of sight."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.repo.tree import read
+from vllm_steer.metrics.table import METRICS, PREFIX
+
+DASHBOARD = json.loads(read("observability/grafana.json"))
+ALERTS = yaml.safe_load(read("observability/alerts.yml"))["groups"]
+GUIDE = read("docs/guides/operating.md")
+SERIES = {name: labels for metric in METRICS for name, labels in metric.series.items()}
+VALUES = {(name, label): values for m in METRICS for name in m.series for label, values in m.labels.items() if values}
+
+_SERIES = re.compile(rf"({PREFIX}\w+)(?:\{{([^}}]*)\}})?")
+_MATCHER = re.compile(r"(\w+)\s*(?:=~|!~|!=|=)\s*\"([^\"]*)\"")
+_BY = re.compile(r"\bby \(([^)]*)\)")
+
+
+def panels() -> list[dict[str, Any]]:
+    return [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+
+
+def expressions() -> Iterator[str]:
+    for panel in panels():
+        yield from (target["expr"] for target in panel["targets"])
+    for variable in DASHBOARD["templating"]["list"]:
+        if variable["type"] == "query":
+            yield variable["query"]["query"]
+    yield from (rule["expr"] for group in ALERTS for rule in group["rules"])
+
+
+def faults(expression: str) -> list[str]:
+    """What `expression` names that is not in the table."""
+    found = []
+    known: set[str] = set()
+    for name, matchers in _SERIES.findall(expression):
+        if name not in SERIES:
+            found.append(name)
+            continue
+        known |= SERIES[name]
+        for label, value in _MATCHER.findall(matchers):
+            if label not in SERIES[name]:
+                found.append(f"{name}: {label}")
+            elif not value.startswith("$") and value not in VALUES.get((name, label), (value,)):
+                found.append(f"{name}: {label}={value}")
+    by = [label.strip() for group in _BY.findall(expression) for label in group.split(",")]
+    found += [f"by {label}" for label in by if label not in known]
+    return found
+
+
+@pytest.mark.parametrize("expression", [*expressions()])
+def test_an_expression_names_what_there_is(expression: str) -> None:
+    """Catches a panel or an alert that stays empty for ever, since its metric or label has another name."""
+    assert _SERIES.search(expression)
+    assert faults(expression) == []
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "rate(vllm_steer:requests[5m])",
+        'vllm_steer:store_bytes{model_name="m"}',
+        'vllm_steer:requests_waiting{reason="colour"}',
+        "sum by (kind) (vllm_steer:table_used)",
+        "sum by (le, part) (vllm_steer:step_seconds_sum)",
+    ],
+)
+def test_faults_are_seen(expression: str) -> None:
+    """Catches a search that passes everything."""
+    assert len(faults(expression)) == 1
+
+
+def test_every_metric_is_shown() -> None:
+    """Catches a metric that is collected and that no operator sees."""
+    shown = {name for panel in panels() for t in panel["targets"] for name, _ in _SERIES.findall(t["expr"])}
+    assert [metric.name for metric in METRICS if not shown & set(metric.series)] == []
+
+
+def test_panels_can_be_told_apart() -> None:
+    """Catches panels of one number or at one place, of which Grafana shows one."""
+    ids = [panel["id"] for panel in DASHBOARD["panels"]]
+    places = [(p["gridPos"]["x"], p["gridPos"]["y"]) for p in DASHBOARD["panels"]]
+    assert len(set(ids)) == len(set(places)) == len(ids)
+
+
+def test_the_guide_has_every_alert() -> None:
+    """Catches an alert that wakes somebody who finds nothing about it."""
+    alerts = [rule["alert"] for group in ALERTS for rule in group["rules"]]
+    assert alerts and [name for name in alerts if f"`{name}`" not in GUIDE] == []

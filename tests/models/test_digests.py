@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A recipe is bound to the source that it was proven on."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch import nn
+from vllm.model_executor.models.llama import LlamaDecoderLayer
+
+from vllm_steer.models import digests
+from vllm_steer.models.digests import NoSourceError, digest_of, installed_digests, proven_digests
+from vllm_steer.models.discovery import UnsupportedModelError, find_decoder
+from vllm_steer.models.recipes import PROVEN
+
+BLOCK = '''
+class Block:
+    """A block."""
+
+    def forward(self, x: int, residual=None) -> int:
+        """Docstring."""
+        # A comment.
+        y: int = self.attention(x) + self.scale
+        return self._rest(y, f"{residual!r:>{x}}")
+
+    def _rest(self, y, text):
+        return self.mlp(y), 1e-6, None, ..., text
+
+    def unused(self):
+        return 1
+'''
+# What every Python must find for BLOCK. A change here makes every digest that was written before worthless.
+DIGEST = "b9c743450dbb4351be97775c557c5af8dc8b9e5f51f6862cd8b3a4e469a5ad00"
+
+
+def block(source: str, folder: Path) -> type:
+    """The class ``Block`` of a module with this source."""
+    path = folder / f"block_{abs(hash(source))}.py"
+    path.write_text(source)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    found: type = module.Block
+    return found
+
+
+def model_of(layer: type) -> Any:
+    """A model that is nothing but two uninitialised layers of a class."""
+    model = nn.Module()
+    model.layers = nn.ModuleList(layer.__new__(layer) for _ in range(2))  # type: ignore[call-overload]
+    for each in model.layers:
+        nn.Module.__init__(each)
+    return model
+
+
+TWO_LAYERS = SimpleNamespace(num_hidden_layers=2)
+
+
+def test_the_table_is_that_of_the_installed_packages() -> None:
+    """Catches a recipe without digest, whose models would all be refused, and code that has changed since the proof."""
+    for version, found in installed_digests().items():
+        listed = proven_digests().get(version, {})
+        assert {name: listed.get(name) for name in found} == found, "run python scripts/digests.py, after the proof"
+
+
+def test_every_proven_recipe_has_a_digest_and_no_other() -> None:
+    """Catches a class that no engine takes since its digest was not written, and one whose recipe is gone."""
+    assert {name for found in proven_digests().values() for name in found} == PROVEN
+
+
+def test_the_digest_is_the_same_on_every_python(tmp_path: Path) -> None:
+    """Catches a normal form that depends on the version of Python (ast.dump does)."""
+    assert digest_of(block(BLOCK, tmp_path)) == DIGEST
+
+
+def other_pythons() -> dict[str, str]:
+    """A Python of each version that this project runs on, as far as this machine has one besides that of the tests:
+    on the path, or where several are kept side by side."""
+    found = {}
+    for version in sorted({"3.11", "3.12", "3.13"} - {"{}.{}".format(*sys.version_info)}):
+        beside = sorted(Path(sys.base_prefix).parent.glob(f"*{version}*/bin/python{version}"))
+        for python in (shutil.which(f"python{version}"), *map(str, beside)):
+            if python and not subprocess.run([python, "-c", ""], capture_output=True, check=False).returncode:
+                found[version] = python
+                break
+    return found
+
+
+@pytest.mark.parametrize("python", [pytest.param(path, id=version) for version, path in other_pythons().items()])
+def test_the_digest_is_the_same_on_another_python(python: str, tmp_path: Path) -> None:
+    """The test above, on the other Pythons of this machine."""
+    source = Path(digests.__file__).read_text()
+    # The module by itself: the other Python has none of its dependencies.
+    source = re.sub(r"^from vllm_steer.*$", "", source, flags=re.MULTILINE)
+    (tmp_path / "digests.py").write_text(source)
+    (tmp_path / "block.py").write_text(BLOCK)
+    code = "import block, digests; print(digests.digest_of(block.Block))"
+    done = subprocess.run([python, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == DIGEST
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("# A comment.", "# Another."),
+        ('"""Docstring."""', '"""Another."""'),
+        ("x: int, residual=None) -> int", "x, residual=None)"),
+        ("y: int = self", "y: object = self"),
+        ("self.attention(x) + self.scale", "(\n            self.attention(x)\n            + self.scale\n        )"),
+        ("return 1", "return 2"),
+    ],
+)
+def test_what_does_not_compute_does_not_count(old: str, new: str, tmp_path: Path) -> None:
+    """Catches a model that is refused for a comment."""
+    assert old in BLOCK
+    assert digest_of(block(BLOCK.replace(old, new), tmp_path)) == digest_of(block(BLOCK, tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("+ self.scale", "- self.scale"),
+        ("residual=None", "residual=0"),
+        ("self.mlp(y)", "self.mlp(y + 1)"),
+        ("1e-6", "1e-5"),
+        ("None, ...", "..., None"),
+        ("_rest", "_other"),
+    ],
+)
+def test_what_computes_counts(old: str, new: str, tmp_path: Path) -> None:
+    """Catches a digest that leaves out an operand, a default, or a method that forward calls."""
+    assert old in BLOCK
+    assert digest_of(block(BLOCK.replace(old, new), tmp_path)) != digest_of(block(BLOCK, tmp_path))
+
+
+def test_an_inherited_forward_counts_with_the_methods_that_it_meets(tmp_path: Path) -> None:
+    """Catches a subclass that replaces what the inherited forward calls."""
+    base = block(BLOCK, tmp_path)
+    same = type("Same", (base,), {"unused": lambda self: 5})
+    replaced = block(
+        BLOCK + "\nclass Base(Block): pass\nclass Block(Base):\n    def _rest(self, y, t): pass\n", tmp_path
+    )
+    assert digest_of(same) == digest_of(base)
+    assert digest_of(replaced) != digest_of(base)
+
+
+def test_a_class_without_source_is_not_proven() -> None:
+    """Catches a class made on the fly that passes for nothing to compare."""
+    namespace: dict[str, Any] = {}
+    exec("class Block:\n def forward(self): pass\n", namespace)  # noqa: S102
+    with pytest.raises(NoSourceError):
+        digest_of(namespace["Block"])
+
+
+def test_changed_source_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches an engine that starts on code which nobody has proven."""
+    name = "vllm.model_executor.models.llama.LlamaDecoderLayer"
+    assert find_decoder(model_of(LlamaDecoderLayer), TWO_LAYERS).unproven == ()
+    monkeypatch.setattr(digests, "proven_digests", lambda: {"vllm 0.32.0": {name: "0" * 64}})
+    with pytest.raises(
+        UnsupportedModelError, match=rf"{name}\.forward is not the proven one.*--steering-allow-unproven"
+    ):
+        find_decoder(model_of(LlamaDecoderLayer), TWO_LAYERS)
+
+
+def test_changed_source_is_allowed_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches an override that says nothing."""
+    monkeypatch.setattr(digests, "proven_digests", dict)
+    decoder = find_decoder(model_of(LlamaDecoderLayer), TWO_LAYERS, allow_unproven=True)
+    assert len(decoder.sites) == 2
+    (doubt,) = decoder.unproven
+    assert "LlamaDecoderLayer is not among" in doubt
+
+
+class Derived(LlamaDecoderLayer):
+    """Somebody's own variant of a class that is proven."""
+
+
+def test_a_derived_class_is_refused_unless_allowed() -> None:
+    """Catches a subclass that is steered with its base's recipe unasked, and an override that cannot be used."""
+    with pytest.raises(
+        UnsupportedModelError, match=r"Derived.*derived from .*LlamaDecoderLayer: pass --steering-allow"
+    ):
+        find_decoder(model_of(Derived), TWO_LAYERS)
+    decoder = find_decoder(model_of(Derived), TWO_LAYERS, allow_unproven=True)
+    assert decoder.sites[0].recipe.layer.endswith("LlamaDecoderLayer")
+    assert decoder.unproven
+
+
+def test_an_unrelated_class_is_refused_all_the_same() -> None:
+    """Catches an override that would tap a class of which nothing is known."""
+    with pytest.raises(UnsupportedModelError, match="no recipe for its decoder layers"):
+        find_decoder(model_of(nn.TransformerEncoderLayer), TWO_LAYERS, allow_unproven=True)

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs that are not decoded and checked again, and those that are."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+
+from vllm_steer.errors import SteeringError
+from vllm_steer.program import Program, compile_program, program, resolve
+from vllm_steer.program.kept import KeptPrograms
+from vllm_steer.spec import CaptureSpec, Edit
+
+
+def made(seed: int) -> Program:
+    vector = np.random.default_rng(seed).standard_normal(64)
+    return compile_program([Edit(kind="add", point="post_block", layers=1, vector=vector)])
+
+
+@pytest.fixture(autouse=True)
+def empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program, "PROGRAMS", KeptPrograms(1 << 16))
+
+
+def test_what_was_compiled_here_is_not_read_again() -> None:
+    """Catches a front end that decodes and digests what it has just compiled."""
+    one = made(1)
+    assert Program.from_bytes(one.seal()) is one
+    assert Program.from_bytes(one.to_bytes()) is one  # equal bytes, whoever sent them
+
+
+def test_what_comes_from_outside_is_checked_although_an_engine_has_read_it() -> None:
+    """Catches a program that counts as checked because it was decoded."""
+    forged = msgspec.structs.replace(made(2), digests=(b"x" * 16,)).to_bytes()
+    assert Program.from_checked(forged).digests == (b"x" * 16,)
+    for _ in range(2):
+        with pytest.raises(SteeringError, match="do not fit together"):
+            Program.from_bytes(forged)
+
+
+def test_what_is_kept_is_bounded() -> None:
+    """Catches a process that remembers every vector it was ever sent."""
+    kept = program.PROGRAMS
+    for seed in range(40):
+        made(seed).seal()
+    assert 0 < len(kept._programs) < 16
+    assert kept.find(made(39).to_bytes(), checked=True) is not None
+    assert kept.find(made(0).to_bytes(), checked=True) is None
+
+
+def test_each_length_and_stage_has_its_own_segments() -> None:
+    """Catches the segments of another prompt, or of another stage's layers."""
+    read = compile_program([], [CaptureSpec(hooks={"post_block": "all"}, positions="last_prompt")])
+    assert [resolve(read, length, 4).first_captured for length in (5, 9, 5)] == [4, 8, 4]
+    assert resolve(read, 5, 4) is resolve(read, 5, 4)
+    assert [resolve(read, 5, 4, own).max_captures for own in (None, range(1), range(1, 4))] == [4, 1, 3]
+    for length in range(200):
+        resolve(read, length + 1, 4)
+    assert len(read.resolved) <= 64

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a module is, how it is said, and what is no module."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.registry.modules import content, module, vector
+from vllm_steer.errors import SteeringError
+from vllm_steer.registry.about import MAX_TEXT, parse_about
+from vllm_steer.registry.module import Module, parse_module
+from vllm_steer.spec.references import parse_probe, parse_reference, parse_references
+
+DIGEST = "sha256:" + "0123456789abcdef" * 4
+
+
+def test_a_module_goes_through_json() -> None:
+    """Catches a part that is lost on the way out or in."""
+    said = json.loads(json.dumps(module().to_wire()))
+    again = parse_module(said)
+    assert set(said) == {"base", "prefill", "decode", "edits", "probes"}
+    assert again == module()
+    assert again.all_edits == module().all_edits
+    assert list(again.probes) == ["anger", "joy"]
+
+
+def test_the_digest_is_that_of_the_content() -> None:
+    """Catches a digest that depends on how content is written, and one that misses a part of it."""
+    other = content()
+    other["base"] = {"post_block": dict(reversed(other["base"]["post_block"].items()))}
+    assert parse_module(other).digest == module().digest
+    digests = {module().digest}
+    for path, value in (
+        (("base", "post_block", "1", "scale"), 3.0),
+        (("prefill", "pre_attn", 2), vector(99)),
+        (("decode",), None),
+        (("edits", 0, "strength"), 0.5),
+        (("edits", 1, "tokens"), "all"),
+        (("probes", "joy"), vector(99)),
+    ):
+        changed: Any = content()
+        part = changed
+        for key in path[:-1]:
+            part = part[key]
+        part[path[-1]] = value
+        digests.add(parse_module(changed).digest)
+    swapped = content()
+    swapped["edits"].reverse()  # they apply in another order
+    digests.add(parse_module(swapped).digest)
+    assert len(digests) == 8
+
+
+def test_merging_keeps_what_is_not_named() -> None:
+    """Catches a change that drops another site, or adds to a site in place of replacing it."""
+    change = parse_module({"base": {"post_block": {1: vector(50)}}})
+    merged = module().merged(change)
+    assert [edit.layers for edit in merged.base] == [(0,), (1,)]
+    assert merged.base[1] == change.base[0]
+    assert (merged.prefill, merged.decode, merged.edits) == (module().prefill, module().decode, module().edits)
+    assert module().merged(Module()) == module()
+
+
+WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
+    "nothing": ({}, "module", "empty"),
+    "another key": ({"vectors": {}}, "vectors", "base, prefill, decode, edits, probes"),
+    "empty tier": ({"base": {}}, "base", "empty"),
+    "point": ({"prefill": {"mlp": {1: [1.0]}}}, "prefill", "pre_attn"),
+    "NaN": ({"decode": {"pre_attn": {1: [float("nan")]}}}, "decode.pre_attn[1][0]", "finite"),
+    "widths in tiers": ({"base": {"pre_attn": {1: [1]}}, "decode": {"pre_attn": {1: [1, 2]}}},
+                        "decode.pre_attn[1]", "base.pre_attn[1] one of 1"),
+    "width of a probe": ({"base": {"pre_attn": {1: [1]}}, "probes": {"p": [1, 2]}}, "probes.p", "width 2"),
+    "probes": ({"probes": []}, "probes", "name: vector"),
+    "name of a probe": ({"probes": {"a/b": [1]}}, "probes", "ASCII"),
+    "kind": ({"edits": [{"kind": "x", "point": "pre_attn", "layers": 1, "vector": [1]}]}, "edits[0].kind", "clamp"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_no_module(case: str) -> None:
+    """Catches what is wrong being taken, and an error that does not say where."""
+    given, field, words = WRONG[case]
+    with pytest.raises(SteeringError) as refused:
+        parse_module(given)
+    assert refused.value.field == field
+    assert words in refused.value.problem
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "digest", "scale"),
+    [
+        ("calm", "calm", None, 1.0),
+        (f"calm@{DIGEST}", "calm", DIGEST, 1.0),
+        (DIGEST, None, DIGEST, 1.0),
+        (["calm", 1.5], "calm", None, 1.5),
+        ((f"a.b-c_D9@{DIGEST}", -2), "a.b-c_D9", DIGEST, -2.0),
+    ],
+)
+def test_references(given: Any, name: str | None, digest: str | None, scale: float) -> None:
+    """Catches a reference that means something else."""
+    found = parse_reference(given, "m")
+    assert (found.name, found.digest, found.scale) == (name, digest, scale)
+    assert parse_reference(found, "m") == found
+
+
+NO_NAMES = [
+    "", " calm", "calm ", "../x", "a/b", "a\\b", ".", "..", ".hidden", "-x", "c\u0430lm", "\uff43alm", "calm\u200b",
+    "calm\n",    "a\0b", "x" * 65, "café", "%2e%2e", "calm@", "@" + DIGEST, f"calm@{DIGEST[:-1]}",
+    f"calm@{DIGEST.upper()}",
+    "sha256:", DIGEST + "0", 1, None, True, b"calm", ["calm"], ["calm", "1"], ["calm", float("nan")],
+    ["calm", True], ["calm", 10**60], ["calm", 1, 2], {"calm": 1}, [["calm", 1], 1],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("given", NO_NAMES, ids=ascii)
+def test_what_is_no_reference(given: Any) -> None:
+    """Catches path characters, look-alikes of other alphabets and forms that could be read in two ways."""
+    with pytest.raises(SteeringError, match=r"steering_modules\[0\]"):
+        parse_references([given])
+
+
+@pytest.mark.parametrize("given", [[], "calm", {"calm": 1}, 1, ["calm"] * 65])
+def test_what_is_no_list_of_references(given: Any) -> None:
+    """Catches a value that is taken for nothing, or a string whose letters are taken for modules."""
+    with pytest.raises(SteeringError, match="steering_modules"):
+        parse_references(given)
+
+
+def test_probes() -> None:
+    """Catches a probe that is looked up in another module."""
+    probe = parse_probe(f"calm@{DIGEST}/joy", "p")
+    assert (probe.module.name, probe.module.digest, probe.probe) == ("calm", DIGEST, "joy")
+    for wrong in ("calm", "calm/", "/joy", "calm/a/b", "calm/../x", 1):
+        with pytest.raises(SteeringError, match="p: "):
+            parse_probe(wrong, "p")
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        ({"description": 1}, "description"),
+        ({"description": "x" * (MAX_TEXT + 1)}, "description"),
+        ({"model": "\ud800"}, "model"),
+        ({"provenance": ["x"]}, "provenance"),
+        ({"provenance": {"a": {"b": 1}}}, "provenance.'a'"),
+        ({"provenance": {str(i): "" for i in range(33)}}, "provenance"),
+    ],
+)
+def test_what_cannot_be_said_about_a_module(given: Any, field: str) -> None:
+    """Catches texts that cannot be stored, or are a store of their own."""
+    with pytest.raises(SteeringError) as refused:
+        parse_about(given)
+    assert refused.value.field == field

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random segment tables and batches, and the comparison of the row kernels with their definition on them."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from vllm_steer.config import SteeringConfig
+from vllm_steer.taps.rows import Layout, assign_places, assign_rows
+from vllm_steer.taps.rows_kernel import launch_places, launch_rows
+from vllm_steer.taps.tables import END, Tables
+
+SLOTS, ROWS, POISON = 70, 9, 77
+
+
+def compare_rows(seed: int, device: torch.device, max_requests: int = 60, max_tokens: int = 40) -> str:
+    """What the kernels did differently from the definition on one random batch; empty for nothing."""
+    rng = np.random.default_rng(seed)
+    config = SteeringConfig(max_rows=ROWS, max_vectors=1, max_instructions=1, max_segments=int(rng.integers(1, 7)))
+    counts = rng.integers(1, max_tokens, int(rng.integers(1, max_requests)))
+    tokens, padded = int(counts.sum()), int(counts.sum() + rng.integers(0, 50))
+    tables = Tables(
+        config, num_sites=3, hidden_size=8, max_tokens=padded + 9, max_requests=SLOTS, dtype=torch.float32,
+        device=device
+    )  # fmt: skip
+    starts = np.sort(rng.choice(200, (SLOTS, config.max_segments)), axis=1)
+    starts[:, 0] = 0
+    starts[starts > 150] = END
+    tables.segment_start.copy_(torch.from_numpy(starts.astype("i4")))
+    tables.segment_row.copy_(torch.from_numpy(rng.integers(0, ROWS + 1, starts.shape).astype("i4")))
+    tables.row_captures[1:].copy_(torch.from_numpy(rng.integers(0, 4, ROWS).astype("i4")))
+    layout = Layout(
+        slot=torch.from_numpy(rng.permutation(SLOTS)[: len(counts)].astype("i4")).to(device),
+        start=torch.from_numpy(np.concatenate([[0], np.cumsum(counts)]).astype("i4")).to(device),
+        position=torch.from_numpy(np.concatenate([rng.integers(0, 180) + np.arange(n) for n in counts])).to(device),
+    )
+    found = []
+    for rows, places in ((assign_rows, assign_places), (launch_rows, launch_places)):
+        tables.token_row.fill_(POISON)
+        tables.token_base.fill_(POISON)
+        rows(tables, layout, padded)
+        places(tables, tokens)
+        found.append((tables.token_row.clone(), tables.token_base.clone()))
+    (row, base), (got_row, got_base) = found
+    different = [name for name, a, b in (("rows", row, got_row), ("places", base, got_base)) if not torch.equal(a, b)]
+    return f"seed {seed}: {', '.join(different)}" if different else ""

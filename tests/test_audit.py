@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every change of the registry is recorded once, with who made it; nothing else is."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from tests.docs.markdown import tables
+from tests.registry.modules import content, module, registry, vector
+from tests.repo.tree import read
+from vllm_steer import audit
+from vllm_steer.registry.files import write_module
+from vllm_steer.registry.registry import SteeringRegistry
+from vllm_steer.serve.authority import caller
+from vllm_steer.serve.key_file import KeyFile
+from vllm_steer.serve.keys import changing, make_key
+from vllm_steer.serve.routes import add_routes, make_router
+from vllm_steer.spec import pack_vector
+
+BASE = {"post_block": {"1": pack_vector(vector(0))}}
+OTHER = {"post_block": {"1": pack_vector(vector(1))}}
+FILE = {"content-type": "application/octet-stream"}
+MODULES, SET, CLEAR = (f"/v1/steering/{name}" for name in ("modules", "set", "clear"))
+
+CHANGES: dict[tuple[str, str], list[dict[str, Any]]] = {
+    ("POST", "/v1/steering/modules"): [
+        {"json": {"name": "calm", "base": BASE}},
+        {"content": write_module(module()), "headers": FILE, "params": {"name": "calm"}},
+    ],
+    ("DELETE", "/v1/steering/modules/{name}"): [{}],
+    ("POST", "/v1/steering/set"): [{"json": {"base": BASE}}, {"json": {"base": OTHER, "replace": True}}],
+    ("POST", "/v1/steering/clear"): [{}],
+}
+"""What every route that changes anything takes."""
+EVENTS = {"modules": "register", "{name}": "delete", "set": "set", "clear": "clear"}
+
+REFUSED: list[tuple[str, str, dict[str, Any]]] = [
+    ("POST", MODULES, {"json": {"name": "calm"}}),
+    ("POST", MODULES, {"json": {"name": "a/b", "base": BASE}}),
+    ("POST", MODULES, {"json": {"name": "calm", "base": {"post_block": {"99": pack_vector(vector(0))}}}}),
+    ("POST", MODULES, {"content": b"{", "headers": {"content-type": "application/json"}}),
+    ("POST", MODULES, {"content": b"0" * 20, "headers": FILE, "params": {"name": "calm"}}),
+    ("DELETE", f"{MODULES}/nobody", {}),
+    ("POST", SET, {"json": {}}),
+    ("POST", SET, {"json": {"modules": ["nobody"]}}),
+]
+
+
+@pytest.fixture
+def lines() -> Iterator[list[str]]:
+    """What is written to the documented logger."""
+    written: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: written.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("vllm.steering.audit")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield written
+    logger.removeHandler(handler)
+    logger.setLevel(logging.NOTSET)
+
+
+@pytest.fixture
+def ours() -> SteeringRegistry:
+    made = registry()
+    made.register("there", **content(3))
+    made.set(modules=["there"])
+    return made
+
+
+def with_key(app: ASGIApp, name: str | None) -> ASGIApp:
+    """The application behind a check of keys that let in the one with that name."""
+
+    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+        token = caller.set(name)
+        await app(scope, receive, send)
+        caller.reset(token)
+
+    return guarded
+
+
+async def ask(ours: SteeringRegistry, method: str, path: str, key: str | None = None, **fields: Any) -> httpx.Response:
+    app = FastAPI()
+    app.state.args = SimpleNamespace(steering_max_body_mib=1)
+    add_routes(app, ours)
+    transport = httpx.ASGITransport(app=with_key(app, key), client=("192.0.2.7", 4711))
+    async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+        return await client.request(method, path.replace("{name}", "there"), **fields)
+
+
+def test_every_route_that_changes_anything_is_here() -> None:
+    """Catches a new way to change something of which these tests know nothing."""
+    routes = {(m, r.path) for r in make_router(registry(), 1).routes for m in r.methods}  # type: ignore[attr-defined]
+    assert {route for route in routes if route[0] not in ("GET", "HEAD")} == set(CHANGES)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "fields"), [(*route, fields) for route, each in CHANGES.items() for fields in each]
+)
+@pytest.mark.parametrize("key", [None, "alice"])
+async def test_a_change_is_recorded_once(
+    ours: SteeringRegistry, lines: list[str], method: str, path: str, fields: dict[str, Any], key: str | None
+) -> None:
+    """Catches a change without a record, one with two, and one that says another doer, place, thing or state."""
+    before = ours.status().epoch
+    lines.clear()
+    answer = (await ask(ours, method, path, key, **fields)).json()
+    (line,) = lines
+    record = json.loads(line)
+    assert list(record) == list(audit.FIELDS)
+    assert record["event"] == EVENTS[path.rpartition("/")[2]]
+    assert (record["who"], record["address"]) == (key or "anonymous", "192.0.2.7")
+    assert (record["epoch_before"], record["epoch_after"]) == (before, before + 1) == (before, answer["epoch"])
+    expected = answer.get("deleted") or ([answer["digest"]] if answer.get("digest") else [])
+    assert (record["name"], record["digests"]) == (answer.get("name"), expected)
+    assert record["time"].endswith("+00:00")
+
+
+async def test_what_changes_nothing_is_recorded_as_that(ours: SteeringRegistry, lines: list[str]) -> None:
+    """Catches a repeated change that looks like a second one."""
+    for _ in range(2):
+        await ask(ours, "POST", MODULES, json={"name": "calm", "base": BASE})
+    first, second = map(json.loads, lines[-2:])
+    assert second["epoch_before"] == second["epoch_after"] == first["epoch_after"]
+
+
+@pytest.mark.parametrize(("method", "path", "fields"), REFUSED)
+async def test_a_refusal_is_not_recorded(
+    ours: SteeringRegistry, lines: list[str], method: str, path: str, fields: dict[str, Any]
+) -> None:
+    """Catches a record of something that never was."""
+    lines.clear()
+    assert 400 <= (await ask(ours, method, path, **fields)).status_code < 500
+    assert lines == []
+
+
+@pytest.mark.parametrize("path", [MODULES, f"{MODULES}/there", SET])
+async def test_to_look_is_not_recorded(ours: SteeringRegistry, lines: list[str], path: str) -> None:
+    """Catches a log in which changes are hard to find."""
+    lines.clear()
+    assert (await ask(ours, "GET", path)).status_code == 200
+    assert lines == []
+
+
+def test_changes_without_http(ours: SteeringRegistry, lines: list[str], tmp_path: Path) -> None:
+    """Catches changes that only routes record, and modules of the start that look like somebody's."""
+    path = tmp_path / "calm.safetensors"
+    path.write_bytes(write_module(module(5)))
+    lines.clear()
+    ours.ensure_file("calm", path)
+    ours.ensure_file("calm", path)
+    ours.clear()
+    records = [json.loads(line) for line in lines]
+    assert [(r["event"], r["who"], r["address"]) for r in records] == [
+        ("register", "start", None),
+        ("clear", "offline", None),
+    ]
+
+
+async def test_two_callers_at_once_are_told_apart(ours: SteeringRegistry, lines: list[str]) -> None:
+    """Catches a name that is kept for the process, and not for the request."""
+    lines.clear()
+    names = [f"key-{i}" for i in range(8)]
+    bodies = [{"name": name, "base": {"post_block": {"1": pack_vector(vector(i))}}} for i, name in enumerate(names)]
+    await asyncio.gather(*(ask(ours, "POST", MODULES, b["name"], json=b) for b in bodies))
+    records = [json.loads(line) for line in lines]
+    assert sorted(r["who"] for r in records) == names
+    assert all(r["who"] == r["name"] for r in records)
+
+
+async def test_nobody_writes_lines_of_their_own(ours: SteeringRegistry, lines: list[str]) -> None:
+    """Catches text of a client that could end a line, or vectors in a log."""
+    lines.clear()
+    about = {"description": 'calm\n{"event":"clear"}\u2028\x1b[2J', "provenance": {"a\r\n": "b"}}
+    await ask(ours, "POST", MODULES, "ev\nil\u2028", json={"name": "calm", "base": BASE, **about})
+    (line,) = lines
+    assert line.isascii() and line.isprintable()
+    assert "calm\\n" not in line
+    assert len(line) < 400
+
+
+def test_the_guide_has_every_field() -> None:
+    """Catches a record that the guide describes otherwise."""
+    (table,) = (t for t in tables(read("docs/guides/operating.md")) if t[0] == ["field", "what it says"])
+    assert dict(table[1:]) == {name: text.replace("`", "") for name, text in audit.FIELDS.items()}
+
+
+def test_a_changed_file_of_keys_is_recorded(lines: list[str], tmp_path: Path) -> None:
+    """Catches keys that come and go without a record, a broken file that counts as a change, and secrets in a log."""
+    path = tmp_path / "keys.json"
+    alice, secret = make_key("alice", (), {})
+    bob, _ = make_key("bob", (), {})
+    with changing(path, make=True) as write:
+        write((alice,))
+    followed = KeyFile(path)
+    followed.refresh()
+    assert lines == []
+    with changing(path) as write:
+        write((alice, bob))
+    followed.refresh()
+    path.write_text("{")
+    followed.refresh()
+    (line,) = lines
+    assert (json.loads(line)["event"], json.loads(line)["name"], json.loads(line)["who"]) == (
+        "keys",
+        str(path),
+        "offline",
+    )
+    assert not any(word in line for word in (secret, alice.sha256, alice.cache_salt))

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several sets of CUDA graphs of one model, which differ in the taps that they launch, and the choice between them.
+
+A graph replays exactly what was launched when it was captured, and a launch that finds nothing to do still costs about
+a microsecond. So the model is captured more than once: without any tap, with all of them and, if asked for, with those
+of a stretch of layers each. Before a step the smallest set that has the taps of all its edits and reads becomes the
+runner's.
+
+Everything else of vLLM's graphs stays as it is: one manager, whose dictionary of graphs and whose piecewise wrappers'
+dictionaries are exchanged. A set of a stretch has full graphs only; in a piecewise step it uses those of all taps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphWrapper
+from vllm.compilation.cuda_graph import CUDAGraphWrapper
+from vllm.config.compilation import CUDAGraphMode
+
+from vllm_steer.log import steering_logger
+from vllm_steer.taps.tables import Tables
+
+logger = steering_logger(__name__)
+
+
+@dataclass(eq=False)
+class GraphSet:
+    """The graphs of a model with the taps of ``sites`` (by number; truthy where there is one)."""
+
+    sites: Sequence[object]
+    what: str
+    full: dict[Any, Any] = field(default_factory=dict)
+    pieces: dict[Any, dict[Any, Any]] = field(default_factory=dict)
+
+
+class GraphSets:
+    """The sets of one runner, and which of them is in use. ``count`` is the setting ``graph_sets``."""
+
+    def __init__(self, tables: Tables, count: int, per_layer: int) -> None:
+        self._tables = tables
+        self._all = GraphSet((True,) * tables.num_sites, "all taps")
+        self._none = GraphSet(tables.no_sites, "no taps") if count > 1 else self._all
+        self._stretches = [
+            GraphSet(
+                tuple(first <= site // per_layer < stop for site in range(tables.num_sites)),
+                f"the taps of layers {first} to {stop - 1}",
+            )
+            for first, stop in _stretches(tables.num_sites // per_layer, count - 2)
+        ]
+        self._manager: Any = None
+        self._current = self._none
+        self._capturing: GraphSet | None = None
+        self._chosen = (-1, self._all)
+
+    @property
+    def whole_sets(self) -> int:
+        """How many sets have pieces as well as full graphs: nearly all of the memory is theirs."""
+        return 1 if self._none is self._all else 2
+
+    def idle(self) -> None:
+        """Before a forward pass in which nothing is edited or read; while graphs are captured, what they are to
+        launch."""
+        self._tables.launch = self._tables.no_sites if self._capturing is None else self._capturing.sites
+        self._use(self._none)
+
+    def busy(self, used: Sequence[int], version: int) -> None:
+        """Before a forward pass in which some token has a row.
+
+        ``used`` counts the rows at each site, and ``version`` changes whenever it does.
+        """
+        self._tables.launch = used
+        if self._manager is None:
+            return
+        if self._chosen[0] != version:
+            self._chosen = (version, self._smallest(used))
+        self._use(self._chosen[1])
+
+    def _smallest(self, used: Sequence[int]) -> GraphSet:
+        for stretch in self._stretches:
+            if all(inside for inside, users in zip(stretch.sites, used, strict=True) if users):
+                return stretch
+        return self._all
+
+    def _use(self, chosen: GraphSet) -> None:
+        if chosen is self._current or self._manager is None or self._capturing is not None:
+            return
+        self._current = chosen
+        self._manager.graphs = chosen.full
+        for wrapper, entries in chosen.pieces.items():
+            setattr(wrapper, _entries_of(wrapper), entries)
+
+    @contextmanager
+    def every_tap(self) -> Iterator[None]:
+        """What is captured inside launches every tap: for runners that keep one set."""
+        self._capturing = self._all
+        try:
+            yield
+        finally:
+            self._capturing = None
+
+    def wrap_capture(self, manager: Any) -> None:
+        """Make the next ``manager.capture`` (``v1/worker/gpu/cudagraph_utils.py``) capture every set.
+
+        The manager's own method is called once for each; drafters, encoders and whatever else has graphs are captured
+        by others, once, as without steering.
+        """
+        original: Callable[..., None] = manager.capture
+
+        def capture(*args: Any, **kwargs: Any) -> None:
+            del manager.capture
+            stages = manager._capture_descs
+            try:
+                for graphs in dict.fromkeys((self._none, self._all, *self._stretches)):
+                    if graphs in self._stretches:
+                        manager._capture_descs = {k: v for k, v in stages.items() if k == CUDAGraphMode.FULL}
+                        graphs.pieces = self._all.pieces
+                    self._capturing = graphs
+                    self.idle()
+                    self._capture(manager, graphs, original, args, kwargs)
+            finally:
+                manager._capture_descs = stages
+                self._capturing = None
+            self._manager = manager
+            self._current = graphs
+            self.idle()
+
+        manager.capture = capture
+
+    def _capture(self, manager: Any, graphs: GraphSet, original: Callable[..., None], args: Any, kwargs: Any) -> None:
+        started, free = time.perf_counter(), torch.cuda.mem_get_info()[0]
+        manager.graphs = graphs.full
+        before = {wrapper: getattr(wrapper, _entries_of(wrapper)) for wrapper in _wrappers()}
+        if not graphs.pieces:
+            for wrapper in before:
+                setattr(wrapper, _entries_of(wrapper), {})
+        original(*args, **kwargs)
+        for wrapper in _wrappers():
+            captured, earlier = getattr(wrapper, _entries_of(wrapper)), before.get(wrapper)
+            if captured and captured is not earlier:
+                graphs.pieces[wrapper] = captured
+            elif earlier is not None:
+                # Not the model's, but a drafter's.
+                setattr(wrapper, _entries_of(wrapper), earlier)
+        logger.info(
+            "CUDA graphs with %s: %d full, %d pieces, %.1f s, %.0f MiB",
+            graphs.what,
+            len(graphs.full),
+            0 if graphs in self._stretches else sum(len(entries) for entries in graphs.pieces.values()),
+            time.perf_counter() - started,
+            (free - torch.cuda.mem_get_info()[0]) / 2**20,
+        )
+
+
+def _stretches(layers: int, count: int) -> list[tuple[int, int]]:
+    """``layers`` cut into ``count`` stretches ``(first, stop)`` of nearly equal length; none for a count below 1."""
+    edges = [round(i * layers / count) for i in range(count + 1)] if count > 0 else []
+    return [(first, stop) for first, stop in pairwise(edges) if first < stop]
+
+
+def _wrappers() -> list[Any]:
+    # Created in the first capture, where it is needed at all: so they are looked up again for each.
+    return [*CUDAGraphWrapper._all_instances, *BreakableCUDAGraphWrapper._all_instances]
+
+
+def _entries_of(wrapper: Any) -> str:
+    return "concrete_cudagraph_entries" if isinstance(wrapper, CUDAGraphWrapper) else "entries"

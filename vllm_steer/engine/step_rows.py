@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One step's captured rows as they lie in the arena, and which request, positions and sites they are of.
+
+A step of a steady batch differs from the one before only in its positions and its rows: everything else is made once
+and shared, so that hardly any Python runs per request and step. Rows leave in one or more forms: as they are, and as
+products with the directions of each projection in the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import TypeAlias
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from vllm_steer.program import Form, Resolved, Row
+
+Integers: TypeAlias = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Entries:
+    """Whose rows a step stores, in batch order: entry by entry the request's id and what each of its tokens stores, as
+    codes ``2 * site + before``. A request has an entry for each of its segments that the step meets. ``projection`` is
+    the digest of the directions that rows were projected on, empty for rows as they are."""
+
+    ids: tuple[str, ...]
+    codes: tuple[tuple[int, ...], ...]
+    projection: bytes = b""
+
+    @cached_property
+    def widths(self) -> Integers:
+        """Rows that each token of an entry stores."""
+        return np.fromiter(map(len, self.codes), np.int64, len(self.codes))
+
+    @cached_property
+    def index(self) -> dict[str, list[int]]:
+        """Each request's entries."""
+        index: dict[str, list[int]] = {}
+        for entry, request_id in enumerate(self.ids):
+            index.setdefault(request_id, []).append(entry)
+        return index
+
+    @cached_property
+    def wire(self) -> bytes:
+        """The entries as they travel; :func:`read_entries` is the inverse."""
+        distinct = {codes: number for number, codes in enumerate(dict.fromkeys(self.codes))}
+        return msgspec.msgpack.encode(
+            (self.ids, list(distinct), [distinct[codes] for codes in self.codes], self.projection)
+        )
+
+    def chosen(self, entries: Sequence[int]) -> Entries:
+        """Some of the entries, in their order."""
+        return Entries(
+            tuple(self.ids[entry] for entry in entries), tuple(self.codes[entry] for entry in entries), self.projection
+        )
+
+
+@lru_cache(maxsize=64)
+def read_entries(wire: bytes) -> Entries:
+    """The entries of ``Entries.wire``: those of a steady batch are one object, step after step."""
+    ids, distinct, which, projection = msgspec.msgpack.decode(
+        wire, type=tuple[tuple[str, ...], tuple[tuple[int, ...], ...], tuple[int, ...], bytes]
+    )
+    return Entries(ids, tuple(distinct[number] for number in which), projection)
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """``start`` and ``count`` ``[entries]`` int64: first position and number of positions of each entry. ``rows``
+    ``[rows, bytes of a row]`` uint8: entry by entry, position by position, in the order of the entry's codes. A row is
+    a row of the stream in the model's dtype, or its products with a projection's directions in float32."""
+
+    entries: Entries
+    start: Integers
+    count: Integers
+    rows: npt.NDArray[np.uint8]
+
+    @cached_property
+    def extents(self) -> tuple[list[int], list[int], list[int]]:
+        """First position, number of positions, and first row of each entry; the number of rows last."""
+        sizes = np.zeros(len(self.count) + 1, dtype=np.int64)
+        np.cumsum(self.count * self.entries.widths, out=sizes[1:])
+        return self.start.tolist(), self.count.tolist(), sizes.tolist()
+
+    def of(self, entry: int) -> npt.NDArray[np.uint8]:
+        """The rows of one entry, as a view."""
+        _, _, first = self.extents
+        return self.rows[first[entry] : first[entry + 1]]
+
+    def chosen(self, entries: Sequence[int]) -> StepRows:
+        """Some of the entries, with a copy of their rows."""
+        rows = np.concatenate([self.of(entry) for entry in entries])
+        return StepRows(self.entries.chosen(entries), self.start[entries], self.count[entries], rows)
+
+
+@dataclass(frozen=True)
+class Channel:
+    """What leaves of a step in one form. ``spans``: which of the step's spans have an entry; ``rows``: the places of
+    its rows in the arena, None where they are all of the step's, in order."""
+
+    entries: Entries
+    spans: Integers
+    rows: Integers | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """:class:`StepRows` ahead of their rows: ``start`` and ``count`` ``[spans]`` as there, and how many rows the spans
+    have in the arena. A span is a stretch of one request's positions in one of its segments."""
+
+    channels: tuple[Channel, ...]
+    start: Integers
+    count: Integers
+    num_rows: int
+
+    def step_of(self, channel: Channel, rows: npt.NDArray[np.uint8]) -> StepRows:
+        return StepRows(channel.entries, self.start[channel.spans], self.count[channel.spans], rows)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The reading requests of a step, in batch order: ids, programs, first token in the batch, first position as the
+    host knows it, and number of tokens."""
+
+    ids: tuple[str, ...]
+    resolved: tuple[Resolved, ...]
+    token: Integers
+    first: Integers
+    count: Integers
+
+    def most_rows(self) -> int:
+        """Rows that they store at most, wherever their positions begin."""
+        return sum(n * each.max_captures for n, each in zip(self.count.tolist(), self.resolved, strict=True))
+
+    def projections(self) -> tuple[bytes, ...]:
+        """In what forms their rows can leave, wherever their positions begin."""
+        forms = (form for each in self.resolved for row in each.rows for form in row.forms)
+        return tuple(dict.fromkeys(form.projection for form in forms))
+
+    def spread(self, first: Sequence[int]) -> Plan:
+        """What is stored if their positions begin at ``first``."""
+        found = list(self._spans(first))
+        ids, rows, start, count = zip(*found, strict=True) if found else ((), (), (), ())
+        counts = np.array(count, dtype=np.int64)
+        channels = channels_of(ids, rows, counts)
+        return Plan(channels, np.array(start, dtype=np.int64), counts, int(counts @ _stored(rows)))
+
+    def _spans(self, first: Sequence[int]) -> Iterator[tuple[str, Row, int, int]]:
+        for name, resolved, position, count in zip(self.ids, self.resolved, first, self.count.tolist(), strict=True):
+            for start, stop, segment in resolved.spans(position, position + count):
+                if segment.row is not None and segment.num_captures:
+                    yield name, segment.row, start, stop - start
+
+
+@dataclass(frozen=True)
+class Steady:
+    """A batch in which every request that reads has come to its last segment, so that no position changes what it
+    stores: ids, and the row of each one's last segment, in batch order."""
+
+    ids: tuple[str, ...]
+    rows: tuple[Row | None, ...]
+
+    @cached_property
+    def _stored(self) -> Integers:
+        return _stored(self.rows)
+
+    @cached_property
+    def _decoding(self) -> tuple[Channel, ...]:
+        return channels_of(self.ids, self.rows, np.ones(len(self.ids), dtype=np.int64))
+
+    def plan(self, first: Integers, count: Integers) -> Plan:
+        """For a step of ``count`` tokens of each, from the positions ``first`` on."""
+        channels = self._decoding
+        if any(channel.rows is not None for channel in channels) and (count != 1).any():
+            channels = channels_of(self.ids, self.rows, count)
+        return Plan(channels, first, count, int(count @ self._stored))
+
+
+def _stored(rows: Sequence[Row | None]) -> Integers:
+    return np.fromiter((0 if row is None else len(row.captures) for row in rows), np.int64, len(rows))
+
+
+def channels_of(ids: Sequence[str], rows: Sequence[Row | None], count: Integers) -> tuple[Channel, ...]:
+    """The forms in which spans leave, each span being ``count`` tokens of one request under one row."""
+    by_form: dict[bytes, list[tuple[int, Form]]] = {}
+    for span, row in enumerate(rows):
+        for form in () if row is None else row.forms:
+            by_form.setdefault(form.projection, []).append((span, form))
+    return tuple(
+        Channel(
+            Entries(tuple(ids[span] for span, _ in found), tuple(form.codes for _, form in found), projection),
+            np.array([span for span, _ in found], dtype=np.int64),
+            None if len(by_form) == 1 else _places(found, _stored(rows), count),
+        )
+        for projection, found in by_form.items()
+    )
+
+
+def _places(found: Sequence[tuple[int, Form]], stored: Integers, count: Integers) -> Integers | None:
+    """Where in the arena the rows of these spans' forms lie; None where they are all that there are."""
+    stops = np.cumsum(count * stored)
+    base = stops - count * stored
+    places = np.concatenate(
+        [
+            (base[span] + np.arange(count[span])[:, None] * stored[span] + np.array(form.indices)).ravel()
+            for span, form in found
+        ]
+    )
+    return None if len(places) == stops[-1] else places
