@@ -4,13 +4,16 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import subprocess
 import sys
 import tempfile
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,13 @@ from tests.serve.delivery import captured, done, make_capturing_app
 from vllm_steer.serve.captures import store_of
 from vllm_steer.serve.spool import spool_path
 from vllm_steer.serve.store import CaptureStore, StoreFullError, StoreLimits
+
+
+class Rows:
+    """What a request's context has, as long as anything holds that."""
+
+
+request: ContextVar[Rows] = ContextVar("request")
 
 
 @pytest.fixture
@@ -84,6 +94,26 @@ async def test_rows_go_by_themselves(name: str) -> None:
         await asyncio.sleep(0.05)
     assert len(store) == 0
     store.put(b"x" * 100, "safetensors")
+
+
+async def test_what_is_kept_keeps_nothing_of_its_request(name: str) -> None:
+    """Catches rows that stay in memory as long as on the disk: a timer holds the context in which it was set."""
+    store = store_of_name(name)
+
+    async def answer() -> weakref.ref[Rows]:
+        rows = Rows()
+        request.set(rows)
+        await store.keep(b"x", "safetensors")
+        return weakref.ref(rows)
+
+    gone = await asyncio.create_task(answer())
+    for _ in range(100):
+        gc.collect()
+        if gone() is None:
+            break
+        await asyncio.sleep(0.05)
+    assert gone() is None
+    assert len(store) == 1
 
 
 def test_what_has_expired_is_not_given_nor_counted(name: str) -> None:

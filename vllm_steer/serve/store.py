@@ -14,6 +14,7 @@ import os
 import secrets
 import time
 from collections.abc import Iterator
+from contextvars import Context
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -108,7 +109,9 @@ class CaptureStore:
             writing.add_done_callback(partial(self._forget, owner))
             raise
         loop = asyncio.get_running_loop()
-        loop.call_later(self.limits.expiry_seconds + 0.01, loop.run_in_executor, None, self.sweep)
+        expired = self.limits.expiry_seconds + 0.01
+        # In a context of its own: a timer keeps that of its maker, which has the request's rows, until it is due.
+        loop.call_later(expired, loop.run_in_executor, None, self.sweep, context=Context())
         return handle
 
     def open(self, handle: str, owner: bytes = NOBODY) -> Stored | None:

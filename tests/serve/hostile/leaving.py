@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 import re
@@ -24,16 +25,26 @@ ROW_BYTES = 4 * HIDDEN
 CAPTURE = {"memory": {"hooks": dict.fromkeys(("pre_attn", "post_attn", "post_block"), "all"), "positions": "all"}}
 ROUND_BYTES = 3 * LAYERS * len(PROMPT) * ROW_BYTES
 """What the rows of a round's prompt alone take."""
+_PIECE = 1 << 20
+_CLOSING_SECONDS = 60
+"""In which a server hears of a leaving and closes the connection, on the slowest machine."""
 _HANDLE = re.compile(rb'"id": ?"([\w-]{43})"')
 
 
 @dataclass
 class Leavers:
-    """Rounds of clients that leave; what they were given before they left is theirs, and they delete it."""
+    """Rounds of clients that leave; what they were given is theirs, and they delete it.
+
+    An answer may cross with a leaving: it is sent when the client has gone, before the server knows. Most say farewell
+    and then read what still comes, so that this is known, however slow the machine is. Who leaves without a farewell
+    reads what has come in the instant before; only what comes in that instant is not known.
+    """
 
     url: str
     answered: int = 0
-    """Clients that had their whole answer before they could leave."""
+    """Clients that had their whole answer before they left."""
+    crossed: int = 0
+    """Clients whose whole answer came when they had said farewell."""
     handles: list[str] = field(default_factory=list)
 
     async def rounds(self, first: int, last: int, concurrency: int) -> None:
@@ -50,32 +61,46 @@ class Leavers:
                 await client.delete(f"/v1/captures/{self.handles.pop()}")
 
     async def _round(self, number: int) -> None:
-        draw = random.Random(number)
-        where = httpx.URL(self.url)
-        reader, writer = await asyncio.open_connection(where.host, where.port)
+        loop, draw, where = asyncio.get_running_loop(), random.Random(number), httpx.URL(self.url)
         stream = draw.random() < 0.5
         request = _request(where, _body(number, stream))
-        cut = draw.random() < 0.1  # some leave in the middle of their own body
-        writer.write(request[: draw.randrange(len(request))] if cut else request)
-        await writer.drain()
-        received = b""
-        if stream and not cut and draw.random() < 0.7:
-            for _ in range(draw.randrange(1, 12)):  # headers, then events
-                received += await reader.readline()
-        elif draw.random() < 0.8:
-            await asyncio.sleep(draw.random() * 0.05)
-        for _ in range(5):  # what has come, the event loop reads now
-            await asyncio.sleep(0)
-        if reader._buffer:  # type: ignore[attr-defined]
-            received += await reader.read(1 << 24)
-        found = _HANDLE.search(received)
-        if found:
-            self.answered += 1
-            self.handles.append(found[1].decode())
-        if draw.random() < 0.3:  # without a farewell
-            linger = struct.pack("ii", 1, 0)
-            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
-        writer.close()
+        if cut := draw.random() < 0.1:  # some leave in the middle of their own body
+            request = request[: draw.randrange(len(request))]
+        with socket.socket() as client:
+            client.setblocking(False)
+            await loop.sock_connect(client, (where.host, where.port))
+            await loop.sock_sendall(client, request)
+            received = b""
+            if stream and not cut and draw.random() < 0.7:
+                lines = draw.randrange(1, 12)  # headers, then events
+                while received.count(b"\n") < lines and (piece := await loop.sock_recv(client, _PIECE)):
+                    received += piece
+            elif draw.random() < 0.8:
+                await asyncio.sleep(draw.random() * 0.05)
+            received += _what_has_come(client)
+            late = b""
+            if draw.random() < 0.3:  # without a farewell: from here on no turn of the event loop
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                client.close()
+            else:
+                client.shutdown(socket.SHUT_WR)
+                async with asyncio.timeout(_CLOSING_SECONDS):
+                    while piece := await loop.sock_recv(client, _PIECE):
+                        late += piece
+        if handle := _HANDLE.search(received + late):
+            self.handles.append(handle[1].decode())
+            if handle.end() <= len(received):
+                self.answered += 1
+            else:
+                self.crossed += 1
+
+
+def _what_has_come(client: socket.socket) -> bytes:
+    received = b""
+    with contextlib.suppress(BlockingIOError):
+        while piece := client.recv(_PIECE):
+            received += piece
+    return received
 
 
 def _body(number: int, stream: bool) -> dict[str, Any]:
