@@ -13,7 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file
+from vllm.sampling_params import StructuredOutputsParams
 
 from tests.engine.answers import run, tokens_of
 from tests.engine.captures import capture, close_to, result
@@ -81,6 +83,44 @@ def test_penalties_count_what_the_steered_request_said(llm: Any) -> None:
             unpenalised += token != raw.argmax()
             counts[token] += 1
     assert unpenalised, "nothing was decided by a penalty"
+
+
+@pytest.mark.feature("grammars", "steer", "capture")
+def test_a_grammar_masks_what_the_steered_stream_says(llm: Any) -> None:
+    """Catches a grammar that masks a neighbour's logits or the plain stream's, and rows that are lost beside it."""
+    letters, length = ("abcdefghijklm ", "nopqrstuvwxyz "), 14
+    words = [word.replace("\u0120", " ") for word in llm.get_tokenizer().convert_ids_to_tokens(range(4096))]
+    asked = [(own, ours) for ours in ({}, {"steering_vectors": SITE, "capture": capture()}) for own in letters]
+    grammars = [StructuredOutputsParams(regex=f"[{own}]{{{length}}}") for own, _ in asked]
+    given = [
+        params(length, ignore_eos=False, structured_outputs=g, **o) for g, (_, o) in zip(grammars, asked, strict=True)
+    ]
+    decided = 0
+    for (own, ours), output in zip(asked, run(llm, [TEXT] * 4, given), strict=True):
+        # vLLM's log-probabilities of a request with a grammar are masked; those of its text as a prompt are not.
+        answer, start = tokens_of(output), len(output.prompt_token_ids)
+        whole = {"prompt_token_ids": [*output.prompt_token_ids, *answer]}
+        free, other = run(
+            llm, [whole] * 2,
+            [params(1, prompt_logprobs=-1, **each) for each in (ours, {} if ours else {"steering_vectors": SITE})],
+        )  # fmt: skip
+        said = ""
+        for token, row, wrong in zip(answer, *(rows_of(r.prompt_logprobs[start:]) for r in (free, other)), strict=True):
+            fits = [set(word) <= set(own) and 0 < len(word) <= length - len(said) for word in words]
+            if not any(fits):
+                break  # it is whole, and what comes is its end
+            assert row[token] >= row[fits].max() - 1e-3
+            decided += token != row.argmax() and wrong[token] < wrong[fits].max() - 1e-3
+            said += words[token]
+        assert (len(said), set(said) <= set(own)) == (length, True)
+        if ours:
+            positions = result(output).positions("post_block", 1)
+            assert positions.tolist() == list(range(start + len(answer) - 1))
+            torch.testing.assert_close(
+                result(output).tensor("post_block", 1), result(free).tensor("post_block", 1)[: len(positions)],
+                atol=2e-3, rtol=1e-4,
+            )  # fmt: skip
+    assert decided, "no word depends on both the grammar and the edit"
 
 
 @pytest.mark.feature("seeded sampling", "steer", "capture")
