@@ -41,6 +41,7 @@ class Counts:
     requests: int = 0
     plain_requests: int = 0
     by_module: int = 0
+    globally: int = 0
     streamed: int = 0
     tokens: int = 0
     rows: int = 0
@@ -84,6 +85,7 @@ def compare(request: Request, got: Answer, right: Answer, tolerance: Tolerance, 
     counts.requests += 1
     counts.plain_requests += request.plain
     counts.by_module += request.module
+    counts.globally += bool(request.globally)
     counts.streamed += request.stream
     if len(got.samples) != len(right.samples):
         return f"{len(got.samples)} samples for {len(right.samples)}"

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import msgspec
 import numpy as np
 
 from vllm_steer.fuzz.workload import TIERS, CaptureCase, EditCase, Request, Settings
@@ -38,6 +39,7 @@ def draw_requests(rng: Random, count: int, facts: Facts) -> list[Request]:
     """Requests of 4 to 150 prompt tokens, about a third of them plain, most on shared prefixes."""
     stems = [rng.integers(1, facts.vocab, STEM).tolist() for _ in range(STEMS)]
     programs = [_edits(rng, facts) for _ in range(max(2, count // 8))]
+    for_all = [_globally(rng, facts) for _ in range(2)]
     requests: list[Request] = []
     for i in range(count):
         grows, keep = None, 0
@@ -54,6 +56,8 @@ def draw_requests(rng: Random, count: int, facts: Facts) -> list[Request]:
         if not fates and rng.random() < 0.55:
             # Equal programs of several requests meet in the tables and in the cache.
             fates["edits"] = programs[int(rng.integers(len(programs)))] if rng.random() < 0.5 else _edits(rng, facts)
+        if rng.random() < 0.2:
+            fates["globally"] = for_all[int(rng.integers(len(for_all)))]
         if rng.random() < 0.45:
             fates["capture"] = _capture(rng, facts)
         if fates.get("edits") and rng.random() < 0.25:
@@ -126,18 +130,29 @@ def _edits(rng: Random, facts: Facts) -> list[EditCase]:
             field = "steering"
             kind = str(rng.choice([kind.name for kind in KINDS.values() if set(kind.params) <= KNOWN]))
             given["tokens"] = EDIT_TOKENS[int(rng.integers(len(EDIT_TOKENS)))]
-        point = str(rng.choice(facts.served))
-        layers = _layers(rng, facts, 2)
-        length = facts.scale[len(POINT_NAMES) * layers[0] + POINT_NAMES.index(point)] * float(rng.uniform(0.3, 1.2))
+        edit = _edit(rng, facts, field, kind, **given)
         if kind == "clamp":
-            given[str(rng.choice(["low", "high"]))] = length * float(rng.choice([-0.2, 0.2]))
-        edits.append(
-            EditCase(
-                field=field, kind=kind, point=point, layers=layers, seed=int(rng.integers(1 << 30)), length=length,
-                strength=float(rng.uniform(0.4, 1.0)), **given,
-            )
-        )  # fmt: skip
+            bound = str(rng.choice(["low", "high"]))
+            edit = msgspec.structs.replace(edit, **{bound: edit.length * float(rng.choice([-0.2, 0.2]))})
+        edits.append(edit)
     return edits
+
+
+def _edit(rng: Random, facts: Facts, field: str, kind: str, **given: Any) -> EditCase:
+    """At one or two layers of a point, as long as a good part of the stream there."""
+    point = str(rng.choice(facts.served))
+    layers = _layers(rng, facts, 2)
+    length = facts.scale[len(POINT_NAMES) * layers[0] + POINT_NAMES.index(point)] * float(rng.uniform(0.3, 1.2))
+    return EditCase(
+        field=field, kind=kind, point=point, layers=layers, seed=int(rng.integers(1 << 30)), length=length,
+        strength=float(rng.uniform(0.4, 1.0)), **given,
+    )  # fmt: skip
+
+
+def _globally(rng: Random, facts: Facts) -> list[EditCase]:
+    """One or two additions, each in a tier of its own."""
+    tiers = rng.choice(TIERS, int(rng.integers(1, 3)), replace=False)
+    return [_edit(rng, facts, str(tier), "add") for tier in tiers]
 
 
 def _capture(rng: Random, facts: Facts) -> CaptureCase:

@@ -12,7 +12,7 @@ import msgspec
 from vllm_steer.capture.outputs import INBOX
 from vllm_steer.errors import SteeringError
 from vllm_steer.fuzz.answers import Answer, Gathering
-from vllm_steer.fuzz.workload import MODULE, Request, module_of, prompt_of, sampling_params
+from vllm_steer.fuzz.workload import MODULE, EditCase, Request, module_of, prompt_of, sampling_params
 
 PATIENCE = 4000
 """Steps without any output after which an engine counts as stuck."""
@@ -57,8 +57,7 @@ def grown(requests: Sequence[Request], llm: Any, hidden: int) -> tuple[list[Requ
             start = [*before.prompt, *parent.samples[0].tokens[: request.keep]]
             request = msgspec.structs.replace(request, prompt=[*start, *request.prompt], keep=0)
         whole.append(request)
-        alone = msgspec.structs.replace(request, gap=0, grows=None, abort_after=None, module=False, stream=False)
-        one = run(llm, [alone], hidden)
+        one = run(llm, [request.by_itself], hidden)
         done.answers.update(one.answers)
         done.broken = done.broken or one.broken
         if done.broken:
@@ -74,6 +73,7 @@ def _drive(llm: Any, waiting: list[Request], hidden: int, done: Run) -> None:
     aborts: dict[str, int] = {}
     due = waiting[0].gap if waiting else 0
     quiet = 0
+    in_force: Sequence[EditCase] = ()
     while waiting or engine.has_unfinished_requests():
         while waiting and done.steps >= due:
             i = next((i for i, r in enumerate(waiting) if r.grows not in names or r.grows in done.answers), None)
@@ -81,8 +81,11 @@ def _drive(llm: Any, waiting: list[Request], hidden: int, done: Run) -> None:
                 break
             request = waiting.pop(i)
             try:
+                if request.globally != list(in_force):
+                    in_force = request.globally
+                    _steer_all(llm, in_force, hidden)
                 if request.module:
-                    llm.steering.register(MODULE, **module_of(request, hidden))
+                    llm.steering.register(MODULE, **module_of(request.edits, hidden))
                 engine.add_request(request.name, prompt_of(request), sampling_params(request, hidden))
             except SteeringError as error:
                 done.answers[request.name] = Answer(refused=str(error))
@@ -105,6 +108,16 @@ def _drive(llm: Any, waiting: list[Request], hidden: int, done: Run) -> None:
         if quiet > PATIENCE:
             done.broken = f"no output in {PATIENCE} steps, with {len(names) - len(done.answers)} requests unfinished"
             return
+    if in_force:
+        _steer_all(llm, (), hidden)
+
+
+def _steer_all(llm: Any, edits: Sequence[EditCase], hidden: int) -> None:
+    """What every request gets from now on."""
+    if edits:
+        llm.steering.set(**module_of(edits, hidden), replace=True)
+    else:
+        llm.steering.clear()
 
 
 def _leak(llm: Any, scheduler: Any) -> str | None:

@@ -137,7 +137,9 @@ class Session:
             steering={"capture_rows": 1 << 15, "capture_mib": 1 << 20, **with_points(self.points)},
         )
         beside = [msgspec.structs.replace(request, abort_after=None) for request in requests]
-        stripped = [msgspec.structs.replace(request, edits=[], capture=None, module=False) for request in beside]
+        stripped = [
+            msgspec.structs.replace(request, edits=[], globally=[], capture=None, module=False) for request in beside
+        ]
         with engine(self.model, self.dtype, calm) as llm:
             ours = run(llm, beside, self._facts.hidden)
         with engine(self.model, self.dtype, calm, steering=False) as llm:

@@ -168,8 +168,10 @@ def _plainer(request: Request) -> Iterator[Request]:
         yield without(edits=[])
         for i in range(len(request.edits) if len(request.edits) > 1 else 0):
             yield without(edits=[edit for j, edit in enumerate(request.edits) if j != i])
+    changes: dict[str, Any]
     for changes in (
         {"n": 1},
+        {"globally": []},
         {"module": False},
         {"stream": False},
         {"salt": None},

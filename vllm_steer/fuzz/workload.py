@@ -7,6 +7,7 @@ have written.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import msgspec
@@ -26,6 +27,8 @@ Tokens: TypeAlias = str | list[int | list[int | None]]
 TIERS = ("steering_vectors", "prefill_steering_vectors", "decode_steering_vectors")
 MODULE = "drawn"
 """The name under which every request with a module registers its own, so that it means another thing each time."""
+TOKENS_OF = dict(zip(TIERS, ("all", "prompt", "generated"), strict=True))
+"""Which tokens each tier edits."""
 IN_MODULE = dict(zip((*TIERS, "steering"), ("base", "prefill", "decode", "edits"), strict=True))
 """What a module calls the fields of a request."""
 
@@ -60,6 +63,7 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     ``grows``: the name of a request whose prompt and first ``keep`` generated tokens this one's prompt begins with;
     once the reference has run, the prompt is whole and ``grows`` only says after which request this one arrives.
+    ``globally``: additions in tiers, the global steering that is in force when it arrives.
     ``module``: the edits are registered under a name, by which the request calls them. ``stream``: its tokens, and its
     rows where they are not reduced to one, come in pieces.
     ``gap``: engine steps between the arrival before it and this one. ``abort_after``: engine steps from its arrival to
@@ -70,6 +74,7 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     prompt: list[int]
     max_tokens: int
     edits: list[EditCase] = []
+    globally: list[EditCase] = []
     capture: CaptureCase | None = None
     n: int = 1
     salt: str | None = None
@@ -83,8 +88,22 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     @property
     def plain(self) -> bool:
-        """Whether it asks nothing of ours."""
-        return not self.edits and self.capture is None
+        """Whether nothing of ours is done to it."""
+        return not self.edits and not self.globally and self.capture is None
+
+    @property
+    def by_itself(self) -> Request:
+        """The same with nothing around it and with everything said in it: edits that come from elsewhere are its own.
+
+        Global additions stand among its own edits, which begin with additions: their order changes nothing.
+        """
+        ahead = [
+            msgspec.structs.replace(edit, field="steering", tokens=TOKENS_OF[edit.field]) for edit in self.globally
+        ]
+        return msgspec.structs.replace(
+            self, edits=[*ahead, *self.edits], globally=[], module=False, stream=False, gap=0, grows=None,
+            abort_after=None,
+        )  # fmt: skip
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
@@ -118,7 +137,8 @@ def vector(seed: int, length: float, hidden: int) -> npt.NDArray[np.float32]:
 
 def sampling_params(request: Request, hidden: int) -> Any:
     """The request's parameters, through the arguments that users write."""
-    fields: dict[str, Any] = {"steering_modules": [MODULE]} if request.module else _edit_fields(request, hidden)
+    fields: dict[str, Any]
+    fields = {"steering_modules": [MODULE]} if request.module else _edit_fields(request.edits, hidden)
     if request.capture is not None:
         spec = {name: value for name, value in msgspec.to_builtins(request.capture).items() if value is not None}
         if request.capture.reduce == "directions":
@@ -139,14 +159,14 @@ def sampling_params(request: Request, hidden: int) -> Any:
     )
 
 
-def module_of(request: Request, hidden: int) -> dict[str, Any]:
-    """The request's edits as arguments of ``LLM.steering.register``."""
-    return {IN_MODULE[field]: value for field, value in _edit_fields(request, hidden).items()}
+def module_of(edits: Sequence[EditCase], hidden: int) -> dict[str, Any]:
+    """Edits as arguments of ``LLM.steering.register`` and ``set``."""
+    return {IN_MODULE[field]: value for field, value in _edit_fields(edits, hidden).items()}
 
 
-def _edit_fields(request: Request, hidden: int) -> dict[str, Any]:
+def _edit_fields(edits: Sequence[EditCase], hidden: int) -> dict[str, Any]:
     fields: dict[str, Any] = {}
-    for edit in request.edits:
+    for edit in edits:
         v = vector(edit.seed, edit.length, hidden)
         if edit.field in TIERS:
             layers = fields.setdefault(edit.field, {}).setdefault(edit.point, {})

@@ -119,6 +119,13 @@ def _request(where: httpx.URL, body: dict[str, Any]) -> bytes:
 
 def resident(port: int) -> int:
     """Bytes in memory of all processes of the server on ``port``: API servers, engines, and their parent."""
-    mains = [p for p in psutil.Process().children(recursive=True) if str(port) in p.cmdline()]
+    mains = [process for process in psutil.Process().children(recursive=True) if str(port) in _command(process)]
     processes = {process.pid: process for main in mains for process in (main, *main.children(recursive=True))}
     return sum(process.memory_info().rss for process in processes.values())
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.ZombieProcess:  # one that an earlier test ended, not of this server
+        return []
