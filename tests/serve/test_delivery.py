@@ -18,12 +18,12 @@ from safetensors.torch import load
 from starlette.middleware.gzip import GZipMiddleware
 
 from tests.serve import delivery
-from tests.serve.delivery import DONE, SPEC, captured, done, make_capturing_app
+from tests.serve.delivery import DONE, SPEC, captured, done, finish_samples, make_capturing_app
 from tests.serve.fakes import HIDDEN
 from vllm_steer.capture import CaptureResult
 from vllm_steer.serve import delivery as delivering
 from vllm_steer.serve.captures import store_of
-from vllm_steer.serve.exchange import PROMPT_KEY, follow
+from vllm_steer.serve.exchange import PROMPT_KEY, current, follow
 from vllm_steer.serve.rows import inline
 
 ROUTE = "/v1/completions"
@@ -39,6 +39,22 @@ async def answer_of(app: FastAPI, **fields: Any) -> Any:
     assert response.status_code == 200, response.text
     assert int(response.headers["content-length"]) == len(response.content)
     return response.json()
+
+
+@pytest.mark.parametrize("fields", [{}, {"stream": [f"data: {{}}\n\n{DONE}"]}], ids=["JSON", "stream"])
+async def test_rows_end_with_their_answer(fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches rows of a server's first request that stay for ever: vLLM's own tasks start in its context."""
+    exchanges: list[Any] = []
+
+    def finish(*args: Any) -> Any:
+        exchanges.append(current.get())
+        return finish_samples(*args)
+
+    monkeypatch.setattr(delivery, "finish_samples", finish)
+    app = make_capturing_app([{"memory": done(captured())}])
+    response = await client_of(app).post(ROUTE, json={**BODY, **fields})
+    assert '"post_block"' in response.text
+    assert [exchange.results for exchange in exchanges] == [{}]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])

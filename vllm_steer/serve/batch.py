@@ -67,6 +67,7 @@ async def run_line(original: Handler, handler: Handler, request: Any, tracker: A
             current.reset(token)
         if exchange.consumers and hasattr(answer, "choices"):
             await _fill(answer.choices, exchange, batch or _Run(None, 0, 0))
+        exchange.end()
         return answer
 
     return await original(handle, request, tracker)

@@ -65,6 +65,12 @@ class Exchange:
     repeated: set[int] = field(default_factory=set)
     """Choices for which the model ran more than once."""
 
+    def end(self) -> None:
+        """The answer is out. vLLM starts tasks in the context of the first request that live as long as the server,
+        and whatever its exchange still held would live with them."""
+        self.results.clear()
+        self.compiled = self.steering = None
+
 
 current: ContextVar[Exchange | None] = ContextVar("vllm_steer_exchange", default=None)
 

@@ -99,6 +99,7 @@ class SteeringMiddleware:
             await gate.refuse()
         finally:
             current.reset(token)
+            gate.exchange.end()
 
 
 class _Gate:
