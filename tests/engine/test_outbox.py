@@ -55,6 +55,30 @@ def test_each_client_gets_its_own_rows() -> None:
     assert outputs[1][0].routed_experts[:, 0].tolist() == [*map(ord, "bb")]
 
 
+def test_a_batch_that_changes_is_looked_at_again() -> None:
+    """Catches rows that go to the clients of the batch before, whose entries had the same places."""
+    box = Outbox()
+    requests = {name: SimpleNamespace(request_id=name, client_index=client) for client, name in enumerate("ab")}
+    for names in (("a", "b"), ("a", "b"), ("b", "a"), ("b",)):
+        box.take_in(SimpleNamespace(**{ATTRIBUTE: (step(*names),)}), requests)
+        outputs: dict[int, EngineCoreOutputs] = {}
+        box.hand_out(outputs)
+        assert {client: names_of(each.outputs[0]) for client, each in outputs.items()} == {
+            requests[name].client_index: (name,) for name in names
+        }
+
+
+def test_chosen_entries_keep_their_positions() -> None:
+    """Catches first positions and numbers of positions of the entries that were left out."""
+    entries = Entries(("a", "b", "c"), ((4,), (4, 10), (4,)))
+    rows = np.arange(8, dtype=np.uint8)[:, None]
+    whole = StepRows(entries, np.array([5, 0, 9]), np.array([1, 2, 3]), rows)
+    chosen = whole.chosen([1, 2])
+    assert chosen.entries == Entries(("b", "c"), ((4, 10), (4,)))
+    assert (chosen.start.tolist(), chosen.count.tolist()) == ([0, 9], [2, 3])
+    assert chosen.rows[:, 0].tolist() == [1, 2, 3, 4, 5, 6, 7]
+
+
 def test_rows_of_the_dead_go_nowhere() -> None:
     """Catches the surplus step of asynchronous scheduling, sent to nobody."""
     assert [each.request_id for each in sent({}, step("a"))[0]] == ["own"]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.tiny import code_of
-from vllm_steer.engine.collect import Departures, Leaving
+from vllm_steer.engine.collect import Departures, Leaving, PendingRows
 from vllm_steer.engine.step_rows import Plan, Reading, Steady, StepRows, read_entries
 from vllm_steer.program import Resolved, compile_program, resolve
 from vllm_steer.spec import CaptureSpec, Projection
@@ -116,6 +116,32 @@ def test_every_form_of_every_row_leaves_once(batch: Mapping[str, tuple[int, int]
     check(
         Departures(torch.device("cpu")).start(arena(batch)[: plan.num_rows], None, plan, leaving(plan)).arrived(), batch
     )
+
+
+def test_what_has_arrived_is_no_longer_in_the_buffer() -> None:
+    """Catches rows of the step after the next one: buffers are used again as soon as they are released."""
+    batch = {"whole": (0, 2)}
+    them = reading(batch)
+    plan = them.spread(them.first.tolist())
+    buffer = arena(batch)[: plan.num_rows].view(torch.uint8)
+
+    def overwrite() -> None:
+        buffer.fill_(255)
+
+    check(PendingRows(plan, {b"": buffer}, release=overwrite).arrived(), batch)
+    assert (buffer == 255).all()
+
+
+def test_products_are_made_in_float32() -> None:
+    """Catches products in the model's dtype, whose sums are off by what bfloat16 cannot tell apart."""
+    batch = {"projected": (0, 4)}
+    them = reading(batch)
+    plan = them.spread(them.first.tolist())
+    stored = arena(batch)[: plan.num_rows].to(torch.bfloat16)
+    form = next(form for form in leaving(plan) if form.directions is not None)
+    (rows,) = Departures(torch.device("cpu")).start(stored, None, plan, (form,)).rows.values()
+    chosen = stored if form.rows is None else stored[torch.from_numpy(form.rows)]
+    torch.testing.assert_close(rows.view(torch.float32), chosen.float() @ form.directions.T, atol=1e-6, rtol=1e-6)
 
 
 def test_a_steady_batch_is_planned_once() -> None:
