@@ -12,7 +12,7 @@ from vllm_steer.points import POINT_NAMES
 from vllm_steer.spec.edit import Edit, read_layer
 from vllm_steer.spec.scalars import read_choice, read_number, shown
 from vllm_steer.spec.selector import Selector, SelectorName
-from vllm_steer.spec.vector import PACKED_KEYS, parse_vector
+from vllm_steer.spec.vector import PACKED_KEYS
 
 # Field of the short form -> the tokens that its edits cover.
 SHORT_FIELDS: Mapping[str, SelectorName] = MappingProxyType(
@@ -94,11 +94,12 @@ def read_vectors(value: object, field: str, tokens: SelectorName) -> Iterator[tu
                 raise SteeringError(at_point, f"names layer {layer} twice, as a number and as a string")
             seen.add(layer)
             path = f"{at_point}[{layer}]"
-            vector, scale = _vector_and_scale(given, path)
-            yield (
-                path,
-                Edit(kind="add", point=point, layers=layer, vector=vector, strength=scale, tokens=selector),
-            )
+            vector, place, scale = _vector_and_scale(given, path)
+            try:
+                edit = Edit(kind="add", point=point, layers=layer, vector=vector, strength=scale, tokens=selector)
+            except SteeringError as error:  # of the vector: all else has been read
+                raise SteeringError(place + error.field.removeprefix("vector"), error.problem) from None
+            yield path, edit
 
 
 def _entries(value: object, field: str, form: str) -> Iterator[tuple[object, object]]:
@@ -117,9 +118,10 @@ def _layer_of_key(key: object, field: str) -> int:
     return read_layer(key, field)
 
 
-def _vector_and_scale(given: object, path: str) -> tuple[Any, float]:
+def _vector_and_scale(given: object, path: str) -> tuple[Any, str, float]:
+    """What stands for the vector, where it stands, and the scale."""
     if not isinstance(given, Mapping) or (PACKED_KEYS & set(given) and "vector" not in given):
-        return parse_vector(given, path), 1.0
+        return given, path, 1.0
     unknown = [key for key in given if key not in ("vector", "scale")]
     if unknown or "vector" not in given:
         raise SteeringError(
@@ -127,10 +129,7 @@ def _vector_and_scale(given: object, path: str) -> tuple[Any, float]:
             'must be a vector, {"vector": ..., "scale": ...} or a packed vector (dtype, shape, data); '
             + (f"unknown: {shown(unknown)}" if unknown else "vector is missing"),
         )
-    return (
-        parse_vector(given["vector"], f"{path}.vector"),
-        read_number(given.get("scale", 1.0), f"{path}.scale"),
-    )
+    return given["vector"], f"{path}.vector", read_number(given.get("scale", 1.0), f"{path}.scale")
 
 
 def read_edits(value: object, field: str) -> Iterator[tuple[str, Edit]]:
