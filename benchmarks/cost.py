@@ -96,7 +96,11 @@ class Engine:
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=serve, args=(steered, model, settings, theirs))
         self._process.start()
-        print("steered" if steered else "stock", "engine:", self._answer(), flush=True)
+        self._name = "steered" if steered else "stock"
+
+    def wait(self) -> None:
+        """Until it has started."""
+        print(self._name, "engine:", self._answer(), flush=True)
 
     def _answer(self) -> dict[str, Any]:
         answer: dict[str, Any] = self._pipe.recv()
@@ -157,11 +161,14 @@ def main() -> None:
     parser.add_argument("--generated", type=int, default=256)
     parser.add_argument("--graph-sets", type=int, default=2)
     parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument("--kv-gib", type=float, default=12, help="key-value cache of each engine, on each GPU")
     parser.add_argument("--skip-prefill", action="store_true")
     arguments = parser.parse_args()
     settings: dict[str, Any] = {
         "max_model_len": 8448, "max_num_seqs": 256, "max_num_batched_tokens": 8192, "enable_prefix_caching": False,
-        "gpu_memory_utilization": 0.46, "tensor_parallel_size": arguments.tensor_parallel,
+        # A fixed cache lets both start at once: vLLM's measuring of free memory would see the other engine.
+        "gpu_memory_utilization": 0.4, "kv_cache_memory_bytes": int(arguments.kv_gib * 2**30),
+        "tensor_parallel_size": arguments.tensor_parallel,
         "steering_config": {"graph_sets": arguments.graph_sets},
     }  # fmt: skip
     result: dict[str, Any] = {
@@ -171,6 +178,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = str(save_shape(arguments.shape, Path(folder, arguments.shape)))
         stock, steered = (Engine(on, model, dict(settings)) for on in (False, True))
+        for engine in (stock, steered):
+            engine.wait()
         names = arguments.only or list(variants(2, 8))
         try:
             for name in names:

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the GPU is told to do in decode steps: every kernel and copy, in order, of stock vLLM and of ours.
+
+    python -m benchmarks.kernels --shape llama-8b --out benchmarks/results/gpu-kernels.json
+
+Each engine runs in a process of its own, with CUDA graphs and all defaults; a steady batch decodes, and the profiler
+(CUPTI, which sees into graphs) lists what runs on each stream. An idle step of ours must have stock vLLM's list.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from benchmarks.shapes import SHAPES, environment, save_shape
+
+STEPS = 4
+WORK = ("kernel", "gpu_memcpy", "gpu_memset")
+
+
+def record(variant: str, model: str, batch: int, pipe: Any) -> None:
+    """A child process: sends the names of what ran in ``STEPS`` decode steps, stream by stream, in order."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from torch.profiler import ProfilerActivity, profile
+
+    from benchmarks.cost import variants
+
+    settings: dict[str, Any] = {
+        "max_model_len": 2048, "max_num_seqs": 64, "max_num_batched_tokens": 2048, "gpu_memory_utilization": 0.4,
+        "kv_cache_memory_bytes": 4 << 30, "enable_prefix_caching": False,
+    }  # fmt: skip
+    if variant == "stock":
+        from vllm import LLM, SamplingParams
+    else:
+        from vllm_steer import LLM, SamplingParams
+
+        settings["enable_steering"] = True
+    llm: Any = LLM(model=model, load_format="dummy", skip_tokenizer_init=True, seed=0, **settings)
+    engine = llm.llm_engine
+    config = engine.vllm_config.model_config
+    fields = (
+        (lambda i: {})
+        if variant == "stock"
+        else variants(config.get_total_num_hidden_layers(), config.get_hidden_size())[variant]["fields"]
+    )
+    # The first round is for what is made once.
+    for number in range(2):
+        for i in range(batch):
+            params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True, detokenize=False, **fields(i))
+            engine.add_request(f"{number}-{i}", {"prompt_token_ids": [7 * i + j + 2 for j in range(16)]}, params)
+        if number:
+            for _ in range(8):
+                engine.step()
+            with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+                for _ in range(STEPS):
+                    engine.step()
+            with tempfile.TemporaryDirectory() as folder:
+                trace = Path(folder, "trace.json")
+                profiler.export_chrome_trace(str(trace))
+                events = json.loads(trace.read_text())["traceEvents"]
+            work = sorted((e for e in events if e.get("cat") in WORK), key=lambda e: (e["args"]["stream"], e["ts"]))
+            streams: dict[int, list[str]] = {}
+            for event in work:
+                streams.setdefault(event["args"]["stream"], []).append(event["name"])
+            pipe.send(list(streams.values()))
+        while engine.has_unfinished_requests():
+            engine.step()
+    pipe.close()
+
+
+def recorded(variant: str, model: str, batch: int) -> list[list[str]]:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=record, args=(variant, model, batch, theirs))
+    process.start()
+    theirs.close()
+    try:
+        streams: list[list[str]] = ours.recv()
+    finally:
+        process.join(60)
+        process.kill()
+    return streams
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-8b")
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--variants", nargs="+", default=["idle", "one site"])
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        model = str(save_shape(arguments.shape, Path(folder, arguments.shape)))
+        stock = recorded("stock", model, arguments.batch)
+        result: dict[str, Any] = {
+            "shape": arguments.shape, "batch": arguments.batch, "steps": STEPS, "stock": _runs(stock), "variants": {},
+        }  # fmt: skip
+        for variant in arguments.variants:
+            streams = recorded(variant, model, arguments.batch)
+            more = Counter(name for stream in streams for name in stream)
+            more.subtract(Counter(name for stream in stock for name in stream))
+            changed = {name: count for name, count in sorted(more.items()) if count}
+            found: dict[str, Any] = {"equal": streams == stock, "difference": changed}
+            result["variants"][variant] = found
+            print(variant, found, flush=True)
+            arguments.out.write_text(json.dumps(result, indent=1))
+    result["environment"] = environment()
+    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def _runs(streams: list[list[str]]) -> list[list[str | int]]:
+    """For each stream the names of what ran there, each followed by how often it did."""
+    return [[item for name, count in Counter(stream).items() for item in (name, count)] for stream in streams]
+
+
+if __name__ == "__main__":
+    main()
