@@ -22,8 +22,6 @@ import pytest
 from tests.conformance.engine import prepare_environment
 
 prepare_environment()
-# The runner that serves every architecture; test_engine.py compares the two.
-os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
 
 from tests.conformance.gpu_rows import ON_GPU  # noqa: E402
 from tests.conformance.proof import Proof, prove_inside  # noqa: E402
@@ -31,6 +29,8 @@ from tests.conformance.reference_process import ReferenceProcess  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
+RUNNER = "0"
+"""The one that serves every architecture; test_engine.py compares the two."""
 OUT = Path(os.environ.get("ARCHITECTURES_OUT", "benchmarks/results/architectures-gpu.json"))
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.gpu.runner import V2, runner_of
 from tests.tiny import BF16_BOUND, BF16_MODEL, LAYERS, save_tiny_llama
 from vllm_steer import LLM, SamplingParams
 
@@ -43,6 +44,7 @@ def outputs(request: pytest.FixtureRequest, model: Path) -> Iterator[list[Any]]:
         )
         for i in range(40)
     ]  # fmt: skip
+    assert runner_of(llm) == V2
     yield llm.generate(prompts, params, use_tqdm=False)
     del llm
     gc.collect()

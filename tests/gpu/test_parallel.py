@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.gpu.runner import choose_runner
 from tests.tiny import direction, save_tiny_moe
 from vllm_steer import LLM, Edit, SamplingParams, engine_kwargs
 
@@ -152,7 +153,7 @@ def test_two_gpus_give_what_one_does(
     model: Path, one_gpu: list[Any], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches an edit that each rank adds, a read of a partial sum, and rows of a stage that do not come out."""
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0" if name.endswith("v1") else "1")
+    choose_runner(monkeypatch, "0" if name.endswith("v1") else "1")
     agree(generate(model, VARIANTS[name], requests())[0], one_gpu[0])
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.conformance.test_wrong_taps import WRONG
+from tests.gpu.runner import choose_runner
 from tests.gpu.test_engine import VARIANTS, model
 from vllm_steer import LLM
 from vllm_steer.models import install
@@ -27,7 +28,7 @@ def engine(model: Path, variant: str, monkeypatch: pytest.MonkeyPatch, dtype: st
     from vllm.distributed import cleanup_dist_env_and_memory
 
     settings = dict(VARIANTS[variant])
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", str(settings.pop("runner", "1")))
+    choose_runner(monkeypatch, str(settings.pop("runner", "1")))
     # Wrong taps of one test are not to be found compiled by the next.
     monkeypatch.setenv("VLLM_DISABLE_COMPILE_CACHE", "1")
     llm = None

@@ -30,6 +30,13 @@ def test_what_was_compiled_here_is_not_read_again() -> None:
     assert Program.from_bytes(one.to_bytes()) is one  # equal bytes, whoever sent them
 
 
+def test_equal_programs_have_one_copy_of_their_bytes() -> None:
+    """Catches a look at a program that compares all its bytes with those of the one before."""
+    first, second = made(1).seal(), made(1).seal()
+    assert second is first
+    assert made(2).seal() != first
+
+
 def test_what_comes_from_outside_is_checked_although_an_engine_has_read_it() -> None:
     """Catches a program that counts as checked because it was decoded."""
     forged = msgspec.structs.replace(made(2), digests=(b"x" * 16,)).to_bytes()

@@ -231,8 +231,8 @@ async def test_a_thousand_clients_that_vanish_leave_nothing(server: tuple[str, P
         assert result["status"] == "ok"
         assert len(kept(temporary)) > 0, "this looks in the wrong folder"
         assert client.delete(f"/v1/captures/{result['id']}").status_code == 204
-    # An answer may be sent between a client's leaving and the turn of the server's event loop that hears of it. How many
-    # these are depends on the machine: none to 17 of a thousand clients have been seen.
+    # An answer may be sent between a client's leaving and the turn of the server's event loop that hears of it. How
+    # many these are depends on the machine: none to 17 of a thousand clients have been seen.
     assert len(kept(temporary)) <= ROUNDS // 10, (leavers.answered, leavers.crossed)
     assert leavers.answered < ROUNDS // 2, "most clients were too slow to vanish"
     # The prompt's rows of one round in two, in any process: with heaps of their own, allocators alone did half of that.

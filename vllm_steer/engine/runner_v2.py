@@ -12,6 +12,8 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+import numpy as np
+
 from vllm_steer.engine.collect import attach
 from vllm_steer.engine.steering import Steering, StepBatch
 from vllm_steer.taps.rows import Layout
@@ -105,7 +107,8 @@ def _describe(input_batch: Any) -> StepBatch:
         ),
         ids=input_batch.req_ids,
         slot=input_batch.idx_mapping_np[:requests],
-        first=input_batch.num_computed_tokens_np[:requests],
-        count=input_batch.num_scheduled_tokens[:requests],
+        # vLLM's are int32; these travel as the bytes that they are.
+        first=input_batch.num_computed_tokens_np[:requests].astype(np.int64),
+        count=input_batch.num_scheduled_tokens[:requests].astype(np.int64),
         num_padded=input_batch.num_tokens_after_padding,
     )

@@ -28,6 +28,7 @@ NORM_ON_SUM: Final = "this {layer} norms the sum and not the branch, so its bran
 ADAPTED: Final = "this {layer} scales the norm's output by a second input before the MLP computes on it"
 BIASED: Final = "{layer} adds the bias of the branch where it adds the branch to the stream"
 RESCALED: Final = "{layer} scales the whole stream behind its MLP, so the branch is not what the stream grows by"
+NOT_PROVEN: Final = "{layer} computes in bfloat16 alone, in which this point could not be proven"
 TWO_INPUTS: Final = "this {layer} gives its MLP and its experts different norms of the stream"
 SUMMED_LATE: Final = (
     "under tensor parallelism {layer} adds attention and MLP up over the ranks together, so no rank has this branch"
@@ -81,6 +82,7 @@ NOT_SERVED: Final[Mapping[str, Mapping[str, str]]] = {
     },
     f"{_VLLM}falcon_h1.FalconH1ParallelHybrid": {"attn_out": MULTIPLIED},
     f"{_VLLM}gemma4.Gemma4DecoderLayer": {"mlp_out": RESCALED},
+    f"{_VLLM}bailing_moe_linear.BailingMoeV25DecoderLayer": {"mlp_out": NOT_PROVEN},
     # Two kinds of block in one class, and none of them proven.
     f"{_VLLM}olmo_hybrid.OlmoHybridDecoderLayer": {"mlp_in": NO_ROW},
     f"{_VLLM}muse_glimmer.MuseGlimmerDecoderLayer": {"mlp_in": NO_ROW},

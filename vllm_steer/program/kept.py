@@ -23,7 +23,7 @@ class KeptPrograms:
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
         # A small program takes more than its bytes.
-        self._programs: LRUCache[bytes, tuple[Program, bool, int]] = LRUCache(
+        self._programs: LRUCache[bytes, tuple[Program, bool, int, bytes]] = LRUCache(
             most_bytes, getsizeof=lambda kept: kept[2]
         )
         self._lock = threading.Lock()
@@ -31,15 +31,21 @@ class KeptPrograms:
     def find(self, data: bytes, checked: bool) -> Program | None:
         """The program of ``data``, if it is kept, and has been checked where that is asked."""
         with self._lock:
-            program, sound, _ = self._programs.get(data, (None, False, 0))
+            program, sound, _, _ = self._programs.get(data, (None, False, 0, data))
         return program if sound or not checked else None
 
-    def keep(self, data: bytes, program: Program, checked: bool) -> None:
-        """Keep ``program``; it replaces one of the same bytes."""
+    def keep(self, data: bytes, program: Program, checked: bool) -> bytes:
+        """Keep ``program``; it replaces one of the same bytes.
+
+        Returns the bytes under which it is kept. A look at these compares nothing; at equal ones, byte by byte.
+        """
         size = len(data) + 4096
         with self._lock:
-            if size <= self._programs.maxsize:
-                self._programs[data] = (program, checked, size)
+            if size > self._programs.maxsize:
+                return data
+            key = self._programs.get(data, (program, checked, size, data))[3]
+            self._programs[key] = (program, checked, size, key)
+            return key
 
 
 PROGRAMS = KeptPrograms()

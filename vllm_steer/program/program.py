@@ -90,8 +90,7 @@ class Program(msgspec.Struct, frozen=True, array_like=True, dict=True):
         """:meth:`to_bytes` of a program that this process has compiled, or put together of such and of checked ones:
         when the bytes come back they need no check."""
         data = self.to_bytes()
-        PROGRAMS.keep(data, self, checked=True)
-        return data
+        return PROGRAMS.keep(data, self, checked=True)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Program:
