@@ -30,6 +30,7 @@ from vllm_steer.metrics.engine_stats import EngineMeter
 from vllm_steer.params import EXTRA_KEY, program_bytes
 from vllm_steer.points import how_to_switch_on, points_on
 from vllm_steer.program import Ledger, Program, Resolved, resolve
+from vllm_steer.program.kept import PROGRAMS
 
 logger = steering_logger(__name__)
 
@@ -87,6 +88,8 @@ def steering_scheduler(base: Any) -> Any:
             if data is None or request.request_id in self.requests:
                 return
             program = Program.from_checked(data)
+            # Of many equal ones a single copy stays, at which the worker looks next.
+            request.sampling_params.extra_args[EXTRA_KEY] = PROGRAMS.same(data)
             off = next(iter(program.points - self._steering_points), None)
             if off is not None:
                 raise SteeringError("extra_args.steer", how_to_switch_on(off))

@@ -34,10 +34,15 @@ class KeptPrograms:
             program, sound, _, _ = self._programs.get(data, (None, False, 0, data))
         return program if sound or not checked else None
 
+    def same(self, data: bytes) -> bytes:
+        """The bytes that are kept and equal ``data``; ``data`` itself where none are."""
+        with self._lock:
+            return self._programs.get(data, (None, False, 0, data))[3]
+
     def keep(self, data: bytes, program: Program, checked: bool) -> bytes:
         """Keep ``program``; it replaces one of the same bytes.
 
-        Returns the bytes under which it is kept. A look at these compares nothing; at equal ones, byte by byte.
+        Returns the bytes under which it is kept: looks at these compare nothing, at others equal to them every byte.
         """
         size = len(data) + 4096
         with self._lock:
