@@ -21,9 +21,9 @@ def result(output: Any, sample: int = 0) -> Any:
     return found
 
 
-def close_to(got: Any, right: Any, name: Any = "") -> None:
+def close_to(got: Any, right: Any, name: Any = "", atol: float = 2e-3) -> None:
     """Two results have the same sites, positions and rows."""
     assert list(got.sites) == list(right.sites), name
     for site in got.sites:
         np.testing.assert_array_equal(got.positions(*site), right.positions(*site), err_msg=f"{name} {site}")
-        torch.testing.assert_close(got.tensor(*site), right.tensor(*site), atol=2e-3, rtol=1e-4, msg=f"{name} {site}")
+        torch.testing.assert_close(got.tensor(*site), right.tensor(*site), atol=atol, rtol=1e-4, msg=f"{name} {site}")

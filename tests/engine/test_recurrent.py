@@ -76,11 +76,11 @@ def trunk(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     torch._dynamo.reset()
 
 
-def as_alone(llm: Any, truth: list[Any]) -> None:
+def as_alone(llm: Any, truth: list[Any], atol: float = 2e-3) -> None:
     for i, (got, right) in enumerate(zip(run(llm, *workload()), truth, strict=True)):
-        np.testing.assert_allclose(logprobs_of(got), logprobs_of(right), atol=2e-3, err_msg=f"request {i}")
+        np.testing.assert_allclose(logprobs_of(got), logprobs_of(right), atol=atol, err_msg=f"request {i}")
         if i % 2:
-            close_to(result(got), result(right), i)
+            close_to(result(got), result(right), i, atol)
 
 
 @pytest.mark.failure(16)

@@ -8,7 +8,8 @@ last sampled token is never forwarded, so a request of ``t`` tokens has position
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -35,6 +36,15 @@ class Chunk(msgspec.Struct, frozen=True):
     captures: tuple[int, ...]
     rows: Any
     projection: bytes = b""
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """What is wanted of some chunks: positions ``[n]``, ascending and each once, and which of the chunks' rows
+    these are ``[n]``, None where they are all of them, in order."""
+
+    positions: npt.NDArray[np.int64]
+    rows: npt.NDArray[np.int64] | None
 
 
 class Assembly:
@@ -72,15 +82,19 @@ class Assembly:
         """
         wanted = _wanted(spec, prompt_len, num_tokens - 1)
         projected = spec.reduce if isinstance(spec.reduce, Projection) and spec.reduce.in_engine else None
+        stored = self._stored(b"" if projected is None else projected.digest)
+        # Many sites came in the same chunks, so that the same of their rows are wanted.
+        chosen: dict[tuple[int, ...], _Chosen] = {}
         sites: dict[Site, SiteRows] = {}
         missing: list[str] = []
         for point, layers in spec.hooks:
             for layer in range(self._num_layers) if layers == "all" else layers:
-                code = 2 * (layer * len(POINT_NAMES) + POINT_NAMES.index(point)) + spec.before
-                positions, rows = self._site(code, projected)
-                keep = np.isin(positions, wanted)
-                if not keep.all():
-                    positions, rows = positions[keep], rows[torch.from_numpy(keep)]
+                where = stored.get(2 * (layer * len(POINT_NAMES) + POINT_NAMES.index(point)) + spec.before, {})
+                chunks = tuple(where)
+                if chunks not in chosen:
+                    chosen[chunks] = _choose([self._chunks[number] for number in chunks], wanted)
+                positions = chosen[chunks].positions
+                rows = self._rows(where, chosen[chunks].rows, projected)
                 if len(positions) < len(wanted):
                     missing.append(f"{point}[{layer}] has {len(positions)} of {len(wanted)} positions")
                 sites[point, layer] = SiteRows(positions, self._reduced(rows, spec))
@@ -88,28 +102,34 @@ class Assembly:
             return sites, None
         return sites, self._reason or "; ".join(missing[:3])
 
-    def _site(self, capture: int, projected: Projection | None = None) -> tuple[npt.NDArray[np.int64], torch.Tensor]:
-        """All positions of a site, ascending and each once, with their rows ``[n, hidden]``, or their products with the
-        directions of a projection ``[n, k]`` float32; in memory of their own.
+    def _stored(self, projection: bytes) -> dict[int, dict[int, int]]:
+        """For each capture the numbers of the chunks that have it in this form, and its place among theirs."""
+        found: dict[int, dict[int, int]] = {}
+        for number, chunk in enumerate(self._chunks):
+            if chunk.projection == projection:
+                for place, capture in enumerate(chunk.captures):
+                    found.setdefault(capture, {})[number] = place
+        return found
+
+    def _rows(
+        self, where: Mapping[int, int], rows: npt.NDArray[np.int64] | None, projected: Projection | None
+    ) -> torch.Tensor:
+        """The chosen rows of a site ``[n, hidden]``, or their products with the directions of a projection ``[n, k]``
+        float32; in memory of their own.
 
         Bytes are joined by numpy: torch's threads would contend with those of consumers and of the engine.
         """
-        digest, width, dtype = b"", self._hidden_size, self._dtype
+        width, dtype = self._hidden_size, self._dtype
         if projected is not None:
-            digest, width, dtype = projected.digest, projected.directions.shape[0], torch.float32
-        positions = [np.empty(0, dtype=np.int64)]
-        rows = [np.empty((0, width * dtype.itemsize), dtype=np.uint8)]
-        for chunk in self._chunks:
-            if chunk.projection == digest and capture in chunk.captures:
-                positions.append(np.arange(chunk.start, chunk.start + chunk.count, dtype=np.int64))
-                block = np.frombuffer(chunk.rows, np.uint8).reshape(chunk.count, len(chunk.captures), -1)
-                rows.append(block[:, chunk.captures.index(capture)])
-        where, joined = np.concatenate(positions), np.concatenate(rows)
-        if not (where[1:] > where[:-1]).all():
-            # The first of the reversed list is the last that came.
-            where, first = np.unique(where[::-1], return_index=True)
-            joined = joined[len(joined) - 1 - first]
-        return where, torch.from_numpy(joined.reshape(-1)).view(dtype).view(-1, width)
+            width, dtype = projected.directions.shape[0], torch.float32
+        parts = [np.empty((0, width * dtype.itemsize), dtype=np.uint8)]
+        for number, place in where.items():
+            chunk = self._chunks[number]
+            block = np.frombuffer(chunk.rows, np.uint8).reshape(chunk.count, len(chunk.captures), -1)
+            parts.append(block[:, place])
+        joined = np.concatenate(parts)
+        flat = (joined if rows is None else joined[rows]).reshape(-1)
+        return torch.from_numpy(flat).view(dtype).view(-1, width)
 
     def _reduced(self, rows: torch.Tensor, spec: CaptureSpec) -> torch.Tensor:
         """Reductions are computed in float32; the result has the spec's dtype, or the model's."""
@@ -123,6 +143,21 @@ class Assembly:
             rows = rows[-1:]
         result: torch.Tensor = rows.to(dtype)
         return result
+
+
+def _choose(chunks: Sequence[Chunk], wanted: npt.NDArray[np.int64]) -> _Chosen:
+    positions = np.concatenate(
+        [np.empty(0, dtype=np.int64), *(np.arange(each.start, each.start + each.count) for each in chunks)]
+    )
+    rows: npt.NDArray[np.int64] | None = None
+    if not (positions[1:] > positions[:-1]).all():
+        # The first of the reversed list is the last that came.
+        positions, first = np.unique(positions[::-1], return_index=True)
+        rows = sum(each.count for each in chunks) - 1 - first
+    keep = np.isin(positions, wanted)
+    if not keep.all():
+        positions, rows = positions[keep], np.flatnonzero(keep) if rows is None else rows[keep]
+    return _Chosen(positions, rows)
 
 
 def _wanted(spec: CaptureSpec, prompt_len: int, forwarded: int) -> npt.NDArray[np.int64]:
