@@ -20,7 +20,7 @@ from vllm_steer.cli import doctor as command
 from vllm_steer.cli.main import app
 from vllm_steer.compat import CONFLICTS
 from vllm_steer.config import LIMITS
-from vllm_steer.models import proofs
+from vllm_steer.models import digests, proofs
 from vllm_steer.models.layers import INHERITED
 from vllm_steer.models.proofs import Proof, proofs_of
 from vllm_steer.models.recipes import PROVEN
@@ -84,15 +84,14 @@ def test_the_text_has_the_refusal_and_the_settings() -> None:
         assert conflict.setting in result.stdout
 
 
-def test_a_model_without_recipe_is_a_sentence_and_a_failure(tmp_path: Path) -> None:
+def test_a_model_without_proof_is_a_sentence_and_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a model that doctor lets pass and the engine refuses."""
-    config = config_of(BY_NAME["longcat_flash"])
-    config.architectures = ["LongcatFlashForCausalLM"]
-    config.save_pretrained(tmp_path)
+    monkeypatch.setattr(digests, "proven_digests", dict)
+    LlamaConfig(**SMALL, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
     result = invoke(str(tmp_path))
     assert result.exit_code == 1
-    assert "cannot be steered: LongcatFlashForCausalLM cannot be steered" in result.stdout
-    assert "FlashDecoderLayer is not among the layer classes that were proven" in result.stdout
+    assert "cannot be steered: LlamaForCausalLM cannot be steered" in result.stdout
+    assert "LlamaDecoderLayer is not among the layer classes that were proven" in result.stdout
 
 
 @pytest.mark.parametrize("words", [("none/here",), ("demo/model", "--max-rows", "0")])

@@ -126,12 +126,12 @@ def not_served(point: OptionalPointName, recipe: Recipe, layer: Any, tensor_para
 
 def why_not(point: OptionalPointName, recipe: Recipe) -> str | None:
     """As :func:`not_served`, of a class whatever its settings; ``{layer}`` stands for its name."""
+    if point in NOT_SERVED.get(recipe.layer, {}):
+        return NOT_SERVED[recipe.layer][point]
     if recipe.mid in (ENTRY, EXIT):
         return ONE_BRANCH
     if recipe.shape == "pair":
         return recipe.no_mid if recipe.mid is None else None
-    if point in NOT_SERVED.get(recipe.layer, {}):
-        return NOT_SERVED[recipe.layer][point]
     if point == "mlp_in":
         return SIDE_BY_SIDE if recipe.mid is None else ON_STREAM if recipe.mid == "mlp" else None
     return None if recipe.layer in BRANCHES else NO_ROW

@@ -113,12 +113,6 @@ INHERITED: Final[Mapping[str, str]] = {
 }
 """Classes that differ in what they are built of alone: their forward is that of the class they are derived from."""
 
-AWAITING: Final[frozenset[str]] = frozenset(
-    {
-        "bailing_moe_linear.BailingMoeV25DecoderLayer",
-        "longcat_flash.FlashDecoderLayer",
-        "olmo_hybrid.OlmoHybridDecoderLayer",
-    }
-)
+AWAITING: Final[frozenset[str]] = frozenset()
 """Classes whose recipe has no proof: their kernels are for GPUs, and a run there failed or was not made. They have no
-digest, so they are refused like a class that nobody has seen, unless the user allows unproven ones."""
+digest, so they are refused like a class that nobody has seen, unless the user allows unproven ones. None at present."""
