@@ -11,8 +11,6 @@ import pytest
 from transformers import CohereConfig, LlamaConfig
 from typer.testing import CliRunner
 
-from tests.conformance.model import config_of
-from tests.conformance.zoo import BY_NAME
 from tests.engine.conftest import close
 from tests.tiny import HIDDEN, LAYERS, make_llm, save_tiny_llama
 from vllm_steer import SteeringConfig
@@ -20,7 +18,7 @@ from vllm_steer.cli import doctor as command
 from vllm_steer.cli.main import app
 from vllm_steer.compat import CONFLICTS
 from vllm_steer.config import LIMITS
-from vllm_steer.models import digests, proofs
+from vllm_steer.models import proofs
 from vllm_steer.models.layers import INHERITED
 from vllm_steer.models.proofs import Proof, proofs_of
 from vllm_steer.models.recipes import PROVEN
@@ -86,7 +84,10 @@ def test_the_text_has_the_refusal_and_the_settings() -> None:
 
 def test_a_model_without_proof_is_a_sentence_and_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a model that doctor lets pass and the engine refuses."""
-    monkeypatch.setattr(digests, "proven_digests", dict)
+    # Doctor looks at the model in a process of its own.
+    nothing_proven = "from vllm_steer.models import digests\ndigests.proven_digests = dict\n"
+    (tmp_path / "sitecustomize.py").write_text(nothing_proven)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     LlamaConfig(**SMALL, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
     result = invoke(str(tmp_path))
     assert result.exit_code == 1
