@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from tests.engine.answers import params, prompt, run, tokens_of
 from tests.engine.captures import capture, close_to, result
@@ -22,7 +21,7 @@ from tests.engine.conftest import close
 from tests.engine.test_mixing import program
 from tests.tiny import VOCAB, make_llm
 from vllm_steer import SteeringError
-from vllm_steer.capture.assemble import Assembly
+from vllm_steer.capture import assemble
 from vllm_steer.engine import collect
 
 
@@ -128,20 +127,13 @@ def test_rows_in_the_order_in_which_they_come_are_seen(
     crowded: tuple[Any, list[Any]], truth: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control: rows joined as they come, as many as there are positions, are of the wrong tokens."""
-    keyed = Assembly._site
+    keyed = assemble._choose
 
-    def joined(self: Assembly, capture: int, projected: Any) -> Any:
-        positions, rows = keyed(self, capture, projected)
-        blocks = [
-            torch.frombuffer(bytearray(chunk.rows), dtype=rows.dtype).view(chunk.count, len(chunk.captures), -1)[
-                :, chunk.captures.index(capture)
-            ]
-            for chunk in self._chunks
-            if capture in chunk.captures
-        ]
-        return positions, torch.cat([*blocks, rows])[: len(positions)]
+    def joined(chunks: Any, wanted: Any) -> Any:
+        positions = keyed(chunks, wanted).positions
+        return assemble._Chosen(positions, np.arange(len(positions)))
 
-    monkeypatch.setattr(Assembly, "_site", joined)
+    monkeypatch.setattr(assemble, "_choose", joined)
     llm, preempted = crowded
     preempted.clear()
     outputs = run(llm, *workload(12, 24))

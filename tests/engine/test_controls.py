@@ -108,18 +108,10 @@ def counted_from_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
 def appended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows in the order in which they came, whatever their positions."""
 
-    def site(self: Any, number: int, projected: Any) -> Any:
-        parts = [c for c in self._chunks if number in c.captures]
-        rows = [
-            torch.frombuffer(bytearray(c.rows), dtype=self._dtype).view(c.count, len(c.captures), -1)[
-                :, c.captures.index(number)
-            ]
-            for c in parts
-        ]
-        joined = torch.cat(rows)
-        return np.arange(len(joined)), joined
+    def choose(chunks: Any, wanted: Any) -> Any:
+        return assemble._Chosen(np.arange(sum(chunk.count for chunk in chunks)), None)
 
-    monkeypatch.setattr(assemble.Assembly, "_site", site)
+    monkeypatch.setattr(assemble, "_choose", choose)
 
 
 def prompt_row_for_all_that_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
