@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What steering and capture cost on a GPU, as ratios to stock vLLM in paired runs.
 
-    python -m benchmarks.cost --shape llama-8b --out benchmarks/results/gpu-cost-llama-8b.json
+    python -m benchmarks.cost --shapes llama-8b --out benchmarks/results/gpu-cost-{shape}.json
 
 A stock engine and a steered one live side by side on the same GPU, each in processes of its own, and take turns: every
 repeat of every variant is measured next to a repeat of stock. Of each pair the ratio counts; the median over the pairs
-is reported, and all raw times are kept. Random weights, greedy, no end of sequence, prefix cache off.
+is reported, and all raw times are kept. Random weights, greedy, no end of sequence, prefix cache off. The engines of
+several shapes start together and are measured one shape after the other.
 """
 
 from __future__ import annotations
@@ -21,15 +22,17 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarks.shapes import SHAPES, environment, save_shape
+from vllm_steer import SteeringConfig
 
 POINTS = ("pre_attn", "post_attn", "post_block")
+NAMES = [f"bench/p{i}" for i in range(16)]
 
 
 def variants(layers: int, hidden: int) -> dict[str, dict[str, Any]]:
     """Name of each variant: its kind, and what makes the request fields of the i-th request of a batch."""
-    import numpy as np
-
     rng = np.random.default_rng(0)
     middle = layers // 2
     own = (rng.standard_normal((256, hidden)) * 0.01).astype("f4")
@@ -50,7 +53,16 @@ def variants(layers: int, hidden: int) -> dict[str, dict[str, Any]]:
         "capture all layers, last prompt token": {"fields": lambda i: capture("all", "last_prompt")},
         "capture all layers, all tokens": {"fields": lambda i: capture("all", "all")},
         "16 probes at 4 layers, all tokens": {"fields": lambda i: capture(four, "all", reduce={"directions": probes})},
+        "16 probes by name at 4 layers, all tokens": {
+            "fields": lambda i: capture(four, "all", reduce={"probes": NAMES})
+        },
     }
+
+
+def register(steering: Any, hidden: int) -> None:
+    """The module whose probes are used by name."""
+    rng = np.random.default_rng(1)
+    steering.register("bench", probes={name.partition("/")[2]: rng.standard_normal(hidden, "f4") for name in NAMES})
 
 
 def serve(steered: bool, model: str, settings: dict[str, Any], pipe: Any) -> None:
@@ -67,6 +79,8 @@ def serve(steered: bool, model: str, settings: dict[str, Any], pipe: Any) -> Non
         llm: Any = LLM(model=model, load_format="dummy", skip_tokenizer_init=True, seed=0, **settings)
         config = llm.llm_engine.vllm_config.model_config
         chosen = variants(config.get_total_num_hidden_layers(), config.get_hidden_size()) if steered else {}
+        if steered:
+            register(llm.steering, config.get_hidden_size())
         pipe.send({"started": time.perf_counter() - started})
         while (told := pipe.recv()) is not None:
             variant, batch, prompt, generated = told
@@ -151,60 +165,67 @@ def pair(stock: Engine, steered: Engine, name: str, batch: int, prompt: int, gen
     return found
 
 
+def measure(shape: str, stock: Engine, steered: Engine, arguments: argparse.Namespace) -> None:
+    """All variants of one shape, into its file: what has been measured is there if time runs out."""
+    out = Path(str(arguments.out).format(shape=shape))
+    result: dict[str, Any] = {
+        "shape": shape, "graph_sets": arguments.graph_sets, "tensor_parallel": arguments.tensor_parallel,
+        "environment": environment(), "variants": {},
+    }  # fmt: skip
+    for engine in (stock, steered):
+        engine.wait()
+    for name in arguments.only or list(variants(2, 8)):
+        for batch in arguments.batches:
+            if name == "capture all layers, all tokens" and batch > 128:
+                continue
+            found = pair(stock, steered, name, batch, 16, arguments.generated, arguments.repeats)
+            result["variants"].setdefault(name, {})[str(batch)] = found
+            print(
+                f"{shape:12} {name:42} {batch:4}  per token {found['per token']:.4f} "
+                f"[{found['spread'][0]:.3f} {found['spread'][1]:.3f}]  first {found['first token']:.3f}  "
+                f"throughput {found['throughput']:.3f}  stock {found['stock ms per token']:.3f} ms, "
+                f"first {found['stock ms to first token']:.1f} ms",
+                flush=True,
+            )
+            out.write_text(json.dumps(result, indent=1) + "\n")
+    for name in () if arguments.skip_prefill else ("idle", "one site"):
+        found = pair(stock, steered, name, 1, 8192, 1, arguments.repeats)
+        result["variants"].setdefault(name, {})["prefill 8192"] = found
+        print(f"{shape:12} {name:42} prefill of 8192: {found['first token']:.4f}", flush=True)
+        out.write_text(json.dumps(result, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-8b")
+    parser.add_argument("--out", type=Path, required=True, help="with {shape} in its name")
+    parser.add_argument("--shapes", nargs="+", choices=sorted(SHAPES), default=["llama-8b"])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 128, 256])
     parser.add_argument("--only", nargs="+", help="some of the variants")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--generated", type=int, default=256)
-    parser.add_argument("--graph-sets", type=int, default=2)
+    parser.add_argument("--graph-sets", type=int, default=SteeringConfig().graph_sets)
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--kv-gib", type=float, default=12, help="key-value cache of each engine, on each GPU")
     parser.add_argument("--skip-prefill", action="store_true")
     arguments = parser.parse_args()
     settings: dict[str, Any] = {
         "max_model_len": 8448, "max_num_seqs": 256, "max_num_batched_tokens": 8192, "enable_prefix_caching": False,
-        # A fixed cache lets both start at once: vLLM's measuring of free memory would see the other engine.
-        "gpu_memory_utilization": 0.4, "kv_cache_memory_bytes": int(arguments.kv_gib * 2**30),
+        # A fixed cache lets all start at once: vLLM's measuring of free memory would see the other engines.
+        "gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": int(arguments.kv_gib * 2**30),
         "tensor_parallel_size": arguments.tensor_parallel,
         "steering_config": {"graph_sets": arguments.graph_sets},
     }  # fmt: skip
-    result: dict[str, Any] = {
-        "shape": arguments.shape, "graph_sets": arguments.graph_sets, "tensor_parallel": arguments.tensor_parallel,
-        "variants": {},
-    }  # fmt: skip
+    engines: list[Engine] = []
     with tempfile.TemporaryDirectory() as folder:
-        model = str(save_shape(arguments.shape, Path(folder, arguments.shape)))
-        stock, steered = (Engine(on, model, dict(settings)) for on in (False, True))
-        for engine in (stock, steered):
-            engine.wait()
-        names = arguments.only or list(variants(2, 8))
         try:
-            for name in names:
-                for batch in arguments.batches:
-                    if name == "capture all layers, all tokens" and batch > 128:
-                        continue
-                    found = pair(stock, steered, name, batch, 16, arguments.generated, arguments.repeats)
-                    result["variants"].setdefault(name, {})[str(batch)] = found
-                    print(
-                        f"{name:40} {batch:4}  per token {found['per token']:.4f} "
-                        f"[{found['spread'][0]:.3f} {found['spread'][1]:.3f}]  first {found['first token']:.3f}  "
-                        f"throughput {found['throughput']:.3f}  stock {found['stock ms per token']:.3f} ms, "
-                        f"first {found['stock ms to first token']:.1f} ms",
-                        flush=True,
-                    )
-                    arguments.out.write_text(json.dumps(result, indent=1))
-            for name in () if arguments.skip_prefill else ("idle", "one site"):
-                found = pair(stock, steered, name, 1, 8192, 1, arguments.repeats)
-                result["variants"].setdefault(name, {})["prefill 8192"] = found
-                print(f"{name:40} prefill of 8192: {found['first token']:.4f}", flush=True)
+            for shape in arguments.shapes:
+                model = str(save_shape(shape, Path(folder, shape)))
+                engines += [Engine(on, model, dict(settings)) for on in (False, True)]
+            for i, shape in enumerate(arguments.shapes):
+                measure(shape, *engines[2 * i : 2 * i + 2], arguments)
         finally:
-            for engine in (stock, steered):
+            for engine in engines:
                 engine.close()
-    result["environment"] = environment()
-    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

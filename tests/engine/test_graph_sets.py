@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -14,6 +15,16 @@ from vllm_steer.engine.graph_sets import GraphSets
 from vllm_steer.taps.tables import Tables
 
 LAYERS, POINTS = 8, 3
+
+
+@dataclass(frozen=True)
+class Step:
+    """In the place of what vLLM knows a full graph by."""
+
+    num_tokens: int
+
+
+SMALL, LARGE = Step(graph_sets.STRETCH_TOKENS), Step(graph_sets.STRETCH_TOKENS + 1)
 
 
 class Wrapper:
@@ -28,15 +39,16 @@ class Manager:
     """In the place of vLLM's: "captures" what launches, as full graph and, where asked, as a piece of each wrapper."""
 
     def __init__(self, tables: Tables, wrappers: list[Wrapper]) -> None:
-        self.graphs: dict[str, Any] = {}
-        self._capture_descs = {graph_sets.CUDAGraphMode.FULL: [], graph_sets.CUDAGraphMode.PIECEWISE: []}
+        self.graphs: dict[Any, Any] = {}
+        self._capture_descs = {graph_sets.CUDAGraphMode.FULL: [LARGE, SMALL], graph_sets.CUDAGraphMode.PIECEWISE: []}
         self._tables, self._wrappers = tables, wrappers
 
     def capture(self, model: str, *, has_lora: bool) -> None:
         assert (model, has_lora) == ("model", False)
         launched = tuple(bool(site) for site in self._tables.launch)
-        assert "step" not in self.graphs
-        self.graphs["step"] = launched
+        for step in self._capture_descs[graph_sets.CUDAGraphMode.FULL]:
+            assert step not in self.graphs
+            self.graphs[step] = launched
         if graph_sets.CUDAGraphMode.PIECEWISE in self._capture_descs:
             for wrapper in self._wrappers:
                 if not wrapper.drafter:
@@ -98,21 +110,21 @@ def test_a_step_replays_the_smallest_set_that_has_its_taps(
         sets.idle()
     else:
         sets.busy(used, 1)
-    assert launched_by(manager.graphs["step"]) == expected
-    # A stretch has no pieces of its own, and those of all taps do as well.
-    pieces = launched_by(own.entries["step"])
-    assert pieces == (expected if len(expected) in (0, len(EVERY)) else EVERY)
+    assert launched_by(manager.graphs[SMALL]) == expected
+    # A stretch has neither pieces nor graphs of large steps of its own, and those of all taps do as well.
+    others = expected if len(expected) in (0, len(EVERY)) else EVERY
+    assert launched_by(own.entries["step"]) == launched_by(manager.graphs[LARGE]) == others
 
 
 def test_sets_change_with_the_sites_in_use(tables: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a choice that is remembered beyond the edits that it was made for."""
     sets, manager, _, _ = captured(tables, 4, monkeypatch)
     sets.busy(using(0), 1)
-    assert launched_by(manager.graphs["step"]) == set(range(12))
+    assert launched_by(manager.graphs[SMALL]) == set(range(12))
     sets.busy(using(0, 20), 2)
-    assert launched_by(manager.graphs["step"]) == EVERY
+    assert launched_by(manager.graphs[SMALL]) == EVERY
     sets.idle()
-    assert launched_by(manager.graphs["step"]) == set()
+    assert launched_by(manager.graphs[SMALL]) == set()
 
 
 def test_graphs_of_others_stay(tables: Tables, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,12 +2,12 @@
 """Several sets of CUDA graphs of one model, which differ in the taps that they launch, and the choice between them.
 
 A graph replays exactly what was launched when it was captured, and a launch that finds nothing to do still costs about
-a microsecond. So the model is captured more than once: without any tap, with all of them and, if asked for, with those
-of a stretch of layers each. Before a step the smallest set that has the taps of all its edits and reads becomes the
-runner's.
+a microsecond. So the model is captured more than once: without any tap, with all of them, and with those of a stretch
+of layers each. Before a step the smallest set that has the taps of all its edits and reads becomes the runner's.
 
 Everything else of vLLM's graphs stays as it is: one manager, whose dictionary of graphs and whose piecewise wrappers'
-dictionaries are exchanged. A set of a stretch has full graphs only; in a piecewise step it uses those of all taps.
+dictionaries are exchanged. A set of a stretch has full graphs of small steps of its own, in which a launch more is a
+larger part of the time; for other steps it has those of all taps.
 """
 
 from __future__ import annotations
@@ -28,6 +28,12 @@ from vllm_steer.log import steering_logger
 from vllm_steer.taps.tables import Tables
 
 logger = steering_logger(__name__)
+
+_FULL = CUDAGraphMode.FULL
+STRETCH_TOKENS = 64
+"""Steps of up to so many tokens have graphs of their own in the set of a stretch."""
+_OF_A_WHOLE_SET = 1 / 8
+"""What the set of a stretch takes of memory, at most: 11 of vLLM's 35 full graphs, and no pieces."""
 
 
 @dataclass(eq=False)
@@ -60,9 +66,9 @@ class GraphSets:
         self._chosen = (-1, self._all)
 
     @property
-    def whole_sets(self) -> int:
-        """How many sets have pieces as well as full graphs: nearly all of the memory is theirs."""
-        return 1 if self._none is self._all else 2
+    def size(self) -> float:
+        """How much memory all sets take, in sets that have everything."""
+        return (1 if self._none is self._all else 2) + _OF_A_WHOLE_SET * len(self._stretches)
 
     def idle(self) -> None:
         """Before a forward pass in which nothing is edited or read; while graphs are captured, what they are to
@@ -118,12 +124,15 @@ class GraphSets:
             stages = manager._capture_descs
             try:
                 for graphs in dict.fromkeys((self._none, self._all, *self._stretches)):
-                    if graphs in self._stretches:
-                        manager._capture_descs = {k: v for k, v in stages.items() if k == CUDAGraphMode.FULL}
-                        graphs.pieces = self._all.pieces
                     self._capturing = graphs
+                    if graphs in self._stretches:
+                        small = [each for each in stages.get(_FULL, ()) if each.num_tokens <= STRETCH_TOKENS]
+                        manager._capture_descs = {_FULL: small}
+                        graphs.pieces = self._all.pieces
                     self.idle()
                     self._capture(manager, graphs, original, args, kwargs)
+                    if graphs in self._stretches:
+                        graphs.full.update({k: v for k, v in self._all.full.items() if k not in graphs.full})
             finally:
                 manager._capture_descs = stages
                 self._capturing = None

@@ -40,8 +40,8 @@ class SteeringRunnerV2:
         state.steering_step_is_real = False
 
     def profile_cudagraph_memory(self: Any) -> Any:
-        # vLLM measures one set; the others take as much again at most.
-        return super().profile_cudagraph_memory() * self.steering.graph_sets.whole_sets  # type: ignore[misc]
+        # vLLM measures one set.
+        return int(super().profile_cudagraph_memory() * self.steering.graph_sets.size)  # type: ignore[misc]
 
     def capture_model(self: Any, *, profile_only: bool = False) -> Any:
         if not profile_only and self.cudagraph_manager is not None:
