@@ -174,8 +174,9 @@ def measure(shape: str, stock: Engine, steered: Engine, arguments: argparse.Name
     }  # fmt: skip
     for engine in (stock, steered):
         engine.wait()
-    for name in arguments.only or list(variants(2, 8)):
-        for batch in arguments.batches:
+    for wanted in arguments.only or list(variants(2, 8)):
+        name, _, batches = wanted.partition("@")
+        for batch in map(int, batches.split(",")) if batches else arguments.batches:
             if name == "capture all layers, all tokens" and batch > 128:
                 continue
             found = pair(stock, steered, name, batch, 16, arguments.generated, arguments.repeats)
@@ -200,7 +201,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="with {shape} in its name")
     parser.add_argument("--shapes", nargs="+", choices=sorted(SHAPES), default=["llama-8b"])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 128, 256])
-    parser.add_argument("--only", nargs="+", help="some of the variants")
+    parser.add_argument("--only", nargs="+", help="some of the variants, as NAME or NAME@BATCH,BATCH")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--generated", type=int, default=256)
     parser.add_argument("--graph-sets", type=int, default=SteeringConfig().graph_sets)
