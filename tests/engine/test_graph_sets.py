@@ -66,13 +66,13 @@ def tables() -> Tables:
 
 
 def captured(
-    tables: Tables, count: int, monkeypatch: pytest.MonkeyPatch
+    tables: Tables, count: int, monkeypatch: pytest.MonkeyPatch, layers: range = range(LAYERS)
 ) -> tuple[GraphSets, Manager, Wrapper, Wrapper]:
     own, drafter = Wrapper(), Wrapper(drafter=True)
     monkeypatch.setattr(graph_sets, "_wrappers", lambda: [own, drafter])
     monkeypatch.setattr(graph_sets, "_entries_of", lambda wrapper: "entries")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
-    sets, manager = GraphSets(tables, count, POINTS), Manager(tables, [own, drafter])
+    sets, manager = GraphSets(tables, count, POINTS, layers), Manager(tables, [own, drafter])
     sets.wrap_capture(manager)
     manager.capture("model", has_lora=False)
     return sets, manager, own, drafter
@@ -127,6 +127,15 @@ def test_sets_change_with_the_sites_in_use(tables: Tables, monkeypatch: pytest.M
     assert launched_by(manager.graphs[SMALL]) == set()
 
 
+def test_a_pipeline_stage_has_stretches_of_its_own_layers(tables: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches sets of layers that another stage has, and taps in a step whose edits are all on another stage."""
+    sets, manager, _, _ = captured(tables, 4, monkeypatch, range(4, 8))
+    sets.busy(using(12), 1)
+    assert launched_by(manager.graphs[SMALL]) == set(range(12, 18))
+    sets.busy(using(), 2)
+    assert launched_by(manager.graphs[SMALL]) == set()
+
+
 def test_graphs_of_others_stay(tables: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a drafter that has lost its graphs, and stages of capture that stay cut down."""
     sets, manager, _, drafter = captured(tables, 4, monkeypatch)
@@ -138,7 +147,7 @@ def test_graphs_of_others_stay(tables: Tables, monkeypatch: pytest.MonkeyPatch) 
 
 def test_where_nothing_is_captured_each_tap_decides_for_itself(tables: Tables) -> None:
     """Catches eager steps that launch at sites where nobody edits or reads."""
-    sets = GraphSets(tables, 2, POINTS)
+    sets = GraphSets(tables, 2, POINTS, range(LAYERS))
     used = using(5)
     sets.busy(used, 1)
     assert tables.launch is used

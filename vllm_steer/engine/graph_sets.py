@@ -47,9 +47,10 @@ class GraphSet:
 
 
 class GraphSets:
-    """The sets of one runner, and which of them is in use. ``count`` is the setting ``graph_sets``."""
+    """The sets of one runner, and which of them is in use. ``count`` is the setting ``graph_sets``; ``layers`` those
+    that this pipeline stage has, each with ``per_layer`` sites."""
 
-    def __init__(self, tables: Tables, count: int, per_layer: int) -> None:
+    def __init__(self, tables: Tables, count: int, per_layer: int, layers: range) -> None:
         self._tables = tables
         self._all = GraphSet((True,) * tables.num_sites, "all taps")
         self._none = GraphSet(tables.no_sites, "no taps") if count > 1 else self._all
@@ -58,7 +59,7 @@ class GraphSets:
                 tuple(first <= site // per_layer < stop for site in range(tables.num_sites)),
                 f"the taps of layers {first} to {stop - 1}",
             )
-            for first, stop in _stretches(tables.num_sites // per_layer, count - 2)
+            for first, stop in _stretches(layers, count - 2)
         ]
         self._manager: Any = None
         self._current = self._none
@@ -89,9 +90,10 @@ class GraphSets:
         self._use(self._chosen[1])
 
     def _smallest(self, used: Sequence[int]) -> GraphSet:
-        for stretch in self._stretches:
-            if all(inside for inside, users in zip(stretch.sites, used, strict=True) if users):
-                return stretch
+        # Without any where all that is edited and read is on other stages.
+        for smaller in (self._none, *self._stretches):
+            if all(inside for inside, users in zip(smaller.sites, used, strict=True) if users):
+                return smaller
         return self._all
 
     def _use(self, chosen: GraphSet) -> None:
@@ -167,9 +169,9 @@ class GraphSets:
         )
 
 
-def _stretches(layers: int, count: int) -> list[tuple[int, int]]:
+def _stretches(layers: range, count: int) -> list[tuple[int, int]]:
     """``layers`` cut into ``count`` stretches ``(first, stop)`` of nearly equal length; none for a count below 1."""
-    edges = [round(i * layers / count) for i in range(count + 1)] if count > 0 else []
+    edges = [layers.start + round(i * len(layers) / count) for i in range(count + 1)] if count > 0 else []
     return [(first, stop) for first, stop in pairwise(edges) if first < stop]
 
 

@@ -110,7 +110,7 @@ class Steering:
         self.store = ProgramStore(self.tables, config, decoder.num_layers, decoder.own_layers)
         install_taps(decoder, self.tables)
         vllm_config.compilation_config.static_forward_context[CONTEXT_KEY] = self.tables
-        self.graph_sets = GraphSets(self.tables, config.graph_sets, len(points))
+        self.graph_sets = GraphSets(self.tables, config.graph_sets, len(points), decoder.own_layers)
         if device.type == "cuda":
             from vllm_steer.taps.kernel import warm_up
             from vllm_steer.taps.rows_kernel import launch_places, launch_rows
