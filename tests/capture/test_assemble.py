@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -27,3 +28,31 @@ def test_recomputed_positions_count_once_and_the_last_time() -> None:
     assert got.positions.tolist() == [0, 1, 2, 3, 4]
     assert torch.equal(got.rows, rows[[0, 1, 4, 5, 6]])
     assert sum(chunk.count for chunk in assembly._chunks) == 7
+
+
+def test_sites_that_came_in_other_chunks_and_places() -> None:
+    """Catches rows chosen for one site by another's chunks, a site's place in one chunk used in another, and positions
+    of one site that change with another's."""
+    rng = np.random.default_rng(0)
+    codes_of = first, second, third, beside = [code_of("post_block", layer) for layer in range(LAYERS)]
+    layout = [
+        (0, 4, (first, second, beside)),
+        (4, 2, (first, beside)),
+        (1, 2, (second, beside, first)),
+        (4, 3, (third, second)),
+    ]
+    right: dict[int, dict[int, torch.Tensor]] = {code: {} for code in codes_of}
+    assembly = Assembly(LAYERS, HIDDEN, torch.float32)
+    for start, count, codes in layout:
+        rows = torch.from_numpy(rng.standard_normal((count, len(codes), HIDDEN)).astype("f4"))
+        for place, code in enumerate(codes):
+            right[code].update({start + i: rows[i, place] for i in range(count)})
+        assembly.add([Chunk("r", start, count, codes, rows.numpy().tobytes())])
+    sites, missing = assembly.finish(CaptureSpec(hooks={"post_block": "all"}, positions=[(1, 6)]), 8, 9)
+    assert missing == "post_block[2] has 2 of 5 positions"
+    for layer, code in enumerate(codes_of):
+        wanted = {position: row for position, row in sorted(right[code].items()) if 1 <= position < 6}
+        got = sites["post_block", layer]
+        assert got.positions.tolist() == list(wanted)
+        assert torch.equal(got.rows, torch.stack(list(wanted.values())))
+        got.positions[:] = -1

@@ -40,8 +40,8 @@ class Chunk(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class _Chosen:
-    """What is wanted of some chunks: positions ``[n]``, ascending and each once, and which of the chunks' rows
-    these are ``[n]``, None where they are all of them, in order."""
+    """What is wanted of some chunks: positions ``[n]``, ascending and each once, and which of the chunks' rows these are
+    ``[n]``, None where they are all of them, in order."""
 
     positions: npt.NDArray[np.int64]
     rows: npt.NDArray[np.int64] | None
@@ -97,7 +97,7 @@ class Assembly:
                 rows = self._rows(where, chosen[chunks].rows, projected)
                 if len(positions) < len(wanted):
                     missing.append(f"{point}[{layer}] has {len(positions)} of {len(wanted)} positions")
-                sites[point, layer] = SiteRows(positions, self._reduced(rows, spec))
+                sites[point, layer] = SiteRows(positions.copy(), self._reduced(rows, spec))
         if not missing:
             return sites, None
         return sites, self._reason or "; ".join(missing[:3])
