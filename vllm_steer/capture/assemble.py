@@ -40,8 +40,8 @@ class Chunk(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class _Chosen:
-    """What is wanted of some chunks: positions ``[n]``, ascending and each once, and which of the chunks' rows these are
-    ``[n]``, None where they are all of them, in order."""
+    """Positions ``[n]`` that are wanted of what some chunks have, ascending and each once, and which of the chunks' rows
+    are theirs ``[n]``, None where all are, in order."""
 
     positions: npt.NDArray[np.int64]
     rows: npt.NDArray[np.int64] | None
