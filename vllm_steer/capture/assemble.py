@@ -40,8 +40,8 @@ class Chunk(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class _Chosen:
-    """Positions ``[n]`` that are wanted of what some chunks have, ascending and each once, and which of the chunks' rows
-    are theirs ``[n]``, None where all are, in order."""
+    """Of what some chunks have: the positions that are wanted ``[n]``, ascending and each once, and which rows are
+    theirs ``[n]``; None where they are all rows, in order."""
 
     positions: npt.NDArray[np.int64]
     rows: npt.NDArray[np.int64] | None
