@@ -136,6 +136,12 @@ def test_a_pipeline_stage_has_stretches_of_its_own_layers(tables: Tables, monkey
     assert launched_by(manager.graphs[SMALL]) == set()
 
 
+@pytest.mark.parametrize(("count", "at_least"), [(1, 1), (2, 2), (4, 2.3)])
+def test_memory_of_all_sets_is_told(tables: Tables, count: int, at_least: float) -> None:
+    """Catches graphs that vLLM is not told of when it sizes its cache."""
+    assert at_least <= GraphSets(tables, count, POINTS, range(LAYERS)).size < at_least + 0.1
+
+
 def test_graphs_of_others_stay(tables: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a drafter that has lost its graphs, and stages of capture that stay cut down."""
     sets, manager, _, drafter = captured(tables, 4, monkeypatch)

@@ -32,8 +32,8 @@ logger = steering_logger(__name__)
 _FULL = CUDAGraphMode.FULL
 STRETCH_TOKENS = 64
 """Steps of up to so many tokens have graphs of their own in the set of a stretch."""
-_OF_A_WHOLE_SET = 1 / 8
-"""What the set of a stretch takes of memory, at most: 11 of vLLM's 35 full graphs, and no pieces."""
+_OF_A_WHOLE_SET = 1 / 6
+"""What the set of a stretch takes of memory: 11 of vLLM's 35 full graphs, and no pieces."""
 
 
 @dataclass(eq=False)
