@@ -93,10 +93,13 @@ def _create_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
         enabled = from_vllm_config(self) is not None
         if enabled:
             check_version()
+            from vllm_steer.taps.joining import set_pass
+
         vllm_config = original(self, *args, **kwargs)
         if enabled:
             check_settings(vllm_config)
             choose_executor(vllm_config)
+            set_pass(vllm_config)
         if enabled or is_tested(vllm.__version__):
             wrap_front_end()
         return vllm_config

@@ -99,8 +99,9 @@ def counted_from_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def describe(self: Any, inputs: Any) -> Any:
         batch = real(self, inputs)
-        layout = replace(batch.layout, position=torch.arange(len(batch.layout.position)))
-        return replace(batch, layout=layout, first=np.zeros_like(batch.first))
+        layout = batch.layout()
+        wrong = replace(layout, position=torch.arange(len(layout.position)))
+        return replace(batch, layout=lambda: wrong, first=np.zeros_like(batch.first))
 
     monkeypatch.setattr(SteeringRunnerV1, "_steer_describe", describe)
 

@@ -28,4 +28,5 @@ def test_positions_and_counts_are_what_travels() -> None:
     step = _describe(batch)
     assert (step.first.dtype, step.count.dtype) == (np.int64, np.int64)
     assert (step.first.tolist(), step.count.tolist(), step.slot.tolist()) == ([7, 9], [4, 1], [3, 1])
-    assert (step.layout.start.tolist(), len(step.layout.position), step.num_padded) == ([0, 4, 5], 5, 8)
+    layout = step.layout()
+    assert (layout.start.tolist(), len(layout.position), step.num_padded) == ([0, 4, 5], 5, 8)

@@ -6,12 +6,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.taps.random_tables import compare
+from tests.taps.random_tables import compare, compare_joined
 from vllm_steer.taps.reference import apply_tap
 from vllm_steer.taps.tables import Tables
 
@@ -57,6 +58,35 @@ def test_the_comparison_rejects_a_kernel_with_a_wrong_strength() -> None:
     assert compare(half, 0, 64, torch.float32, True, torch.device("cpu")) > 1000
 
 
+def joined_as(wrong: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Callable[..., None]:
+    """A launch of two sites of which the second one starts from what ``wrong`` makes of the first one's summand before
+    and after."""
+
+    def launch(
+        target: torch.Tensor,
+        other: torch.Tensor | None,
+        head: torch.Tensor,
+        tables: Tables,
+        second: torch.Tensor | None = None,
+    ) -> None:
+        before = target.clone()
+        apply_tap(target, other, head, tables)
+        if second is not None:
+            target.copy_(wrong(before, target))
+            apply_tap(target, other, second, tables)
+
+    return launch
+
+
+def test_the_comparison_of_joined_sites() -> None:
+    """It finds nothing in the definition, and sees (negative controls) a second site that misses the first one's edit,
+    and one that reads another rounding of it."""
+    drawn = (0, 64, torch.float16, True, torch.device("cpu"))
+    assert compare_joined(joined_as(lambda before, after: after), *drawn) == ""
+    assert compare_joined(joined_as(lambda before, after: before), *drawn) != ""
+    assert compare_joined(joined_as(lambda before, after: after.bfloat16().half()), *drawn) != ""
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("hidden", [64, 896, 4096, 5120, 32768])
@@ -66,7 +96,9 @@ def test_kernel_matches_the_definition_on_the_gpu(dtype: torch.dtype, hidden: in
 
     for seed in range(3):
         for with_other in (False, True):
-            assert compare(launch_tap, seed, hidden, dtype, with_other, torch.device("cuda")) < 64
+            drawn = (seed, hidden, dtype, with_other, torch.device("cuda"))
+            assert compare(launch_tap, *drawn) < 64
+            assert compare_joined(launch_tap, *drawn) == ""
 
 
 @pytest.mark.gpu

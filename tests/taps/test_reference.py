@@ -17,7 +17,7 @@ def token_by_token(
     x: np.ndarray, row: int, site: int, tables: Tables, stored: dict[int, np.ndarray] | None = None, base: int = 0
 ) -> np.ndarray:
     """One token's stream after its row's instructions, by the formulas alone; what it captures goes into ``stored``."""
-    place = int(tables.head[row, site])
+    place = int(tables.head[row, site]) if row else 0
     while place:
         code, vector, following, _ = tables.instruction[place].tolist()
         strength, low, high, _ = tables.parameter[place].tolist()

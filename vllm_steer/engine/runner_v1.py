@@ -100,7 +100,7 @@ class SteeringRunnerV1:
         if given is None:
             given = inputs.get("inputs_embeds")
         return StepBatch(
-            layout=Layout(
+            layout=lambda: Layout(
                 slot=self._steer_batch_slot[:requests],
                 start=self.query_start_loc.gpu[: requests + 1],
                 position=self.positions[:tokens],

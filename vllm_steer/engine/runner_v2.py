@@ -100,7 +100,7 @@ def _steering_state(base: Any) -> Any:
 def _describe(input_batch: Any) -> StepBatch:
     requests = input_batch.num_reqs
     return StepBatch(
-        layout=Layout(
+        layout=lambda: Layout(
             slot=input_batch.idx_mapping[:requests],
             start=input_batch.query_start_loc[: requests + 1],
             position=input_batch.positions[: input_batch.num_tokens],

@@ -23,6 +23,7 @@ from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_pa
 from vllm_steer.config import from_vllm_config
 from vllm_steer.engine.collect import Departures, Leaving, PendingRows
 from vllm_steer.engine.graph_sets import GraphSets
+from vllm_steer.engine.settled import AssignedRows
 from vllm_steer.engine.step_rows import Plan, Reading, Steady
 from vllm_steer.engine.store import ProgramStore
 from vllm_steer.errors import SteeringError
@@ -43,12 +44,12 @@ P = ParamSpec("P")
 class StepBatch:
     """What a runner says about one real step.
 
-    ``layout`` is the device's word on slots and positions. The rest is the host's, int arrays by request in batch
+    ``layout`` makes the device's word on slots and positions, where it is wanted. The rest is the host's, int arrays by request in batch
     order: ``slot``, ``first`` (its first position in this step, which can be ahead of the device's while draft tokens
     await their verdict) and ``count`` (its tokens in this step). ``num_padded``: how many tokens the model runs on.
     """
 
-    layout: Layout
+    layout: Callable[[], Layout]
     ids: Sequence[str]
     slot: npt.NDArray[np.int32]
     first: npt.NDArray[np.int64]
@@ -120,6 +121,8 @@ class Steering:
         else:
             self._rows_of, self._places_of = assign_rows, assign_places
         self._written = 0
+        self._assigned = AssignedRows()
+        self._placed = False
         self._drafts = vllm_config.speculative_config is not None
         self._leaves = get_tensor_model_parallel_rank() == 0
         self._departures = Departures(device)
@@ -154,19 +157,24 @@ class Steering:
         # Where drafts are in flight the host's first position may be too high, so its word on an end is not taken.
         first = np.zeros_like(batch.first) if self._drafts else batch.first
         stop = batch.first + batch.count
-        if not store.active.meets(batch.slot, first, stop).any():
-            self.begin_idle_step()
-            return
-        if self._written > batch.num_padded:
-            clear_rows(self.tables, self._written)
-        self._assign_rows(batch.layout, batch.num_padded)
-        self._written = batch.num_padded
+        settled = not self._drafts and bool((first >= store.last_segment[batch.slot]).all())
+        if not self._assigned.serve(store.changes, batch.num_padded, batch.slot, batch.count, settled=settled):
+            if not store.active.meets(batch.slot, first, stop).any():
+                self.begin_idle_step()
+                return
+            if self._written > batch.num_padded:
+                clear_rows(self.tables, self._written)
+            self._assign_rows(batch.layout(), batch.num_padded)
+            self._written = batch.num_padded
+            self._placed = False
         self.graph_sets.busy(self.tables.site_users, store.version)
         if not store.num_capturing:
             return
         reading = np.flatnonzero(store.reads.meets(batch.slot, first, stop))
         if len(reading):
-            self._places_of(self.tables, batch.layout.position.shape[0])
+            if not self._placed:
+                self._places_of(self.tables, int(batch.count.sum()))
+                self._placed = True
             if self._leaves:
                 self._step = self._plan(batch, reading)
 
@@ -184,7 +192,7 @@ class Steering:
         token = (np.cumsum(batch.count) - batch.count)[reading]
         them = Reading(ids, tuple(self.store.resolved_of(name) for name in ids), token, first, count)
         if self._drafts:
-            return self._leaving(them, them.most_rows(), batch.layout.position)
+            return self._leaving(them, them.most_rows(), batch.layout().position)
         plan = them.spread(first.tolist())
         return self._leaving(plan, plan.num_rows, None)
 
@@ -200,14 +208,17 @@ class Steering:
             self._steady = (self.store.changes, steady)
         return steady
 
-    @_timed
     def end_step(self) -> None:
         """After the forward pass, on the same stream: what was captured must leave before the next step stores over
         it."""
-        step, self._step = self._step, None
-        if step is not None:
-            stored = self.tables.arena[: step.num_rows]
-            self._pending = self._departures.start(stored, step.position, step.plan, self._forms(step.plan))
+        if self._step is not None:
+            self._depart(self._step)
+            self._step = None
+
+    @_timed
+    def _depart(self, step: _Stored) -> None:
+        stored = self.tables.arena[: step.num_rows]
+        self._pending = self._departures.start(stored, step.position, step.plan, self._forms(step.plan))
 
     def _forms(self, plan: Plan | Reading) -> tuple[Leaving, ...]:
         """In what forms a step's rows leave. Where positions are the device's word alone, every form takes them all."""
@@ -232,18 +243,22 @@ class Steering:
 
     def take_rows(self) -> PendingRows | None:
         """The last step's captured rows, once."""
-        pending, self._pending = self._pending, None
+        pending = self._pending
+        self._pending = None
         return pending
 
     def take_note(self) -> WorkerNote | None:
         """What the last step took, once; None where it had nothing to do for us."""
+        if not self._worked:
+            return None
         seconds, self._seconds = self._seconds, 0.0
-        worked, self._worked = self._worked, False
-        return WorkerNote(seconds, self._departures.num_bytes) if worked else None
+        self._worked = False
+        return WorkerNote(seconds, self._departures.num_bytes)
 
     def begin_idle_step(self) -> None:
         """Before any other forward pass: real steps without steered requests, dummy, profiling and capture runs."""
         self.store.flush()
+        self._assigned.forget()
         if self._written:
             clear_rows(self.tables, self._written)
             self._written = 0

@@ -85,7 +85,7 @@ class ProgramStore:
         # Where the last segment of a request begins: by slot.
         self.last_segment = np.zeros(num_slots, dtype=np.int64)
         # Changes whenever the sites in use may have changed, and whenever a request came or went.
-        self.version = self.changes = 0
+        self.version = self.changes = self._flushed = 0
         self._no_rows = np.zeros(self._max_segments, dtype=np.int32)
         self._staged = tuple(
             Staged(table)
@@ -169,6 +169,7 @@ class ProgramStore:
                 self._count_users(row.instructions, -1)
         self.active.clear(running.slot)
         self.reads.clear(running.slot)
+        self.last_segment[running.slot] = 0
         self.changes += 1
         self._segment_row.put(running.slot, self._no_rows)
         return running.slot
@@ -189,6 +190,10 @@ class ProgramStore:
 
     def flush(self) -> None:
         """Before a step: write to the tables what has changed since the last one."""
+        if self._flushed == self.changes:
+            return
+        self._flushed = self.changes
+        self._head.put(0, np.array(self.tables.site_users, dtype=np.int32))
         for staged in self._staged:
             staged.flush()
 

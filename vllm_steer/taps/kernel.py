@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tap as one Triton kernel: a program per token, which leaves at once where its row has nothing to do here.
 
+Two sites with nothing between them are one launch: most of what a tap costs is being launched.
+
 The definition is :mod:`vllm_steer.taps.reference`. Arithmetic is float32 with one rounding, when the summand is
 written.
 """
@@ -23,15 +25,26 @@ _CAPTURE = tl.constexpr(ops.CAPTURE)
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _tap_kernel(  # type: ignore[no-untyped-def]
-    target, other, head, token_row, instruction, parameter, vector, token_base, arena,
+    target, other, head, second, token_row, instruction, parameter, vector, token_base, arena,
     target_stride, other_stride, head_stride, hidden, arena_rows,
-    HAS_OTHER: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+    HAS_OTHER: tl.constexpr, HAS_SECOND: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < hidden
+    # Row 0 of a head says whether any row uses the site: fetched beside the token's row, not after it.
+    users = tl.load(head)
+    if HAS_SECOND:
+        later_users = tl.load(second)
     row = tl.load(token_row + token)
-    current = tl.load(head + row.to(tl.int64) * head_stride, mask=row != 0, other=0)
+    first = row.to(tl.int64) * head_stride
+    current = tl.load(head + first, mask=(row != 0) & (users != 0), other=0)
+    later = 0
+    if HAS_SECOND:
+        later = tl.load(second + first, mask=(row != 0) & (later_users != 0), other=0)
+        alone = current == 0
+        current = tl.where(alone, later, current)
+        later = tl.where(alone, 0, later)
     # The first instruction and its vector: nothing that the forward pass writes, so it can be fetched ahead of it.
     record = current.to(tl.int64) * 4
     busy = current != 0
@@ -51,7 +64,8 @@ def _tap_kernel(  # type: ignore[no-untyped-def]
     before = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     x = before
     if HAS_OTHER:
-        x += tl.load(other + token * other_stride + column, mask=inside, other=0.0).to(tl.float32)
+        beside = tl.load(other + token * other_stride + column, mask=inside, other=0.0).to(tl.float32)
+        x += beside
     start = x
     edited = 0
     while current != 0:
@@ -75,6 +89,16 @@ def _tap_kernel(  # type: ignore[no-untyped-def]
             x += amount * v
             edited = 1
         current = following
+        if HAS_SECOND:
+            if (current == 0) & (later != 0):
+                # The second site reads what the first one has written: rounded.
+                before = (before + (x - start)).to(target.dtype.element_ty).to(tl.float32)
+                x = before
+                if HAS_OTHER:
+                    x += beside
+                start = x
+                current = later
+                later = 0
         if current != 0:
             record = current.to(tl.int64) * 4
             code = tl.load(instruction + record)
@@ -94,10 +118,17 @@ def _overlaps(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def launch_tap(target: torch.Tensor, other: torch.Tensor | None, head: torch.Tensor, tables: Tables) -> None:
+def launch_tap(
+    target: torch.Tensor,
+    other: torch.Tensor | None,
+    head: torch.Tensor,
+    tables: Tables,
+    second: torch.Tensor | None = None,
+) -> None:
     """The same as :func:`vllm_steer.taps.reference.apply_tap`, as one launch: no sync, no allocation, graph-safe.
 
     ``target``, ``other`` ``[tokens, hidden]``, rows contiguous, in bf16, fp16 or fp32; hidden at most 65,536.
+    ``second``: the head of a site that follows with nothing in between, whose instructions run after the first one's.
     """
     tokens, hidden = target.shape
     if tokens == 0:
@@ -109,6 +140,7 @@ def launch_tap(target: torch.Tensor, other: torch.Tensor | None, head: torch.Ten
         target,
         target if other is None else other,
         head,
+        head if second is None else second,
         tables.token_row,
         tables.instruction,
         tables.parameter,
@@ -121,6 +153,7 @@ def launch_tap(target: torch.Tensor, other: torch.Tensor | None, head: torch.Ten
         hidden,
         tables.arena.shape[0],
         HAS_OTHER=other is not None,
+        HAS_SECOND=second is not None,
         BLOCK=block,
         OVERLAP=overlap,
         num_warps=max(1, min(16, block // 512)),
@@ -131,5 +164,7 @@ def launch_tap(target: torch.Tensor, other: torch.Tensor | None, head: torch.Ten
 def warm_up(tables: Tables, dtype: torch.dtype) -> None:
     """Compile what a step launches, so that the first steered request does not wait for it."""
     target = torch.zeros(1, tables.vector.shape[1], dtype=dtype, device=tables.device)
+    head = tables.site_head(0)
     for other in (None, target):
-        launch_tap(target, other, tables.site_head(0), tables)
+        for second in (None, head):
+            launch_tap(target, other, head, tables, second)

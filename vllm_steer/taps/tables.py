@@ -8,7 +8,8 @@ table               shape, dtype             meaning
 ==================  =======================  ==================================================================
 ``token_row``       [tokens] int32           row of each token of the running step; 0 means no edit
 ``head``            [rows + 1, sites] int32  first instruction of a row at a site, 0 for none; a column for each site
-                                             of this engine, see :attr:`Tables.column`
+                                             of this engine, see :attr:`Tables.column`. Row 0, which has no
+                                             instructions: how many rows have any at the site
 ``instruction``     [n + 1, 4] int32         operation code, vector, next instruction (0 ends), unused
 ``parameter``       [n + 1, 4] float32       strength, low, high, unused
 ``vector``          [vectors, hidden] f32    the pool of vectors

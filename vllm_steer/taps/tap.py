@@ -23,28 +23,43 @@ def _summands(target: torch.Tensor, other: torch.Tensor | None) -> tuple[torch.T
     return target.view(-1, target.shape[-1]), None if other is None else other.view(-1, other.shape[-1])
 
 
-def _tap_cpu(target: torch.Tensor, other: torch.Tensor | None, head: torch.Tensor) -> None:
+def _launches(tables: Tables, head: torch.Tensor, second: torch.Tensor | None) -> bool:
+    launch = tables.launch
+    return bool(
+        launch[int(head.storage_offset())] or (second is not None and launch[int(second.storage_offset())])
+    )
+
+
+def _tap_cpu(
+    target: torch.Tensor, other: torch.Tensor | None, head: torch.Tensor, second: torch.Tensor | None
+) -> None:
     tables: Tables = get_forward_context().no_compile_layers[CONTEXT_KEY]
-    if tables.launch[int(head.storage_offset())]:
-        apply_tap(*_summands(target, other), head, tables)
+    if _launches(tables, head, second):
+        for each in (head,) if second is None else (head, second):
+            apply_tap(*_summands(target, other), each, tables)
 
 
-def _tap_fake(target: torch.Tensor, other: torch.Tensor | None, head: torch.Tensor) -> None:
+def _tap_fake(
+    target: torch.Tensor, other: torch.Tensor | None, head: torch.Tensor, second: torch.Tensor | None
+) -> None:
     return None
 
 
 _library = torch.library.Library("vllm_steer", "DEF")
-_library.define("tap(Tensor(a!) target, Tensor? other, Tensor head) -> ()")
+# ``second``: the head of a site that follows with nothing between the two (vllm_steer.taps.joining).
+_library.define("tap(Tensor(a!) target, Tensor? other, Tensor head, Tensor? second) -> ()")
 _library.impl("tap", _tap_cpu, dispatch_key="CPU")
 _library._register_fake("tap", _tap_fake)
 
 if torch.version.cuda is not None:
     from vllm_steer.taps.kernel import launch_tap
 
-    def _tap_cuda(target: torch.Tensor, other: torch.Tensor | None, head: torch.Tensor) -> None:
+    def _tap_cuda(
+        target: torch.Tensor, other: torch.Tensor | None, head: torch.Tensor, second: torch.Tensor | None
+    ) -> None:
         tables: Tables = get_forward_context().no_compile_layers[CONTEXT_KEY]
-        if tables.launch[int(head.storage_offset())]:
-            launch_tap(*_summands(target, other), head, tables)
+        if _launches(tables, head, second):
+            launch_tap(*_summands(target, other), head, tables, second)
 
     _library.impl("tap", _tap_cuda, dispatch_key="CUDA")
 
@@ -64,4 +79,4 @@ class Tap(nn.Module):
         self.register_buffer("head", tables.site_head(site), persistent=False)
 
     def forward(self, target: torch.Tensor, other: torch.Tensor | None = None) -> None:
-        torch.ops.vllm_steer.tap(target, other, self.head)
+        torch.ops.vllm_steer.tap(target, other, self.head, None)
