@@ -7,6 +7,10 @@ A stock engine and a steered one live side by side on the same GPU, each in proc
 repeat of every variant is measured next to a repeat of stock. Of each pair the ratio counts; the median over the pairs
 is reported, and all raw times are kept. Random weights, greedy, no end of sequence, prefix cache off. The engines of
 several shapes start together and are measured one shape after the other.
+
+With ``--control`` a second stock engine is measured as if it were a steered one: "stock again" is how far two engines
+that do the same are apart. A batch of more than 256 is a queue: so many short prompts at once, of which 256 run at a
+time; of it only the throughput is measured.
 """
 
 from __future__ import annotations
@@ -27,6 +31,8 @@ import numpy as np
 from benchmarks.shapes import SHAPES, environment, save_shape
 from vllm_steer import SteeringConfig
 
+AT_ONCE = 256
+CONTROL = "stock again"
 POINTS = ("pre_attn", "post_attn", "post_block")
 NAMES = [f"bench/p{i}" for i in range(16)]
 
@@ -48,7 +54,7 @@ def variants(layers: int, hidden: int) -> dict[str, dict[str, Any]]:
         "idle": {"fields": lambda i: {}},
         "one site": {"fields": lambda i: {"steering_vectors": {"post_block": {middle: own[0]}}}},
         "all sites": {"fields": lambda i: {"steering_vectors": every}},
-        "own program each": {"fields": lambda i: {"steering_vectors": {"post_block": {middle: own[i]}}}},
+        "own program each": {"fields": lambda i: {"steering_vectors": {"post_block": {middle: own[i % 256]}}}},
         "capture one layer, all tokens": {"fields": lambda i: capture([middle], "all")},
         "capture all layers, last prompt token": {"fields": lambda i: capture("all", "last_prompt")},
         "capture all layers, all tokens": {"fields": lambda i: capture("all", "all")},
@@ -65,10 +71,11 @@ def register(steering: Any, hidden: int) -> None:
     steering.register("bench", probes={name.partition("/")[2]: rng.standard_normal(hidden, "f4") for name in NAMES})
 
 
-def serve(steered: bool, model: str, settings: dict[str, Any], pipe: Any) -> None:
+def serve(who: str, model: str, settings: dict[str, Any], pipe: Any) -> None:
     """A child process: an engine that runs what it is told and answers with seconds."""
     try:
         started = time.perf_counter()
+        steered = who == "steered"
         if steered:
             from vllm_steer import LLM, SamplingParams
 
@@ -105,12 +112,12 @@ def serve(steered: bool, model: str, settings: dict[str, Any], pipe: Any) -> Non
 class Engine:
     """A child process and the pipe to it."""
 
-    def __init__(self, steered: bool, model: str, settings: dict[str, Any]) -> None:
+    def __init__(self, who: str, model: str, settings: dict[str, Any]) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=serve, args=(steered, model, settings, theirs))
+        self._process = context.Process(target=serve, args=(who, model, settings, theirs))
         self._process.start()
-        self._name = "steered" if steered else "stock"
+        self._name = who
 
     def wait(self) -> None:
         """Until it has started."""
@@ -141,7 +148,9 @@ def pair(stock: Engine, steered: Engine, name: str, batch: int, prompt: int, gen
     Time per output token is the difference between the longest run and one of a quarter of its length: by then every
     request has been admitted. Throughput is that of the longest run, admission included.
     """
-    lengths = [1, generated // 4, generated] if generated > 1 else [1]
+    queued = batch > AT_ONCE
+    lengths = [generated] if queued else [1, generated // 4, generated] if generated > 1 else [1]
+    repeats = min(repeats, 3) if queued else repeats
     raw: dict[str, list[list[float]]] = {"stock": [], "steered": []}
     for repeat in range(repeats + 1):
         order = [("stock", stock), ("steered", steered)]
@@ -152,6 +161,10 @@ def pair(stock: Engine, steered: Engine, name: str, batch: int, prompt: int, gen
                 raw[who].append(seconds)
     pairs = list(zip(raw["steered"], raw["stock"], strict=True))
     found: dict[str, Any] = {"raw": raw, "prompt": prompt, "lengths": lengths}
+    if queued:
+        ratios = sorted(b[0] / a[0] for a, b in pairs)
+        found["throughput"], found["spread"] = statistics.median(ratios), [ratios[0], ratios[-1]]
+        return found
     found["first token"] = statistics.median(a[0] / b[0] for a, b in pairs)
     if generated > 1:
         ratios = sorted((a[2] - a[1]) / (b[2] - b[1]) for a, b in pairs)
@@ -165,35 +178,34 @@ def pair(stock: Engine, steered: Engine, name: str, batch: int, prompt: int, gen
     return found
 
 
-def measure(shape: str, stock: Engine, steered: Engine, arguments: argparse.Namespace) -> None:
+def measure(shape: str, engines: dict[str, Engine], arguments: argparse.Namespace) -> None:
     """All variants of one shape, into its file: what has been measured is there if time runs out."""
     out = Path(str(arguments.out).format(shape=shape))
     result: dict[str, Any] = {
         "shape": shape, "graph_sets": arguments.graph_sets, "tensor_parallel": arguments.tensor_parallel,
         "environment": environment(), "variants": {},
     }  # fmt: skip
-    for engine in (stock, steered):
-        engine.wait()
-    for wanted in arguments.only or list(variants(2, 8)):
+    names = list(variants(2, 8)) + ([CONTROL] if "control" in engines else [])
+    for wanted in arguments.only or names:
         name, _, batches = wanted.partition("@")
+        stock, other = engines["stock"], engines["control" if name == CONTROL else "steered"]
         for batch in map(int, batches.split(",")) if batches else arguments.batches:
             if name == "capture all layers, all tokens" and batch > 128:
                 continue
-            found = pair(stock, steered, name, batch, 16, arguments.generated, arguments.repeats)
-            result["variants"].setdefault(name, {})[str(batch)] = found
-            print(
-                f"{shape:12} {name:42} {batch:4}  per token {found['per token']:.4f} "
-                f"[{found['spread'][0]:.3f} {found['spread'][1]:.3f}]  first {found['first token']:.3f}  "
-                f"throughput {found['throughput']:.3f}  stock {found['stock ms per token']:.3f} ms, "
-                f"first {found['stock ms to first token']:.1f} ms",
-                flush=True,
-            )
-            out.write_text(json.dumps(result, indent=1) + "\n")
+            found = pair(stock, other, name, batch, 16, arguments.generated, arguments.repeats)
+            _note(result, out, name, str(batch), found)
     for name in () if arguments.skip_prefill else ("idle", "one site"):
-        found = pair(stock, steered, name, 1, 8192, 1, arguments.repeats)
-        result["variants"].setdefault(name, {})["prefill 8192"] = found
-        print(f"{shape:12} {name:42} prefill of 8192: {found['first token']:.4f}", flush=True)
-        out.write_text(json.dumps(result, indent=1) + "\n")
+        found = pair(engines["stock"], engines["steered"], name, 1, 8192, 1, 2 * arguments.repeats)
+        _note(result, out, name, "prefill 8192", found)
+
+
+def _note(result: dict[str, Any], out: Path, name: str, batch: str, found: dict[str, Any]) -> None:
+    """Into the result, its file and the log."""
+    result["variants"].setdefault(name, {})[batch] = found
+    out.write_text(json.dumps(result, indent=1) + "\n")
+    shown = {key: [round(each, 3) for each in value] if isinstance(value, list) else round(value, 4)
+             for key, value in found.items() if key not in ("raw", "prompt", "lengths")}  # fmt: skip
+    print(f"{result['shape']:12} {name:42} {batch:12} {shown}", flush=True)
 
 
 def main() -> None:
@@ -208,24 +220,29 @@ def main() -> None:
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--kv-gib", type=float, default=12, help="key-value cache of each engine, on each GPU")
     parser.add_argument("--skip-prefill", action="store_true")
+    parser.add_argument("--control", action="store_true", help="a second stock engine beside the first")
     arguments = parser.parse_args()
     settings: dict[str, Any] = {
-        "max_model_len": 8448, "max_num_seqs": 256, "max_num_batched_tokens": 8192, "enable_prefix_caching": False,
+        "max_model_len": 8448, "max_num_seqs": AT_ONCE, "max_num_batched_tokens": 8192, "enable_prefix_caching": False,
         # A fixed cache lets all start at once: vLLM's measuring of free memory would see the other engines.
         "gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": int(arguments.kv_gib * 2**30),
         "tensor_parallel_size": arguments.tensor_parallel,
         "steering_config": {"graph_sets": arguments.graph_sets},
     }  # fmt: skip
-    engines: list[Engine] = []
+    kinds = ("stock", "steered", *(("control",) if arguments.control else ()))
+    engines: dict[str, dict[str, Engine]] = {}
     with tempfile.TemporaryDirectory() as folder:
         try:
             for shape in arguments.shapes:
                 model = str(save_shape(shape, Path(folder, shape)))
-                engines += [Engine(on, model, dict(settings)) for on in (False, True)]
-            for i, shape in enumerate(arguments.shapes):
-                measure(shape, *engines[2 * i : 2 * i + 2], arguments)
+                engines[shape] = {who: Engine(who, model, dict(settings)) for who in kinds}
+            # Nothing is measured beside an engine that is still starting.
+            for engine in (each for started in engines.values() for each in started.values()):
+                engine.wait()
+            for shape, started in engines.items():
+                measure(shape, started, arguments)
         finally:
-            for engine in engines:
+            for engine in (each for started in engines.values() for each in started.values()):
                 engine.close()
 
 

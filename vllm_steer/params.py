@@ -8,6 +8,7 @@ vLLM's class changes, so clones, defaults and the wire form are vLLM's own.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
@@ -98,6 +99,17 @@ def encode_specs(specs: tuple[tuple[str, CaptureSpec], ...]) -> bytes:
 def capture_specs(params: Any) -> tuple[tuple[str, CaptureSpec], ...]:
     """Consumer and spec of each capture; raises :class:`SteeringError` on bytes that this package did not write."""
     return read_specs(getattr(params, "extra_args", None) or {})
+
+
+def leave_to_engine(request: Any) -> None:
+    """Take off an engine request what only the front end looks at, once that has been done: the specs of a projection
+    are as large as its directions, which the program has as well."""
+    params = request.sampling_params
+    extra = getattr(params, "extra_args", None) or {}
+    if CAPTURE_KEY in extra or APPLIED_KEY in extra:
+        # A copy: the samples of one request share theirs.
+        request.sampling_params = params = copy.copy(params)
+        params.extra_args = {name: extra[name] for name in extra if name not in (CAPTURE_KEY, APPLIED_KEY)}
 
 
 def read_references(extra: Mapping[str, Any]) -> tuple[Reference, ...] | None:

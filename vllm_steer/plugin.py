@@ -15,7 +15,8 @@ wrapped                                               why no official seam will 
                                                       in, and what the engine serves must be known before that check
 ``OutputProcessor.add_request``                       a sample that captures collects its rows from its first output on;
                                                       the last step that each sample takes ahead of the engine, where
-                                                      its key's cache salt is put on it
+                                                      its key's cache salt is put on it and the front end's keys are
+                                                      taken off
 ``OutputProcessor.process_outputs``                   captured rows come on outputs of their own, ahead of the requests'
 ``RequestState.make_request_output``                  outputs have no field for what was applied to the request, nor for
                                                       why it was ended
@@ -207,6 +208,7 @@ def _output_processor_add_request(original: Callable[..., Any]) -> Callable[...,
     def add_request(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         from vllm_steer.capture.outputs import begin
         from vllm_steer.metrics.requests import count_request
+        from vllm_steer.params import leave_to_engine
         from vllm_steer.registry.outputs import note_applied
         from vllm_steer.serve.authority import salt_request
         from vllm_steer.serve.exchange import follow
@@ -217,6 +219,7 @@ def _output_processor_add_request(original: Callable[..., Any]) -> Callable[...,
         note_applied(self, request)
         follow(self, request)
         count_request(self, request)
+        leave_to_engine(request)
 
     return add_request
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether the rows on the device are still those of the step that comes: then nothing is launched for them.
 
-A decoding batch takes the same rows step after step, once every request has come to its last segment. Which rows they
-are depends on nothing else than what is compared here: the programs in the tables, who has which place in the batch, and
-how many tokens each has.
+A decoding batch takes the same rows step after step, once every request has come to its last segment. Which rows those
+are depends on nothing but what is compared here: the programs in the tables, who has which place in the batch, and how
+many tokens each has.
 """
 
 from __future__ import annotations

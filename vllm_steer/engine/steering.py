@@ -44,9 +44,10 @@ P = ParamSpec("P")
 class StepBatch:
     """What a runner says about one real step.
 
-    ``layout`` makes the device's word on slots and positions, where it is wanted. The rest is the host's, int arrays by request in batch
-    order: ``slot``, ``first`` (its first position in this step, which can be ahead of the device's while draft tokens
-    await their verdict) and ``count`` (its tokens in this step). ``num_padded``: how many tokens the model runs on.
+    ``layout`` makes the device's word on slots and positions, where it is wanted. The rest is the host's, int arrays by
+    request in batch order: ``slot``, ``first`` (its first position in this step, which can be ahead of the device's
+    while draft tokens await their verdict) and ``count`` (its tokens in this step). ``num_padded``: how many tokens the
+    model runs on.
     """
 
     layout: Callable[[], Layout]

@@ -31,13 +31,17 @@ from vllm_steer.spec import CaptureSpec, NamedProjection, Projection
 from vllm_steer.spec.references import MODULES_FIELD, Reference
 
 _MOST_KEPT = 256
+_SMALL = 1 << 14
+"""Bytes of a request's own up to which it is worth a look whether another brought the same: vectors mostly differ."""
+_SMALL = 1 << 14
+"""Bytes up to which a request's own part is worth a look whether there was an equal one: vectors mostly differ."""
 
 
 class Admission:
-    """Composes programs; keeps those of requests that bring no edits of their own, which are often equal."""
+    """Composes programs; keeps those of requests that bring names and few bytes of their own, which are often equal."""
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[str | None, tuple[Use, ...]], bytes] = {}
+        self._kept: tuple[Snapshot | None, dict[tuple[bytes | None, ...], dict[str, bytes]]] = (None, {})
 
     def compose(self, extra: Mapping[str, Any], snapshot: Snapshot) -> Mapping[str, Any]:
         """``extra_args`` as the engine gets them: with the whole program, and what was applied beside it.
@@ -51,35 +55,41 @@ class Admission:
             if not isinstance(extra[APPLIED_KEY], bytes):
                 raise SteeringError(f"extra_args.{APPLIED_KEY}", "is not for clients")
             return extra
-        own = None if EXTRA_KEY not in extra else Program.from_bytes(extra[EXTRA_KEY])
-        references = read_references(extra)
-        if own is None and references is None and snapshot.steering_digest is None:
+        ours = {name: extra[name] for name in (EXTRA_KEY, MODULES_KEY, CAPTURE_KEY) if name in extra}
+        if EXTRA_KEY not in ours and MODULES_KEY not in ours and snapshot.steering_digest is None:
             return extra
-        uses = _found(references or (), snapshot)
-        composed = {key: value for key, value in extra.items() if key != MODULES_KEY}
-        if own is not None and references is not None and CAPTURE_KEY in extra:
-            specs = with_probes(read_specs(extra), snapshot)
-            composed[CAPTURE_KEY] = encode_specs(specs)
-            # Its directions are known now: what was a read of whole rows may be one of products.
-            own = join([own.without_reads(), compile_program([], [spec for _, spec in specs])])
-            composed[EXTRA_KEY] = own.seal()
-        if uses or snapshot.steering_digest is not None:
-            composed[EXTRA_KEY] = self._program(snapshot, uses, own)
-        if uses or snapshot.steering_digest is not None or (own is not None and own.steps):
-            composed[APPLIED_KEY] = _applied(snapshot, uses, own)
-        return composed
+        rest = {name: value for name, value in extra.items() if name not in ours}
+        if not all(isinstance(value, bytes) and len(value) <= _SMALL for value in ours.values()):
+            return {**rest, **_composed(ours, snapshot)}
+        # Together, so that what is found is of this snapshot, whatever another thread does meanwhile.
+        of, kept = self._kept
+        if of is not snapshot or len(kept) >= _MOST_KEPT:
+            kept = {}
+            self._kept = snapshot, kept
+        key = tuple(ours.get(name) for name in (EXTRA_KEY, MODULES_KEY, CAPTURE_KEY))
+        if key not in kept:
+            kept[key] = _composed(ours, snapshot)
+        return {**rest, **kept[key]}
 
-    def _program(self, snapshot: Snapshot, uses: tuple[Use, ...], own: Program | None) -> bytes:
-        key = snapshot.steering_digest, uses
-        if own is None and key in self._kept:
-            return self._kept[key]
+
+def _composed(ours: Mapping[str, Any], snapshot: Snapshot) -> dict[str, bytes]:
+    """What becomes of the keys that are ours."""
+    own = None if EXTRA_KEY not in ours else Program.from_bytes(ours[EXTRA_KEY])
+    references = read_references(ours)
+    uses = _found(references or (), snapshot)
+    composed = {key: value for key, value in ours.items() if key != MODULES_KEY}
+    if own is not None and references is not None and CAPTURE_KEY in ours:
+        specs = with_probes(read_specs(ours), snapshot)
+        composed[CAPTURE_KEY] = encode_specs(specs)
+        # Its directions are known now: what was a read of whole rows may be one of products.
+        own = join([own.without_reads(), compile_program([], [spec for _, spec in specs])])
+        composed[EXTRA_KEY] = own.seal()
+    if uses or snapshot.steering_digest is not None:
         parts = [snapshot.steering_program, *(snapshot.program(use) for use in uses), own]
-        program = join([part for part in parts if part is not None]).seal()
-        if own is None:
-            if len(self._kept) >= _MOST_KEPT:
-                self._kept.clear()
-            self._kept[key] = program
-        return program
+        composed[EXTRA_KEY] = join([part for part in parts if part is not None]).seal()
+    if uses or snapshot.steering_digest is not None or (own is not None and own.steps):
+        composed[APPLIED_KEY] = _applied(snapshot, uses, own)
+    return composed
 
 
 def _found(references: tuple[Reference, ...], snapshot: Snapshot) -> tuple[Use, ...]:

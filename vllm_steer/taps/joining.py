@@ -2,9 +2,9 @@
 """Two taps with nothing between them as one launch: a pass over the compiler's graph.
 
 ``post_block`` of a layer and ``pre_attn`` of the next are two sites at, mostly, one place. What a model's own loop does
-between its layers is its own affair, so no recipe can say whether they may be joined; the graph says it. Where one tap's
-result is taken by the next tap and by nothing else, and both look at the same other summand, nobody can tell one launch
-from two. Where nothing is compiled, taps stay as they are.
+between its layers is its own affair, so no recipe can say whether they may be joined; the graph says it. Where one
+tap's result is taken by the next tap and by nothing else, and both look at the same other summand, nobody can tell one
+launch from two. Where nothing is compiled, taps stay as they are.
 
 The pass runs where users' own run (vLLM's ``CompilationConfig.inductor_compile_config``), on a graph without mutations:
 a tap is a node that returns its edited summand.
@@ -39,7 +39,8 @@ class TapJoining(InductorPass):  # type: ignore[misc]
     def uuid(self) -> str:
         """Part of the keys of compiled code, also of the pass ahead."""
         source = self.hash_source(TapJoining, join_taps, _joined, _is_tap)
-        return self.hash_dict({"joining": source, "ahead": None if self._ahead is None else str(self._ahead.uuid())})
+        ahead = None if self._ahead is None else str(self._ahead.uuid())
+        return str(self.hash_dict({"joining": source, "ahead": ahead}))
 
 
 def set_pass(vllm_config: Any) -> None:

@@ -89,7 +89,7 @@ def _tap_kernel(  # type: ignore[no-untyped-def]
             x += amount * v
             edited = 1
         current = following
-        if HAS_SECOND:
+        if HAS_SECOND:  # noqa: SIM102 - the outer one is settled when the kernel is compiled
             if (current == 0) & (later != 0):
                 # The second site reads what the first one has written: rounded.
                 before = (before + (x - start)).to(target.dtype.element_ty).to(tl.float32)

@@ -50,8 +50,8 @@ def apply_tap(target: torch.Tensor, other: torch.Tensor | None, head: torch.Tens
     """Run one site's instructions on the stream ``target + other`` and write the change into ``target``, in place.
 
     ``target`` and ``other`` are ``[tokens, hidden]``, the stream's summands in model dtype (``other`` None: the stream
-    is ``target`` alone). ``head`` ``[rows + 1]`` int32 gives each row's first instruction at this site, 0 for none; what
-    stands at row 0 is no instruction, since a token with that row has none.
+    is ``target`` alone). ``head`` ``[rows + 1]`` int32 gives each row's first instruction at this site, 0 for none; its
+    row 0 is not looked into, since a token with that row has no instructions.
     Instructions of a token run in the order in which its request gave them; a CAPTURE stores the stream as it is then
     in the arena, at ``token_base`` plus the instruction's index, rounded to the arena's dtype.
     """

@@ -25,14 +25,10 @@ def _summands(target: torch.Tensor, other: torch.Tensor | None) -> tuple[torch.T
 
 def _launches(tables: Tables, head: torch.Tensor, second: torch.Tensor | None) -> bool:
     launch = tables.launch
-    return bool(
-        launch[int(head.storage_offset())] or (second is not None and launch[int(second.storage_offset())])
-    )
+    return bool(launch[int(head.storage_offset())] or (second is not None and launch[int(second.storage_offset())]))
 
 
-def _tap_cpu(
-    target: torch.Tensor, other: torch.Tensor | None, head: torch.Tensor, second: torch.Tensor | None
-) -> None:
+def _tap_cpu(target: torch.Tensor, other: torch.Tensor | None, head: torch.Tensor, second: torch.Tensor | None) -> None:
     tables: Tables = get_forward_context().no_compile_layers[CONTEXT_KEY]
     if _launches(tables, head, second):
         for each in (head,) if second is None else (head, second):
