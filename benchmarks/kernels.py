@@ -32,7 +32,7 @@ def record(variant: str, model: str, batch: int, pipe: Any) -> None:
     from benchmarks.cost import variants
 
     settings: dict[str, Any] = {
-        "max_model_len": 2048, "max_num_seqs": 64, "max_num_batched_tokens": 2048, "gpu_memory_utilization": 0.4,
+        "max_model_len": 2048, "max_num_seqs": 64, "max_num_batched_tokens": 2048, "gpu_memory_utilization": 0.1,
         "kv_cache_memory_bytes": 4 << 30, "enable_prefix_caching": False,
     }  # fmt: skip
     if variant == "stock":

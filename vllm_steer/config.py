@@ -54,11 +54,12 @@ LIMITS: tuple[Limit, ...] = (
     Limit("capture_rows", 8192, 1, 1 << 24, "captured rows of one step; each takes hidden size x bytes of the dtype"),
     Limit(
         "graph_sets",
-        10,
+        8,
         1,
         64,
         "sets of CUDA graphs: 1 has every tap in every step; 2 adds one without taps, for steps with nothing to do; "
-        "each further one has the taps of a stretch of layers, for small steps that touch no others",
+        "each further one has the taps of a stretch of layers, for steps that touch no others: a third of these for "
+        "more than 64 tokens, the rest for fewer",
     ),
     Limit("capture_mib", 4096, 1, 1 << 24, "captured rows of all running requests together, in MiB of host memory"),
     Limit(
@@ -130,7 +131,7 @@ class SteeringConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     max_instructions: int = 65536
     max_segments: int = 32
     capture_rows: int = 8192
-    graph_sets: int = 10
+    graph_sets: int = 8
     capture_mib: int = 4096
     queue_timeout: int = 600
     capture_policy: Literal["wait", "fail"] = "wait"

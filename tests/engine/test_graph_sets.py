@@ -24,7 +24,7 @@ class Step:
     num_tokens: int
 
 
-SMALL, LARGE = Step(graph_sets.STRETCH_TOKENS), Step(graph_sets.STRETCH_TOKENS + 1)
+SMALL, LARGE = Step(graph_sets.SMALL_TOKENS), Step(graph_sets.SMALL_TOKENS + 1)
 
 
 class Wrapper:
@@ -89,20 +89,34 @@ def launched_by(graph: tuple[bool, ...]) -> set[int]:
 EVERY = set(range(LAYERS * POINTS))
 
 
+FIRST, SECOND = set(range(12)), set(range(12, 24))
+
+
 @pytest.mark.parametrize(
-    ("count", "used", "expected"),
+    ("count", "used", "small", "large"),
     [
-        (1, None, EVERY),
-        (1, using(4), EVERY),
-        (2, None, set()),
-        (2, using(4), EVERY),
-        (4, using(4), set(range(12))),
-        (4, using(12, 23), set(range(12, 24))),
-        (4, using(11, 12), EVERY),
+        (1, None, EVERY, EVERY),
+        (1, using(4), EVERY, EVERY),
+        (2, None, set(), set()),
+        (2, using(4), EVERY, EVERY),
+        # Two stretches of small steps; from three further sets on, every third is of larger steps.
+        (4, using(4), FIRST, EVERY),
+        (4, using(12, 23), SECOND, EVERY),
+        (4, using(11, 12), EVERY, EVERY),
+        (8, None, set(), set()),
+        (8, using(4), set(range(6)), FIRST),
+        (8, using(18, 23), set(range(18, 24)), SECOND),
+        (8, using(4, 6), EVERY, FIRST),
+        (8, using(4, 23), EVERY, EVERY),
     ],
 )  # fmt: skip
 def test_a_step_replays_the_smallest_set_that_has_its_taps(
-    tables: Tables, monkeypatch: pytest.MonkeyPatch, count: int, used: list[int] | None, expected: set[int]
+    tables: Tables,
+    monkeypatch: pytest.MonkeyPatch,
+    count: int,
+    used: list[int] | None,
+    small: set[int],
+    large: set[int],
 ) -> None:
     """Catches a step whose edit is in no graph, and an idle one that replays taps though there is a set without."""
     sets, manager, own, _ = captured(tables, count, monkeypatch)
@@ -110,10 +124,10 @@ def test_a_step_replays_the_smallest_set_that_has_its_taps(
         sets.idle()
     else:
         sets.busy(used, 1)
-    assert launched_by(manager.graphs[SMALL]) == expected
-    # A stretch has neither pieces nor graphs of large steps of its own, and those of all taps do as well.
-    others = expected if len(expected) in (0, len(EVERY)) else EVERY
-    assert launched_by(own.entries["step"]) == launched_by(manager.graphs[LARGE]) == others
+    assert launched_by(manager.graphs[SMALL]) == small
+    assert launched_by(manager.graphs[LARGE]) == large
+    # A stretch has no pieces of its own, and those of all taps do as well.
+    assert launched_by(own.entries["step"]) == (EVERY if large else set())
 
 
 def test_sets_change_with_the_sites_in_use(tables: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +150,7 @@ def test_a_pipeline_stage_has_stretches_of_its_own_layers(tables: Tables, monkey
     assert launched_by(manager.graphs[SMALL]) == set()
 
 
-@pytest.mark.parametrize(("count", "at_least"), [(1, 1), (2, 2), (4, 2.3)])
+@pytest.mark.parametrize(("count", "at_least"), [(1, 1), (2, 2), (4, 2.3), (8, 3.3)])
 def test_memory_of_all_sets_is_told(tables: Tables, count: int, at_least: float) -> None:
     """Catches graphs that vLLM is not told of when it sizes its cache."""
     assert at_least <= GraphSets(tables, count, POINTS, range(LAYERS)).size < at_least + 0.1

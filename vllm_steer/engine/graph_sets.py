@@ -6,8 +6,8 @@ a microsecond. So the model is captured more than once: without any tap, with al
 of layers each. Before a step the smallest set that has the taps of all its edits and reads becomes the runner's.
 
 Everything else of vLLM's graphs stays as it is: one manager, whose dictionary of graphs and whose piecewise wrappers'
-dictionaries are exchanged. A set of a stretch has full graphs of small steps of its own, in which a launch more is a
-larger part of the time; for other steps it has those of all taps.
+dictionaries are exchanged. A stretch has full graphs only, of small steps or of larger ones: in a small step a launch
+more is a larger part of the time, so the stretches of small steps are shorter, and more.
 """
 
 from __future__ import annotations
@@ -30,20 +30,26 @@ from vllm_steer.taps.tables import Tables
 logger = steering_logger(__name__)
 
 _FULL = CUDAGraphMode.FULL
-STRETCH_TOKENS = 64
-"""Steps of up to so many tokens have graphs of their own in the set of a stretch."""
-_OF_A_WHOLE_SET = 1 / 6
-"""What the set of a stretch takes of memory: 11 of vLLM's 35 full graphs, and no pieces."""
+SMALL_TOKENS = 64
+"""A small step has so many tokens at most."""
+_SMALL_OF_WHOLE, _LARGE_OF_WHOLE = 1 / 6, 1 / 3
+"""What a stretch takes of the memory of a whole set: 11 or 24 of vLLM's 35 full graphs, and no pieces."""
 
 
 @dataclass(eq=False)
 class GraphSet:
-    """The graphs of a model with the taps of ``sites`` (by number; truthy where there is one)."""
+    """The graphs of a model with the taps of ``sites`` (by number; truthy where there is one). ``small``: of small steps
+    only, or of larger ones only; None for all."""
 
     sites: Sequence[object]
     what: str
+    small: bool | None = None
     full: dict[Any, Any] = field(default_factory=dict)
     pieces: dict[Any, dict[Any, Any]] = field(default_factory=dict)
+
+    def serves(self, used: Sequence[int]) -> bool:
+        """Whether it has the taps of every site that rows use."""
+        return all(inside for inside, users in zip(self.sites, used, strict=True) if users)
 
 
 class GraphSets:
@@ -54,13 +60,17 @@ class GraphSets:
         self._tables = tables
         self._all = GraphSet((True,) * tables.num_sites, "all taps")
         self._none = GraphSet(tables.no_sites, "no taps") if count > 1 else self._all
+        further = max(count - 2, 0)
         self._stretches = [
             GraphSet(
                 tuple(first <= site // per_layer < stop for site in range(tables.num_sites)),
-                f"the taps of layers {first} to {stop - 1}",
+                f"the taps of layers {first} to {stop - 1}, {'small' if small else 'larger'} steps",
+                small,
             )
-            for first, stop in _stretches(layers, count - 2)
+            for small, number in ((True, further - further // 3), (False, further // 3))
+            for first, stop in _stretches(layers, number)
         ]
+        self._mixed: dict[tuple[GraphSet, ...], GraphSet] = {(): self._all}
         self._manager: Any = None
         self._current = self._none
         self._capturing: GraphSet | None = None
@@ -69,7 +79,8 @@ class GraphSets:
     @property
     def size(self) -> float:
         """How much memory all sets take, in sets that have everything."""
-        return (1 if self._none is self._all else 2) + _OF_A_WHOLE_SET * len(self._stretches)
+        stretches = sum(_SMALL_OF_WHOLE if each.small else _LARGE_OF_WHOLE for each in self._stretches)
+        return (1 if self._none is self._all else 2) + stretches
 
     def idle(self) -> None:
         """Before a forward pass in which nothing is edited or read; while graphs are captured, what they are to
@@ -90,11 +101,22 @@ class GraphSets:
         self._use(self._chosen[1])
 
     def _smallest(self, used: Sequence[int]) -> GraphSet:
-        # Without any where all that is edited and read is on other stages.
-        for smaller in (self._none, *self._stretches):
-            if all(inside for inside, users in zip(smaller.sites, used, strict=True) if users):
-                return smaller
-        return self._all
+        if self._none.serves(used):
+            # All that is edited and read is on other stages.
+            return self._none
+        chosen: list[GraphSet] = []
+        for small in (True, False):
+            chosen += [each for each in self._stretches if each.small is small and each.serves(used)][:1]
+        return self._with_all(tuple(chosen))
+
+    def _with_all(self, stretches: tuple[GraphSet, ...]) -> GraphSet:
+        """The set of all taps, with graphs of these in the place of its own; one object for the same ones."""
+        if stretches not in self._mixed:
+            full = dict(self._all.full)
+            for each in stretches:
+                full.update(each.full)
+            self._mixed[stretches] = GraphSet((), "", full=full, pieces=self._all.pieces)
+        return self._mixed[stretches]
 
     def _use(self, chosen: GraphSet) -> None:
         if chosen is self._current or self._manager is None or self._capturing is not None:
@@ -127,14 +149,13 @@ class GraphSets:
             try:
                 for graphs in dict.fromkeys((self._none, self._all, *self._stretches)):
                     self._capturing = graphs
-                    if graphs in self._stretches:
-                        small = [each for each in stages.get(_FULL, ()) if each.num_tokens <= STRETCH_TOKENS]
-                        manager._capture_descs = {_FULL: small}
+                    if graphs.small is not None:
+                        steps = stages.get(_FULL, ())
+                        steps = [each for each in steps if (each.num_tokens <= SMALL_TOKENS) is graphs.small]
+                        manager._capture_descs = {_FULL: steps}
                         graphs.pieces = self._all.pieces
                     self.idle()
                     self._capture(manager, graphs, original, args, kwargs)
-                    if graphs in self._stretches:
-                        graphs.full.update({k: v for k, v in self._all.full.items() if k not in graphs.full})
             finally:
                 manager._capture_descs = stages
                 self._capturing = None
@@ -163,7 +184,7 @@ class GraphSets:
             "CUDA graphs with %s: %d full, %d pieces, %.1f s, %.0f MiB",
             graphs.what,
             len(graphs.full),
-            0 if graphs in self._stretches else sum(len(entries) for entries in graphs.pieces.values()),
+            sum(len(entries) for entries in graphs.pieces.values()) if graphs.small is None else 0,
             time.perf_counter() - started,
             (free - torch.cuda.mem_get_info()[0]) / 2**20,
         )
