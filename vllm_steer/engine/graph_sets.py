@@ -38,8 +38,8 @@ _SMALL_OF_WHOLE, _LARGE_OF_WHOLE = 1 / 6, 1 / 3
 
 @dataclass(eq=False)
 class GraphSet:
-    """The graphs of a model with the taps of ``sites`` (by number; truthy where there is one). ``small``: of small steps
-    only, or of larger ones only; None for all."""
+    """The graphs of a model with the taps of ``sites`` (by number; truthy where there is one). ``small``: whether of
+    small or of larger steps only; None for all."""
 
     sites: Sequence[object]
     what: str
