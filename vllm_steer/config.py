@@ -57,9 +57,9 @@ LIMITS: tuple[Limit, ...] = (
         8,
         1,
         64,
-        "sets of CUDA graphs: 1 has every tap in every step; 2 adds one without taps, for steps with nothing to do; "
-        "each further one has the taps of a stretch of layers, for steps that touch no others: a third of these for "
-        "more than 64 tokens, the rest for fewer",
+        "sets of CUDA graphs: 1 has every tap in every step; 2 adds one without taps, for steps with nothing to do; 3 "
+        "one with pre_attn and post_block alone, 4 one with the other points; each further one has the taps of a "
+        "stretch of layers, for small steps that touch no others",
     ),
     Limit("capture_mib", 4096, 1, 1 << 24, "captured rows of all running requests together, in MiB of host memory"),
     Limit(

@@ -37,6 +37,22 @@ def test_equal_programs_have_one_copy_of_their_bytes() -> None:
     assert made(2).seal() != first
 
 
+def test_bytes_that_differ_where_nobody_looks_first_are_two_programs() -> None:
+    """Catches a program that is taken for another with the same digests, forged ones for instance."""
+    wide = compile_program(
+        [Edit(kind="add", point="post_block", layers=1, vector=np.random.default_rng(3).standard_normal(4096))]
+    )
+    data = wide.seal()
+    forged = bytearray(data)
+    forged[len(data) // 2] ^= 1
+    assert program.PROGRAMS.find(bytes(forged), checked=False) is None
+    assert program.PROGRAMS.same(bytes(forged)) != data
+    with pytest.raises(SteeringError, match="do not fit together"):
+        Program.from_bytes(bytes(forged))
+    assert Program.from_checked(bytes(forged)).vectors != wide.vectors
+    assert Program.from_bytes(data).vectors == wide.vectors
+
+
 def test_what_comes_from_outside_is_checked_although_an_engine_has_read_it() -> None:
     """Catches a program that counts as checked because it was decoded."""
     forged = msgspec.structs.replace(made(2), digests=(b"x" * 16,)).to_bytes()

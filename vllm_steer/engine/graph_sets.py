@@ -2,16 +2,18 @@
 """Several sets of CUDA graphs of one model, which differ in the taps that they launch, and the choice between them.
 
 A graph replays exactly what was launched when it was captured, and a launch that finds nothing to do still costs about
-a microsecond. So the model is captured more than once: without any tap, with all of them, and with those of a stretch
-of layers each. Before a step the smallest set that has the taps of all its edits and reads becomes the runner's.
+half a microsecond. So the model is captured more than once: without any tap, with all of them, with those between
+layers, those within layers, and those of a stretch of layers each. Before a step the graphs with the fewest taps among
+those that have all that its edits and reads need become the runner's.
 
 Everything else of vLLM's graphs stays as it is: one manager, whose dictionary of graphs and whose piecewise wrappers'
-dictionaries are exchanged. A stretch has full graphs only, of small steps or of larger ones: in a small step a launch
-more is a larger part of the time, so the stretches of small steps are shorter, and more.
+dictionaries are exchanged. A set with some of the taps has full graphs only, and that of a stretch only those of small
+steps, in which a launch more is a larger part of the time.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,18 +34,21 @@ logger = steering_logger(__name__)
 _FULL = CUDAGraphMode.FULL
 SMALL_TOKENS = 64
 """A small step has so many tokens at most."""
-_SMALL_OF_WHOLE, _LARGE_OF_WHOLE = 1 / 6, 1 / 3
-"""What a stretch takes of the memory of a whole set: 11 or 24 of vLLM's 35 full graphs, and no pieces."""
+_FULL_OF_WHOLE, _SMALL_OF_WHOLE = 0.6, 1 / 6
+"""What all full graphs and those of small steps, 35 and 11 with vLLM's defaults, take of a set that has pieces too."""
+_BETWEEN = frozenset({"pre_attn", "post_block"})
+"""The points between two layers, where two taps are mostly one launch (:mod:`vllm_steer.taps.joining`)."""
 
 
 @dataclass(eq=False)
 class GraphSet:
-    """The graphs of a model with the taps of ``sites`` (by number; truthy where there is one). ``small``: whether of
-    small or of larger steps only; None for all."""
+    """The graphs of a model with the taps of ``sites`` (by number; truthy where there is one). ``part``: what share of
+    a whole set it takes; less than 1 where it has no pieces. ``most_tokens``: of steps of so many at most."""
 
     sites: Sequence[object]
     what: str
-    small: bool | None = None
+    part: float = 1.0
+    most_tokens: float = math.inf
     full: dict[Any, Any] = field(default_factory=dict)
     pieces: dict[Any, dict[Any, Any]] = field(default_factory=dict)
 
@@ -60,16 +65,23 @@ class GraphSets:
         self._tables = tables
         self._all = GraphSet((True,) * tables.num_sites, "all taps")
         self._none = GraphSet(tables.no_sites, "no taps") if count > 1 else self._all
-        further = max(count - 2, 0)
-        self._stretches = [
+        sites = range(tables.num_sites)
+        between = tuple(tables.points[site % per_layer] in _BETWEEN for site in sites)
+        places = [
+            GraphSet(between, "the taps between layers", _FULL_OF_WHOLE),
+            GraphSet(tuple(not each for each in between), "the taps within layers", _FULL_OF_WHOLE),
+        ][: max(count - 2, 0)]
+        stretches = [
             GraphSet(
-                tuple(first <= site // per_layer < stop for site in range(tables.num_sites)),
-                f"the taps of layers {first} to {stop - 1}, {'small' if small else 'larger'} steps",
-                small,
+                tuple(first <= site // per_layer < stop for site in sites),
+                f"the taps of layers {first} to {stop - 1}",
+                _SMALL_OF_WHOLE,
+                SMALL_TOKENS,
             )
-            for small, number in ((True, further - further // 3), (False, further // 3))
-            for first, stop in _stretches(layers, number)
+            for first, stop in _stretches(layers, count - 4)
         ]
+        # A later one's graphs go before an earlier one's: fewer taps.
+        self._parts = [*places, *stretches]
         self._mixed: dict[tuple[GraphSet, ...], GraphSet] = {(): self._all}
         self._manager: Any = None
         self._current = self._none
@@ -79,8 +91,11 @@ class GraphSets:
     @property
     def size(self) -> float:
         """How much memory all sets take, in sets that have everything."""
-        stretches = sum(_SMALL_OF_WHOLE if each.small else _LARGE_OF_WHOLE for each in self._stretches)
-        return (1 if self._none is self._all else 2) + stretches
+        return sum(each.part for each in self._sets())
+
+    def _sets(self) -> list[GraphSet]:
+        """Each once, in the order of their capture: later ones have pieces of earlier ones."""
+        return list(dict.fromkeys((self._none, self._all, *self._parts)))
 
     def idle(self) -> None:
         """Before a forward pass in which nothing is edited or read; while graphs are captured, what they are to
@@ -104,19 +119,16 @@ class GraphSets:
         if self._none.serves(used):
             # All that is edited and read is on other stages.
             return self._none
-        chosen: list[GraphSet] = []
-        for small in (True, False):
-            chosen += [each for each in self._stretches if each.small is small and each.serves(used)][:1]
-        return self._with_all(tuple(chosen))
+        return self._with_all(tuple(each for each in self._parts if each.serves(used)))
 
-    def _with_all(self, stretches: tuple[GraphSet, ...]) -> GraphSet:
+    def _with_all(self, parts: tuple[GraphSet, ...]) -> GraphSet:
         """The set of all taps, with graphs of these in the place of its own; one object for the same ones."""
-        if stretches not in self._mixed:
+        if parts not in self._mixed:
             full = dict(self._all.full)
-            for each in stretches:
+            for each in parts:
                 full.update(each.full)
-            self._mixed[stretches] = GraphSet((), "", full=full, pieces=self._all.pieces)
-        return self._mixed[stretches]
+            self._mixed[parts] = GraphSet((), "", full=full, pieces=self._all.pieces)
+        return self._mixed[parts]
 
     def _use(self, chosen: GraphSet) -> None:
         if chosen is self._current or self._manager is None or self._capturing is not None:
@@ -147,12 +159,11 @@ class GraphSets:
             del manager.capture
             stages = manager._capture_descs
             try:
-                for graphs in dict.fromkeys((self._none, self._all, *self._stretches)):
+                for graphs in self._sets():
                     self._capturing = graphs
-                    if graphs.small is not None:
+                    if graphs in self._parts:
                         steps = stages.get(_FULL, ())
-                        steps = [each for each in steps if (each.num_tokens <= SMALL_TOKENS) is graphs.small]
-                        manager._capture_descs = {_FULL: steps}
+                        manager._capture_descs = {_FULL: [s for s in steps if s.num_tokens <= graphs.most_tokens]}
                         graphs.pieces = self._all.pieces
                     self.idle()
                     self._capture(manager, graphs, original, args, kwargs)
@@ -184,7 +195,7 @@ class GraphSets:
             "CUDA graphs with %s: %d full, %d pieces, %.1f s, %.0f MiB",
             graphs.what,
             len(graphs.full),
-            sum(len(entries) for entries in graphs.pieces.values()) if graphs.small is None else 0,
+            sum(len(entries) for entries in graphs.pieces.values()) if graphs not in self._parts else 0,
             time.perf_counter() - started,
             (free - torch.cuda.mem_get_info()[0]) / 2**20,
         )

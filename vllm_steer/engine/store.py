@@ -32,11 +32,11 @@ class _Running:
 
 @dataclass
 class _Directions:
-    """A projection that running requests use: the digests of its directions, and their places on the device."""
+    """A projection that running requests use: the digests of its directions, and these on the device."""
 
     digests: tuple[bytes, ...]
     users: int = 0
-    places: torch.Tensor | None = None
+    gathered: torch.Tensor | None = None
 
 
 class Spans:
@@ -177,16 +177,16 @@ class ProgramStore:
     def directions(self, projection: bytes) -> torch.Tensor:
         """The directions ``[k, hidden]`` float32, on the device, of a projection that a running request uses.
 
-        They are gathered from the pool of vectors, on the current stream: the forward pass's, on which they were
+        They are gathered once from the pool of vectors, on the current stream: the forward pass's, on which they were
         written.
         """
         held = self._directions[projection]
-        if held.places is None:
+        if held.gathered is None:
             places = torch.tensor([self._ledger.vector_place(digest) for digest in held.digests])
             if self.tables.device.type == "cuda":
                 places = places.pin_memory().to(self.tables.device, non_blocking=True)
-            held.places = places
-        return self.tables.vector.index_select(0, held.places)
+            held.gathered = self.tables.vector.index_select(0, places)
+        return held.gathered
 
     def flush(self) -> None:
         """Before a step: write to the tables what has changed since the last one."""

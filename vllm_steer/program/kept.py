@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Programs by their bytes, so that what was made or read once in a process is not decoded and checked again.
 
-One request's bytes are looked at several times on their way (checks, scheduler, worker), many requests' are equal. An
-object's hash is computed once, so a look at bytes that are at hand already costs nothing.
+One request's bytes are looked at several times on their way (checks, scheduler, worker), many requests' are equal. They
+are found by a few of their bytes, the digests of all vectors among them, and compared whole: a hash of all would take
+ten times as long as that, and would be taken anew for each request.
 """
 
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from cachetools import LRUCache
 
@@ -18,39 +19,58 @@ if TYPE_CHECKING:
 MOST_BYTES = 256 << 20
 
 
+_HEAD, _TAIL = 2048, 256
+_Place: TypeAlias = tuple[int, bytes, bytes]
+
+
+def _place_of(data: bytes) -> _Place:
+    """Where bytes are kept; of others with the same place, those that came last."""
+    return len(data), data[:_HEAD], data[-_TAIL:]
+
+
+class _Kept(NamedTuple):
+    program: Program
+    checked: bool
+    data: bytes
+
+
 class KeptPrograms:
     """The programs used last, as many as take ``most_bytes`` in their encoded form; they take as much again decoded."""
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
-        # A small program takes more than its bytes.
-        self._programs: LRUCache[bytes, tuple[Program, bool, int, bytes]] = LRUCache(
-            most_bytes, getsizeof=lambda kept: kept[2]
-        )
+        self._programs: LRUCache[_Place, _Kept] = LRUCache(most_bytes, getsizeof=lambda kept: _size(kept.data))
         self._lock = threading.Lock()
 
     def find(self, data: bytes, checked: bool) -> Program | None:
         """The program of ``data``, if it is kept, and has been checked where that is asked."""
-        with self._lock:
-            program, sound, _, _ = self._programs.get(data, (None, False, 0, data))
-        return program if sound or not checked else None
+        kept = self._equal(data)
+        return None if kept is None or (checked and not kept.checked) else kept.program
 
     def same(self, data: bytes) -> bytes:
         """The bytes that are kept and equal ``data``; ``data`` itself where none are."""
-        with self._lock:
-            return self._programs.get(data, (None, False, 0, data))[3]
+        kept = self._equal(data)
+        return data if kept is None else kept.data
 
     def keep(self, data: bytes, program: Program, checked: bool) -> bytes:
         """Keep ``program``; it replaces one of the same bytes.
 
         Returns the bytes under which it is kept: looks at these compare nothing, at others equal to them every byte.
         """
-        size = len(data) + 4096
+        data = self.same(data)
         with self._lock:
-            if size > self._programs.maxsize:
-                return data
-            key = self._programs.get(data, (program, checked, size, data))[3]
-            self._programs[key] = (program, checked, size, key)
-            return key
+            if _size(data) <= self._programs.maxsize:
+                self._programs[_place_of(data)] = _Kept(program, checked, data)
+        return data
+
+    def _equal(self, data: bytes) -> _Kept | None:
+        with self._lock:
+            kept: _Kept | None = self._programs.get(_place_of(data))
+        return kept if kept is not None and kept.data == data else None
+
+
+def _size(data: bytes) -> int:
+    # A small program takes more than its bytes.
+    return len(data) + 4096
 
 
 PROGRAMS = KeptPrograms()
