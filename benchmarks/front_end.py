@@ -35,6 +35,7 @@ from vllm_steer.registry.registry import SteeringRegistry
 
 LAYERS, HIDDEN, REQUESTS, WARM_UP = 32, 4096, 128, 8
 POINTS = ("pre_attn", "post_attn", "post_block")
+PROBES = [f"p{i}" for i in range(16)]
 
 
 def vectors(layers: int, seed: int) -> dict[str, dict[int, np.ndarray]]:
@@ -42,10 +43,22 @@ def vectors(layers: int, seed: int) -> dict[str, dict[int, np.ndarray]]:
     return {point: {i: rng.standard_normal(HIDDEN, dtype="f4") for i in range(layers)} for point in POINTS}
 
 
+def probes() -> np.ndarray:
+    """Sixteen directions."""
+    return np.random.default_rng(2).standard_normal((len(PROBES), HIDDEN), dtype="f4")
+
+
+def projected(**reduce: Any) -> dict[str, Any]:
+    """A request for products at four layers."""
+    hooks = {"post_block": [LAYERS * k // 4 for k in range(4)]}
+    return {"capture": {"memory": {"hooks": hooks, "positions": "all", "reduce": reduce}}}
+
+
 def serve() -> Served:
     capabilities = Capabilities(LAYERS, HIDDEN, 8192, "bfloat16", {}, SteeringConfig())
     registry = SteeringRegistry(capabilities, None)
     registry.register("calm", base=vectors(1, 0))
+    registry.register("bench", probes=dict(zip(PROBES, probes(), strict=True)))
     return Served(capabilities, CaptureDesk(capabilities, "model", {}), registry)
 
 
@@ -73,12 +86,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     served = serve()
-    equal = vectors(LAYERS, 1)
+    equal, directions = vectors(LAYERS, 1), probes()
     cases: dict[str, Callable[[int], dict[str, Any]]] = {
         "own vectors at 3 sites": lambda i: {"steering_vectors": vectors(1, i + 10)},
         "own vectors at 96 sites": lambda i: {"steering_vectors": vectors(LAYERS, i + 10)},
         "the same vectors at 96 sites": lambda i: {"steering_vectors": equal},
         "a module of 3 sites by name": lambda i: {"steering_modules": ["calm"]},
+        "16 probes at 4 layers": lambda i: projected(directions=directions),
+        "16 probes by name": lambda i: projected(probes=[f"bench/{name}" for name in PROBES]),
     }
     plain = measure(lambda i: {}, served)
     found = {name: measure(fields, served) - plain for name, fields in cases.items()}

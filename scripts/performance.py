@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 MakeTable = Callable[[tuple[str, ...], list[tuple[str, ...]]], str]
@@ -35,7 +35,62 @@ Ratios to stock vLLM, measured in pairs: a stock engine and a steered one live s
 (`python -m benchmarks.cost`; all raw times are in `benchmarks/results`). *Per token* is the time per output token once
 all requests run (median, and the least and greatest of the pairs), *first token* that of the whole batch with one token
 each, *throughput* that of the whole run, admission included. Where the pairs are far apart the machine was uneven, and
-the median says little.
+the median says little. *Stock again* is a second stock engine in the place of the steered one: how far two engines that do
+the same are apart. At batch 256 requests that are all steered alike are faster than stock ones by several per cent: they
+generate other tokens. Why these take less time was not looked into.
+"""
+
+AIMED = """
+## What was aimed at
+
+Llama-8B shape, H200, bfloat16. The tables below say what each figure is of, and which were measured in an earlier build.
+
+"""
+
+
+class Aim(NamedTuple):
+    """A figure to reach, ``at_most`` or at least ``bound``, and the cells of the results that it is read from."""
+
+    what: str
+    figure: str
+    bound: float | None
+    at_most: bool
+    cells: tuple[tuple[str, str, str], ...]
+
+
+_ONE, _QUEUE, _PLACE = (f"gpu-cost-llama-8b{name}.json" for name in ("", "-queue", "-by-place"))
+_PROBES = "16 probes by name at 4 layers, all tokens"
+AIMS: Sequence[Aim] = (
+    Aim("nothing requested, time per output token", "per token", 1.003, True,
+        tuple((_ONE, "idle", batch) for batch in ("1", "32", "128", "256"))),
+    Aim("the same between two stock engines", "per token", None, True,
+        tuple((_ONE, "stock again", batch) for batch in ("1", "128"))),
+    Aim("nothing requested, first token", "first token", 1.01, True,
+        tuple((_ONE, "idle", batch) for batch in ("1", "32", "128", "256"))),
+    Aim("one site, every request", "per token", 1.005, True,
+        (*((_ONE, "one site", batch) for batch in ("1", "32", "128", "256")), (_PLACE, "one site", "128"))),
+    Aim("96 sites, own vectors, batch 1", "per token", 1.04, True, ((_ONE, "all sites", "1"),)),
+    Aim("96 sites, own vectors, batch 128", "per token", 1.02, True,
+        ((_ONE, "all sites", "128"), (_PLACE, "all sites", "128"))),
+    Aim("a program of its own for each request, 256 at a time", "throughput", 0.98, False,
+        ((_QUEUE, "own program each", "1000"),)),
+    Aim("capture one layer, all tokens, 1,000 prompts, 256 generated", "throughput", 0.97, False,
+        ((_QUEUE, "capture one layer, all tokens", "1000"),)),
+    Aim("capture all layers, last prompt token", "throughput", 0.98, False,
+        ((_QUEUE, "capture all layers, last prompt token", "1000"),)),
+    Aim("capture all layers, all tokens, batch 32", "throughput", 0.6, False,
+        ((_QUEUE, "capture all layers, all tokens", "32"),)),
+    Aim("16 probes at 4 layers, all tokens", "throughput", 0.99, False,
+        ((_QUEUE, _PROBES, "1000"), (_PLACE, _PROBES, "1000"))),
+    Aim("prefill of 8,192 tokens, one site", "first token", 1.005, True, ((_ONE, "one site", "prefill 8192"),)),
+)  # fmt: skip
+
+PINNED = """
+## Rows on their way to the host
+
+Captured rows from the arena to pinned memory, GB/s, and from there into memory of their own, with the next step on its
+way (`python -m benchmarks.pinned`, {gpu}, `benchmarks/results/gpu-pinned.json`). Aim: 5 GB/s.
+
 """
 
 LOAD = """
@@ -65,10 +120,11 @@ LIMITS = """
 * An idle step has one kernel more than stock vLLM: the embedding is written out before the first layer, where it can be
   edited and read, and not folded into the first norm.
 * The host, where a step of the GPU is shorter than what Python does for it, as in a model of 0.6 B at batch 1.
-* One steered site: the launches of the taps that find nothing to do, about a microsecond each: those of an eighth of the
-  layers in steps of up to 64 tokens, all of them in larger ones (and, with two sets of graphs, in all).
-* First tokens of steered batches: every request brings its vectors along, through the front end and a socket, also
-  where others have brought the same (96 vectors of an 8B model are 1.5 MiB a request).
+* Steered sites: the launches of the taps beside theirs that find nothing to do, half a microsecond to one each: those of
+  a quarter of the layers in steps of up to 64 tokens; in larger ones those between layers, or those within.
+* First tokens of steered batches, and 16 probes: every request brings its vectors along, through the front end and a
+  socket, also where others have brought the same (96 vectors of an 8B model are 1.5 MiB a request, 16 probes 256 KiB).
+* Products with probes are made behind the forward pass: at batch 256 some 50 µs of a step of 10 ms.
 * Captured rows of many requests: 2 MiB a step for one layer at batch 256 are copied once in the engine's process and go
   to the front end over a socket.
 """
@@ -85,7 +141,7 @@ def host(table: MakeTable) -> str:
     """What the processes around the GPU spend, from the results of ``front_end.py`` and ``assembly.py``."""
     front, rows = (json.loads((RESULTS / name).read_text()) for name in ("front-end.json", "assembly.json"))
     spent = rows["microseconds_per_request_and_step"]
-    places = list(next(iter(spent.values())))
+    places, slower = list(next(iter(spent.values()))), front["slower_machine"]
     return (
         "\n## On the host\n\n"
         "CPU time that a steered request costs the front end beside a plain one, for a model 4,096 wide\n"
@@ -100,6 +156,15 @@ def host(table: MakeTable) -> str:
                     FRONT_END_TARGETS.get(name, ""),
                 )
                 for name, added in front["added_ms_per_request"].items()
+            ],
+        )
+        + f"\nThe same on a machine on which a plain request takes {slower['plain_ms']:.3f} ms and not "
+        f"{front['plain_ms']:.3f}; probes by name\nare composed once since, and their specs stay in the front end:\n\n"
+        + table(
+            ("request", "added", "before"),
+            [
+                (name, f"{added:.2f} ms", f"{slower['before']['added_ms_per_request'][name]:.2f} ms")
+                for name, added in slower["added_ms_per_request"].items()
             ],
         )
         + "\nTime of captured rows per captured request and step in each process, for a model 4,096 wide, in\n"
@@ -127,7 +192,42 @@ def page(table: MakeTable) -> str:
     ]
     sections += [_kernels(json.loads(path.read_text()), path.name, table) for path in RESULTS.glob("gpu-kernels.json")]
     sections += [_load(json.loads(path.read_text()), path.name, table) for path in sorted(RESULTS.glob("load*.json"))]
-    return HEAD + "".join(sections) + host(table) + LIMITS
+    pinned = json.loads((RESULTS / "gpu-pinned.json").read_text())
+    return HEAD + _aims(table) + "".join(sections) + _pinned(pinned, table) + host(table) + LIMITS
+
+
+def _aims(table: MakeTable) -> str:
+    """Every figure that was aimed at, and what was found."""
+    rows = []
+    for aim in AIMS:
+        found = [(name, batch, _cell(file, name, batch, aim.figure)) for file, name, batch in aim.cells]
+        values = [value for _, _, value in found if value is not None]
+        shown = ", ".join(
+            "not measured" if value is None else f"{value:.3f}" + (f" ({batch})" if len(found) > 1 else "")
+            for _, batch, value in found
+        )
+        if aim.bound is None or not values:
+            reached = ""
+        elif aim.at_most:
+            reached = "yes" if max(values) <= aim.bound else "no"
+        else:
+            reached = "yes" if min(values) >= aim.bound else "no"
+        bound = "" if aim.bound is None else f"{'≤' if aim.at_most else '≥'} {aim.bound:g}"
+        rows.append((aim.what, f"{aim.figure} {bound}", shown, reached))
+    return AIMED + table(("what", "aim", "found (batch)", "reached"), rows)
+
+
+def _cell(file: str, variant: str, batch: str, figure: str) -> float | None:
+    found = json.loads((RESULTS / file).read_text())["variants"].get(variant, {}).get(batch, {}).get(figure)
+    return None if found is None else float(found)
+
+
+def _pinned(result: Mapping[str, Any], table: MakeTable) -> str:
+    rows = [
+        (rows, f"{found['mib']:.0f}", f"{found['pinned']:.1f}", f"{found['owned']:.1f}")
+        for rows, found in result["gb_per_second"].items()
+    ]
+    return PINNED.format(**result["environment"]) + table(("rows", "MiB", "pinned", "own memory"), rows)
 
 
 def _kernels(result: Mapping[str, Any], name: str, table: MakeTable) -> str:
@@ -166,7 +266,8 @@ def _section(result: Mapping[str, Any], name: str, table: MakeTable) -> str:
     ]
     return (
         f"\n## {result['shape']}, {result['graph_sets']} sets of graphs"
-        f"{', two GPUs (tensor parallel)' if result['tensor_parallel'] == 2 else ''}\n\n"
+        f"{', two GPUs (tensor parallel)' if result['tensor_parallel'] == 2 else ''}"
+        f"{', ' + result['title'] if 'title' in result else ''}\n\n"
         f"{about['gpu']}, torch {about['torch']}, Triton {about['triton']}, vLLM {about['vllm']}; raw times in\n"
         f"`benchmarks/results/{name}`.\n"
         f"Prompts of 16 tokens, {max(max(f['lengths']) for v in result['variants'].values() for f in v.values())} generated.\n"
@@ -181,6 +282,9 @@ def _marked(by_batch: Mapping[str, Any]) -> Sequence[tuple[bool, tuple[str, Any]
 
 
 def _figures(found: Mapping[str, Any]) -> tuple[str, str, str, str]:
+    if "first token" not in found:
+        low, high = found["spread"]
+        return "", "", f"{found['throughput']:.3f} ({low:.3f} to {high:.3f})", ""
     first = f"{found['first token']:.2f}"
     if "per token" not in found:
         return "", first, "", ""

@@ -43,6 +43,10 @@ ENVIRONMENT = {
 }
 
 
+ON_A_GPU: Mapping[str, Any] = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 30}
+"""Leaves room for others: vLLM would take nearly all that there is."""
+
+
 @dataclass(frozen=True)
 class Answer:
     """``token_ids``: prompt and generated. ``logprobs`` ``[tokens - 1, vocab]``: row *t* predicts token *t + 1*.
@@ -96,6 +100,7 @@ def running(tiny: TinyModel, path: Path, mode: str, branches: Sequence[str] = ()
             # Less than the batch needs, so that prompts are cut and run beside generated tokens of other requests.
             max_num_batched_tokens=160,
             max_num_seqs=128,
+            **(ON_A_GPU if torch.cuda.is_available() else {}),
             # One block per request and to spare: filling a whole GiB with zeros takes longer than loading the model.
             num_gpu_blocks_override=256,
             max_logprobs=-1,
