@@ -21,6 +21,8 @@ from torch._higher_order_ops.auto_functionalize import auto_functionalized
 from vllm.compilation.passes.inductor_pass import InductorPass
 from vllm.platforms import current_platform
 
+SCHEMA = "tap(Tensor(a!) target, Tensor? other, Tensor head, Tensor? second) -> ()"
+"""How compiled code calls a tap; ``second``: the head of the site that is joined to the first one."""
 EAGER = "eager_input_vals"
 """Where torch keeps what a node's arguments were when it was traced (``fx/experimental/proxy_tensor.py``)."""
 
@@ -37,10 +39,10 @@ class TapJoining(InductorPass):  # type: ignore[misc]
         join_taps(graph)
 
     def uuid(self) -> str:
-        """Part of the keys of compiled code, also of the pass ahead."""
+        """Part of the keys of compiled code: the pass, the one ahead, and how the code calls taps."""
         source = self.hash_source(TapJoining, join_taps, _joined, _is_tap)
         ahead = None if self._ahead is None else str(self._ahead.uuid())
-        return str(self.hash_dict({"joining": source, "ahead": ahead}))
+        return str(self.hash_dict({"joining": source, "ahead": ahead, "tap": SCHEMA}))
 
 
 def set_pass(vllm_config: Any) -> None:

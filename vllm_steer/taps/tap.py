@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from vllm.forward_context import get_forward_context
 
+from vllm_steer.taps.joining import SCHEMA
 from vllm_steer.taps.reference import apply_tap
 from vllm_steer.taps.tables import Tables
 
@@ -42,8 +43,7 @@ def _tap_fake(
 
 
 _library = torch.library.Library("vllm_steer", "DEF")
-# ``second``: the head of a site that follows with nothing between the two (vllm_steer.taps.joining).
-_library.define("tap(Tensor(a!) target, Tensor? other, Tensor head, Tensor? second) -> ()")
+_library.define(SCHEMA)
 _library.impl("tap", _tap_cpu, dispatch_key="CPU")
 _library._register_fake("tap", _tap_fake)
 
