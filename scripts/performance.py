@@ -183,6 +183,21 @@ def host(table: MakeTable) -> str:
     )
 
 
+def _steps(table: MakeTable) -> str:
+    """What the host does for a step."""
+    result = json.loads((RESULTS / "step.json").read_text())
+    rows = [
+        (what, batch, f"{micros:.1f}")
+        for what, by_batch in result["microseconds"].items()
+        for batch, micros in by_batch.items()
+    ]
+    return (
+        "\nPython that a step has more than stock vLLM's, in microseconds, in the engine's process (`python -m\n"
+        f"benchmarks.step`, which says what is where; {_loaded(result)}, the slower of the two machines):\n\n"
+        + table(("step", "batch", "added"), rows)
+    )
+
+
 def _loaded(result: Mapping[str, Any]) -> str:
     about = result["environment"]
     return f"{about['cpus']} cores, load average {about['load_average'][0]:.1f}"
@@ -196,7 +211,7 @@ def page(table: MakeTable) -> str:
     sections += [_kernels(json.loads(path.read_text()), path.name, table) for path in RESULTS.glob("gpu-kernels.json")]
     sections += [_load(json.loads(path.read_text()), path.name, table) for path in sorted(RESULTS.glob("load*.json"))]
     pinned = json.loads((RESULTS / "gpu-pinned.json").read_text())
-    return HEAD + _aims(table) + "".join(sections) + _pinned(pinned, table) + host(table) + LIMITS
+    return HEAD + _aims(table) + "".join(sections) + _pinned(pinned, table) + host(table) + _steps(table) + LIMITS
 
 
 def _aims(table: MakeTable) -> str:

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What steering adds to the host's work for a step: the Python around the forward pass and the scheduler's.
+
+    python -m benchmarks.step --out benchmarks/results/step.json
+
+Without a model: the parts that wrap vLLM's runner V2 and its scheduler stand around methods that do nothing, and what
+those take alone is taken off. Microseconds per step, the least of several runs. *Idle*: nobody steers. *Settled*: each
+request of a batch has one vector, and decodes with the rows of the step before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.v1.core.sched.interface import PauseState
+
+from vllm_steer import SamplingParams
+from vllm_steer.config import SteeringConfig
+from vllm_steer.engine.admission import Admission
+from vllm_steer.engine.collect import Departures
+from vllm_steer.engine.graph_sets import GraphSets
+from vllm_steer.engine.outbox import Outbox
+from vllm_steer.engine.runner_v2 import SteeringRunnerV2, _steering_state
+from vllm_steer.engine.scheduler import steering_scheduler
+from vllm_steer.engine.settled import AssignedRows
+from vllm_steer.engine.steering import Steering
+from vllm_steer.engine.store import ProgramStore
+from vllm_steer.metrics.engine_stats import EngineMeter
+from vllm_steer.metrics.worker_notes import note
+from vllm_steer.program import Ledger
+from vllm_steer.taps.tables import Tables
+
+LAYERS, HIDDEN, RUNS, STEPS = 32, 4096, 7, 5000
+
+
+class Runner:
+    """In the place of vLLM's runner and of its model state."""
+
+    def execute_model(self, *args: Any) -> None: ...
+
+    def preprocess_state(self, *args: Any) -> None: ...
+
+    def prepare_inputs(self, *args: Any) -> None: ...
+
+    def sample_tokens(self, *args: Any) -> Any:
+        return OUTPUT
+
+
+class Scheduler:
+    """In the place of vLLM's scheduler."""
+
+    pause_state = PauseState.UNPAUSED
+
+    def schedule(self) -> None: ...
+
+    def _reserve_prefill_lookahead(self, *args: Any) -> int:
+        return 1
+
+    def update_from_output(self, *args: Any) -> dict[int, Any]:
+        return {}
+
+
+OUTPUT = SimpleNamespace(get_output=lambda: None)
+
+
+def steering() -> Steering:
+    """As an engine rank has it, without a model."""
+    config, cpu = SteeringConfig(), torch.device("cpu")
+    made = object.__new__(Steering)
+    made.tables = Tables(
+        config, num_sites=3 * LAYERS, hidden_size=HIDDEN, max_tokens=512, max_requests=256, dtype=torch.bfloat16,
+        device=cpu,
+    )  # fmt: skip
+    made.store = ProgramStore(made.tables, config, LAYERS, range(LAYERS))
+    made.graph_sets = GraphSets(made.tables, config.graph_sets, 3, range(LAYERS))
+    made._assigned, made._departures = AssignedRows(), Departures(cpu)
+    made._written, made._seconds, made._step, made._pending = 0, 0.0, None, None
+    made._worked = made._drafts = made._placed = False
+    made._leaves = True
+    made._rows_of = lambda tables, layout, num_padded: None
+    return made
+
+
+def scheduler() -> Any:
+    made: Any = object.__new__(steering_scheduler(Scheduler))
+    made.steering_admission = Admission(Ledger(8, 8, 8), 8, 600)
+    made.steering_outbox, made._steering_meter = Outbox(), EngineMeter(made.steering_admission)
+    made._capture_rows, made._drafts, made._steered, made._malformed, made.requests = 8, False, {}, {}, {}
+    return made
+
+
+def seconds(step: Callable[[], None]) -> float:
+    """Of one step."""
+    least = float("inf")
+    for _ in range(RUNS):
+        started = time.perf_counter()
+        for _ in range(STEPS):
+            step()
+        least = min(least, (time.perf_counter() - started) / STEPS)
+    return least
+
+
+def worker(batch: int) -> float:
+    """Microseconds that a step of ``batch`` steered requests adds; 0: nobody steers."""
+    ours = steering()
+    state = _steering_state(Runner)()
+    state.steering = ours
+    runner = type("Steered", (SteeringRunnerV2, Runner), {})()
+    runner.steering = ours
+    vector = {"post_block": {3: np.ones(HIDDEN, "f4")}}
+    for slot in range(batch):
+        ours.store.add(f"request-{slot}", slot, SamplingParams(steering_vectors=vector), 8)
+    size = max(batch, 1)
+    described = SimpleNamespace(
+        num_reqs=size, num_tokens=size, num_tokens_after_padding=size, req_ids=[f"request-{i}" for i in range(size)],
+        idx_mapping=torch.arange(size), idx_mapping_np=np.arange(size, dtype=np.int32),
+        query_start_loc=torch.arange(size + 1), positions=torch.full((size,), 20),
+        num_computed_tokens_np=np.full(size, 20, dtype=np.int32), num_scheduled_tokens=np.ones(size, dtype=np.int32),
+    )  # fmt: skip
+
+    def step() -> None:
+        runner.execute_model(None)
+        state.preprocess_state(described)
+        state.prepare_inputs(described, None)
+        note(runner.sample_tokens(None), ours.take_note())
+
+    def bare() -> None:
+        plain.execute_model(None)
+        plain.preprocess_state(described)
+        plain.prepare_inputs(described, None)
+        plain.sample_tokens(None)
+
+    plain = Runner()
+    OUTPUT.get_output = lambda: None
+    return 1e6 * (seconds(step) - seconds(bare))
+
+
+def scheduling(batch: int) -> float:
+    """Microseconds that an idle step of ``batch`` requests adds in the scheduler."""
+    ours, plain, request, output = scheduler(), Scheduler(), SimpleNamespace(request_id="a"), SimpleNamespace()
+
+    def step(of: Any) -> None:
+        of.schedule()
+        for _ in range(batch):
+            of._reserve_prefill_lookahead(request, 5, 1)
+        of.update_from_output(None, output)
+
+    return 1e6 * (seconds(lambda: step(ours)) - seconds(lambda: step(plain)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    found = {
+        "idle, worker": {str(batch): worker(0) for batch in (1,)},
+        "idle, scheduler": {str(batch): scheduling(batch) for batch in (1, 256)},
+        "settled, worker": {str(batch): worker(batch) for batch in (1, 256)},
+    }
+    environment = {
+        "cpus": os.cpu_count(), "load_average": os.getloadavg(), "machine": platform.machine(),
+        "python": platform.python_version(),
+    }  # fmt: skip
+    arguments.out.write_text(json.dumps({"environment": environment, "microseconds": found}, indent=1) + "\n")
+    print(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()
