@@ -130,7 +130,8 @@ LIMITS = """
   a quarter of the layers in steps of up to 64 tokens; in larger ones those between layers, or those within.
 * First tokens of steered batches, and 16 probes: every request brings its vectors along, through the front end and a
   socket, also where others have brought the same (96 vectors of an 8B model are 1.5 MiB a request, 16 probes 256 KiB).
-* Products with probes are made behind the forward pass: at batch 256 some 50 µs of a step of 10 ms.
+* Products with probes are made behind the forward pass: at batch 256 some 35 µs of a step of 10 ms
+  (`gpu-products.json`).
 * Captured rows of many requests: 2 MiB a step for one layer at batch 256 are copied once in the engine's process and go
   to the front end over a socket.
 """

@@ -9,7 +9,8 @@ configuration. Nothing that an engine or worker process runs is ever wrapped.
 wrapped                                               why no official seam will do
 ====================================================  =================================================================
 ``EngineArgs.add_cli_args``, ``from_cli_args``        plug-ins cannot add flags to ``vllm serve``
-``EngineArgs.create_engine_config``                   settings are checked, and stages' executor chosen, before loading
+``EngineArgs.create_engine_config``                   settings are checked, and stages' executor and the compiler's
+                                                      pass chosen, before loading
 ``InputProcessor.assign_request_id``                  the one step that every way in takes last; the request is whole
 ``LLMEngine.add_request``, ``AsyncLLM.add_request``   global steering and modules become part of the request on its way
                                                       in, and what the engine serves must be known before that check

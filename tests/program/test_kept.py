@@ -40,17 +40,30 @@ def test_equal_programs_have_one_copy_of_their_bytes() -> None:
 def test_bytes_that_differ_where_nobody_looks_first_are_two_programs() -> None:
     """Catches a program that is taken for another with the same digests, forged ones for instance."""
     wide = compile_program(
-        [Edit(kind="add", point="post_block", layers=1, vector=np.random.default_rng(3).standard_normal(4096))]
+        [Edit(kind="add", point="post_block", layers=1, vector=np.random.default_rng(3).standard_normal(8192))]
     )
     data = wide.seal()
     forged = bytearray(data)
-    forged[len(data) // 2] ^= 1
+    forged[len(data) * 3 // 4] ^= 1
     assert program.PROGRAMS.find(bytes(forged), checked=False) is None
     assert program.PROGRAMS.same(bytes(forged)) != data
     with pytest.raises(SteeringError, match="do not fit together"):
         Program.from_bytes(bytes(forged))
     assert Program.from_checked(bytes(forged)).vectors != wide.vectors
     assert Program.from_bytes(data).vectors == wide.vectors
+
+
+def test_programs_that_differ_at_a_late_site_are_both_kept() -> None:
+    """Catches many requests with much in common, such as global steering, that push each other out."""
+    vectors = [np.full(8, layer + 1.0) for layer in range(96)]
+    both = []
+    for vector in (-1.0, -2.0):
+        vectors[80] = np.full(8, vector)
+        edits = [Edit(kind="add", point="post_block", layers=i, vector=v) for i, v in enumerate(vectors)]
+        both.append(compile_program(edits))
+    data = [each.seal() for each in both]
+    assert [Program.from_bytes(bytes(bytearray(each))) for each in data] == both
+    assert all(program.PROGRAMS.find(each, checked=True) is one for each, one in zip(data, both, strict=True))
 
 
 def test_what_comes_from_outside_is_checked_although_an_engine_has_read_it() -> None:

@@ -2,8 +2,8 @@
 """Programs by their bytes, so that what was made or read once in a process is not decoded and checked again.
 
 One request's bytes are looked at several times on their way (checks, scheduler, worker), many requests' are equal. They
-are found by a few of their bytes, the digests of all vectors among them, and compared whole: a hash of all would take
-ten times as long as that, and would be taken anew for each request.
+are found by a few of their bytes, the digests of all vectors among them, and compared whole: a hash of all takes more
+than twice as long as that, and would be taken anew for each request.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 MOST_BYTES = 256 << 20
 
 
-_HEAD, _TAIL = 2048, 256
+_HEAD, _TAIL = 1 << 14, 256
+"""Edits and digests of some 180 sites stand in the head; longer programs, equal there, take each other's place."""
 _Place: TypeAlias = tuple[int, bytes, bytes]
 
 

@@ -33,8 +33,6 @@ from vllm_steer.spec.references import MODULES_FIELD, Reference
 _MOST_KEPT = 256
 _SMALL = 1 << 14
 """Bytes of a request's own up to which it is worth a look whether another brought the same: vectors mostly differ."""
-_SMALL = 1 << 14
-"""Bytes up to which a request's own part is worth a look whether there was an equal one: vectors mostly differ."""
 
 
 class Admission:
