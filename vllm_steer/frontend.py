@@ -94,18 +94,20 @@ class Served:
 
 def served_by(llm_engine: Any) -> Served | None:
     """What an ``LLMEngine`` serves; None where steering is not enabled."""
+    kept = kept_by(llm_engine)
+    if kept is not None:
+        return kept
     config = from_vllm_config(llm_engine.vllm_config)
-    if config is None:
-        return None
-    return kept_by(llm_engine) or _keep(llm_engine, llm_engine.collective_rpc(_RPC), config)
+    return None if config is None else _keep(llm_engine, llm_engine.collective_rpc(_RPC), config)
 
 
 async def ensure_served(engine_client: Any) -> Served | None:
     """What an ``AsyncLLM`` serves; None where steering is not enabled."""
+    kept = kept_by(engine_client)
+    if kept is not None:
+        return kept
     config = from_vllm_config(engine_client.vllm_config)
-    if config is None:
-        return None
-    return kept_by(engine_client) or _keep(engine_client, await engine_client.collective_rpc(_RPC), config)
+    return None if config is None else _keep(engine_client, await engine_client.collective_rpc(_RPC), config)
 
 
 def set_consumers(engine: Any, options: Mapping[str, Mapping[str, Any]]) -> None:

@@ -156,7 +156,8 @@ class _SteeringMeta(type(VllmSamplingParams)):  # type: ignore[misc]
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         fields = {name: kwargs.pop(name) for name in FIELDS if name in kwargs}
         params = super().__call__(*args, **kwargs)
-        attach_steering(params, fields)
+        if fields:  # vLLM clones every request's parameters through here
+            attach_steering(params, fields)
         return params
 
     def __instancecheck__(cls, instance: object) -> bool:

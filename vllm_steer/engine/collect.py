@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Captured rows on their way out of the worker: arena → copy on the main stream → pinned memory on a side stream.
+"""Captured rows on their way out of the worker: arena → copy on one side stream → pinned memory on another.
 
-The copy on the main stream is what keeps the next step from overwriting rows that are still leaving; where rows leave
-projected, their product with the directions takes its place, and k numbers leave of each. Device-to-host copies are as
-many as there are forms in the step, however many sites and requests; whose rows they are is settled when they have
-arrived, off the thread that launches the next step wherever vLLM hands outputs over asynchronously.
+The copy frees the arena for the next step, which waits for it; meanwhile the main stream makes logits and samples.
+Where rows leave projected, their product with the directions takes the copy's place, and k numbers leave of each. The
+way to the host has a stream of its own, so that a long one holds no later copy up, and thereby no step. Device-to-host
+copies are as many as there are forms in the step, however many sites and requests; whose rows they are is settled when
+they have arrived, off the thread that launches the next step wherever vLLM hands outputs over asynchronously.
 """
 
 from __future__ import annotations
@@ -75,6 +76,14 @@ class PendingRows:
         return rows if self.release is None else rows.copy()
 
 
+class _Streams:
+    """``copied`` happens on ``copying`` when the arena has been read."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.copying, self.leaving = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self.copied = torch.cuda.Event()
+
+
 class Departures:
     """Starts each step's rows on their way, without a sync.
 
@@ -83,7 +92,8 @@ class Departures:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._streams = _Streams(device) if device.type == "cuda" else None
+        self._arena_is_read = False
         self._free: deque[tuple[torch.Tensor, torch.Tensor, Any]] = deque()
         # Of each form, the last places that were uploaded: a steady batch has the same ones in every step.
         self._places: dict[bytes, tuple[Integers, torch.Tensor]] = {}
@@ -91,26 +101,33 @@ class Departures:
     def start(
         self, stored: torch.Tensor, position: torch.Tensor | None, plan: Plan | Reading, forms: tuple[Leaving, ...]
     ) -> PendingRows:
-        """``stored`` ``[rows, hidden]`` is the used part of the arena; ``position`` ``[tokens]`` int64 or None."""
-        parts = {form.projection: self._form(stored, form) for form in forms}
+        """``stored`` ``[rows, hidden]`` is the used part of the arena, to be left as it is until
+        :meth:`finish_reading`; ``position`` ``[tokens]`` int64 or None."""
+        # The runner's own buffer, which it writes again before the next step of ours begins.
         where = None if position is None else position.clone()
-        if self._stream is None:
-            return PendingRows(plan, parts, where)
+        streams = self._streams
+        if streams is None:
+            return PendingRows(plan, {form.projection: self._form(stored, form) for form in forms}, where)
+        streams.copying.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(streams.copying):
+            parts = {form.projection: self._form(stored, form) for form in forms}
+            streams.copied.record()
+        self._arena_is_read = True
         buffers = self._buffers(sum(part.nbytes for part in parts.values()), 0 if where is None else len(where))
         host_rows, host_where, event = buffers
         arriving: dict[bytes, torch.Tensor] = {}
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
+        streams.leaving.wait_event(streams.copied)
+        with torch.cuda.stream(streams.leaving):
             begin = 0
             for projection, part in parts.items():
-                part.record_stream(self._stream)
+                part.record_stream(streams.leaving)
                 host = host_rows[begin : begin + part.nbytes].view(part.shape)
                 host.copy_(part, non_blocking=True)
                 arriving[projection], begin = host, begin + part.nbytes
             if where is not None:
-                where.record_stream(self._stream)
+                where.record_stream(streams.leaving)
                 host_where[: len(where)].copy_(where, non_blocking=True)
-            event.record(self._stream)
+            event.record()
         return PendingRows(
             plan,
             arriving,
@@ -119,10 +136,19 @@ class Departures:
             lambda: self._free.append(buffers),
         )
 
+    def finish_reading(self) -> None:
+        """Before the arena is stored to: let the current stream wait until the last step's rows are out of it."""
+        if self._arena_is_read and self._streams is not None:
+            torch.cuda.current_stream().wait_event(self._streams.copied)
+        self._arena_is_read = False
+
     def _form(self, stored: torch.Tensor, form: Leaving) -> torch.Tensor:
-        """``[n, bytes of a row]`` uint8, in memory of its own."""
+        """``[n, bytes of a row]`` uint8, in memory of its own, on the current stream."""
         chosen = stored if form.rows is None else stored.index_select(0, self._uploaded(form.projection, form.rows))
         if form.directions is not None:
+            if self._streams is not None:
+                # Gathered on the main stream; its memory is not to be used again before this product is done.
+                form.directions.record_stream(self._streams.copying)
             # The definition: rows and directions in float32, as the front end has it for what it projects itself.
             chosen = chosen.float() @ form.directions.T
         elif form.rows is None:
@@ -136,7 +162,7 @@ class Departures:
         if len(self._places) > 64:
             self._places.clear()
         uploaded = torch.from_numpy(places)
-        if self._stream is not None:
+        if self._streams is not None:
             uploaded = uploaded.pin_memory().to(self._device, non_blocking=True)
         self._places[projection] = (places, uploaded)
         return uploaded

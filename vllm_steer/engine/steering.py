@@ -153,6 +153,7 @@ class Steering:
     def begin_step(self, batch: StepBatch) -> None:
         """Before the forward pass of a real step while :attr:`active`."""
         self._worked = True
+        self._departures.finish_reading()
         store = self.store
         store.flush()
         # Where drafts are in flight the host's first position may be too high, so its word on an end is not taken.
@@ -210,8 +211,7 @@ class Steering:
         return steady
 
     def end_step(self) -> None:
-        """After the forward pass, on the same stream: what was captured must leave before the next step stores over
-        it."""
+        """After the forward pass, on the same stream: what was captured starts on its way."""
         if self._step is not None:
             self._depart(self._step)
             self._step = None

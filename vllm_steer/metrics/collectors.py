@@ -17,6 +17,8 @@ from prometheus_client import Counter, Gauge, Histogram
 from vllm_steer.metrics.table import BY_SHORT, METRICS, Metric
 
 _collectors: dict[str, Any] = {}
+# Those with labels, of which there are few: prometheus_client looks at labels one by one, for every request anew.
+_children: dict[tuple[str, ...], Any] = {}
 
 
 def start(known: Mapping[str, tuple[str, ...]]) -> None:
@@ -27,6 +29,7 @@ def start(known: Mapping[str, tuple[str, ...]]) -> None:
     for metric in METRICS:
         if metric.short not in _collectors:
             _collectors[metric.short] = _make(metric)
+            _children.clear()
         values = [given or known.get(label, ()) for label, given in metric.labels.items()]
         if metric.labels and metric.type != "gauge":  # a gauge that nobody has set is not known to be 0
             for each in product(*values):
@@ -51,7 +54,12 @@ def child(short: str, **labels: str) -> Any:
         if short not in BY_SHORT:
             raise KeyError(short)
         return None
-    return collector.labels(**labels) if labels else collector
+    if not labels:
+        return collector
+    key = (short, *labels, *labels.values())
+    if key not in _children:
+        _children[key] = collector.labels(**labels)
+    return _children[key]
 
 
 def add(short: str, amount: float = 1, **labels: str) -> None:
