@@ -33,6 +33,8 @@ from vllm_steer import SteeringConfig
 
 AT_ONCE = 256
 CONTROL = "stock again"
+PREFILL, PREFILLED = "prefill", ("idle", "one site")
+"""In the place of a batch: one prompt of 8,192 tokens."""
 POINTS = ("pre_attn", "post_attn", "post_block")
 NAMES = [f"bench/p{i}" for i in range(16)]
 
@@ -188,15 +190,16 @@ def measure(shape: str, engines: dict[str, Engine], arguments: argparse.Namespac
     names = list(variants(2, 8)) + ([CONTROL] if "control" in engines else [])
     for wanted in arguments.only or names:
         name, _, batches = wanted.partition("@")
-        stock, other = engines["stock"], engines["control" if name == CONTROL else "steered"]
-        for batch in map(int, batches.split(",")) if batches else arguments.batches:
-            if name == "capture all layers, all tokens" and batch > 128:
+        pairs = engines["stock"], engines["control" if name == CONTROL else "steered"], name
+        for batch in batches.split(",") if batches else [*arguments.batches, *([PREFILL] if name in PREFILLED else [])]:
+            if name == "capture all layers, all tokens" and int(batch) > 128:
                 continue
-            found = pair(stock, other, name, batch, 16, arguments.generated, arguments.repeats)
-            _note(result, out, name, str(batch), found)
-    for name in () if arguments.skip_prefill else ("idle", "one site"):
-        found = pair(engines["stock"], engines["steered"], name, 1, 8192, 1, 2 * arguments.repeats)
-        _note(result, out, name, "prefill 8192", found)
+            if batch == PREFILL:
+                found = pair(*pairs, 1, 8192, 1, 2 * arguments.repeats)
+                _note(result, out, name, "prefill 8192", found)
+            else:
+                found = pair(*pairs, int(batch), 16, arguments.generated, arguments.repeats)
+                _note(result, out, name, batch, found)
 
 
 def _note(result: dict[str, Any], out: Path, name: str, batch: str, found: dict[str, Any]) -> None:
@@ -212,14 +215,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="with {shape} in its name")
     parser.add_argument("--shapes", nargs="+", choices=sorted(SHAPES), default=["llama-8b"])
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 128, 256])
-    parser.add_argument("--only", nargs="+", help="some of the variants, as NAME or NAME@BATCH,BATCH")
+    parser.add_argument("--batches", nargs="+", default=["1", "8", "32", "128", "256"])
+    parser.add_argument("--only", nargs="+", help="some of the variants, as NAME or NAME@BATCH,BATCH,prefill")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--generated", type=int, default=256)
     parser.add_argument("--graph-sets", type=int, default=SteeringConfig().graph_sets)
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--kv-gib", type=float, default=12, help="key-value cache of each engine, on each GPU")
-    parser.add_argument("--skip-prefill", action="store_true")
     parser.add_argument("--control", action="store_true", help="a second stock engine beside the first")
     arguments = parser.parse_args()
     settings: dict[str, Any] = {

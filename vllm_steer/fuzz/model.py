@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,10 @@ def save_tiny_llama(folder: Path, **overrides: Any) -> Path:
     return folder
 
 
+ON_A_GPU: Mapping[str, Any] = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 2 << 30}
+"""Enough for what is asked, and nothing measured: others may use the same GPU."""
+
+
 def prepare_environment() -> None:
     """To be called before vLLM is imported: engines run in this process, where they can be looked into."""
     os.environ[IN_PROCESS] = "0"
@@ -47,14 +51,15 @@ def prepare_environment() -> None:
 def engine(model: str, dtype: str, settings: Settings, *, steering: bool = True) -> Iterator[Any]:
     """An ``LLM`` with these settings, closed at the end so that the next one can start in the same process."""
     from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.platforms import current_platform
 
     from vllm_steer.llm import LLM
 
     ours: dict[str, Any] = {"enable_steering": True, "steering_config": settings.steering} if steering else {}
     given = {
         "dtype": dtype, "max_model_len": MAX_MODEL_LEN, "skip_tokenizer_init": True, "disable_log_stats": True,
-        "use_tqdm_on_load": False, "gpu_memory_utilization": 0.6, "seed": 0, "enforce_eager": True,
-        **settings.engine, **ours,
+        "use_tqdm_on_load": False, "seed": 0, "enforce_eager": True,
+        **(ON_A_GPU if current_platform.is_cuda() else {"gpu_memory_utilization": 0.6}), **settings.engine, **ours,
     }  # fmt: skip
     llm = LLM(model=model, **given)
     try:
