@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from benchmarks.cost import first_token
 from benchmarks.shapes import SHAPES
 from vllm_steer.config import SteeringConfig
 from vllm_steer.taps.tables import table_bytes, table_shapes
@@ -40,10 +41,11 @@ HEAD = """# Performance
 Ratios to stock vLLM, measured in pairs: a stock engine and a steered one live side by side on one GPU and take turns
 (`python -m benchmarks.cost`; all raw times are in `benchmarks/results`). *Per token* is the time per output token once
 all requests run (median, and the least and greatest of the pairs), *first token* that of the whole batch with one token
-each, *throughput* that of the whole run, admission included. Where the pairs are far apart the machine was uneven, and
-the median says little. *Stock again* is a second stock engine in the place of the steered one: how far two engines that do
-the same are apart. At batch 256 requests that are all steered alike are faster than stock ones by several per cent: they
-generate other tokens. Why these take less time was not looked into.
+each (each repeat together with the next one, in which the engines ran in the other order: the one that has waited is
+slower at first), *throughput* that of the whole run, admission included. Where the pairs are far apart the machine was
+uneven, and the median says little. *Stock again* is a second stock engine in the place of the steered one: how far two
+engines that do the same are apart. At batch 256 requests that are all steered alike are faster than stock ones by
+several per cent: they generate other tokens. Why these take less time was not looked into.
 """
 
 AIMED = """
@@ -64,20 +66,24 @@ class Aim(NamedTuple):
     cells: tuple[tuple[str, str, str], ...]
 
 
-_ONE, _QUEUE, _PLACE = (f"gpu-cost-llama-8b{name}.json" for name in ("", "-queue", "-by-place"))
+_ONE, _HALVES, _QUEUE, _PLACE, _TWO = (
+    f"gpu-cost-llama-8b{name}.json" for name in ("", "-halves", "-queue", "-by-place", "-tp2")
+)
+_BATCHES = ("1", "8", "32", "128", "256")
 _PROBES = "16 probes by name at 4 layers, all tokens"
 AIMS: Sequence[Aim] = (
     Aim("nothing requested, time per output token", "per token", 1.003, True,
-        tuple((_ONE, "idle", batch) for batch in ("1", "32", "128", "256"))),
+        tuple((_ONE, "idle", batch) for batch in _BATCHES)),
     Aim("the same between two stock engines", "per token", None, True,
-        tuple((_ONE, "stock again", batch) for batch in ("1", "128"))),
+        tuple((_HALVES, "stock again", batch) for batch in ("1", "128"))),
+    Aim("nothing requested, two GPUs", "per token", 1.003, True,
+        tuple((_TWO, "idle", batch) for batch in ("1", "32", "128"))),
     Aim("nothing requested, first token", "first token", 1.01, True,
-        tuple((_ONE, "idle", batch) for batch in ("1", "32", "128", "256"))),
-    Aim("one site, every request", "per token", 1.005, True,
-        (*((_ONE, "one site", batch) for batch in ("1", "32", "128", "256")), (_PLACE, "one site", "128"))),
-    Aim("96 sites, own vectors, batch 1", "per token", 1.04, True, ((_ONE, "all sites", "1"),)),
+        tuple((_ONE, "idle", batch) for batch in (*_BATCHES, "prefill 8192"))),
+    Aim("one site, every request", "per token", 1.005, True, tuple((_ONE, "one site", batch) for batch in _BATCHES)),
+    Aim("96 sites, own vectors, batch 1", "per token", 1.04, True, ((_HALVES, "all sites", "1"),)),
     Aim("96 sites, own vectors, batch 128", "per token", 1.02, True,
-        ((_ONE, "all sites", "128"), (_PLACE, "all sites", "128"))),
+        ((_HALVES, "all sites", "128"), (_PLACE, "all sites", "128"))),
     Aim("a program of its own for each request, 256 at a time", "throughput", 0.98, False,
         ((_QUEUE, "own program each", "1000"),)),
     Aim("capture one layer, all tokens, 1,000 prompts, 256 generated", "throughput", 0.97, False,
@@ -87,7 +93,7 @@ AIMS: Sequence[Aim] = (
     Aim("capture all layers, all tokens, batch 32", "throughput", 0.6, False,
         ((_QUEUE, "capture all layers, all tokens", "32"),)),
     Aim("16 probes at 4 layers, all tokens", "throughput", 0.99, False,
-        ((_QUEUE, _PROBES, "1000"), (_PLACE, _PROBES, "1000"))),
+        ((_QUEUE, _PROBES, "1000"), (_PLACE, _PROBES, "1000"), (_ONE, _PROBES, "1000"))),
     Aim("prefill of 8,192 tokens, one site", "first token", 1.005, True, ((_ONE, "one site", "prefill 8192"),)),
 )  # fmt: skip
 
@@ -130,8 +136,7 @@ LIMITS = """
   a quarter of the layers in steps of up to 64 tokens; in larger ones those between layers, or those within.
 * First tokens of steered batches, and 16 probes: every request brings its vectors along, through the front end and a
   socket, also where others have brought the same (96 vectors of an 8B model are 1.5 MiB a request, 16 probes 256 KiB).
-* Products with probes are made behind the forward pass: at batch 256 some 35 µs of a step of 10 ms
-  (`gpu-products.json`).
+  Requests then join one after another, and every step in which some join is a longer one.
 * Captured rows of many requests: 2 MiB a step for one layer at batch 256 are copied once in the engine's process and go
   to the front end over a socket.
 """
@@ -206,9 +211,7 @@ def _loaded(result: Mapping[str, Any]) -> str:
 
 def page(table: MakeTable) -> str:
     """The whole page, from every ``gpu-cost-*.json``, every ``load*.json`` and the results of the host's benchmarks."""
-    sections = [
-        _section(json.loads(path.read_text()), path.name, table) for path in sorted(RESULTS.glob("gpu-cost-*.json"))
-    ]
+    sections = [_section(_costs(path.name), path.name, table) for path in sorted(RESULTS.glob("gpu-cost-*.json"))]
     sections += [_kernels(json.loads(path.read_text()), path.name, table) for path in RESULTS.glob("gpu-kernels.json")]
     sections += [_load(json.loads(path.read_text()), path.name, table) for path in sorted(RESULTS.glob("load*.json"))]
     pinned = json.loads((RESULTS / "gpu-pinned.json").read_text())
@@ -262,8 +265,17 @@ def _tables_share() -> float:
     return sum(table_bytes(tables).values()) / (2 * weights)
 
 
+def _costs(file: str) -> dict[str, Any]:
+    """The results of ``cost.py``; first tokens are computed from the raw times, as the older ones were otherwise."""
+    result: dict[str, Any] = json.loads((RESULTS / file).read_text())
+    for found in (each for by_batch in result["variants"].values() for each in by_batch.values()):
+        if "first token" in found:
+            found["first token"] = first_token(found["raw"])
+    return result
+
+
 def _cell(file: str, variant: str, batch: str, figure: str) -> float | None:
-    found = json.loads((RESULTS / file).read_text())["variants"].get(variant, {}).get(batch, {}).get(figure)
+    found = _costs(file)["variants"].get(variant, {}).get(batch, {}).get(figure)
     return None if found is None else float(found)
 
 

@@ -19,7 +19,7 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.points import POINT_NAMES, PointName
 from vllm_steer.program.instructions import CODES, KIND_OF, UNBOUNDED
 from vllm_steer.program.kept import PROGRAMS
-from vllm_steer.spec import KINDS, CaptureSpec, Edit, Projection, Selector, content_digest, projection_digest
+from vllm_steer.spec import KINDS, CaptureSpec, Edit, Projection, Selector, bytes_of, content_digest, projection_digest
 
 WIRE_VERSION = 4
 ALL_LAYERS: tuple[int, ...] = ()
@@ -224,11 +224,11 @@ def compile_program(edits: Sequence[Edit], captures: Sequence[CaptureSpec] = ())
     for edit in edits:
         if edit.strength == 0.0:
             continue
-        vector = np.ascontiguousarray(edit.vector, dtype="<f4")
+        vector = edit.vector
         if KINDS[edit.kind].needs_direction:
             wide = vector.astype(np.float64)
             vector = np.ascontiguousarray(wide / np.linalg.norm(wide), dtype="<f4")
-        data = vector.tobytes()
+        data = bytes_of(vector)
         digest = content_digest(data)
         index, _ = vectors.setdefault(digest, (len(vectors), data))
         step = Step(

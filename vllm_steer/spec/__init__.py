@@ -7,7 +7,7 @@ from vllm_steer.spec.fields import FIELD_NAMES, parse_fields
 from vllm_steer.spec.projection import NamedProjection, Projection, projection_digest
 from vllm_steer.spec.references import Reference, parse_references
 from vllm_steer.spec.selector import END, Selector
-from vllm_steer.spec.vector import Vector, content_digest, pack_vector, parse_vector
+from vllm_steer.spec.vector import Vector, bytes_of, content_digest, pack_vector, parse_vector
 
 __all__ = [
     "END",
@@ -22,6 +22,7 @@ __all__ = [
     "Reference",
     "Selector",
     "Vector",
+    "bytes_of",
     "content_digest",
     "pack_vector",
     "parse_capture",

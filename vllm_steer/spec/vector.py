@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 Vector: TypeAlias = npt.NDArray[np.float32]
 VectorInput: TypeAlias = "Sequence[float] | npt.NDArray[Any] | torch.Tensor | Mapping[str, object]"
 
+_ON_THE_WIRE = np.dtype("<f4")
+
 MAX_WIDTH = 65536
 
 # What each packed dtype is stored as. numpy has no bfloat16: it is the upper half of a float32.
@@ -76,6 +78,14 @@ def parse_vector(value: object, field: str = "vector") -> Vector:
     return _frozen(array, field)
 
 
+def bytes_of(vector: Vector) -> bytes:
+    """The little-endian float32 bytes of a parsed vector: those that it stands on, where it has all of them."""
+    base: object = vector.base
+    if vector.dtype == _ON_THE_WIRE and isinstance(base, bytes) and len(base) == vector.nbytes:
+        return base
+    return vector.astype(_ON_THE_WIRE).tobytes()
+
+
 def pack_vector(vector: npt.ArrayLike) -> dict[str, object]:
     """The packed float32 form of a vector ``[H]``, ready for JSON."""
     array = parse_vector(np.asarray(vector))
@@ -84,8 +94,12 @@ def pack_vector(vector: npt.ArrayLike) -> dict[str, object]:
 
 
 def _frozen(array: npt.NDArray[Any], field: str) -> Vector:
-    with np.errstate(over="ignore", invalid="ignore"):
-        vector: Vector = array.astype(np.float32, order="C", copy=False)
+    vector: Vector
+    if array.dtype == np.float32:
+        vector = np.ascontiguousarray(array)
+    else:
+        with np.errstate(over="ignore", invalid="ignore"):
+            vector = array.astype(np.float32, order="C")
     finite = np.isfinite(vector)
     if not finite.all():
         index = int(finite.argmin())
