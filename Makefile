@@ -19,7 +19,7 @@ demo: setup  ## steer the demo model, offline, on the CPU
 	@$(HERE) $(PYTHON_HERE) demo/run.py
 
 test: setup  ## run the tests (ARGS="tests/spec -x" for some of them)
-	@$(HERE) $(PYTHON_HERE) -m pytest -q -m "not gpu" $(ARGS)
+	@$(HERE) $(PYTHON_HERE) -m pytest -q -m "not gpu" -n 2 --dist loadfile $(ARGS)
 
 conformance: setup  ## prove every architecture, write the figures and the page (about half an hour)
 	@$(HERE) CONFORMANCE=all $(PYTHON_HERE) -m pytest -q -m "not gpu" tests/conformance

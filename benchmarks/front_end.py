@@ -31,6 +31,8 @@ from vllm_steer.capabilities import Capabilities
 from vllm_steer.capture.desk import CaptureDesk
 from vllm_steer.config import SteeringConfig
 from vllm_steer.frontend import Served, admitted, check_engine_request
+from vllm_steer.params import leave_to_engine
+from vllm_steer.program.shelf import Shelf
 from vllm_steer.registry.registry import SteeringRegistry
 
 LAYERS, HIDDEN, REQUESTS, WARM_UP = 32, 4096, 128, 8
@@ -59,7 +61,7 @@ def serve() -> Served:
     registry = SteeringRegistry(capabilities, None)
     registry.register("calm", base=vectors(1, 0))
     registry.register("bench", probes=dict(zip(PROBES, probes(), strict=True)))
-    return Served(capabilities, CaptureDesk(capabilities, "model", {}), registry)
+    return Served(capabilities, CaptureDesk(capabilities, "model", {}), registry, shelf=Shelf())
 
 
 def measure(fields: Callable[[int], dict[str, Any]], served: Served) -> float:
@@ -76,6 +78,7 @@ def measure(fields: Callable[[int], dict[str, Any]], served: Served) -> float:
             pooling_params=None, arrival_time=0.0, lora_request=None, cache_salt=None, data_parallel_rank=None,
         )  # fmt: skip
         check_engine_request(processor, request)
+        leave_to_engine(request, served.shelf)
         encoder.encode(request)
         spent.append(time.process_time() - started)
     return 1000 * statistics.median(spent[WARM_UP:])

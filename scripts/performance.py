@@ -134,9 +134,10 @@ LIMITS = """
 * The host, where a step of the GPU is shorter than what Python does for it, as in a model of 0.6 B at batch 1.
 * Steered sites: the launches of the taps beside theirs that find nothing to do, half a microsecond to one each: those of
   a quarter of the layers in steps of up to 64 tokens; in larger ones those between layers, or those within.
-* First tokens of steered batches, and 16 probes: every request brings its vectors along, through the front end and a
-  socket, also where others have brought the same (96 vectors of an 8B model are 1.5 MiB a request, 16 probes 256 KiB).
-  Requests then join one after another, and every step in which some join is a longer one.
+* First tokens of steered batches, and 16 probes: in every build measured here each request brought its vectors along,
+  through the front end and a socket, also where others had brought the same (96 vectors of an 8B model are 1.5 MiB a
+  request, 16 probes 256 KiB). Requests then join one after another, and every step in which some join is a longer one.
+  Equal programs cross to the engine once since.
 * Captured rows of many requests: 2 MiB a step for one layer at batch 256 are copied once in the engine's process and go
   to the front end over a socket.
 """

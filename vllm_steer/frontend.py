@@ -21,6 +21,7 @@ import msgspec
 from vllm.sampling_params import RequestOutputKind
 from vllm.sampling_params import SamplingParams as VllmSamplingParams
 from vllm.utils import length_from_prompt_token_ids_or_embeds
+from vllm.v1.engine.core_client import MPClient
 
 from vllm_steer.capabilities import Capabilities
 from vllm_steer.capture.consumers.memory import STREAM, is_streamed
@@ -29,7 +30,8 @@ from vllm_steer.capture.server_wide import with_captures
 from vllm_steer.config import SteeringConfig, from_vllm_config, rows_of_all_stages
 from vllm_steer.errors import SteeringError
 from vllm_steer.metrics.collectors import start as start_metrics
-from vllm_steer.params import MODULES_KEY, capture_specs, program_of
+from vllm_steer.params import FILE_KEY, MODULES_KEY, capture_specs, program_of
+from vllm_steer.program.shelf import Shelf
 from vllm_steer.registry.directory import DirectoryStore
 from vllm_steer.registry.registry import SteeringRegistry
 from vllm_steer.registry.snapshot import RegistryLimits
@@ -77,6 +79,8 @@ class Served:
     registry: SteeringRegistry
     model_name: str = ""
     """What metrics call the model, as vLLM's do."""
+    shelf: Shelf | None = None
+    """None where the engine's process may not see this one's files, or is this one."""
 
     def check(self, params: Any, prompt_len: int | None) -> None:
         """Raise :class:`SteeringError` unless this engine serves these parameters exactly as asked."""
@@ -140,14 +144,30 @@ def _keep(engine: Any, reports: Any, config: SteeringConfig) -> Served:
     model = served_name if isinstance(served_name, str) else str(engine.vllm_config.model_config.model)
     start_metrics({"model_name": (model,)})
     served = Served(
-        capabilities, CaptureDesk(capabilities, model, options), _registry(engine, capabilities, model), model
+        capabilities,
+        CaptureDesk(capabilities, model, options),
+        _registry(engine, capabilities, model),
+        model,
+        Shelf() if _shares_files(engine) else None,
     )
     setattr(engine.input_processor, _KEPT, served)
     setattr(engine.output_processor, _KEPT, served)
     # Where nobody closes it earlier: with the engine, or at the end of the process. Files of many requests are complete
     # then, and not before.
     weakref.finalize(engine, served.desk.close)
+    if served.shelf is not None:
+        weakref.finalize(engine, served.shelf.close)
     return served
+
+
+def _shares_files(engine: Any) -> bool:
+    """Whether every engine core of this client is another process of this host."""
+    if not isinstance(getattr(engine, "engine_core", None), MPClient):
+        return False
+    parallel = engine.vllm_config.parallel_config
+    return bool(
+        parallel.data_parallel_size_local == parallel.data_parallel_size and parallel.data_parallel_backend == "mp"
+    )
 
 
 def _registry(engine: Any, capabilities: Capabilities, model: str) -> SteeringRegistry:
@@ -208,8 +228,11 @@ def check_params(params: Any, served: Served | None, prompt_len: int | None = No
 
 def check_engine_request(input_processor: Any, request: Any) -> None:
     """The last check before a request leaves the front end; the prompt is tokenised by now."""
-    if MODULES_KEY in (getattr(request.sampling_params, "extra_args", None) or {}):
+    extra = getattr(request.sampling_params, "extra_args", None) or {}
+    if MODULES_KEY in extra:
         raise SteeringError(MODULES_FIELD, NOT_ENABLED)
+    if FILE_KEY in extra:
+        raise SteeringError(f"extra_args.{FILE_KEY}", "is not for clients")
     if program_of(request.sampling_params) is None:
         if capture_specs(request.sampling_params):
             raise SteeringError("extra_args.steer_capture", "comes without its program; use capture instead")

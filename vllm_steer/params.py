@@ -18,6 +18,7 @@ from vllm.sampling_params import SamplingParams as VllmSamplingParams
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.program import Program, compile_program
+from vllm_steer.program.shelf import Shelf, fetch
 from vllm_steer.spec import (
     FIELD_NAMES,
     CaptureSpec,
@@ -37,7 +38,9 @@ APPLIED_KEY = "steer_applied"
 """What was applied, once the request is admitted: JSON as bytes, empty for nothing."""
 CAPTURE_FIELD = "capture"
 FIELDS: tuple[str, ...] = (*FIELD_NAMES, MODULES_FIELD, CAPTURE_FIELD)
-OWN_KEYS: tuple[str, ...] = (EXTRA_KEY, CAPTURE_KEY, MODULES_KEY, APPLIED_KEY)
+FILE_KEY = "steer_file"
+"""In the place of the program between the front end and the scheduler: where that reads it."""
+OWN_KEYS: tuple[str, ...] = (EXTRA_KEY, CAPTURE_KEY, MODULES_KEY, APPLIED_KEY, FILE_KEY)
 
 
 def compile_fields(fields: Mapping[str, Any]) -> dict[str, bytes]:
@@ -101,15 +104,30 @@ def capture_specs(params: Any) -> tuple[tuple[str, CaptureSpec], ...]:
     return read_specs(getattr(params, "extra_args", None) or {})
 
 
-def leave_to_engine(request: Any) -> None:
-    """Take off an engine request what only the front end looks at, once that has been done: the specs of a projection
-    are as large as its directions, which the program has as well."""
+def leave_to_engine(request: Any, shelf: Shelf | None = None) -> None:
+    """Make an engine request lighter, once the front end has done all else: off comes what only the front end looks at
+    (the specs of a projection are as large as its directions, which the program has as well), and in the place of a
+    program that has been sent before goes what ``shelf`` has for it."""
     params = request.sampling_params
     extra = getattr(params, "extra_args", None) or {}
-    if CAPTURE_KEY in extra or APPLIED_KEY in extra:
+    ticket = None if shelf is None or EXTRA_KEY not in extra else shelf.ticket(extra[EXTRA_KEY])
+    if CAPTURE_KEY in extra or APPLIED_KEY in extra or ticket is not None:
         # A copy: the samples of one request share theirs.
         request.sampling_params = params = copy.copy(params)
         params.extra_args = {name: extra[name] for name in extra if name not in (CAPTURE_KEY, APPLIED_KEY)}
+    if ticket is not None:
+        del params.extra_args[EXTRA_KEY]
+        params.extra_args[FILE_KEY] = ticket
+
+
+def take_in(request: Any) -> None:
+    """The opposite, in the scheduler's process: the program is back in its place.
+
+    Raises :class:`SteeringError` where it cannot be had.
+    """
+    extra = getattr(request.sampling_params, "extra_args", None)
+    if extra and FILE_KEY in extra:
+        extra[EXTRA_KEY] = fetch(extra.pop(FILE_KEY))
 
 
 def read_references(extra: Mapping[str, Any]) -> tuple[Reference, ...] | None:

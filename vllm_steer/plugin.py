@@ -208,6 +208,7 @@ def _add_request_async(original: Callable[..., Any]) -> Callable[..., Any]:
 def _output_processor_add_request(original: Callable[..., Any]) -> Callable[..., Any]:
     def add_request(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         from vllm_steer.capture.outputs import begin
+        from vllm_steer.frontend import served_on
         from vllm_steer.metrics.requests import count_request
         from vllm_steer.params import leave_to_engine
         from vllm_steer.registry.outputs import note_applied
@@ -220,7 +221,8 @@ def _output_processor_add_request(original: Callable[..., Any]) -> Callable[...,
         note_applied(self, request)
         follow(self, request)
         count_request(self, request)
-        leave_to_engine(request)
+        served = served_on(self)
+        leave_to_engine(request, None if served is None else served.shelf)
 
     return add_request
 

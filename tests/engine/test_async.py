@@ -18,6 +18,9 @@ from vllm.sampling_params import RequestOutputKind
 from tests.engine.captures import capture
 from tests.tiny import direction
 from vllm_steer import AsyncLLM, SamplingParams, SteeringError, engine_kwargs
+from vllm_steer.frontend import ensure_served
+from vllm_steer.params import FILE_KEY
+from vllm_steer.program import shelf
 from vllm_steer.serve.protocol import NoRoomError
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -114,6 +117,41 @@ async def test_a_request_that_finds_no_room_in_time_raises_in_its_caller(engine:
         task.cancel()
     await asyncio.gather(*long, return_exceptions=True)
     assert len((await generate(engine, "after", steering_vectors={"post_block": {1: direction(9)}}))[0]) == 24
+
+
+async def test_equal_programs_cross_once(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a program that is lost or exchanged on its way by a file, and an engine that ends with a file that
+    somebody has changed."""
+    monkeypatch.setattr(shelf, "LARGE", 1)
+    sites = [{"post_block": {1: direction(i, 30.0)}} for i in (21, 22)]
+    files = (await ensure_served(engine)).shelf
+    assert files is not None
+    answers = [
+        [(await generate(engine, f"{i}-{again}", steering_vectors=site))[0] for again in range(3)]
+        for i, site in enumerate(sites)
+    ]
+    assert len(files._shelved) == 2
+    for first, *others in answers:
+        assert others == [first, first]
+    assert answers[0][0] != answers[1][0]
+    await a_changed_file_ends_its_own_request(engine, monkeypatch)
+
+
+async def a_changed_file_ends_its_own_request(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine has not read this file before it is another one's."""
+    site = {"post_block": {1: direction(23, 30.0)}}
+    right = (await generate(engine, "new", steering_vectors=site))[0]
+    monkeypatch.setattr(shelf, "_digest", lambda data: bytes(32))
+    with pytest.raises(NoRoomError, match="steer_file"):
+        await generate(engine, "changed", steering_vectors=site)
+    monkeypatch.setattr(shelf, "LARGE", 1 << 20)
+    assert (await generate(engine, "itself", steering_vectors=site))[0] == right
+
+
+async def test_a_file_is_not_for_clients(engine: Any) -> None:
+    """Catches a client that has the engine read a file of its choice."""
+    with pytest.raises(SteeringError, match="not for clients"):
+        await generate(engine, "own", extra_args={FILE_KEY: b"x"})
 
 
 async def rows_come_with_the_stream(engine: Any, right: Any) -> None:

@@ -27,7 +27,7 @@ from vllm_steer.engine.outbox import Outbox
 from vllm_steer.errors import SteeringError
 from vllm_steer.log import steering_logger
 from vllm_steer.metrics.engine_stats import EngineMeter
-from vllm_steer.params import EXTRA_KEY, program_bytes
+from vllm_steer.params import EXTRA_KEY, program_bytes, take_in
 from vllm_steer.points import how_to_switch_on, points_on
 from vllm_steer.program import Ledger, Program, Resolved, resolve
 from vllm_steer.program.kept import PROGRAMS
@@ -84,6 +84,7 @@ def steering_scheduler(base: Any) -> Any:
             super().add_request(request)
 
         def _bind(self, request: Any) -> None:
+            take_in(request)
             data = program_bytes(request.sampling_params)
             if data is None or request.request_id in self.requests:
                 return

@@ -21,10 +21,10 @@ MOST_BYTES = 256 << 20
 
 _HEAD, _TAIL = 1 << 14, 256
 """Edits and digests of some 180 sites stand in the head; longer programs, equal there, take each other's place."""
-_Place: TypeAlias = tuple[int, bytes, bytes]
+Place: TypeAlias = tuple[int, bytes, bytes]
 
 
-def _place_of(data: bytes) -> _Place:
+def place_of(data: bytes) -> Place:
     """Where bytes are kept; of others with the same place, those that came last."""
     return len(data), data[:_HEAD], data[-_TAIL:]
 
@@ -39,7 +39,7 @@ class KeptPrograms:
     """The programs used last, as many as take ``most_bytes`` in their encoded form; they take as much again decoded."""
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
-        self._programs: LRUCache[_Place, _Kept] = LRUCache(most_bytes, getsizeof=lambda kept: _size(kept.data))
+        self._programs: LRUCache[Place, _Kept] = LRUCache(most_bytes, getsizeof=lambda kept: _size(kept.data))
         self._lock = threading.Lock()
 
     def find(self, data: bytes, checked: bool) -> Program | None:
@@ -60,12 +60,12 @@ class KeptPrograms:
         data = self.same(data)
         with self._lock:
             if _size(data) <= self._programs.maxsize:
-                self._programs[_place_of(data)] = _Kept(program, checked, data)
+                self._programs[place_of(data)] = _Kept(program, checked, data)
         return data
 
     def _equal(self, data: bytes) -> _Kept | None:
         with self._lock:
-            kept: _Kept | None = self._programs.get(_place_of(data))
+            kept: _Kept | None = self._programs.get(place_of(data))
         return kept if kept is not None and kept.data == data else None
 
 
