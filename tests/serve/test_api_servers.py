@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,7 @@ def server(model: Path, log: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         patch.setenv("VLLM_LOGGING_LEVEL", "INFO")
         running = run_server(model, [*vllm_command(), "serve"], flags, log)
         url = next(running)
+    both_answer(url)
     yield url, temporary
     running.close()  # type: ignore[attr-defined]
     assert not list(temporary.glob("vllm-steer-*"))
@@ -68,6 +70,17 @@ def over_a_connection(method: str, url: str, **fields: Any) -> tuple[int, httpx.
     return process, response
 
 
+def both_answer(url: str) -> None:
+    """Wait for the second server: until it is up the first one answers everything, for long on a busy machine."""
+    processes: set[int] = set()
+    for _ in range(600):
+        processes.add(over_a_connection("GET", f"{url}/health")[0])
+        if len(processes) == 2:
+            return
+        time.sleep(0.2)
+    raise AssertionError(f"only one server has answered: {processes}")
+
+
 def test_a_handle_is_good_at_every_api_server(server: tuple[str, Path]) -> None:
     """Catches rows that only the process which answered the request can give, expire or delete."""
     url, temporary = server
@@ -78,7 +91,7 @@ def test_a_handle_is_good_at_every_api_server(server: tuple[str, Path]) -> None:
         result = response.json()["choices"][0]["capture_results"]["memory"]
         assert result["status"] == "ok", result
         kept_by[result["id"]] = process
-        assert len(kept_by) < 40, "the kernel gives every connection to one process"
+        assert len(kept_by) < 400, "the kernel gives every connection to one process"
     for handle, writer in kept_by.items():
         readers: set[int] = set()
         while readers <= {writer}:
