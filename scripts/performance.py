@@ -136,8 +136,8 @@ LIMITS = """
   a quarter of the layers in steps of up to 64 tokens; in larger ones those between layers, or those within.
 * First tokens of steered batches, and 16 probes: in every build measured here each request brought its vectors along,
   through the front end and a socket, also where others had brought the same (96 vectors of an 8B model are 1.5 MiB a
-  request, 16 probes 256 KiB). Requests then join one after another, and every step in which some join is a longer one.
-  Equal programs cross to the engine once since.
+  request, 16 probes 256 KiB; `benchmarks/results/program-hops.json` has what that takes). Presumably requests then join
+  one after another, and every step in which some join is a longer one. Equal programs cross to the engine once since.
 * Captured rows of many requests: 2 MiB a step for one layer at batch 256 are copied once in the engine's process and go
   to the front end over a socket.
 """

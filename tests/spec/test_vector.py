@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.spec import pack_vector, parse_fields, parse_vector
+from vllm_steer.spec import bytes_of, pack_vector, parse_fields, parse_vector
 
 FLOAT32_MAX = 3.4028234663852886e38
 float32s = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -240,6 +240,35 @@ def test_pack_and_parse_are_inverse_for_all_finite_bits(raw):
     bits = np.frombuffer(raw + bytes(-len(raw) % 4), np.float32)
     if np.isfinite(bits).all():
         assert parse_vector(pack_vector(bits)).tobytes() == bits.tobytes()
+
+
+WIDE = np.arange(12, dtype="<f4")
+
+
+@pytest.mark.parametrize(
+    "given_as",
+    [
+        lambda raw: np.frombuffer(raw, "<f4"),
+        lambda raw: np.frombuffer(raw, "<f4")[4:],
+        lambda raw: np.frombuffer(raw, "<f4", offset=16),
+        lambda raw: np.frombuffer(raw, "<f4", count=5),
+        lambda raw: np.frombuffer(raw, "<f4")[::-1],
+        lambda raw: np.frombuffer(raw, "<f4")[::2],
+        lambda raw: np.frombuffer(raw, "<f4").astype(">f4"),
+        lambda raw: np.frombuffer(raw, "<i4"),
+        lambda raw: np.frombuffer(raw, "<f4").tolist(),
+    ],
+)
+def test_the_bytes_are_those_of_the_vector(given_as):
+    """Catches the bytes underneath a part, or a view in another order, taken for the vector's own."""
+    given_vector = given_as(WIDE.tobytes())
+    right = struct.pack(f"<{len(given_vector)}f", *given_vector)
+    assert bytes_of(parse_vector(given_vector)) == right
+
+
+def test_bytes_that_are_there_are_not_copied():
+    raw = WIDE.tobytes()
+    assert bytes_of(parse_vector(np.frombuffer(raw, "<f4"))) is raw
 
 
 def test_three_wide_vectors_parse_without_work_per_component():
