@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.shapes import SHAPES, environment, save_shape
+from benchmarks.trace import work_of
 
 STEPS = 4
-WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 def record(variant: str, model: str, batch: int, pipe: Any) -> None:
@@ -60,13 +60,8 @@ def record(variant: str, model: str, batch: int, pipe: Any) -> None:
             with profile(activities=[ProfilerActivity.CUDA]) as profiler:
                 for _ in range(STEPS):
                     engine.step()
-            with tempfile.TemporaryDirectory() as folder:
-                trace = Path(folder, "trace.json")
-                profiler.export_chrome_trace(str(trace))
-                events = json.loads(trace.read_text())["traceEvents"]
-            work = sorted((e for e in events if e.get("cat") in WORK), key=lambda e: (e["args"]["stream"], e["ts"]))
             streams: dict[int, list[str]] = {}
-            for event in work:
+            for event in work_of(profiler):
                 streams.setdefault(event["args"]["stream"], []).append(event["name"])
             pipe.send(list(streams.values()))
         while engine.has_unfinished_requests():

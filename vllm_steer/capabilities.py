@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakValueDictionary
 
 from vllm_steer.config import SteeringConfig
 from vllm_steer.errors import SteeringError
@@ -36,6 +37,10 @@ class Capabilities:
     no_capture: str | None = None
     unread: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
+    _placed: WeakValueDictionary[int, Program] = field(
+        default_factory=WeakValueDictionary, init=False, repr=False, compare=False
+    )
+    """Programs by their ids, as long as they are there, that have been found to act only where that is served."""
 
     @classmethod
     def merge(
@@ -61,6 +66,17 @@ class Capabilities:
 
         ``prompt_len`` or ``max_tokens`` None: not known yet, and what depends on them is checked later.
         """
+        # Requests with equal programs share the program: where it acts is looked at once.
+        if self._placed.get(id(program)) is not program:
+            self._check_places(program)
+            self._placed[id(program)] = program
+        if prompt_len is not None:
+            resolved = resolve(program, prompt_len, self.num_layers)
+            self._check_size(resolved)
+            if max_tokens is not None and resolved.max_captures:
+                self._check_budget(self._most_bytes(resolved, prompt_len, max_tokens))
+
+    def _check_places(self, program: Program) -> None:
         if program.vectors and program.width != self.hidden_size:
             raise SteeringError(
                 "vector", f"has {program.width} elements, but this model's hidden size is {self.hidden_size}"
@@ -73,11 +89,6 @@ class Capabilities:
             where = f"capture at {POINT_NAMES[read.point]}"
             self._check_place(read, where, "positions")
             self._check_readable(read, where)
-        if prompt_len is not None:
-            resolved = resolve(program, prompt_len, self.num_layers)
-            self._check_size(resolved)
-            if max_tokens is not None and resolved.max_captures:
-                self._check_budget(self._most_bytes(resolved, prompt_len, max_tokens))
 
     def most_row_bytes(self, program: Program, prompt_len: int | None, max_tokens: int | None) -> int:
         """What the captured rows of one sample may come to; ``program`` is checked."""

@@ -30,7 +30,7 @@ from vllm_steer.capture.server_wide import with_captures
 from vllm_steer.config import SteeringConfig, from_vllm_config, rows_of_all_stages
 from vllm_steer.errors import SteeringError
 from vllm_steer.metrics.collectors import start as start_metrics
-from vllm_steer.params import FILE_KEY, MODULES_KEY, capture_specs, program_of
+from vllm_steer.params import FILE_KEY, MODULES_KEY, capture_specs, program_bytes, program_of
 from vllm_steer.program.shelf import Shelf
 from vllm_steer.registry.directory import DirectoryStore
 from vllm_steer.registry.registry import SteeringRegistry
@@ -219,7 +219,7 @@ async def admitted_soon(engine_client: Any, params: Any) -> Any:
 
 def check_params(params: Any, served: Served | None, prompt_len: int | None = None) -> None:
     """Raise :class:`SteeringError` unless these sampling parameters can be served exactly as asked."""
-    if program_of(params) is None:
+    if program_bytes(params) is None:
         return
     if served is None:
         raise SteeringError("steering", NOT_ENABLED)
@@ -233,7 +233,7 @@ def check_engine_request(input_processor: Any, request: Any) -> None:
         raise SteeringError(MODULES_FIELD, NOT_ENABLED)
     if FILE_KEY in extra:
         raise SteeringError(f"extra_args.{FILE_KEY}", "is not for clients")
-    if program_of(request.sampling_params) is None:
+    if program_bytes(request.sampling_params) is None:
         if capture_specs(request.sampling_params):
             raise SteeringError("extra_args.steer_capture", "comes without its program; use capture instead")
         return

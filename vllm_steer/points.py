@@ -38,7 +38,7 @@ class Point:
     @property
     def optional(self) -> bool:
         """Whether it is there only in an engine that was started with it."""
-        return self.name in get_args(OptionalPointName)
+        return self.name in OPTIONAL_POINTS
 
 
 POINTS: Mapping[PointName, Point] = MappingProxyType(

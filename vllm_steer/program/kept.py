@@ -24,9 +24,39 @@ _HEAD, _TAIL = 1 << 14, 256
 Place: TypeAlias = tuple[int, bytes, bytes]
 
 
+_MOST_LOOKED_AT = 32 << 20
+"""Bytes of the objects whose places are known."""
+
+
+class _Places:
+    """The place of each bytes object looked at last: one is looked at several times on a request's way, and those of a
+    module or of named probes are one object for all requests. The objects are held, so that none takes another's id."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[bytes, Place]] = {}
+        self._size = 0
+
+    def of(self, data: bytes) -> Place:
+        known = self._known.get(id(data))
+        if known is not None and known[0] is data:
+            return known[1]
+        if self._size > _MOST_LOOKED_AT:
+            # A new one: another thread may be adding to this one, whose objects must not go before their ids do.
+            self._known, self._size = {}, 0
+        place = len(data), data[:_HEAD], data[-_TAIL:]
+        self._known[id(data)] = data, place
+        self._size += _size(data)
+        return place
+
+
+_PLACES = _Places()
+
+
 def place_of(data: bytes) -> Place:
-    """Where bytes are kept; of others with the same place, those that came last."""
-    return len(data), data[:_HEAD], data[-_TAIL:]
+    """Where bytes are kept; of others with the same place, those that came last.
+
+    One object for equal places of one bytes object, whose parts remember their hashes."""
+    return _PLACES.of(data)
 
 
 class _Kept(NamedTuple):

@@ -68,7 +68,7 @@ class Read(msgspec.Struct, frozen=True, array_like=True):
         return Selector.from_wire(self.tokens)
 
 
-class Program(msgspec.Struct, frozen=True, array_like=True, dict=True):
+class Program(msgspec.Struct, frozen=True, array_like=True, dict=True, weakref=True):
     """All edits of one request, in the order in which they apply, and all its reads.
 
     ``vectors[i]`` holds ``width`` little-endian float32 values; ``digests[i]`` is their content digest. A projection is

@@ -41,6 +41,7 @@ MAX_OPTIONS_SIZE = 16384
 MAX_OPTIONS_DEPTH = 8
 
 _CONSUMER_NAME = re.compile("[a-z][a-z0-9_-]{0,63}")
+_NO_OPTIONS = "{}"
 _OPTION_NAME = re.compile("[A-Za-z_][A-Za-z0-9_-]{0,63}")
 _EXAMPLE = '{"memory": {"hooks": {"post_block": [12]}, "positions": "last_prompt"}}'
 
@@ -105,7 +106,7 @@ class CaptureSpec:
     @property
     def options(self) -> dict[str, Any]:
         """The consumer's own options; a new dict each time."""
-        options: dict[str, Any] = json.loads(self._options)
+        options: dict[str, Any] = json.loads(self._options) if self._options != _NO_OPTIONS else {}
         return options
 
     def with_reduce(self, reduce: Reduce) -> "CaptureSpec":
@@ -283,7 +284,7 @@ def _read_reduce(value: object) -> Reduce:
 
 def _read_options(value: object) -> str:
     if value is None:
-        return "{}"
+        return _NO_OPTIONS
     if not isinstance(value, Mapping):
         raise SteeringError("options", f"must be a dict, not {shown(value)} ({type(value).__name__})")
     for name in value:
