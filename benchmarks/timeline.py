@@ -11,6 +11,7 @@ host is what limits; if it is busy for longer, the kernels that are named are.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
@@ -25,7 +26,7 @@ from benchmarks.cost import register, variants
 from benchmarks.shapes import SHAPES, environment, save_shape
 
 STOCK, TOKENS = "stock", 64
-STEPS = slice(18, 56)
+STEPS = 18, 56
 """All requests have joined by then, and none has ended."""
 
 
@@ -34,6 +35,7 @@ def serve(who: str, model: str, pipe: Any) -> None:
     try:
         # The profiler is switched on by a function of ours in the worker.
         os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
         settings: dict[str, Any] = {
             "max_model_len": 2048, "max_num_seqs": 256, "max_num_batched_tokens": 8192, "gpu_memory_utilization": 0.1,
             "kv_cache_memory_bytes": 4 << 30, "enable_prefix_caching": False,
@@ -67,7 +69,7 @@ def serve(who: str, model: str, pipe: Any) -> None:
             began = time.perf_counter()
             llm.generate(prompts, params, use_tqdm=False)
             seconds = time.perf_counter() - began
-            pipe.send({"seconds": seconds, **llm.collective_rpc(trace.end, args=(STEPS,))[0]})
+            pipe.send({"seconds": seconds, **llm.collective_rpc(trace.end, args=STEPS)[0]})
     except Exception:  # whatever it is, it ends this process, and the one that waits at the pipe has to hear of it
         pipe.send({"failed": traceback.format_exc()})
 
@@ -117,8 +119,10 @@ def main() -> None:
                 print(variant, {name: round(value, 3) for name, value in shown.items()}, flush=True)
         finally:
             for process, pipe in engines.values():
-                pipe.send(None)
-                process.join(60)
+                # One that has failed no longer listens.
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.send(None)
+                process.join(20)
                 process.kill()
 
 

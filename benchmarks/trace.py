@@ -36,8 +36,8 @@ def begin(worker: Any) -> None:
     setattr(worker, _KEPT, (profiler, time.thread_time(), time.process_time()))
 
 
-def end(worker: Any, steps: slice) -> dict[str, Any]:
-    """To be called in a worker: what the GPU did in ``steps`` (see :func:`summary`).
+def end(worker: Any, first: int, last: int) -> dict[str, Any]:
+    """To be called in a worker: what the GPU did in steps ``first`` to ``last`` (see :func:`summary`).
 
     Beside it the CPU seconds since :func:`begin`: of this thread, which is the engine's where the worker lives in its
     process, and of the process.
@@ -45,18 +45,19 @@ def end(worker: Any, steps: slice) -> dict[str, Any]:
     profiler, thread, process = getattr(worker, _KEPT)
     host = {"thread seconds": time.thread_time() - thread, "process seconds": time.process_time() - process}
     profiler.stop()
-    return {**host, **summary(work_of(profiler), steps)}
+    return {**host, **summary(work_of(profiler), first, last)}
 
 
-def summary(work: list[dict[str, Any]], steps: slice) -> dict[str, Any]:
-    """Milliseconds of a step, from one sampling to the next: median over ``steps`` of all that were recorded.
+def summary(work: list[dict[str, Any]], first: int, last: int) -> dict[str, Any]:
+    """Milliseconds of a step, from one sampling to the next: median over steps ``first`` to ``last`` of all
+    that were recorded.
 
     ``main`` is the stream that samples: how long it was busy and how long it had nothing to do; ``others`` how long any
     of the other streams was busy. ``kernels`` are the milliseconds per step of each name, on all streams.
     """
     main = next(e["args"]["stream"] for e in work if ONCE_A_STEP in e["name"])
     marks = [e["ts"] + e["dur"] for e in work if ONCE_A_STEP in e["name"]]
-    kept = list(pairwise(marks))[steps]
+    kept = list(pairwise(marks))[first:last]
     own = [(e["ts"], e["ts"] + e["dur"]) for e in work if e["args"]["stream"] == main]
     others = sorted((e["ts"], e["ts"] + e["dur"]) for e in work if e["args"]["stream"] != main)
     busy = [_covered(own, *step) for step in kept]

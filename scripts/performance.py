@@ -66,24 +66,26 @@ class Aim(NamedTuple):
     cells: tuple[tuple[str, str, str], ...]
 
 
-_ONE, _HALVES, _QUEUE, _PLACE, _TWO = (
-    f"gpu-cost-llama-8b{name}.json" for name in ("", "-halves", "-queue", "-by-place", "-tp2")
+_SIDE, _ONCE, _AGAIN, _QUEUE, _TWO = (
+    f"gpu-cost-llama-8b{name}.json" for name in ("", "-once", "-again", "-queue", "-tp2")
 )
 _BATCHES = ("1", "8", "32", "128", "256")
 _PROBES = "16 probes by name at 4 layers, all tokens"
 AIMS: Sequence[Aim] = (
     Aim("nothing requested, time per output token", "per token", 1.003, True,
-        tuple((_ONE, "idle", batch) for batch in _BATCHES)),
+        tuple((_SIDE, "idle", batch) for batch in _BATCHES)),
     Aim("the same between two stock engines", "per token", None, True,
-        tuple((_HALVES, "stock again", batch) for batch in ("1", "128"))),
+        tuple((_ONCE, "stock again", batch) for batch in ("1", "128"))),
     Aim("nothing requested, two GPUs", "per token", 1.003, True,
         tuple((_TWO, "idle", batch) for batch in ("1", "32", "128"))),
     Aim("nothing requested, first token", "first token", 1.01, True,
-        tuple((_ONE, "idle", batch) for batch in (*_BATCHES, "prefill 8192"))),
-    Aim("one site, every request", "per token", 1.005, True, tuple((_ONE, "one site", batch) for batch in _BATCHES)),
-    Aim("96 sites, own vectors, batch 1", "per token", 1.04, True, ((_HALVES, "all sites", "1"),)),
+        tuple((_SIDE, "idle", batch) for batch in (*_BATCHES, "prefill 8192"))),
+    Aim("one site, every request", "per token", 1.005, True,
+        (*((_SIDE, "one site", batch) for batch in _BATCHES), (_ONCE, "one site", "8"))),
+    Aim("96 sites, own vectors, batch 1", "per token", 1.04, True,
+        ((_ONCE, "all sites", "1"), (_AGAIN, "all sites", "1"))),
     Aim("96 sites, own vectors, batch 128", "per token", 1.02, True,
-        ((_HALVES, "all sites", "128"), (_PLACE, "all sites", "128"))),
+        ((_ONCE, "all sites", "128"),)),
     Aim("a program of its own for each request, 256 at a time", "throughput", 0.98, False,
         ((_QUEUE, "own program each", "1000"),)),
     Aim("capture one layer, all tokens, 1,000 prompts, 256 generated", "throughput", 0.97, False,
@@ -93,8 +95,8 @@ AIMS: Sequence[Aim] = (
     Aim("capture all layers, all tokens, batch 32", "throughput", 0.6, False,
         ((_QUEUE, "capture all layers, all tokens", "32"),)),
     Aim("16 probes at 4 layers, all tokens", "throughput", 0.99, False,
-        ((_QUEUE, _PROBES, "1000"), (_PLACE, _PROBES, "1000"), (_ONE, _PROBES, "1000"))),
-    Aim("prefill of 8,192 tokens, one site", "first token", 1.005, True, ((_ONE, "one site", "prefill 8192"),)),
+        ((_ONCE, _PROBES, "1000"), (_AGAIN, _PROBES, "1000"))),
+    Aim("prefill of 8,192 tokens, one site", "first token", 1.005, True, ((_SIDE, "one site", "prefill 8192"),)),
 )  # fmt: skip
 
 PINNED = """
@@ -134,10 +136,13 @@ LIMITS = """
 * The host, where a step of the GPU is shorter than what Python does for it, as in a model of 0.6 B at batch 1.
 * Steered sites: the launches of the taps beside theirs that find nothing to do, half a microsecond to one each: those of
   a quarter of the layers in steps of up to 64 tokens; in larger ones those between layers, or those within.
-* First tokens of steered batches, and 16 probes: in every build measured here each request brought its vectors along,
-  through the front end and a socket, also where others had brought the same (96 vectors of an 8B model are 1.5 MiB a
-  request, 16 probes 256 KiB; `benchmarks/results/program-hops.json` has what that takes). Presumably requests then join
-  one after another, and every step in which some join is a longer one. Equal programs cross to the engine once since.
+* First tokens of steered batches, until equal programs crossed to the engine once: 128 requests with the same vectors at
+  all sites, 1.5 MiB each, took 4.2 times as long as plain ones in the build before, and take 1.4 times as long since
+  (`benchmarks/results/program-hops.json` has what a program takes on its way). Requests that each bring vectors that
+  nobody has brought still carry them. On two GPUs first tokens of steered batches take 1.4 to 1.8 times as long.
+* 16 probes: of that, some. A queue of 1,000 lost 3 to 4 % before and loses 1.4 to 2.1 % since. In a batch of 256 it is
+  some 20 ms until the first token and 0.1 to 0.2 ms of each step of 10.5; half of the latter is what the taps' launches
+  take (`benchmarks/results/gpu-taps.json`). What the rest is, `benchmarks/timeline.py` is there to tell; it has not run.
 * Captured rows of many requests: 2 MiB a step for one layer at batch 256 are copied once in the engine's process and go
   to the front end over a socket.
 """

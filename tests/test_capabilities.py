@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 
 from vllm_steer import CaptureSpec, Edit, SteeringConfig, SteeringError
@@ -29,3 +31,32 @@ def test_captures_are_refused_where_rows_of_earlier_stages_are_lost() -> None:
     read = CaptureSpec(hooks={"post_block": [3]}, positions="all")
     with pytest.raises(SteeringError, match=r"capture: is not served: under pipeline parallelism"):
         capabilities.check(compile_program([], [read]), prompt_len=10)
+
+
+def test_what_one_engine_serves_another_may_not() -> None:
+    """Catches a program that counts as served everywhere because one engine has looked at it, and what depends on the
+    request's lengths looked at once."""
+    program = compile_program([Edit(kind="add", point="post_block", layers=3, vector=[1.0] * 64, tokens=[-5])])
+    roomy = Capabilities(4, 64, 1000, "float32", {}, SteeringConfig())
+    roomy.check(program, prompt_len=10)
+    for _ in range(2):
+        with pytest.raises(SteeringError, match="layer 3 does not exist"):
+            Capabilities(3, 64, 1000, "float32", {}, SteeringConfig()).check(program, prompt_len=10)
+    no_edits = Capabilities(4, 64, 1000, "float32", {"post_block": {3: "a reason"}}, SteeringConfig())
+    for _ in range(2):
+        with pytest.raises(SteeringError, match="not served at layer 3: a reason"):
+            no_edits.check(program, prompt_len=10)
+    with pytest.raises(SteeringError, match="tokens"):
+        roomy.check(program, prompt_len=4)
+
+
+def test_where_programs_act_is_remembered_as_long_as_they_are_there() -> None:
+    """Catches a front end that remembers every program it has ever seen, and one that looks at each again."""
+    capabilities = Capabilities(4, 64, 1000, "float32", {}, SteeringConfig())
+    for i in range(3):
+        capabilities.check(compile_program([Edit(kind="add", point="post_block", layers=i, vector=[1.0] * 64)]), 10)
+    gc.collect()
+    assert not capabilities._placed
+    program = compile_program([Edit(kind="add", point="post_block", layers=1, vector=[1.0] * 64)])
+    capabilities.check(program, 10)
+    assert list(capabilities._placed.values()) == [program]

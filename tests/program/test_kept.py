@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.program import Program, compile_program, program, resolve
+from vllm_steer.program import Program, compile_program, kept, program, resolve
 from vllm_steer.program.kept import KeptPrograms
 from vllm_steer.spec import CaptureSpec, Edit
 
@@ -94,3 +94,18 @@ def test_each_length_and_stage_has_its_own_segments() -> None:
     for length in range(200):
         resolve(read, length + 1, 4)
     assert len(read.resolved) <= 64
+
+
+def test_places_are_known_by_the_object_and_held_with_it() -> None:
+    """Catches bytes that get the place of others, which stood at the same address before, and a process that holds
+    every program it was ever sent."""
+    places = kept._Places()
+    for i in range(5000):
+        data = i.to_bytes(8, "little") * 4096
+        assert places.of(data) == (len(data), data[: kept._HEAD], data[-kept._TAIL :])
+        assert places.of(data) is places.of(data)
+        other = bytes(bytearray(data))
+        assert other is not data
+        assert places.of(other) == places.of(data)
+    held = sum(len(data) for data, _ in places._known.values())
+    assert 0 < held <= kept._MOST_LOOKED_AT + len(data)

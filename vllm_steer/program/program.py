@@ -21,7 +21,7 @@ from vllm_steer.program.instructions import CODES, KIND_OF, UNBOUNDED
 from vllm_steer.program.kept import PROGRAMS
 from vllm_steer.spec import KINDS, CaptureSpec, Edit, Projection, Selector, bytes_of, content_digest, projection_digest
 
-WIRE_VERSION = 4
+WIRE_VERSION = 5
 ALL_LAYERS: tuple[int, ...] = ()
 WHOLE = -1
 """The ``projection`` of a read whose rows leave as they are."""

@@ -13,7 +13,6 @@ that user where this one was killed (:mod:`vllm_steer.serve.spool`).
 
 from __future__ import annotations
 
-import hashlib
 import secrets
 import tempfile
 import threading
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from blake3 import blake3
 from cachetools import LRUCache
 
 from vllm_steer.errors import SteeringError
@@ -170,4 +170,4 @@ def _is_whole(shelved: _Shelved) -> bool:
 
 
 def _digest(data: bytes) -> bytes:
-    return hashlib.sha256(data).digest()
+    return blake3(data).digest()

@@ -7,7 +7,6 @@ little-endian order, base64-encoded (RFC 4648, with padding, without line breaks
 
 import base64
 import binascii
-import hashlib
 import sys
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from blake3 import blake3
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.spec.scalars import FLOAT32_MAX, is_integer, shown
@@ -42,8 +42,12 @@ PACKED_KEYS = frozenset({"dtype", "shape", "data"})
 
 
 def content_digest(data: bytes) -> bytes:
-    """The digest of a vector's little-endian float32 bytes, 16 bytes: what it is known by in every process."""
-    return hashlib.sha256(data).digest()[:16]
+    """The digest of a vector's little-endian float32 bytes, 16 bytes: what it is known by in every process.
+
+    BLAKE3, which a request's vectors pass through in a seventh of the time of SHA-256 where processors have no
+    instructions for that.
+    """
+    return blake3(data).digest(length=16)
 
 
 def parse_vector(value: object, field: str = "vector") -> Vector:

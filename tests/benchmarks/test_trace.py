@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a profile of the GPU is read as."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks.cost import first_token
+from benchmarks.trace import ONCE_A_STEP, summary
+
+
+def event(name: str, start: float, duration: float, stream: int) -> dict[str, Any]:
+    return {"name": name, "ts": start, "dur": duration, "args": {"stream": stream}}
+
+
+def test_a_step_is_from_one_sampling_to_the_next() -> None:
+    """Catches time in which the main stream waits that is counted as busy because another stream is, kernels that
+    overlap counted twice, and first steps, in which requests still join, taken into the median."""
+    work = [event("warm up", -4000, 100, 7), event(f"void {ONCE_A_STEP}", -3000, 100, 7)]
+    for i in range(6):
+        begin = 1000.0 * i
+        work += [
+            event("gemm", begin, 600, 7),
+            event("tap", begin + 550, 100, 7),  # launched while the one in front still runs
+            event("copy", begin + 500, 350, 8),
+            event(f"void {ONCE_A_STEP}", begin + 700, 100, 7),
+        ]
+    found = summary(sorted(work, key=lambda e: (e["args"]["stream"], e["ts"])), 2, 5)
+    assert found["steps"] == 3
+    assert (found["step"], found["busy"], found["others"]) == pytest.approx((1.0, 0.75, 0.35))
+    assert found["idle"] == pytest.approx(0.25)
+    assert found["kernels"] == pytest.approx({"gemm": 0.6, "copy": 0.35, "tap": 0.1, f"void {ONCE_A_STEP}": 0.1})
+    assert found["periods"] == [3.7, 1.0, 1.0, 1.0, 1.0, 1.0]
+
+
+def test_first_tokens_are_compared_over_both_orders() -> None:
+    """Catches the engine that has waited, by turns the one and the other, taken for the slower one."""
+    waited, ran = 1.3, 1.0
+    raw = {
+        "stock": [[ran], [waited], [ran], [waited]],
+        "steered": [[waited], [ran], [waited], [ran]],
+    }
+    assert first_token(raw) == pytest.approx(1.0)
+    assert first_token({"stock": [[ran]], "steered": [[waited]]}) == pytest.approx(1.3)
