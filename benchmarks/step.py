@@ -96,6 +96,7 @@ def scheduler() -> Any:
     made.steering_admission = Admission(Ledger(8, 8, 8), 8, 600)
     made.steering_outbox, made._steering_meter = Outbox(), EngineMeter(made.steering_admission)
     made._capture_rows, made._drafts, made._steered, made._malformed, made.requests = 8, False, {}, {}, {}
+    made._readers = set()
     return made
 
 

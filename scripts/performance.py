@@ -210,6 +210,23 @@ def _steps(table: MakeTable) -> str:
     )
 
 
+def _outputs(table: MakeTable) -> str:
+    """What an output takes in the front end."""
+    result = json.loads((RESULTS / "outputs.json").read_text())
+    by_kind = result["microseconds"]
+    rows = [
+        (case, *(f"{found[case] / found['stock vLLM']:.2f}" for found in by_kind.values()))
+        for case in next(iter(by_kind.values()))
+    ]
+    return (
+        "\nTime of one output in the front end's output processor, as a ratio to stock vLLM's (`python -m\n"
+        f"benchmarks.outputs`; {_loaded(result)}); stock takes "
+        + " and ".join(f"{found['stock vLLM']:.1f} µs {kind}" for kind, found in by_kind.items())
+        + ":\n\n"
+        + table(("requests", *by_kind), rows)
+    )
+
+
 def _loaded(result: Mapping[str, Any]) -> str:
     about = result["environment"]
     return f"{about['cpus']} cores, load average {about['load_average'][0]:.1f}"
@@ -221,7 +238,7 @@ def page(table: MakeTable) -> str:
     sections += [_kernels(json.loads(path.read_text()), path.name, table) for path in RESULTS.glob("gpu-kernels.json")]
     sections += [_load(json.loads(path.read_text()), path.name, table) for path in sorted(RESULTS.glob("load*.json"))]
     pinned = json.loads((RESULTS / "gpu-pinned.json").read_text())
-    return HEAD + _aims(table) + "".join(sections) + _pinned(pinned, table) + host(table) + _steps(table) + LIMITS
+    return HEAD + _aims(table) + "".join(sections) + _pinned(pinned, table) + host(table) + _steps(table) + _outputs(table) + LIMITS
 
 
 def _aims(table: MakeTable) -> str:

@@ -17,11 +17,10 @@ wrapped                                               why no official seam will 
 ``OutputProcessor.add_request``                       a sample that captures collects its rows from its first output on;
                                                       the last step that each sample takes ahead of the engine, where
                                                       its key's cache salt is put on it and the front end's keys are
-                                                      taken off
+                                                      taken off. Its state becomes one of ours where it is steered or
+                                                      read (``capture/samples.py``): outputs have no field for what was
+                                                      applied and captured, nor for why a request was ended
 ``OutputProcessor.process_outputs``                   captured rows come on outputs of their own, ahead of the requests'
-``RequestState.make_request_output``                  outputs have no field for what was applied to the request, nor for
-                                                      why it was ended
-``RequestState._new_completion_output``               results go onto the sample's ``CompletionOutput``
 ``RequestOutput.add``                                 outputs merged in a stream would lose them
 ``to_sampling_params``, ``to_beam_search_params``     the OpenAI request classes drop fields that they do not know
 ``StatLoggerManager.__init__``                        vLLM's group of plug-ins for this reaches ``AsyncLLM`` alone, and
@@ -34,7 +33,6 @@ wrapped                                               why no official seam will 
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -119,7 +117,7 @@ def wrap_front_end() -> None:
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.input_processor import InputProcessor
     from vllm.v1.engine.llm_engine import LLMEngine
-    from vllm.v1.engine.output_processor import OutputProcessor, RequestState
+    from vllm.v1.engine.output_processor import OutputProcessor
     from vllm.v1.metrics.loggers import StatLoggerManager
 
     _wrap_assign_request_id(InputProcessor)
@@ -128,8 +126,6 @@ def wrap_front_end() -> None:
     _wrap(AsyncLLM, "add_request", _add_request_async)
     _wrap(OutputProcessor, "add_request", _output_processor_add_request)
     _wrap(OutputProcessor, "process_outputs", _process_outputs)
-    _wrap(RequestState, "make_request_output", _make_request_output)
-    _wrap(RequestState, "_new_completion_output", _new_completion_output)
     _wrap(RequestOutput, "add", _request_output_add)
     _wrap(StatLoggerManager, "__init__", _stat_logger_manager_init)
     CompletionOutput.capture_results = CompletionOutput.capture_rows = None
@@ -208,15 +204,18 @@ def _add_request_async(original: Callable[..., Any]) -> Callable[..., Any]:
 def _output_processor_add_request(original: Callable[..., Any]) -> Callable[..., Any]:
     def add_request(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         from vllm_steer.capture.outputs import begin
+        from vllm_steer.capture.samples import SteeredSample
         from vllm_steer.frontend import served_on
         from vllm_steer.metrics.requests import count_request
-        from vllm_steer.params import leave_to_engine
+        from vllm_steer.params import leave_to_engine, program_bytes
         from vllm_steer.registry.outputs import note_applied
         from vllm_steer.serve.authority import salt_request
         from vllm_steer.serve.exchange import follow
 
         salt_request(request)
         original(self, request, *args, **kwargs)
+        if program_bytes(request.sampling_params) is not None:
+            self.request_states[request.request_id].__class__ = SteeredSample
         begin(self, request)
         note_applied(self, request)
         follow(self, request)
@@ -237,41 +236,6 @@ def _process_outputs(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, engine_core_outputs, *args, **kwargs)
 
     return process_outputs
-
-
-# These two run for every output of every request, steered or not: what they need is looked up once.
-def _make_request_output(original: Callable[..., Any]) -> Callable[..., Any]:
-    from vllm_steer.engine.admission import REFUSED
-    from vllm_steer.registry.outputs import state_applied
-    from vllm_steer.serve.protocol import NoRoomError
-
-    names = list(inspect.signature(original).parameters)[1:]
-    stop = names.index("stop_reason")
-
-    def make_request_output(self: Any, *args: Any, **kwargs: Any) -> Any:
-        stop_reason = args[stop] if stop < len(args) else kwargs.get("stop_reason")
-        if isinstance(stop_reason, str) and stop_reason.startswith(REFUSED) and self.queue is not None:
-            # AsyncLLM raises what it finds in a request's queue; ``LLM`` returns an output that ended with an error.
-            self.queue.put(NoRoomError(stop_reason.removeprefix(REFUSED)))
-            return None
-        return state_applied(self, original(self, *args, **kwargs))
-
-    return make_request_output
-
-
-def _new_completion_output(original: Callable[..., Any]) -> Callable[..., Any]:
-    from vllm_steer.capture.outputs import finish, new_rows
-    from vllm_steer.serve.exchange import note_results
-
-    def new_completion_output(self: Any, token_ids: Any, finish_reason: Any, stop_reason: Any, *rest: Any) -> Any:
-        output = original(self, token_ids, finish_reason, stop_reason, *rest)
-        output.capture_rows = new_rows(self)
-        if finish_reason is not None:
-            output.capture_results = finish(self)
-            note_results(self, output.capture_results)
-        return output
-
-    return new_completion_output
 
 
 def _request_output_add(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -60,3 +60,37 @@ def test_steering_is_refused_and_the_engine_serves_on(stock: Any) -> None:
 def test_the_search_finds_our_objects_where_they_are(llm: Any) -> None:
     """Negative control of the first test."""
     assert len(ours(llm)) > 12
+
+
+def test_plain_requests_take_vllms_own_way_in_an_engine_that_steers(llm: Any) -> None:
+    """Catches work of ours for every output, and for every request of every step, of requests that asked for none; and
+    requests that asked, on vLLM's own way, where no result and no limit on captured rows is known."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine.output_processor import RequestState
+
+    from vllm_steer.capture.samples import SteeredSample
+
+    engine, scheduler = llm.llm_engine, scheduler_of(llm)
+    states = engine.output_processor.request_states
+
+    def last_word() -> Any:
+        return scheduler._reserve_prefill_lookahead.__func__
+
+    def types() -> dict[str, type]:
+        return {state.external_req_id: type(state) for state in states.values()}
+
+    engine.add_request("plain", prompt(1, 2, 3), params(30))
+    engine.add_request("steered", prompt(1, 2, 3), params(4, steering_vectors={"post_block": {1: direction(1)}}))
+    assert types() == {"plain": RequestState, "steered": SteeredSample}
+    engine.step()
+    assert last_word() is Scheduler._reserve_prefill_lookahead
+    engine.add_request("read", prompt(1, 2, 3), params(4, capture={"memory": {"hooks": {"post_block": [1]}}}))
+    assert types()["read"] is SteeredSample
+    engine.step()
+    assert last_word().__module__ == "vllm_steer.engine.scheduler"
+    done = []
+    while engine.has_unfinished_requests():
+        done += [output for output in engine.step() if output.finished]
+    assert last_word() is Scheduler._reserve_prefill_lookahead
+    found = {output.request_id: (output.capture_results is None, output.steering_applied is None) for output in done}
+    assert found == {"plain": (True, True), "steered": (True, False), "read": (False, True)}

@@ -35,6 +35,7 @@ from vllm_steer.program.kept import PROGRAMS
 logger = steering_logger(__name__)
 
 NO_ROOM = "not captured: capture_mib was taken up by other requests when this one was admitted (capture_policy fail)"
+_LAST_WORD = "_reserve_prefill_lookahead"
 
 
 def make_scheduler(*args: Any, **kwargs: Any) -> Any:
@@ -61,6 +62,7 @@ def steering_scheduler(base: Any) -> Any:
             self._steering_hash = get_hash_fn_by_name(self.vllm_config.cache_config.prefix_caching_hash_algo)
             self._steering_points = frozenset(points_on(config.points))
             self._steered: dict[str, Resolved] = {}
+            self._readers: set[str] = set()
             self._malformed: dict[str, str] = {}
             self._capture_rows = config.capture_rows
             budget = (config.capture_mib << 20) // self._row_bytes()
@@ -97,7 +99,7 @@ def steering_scheduler(base: Any) -> Any:
             resolved = resolve(program, request.num_prompt_tokens, self._steering_layers)
             if not resolved.rows:
                 return
-            self._steered[request.request_id] = resolved
+            self._follow(request.request_id, resolved)
             if self._needs_whole_prompt(resolved, request):
                 request.skip_reading_prefix_cache = True
             upstream = request._block_hasher
@@ -105,6 +107,13 @@ def steering_scheduler(base: Any) -> Any:
                 request._block_hasher = steering_hasher(upstream, resolved, self.hash_block_size, self._steering_hash)
                 request.block_hashes = []
                 request.update_block_hashes()
+
+        def _follow(self, request_id: str, resolved: Resolved) -> None:
+            self._steered[request_id] = resolved
+            if resolved.max_captures:
+                self._readers.add(request_id)
+            else:
+                self._readers.discard(request_id)
 
         def _needs_whole_prompt(self, resolved: Resolved, request: Any) -> bool:
             """Whether reads forbid any cache hit: where hits cannot be cut to a position (hybrid caches,
@@ -189,6 +198,11 @@ def steering_scheduler(base: Any) -> Any:
         def schedule(self, *args: Any, **kwargs: Any) -> Any:
             self.steering_admission.begin_step()
             self._capture_left = self._capture_rows
+            # Asked of every request in every step: vLLM's own stands ahead of ours while nobody reads.
+            if self._readers:
+                self.__dict__.pop(_LAST_WORD, None)
+            else:
+                self.__dict__[_LAST_WORD] = super()._reserve_prefill_lookahead
             return super().schedule(*args, **kwargs)
 
         def _handle_blocked_waiting_request(self, request: Any) -> bool:
@@ -221,7 +235,7 @@ def steering_scheduler(base: Any) -> Any:
             self.steering_outbox.say(request, NO_ROOM)
             self._steering_meter.given_up += 1
             resolved = resolve(program, request.num_prompt_tokens, self._steering_layers)
-            self._steered[request.request_id] = resolved
+            self._follow(request.request_id, resolved)
             return resolved
 
         def _row_bytes(self) -> int:
@@ -230,6 +244,7 @@ def steering_scheduler(base: Any) -> Any:
 
         def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
             self._steered.pop(request.request_id, None)
+            self._readers.discard(request.request_id)
             self.steering_admission.release(request.request_id)
             return super()._free_request(request, *args, **kwargs)
 

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an output costs the front end, with vLLM's own output processor and with ours around it.
+
+    python -m benchmarks.outputs --out benchmarks/results/outputs.json
+
+Without an engine: outputs of one token each for 256 requests go through ``OutputProcessor.process_outputs``.
+Microseconds of one output, the least of several steps; what is wrapped is wrapped for a whole process, so each case has
+its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import platform
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+REQUESTS, STEPS = 256, 400
+CASES = ("stock vLLM", "plain requests", "steered requests")
+KINDS = {"streamed": "DELTA", "at the end": "FINAL_ONLY"}
+
+
+def measure(case: str, kind: str, pipe: Any) -> None:
+    """A child process: sends microseconds per output."""
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
+    from vllm.v1.engine.output_processor import OutputProcessor
+
+    fields: dict[str, Any] = {}
+    if case == CASES[0]:
+        from vllm import SamplingParams
+    else:
+        from vllm_steer import SamplingParams
+        from vllm_steer.plugin import wrap_front_end
+
+        wrap_front_end()
+        if case == CASES[2]:
+            fields = {"steering_vectors": {"post_block": {3: np.ones(4096, "f4")}}}
+    processor = OutputProcessor(None, log_stats=False)
+    for i in range(REQUESTS):
+        request = EngineCoreRequest(
+            request_id=f"request-{i}", external_req_id=f"request-{i}", prompt_token_ids=[1] * 16, mm_features=None,
+            sampling_params=SamplingParams(
+                max_tokens=2 * STEPS, detokenize=False, output_kind=RequestOutputKind[kind], **fields
+            ),
+            pooling_params=None, arrival_time=0.0, lora_request=None, cache_salt=None, data_parallel_rank=None,
+        )  # fmt: skip
+        processor.add_request(request, None)
+    outputs = [EngineCoreOutput(request_id=f"request-{i}", new_token_ids=[5]) for i in range(REQUESTS)]
+    least = float("inf")
+    for _ in range(STEPS):
+        started = time.perf_counter()
+        processor.process_outputs(outputs)
+        least = min(least, time.perf_counter() - started)
+    pipe.send(1e6 * least / REQUESTS)
+
+
+def measured(case: str, kind: str) -> float:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=measure, args=(case, kind, theirs))
+    process.start()
+    theirs.close()
+    try:
+        return float(ours.recv())
+    finally:
+        process.join()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    found = {name: {case: measured(case, kind) for case in CASES} for name, kind in KINDS.items()}
+    environment = {"cpus": os.cpu_count(), "load_average": os.getloadavg(), "machine": platform.machine()}
+    arguments.out.write_text(json.dumps({"environment": environment, "microseconds": found}, indent=1) + "\n")
+    print(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()
