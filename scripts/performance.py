@@ -238,7 +238,16 @@ def page(table: MakeTable) -> str:
     sections += [_kernels(json.loads(path.read_text()), path.name, table) for path in RESULTS.glob("gpu-kernels.json")]
     sections += [_load(json.loads(path.read_text()), path.name, table) for path in sorted(RESULTS.glob("load*.json"))]
     pinned = json.loads((RESULTS / "gpu-pinned.json").read_text())
-    return HEAD + _aims(table) + "".join(sections) + _pinned(pinned, table) + host(table) + _steps(table) + _outputs(table) + LIMITS
+    return (
+        HEAD
+        + _aims(table)
+        + "".join(sections)
+        + _pinned(pinned, table)
+        + host(table)
+        + _steps(table)
+        + _outputs(table)
+        + LIMITS
+    )
 
 
 def _aims(table: MakeTable) -> str:
