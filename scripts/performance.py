@@ -66,8 +66,8 @@ class Aim(NamedTuple):
     cells: tuple[tuple[str, str, str], ...]
 
 
-_SIDE, _ONCE, _AGAIN, _QUEUE, _TWO = (
-    f"gpu-cost-llama-8b{name}.json" for name in ("", "-once", "-again", "-queue", "-tp2")
+_SIDE, _ONCE, _AGAIN, _QUEUE, _TWO, _HALVES, _PLACE = (
+    f"gpu-cost-llama-8b{name}.json" for name in ("", "-once", "-again", "-queue", "-tp2", "-halves", "-by-place")
 )
 _BATCHES = ("1", "8", "32", "128", "256")
 _PROBES = "16 probes by name at 4 layers, all tokens"
@@ -136,13 +136,13 @@ LIMITS = """
 * The host, where a step of the GPU is shorter than what Python does for it, as in a model of 0.6 B at batch 1.
 * Steered sites: the launches of the taps beside theirs that find nothing to do, half a microsecond to one each: those of
   a quarter of the layers in steps of up to 64 tokens; in larger ones those between layers, or those within.
-* First tokens of steered batches, until equal programs crossed to the engine once: 128 requests with the same vectors at
-  all sites, 1.5 MiB each, took 4.2 times as long as plain ones in the build before, and take 1.4 times as long since
-  (`benchmarks/results/program-hops.json` has what a program takes on its way). Requests that each bring vectors that
-  nobody has brought still carry them. On two GPUs first tokens of steered batches take 1.4 to 1.8 times as long.
-* 16 probes: of that, some. A queue of 1,000 lost 3 to 4 % before and loses 1.4 to 2.1 % since. In a batch of 256 it is
-  some 20 ms until the first token and 0.1 to 0.2 ms of each step of 10.5; half of the latter is what the taps' launches
-  take (`benchmarks/results/gpu-taps.json`). What the rest is, `benchmarks/timeline.py` is there to tell; it has not run.
+* First tokens of steered batches. 128 requests with the same vectors at all sites, 1.5 MiB each, took {halves:.1f} times as
+  long as plain ones, {place:.1f} times since programs are found by their digests, and {once:.1f} times since equal ones cross to
+  the engine once (`benchmarks/results/program-hops.json` has what a program takes on its way). Requests that bring vectors
+  that nobody has brought still carry them.
+* 16 probes. A queue of 1,000 ran at {probes_before} of stock vLLM's throughput before equal programs crossed once, and at
+  {probes} since, in two leases: no further apart than the leases are. What is left is not known; `benchmarks/timeline.py`
+  is there to tell, and has not run yet.
 * Captured rows of many requests: 2 MiB a step for one layer at batch 256 are copied once in the engine's process and go
   to the front end over a socket.
 """
@@ -246,8 +246,20 @@ def page(table: MakeTable) -> str:
         + host(table)
         + _steps(table)
         + _outputs(table)
-        + LIMITS
+        + _limits()
     )
+
+
+def _limits() -> str:
+    first = {
+        name: _cell(file, "all sites", "128", "first token")
+        for name, file in (("halves", _HALVES), ("place", _PLACE), ("once", _ONCE))
+    }
+    before, since = (
+        ", ".join(f"{_cell(file, _PROBES, '1000', 'throughput'):.3f}" for file in files)
+        for files in ((_QUEUE, _PLACE, _SIDE), (_ONCE, _AGAIN))
+    )
+    return LIMITS.format(**first, probes_before=before, probes=since)
 
 
 def _aims(table: MakeTable) -> str:

@@ -44,8 +44,7 @@ PACKED_KEYS = frozenset({"dtype", "shape", "data"})
 def content_digest(data: bytes) -> bytes:
     """The digest of a vector's little-endian float32 bytes, 16 bytes: what it is known by in every process.
 
-    BLAKE3, which a request's vectors pass through in a seventh of the time of SHA-256 where processors have no
-    instructions for that.
+    BLAKE3: every vector of every request passes through it, and many processors have no instructions for SHA-256.
     """
     return blake3(data).digest(length=16)
 
