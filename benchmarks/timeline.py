@@ -82,7 +82,14 @@ def main() -> None:
     parser.add_argument(
         "--variants",
         nargs="+",
-        default=["idle", "one site", "capture one layer, all tokens", "16 probes by name at 4 layers, all tokens"],
+        # Idle again: whatever was done before must leave no trace.
+        default=[
+            "idle",
+            "one site",
+            "capture one layer, all tokens",
+            "16 probes by name at 4 layers, all tokens",
+            "idle",
+        ],
     )
     arguments = parser.parse_args()
     context = multiprocessing.get_context("spawn")
@@ -100,23 +107,28 @@ def main() -> None:
                 if (answer := pipe.recv()) is not None:
                     raise RuntimeError(answer["failed"])
             result["environment"] = environment()
-            usual: dict[str, float] = {}
+            usual: dict[str, dict[str, float]] = {}
             for variant in (STOCK, *arguments.variants):
                 _, pipe = engines[STOCK if variant == STOCK else "steered"]
                 pipe.send((variant, arguments.batch))
                 answer = pipe.recv()
                 if "failed" in answer:
                     raise RuntimeError(answer["failed"])
-                kernels = answer.pop("kernels")
-                if variant == STOCK:
-                    usual = kernels
-                # What differs by a microsecond a step and more.
-                changed = {name: kernels.get(name, 0) - usual.get(name, 0) for name in {**usual, **kernels}}
-                answer["more"] = {name: more for name, more in sorted(changed.items()) if abs(more) >= 1e-3}
-                result["variants"][variant] = answer
+                found = {what: answer.pop(what) for what in ("kernels", "waits")}
+                usual = usual or found
+                for what, spent in found.items():
+                    # What differs by a microsecond a step and more.
+                    changed = {name: spent.get(name, 0) - usual[what].get(name, 0) for name in {**usual[what], **spent}}
+                    answer[f"more {what}"] = {name: more for name, more in sorted(changed.items()) if abs(more) >= 1e-3}
+                again = " again" if variant in result["variants"] else ""
+                result["variants"][variant + again] = answer
                 arguments.out.write_text(json.dumps(result, indent=1) + "\n")
-                shown = {name: value for name, value in answer.items() if name not in ("periods", "more")}
-                print(variant, {name: round(value, 3) for name, value in shown.items()}, flush=True)
+                shown = {
+                    name: value
+                    for name, value in answer.items()
+                    if name not in ("periods", "more kernels", "more waits")
+                }
+                print(variant + again, {name: round(value, 3) for name, value in shown.items()}, flush=True)
         finally:
             for process, pipe in engines.values():
                 # One that has failed no longer listens.

@@ -53,7 +53,8 @@ def summary(work: list[dict[str, Any]], first: int, last: int) -> dict[str, Any]
     that were recorded.
 
     ``main`` is the stream that samples: how long it was busy and how long it had nothing to do; ``others`` how long any
-    of the other streams was busy. ``kernels`` are the milliseconds per step of each name, on all streams.
+    of the other streams was busy. ``kernels`` are the milliseconds per step of each name, on all streams; ``waits``
+    those that the main stream had nothing to do for, by the name of what came next.
     """
     main = next(e["args"]["stream"] for e in work if ONCE_A_STEP in e["name"])
     marks = [e["ts"] + e["dur"] for e in work if ONCE_A_STEP in e["name"]]
@@ -65,6 +66,11 @@ def summary(work: list[dict[str, Any]], first: int, last: int) -> dict[str, Any]
     for event in work:
         if kept[0][0] <= event["ts"] < kept[-1][1]:
             total[event["name"]] += event["dur"]
+    waits: Counter[str] = Counter()
+    reached = since = kept[0][0]
+    for event in (e for e in work if e["args"]["stream"] == main and since <= e["ts"] < kept[-1][1]):
+        waits[event["name"]] += max(0, event["ts"] - reached)
+        reached = max(reached, event["ts"] + event["dur"])
     return {
         "steps": len(kept),
         "step": statistics.median(until - since for since, until in kept) / 1000,
@@ -73,6 +79,7 @@ def summary(work: list[dict[str, Any]], first: int, last: int) -> dict[str, Any]
         "others": statistics.median(_covered(others, *step) for step in kept) / 1000,
         "periods": [round((until - since) / 1000, 3) for since, until in pairwise(marks)],
         "kernels": {name: spent / 1000 / len(kept) for name, spent in total.most_common()},
+        "waits": {name: spent / 1000 / len(kept) for name, spent in waits.most_common()},
     }
 
 

@@ -51,7 +51,7 @@ LIMITS: tuple[Limit, ...] = (
         "edit instructions (one per row, site and edit) on the device at one time",
     ),
     Limit("max_segments", 32, 1, 1024, "stretches of differently edited or read positions that one request may have"),
-    Limit("capture_rows", 8192, 1, 1 << 24, "captured rows of one step; each takes hidden size x bytes of the dtype"),
+    Limit("capture_rows", 14336, 1, 1 << 24, "captured rows of one step; each takes hidden size x bytes of the dtype"),
     Limit(
         "graph_sets",
         8,
@@ -130,7 +130,7 @@ class SteeringConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     max_vectors: int = 2048
     max_instructions: int = 65536
     max_segments: int = 32
-    capture_rows: int = 8192
+    capture_rows: int = 14336
     graph_sets: int = 8
     capture_mib: int = 4096
     queue_timeout: int = 600

@@ -227,13 +227,14 @@ def _output_processor_add_request(original: Callable[..., Any]) -> Callable[...,
 
 
 def _process_outputs(original: Callable[..., Any]) -> Callable[..., Any]:
-    from vllm_steer.capture.outputs import take_rows
+    from vllm_steer.capture.outputs import consumers_held_back, take_rows
     from vllm_steer.engine.outbox import CARRIER
 
     def process_outputs(self: Any, engine_core_outputs: Any, *args: Any, **kwargs: Any) -> Any:
         if engine_core_outputs and engine_core_outputs[0].request_id == CARRIER:
             engine_core_outputs = take_rows(self, engine_core_outputs)
-        return original(self, engine_core_outputs, *args, **kwargs)
+        with consumers_held_back(self):
+            return original(self, engine_core_outputs, *args, **kwargs)
 
     return process_outputs
 

@@ -3,19 +3,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from vllm.v1.engine import EngineCoreOutput
 
 from vllm_steer.capture import inbox
 from vllm_steer.capture.assemble import Assembly, Chunk
 from vllm_steer.capture.inbox import Inbox
+from vllm_steer.engine import step_rows
 from vllm_steer.engine.outbox import CARRIER, REASON_KEY, ROWS_KEY
-from vllm_steer.engine.step_rows import Entries, StepRows
+from vllm_steer.engine.step_rows import Entries, StepRows, brought_together
 
 CODES = (4, 10)
 
@@ -117,6 +122,86 @@ def test_what_a_request_keeps_is_its_own() -> None:
     front.box.end("a")
     (chunk,) = front.live["a"]._chunks
     assert chunk.rows.base is None and chunk.rows.nbytes == 3 * len(CODES)
+
+
+def test_steps_of_a_settled_batch_are_brought_together() -> None:
+    """Catches a request that goes through all steps by itself: rows lie together when the first one takes its own."""
+    front = FrontEnd("a", "b", "c")
+    for position in range(6):
+        front.step(step(position, "a", "b", "c"))
+    assert front.end("a") == [expected("a", 0, 6)]
+    assert len(front.box._steps) == 1
+    front.step(step(6, "b", "c"), step(7, "b", "c"))
+    assert front.end("c") == [expected("c", 0, 8)]
+    assert len(front.box._steps) == 2
+    assert front.end("b") == [expected("b", 0, 8)]
+
+
+def together(*steps: StepRows) -> int:
+    return len(brought_together(steps))
+
+
+def test_only_what_follows_is_brought_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches positions that came again taken for later ones, requests in another order, entries of unequal length,
+    other sites, and copies of rows that are large."""
+    entries = step(0, "a", "b").entries
+
+    def at(position: int, **about: Any) -> StepRows:
+        return dataclasses.replace(step(position, "a", "b", **about), entries=entries)
+
+    assert together(at(0), at(1), at(2)) == 1
+    assert together(at(0), at(2)) == together(at(1), at(1)) == 2
+    assert together(at(0, count=2), at(2)) == 2
+    assert together(at(0), step(1, "b", "a")) == 2
+    assert together(at(0), step(1, "a", codes=(0,)), at(1)) == 3
+    uneven = dataclasses.replace(at(0), start=np.array([0, 5]))
+    assert together(uneven, at(1)) == 2
+    monkeypatch.setattr(step_rows, "_SMALL", 5)
+    assert together(at(0), at(1)) == 2
+
+
+KINDS = [
+    Entries(tuple(names), (codes,) * len(names), projection)
+    for names, codes, projection in (("ab", (0,), b""), ("ba", (0,), b""), ("ab", (0,), b"p"), ("ab", (0, 2), b""))
+]
+STEP = st.tuples(st.sampled_from(KINDS), st.sampled_from((1, 1, 1, 2)), st.integers(0, 2))
+
+
+def served(doings: list[Any]) -> list[dict[tuple[bytes, int, int], bytes]]:
+    """What each request has after these: steps of a kind, of so many positions, that go back so many; or a request that
+    takes what has come for it."""
+    front, position = FrontEnd("a", "b"), 0
+    for number, doing in enumerate(doings):
+        if isinstance(doing, str):
+            front.box.settle(doing)
+            continue
+        kind, count, back = doing
+        position = max(position - back, 0)
+        one, each = np.ones(2, dtype=np.int64), 2 * count * len(kind.codes[0])
+        rows = np.stack([np.full(each, number), np.arange(each)], axis=1).astype(np.uint8)
+        front.step(StepRows(kind, position * one, count * one, rows))
+        position += count
+    return [laid_out(front.end(name)) for name in "ab"]
+
+
+@given(st.lists(STEP | st.sampled_from("ab"), max_size=14))
+def test_a_request_gets_the_same_whether_or_not_steps_are_brought_together(doings: list[Any]) -> None:
+    """Catches rows of a neighbour, of another position, site or form, and an order in which an older one counts."""
+    found = served(doings)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(inbox, "brought_together", list)
+        assert served(doings) == found
+
+
+def laid_out(chunks: list[Chunk]) -> dict[tuple[bytes, int, int], bytes]:
+    """The row that counts at each position, by form and site: the last one."""
+    found = {}
+    for chunk in chunks:
+        rows = np.frombuffer(chunk.rows, np.uint8).reshape(chunk.count, len(chunk.captures), -1)
+        for i in range(chunk.count):
+            for place, capture in enumerate(chunk.captures):
+                found[chunk.projection, capture, chunk.start + i] = rows[i, place].tobytes()
+    return found
 
 
 def test_rows_as_they_come() -> None:

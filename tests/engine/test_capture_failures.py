@@ -7,7 +7,6 @@ of one run; what they break is the content of rows, never the engine.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -233,27 +232,3 @@ def test_rows_that_are_views_of_the_arena_are_seen(llm: Any, monkeypatch: pytest
     for got, true in zip(run(llm, asked, [wanted] * 2), right, strict=True):
         with pytest.raises(AssertionError):
             close_to(result(got), result(true))
-
-
-@pytest.mark.failure(5)
-def test_a_step_stores_nothing_before_the_arena_is_read(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a step that does not wait for the copies of the one before, which run beside it on a GPU."""
-    steering = llm.llm_engine.model_executor.driver_worker.worker.model_runner.steering
-    events: list[str] = []
-
-    def noted(owner: Any, name: str) -> None:
-        original = getattr(owner, name)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            events.append(name)
-            return original(*args, **kwargs)
-
-        monkeypatch.setattr(owner, name, call)
-
-    noted(steering._departures, "finish_reading")
-    noted(steering, "_places_of")
-    noted(steering._departures, "start")
-    run(llm, prompts(1), [params(4, logprobs=None, capture=capture())])
-    assert events.count("start") == 4
-    for before, event in itertools.pairwise(events):
-        assert event == "finish_reading" or before != "start", events

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
-from vllm_steer.engine.collect import Departures, Leaving, PendingRows
+from vllm_steer.engine.collect import Departures, Leaving, products
 from vllm_steer.engine.step_rows import Channel, Entries, Plan
 
 pytestmark = pytest.mark.gpu
@@ -16,9 +18,9 @@ ROWS, HIDDEN, LATE = 64, 256, 50_000_000
 FORMS = {"rows": b"", "some rows": b"", "products": b"products"}
 
 
-def leave(form: str, *, wait: bool) -> tuple[PendingRows, torch.Tensor, torch.Tensor]:
-    """A step's rows start on their way behind much other work, and the next step stores over them; what left, the rows
-    and the directions."""
+def agree(form: str, *, late: str) -> bool:
+    """Whether a step's rows arrive as they were, though the stream ``late`` is and the next step stores over them and
+    takes what memory is free."""
     arena = torch.randn(ROWS, HIDDEN, device="cuda").bfloat16()
     right = arena.clone()
     directions = torch.randn(4, HIDDEN, device="cuda")
@@ -33,38 +35,36 @@ def leave(form: str, *, wait: bool) -> tuple[PendingRows, torch.Tensor, torch.Te
     before.event.synchronize()
     before.release()
     torch.cuda.synchronize()
-    with torch.cuda.stream(departures._streams.copying):
-        torch.cuda._sleep(LATE)  # the copy is late; a step is not
+    size = len(before.rows[FORMS[form]]) * before.rows[FORMS[form]].shape[1]
+    with torch.cuda.stream(departures._leaving if late == "leaving" else torch.cuda.current_stream()):
+        torch.cuda._sleep(LATE)
     pending = departures.start(arena, None, plan, forms)
-    if wait:
-        departures.finish_reading()
     arena.fill_(0)
-    chosen = right if places is None else right[torch.from_numpy(places).cuda()]
-    return pending, chosen, directions
-
-
-def agree(form: str, *, wait: bool) -> bool:
-    pending, chosen, directions = leave(form, wait=wait)
-    right = chosen if form != "products" else chosen.float() @ directions.T
+    # Of the same size: they take the memory of what is leaving as soon as the allocator gives it back.
+    others = [torch.zeros(size, dtype=torch.uint8, device="cuda") for _ in range(8)]
     pending.event.synchronize()
-    return torch.equal(pending.rows[FORMS[form]], right.view(torch.uint8).cpu())
+    torch.cuda.synchronize()
+    chosen = right if places is None else right[torch.from_numpy(places).cuda()]
+    wanted = chosen if form != "products" else products(chosen, directions)
+    del others
+    return torch.equal(pending.rows[FORMS[form]], wanted.view(torch.uint8).cpu())
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_the_next_step_waits_until_the_arena_is_read(form: str) -> None:
-    """Catches the next step's rows in the place of this one's; without the wait they are there."""
-    assert agree(form, wait=True)
-    assert not agree(form, wait=False)
+def test_rows_leave_when_they_are_there(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a transfer that does not wait for the step whose rows it takes; without the wait others arrive."""
+    assert agree(form, late="main")
+    monkeypatch.setattr(torch.cuda.Stream, "wait_stream", lambda self, other: None)
+    assert not agree(form, late="main")
 
 
-def test_memory_is_not_used_again_while_a_product_reads_it() -> None:
-    """Catches directions of a request that is gone, replaced while the last product with them waits."""
-    pending, chosen, directions = leave("products", wait=True)
-    right = (chosen.float() @ directions.T).view(torch.uint8)
-    place = directions.data_ptr()
-    del directions
-    # Of the same size: it takes that memory as soon as the allocator gives it back.
-    others = [torch.zeros(4, HIDDEN, device="cuda") for _ in range(8)]
-    pending.event.synchronize()
-    assert torch.equal(pending.rows[b"products"], right.cpu())
-    assert place not in {each.data_ptr() for each in others}
+@pytest.mark.parametrize("form", FORMS)
+def test_memory_is_not_used_again_while_rows_leave(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches rows of another step, whose memory was that of rows that waited to leave; as without the note of who
+    reads it."""
+    assert agree(form, late="leaving")
+
+    def forgotten(self: Any, stream: Any) -> None: ...
+
+    monkeypatch.setattr(torch.Tensor, "record_stream", forgotten)
+    assert not agree(form, late="leaving")

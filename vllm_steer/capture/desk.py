@@ -7,9 +7,11 @@ result is looked at, and nowhere before.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -63,6 +65,8 @@ class CaptureDesk:
         self._threads: dict[str, ThreadPoolExecutor] = {}
         self._meters: dict[str, ConsumerMeter] = {}
         self._closed = False
+        self._may_start = threading.Event()
+        self._may_start.set()
         self.server_wide: Specs = ()
         for name, given in {"memory": {}, **options}.items():
             own, specs = split_options(name, given)
@@ -115,7 +119,18 @@ class CaptureDesk:
         self._meters[name].queued()
         return result
 
+    @contextmanager
+    def held_back(self) -> Iterator[None]:
+        """No consumer starts on another sample meanwhile: its thread would contend for the interpreter with the one
+        that processes a step's outputs, in which many samples may end."""
+        self._may_start.clear()
+        try:
+            yield
+        finally:
+            self._may_start.set()
+
     def _deliver_measured(self, queued: float, name: str, *args: Any) -> CaptureResult:
+        self._may_start.wait()
         started = time.monotonic()
         result = self._deliver(name, *args)
         self._meters[name].reported(result.status, started - queued, time.monotonic() - started)

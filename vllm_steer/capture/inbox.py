@@ -3,7 +3,8 @@
 
 Nothing is done per request while a batch decodes: steps are kept as they came, and split when a request ends or wants
 its rows at once, or when they have grown to :data:`KEPT_BYTES` or :data:`KEPT_STEPS`. So what one long request can keep
-alive of its neighbours' rows is bounded by those.
+alive of its neighbours' rows is bounded by those. Small rows are brought together by request first, for all requests at
+once (:func:`~vllm_steer.engine.step_rows.brought_together`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import numpy.typing as npt
 
 from vllm_steer.capture.assemble import Assembly, Chunk
 from vllm_steer.engine.outbox import CARRIER, REASON_KEY, ROWS_KEY
-from vllm_steer.engine.step_rows import StepRows, read_entries
+from vllm_steer.engine.step_rows import StepRows, brought_together, read_entries
 
 KEPT_BYTES = 32 << 20
 KEPT_STEPS = 64
@@ -44,8 +45,10 @@ class Inbox:
         self._show = show
         self._steps: list[StepRows] = []
         self._size = 0
+        # How many of them have been looked at for what can be brought together.
+        self._together = 0
         self._following: dict[str, weakref.ref[Assembly]] = {}
-        # How many of the kept steps a request has taken its rows out of.
+        # How many of the kept steps a request has taken its rows out of, if any.
         self._taken: dict[str, int] = {}
         # Assemblies of aborted requests end wherever they are collected.
         self._lock = threading.RLock()
@@ -54,7 +57,9 @@ class Inbox:
         """A request that captures has been added; it is forgotten when it ends, or its assembly does."""
         with self._lock:
             self._following[request_id] = weakref.ref(assembly, lambda _: self._forget(request_id))
-            self._taken[request_id] = len(self._steps)
+            # Rows of an earlier request of that id are not this one's.
+            if any(request_id in step.entries.index for step in self._steps):
+                self._taken[request_id] = len(self._steps)
 
     def take_in(self, outputs: Sequence[Any]) -> Sequence[Any]:
         """Take the rows out of an engine's outputs, at whose head they are; returns the rest."""
@@ -115,15 +120,19 @@ class Inbox:
 
     def _clear(self) -> None:
         self._steps.clear()
-        self._size = 0
-        self._taken = dict.fromkeys(self._taken, 0)
+        self._size = self._together = 0
+        self._taken.clear()
         self._show(0)
 
     def _split_off(self, request_id: str) -> list[Chunk]:
         """Join the request's rows of the steps that are new to it, as long as positions follow one another."""
+        if len(self._steps) > self._together:
+            untouched = max(self._together, *self._taken.values(), 0)
+            self._steps[untouched:] = brought_together(self._steps[untouched:])
+            self._together = len(self._steps)
         runs: list[_Run] = []
         latest: dict[tuple[bytes, tuple[int, ...]], _Run] = {}
-        for step in self._steps[self._taken[request_id] :]:
+        for step in self._steps[self._taken.get(request_id, 0) :]:
             entries = step.entries
             starts, counts, rows = step.extents
             for entry in entries.index.get(request_id, ()):

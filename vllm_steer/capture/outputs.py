@@ -8,6 +8,7 @@ ends when vLLM forgets the sample: after an abort or a client that went away, no
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,7 @@ from vllm_steer.spec import CaptureSpec
 
 _RUNNING = "_steering_capture"
 INBOX = "_steering_rows"
+_NOTHING_TO_HOLD: AbstractContextManager[None] = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,13 @@ def begin(output_processor: Any, request: Any) -> None:
 def take_rows(output_processor: Any, outputs: Sequence[Any]) -> Sequence[Any]:
     """Take captured rows out of an engine's outputs; returns those that are of requests."""
     return _inbox(output_processor).take_in(outputs)
+
+
+def consumers_held_back(output_processor: Any) -> AbstractContextManager[None]:
+    """While a step's outputs are processed; nothing where nobody has ever read."""
+    if getattr(output_processor, INBOX, None) is None:
+        return _NOTHING_TO_HOLD
+    return desk_of(output_processor).held_back()
 
 
 def _inbox(output_processor: Any) -> Inbox:

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Captured rows on their way out of the worker: arena → copy on one side stream → pinned memory on another.
+"""Captured rows on their way out of the worker: arena → copy on the main stream → pinned memory on a side stream.
 
-The copy frees the arena for the next step, which waits for it; meanwhile the main stream makes logits and samples.
-Where rows leave projected, their product with the directions takes the copy's place, and k numbers leave of each. The
-way to the host has a stream of its own, so that a long one holds no later copy up, and thereby no step. Device-to-host
-copies are as many as there are forms in the step, however many sites and requests; whose rows they are is settled when
-they have arrived, off the thread that launches the next step wherever vLLM hands outputs over asynchronously.
+The copy frees the arena for the next step. Where rows leave projected, their product with the directions takes its
+place, and k numbers leave of each. The side stream has transfers alone, no kernel: once kernels have run on a second
+stream, an H200 takes longer from each kernel of a CUDA graph to the next, as long as the process lives
+(``benchmarks/timeline.py``). Device-to-host copies are as many as there are forms in the step, however many sites and
+requests; whose rows they are is settled when they have arrived, off the thread that launches the next step wherever
+vLLM hands outputs over asynchronously.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,6 +26,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput
 from vllm_steer.engine.step_rows import Integers, Plan, Reading, StepRows
 
 ATTRIBUTE = "steering_rows"
+_PIECES, _FEW_RESULTS = 16, 1 << 18
 
 
 @dataclass(frozen=True)
@@ -76,14 +79,6 @@ class PendingRows:
         return rows if self.release is None else rows.copy()
 
 
-class _Streams:
-    """``copied`` happens on ``copying`` when the arena has been read."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.copying, self.leaving = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self.copied = torch.cuda.Event()
-
-
 class Departures:
     """Starts each step's rows on their way, without a sync.
 
@@ -92,8 +87,7 @@ class Departures:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._streams = _Streams(device) if device.type == "cuda" else None
-        self._arena_is_read = False
+        self._leaving = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._free: deque[tuple[torch.Tensor, torch.Tensor, Any]] = deque()
         # Of each form, the last places that were uploaded: a steady batch has the same ones in every step.
         self._places: dict[bytes, tuple[Integers, torch.Tensor]] = {}
@@ -101,31 +95,26 @@ class Departures:
     def start(
         self, stored: torch.Tensor, position: torch.Tensor | None, plan: Plan | Reading, forms: tuple[Leaving, ...]
     ) -> PendingRows:
-        """``stored`` ``[rows, hidden]`` is the used part of the arena, to be left as it is until
-        :meth:`finish_reading`; ``position`` ``[tokens]`` int64 or None."""
+        """``stored`` ``[rows, hidden]`` is the used part of the arena, which the next step on this stream may store to;
+        ``position`` ``[tokens]`` int64 or None."""
         # The runner's own buffer, which it writes again before the next step of ours begins.
         where = None if position is None else position.clone()
-        streams = self._streams
-        if streams is None:
-            return PendingRows(plan, {form.projection: self._form(stored, form) for form in forms}, where)
-        streams.copying.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(streams.copying):
-            parts = {form.projection: self._form(stored, form) for form in forms}
-            streams.copied.record()
-        self._arena_is_read = True
+        parts = {form.projection: self._form(stored, form) for form in forms}
+        if self._leaving is None:
+            return PendingRows(plan, parts, where)
         buffers = self._buffers(sum(part.nbytes for part in parts.values()), 0 if where is None else len(where))
         host_rows, host_where, event = buffers
         arriving: dict[bytes, torch.Tensor] = {}
-        streams.leaving.wait_event(streams.copied)
-        with torch.cuda.stream(streams.leaving):
+        self._leaving.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._leaving):
             begin = 0
             for projection, part in parts.items():
-                part.record_stream(streams.leaving)
+                part.record_stream(self._leaving)
                 host = host_rows[begin : begin + part.nbytes].view(part.shape)
                 host.copy_(part, non_blocking=True)
                 arriving[projection], begin = host, begin + part.nbytes
             if where is not None:
-                where.record_stream(streams.leaving)
+                where.record_stream(self._leaving)
                 host_where[: len(where)].copy_(where, non_blocking=True)
             event.record()
         return PendingRows(
@@ -136,21 +125,11 @@ class Departures:
             lambda: self._free.append(buffers),
         )
 
-    def finish_reading(self) -> None:
-        """Before the arena is stored to: let the current stream wait until the last step's rows are out of it."""
-        if self._arena_is_read and self._streams is not None:
-            torch.cuda.current_stream().wait_event(self._streams.copied)
-        self._arena_is_read = False
-
     def _form(self, stored: torch.Tensor, form: Leaving) -> torch.Tensor:
-        """``[n, bytes of a row]`` uint8, in memory of its own, on the current stream."""
+        """``[n, bytes of a row]`` uint8, in memory of its own."""
         chosen = stored if form.rows is None else stored.index_select(0, self._uploaded(form.projection, form.rows))
         if form.directions is not None:
-            if self._streams is not None:
-                # Gathered on the main stream; its memory is not to be used again before this product is done.
-                form.directions.record_stream(self._streams.copying)
-            # The definition: rows and directions in float32, as the front end has it for what it projects itself.
-            chosen = chosen.float() @ form.directions.T
+            chosen = products(chosen, form.directions)
         elif form.rows is None:
             chosen = stored.clone()
         return chosen.view(torch.uint8)
@@ -162,7 +141,7 @@ class Departures:
         if len(self._places) > 64:
             self._places.clear()
         uploaded = torch.from_numpy(places)
-        if self._streams is not None:
+        if self._leaving is not None:
             uploaded = uploaded.pin_memory().to(self._device, non_blocking=True)
         self._places[projection] = (places, uploaded)
         return uploaded
@@ -184,6 +163,21 @@ class Departures:
     def num_bytes(self) -> int:
         """Of the buffers that are kept and free."""
         return sum(rows.nbytes + where.nbytes for rows, where, _ in tuple(self._free))
+
+
+def products(rows: torch.Tensor, directions: torch.Tensor) -> torch.Tensor:
+    """``rows`` ``[n, hidden]`` times ``directions`` ``[k, hidden]`` float32: ``[n, k]`` float32.
+
+    The definition: both in float32, as the front end has it for what it projects itself. A product with few results is
+    taken in pieces of ``hidden``, which are added up: by itself it would keep a few of the GPU's processors busy for
+    long, and its step waits for it.
+    """
+    n, k, hidden = len(rows), len(directions), rows.shape[1]
+    if n * k > _FEW_RESULTS:
+        return rows.float() @ directions.T
+    pieces = math.gcd(hidden, _PIECES)
+    left = rows.float().view(n, pieces, hidden // pieces).transpose(0, 1)
+    return torch.bmm(left, directions.view(k, pieces, hidden // pieces).permute(1, 2, 0)).sum(0)
 
 
 class LateRows(AsyncModelRunnerOutput):  # type: ignore[misc]

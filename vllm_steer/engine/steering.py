@@ -153,7 +153,6 @@ class Steering:
     def begin_step(self, batch: StepBatch) -> None:
         """Before the forward pass of a real step while :attr:`active`."""
         self._worked = True
-        self._departures.finish_reading()
         store = self.store
         store.flush()
         # Where drafts are in flight the host's first position may be too high, so its word on an end is not taken.

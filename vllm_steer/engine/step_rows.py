@@ -92,10 +92,51 @@ class StepRows:
         _, _, first = self.extents
         return self.rows[first[entry] : first[entry + 1]]
 
+    def is_followed_by(self, other: StepRows) -> bool:
+        """Whether ``other`` is the same for the positions behind, and both have few bytes of each entry, as many of
+        each."""
+        size, mine = self.rows.nbytes, self.entries
+        if other.entries is not mine or not 0 < size <= _SMALL * len(mine.ids) or other.rows.shape != self.rows.shape:
+            return False
+        sizes = self.count * mine.widths
+        return bool(
+            (other.start == self.start + self.count).all()
+            and (other.count == self.count).all()
+            and (sizes == sizes[0]).all()
+        )
+
     def chosen(self, entries: Sequence[int]) -> StepRows:
         """Some of the entries, with a copy of their rows."""
         rows = np.concatenate([self.of(entry) for entry in entries])
         return StepRows(self.entries.chosen(entries), self.start[entries], self.count[entries], rows)
+
+
+_SMALL = 4096
+"""Bytes of an entry in a step up to which it is worth to copy them once more."""
+
+
+def brought_together(steps: Sequence[StepRows]) -> list[StepRows]:
+    """The same rows in fewer steps: such as follow one another, with the same entries and the positions behind, become
+    one, in which each entry's rows lie together. Where these are many bytes, or not as many for each entry, steps stay
+    as they are; so do those with other steps of the same projection in between, whose order says what came last."""
+    found: list[list[StepRows]] = []
+    latest: dict[bytes, list[StepRows]] = {}
+    for step in steps:
+        run = latest.get(step.entries.projection)
+        if run is None or not run[-1].is_followed_by(step):
+            run = latest[step.entries.projection] = []
+            found.append(run)
+        run.append(step)
+    return [_joined(run) for run in found]
+
+
+def _joined(run: Sequence[StepRows]) -> StepRows:
+    first = run[0]
+    if len(run) == 1:
+        return first
+    entries = len(first.count)
+    rows = np.stack([step.rows.reshape(entries, -1, step.rows.shape[-1]) for step in run], axis=1)
+    return StepRows(first.entries, first.start, len(run) * first.count, rows.reshape(-1, rows.shape[-1]))
 
 
 @dataclass(frozen=True)
