@@ -7,6 +7,10 @@ Measured without a model: 64 requests that decode one token each and read one la
 layers, of a model 4,096 wide. ``worker`` makes a step's rows its own when they have arrived, ``engine`` passes them on
 and encodes the message, ``arrive`` decodes and keeps it, ``assemble`` makes each request's tensors of what it has when
 all have ended. The first two can delay the engine's next step, the others cannot.
+
+``ending`` is what the outputs of a step take in which 256 such requests end and are handed to their consumer:
+milliseconds, median of several such steps. Nothing else of the outputs' way is there. *At once*: the consumer's thread
+starts as it would without :meth:`CaptureDesk.held_back`.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import os
 import platform
 import statistics
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,8 +31,11 @@ import torch
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+from vllm_steer.capabilities import Capabilities
 from vllm_steer.capture.assemble import Assembly
+from vllm_steer.capture.desk import CaptureDesk
 from vllm_steer.capture.inbox import Inbox
+from vllm_steer.config import SteeringConfig
 from vllm_steer.engine.collect import ATTRIBUTE, Departures, Leaving, PendingRows
 from vllm_steer.engine.outbox import Outbox
 from vllm_steer.engine.step_rows import Steady
@@ -35,6 +43,7 @@ from vllm_steer.program import compile_program, resolve
 from vllm_steer.spec import CaptureSpec, Projection
 
 LAYERS, HIDDEN, REQUESTS, STEPS = 32, 4096, 64, 50
+ENDING, ROUNDS = 256, 5
 
 
 def measure(layers: Any, reduce: Projection | None = None) -> dict[str, float]:
@@ -81,6 +90,53 @@ def measure(layers: Any, reduce: Projection | None = None) -> dict[str, float]:
     return {name: statistics.mean(values) for name, values in spent.items()} | {"assemble": assembled}
 
 
+def ending(layers: Any, reduce: Projection | None, *, at_once: bool) -> float:
+    """Milliseconds of one step in which all requests end."""
+    spec = CaptureSpec(hooks={"post_block": layers}, positions="all", reduce=reduce)
+    (last,) = resolve(compile_program([], [spec]), 10, LAYERS).segments
+    names = [f"request-{i}" for i in range(ENDING)]
+    steady = Steady(tuple(names), (last.row,) * ENDING)
+    desk = CaptureDesk(Capabilities(LAYERS, HIDDEN, 4096, "bfloat16", {}, SteeringConfig()), "a model", {})
+    specs = (("memory", spec),)
+    spent = []
+    one = np.ones(ENDING, dtype=np.int64)
+    for _ in range(ROUNDS):
+        inbox, outbox = Inbox(), Outbox()
+        assemblies = {name: desk.begin() for name in names}
+        for name, assembly in assemblies.items():
+            inbox.follow(name, assembly)
+        for step in range(STEPS):
+            plan = steady.plan(one * (10 + step), one)
+            rows = {
+                each.entries.projection: torch.zeros(plan.num_rows, 2 * HIDDEN if reduce is None else 4 * 16).byte()
+                for each in plan.channels
+            }
+            outbox.take_in(
+                SimpleNamespace(**{ATTRIBUTE: PendingRows(plan, rows).arrived()}),
+                {name: SimpleNamespace(client_index=0) for name in names},
+            )
+            outputs: dict[int, Any] = {}
+            outbox.hand_out(outputs)
+            inbox.take_in(outputs[0].outputs)
+        results = []
+        began = time.perf_counter()
+        with nullcontext() if at_once else desk.held_back():
+            for name, assembly in assemblies.items():
+                inbox.end(name)
+                results.append(
+                    desk.finish(
+                        assembly, specs, request_id=name, sample=0, prompt_token_ids=(1,) * 10,
+                        output_token_ids=(1,) * (STEPS + 1),
+                    )
+                )  # fmt: skip
+        spent.append(1000 * (time.perf_counter() - began))
+        for each in results:
+            if each["memory"].status == "error":
+                raise RuntimeError(each["memory"].error)
+    desk.close()
+    return statistics.median(spent)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
@@ -99,9 +155,13 @@ def main() -> None:
             "torch": torch.__version__,
         },
         "microseconds_per_request_and_step": {name: measure(*case) for name, case in cases.items()},
+        "ending_milliseconds": {
+            name: {"held back": ending(*cases[name], at_once=False), "at once": ending(*cases[name], at_once=True)}
+            for name in ("one layer", "16 probes at 4 layers")
+        },
     }
     arguments.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result["microseconds_per_request_and_step"], indent=1))
+    print(json.dumps({name: found for name, found in result.items() if name != "environment"}, indent=1))
 
 
 if __name__ == "__main__":

@@ -21,6 +21,8 @@ RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 MakeTable = Callable[[tuple[str, ...], list[tuple[str, ...]]], str]
 
 _NUMBER = re.compile(r"_\d+$")
+_PRODUCTS = ("gemm_f32f32", "direct_copy_k", "at::native::reduce_kernel<128, 4")
+"""Kernels that stock vLLM's greedy step has none of: rows to float32, the product, the sum of its pieces."""
 
 # What is aimed at, by variant. Time per output token is a ratio to be low, throughput one to be high.
 TARGETS: Mapping[str, str] = {
@@ -66,8 +68,9 @@ class Aim(NamedTuple):
     cells: tuple[tuple[str, str, str], ...]
 
 
-_SIDE, _ONCE, _AGAIN, _QUEUE, _TWO, _HALVES, _PLACE = (
-    f"gpu-cost-llama-8b{name}.json" for name in ("", "-once", "-again", "-queue", "-tp2", "-halves", "-by-place")
+_SIDE, _ONCE, _AGAIN, _QUEUE, _TWO, _HALVES, _PLACE, _MAIN, _ROWS = (
+    f"gpu-cost-llama-8b{name}.json"
+    for name in ("", "-once", "-again", "-queue", "-tp2", "-halves", "-by-place", "-main", "-rows")
 )
 _BATCHES = ("1", "8", "32", "128", "256")
 _PROBES = "16 probes by name at 4 layers, all tokens"
@@ -81,21 +84,22 @@ AIMS: Sequence[Aim] = (
     Aim("nothing requested, first token", "first token", 1.01, True,
         tuple((_SIDE, "idle", batch) for batch in (*_BATCHES, "prefill 8192"))),
     Aim("one site, every request", "per token", 1.005, True,
-        (*((_SIDE, "one site", batch) for batch in _BATCHES), (_ONCE, "one site", "8"))),
+        ((_SIDE, "one site", "1"), (_ONCE, "one site", "8"), (_MAIN, "one site", "8"),
+         *((_SIDE, "one site", batch) for batch in ("32", "128", "256")))),
     Aim("96 sites, own vectors, batch 1", "per token", 1.04, True,
-        ((_ONCE, "all sites", "1"), (_AGAIN, "all sites", "1"))),
+        ((_MAIN, "all sites", "1"),)),
     Aim("96 sites, own vectors, batch 128", "per token", 1.02, True,
         ((_ONCE, "all sites", "128"),)),
     Aim("a program of its own for each request, 256 at a time", "throughput", 0.98, False,
         ((_QUEUE, "own program each", "1000"),)),
     Aim("capture one layer, all tokens, 1,000 prompts, 256 generated", "throughput", 0.97, False,
-        ((_QUEUE, "capture one layer, all tokens", "1000"),)),
+        tuple((file, "capture one layer, all tokens", "1000") for file in (_QUEUE, _ROWS, _MAIN))),
     Aim("capture all layers, last prompt token", "throughput", 0.98, False,
         ((_QUEUE, "capture all layers, last prompt token", "1000"),)),
     Aim("capture all layers, all tokens, batch 32", "throughput", 0.6, False,
         ((_QUEUE, "capture all layers, all tokens", "32"),)),
     Aim("16 probes at 4 layers, all tokens", "throughput", 0.99, False,
-        ((_ONCE, _PROBES, "1000"), (_AGAIN, _PROBES, "1000"))),
+        tuple((file, _PROBES, "1000") for file in (_ONCE, _AGAIN, _ROWS, _MAIN))),
     Aim("prefill of 8,192 tokens, one site", "first token", 1.005, True, ((_SIDE, "one site", "prefill 8192"),)),
 )  # fmt: skip
 
@@ -128,6 +132,25 @@ The compiler numbers its kernels in the order in which it makes them; the number
 
 """
 
+TIMELINE = """
+## Where a step's time goes, {title}
+
+Steps of {batch} requests, {shape}, medians in milliseconds by the profiler (`python -m benchmarks.timeline`, {gpu};
+`benchmarks/results/{name}`):
+how long the stream that samples was busy in a step, how long it had nothing to do, and how long any other stream was
+busy. *Taps* and *products* are what their kernels take of it.
+
+"""
+
+SECOND_STREAM = """
+## Kernels on a second stream
+
+What the forward pass of a full decode step took, in milliseconds (median, tenth and nine tenths), in one engine that did
+these one after another (`benchmarks/results/gpu-second-stream.json`, {shape} at batch {batch}, {gpu}). From the first
+copies that ran on a second stream on, every forward pass is slower, steps with nothing to do among them.
+
+"""
+
 LIMITS = """
 ## What is in the way
 
@@ -140,9 +163,10 @@ LIMITS = """
   long as plain ones, {place:.1f} times since programs are found by their digests, and {once:.1f} times since equal ones cross to
   the engine once (`benchmarks/results/program-hops.json` has what a program takes on its way). Requests that bring vectors
   that nobody has brought still carry them.
-* 16 probes. A queue of 1,000 ran at {probes_before} of stock vLLM's throughput before equal programs crossed once, and at
-  {probes} since, in two leases: no further apart than the leases are. What is left is not known; `benchmarks/timeline.py`
-  is there to tell, and has not run yet.
+* 16 probes. A queue of 1,000 ran at {probes_before} of stock vLLM's throughput before equal programs crossed once, at
+  {probes} since, and at {probes_main} on an uneven host without a second stream. There a settled step takes {probes_step:.2f} ms more than stock
+  vLLM's {stock_step:.2f}, of which the kernels of taps, nearly all of which find nothing to do, last {probes_taps:.2f} ms and the
+  products {probes_products:.2f}; what is missing beside that lies where many requests come or go at once.
 * Captured rows of many requests: 2 MiB a step for one layer at batch 256 are copied once in the engine's process and go
   to the front end over a socket.
 """
@@ -155,7 +179,7 @@ FRONT_END_TARGETS: Mapping[str, float] = {"own vectors at 3 sites": 0.3, "a modu
 def host(table: MakeTable) -> str:
     """What the processes around the GPU spend, from the results of ``front_end.py`` and ``assembly.py``."""
     front, rows = (json.loads((RESULTS / name).read_text()) for name in ("front-end.json", "assembly.json"))
-    spent = rows["microseconds_per_request_and_step"]
+    spent, before = rows["microseconds_per_request_and_step"], rows["before"]
     places, slower = list(next(iter(spent.values()))), front["slower_machine"]
     return (
         "\n## On the host\n\n"
@@ -184,12 +208,22 @@ def host(table: MakeTable) -> str:
         )
         + "\nTime of captured rows per captured request and step in each process, for a model 4,096 wide, in\n"
         f"microseconds (`benchmarks/assembly.py` says what is where; {_loaded(rows)}); in brackets what it was\n"
-        "when rows were split in the engine's process and projected at the end of the way:\n\n"
+        "on a loaded machine when rows were split in the engine's process and projected at the end of the way:\n\n"
         + table(
             ("capture", *places),
             [
-                (name, *(f"{micros[place]:.1f} ({rows['before'][name][place]:.1f})" for place in places))
+                (name, *(f"{micros[place]:.1f} ({before[name][place]:.1f})" for place in places))
                 for name, micros in spent.items()
+            ],
+        )
+        + "\nA step in which 256 such requests end, in milliseconds of what hands out their tokens: with consumers held\n"
+        "back until it is through, and with consumers that start at once; before, each request also went through all\n"
+        "steps by itself, however small its rows:\n\n"
+        + table(
+            ("capture", "held back", "at once", "before"),
+            [
+                (name, *(f"{each:.1f}" for each in found.values()), f"{before['ending_milliseconds'][name]:.1f}")
+                for name, found in rows["ending_milliseconds"].items()
             ],
         )
     )
@@ -236,6 +270,10 @@ def page(table: MakeTable) -> str:
     """The whole page, from every ``gpu-cost-*.json``, every ``load*.json`` and the results of the host's benchmarks."""
     sections = [_section(_costs(path.name), path.name, table) for path in sorted(RESULTS.glob("gpu-cost-*.json"))]
     sections += [_kernels(json.loads(path.read_text()), path.name, table) for path in RESULTS.glob("gpu-kernels.json")]
+    sections += [
+        _timeline(json.loads(path.read_text()), path.name, table) for path in sorted(RESULTS.glob("gpu-timeline*.json"))
+    ]
+    sections.append(_second_stream(table))
     sections += [_load(json.loads(path.read_text()), path.name, table) for path in sorted(RESULTS.glob("load*.json"))]
     pinned = json.loads((RESULTS / "gpu-pinned.json").read_text())
     return (
@@ -255,11 +293,47 @@ def _limits() -> str:
         name: _cell(file, "all sites", "128", "first token")
         for name, file in (("halves", _HALVES), ("place", _PLACE), ("once", _ONCE))
     }
-    before, since = (
+    before, since, main = (
         ", ".join(f"{_cell(file, _PROBES, '1000', 'throughput'):.3f}" for file in files)
-        for files in ((_QUEUE, _PLACE, _SIDE), (_ONCE, _AGAIN))
+        for files in ((_QUEUE, _PLACE, _SIDE), (_ONCE, _AGAIN), (_MAIN,))
     )
-    return LIMITS.format(**first, probes_before=before, probes=since)
+    steps = json.loads((RESULTS / "gpu-timeline.json").read_text())["variants"]
+    stock, probes = steps["stock"]["step"], steps[_PROBES]
+    taps, products = _ours(probes)
+    return LIMITS.format(
+        **first, probes_before=before, probes=since, probes_main=main, probes_step=probes["step"] - stock,
+        stock_step=stock, probes_taps=taps, probes_products=products,
+    )  # fmt: skip
+
+
+def _ours(found: Mapping[str, Any]) -> tuple[float, float]:
+    """Milliseconds of a step in the kernels of taps, and in those of products: what stock vLLM's step has none of."""
+    more = found["more kernels"]
+    return (
+        sum(spent for name, spent in more.items() if "_tap_kernel" in name),
+        sum(spent for name, spent in more.items() if any(part in name for part in _PRODUCTS)),
+    )
+
+
+def _timeline(result: Mapping[str, Any], name: str, table: MakeTable) -> str:
+    rows = [
+        (variant, *(f"{found[what]:.3f}" for what in ("step", "busy", "idle", "others")),
+         *(f"{spent:.3f}" if spent else "" for spent in _ours(found)))
+        for variant, found in result["variants"].items()
+    ]  # fmt: skip
+    about = {**result, **result["environment"], "name": name}
+    return TIMELINE.format(**about) + table(
+        ("step", "takes", "busy", "nothing to do", "other streams", "taps", "products"), rows
+    )
+
+
+def _second_stream(table: MakeTable) -> str:
+    result = json.loads((RESULTS / "gpu-second-stream.json").read_text())
+    rows = [
+        (run["what"], run["streams"], "{median:.2f} ({tenth:.2f} to {nine tenths:.2f})".format(**run["forward_ms"]))
+        for run in result["runs"]
+    ]
+    return SECOND_STREAM.format(**result, **result["environment"]) + table(("what", "captured rows", "forward"), rows)
 
 
 def _aims(table: MakeTable) -> str:

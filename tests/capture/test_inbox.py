@@ -154,15 +154,21 @@ def test_only_what_follows_is_brought_together(monkeypatch: pytest.MonkeyPatch) 
     assert together(at(0, count=2), at(2)) == 2
     assert together(at(0), step(1, "b", "a")) == 2
     assert together(at(0), step(1, "a", codes=(0,)), at(1)) == 3
-    uneven = dataclasses.replace(at(0), start=np.array([0, 5]))
-    assert together(uneven, at(1)) == 2
+    assert together(dataclasses.replace(at(0), start=np.array([0, 5])), at(1)) == 2
+    unlike = dataclasses.replace(at(0), entries=Entries(("a", "b"), ((4,), (4, 6, 10))))
+    assert together(unlike, dataclasses.replace(unlike, start=unlike.start + 1)) == 2
     monkeypatch.setattr(step_rows, "_SMALL", 5)
     assert together(at(0), at(1)) == 2
 
 
 KINDS = [
-    Entries(tuple(names), (codes,) * len(names), projection)
-    for names, codes, projection in (("ab", (0,), b""), ("ba", (0,), b""), ("ab", (0,), b"p"), ("ab", (0, 2), b""))
+    Entries(tuple(names), codes, projection)
+    for names, codes, projection in (
+        ("ab", ((0,), (0,)), b""),
+        ("ba", ((0,), (0,)), b""),
+        ("ab", ((0,), (0,)), b"p"),
+        ("ab", ((0,), (0, 2, 4)), b""),
+    )
 ]
 STEP = st.tuples(st.sampled_from(KINDS), st.sampled_from((1, 1, 1, 2)), st.integers(0, 2))
 
@@ -177,7 +183,7 @@ def served(doings: list[Any]) -> list[dict[tuple[bytes, int, int], bytes]]:
             continue
         kind, count, back = doing
         position = max(position - back, 0)
-        one, each = np.ones(2, dtype=np.int64), 2 * count * len(kind.codes[0])
+        one, each = np.ones(2, dtype=np.int64), count * int(kind.widths.sum())
         rows = np.stack([np.full(each, number), np.arange(each)], axis=1).astype(np.uint8)
         front.step(StepRows(kind, position * one, count * one, rows))
         position += count

@@ -8,7 +8,9 @@ tests with engines of their own come last.
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,9 @@ from tests.engine.test_mixing import program
 from tests.tiny import VOCAB, make_llm
 from vllm_steer import SteeringError
 from vllm_steer.capture import assemble
+from vllm_steer.capture.desk import CaptureDesk
 from vllm_steer.engine import collect
+from vllm_steer.frontend import desk_of
 
 
 def workload(count: int, generated: int) -> tuple[list[Any], list[Any]]:
@@ -84,6 +88,38 @@ def test_the_comparison_sees_rows_of_a_neighbour(truth: list[Any], llm: Any, mon
     with pytest.raises(AssertionError):
         for i, output in enumerate(outputs, 1):
             close_to(result(output), result(truth[i]))
+
+
+def begun_meanwhile(llm: Any, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How many consumers begin while the outputs of the step that ends their samples are processed, and take long."""
+    desk = desk_of(llm.llm_engine.output_processor)
+    finish, deliver = desk.finish, desk._deliver
+    begun: list[str] = []
+    seen: list[int] = []
+
+    def slowly(*args: Any, **kwargs: Any) -> Any:
+        results = finish(*args, **kwargs)
+        time.sleep(0.1)
+        seen.append(len(begun))
+        return results
+
+    def noted(name: str, *args: Any) -> Any:
+        begun.append(name)
+        return deliver(name, *args)
+
+    monkeypatch.setattr(desk, "finish", slowly)
+    monkeypatch.setattr(desk, "_deliver", noted)
+    results = [result(o) for o in run(llm, [prompt(1, 2), prompt(3, 4)], [params(3, capture=capture())] * 2)]
+    assert [each.status for each in results] == ["ok"] * 2
+    assert len(seen) == len(begun) == 2
+    return max(seen)
+
+
+def test_consumers_wait_until_a_steps_outputs_are_processed(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches consumers that contend with what hands out tokens; they do where nothing holds them back."""
+    assert begun_meanwhile(llm, monkeypatch) == 0
+    monkeypatch.setattr(CaptureDesk, "held_back", lambda self: nullcontext())
+    assert begun_meanwhile(llm, monkeypatch) > 0
 
 
 @pytest.mark.failure(8)

@@ -14,7 +14,7 @@ from vllm_steer.engine.step_rows import Channel, Entries, Plan
 
 pytestmark = pytest.mark.gpu
 
-ROWS, HIDDEN, LATE = 64, 256, 50_000_000
+ROWS, HIDDEN, LATE = 64, 256, 200_000_000
 FORMS = {"rows": b"", "some rows": b"", "products": b"products"}
 
 
@@ -30,8 +30,8 @@ def agree(form: str, *, late: str) -> bool:
     one = np.zeros(1, dtype=np.int64)
     plan = Plan((Channel(entries, one, places),), one, np.array([ROWS]), ROWS)
     forms = (Leaving(FORMS[form], places, directions if form == "products" else None),)
-    # A step before: to make pinned memory would wait for the device.
-    before = departures.start(arena, None, plan, forms)
+    # A step before, of other rows: to make pinned memory would wait for the device.
+    before = departures.start(torch.zeros_like(arena), None, plan, forms)
     before.event.synchronize()
     before.release()
     torch.cuda.synchronize()
@@ -41,7 +41,7 @@ def agree(form: str, *, late: str) -> bool:
     pending = departures.start(arena, None, plan, forms)
     arena.fill_(0)
     # Of the same size: they take the memory of what is leaving as soon as the allocator gives it back.
-    others = [torch.zeros(size, dtype=torch.uint8, device="cuda") for _ in range(8)]
+    others = [torch.zeros(size, dtype=torch.uint8, device="cuda") for _ in range((4 << 20) // size)]
     pending.event.synchronize()
     torch.cuda.synchronize()
     chosen = right if places is None else right[torch.from_numpy(places).cuda()]
