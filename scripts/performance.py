@@ -4,25 +4,16 @@
 from __future__ import annotations
 
 import json
-import re
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from steps_page import RESULTS, MakeTable, kernels_of, second_stream, spent_on_taps_and_products, timeline
 
 from benchmarks.cost import first_token
 from benchmarks.shapes import SHAPES
 from vllm_steer.config import SteeringConfig
 from vllm_steer.taps.tables import table_bytes, table_shapes
-
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
-MakeTable = Callable[[tuple[str, ...], list[tuple[str, ...]]], str]
-
-_NUMBER = re.compile(r"_\d+$")
-_PRODUCTS = ("gemm_f32f32", "direct_copy_k", "at::native::reduce_kernel<128, 4")
-"""Kernels that stock vLLM's greedy step has none of: rows to float32, the product, the sum of its pieces."""
 
 # What is aimed at, by variant. Time per output token is a ratio to be low, throughput one to be high.
 TARGETS: Mapping[str, str] = {
@@ -120,34 +111,6 @@ benchmarks.load`, the demo model, vLLM {vllm}; raw figures in `benchmarks/result
 the least and greatest. *Plain*: nobody steers. *Mixed*: a third each are plain, steered with a vector of their own, and
 captured at two layers. Clients and servers share the cores, and every request is a few steps of a tiny model, so what
 the front end does weighs more than on a GPU. Beside it ran: {beside}.
-
-"""
-
-KERNELS = """
-## What the GPU does in a step
-
-Every kernel and copy of {steps} decode steps at batch {batch}, listed by the profiler inside the graphs (`python -m
-benchmarks.kernels`, {shape}, `benchmarks/results/{name}`), and what differs from stock vLLM's list of {count} per step.
-The compiler numbers its kernels in the order in which it makes them; the numbers are left out here.
-
-"""
-
-TIMELINE = """
-## Where a step's time goes, {title}
-
-Steps of {batch} requests, {shape}, medians in milliseconds by the profiler (`python -m benchmarks.timeline`, {gpu};
-`benchmarks/results/{name}`):
-how long the stream that samples was busy in a step, how long it had nothing to do, and how long any other stream was
-busy. *Taps* and *products* are what their kernels take of it.
-
-"""
-
-SECOND_STREAM = """
-## Kernels on a second stream
-
-What the forward pass of a full decode step took, in milliseconds (median, tenth and nine tenths), in one engine that did
-these one after another (`benchmarks/results/gpu-second-stream.json`, {shape} at batch {batch}, {gpu}). From the first
-copies that ran on a second stream on, every forward pass is slower, steps with nothing to do among them.
 
 """
 
@@ -269,11 +232,13 @@ def _loaded(result: Mapping[str, Any]) -> str:
 def page(table: MakeTable) -> str:
     """The whole page, from every ``gpu-cost-*.json``, every ``load*.json`` and the results of the host's benchmarks."""
     sections = [_section(_costs(path.name), path.name, table) for path in sorted(RESULTS.glob("gpu-cost-*.json"))]
-    sections += [_kernels(json.loads(path.read_text()), path.name, table) for path in RESULTS.glob("gpu-kernels.json")]
     sections += [
-        _timeline(json.loads(path.read_text()), path.name, table) for path in sorted(RESULTS.glob("gpu-timeline*.json"))
+        kernels_of(json.loads(path.read_text()), path.name, table) for path in RESULTS.glob("gpu-kernels.json")
     ]
-    sections.append(_second_stream(table))
+    sections += [
+        timeline(json.loads(path.read_text()), path.name, table) for path in sorted(RESULTS.glob("gpu-timeline*.json"))
+    ]
+    sections.append(second_stream(table))
     sections += [_load(json.loads(path.read_text()), path.name, table) for path in sorted(RESULTS.glob("load*.json"))]
     pinned = json.loads((RESULTS / "gpu-pinned.json").read_text())
     return (
@@ -299,41 +264,11 @@ def _limits() -> str:
     )
     steps = json.loads((RESULTS / "gpu-timeline.json").read_text())["variants"]
     stock, probes = steps["stock"]["step"], steps[_PROBES]
-    taps, products = _ours(probes)
+    taps, products = spent_on_taps_and_products(probes)
     return LIMITS.format(
         **first, probes_before=before, probes=since, probes_main=main, probes_step=probes["step"] - stock,
         stock_step=stock, probes_taps=taps, probes_products=products,
     )  # fmt: skip
-
-
-def _ours(found: Mapping[str, Any]) -> tuple[float, float]:
-    """Milliseconds of a step in the kernels of taps, and in those of products: what stock vLLM's step has none of."""
-    more = found["more kernels"]
-    return (
-        sum(spent for name, spent in more.items() if "_tap_kernel" in name),
-        sum(spent for name, spent in more.items() if any(part in name for part in _PRODUCTS)),
-    )
-
-
-def _timeline(result: Mapping[str, Any], name: str, table: MakeTable) -> str:
-    rows = [
-        (variant, *(f"{found[what]:.3f}" for what in ("step", "busy", "idle", "others")),
-         *(f"{spent:.3f}" if spent else "" for spent in _ours(found)))
-        for variant, found in result["variants"].items()
-    ]  # fmt: skip
-    about = {**result, **result["environment"], "name": name}
-    return TIMELINE.format(**about) + table(
-        ("step", "takes", "busy", "nothing to do", "other streams", "taps", "products"), rows
-    )
-
-
-def _second_stream(table: MakeTable) -> str:
-    result = json.loads((RESULTS / "gpu-second-stream.json").read_text())
-    rows = [
-        (run["what"], run["streams"], "{median:.2f} ({tenth:.2f} to {nine tenths:.2f})".format(**run["forward_ms"]))
-        for run in result["runs"]
-    ]
-    return SECOND_STREAM.format(**result, **result["environment"]) + table(("what", "captured rows", "forward"), rows)
 
 
 def _aims(table: MakeTable) -> str:
@@ -403,23 +338,6 @@ def _pinned(result: Mapping[str, Any], table: MakeTable) -> str:
         for rows, found in result["gb_per_second"].items()
     ]
     return PINNED.format(**result["environment"]) + table(("rows", "MiB", "pinned", "own memory"), rows)
-
-
-def _kernels(result: Mapping[str, Any], name: str, table: MakeTable) -> str:
-    steps = result["steps"]
-    count = sum(number for stream in result["stock"] for number in stream[1::2]) // steps
-    changed = {variant: Counter[str]() for variant in result["variants"]}
-    for variant, found in result["variants"].items():
-        for kernel, number in found["difference"].items():
-            changed[variant][_NUMBER.sub("", kernel)] += number
-    rows = [
-        (variant, f"`{kernel}`", f"{number / steps:+g}")
-        for variant, kernels in changed.items()
-        for kernel, number in sorted(kernels.items())
-        if number
-    ]
-    about = {"name": name, "count": count, **result}
-    return KERNELS.format(**about) + table(("step", "kernel", "per step"), rows)
 
 
 def _load(result: Mapping[str, Any], name: str, table: MakeTable) -> str:

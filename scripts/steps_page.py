@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Of the page docs/reference/performance.md, what the GPU does in a step: kernels, profiles, forward passes."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+MakeTable = Callable[[tuple[str, ...], list[tuple[str, ...]]], str]
+
+_NUMBER = re.compile(r"_\d+$")
+_PRODUCTS = ("gemm_f32f32", "direct_copy_k", "at::native::reduce_kernel<128, 4")
+"""Kernels that stock vLLM's greedy step has none of: rows to float32, the product, the sum of its pieces."""
+
+KERNELS = """
+## What the GPU does in a step
+
+Every kernel and copy of {steps} decode steps at batch {batch}, listed by the profiler inside the graphs (`python -m
+benchmarks.kernels`, {shape}, `benchmarks/results/{name}`), and what differs from stock vLLM's list of {count} per step.
+The compiler numbers its kernels in the order in which it makes them; the numbers are left out here.
+
+"""
+
+TIMELINE = """
+## Where a step's time goes, {title}
+
+Steps of {batch} requests, {shape}, medians in milliseconds by the profiler (`python -m benchmarks.timeline`, {gpu};
+`benchmarks/results/{name}`):
+how long the stream that samples was busy in a step, how long it had nothing to do, and how long any other stream was
+busy. *Taps* and *products* are what their kernels take of it.
+
+"""
+
+SECOND_STREAM = """
+## Kernels on a second stream
+
+What the forward pass of a full decode step took, in milliseconds (median, tenth and nine tenths), in one engine that
+did these one after another (`benchmarks/results/gpu-second-stream.json`, {shape} at batch {batch}, {gpu}). From
+the first copies that ran on a second stream on, every forward pass is slower, steps with nothing to do among them.
+
+"""
+
+
+def kernels_of(result: Mapping[str, Any], name: str, table: MakeTable) -> str:
+    steps = result["steps"]
+    count = sum(number for stream in result["stock"] for number in stream[1::2]) // steps
+    changed = {variant: Counter[str]() for variant in result["variants"]}
+    for variant, found in result["variants"].items():
+        for kernel, number in found["difference"].items():
+            changed[variant][_NUMBER.sub("", kernel)] += number
+    rows = [
+        (variant, f"`{kernel}`", f"{number / steps:+g}")
+        for variant, kernels in changed.items()
+        for kernel, number in sorted(kernels.items())
+        if number
+    ]
+    about = {"name": name, "count": count, **result}
+    return KERNELS.format(**about) + table(("step", "kernel", "per step"), rows)
+
+
+def spent_on_taps_and_products(found: Mapping[str, Any]) -> tuple[float, float]:
+    """Milliseconds of a step in the kernels of taps, and in those of products: what stock vLLM's step has none of."""
+    more = found["more kernels"]
+    return (
+        sum(spent for name, spent in more.items() if "_tap_kernel" in name),
+        sum(spent for name, spent in more.items() if any(part in name for part in _PRODUCTS)),
+    )
+
+
+def timeline(result: Mapping[str, Any], name: str, table: MakeTable) -> str:
+    rows = [
+        (variant, *(f"{found[what]:.3f}" for what in ("step", "busy", "idle", "others")),
+         *(f"{spent:.3f}" if spent else "" for spent in spent_on_taps_and_products(found)))
+        for variant, found in result["variants"].items()
+    ]  # fmt: skip
+    about = {**result, **result["environment"], "name": name}
+    return TIMELINE.format(**about) + table(
+        ("step", "takes", "busy", "nothing to do", "other streams", "taps", "products"), rows
+    )
+
+
+def second_stream(table: MakeTable) -> str:
+    result = json.loads((RESULTS / "gpu-second-stream.json").read_text())
+    rows = [
+        (run["what"], run["streams"], "{median:.2f} ({tenth:.2f} to {nine tenths:.2f})".format(**run["forward_ms"]))
+        for run in result["runs"]
+    ]
+    return SECOND_STREAM.format(**result, **result["environment"]) + table(("what", "captured rows", "forward"), rows)
