@@ -12,6 +12,7 @@ from steps_page import RESULTS, MakeTable, kernels_of, second_stream, spent_on_t
 
 from benchmarks.cost import first_token
 from benchmarks.shapes import SHAPES
+from benchmarks.taps import LAYERS
 from vllm_steer.config import SteeringConfig
 from vllm_steer.taps.tables import table_bytes, table_shapes
 
@@ -120,8 +121,9 @@ LIMITS = """
 * An idle step has one kernel more than stock vLLM: the embedding is written out before the first layer, where it can be
   edited and read, and not folded into the first norm.
 * The host, where a step of the GPU is shorter than what Python does for it, as in a model of 0.6 B at batch 1.
-* Steered sites: the launches of the taps beside theirs that find nothing to do, half a microsecond to one each: those of
-  a quarter of the layers in steps of up to 64 tokens; in larger ones those between layers, or those within.
+* Steered sites: the launches of the taps beside theirs that find nothing to do. Each takes, in µs,
+  {idle_taps} (`benchmarks/results/gpu-taps.json`).
+  They are those of a quarter of the layers in steps of up to 64 tokens, in larger ones those between layers, or those within.
 * First tokens of steered batches. 128 requests with the same vectors at all sites, 1.5 MiB each, took {halves:.1f} times as
   long as plain ones, {place:.1f} times since programs are found by their digests, and {once:.1f} times since equal ones cross to
   the engine once (`benchmarks/results/program-hops.json` has what a program takes on its way). Requests that bring vectors
@@ -267,8 +269,15 @@ def _limits() -> str:
     taps, products = spent_on_taps_and_products(probes)
     return LIMITS.format(
         **first, probes_before=before, probes=since, probes_main=main, probes_step=probes["step"] - stock,
-        stock_step=stock, probes_taps=taps, probes_products=products,
+        stock_step=stock, probes_taps=taps, probes_products=products, idle_taps=_idle_taps(),
     )  # fmt: skip
+
+
+def _idle_taps() -> str:
+    """Microseconds that a joined launch adds to a step, by its batch."""
+    launches = 2 * LAYERS + 1
+    rows = [row for row in json.loads((RESULTS / "gpu-taps.json").read_text())["rows"] if row["taps"] == "idle"]
+    return ", ".join(f"{max(row['added_us']['joined'], 0) / launches:.1f} (batch {row['tokens']})" for row in rows)
 
 
 def _aims(table: MakeTable) -> str:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several sets of CUDA graphs of one model, which differ in the taps that they launch, and the choice between them.
 
-A graph replays exactly what was launched when it was captured, and a launch that finds nothing to do still costs about
-half a microsecond. So the model is captured more than once: without any tap, with all of them, with those between
+A graph replays exactly what was launched when it was captured, and a launch that finds nothing to do still takes a
+microsecond or so. So the model is captured more than once: without any tap, with all of them, with those between
 layers, those within layers, and those of a stretch of layers each. Before a step the graphs with the fewest taps among
 those that have all that its edits and reads need become the runner's.
 
