@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.metrics.test_consumers import CAPABILITIES, MODEL
+from tests.registry.modules import CAPABILITIES
 from vllm_steer.capture.desk import CaptureDesk
 from vllm_steer.spec import CaptureSpec
 
@@ -28,7 +28,7 @@ class Noted:
 def test_no_consumer_starts_while_outputs_are_processed() -> None:
     """Catches a consumer's thread that contends with the one that processes outputs, and one that waits for ever after
     an error there."""
-    desk, noted = CaptureDesk(CAPABILITIES, MODEL, {}), Noted()
+    desk, noted = CaptureDesk(CAPABILITIES, "a model with one consumer", {}), Noted()
     desk._consumers["memory"] = noted  # type: ignore[assignment]
     about = {"request_id": "a", "sample": 0, "prompt_token_ids": (1, 2), "output_token_ids": (3,)}
     with pytest.raises(RuntimeError), desk.held_back():
