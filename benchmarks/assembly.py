@@ -46,13 +46,18 @@ LAYERS, HIDDEN, REQUESTS, STEPS = 32, 4096, 64, 50
 ENDING, ROUNDS = 256, 5
 
 
-def measure(layers: Any, reduce: Projection | None = None) -> dict[str, float]:
-    """Microseconds per captured request and step of each place."""
+def decoding(layers: Any, reduce: Projection | None, count: int) -> tuple[CaptureSpec, Steady]:
+    """A batch of ``count`` requests that all read the same."""
     spec = CaptureSpec(hooks={"post_block": layers}, positions="all", reduce=reduce)
     (last,) = resolve(compile_program([], [spec]), 10, LAYERS).segments
-    names = [f"request-{i}" for i in range(REQUESTS)]
-    steady = Steady(tuple(names), (last.row,) * REQUESTS)
-    arena = torch.zeros(REQUESTS * last.num_captures, HIDDEN, dtype=torch.bfloat16)
+    return spec, Steady(tuple(f"request-{i}" for i in range(count)), (last.row,) * count)
+
+
+def measure(layers: Any, reduce: Projection | None = None) -> dict[str, float]:
+    """Microseconds per captured request and step of each place."""
+    spec, steady = decoding(layers, reduce, REQUESTS)
+    names, one = steady.ids, np.ones(REQUESTS, dtype=np.int64)
+    arena = torch.zeros(steady.plan(one, one).num_rows, HIDDEN, dtype=torch.bfloat16)
     directions = None if reduce is None else torch.from_numpy(reduce.directions.copy())
     requests = {name: SimpleNamespace(client_index=0) for name in names}
     outbox, inbox = Outbox(), Inbox()
@@ -61,7 +66,6 @@ def measure(layers: Any, reduce: Projection | None = None) -> dict[str, float]:
     for name, assembly in assemblies.items():
         inbox.follow(name, assembly)
     spent: dict[str, list[float]] = {"worker": [], "engine": [], "arrive": []}
-    one = np.ones(REQUESTS, dtype=np.int64)
     for step in range(STEPS):
         plan = steady.plan(one * (10 + step), one)
         forms = tuple(Leaving(each.entries.projection, each.rows, directions) for each in plan.channels)
@@ -92,14 +96,11 @@ def measure(layers: Any, reduce: Projection | None = None) -> dict[str, float]:
 
 def ending(layers: Any, reduce: Projection | None, *, at_once: bool) -> float:
     """Milliseconds of one step in which all requests end."""
-    spec = CaptureSpec(hooks={"post_block": layers}, positions="all", reduce=reduce)
-    (last,) = resolve(compile_program([], [spec]), 10, LAYERS).segments
-    names = [f"request-{i}" for i in range(ENDING)]
-    steady = Steady(tuple(names), (last.row,) * ENDING)
+    spec, steady = decoding(layers, reduce, ENDING)
+    names, one = steady.ids, np.ones(ENDING, dtype=np.int64)
     desk = CaptureDesk(Capabilities(LAYERS, HIDDEN, 4096, "bfloat16", {}, SteeringConfig()), "a model", {})
     specs = (("memory", spec),)
     spent = []
-    one = np.ones(ENDING, dtype=np.int64)
     for _ in range(ROUNDS):
         inbox, outbox = Inbox(), Outbox()
         assemblies = {name: desk.begin() for name in names}

@@ -32,6 +32,7 @@ def test_a_step_is_from_one_sampling_to_the_next() -> None:
     assert (found["step"], found["busy"], found["others"]) == pytest.approx((1.0, 0.75, 0.35))
     assert found["idle"] == pytest.approx(0.25)
     assert found["kernels"] == pytest.approx({"gemm": 0.6, "copy": 0.35, "tap": 0.1, f"void {ONCE_A_STEP}": 0.1})
+    assert found["waits"] == pytest.approx({"gemm": 0.2, "tap": 0, f"void {ONCE_A_STEP}": 0.05})
     assert found["periods"] == [3.7, 1.0, 1.0, 1.0, 1.0, 1.0]
 
 

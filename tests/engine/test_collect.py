@@ -14,12 +14,13 @@ from vllm_steer.engine import collect
 def test_products_are_those_of_the_definition(
     n: int, k: int, hidden: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches pieces of ``hidden`` left out or paired with others, a width that does not divide, and rounding to the
-    rows' dtype; in pieces and in one."""
+    """Catches pieces of ``hidden`` left out or paired with others, a width that does not divide, rounding to the rows'
+    dtype, and parts of many rows in another order; in pieces and in one."""
     rows, directions = torch.randn(n, hidden).to(dtype), torch.randn(k, hidden)
     right = rows.double() @ directions.double().T
-    for few in (1 << 18, -1):
+    for few, most in ((1 << 18, 4096), (-1, 4096), (1 << 18, 4)):
         monkeypatch.setattr(collect, "_FEW_RESULTS", few)
+        monkeypatch.setattr(collect, "_MOST_ROWS", most)
         found = collect.products(rows, directions)
         assert (found.shape, found.dtype) == ((n, k), torch.float32)
         torch.testing.assert_close(found.double(), right, rtol=1e-5, atol=1e-4)

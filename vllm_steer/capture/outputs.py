@@ -59,9 +59,8 @@ def take_rows(output_processor: Any, outputs: Sequence[Any]) -> Sequence[Any]:
 
 def consumers_held_back(output_processor: Any) -> AbstractContextManager[None]:
     """While a step's outputs are processed; nothing where nobody has ever read."""
-    if getattr(output_processor, INBOX, None) is None:
-        return _NOTHING_TO_HOLD
-    return desk_of(output_processor).held_back()
+    served = None if getattr(output_processor, INBOX, None) is None else served_on(output_processor)
+    return _NOTHING_TO_HOLD if served is None else served.desk.held_back()
 
 
 def _inbox(output_processor: Any) -> Inbox:

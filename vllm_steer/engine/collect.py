@@ -26,7 +26,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput
 from vllm_steer.engine.step_rows import Integers, Plan, Reading, StepRows
 
 ATTRIBUTE = "steering_rows"
-_PIECES, _FEW_RESULTS = 16, 1 << 18
+_PIECES, _FEW_RESULTS, _MOST_ROWS = 16, 1 << 18, 4096
 
 
 @dataclass(frozen=True)
@@ -170,8 +170,10 @@ def products(rows: torch.Tensor, directions: torch.Tensor) -> torch.Tensor:
 
     The definition: both in float32, as the front end has it for what it projects itself. A product with few results is
     taken in pieces of ``hidden``, which are added up: by itself it would keep a few of the GPU's processors busy for
-    long, and its step waits for it.
+    long, and its step waits for it. Many rows are made float32 a part at a time: vLLM has left no memory for all.
     """
+    if len(rows) > _MOST_ROWS:
+        return torch.cat([products(part, directions) for part in rows.split(_MOST_ROWS)])
     n, k, hidden = len(rows), len(directions), rows.shape[1]
     if n * k > _FEW_RESULTS:
         return rows.float() @ directions.T
