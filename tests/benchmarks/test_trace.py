@@ -23,6 +23,7 @@ def test_a_step_is_from_one_sampling_to_the_next() -> None:
         begin = 1000.0 * i
         work += [
             event("gemm", begin, 600, 7),
+            event("short", begin + 100, 50, 7),  # over before the one in front
             event("tap", begin + 550, 100, 7),  # launched while the one in front still runs
             event("copy", begin + 500, 350, 8),
             event(f"void {ONCE_A_STEP}", begin + 700, 100, 7),
@@ -31,8 +32,10 @@ def test_a_step_is_from_one_sampling_to_the_next() -> None:
     assert found["steps"] == 3
     assert (found["step"], found["busy"], found["others"]) == pytest.approx((1.0, 0.75, 0.35))
     assert found["idle"] == pytest.approx(0.25)
-    assert found["kernels"] == pytest.approx({"gemm": 0.6, "copy": 0.35, "tap": 0.1, f"void {ONCE_A_STEP}": 0.1})
-    assert found["waits"] == pytest.approx({"gemm": 0.2, "tap": 0, f"void {ONCE_A_STEP}": 0.05})
+    assert found["kernels"] == pytest.approx(
+        {"gemm": 0.6, "copy": 0.35, "tap": 0.1, "short": 0.05, f"void {ONCE_A_STEP}": 0.1}
+    )
+    assert found["waits"] == pytest.approx({"gemm": 0.2, "short": 0, "tap": 0, f"void {ONCE_A_STEP}": 0.05})
     assert found["periods"] == [3.7, 1.0, 1.0, 1.0, 1.0, 1.0]
 
 
