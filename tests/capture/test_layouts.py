@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import time
@@ -21,7 +22,7 @@ from tests.capture.captured import SITES, assert_same, captured
 from vllm_steer.capture import SiteRows
 from vllm_steer.capture.consumers import windows
 from vllm_steer.capture.consumers.filesystem import FilesystemConsumer
-from vllm_steer.capture.consumers.layouts import WINDOWS
+from vllm_steer.capture.consumers.layouts import WINDOWS, timestamped_stem
 from vllm_steer.capture.format import TensorEntry, encode_header
 from vllm_steer.capture.reader import open_captures
 from vllm_steer.errors import SteeringError
@@ -218,6 +219,23 @@ class TestWindows:
         assert [request.request_id for request in stored(tmp_path)] == [f"r{i}" for i in range(6)]
         consumer.close()
         assert len(open_captures(tmp_path).files()) == 3 and len(stored(tmp_path)) == 7
+
+    def test_names_sort_by_time(self):
+        """Catches a name made of two looks at the clock, between which a second ends: the later file comes first."""
+        moments = [0, 1, 999_999_999, 10**9, 1_795_344_059_999_999_999, 1_795_344_060_000_000_000]
+        stems = [timestamped_stem("sharded", moment) for moment in moments]
+        assert stems == sorted(stems) and stems[3][:-8] == "sharded-19700101t000001-000000000-"
+
+    @many_to_a_file
+    @pytest.mark.parametrize("step", [0, -(10**9), 10**6], ids=["stands", "is_set_back", "goes_on"])
+    def test_requests_are_in_order_whatever_the_clock_does(self, tmp_path, monkeypatch, layout, step):
+        """From the last moment of a second on."""
+        moments = itertools.count(1_795_344_059_999_999_999, step)
+        monkeypatch.setattr(windows.time, "time_ns", lambda: next(moments))
+        consumer = FilesystemConsumer(root=str(tmp_path), layout=layout, max_requests=1)
+        for i in range(8):
+            consumer.accept(captured(f"r{i}"))
+        assert [request.request_id for request in stored(tmp_path)] == [f"r{i}" for i in range(8)]
 
     @many_to_a_file
     def test_a_file_is_complete_at_its_size(self, tmp_path, layout):

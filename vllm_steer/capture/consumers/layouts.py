@@ -67,9 +67,10 @@ class Layout(ABC):
         return None
 
 
-def timestamped_stem(name: str) -> str:
-    """A file name that sorts by time and is nobody else's."""
-    return f"{name}-{time.strftime('%Y%m%dt%H%M%S', time.gmtime())}-{time.time_ns() % 10**9:09d}-{secrets.token_hex(4)}"
+def timestamped_stem(name: str, moment: int) -> str:
+    """A file name that sorts by ``moment``, in ns since 1970, and is nobody else's."""
+    seconds, rest = divmod(moment, 10**9)
+    return f"{name}-{time.strftime('%Y%m%dt%H%M%S', time.gmtime(seconds))}-{rest:09d}-{secrets.token_hex(4)}"
 
 
 class PerRequest(Layout):

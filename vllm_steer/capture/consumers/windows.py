@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -53,6 +54,7 @@ class Windowed(Layout):
         self._lock = threading.Lock()
         self._file: OpenFile | None = None
         self._timer: threading.Timer | None = None
+        self._opened = 0
 
     def write(self, captured: CapturedRequest, tag: str | None) -> dict[str, Any]:
         """Append the request; disk space for completing the file is there when this returns."""
@@ -77,7 +79,9 @@ class Windowed(Layout):
             self._complete()
 
     def _open(self) -> OpenFile:
-        file = self._file = OpenFile(self._folder, timestamped_stem(self._name))
+        # Files are read in the order of their names, so each name is a later one, also where the clock is set back.
+        self._opened = max(time.time_ns(), self._opened + 1)
+        file = self._file = OpenFile(self._folder, timestamped_stem(self._name, self._opened))
         if self._window.max_seconds is not None:
             self._timer = threading.Timer(self._window.max_seconds, self._expire, (file,))
             self._timer.daemon = True
