@@ -10,7 +10,7 @@ import pytest
 from vllm_steer.errors import SteeringError
 from vllm_steer.program import Program, compile_program, kept, program, resolve
 from vllm_steer.program.kept import KeptPrograms
-from vllm_steer.spec import CaptureSpec, Edit
+from vllm_steer.spec import CaptureSpec, Edit, content_digest
 
 
 def made(seed: int) -> Program:
@@ -18,16 +18,32 @@ def made(seed: int) -> Program:
     return compile_program([Edit(kind="add", point="post_block", layers=1, vector=vector)])
 
 
+def _decoded(data: bytes) -> tuple[Program, bytes]:
+    return Program.from_checked(data), data
+
+
 @pytest.fixture(autouse=True)
 def empty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program, "PROGRAMS", KeptPrograms(1 << 16))
 
 
-def test_what_was_compiled_here_is_not_read_again() -> None:
+def test_what_was_compiled_here_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a front end that decodes and digests what it has just compiled."""
     one = made(1)
-    assert Program.from_bytes(one.seal()) is one
-    assert Program.from_bytes(one.to_bytes()) is one  # equal bytes, whoever sent them
+    data = one.seal()
+    decoded, checked = [], []
+    monkeypatch.setattr(program, "_decode_now", lambda data: decoded.append(data))
+    monkeypatch.setattr(Program, "_check", lambda self: checked.append(self))
+    there = Program.from_bytes(data)
+    assert there == one and Program.from_bytes(data) is there
+    assert Program.from_bytes(one.to_bytes()) is there  # equal bytes, whoever sent them
+    assert not decoded and not checked
+
+
+def test_vectors_of_a_kept_program_are_held_once() -> None:
+    """Catches a process that holds each vector twice: as it was given, and in the bytes that are sent."""
+    for there, data in ((Program.from_bytes(made(1).seal()), made(1).seal()), _decoded(made(2).to_bytes())):
+        assert there.vectors and all(vector.obj is data for vector in there.vectors)
 
 
 def test_equal_programs_have_one_copy_of_their_bytes() -> None:
@@ -63,7 +79,7 @@ def test_programs_that_differ_at_a_late_site_are_both_kept() -> None:
         both.append(compile_program(edits))
     data = [each.seal() for each in both]
     assert [Program.from_bytes(bytes(bytearray(each))) for each in data] == both
-    assert all(program.PROGRAMS.find(each, checked=True) is one for each, one in zip(data, both, strict=True))
+    assert all(program.PROGRAMS.find(each, checked=True) == one for each, one in zip(data, both, strict=True))
 
 
 def test_what_comes_from_outside_is_checked_although_an_engine_has_read_it() -> None:
@@ -102,7 +118,7 @@ def test_places_are_known_by_the_object_and_held_with_it() -> None:
     places = kept._Places()
     for i in range(5000):
         data = i.to_bytes(8, "little") * 4096
-        assert places.of(data) == (len(data), data[: kept._HEAD], data[-kept._TAIL :])
+        assert places.of(data) == (len(data), content_digest(data[: kept._HEAD]), data[-kept._TAIL :])
         assert places.of(data) is places.of(data)
         other = bytes(bytearray(data))
         assert other is not data

@@ -2,6 +2,7 @@
 """Every accepted form of a vector gives the same array; every other value is refused, and says where."""
 
 import base64
+import itertools
 import json
 import math
 import struct
@@ -154,6 +155,16 @@ class TestRefused:
             assert_refused(np.array([0.0, 1.0, bad]), "v[2]", "finite")
             assert_refused(torch.tensor([bad], dtype=torch.float64), "v[0]", "finite")
             assert_refused(packed("float64", [0.0, bad], "d"), "v[1]", "finite")
+
+    @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+    def test_not_finite_among_many(self, bad):
+        """Catches a look at sums, which large components make infinite and opposite infinities cancel."""
+        for width, at, large in itertools.product((1, 17, 4096, 65536), (0, -1), (0.0, 1.0, FLOAT32_MAX)):
+            vector = np.full(width, large, np.float32)
+            assert parse_vector(vector).tolist() == vector.tolist()
+            vector[at] = bad
+            vector[-at - 1 if width > 1 else at] = -bad
+            assert_refused(vector, "v[0]", "finite")
 
     def test_integer_beyond_any_float(self):
         assert_refused([1.0, 10**400], "v", "float32")

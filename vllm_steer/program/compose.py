@@ -23,7 +23,7 @@ def join(programs: Sequence[Program]) -> Program:
         raise SteeringError(
             "vector", f"has another width than the rest: {', '.join(map(str, sorted(widths)))} meet in one request"
         )
-    vectors: dict[bytes, tuple[int, bytes]] = {}
+    vectors: dict[bytes, tuple[int, memoryview]] = {}
     steps: list[Step] = []
     reads: dict[bytes, Read] = {}
     projections: dict[tuple[int, ...], int] = {}

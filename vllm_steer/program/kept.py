@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from cachetools import LRUCache
 
+from vllm_steer.spec.vector import content_digest
+
 if TYPE_CHECKING:
     from vllm_steer.program.program import Program
 
@@ -43,7 +45,8 @@ class _Places:
         if self._size > _MOST_LOOKED_AT:
             # A new one: another thread may be adding to this one, whose objects must not go before their ids do.
             self._known, self._size = {}, 0
-        place = len(data), data[:_HEAD], data[-_TAIL:]
+        # The head's digest: the head itself would be held as long as the program, beside it.
+        place = len(data), content_digest(memoryview(data)[:_HEAD]), data[-_TAIL:]
         self._known[id(data)] = data, place
         self._size += _size(data)
         return place
@@ -66,7 +69,7 @@ class _Kept(NamedTuple):
 
 
 class KeptPrograms:
-    """The programs used last, as many as take ``most_bytes`` in their encoded form; they take as much again decoded."""
+    """The programs used last, as many as take ``most_bytes`` in their encoded form, in which their vectors stand."""
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
         self._programs: LRUCache[Place, _Kept] = LRUCache(most_bytes, getsizeof=lambda kept: _size(kept.data))

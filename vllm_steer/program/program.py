@@ -46,8 +46,7 @@ class Step(msgspec.Struct, frozen=True, array_like=True):
 
     def with_strength(self, strength: float, vector_digest: bytes) -> Step:
         """The same edit at another strength; ``vector_digest`` is that of its vector."""
-        changed = msgspec.structs.replace(self, strength=strength)
-        return msgspec.structs.replace(changed, digest=_step_digest(changed, vector_digest))
+        return msgspec.structs.replace(self, strength=strength, digest=_step_digest(self, strength, vector_digest))
 
 
 class Read(msgspec.Struct, frozen=True, array_like=True):
@@ -80,7 +79,7 @@ class Program(msgspec.Struct, frozen=True, array_like=True, dict=True, weakref=T
     steps: tuple[Step, ...]
     reads: tuple[Read, ...]
     digests: tuple[bytes, ...]
-    vectors: tuple[bytes, ...]
+    vectors: tuple[memoryview, ...]
     projections: tuple[tuple[int, ...], ...] = ()
 
     def to_bytes(self) -> bytes:
@@ -90,7 +89,8 @@ class Program(msgspec.Struct, frozen=True, array_like=True, dict=True, weakref=T
         """:meth:`to_bytes` of a program that this process has compiled, or put together of such and of checked ones:
         when the bytes come back they need no check."""
         data = self.to_bytes()
-        return PROGRAMS.keep(data, self, checked=True)
+        # Its vectors stand in ``data``: those that it was compiled from need not be held beside them.
+        return PROGRAMS.keep(data, msgspec.msgpack.decode(data, type=Program), checked=True)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Program:
@@ -142,7 +142,7 @@ class Program(msgspec.Struct, frozen=True, array_like=True, dict=True, weakref=T
             content_digest(vector) == digest for vector, digest in zip(self.vectors, self.digests, strict=True)
         ) and all(
             np.isfinite([step.strength, step.low, step.high]).all()
-            and step.digest == _step_digest(step, self.digests[step.vector])
+            and step.digest == _step_digest(step, step.strength, self.digests[step.vector])
             for step in self.steps
         )
         if not sound or not all(np.isfinite(self.vector(i)).all() for i in range(len(self.vectors))):
@@ -204,11 +204,11 @@ def _decode_now(data: bytes) -> Program:
     return program
 
 
-def _step_digest(step: Step, vector_digest: bytes) -> bytes:
+def _step_digest(step: Step, strength: float, vector_digest: bytes) -> bytes:
     """Content of one edit less its selector: the same edit on other tokens has the same digest."""
     # With the version: what a point's number means is part of the content.
-    head = struct.pack("<BBBddd", WIRE_VERSION, step.code, step.point, step.strength, step.low, step.high)
-    return content_digest(head + np.asarray(step.layers, dtype="<i4").tobytes() + vector_digest)
+    head = struct.pack("<BBBddd", WIRE_VERSION, step.code, step.point, strength, step.low, step.high)
+    return content_digest(head + struct.pack(f"<{len(step.layers)}i", *step.layers) + vector_digest)
 
 
 def compile_program(edits: Sequence[Edit], captures: Sequence[CaptureSpec] = ()) -> Program:
@@ -267,7 +267,7 @@ def compile_program(edits: Sequence[Edit], captures: Sequence[CaptureSpec] = ())
         steps=tuple(steps),
         reads=_unique(reads),
         digests=tuple(vectors),
-        vectors=tuple(data for _, data in vectors.values()),
+        vectors=tuple(memoryview(data) for _, data in vectors.values()),
         projections=tuple(projections),
     )
 

@@ -206,7 +206,7 @@ def resolve(program: Program, prompt_len: int, num_layers: int, own: range | Non
 def _resolve(program: Program, prompt_len: int, num_layers: int, own: range | None) -> Resolved:
     edited = [(step, step.selector.intervals(prompt_len)) for step in program.steps]
     read = [(each, each.selector.intervals(prompt_len, "positions")) for each in program.reads]
-    bounds = {bound for _, intervals in (*edited, *read) for interval in intervals for bound in interval}
+    bounds = {b for _, intervals in (*edited, *read) for interval in intervals for b in interval if b < END}
     segments: list[Segment] = []
     for start in sorted({0, *bounds}):
         steps = tuple(step for step, intervals in edited if _covers(intervals, start))
@@ -215,8 +215,6 @@ def _resolve(program: Program, prompt_len: int, num_layers: int, own: range | No
         if segments and _digest_of(segments[-1].row) == _digest_of(row):
             continue
         segments.append(Segment(start, row, _kv_digest(steps, num_layers)))
-    if len(segments) > 1 and segments[-1].start >= END:
-        segments.pop()
     return Resolved(tuple(segments))
 
 

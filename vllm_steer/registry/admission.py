@@ -25,7 +25,6 @@ from vllm_steer.params import (
 )
 from vllm_steer.program import Program, compile_program, join
 from vllm_steer.registry.module import DIGEST_PREFIX
-from vllm_steer.registry.schema import ModuleUse, SteeringApplied
 from vllm_steer.registry.snapshot import Snapshot, Use
 from vllm_steer.spec import CaptureSpec, NamedProjection, Projection
 from vllm_steer.spec.references import MODULES_FIELD, Reference
@@ -117,15 +116,15 @@ def _directions(named: NamedProjection, snapshot: Snapshot, field: str) -> Proje
 
 
 def _applied(snapshot: Snapshot, uses: tuple[Use, ...], own: Program | None) -> bytes:
-    applied = SteeringApplied.model_validate(
+    """As JSON of a `SteeringApplied`: it is made for every request, and mostly read for none."""
+    return msgspec.json.encode(
         {
             "epoch": snapshot.epoch,
             "global": snapshot.steering_digest,
-            "modules": tuple(ModuleUse(name=use.name, digest=use.digest, scale=use.scale) for use in uses),
+            "modules": uses,
             "request": None if own is None or not own.steps else _digest(own),
         }
     )
-    return applied.model_dump_json(by_alias=True).encode()
 
 
 def _digest(program: Program) -> str:

