@@ -11,6 +11,7 @@ request of a batch has one vector, and decodes with the rows of the step before.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import platform
@@ -33,14 +34,18 @@ from vllm_steer.engine.outbox import Outbox
 from vllm_steer.engine.runner_v2 import SteeringRunnerV2, _steering_state
 from vllm_steer.engine.scheduler import steering_scheduler
 from vllm_steer.engine.settled import AssignedRows
-from vllm_steer.engine.steering import Steering
+from vllm_steer.engine.steering import Steering, StepBatch
 from vllm_steer.engine.store import ProgramStore
 from vllm_steer.metrics.engine_stats import EngineMeter
 from vllm_steer.metrics.worker_notes import note
-from vllm_steer.program import Ledger
+from vllm_steer.params import EXTRA_KEY
+from vllm_steer.points import points_on
+from vllm_steer.program import Ledger, compile_program
+from vllm_steer.program.shelf import LARGE
+from vllm_steer.spec import parse_capture, parse_fields
 from vllm_steer.taps.tables import Tables
 
-LAYERS, HIDDEN, RUNS, STEPS = 32, 4096, 7, 5000
+LAYERS, HIDDEN, RUNS, STEPS, WAVES, PROMPT = 32, 4096, 7, 5000, 21, 16
 
 
 class Runner:
@@ -69,6 +74,13 @@ class Scheduler:
     def update_from_output(self, *args: Any) -> dict[int, Any]:
         return {}
 
+    def add_request(self, request: Any) -> None: ...
+
+    def _handle_blocked_waiting_request(self, request: Any) -> bool:
+        return True
+
+    def _free_request(self, request: Any) -> None: ...
+
 
 OUTPUT = SimpleNamespace(get_output=lambda: None)
 
@@ -86,14 +98,20 @@ def steering() -> Steering:
     made._assigned, made._departures = AssignedRows(), Departures(cpu)
     made._written, made._seconds, made._step, made._pending = 0, 0.0, None, None
     made._worked = made._drafts = made._placed = False
-    made._leaves = True
-    made._rows_of = lambda tables, layout, num_padded: None
+    made._leaves, made._steady = True, (-1, None)
+    made._rows_of = made._places_of = lambda *args: None
     return made
 
 
 def scheduler() -> Any:
     made: Any = object.__new__(steering_scheduler(Scheduler))
-    made.steering_admission = Admission(Ledger(8, 8, 8), 8, 600)
+    config = SteeringConfig()
+    made.steering_ledger = Ledger(config.max_rows, config.max_instructions, config.max_vectors)
+    made.steering_admission = Admission(made.steering_ledger, (config.capture_mib << 20) // (2 * HIDDEN), 600)
+    made._row_bytes = 2 * HIDDEN
+    made.connector, made.max_model_len, made.kv_cache_config = None, 8192, SimpleNamespace(kv_cache_groups=[None])
+    made._steering_points, made._steering_layers = frozenset(points_on(())), LAYERS
+    made._capture_policy = config.capture_policy
     made.steering_outbox, made._steering_meter = Outbox(), EngineMeter(made.steering_admission)
     made._capture_rows, made._drafts, made._steered, made._malformed, made.requests = 8, False, {}, {}, {}
     made._readers = set()
@@ -159,6 +177,69 @@ def scheduling(batch: int) -> float:
     return 1e6 * (seconds(lambda: step(ours)) - seconds(lambda: step(plain)))
 
 
+def programs(kind: str, count: int, seed: int) -> list[dict[str, bytes]]:
+    """``extra_args`` of as many requests; of probes one object, as the engine has where many ask for the same."""
+    rng = np.random.default_rng(seed)
+    if kind == "own vectors":
+        given = [
+            {"steering_vectors": {"post_block": {3: rng.standard_normal(HIDDEN, dtype="f4")}}} for _ in range(count)
+        ]
+        return [{EXTRA_KEY: compile_program(parse_fields(each)).to_bytes()} for each in given]
+    spec: dict[str, Any] = {"hooks": {"post_block": [3]}, "positions": "all"}
+    if kind == "16 probes at 4 layers":
+        hooks = {"post_block": [LAYERS * k // 4 for k in range(4)]}
+        directions = np.random.default_rng(0).standard_normal((16, HIDDEN), dtype="f4")
+        spec |= {"hooks": hooks, "reduce": {"directions": directions}}
+    data = compile_program([], [each for _, each in parse_capture({"memory": spec})]).to_bytes()
+    return [{EXTRA_KEY: data if len(data) >= LARGE else bytes(bytearray(data))} for _ in range(count)]
+
+
+def wave(kind: str, batch: int) -> dict[str, float]:
+    """Microseconds per request, in the scheduler and in the worker, of a wave of ``batch`` requests."""
+    ours, there = scheduler(), steering()
+    spent: dict[str, list[float]] = {"scheduler": [], "worker": []}
+    gc.collect()
+    gc.freeze()  # as vLLM does
+    for number in range(WAVES):
+        requests = [
+            SimpleNamespace(
+                request_id=f"request-{i}", sampling_params=SimpleNamespace(extra_args=extra), num_prompt_tokens=PROMPT,
+                max_tokens=256, _block_hasher=None,
+            )
+            for i, extra in enumerate(programs(kind, batch, number))
+        ]  # fmt: skip
+        slots = np.arange(batch, dtype=np.int32)
+        started = time.perf_counter()
+        for request in requests:
+            ours.add_request(request)
+        ours.schedule()
+        for request in requests:
+            if not ours._handle_blocked_waiting_request(request):
+                raise RuntimeError(f"{request.request_id} waits")
+        arrived = time.perf_counter()
+        for slot, request in enumerate(requests):
+            there.store.add(request.request_id, slot, request.sampling_params, PROMPT)
+        for first, count in ((0, PROMPT), (PROMPT, 1)):
+            there.begin_step(
+                StepBatch(
+                    layout=lambda: None, ids=[request.request_id for request in requests], slot=slots,
+                    first=np.full(batch, first), count=np.full(batch, count), num_padded=batch * count,
+                )
+            )  # fmt: skip
+            there._step = None
+        for request in requests:
+            there.store.remove(request.request_id)
+        there.store.flush()
+        gone = time.perf_counter()
+        for request in requests:
+            ours._free_request(request)
+        ended = time.perf_counter()
+        spent["scheduler"].append(arrived - started + ended - gone)
+        spent["worker"].append(gone - arrived)
+    gc.unfreeze()
+    return {part: 1e6 * min(seconds) / batch for part, seconds in spent.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
@@ -168,12 +249,15 @@ def main() -> None:
         "idle, scheduler": {str(batch): scheduling(batch) for batch in (1, 256)},
         "settled, worker": {str(batch): worker(batch) for batch in (1, 256)},
     }
+    waves = {kind: wave(kind, 256) for kind in ("own vectors", "one layer", "16 probes at 4 layers")}
     environment = {
         "cpus": os.cpu_count(), "load_average": os.getloadavg(), "machine": platform.machine(),
         "python": platform.python_version(),
     }  # fmt: skip
-    arguments.out.write_text(json.dumps({"environment": environment, "microseconds": found}, indent=1) + "\n")
-    print(json.dumps(found, indent=1))
+    arguments.out.write_text(
+        json.dumps({"environment": environment, "microseconds": found, "wave": waves}, indent=1) + "\n"
+    )
+    print(json.dumps({**found, "wave": waves}, indent=1))
 
 
 if __name__ == "__main__":

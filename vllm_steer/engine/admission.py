@@ -33,6 +33,8 @@ class Admission:
         self._now = now
         self._capture_rows = capture_rows
         self._captures: dict[str, int] = {}
+        self.captures_booked = 0
+        """Captured rows that running requests may come to."""
         self._admitted: dict[str, Resolved] = {}
         self._waiting_since: dict[str, float] = {}
         self._waiting_for: dict[str, str] = {}
@@ -50,7 +52,7 @@ class Admission:
 
     def has_room_for_captures(self, rows: int) -> bool:
         """Whether ``rows`` captured rows fit beside those of running requests; also true of a step that is closed."""
-        return self._closed or not rows or sum(self._captures.values()) + rows <= self._capture_rows
+        return self._closed or not rows or self.captures_booked + rows <= self._capture_rows
 
     def admit(self, request_id: str, resolved: Resolved, capture_rows: int) -> bool:
         """Book the request's places, or let it and all after it wait in this step."""
@@ -66,6 +68,7 @@ class Admission:
         self._admitted[request_id] = resolved
         if capture_rows:
             self._captures[request_id] = capture_rows
+            self.captures_booked += capture_rows
         self._waiting_since.pop(request_id, None)
         self._waiting_for.pop(request_id, None)
         self.changes += 1
@@ -83,7 +86,7 @@ class Admission:
         self._waiting_since.pop(request_id, None)
         if self._waiting_for.pop(request_id, None) is not None:
             self.changes += 1
-        self._captures.pop(request_id, None)
+        self.captures_booked -= self._captures.pop(request_id, 0)
         resolved = self._admitted.pop(request_id, None)
         if resolved is not None:
             self.ledger.release(resolved.rows)
@@ -100,11 +103,6 @@ class Admission:
             for request_id, since in self._waiting_since.items()
             if since <= latest
         }
-
-    @property
-    def captures_booked(self) -> int:
-        """Captured rows that running requests may come to."""
-        return sum(self._captures.values())
 
     @property
     def num_admitted(self) -> int:

@@ -30,7 +30,6 @@ from vllm_steer.metrics.engine_stats import EngineMeter
 from vllm_steer.params import EXTRA_KEY, program_bytes, take_in
 from vllm_steer.points import how_to_switch_on, points_on
 from vllm_steer.program import Ledger, Program, Resolved, resolve
-from vllm_steer.program.kept import PROGRAMS
 
 logger = steering_logger(__name__)
 
@@ -65,7 +64,9 @@ def steering_scheduler(base: Any) -> Any:
             self._readers: set[str] = set()
             self._malformed: dict[str, str] = {}
             self._capture_rows = config.capture_rows
-            budget = (config.capture_mib << 20) // self._row_bytes()
+            model_config = self.vllm_config.model_config
+            self._row_bytes = int(model_config.get_hidden_size() * model_config.dtype.itemsize)
+            budget = (config.capture_mib << 20) // self._row_bytes
             self.steering_admission = Admission(self.steering_ledger, budget, config.queue_timeout)
             self._capture_policy = config.capture_policy
             self._capture_left = 0
@@ -90,9 +91,8 @@ def steering_scheduler(base: Any) -> Any:
             data = program_bytes(request.sampling_params)
             if data is None or request.request_id in self.requests:
                 return
-            program = Program.from_checked(data)
             # Of many equal ones a single copy stays, at which the worker looks next.
-            request.sampling_params.extra_args[EXTRA_KEY] = PROGRAMS.same(data)
+            program, request.sampling_params.extra_args[EXTRA_KEY] = Program.shared(data)
             off = next(iter(program.points - self._steering_points), None)
             if off is not None:
                 raise SteeringError("extra_args.steer", how_to_switch_on(off))
@@ -223,8 +223,7 @@ def steering_scheduler(base: Any) -> Any:
             """Most rows that a request can store: it ends with the model's length, whatever ``max_tokens`` says.
             Projections count as the rows that would take as many bytes."""
             tokens = min(request.max_tokens, self.max_model_len - request.num_prompt_tokens)
-            row = self._row_bytes()
-            return -(-resolved.bytes_in_all(request.num_prompt_tokens, tokens, row) // row)
+            return -(-resolved.bytes_in_all(request.num_prompt_tokens, tokens, self._row_bytes) // self._row_bytes)
 
         def _give_up_capture(self, request: Any) -> Resolved:
             """Under the policy ``fail``: run without the reads; workers see the same, since nothing was sent yet."""
@@ -237,10 +236,6 @@ def steering_scheduler(base: Any) -> Any:
             resolved = resolve(program, request.num_prompt_tokens, self._steering_layers)
             self._follow(request.request_id, resolved)
             return resolved
-
-        def _row_bytes(self) -> int:
-            model_config = self.vllm_config.model_config
-            return int(model_config.get_hidden_size() * model_config.dtype.itemsize)
 
         def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
             self._steered.pop(request.request_id, None)

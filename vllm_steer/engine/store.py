@@ -24,10 +24,21 @@ from vllm_steer.program.instructions import CAPTURE
 from vllm_steer.taps.tables import END, Tables
 
 
+@dataclass
+class _Bound:
+    """A program's segments in the tables: requests with equal programs and prompts of one length share them, so that of
+    many only the first takes places. ``starts`` and ``rows`` are int32 ``[max_segments]``."""
+
+    resolved: Resolved
+    starts: npt.NDArray[np.int32]
+    rows: npt.NDArray[np.int32]
+    users: int = 0
+
+
 @dataclass(frozen=True)
 class _Running:
     slot: int
-    resolved: Resolved
+    bound: _Bound
 
 
 @dataclass
@@ -73,10 +84,12 @@ class ProgramStore:
     def __init__(self, tables: Tables, config: SteeringConfig, num_layers: int, own: range | None = None) -> None:
         self.tables = tables
         self._num_layers = num_layers
-        self._own = own
+        # Where one stage has all layers, what the scheduler has resolved is what this stage would.
+        self._own = None if own == range(num_layers) else own
         self._max_segments = config.max_segments
         self._ledger = Ledger(config.max_rows, config.max_instructions, config.max_vectors)
         self._running: dict[str, _Running] = {}
+        self._bound: dict[int, _Bound] = {}
         self._directions: dict[bytes, _Directions] = {}
         self._capturing = 0
         num_slots = tables.segment_start.shape[0]
@@ -121,7 +134,7 @@ class ProgramStore:
 
     def resolved_of(self, request_id: str) -> Resolved:
         """The program of a request that holds a slot."""
-        return self._running[request_id].resolved
+        return self._running[request_id].bound.resolved
 
     def slot_of(self, request_id: str) -> int | None:
         running = self._running.get(request_id)
@@ -136,15 +149,13 @@ class ProgramStore:
         resolved = resolve(program, prompt_len, self._num_layers, self._own)
         if not resolved.rows:
             return False
-        new_rows, new_vectors = self._ledger.acquire(resolved.rows)
-        for digest, place in new_vectors.items():
-            self._vector.put(place, program.vector(program.by_digest[digest]))
-        for placed in new_rows:
-            self._put_row(placed)
-        self._put_segments(slot, resolved)
-        self._running[request_id] = _Running(slot, resolved)
-        for form in _projected(resolved):
-            self._directions.setdefault(form.projection, _Directions(form.directions)).users += 1
+        bound = self._bound.get(id(resolved))
+        if bound is None:
+            bound = self._bound[id(resolved)] = self._place(resolved, program)
+        bound.users += 1
+        self._segment_start.put(slot, bound.starts)
+        self._segment_row.put(slot, bound.rows)
+        self._running[request_id] = _Running(slot, bound)
         self._capturing += resolved.max_captures > 0
         self.changes += 1
         self.active.set(slot, *resolved.active)
@@ -157,16 +168,11 @@ class ProgramStore:
         running = self._running.pop(request_id, None)
         if running is None:
             return None
-        self._capturing -= running.resolved.max_captures > 0
-        for form in _projected(running.resolved):
-            held = self._directions[form.projection]
-            held.users -= 1
-            if not held.users:
-                del self._directions[form.projection]
-        for row in running.resolved.rows:
-            self._ledger.release([row])
-            if not self._ledger.holds(row):
-                self._count_users(row.instructions, -1)
+        bound = running.bound
+        self._capturing -= bound.resolved.max_captures > 0
+        bound.users -= 1
+        if not bound.users:
+            self._displace(bound.resolved)
         self.active.clear(running.slot)
         self.reads.clear(running.slot)
         self.last_segment[running.slot] = 0
@@ -197,6 +203,34 @@ class ProgramStore:
         for staged in self._staged:
             staged.flush()
 
+    def _place(self, resolved: Resolved, program: Program) -> _Bound:
+        """Take places for a program, and write to them."""
+        new_rows, new_vectors = self._ledger.acquire(resolved.rows)
+        for digest, place in new_vectors.items():
+            self._vector.put(place, program.vector(program.by_digest[digest]))
+        for placed in new_rows:
+            self._put_row(placed)
+        for form in _projected(resolved):
+            self._directions.setdefault(form.projection, _Directions(form.directions)).users += 1
+        starts, rows = np.full(self._max_segments, END, dtype=np.int32), self._no_rows.copy()
+        for i, segment in enumerate(resolved.segments):
+            starts[i] = segment.start
+            rows[i] = self._ledger.row_place(segment.row)
+        return _Bound(resolved, starts, rows)
+
+    def _displace(self, resolved: Resolved) -> None:
+        """Give a program's places back."""
+        del self._bound[id(resolved)]
+        for form in _projected(resolved):
+            held = self._directions[form.projection]
+            held.users -= 1
+            if not held.users:
+                del self._directions[form.projection]
+        for row in resolved.rows:
+            self._ledger.release([row])
+            if not self._ledger.holds(row):
+                self._count_users(row.instructions, -1)
+
     def _put_row(self, placed: PlacedRow) -> None:
         heads = np.zeros(self.tables.num_sites, dtype=np.int32)
         following: dict[int, int] = {}
@@ -214,15 +248,6 @@ class ProgramStore:
         if instruction.code == CAPTURE:
             return instruction.index
         return self._ledger.vector_place(instruction.vector)
-
-    def _put_segments(self, slot: int, resolved: Resolved) -> None:
-        starts = np.full(self._max_segments, END, dtype=np.int32)
-        rows = np.zeros(self._max_segments, dtype=np.int32)
-        for i, segment in enumerate(resolved.segments):
-            starts[i] = segment.start
-            rows[i] = self._ledger.row_place(segment.row)
-        self._segment_start.put(slot, starts)
-        self._segment_row.put(slot, rows)
 
     def _count_users(self, instructions: Any, change: int) -> None:
         for site in {instruction.site for instruction in instructions}:

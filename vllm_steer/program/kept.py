@@ -62,7 +62,10 @@ def place_of(data: bytes) -> Place:
     return _PLACES.of(data)
 
 
-class _Kept(NamedTuple):
+class Kept(NamedTuple):
+    """A program, and the bytes that it was decoded from: looks at these compare nothing, at others equal to them every
+    byte. ``checked``: whether digests and numbers have been looked at too."""
+
     program: Program
     checked: bool
     data: bytes
@@ -72,34 +75,21 @@ class KeptPrograms:
     """The programs used last, as many as take ``most_bytes`` in their encoded form, in which their vectors stand."""
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
-        self._programs: LRUCache[Place, _Kept] = LRUCache(most_bytes, getsizeof=lambda kept: _size(kept.data))
+        self._programs: LRUCache[Place, Kept] = LRUCache(most_bytes, getsizeof=lambda kept: _size(kept.data))
         self._lock = threading.Lock()
 
-    def find(self, data: bytes, checked: bool) -> Program | None:
-        """The program of ``data``, if it is kept, and has been checked where that is asked."""
-        kept = self._equal(data)
-        return None if kept is None or (checked and not kept.checked) else kept.program
-
-    def same(self, data: bytes) -> bytes:
-        """The bytes that are kept and equal ``data``; ``data`` itself where none are."""
-        kept = self._equal(data)
-        return data if kept is None else kept.data
-
-    def keep(self, data: bytes, program: Program, checked: bool) -> bytes:
-        """Keep ``program``; it replaces one of the same bytes.
-
-        Returns the bytes under which it is kept: looks at these compare nothing, at others equal to them every byte.
-        """
-        data = self.same(data)
+    def find(self, data: bytes) -> Kept | None:
+        """What is kept of ``data``."""
         with self._lock:
-            if _size(data) <= self._programs.maxsize:
-                self._programs[place_of(data)] = _Kept(program, checked, data)
-        return data
-
-    def _equal(self, data: bytes) -> _Kept | None:
-        with self._lock:
-            kept: _Kept | None = self._programs.get(place_of(data))
+            kept: Kept | None = self._programs.get(place_of(data))
         return kept if kept is not None and kept.data == data else None
+
+    def keep(self, kept: Kept) -> Kept:
+        """Keep it, in the place of one of the same bytes."""
+        if _size(kept.data) <= self._programs.maxsize:
+            with self._lock:
+                self._programs[place_of(kept.data)] = kept
+        return kept
 
 
 def _size(data: bytes) -> int:

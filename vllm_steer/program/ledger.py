@@ -49,6 +49,8 @@ class Ledger:
         """Of what there is too little for these rows now: ``rows``, ``instructions`` or ``vectors``; None if they
         fit."""
         missing = [row for row in rows if row.digest not in self._rows]
+        if not missing:
+            return None
         vectors = {vector for row in missing for vector in row.vectors if vector not in self._vectors}
         if len(missing) > len(self._free_rows):
             return "rows"

@@ -18,7 +18,7 @@ import numpy as np
 from vllm_steer.errors import SteeringError
 from vllm_steer.points import POINT_NAMES, PointName
 from vllm_steer.program.instructions import CODES, KIND_OF, UNBOUNDED
-from vllm_steer.program.kept import PROGRAMS
+from vllm_steer.program.kept import PROGRAMS, Kept
 from vllm_steer.spec import KINDS, CaptureSpec, Edit, Projection, Selector, bytes_of, content_digest, projection_digest
 
 WIRE_VERSION = 5
@@ -89,15 +89,18 @@ class Program(msgspec.Struct, frozen=True, array_like=True, dict=True, weakref=T
         """:meth:`to_bytes` of a program that this process has compiled, or put together of such and of checked ones:
         when the bytes come back they need no check."""
         data = self.to_bytes()
-        # Its vectors stand in ``data``: those that it was compiled from need not be held beside them.
-        return PROGRAMS.keep(data, msgspec.msgpack.decode(data, type=Program), checked=True)
+        # As read from ``data``, where its vectors stand: those that it was compiled from are not held beside them.
+        kept = PROGRAMS.find(data) or Kept(msgspec.msgpack.decode(data, type=Program), False, data)
+        if not kept.checked:
+            kept = PROGRAMS.keep(kept._replace(checked=True))
+        return kept.data
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Program:
         """Decode; raises :class:`SteeringError` on anything that :meth:`to_bytes` did not write."""
         if not isinstance(data, bytes):
             raise SteeringError("extra_args.steer", "not a compiled program; use steering_vectors or steering instead")
-        return _decode(data, checked=True)
+        return _kept(data, checked=True).program
 
     @classmethod
     def from_checked(cls, data: bytes) -> Program:
@@ -105,9 +108,15 @@ class Program(msgspec.Struct, frozen=True, array_like=True, dict=True, weakref=T
 
         Raises :class:`SteeringError` on anything that is not a program at all.
         """
+        return cls.shared(data)[0]
+
+    @classmethod
+    def shared(cls, data: bytes) -> tuple[Program, bytes]:
+        """As :meth:`from_checked`, with the bytes to hold from now on: of equal ones a single copy."""
         if not isinstance(data, bytes):
             raise SteeringError("extra_args.steer", "not a compiled program; use steering_vectors or steering instead")
-        return _decode(data, checked=False)
+        kept = _kept(data, checked=False)
+        return kept.program, kept.data
 
     def _check_parts(self) -> None:
         """What the type cannot say, as far as it keeps an engine from using the program at all."""
@@ -183,14 +192,16 @@ class Program(msgspec.Struct, frozen=True, array_like=True, dict=True, weakref=T
         return {digest: index for index, digest in enumerate(self.digests)}
 
 
-def _decode(data: bytes, checked: bool) -> Program:
-    program = PROGRAMS.find(data, checked)
-    if program is None:
-        program = PROGRAMS.find(data, False) or _decode_now(data)
-        if checked:
-            program._check()
-        PROGRAMS.keep(data, program, checked)
-    return program
+def _kept(data: bytes, checked: bool) -> Kept:
+    kept = PROGRAMS.find(data)
+    if kept is None:
+        kept = Kept(_decode_now(data), False, data)
+    elif kept.checked or not checked:
+        return kept
+    if checked:
+        kept.program._check()
+        kept = kept._replace(checked=True)
+    return PROGRAMS.keep(kept)
 
 
 def _decode_now(data: bytes) -> Program:
