@@ -180,11 +180,13 @@ def scheduling(batch: int) -> float:
 def programs(kind: str, count: int, seed: int) -> list[dict[str, bytes]]:
     """``extra_args`` of as many requests; of probes one object, as the engine has where many ask for the same."""
     rng = np.random.default_rng(seed)
-    if kind == "own vectors":
+    if kind.startswith("own vectors"):
+        points, layers = (points_on(()), range(LAYERS)) if "96" in kind else (("post_block",), (3,))
         given = [
-            {"steering_vectors": {"post_block": {3: rng.standard_normal(HIDDEN, dtype="f4")}}} for _ in range(count)
+            {point: {layer: rng.standard_normal(HIDDEN, dtype="f4") for layer in layers} for point in points}
+            for _ in range(count)
         ]
-        return [{EXTRA_KEY: compile_program(parse_fields(each)).to_bytes()} for each in given]
+        return [{EXTRA_KEY: compile_program(parse_fields({"steering_vectors": each})).to_bytes()} for each in given]
     spec: dict[str, Any] = {"hooks": {"post_block": [3]}, "positions": "all"}
     if kind == "16 probes at 4 layers":
         hooks = {"post_block": [LAYERS * k // 4 for k in range(4)]}
@@ -250,6 +252,7 @@ def main() -> None:
         "settled, worker": {str(batch): worker(batch) for batch in (1, 256)},
     }
     waves = {kind: wave(kind, 256) for kind in ("own vectors", "one layer", "16 probes at 4 layers")}
+    waves["own vectors at 96 sites"] = wave("own vectors at 96 sites", 16)
     environment = {
         "cpus": os.cpu_count(), "load_average": os.getloadavg(), "machine": platform.machine(),
         "python": platform.python_version(),

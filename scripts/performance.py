@@ -217,6 +217,19 @@ def _steps(table: MakeTable) -> str:
         "\nPython that a step has more than stock vLLM's, in microseconds, in the engine's process (`python -m\n"
         f"benchmarks.step`, which says what is where; {_loaded(result)}, the slower of the two machines):\n\n"
         + table(("step", "batch", "added"), rows)
+        + "\nWhat a request of a wave adds there: 256 come at once, have their prompts' step and one more, and are gone\n"
+        "(microseconds per request in all; in brackets of the build before, in which requests with equal programs did\n"
+        "not share their places in the tables):\n\n"
+        + table(
+            ("wave of", *next(iter(result["wave"].values()))),
+            [
+                (
+                    kind,
+                    *(f"{micros:.0f} ({result['before']['wave'][kind][part]:.0f})" for part, micros in parts.items()),
+                )
+                for kind, parts in result["wave"].items()
+            ],
+        )
     )
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 
@@ -15,7 +14,6 @@ class Staged:
 
     def __init__(self, table: torch.Tensor) -> None:
         self._table = table
-        self._dtype = torch.empty(0, dtype=table.dtype).numpy().dtype
         self._values: dict[int, Any] = {}
 
     def put(self, place: int, value: Any) -> None:
@@ -26,15 +24,17 @@ class Staged:
         """Enqueue the writes on the current stream, so that a step still in flight does not see them."""
         if not self._values:
             return
-        places = np.fromiter(self._values, np.int64, len(self._values))
-        values = np.array(list(self._values.values()), dtype=self._dtype)
-        self._table.index_copy_(0, self._upload(places), self._upload(values))
+        places = self._upload([np.fromiter(self._values, np.int64, len(self._values))], torch.int64)[0]
+        self._table.index_copy_(0, places, self._upload(list(self._values.values()), self._table.dtype))
         self._values.clear()
 
-    def _upload(self, values: npt.NDArray[Any]) -> torch.Tensor:
+    def _upload(self, values: list[Any], dtype: torch.dtype) -> torch.Tensor:
         """Host to device without a sync: pinned memory comes from torch's caching host allocator, which keeps a block
-        until the copy out of it has run."""
-        tensor = torch.from_numpy(values)
-        if self._table.device.type == "cuda":
-            return tensor.pin_memory().to(self._table.device, non_blocking=True)
-        return tensor
+        until the copy out of it has run. Values are put there at once: those of vectors are many bytes."""
+        pinned = self._table.device.type == "cuda"
+        tensor = torch.empty((len(values), *np.shape(values[0])), dtype=dtype, device="cpu", pin_memory=pinned)
+        if isinstance(values[0], np.ndarray):
+            np.stack(values, out=tensor.numpy())
+        else:
+            tensor.numpy()[...] = values
+        return tensor.to(self._table.device, non_blocking=True) if pinned else tensor

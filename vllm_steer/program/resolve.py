@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+import msgspec
+
 from vllm_steer.points import POINT_NAMES
 from vllm_steer.program.instructions import CAPTURE
 from vllm_steer.program.program import WHOLE, Program, Read, Step
@@ -24,8 +26,7 @@ PRE_ATTN = POINT_NAMES.index("pre_attn")
 NO_VECTOR = WHOLE_ROWS = b""
 
 
-@dataclass(frozen=True)
-class Instruction:
+class Instruction(msgspec.Struct, frozen=True):
     """One operation at one site, as it stands in the device tables.
 
     ``vector`` is a digest; for a CAPTURE, ``index`` is the place of the captured row among those of its token.
@@ -40,8 +41,7 @@ class Instruction:
     index: int = 0
 
 
-@dataclass(frozen=True)
-class Captured:
+class Captured(msgspec.Struct, frozen=True):
     """One captured row of a token: the stream at a site, ahead of the site's edits or after them."""
 
     site: int

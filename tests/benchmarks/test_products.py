@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ways to make products that only a GPU can compare in time agree, and compile for one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import products
+from tests.taps.test_compiles import Compiled
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_all_ways_agree() -> None:
+    """Catches a way that is quick since it leaves something out."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.products", "--check"],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("hidden", [64, 4096])
+def test_a_way_that_rounds_is_seen(hidden: int) -> None:
+    """Negative control: directions as tensor cores would round them, and a column left out."""
+    rows, directions = torch.randn(40, hidden).bfloat16(), torch.randn(5, hidden)
+    rounded = ((directions.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+    assert products.off_by(rows.float() @ directions.T, rows, directions) < products.OFF_BY
+    for wrong in (rows.float() @ rounded.T, rows[:, 1:].float() @ directions[:, 1:].T):
+        assert products.off_by(wrong, rows, directions) > products.OFF_BY
+
+
+@pytest.mark.parametrize("by_column", [False, True])
+def test_the_kernel_compiles(monkeypatch: pytest.MonkeyPatch, by_column: bool) -> None:
+    found = Compiled(products.products_kernel, 90)
+    monkeypatch.setattr(products, "products_kernel", found)
+    directions = torch.zeros(3, 256)
+    products.by_kernel(products.SHAPES[0], by_column)(
+        torch.zeros(5, 256, dtype=torch.bfloat16), directions.T.contiguous() if by_column else directions
+    )
+    assert len(found.sizes) == 1

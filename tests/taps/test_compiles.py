@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every kernel is compiled to machine code for GPUs that are not here: the interpreter takes what the compiler does
+not, such as a type that changes in a loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from vllm_steer.config import SteeringConfig
+from vllm_steer.taps import kernel, rows_kernel
+from vllm_steer.taps.rows import Layout
+from vllm_steer.taps.tables import Tables
+
+NAMES = {
+    torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64",
+}  # fmt: skip
+OPTIONS = ("num_warps", "num_stages", "launch_pdl")
+HIDDEN = 256
+
+
+class Compiled:
+    """In a kernel's place: what would be launched is compiled, for ``capability``."""
+
+    def __init__(self, jit: Any, capability: int) -> None:
+        self.jit, self.capability, self.sizes = jit, capability, []
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        return self.launch
+
+    def launch(self, *args: Any, **kwargs: Any) -> None:
+        options = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
+        given = dict(zip(self.jit.arg_names, args, strict=False)) | kwargs
+        assert list(given) == self.jit.arg_names
+        signature = {
+            name: "constexpr" if name in kwargs else "*" + NAMES[value.dtype] if torch.is_tensor(value) else "i32"
+            for name, value in given.items()
+        }
+        source = ASTSource(fn=self.jit, signature=signature, constexprs=kwargs)
+        made = triton.compile(source, target=GPUTarget("cuda", self.capability, 32), options=options)
+        self.sizes.append(len(made.asm["cubin"]))
+
+
+def tables(dtype: torch.dtype) -> Tables:
+    config = SteeringConfig(max_rows=2, max_vectors=2, max_instructions=2, capture_rows=4)
+    return Tables(
+        config, num_sites=3, hidden_size=HIDDEN, max_tokens=8, max_requests=2, dtype=dtype, device=torch.device("cpu")
+    )
+
+
+def in_place_of(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, capability: int) -> Compiled:
+    found = Compiled(getattr(module, name), capability)
+    monkeypatch.setattr(module, name, found)
+    return found
+
+
+@pytest.mark.parametrize(("capability", "dtype"), [(80, torch.float16), (90, torch.bfloat16)])
+def test_taps_compile(monkeypatch: pytest.MonkeyPatch, capability: int, dtype: torch.dtype) -> None:
+    found = in_place_of(monkeypatch, kernel, "_tap_kernel", capability)
+    monkeypatch.setattr(kernel, "_overlaps", lambda device: capability >= 90)
+    kernel.warm_up(tables(dtype), dtype)
+    assert len(found.sizes) == 4 and min(found.sizes) > 0
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_row_kernels_compile(monkeypatch: pytest.MonkeyPatch, capability: int) -> None:
+    found = [in_place_of(monkeypatch, rows_kernel, name, capability) for name in ("_rows_kernel", "_places_kernel")]
+    there = tables(torch.float32)
+    layout = Layout(torch.zeros(1, dtype=torch.int32), torch.tensor([0, 3], dtype=torch.int32), torch.arange(3))
+    rows_kernel.launch_rows(there, layout, 3)
+    rows_kernel.launch_places(there, 3)
+    assert all(each.sizes for each in found)
+
+
+def test_what_the_compiler_does_not_take_is_seen() -> None:
+    """Negative control: a kernel that the interpreter runs, and that is no GPU's."""
+
+    @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+    def changing(out, n):  # type: ignore[no-untyped-def]
+        value = 0
+        for _ in range(n):
+            value = value + 0.5
+        out[0] = value
+
+    with pytest.raises(triton.CompilationError):
+        Compiled(changing, 90).launch(torch.zeros(1), 3)
