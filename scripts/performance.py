@@ -217,9 +217,9 @@ def _steps(table: MakeTable) -> str:
         "\nPython that a step has more than stock vLLM's, in microseconds, in the engine's process (`python -m\n"
         f"benchmarks.step`, which says what is where; {_loaded(result)}, the slower of the two machines):\n\n"
         + table(("step", "batch", "added"), rows)
-        + "\nWhat a request of a wave adds there: 256 come at once, have their prompts' step and one more, and are gone\n"
-        "(microseconds per request in all; in brackets of the build before, in which requests with equal programs did\n"
-        "not share their places in the tables):\n\n"
+        + "\nWhat a request of a wave adds there: 256 come at once (of those with 96 sites 16), have their prompts' step and\n"
+        "one more, and are gone; microseconds per request in all, and in brackets those of the build before, in which requests\n"
+        "with equal programs did not share their places in the tables:\n\n"
         + table(
             ("wave of", *next(iter(result["wave"].values()))),
             [
