@@ -5,7 +5,8 @@
 
 Without a model: the parts that wrap vLLM's runner V2 and its scheduler stand around methods that do nothing, and what
 those take alone is taken off. Microseconds per step, the least of several runs. *Idle*: nobody steers. *Settled*: each
-request of a batch has one vector, and decodes with the rows of the step before.
+request of a batch has one vector, and decodes with the rows of the step before. *Waves*: requests with equal reads, or
+with vectors of their own, come at once, have the step of their prompts and one more, and are gone.
 """
 
 from __future__ import annotations
