@@ -68,6 +68,17 @@ def test_every_position_gets_exactly_the_edits_that_name_it(chosen: list[object]
         assert got == expected, position
 
 
+@pytest.mark.parametrize(
+    ("tokens", "starts"),
+    [("all", [0]), ("prompt", [0, 5]), ("generated", [0, 5]), ([[2, None]], [0, 2]), ([1, [3, 7]], [0, 1, 2, 3, 7])],
+    ids=str,
+)
+def test_segments_are_as_many_as_there_are(tokens: object, starts: list[int]) -> None:
+    """Catches a segment that begins where no position is: a request would need one place more than it uses."""
+    resolved = resolve(compile_program([edit(0, tokens)]), 5, LAYERS)
+    assert [segment.start for segment in resolved.segments] == starts
+
+
 def test_the_same_edits_of_two_requests_share_their_row() -> None:
     """Catches rows keyed by request: content that is equal must not take space twice."""
     first = resolve(compile_program([edit(0), edit(1, "generated")]), 5, LAYERS)

@@ -13,6 +13,7 @@ from tests.registry.modules import content, registry, vector
 from vllm_steer import SamplingParams, SteeringError
 from vllm_steer.params import APPLIED_KEY, CAPTURE_KEY, EXTRA_KEY, MODULES_KEY, leave_to_engine, program_of
 from vllm_steer.registry import admission
+from vllm_steer.registry.schema import SteeringApplied
 
 PROBED = {"memory": {"hooks": {"post_block": [1]}, "reduce": {"probes": ["calm/joy", "calm/anger"]}}}
 
@@ -107,3 +108,27 @@ def test_the_engine_gets_the_program_alone() -> None:
     before = msgspec.msgpack.encode(plain.sampling_params)
     leave_to_engine(plain)
     assert msgspec.msgpack.encode(plain.sampling_params) == before
+
+
+def test_what_was_applied_is_what_the_answer_says() -> None:
+    """Catches JSON that `SteeringApplied` reads otherwise than it was meant, or not at all."""
+    served = registry()
+    served.register("calm", **content())
+    own = {"steering_vectors": {"post_block": {1: vector(9)}}}
+
+    def applied(**fields: Any) -> SteeringApplied:
+        data = served.admit(extra(**fields))[APPLIED_KEY]
+        there = SteeringApplied.model_validate_json(data, strict=True)
+        assert there.model_dump_json(by_alias=True).encode() == data
+        return there
+
+    by_name, by_own = applied(steering_modules=[("calm", 0.5)]), applied(**own)
+    (use,) = by_name.modules
+    assert (use.name, use.scale, by_name.request, by_name.global_steering) == ("calm", 0.5, None, None)
+    assert by_own.modules == () and by_own.request is not None and by_own.epoch == by_name.epoch
+    digest = applied(steering_modules=[use.digest]).modules[0]
+    assert (digest.name, digest.digest, digest.scale) == (None, use.digest, 1.0)
+    served.set(modules=["calm"])
+    under_global = applied(**own)
+    assert under_global.global_steering is not None and under_global.epoch > by_own.epoch
+    assert under_global.request == by_own.request != applied(steering_vectors={"post_block": {1: vector(8)}}).request
