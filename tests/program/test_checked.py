@@ -9,12 +9,15 @@ import pytest
 
 from vllm_steer import Edit, SteeringError
 from vllm_steer.program import Program, compile_program
+from vllm_steer.program.program import Read
 
 SOUND = compile_program([Edit(kind="add", point="post_block", layers=[1], vector=np.ones(8, "f4"), strength=1.0)])
 UNSOUND = {
     "vector": {"steps": (msgspec.structs.replace(SOUND.steps[0], vector=3),)},
     "point": {"steps": (msgspec.structs.replace(SOUND.steps[0], point=77),)},
     "code": {"steps": (msgspec.structs.replace(SOUND.steps[0], code=99),)},
+    "layer": {"steps": (msgspec.structs.replace(SOUND.steps[0], layers=(2**40,)),)},
+    "layer of a read": {"reads": (Read(0, (2**40,), False, "all"),)},
     "width": {"width": 9},
     "digests": {"digests": ()},
 }
@@ -28,5 +31,6 @@ def test_a_sound_program_passes() -> None:
 @pytest.mark.parametrize("part", UNSOUND)
 def test_parts_that_do_not_fit_are_refused(part: str) -> None:
     """Catches an index that would raise in the scheduler, which ends the engine."""
-    with pytest.raises(SteeringError):
-        Program.from_checked(msgspec.structs.replace(SOUND, **UNSOUND[part]).to_bytes())
+    for read in (Program.from_checked, Program.from_bytes):
+        with pytest.raises(SteeringError):
+            read(msgspec.structs.replace(SOUND, **UNSOUND[part]).to_bytes())

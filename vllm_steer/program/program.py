@@ -20,6 +20,7 @@ from vllm_steer.points import POINT_NAMES, PointName
 from vllm_steer.program.instructions import CODES, KIND_OF, UNBOUNDED
 from vllm_steer.program.kept import PROGRAMS, Kept
 from vllm_steer.spec import KINDS, CaptureSpec, Edit, Projection, Selector, bytes_of, content_digest, projection_digest
+from vllm_steer.spec.edit import MAX_LAYERS
 
 WIRE_VERSION = 5
 ALL_LAYERS: tuple[int, ...] = ()
@@ -127,7 +128,7 @@ class Program(msgspec.Struct, frozen=True, array_like=True, dict=True, weakref=T
                 step.code in KIND_OF
                 and 0 <= step.point < len(POINT_NAMES)
                 and 0 <= step.vector < len(self.vectors)
-                and all(layer >= 0 for layer in step.layers)
+                and all(0 <= layer < MAX_LAYERS for layer in step.layers)
                 for step in self.steps
             )
         )
@@ -137,7 +138,7 @@ class Program(msgspec.Struct, frozen=True, array_like=True, dict=True, weakref=T
             )
         if not all(
             0 <= read.point < len(POINT_NAMES)
-            and all(layer >= 0 for layer in read.layers)
+            and all(0 <= layer < MAX_LAYERS for layer in read.layers)
             and WHOLE <= read.projection < len(self.projections)
             for read in self.reads
         ) or not all(places and 0 <= min(places) <= max(places) < len(self.vectors) for places in self.projections):
