@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ways to make the products of a step's captured rows with directions: what the engine does, and kernels beside it.
 
-    python -m benchmarks.products --out benchmarks/results/gpu-products-ways.json
+    python -m benchmarks.products --out benchmarks/results/gpu-products.json
     TRITON_INTERPRET=1 python -m benchmarks.products --check     # on a CPU: that all ways agree
 
 Microseconds of the GPU for bfloat16 rows 4,096 wide and float32 directions, medians of graphs of one call each; the
