@@ -32,7 +32,7 @@ HIDDEN, REPEATS = 4096, 30
 SIZES = ((4, 16), (128, 16), (1024, 1), (1024, 16), (1024, 64))
 SHAPES = ((16, 16, 64, 256), (32, 16, 64, 256), (32, 16, 64, 512), (64, 16, 64, 256), (32, 16, 128, 512))
 OFF_BY = 1e-6
-"""Of the sum of a product's absolute terms: some ten times what float32 is off by, and below what TF32 is."""
+"""Of the sum of a product's absolute terms: float32 is off by less, TF32 by more."""
 
 
 Way: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

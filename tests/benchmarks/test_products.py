@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks import products
-from tests.taps.test_compiles import Compiled
+from tests.taps.compiled import Compiled
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,6 +39,7 @@ def test_a_way_that_rounds_is_seen(hidden: int) -> None:
 
 @pytest.mark.parametrize("by_column", [False, True])
 def test_the_kernel_compiles(monkeypatch: pytest.MonkeyPatch, by_column: bool) -> None:
+    """Catches a benchmark that ends on the GPU at its first kernel."""
     found = Compiled(products.products_kernel, 90)
     monkeypatch.setattr(products, "products_kernel", found)
     directions = torch.zeros(3, 256)

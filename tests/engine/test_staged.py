@@ -49,15 +49,3 @@ def test_values_come_to_their_places(
     table.fill_(0)
     staged.flush()
     assert not table.any()
-
-
-def test_an_array_that_is_shared_is_left_alone() -> None:
-    """Catches a table that is written into the values of other requests."""
-    table = torch.zeros(4, 2, dtype=torch.int32)
-    shared = np.array([1, 2], dtype=np.int32)
-    staged = Staged(table)
-    for place in (0, 2):
-        staged.put(place, shared)
-    staged.flush()
-    table.add_(5)
-    assert shared.tolist() == [1, 2] and table.tolist() == [[6, 7], [5, 5], [6, 7], [5, 5]]

@@ -4,47 +4,19 @@ not, such as a type that changes in a loop."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
+from tests.taps.compiled import Compiled
 from vllm_steer.config import SteeringConfig
 from vllm_steer.taps import kernel, rows_kernel
 from vllm_steer.taps.rows import Layout
 from vllm_steer.taps.tables import Tables
 
-NAMES = {
-    torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64",
-}  # fmt: skip
-OPTIONS = ("num_warps", "num_stages", "launch_pdl")
 HIDDEN = 256
-
-
-class Compiled:
-    """In a kernel's place: what would be launched is compiled, for ``capability``."""
-
-    def __init__(self, jit: Any, capability: int) -> None:
-        self.jit, self.capability, self.sizes = jit, capability, []
-
-    def __getitem__(self, grid: Any) -> Callable[..., None]:
-        return self.launch
-
-    def launch(self, *args: Any, **kwargs: Any) -> None:
-        options = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
-        given = dict(zip(self.jit.arg_names, args, strict=False)) | kwargs
-        assert list(given) == self.jit.arg_names
-        signature = {
-            name: "constexpr" if name in kwargs else "*" + NAMES[value.dtype] if torch.is_tensor(value) else "i32"
-            for name, value in given.items()
-        }
-        source = ASTSource(fn=self.jit, signature=signature, constexprs=kwargs)
-        made = triton.compile(source, target=GPUTarget("cuda", self.capability, 32), options=options)
-        self.sizes.append(len(made.asm["cubin"]))
 
 
 def tables(dtype: torch.dtype) -> Tables:
@@ -62,6 +34,7 @@ def in_place_of(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, capabil
 
 @pytest.mark.parametrize(("capability", "dtype"), [(80, torch.float16), (90, torch.bfloat16)])
 def test_taps_compile(monkeypatch: pytest.MonkeyPatch, capability: int, dtype: torch.dtype) -> None:
+    """Catches a tap that compiles for one summand or one site alone, or without programmatic dependent launch alone."""
     found = in_place_of(monkeypatch, kernel, "_tap_kernel", capability)
     monkeypatch.setattr(kernel, "_overlaps", lambda device: capability >= 90)
     kernel.warm_up(tables(dtype), dtype)
@@ -70,6 +43,7 @@ def test_taps_compile(monkeypatch: pytest.MonkeyPatch, capability: int, dtype: t
 
 @pytest.mark.parametrize("capability", [80, 90])
 def test_row_kernels_compile(monkeypatch: pytest.MonkeyPatch, capability: int) -> None:
+    """Catches a search or a running sum that changes its type on the way."""
     found = [in_place_of(monkeypatch, rows_kernel, name, capability) for name in ("_rows_kernel", "_places_kernel")]
     there = tables(torch.float32)
     layout = Layout(torch.zeros(1, dtype=torch.int32), torch.tensor([0, 3], dtype=torch.int32), torch.arange(3))
