@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ways to make the products of a step's captured rows with directions: what the engine does, and kernels beside it.
+"""Ways to make the products of a step's captured rows with directions: the definition, the engine's kernel, and others.
 
     python -m benchmarks.products --out benchmarks/results/gpu-products.json
     TRITON_INTERPRET=1 python -m benchmarks.products --check     # on a CPU: that all ways agree
 
 Microseconds of the GPU for bfloat16 rows 4,096 wide and float32 directions, medians of graphs of one call each; the
-directions are as many as a request's probes. *engine* is :func:`vllm_steer.engine.collect.products`; *matrix product*
-undivided. The others are kernels that take the rows as they lie in the arena and cut their width into pieces, whose
-sums are added up: *by row* reads directions as they are gathered, *by column* as they would be if they were kept
-transposed, so that threads beside each other read numbers beside each other; behind it rows, directions, columns at a
-time and a piece's columns. No way counts whose products are off by more than float32 is.
+directions are as many as a request's probes. *Definition* is :func:`vllm_steer.taps.products.products`; *matrix
+product* undivided. *Thirds* are three bfloat16 numbers whose sum is the direction's float32 number, for tensor cores;
+with them, *kernel* is what the engine launches for bfloat16 models, in several shapes: rows, directions and columns at
+a time, and a piece's columns. *Float32 kernels* multiply the directions as they are: *by row* as they are gathered, *by
+column* as they would be if they were kept transposed, so that threads beside each other read numbers beside each other.
+No way counts whose products are off by more than float32 is.
 """
 
 from __future__ import annotations
@@ -26,11 +27,17 @@ import triton
 import triton.language as tl
 
 from benchmarks.shapes import environment
-from vllm_steer.engine.collect import products
+from vllm_steer.taps.products import products
+from vllm_steer.taps.products_kernel import launch_products
 
 HIDDEN, REPEATS = 4096, 30
 SIZES = ((4, 16), (128, 16), (1024, 1), (1024, 16), (1024, 64))
-SHAPES = ((16, 16, 64, 256), (32, 16, 64, 256), (32, 16, 64, 512), (64, 16, 64, 256), (32, 16, 128, 512))
+SHAPES = (
+    (64, 16, 64, 256), (64, 16, 64, 512), (64, 16, 128, 256), (64, 32, 64, 256), (64, 64, 64, 256), (128, 16, 64, 256),
+    (32, 16, 64, 256), (16, 16, 64, 256),
+)  # fmt: skip
+"""Of the engine's kernel, which has the first one."""
+FLOAT_SHAPES = ((16, 16, 64, 256), (32, 16, 64, 512), (64, 16, 64, 256))
 OFF_BY = 1e-6
 """Of the sum of a product's absolute terms: float32 is off by less, TF32 by more."""
 
@@ -39,7 +46,7 @@ Way: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @triton.jit(do_not_specialize=["n", "k"])  # type: ignore[untyped-decorator, unused-ignore]
-def products_kernel(  # type: ignore[no-untyped-def]
+def float_kernel(  # type: ignore[no-untyped-def]
     rows, directions, sums, n, k, hidden, along, across,
     ROWS: tl.constexpr, DIRECTIONS: tl.constexpr, WIDTH: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
@@ -61,7 +68,7 @@ def products_kernel(  # type: ignore[no-untyped-def]
     tl.store(sums + at, found, mask=real[:, None] & wanted[None, :])
 
 
-def by_kernel(shape: tuple[int, int, int, int], by_column: bool) -> Way:
+def by_float_kernel(shape: tuple[int, int, int, int], by_column: bool) -> Way:
     """``directions`` are ``[k, hidden]``, or with ``by_column`` ``[hidden, k]``."""
     height, width, step, piece = shape
 
@@ -72,7 +79,7 @@ def by_kernel(shape: tuple[int, int, int, int], by_column: bool) -> Way:
         pieces = triton.cdiv(hidden, piece)
         sums = torch.empty((pieces, n, k), dtype=torch.float32, device=rows.device)
         grid: Any = (triton.cdiv(n, height), triton.cdiv(k, width), pieces)
-        products_kernel[grid](
+        float_kernel[grid](
             rows, directions, sums, n, k, hidden, along, across,
             ROWS=height, DIRECTIONS=width, WIDTH=step, PIECE=piece, num_warps=4,
         )  # fmt: skip
@@ -81,16 +88,32 @@ def by_kernel(shape: tuple[int, int, int, int], by_column: bool) -> Way:
     return make
 
 
+def of_thirds(rows: torch.Tensor, directions: torch.Tensor) -> torch.Tensor:
+    """Their making is counted: four small kernels, which an engine could save by keeping them."""
+    high = directions.bfloat16()
+    left = directions - high.float()
+    middle = left.bfloat16()
+    low = (left - middle.float()).bfloat16()
+    parts = torch.mm(rows, torch.cat((low, middle, high)).T, out_dtype=torch.float32)
+    return parts.view(len(rows), 3, len(directions)).sum(1)
+
+
 def ways() -> dict[str, tuple[bool, Way]]:
     """By name: whether the directions are ``[hidden, k]``, and what makes the products."""
     found: dict[str, tuple[bool, Way]] = {
-        "engine": (False, products),
+        "definition": (False, products),
         "matrix product": (False, lambda rows, directions: rows.float() @ directions.T),
     }
+    if torch.cuda.is_available():
+        found["matrix product of thirds"] = (False, of_thirds)
     for shape in SHAPES:
+        found[f"kernel {', '.join(map(str, shape))}"] = (
+            False, lambda rows, directions, shape=shape: launch_products(rows, None, directions, shape),
+        )  # fmt: skip
+    for shape in FLOAT_SHAPES:
         for by_column in (False, True):
-            name = f"by {'column' if by_column else 'row'} {', '.join(map(str, shape))}"
-            found[name] = (by_column, by_kernel(shape, by_column))
+            name = f"float32 by {'column' if by_column else 'row'} {', '.join(map(str, shape))}"
+            found[name] = (by_column, by_float_kernel(shape, by_column))
     return found
 
 

@@ -13,6 +13,7 @@ import torch
 
 from benchmarks import products
 from tests.taps.compiled import Compiled
+from vllm_steer.taps import products_kernel
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,10 +41,19 @@ def test_a_way_that_rounds_is_seen(hidden: int) -> None:
 @pytest.mark.parametrize("by_column", [False, True])
 def test_the_kernel_compiles(monkeypatch: pytest.MonkeyPatch, by_column: bool) -> None:
     """Catches a benchmark that ends on the GPU at its first kernel."""
-    found = Compiled(products.products_kernel, 90)
-    monkeypatch.setattr(products, "products_kernel", found)
+    found = Compiled(products.float_kernel, 90)
+    monkeypatch.setattr(products, "float_kernel", found)
     directions = torch.zeros(3, 256)
-    products.by_kernel(products.SHAPES[0], by_column)(
+    products.by_float_kernel(products.FLOAT_SHAPES[0], by_column)(
         torch.zeros(5, 256, dtype=torch.bfloat16), directions.T.contiguous() if by_column else directions
     )
     assert len(found.sizes) == 1
+
+
+def test_shapes_of_the_engines_kernel_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same for the other shapes that it is measured in."""
+    found = Compiled(products_kernel._products_kernel, 90)
+    monkeypatch.setattr(products_kernel, "_products_kernel", found)
+    for shape in products.SHAPES:
+        products.launch_products(torch.zeros(5, 256, dtype=torch.bfloat16), None, torch.zeros(3, 256), shape)
+    assert len(found.sizes) == len(products.SHAPES)

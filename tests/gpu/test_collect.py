@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_steer.engine.collect import Departures, Leaving, products
+from vllm_steer.engine.collect import Departures, Leaving
 from vllm_steer.engine.step_rows import Channel, Entries, Plan
+from vllm_steer.taps.products_kernel import launch_products
 
 pytestmark = pytest.mark.gpu
 
@@ -25,7 +26,7 @@ def agree(form: str, *, late: str) -> bool:
     right = arena.clone()
     directions = torch.randn(4, HIDDEN, device="cuda")
     places = np.arange(0, ROWS, 3) if form == "some rows" else None
-    departures = Departures(arena.device)
+    departures = Departures(arena.device, launch_products)
     entries = Entries(("request",), ((0,),), FORMS[form])
     one = np.zeros(1, dtype=np.int64)
     plan = Plan((Channel(entries, one, places),), one, np.array([ROWS]), ROWS)
@@ -45,7 +46,7 @@ def agree(form: str, *, late: str) -> bool:
     pending.event.synchronize()
     torch.cuda.synchronize()
     chosen = right if places is None else right[torch.from_numpy(places).cuda()]
-    wanted = chosen if form != "products" else products(chosen, directions)
+    wanted = chosen if form != "products" else launch_products(chosen, None, directions)
     del others
     return torch.equal(pending.rows[FORMS[form]], wanted.view(torch.uint8).cpu())
 

@@ -8,8 +8,10 @@ import sys
 import torch
 
 from tests.taps.random_batches import compare_rows
+from tests.taps.random_products import OFF_BY, SIZES, off_by
 from tests.taps.random_tables import compare, compare_joined
 from vllm_steer.taps.kernel import launch_tap
+from vllm_steer.taps.products_kernel import launch_products
 
 
 def main() -> None:
@@ -22,6 +24,10 @@ def main() -> None:
                     worst = max(worst, compare(launch_tap, *drawn))
                     different += [said for said in (compare_joined(launch_tap, *drawn),) if said]
     different += [said for seed in range(6) if (said := compare_rows(seed, torch.device("cpu"), 12, 9))]
+    for size in SIZES:
+        for picked in (False, True):
+            if not (off := off_by(launch_products, size, picked, torch.device("cpu"))) < OFF_BY:
+                different.append(f"products {size}, picked {picked}: off by {off:.1e}")
     print(f"worst {worst:.3f}", *different)
     # Sums in another order differ by a few roundings; a wrong formula differs by thousands.
     sys.exit(0 if worst < 64 and not different else 1)

@@ -12,7 +12,7 @@ import triton
 
 from tests.taps.compiled import Compiled
 from vllm_steer.config import SteeringConfig
-from vllm_steer.taps import kernel, rows_kernel
+from vllm_steer.taps import kernel, products_kernel, rows_kernel
 from vllm_steer.taps.rows import Layout
 from vllm_steer.taps.tables import Tables
 
@@ -50,6 +50,14 @@ def test_row_kernels_compile(monkeypatch: pytest.MonkeyPatch, capability: int) -
     rows_kernel.launch_rows(there, layout, 3)
     rows_kernel.launch_places(there, 3)
     assert all(each.sizes for each in found)
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_products_compile(monkeypatch: pytest.MonkeyPatch, capability: int) -> None:
+    """Catches products that no tensor core takes, with places or without."""
+    found = in_place_of(monkeypatch, products_kernel, "_products_kernel", capability)
+    products_kernel.warm_up(tables(torch.bfloat16).arena)
+    assert len(found.sizes) == 2
 
 
 def test_what_the_compiler_does_not_take_is_seen() -> None:

@@ -12,11 +12,10 @@ vLLM hands outputs over asynchronously.
 from __future__ import annotations
 
 import copy
-import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -24,9 +23,11 @@ import torch
 from vllm.v1.outputs import AsyncModelRunnerOutput
 
 from vllm_steer.engine.step_rows import Integers, Plan, Reading, StepRows
+from vllm_steer.taps.products import products_at
 
 ATTRIBUTE = "steering_rows"
-_PIECES, _FEW_RESULTS, _MOST_ROWS = 16, 1 << 18, 4096
+Products: TypeAlias = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor]
+"""What makes products, as :func:`vllm_steer.taps.products.products_at` defines them."""
 
 
 @dataclass(frozen=True)
@@ -85,8 +86,9 @@ class Departures:
     Pinned buffers are kept and used again: as many come to be as steps are in flight at one time, two or three.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, make_products: Products = products_at) -> None:
         self._device = device
+        self._make_products = make_products
         self._leaving = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._free: deque[tuple[torch.Tensor, torch.Tensor, Any]] = deque()
         # Of each form, the last places that were uploaded: a steady batch has the same ones in every step.
@@ -127,12 +129,10 @@ class Departures:
 
     def _form(self, stored: torch.Tensor, form: Leaving) -> torch.Tensor:
         """``[n, bytes of a row]`` uint8, in memory of its own."""
-        chosen = stored if form.rows is None else stored.index_select(0, self._uploaded(form.projection, form.rows))
+        places = None if form.rows is None else self._uploaded(form.projection, form.rows)
         if form.directions is not None:
-            chosen = products(chosen, form.directions)
-        elif form.rows is None:
-            chosen = stored.clone()
-        return chosen.view(torch.uint8)
+            return self._make_products(stored, places, form.directions).view(torch.uint8)
+        return (stored.clone() if places is None else stored.index_select(0, places)).view(torch.uint8)
 
     def _uploaded(self, projection: bytes, places: Integers) -> torch.Tensor:
         known = self._places.get(projection)
@@ -163,23 +163,6 @@ class Departures:
     def num_bytes(self) -> int:
         """Of the buffers that are kept and free."""
         return sum(rows.nbytes + where.nbytes for rows, where, _ in tuple(self._free))
-
-
-def products(rows: torch.Tensor, directions: torch.Tensor) -> torch.Tensor:
-    """``rows`` ``[n, hidden]`` times ``directions`` ``[k, hidden]`` float32: ``[n, k]`` float32.
-
-    The definition: both in float32, as the front end has it for what it projects itself. A product with few results is
-    taken in pieces of ``hidden``, which are added up: by itself it would keep a few of the GPU's processors busy for
-    long, and its step waits for it. Many rows are made float32 a part at a time: vLLM has left no memory for all.
-    """
-    if len(rows) > _MOST_ROWS:
-        return torch.cat([products(part, directions) for part in rows.split(_MOST_ROWS)])
-    n, k, hidden = len(rows), len(directions), rows.shape[1]
-    if n * k > _FEW_RESULTS:
-        return rows.float() @ directions.T
-    pieces = math.gcd(hidden, _PIECES)
-    left = rows.float().view(n, pieces, hidden // pieces).transpose(0, 1)
-    return torch.bmm(left, directions.view(k, pieces, hidden // pieces).permute(1, 2, 0)).sum(0)
 
 
 class LateRows(AsyncModelRunnerOutput):  # type: ignore[misc]

@@ -21,7 +21,7 @@ from torch import nn
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
 from vllm_steer.config import from_vllm_config
-from vllm_steer.engine.collect import Departures, Leaving, PendingRows
+from vllm_steer.engine.collect import Departures, Leaving, PendingRows, Products
 from vllm_steer.engine.graph_sets import GraphSets
 from vllm_steer.engine.settled import AssignedRows
 from vllm_steer.engine.step_rows import Plan, Reading, Steady
@@ -32,6 +32,7 @@ from vllm_steer.metrics.worker_notes import WorkerNote
 from vllm_steer.models.discovery import find_decoder
 from vllm_steer.models.install import install_taps
 from vllm_steer.points import POINTS_FLAG, points_on
+from vllm_steer.taps.products import products_at
 from vllm_steer.taps.rows import Layout, assign_places, assign_rows, clear_rows
 from vllm_steer.taps.tables import Tables
 from vllm_steer.taps.tap import CONTEXT_KEY
@@ -113,12 +114,17 @@ class Steering:
         install_taps(decoder, self.tables)
         vllm_config.compilation_config.static_forward_context[CONTEXT_KEY] = self.tables
         self.graph_sets = GraphSets(self.tables, config.graph_sets, len(points), decoder.own_layers)
+        make_products: Products = products_at
         if device.type == "cuda":
+            from vllm_steer.taps import products_kernel
             from vllm_steer.taps.kernel import warm_up
             from vllm_steer.taps.rows_kernel import launch_places, launch_rows
 
             self._rows_of, self._places_of = launch_rows, launch_places
             warm_up(self.tables, model_config.dtype)
+            if products_kernel.serves(device, model_config.dtype):
+                make_products = products_kernel.launch_products
+                products_kernel.warm_up(self.tables.arena)
         else:
             self._rows_of, self._places_of = assign_rows, assign_places
         self._written = 0
@@ -126,7 +132,7 @@ class Steering:
         self._placed = False
         self._drafts = vllm_config.speculative_config is not None
         self._leaves = get_tensor_model_parallel_rank() == 0
-        self._departures = Departures(device)
+        self._departures = Departures(device, make_products)
         self._step: _Stored | None = None
         self._steady: tuple[int, Steady] = (-1, Steady((), ()))
         self._pending: PendingRows | None = None
