@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tap as one Triton kernel: a program per token, as far as there are so many, which leaves at once where nobody has
-anything to do here.
+"""The tap as one Triton kernel: a program per token, which leaves at once where its row has nothing to do here.
 
 Two sites with nothing between them are one launch: most of what a tap costs is being launched.
 
@@ -22,105 +21,100 @@ from vllm_steer.taps.tables import Tables
 
 _ADD, _ADD_NORMED, _ABLATE = (tl.constexpr(code) for code in (ops.ADD, ops.ADD_NORMED, ops.ABLATE))
 _CAPTURE = tl.constexpr(ops.CAPTURE)
-MOST_PROGRAMS = 1024
-"""Of one launch: where no row uses the site, a launch of a program per token of a large step is all that it costs."""
 
 
-@triton.jit(do_not_specialize=["tokens"])  # type: ignore[untyped-decorator, unused-ignore]
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _tap_kernel(  # type: ignore[no-untyped-def]
     target, other, head, second, token_row, instruction, parameter, vector, token_base, arena,
-    tokens, target_stride, other_stride, head_stride, hidden, arena_rows,
+    target_stride, other_stride, head_stride, hidden, arena_rows,
     HAS_OTHER: tl.constexpr, HAS_SECOND: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < hidden
     # Row 0 of a head says whether any row uses the site: fetched beside the token's row, not after it.
     users = tl.load(head)
     later_users = users
     if HAS_SECOND:
         later_users = tl.load(second)
     row = tl.load(token_row + token)
-    if (users | later_users) == 0:
+    if (row == 0) | ((users | later_users) == 0):
         if OVERLAP:
-            # Whatever follows waits for this kernel alone.
+            # What follows waits for this kernel alone, so this one must not end before the one in front of it.
             tl.extra.cuda.gdc_wait()
         return
-    column = tl.arange(0, BLOCK)
-    inside = column < hidden
-    while token < tokens:
-        first = row.to(tl.int64) * head_stride
-        current = tl.load(head + first, mask=(row != 0) & (users != 0), other=0)
-        later = 0
-        if HAS_SECOND:
-            later = tl.load(second + first, mask=(row != 0) & (later_users != 0), other=0)
-            alone = current == 0
-            current = tl.where(alone, later, current)
-            later = tl.where(alone, 0, later)
-        # The first instruction and its vector: nothing that the forward pass writes, so it can be fetched ahead of it.
-        record = current.to(tl.int64) * 4
-        busy = current != 0
-        code = tl.load(instruction + record, mask=busy, other=0)
-        which = tl.load(instruction + record + 1, mask=busy, other=0).to(tl.int64)
-        following = tl.load(instruction + record + 2, mask=busy, other=0)
-        strength = tl.load(parameter + record, mask=busy, other=0.0)
-        # A capture has no vector.
-        width = tl.where(busy & (code != _CAPTURE), hidden, 0)
-        v = tl.load(vector + which * hidden + column, mask=column < width, other=0.0)
-        after = token + tl.num_programs(0)
-        row = tl.load(token_row + after, mask=after < tokens, other=0)
-        if OVERLAP:
-            # From here on the kernel in front must be done.
-            tl.extra.cuda.gdc_wait()
-        if current != 0:
-            place = target + token * target_stride + column
-            before = tl.load(place, mask=inside, other=0.0).to(tl.float32)
-            x = before
-            if HAS_OTHER:
-                beside = tl.load(other + token * other_stride + column, mask=inside, other=0.0).to(tl.float32)
-                x += beside
-            start = x
-            edited = 0
-            while current != 0:
-                if code == _CAPTURE:
-                    stored = tl.load(token_base + token) + which
-                    if stored < arena_rows:
-                        tl.store(arena + stored * hidden + column, x.to(arena.dtype.element_ty), mask=inside)
+    first = row.to(tl.int64) * head_stride
+    current = tl.load(head + first, mask=users != 0, other=0)
+    later = 0
+    if HAS_SECOND:
+        later = tl.load(second + first, mask=later_users != 0, other=0)
+        alone = current == 0
+        current = tl.where(alone, later, current)
+        later = tl.where(alone, 0, later)
+    # The first instruction and its vector: nothing that the forward pass writes, so it can be fetched ahead of it.
+    record = current.to(tl.int64) * 4
+    busy = current != 0
+    code = tl.load(instruction + record, mask=busy, other=0)
+    which = tl.load(instruction + record + 1, mask=busy, other=0).to(tl.int64)
+    following = tl.load(instruction + record + 2, mask=busy, other=0)
+    strength = tl.load(parameter + record, mask=busy, other=0.0)
+    # A capture has no vector.
+    width = tl.where(busy & (code != _CAPTURE), hidden, 0)
+    v = tl.load(vector + which * hidden + column, mask=column < width, other=0.0)
+    if OVERLAP:
+        # From here on the kernel in front must be done.
+        tl.extra.cuda.gdc_wait()
+    if current == 0:
+        return
+    place = target + token * target_stride + column
+    before = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    x = before
+    if HAS_OTHER:
+        beside = tl.load(other + token * other_stride + column, mask=inside, other=0.0).to(tl.float32)
+        x += beside
+    start = x
+    edited = 0
+    while current != 0:
+        if code == _CAPTURE:
+            stored = tl.load(token_base + token) + which
+            if stored < arena_rows:
+                tl.store(arena + stored * hidden + column, x.to(arena.dtype.element_ty), mask=inside)
+        else:
+            if code == _ADD:
+                amount = strength
+            elif code == _ADD_NORMED:
+                amount = strength * tl.sqrt(tl.sum(x * x, axis=0))
+            else:
+                along = tl.sum(x * v, axis=0)
+                if code == _ABLATE:
+                    amount = -strength * along
                 else:
-                    if code == _ADD:
-                        amount = strength
-                    elif code == _ADD_NORMED:
-                        amount = strength * tl.sqrt(tl.sum(x * x, axis=0))
-                    else:
-                        along = tl.sum(x * v, axis=0)
-                        if code == _ABLATE:
-                            amount = -strength * along
-                        else:
-                            low = tl.load(parameter + record + 1)
-                            high = tl.load(parameter + record + 2)
-                            amount = strength * (tl.minimum(tl.maximum(along, low), high) - along)
-                    x += amount * v
-                    edited = 1
-                current = following
-                if HAS_SECOND:  # noqa: SIM102 - the outer one is settled when the kernel is compiled
-                    if (current == 0) & (later != 0):
-                        # The second site reads what the first one has written: rounded.
-                        before = (before + (x - start)).to(target.dtype.element_ty).to(tl.float32)
-                        x = before
-                        if HAS_OTHER:
-                            x += beside
-                        start = x
-                        current = later
-                        later = 0
-                if current != 0:
-                    record = current.to(tl.int64) * 4
-                    code = tl.load(instruction + record)
-                    which = tl.load(instruction + record + 1).to(tl.int64)
-                    following = tl.load(instruction + record + 2)
-                    strength = tl.load(parameter + record)
-                    width = tl.where(code != _CAPTURE, hidden, 0)
-                    v = tl.load(vector + which * hidden + column, mask=column < width, other=0.0)
-            if edited != 0:
-                tl.store(place, (before + (x - start)).to(target.dtype.element_ty), mask=inside)
-        token = after
+                    low = tl.load(parameter + record + 1)
+                    high = tl.load(parameter + record + 2)
+                    amount = strength * (tl.minimum(tl.maximum(along, low), high) - along)
+            x += amount * v
+            edited = 1
+        current = following
+        if HAS_SECOND:  # noqa: SIM102 - the outer one is settled when the kernel is compiled
+            if (current == 0) & (later != 0):
+                # The second site reads what the first one has written: rounded.
+                before = (before + (x - start)).to(target.dtype.element_ty).to(tl.float32)
+                x = before
+                if HAS_OTHER:
+                    x += beside
+                start = x
+                current = later
+                later = 0
+        if current != 0:
+            record = current.to(tl.int64) * 4
+            code = tl.load(instruction + record)
+            which = tl.load(instruction + record + 1).to(tl.int64)
+            following = tl.load(instruction + record + 2)
+            strength = tl.load(parameter + record)
+            width = tl.where(code != _CAPTURE, hidden, 0)
+            v = tl.load(vector + which * hidden + column, mask=column < width, other=0.0)
+    if edited != 0:
+        tl.store(place, (before + (x - start)).to(target.dtype.element_ty), mask=inside)
 
 
 @cache
@@ -147,7 +141,7 @@ def launch_tap(
         return
     block = triton.next_power_of_2(hidden)
     overlap = _overlaps(target.device)
-    grid: Any = (min(tokens, MOST_PROGRAMS),)
+    grid: Any = (tokens,)
     _tap_kernel[grid](
         target,
         target if other is None else other,
@@ -159,7 +153,6 @@ def launch_tap(
         tables.vector,
         tables.token_base,
         tables.arena,
-        tokens,
         target.stride(0),
         0 if other is None else other.stride(0),
         head.stride(0),
