@@ -60,9 +60,8 @@ class Aim(NamedTuple):
     cells: tuple[tuple[str, str, str], ...]
 
 
-_SIDE, _ONCE, _AGAIN, _QUEUE, _TWO, _HALVES, _PLACE, _MAIN, _ROWS = (
-    f"gpu-cost-llama-8b{name}.json"
-    for name in ("", "-once", "-again", "-queue", "-tp2", "-halves", "-by-place", "-main", "-rows")
+_SIDE, _ONCE, _QUEUE, _TWO, _PRODUCTS, _EARLY = (
+    f"gpu-cost-llama-8b{name}.json" for name in ("", "-once", "-queue", "-tp2", "-products", "-early")
 )
 _BATCHES = ("1", "8", "32", "128", "256")
 _PROBES = "16 probes by name at 4 layers, all tokens"
@@ -76,22 +75,23 @@ AIMS: Sequence[Aim] = (
     Aim("nothing requested, first token", "first token", 1.01, True,
         tuple((_SIDE, "idle", batch) for batch in (*_BATCHES, "prefill 8192"))),
     Aim("one site, every request", "per token", 1.005, True,
-        ((_SIDE, "one site", "1"), (_ONCE, "one site", "8"), (_MAIN, "one site", "8"),
+        ((_SIDE, "one site", "1"), (_ONCE, "one site", "8"),
          *((_SIDE, "one site", batch) for batch in ("32", "128", "256")))),
     Aim("96 sites, own vectors, batch 1", "per token", 1.04, True,
-        ((_MAIN, "all sites", "1"),)),
+        ((_EARLY, "all sites", "1"),)),
     Aim("96 sites, own vectors, batch 128", "per token", 1.02, True,
-        ((_ONCE, "all sites", "128"),)),
+        ((_EARLY, "all sites", "128"),)),
     Aim("a program of its own for each request, 256 at a time", "throughput", 0.98, False,
-        ((_QUEUE, "own program each", "1000"),)),
+        ((_PRODUCTS, "own program each", "1000"),)),
     Aim("capture one layer, all tokens, 1,000 prompts, 256 generated", "throughput", 0.97, False,
-        tuple((file, "capture one layer, all tokens", "1000") for file in (_QUEUE, _ROWS, _MAIN))),
+        ((_PRODUCTS, "capture one layer, all tokens", "1000"),)),
     Aim("capture all layers, last prompt token", "throughput", 0.98, False,
         ((_QUEUE, "capture all layers, last prompt token", "1000"),)),
     Aim("capture all layers, all tokens, batch 32", "throughput", 0.6, False,
         ((_QUEUE, "capture all layers, all tokens", "32"),)),
     Aim("16 probes at 4 layers, all tokens", "throughput", 0.99, False,
-        tuple((file, _PROBES, "1000") for file in (_ONCE, _AGAIN, _ROWS, _MAIN))),
+        ((_PRODUCTS, _PROBES, "1000"),)),
+    Aim("nothing requested, 1,000 prompts", "throughput", None, False, ((_PRODUCTS, "idle", "1000"),)),
     Aim("prefill of 8,192 tokens, one site", "first token", 1.005, True, ((_SIDE, "one site", "prefill 8192"),)),
 )  # fmt: skip
 
@@ -124,21 +124,22 @@ LIMITS = """
 * Steered sites: the launches of the taps beside theirs that find nothing to do. Each takes, in µs,
   {idle_taps} (`benchmarks/results/gpu-taps.json`).
   They are those of a quarter of the layers in steps of up to 64 tokens, in larger ones those between layers, or those within.
-* First tokens of steered batches. 128 requests with the same vectors at all sites, 1.5 MiB each, took {halves:.1f} times as
-  long as plain ones, {place:.1f} times since programs are found by their digests, and {once:.1f} times since equal ones cross to
-  the engine once (`benchmarks/results/program-hops.json` has what a program takes on its way). Requests that bring vectors
-  that nobody has brought still carry them.
-* 16 probes. A queue of 1,000 ran at {probes_before} of stock vLLM's throughput before equal programs crossed once, at
-  {probes} since, and at {probes_main} on an uneven host without a second stream. There a settled step takes {probes_step:.2f} ms more than stock
-  vLLM's {stock_step:.2f}, of which the kernels of taps, nearly all of which find nothing to do, last {probes_taps:.2f} ms and the
-  products {probes_products:.2f}; what is missing beside that lies where many requests come or go at once.
+* First tokens of steered batches. 128 requests with the same vectors at all sites, 1.5 MiB each, took {once:.2f} times as long as
+  plain ones when equal programs first crossed to the engine once, and take {early:.2f} times as long since they share their
+  places in the tables too; on two GPUs {two:.2f} times (`benchmarks/results/program-hops.json` has what a program takes on
+  its way). Requests that bring vectors that nobody has brought still carry them.
+* 16 probes. A queue of 1,000 ran at {probes_queue:.3f} of stock vLLM's throughput before equal programs crossed once, at {probes_once:.3f}
+  when they did, and runs at {probes:.3f}. A settled step took {main_step:.2f} ms more than stock vLLM's {main_stock:.2f} before products were one kernel,
+  whose kernels lasted {main_products:.3f} ms, and takes {probes_step:.2f} ms more than {stock_step:.2f}. Now they last {probes_products:.3f} ms, and those of taps,
+  which overlap the kernels in front of them and nearly all find nothing to do, {probes_taps:.3f}.
 * Captured rows of many requests: 2 MiB a step for one layer at batch 256 are copied once in the engine's process and go
   to the front end over a socket.
 """
 
 
 # What is aimed at per request, in milliseconds of CPU.
-FRONT_END_TARGETS: Mapping[str, float] = {"own vectors at 3 sites": 0.3, "a module of 3 sites by name": 0.05}
+_OWN = "own vectors at 3 sites"
+FRONT_END_TARGETS: Mapping[str, float] = {_OWN: 0.3, "a module of 3 sites by name": 0.05}
 
 
 EARLIER = ("before", "with_sha256")
@@ -149,26 +150,23 @@ def host(table: MakeTable) -> str:
     """What the processes around the GPU spend, from the results of ``front_end.py`` and ``assembly.py``."""
     front, rows = (json.loads((RESULTS / name).read_text()) for name in ("front-end.json", "assembly.json"))
     spent, before = rows["microseconds_per_request_and_step"], rows["before"]
-    places, slower = list(next(iter(spent.values()))), front["slower_machine"]
+    places = list(next(iter(spent.values())))
+    slower, beside = front["slower_machine"], front["beside_another_benchmark"]
     return (
         "\n## On the host\n\n"
-        "CPU time that a steered request costs the front end beside a plain one, for a model 4,096 wide\n"
-        f"(`benchmarks/front_end.py`; {_loaded(front)}):\n\n"
+        "CPU time that a steered request costs the front end beside a plain one, for a model 4,096 wide, on the host\n"
+        f"{front['host']} (`benchmarks/front_end.py`; {_loaded(front)}):\n\n"
         + table(
-            ("request", "added", "before", "aim"),
+            ("request", "added", "aim"),
             [
-                (
-                    name,
-                    f"{added:.2f} ms",
-                    f"{front['before']['added_ms_per_request'][name]:.2f} ms",
-                    f"≤ {FRONT_END_TARGETS[name]:g} ms" if name in FRONT_END_TARGETS else "",
-                )
+                (name, f"{added:.2f} ms", f"≤ {FRONT_END_TARGETS[name]:g} ms" if name in FRONT_END_TARGETS else "")
                 for name, added in front["added_ms_per_request"].items()
             ],
         )
-        + f"\nThe same on a machine on which a plain request takes {slower['plain_ms']:.3f} ms and not "
-        f"{front['plain_ms']:.3f}; before,\na request's own vectors were held twice, and at first digested with SHA-256, for "
-        "which it has no instructions. The\nquicker one has measured neither BLAKE3 nor this yet:\n\n"
+        + f"\nBeside another benchmark there, when a plain request took {beside['plain_ms']:.3f} ms and not "
+        f"{front['plain_ms']:.3f}, own vectors at 3 sites\nadded {beside['added_ms_per_request'][_OWN]:.2f} ms. The same on a slower "
+        f"machine, on which a plain request takes {slower['plain_ms']:.3f} ms; before, a\nrequest's own vectors were held twice, "
+        "and at first digested with SHA-256, for which it has no instructions:\n\n"
         + table(
             ("request", "added", "before", "with SHA-256"),
             [
@@ -282,19 +280,25 @@ def page(table: MakeTable) -> str:
 def _limits() -> str:
     first = {
         name: _cell(file, "all sites", "128", "first token")
-        for name, file in (("halves", _HALVES), ("place", _PLACE), ("once", _ONCE))
+        for name, file in (("once", _ONCE), ("early", _EARLY), ("two", _TWO))
     }
-    before, since, main = (
-        ", ".join(f"{_cell(file, _PROBES, '1000', 'throughput'):.3f}" for file in files)
-        for files in ((_QUEUE, _PLACE, _SIDE), (_ONCE, _AGAIN), (_MAIN,))
-    )
-    steps = json.loads((RESULTS / "gpu-timeline.json").read_text())["variants"]
-    stock, probes = steps["stock"]["step"], steps[_PROBES]
-    taps, products = spent_on_taps_and_products(probes)
+    probes = {
+        name: _cell(file, _PROBES, "1000", "throughput")
+        for name, file in (("probes_queue", _QUEUE), ("probes_once", _ONCE), ("probes", _PRODUCTS))
+    }
+    stock, more, taps, products = _probes_step("gpu-timeline.json")
+    main_stock, main_step, _, main_products = _probes_step("gpu-timeline-main-stream.json")
     return LIMITS.format(
-        **first, probes_before=before, probes=since, probes_main=main, probes_step=probes["step"] - stock,
+        **first, **probes, main_step=main_step, main_stock=main_stock, main_products=main_products, probes_step=more,
         stock_step=stock, probes_taps=taps, probes_products=products, idle_taps=_idle_taps(),
     )  # fmt: skip
+
+
+def _probes_step(file: str) -> tuple[float, float, float, float]:
+    """Milliseconds of stock vLLM's step, what one with probes takes more, and what of it taps and products are."""
+    steps = json.loads((RESULTS / file).read_text())["variants"]
+    stock, probes = steps["stock"]["step"], steps[_PROBES]
+    return stock, probes["step"] - stock, *spent_on_taps_and_products(probes)
 
 
 def _idle_taps() -> str:

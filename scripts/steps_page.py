@@ -14,8 +14,9 @@ RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 MakeTable = Callable[[tuple[str, ...], list[tuple[str, ...]]], str]
 
 _NUMBER = re.compile(r"_\d+$")
-_PRODUCTS = ("gemm_f32f32", "direct_copy_k", "at::native::reduce_kernel<128, 4")
-"""Kernels that stock vLLM's greedy step has none of: rows to float32, the product, the sum of its pieces."""
+_PRODUCTS = ("_products_kernel", "gemm_f32f32", "direct_copy_k", "at::native::reduce_kernel<128, 4")
+"""Kernels that stock vLLM's greedy step has none of: the product, or rows to float32 and the product; the sum of its
+pieces."""
 
 KERNELS = """
 ## What the GPU does in a step

@@ -38,16 +38,16 @@ def _tap_kernel(  # type: ignore[no-untyped-def]
     if HAS_SECOND:
         later_users = tl.load(second)
     row = tl.load(token_row + token)
-    if (row == 0) | ((users | later_users) == 0):
+    if (users | later_users) == 0:
         if OVERLAP:
-            # What follows waits for this kernel alone, so this one must not end before the one in front of it.
+            # What follows waits for this kernel alone: it must not end before the one in front of it.
             tl.extra.cuda.gdc_wait()
         return
     first = row.to(tl.int64) * head_stride
-    current = tl.load(head + first, mask=users != 0, other=0)
+    current = tl.load(head + first, mask=(row != 0) & (users != 0), other=0)
     later = 0
     if HAS_SECOND:
-        later = tl.load(second + first, mask=later_users != 0, other=0)
+        later = tl.load(second + first, mask=(row != 0) & (later_users != 0), other=0)
         alone = current == 0
         current = tl.where(alone, later, current)
         later = tl.where(alone, 0, later)
