@@ -205,15 +205,23 @@ def children(pid: int) -> list[int]:
 
 
 def descendants(title: bytes) -> list[int]:
-    """This process's descendants that call themselves so."""
+    """This process's descendants that call themselves so, the one that started last at the end.
+
+    By their start and not by their numbers, which begin anew: another server, of other tests, may be there too.
+    """
     found, pending = [], children(os.getpid())
     while pending:
         pid = pending.pop()
         with contextlib.suppress(OSError):
             pending += children(pid)
             if title in Path(f"/proc/{pid}/cmdline").read_bytes():
-                found.append(pid)
-    return sorted(found)
+                found.append((started(pid), pid))
+    return [pid for _, pid in sorted(found)]
+
+
+def started(pid: int) -> int:
+    """Clock ticks since boot: behind the name, in parentheses, which may have any character (proc(5))."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
 
 
 def registered_until_dead(url: str, victim: int, seed: int) -> dict[str, str]:
