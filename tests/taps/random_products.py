@@ -20,7 +20,7 @@ def off_by(launch: Launch, size: tuple[int, int, int], picked: bool, device: tor
     n, k, hidden = size
     generator = torch.Generator().manual_seed(n * 1000 + k)
     # Of every magnitude, also where to round a direction would make it infinite.
-    directions = torch.randn(k, hidden, generator=generator) * 10.0 ** torch.linspace(-30, 37, k)[:, None]
+    directions = torch.randn(k, hidden, generator=generator) * 10.0 ** torch.linspace(-30, 38.5, k)[:, None]
     directions = directions.clamp(-3.4028e38, 3.4028e38)
     rows = (torch.randn(n, hidden, generator=generator) * 1e-3).bfloat16()
     stored, places = rows, None
