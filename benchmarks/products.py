@@ -118,9 +118,9 @@ def ways() -> dict[str, tuple[bool, Way]]:
 
 
 def off_by(found: torch.Tensor, rows: torch.Tensor, directions: torch.Tensor) -> float:
-    """As a share of the sum of a product's absolute terms, at most."""
+    """As a share of the sum of a product's absolute terms, at most; infinite where something is not a number."""
     right, terms = rows.double() @ directions.double().T, rows.double().abs() @ directions.double().abs().T
-    return float(((found - right).abs() / terms).max())
+    return float(((found - right).abs() / terms).nan_to_num(nan=torch.inf).max())
 
 
 def microseconds(make: Callable[[], torch.Tensor]) -> float:

@@ -125,8 +125,8 @@ LIMITS = """
   {idle_taps} (`benchmarks/results/gpu-taps.json`).
   They are those of a quarter of the layers in steps of up to 64 tokens, in larger ones those between layers, or those within.
 * First tokens of steered batches. 128 requests with the same vectors at all sites, 1.5 MiB each, took {once:.2f} times as long as
-  plain ones when equal programs first crossed to the engine once, and take {early:.2f} times as long since they share their
-  places in the tables too; on two GPUs {two:.2f} times (`benchmarks/results/program-hops.json` has what a program takes on
+  plain ones when equal programs first crossed to the engine once, and take {early:.2f} times as long now; on two GPUs
+  {two:.2f} times (`benchmarks/results/program-hops.json` has what a program takes on
   its way). Requests that bring vectors that nobody has brought still carry them.
 * 16 probes. A queue of 1,000 ran at {probes_queue:.3f} of stock vLLM's throughput before equal programs crossed once, at {probes_once:.3f}
   when they did, and runs at {probes:.3f}. A settled step took {main_step:.2f} ms more than stock vLLM's {main_stock:.2f} before products were one kernel,

@@ -7,15 +7,16 @@ from collections.abc import Callable
 
 import torch
 
-OFF_BY = 1e-6
-"""Of the sum of a product's absolute terms: what float32 is off by in any order of summation at these widths."""
+from benchmarks import products
+
+OFF_BY = products.OFF_BY
 SIZES = ((1, 1, 64), (5, 3, 80), (70, 17, 600), (33, 16, 256), (200, 33, 96))
 """Rows, directions, width: less than the kernel takes at a time, more, and what its pieces do not divide."""
 Launch = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor]
 
 
 def off_by(launch: Launch, size: tuple[int, int, int], picked: bool, device: torch.device) -> float:
-    """The greatest error of a product, as a share of the sum of its absolute terms. ``picked``: of some rows, in an
+    """The greatest error of a product, as :func:`benchmarks.products.off_by` has it. ``picked``: of some rows, in an
     order of their own; the others are not numbers, and must not be read."""
     n, k, hidden = size
     generator = torch.Generator().manual_seed(n * 1000 + k)
@@ -32,6 +33,4 @@ def off_by(launch: Launch, size: tuple[int, int, int], picked: bool, device: tor
     found = launch(stored.to(device), places, directions.to(device)).cpu()
     if found.shape != (n, k) or found.dtype != torch.float32:
         raise AssertionError(f"{found.shape} {found.dtype}")
-    right = rows.double() @ directions.double().T
-    terms = rows.double().abs() @ directions.double().abs().T
-    return float(((found.double() - right).abs() / terms).nan_to_num(nan=torch.inf).max())
+    return products.off_by(found, rows, directions)

@@ -3,9 +3,10 @@
 
 Tensor cores multiply bfloat16 numbers without rounding and add up in float32. A float32 number has 24 significant bits
 and a bfloat16 number 8, so a direction is the sum of three bfloat16 numbers: cut off, not rounded, each third keeps the
-sign, none is larger than the number, and they sum to it exactly. Three products on tensor cores then are the product in
-float32. The rows are read where they lie in the arena, and their width is cut into pieces, so that all of the GPU's
-processors have some of it. ``benchmarks/products.py`` compares it with other ways.
+sign, none is larger than the number, and they sum to it exactly (but for what lies below 2^-133, where bfloat16 ends).
+Three products on tensor cores then are the product in float32. The rows are read where they lie in the arena, and their
+width is cut into pieces, so that all of the GPU's processors have some of it. ``benchmarks/products.py`` compares it
+with other ways.
 
 The definition is :mod:`vllm_steer.taps.products`. A row with an infinity, whose products there are infinite or not a
 number, has products here that are not a number.
