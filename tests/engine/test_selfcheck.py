@@ -6,13 +6,16 @@ Most wrong taps are put into an engine that runs, and its worker's check is aske
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from tests.conformance.model import save
 from tests.conformance.test_wrong_taps import WRONG
@@ -77,6 +80,36 @@ def test_the_check_leaves_nothing_behind(engine: tuple[str, Any]) -> None:
     assert not [name for name in worker.model_runner.requests if name.startswith("_steering")]
     assert not worker.model_runner.steering.active
     assert tokens_of(run(llm, [prompt(1, 2, 3)], [params()])[0]) == before
+
+
+def test_draws_after_the_check_are_those_without_it(engine: tuple[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches requests without a seed that draw other tokens than stock vLLM's with the same engine seed: runner V2
+    draws a seed for each request of the check too, from NumPy."""
+    _, llm = engine
+    worker = worker_of(llm)
+    steps = worker.execute_model
+    drawn: list[Any] = []
+
+    def draw() -> tuple[float, float, float]:
+        return random.random(), float(np.random.random()), float(torch.rand(()))
+
+    def execute(output: Any) -> Any:
+        drawn.append(draw())
+        return steps(output)
+
+    def seed() -> None:
+        random.seed(0)
+        np.random.seed(0)
+        torch.manual_seed(0)
+
+    seed()
+    first = draw()
+    seed()
+    monkeypatch.setattr(worker, "execute_model", execute)
+    self_check(worker)
+    # The check has drawn, as many times as it made a step, and nothing of that is seen.
+    assert drawn[0] == first and len(set(drawn)) == len(drawn) > 1
+    assert draw() == first
 
 
 def test_taps_in_the_usual_wrong_places_are_refused(engine: tuple[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,10 @@ go unchecked. Real steps without a scheduler are what vLLM warms up its own kern
 
 from __future__ import annotations
 
+import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -62,8 +64,7 @@ def self_check(worker: Any) -> dict[str, Any]:
         return {"ran": False, "reason": reason}
     started = time.perf_counter()
     try:
-        # Sampling is greedy, but no draw of the engine's own may depend on what ran before.
-        with torch.random.fork_rng(devices=[worker.device] if worker.device.type == "cuda" else []):
+        with _draws_kept(worker.device):
             found = _Check(worker, steering, config).run()
     except SelfCheckError as error:
         raise SelfCheckError(
@@ -79,6 +80,22 @@ def self_check(worker: Any) -> dict[str, Any]:
         1000 * seconds,
     )
     return {"ran": True, "seconds": seconds, **found}
+
+
+@contextmanager
+def _draws_kept(device: torch.device) -> Iterator[None]:
+    """All that vLLM draws from is as it was: it has seeded it, and users repeat what they ran by that seed.
+
+    Requests of the check are greedy, but runner V2 draws a seed for any request without one, from NumPy
+    (``v1/worker/gpu/sample/states.py``).
+    """
+    kept, kept_too = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        try:
+            yield
+        finally:
+            random.setstate(kept)
+            np.random.set_state(kept_too)
 
 
 def _why_not(worker: Any, config: SteeringConfig | None) -> str | None:
