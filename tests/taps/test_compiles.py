@@ -13,7 +13,6 @@ import triton
 from tests.taps.compiled import Compiled
 from vllm_steer.config import SteeringConfig
 from vllm_steer.taps import kernel, products_kernel, rows_kernel
-from vllm_steer.taps.rows import Layout
 from vllm_steer.taps.tables import Tables
 
 HIDDEN = 256
@@ -45,11 +44,8 @@ def test_taps_compile(monkeypatch: pytest.MonkeyPatch, capability: int, dtype: t
 def test_row_kernels_compile(monkeypatch: pytest.MonkeyPatch, capability: int) -> None:
     """Catches a search or a running sum that changes its type on the way."""
     found = [in_place_of(monkeypatch, rows_kernel, name, capability) for name in ("_rows_kernel", "_places_kernel")]
-    there = tables(torch.float32)
-    layout = Layout(torch.zeros(1, dtype=torch.int32), torch.tensor([0, 3], dtype=torch.int32), torch.arange(3))
-    rows_kernel.launch_rows(there, layout, 3)
-    rows_kernel.launch_places(there, 3)
-    assert all(each.sizes for each in found)
+    rows_kernel.warm_up(tables(torch.float32))
+    assert [len(each.sizes) for each in found] == [1, 1]
 
 
 @pytest.mark.parametrize("capability", [80, 90])

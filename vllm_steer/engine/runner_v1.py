@@ -41,8 +41,8 @@ class SteeringRunnerV1:
         # Preempted requests keep their slots, so there can be more of them than places in a batch.
         self._steer_free = list(range(max_requests, 0, -1))
         self._steer_order: list[str] = []
-        self._steer_slots = np.empty(0, dtype=np.int32)
-        self._steer_batch_slot = torch.zeros(max_requests, dtype=torch.int32, device=self.device)
+        self._steer_slots = np.empty(0, dtype=np.int64)
+        self._steer_batch_slot = torch.zeros(max_requests, dtype=torch.int64, device=self.device)
         self._steer_tokens = 0
         self._steer_counts: dict[str, int] = {}
 
@@ -89,7 +89,7 @@ class SteeringRunnerV1:
         ids = self.input_batch.req_ids
         requests = len(ids)
         if ids != self._steer_order:
-            slots = np.fromiter((self.steering.store.slot_of(name) or 0 for name in ids), np.int32, requests)
+            slots = np.fromiter((self.steering.store.slot_of(name) or 0 for name in ids), np.int64, requests)
             staged = torch.from_numpy(slots)
             if self.device.type == "cuda":
                 staged = staged.pin_memory()

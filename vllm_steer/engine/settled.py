@@ -24,7 +24,7 @@ class AssignedRows:
         self,
         changes: int,
         num_padded: int,
-        slot: npt.NDArray[np.int32],
+        slot: npt.NDArray[np.int64],
         count: npt.NDArray[np.int64],
         *,
         settled: bool,

@@ -53,7 +53,7 @@ class StepBatch:
 
     layout: Callable[[], Layout]
     ids: Sequence[str]
-    slot: npt.NDArray[np.int32]
+    slot: npt.NDArray[np.int64]
     first: npt.NDArray[np.int64]
     count: npt.NDArray[np.int64]
     num_padded: int
@@ -116,12 +116,12 @@ class Steering:
         self.graph_sets = GraphSets(self.tables, config.graph_sets, len(points), decoder.own_layers)
         make_products: Products = products_at
         if device.type == "cuda":
-            from vllm_steer.taps import products_kernel
-            from vllm_steer.taps.kernel import warm_up
-            from vllm_steer.taps.rows_kernel import launch_places, launch_rows
+            from vllm_steer.taps import kernel, products_kernel, rows_kernel
 
-            self._rows_of, self._places_of = launch_rows, launch_places
-            warm_up(self.tables, model_config.dtype)
+            # Compiled here: once vLLM serves, it warns of each kernel that is, or ends (--jit-monitor-mode error).
+            kernel.warm_up(self.tables, model_config.dtype)
+            self._rows_of, self._places_of = rows_kernel.launch_rows, rows_kernel.launch_places
+            rows_kernel.warm_up(self.tables)
             if products_kernel.serves(device, model_config.dtype):
                 make_products = products_kernel.launch_products
                 products_kernel.warm_up(self.tables.arena)

@@ -65,7 +65,7 @@ class Spans:
         self.set(slot, END, 0)
 
     def meets(
-        self, slot: npt.NDArray[np.int32], first: npt.NDArray[np.int64], stop: npt.NDArray[np.int64]
+        self, slot: npt.NDArray[np.int64], first: npt.NDArray[np.int64], stop: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.bool_]:
         """Whether the positions ``first`` up to ``stop`` of the requests in these slots touch their spans."""
         meets: npt.NDArray[np.bool_] = (stop > self._low[slot]) & (first < self._high[slot])

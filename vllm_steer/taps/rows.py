@@ -20,7 +20,7 @@ from vllm_steer.taps.tables import Tables
 class Layout:
     """Where a step's tokens come from, all on the tables' device.
 
-    ``slot`` ``[requests]`` int32: each request's place in the segment tables, in batch order. ``start``
+    ``slot`` ``[requests]`` int64: each request's place in the segment tables, in batch order. ``start``
     ``[requests + 1]`` int32: its first token in the batch, and the number of tokens last. ``position`` ``[tokens]``
     int64: absolute positions.
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 
@@ -80,3 +81,11 @@ def launch_places(tables: Tables, tokens: int) -> None:
     """The same as :func:`vllm_steer.taps.rows.assign_places`, as one launch of one program."""
     grid: Any = (1,)
     _places_kernel[grid](tables.token_row, tables.row_captures, tables.token_base, tokens, SCANNED=_SCANNED)
+
+
+def warm_up(tables: Tables) -> None:
+    """Compile what a step launches, so that the first steered or captured request does not wait for it."""
+    device = tables.device
+    zero = torch.zeros(1, dtype=torch.int64, device=device)
+    launch_rows(tables, Layout(zero, torch.tensor([0, 1], dtype=torch.int32, device=device), zero), 1)
+    launch_places(tables, 1)

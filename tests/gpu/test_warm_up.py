@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""On a GPU: our kernels are compiled while the engine starts, and none once vLLM watches for kernels that are not."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.gpu.test_engine import HIDDEN, model, requests
+from vllm_steer import LLM, SamplingParams
+from vllm_steer.taps import kernel, products_kernel, rows_kernel
+
+__all__ = ["model"]
+pytestmark = pytest.mark.gpu
+
+KERNELS = (
+    kernel._tap_kernel, rows_kernel._rows_kernel, rows_kernel._places_kernel, products_kernel._products_kernel,
+)  # fmt: skip
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Names of kernels that were compiled after vLLM's monitor had begun (vllm/utils/jit_monitor.py)."""
+    from triton import knobs
+    from vllm.utils import jit_monitor
+
+    names: list[str] = []
+
+    def compiled(*, fn: Any, **_: Any) -> None:
+        if jit_monitor.is_active():
+            names.append(fn.name.rpartition(".")[2])
+
+    # As in a process of its own: the monitor of an engine before this one goes on, and so does what it compiled.
+    monkeypatch.setattr(jit_monitor, "_active", False)
+    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", compiled)
+    for each in KERNELS:
+        each.device_caches.clear()
+    yield names
+
+
+def serve(folder: Path) -> None:
+    """A start with its self-check, then edits of every kind, and reads with and without directions. With graphs: in
+    eager engines vLLM does not watch."""
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    llm = LLM(
+        model=str(folder), enable_steering=True, dtype="bfloat16", max_model_len=512, skip_tokenizer_init=True,
+        gpu_memory_utilization=0.02, kv_cache_memory_bytes=1 << 30, max_num_seqs=64,
+    )  # fmt: skip
+    try:
+        prompts, params = requests()
+        probes = np.random.default_rng(0).standard_normal((17, HIDDEN)).astype("f4")
+        for i, more in enumerate(({}, {"reduce": {"directions": probes[:1]}}, {"reduce": {"directions": probes}})):
+            read = {"hooks": {"post_block": "all"}, "positions": ("all", "last_prompt", "all_generated")[i], **more}
+            params[3 * i] = SamplingParams(max_tokens=24, temperature=0, detokenize=False, capture={"memory": read})
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert [outputs[3 * i].capture_results["memory"].status for i in range(3)] == ["ok"] * 3
+    finally:
+        del llm
+        gc.collect()
+        torch.cuda.empty_cache()
+        cleanup_dist_env_and_memory()
+
+
+def ours(late: list[str]) -> set[str]:
+    return set(late) & {each.__name__ for each in KERNELS}
+
+
+def test_no_kernel_of_ours_is_compiled_while_serving(model: Path, late: list[str]) -> None:
+    """Catches a first request that waits for a compiler, and an engine that ``--jit-monitor-mode error`` ends."""
+    serve(model)
+    assert ours(late) == set()
+
+
+@pytest.mark.parametrize("without", ["rows_kernel", "products_kernel"])
+def test_a_kernel_that_is_not_warmed_up_is_seen(
+    without: str, model: Path, late: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control."""
+    module = {"rows_kernel": rows_kernel, "products_kernel": products_kernel}[without]
+    monkeypatch.setattr(module, "warm_up", lambda *_: None)
+    serve(model)
+    assert ours(late) & {"_places_kernel", "_products_kernel"}
