@@ -32,7 +32,7 @@ def outputs(request: pytest.FixtureRequest, model: Path) -> Iterator[list[Any]]:
     """40 requests of mixed lengths, every second one read, through a small cache so that some are preempted."""
     llm = LLM(
         model=str(model), enable_steering=True, dtype="bfloat16", max_model_len=256, skip_tokenizer_init=True,
-        gpu_memory_utilization=0.2, kv_cache_memory_bytes=1 << 30, max_num_seqs=32, enforce_eager=request.param,
+        gpu_memory_utilization=0.02, kv_cache_memory_bytes=1 << 30, max_num_seqs=32, enforce_eager=request.param,
         num_gpu_blocks_override=96, max_num_batched_tokens=256,
     )  # fmt: skip
     rng = np.random.default_rng(0)

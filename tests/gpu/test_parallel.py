@@ -28,7 +28,7 @@ pytestmark = [
 
 HIDDEN, LAYERS, VOCAB = 256, 4, 512
 SETTINGS: dict[str, Any] = {
-    "dtype": "bfloat16", "max_model_len": 256, "skip_tokenizer_init": True, "gpu_memory_utilization": 0.2,
+    "dtype": "bfloat16", "max_model_len": 256, "skip_tokenizer_init": True, "gpu_memory_utilization": 0.02,
     "kv_cache_memory_bytes": 1 << 30, "max_num_seqs": 32, "max_num_batched_tokens": 256,
 }  # fmt: skip
 FEW_GRAPHS: dict[str, Any] = {"compilation_config": {"cudagraph_capture_sizes": [1, 4, 16, 32]}}

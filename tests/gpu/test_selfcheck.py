@@ -35,7 +35,7 @@ def engine(model: Path, variant: str, monkeypatch: pytest.MonkeyPatch, dtype: st
     try:
         llm = LLM(
             model=str(model), enable_steering=True, dtype=dtype, max_model_len=512, skip_tokenizer_init=True,
-            gpu_memory_utilization=0.2, kv_cache_memory_bytes=1 << 30, max_num_seqs=64, **settings,
+            gpu_memory_utilization=0.02, kv_cache_memory_bytes=1 << 30, max_num_seqs=64, **settings,
         )  # fmt: skip
         yield llm
     finally:

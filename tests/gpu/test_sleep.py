@@ -34,7 +34,7 @@ def llm(model: Path) -> Iterator[Any]:
 
     engine = LLM(
         model=str(model), enable_steering=True, dtype="bfloat16", max_model_len=512, skip_tokenizer_init=True,
-        gpu_memory_utilization=0.2, kv_cache_memory_bytes=1 << 30, max_num_seqs=16, enable_sleep_mode=True,
+        gpu_memory_utilization=0.02, kv_cache_memory_bytes=1 << 30, max_num_seqs=16, enable_sleep_mode=True,
         max_logprobs=VOCAB, steering_config={"capture_rows": ARENA_ROWS},
     )  # fmt: skip
     yield engine
