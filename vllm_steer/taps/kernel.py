@@ -21,6 +21,23 @@ from vllm_steer.taps.tables import Tables
 
 _ADD, _ADD_NORMED, _ABLATE = (tl.constexpr(code) for code in (ops.ADD, ops.ADD_NORMED, ops.ABLATE))
 _CAPTURE = tl.constexpr(ops.CAPTURE)
+_KEPT = tl.constexpr("evict_last")
+"""Between two taps of a step, weights go through the whole L2 cache: without this, every one of these small loads, each
+of which waits for the one before, would wait for the GPU's memory."""
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _fetch(instruction, parameter, vector, index, hidden, column):  # type: ignore[no-untyped-def]
+    """Code, operand, successor, strength and vector of an instruction; zeros where there is none."""
+    record, real = index.to(tl.int64) * 4, index != 0
+    code = tl.load(instruction + record, mask=real, other=0, eviction_policy=_KEPT)
+    which = tl.load(instruction + record + 1, mask=real, other=0, eviction_policy=_KEPT).to(tl.int64)
+    following = tl.load(instruction + record + 2, mask=real, other=0, eviction_policy=_KEPT)
+    strength = tl.load(parameter + record, mask=real, other=0.0, eviction_policy=_KEPT)
+    # A capture has no vector.
+    width = tl.where(real & (code != _CAPTURE), hidden, 0)
+    v = tl.load(vector + which * hidden + column, mask=column < width, other=0.0)
+    return code, which, following, strength, v
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -33,34 +50,30 @@ def _tap_kernel(  # type: ignore[no-untyped-def]
     column = tl.arange(0, BLOCK)
     inside = column < hidden
     # Row 0 of a head says whether any row uses the site: fetched beside the token's row, not after it.
-    users = tl.load(head)
+    users = tl.load(head, eviction_policy=_KEPT)
     later_users = users
     if HAS_SECOND:
-        later_users = tl.load(second)
-    row = tl.load(token_row + token)
+        later_users = tl.load(second, eviction_policy=_KEPT)
+    row = tl.load(token_row + token, eviction_policy=_KEPT)
     if (users | later_users) == 0:
         if OVERLAP:
             # What follows waits for this kernel alone: it must not end before the one in front of it.
             tl.extra.cuda.gdc_wait()
         return
     first = row.to(tl.int64) * head_stride
-    current = tl.load(head + first, mask=(row != 0) & (users != 0), other=0)
+    current = tl.load(head + first, mask=(row != 0) & (users != 0), other=0, eviction_policy=_KEPT)
     later = 0
     if HAS_SECOND:
-        later = tl.load(second + first, mask=(row != 0) & (later_users != 0), other=0)
+        later = tl.load(second + first, mask=(row != 0) & (later_users != 0), other=0, eviction_policy=_KEPT)
         alone = current == 0
         current = tl.where(alone, later, current)
         later = tl.where(alone, 0, later)
-    # The first instruction and its vector: nothing that the forward pass writes, so it can be fetched ahead of it.
-    record = current.to(tl.int64) * 4
-    busy = current != 0
-    code = tl.load(instruction + record, mask=busy, other=0)
-    which = tl.load(instruction + record + 1, mask=busy, other=0).to(tl.int64)
-    following = tl.load(instruction + record + 2, mask=busy, other=0)
-    strength = tl.load(parameter + record, mask=busy, other=0.0)
-    # A capture has no vector.
-    width = tl.where(busy & (code != _CAPTURE), hidden, 0)
-    v = tl.load(vector + which * hidden + column, mask=column < width, other=0.0)
+    # The first instructions and their vectors: nothing that the forward pass writes, so these are fetched ahead of it.
+    code, which, following, strength, v = _fetch(instruction, parameter, vector, current, hidden, column)
+    if HAS_SECOND:
+        later_code, later_which, later_following, later_strength, later_v = _fetch(
+            instruction, parameter, vector, later, hidden, column
+        )
     if OVERLAP:
         # From here on the kernel in front must be done.
         tl.extra.cuda.gdc_wait()
@@ -76,7 +89,7 @@ def _tap_kernel(  # type: ignore[no-untyped-def]
     edited = 0
     while current != 0:
         if code == _CAPTURE:
-            stored = tl.load(token_base + token) + which
+            stored = tl.load(token_base + token, eviction_policy=_KEPT) + which
             if stored < arena_rows:
                 tl.store(arena + stored * hidden + column, x.to(arena.dtype.element_ty), mask=inside)
         else:
@@ -89,13 +102,14 @@ def _tap_kernel(  # type: ignore[no-untyped-def]
                 if code == _ABLATE:
                     amount = -strength * along
                 else:
-                    low = tl.load(parameter + record + 1)
-                    high = tl.load(parameter + record + 2)
+                    bounds = parameter + current.to(tl.int64) * 4
+                    low = tl.load(bounds + 1, eviction_policy=_KEPT)
+                    high = tl.load(bounds + 2, eviction_policy=_KEPT)
                     amount = strength * (tl.minimum(tl.maximum(along, low), high) - along)
             x += amount * v
             edited = 1
         current = following
-        if HAS_SECOND:  # noqa: SIM102 - the outer one is settled when the kernel is compiled
+        if HAS_SECOND:
             if (current == 0) & (later != 0):
                 # The second site reads what the first one has written: rounded.
                 before = (before + (x - start)).to(target.dtype.element_ty).to(tl.float32)
@@ -105,14 +119,12 @@ def _tap_kernel(  # type: ignore[no-untyped-def]
                 start = x
                 current = later
                 later = 0
-        if current != 0:
-            record = current.to(tl.int64) * 4
-            code = tl.load(instruction + record)
-            which = tl.load(instruction + record + 1).to(tl.int64)
-            following = tl.load(instruction + record + 2)
-            strength = tl.load(parameter + record)
-            width = tl.where(code != _CAPTURE, hidden, 0)
-            v = tl.load(vector + which * hidden + column, mask=column < width, other=0.0)
+                code, which, following, strength = later_code, later_which, later_following, later_strength
+                v = later_v
+            elif current != 0:
+                code, which, following, strength, v = _fetch(instruction, parameter, vector, current, hidden, column)
+        elif current != 0:
+            code, which, following, strength, v = _fetch(instruction, parameter, vector, current, hidden, column)
     if edited != 0:
         tl.store(place, (before + (x - start)).to(target.dtype.element_ty), mask=inside)
 
