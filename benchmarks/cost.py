@@ -9,7 +9,8 @@ is reported, and all raw times are kept. Random weights, greedy, no end of seque
 several shapes start together and are measured one shape after the other.
 
 With ``--control`` a second stock engine is measured as if it were a steered one: "stock again" is how far two engines
-that do the same are apart. A batch of more than 256 is a queue: so many short prompts at once, of which 256 run at a
+that do the same are apart, which is up to one per cent. ``--pairs`` of engines, measured one after the other, make less
+of that. A batch of more than 256 is a queue: so many short prompts at once, of which 256 run at a
 time; of it only the throughput is measured.
 """
 
@@ -45,8 +46,9 @@ def variants(layers: int, hidden: int) -> dict[str, dict[str, Any]]:
     """Name of each variant: its kind, and what makes the request fields of the i-th request of a batch."""
     rng = np.random.default_rng(0)
     middle = layers // 2
-    own = (rng.standard_normal((256, hidden)) * 0.01).astype("f4")
-    several = (rng.standard_normal((3 * layers, hidden)) * 0.01).astype("f4")
+    # Too short to change any token: requests that generate others are other work, for a mixture of experts above all.
+    own = (rng.standard_normal((256, hidden)) * 1e-9).astype("f4")
+    several = (rng.standard_normal((3 * layers, hidden)) * 1e-9).astype("f4")
     probes = rng.standard_normal((16, hidden)).astype("f4")
     every = {p: {i: several[3 * i + k] for i in range(layers)} for k, p in enumerate(POINTS)}
     four = [layers * k // 4 for k in range(4)]
@@ -146,8 +148,10 @@ class Engine:
         self._process.kill()
 
 
-def pair(stock: Engine, steered: Engine, name: str, batch: int, prompt: int, generated: int, repeats: int) -> Any:
-    """Alternating runs of three lengths; the ratios pair by pair.
+def compare(
+    stock: list[Engine], steered: list[Engine], name: str, batch: int, prompt: int, generated: int, repeats: int
+) -> Any:
+    """Alternating runs of three lengths, of each pair of engines; the ratios run by run.
 
     Time per output token is the difference between the longest run and one of a quarter of its length: by then every
     request has been admitted. Throughput is that of the longest run, admission included.
@@ -156,20 +160,21 @@ def pair(stock: Engine, steered: Engine, name: str, batch: int, prompt: int, gen
     lengths = [generated] if queued else [1, generated // 4, generated] if generated > 1 else [1]
     repeats = min(repeats, 3) if queued else repeats
     raw: dict[str, list[list[float]]] = {"stock": [], "steered": []}
-    for repeat in range(repeats + 1):
-        order = [("stock", stock), ("steered", steered)]
-        for who, engine in order if repeat % 2 else order[::-1]:
-            seconds = [engine.run(name, batch, prompt, length) for length in lengths]
-            # The first round warms up and is not kept.
-            if repeat:
-                raw[who].append(seconds)
+    for one, other in zip(stock, steered, strict=True):
+        for repeat in range(repeats + 1):
+            order = [("stock", one), ("steered", other)]
+            for who, engine in order if repeat % 2 else order[::-1]:
+                seconds = [engine.run(name, batch, prompt, length) for length in lengths]
+                # The first round warms up and is not kept.
+                if repeat:
+                    raw[who].append(seconds)
     pairs = list(zip(raw["steered"], raw["stock"], strict=True))
-    found: dict[str, Any] = {"raw": raw, "prompt": prompt, "lengths": lengths}
+    found: dict[str, Any] = {"raw": raw, "engines": len(stock), "prompt": prompt, "lengths": lengths}
     if queued:
         ratios = sorted(b[0] / a[0] for a, b in pairs)
         found["throughput"], found["spread"] = statistics.median(ratios), [ratios[0], ratios[-1]]
         return found
-    found["first token"] = first_token(raw)
+    found["first token"] = first_token(raw, len(stock))
     if generated > 1:
         ratios = sorted((a[2] - a[1]) / (b[2] - b[1]) for a, b in pairs)
         found["per token"] = statistics.median(ratios)
@@ -182,24 +187,27 @@ def pair(stock: Engine, steered: Engine, name: str, batch: int, prompt: int, gen
     return found
 
 
-def first_token(raw: dict[str, list[list[float]]]) -> float:
-    """The ratio of times to the first token, from the seconds of each repeat.
+def first_token(raw: dict[str, list[list[float]]], pairs: int = 1) -> float:
+    """The ratio of times to the first token, from the seconds of each run of so many pairs of engines.
 
     An engine that has waited while the other ran is slower at first, by up to a third, and that is the one or the
     other by turns: so each repeat counts together with the next one, in which they ran in the other order.
     """
     ratios = [a[0] / b[0] for a, b in zip(raw["steered"], raw["stock"], strict=True)]
-    return statistics.median([math.sqrt(one * other) for one, other in pairwise(ratios)] or ratios)
+    repeats = len(ratios) // pairs
+    by_pair = [ratios[i : i + repeats] for i in range(0, len(ratios), repeats)]
+    together = [math.sqrt(one * other) for each in by_pair for one, other in pairwise(each)]
+    return statistics.median(together or ratios)
 
 
-def measure(shape: str, engines: dict[str, Engine], arguments: argparse.Namespace) -> None:
+def measure(shape: str, engines: dict[str, list[Engine]], arguments: argparse.Namespace) -> None:
     """All variants of one shape, into its file: what has been measured is there if time runs out."""
     out = Path(str(arguments.out).format(shape=shape))
     result: dict[str, Any] = {
         "shape": shape, "graph_sets": arguments.graph_sets, "tensor_parallel": arguments.tensor_parallel,
         "environment": environment(), "variants": {},
     }  # fmt: skip
-    names = list(variants(2, 8)) + ([CONTROL] if "control" in engines else [])
+    names = list(variants(2, 8)) + ([CONTROL] if engines["control"] else [])
     for wanted in arguments.only or names:
         name, _, batches = wanted.partition("@")
         pairs = engines["stock"], engines["control" if name == CONTROL else "steered"], name
@@ -207,10 +215,10 @@ def measure(shape: str, engines: dict[str, Engine], arguments: argparse.Namespac
             if name == "capture all layers, all tokens" and int(batch) > 128:
                 continue
             if batch == PREFILL:
-                found = pair(*pairs, 1, 8192, 1, 2 * arguments.repeats)
+                found = compare(*pairs, 1, 8192, 1, 2 * arguments.repeats)
                 _note(result, out, name, "prefill 8192", found)
             else:
-                found = pair(*pairs, int(batch), 16, arguments.generated, arguments.repeats)
+                found = compare(*pairs, int(batch), 16, arguments.generated, arguments.repeats)
                 _note(result, out, name, batch, found)
 
 
@@ -221,6 +229,10 @@ def _note(result: dict[str, Any], out: Path, name: str, batch: str, found: dict[
     shown = {key: [round(each, 3) for each in value] if isinstance(value, list) else round(value, 4)
              for key, value in found.items() if key not in ("raw", "prompt", "lengths")}  # fmt: skip
     print(f"{result['shape']:12} {name:42} {batch:12} {shown}", flush=True)
+
+
+def every_one(engines: dict[str, dict[str, list[Engine]]]) -> list[Engine]:
+    return [engine for by_kind in engines.values() for each in by_kind.values() for engine in each]
 
 
 def main() -> None:
@@ -234,6 +246,7 @@ def main() -> None:
     parser.add_argument("--graph-sets", type=int, default=SteeringConfig().graph_sets)
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--kv-gib", type=float, default=12, help="key-value cache of each engine, on each GPU")
+    parser.add_argument("--pairs", type=int, default=1, help="pairs of engines of each shape")
     parser.add_argument("--control", action="store_true", help="a second stock engine beside the first")
     arguments = parser.parse_args()
     settings: dict[str, Any] = {
@@ -243,20 +256,23 @@ def main() -> None:
         "tensor_parallel_size": arguments.tensor_parallel,
         "steering_config": {"graph_sets": arguments.graph_sets},
     }  # fmt: skip
-    kinds = ("stock", "steered", *(("control",) if arguments.control else ()))
-    engines: dict[str, dict[str, Engine]] = {}
+    pairs = arguments.pairs
+    kinds = {"stock": pairs, "steered": pairs, "control": pairs if arguments.control else 0}
+    engines: dict[str, dict[str, list[Engine]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         try:
             for shape in arguments.shapes:
                 model = str(save_shape(shape, Path(folder, shape)))
-                engines[shape] = {who: Engine(who, model, dict(settings)) for who in kinds}
+                engines[shape] = {
+                    who: [Engine(who, model, dict(settings)) for _ in range(count)] for who, count in kinds.items()
+                }
             # Nothing is measured beside an engine that is still starting.
-            for engine in (each for started in engines.values() for each in started.values()):
+            for engine in every_one(engines):
                 engine.wait()
             for shape, started in engines.items():
                 measure(shape, started, arguments)
         finally:
-            for engine in (each for started in engines.values() for each in started.values()):
+            for engine in every_one(engines):
                 engine.close()
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.cost import first_token
 from benchmarks.trace import ONCE_A_STEP, summary
 
 
@@ -37,14 +36,3 @@ def test_a_step_is_from_one_sampling_to_the_next() -> None:
     )
     assert found["waits"] == pytest.approx({"gemm": 0.2, "short": 0, "tap": 0, f"void {ONCE_A_STEP}": 0.05})
     assert found["periods"] == [3.7, 1.0, 1.0, 1.0, 1.0, 1.0]
-
-
-def test_first_tokens_are_compared_over_both_orders() -> None:
-    """Catches the engine that has waited, by turns the one and the other, taken for the slower one."""
-    waited, ran = 1.3, 1.0
-    raw = {
-        "stock": [[ran], [waited], [ran], [waited]],
-        "steered": [[waited], [ran], [waited], [ran]],
-    }
-    assert first_token(raw) == pytest.approx(1.0)
-    assert first_token({"stock": [[ran]], "steered": [[waited]]}) == pytest.approx(1.3)
