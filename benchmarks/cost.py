@@ -9,9 +9,8 @@ is reported, and all raw times are kept. Random weights, greedy, no end of seque
 several shapes start together and are measured one shape after the other.
 
 With ``--control`` a second stock engine is measured as if it were a steered one: "stock again" is how far two engines
-that do the same are apart, which is up to one per cent. ``--pairs`` of engines, measured one after the other, make less
-of that. A batch of more than 256 is a queue: so many short prompts at once, of which 256 run at a
-time; of it only the throughput is measured.
+that do the same are apart. ``--pairs`` of engines, measured one after the other, make less of that. A batch of more
+than 256 is a queue: so many short prompts at once, of which 256 run at a time; of it only the throughput is measured.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def variants(layers: int, hidden: int) -> dict[str, dict[str, Any]]:
     """Name of each variant: its kind, and what makes the request fields of the i-th request of a batch."""
     rng = np.random.default_rng(0)
     middle = layers // 2
-    # Too short to change any token: requests that generate others are other work, for a mixture of experts above all.
+    # Nearly all rounded away, so that tokens stay: others are other work, for a mixture of experts above all.
     own = (rng.standard_normal((256, hidden)) * 1e-9).astype("f4")
     several = (rng.standard_normal((3 * layers, hidden)) * 1e-9).astype("f4")
     probes = rng.standard_normal((16, hidden)).astype("f4")

@@ -89,13 +89,13 @@ def _draws_kept(device: torch.device) -> Iterator[None]:
     Requests of the check are greedy, but runner V2 draws a seed for any request without one, from NumPy
     (``v1/worker/gpu/sample/states.py``).
     """
-    kept, kept_too = random.getstate(), np.random.get_state()
+    of_python, of_numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         try:
             yield
         finally:
-            random.setstate(kept)
-            np.random.set_state(kept_too)
+            random.setstate(of_python)
+            np.random.set_state(of_numpy)
 
 
 def _why_not(worker: Any, config: SteeringConfig | None) -> str | None:

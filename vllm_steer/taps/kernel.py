@@ -22,8 +22,8 @@ from vllm_steer.taps.tables import Tables
 _ADD, _ADD_NORMED, _ABLATE = (tl.constexpr(code) for code in (ops.ADD, ops.ADD_NORMED, ops.ABLATE))
 _CAPTURE = tl.constexpr(ops.CAPTURE)
 _KEPT = tl.constexpr("evict_last")
-"""Between two taps of a step, weights go through the whole L2 cache: without this, every one of these small loads, each
-of which waits for the one before, would wait for the GPU's memory."""
+"""What the L2 cache is asked to do with the tables: a tap's small loads wait for one another, and between two taps of a
+step, weights of half a layer go through the cache."""
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
