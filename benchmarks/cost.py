@@ -11,6 +11,7 @@ several shapes start together and are measured one shape after the other.
 With ``--control`` a second stock engine is measured as if it were a steered one: "stock again" is how far two engines
 that do the same are apart. ``--pairs`` of engines, measured one after the other, make less of that. A batch of more
 than 256 is a queue: so many short prompts at once, of which 256 run at a time; of it only the throughput is measured.
+``--lots`` names what is to be measured, in which order, and with how much memory, in ``benchmarks/lots.py``.
 """
 
 from __future__ import annotations
@@ -28,52 +29,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from benchmarks.build import digests
+from benchmarks.lots import CONTROL, LOTS, PREFILL, Lot
 from benchmarks.shapes import SHAPES, environment, save_shape
+from benchmarks.variants import register, variants
 from vllm_steer import SteeringConfig
 
 AT_ONCE = 256
-CONTROL = "stock again"
-PREFILL, PREFILLED = "prefill", ("idle", "one site")
-"""In the place of a batch: one prompt of 8,192 tokens."""
-POINTS = ("pre_attn", "post_attn", "post_block")
-NAMES = [f"bench/p{i}" for i in range(16)]
-
-
-def variants(layers: int, hidden: int) -> dict[str, dict[str, Any]]:
-    """Name of each variant: its kind, and what makes the request fields of the i-th request of a batch."""
-    rng = np.random.default_rng(0)
-    middle = layers // 2
-    # Nearly all rounded away, so that tokens stay: others are other work, for a mixture of experts above all.
-    own = (rng.standard_normal((256, hidden)) * 1e-9).astype("f4")
-    several = (rng.standard_normal((3 * layers, hidden)) * 1e-9).astype("f4")
-    probes = rng.standard_normal((16, hidden)).astype("f4")
-    every = {p: {i: several[3 * i + k] for i in range(layers)} for k, p in enumerate(POINTS)}
-    four = [layers * k // 4 for k in range(4)]
-
-    def capture(hooks: Any, positions: str, **more: Any) -> dict[str, Any]:
-        return {"capture": {"memory": {"hooks": {"post_block": hooks}, "positions": positions, **more}}}
-
-    return {
-        "idle": {"fields": lambda i: {}},
-        "one site": {"fields": lambda i: {"steering_vectors": {"post_block": {middle: own[0]}}}},
-        "all sites": {"fields": lambda i: {"steering_vectors": every}},
-        "own program each": {"fields": lambda i: {"steering_vectors": {"post_block": {middle: own[i % 256]}}}},
-        "capture one layer, all tokens": {"fields": lambda i: capture([middle], "all")},
-        "capture all layers, last prompt token": {"fields": lambda i: capture("all", "last_prompt")},
-        "capture all layers, all tokens": {"fields": lambda i: capture("all", "all")},
-        "16 probes at 4 layers, all tokens": {"fields": lambda i: capture(four, "all", reduce={"directions": probes})},
-        "16 probes by name at 4 layers, all tokens": {
-            "fields": lambda i: capture(four, "all", reduce={"probes": NAMES})
-        },
-    }
-
-
-def register(steering: Any, hidden: int) -> None:
-    """The module whose probes are used by name."""
-    rng = np.random.default_rng(1)
-    steering.register("bench", probes={name.partition("/")[2]: rng.standard_normal(hidden, "f4") for name in NAMES})
+PREFILLED = ("idle", "one site")
 
 
 def serve(who: str, model: str, settings: dict[str, Any], pipe: Any) -> None:
@@ -199,25 +162,17 @@ def first_token(raw: dict[str, list[list[float]]], pairs: int = 1) -> float:
     return statistics.median(together or ratios)
 
 
-def measure(shape: str, engines: dict[str, list[Engine]], arguments: argparse.Namespace) -> None:
-    """All variants of one shape, into its file: what has been measured is there if time runs out."""
-    out = Path(str(arguments.out).format(shape=shape))
-    result: dict[str, Any] = {
-        "shape": shape, "graph_sets": arguments.graph_sets, "tensor_parallel": arguments.tensor_parallel,
-        "environment": environment(), "variants": {},
-    }  # fmt: skip
-    names = list(variants(2, 8)) + ([CONTROL] if engines["control"] else [])
-    for wanted in arguments.only or names:
+def measure(lot: Lot, engines: dict[str, list[Engine]], result: dict[str, Any], out: Path) -> None:
+    """The cells of a lot, into the result and its file: what has been measured is there if time runs out."""
+    for wanted in lot.cells:
         name, _, batches = wanted.partition("@")
         pairs = engines["stock"], engines["control" if name == CONTROL else "steered"], name
-        for batch in batches.split(",") if batches else [*arguments.batches, *([PREFILL] if name in PREFILLED else [])]:
-            if name == "capture all layers, all tokens" and int(batch) > 128:
-                continue
+        for batch in batches.split(","):
             if batch == PREFILL:
-                found = compare(*pairs, 1, 8192, 1, 2 * arguments.repeats)
+                found = compare(*pairs, 1, 8192, 1, 2 * lot.repeats)
                 _note(result, out, name, "prefill 8192", found)
             else:
-                found = compare(*pairs, int(batch), 16, arguments.generated, arguments.repeats)
+                found = compare(*pairs, int(batch), 16, lot.generated, lot.repeats)
                 _note(result, out, name, batch, found)
 
 
@@ -230,13 +185,48 @@ def _note(result: dict[str, Any], out: Path, name: str, batch: str, found: dict[
     print(f"{result['shape']:12} {name:42} {batch:12} {shown}", flush=True)
 
 
-def every_one(engines: dict[str, dict[str, list[Engine]]]) -> list[Engine]:
-    return [engine for by_kind in engines.values() for each in by_kind.values() for engine in each]
+def lots_of(arguments: argparse.Namespace) -> list[Lot]:
+    """Those that are asked for by name, or one of each shape with what else is asked for."""
+    if arguments.lots:
+        return [LOTS[name] for name in arguments.lots]
+    named = arguments.only or [*variants(2, 8), *([CONTROL] if arguments.control else [])]
+    cells = tuple(
+        each if "@" in each else f"{each}@{','.join(usual_batches(each, arguments.batches))}" for each in named
+    )
+    return [
+        Lot(
+            shape, arguments.kv_gib, cells, pairs=arguments.pairs, repeats=arguments.repeats,
+            generated=arguments.generated, tensor_parallel=arguments.tensor_parallel,
+        )
+        for shape in arguments.shapes
+    ]  # fmt: skip
+
+
+def usual_batches(variant: str, batches: list[str]) -> list[str]:
+    """Of those that are asked for the ones that the variant is measured at; prefill besides, where it is."""
+    if variant == "capture all layers, all tokens":
+        return [batch for batch in batches if int(batch) <= 128]
+    return [*batches, *([PREFILL] if variant in PREFILLED else [])]
+
+
+def start(lot: Lot, graph_sets: int, folder: Path) -> dict[str, list[Engine]]:
+    """A lot's engines, which are starting when this returns."""
+    model = str(save_shape(lot.shape, folder / lot.shape))
+    settings: dict[str, Any] = {
+        "max_model_len": 8448, "max_num_seqs": AT_ONCE, "max_num_batched_tokens": 8192, "enable_prefix_caching": False,
+        # A fixed cache lets all start at once: vLLM's measuring of free memory would see the other engines.
+        "gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": int(lot.kv_gib * 2**30),
+        "tensor_parallel_size": lot.tensor_parallel, "steering_config": {"graph_sets": graph_sets},
+    }  # fmt: skip
+    control = any(cell.startswith(CONTROL) for cell in lot.cells)
+    kinds = {"stock": lot.pairs, "steered": lot.pairs, "control": lot.pairs if control else 0}
+    return {who: [Engine(who, model, dict(settings)) for _ in range(count)] for who, count in kinds.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="with {shape} in its name")
+    parser.add_argument("--lots", nargs="+", choices=list(LOTS), help="of benchmarks/lots.py; else what follows counts")
     parser.add_argument("--shapes", nargs="+", choices=sorted(SHAPES), default=["llama-8b"])
     parser.add_argument("--batches", nargs="+", default=["1", "8", "32", "128", "256"])
     parser.add_argument("--only", nargs="+", help="some of the variants, as NAME or NAME@BATCH,BATCH,prefill")
@@ -247,32 +237,34 @@ def main() -> None:
     parser.add_argument("--kv-gib", type=float, default=12, help="key-value cache of each engine, on each GPU")
     parser.add_argument("--pairs", type=int, default=1, help="pairs of engines of each shape")
     parser.add_argument("--control", action="store_true", help="a second stock engine beside the first")
+    parser.add_argument("--after", type=Path, help="do not measure before this file is there")
     arguments = parser.parse_args()
-    settings: dict[str, Any] = {
-        "max_model_len": 8448, "max_num_seqs": AT_ONCE, "max_num_batched_tokens": 8192, "enable_prefix_caching": False,
-        # A fixed cache lets all start at once: vLLM's measuring of free memory would see the other engines.
-        "gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": int(arguments.kv_gib * 2**30),
-        "tensor_parallel_size": arguments.tensor_parallel,
-        "steering_config": {"graph_sets": arguments.graph_sets},
-    }  # fmt: skip
-    pairs = arguments.pairs
-    kinds = {"stock": pairs, "steered": pairs, "control": pairs if arguments.control else 0}
-    engines: dict[str, dict[str, list[Engine]]] = {}
+    started: list[tuple[Lot, dict[str, list[Engine]]]] = []
+    results: dict[Path, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
         try:
-            for shape in arguments.shapes:
-                model = str(save_shape(shape, Path(folder, shape)))
-                engines[shape] = {
-                    who: [Engine(who, model, dict(settings)) for _ in range(count)] for who, count in kinds.items()
-                }
+            for lot in lots_of(arguments):
+                engines = start(lot, arguments.graph_sets, Path(folder))
+                started.append((lot, engines))
             # Nothing is measured beside an engine that is still starting.
-            for engine in every_one(engines):
+            for engine in every_one(started):
                 engine.wait()
-            for shape, started in engines.items():
-                measure(shape, started, arguments)
+            while arguments.after is not None and not arguments.after.exists():
+                time.sleep(0.1)
+            for lot, engines in started:
+                out = Path(str(arguments.out).format(shape=lot.shape))
+                result = results.setdefault(out, {
+                    "shape": lot.shape, "graph_sets": arguments.graph_sets, "tensor_parallel": lot.tensor_parallel,
+                    "environment": environment(), "build": digests(), "variants": {},
+                })  # fmt: skip
+                measure(lot, engines, result, out)
         finally:
-            for engine in every_one(engines):
+            for engine in every_one(started):
                 engine.close()
+
+
+def every_one(started: list[tuple[Lot, dict[str, list[Engine]]]]) -> list[Engine]:
+    return [engine for _, by_kind in started for each in by_kind.values() for engine in each]
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ def record(variant: str, model: str, batch: int, pipe: Any) -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from torch.profiler import ProfilerActivity, profile
 
-    from benchmarks.cost import variants
+    from benchmarks.variants import variants
 
     settings: dict[str, Any] = {
         "max_model_len": 2048, "max_num_seqs": 64, "max_num_batched_tokens": 2048, "gpu_memory_utilization": 0.1,

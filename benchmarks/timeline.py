@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import trace
-from benchmarks.cost import register, variants
 from benchmarks.shapes import SHAPES, environment, save_shape
+from benchmarks.variants import register, variants
 
 STOCK, TOKENS = "stock", 64
 STEPS = 18, 56

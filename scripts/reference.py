@@ -15,6 +15,7 @@ import architectures
 import bad_input
 import msgspec
 import performance
+from gpu_page import gpu_tests
 
 import vllm_steer.models.proofs
 from vllm_steer.config import LIMITS, SUBSETS, SWITCHES
@@ -191,6 +192,7 @@ def features() -> str:
         "refused with a reason, and the row says so. The tests that prove it, as they last ended\n"
         "(`benchmarks/results/features.json`; all passed where nothing else is said):\n\n"
         + table(("feature", "steer", "capture"), rows)
+        + gpu_tests(table)
     )
 
 

@@ -3,11 +3,18 @@
 
 from __future__ import annotations
 
+import json
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks import cost
 from benchmarks.cost import compare, first_token
+from benchmarks.lots import LOTS, PREFILL, Lot
+from benchmarks.shapes import SHAPES
+from benchmarks.variants import variants
 
 
 class Timed:
@@ -51,3 +58,106 @@ def test_first_tokens_of_one_pair_are_not_put_beside_another_pairs() -> None:
     raw = {"stock": [[1.0], [1.0], [1.0]] * 2, "steered": [[1.0], [1.0], [1.0], [4.0], [4.0], [4.0]]}
     assert first_token(raw, 2) == pytest.approx(2.5)
     assert first_token(raw) == pytest.approx(2.0)
+
+
+class Noted:
+    """An engine of no model, that is waited for and closed."""
+
+    made: list[Noted]
+
+    def __init__(self, who: str, model: str, settings: dict[str, Any]) -> None:
+        self.who, self.shape, self.settings = who, Path(model).name, settings
+        self.waited, self.closed, self.ran = False, False, []
+        self.made.append(self)
+
+    def wait(self) -> None:
+        self.waited = True
+
+    def run(self, variant: str, batch: int, prompt: int, generated: int) -> float:
+        assert all(engine.waited for engine in self.made)
+        self.ran.append((variant, batch, prompt))
+        return 1.0 + (0.2 if self.who == "steered" else 0.1) * generated
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def measured(patch: pytest.MonkeyPatch, folder: Path, *arguments: str) -> dict[str, Any]:
+    """The file that a run with engines of no model writes for each shape, by its name."""
+    Noted.made = []
+    patch.setattr(cost, "Engine", Noted)
+    patch.setattr(cost, "environment", lambda: {"gpu": "none"})
+    patch.setattr(sys, "argv", ["cost", "--out", str(folder / "{shape}.json"), *arguments])
+    cost.main()
+    assert all(engine.closed for engine in Noted.made)
+    return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
+
+
+def test_lots_of_a_shape_are_measured_with_their_own_engines_into_one_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a second lot that overwrites the first one's cells, or is measured with the first one's engines."""
+    small = Lot("llama-8b", 1, ("idle@1,prefill", "one site@8"), pairs=2, repeats=2)
+    large = Lot("llama-8b", 9, ("idle@128", "stock again@128"), repeats=2, generated=64)
+    other = Lot("qwen3-0.6b", 2, ("idle@1",), repeats=2)
+    monkeypatch.setattr(cost, "LOTS", {"small": small, "large": large, "other": other})
+    files = measured(monkeypatch, tmp_path, "--lots", "small", "large", "other")
+    assert set(files) == {"llama-8b", "qwen3-0.6b"}
+    cells = files["llama-8b"]["variants"]
+    assert {name: list(found) for name, found in cells.items()} == {
+        "idle": ["1", "prefill 8192", "128"], "one site": ["8"], "stock again": ["128"],
+    }  # fmt: skip
+    assert (cells["idle"]["1"]["engines"], cells["idle"]["128"]["engines"]) == (2, 1)
+    assert cells["idle"]["1"]["per token"] == pytest.approx(2)
+    assert cells["stock again"]["128"]["per token"] == pytest.approx(1)
+    assert files["llama-8b"]["build"]["taps"]
+    by_lot: dict[int, list[Noted]] = {}
+    for engine in Noted.made:
+        by_lot.setdefault(engine.settings["kv_cache_memory_bytes"] >> 30, []).append(engine)
+    assert {gib: {batch for each in of for _, batch, _ in each.ran} for gib, of in by_lot.items()} == {
+        1: {1, 8}, 9: {128}, 2: {1},
+    }  # fmt: skip
+    assert [engine.who for engine in by_lot[9]] == ["stock", "steered", "control"]
+
+
+def test_without_lots_each_variant_is_measured_at_the_batches_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a variant that is left out, prefill of one that has none, and all rows of all layers at batch 256."""
+    found = measured(monkeypatch, tmp_path, "--batches", "1", "256", "--repeats", "1")["llama-8b"]["variants"]
+    assert list(found) == list(variants(2, 8))
+    assert {name for name, cells in found.items() if "prefill 8192" in cells} == {"idle", "one site"}
+    assert list(found["capture all layers, all tokens"]) == ["1"]
+    some = measured(monkeypatch, tmp_path, "--only", "one site@8,prefill", "idle", "--batches", "1", "--repeats", "1")
+    assert {name: list(cells) for name, cells in some["llama-8b"]["variants"].items()} == {
+        "one site": ["8", "prefill 8192"], "idle": ["1", "prefill 8192"],
+    }  # fmt: skip
+
+
+def test_nothing_is_measured_before_the_file_that_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches runs beside what they are to come after; engines start meanwhile."""
+    gate = tmp_path / "gate"
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        assert Noted.made[0].waited and not any(engine.ran for engine in Noted.made)
+        slept.append(seconds)
+        if len(slept) == 3:
+            gate.touch()
+
+    monkeypatch.setattr(cost.time, "sleep", sleep)
+    measured(monkeypatch, tmp_path, "--only", "idle@1", "--repeats", "1", "--after", str(gate))
+    assert len(slept) == 3
+
+
+@pytest.mark.parametrize("name", list(LOTS))
+def test_lots_name_what_there_is(name: str) -> None:
+    """Catches a shape, a variant or a batch that is not there, found out once all engines have started."""
+    lot = LOTS[name]
+    assert lot.shape in SHAPES
+    for cell in lot.cells:
+        variant, _, batches = cell.partition("@")
+        assert variant in {*variants(2, 8), cost.CONTROL}
+        assert all(batch == PREFILL or int(batch) > 0 for batch in batches.split(","))

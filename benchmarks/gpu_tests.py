@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tests that need a GPU, and the fuzzer, run beside each other on a GPU host; what came of each.
+
+    python -m benchmarks.gpu_tests --out benchmarks/results/gpu-tests.json
+    python -m benchmarks.gpu_tests --out benchmarks/results/gpu-tests.json --only kernels "fuzz bfloat16" --gpus 0
+
+Each run is a process of its own with a log in the folder ``--logs``, and takes little of a GPU's memory: other engines
+may have most of it. A run that is left out keeps what the file has of it; one that failed or ran out of time says so.
+The file is written after each run, with the code that it was of (``benchmarks.build`` says what changed since).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.build import ROOT, digests
+
+
+class Run(NamedTuple):
+    """A group of tests, or a session of the fuzzer: what follows ``python -m pytest`` or ``vllm-steer fuzz``."""
+
+    arguments: tuple[str, ...]
+    covers: str
+    gpus: int = 1
+    fuzz: bool = False
+
+
+_FUZZ = ("--minutes", "5", "--graphs", "--keep-going")
+RUNS: dict[str, Run] = {
+    "kernels": Run(("tests/taps",), "taps, rows and products as kernels against their definitions; controls"),
+    "engine": Run(("tests/gpu/test_engine.py",), "runner V2 with CUDA graphs, V2 eager, V1 with CUDA graphs agree"),
+    "capture": Run(("tests/gpu/test_capture.py",), "captures against HF, graphs and eager, asynchronous, small cache"),
+    "collect": Run(("tests/gpu/test_collect.py",), "rows that leave on a side stream while the next step stores"),
+    "staged": Run(("tests/engine/test_staged.py",), "values through pinned memory into a table"),
+    "self-check": Run(("tests/gpu/test_selfcheck.py",), "right and wrong taps"),
+    "warm-up": Run(("tests/gpu/test_warm_up.py",), "no kernel is compiled once vLLM watches for that"),
+    "sleep": Run(("tests/gpu/test_sleep.py",), "sleep of level 1 and 2"),
+    "recurrent": Run(("tests/gpu/test_recurrent.py",), "layers with a state, graphs in pieces"),
+    "architectures": Run(
+        ("tests/gpu/test_architectures.py",), "those whose kernels need a GPU, against HF (``architectures-gpu.json``)"
+    ),
+    "parallel": Run(
+        ("tests/gpu/test_parallel.py", "-k", "not two_engines"), "tensor, expert and pipeline parallel", gpus=2
+    ),
+    "fuzz float32": Run((*_FUZZ, "--dtype", "float32"), "random workloads against each request alone", fuzz=True),
+    "fuzz bfloat16": Run((*_FUZZ, "--dtype", "bfloat16"), "random workloads against each request alone", fuzz=True),
+}  # fmt: skip
+_CLI = "from vllm_steer.cli.main import app; app()"
+_PYTEST = ("-m", "pytest", "-c", os.devnull, "--rootdir", ".", "-p", "no:cacheprovider", "-q", "--tb=short", "-W",
+           "ignore", "-m", "gpu")  # fmt: skip
+
+
+def command_of(run: Run, seed: int) -> tuple[list[str], str]:
+    """What to execute, without where its report goes, and how one would write it."""
+    if run.fuzz:
+        arguments = [*run.arguments, "--seed", str(seed)]
+        return [sys.executable, "-c", _CLI, "fuzz", *arguments], " ".join(["vllm-steer fuzz", *arguments])
+    shown = " ".join(f"'{each}'" if " " in each else each for each in run.arguments)
+    return [sys.executable, *_PYTEST, *run.arguments], f"python -m pytest -m gpu {shown}"
+
+
+def outcome_of_tests(report: Path) -> dict[str, Any]:
+    """What pytest's report in JUnit's format says: how many passed and were skipped, and which did not pass."""
+    cases = list(ElementTree.parse(report).iter("testcase"))
+    states = [{child.tag for child in case} & {"failure", "error", "skipped"} for case in cases]
+    bad = [f"{case.get('classname')}::{case.get('name')}" for case, state in zip(cases, states, strict=True)
+           if state & {"failure", "error"}]  # fmt: skip
+    skipped = sum(state == {"skipped"} for state in states)
+    passed = len(cases) - len(bad) - skipped
+    return {"passed": passed, "skipped": skipped, "failed": bad if passed or bad else ["no test ran"]}
+
+
+def outcome_of_fuzzer(report: Path) -> dict[str, Any]:
+    """What the fuzzer's report says: how much it compared, and every finding."""
+    found = json.loads(report.read_text())
+    return {"counts": found["counts"], "failed": [problem for each in found["findings"]
+                                                  for problem in each["problems"].values()]}  # fmt: skip
+
+
+def in_words(found: Mapping[str, Any]) -> str:
+    """How many passed, or were compared, and each that did not."""
+    if "counts" in found:
+        parts = [f"{found['counts']['requests']} requests compared"]
+    else:
+        parts = [f"{found.get('passed', 0)} passed"]
+    parts += [f"{found['skipped']} skipped"] if found.get("skipped") else []
+    return "; ".join([*parts, *(f"**failed**: {each}" for each in found["failed"])])
+
+
+def wait_for(command: list[str], env: dict[str, str], log: Path, limit: float) -> str:
+    """How it ended; what it has started ends with it, also where time ran out."""
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            command, stdout=file, stderr=subprocess.STDOUT, env=env, cwd=ROOT, start_new_session=True
+        )
+    try:
+        return f"exit status {process.wait(limit)}"
+    except subprocess.TimeoutExpired:
+        return f"ended after {limit:g} s"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def carry_out(name: str, run: Run, gpus: Sequence[int], logs: Path, seed: int, limit: float) -> dict[str, Any]:
+    """Run it, and say what came of it; ``failed`` is empty where all is well."""
+    command, shown = command_of(run, seed)
+    report = logs / f"{name.replace(' ', '-')}.{'json' if run.fuzz else 'xml'}"
+    report.unlink(missing_ok=True)
+    command += ["--out", str(report)] if run.fuzz else [f"--junitxml={report}"]
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
+    started = time.monotonic()
+    status = wait_for(command, env, report.with_suffix(".log"), limit)
+    found: dict[str, Any] = {"failed": [f"no report: {status}"]}
+    if report.exists():
+        found = outcome_of_fuzzer(report) if run.fuzz else outcome_of_tests(report)
+    return {
+        "command": shown, "covers": run.covers, **found, "seconds": round(time.monotonic() - started),
+        "gpus": len(gpus), "build": digests(),
+    }  # fmt: skip
+
+
+def chosen(gpus: Sequence[int], only: Sequence[str] | None) -> dict[str, list[int]]:
+    """Name of each run that is wanted and can be made: the GPUs it gets, in turn."""
+    wanted = {name: run for name, run in RUNS.items() if only is None or name in only}
+    return {
+        name: [gpus[(i + k) % len(gpus)] for k in range(run.gpus)]
+        for i, (name, run) in enumerate(wanted.items())
+        if run.gpus <= len(gpus)
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--logs", type=Path, default=Path("/tmp/gpu-tests"))
+    parser.add_argument("--only", nargs="+", choices=list(RUNS))
+    parser.add_argument("--gpus", nargs="+", type=int, default=[0])
+    parser.add_argument("--at-once", type=int, default=len(RUNS))
+    parser.add_argument("--seed", type=int, default=int(time.time()) % 100_000, help="of the fuzzer")
+    parser.add_argument("--limit", type=float, default=570, help="seconds that a run may take")
+    arguments = parser.parse_args()
+    arguments.logs.mkdir(parents=True, exist_ok=True)
+
+    from benchmarks.shapes import environment  # CUDA in this process, once the arguments are known to be right
+
+    runs: dict[str, Any] = json.loads(arguments.out.read_text())["runs"] if arguments.out.exists() else {}
+    about = environment()
+    failed = False
+    with ThreadPoolExecutor(arguments.at_once) as pool:
+        waited = {
+            pool.submit(carry_out, name, RUNS[name], gpus, arguments.logs, arguments.seed, arguments.limit): name
+            for name, gpus in chosen(arguments.gpus, arguments.only).items()
+        }
+        for done in as_completed(waited):
+            name, found = waited[done], done.result()
+            failed |= bool(found["failed"])
+            runs[name] = {**found, "environment": about}
+            ordered = {each: runs[each] for each in RUNS if each in runs}
+            arguments.out.write_text(json.dumps({"runs": ordered}, indent=1) + "\n")
+            print(
+                name,
+                {key: found[key] for key in found if key in ("passed", "skipped", "failed", "seconds")},
+                flush=True,
+            )
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

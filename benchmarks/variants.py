@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the requests of a batch ask for, in each of the variants that are measured on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+POINTS = ("pre_attn", "post_attn", "post_block")
+NAMES = [f"bench/p{i}" for i in range(16)]
+
+
+def variants(layers: int, hidden: int) -> dict[str, dict[str, Any]]:
+    """Name of each variant: its kind, and what makes the request fields of the i-th request of a batch."""
+    rng = np.random.default_rng(0)
+    middle = layers // 2
+    # Nearly all rounded away, so that tokens stay: others are other work, for a mixture of experts above all.
+    own = (rng.standard_normal((256, hidden)) * 1e-9).astype("f4")
+    several = (rng.standard_normal((3 * layers, hidden)) * 1e-9).astype("f4")
+    probes = rng.standard_normal((16, hidden)).astype("f4")
+    every = {p: {i: several[3 * i + k] for i in range(layers)} for k, p in enumerate(POINTS)}
+    four = [layers * k // 4 for k in range(4)]
+
+    def capture(hooks: Any, positions: str, **more: Any) -> dict[str, Any]:
+        return {"capture": {"memory": {"hooks": {"post_block": hooks}, "positions": positions, **more}}}
+
+    return {
+        "idle": {"fields": lambda i: {}},
+        "one site": {"fields": lambda i: {"steering_vectors": {"post_block": {middle: own[0]}}}},
+        "all sites": {"fields": lambda i: {"steering_vectors": every}},
+        "own program each": {"fields": lambda i: {"steering_vectors": {"post_block": {middle: own[i % 256]}}}},
+        "capture one layer, all tokens": {"fields": lambda i: capture([middle], "all")},
+        "capture all layers, last prompt token": {"fields": lambda i: capture("all", "last_prompt")},
+        "capture all layers, all tokens": {"fields": lambda i: capture("all", "all")},
+        "16 probes at 4 layers, all tokens": {"fields": lambda i: capture(four, "all", reduce={"directions": probes})},
+        "16 probes by name at 4 layers, all tokens": {
+            "fields": lambda i: capture(four, "all", reduce={"probes": NAMES})
+        },
+    }
+
+
+def register(steering: Any, hidden: int) -> None:
+    """The module whose probes are used by name."""
+    rng = np.random.default_rng(1)
+    steering.register("bench", probes={name.partition("/")[2]: rng.standard_normal(hidden, "f4") for name in NAMES})
