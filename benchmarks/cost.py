@@ -29,7 +29,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks.build import digests
 from benchmarks.lots import CONTROL, LOTS, PREFILL, Lot
 from benchmarks.shapes import SHAPES, environment, save_shape
 from benchmarks.variants import register, variants
@@ -255,7 +254,7 @@ def main() -> None:
                 out = Path(str(arguments.out).format(shape=lot.shape))
                 result = results.setdefault(out, {
                     "shape": lot.shape, "graph_sets": arguments.graph_sets, "tensor_parallel": lot.tensor_parallel,
-                    "environment": environment(), "build": digests(), "variants": {},
+                    "environment": environment(), "variants": {},
                 })  # fmt: skip
                 measure(lot, engines, result, out)
         finally:

@@ -25,7 +25,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.build import ROOT, digests
+from benchmarks.build import ROOT
 
 
 class Run(NamedTuple):
@@ -129,7 +129,7 @@ def carry_out(name: str, run: Run, gpus: Sequence[int], logs: Path, seed: int, l
         found = outcome_of_fuzzer(report) if run.fuzz else outcome_of_tests(report)
     return {
         "command": shown, "covers": run.covers, **found, "seconds": round(time.monotonic() - started),
-        "gpus": len(gpus), "build": digests(),
+        "gpus": len(gpus),
     }  # fmt: skip
 
 

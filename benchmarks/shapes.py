@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks.build import digests
+
 _COMMON: dict[str, Any] = {"dtype": "bfloat16", "bos_token_id": 0, "eos_token_id": 1, "hidden_act": "silu"}
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -57,7 +59,7 @@ def save_shape(name: str, folder: Path) -> Path:
 
 
 def environment() -> dict[str, Any]:
-    """What the figures depend on."""
+    """What the figures depend on, the code included."""
     import torch
     import triton
     import vllm
@@ -69,4 +71,5 @@ def environment() -> dict[str, Any]:
         "triton": triton.__version__,
         "vllm": vllm.__version__,
         "cuda": torch.version.cuda,
+        "build": digests(),
     }

@@ -5,7 +5,8 @@
 
 Attention is left out; norms and activations are kernels of their own, as the compiler makes them. Variants are replayed
 in random order, and what each adds to the graph without taps is the difference of their medians. *Apart*: 96 launches;
-*joined*: ``post_block`` of a layer with ``pre_attn`` of the next; with and without programmatic dependent launch.
+*joined*: ``post_block`` of a layer with ``pre_attn`` of the next; with and without programmatic dependent launch, and
+without asking the L2 cache to keep the tables.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ import argparse
 import json
 import random
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,9 +33,20 @@ DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
 BATCHES, ROUNDS = (1, 32, 128, 256), 30
 # Row 0: nobody is steered; 1: every site of every token; 2: one site.
 TAPS = {"idle": 0, "one busy": 2, "all busy": 1}
-VARIANTS: dict[str, tuple[bool, bool] | None] = {
-    "none": None, "apart": (False, True), "joined": (True, True), "apart, no overlap": (False, False),
-    "joined, no overlap": (True, False),
+
+
+class Way(NamedTuple):
+    """How the taps are launched."""
+
+    joined: bool
+    overlap: bool = True
+    hint: str = kernel._CACHE_HINT
+
+
+VARIANTS: dict[str, Way | None] = {
+    "none": None, "apart": Way(False), "joined": Way(True), "apart, no overlap": Way(False, overlap=False),
+    "joined, no overlap": Way(True, overlap=False), "apart, no hint": Way(False, hint=""),
+    "joined, no hint": Way(True, hint=""),
 }  # fmt: skip
 
 
@@ -73,33 +86,48 @@ class Model:
         return x + residual
 
 
-def captured(model: Model, tables: Tables, x: torch.Tensor, variant: tuple[bool, bool] | None) -> torch.cuda.CUDAGraph:
-    """A graph of one step."""
-    joined, overlap = variant or (False, False)
+def taps_of(way: Way | None, tables: Tables) -> Callable[[int, torch.Tensor, torch.Tensor], None]:
+    """What launches the taps of a step, each called at its site in order."""
 
     def tap(site: int, residual: torch.Tensor, summand: torch.Tensor) -> None:
-        follows = joined and site % 3 == 2 and site + 1 < 3 * LAYERS
-        if variant is not None and not (joined and site % 3 == 0 and site):
-            second = tables.site_head(site + 1) if follows else None
-            kernel.launch_tap(residual, summand, tables.site_head(site), tables, second)
+        if way is None or (way.joined and site % 3 == 0 and site):
+            return
+        follows = way.joined and site % 3 == 2 and site + 1 < 3 * LAYERS
+        second = tables.site_head(site + 1) if follows else None
+        kernel.launch_tap(residual, summand, tables.site_head(site), tables, second)
 
-    real = kernel._overlaps
-    kernel._overlaps = lambda device: overlap  # type: ignore[assignment]
+    return tap
+
+
+@contextmanager
+def launched(way: Way | None) -> Iterator[None]:
+    """The kernel is launched that way."""
+    real = kernel._overlaps, kernel._CACHE_HINT
+    if way is not None:
+        kernel._overlaps = lambda device: way.overlap  # type: ignore[assignment]
+        kernel._CACHE_HINT = way.hint
     try:
+        yield
+    finally:
+        kernel._overlaps, kernel._CACHE_HINT = real
+
+
+def captured(model: Model, tables: Tables, x: torch.Tensor, way: Way | None) -> torch.cuda.CUDAGraph:
+    """A graph of one step."""
+    tap = taps_of(way, tables)
+    with launched(way):
         for _ in range(2):
             model.run(x, tap)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             model.run(x, tap)
-    finally:
-        kernel._overlaps = real
     return graph
 
 
 def measure(model: Model, tokens: int) -> list[dict[str, Any]]:
     tables, x = tables_of(tokens), torch.randn(tokens, HIDDEN, dtype=DTYPE, device=DEVICE)
-    graphs = {name: captured(model, tables, x, variant) for name, variant in VARIANTS.items()}
+    graphs = {name: captured(model, tables, x, way) for name, way in VARIANTS.items()}
     rows = []
     for what, row in TAPS.items():
         tables.token_row.fill_(row)

@@ -22,6 +22,7 @@ class Compiled:
 
     def __init__(self, jit: Any, capability: int) -> None:
         self.jit, self.capability, self.sizes = jit, capability, []
+        self.assembly: list[str] = []
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
         return self.launch
@@ -37,3 +38,4 @@ class Compiled:
         source = ASTSource(fn=self.jit, signature=signature, constexprs=kwargs)
         made = triton.compile(source, target=GPUTarget("cuda", self.capability, 32), options=options)
         self.sizes.append(len(made.asm["cubin"]))
+        self.assembly.append(made.asm["ptx"])

@@ -21,19 +21,19 @@ from vllm_steer.taps.tables import Tables
 
 _ADD, _ADD_NORMED, _ABLATE = (tl.constexpr(code) for code in (ops.ADD, ops.ADD_NORMED, ops.ABLATE))
 _CAPTURE = tl.constexpr(ops.CAPTURE)
-_KEPT = tl.constexpr("evict_last")
+_CACHE_HINT = "evict_last"
 """What the L2 cache is asked to do with the tables: a tap's small loads wait for one another, and between two taps of a
 step, weights of half a layer go through the cache."""
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _fetch(instruction, parameter, vector, index, hidden, column):  # type: ignore[no-untyped-def]
+def _fetch(instruction, parameter, vector, index, hidden, column, HINT: tl.constexpr):  # type: ignore[no-untyped-def]
     """Code, operand, successor, strength and vector of an instruction; zeros where there is none."""
     record, real = index.to(tl.int64) * 4, index != 0
-    code = tl.load(instruction + record, mask=real, other=0, eviction_policy=_KEPT)
-    which = tl.load(instruction + record + 1, mask=real, other=0, eviction_policy=_KEPT).to(tl.int64)
-    following = tl.load(instruction + record + 2, mask=real, other=0, eviction_policy=_KEPT)
-    strength = tl.load(parameter + record, mask=real, other=0.0, eviction_policy=_KEPT)
+    code = tl.load(instruction + record, mask=real, other=0, eviction_policy=HINT)
+    which = tl.load(instruction + record + 1, mask=real, other=0, eviction_policy=HINT).to(tl.int64)
+    following = tl.load(instruction + record + 2, mask=real, other=0, eviction_policy=HINT)
+    strength = tl.load(parameter + record, mask=real, other=0.0, eviction_policy=HINT)
     # A capture has no vector.
     width = tl.where(real & (code != _CAPTURE), hidden, 0)
     v = tl.load(vector + which * hidden + column, mask=column < width, other=0.0)
@@ -45,34 +45,35 @@ def _tap_kernel(  # type: ignore[no-untyped-def]
     target, other, head, second, token_row, instruction, parameter, vector, token_base, arena,
     target_stride, other_stride, head_stride, hidden, arena_rows,
     HAS_OTHER: tl.constexpr, HAS_SECOND: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+    HINT: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < hidden
     # Row 0 of a head says whether any row uses the site: fetched beside the token's row, not after it.
-    users = tl.load(head, eviction_policy=_KEPT)
+    users = tl.load(head, eviction_policy=HINT)
     later_users = users
     if HAS_SECOND:
-        later_users = tl.load(second, eviction_policy=_KEPT)
-    row = tl.load(token_row + token, eviction_policy=_KEPT)
+        later_users = tl.load(second, eviction_policy=HINT)
+    row = tl.load(token_row + token, eviction_policy=HINT)
     if (users | later_users) == 0:
         if OVERLAP:
             # What follows waits for this kernel alone: it must not end before the one in front of it.
             tl.extra.cuda.gdc_wait()
         return
     first = row.to(tl.int64) * head_stride
-    current = tl.load(head + first, mask=(row != 0) & (users != 0), other=0, eviction_policy=_KEPT)
+    current = tl.load(head + first, mask=(row != 0) & (users != 0), other=0, eviction_policy=HINT)
     later = 0
     if HAS_SECOND:
-        later = tl.load(second + first, mask=(row != 0) & (later_users != 0), other=0, eviction_policy=_KEPT)
+        later = tl.load(second + first, mask=(row != 0) & (later_users != 0), other=0, eviction_policy=HINT)
         alone = current == 0
         current = tl.where(alone, later, current)
         later = tl.where(alone, 0, later)
     # The first instructions and their vectors: nothing that the forward pass writes, so these are fetched ahead of it.
-    code, which, following, strength, v = _fetch(instruction, parameter, vector, current, hidden, column)
+    code, which, following, strength, v = _fetch(instruction, parameter, vector, current, hidden, column, HINT)
     if HAS_SECOND:
         later_code, later_which, later_following, later_strength, later_v = _fetch(
-            instruction, parameter, vector, later, hidden, column
+            instruction, parameter, vector, later, hidden, column, HINT
         )
     if OVERLAP:
         # From here on the kernel in front must be done.
@@ -89,7 +90,7 @@ def _tap_kernel(  # type: ignore[no-untyped-def]
     edited = 0
     while current != 0:
         if code == _CAPTURE:
-            stored = tl.load(token_base + token, eviction_policy=_KEPT) + which
+            stored = tl.load(token_base + token, eviction_policy=HINT) + which
             if stored < arena_rows:
                 tl.store(arena + stored * hidden + column, x.to(arena.dtype.element_ty), mask=inside)
         else:
@@ -103,8 +104,8 @@ def _tap_kernel(  # type: ignore[no-untyped-def]
                     amount = -strength * along
                 else:
                     bounds = parameter + current.to(tl.int64) * 4
-                    low = tl.load(bounds + 1, eviction_policy=_KEPT)
-                    high = tl.load(bounds + 2, eviction_policy=_KEPT)
+                    low = tl.load(bounds + 1, eviction_policy=HINT)
+                    high = tl.load(bounds + 2, eviction_policy=HINT)
                     amount = strength * (tl.minimum(tl.maximum(along, low), high) - along)
             x += amount * v
             edited = 1
@@ -122,9 +123,11 @@ def _tap_kernel(  # type: ignore[no-untyped-def]
                 code, which, following, strength = later_code, later_which, later_following, later_strength
                 v = later_v
             elif current != 0:
-                code, which, following, strength, v = _fetch(instruction, parameter, vector, current, hidden, column)
+                code, which, following, strength, v = _fetch(
+                    instruction, parameter, vector, current, hidden, column, HINT
+                )
         elif current != 0:
-            code, which, following, strength, v = _fetch(instruction, parameter, vector, current, hidden, column)
+            code, which, following, strength, v = _fetch(instruction, parameter, vector, current, hidden, column, HINT)
     if edited != 0:
         tl.store(place, (before + (x - start)).to(target.dtype.element_ty), mask=inside)
 
@@ -174,6 +177,7 @@ def launch_tap(
         HAS_SECOND=second is not None,
         BLOCK=block,
         OVERLAP=overlap,
+        HINT=_CACHE_HINT,
         num_warps=max(1, min(16, block // 512)),
         **({"launch_pdl": True} if overlap else {}),
     )

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ways to launch taps that are measured against each other are what their names say."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.taps import LAYERS, VARIANTS, launched, taps_of
+from tests.taps.compiled import Compiled
+from vllm_steer.config import SteeringConfig
+from vllm_steer.taps import kernel
+from vllm_steer.taps.tables import Tables
+
+HIDDEN = 64
+
+
+@pytest.fixture
+def tables() -> Tables:
+    config = SteeringConfig(max_rows=1, max_vectors=1, max_instructions=1, capture_rows=1)
+    return Tables(
+        config, num_sites=3 * LAYERS, hidden_size=HIDDEN, max_tokens=4, max_requests=1, dtype=torch.bfloat16,
+        device=torch.device("cpu"),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(VARIANTS))
+def test_a_way_is_what_is_compiled(monkeypatch: pytest.MonkeyPatch, tables: Tables, name: str) -> None:
+    """Catches two names for the same kernel, and a way that stays for the ones after it."""
+    found = Compiled(kernel._tap_kernel, 90)
+    monkeypatch.setattr(kernel, "_tap_kernel", found)
+    before = kernel._overlaps, kernel._CACHE_HINT
+    with launched(VARIANTS[name]):
+        if name == "none":
+            assert (kernel._overlaps, kernel._CACHE_HINT) == before
+            return
+        kernel.launch_tap(torch.zeros(4, HIDDEN, dtype=torch.bfloat16), None, tables.site_head(0), tables)
+    assert (kernel._overlaps, kernel._CACHE_HINT) == before
+    assert ("griddepcontrol.wait" in found.assembly[0]) == ("no overlap" not in name)
+    assert ("evict_last" in found.assembly[0]) == ("no hint" not in name)
+
+
+@pytest.mark.parametrize("name", list(VARIANTS))
+def test_every_site_has_its_tap_once(monkeypatch: pytest.MonkeyPatch, tables: Tables, name: str) -> None:
+    """Catches sites that a joined launch leaves out or acts at twice."""
+    sites: list[int] = []
+    heads = {tables.site_head(site).data_ptr(): site for site in range(3 * LAYERS)}
+
+    def launch(target: object, other: object, head: torch.Tensor, of: Tables, second: torch.Tensor | None) -> None:
+        sites.extend(heads[each.data_ptr()] for each in (head, second) if each is not None)
+
+    monkeypatch.setattr(kernel, "launch_tap", launch)
+    tap, x = taps_of(VARIANTS[name], tables), torch.zeros(4, HIDDEN)
+    for site in range(3 * LAYERS):
+        tap(site, x, x)
+    assert sites == ([] if name == "none" else list(range(3 * LAYERS)))
