@@ -125,6 +125,9 @@ def compare(
         for repeat in range(repeats + 1):
             order = [("stock", one), ("steered", other)]
             for who, engine in order if repeat % 2 else order[::-1]:
+                if not queued:
+                    # One that has waited while the other ran is slower at first.
+                    engine.run(name, batch, prompt, 1)
                 seconds = [engine.run(name, batch, prompt, length) for length in lengths]
                 # The first round warms up and is not kept.
                 if repeat:
@@ -137,9 +140,10 @@ def compare(
         return found
     found["first token"] = first_token(raw, len(stock))
     if generated > 1:
-        ratios = sorted((a[2] - a[1]) / (b[2] - b[1]) for a, b in pairs)
+        ratios = [(a[2] - a[1]) / (b[2] - b[1]) for a, b in pairs]
         found["per token"] = statistics.median(ratios)
-        found["spread"] = [ratios[0], ratios[-1]]
+        found["spread"] = [min(ratios), max(ratios)]
+        found["by pair"] = [statistics.median(ratios[i : i + repeats]) for i in range(0, len(ratios), repeats)]
         found["throughput"] = statistics.median(b[2] / a[2] for a, b in pairs)
         found["stock ms per token"] = 1000 * statistics.median(
             (b[2] - b[1]) / (lengths[2] - lengths[1]) for _, b in pairs
@@ -151,8 +155,9 @@ def compare(
 def first_token(raw: dict[str, list[list[float]]], pairs: int = 1) -> float:
     """The ratio of times to the first token, from the seconds of each run of so many pairs of engines.
 
-    An engine that has waited while the other ran is slower at first, by up to a third, and that is the one or the
-    other by turns: so each repeat counts together with the next one, in which they ran in the other order.
+    An engine that has waited while the other ran is slower at first, by up to a third where no run was made ahead, and
+    that is the one or the other by turns: so each repeat counts together with the next one, in which they ran in the
+    other order.
     """
     ratios = [a[0] / b[0] for a, b in zip(raw["steered"], raw["stock"], strict=True)]
     repeats = len(ratios) // pairs

@@ -419,8 +419,10 @@ def _figures(found: Mapping[str, Any]) -> tuple[str, str, str, str]:
     if "per token" not in found:
         return "", first, "", ""
     low, high = found["spread"]
+    by_pair = found.get("by pair", ())  # not in older results
+    several = f"; by pair {', '.join(f'{each:.3f}' for each in by_pair)}" if len(by_pair) > 1 else ""
     return (
-        f"{found['per token']:.3f} ({low:.3f} to {high:.3f})",
+        f"{found['per token']:.3f} ({low:.3f} to {high:.3f}{several})",
         first,
         f"{found['throughput']:.3f}",
         f"{found['stock ms per token']:.2f}",

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from benchmarks.build import builds_in, changed, digests
+from tests.repo.tree import python_files, read
 
 SOURCE = '''# A comment.
 """About it."""
@@ -62,3 +64,11 @@ def test_builds_are_found_where_they_stand() -> None:
     """Catches a file whose cells are each of a build of their own, of which none is compared."""
     result = {"build": {"taps": "a"}, "runs": [{"x": 1, "build": {"taps": "b"}}, {"cells": {"y": {"build": {}}}}]}
     assert builds_in(result) == [{"taps": "a"}, {"taps": "b"}, {}]
+
+
+def test_every_script_is_in_the_readme() -> None:
+    """Catches a benchmark that nobody runs again, since nothing says that it is there."""
+    text = read("benchmarks/README.md")
+    scripts = [path.stem for path in python_files("benchmarks") if "def main(" in read(path)]
+    assert len(scripts) > 10
+    assert [name for name in scripts if not re.search(rf"(`|benchmarks\.){name}\b", text)] == []

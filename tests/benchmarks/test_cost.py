@@ -37,9 +37,26 @@ def test_each_pair_of_engines_takes_turns_and_counts() -> None:
     assert (found["per token"], *found["spread"]) == pytest.approx((1.1, 1.0, 1.5))
     assert found["engines"] == 3
     assert [len(runs) for runs in found["raw"].values()] == [6, 6]
-    # Three lengths each, by turns, and the other way about each time.
+    assert found["by pair"] == pytest.approx([1.0, 1.1, 1.5])
+    # Three lengths each and one run ahead, by turns, and the other way about each time.
     turns = [steered[0], stock[0], stock[0], steered[0], steered[0], stock[0]]
-    assert asked[: 3 * len(turns)] == [engine for engine in turns for _ in range(3)]
+    assert asked[: 4 * len(turns)] == [engine for engine in turns for _ in range(4)]
+
+
+class Waited(Timed):
+    """Slower in its first run after the other one's."""
+
+    def run(self, variant: str, batch: int, prompt: int, generated: int) -> float:
+        waited = not self._asked or self._asked[-1] is not self
+        return super().run(variant, batch, prompt, generated) + 0.3 * waited
+
+
+def test_a_run_after_waiting_does_not_count() -> None:
+    """Catches first tokens that are those of an engine which has gone cold while the other one ran."""
+    asked: list[Any] = []
+    one, other = Waited(1.0, 0.1, asked), Waited(1.0, 0.1, asked)
+    found = compare([one], [other], "idle", 8, 16, 64, 3)  # type: ignore[list-item]
+    assert {seconds[0] for runs in found["raw"].values() for seconds in runs} == {1.1}
 
 
 def test_first_tokens_are_compared_over_both_orders() -> None:
