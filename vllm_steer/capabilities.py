@@ -71,7 +71,7 @@ class Capabilities:
             self._check_places(program)
             self._placed[id(program)] = program
         if prompt_len is not None:
-            resolved = resolve(program, prompt_len, self.num_layers)
+            resolved = resolve(program, prompt_len, self.num_layers, most=self.config.max_segments)
             self._check_size(resolved)
             if max_tokens is not None and resolved.max_captures:
                 self._check_budget(self._most_bytes(resolved, prompt_len, max_tokens))
@@ -150,7 +150,6 @@ class Capabilities:
     def _check_size(self, resolved: Resolved) -> None:
         rows = resolved.rows
         needed = {
-            "max_segments": len(resolved.segments),
             "max_rows": len(rows),
             "max_instructions": sum(row.instruction_count for row in rows),
             "capture_rows": resolved.max_captures,

@@ -20,6 +20,8 @@ from vllm_steer.points import OPTIONAL_POINTS, POINTS_FLAG
 WORKER_CLS = "vllm_steer.engine.worker.SteeringWorker"
 SCHEDULER_CLS = "vllm_steer.engine.scheduler.make_scheduler"
 EXECUTOR_CLS = "vllm_steer.engine.executor.SteeringExecutor"
+MOST_SEGMENTS = 1024
+"""That an engine can be started for."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,13 @@ LIMITS: tuple[Limit, ...] = (
         1 << 24,
         "edit instructions (one per row, site and edit) on the device at one time",
     ),
-    Limit("max_segments", 32, 1, 1024, "stretches of differently edited or read positions that one request may have"),
+    Limit(
+        "max_segments",
+        32,
+        1,
+        MOST_SEGMENTS,
+        "stretches of differently edited or read positions that one request may have",
+    ),
     Limit("capture_rows", 14336, 1, 1 << 24, "captured rows of one step; each takes hidden size x bytes of the dtype"),
     Limit(
         "graph_sets",

@@ -30,6 +30,24 @@ def test_recomputed_positions_count_once_and_the_last_time() -> None:
     assert sum(chunk.count for chunk in assembly._chunks) == 7
 
 
+def test_a_sample_that_was_cut_misses_what_was_not_computed() -> None:
+    """Catches no row, of a request that ended before its prompt was through, as all that it asked for; and a request
+    that was cut behind what it has, taken for one that went on to its end."""
+    last = CaptureSpec(hooks={"post_block": [1]}, positions="last_prompt")
+    assembly = Assembly(LAYERS, HIDDEN, torch.float32)
+    assembly.cut("it was aborted")
+    sites, missing = assembly.finish(last, 3, 3)
+    assert missing == "it was aborted: post_block[1] has 0 of 1 positions"
+    assert len(sites["post_block", 1].positions) == 0
+    rows = torch.zeros(5, HIDDEN).numpy().tobytes()
+    assembly.add([Chunk("r", 0, 5, (code_of("post_block", 1),), rows)])
+    sites, missing = assembly.finish(last, 3, 6)
+    assert missing == "it was aborted"
+    assert sites["post_block", 1].positions.tolist() == [2]
+    whole = Assembly(LAYERS, HIDDEN, torch.float32)
+    assert whole.finish(CaptureSpec(hooks={"post_block": [1]}, positions="all_generated"), 3, 4)[1] is None
+
+
 def test_sites_that_came_in_other_chunks_and_places() -> None:
     """Catches rows chosen for one site by another's chunks, a site's place in one chunk used in another, and positions
     of one site that change with another's."""

@@ -119,6 +119,24 @@ async def test_a_request_that_finds_no_room_in_time_raises_in_its_caller(engine:
     assert len((await generate(engine, "after", steering_vectors={"post_block": {1: direction(9)}}))[0]) == 24
 
 
+async def test_what_a_client_that_left_has_captured_is_partial(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches rows that were cut off, in a consumer's dataset among those of requests that were answered."""
+    desk = (await ensure_served(engine)).desk
+    finish, delivered = desk.finish, []
+    monkeypatch.setattr(desk, "finish", lambda *args, **more: delivered.append(finish(*args, **more)) or delivered[-1])
+    pieces: list[Any] = []
+    asked = {"capture": capture(positions="all_generated", stream=True)}
+    leaving = asyncio.ensure_future(generate(engine, "leaves", tokens=100_000, pieces=pieces, **asked))
+    while len(pieces) < 3:
+        await asyncio.sleep(0.01)
+    leaving.cancel()
+    await asyncio.gather(leaving, generate(engine, "stays", capture=capture()), return_exceptions=True)
+    left, stayed = [await asyncio.to_thread(results.__getitem__, "memory") for results in delivered]
+    assert (left.status, left.error) == ("partial", "the request was aborted")
+    assert (stayed.status, stayed.error) == ("ok", None)
+    assert len(left.positions("post_block", 2)) > 0
+
+
 async def test_equal_programs_cross_once(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a program that is lost or exchanged on its way by a file, and an engine that ends with a file that
     somebody has changed."""

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.engine.answers import chosen_logprobs, logprobs_of, params, prompt, run, tokens_of
+from tests.engine.captures import capture
 from tests.engine.conftest import close
 from tests.engine.test_mixing import program
 from tests.tiny import VOCAB, direction, make_llm
@@ -116,7 +117,8 @@ def test_a_pool_of_one_row_serves_everybody_in_turn(tiny_llama: Path) -> None:
 
 @pytest.mark.feature("waiting for a place in the tables", "steer")
 def test_a_request_that_waits_too_long_ends_with_an_error_and_nobody_else_does(tiny_llama: Path) -> None:
-    """Catches a request that waits for ever, one that is served unsteered instead, and a time-out that takes others."""
+    """Catches a request that waits for ever, one that is served unsteered instead, a time-out that takes others, and
+    no rows at all that are said to be all that there are."""
     llm = make_llm(tiny_llama, steering_config={"max_rows": 1, "queue_timeout": 60})
     p = prompt(*range(5, 12))
     site = {"post_block": {1: direction(1)}}
@@ -126,13 +128,18 @@ def test_a_request_that_waits_too_long_ends_with_an_error_and_nobody_else_does(t
         clock = [0.0]
         admission._now = lambda: clock[0]
         engine.add_request("runs", p, params(40, steering_vectors=site))
-        engine.add_request("waits", p, params(4, steering_vectors={"post_block": {1: direction(2)}}))
+        other = {"steering_vectors": {"post_block": {1: direction(2)}}, "capture": capture()}
+        engine.add_request("waits", p, params(4, **other))
         engine.add_request("plain", p, params(4))
-        done = {}
+        done, captured = {}, {}
         for number in range(60):
             clock[0] += 10 if number > 5 else 0
-            done.update({output.request_id: output.outputs[0] for output in engine.step() if output.finished})
+            ended = [output for output in engine.step() if output.finished]
+            done.update({output.request_id: output.outputs[0] for output in ended})
+            captured.update({output.request_id: output.capture_results for output in ended})
         assert not engine.has_unfinished_requests()
+        rows = captured["waits"]["memory"]
+        assert rows.status == "partial" and "--steering-queue-timeout" in rows.error
         assert done["waits"].finish_reason == "error"
         assert "--steering-queue-timeout" in done["waits"].stop_reason
         assert list(done["waits"].token_ids) == []

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -13,6 +16,7 @@ from vllm_steer.program import Program, compile_program, resolve
 from vllm_steer.spec import CaptureSpec, Edit
 
 LAYERS = 3
+module = sys.modules[resolve.__module__]
 selectors = st.one_of(
     st.sampled_from(["all", "prompt", "generated", "last_prompt"]),
     st.lists(
@@ -77,6 +81,49 @@ def test_segments_are_as_many_as_there_are(tokens: object, starts: list[int]) ->
     """Catches a segment that begins where no position is: a request would need one place more than it uses."""
     resolved = resolve(compile_program([edit(0, tokens)]), 5, LAYERS)
     assert [segment.start for segment in resolved.segments] == starts
+
+
+@pytest.fixture
+def rows_made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by one for each row that is made."""
+    made: list[int] = []
+    real = module._row
+
+    def noted(*args: Any) -> Any:
+        made.append(1)
+        return real(*args)
+
+    monkeypatch.setattr(module, "_row", noted)
+    return made
+
+
+@pytest.mark.parametrize("edits", [1, 8])
+def test_a_list_of_thousands_of_positions_is_refused_before_each_is_looked_at(rows_made: list[int], edits: int) -> None:
+    """Catches a request of some KiB that keeps an API server busy for seconds, and everybody at it waiting."""
+    program = compile_program([edit(i, list(range(i, 30_000, 2))) for i in range(edits)])
+    with pytest.raises(SteeringError, match="more than 2048 positions") as refused:
+        resolve(program, 4, LAYERS)
+    assert refused.value.field == "tokens"
+    assert rows_made == []
+
+
+def test_no_more_segments_are_made_than_are_wanted(rows_made: list[int]) -> None:
+    """Catches a thousand rows that are made for an engine that takes 32; and a request that has been looked at before
+    and is let through for that."""
+    program = compile_program([edit(0, list(range(1, 2001, 2)))])
+    with pytest.raises(SteeringError, match="more than 32 of max_segments"):
+        resolve(program, 4, LAYERS, most=32)
+    assert len(rows_made) <= 33
+    small = compile_program([edit(0, [1, 3])])
+    assert len(resolve(small, 4, LAYERS, most=5).segments) == 5
+    with pytest.raises(SteeringError, match="more than 4 of max_segments"):
+        resolve(small, 4, LAYERS, most=4)
+
+
+def test_edits_that_go_on_where_equal_ones_end_are_one_segment() -> None:
+    """Catches a bound that is taken for a segment: two halves of one edit fit where it does."""
+    program = compile_program([edit(0, [[0, 5]]), edit(0, [[5, None]])])
+    assert len(resolve(program, 4, LAYERS, most=1).segments) == 1
 
 
 def test_the_same_edits_of_two_requests_share_their_row() -> None:

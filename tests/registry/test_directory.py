@@ -18,7 +18,7 @@ from tests.repo.tree import ROOT
 from vllm_steer.errors import SteeringError
 from vllm_steer.registry import directory
 from vllm_steer.registry.directory import DirectoryStore
-from vllm_steer.registry.errors import RegistryUnavailableError, UnknownModuleError
+from vllm_steer.registry.errors import RegistryFullError, RegistryUnavailableError, UnknownModuleError
 
 
 @pytest.fixture
@@ -86,6 +86,50 @@ def test_limits(root: Path) -> None:
     with pytest.raises(SteeringError, match="bytes of vectors"):
         one.register("a", **content())
     assert names(one) == ["a", "b"]
+
+
+def described(i: int, size: int = 300) -> dict[str, Any]:
+    """Small content with much said about it: each of these characters is six in the index."""
+    return {"base": {"post_block": {1: vector(i)}}, "description": "\x01" * size}
+
+
+def test_texts_do_not_outgrow_the_index(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches texts that make an index too long to be read again, by which every process loses all modules; and a full
+    registry in which nothing can be deleted."""
+    monkeypatch.setattr(directory, "MAX_INDEX", 10_000)
+    monkeypatch.setattr(directory, "INDEX_ROOM", 5_000)
+    one, other = registry(DirectoryStore(root)), registry(DirectoryStore(root))
+    for i, name in enumerate("ab"):
+        one.register(name, **described(i))
+    for change in (lambda: one.register("c", **described(2)), lambda: other.register("a", **described(3))):
+        before = (root / "index.json").read_bytes()
+        with pytest.raises(RegistryFullError, match=r"bytes; 5000 is the most there can be; delete one, or say less"):
+            change()
+        assert (root / "index.json").read_bytes() == before
+        assert len(list((root / "objects").iterdir())) == 2
+        for each in (one, other, registry(DirectoryStore(root))):
+            assert (names(each), each.list().epoch) == (["a", "b"], 2)
+    other.delete("a")
+    one.register("c", **described(2))
+    assert names(other) == names(registry(DirectoryStore(root))) == ["b", "c"]
+
+
+def test_an_index_beyond_its_room_can_be_made_smaller(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches an index that is too long already, of which nothing can be deleted as what is left is too long, too."""
+    one = registry(DirectoryStore(root))
+    for i, name in enumerate("abc"):
+        one.register(name, **described(i))
+    monkeypatch.setattr(directory, "INDEX_ROOM", 100)
+    one.register("a", **described(0, size=10))
+    one.delete("b")
+    with pytest.raises(RegistryFullError):
+        one.set(modules=["c"])
+    assert names(registry(DirectoryStore(root))) == ["a", "c"]
+
+
+def test_what_is_written_can_be_read() -> None:
+    """Catches room for an index that is longer than what is read of one."""
+    assert directory.INDEX_ROOM < directory.MAX_INDEX
 
 
 def test_writers_of_many_processes_lose_nothing(root: Path) -> None:

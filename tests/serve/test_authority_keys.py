@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 from pathlib import Path
@@ -182,6 +183,55 @@ async def test_a_server_follows_the_file(path: Path, monkeypatch: pytest.MonkeyP
     path.write_bytes(good.replace(b'"rights": []', b'"rights": ["read"]'))
     path.chmod(0o600)
     assert await status(new["bob"]) == 200
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EIO, errno.ESTALE])
+async def test_a_file_that_cannot_be_read_for_now(number: int, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a revoked key that stays good as its file could not be opened just then, and a log that is flooded
+    meanwhile."""
+    errors: list[str] = []
+    log = SimpleNamespace(error=lambda text, *args: errors.append(text % args), info=lambda *args: None)
+    monkeypatch.setattr(key_file, "logger", log)
+    monkeypatch.setattr(key_file, "QUIET_SECONDS", float("inf"))
+    old = write_keys(path, {"alice": [Right.READ]})["alice"]
+    app = await start(make_guarded_app(path))
+
+    async def status(secret: str) -> int:
+        return (await client_of(app, secret).get("/v1/steering/set")).status_code
+
+    assert await status(old) == 200
+    path.unlink()
+    new = write_keys(path, {"alice": [Right.READ]})["alice"]
+    really_open, tries = os.open, 0
+
+    def fail(name: Any, *args: Any, **kwargs: Any) -> int:
+        nonlocal tries
+        if name == path:
+            tries += 1
+            raise OSError(number, os.strerror(number))
+        return really_open(name, *args, **kwargs)
+
+    with monkeypatch.context() as failing:
+        failing.setattr(os, "open", fail)
+        assert [await status(old) for _ in range(3)] == [200] * 3
+    assert tries == 3
+    assert len(errors) == 1 and os.strerror(number) in errors[0]
+    assert [await status(old), await status(new)] == [401, 200]
+
+
+def test_a_file_that_is_wrong_is_read_once(path: Path) -> None:
+    """Catches every request reading a file that says the same as before."""
+    write_keys(path, {"alice": []})
+    followed = key_file.KeyFile(path)
+    for make in (lambda: path.write_text("{"), path.unlink, lambda: path.symlink_to("elsewhere")):
+        make()
+        assert followed.is_stale()
+        followed.refresh()
+        assert not followed.is_stale()
+    path.unlink()
+    path.mkdir()
+    followed.refresh()
+    assert not followed.is_stale()
 
 
 async def test_a_broken_file_at_the_start(path: Path) -> None:

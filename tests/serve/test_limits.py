@@ -21,6 +21,7 @@ from vllm_steer.serve.keys import Key, make_key
 from vllm_steer.serve.limits import KEY_LIMITS, REQUESTS, ROWS, SERVER_LIMITS, value_of
 from vllm_steer.serve.rights import AccessError, KeyLimitError, ServerFullError, TooLargeError
 from vllm_steer.spec import parse_capture, parse_fields
+from vllm_steer.spec.projection import Projection
 
 WIDTH, LAYERS = 1 << 16, 4
 MIB = 1 << 20
@@ -235,6 +236,25 @@ def test_one_request_is_so_large() -> None:
             books.enter(None).take_program(compile_program([], captures), None, LAYERS)
     with pytest.raises(TooLargeError, match="3 vectors"):
         books.enter(None).take_program(program_of(0, 1, 2, width=8), None, LAYERS)
+
+
+@pytest.mark.parametrize(("count", "in_engine"), [(6, True), (300, False)])
+def test_directions_count_as_vectors_wherever_products_are_formed(count: int, in_engine: bool) -> None:
+    """Catches directions that are on nobody's account: memory of the server that no key's limit bounds."""
+    directions = np.eye(count, 512, dtype="f4")
+    captures = parse_capture({"memory": {"hooks": {"post_block": [1]}, "reduce": {"directions": directions}}})
+    specs = [spec for _, spec in captures]
+    assert isinstance(specs[0].reduce, Projection) and specs[0].reduce.in_engine == in_engine
+    program = compile_program([], specs)
+    books = Books(SimpleNamespace(**FLAGS, steering_request_vectors=count))
+    hold = books.enter(key_of("one"))
+    hold.take_program(program, None, LAYERS, specs)
+    assert books.in_use["vector_bytes"] == 4 * 512 * count
+    hold.release()
+    assert books.in_use["vector_bytes"] == 0
+    small = Books(SimpleNamespace(**FLAGS, steering_request_vectors=count - 1))
+    with pytest.raises(TooLargeError, match=f"has {count} vectors; {count - 1} is the most"):
+        small.enter(key_of("one")).take_program(program, None, LAYERS, specs)
 
 
 @pytest.mark.parametrize(

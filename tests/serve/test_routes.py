@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,9 @@ from starlette.routing import Route
 
 from tests.registry.modules import content, module, registry, vector
 from vllm_steer.registry.files import write_module
+from vllm_steer.registry.json_text import parse_json
 from vllm_steer.registry.registry import SteeringRegistry
+from vllm_steer.serve import routes
 from vllm_steer.serve.bodies import JSON, MODULE_BODY, REQUEST_FIELDS, SET_BODY
 from vllm_steer.serve.gateway import OWN_PREFIX, Right, SteeringRoute
 from vllm_steer.serve.middleware import SteeringMiddleware
@@ -117,6 +120,23 @@ async def test_global_steering(client: httpx.AsyncClient) -> None:
         assert response.json()["error"]["param"] in ("base", "body")
     assert (await client.post(CLEAR, content=b"{}")).status_code == 200
     assert len({each["digest"] for each in (empty, first, second, third)}) == 4
+
+
+async def test_bodies_are_parsed_beside_the_event_loop(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a large body that nothing else is served beside while it is parsed."""
+    threads: list[int] = []
+
+    def parse(text: str | bytes, field: str) -> Any:
+        threads.append(threading.get_ident())
+        return parse_json(text, field)
+
+    monkeypatch.setattr(routes, "parse_json", parse)
+    for path, body in ((MODULES, {"name": "a", "base": BASE}), (SET, {"base": BASE}), (CLEAR, {})):
+        assert (await client.post(path, json=body)).status_code == 200
+    assert len(threads) == 3
+    assert threading.get_ident() not in threads
 
 
 WRONG: dict[str, tuple[str, str, str, str]] = {

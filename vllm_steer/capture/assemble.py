@@ -56,6 +56,7 @@ class Assembly:
         self._dtype = dtype
         self._chunks: list[Chunk] = []
         self._reason: str | None = None
+        self._cut: str | None = None
 
     def add(self, chunks: Iterable[Chunk]) -> None:
         """Take what has come since the last time."""
@@ -64,6 +65,10 @@ class Assembly:
     def say(self, reason: str) -> None:
         """Why rows will be missing."""
         self._reason = reason
+
+    def cut(self, reason: str) -> None:
+        """Why the sample ended before it was through: whatever has come of it is not all that was asked for."""
+        self._cut = reason
 
     @property
     def num_bytes(self) -> int:
@@ -78,9 +83,11 @@ class Assembly:
     def finish(self, spec: CaptureSpec, prompt_len: int, num_tokens: int) -> tuple[dict[Site, SiteRows], str | None]:
         """The rows that ``spec`` asks for, and what is missing of them, in words, or None.
 
-        ``num_tokens`` counts prompt and generated tokens, the last sampled one included.
+        ``num_tokens`` counts prompt and generated tokens, the last sampled one included. Of a sample that was cut the
+        prompt's positions are wanted also where it was never computed.
         """
-        wanted = _wanted(spec, prompt_len, num_tokens - 1)
+        forwarded = num_tokens - 1 if self._cut is None else max(num_tokens - 1, prompt_len)
+        wanted = _wanted(spec, prompt_len, forwarded)
         projected = spec.reduce if isinstance(spec.reduce, Projection) and spec.reduce.in_engine else None
         stored = self._stored(b"" if projected is None else projected.digest)
         # Many sites came in the same chunks, so that the same of their rows are wanted.
@@ -98,9 +105,8 @@ class Assembly:
                 if len(positions) < len(wanted):
                     missing.append(f"{point}[{layer}] has {len(positions)} of {len(wanted)} positions")
                 sites[point, layer] = SiteRows(positions.copy(), self._reduced(rows, spec))
-        if not missing:
-            return sites, None
-        return sites, self._reason or "; ".join(missing[:3])
+        reasons = [self._cut, (self._reason or "; ".join(missing[:3])) if missing else None]
+        return sites, ": ".join(reason for reason in reasons if reason) or None
 
     def _stored(self, projection: bytes) -> dict[int, dict[int, int]]:
         """For each capture the numbers of the chunks that have it in this form, and its place among theirs."""

@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import FinishReason
 
 from vllm_steer.capture.assemble import Assembly
 from vllm_steer.capture.consumers.memory import is_streamed
 from vllm_steer.capture.desk import CaptureDesk, CaptureResults
 from vllm_steer.capture.inbox import Inbox
 from vllm_steer.capture.stream import NewRows, RowStream
+from vllm_steer.engine.admission import REFUSED
 from vllm_steer.frontend import desk_of, served_on
 from vllm_steer.metrics.collectors import put
 from vllm_steer.params import capture_specs
@@ -83,12 +85,25 @@ def new_rows(state: Any) -> Mapping[str, NewRows] | None:
     return {name: stream.take(state.prompt_len, num_tokens) for name, stream in running.streams.items()}
 
 
-def finish(state: Any) -> CaptureResults | None:
-    """A sample has finished: hand its captures to their consumers."""
+def _cut_short(finish_reason: FinishReason, stop_reason: Any) -> str | None:
+    """Why a sample ended before it was through, or None."""
+    if finish_reason == FinishReason.ABORT:
+        return "the request was aborted"
+    if finish_reason != FinishReason.ERROR:
+        return None
+    if isinstance(stop_reason, str) and stop_reason.startswith(REFUSED):
+        return stop_reason.removeprefix(REFUSED)
+    return "the request ended with an error"
+
+
+def finish(state: Any, finish_reason: FinishReason, stop_reason: Any) -> CaptureResults | None:
+    """A sample has finished, or was ended: hand its captures to their consumers."""
     running: RunningCapture | None = getattr(state, _RUNNING, None)
     if running is None:
         return None
     running.inbox.end(state.request_id)
+    if (reason := _cut_short(finish_reason, stop_reason)) is not None:
+        running.assembly.cut(reason)
     prompt = state.prompt_token_ids if state.prompt_token_ids is not None else [0] * state.prompt_len
     return running.desk.finish(
         running.assembly,

@@ -32,6 +32,6 @@ class SteeredSample(RequestState):  # type: ignore[misc]
         output = super()._new_completion_output(token_ids, finish_reason, stop_reason, *rest)
         output.capture_rows = new_rows(self)
         if finish_reason is not None:
-            output.capture_results = finish(self)
+            output.capture_results = finish(self, finish_reason, stop_reason)
             note_results(self, output.capture_results)
         return output

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -15,6 +14,7 @@ import httpx
 from vllm_steer.client import calls
 from vllm_steer.client.answers import CaptureAnswer, Completion, Piece, Rows, error_of, piece_of
 from vllm_steer.client.calls import Call
+from vllm_steer.client.events import async_events
 from vllm_steer.client.packing import jsonable
 from vllm_steer.client.retry import Retry
 from vllm_steer.registry.schema import Deleted, GlobalSteering, ModuleInfo, ModuleList
@@ -88,9 +88,8 @@ class AsyncClient:
             if not answer.is_success:
                 await answer.aread()
                 raise error_of(answer)
-            async for line in answer.aiter_lines():
-                if line.startswith("data: {"):
-                    yield piece_of(json.loads(line[6:]))
+            async for event in async_events(answer.aiter_bytes()):
+                yield piece_of(event)
 
     async def fetch(self, capture: CaptureAnswer | str) -> dict[tuple[str, int], Rows]:
         """The rows of a capture that were too large for its answer, by point and layer."""

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ import httpx
 from vllm_steer.client import calls
 from vllm_steer.client.answers import CaptureAnswer, Completion, Piece, Rows, error_of, piece_of
 from vllm_steer.client.calls import Call
+from vllm_steer.client.events import events
 from vllm_steer.client.packing import jsonable
 from vllm_steer.client.retry import Retry
 from vllm_steer.registry.schema import Deleted, GlobalSteering, ModuleInfo, ModuleList
@@ -103,9 +103,8 @@ class Client:
             if not answer.is_success:
                 answer.read()
                 raise error_of(answer)
-            for line in answer.iter_lines():
-                if line.startswith("data: {"):
-                    yield piece_of(json.loads(line[6:]))
+            for event in events(answer.iter_bytes()):
+                yield piece_of(event)
 
     def fetch(self, capture: CaptureAnswer | str) -> dict[tuple[str, int], Rows]:
         """The rows of a capture that were too large for its answer, by point and layer."""

@@ -9,19 +9,25 @@ pipeline stage resolves for its own layers: the same segments and rows, of which
 from __future__ import annotations
 
 import hashlib
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain, islice
 
 import msgspec
 
+from vllm_steer.config import MOST_SEGMENTS
+from vllm_steer.errors import SteeringError
 from vllm_steer.points import POINT_NAMES
 from vllm_steer.program.instructions import CAPTURE
 from vllm_steer.program.program import WHOLE, Program, Read, Step
 from vllm_steer.spec.selector import END
 
 N_POINTS = len(POINT_NAMES)
+MOST_TURNS = 2 * MOST_SEGMENTS
+"""Positions at which selectors of one request may begin or end; more are refused before anybody looks at each. They
+come to more segments than are served, but where an edit goes on as an equal one ends."""
 PRE_ATTN = POINT_NAMES.index("pre_attn")
 NO_VECTOR = WHOLE_ROWS = b""
 
@@ -187,39 +193,63 @@ class Resolved:
 _MOST_LENGTHS = 64
 
 
-def resolve(program: Program, prompt_len: int, num_layers: int, own: range | None = None) -> Resolved:
+def resolve(
+    program: Program, prompt_len: int, num_layers: int, own: range | None = None, most: int = MOST_SEGMENTS
+) -> Resolved:
     """Segments of ``program`` for a prompt of ``prompt_len`` tokens on a model of ``num_layers`` decoder layers.
 
     ``own``: the layers of a pipeline stage, to which the rows' instructions and captures are then limited.
-    Raises :class:`~vllm_steer.errors.SteeringError` where a selector counts back beyond the prompt's first token.
+    Raises :class:`~vllm_steer.errors.SteeringError` where a selector counts back beyond the prompt's first token, and,
+    before any more of them are made, where there are more than ``most`` segments.
     """
     # Requests with equal programs share the program: with prompts of one length they share this too.
     kept, key = program.resolved, (prompt_len, num_layers, own)
     found: Resolved | None = kept.get(key)
     if found is None:
+        found = Resolved(tuple(islice(_segments(program, *key), most + 1)))
+    if len(found.segments) > most:
+        raise SteeringError("steering", f"needs more than {most} of max_segments: it can never fit")
+    if key not in kept:
         if len(kept) >= _MOST_LENGTHS:
             kept.clear()
-        found = kept[key] = _resolve(program, *key)
+        kept[key] = found
     return found
 
 
-def _resolve(program: Program, prompt_len: int, num_layers: int, own: range | None) -> Resolved:
-    edited = [(step, step.selector.intervals(prompt_len)) for step in program.steps]
-    read = [(each, each.selector.intervals(prompt_len, "positions")) for each in program.reads]
-    bounds = {b for _, intervals in (*edited, *read) for interval in intervals for b in interval if b < END}
-    segments: list[Segment] = []
-    for start in sorted({0, *bounds}):
-        steps = tuple(step for step, intervals in edited if _covers(intervals, start))
-        reads = tuple(each for each, intervals in read if _covers(intervals, start))
-        row = _row(steps, reads, program, num_layers, own) if steps or reads else None
-        if segments and _digest_of(segments[-1].row) == _digest_of(row):
-            continue
-        segments.append(Segment(start, row, _kv_digest(steps, num_layers)))
-    return Resolved(tuple(segments))
+def _segments(program: Program, prompt_len: int, num_layers: int, own: range | None) -> Iterator[Segment]:
+    edited = len(program.steps)
+    turns = _turns(program, prompt_len)
+    covering: set[int] = set()
+    before: Segment | None = None
+    for start in sorted(turns):
+        covering ^= turns[start]
+        parts = sorted(covering)
+        split = bisect_left(parts, edited)
+        steps = tuple(program.steps[part] for part in parts[:split])
+        reads = tuple(program.reads[part - edited] for part in parts[split:])
+        row = _row(steps, reads, program, num_layers, own) if parts else None
+        if before is None or _digest_of(before.row) != _digest_of(row):
+            before = Segment(start, row, _kv_digest(steps, num_layers))
+            yield before
 
 
-def _covers(intervals: tuple[tuple[int, int], ...], position: int) -> bool:
-    return any(low <= position < high for low, high in intervals)
+def _turns(program: Program, prompt_len: int) -> dict[int, set[int]]:
+    """Position -> the parts, edits first and then reads, that begin or cease to cover it there."""
+    turns: dict[int, set[int]] = {0: set()}
+    selectors = [(step.selector, "tokens") for step in program.steps]
+    selectors += [(read.selector, "positions") for read in program.reads]
+    for part, (selector, field) in enumerate(selectors):
+        # The intervals of one selector do not touch, so that no bound is there twice.
+        for bound in chain.from_iterable(selector.intervals(prompt_len, field)):
+            if bound < END:
+                turns.setdefault(bound, set()).add(part)
+        if len(turns) > MOST_TURNS:
+            raise SteeringError(
+                field,
+                f"edits and reads begin or end at more than {MOST_TURNS} positions, and max_segments is at most "
+                f"{MOST_SEGMENTS}; a longer stretch is one pair",
+            )
+    return turns
 
 
 def _digest_of(row: Row | None) -> bytes | None:

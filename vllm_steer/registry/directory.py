@@ -30,7 +30,7 @@ import msgspec
 
 from vllm_steer.entries import exists, identity
 from vllm_steer.errors import SteeringError
-from vllm_steer.registry.errors import RegistryUnavailableError
+from vllm_steer.registry.errors import RegistryFullError, RegistryUnavailableError
 from vllm_steer.registry.files import read_module, write_module
 from vllm_steer.registry.module import DIGEST_PREFIX, Module
 from vllm_steer.registry.snapshot import INDEX_VERSION, Index, Snapshot
@@ -40,6 +40,9 @@ INDEX, LOCK, OBJECTS, SUFFIX = "index.json", "lock", "objects", ".safetensors"
 LOCK_SECONDS = 10.0
 """How long a change waits for another process's."""
 MAX_INDEX = 1 << 28
+"""Most bytes of an index that is read."""
+INDEX_ROOM = MAX_INDEX // 2
+"""Most bytes to which a change makes one grow, so that what is written can be read."""
 _TEMPORARY = ".tmp-"
 
 
@@ -90,14 +93,15 @@ class DirectoryStore:
             return self._snapshot
 
     def change(self, make: Callable[[Snapshot], Snapshot]) -> Snapshot:
-        """As `Store.change` says."""
+        """As `Store.change` says; raises RegistryFullError where the index would have no room for it."""
         with self._lock, _telling_why(self.path), self._writing():
             old = self.refresh()
             new = make(old)
             if new is not old:
+                index = self._encode(new.index)
                 for digest in new.contents.keys() - old.contents.keys():
                     self._publish(self._objects, _file_name(digest), write_module(new.contents[digest]))
-                self._publish(self._folder, INDEX, msgspec.json.encode(new.index))
+                self._publish(self._folder, INDEX, index)
                 self._remember(new)
                 self._prune(new.index)
             return self._snapshot
@@ -111,6 +115,17 @@ class DirectoryStore:
     @property
     def _seen_identity(self) -> tuple[int, int] | None:
         return None if self._seen < 0 else identity(os.fstat(self._seen))
+
+    def _encode(self, index: Index) -> bytes:
+        """The file of an index that is to follow the one last read; one that is no longer than that always may."""
+        data = msgspec.json.encode(index)
+        if len(data) > max(INDEX_ROOM, os.fstat(self._seen).st_size):
+            raise RegistryFullError(
+                "module",
+                f"would make the registry's index, which has the texts about all modules, {len(data)} bytes; "
+                f"{INDEX_ROOM} is the most there can be; delete one, or say less in description and provenance",
+            )
+        return data
 
     def _read(self) -> None:
         fd = _open(INDEX, self._folder)

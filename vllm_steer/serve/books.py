@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -38,6 +38,8 @@ from vllm_steer.serve.limits import (
     value_of,
 )
 from vllm_steer.serve.rights import KeyLimitError, ServerFullError, TooLargeError
+from vllm_steer.spec import CaptureSpec
+from vllm_steer.spec.projection import Projection
 
 STEERING = "steering"
 _STATE = "vllm_steer_books"
@@ -94,8 +96,11 @@ class Books:
         value = self._values[limit]
         return value if key is None or limit.of_key is None else key.limits.get(limit.of_key, value)
 
-    def load_of(self, program: Program, everybody: Program | None, num_layers: int) -> Load:
-        """What ``program`` takes beside that which ``everybody`` gets, whose edits come first in it.
+    def load_of(
+        self, program: Program, everybody: Program | None, num_layers: int, specs: Sequence[CaptureSpec] = ()
+    ) -> Load:
+        """What ``program`` takes beside that which ``everybody`` gets, whose edits come first in it; of ``specs`` the
+        directions that are not in it, since their products are formed where rows arrive.
 
         Raises:
             TooLargeError: it is more than one request may have.
@@ -103,7 +108,11 @@ class Books:
         """
         steps = program.steps if everybody is None else program.steps[len(everybody.steps) :]
         shared = {} if everybody is None else everybody.by_digest
-        used = {program.digests[step.vector]: len(program.vectors[step.vector]) for step in steps}
+        places = {step.vector for step in steps}.union(*program.projections)
+        used = {program.digests[place]: len(program.vectors[place]) for place in places}
+        for spec in specs:
+            if isinstance(spec.reduce, Projection) and not spec.reduce.in_engine:
+                used.update((digest, 4 * spec.reduce.directions.shape[1]) for digest in spec.reduce.digests)
         vectors = {digest: size for digest, size in used.items() if digest not in shared}
         parts: list[Step | Read] = [*steps, *program.reads]
         layers = {layer for part in parts for layer in part.layers or range(num_layers)}
@@ -186,11 +195,13 @@ class Hold:
         self._row_bytes = 0
         self._released = False
 
-    def take_program(self, program: Program, everybody: Program | None, num_layers: int) -> None:
+    def take_program(
+        self, program: Program, everybody: Program | None, num_layers: int, specs: Sequence[CaptureSpec] = ()
+    ) -> None:
         """Take a place for the request's program; see `Books.load_of`. Raises an AccessError."""
         if self._load is not None or self._released:
             raise SteeringError(STEERING, "stands in a request that has its program already")
-        load = self.books.load_of(program, everybody, num_layers)
+        load = self.books.load_of(program, everybody, num_layers, specs)
         self.books.take_program(self._key, self._account, load)
         self._load = load
 

@@ -52,7 +52,12 @@ EDITS = ServerLimit(
     "request_edits", 1024, 1, 1 << 20, "edits of one request, those of the modules it names included", status=_413
 )
 VECTORS = ServerLimit(
-    "request_vectors", 1024, 1, 1 << 20, "distinct vectors of one request, those of modules included", status=_413
+    "request_vectors",
+    1024,
+    1,
+    1 << 20,
+    "distinct vectors and directions of one request, those of modules included",
+    status=_413,
 )
 LAYERS = ServerLimit("request_layers", 4096, 1, 1 << 16, "distinct layers that one request edits or reads", status=_413)
 NORM = ServerLimit(
@@ -75,7 +80,13 @@ PROGRAMS = ServerLimit(
     status=_429,
 )
 POOL = ServerLimit(
-    "key_pool_mib", 256, 1, 1 << 20, "distinct vectors that a key has going, float32, in MiB", scope="key", status=_429
+    "key_pool_mib",
+    256,
+    1,
+    1 << 20,
+    "distinct vectors and directions that a key has going, float32, in MiB",
+    scope="key",
+    status=_429,
 )
 ROWS = ServerLimit(
     "key_mib",

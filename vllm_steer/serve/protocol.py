@@ -18,7 +18,16 @@ from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 from vllm_steer.capture.consumers.memory import STREAM, MemoryConsumer
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend import Served
-from vllm_steer.params import APPLIED_KEY, CAPTURE_FIELD, EXTRA_KEY, FIELDS, OWN_KEYS, compile_fields, program_of
+from vllm_steer.params import (
+    APPLIED_KEY,
+    CAPTURE_FIELD,
+    EXTRA_KEY,
+    FIELDS,
+    OWN_KEYS,
+    compile_fields,
+    program_of,
+    read_specs,
+)
 from vllm_steer.program import Program, compile_program
 from vllm_steer.serve.authority import current_key, require_fields
 from vllm_steer.serve.books import Hold
@@ -183,7 +192,8 @@ def _admitted(own: Mapping[str, bytes], served: Served, hold: Hold | None) -> Ma
     admitted = {APPLIED_KEY: b"", **served.registry.admit(own, snapshot)}
     if own and hold is not None and EXTRA_KEY in admitted:
         program = Program.from_bytes(admitted[EXTRA_KEY])
-        hold.take_program(program, snapshot.steering_program, served.capabilities.num_layers)
+        specs = [spec for _, spec in read_specs(admitted)]
+        hold.take_program(program, snapshot.steering_program, served.capabilities.num_layers, specs)
     return admitted
 
 

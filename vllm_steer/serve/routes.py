@@ -78,19 +78,12 @@ def make_router(registry: SteeringRegistry, max_body: int) -> APIRouter:
         """Steer every request admitted from now on, ahead of the modules that it names and of its own edits. Nothing
         that runs is disturbed."""
         _media_type(request, (JSON,))
-        fields = _object_of(await read_body(request, max_body), _SET)
-        replace = fields.pop("replace", None) or False
-        if not isinstance(replace, bool):
-            raise SteeringError("replace", f"must be true or false, not {shown(replace)}")
-        return await asyncio.to_thread(lambda: registry.set(**fields, replace=replace))
+        return await asyncio.to_thread(_set_json, registry, await read_body(request, max_body))
 
     @router.post("/clear", summary="Clear global steering", openapi_extra=needs(Right.GLOBAL))
     async def clear_steering(request: Request) -> GlobalSteering:
         """Steer nothing but what requests bring, from the next request on. It takes no fields."""
-        body = await read_body(request, max_body)
-        if body.strip():
-            _object_of(body, ())
-        return await asyncio.to_thread(registry.clear)
+        return await asyncio.to_thread(_clear_json, registry, await read_body(request, max_body))
 
     @router.get("/set", summary="Look at global steering", openapi_extra=needs(Right.READ))
     async def get_steering(data: Data = False) -> GlobalSteering:
@@ -113,6 +106,20 @@ def _register_json(registry: SteeringRegistry, body: bytes, name: str | None) ->
     if fields.get("name") is None:
         raise SteeringError("name", "is missing")
     return registry.register(**fields)
+
+
+def _set_json(registry: SteeringRegistry, body: bytes) -> GlobalSteering:
+    fields = _object_of(body, _SET)
+    replace = fields.pop("replace", None) or False
+    if not isinstance(replace, bool):
+        raise SteeringError("replace", f"must be true or false, not {shown(replace)}")
+    return registry.set(**fields, replace=replace)
+
+
+def _clear_json(registry: SteeringRegistry, body: bytes) -> GlobalSteering:
+    if body.strip():
+        _object_of(body, ())
+    return registry.clear()
 
 
 def _object_of(body: bytes, keys: tuple[str, ...]) -> dict[str, Any]:
