@@ -25,10 +25,12 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
 from vllm_steer import SamplingParams
 from vllm_steer.config import SteeringConfig
 from vllm_steer.engine.admission import Admission
+from vllm_steer.engine.arena import Arena
 from vllm_steer.engine.collect import Departures
 from vllm_steer.engine.graph_sets import GraphSets
 from vllm_steer.engine.outbox import Outbox
@@ -110,11 +112,13 @@ def scheduler() -> Any:
     made.steering_ledger = Ledger(config.max_rows, config.max_instructions, config.max_vectors)
     made.steering_admission = Admission(made.steering_ledger, (config.capture_mib << 20) // (2 * HIDDEN), 600)
     made._row_bytes = 2 * HIDDEN
-    made.connector, made.max_model_len, made.kv_cache_config = None, 8192, SimpleNamespace(kv_cache_groups=[None])
+    made.connector, made.max_model_len = None, 8192
     made._steering_points, made._steering_layers = frozenset(points_on(())), LAYERS
     made._capture_policy = config.capture_policy
     made.steering_outbox, made._steering_meter = Outbox(), EngineMeter(made.steering_admission)
-    made._capture_rows, made._drafts, made._steered, made._malformed, made.requests = 8, False, {}, {}, {}
+    made._arena, made._steered, made._malformed, made.requests = Arena(8, 0, speculates=False), {}, {}, {}
+    managers = (object.__new__(FullAttentionManager),)
+    made.kv_cache_manager = SimpleNamespace(coordinator=SimpleNamespace(single_type_managers=managers))
     made._readers = set()
     return made
 

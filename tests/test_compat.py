@@ -23,6 +23,7 @@ def config(**changes: Any) -> Any:
         ),
         cache_config=N(kv_sharing_fast_prefill=False),
         model_config=N(runner_type="generate", is_diffusion=False),
+        speculative_config=N(enable_adaptive_verification=False),
         kv_transfer_config=None,
     )
     for name, value in changes.items():
@@ -45,6 +46,7 @@ def config(**changes: Any) -> Any:
         ({"parallel__distributed_executor_backend": "external_launcher"}, "external_launcher"),
         ({"parallel__enable_elastic_ep": True}, "enable-elastic-ep"),
         ({"model__is_diffusion": True}, "diffusion"),
+        ({"speculative__enable_adaptive_verification": True}, "adaptive_verification"),
     ],
 )
 def test_each_conflict_is_refused_by_name(changes: dict[str, Any], said: str) -> None:

@@ -95,6 +95,12 @@ CONFLICTS: tuple[Conflict, ...] = (
         "workers and graphs are made anew while requests run, and nothing has shown that taps and tables follow",
     ),
     Conflict(
+        "speculative decoding with enable_adaptive_verification",
+        lambda c: c.speculative_config is not None and bool(c.speculative_config.enable_adaptive_verification),
+        "how many tokens each request has in a step is known on the device alone, and captured rows would be taken for "
+        "those of other positions",
+    ),
+    Conflict(
         "a diffusion language model",
         lambda c: bool(c.model_config.is_diffusion),
         "its tokens have no fixed phase",

@@ -16,13 +16,14 @@ from vllm_steer.engine.step_rows import StepRows
 BLOCK, MAX_LEN = 16, 128
 
 
-def config(folder: Path, *, sequences: int, **steering: Any) -> Any:
+def config(folder: Path, *, sequences: int, speculative_config: Any = None, **steering: Any) -> Any:
     """vLLM's configuration of an engine for ``sequences`` requests, with these sizes of its steering tables."""
     from vllm.engine.arg_utils import EngineArgs
 
     arguments = EngineArgs(
         model=str(folder), dtype="float32", max_model_len=MAX_LEN, max_num_seqs=sequences, block_size=BLOCK,
-        max_num_batched_tokens=48, enforce_eager=True, skip_tokenizer_init=True, **engine_kwargs(steering),
+        max_num_batched_tokens=48, enforce_eager=True, skip_tokenizer_init=True,
+        speculative_config=speculative_config, **engine_kwargs(steering),
     )  # fmt: skip
     return arguments.create_engine_config()
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from vllm_steer.models.discovery import UnsupportedModelError, find_decoder
+from vllm_steer.models.layers import layer_count
 from vllm_steer.models.recipes import BY_LAYER
 from vllm_steer.models.refused import REFUSED
 
@@ -113,3 +114,10 @@ def test_settings_that_are_not_proven_are_refused(settings: dict[str, Any], reas
     """Catches DeepSeek's stream, which float16 scales and sequence parallelism cuts, being steered as it is."""
     with pytest.raises(UnsupportedModelError, match=reason):
         find_decoder(model(of(DEEPSEEK, **settings)), CONFIG)
+
+
+def test_layers_are_counted_alike_everywhere() -> None:
+    """Catches a scheduler that books twice the layers that LongCat has: two attentions count as one layer."""
+    assert layer_count(SimpleNamespace(num_hidden_layers=56, num_layers=28)) == 28
+    assert layer_count(SimpleNamespace(num_hidden_layers=32)) == 32
+    assert layer_count(SimpleNamespace(num_hidden_layers=32, num_layers=32)) == 32

@@ -17,16 +17,19 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import RequestStatus
 
 from vllm_steer.config import from_vllm_config
 from vllm_steer.engine.admission import REFUSED, Admission
+from vllm_steer.engine.arena import Arena, unsplit_spans
 from vllm_steer.engine.cache_keys import steering_hasher
 from vllm_steer.engine.outbox import Outbox
 from vllm_steer.errors import SteeringError
 from vllm_steer.log import steering_logger
 from vllm_steer.metrics.engine_stats import EngineMeter
+from vllm_steer.models.layers import layer_count
 from vllm_steer.params import EXTRA_KEY, program_bytes, take_in
 from vllm_steer.points import how_to_switch_on, points_on
 from vllm_steer.program import Ledger, Program, Resolved, resolve
@@ -57,20 +60,20 @@ def steering_scheduler(base: Any) -> Any:
                     "additional_config", "has no steering section, though the steering scheduler is in use"
                 )
             self.steering_ledger = Ledger(config.max_rows, config.max_instructions, config.max_vectors)
-            self._steering_layers = int(self.vllm_config.model_config.hf_text_config.num_hidden_layers)
+            self._steering_layers = layer_count(self.vllm_config.model_config.hf_text_config)
             self._steering_hash = get_hash_fn_by_name(self.vllm_config.cache_config.prefix_caching_hash_algo)
             self._steering_points = frozenset(points_on(config.points))
             self._steered: dict[str, Resolved] = {}
             self._readers: set[str] = set()
             self._malformed: dict[str, str] = {}
-            self._capture_rows = config.capture_rows
+            self._arena = Arena(
+                config.capture_rows, self.num_spec_tokens, self.vllm_config.speculative_config is not None
+            )
             model_config = self.vllm_config.model_config
             self._row_bytes = int(model_config.get_hidden_size() * model_config.dtype.itemsize)
             budget = (config.capture_mib << 20) // self._row_bytes
             self.steering_admission = Admission(self.steering_ledger, budget, config.queue_timeout)
             self._capture_policy = config.capture_policy
-            self._capture_left = 0
-            self._drafts = self.vllm_config.speculative_config is not None
             self.steering_outbox = Outbox()
             self._steering_meter = EngineMeter(self.steering_admission)
 
@@ -99,6 +102,9 @@ def steering_scheduler(base: Any) -> Any:
             resolved = resolve(program, request.num_prompt_tokens, self._steering_layers)
             if not resolved.rows:
                 return
+            never = self._arena.why_never(resolved, self._spans(request)) if resolved.max_captures else None
+            if never is not None:
+                raise SteeringError("capture", never)
             self._follow(request.request_id, resolved)
             if self._needs_whole_prompt(resolved, request):
                 request.skip_reading_prefix_cache = True
@@ -121,17 +127,25 @@ def steering_scheduler(base: Any) -> Any:
             first = resolved.first_captured
             if first is None or first >= request.num_prompt_tokens - 1:
                 return False
-            return self.connector is not None or len(self.kv_cache_config.kv_cache_groups) != 1
+            return self.connector is not None or not self._hits_can_be_cut()
+
+        def _hits_can_be_cut(self) -> bool:
+            """Whether the front of a cache hit is one, too: each block of it is there. In a window, or of a state,
+            only the end of a hit is kept (``v1/core/single_type_kv_cache_manager.py``)."""
+            managers = self.kv_cache_manager.coordinator.single_type_managers
+            return len(managers) == 1 and type(managers[0]) is FullAttentionManager
 
         def _get_local_prefix_cache_hit(self, request: Any) -> Any:
             """vLLM's hit, cut at the first position that the request reads: a cached token is never computed."""
             blocks, hit, *rest = super()._get_local_prefix_cache_hit(request)
             resolved = self._steered.get(request.request_id)
             first = None if resolved is None else resolved.first_captured
-            if first is not None and hit > first:
-                hit = first // self.block_size * self.block_size
-                blocks = self.kv_cache_manager.truncate_computed_blocks(blocks, hit)
-            return (blocks, hit, *rest)
+            if first is None or hit <= first:
+                return (blocks, hit, *rest)
+            if not self._hits_can_be_cut():
+                return self.kv_cache_manager.empty_kv_cache_blocks, 0, 0, False
+            hit = first // self.block_size * self.block_size
+            return (self.kv_cache_manager.truncate_computed_blocks(blocks, hit), hit, *rest)
 
         def _reserve_prefill_lookahead(self, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
             """vLLM's last word on how many tokens a request gets in this step; ours: no more than the arena takes."""
@@ -139,32 +153,12 @@ def steering_scheduler(base: Any) -> Any:
             resolved = self._steered.get(request.request_id)
             if resolved is None or not resolved.max_captures:
                 return tokens
-            if num_computed_tokens >= resolved.reading[1] and not self._drafts:
-                return tokens
-            if tokens == 1 and resolved.max_captures <= self._capture_left:
-                # Decoding, which is nearly always: what one token can store at most.
-                self._capture_left -= resolved.max_captures
-                return tokens
-            tokens, rows = self._fitting(resolved, num_computed_tokens, tokens)
-            self._capture_left -= rows
-            return tokens
+            # vLLM takes it for granted that a request which it starts with draft tokens gets all of them.
+            padded = request.status != RequestStatus.RUNNING and num_computed_tokens + tokens > request.num_tokens
+            return self._arena.take(resolved, num_computed_tokens, tokens, padded, self._spans(request))
 
-        def _fitting(self, resolved: Resolved, start: int, tokens: int) -> tuple[int, int]:
-            """The most of ``tokens`` tokens from ``start`` on whose rows fit what is left of the arena, and those
-            rows."""
-            if self._drafts:
-                tokens = min(tokens, self._capture_left // resolved.max_captures)
-                return tokens, tokens * resolved.max_captures
-            taken = rows = 0
-            for from_, to, segment in resolved.spans(start, start + tokens):
-                count = to - from_
-                if segment.num_captures:
-                    count = min(count, (self._capture_left - rows) // segment.num_captures)
-                taken += count
-                rows += count * segment.num_captures
-                if count < to - from_:
-                    break
-            return taken, rows
+        def _spans(self, request: Any) -> list[tuple[int, int]]:
+            return unsplit_spans(request, self.scheduler_config) if request.mm_features else []
 
         def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
             started = perf_counter()
@@ -197,7 +191,7 @@ def steering_scheduler(base: Any) -> Any:
 
         def schedule(self, *args: Any, **kwargs: Any) -> Any:
             self.steering_admission.begin_step()
-            self._capture_left = self._capture_rows
+            self._arena.begin_step()
             # Asked of every request in every step: vLLM's own stands ahead of ours while nobody reads.
             if self._readers:
                 self.__dict__.pop(_LAST_WORD, None)
@@ -209,8 +203,16 @@ def steering_scheduler(base: Any) -> Any:
             if request.request_id in self._malformed or not super()._handle_blocked_waiting_request(request):
                 return False
             resolved = self._steered.get(request.request_id)
-            if resolved is None or self.steering_admission.has(request.request_id):
+            if resolved is None:
                 return True
+            if not self.steering_admission.has(request.request_id):
+                if not self._admit(request, resolved):
+                    return False
+                resolved = self._steered[request.request_id]
+            # vLLM would end its round here, and let nobody start who is behind.
+            return not resolved.max_captures or self._arena.lets_in(resolved, request.num_computed_tokens)
+
+        def _admit(self, request: Any, resolved: Resolved) -> bool:
             started = perf_counter()
             rows = self._rows_in_all(request, resolved) if resolved.max_captures else 0
             if self._capture_policy == "fail" and not self.steering_admission.has_room_for_captures(rows):

@@ -18,6 +18,7 @@ from vllm.model_executor.models.utils import PPMissingLayer
 
 from vllm_steer.models.branches import not_served
 from vllm_steer.models.digests import why_unproven
+from vllm_steer.models.layers import layer_count
 from vllm_steer.models.recipes import BY_LAYER, Recipe, qualified_class, qualified_name
 from vllm_steer.models.refused import REFUSED
 from vllm_steer.points import OPTIONAL_POINTS
@@ -93,10 +94,10 @@ def find_decoder(model: nn.Module, hf_text_config: Any, *, allow_unproven: bool 
     """
     name = type(model).__name__
     root: Any = model.get_language_model() if supports_multimodal(model) else model  # type: ignore[operator]
-    num_layers = int(hf_text_config.num_hidden_layers)
-    # LongCat counts two attentions per layer among its hidden layers, and its layers apart.
-    lengths = {num_layers, getattr(hf_text_config, "num_layers", num_layers)}
-    containers = [module for module in root.modules() if isinstance(module, nn.ModuleList) and len(module) in lengths]
+    num_layers = layer_count(hf_text_config)
+    containers = [
+        module for module in root.modules() if isinstance(module, nn.ModuleList) and len(module) == num_layers
+    ]
     # One per list of layers: some models keep the same layers in two lists.
     known = list(
         {
@@ -142,7 +143,7 @@ def find_decoder(model: nn.Module, hf_text_config: Any, *, allow_unproven: bool 
         if reason is not None:
             raise UnsupportedModelError(f"{name} cannot be steered: {qualified_name(layer)} with {reason}")
         sites.append(Site(number, layer, recipe.of(layer)))
-    return Decoder(tuple(sites), len(known[0]), tuple(doubts))
+    return Decoder(tuple(sites), num_layers, tuple(doubts))
 
 
 def recipe_of(layer: nn.Module, allow_unproven: bool) -> Recipe | None:

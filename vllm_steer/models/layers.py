@@ -9,12 +9,21 @@ stream stands between attention (or whatever mixes tokens in that block) and MLP
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
 ENTRY: Final = "the block's input"
 """In the place of a submodule: the block has an MLP alone, so the stream after attention is the stream that enters."""
 EXIT: Final = "the block's output"
 """In the place of a submodule: the block has a mixer alone, so the stream after it is the stream that leaves."""
+
+
+def layer_count(hf_text_config: Any) -> int:
+    """How many decoder layers a model has: LongCat counts two attentions for each among its hidden layers, and its
+    layers apart. Scheduler, workers and front end have it from here."""
+    hidden = int(hf_text_config.num_hidden_layers)
+    apart = getattr(hf_text_config, "num_layers", None)
+    return hidden // 2 if apart is not None and 2 * apart == hidden else hidden
+
 
 _SECOND: Final = "post_attention_layernorm"
 

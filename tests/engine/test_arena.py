@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Room for captured rows in a step: who gets how many tokens, by the numbers and in vLLM's scheduler."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.engine import scheduler_alone
+from vllm_steer.engine.arena import Arena, unsplit_spans
+from vllm_steer.program import Resolved, compile_program, resolve
+from vllm_steer.spec import parse_capture
+
+LAYERS, EVERY = 4, 12
+"""Rows of a token that is read everywhere."""
+EVERYWHERE = {"pre_attn": "all", "post_attn": "all", "post_block": "all"}
+DRAFTS = 3
+NGRAM = {"method": "ngram", "num_speculative_tokens": DRAFTS, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+
+
+def reads(positions: Any = "all") -> dict[str, Any]:
+    return {"capture": {"memory": {"hooks": EVERYWHERE, "positions": positions}}}
+
+
+def resolved(positions: Any = "all", prompt_len: int = 60) -> Resolved:
+    specs = [spec for _, spec in parse_capture(reads(positions)["capture"])]
+    return resolve(compile_program([], specs), prompt_len, LAYERS)
+
+
+def test_what_must_stay_together_is_not_cut() -> None:
+    """Catches an image of which one step sees a part, under attention that looks at all of it."""
+    arena = Arena(20 * EVERY, 0, speculates=False)
+    image = [(12, 30)]
+    assert arena.take(resolved(), 0, 48, False, image) == 12
+    arena.begin_step()
+    assert arena.take(resolved(), 12, 48, False, image) == 20
+    arena.begin_step()
+    assert arena.take(resolved(), 0, 48, False, []) == 20
+    arena.begin_step()
+    # Taken up in part by another one: the image waits, and leaves what there is.
+    assert arena.take(resolved(), 0, 10, False, []) == 10
+    assert arena.take(resolved(), 12, 48, False, image) == 0
+    assert arena.take(resolved(), 40, 10, False, []) == 10
+
+
+def test_drafts_come_with_their_request_or_not_at_all() -> None:
+    """Catches a request that starts with some of its draft tokens, which ends the engine."""
+    arena = Arena(5 * EVERY, DRAFTS, speculates=True)
+    assert arena.take(resolved(), 60, 1 + DRAFTS, True, []) == 1 + DRAFTS
+    assert arena.take(resolved(), 60, 1 + DRAFTS, True, []) == 0
+    assert arena.take(resolved(), 60, 1 + DRAFTS, False, []) == 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "drafts", "spans", "fits"),
+    [
+        (4 * EVERY, DRAFTS, [], True),
+        (4 * EVERY - 1, DRAFTS, [], False),
+        (18 * EVERY, 0, [(12, 30)], True),
+        (18 * EVERY - 1, 0, [(12, 30)], False),
+        (EVERY, 0, [], True),
+    ],
+)
+def test_what_can_never_be_computed_does_not_wait_for_ever(
+    rows: int, drafts: int, spans: list[tuple[int, int]], fits: bool
+) -> None:
+    """Catches an image or drafts whose rows no step has room for, and all requests behind that wait with them."""
+    reason = Arena(rows, drafts, speculates=drafts > 0).why_never(resolved(), spans)
+    assert (reason is None) == fits
+    assert fits or f"room for {rows} " in str(reason)
+
+
+def test_readers_wait_for_their_turn_and_those_that_do_not_read_yet_do_not() -> None:
+    """Catches a small reader that overtakes a large one for ever, and a prompt that waits for rows it does not take."""
+    arena = Arena(EVERY, 0, speculates=False)
+    late = resolved("all_generated")
+    assert arena.lets_in(resolved(), 0) and arena.lets_in(late, 0)
+    arena.take(resolved(), 0, 1, False, [])
+    assert arena.lets_in(late, 0)
+    assert not arena.lets_in(resolved(), 0)
+    assert not arena.lets_in(late, 0)
+    arena.begin_step()
+    assert arena.lets_in(resolved(), 0)
+
+
+def test_only_where_the_model_needs_it_are_items_kept_whole() -> None:
+    place = SimpleNamespace(mm_position=SimpleNamespace(offset=3, length=5))
+    request = SimpleNamespace(mm_features=[place])
+    assert unsplit_spans(request, SimpleNamespace(disable_chunked_mm_input=True)) == [(3, 8)]
+    assert unsplit_spans(request, SimpleNamespace(disable_chunked_mm_input=False)) == []
+
+
+def first_step_of(scheduler: Any, name: str) -> int:
+    for number in range(60):
+        scheduled = scheduler.schedule()
+        if name in scheduled.num_scheduled_tokens:
+            return number
+        scheduler_alone.answer(scheduler, scheduled)
+    raise AssertionError(f"{name} never starts")
+
+
+def test_a_full_arena_is_no_matter_of_those_who_read_nothing(tiny_llama: Path) -> None:
+    """Catches a reader without room at the head of the queue, behind which nobody starts."""
+    made = scheduler_alone.config(tiny_llama, sequences=8, capture_rows=2 * EVERY)
+    scheduler = scheduler_alone.make(made, blocks=60)
+    for i in range(2):
+        scheduler.add_request(scheduler_alone.request(f"reads-{i}", list(range(i, i + 48)), 4, **reads()))
+    scheduler.add_request(scheduler_alone.request("plain", list(range(60, 70)), 4))
+    assert first_step_of(scheduler, "plain") == 0
+
+
+def test_cached_prompts_that_are_read_do_not_end_the_engine_under_speculation(tiny_llama: Path) -> None:
+    """Catches the assertion in vLLM's scheduler that a request it starts with drafts has got them all."""
+    made = scheduler_alone.config(tiny_llama, sequences=8, capture_rows=5 * EVERY, speculative_config=NGRAM)
+    scheduler = scheduler_alone.make(made, blocks=60)
+    prompt = list(range(1, 66))
+    scheduler.add_request(scheduler_alone.request("first", prompt, 1))
+    while scheduler.has_unfinished_requests():
+        scheduler_alone.answer(scheduler, scheduler.schedule())
+    for name in ("one", "other"):
+        scheduler.add_request(scheduler_alone.request(name, prompt, 2, **reads("all_generated")))
+    seen: list[dict[str, int]] = []
+    while scheduler.has_unfinished_requests() and len(seen) < 40:
+        scheduled = scheduler.schedule()
+        seen.append(dict(scheduled.num_scheduled_tokens))
+        scheduler_alone.answer(scheduler, scheduled)
+    assert not scheduler.has_unfinished_requests()
+    assert any(each.get("one") == 1 + DRAFTS for each in seen)
+
+
+def test_a_request_whose_drafts_never_fit_ends_with_a_reason(tiny_llama: Path) -> None:
+    """Catches a request that waits for ever, or takes the engine with it."""
+    made = scheduler_alone.config(tiny_llama, sequences=8, capture_rows=2 * EVERY, speculative_config=NGRAM)
+    scheduler = scheduler_alone.make(made, blocks=60)
+    scheduler.add_request(scheduler_alone.request("never", list(range(20)), 2, **reads()))
+    outputs = scheduler_alone.answer(scheduler, scheduler.schedule())
+    assert [str(output.finish_reason) for output in outputs] == ["error"]
+    assert "room for 24" in outputs[0].stop_reason

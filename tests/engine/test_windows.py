@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads beside the prefix cache of a model whose attention has a window: of a cached prefix only the end is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.engine.answers import logprobs_of, params, prompt, run
+from tests.engine.captures import result
+from tests.engine.conftest import close
+from tests.tiny import VOCAB, make_llm
+
+BLOCK = WINDOW = 32
+CONVERSATION = np.random.default_rng(1).integers(1, VOCAB, 200).tolist()
+
+
+@pytest.fixture(scope="module")
+def windowed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    from transformers import MistralConfig, MistralForCausalLM
+
+    folder = tmp_path_factory.mktemp("windowed")
+    torch.manual_seed(0)
+    made = MistralConfig(
+        vocab_size=VOCAB, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=2,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=512, tie_word_embeddings=False,
+        initializer_range=0.2, bos_token_id=None, eos_token_id=None, pad_token_id=None, sliding_window=WINDOW,
+    )  # fmt: skip
+    MistralForCausalLM(made).float().save_pretrained(folder)
+    llm = make_llm(folder, block_size=BLOCK, kv_cache_memory_bytes=64 << 20, max_num_seqs=8)
+    yield llm
+    close(llm)
+
+
+@pytest.mark.feature("prefix caching", "capture")
+def test_a_read_behind_the_beginning_of_a_cached_prompt(windowed: Any) -> None:
+    """Catches a cached prefix that is cut in front of the window which is all that was kept of it: rows of another
+    context, and the same keys and values served to plain requests afterwards."""
+    whole, reads = prompt(*CONVERSATION), {"memory": {"hooks": {"post_block": [3]}, "positions": [[128, 199]]}}
+    truth = run(windowed, [whole], [params(3, capture=reads, skip_reading_prefix_cache=True)])[0]
+    windowed.reset_prefix_cache()
+    run(windowed, [prompt(*CONVERSATION[:164])], [params(3)])
+    # The cache is used by those who read nothing, and by those who read behind it.
+    assert run(windowed, [prompt(*CONVERSATION[:170])], [params(1)])[0].num_cached_tokens == 160
+    got = run(windowed, [whole], [params(3, capture=reads)])[0]
+    after = run(windowed, [whole], [params(3)])[0]
+    np.testing.assert_allclose(logprobs_of(got), logprobs_of(truth), atol=1e-3)
+    torch.testing.assert_close(
+        result(got).tensor("post_block", 3), result(truth).tensor("post_block", 3), atol=2e-3, rtol=1e-3
+    )
+    assert after.num_cached_tokens > 0
+    np.testing.assert_allclose(logprobs_of(after), logprobs_of(truth), atol=1e-3)
