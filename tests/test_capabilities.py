@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+from contextlib import nullcontext
 
 import pytest
 
@@ -21,6 +22,15 @@ def test_a_capture_beyond_the_budget_is_refused_by_its_largest_size() -> None:
     with pytest.raises(SteeringError, match="can never fit"):
         capabilities.check(program, prompt_len=1000, max_tokens=26)
     capabilities.check(program, prompt_len=1000)
+
+
+def test_drafts_take_room_beside_the_token_that_they_follow() -> None:
+    """Catches a request that is taken on and that no step has room for: a token and 3 drafts, of 4 layers each."""
+    program = compile_program([], [CaptureSpec(hooks={"post_block": "all"}, positions="all_generated")])
+    for rows, fits in ((16, True), (15, False)):
+        capabilities = Capabilities(4, 64, 1000, "float32", {}, SteeringConfig(capture_rows=rows), drafts=3)
+        with nullcontext() if fits else pytest.raises(SteeringError, match="needs 16 of capture_rows"):
+            capabilities.check(program, prompt_len=10)
 
 
 def test_captures_are_refused_where_rows_of_earlier_stages_are_lost() -> None:

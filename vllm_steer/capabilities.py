@@ -25,7 +25,7 @@ class Capabilities:
 
     ``refused[point][layer]`` is the reason why edits are refused there, ``unread[point][layer]`` why reads are; what is
     not named is served. ``no_capture`` is the reason why this engine reads nothing at all, or None. ``facts`` is what
-    the workers said beside this, for reports.
+    the workers said beside this, for reports. ``drafts``: tokens that a request may have beside its next one in a step.
     """
 
     num_layers: int
@@ -37,6 +37,7 @@ class Capabilities:
     no_capture: str | None = None
     unread: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
+    drafts: int = 0
     _placed: WeakValueDictionary[int, Program] = field(
         default_factory=WeakValueDictionary, init=False, repr=False, compare=False
     )
@@ -44,7 +45,7 @@ class Capabilities:
 
     @classmethod
     def merge(
-        cls, ranks: Iterable[Mapping[str, Any]], config: SteeringConfig, no_capture: str | None = None
+        cls, ranks: Iterable[Mapping[str, Any]], config: SteeringConfig, no_capture: str | None = None, drafts: int = 0
     ) -> Capabilities:
         """From every rank's own report: pipeline stages know only their layers."""
         reports = list(ranks)
@@ -59,6 +60,7 @@ class Capabilities:
             no_capture,
             _joined(report["unread"] for report in reports),
             merge_facts(reports) | {key: _joined(report[key] for report in reports) for key in ("refused", "unread")},
+            drafts,
         )
 
     def check(self, program: Program, prompt_len: int | None, max_tokens: int | None = None) -> None:
@@ -152,7 +154,7 @@ class Capabilities:
         needed = {
             "max_rows": len(rows),
             "max_instructions": sum(row.instruction_count for row in rows),
-            "capture_rows": resolved.max_captures,
+            "capture_rows": resolved.max_captures * (1 + self.drafts),
             "max_vectors": len({vector for row in rows for vector in row.vectors}),
         }
         for name, count in needed.items():

@@ -135,7 +135,7 @@ def _keep(engine: Any, reports: Any, config: SteeringConfig) -> Served:
         # Two first requests waited for the same answer.
         return kept
     no_capture = None if rows_of_all_stages(engine.vllm_config) else NO_ROWS_OF_EARLIER_STAGES
-    capabilities = Capabilities.merge(reports, config, no_capture)
+    capabilities = Capabilities.merge(reports, config, no_capture, engine.vllm_config.num_speculative_tokens)
     options = getattr(engine, _OPTIONS, None)
     if options is None:
         # Set by the server's flag; API server processes inherit it.

@@ -28,7 +28,7 @@ class FakeEngine:
 
     def __init__(self, *, steering: bool = True) -> None:
         additional = engine_kwargs()["additional_config"] if steering else {}
-        self.vllm_config = SimpleNamespace(additional_config=additional)
+        self.vllm_config = SimpleNamespace(additional_config=additional, num_speculative_tokens=0)
         self.vllm_config.parallel_config = SimpleNamespace(pipeline_parallel_size=1, distributed_executor_backend="uni")
         self.vllm_config.model_config = SimpleNamespace(served_model_name="tiny")
         self.input_processor = SimpleNamespace()
