@@ -211,7 +211,8 @@ def cache() -> str:
         "A block's key holds the content of the edits that can have changed it, from the first edited token on. Blocks in front\n"
         "of that token, and all blocks where only the last layer is edited behind its attention, keep vLLM's own keys.\n"
         "A request's `cache_salt` goes into the same keys. Reads fork nothing, but what is read has to be computed: a request\n"
-        "takes no block from the cache from the first position on that it reads.\n"
+        "takes no block from the cache from the first position on that it reads, and none at all where layers have a window or\n"
+        "a state and it reads its prompt.\n"
     )
 
 
