@@ -116,7 +116,8 @@ def scheduler() -> Any:
     made._steering_points, made._steering_layers = frozenset(points_on(())), LAYERS
     made._capture_policy = config.capture_policy
     made.steering_outbox, made._steering_meter = Outbox(), EngineMeter(made.steering_admission)
-    made._arena, made._steered, made._malformed, made.requests = Arena(8, 0, speculates=False), {}, {}, {}
+    made._arena = Arena(config.capture_rows, 0, speculates=False)
+    made._steered, made._malformed, made.requests = {}, {}, {}
     managers = (object.__new__(FullAttentionManager),)
     made.kv_cache_manager = SimpleNamespace(coordinator=SimpleNamespace(single_type_managers=managers))
     made._readers = set()
@@ -211,7 +212,7 @@ def wave(kind: str, batch: int) -> dict[str, float]:
         requests = [
             SimpleNamespace(
                 request_id=f"request-{i}", sampling_params=SimpleNamespace(extra_args=extra), num_prompt_tokens=PROMPT,
-                max_tokens=256, _block_hasher=None,
+                max_tokens=256, _block_hasher=None, mm_features=(), num_computed_tokens=0,
             )
             for i, extra in enumerate(programs(kind, batch, number))
         ]  # fmt: skip
