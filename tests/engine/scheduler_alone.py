@@ -28,13 +28,14 @@ def config(folder: Path, *, sequences: int, speculative_config: Any = None, **st
     return arguments.create_engine_config()
 
 
-def make(vllm_config: Any, blocks: int, **settings: Any) -> Any:
-    """A new scheduler over ``blocks`` key-value blocks of 16 tokens."""
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+def make(vllm_config: Any, blocks: int, window: int | None = None, **settings: Any) -> Any:
+    """A new scheduler over ``blocks`` key-value blocks of 16 tokens, of layers whose attention may have a window."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
     from vllm.v1.structured_output import StructuredOutputManager
 
     vllm_config.cache_config.num_gpu_blocks = blocks
-    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=32, dtype=torch.float32)
+    shape: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
+    spec = FullAttentionSpec(**shape) if window is None else SlidingWindowSpec(**shape, sliding_window=window)
     return make_scheduler(
         vllm_config=vllm_config,
         kv_cache_config=KVCacheConfig(blocks, [], [KVCacheGroupSpec(["layer"], spec)]),

@@ -15,6 +15,7 @@ from tests.engine.captures import capture, close_to, result
 from tests.engine.conftest import close
 from tests.tiny import direction, make_llm
 from vllm_steer.capture import assemble
+from vllm_steer.frontend import served_on
 
 SPECULATIVE = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
 
@@ -67,6 +68,9 @@ def test_rejected_drafts_are_never_rows_and_accepted_ones_are_steered(
 
     monkeypatch.setattr(type(scheduler), "update_from_output", counted)
     outputs = run(drafting, *workload())
+    served = served_on(drafting.llm_engine.output_processor)
+    assert served is not None
+    assert served.capabilities.drafts == SPECULATIVE["num_speculative_tokens"]
     assert any(accepted < drafts for drafts, accepted in seen), "no draft was rejected"
     for i, (got, right) in enumerate(zip(outputs, truth, strict=True)):
         assert tokens_of(got) == tokens_of(right), i

@@ -131,6 +131,30 @@ def test_cached_prompts_that_are_read_do_not_end_the_engine_under_speculation(ti
     assert any(each.get("one") == 1 + DRAFTS for each in seen)
 
 
+@pytest.mark.parametrize(("reading", "chunks"), [(False, [48, 12]), (True, [12, 40, 8])])
+def test_an_image_is_one_steps(tiny_llama: Path, reading: bool, chunks: list[int]) -> None:
+    """Catches an image that the arena's limit cuts after vLLM has seen to it that it stays whole."""
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+    from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
+
+    made = scheduler_alone.config(tiny_llama, sequences=8, capture_rows=40 * EVERY)
+    made.scheduler_config.disable_chunked_mm_input = True  # as on CUDA, where attention looks both ways
+    scheduler = scheduler_alone.make(made, blocks=60)
+    scheduler.max_num_encoder_input_tokens, scheduler.encoder_cache_manager = 1000, EncoderCacheManager(1000)
+    request = scheduler_alone.request("r", list(range(60)), 2, **(reads() if reading else {}))
+    place = PlaceholderRange(offset=12, length=36)
+    request.mm_features = [
+        MultiModalFeatureSpec(data=None, modality="image", identifier="i", mm_position=place, mm_hash="i")
+    ]
+    scheduler.add_request(request)
+    seen: list[int] = []
+    while sum(seen) < 60:
+        scheduled = scheduler.schedule()
+        seen.append(scheduled.num_scheduled_tokens.get("r", 0))
+        scheduler_alone.answer(scheduler, scheduled)
+    assert seen == chunks
+
+
 def test_a_request_whose_drafts_never_fit_ends_with_a_reason(tiny_llama: Path) -> None:
     """Catches a request that waits for ever, or takes the engine with it."""
     made = scheduler_alone.config(tiny_llama, sequences=8, capture_rows=2 * EVERY, speculative_config=NGRAM)

@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from tests.engine import scheduler_alone
 from tests.engine.answers import logprobs_of, params, prompt, run
 from tests.engine.captures import result
 from tests.engine.conftest import close
@@ -34,6 +36,28 @@ def windowed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     llm = make_llm(folder, block_size=BLOCK, kv_cache_memory_bytes=64 << 20, max_num_seqs=8)
     yield llm
     close(llm)
+
+
+@pytest.mark.parametrize(("window", "kept"), [(None, 48), (WINDOW, 0)])
+def test_what_a_resumed_request_finds_of_itself(tiny_llama: Path, window: int | None, kept: int) -> None:
+    """Catches a request that reads what it generates and, computed again after a preemption, finds its own blocks up to
+    behind the first of these: without a window the blocks in front of it serve, with one there is nothing in them."""
+    made = scheduler_alone.config(tiny_llama, sequences=4)
+    scheduler = scheduler_alone.make(made, blocks=60, window=window)
+    tokens = list(range(1, 86))
+    scheduler.add_request(scheduler_alone.request("cached", tokens, 1))
+    while scheduler.has_unfinished_requests():
+        scheduler_alone.answer(scheduler, scheduler.schedule())
+    read = {"memory": {"hooks": {"post_block": "all"}, "positions": "all_generated"}}
+    resumed = scheduler_alone.request("resumed", tokens[:50], 60, capture=read)
+    scheduler.add_request(resumed)
+    resumed.append_output_token_ids(tokens[50:])
+    plain = scheduler_alone.request("plain", tokens, 1)
+    assert scheduler._get_local_prefix_cache_hit(plain)[1] == 80
+    blocks, hit, *_ = scheduler._get_local_prefix_cache_hit(resumed)
+    assert hit == kept
+    assert all(not block.is_null for group in blocks.blocks for block in group)
+    assert sum(len(group) for group in blocks.blocks) == kept // scheduler_alone.BLOCK
 
 
 @pytest.mark.feature("prefix caching", "capture")

@@ -143,13 +143,18 @@ async def test_without_keys_only_the_server_counts() -> None:
 
 async def test_too_much_for_one_request(path: Path) -> None:
     """Catches a request that is told to come again although it can never pass, or is told that it is malformed."""
-    held, one, _ = await two_clients(path, steering_request_edits=2, steering_request_layers=2, steering_max_norm=10)
+    sizes = {"request_edits": 2, "request_layers": 2, "request_vectors": 2, "max_norm": 10}
+    held, one, _ = await two_clients(path, **{f"steering_{name}": size for name, size in sizes.items()})
     edit = {"kind": "ablate", "point": "post_block", "layers": [1], "vector": vector()}
     assert refused(await one.post(ROUTE, json={"steering": [edit] * 3}), 413)["param"] == "steering"
     assert (
         "3 layers" in refused(await one.post(ROUTE, json={"steering": [{**edit, "layers": [0, 1, 3]}]}), 413)["message"]
     )
     assert "--steering-max-norm" in refused(await one.post(ROUTE, json=adding(1000.0)), 400)["message"]
+    # As many as these for so narrow a model are in no program: their products are formed where rows arrive.
+    directions = [[1.0, float(i), *[0.0] * (HIDDEN - 2)] for i in range(HIDDEN)]
+    probing = {"capture": {"memory": {"hooks": {"post_block": [1]}, "reduce": {"directions": directions}}}}
+    assert f"{HIDDEN} vectors" in refused(await one.post(ROUTE, json=probing), 413)["message"]
     held.go_on.set()
     assert (await one.post(ROUTE, json={"steering": [edit] * 2})).status_code == 200
     assert set(held.in_use.values()) == {0}
