@@ -213,8 +213,14 @@ def usual_batches(variant: str, batches: list[str]) -> list[str]:
     return [*batches, *([PREFILL] if variant in PREFILLED else [])]
 
 
-def start(lot: Lot, graph_sets: int, folder: Path) -> dict[str, list[Engine]]:
-    """A lot's engines, which are starting when this returns."""
+def engines_of(lot: Lot) -> Lot:
+    """What its engines depend on: lots that are equal in it are measured with the same ones."""
+    return lot._replace(cells=(), repeats=0, generated=0)
+
+
+def start(lots: list[Lot], graph_sets: int, folder: Path) -> dict[str, list[Engine]]:
+    """The engines of lots that have the same ones, which are starting when this returns."""
+    lot = lots[0]
     model = str(save_shape(lot.shape, folder / lot.shape))
     settings: dict[str, Any] = {
         "max_model_len": 8448, "max_num_seqs": AT_ONCE, "max_num_batched_tokens": 8192, "enable_prefix_caching": False,
@@ -222,7 +228,7 @@ def start(lot: Lot, graph_sets: int, folder: Path) -> dict[str, list[Engine]]:
         "gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": int(lot.kv_gib * 2**30),
         "tensor_parallel_size": lot.tensor_parallel, "steering_config": {"graph_sets": graph_sets},
     }  # fmt: skip
-    control = any(cell.startswith(CONTROL) for cell in lot.cells)
+    control = any(cell.startswith(CONTROL) for each in lots for cell in each.cells)
     kinds = {"stock": lot.pairs, "steered": lot.pairs, "control": lot.pairs if control else 0}
     return {who: [Engine(who, model, dict(settings)) for _ in range(count)] for who, count in kinds.items()}
 
@@ -243,32 +249,34 @@ def main() -> None:
     parser.add_argument("--control", action="store_true", help="a second stock engine beside the first")
     parser.add_argument("--after", type=Path, help="do not measure before this file is there")
     arguments = parser.parse_args()
-    started: list[tuple[Lot, dict[str, list[Engine]]]] = []
+    lots = lots_of(arguments)
+    started: dict[Lot, dict[str, list[Engine]]] = {}
     results: dict[Path, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
         try:
-            for lot in lots_of(arguments):
-                engines = start(lot, arguments.graph_sets, Path(folder))
-                started.append((lot, engines))
+            for kind in dict.fromkeys(map(engines_of, lots)):
+                alike = [lot for lot in lots if engines_of(lot) == kind]
+                started[kind] = start(alike, arguments.graph_sets, Path(folder))
             # Nothing is measured beside an engine that is still starting.
             for engine in every_one(started):
                 engine.wait()
             while arguments.after is not None and not arguments.after.exists():
                 time.sleep(0.1)
-            for lot, engines in started:
+            for i, lot in enumerate(lots):
                 out = Path(str(arguments.out).format(shape=lot.shape))
                 result = results.setdefault(out, {
                     "shape": lot.shape, "graph_sets": arguments.graph_sets, "tensor_parallel": lot.tensor_parallel,
-                    "environment": environment(), "variants": {},
+                    "lots": [], "environment": environment(), "variants": {},
                 })  # fmt: skip
-                measure(lot, engines, result, out)
+                result["lots"] += arguments.lots[i : i + 1] if arguments.lots else []
+                measure(lot, started[engines_of(lot)], result, out)
         finally:
             for engine in every_one(started):
                 engine.close()
 
 
-def every_one(started: list[tuple[Lot, dict[str, list[Engine]]]]) -> list[Engine]:
-    return [engine for _, by_kind in started for each in by_kind.values() for engine in each]
+def every_one(started: dict[Lot, dict[str, list[Engine]]]) -> list[Engine]:
+    return [engine for by_kind in started.values() for each in by_kind.values() for engine in each]
 
 
 if __name__ == "__main__":

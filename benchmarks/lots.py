@@ -2,8 +2,9 @@
 """What ``benchmarks/cost.py`` is to measure of each shape so that the page has every figure, and what memory it takes.
 
 One H200 has 140 GiB. All engines of the lots that are named start together and stay; a pair takes twice its weights,
-its caches and some 3 GiB for graphs. Two lots of a shape may stand beside each other and go into one file: several
-pairs with small caches, since two engines that do the same are up to a percent apart, and one with a large cache.
+its caches and some 3 GiB for graphs. Lots of a shape whose engines are the same are measured with the same ones.
+Those of others may stand beside each other and go into one file: several pairs with small caches, since two engines
+that do the same are up to a percent apart, and one with a large cache.
 """
 
 from __future__ import annotations
@@ -33,12 +34,14 @@ _QUEUES = (
     "own program each@1000", "capture all layers, last prompt token@1000", "capture all layers, all tokens@32",
 )  # fmt: skip
 LOTS: dict[str, Lot] = {
-    # 16 GiB of weights each. In three pairs with small caches, some 112 GiB; in one for large batches, 56.
+    # 16 GiB of weights each. In three pairs with small caches, some 112 GiB; large batches and queues, with a second
+    # stock engine, 84.
     "llama-8b, small batches": Lot(
         "llama-8b", 1.2, ("idle@1,8,32", "one site@1,8,32", "all sites@1", "idle@prefill", "one site@prefill"), pairs=3
     ),
     "llama-8b, large batches": Lot(
-        "llama-8b", 9.2, ("idle@128,256", "one site@128,256", "all sites@128", "own program each@256")
+        "llama-8b", 9.2,
+        ("idle@128,256", "one site@128,256", f"{CONTROL}@128,256", "all sites@128", "own program each@256"),
     ),
     "llama-8b, queues": Lot("llama-8b", 9.2, _QUEUES),
     "llama-8b, two GPUs": Lot(
@@ -46,7 +49,7 @@ LOTS: dict[str, Lot] = {
     ),
     # The host is most of a step here: many repeats, several pairs, nothing beside.
     "qwen3-0.6b": Lot(
-        "qwen3-0.6b", 3, ("idle@1,8,32,128", "one site@1,32,128", "all sites@1,128"), pairs=2, repeats=8
+        "qwen3-0.6b", 4, ("idle@1,8,32,128", "one site@1,32,128", "all sites@1,128"), pairs=2, repeats=8
     ),
     "granite-4-tiny": Lot(
         "granite-4-tiny", 2, ("idle@1,8,32,128", "one site@1,32", "all sites@1"), repeats=8, generated=128

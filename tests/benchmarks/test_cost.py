@@ -134,6 +134,29 @@ def test_lots_of_a_shape_are_measured_with_their_own_engines_into_one_file(
         1: {1, 8}, 9: {128}, 2: {1},
     }  # fmt: skip
     assert [engine.who for engine in by_lot[9]] == ["stock", "steered", "control"]
+    assert {shape: file["lots"] for shape, file in files.items()} == {
+        "llama-8b": ["small", "large"], "qwen3-0.6b": ["other"],
+    }  # fmt: skip
+
+
+def test_lots_with_the_same_engines_share_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches engines that are started twice, and a lot without the second stock engine."""
+    monkeypatch.setattr(cost, "LOTS", {
+        "batches": Lot("llama-8b", 9, ("idle@128",), repeats=2, generated=64),
+        "queues": Lot("llama-8b", 9, ("idle@1000", "stock again@1000"), repeats=3),
+        "two GPUs": Lot("llama-8b", 9, ("idle@8",), repeats=1, tensor_parallel=2),
+    })  # fmt: skip
+    measured(monkeypatch, tmp_path, "--lots", "batches", "queues", "two GPUs")
+    assert [(engine.who, engine.settings["tensor_parallel_size"]) for engine in Noted.made] == [
+        ("stock", 1), ("steered", 1), ("control", 1), ("stock", 2), ("steered", 2),
+    ]  # fmt: skip
+    assert [{batch for _, batch, _ in engine.ran} for engine in Noted.made] == [
+        {128, 1000},
+        {128, 1000},
+        {1000},
+        {8},
+        {8},
+    ]
 
 
 def test_without_lots_each_variant_is_measured_at_the_batches_it_has(
