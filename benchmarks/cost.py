@@ -5,7 +5,7 @@
 
 A stock engine and a steered one live side by side on the same GPU, each in processes of its own, and take turns: every
 repeat of every variant is measured next to a repeat of stock. Of each pair the ratio counts; the median over the pairs
-is reported, and all raw times are kept. Random weights, greedy, no end of sequence, prefix cache off. The engines of
+is reported, and all raw times are kept; first tokens are the mean of several runs. Random weights, greedy, no end of sequence, prefix cache off. The engines of
 several shapes start together and are measured one shape after the other.
 
 With ``--control`` a second stock engine is measured as if it were a steered one: "stock again" is how far two engines
@@ -35,6 +35,8 @@ from benchmarks.variants import register, variants
 from vllm_steer import SteeringConfig
 
 AT_ONCE = 256
+FIRST_TOKENS = 5
+"""Runs of one token each that are one figure together: single ones of an engine are up to a third apart."""
 PREFILLED = ("idle", "one site")
 
 
@@ -57,7 +59,7 @@ def serve(who: str, model: str, settings: dict[str, Any], pipe: Any) -> None:
             register(llm.steering, config.get_hidden_size())
         pipe.send({"started": time.perf_counter() - started})
         while (told := pipe.recv()) is not None:
-            variant, batch, prompt, generated = told
+            variant, batch, prompt, generated, times = told
             make = chosen[variant]["fields"] if steered else lambda i: {}
             prompts = [{"prompt_token_ids": [(7 * i + j) % 1000 + 2 for j in range(prompt)]} for i in range(batch)]
             params = [
@@ -66,8 +68,9 @@ def serve(who: str, model: str, settings: dict[str, Any], pipe: Any) -> None:
             ]
             gc.collect()
             began = time.perf_counter()
-            outputs = llm.generate(prompts, params, use_tqdm=False)
-            seconds = time.perf_counter() - began
+            for _ in range(times):
+                outputs = llm.generate(prompts, params, use_tqdm=False)
+            seconds = (time.perf_counter() - began) / times
             results = [o.capture_results["memory"] for o in outputs if getattr(o, "capture_results", None)]
             problems = sorted({str(result.error) for result in results if result.status != "ok"})
             pipe.send({"seconds": seconds, "captured": len(results), "problems": problems})
@@ -96,8 +99,9 @@ class Engine:
             raise RuntimeError(answer["failed"])
         return answer
 
-    def run(self, variant: str, batch: int, prompt: int, generated: int) -> float:
-        self._pipe.send((variant, batch, prompt, generated))
+    def run(self, variant: str, batch: int, prompt: int, generated: int, times: int = 1) -> float:
+        """Seconds of a run, of so many the mean."""
+        self._pipe.send((variant, batch, prompt, generated, times))
         answer = self._answer()
         if answer["problems"]:
             print("problems:", answer["problems"][:2], flush=True)
@@ -128,7 +132,9 @@ def compare(
                 if not queued:
                     # One that has waited while the other ran is slower at first.
                     engine.run(name, batch, prompt, 1)
-                seconds = [engine.run(name, batch, prompt, length) for length in lengths]
+                seconds = [
+                    engine.run(name, batch, prompt, length, FIRST_TOKENS if length == 1 else 1) for length in lengths
+                ]
                 # The first round warms up and is not kept.
                 if repeat:
                     raw[who].append(seconds)
@@ -173,7 +179,7 @@ def measure(lot: Lot, engines: dict[str, list[Engine]], result: dict[str, Any], 
         pairs = engines["stock"], engines["control" if name == CONTROL else "steered"], name
         for batch in batches.split(","):
             if batch == PREFILL:
-                found = compare(*pairs, 1, 8192, 1, 2 * lot.repeats)
+                found = compare(*pairs, 1, 8192, 1, lot.repeats)
                 _note(result, out, name, "prefill 8192", found)
             else:
                 found = compare(*pairs, int(batch), 16, lot.generated, lot.repeats)

@@ -38,9 +38,11 @@ all requests run (median, and the least and greatest of the pairs), *first token
 each (each repeat together with the next one, in which the engines ran in the other order: the one that has waited is
 slower at first), *throughput* that of the whole run, admission included. Where the pairs are far apart the machine was
 uneven, and the median says little. *Stock again* is a second stock engine in the place of the steered one: how far two
-engines that do the same are apart. Requests that are all steered alike by a vector that changes tokens are other work
-than stock vLLM's, far less of it in a mixture of experts (see the rows there), presumably since equal tokens take the
-same experts. So vectors are now so short, some 1e-9 a number, that bfloat16 rounds nearly all of them away.
+engines that do the same are apart. First tokens of small batches say least: a run takes a step of the model or two, as
+its requests come before or after the first one has begun. Requests that are all steered alike by a vector that changes
+tokens are other work than stock vLLM's, far less of it in a mixture of experts (see the rows there), presumably since
+equal tokens take the same experts. So vectors are now so short, some 1e-9 a number, that bfloat16 rounds nearly all of
+them away.
 """
 
 AIMED = """
@@ -61,38 +63,44 @@ class Aim(NamedTuple):
     cells: tuple[tuple[str, str, str], ...]
 
 
-_SIDE, _ONCE, _QUEUE, _TWO, _PRODUCTS, _KEPT = (
-    f"gpu-cost-llama-8b{name}.json" for name in ("", "-once", "-queue", "-tp2", "-products", "-kept")
+_SMALL, _LARGE, _FIRST, _EARLIER, _QUEUE, _TWO, _PRODUCTS, _KEPT = (
+    f"gpu-cost-llama-8b{name}.json"
+    for name in ("", "-large", "-first", "-earlier", "-queue", "-tp2", "-products", "-kept")
 )
-_BATCHES = ("1", "8", "32", "128", "256")
+_BATCHES = {"1": _SMALL, "8": _SMALL, "32": _SMALL, "128": _LARGE, "256": _LARGE}
+_FIRST_TOKENS = {**_BATCHES, "1": _FIRST, "8": _FIRST, "prefill 8192": _EARLIER}
 _PROBES = "16 probes by name at 4 layers, all tokens"
 AIMS: Sequence[Aim] = (
     Aim("nothing requested, time per output token", "per token", 1.003, True,
-        tuple((_SIDE, "idle", batch) for batch in _BATCHES)),
+        tuple((file, "idle", batch) for batch, file in _BATCHES.items())),
     Aim("the same between two stock engines", "per token", None, True,
-        tuple((_ONCE, "stock again", batch) for batch in ("1", "128"))),
+        tuple((_LARGE, "stock again", batch) for batch in ("128", "256"))),
     Aim("nothing requested, two GPUs", "per token", 1.003, True,
         tuple((_TWO, "idle", batch) for batch in ("1", "32", "128"))),
     Aim("nothing requested, first token", "first token", 1.01, True,
-        tuple((_SIDE, "idle", batch) for batch in (*_BATCHES, "prefill 8192"))),
+        tuple((file, "idle", batch) for batch, file in _FIRST_TOKENS.items())),
+    Aim("the same between two stock engines", "first token", None, True,
+        tuple((_LARGE, "stock again", batch) for batch in ("128", "256"))),
     Aim("one site, every request", "per token", 1.005, True,
-        tuple((_SIDE, "one site", batch) for batch in _BATCHES)),
+        tuple((file, "one site", batch) for batch, file in _BATCHES.items())),
     Aim("96 sites, own vectors, batch 1", "per token", 1.04, True,
         ((_KEPT, "all sites", "1"),)),
     Aim("96 sites, own vectors, batch 128", "per token", 1.02, True,
-        ((_KEPT, "all sites", "128"),)),
+        ((_LARGE, "all sites", "128"),)),
     Aim("a program of its own for each request, 256 at a time", "throughput", 0.98, False,
-        ((_PRODUCTS, "own program each", "1000"),)),
+        ((_LARGE, "own program each", "256"), (_PRODUCTS, "own program each", "1000"))),
     Aim("capture one layer, all tokens, 1,000 prompts, 256 generated", "throughput", 0.97, False,
-        ((_PRODUCTS, "capture one layer, all tokens", "1000"),)),
+        ((_LARGE, "capture one layer, all tokens", "1000"),)),
     Aim("capture all layers, last prompt token", "throughput", 0.98, False,
-        ((_SIDE, "capture all layers, last prompt token", "1000"),)),
+        ((_EARLIER, "capture all layers, last prompt token", "1000"),)),
     Aim("capture all layers, all tokens, batch 32", "throughput", 0.6, False,
         ((_QUEUE, "capture all layers, all tokens", "32"),)),
     Aim("16 probes at 4 layers, all tokens", "throughput", 0.99, False,
+        ((_LARGE, _PROBES, "1000"),)),
+    Aim("the same, alone on its host", "throughput", 0.99, False,
         ((_PRODUCTS, _PROBES, "1000"),)),
-    Aim("nothing requested, 1,000 prompts", "throughput", None, False, ((_PRODUCTS, "idle", "1000"),)),
-    Aim("prefill of 8,192 tokens, one site", "first token", 1.005, True, ((_SIDE, "one site", "prefill 8192"),)),
+    Aim("nothing requested, 1,000 prompts", "throughput", None, False, ((_LARGE, "idle", "1000"),)),
+    Aim("prefill of 8,192 tokens, one site", "first token", 1.005, True, ((_EARLIER, "one site", "prefill 8192"),)),
 )  # fmt: skip
 
 PINNED = """
@@ -124,14 +132,13 @@ LIMITS = """
 * Steered sites: the launches of the taps beside theirs that find nothing to do. Each takes, in µs,
   {idle_taps} (`benchmarks/results/gpu-taps.json`).
   They are those of a quarter of the layers in steps of up to 64 tokens, in larger ones those between layers, or those within.
-* First tokens of steered batches. 128 requests with the same vectors at all sites, 1.5 MiB each, took {once:.2f} times as long as
-  plain ones when equal programs first crossed to the engine once, and take {kept:.2f} times as long now; on two GPUs
-  {two:.2f} times (`benchmarks/results/program-hops.json` has what a program takes on
-  its way). Requests that bring vectors that nobody has brought still carry them.
-* 16 probes. A queue of 1,000 ran at {probes_queue:.3f} of stock vLLM's throughput before equal programs crossed once, at {probes_once:.3f}
-  when they did, and runs at {probes:.3f}. A settled step took {main_step:.2f} ms more than stock vLLM's {main_stock:.2f} before products were one kernel,
-  whose kernels lasted {main_products:.3f} ms, and takes {probes_step:.2f} ms more than {stock_step:.2f}. Now they last {probes_products:.3f} ms, and those of taps,
-  which overlap the kernels in front of them and nearly all find nothing to do, {probes_taps:.3f}.
+* First tokens of steered batches. 128 requests with the same vectors at all sites, 1.5 MiB each, take {large:.2f} times as long
+  as plain ones, on two GPUs {two:.2f} times (`benchmarks/results/program-hops.json` has what a program takes on its way).
+  Requests that bring vectors that nobody has brought still carry them.
+* 16 probes. A queue of 1,000 ran at {probes:.3f} of stock vLLM's throughput while another shape was measured on the host's
+  other GPU, and at {probes_alone:.3f} alone. A settled step takes {probes_step:.2f} ms more than {stock_step:.2f}; the kernels of products
+  last {probes_products:.3f} ms, and those of taps, which overlap the kernels in front of them and nearly all find nothing to
+  do, {probes_taps:.3f}.
 * Captured rows of many requests: 2 MiB a step for one layer at batch 256 are copied once in the engine's process and go
   to the front end over a socket.
 """
@@ -278,19 +285,15 @@ def page(table: MakeTable) -> str:
 
 
 def _limits() -> str:
-    first = {
-        name: _cell(file, "all sites", "128", "first token")
-        for name, file in (("once", _ONCE), ("kept", _KEPT), ("two", _TWO))
-    }
+    first = {name: _cell(file, "all sites", "128", "first token") for name, file in (("large", _LARGE), ("two", _TWO))}
     probes = {
         name: _cell(file, _PROBES, "1000", "throughput")
-        for name, file in (("probes_queue", _QUEUE), ("probes_once", _ONCE), ("probes", _PRODUCTS))
+        for name, file in (("probes", _LARGE), ("probes_alone", _PRODUCTS))
     }
     stock, more, taps, products = _probes_step("gpu-timeline.json")
-    main_stock, main_step, _, main_products = _probes_step("gpu-timeline-main-stream.json")
     return LIMITS.format(
-        **first, **probes, main_step=main_step, main_stock=main_stock, main_products=main_products, probes_step=more,
-        stock_step=stock, probes_taps=taps, probes_products=products, idle_taps=_idle_taps(),
+        **first, **probes, probes_step=more, stock_step=stock, probes_taps=taps, probes_products=products,
+        idle_taps=_idle_taps(),
     )  # fmt: skip
 
 
@@ -397,7 +400,7 @@ def _section(result: Mapping[str, Any], name: str, table: MakeTable) -> str:
     return (
         f"\n## {result['shape']}, {result['graph_sets']} sets of graphs"
         f"{', two GPUs (tensor parallel)' if result['tensor_parallel'] == 2 else ''}"
-        f"{', ' + result['title'] if 'title' in result else ''}\n\n"
+        f"{', ' + _title(result) if _title(result) else ''}\n\n"
         f"{about['gpu']}, torch {about['torch']}, Triton {about['triton']}, vLLM {about['vllm']}; raw times in\n"
         f"`benchmarks/results/{name}`.\n"
         f"Prompts of 16 tokens, {max(max(f['lengths']) for v in result['variants'].values() for f in v.values())} generated.\n"
@@ -405,6 +408,12 @@ def _section(result: Mapping[str, Any], name: str, table: MakeTable) -> str:
         + "\n"
         + table(("what", "batch", "per token", "first token", "throughput", "stock, ms per token", "aim"), rows)
     )
+
+
+def _title(result: Mapping[str, Any]) -> str:
+    """What sets it apart from other results of its shape: its lots (``benchmarks/lots.py``), or as it was named."""
+    lots = [what for _, _, what in (name.partition(", ") for name in result.get("lots", ())) if what]
+    return str(result.get("title", " and ".join(lots)))
 
 
 def _marked(by_batch: Mapping[str, Any]) -> Sequence[tuple[bool, tuple[str, Any]]]:

@@ -23,7 +23,7 @@ class Timed:
     def __init__(self, first: float, each: float, asked: list[Any]) -> None:
         self._first, self._each, self._asked = first, each, asked
 
-    def run(self, variant: str, batch: int, prompt: int, generated: int) -> float:
+    def run(self, variant: str, batch: int, prompt: int, generated: int, times: int = 1) -> float:
         self._asked.append(self)
         return self._first + self._each * generated
 
@@ -46,9 +46,9 @@ def test_each_pair_of_engines_takes_turns_and_counts() -> None:
 class Waited(Timed):
     """Slower in its first run after the other one's."""
 
-    def run(self, variant: str, batch: int, prompt: int, generated: int) -> float:
+    def run(self, variant: str, batch: int, prompt: int, generated: int, times: int = 1) -> float:
         waited = not self._asked or self._asked[-1] is not self
-        return super().run(variant, batch, prompt, generated) + 0.3 * waited
+        return super().run(variant, batch, prompt, generated, times) + 0.3 * waited
 
 
 def test_a_run_after_waiting_does_not_count() -> None:
@@ -57,6 +57,22 @@ def test_a_run_after_waiting_does_not_count() -> None:
     one, other = Waited(1.0, 0.1, asked), Waited(1.0, 0.1, asked)
     found = compare([one], [other], "idle", 8, 16, 64, 3)  # type: ignore[list-item]
     assert {seconds[0] for runs in found["raw"].values() for seconds in runs} == {1.1}
+
+
+class Counted(Timed):
+    """Notes how many runs each figure is of."""
+
+    def run(self, variant: str, batch: int, prompt: int, generated: int, times: int = 1) -> float:
+        self._asked.append((generated, times))
+        return float(generated)
+
+
+def test_a_first_token_is_that_of_several_runs() -> None:
+    """Catches first tokens of single runs, which are up to a third apart, and long runs that are made several times."""
+    asked: list[Any] = []
+    one, other = Counted(1.0, 0.1, asked), Counted(1.0, 0.1, asked)
+    compare([one], [other], "idle", 8, 16, 256, 1)  # type: ignore[list-item]
+    assert set(asked) == {(1, 1), (1, cost.FIRST_TOKENS), (64, 1), (256, 1)}
 
 
 def test_first_tokens_are_compared_over_both_orders() -> None:
@@ -90,7 +106,7 @@ class Noted:
     def wait(self) -> None:
         self.waited = True
 
-    def run(self, variant: str, batch: int, prompt: int, generated: int) -> float:
+    def run(self, variant: str, batch: int, prompt: int, generated: int, times: int = 1) -> float:
         assert all(engine.waited for engine in self.made)
         self.ran.append((variant, batch, prompt))
         return 1.0 + (0.2 if self.who == "steered" else 0.1) * generated
