@@ -5,8 +5,8 @@
 
 A stock engine and a steered one live side by side on the same GPU, each in processes of its own, and take turns: every
 repeat of every variant is measured next to a repeat of stock. Of each pair the ratio counts; the median over the pairs
-is reported, and all raw times are kept; first tokens are the mean of several runs. Random weights, greedy, no end of sequence, prefix cache off. The engines of
-several shapes start together and are measured one shape after the other.
+is reported, and all raw times are kept; first tokens are the mean of several runs. Random weights, greedy, no end of
+sequence, prefix cache off. The engines of several shapes start together and are measured one shape after the other.
 
 With ``--control`` a second stock engine is measured as if it were a steered one: "stock again" is how far two engines
 that do the same are apart. ``--pairs`` of engines, measured one after the other, make less of that. A batch of more
@@ -224,7 +224,7 @@ def engines_of(lot: Lot) -> Lot:
     return lot._replace(cells=(), repeats=0, generated=0)
 
 
-def start(lots: list[Lot], graph_sets: int, folder: Path) -> dict[str, list[Engine]]:
+def start(lots: list[Lot], steering: dict[str, Any], folder: Path) -> dict[str, list[Engine]]:
     """The engines of lots that have the same ones, which are starting when this returns."""
     lot = lots[0]
     model = str(save_shape(lot.shape, folder / lot.shape))
@@ -232,7 +232,7 @@ def start(lots: list[Lot], graph_sets: int, folder: Path) -> dict[str, list[Engi
         "max_model_len": 8448, "max_num_seqs": AT_ONCE, "max_num_batched_tokens": 8192, "enable_prefix_caching": False,
         # A fixed cache lets all start at once: vLLM's measuring of free memory would see the other engines.
         "gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": int(lot.kv_gib * 2**30),
-        "tensor_parallel_size": lot.tensor_parallel, "steering_config": {"graph_sets": graph_sets},
+        "tensor_parallel_size": lot.tensor_parallel, "steering_config": steering,
     }  # fmt: skip
     control = any(cell.startswith(CONTROL) for each in lots for cell in each.cells)
     kinds = {"stock": lot.pairs, "steered": lot.pairs, "control": lot.pairs if control else 0}
@@ -249,6 +249,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--generated", type=int, default=256)
     parser.add_argument("--graph-sets", type=int, default=SteeringConfig().graph_sets)
+    parser.add_argument("--plain-code", action="store_true", help="the setting plain_code")
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--kv-gib", type=float, default=12, help="key-value cache of each engine, on each GPU")
     parser.add_argument("--pairs", type=int, default=1, help="pairs of engines of each shape")
@@ -262,7 +263,8 @@ def main() -> None:
         try:
             for kind in dict.fromkeys(map(engines_of, lots)):
                 alike = [lot for lot in lots if engines_of(lot) == kind]
-                started[kind] = start(alike, arguments.graph_sets, Path(folder))
+                steering = {"graph_sets": arguments.graph_sets, "plain_code": arguments.plain_code}
+                started[kind] = start(alike, steering, Path(folder))
             # Nothing is measured beside an engine that is still starting.
             for engine in every_one(started):
                 engine.wait()
@@ -271,7 +273,8 @@ def main() -> None:
             for i, lot in enumerate(lots):
                 out = Path(str(arguments.out).format(shape=lot.shape))
                 result = results.setdefault(out, {
-                    "shape": lot.shape, "graph_sets": arguments.graph_sets, "tensor_parallel": lot.tensor_parallel,
+                    "shape": lot.shape, "graph_sets": arguments.graph_sets, "plain_code": arguments.plain_code,
+                    "tensor_parallel": lot.tensor_parallel,
                     "lots": [], "environment": environment(), "variants": {},
                 })  # fmt: skip
                 result["lots"] += arguments.lots[i : i + 1] if arguments.lots else []

@@ -24,7 +24,7 @@ from benchmarks.trace import work_of
 STEPS = 4
 
 
-def record(variant: str, model: str, batch: int, pipe: Any) -> None:
+def record(variant: str, model: str, batch: int, plain_code: bool, pipe: Any) -> None:
     """A child process: sends the names of what ran in ``STEPS`` decode steps, stream by stream, in order."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from torch.profiler import ProfilerActivity, profile
@@ -40,7 +40,7 @@ def record(variant: str, model: str, batch: int, pipe: Any) -> None:
     else:
         from vllm_steer import LLM, SamplingParams
 
-        settings["enable_steering"] = True
+        settings |= {"enable_steering": True, "steering_config": {"plain_code": plain_code}}
     llm: Any = LLM(model=model, load_format="dummy", skip_tokenizer_init=True, seed=0, **settings)
     engine = llm.llm_engine
     config = engine.vllm_config.model_config
@@ -69,10 +69,10 @@ def record(variant: str, model: str, batch: int, pipe: Any) -> None:
     pipe.close()
 
 
-def recorded(variant: str, model: str, batch: int) -> list[list[str]]:
+def recorded(variant: str, model: str, batch: int, plain_code: bool = False) -> list[list[str]]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=record, args=(variant, model, batch, theirs))
+    process = context.Process(target=record, args=(variant, model, batch, plain_code, theirs))
     process.start()
     theirs.close()
     try:
@@ -88,16 +88,18 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-8b")
     parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--plain-code", action="store_true", help="the setting plain_code")
     parser.add_argument("--variants", nargs="+", default=["idle", "one site"])
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = str(save_shape(arguments.shape, Path(folder, arguments.shape)))
         stock = recorded("stock", model, arguments.batch)
         result: dict[str, Any] = {
-            "shape": arguments.shape, "batch": arguments.batch, "steps": STEPS, "stock": _runs(stock), "variants": {},
+            "shape": arguments.shape, "batch": arguments.batch, "steps": STEPS, "plain_code": arguments.plain_code,
+            "stock": _runs(stock), "variants": {},
         }  # fmt: skip
         for variant in arguments.variants:
-            streams = recorded(variant, model, arguments.batch)
+            streams = recorded(variant, model, arguments.batch, arguments.plain_code)
             more = Counter(name for stream in streams for name in stream)
             more.subtract(Counter(name for stream in stock for name in stream))
             changed = {name: count for name, count in sorted(more.items()) if count}

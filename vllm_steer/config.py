@@ -103,6 +103,13 @@ SWITCHES: tuple[Switch, ...] = (
         True,
         "start without the forward passes that check the taps on the model itself",
     ),
+    Switch(
+        "plain_code",
+        "--steering-plain-code",
+        False,
+        "compile the model without taps besides, for steps with nothing to do: kernels that the compiler makes of an "
+        "addition and the norm behind it stay one there, for a longer start",
+    ),
 )
 
 
@@ -145,6 +152,7 @@ class SteeringConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     capture_policy: Literal["wait", "fail"] = "wait"
     allow_unproven: bool = False
     self_check: bool = True
+    plain_code: bool = False
     points: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -154,6 +162,10 @@ class SteeringConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
                 raise SteeringError(
                     f"steering_config.{limit.name}", f"{value} is outside {limit.low} to {limit.high} ({limit.help})"
                 )
+        if self.plain_code and self.graph_sets == 1:
+            raise SteeringError(
+                "steering_config.plain_code", "needs graph_sets of 2 or more: with 1, every step has every tap"
+            )
         for subset in SUBSETS:
             given = getattr(self, subset.name)
             sound = isinstance(given, (list, tuple)) and all(name in subset.of for name in given)

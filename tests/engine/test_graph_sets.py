@@ -42,10 +42,15 @@ class Manager:
         self.graphs: dict[Any, Any] = {}
         self._capture_descs = {graph_sets.CUDAGraphMode.FULL: [LARGE, SMALL], graph_sets.CUDAGraphMode.PIECEWISE: []}
         self._tables, self._wrappers = tables, wrappers
+        self.plain: Any = None
+        self.ran: list[bool] = []
 
     def capture(self, model: str, *, has_lora: bool) -> None:
         assert (model, has_lora) == ("model", False)
         launched = tuple(bool(site) for site in self._tables.launch)
+        if self.plain is not None:
+            self.ran.append(self.plain.tapped)
+            assert self.plain.tapped == any(launched)
         for step in self._capture_descs[graph_sets.CUDAGraphMode.FULL]:
             assert step not in self.graphs
             self.graphs[step] = launched
@@ -65,14 +70,25 @@ def tables() -> Tables:
     )  # fmt: skip
 
 
+class Switched:
+    """In the place of the two codes of a model: which of them would run."""
+
+    def __init__(self) -> None:
+        self.tapped = True
+
+    def switch(self, tapped: bool) -> None:
+        self.tapped = tapped
+
+
 def captured(
-    tables: Tables, count: int, monkeypatch: pytest.MonkeyPatch, layers: range = range(LAYERS)
+    tables: Tables, count: int, monkeypatch: pytest.MonkeyPatch, layers: range = range(LAYERS), plain: Any = None
 ) -> tuple[GraphSets, Manager, Wrapper, Wrapper]:
     own, drafter = Wrapper(), Wrapper(drafter=True)
     monkeypatch.setattr(graph_sets, "_wrappers", lambda: [own, drafter])
     monkeypatch.setattr(graph_sets, "_entries_of", lambda wrapper: "entries")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
-    sets, manager = GraphSets(tables, count, POINTS, layers), Manager(tables, [own, drafter])
+    sets, manager = GraphSets(tables, count, POINTS, layers, plain), Manager(tables, [own, drafter])
+    manager.plain = plain
     sets.wrap_capture(manager)
     manager.capture("model", has_lora=False)
     return sets, manager, own, drafter
@@ -180,3 +196,33 @@ def test_where_nothing_is_captured_each_tap_decides_for_itself(tables: Tables) -
     with sets.every_tap():
         sets.idle()
         assert all(tables.launch)
+
+
+def test_graphs_and_steps_without_taps_are_of_the_plain_code(tables: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches idle graphs of the model with taps, and steps or graphs with edits of the one without."""
+    plain = Switched()
+    sets, manager, _, _ = captured(tables, 6, monkeypatch, range(4, 8), plain)
+    assert manager.ran == [False, True, True, True, True, True] and plain.tapped
+    for act, tapped in (
+        (sets.idle, False),
+        (lambda: sets.busy(using(12), 1), True),
+        # All that is edited is on another stage.
+        (lambda: sets.busy(using(), 2), False),
+    ):
+        act()
+        assert plain.tapped is tapped
+        sets.rest()
+        assert plain.tapped
+
+
+def test_where_nothing_is_captured_idle_steps_run_the_plain_code(tables: Tables) -> None:
+    """Catches compiled steps without graphs that run the model without taps though something is edited."""
+    plain: Any = Switched()
+    sets = GraphSets(tables, 2, POINTS, range(LAYERS), plain)
+    sets.busy(using(5), 1)
+    assert plain.tapped
+    sets.idle()
+    assert not plain.tapped
+    with sets.every_tap():
+        sets.idle()
+        assert plain.tapped

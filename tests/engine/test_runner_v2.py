@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
 
-from vllm_steer.engine.runner_v2 import _describe
+from vllm_steer.engine.runner_v2 import SteeringRunnerV2, _describe
 
 
 def test_positions_and_counts_are_what_travels() -> None:
@@ -30,3 +31,31 @@ def test_positions_and_counts_are_what_travels() -> None:
     assert (step.first.tolist(), step.count.tolist(), step.slot.tolist()) == ([7, 9], [4, 1], [3, 1])
     layout = step.layout()
     assert (layout.start.tolist(), len(layout.position), step.num_padded) == ([0, 4, 5], 5, 8)
+
+
+class Runner:
+    """In the place of vLLM's: notes its profiling run and what else it runs."""
+
+    max_num_tokens = 512
+
+    def __init__(self, compiled: list[Any]) -> None:
+        self.ran: list[Any] = []
+        self.steering = SimpleNamespace(graph_sets=SimpleNamespace(compile_plain=lambda *given: compiled.extend(given)))
+
+    def profile_run(self, randomize_inputs: bool = False) -> None:
+        self.ran.append(("profile", randomize_inputs))
+
+    def _dummy_run(self, tokens: int, **how: bool) -> tuple[str, str]:
+        self.ran.append((tokens, how))
+        return "hidden states", "of samples"
+
+
+def test_the_plain_code_is_compiled_after_the_profiling_run() -> None:
+    """Catches a second code that is compiled first, whose memory would be what vLLM measures, or in a small batch."""
+    compiled: list[Any] = []
+    runner: Any = type("Steered", (SteeringRunnerV2, Runner), {})(compiled)
+    runner.profile_run(randomize_inputs=True)
+    assert runner.ran == [("profile", True)]
+    run, most_tokens = compiled
+    assert (run(7), most_tokens) == ("hidden states", 512)
+    assert runner.ran[1:] == [(7, {"skip_attn": True, "is_profile": True})]

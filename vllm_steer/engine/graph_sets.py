@@ -26,6 +26,7 @@ from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphWrapper
 from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.config.compilation import CUDAGraphMode
 
+from vllm_steer.engine.plain_code import PlainCode
 from vllm_steer.log import steering_logger
 from vllm_steer.taps.tables import Tables
 
@@ -59,10 +60,13 @@ class GraphSet:
 
 class GraphSets:
     """The sets of one runner, and which of them is in use. ``count`` is the setting ``graph_sets``; ``layers`` those
-    that this pipeline stage has, each with ``per_layer`` sites."""
+    that this pipeline stage has, each with ``per_layer`` sites; ``plain``: the model without taps, if there is one."""
 
-    def __init__(self, tables: Tables, count: int, per_layer: int, layers: range) -> None:
+    def __init__(
+        self, tables: Tables, count: int, per_layer: int, layers: range, plain: PlainCode | None = None
+    ) -> None:
         self._tables = tables
+        self._plain = plain
         self._all = GraphSet((True,) * tables.num_sites, "all taps")
         self._none = GraphSet(tables.no_sites, "no taps") if count > 1 else self._all
         sites = range(tables.num_sites)
@@ -100,7 +104,9 @@ class GraphSets:
     def idle(self) -> None:
         """Before a forward pass in which nothing is edited or read; while graphs are captured, what they are to
         launch."""
-        self._tables.launch = self._tables.no_sites if self._capturing is None else self._capturing.sites
+        capturing = self._none if self._capturing is None else self._capturing
+        self._tables.launch = self._tables.no_sites if self._capturing is None else capturing.sites
+        self._run(tapped=capturing is not self._none)
         self._use(self._none)
 
     def busy(self, used: Sequence[int], version: int) -> None:
@@ -109,11 +115,26 @@ class GraphSets:
         ``used`` counts the rows at each site, and ``version`` changes whenever it does.
         """
         self._tables.launch = used
+        self._run(tapped=True)
         if self._manager is None:
             return
         if self._chosen[0] != version:
             self._chosen = (version, self._smallest(used))
+        self._run(tapped=self._chosen[1] is not self._none)
         self._use(self._chosen[1])
+
+    def compile_plain(self, run: Callable[[int], torch.Tensor | None], most_tokens: int) -> None:
+        """After vLLM's profiling run, which compiled the model with taps; see :meth:`PlainCode.compile`."""
+        if self._plain is not None:
+            self._plain.compile(run, most_tokens)
+
+    def rest(self) -> None:
+        """After a forward pass: who looks at the model then, as for a reload of its weights, finds its own modules."""
+        self._run(tapped=True)
+
+    def _run(self, tapped: bool) -> None:
+        if self._plain is not None:
+            self._plain.switch(tapped)
 
     def _smallest(self, used: Sequence[int]) -> GraphSet:
         if self._none.serves(used):
@@ -173,6 +194,7 @@ class GraphSets:
             self._manager = manager
             self._current = graphs
             self.idle()
+            self.rest()
 
         manager.capture = capture
 

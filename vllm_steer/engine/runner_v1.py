@@ -32,6 +32,8 @@ class SteeringRunnerV1:
             self.device,
             max_tokens=self.max_num_tokens,
             max_requests=max_requests + 1,
+            # Its graphs are captured once, with every tap.
+            several_graphs=self.device.type == "cpu",
         )
         if self.device.type == "cpu" and not get_pp_group().is_first_rank and self.intermediate_tensors is None:
             # vLLM makes this buffer in the profiling run, which its CPU worker leaves out where nothing is compiled.
@@ -121,6 +123,14 @@ class SteeringRunnerV1:
         with self.steering.graph_sets.every_tap():
             return super().capture_model(*args, **kwargs)  # type: ignore[misc]
 
+    def profile_run(self: Any) -> None:
+        super().profile_run()  # type: ignore[misc]
+        self.steering.graph_sets.compile_plain(
+            lambda tokens: self._dummy_run(tokens, is_profile=True)[0], self.max_num_tokens
+        )
+
     def _dummy_run(self: Any, *args: Any, **kwargs: Any) -> Any:
         self.steering.begin_idle_step()
-        return super()._dummy_run(*args, **kwargs)  # type: ignore[misc]
+        output = super()._dummy_run(*args, **kwargs)  # type: ignore[misc]
+        self.steering.graph_sets.rest()
+        return output

@@ -32,12 +32,19 @@ class SteeringRunnerV2:
             self.device,
             max_tokens=self.max_num_tokens,
             max_requests=self.max_num_reqs,
+            several_graphs=True,
         )
         state = self.model_state
         chosen: Any = type(state)
         state.__class__ = _steering_state(chosen)
         state.steering = self.steering
         state.steering_step_is_real = False
+
+    def profile_run(self: Any, *args: Any, **kwargs: Any) -> None:
+        super().profile_run(*args, **kwargs)  # type: ignore[misc]
+        self.steering.graph_sets.compile_plain(
+            lambda tokens: self._dummy_run(tokens, skip_attn=True, is_profile=True)[0], self.max_num_tokens
+        )
 
     def profile_cudagraph_memory(self: Any) -> Any:
         # vLLM measures one set.

@@ -23,6 +23,7 @@ from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_pa
 from vllm_steer.config import from_vllm_config
 from vllm_steer.engine.collect import Departures, Leaving, PendingRows, Products
 from vllm_steer.engine.graph_sets import GraphSets
+from vllm_steer.engine.plain_code import own_forwards, plain_code
 from vllm_steer.engine.settled import AssignedRows
 from vllm_steer.engine.step_rows import Plan, Reading, Steady
 from vllm_steer.engine.store import ProgramStore
@@ -81,10 +82,18 @@ def _timed(method: Callable[Concatenate[Steering, P], None]) -> Callable[Concate
 
 
 class Steering:
-    """Owned by the model runner, made after loading and before the first forward pass."""
+    """Owned by the model runner, made after loading and before the first forward pass. ``several_graphs``: an idle step
+    may run other code than a busy one there."""
 
     def __init__(
-        self, model: nn.Module, vllm_config: Any, device: torch.device, *, max_tokens: int, max_requests: int
+        self,
+        model: nn.Module,
+        vllm_config: Any,
+        device: torch.device,
+        *,
+        max_tokens: int,
+        max_requests: int,
+        several_graphs: bool,
     ) -> None:
         started = time.perf_counter()
         config = from_vllm_config(vllm_config)
@@ -111,9 +120,12 @@ class Steering:
             device=device,
         )
         self.store = ProgramStore(self.tables, config, decoder.num_layers, decoder.own_layers)
+        before = own_forwards(model)
         install_taps(decoder, self.tables)
         vllm_config.compilation_config.static_forward_context[CONTEXT_KEY] = self.tables
-        self.graph_sets = GraphSets(self.tables, config.graph_sets, len(points), decoder.own_layers)
+        wanted = config.plain_code and several_graphs
+        plain = plain_code(model, decoder, vllm_config, before) if wanted else None
+        self.graph_sets = GraphSets(self.tables, config.graph_sets, len(points), decoder.own_layers, plain)
         make_products: Products = products_at
         if device.type == "cuda":
             from vllm_steer.taps import kernel, products_kernel, rows_kernel
@@ -217,6 +229,7 @@ class Steering:
 
     def end_step(self) -> None:
         """After the forward pass, on the same stream: what was captured starts on its way."""
+        self.graph_sets.rest()
         if self._step is not None:
             self._depart(self._step)
             self._step = None

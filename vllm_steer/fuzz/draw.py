@@ -113,6 +113,8 @@ def draw_settings(rng: Random, facts: Facts, graphs: bool = False) -> Settings:
         steering["capture_rows"] = int(rng.choice([sites, 37 + sites, 300 + sites]))
     if rng.random() < 0.3:
         steering["capture_mib"] = 1
+    if not engine["enforce_eager"]:
+        steering["plain_code"] = bool(rng.random() < 0.5)
     return Settings(engine=engine, steering=steering)
 
 

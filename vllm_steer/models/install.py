@@ -22,6 +22,8 @@ from vllm_steer.points import OPTIONAL_POINTS, POINT_NAMES, POINTS, PointName
 from vllm_steer.taps.tables import Tables
 from vllm_steer.taps.tap import Tap
 
+TAPS = "steering_taps"
+"""The name by which a layer has its taps."""
 Stand = Callable[..., None]
 """What is called with the summands of the stream at one place."""
 
@@ -48,7 +50,7 @@ def install_taps(decoder: Decoder, tables: Tables) -> None:
             wrap_mid = _pair_mid if site.recipe.shape == "pair" else _single_mid
             mid.forward = wrap_mid(mid.forward, post_attn)
         # Registered on the layer, so that the taps' buffers are the module's own and move with it.
-        layer.steering_taps = nn.ModuleList(taps.values())
+        layer.register_module(TAPS, nn.ModuleList(taps.values()))
 
 
 def _tap_outputs(site: Site, taps: Mapping[PointName, Tap]) -> dict[PointName, Tap]:

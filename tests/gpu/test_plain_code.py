@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""On a GPU: idle steps of an engine with plain code are stock vLLM's to the kernel, and it answers as others do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.kernels import recorded
+from tests.conformance.model import save
+from tests.conformance.zoo import BY_NAME
+from tests.gpu.test_engine import agreement, answers, requests
+from tests.gpu.test_engine import model as model
+from vllm_steer import LLM, SamplingParams
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def granite(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Layers that hand on one tensor, where the compiler makes one kernel of an addition and a norm."""
+    return str(save(BY_NAME["granite"], tmp_path_factory.mktemp("granite")))
+
+
+@pytest.mark.feature("plain code for idle steps", "steer")
+def test_an_idle_step_has_stock_vllms_kernels(granite: str) -> None:
+    """Catches a kernel of ours, or one that was cut into two. Without plain code there are such."""
+    stock = recorded("stock", granite, 4)
+    assert recorded("idle", granite, 4, plain_code=True) == stock
+    assert recorded("idle", granite, 4) != stock
+
+
+def test_graphs_of_both_codes_answer_as_eager_steps_do(model: Path) -> None:
+    """Catches a graph of the one code in the place of the other's, full or in pieces, in mixed batches and alone."""
+    prompts, params = requests()
+    plain = [SamplingParams(max_tokens=24, temperature=0, logprobs=1, detokenize=False) for _ in params]
+    found: list[Any] = []
+    for settings in ({"steering_config": {"plain_code": True}}, {"enforce_eager": True}):
+        llm = LLM(
+            model=str(model), enable_steering=True, dtype="bfloat16", max_model_len=512, skip_tokenizer_init=True,
+            gpu_memory_utilization=0.02, kv_cache_memory_bytes=1 << 30, max_num_seqs=64, **settings,
+        )  # fmt: skip
+        found.append([answers(llm, prompts, each) for each in (params, plain, params)])
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+    for mine, theirs in zip(*found, strict=True):
+        assert agreement(mine, theirs, 0.15) >= 0.97
