@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from steps_page import RESULTS, MakeTable, kernels_of, second_stream, spent_on_taps_and_products, timeline
+from steps_page import RESULTS, MakeTable, compiled, kernels_of, second_stream, spent_on_taps_and_products, timeline
 
 from benchmarks.cost import first_token
 from benchmarks.shapes import SHAPES
@@ -127,7 +127,8 @@ LIMITS = """
 ## What is in the way
 
 * An idle step has one kernel more than stock vLLM: the embedding is written out before the first layer, where it can be
-  edited and read, and not folded into the first norm.
+  edited and read, and not folded into the first norm. In layers that hand on one tensor (Granite, GPT-2) the compiler no
+  longer makes one kernel of an addition and the norm behind it: `--steering-plain-code` is to change that.
 * The host, where a step of the GPU is shorter than what Python does for it, as in a model of 0.6 B at batch 1.
 * Steered sites: the launches of the taps beside theirs that find nothing to do. Each takes, in µs,
   {idle_taps} (`benchmarks/results/gpu-taps.json`).
@@ -269,7 +270,7 @@ def page(table: MakeTable) -> str:
     sections += [
         timeline(json.loads(path.read_text()), path.name, table) for path in sorted(RESULTS.glob("gpu-timeline*.json"))
     ]
-    sections.append(second_stream(table))
+    sections += [second_stream(table), compiled(table)]
     sections += [_load(json.loads(path.read_text()), path.name, table) for path in sorted(RESULTS.glob("load*.json"))]
     pinned = json.loads((RESULTS / "gpu-pinned.json").read_text())
     return (

@@ -46,6 +46,16 @@ the first copies that ran on a second stream on, every forward pass is slower, s
 
 """
 
+COMPILED = """
+## What the compiler makes of taps
+
+Kernels that Inductor makes of the decoder of a model of {layers} layers, for a CPU (`python -m benchmarks.compiled`,
+torch {torch}, vLLM {vllm}, `benchmarks/results/compiled.json`). The op of a tap is none of them; it keeps the compiler
+from making one kernel of what is ahead of it and what is behind it. *Plain*: what `--steering-plain-code` runs in steps
+with nothing to do; it has not been measured on a GPU.
+
+"""
+
 
 def kernels_of(result: Mapping[str, Any], name: str, table: MakeTable) -> str:
     steps = result["steps"]
@@ -92,3 +102,13 @@ def second_stream(table: MakeTable) -> str:
         for run in result["runs"]
     ]
     return SECOND_STREAM.format(**result, **result["environment"]) + table(("what", "captured rows", "forward"), rows)
+
+
+def compiled(table: MakeTable) -> str:
+    result = json.loads((RESULTS / "compiled.json").read_text())
+    rows = [
+        (name, str(stock), str(tapped), str(both - tapped))
+        for name, (stock, tapped, both) in ((name, found.values()) for name, found in result["kernels"].items())
+    ]
+    about = {"layers": result["layers"], **result["environment"]}
+    return COMPILED.format(**about) + table(("layers as of", "stock vLLM", "with taps", "plain"), rows)

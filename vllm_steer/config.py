@@ -108,7 +108,7 @@ SWITCHES: tuple[Switch, ...] = (
         "--steering-plain-code",
         False,
         "compile the model without taps besides, for steps with nothing to do: kernels that the compiler makes of an "
-        "addition and the norm behind it stay one there, for a longer start",
+        "addition and the norm behind it stay one there, for a longer start; not yet run on a GPU",
     ),
 )
 

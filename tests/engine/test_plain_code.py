@@ -24,7 +24,7 @@ from tests.tiny import direction, make_llm
 from vllm_steer import Edit
 from vllm_steer.config import SteeringConfig
 from vllm_steer.engine import plain_code as plain_code_module
-from vllm_steer.engine.plain_code import NoPlainCode, PlainCode, _shell
+from vllm_steer.engine.plain_code import NoPlainCode, PlainCode, _check, _shell, own_forwards
 from vllm_steer.errors import SteeringError
 
 NOTED = {"compilation_config": {"mode": "DYNAMO_TRACE_ONCE", "backend": "tests.engine.noting.noting"}}
@@ -188,9 +188,21 @@ def test_a_module_under_another_name_is_not_left_behind() -> None:
         other.__dict__.update(root.__dict__)
         other.__dict__[name] = value
         with pytest.raises(NoPlainCode, match=name):
-            plain_code_module._check_names({**changed, id(other): other})
+            _check({**changed, id(other): other}, (), ())
     root.layer.__dict__["call"] = root.layer.extra_repr
-    plain_code_module._check_names(changed)
+    _check(changed, (), ())
+
+
+def test_what_a_shell_would_lack_is_seen() -> None:
+    """Catches a shell without the cache, or the forward, that its module has from others than us."""
+    layer = nn.Linear(2, 2)
+    changed: dict[int, nn.Module] = {id(layer): layer}
+    _check(changed, (), own_forwards(layer))
+    with pytest.raises(NoPlainCode, match="keeps a cache"):
+        _check(changed, {id(layer)}, ())
+    vars(layer)["forward"] = lambda x: x
+    with pytest.raises(NoPlainCode, match="forward of its own"):
+        _check(changed, (), own_forwards(layer))
 
 
 def test_a_plain_code_for_one_size_alone_is_refused() -> None:

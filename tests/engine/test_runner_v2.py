@@ -40,10 +40,17 @@ class Runner:
 
     def __init__(self, compiled: list[Any]) -> None:
         self.ran: list[Any] = []
-        self.steering = SimpleNamespace(graph_sets=SimpleNamespace(compile_plain=lambda *given: compiled.extend(given)))
+        sets = SimpleNamespace(
+            compile_plain=lambda *given: compiled.extend(given), rest=lambda: self.ran.append("rest"), size=2.5
+        )
+        self.steering = SimpleNamespace(graph_sets=sets)
 
     def profile_run(self, randomize_inputs: bool = False) -> None:
         self.ran.append(("profile", randomize_inputs))
+
+    def profile_cudagraph_memory(self) -> int:
+        self.ran.append("graphs")
+        return 100
 
     def _dummy_run(self, tokens: int, **how: bool) -> tuple[str, str]:
         self.ran.append((tokens, how))
@@ -59,3 +66,10 @@ def test_the_plain_code_is_compiled_after_the_profiling_run() -> None:
     run, most_tokens = compiled
     assert (run(7), most_tokens) == ("hidden states", 512)
     assert runner.ran[1:] == [(7, {"skip_attn": True, "is_profile": True})]
+
+
+def test_graphs_are_measured_with_the_models_own_modules_back_in_place() -> None:
+    """Catches the memory of one set for that of all, and a model that is left without its taps between steps."""
+    runner: Any = type("Steered", (SteeringRunnerV2, Runner), {})([])
+    assert runner.profile_cudagraph_memory() == 250
+    assert runner.ran == ["graphs", "rest"]

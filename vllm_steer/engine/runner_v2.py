@@ -48,7 +48,9 @@ class SteeringRunnerV2:
 
     def profile_cudagraph_memory(self: Any) -> Any:
         # vLLM measures one set.
-        return int(super().profile_cudagraph_memory() * self.steering.graph_sets.size)  # type: ignore[misc]
+        measured = super().profile_cudagraph_memory()  # type: ignore[misc]
+        self.steering.graph_sets.rest()
+        return int(measured * self.steering.graph_sets.size)
 
     def capture_model(self: Any, *, profile_only: bool = False) -> Any:
         if not profile_only and self.cudagraph_manager is not None:
