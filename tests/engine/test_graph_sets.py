@@ -219,10 +219,11 @@ def test_where_nothing_is_captured_idle_steps_run_the_plain_code(tables: Tables)
     """Catches compiled steps without graphs that run the model without taps though something is edited."""
     plain: Any = Switched()
     sets = GraphSets(tables, 2, POINTS, range(LAYERS), plain)
+    sets.idle()
+    assert not plain.tapped
     sets.busy(using(5), 1)
     assert plain.tapped
     sets.idle()
-    assert not plain.tapped
     with sets.every_tap():
         sets.idle()
         assert plain.tapped
