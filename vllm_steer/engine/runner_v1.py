@@ -123,8 +123,8 @@ class SteeringRunnerV1:
         with self.steering.graph_sets.every_tap():
             return super().capture_model(*args, **kwargs)  # type: ignore[misc]
 
-    def profile_run(self: Any) -> None:
-        super().profile_run()  # type: ignore[misc]
+    def profile_run(self: Any, *args: Any, **kwargs: Any) -> None:
+        super().profile_run(*args, **kwargs)  # type: ignore[misc]
         self.steering.graph_sets.compile_plain(
             lambda tokens: self._dummy_run(tokens, is_profile=True)[0], self.max_num_tokens
         )

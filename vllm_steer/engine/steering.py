@@ -123,8 +123,11 @@ class Steering:
         before = own_forwards(model)
         install_taps(decoder, self.tables)
         vllm_config.compilation_config.static_forward_context[CONTEXT_KEY] = self.tables
-        wanted = config.plain_code and several_graphs
-        plain = plain_code(model, decoder, vllm_config, before) if wanted else None
+        plain = None
+        if config.plain_code and several_graphs:
+            plain = plain_code(model, decoder, vllm_config, before)
+        elif config.plain_code:
+            logger.warning("No plain code: this runner's CUDA graphs are captured once, with every tap.")
         self.graph_sets = GraphSets(self.tables, config.graph_sets, len(points), decoder.own_layers, plain)
         make_products: Products = products_at
         if device.type == "cuda":
