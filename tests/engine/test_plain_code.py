@@ -24,6 +24,7 @@ from tests.tiny import direction, make_llm
 from vllm_steer import Edit
 from vllm_steer.config import SteeringConfig
 from vllm_steer.engine import plain_code as plain_code_module
+from vllm_steer.engine import selfcheck
 from vllm_steer.engine.plain_code import NoPlainCode, PlainCode, _check, _shell, own_forwards
 from vllm_steer.errors import SteeringError
 
@@ -162,6 +163,26 @@ def test_weights_that_change_change_in_both(engine: Any) -> None:
         norm.weight = kept
     assert np.abs(changed - before).max() > 1e-2
     np.testing.assert_array_equal(logprobs_of(run(engine, p, plain)[0]), before)
+
+
+def test_a_plain_code_that_computes_something_else_is_refused(granite: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches plain requests that a faulty plain code answers: here its last layer adds twice as much to the stream.
+
+    Its control leaves the comparison out: the engine starts.
+    """
+    real = plain_code_module._shell
+
+    def shell(module: nn.Module, changed: dict[int, nn.Module]) -> nn.Module:
+        made = real(module, changed)
+        if hasattr(made, "residual_multiplier"):
+            made.residual_multiplier = 2 * module.residual_multiplier
+        return made
+
+    monkeypatch.setattr(plain_code_module, "_shell", shell)
+    with pytest.raises(SteeringError, match="plain_code: the model without taps computes other hidden states"):
+        make_llm(granite, max_model_len=64, **PLAIN)
+    monkeypatch.setattr(selfcheck, "check_codes", lambda *rows: None)
+    close(make_llm(granite, max_model_len=64, **PLAIN))
 
 
 def test_an_engine_that_compiles_nothing_says_so(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
+from vllm_steer.errors import SteeringError
 from vllm_steer.models.selfcheck import (
     TOKENS,
     Hop,
@@ -18,6 +19,7 @@ from vllm_steer.models.selfcheck import (
     SelfCheckError,
     Streams,
     Verdict,
+    check_codes,
     check_hops,
     check_plain,
     hop_probe,
@@ -247,3 +249,33 @@ def test_plain_requests_read_every_site_in_pieces() -> None:
     assert [len(probe.reads) for probe in probes] == [4, 4, 4, 4, 1, 1]
     streams: Streams = {place: np.zeros(1) for probe in probes if probe.donor for place in probe.reads}
     assert list(streams) == places
+
+
+def finals(seed: int, scale: float = 1.0) -> list[Rows]:
+    """Last hidden states of both requests."""
+    random = np.random.default_rng(seed)
+    return [scale * random.standard_normal((TOKENS, HIDDEN)) for _ in range(2)]
+
+
+def test_codes_that_differ_by_rounding_pass() -> None:
+    """Catches an engine that does not start since two kernels round in another order, or one token changes experts."""
+    tapped = finals(1)
+    check_codes(tapped, tapped, EPSILON)
+    rounded = [rows + change for rows, change in zip(tapped, finals(2, 1e-3), strict=True)]
+    check_codes(tapped, rounded, 2**-8)
+    for request, token in np.ndindex(2, TOKENS):
+        elsewhere = [rows.copy() for rows in tapped]
+        elsewhere[request][token] = 1.0
+        check_codes(tapped, elsewhere, EPSILON)
+
+
+@pytest.mark.parametrize("tokens", [slice(0, 1), slice(1, None), slice(None)])
+@pytest.mark.parametrize("value", [0.0, np.nan])
+def test_codes_that_compute_something_else_are_refused(tokens: slice, value: float) -> None:
+    """Catches a plain code with other weights, or whose attention reads another cache: first tokens are right then."""
+    tapped = finals(1)
+    plain = [rows.copy() for rows in tapped]
+    for rows in plain:
+        rows[tokens] = value
+    with pytest.raises(SteeringError, match="plain_code: the model without taps computes other hidden states"):
+        check_codes(tapped, plain, EPSILON)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,6 +31,7 @@ from vllm_steer.models.selfcheck import (
     Probe,
     Rows,
     SelfCheckError,
+    check_codes,
     check_hops,
     check_plain,
     hop_probe,
@@ -173,9 +174,33 @@ class _Check:
                 wanted = [hop for hop in slots(every, hops) if hop is not None]
                 targets = [rows[hop.target] for hop, rows in zip(wanted, got, strict=True)]
                 verdict = check_hops(wanted, targets, own, donor, epsilon)
+                if config.plain_code:
+                    self._compare_codes(here[-1:], epsilon)
             finally:
                 self._finish()
         return {"hops": verdict.hops, "conclusive": verdict.conclusive, "sites": len(here)}
+
+    def _compare_codes(self, reads: Sequence[Place], epsilon: float) -> None:
+        """Both requests with a read on this stage, for which the model runs with its taps, and without one."""
+        tapped, plain = (
+            [self._final(Probe(donor, reads=tuple(some))) for donor in (False, True)] for some in (reads, ())
+        )
+        # None on a stage that is not the last, whose streams went into what the last one compares.
+        found = [rows for rows in (*tapped, *plain) if rows is not None]
+        if len(found) == 4:
+            check_codes(found[:2], found[2:], epsilon)
+
+    def _final(self, probe: Probe) -> Rows | None:
+        """The hidden states of one request."""
+        found: list[Rows | None] = []
+        self._step([probe], found.append)
+        return found[0]
+
+    def _hidden(self) -> Rows | None:
+        """Those of the step that awaits its sampling, on the last stage."""
+        state = self._worker.model_runner.execute_model_state
+        hidden = None if state is None else state.hidden_states
+        return None if hidden is None else hidden[:TOKENS].double().cpu().numpy()
 
     def _probe(self, hop: Hop | None, own: Mapping[Place, Rows], donor: Mapping[Place, Rows]) -> Probe:
         return Probe(donor=False) if hop is None else hop_probe(hop, own, donor)
@@ -199,7 +224,9 @@ class _Check:
             answers += self._step(probes[start : start + size])
         return answers
 
-    def _step(self, probes: Sequence[Probe]) -> list[tuple[Probe, dict[Place, Rows]]]:
+    def _step(
+        self, probes: Sequence[Probe], look: Callable[[Rows | None], None] | None = None
+    ) -> list[tuple[Probe, dict[Place, Rows]]]:
         names = [f"{_NAME}{self._made + n}" for n in range(len(probes))]
         self._made += len(probes)
         output = SchedulerOutput.make_empty()
@@ -212,6 +239,9 @@ class _Check:
         output.num_spec_tokens_to_schedule = self._worker.vllm_config.num_speculative_tokens
         self._steering.tables.arena.fill_(torch.nan)
         self._execute(output)
+        if look is not None:
+            # Before sampling, whose drafter may have its graphs' memory in common with the model's.
+            look(self._hidden())
         pending = self._steering.take_rows()
         self._worker.sample_tokens(None)
         # These requests project nothing: their rows leave in one form.

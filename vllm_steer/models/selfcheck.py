@@ -34,6 +34,7 @@ from itertools import groupby, pairwise
 import numpy as np
 import numpy.typing as npt
 
+from vllm_steer.errors import SteeringError
 from vllm_steer.points import POINTS, PointName
 from vllm_steer.spec import CaptureSpec, Edit
 from vllm_steer.spec.edit import LayersInput
@@ -228,6 +229,22 @@ def check_hops(hops: Sequence[Hop], got: Sequence[Rows], own: Streams, donor: St
                 + f": off by {error.max():.3g}, where it makes a difference of {change.max():.3g}",
             )
     return Verdict(len(hops), conclusive)
+
+
+def check_codes(tapped: Sequence[Rows], plain: Sequence[Rows], epsilon: float) -> None:
+    """``tapped``: last hidden states of both requests from the model with its taps, and ``plain`` from that without.
+    Raises :class:`SteeringError` unless one code computes what the other does, but for rounding."""
+    change = _length(tapped[0] - tapped[1])
+    error = np.stack([_length(b - a) for a, b in zip(tapped, plain, strict=True)])
+    noise = np.stack([_noise(epsilon, a, b) for a, b in zip(tapped, plain, strict=True)])
+    wrong = ~(error <= 2 * noise + 0.25 * change)
+    # Rounding may send single tokens to other experts. First tokens attend to themselves alone, and may well be right.
+    if wrong[:, 0].all() or wrong[:, 1:].all():
+        raise SteeringError(
+            "steering_config.plain_code",
+            f"the model without taps computes other hidden states: off by {error.max():.3g}, where two requests differ "
+            f"by {change.max():.3g}; start without --steering-plain-code",
+        )
 
 
 def _noise(epsilon: float, *rows: Rows) -> Rows:
