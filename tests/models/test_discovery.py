@@ -32,7 +32,9 @@ def layer(qualified: str, **settings: Any) -> nn.Module:
     """A module whose class has this name, and these attributes."""
     module, name = qualified.rsplit(".", 1)
     made: nn.Module = type(name, (nn.Module,), {"__module__": module})()
-    made.weight = nn.Parameter(torch.zeros(1, dtype=settings.pop("dtype", torch.float32)))
+    dtype = settings.pop("dtype", torch.float32)
+    made.weight = nn.Parameter(torch.zeros(1, dtype=settings.pop("weights", dtype)), requires_grad=False)
+    made.input_layernorm = nn.LayerNorm(1, dtype=dtype)
     for key, value in settings.items():
         setattr(made, key, value)
     return made
@@ -108,12 +110,23 @@ def test_settings_choose_the_variant() -> None:
 
 @pytest.mark.parametrize(
     ("settings", "reason"),
-    [({"dtype": torch.float16}, "float16"), ({"use_sequence_parallel_moe": True}, "a part of the tokens")],
+    [
+        ({"dtype": torch.float16}, "float16"),
+        ({"dtype": torch.float16, "weights": torch.float8_e4m3fn}, "float16"),
+        ({"use_sequence_parallel_moe": True}, "a part of the tokens"),
+    ],
 )
 def test_settings_that_are_not_proven_are_refused(settings: dict[str, Any], reason: str) -> None:
     """Catches DeepSeek's stream, which float16 scales and sequence parallelism cuts, being steered as it is."""
     with pytest.raises(UnsupportedModelError, match=reason):
-        find_decoder(model(of(DEEPSEEK, **settings)), CONFIG)
+        find_decoder(model(of(DEEPSEEK, routed_scaling_factor=2.5, **settings)), CONFIG)
+
+
+def test_float16_that_scales_nothing_is_served() -> None:
+    """Catches a refusal of models that have no such factor, for a scaling that does not happen."""
+    for factor in (1.0, None):
+        decoder = find_decoder(model(of(DEEPSEEK, dtype=torch.float16, routed_scaling_factor=factor)), CONFIG)
+        assert len(decoder.sites) == LAYERS
 
 
 def test_layers_are_counted_alike_everywhere() -> None:

@@ -131,7 +131,8 @@ def _post_norm_residual(layer: Any) -> str | None:
 
 
 def _scaled_in_float16(layer: Any) -> str | None:
-    if next(layer.parameters()).dtype is torch.float16:
+    # The norm has the stream's dtype, whatever quantised weights have.
+    if layer.input_layernorm.weight.dtype is torch.float16 and layer.routed_scaling_factor not in (None, 1):
         return "dtype=float16, in which it scales the stream by 1 / routed_scaling_factor; use bfloat16"
     return _sequence_parallel(layer)
 
