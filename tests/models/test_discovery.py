@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from vllm.model_executor.offloader import PrefetchOffloader
 
 from vllm_steer.models.discovery import UnsupportedModelError, find_decoder
+from vllm_steer.models.install import install_taps
 from vllm_steer.models.layers import layer_count
 from vllm_steer.models.recipes import BY_LAYER
 from vllm_steer.models.refused import REFUSED
@@ -127,6 +129,16 @@ def test_float16_that_scales_nothing_is_served() -> None:
     for factor in (1.0, None):
         decoder = find_decoder(model(of(DEEPSEEK, dtype=torch.float16, routed_scaling_factor=factor)), CONFIG)
         assert len(decoder.sites) == LAYERS
+
+
+def test_layers_whose_forward_vllm_replaces_are_refused() -> None:
+    """Catches taps that weight offloading takes away with the first call, and an engine that ends without a reason."""
+    layers = of(LLAMA)
+    # Made without its CUDA stream: what it does to a layer's forward needs none.
+    PrefetchOffloader._hook_module_forward(PrefetchOffloader.__new__(PrefetchOffloader), 0, layers[1])
+    decoder, tables = find_decoder(model(layers), CONFIG), SimpleNamespace(points=())
+    with pytest.raises(UnsupportedModelError, match=r"layer 1, LlamaDecoderLayer.*weight offloading.*--offload-group"):
+        install_taps(decoder, tables)  # type: ignore[arg-type]
 
 
 def test_layers_are_counted_alike_everywhere() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from vllm_steer.models.branches import SUMMAND, not_served, place_of
-from vllm_steer.models.discovery import Decoder, Site
+from vllm_steer.models.discovery import Decoder, Site, UnsupportedModelError
 from vllm_steer.models.layers import ENTRY, EXIT
 from vllm_steer.models.recipes import Branch
 from vllm_steer.points import OPTIONAL_POINTS, POINT_NAMES, POINTS, PointName
@@ -24,12 +24,21 @@ from vllm_steer.taps.tap import Tap
 
 TAPS = "steering_taps"
 """The name by which a layer has its taps."""
+OFFLOADED = (
+    "layer {number}, {layer}, cannot be steered: it has a forward of its own and not that of its class. vLLM's weight "
+    "offloading gives it one (--offload-group-size; --cpu-offload-gb with VLLM_WEIGHT_OFFLOADING_DISABLE_UVA=1), and "
+    "puts it back after each call, in the place of the taps. Leave that or --enable-steering out"
+)
 Stand = Callable[..., None]
 """What is called with the summands of the stream at one place."""
 
 
 def install_taps(decoder: Decoder, tables: Tables) -> None:
-    """Install every tap of this rank's layers, at the points that the engine has."""
+    """Install every tap of this rank's layers, at the points that the engine has. Raises
+    :class:`~vllm_steer.models.discovery.UnsupportedModelError` for layers that do not run their class's ``forward``."""
+    for site in decoder.sites:
+        if "forward" in vars(site.layer):
+            raise UnsupportedModelError(OFFLOADED.format(number=site.number, layer=type(site.layer).__name__))
     for site in decoder.sites:
         first = site.number * len(POINT_NAMES)
         layer: Any = site.layer
