@@ -14,12 +14,14 @@ from typing import Any
 
 import pytest
 from torch import nn
+from vllm.model_executor.models import dbrx
 from vllm.model_executor.models.llama import LlamaDecoderLayer
 
 from vllm_steer.models import digests
+from vllm_steer.models.branches import BRANCHES
 from vllm_steer.models.digests import NoSourceError, digest_of, installed_digests, proven_digests
 from vllm_steer.models.discovery import UnsupportedModelError, find_decoder
-from vllm_steer.models.recipes import PROVEN
+from vllm_steer.models.recipes import PROVEN, RECIPES
 
 BLOCK = '''
 class Block:
@@ -152,6 +154,17 @@ def test_an_inherited_forward_counts_with_the_methods_that_it_meets(tmp_path: Pa
     )
     assert digest_of(same) == digest_of(base)
     assert digest_of(replaced) != digest_of(base)
+
+
+def test_the_submodule_that_has_a_layers_sum_counts_with_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Catches a DBRX whose sum of stream and attention has changed, and a recipe that taps in a module unlooked at."""
+    places = {recipe.layer: (recipe.mid or "", *BRANCHES.get(recipe.layer, ())) for recipe in RECIPES}
+    assert {layer for layer, names in places.items() if any("." in name for name in names)} == set(digests.WITHIN)
+    proven = digest_of(dbrx.DbrxBlock)
+    monkeypatch.setattr(dbrx, "DbrxFusedNormAttention", block(BLOCK, tmp_path))
+    assert digest_of(dbrx.DbrxBlock) != proven
+    monkeypatch.delattr(dbrx, "DbrxFusedNormAttention")
+    assert "DbrxFusedNormAttention" in (digests.why_unproven(dbrx.DbrxBlock) or "")
 
 
 def test_a_class_without_source_is_not_proven() -> None:

@@ -3,9 +3,9 @@
 
 A recipe is a claim about what ``forward`` does with the residual stream, so it holds for the code that it was proven
 on and for no other. The digest of a class is that of its ``forward`` and of every method of its own that ``forward``
-calls, directly or not, as syntax: comments, docstrings, annotations and formatting play no part, and neither do the
-platform and the version of Python. ``digests.json``, written by ``scripts/digests.py``, lists them by package and
-version.
+calls, directly or not, and of the same of a submodule within which the recipe has a tap, as syntax: comments,
+docstrings, annotations and formatting play no part, and neither do the platform and the version of Python.
+``digests.json``, written by ``scripts/digests.py``, lists them by package and version.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from vllm_steer.models.layers import INHERITED
 from vllm_steer.models.recipes import PROVEN, qualified_class
 
 FILE = "digests.json"
+WITHIN: Mapping[str, str] = {"vllm.model_executor.models.dbrx.DbrxBlock": "DbrxFusedNormAttention"}
+"""Layers that leave their first sum to a submodule: its class, of the same module as theirs."""
 
 
 class NoSourceError(Exception):
@@ -33,8 +35,15 @@ class NoSourceError(Exception):
 
 def digest_of(cls: type) -> str:
     """SHA-256, in hex, of what ``cls`` does in ``forward``; raises :class:`NoSourceError`."""
+    methods = _methods(cls)
+    within = WITHIN.get(f"{cls.__module__}.{cls.__qualname__}")
+    if within is not None:
+        inner = getattr(import_module(cls.__module__), within, None)
+        if inner is None:
+            raise NoSourceError(f"there is no {within} beside it")
+        methods |= {f"{within}.{name}": tree for name, tree in _methods(inner).items()}
     seen = hashlib.sha256()
-    for name, tree in sorted(_methods(cls).items()):
+    for name, tree in sorted(methods.items()):
         seen.update(f"{name}\n".encode())
         for word in _words(tree):
             # Lengths keep neighbours apart.
