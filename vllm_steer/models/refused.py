@@ -10,6 +10,10 @@ from collections.abc import Mapping
 from typing import Final
 
 _STREAMS: Final = "it carries several residual streams and mixes them, so there is no one stream to read or edit"
+_RESIDUALS: Final = (
+    "with attention residuals (Kimi-K3) it carries several residual streams and mixes them; without them (Kimi-Linear) "
+    "it has one, for which no recipe is proven"
+)
 _DEFERRED: Final = (
     "its blocks hand a branch on unadded, for the next block to filter and add, so no tensor is the stream"
 )
@@ -32,7 +36,7 @@ REFUSED: Final[Mapping[str, str]] = {
             ("deepseek_v41", "DeepseekV4DecoderLayer", _STREAMS),
             ("glm5next", "Glm5NextDecoderLayer", _STREAMS),
             ("hy_v4", "HYV4DecoderLayer", _STREAMS),
-            ("kimi_k3", "KimiDecoderLayer", _STREAMS),
+            ("kimi_k3", "KimiDecoderLayer", _RESIDUALS),
             ("qwen4_exp", "Qwen4ExpDecoderLayer", _STREAMS),
             ("inkling", "InklingDecoderLayer", _DEFERRED),
             ("deepseek_v32", "DeepseekV32DecoderLayer", _KERNELS),
@@ -41,7 +45,7 @@ REFUSED: Final[Mapping[str, str]] = {
         )
         for platform in ("nvidia", "amd", "cpu", "xpu", "common")
     },
-    "vllm.models.kimi_k3.amd.linear.KimiDecoderLayer": _STREAMS,
+    "vllm.models.kimi_k3.amd.linear.KimiDecoderLayer": _RESIDUALS,
     f"{_VLLM}hrm_text.HrmTextDecoderLayer": _LOOPED,
     f"{_VLLM}iquest_loopcoder.LoopCoderDecoderLayer": _LOOPED,
     f"{_VLLM}solar.SolarDecoderLayer": _SKIPS,
