@@ -169,3 +169,13 @@ def test_form_contents_are_not_field_names() -> None:
     """Catches a refusal of an upload whose text speaks of steering."""
     part = b'--x\r\nContent-Disposition: form-data; name="prompt"\r\n\r\nname="steering" steering\r\n--x--'
     assert form_field(part) is None
+
+
+@pytest.mark.parametrize("piece", [b"form-data;", b'form-data; name="', b"form-data;name=", b'name="steering', b"\r\n"])
+def test_a_form_is_gone_through_once(piece: bytes) -> None:
+    """Catches a search that is quadratic in a line: pieces of an upload, small ones too, would stop the server."""
+    body = b"steering" + piece * (300_000 // len(piece))
+    started = time.perf_counter()
+    assert form_field(body) is None
+    assert time.perf_counter() - started < 2
+    assert form_field(body + b'form-data; filename="x"; name="capture"\r\n') == "capture"
