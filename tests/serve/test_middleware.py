@@ -14,6 +14,8 @@ import pytest
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse
+from starlette.testclient import TestClient
+from starlette.websockets import WebSocket, WebSocketDisconnect
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.sampling_params import SamplingParams
 
@@ -275,6 +277,37 @@ async def test_other_middlewares_may_read_the_body(engine: FakeEngine) -> None:
     client = client_of(app)
     assert refusal(await client.post("/tokenize", json=FIELDS))["param"] == "steering_vectors"
     assert (await client.post(ROUTE, json=FIELDS)).json()["steered"] is True
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_session_with_fields_is_refused(nested: bool, engine: FakeEngine) -> None:
+    """Catches a realtime session whose events name steering, and that goes on unsteered."""
+    app = make_app(engine)
+    seen: list[str] = []
+
+    @app.websocket("/v1/realtime")
+    async def realtime(socket: WebSocket) -> None:
+        await socket.accept()
+        try:
+            while True:
+                seen.append(await socket.receive_text())
+                await socket.send_json({"type": "seen"})
+        except WebSocketDisconnect:
+            await socket.send_json({"type": "too late"})
+
+    app.add_middleware(SteeringMiddleware)
+    plain = {"type": "session.update", "model": "m", "note": "steering", "session": {"capture": True}}
+    with TestClient(app).websocket_connect("/v1/realtime") as socket:
+        socket.send_json(plain)
+        assert socket.receive_json() == {"type": "seen"}
+        socket.send_json({**plain, "session": FIELDS} if nested else {**plain, **FIELDS})
+        said = socket.receive_json()
+        assert said["type"] == "error"
+        assert said["error"].startswith("steering_vectors: /v1/realtime does not carry it")
+        with pytest.raises(WebSocketDisconnect) as ended:
+            socket.receive_json()
+    assert ended.value.code == 1008
+    assert [json.loads(each) for each in seen] == [plain]
 
 
 async def test_a_root_path_is_not_part_of_the_route(engine: FakeEngine) -> None:

@@ -22,6 +22,8 @@ OVERLAP = 256
 
 # Objects beside which, not in which, the fields belong: vLLM drops what it does not know in them.
 _WRONG_PLACES = ("extra_body", "sampling_params", "sampling_params.extra_args", "vllm_xargs")
+_OF_EVENTS = ("session",)
+"""As OpenAI's clients write an event that sets up a session."""
 
 # Deeper than any field that is not refused when it is parsed: the options of a capture's consumer are the deepest.
 _DEPTH = 16
@@ -65,8 +67,17 @@ def form_field(data: bytes) -> str | None:
     return next((name[1].decode().lower() for name in names if name), None)
 
 
-def find_fields(body: bytes) -> Found:
-    """Look through a whole JSON body. Malformed JSON has no fields: whoever parses it next refuses it."""
+def event_field(event: bytes) -> str | None:
+    """The field of ours that an event of a WebSocket has, at its top or in its session, if any."""
+    if not may_hold_fields(event):
+        return None
+    found = find_fields(event, _OF_EVENTS)
+    return found.fields[0] if found.fields else None
+
+
+def find_fields(body: bytes, places: tuple[str, ...] = _WRONG_PLACES) -> Found:
+    """Look through a whole JSON body, in which fields at ``places`` are wrong. Malformed JSON has no fields: whoever
+    parses it next refuses it."""
     try:
         document = json.loads(body, object_pairs_hook=_object)
     except json.JSONDecodeError:
@@ -76,7 +87,7 @@ def find_fields(body: bytes) -> Found:
         return Found(problem=SteeringError("body", f"cannot be read as JSON: {reason}"))
     if not isinstance(document, dict):
         return Found()
-    for place in _WRONG_PLACES:
+    for place in places:
         inner: Any = document
         for key in place.split("."):
             inner = inner.get(key) if isinstance(inner, dict) else None

@@ -36,6 +36,7 @@ from vllm_steer.serve.gateway import OWN_PREFIX, BodyTooLargeError, path_of, ref
 from vllm_steer.serve.lifespan import live
 from vllm_steer.serve.limits import KEY_STORE
 from vllm_steer.serve.rights import KeyLimitError
+from vllm_steer.serve.sockets import Socket
 
 # Routes whose requests become sampling parameters through the methods that we wrap. All others refuse.
 CARRYING_ROUTES: tuple[str, ...] = (
@@ -76,7 +77,11 @@ class SteeringMiddleware:
             hold.release()
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send, hold: Hold) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST":
+        if scope["type"] == "websocket":
+            socket = Socket(scope, receive, send)
+            await self.app(scope, socket.receive, socket.send)
+            return
+        if scope["method"] != "POST":
             await self.app(scope, receive, send)
             return
         path = path_of(scope)
