@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -293,3 +294,9 @@ def test_a_private_folder_goes_with_its_process() -> None:
     folder, mode = done.stdout.split()
     assert mode == "0o700"
     assert not Path(folder).exists()
+
+
+def test_a_private_folder_is_not_cleared_with_old_files() -> None:
+    """Catches a server that refuses everything after a quiet week: systemd-tmpfiles spares what is locked."""
+    with pytest.raises(BlockingIOError):
+        fcntl.flock(os.open(directory.private_folder(), os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import gc
 import os
 import subprocess
@@ -169,6 +170,18 @@ def test_the_last_one_to_close_removes_the_folder(name: str) -> None:
     one.close()
     assert not spool_path(name).exists()
     one.close()
+
+
+def test_the_folder_is_not_cleared_with_old_files(name: str) -> None:
+    """Catches a server that can keep nothing any more after a quiet week: systemd-tmpfiles spares what is locked."""
+    store = store_of_name(name)
+    store.put(b"x", "safetensors")
+    folder = os.open(spool_path(name), os.O_RDONLY)
+    with pytest.raises(BlockingIOError):
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    store.close()
+    fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(folder)
 
 
 def test_a_process_that_ends_by_itself_leaves_nothing(name: str) -> None:

@@ -28,7 +28,7 @@ from pathlib import Path
 
 import msgspec
 
-from vllm_steer.entries import exists, identity
+from vllm_steer.entries import exists, hold, identity
 from vllm_steer.errors import SteeringError
 from vllm_steer.registry.errors import RegistryFullError, RegistryUnavailableError
 from vllm_steer.registry.files import read_module, write_module
@@ -220,11 +220,13 @@ class DirectoryStore:
 def private_folder() -> str:
     """A new folder for a registry that is to end with this process."""
     folder = tempfile.mkdtemp(prefix="vllm-steer-registry-")  # mode 700
+    held = hold(folder)  # were it cleared while nobody registers anything, all requests would be refused
     owner = os.getpid()
 
     def remove() -> None:
         if os.getpid() == owner:  # children inherit what is to be done at the end
             shutil.rmtree(folder, ignore_errors=True)
+            os.close(held)
 
     atexit.register(remove)
     return folder

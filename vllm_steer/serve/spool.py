@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from multiprocessing.util import Finalize
 from pathlib import Path
 
+from vllm_steer.entries import hold
+
 _PREFIX = f"vllm-steer-{os.getuid()}-"
 _ALIVE, _LOCK = "alive", "lock"
 _FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -38,7 +40,9 @@ class Spool:
         _remove_abandoned()
         self.path = spool_path(name)
         # Where nobody leaves, at the end of the process.
-        self._leave = Finalize(self, _leave, args=(self.path, self._enter()), exitpriority=_AFTER_CHILDREN)
+        alive = self._enter()
+        args = self.path, alive, hold(self.path)
+        self._leave = Finalize(self, _leave, args=args, exitpriority=_AFTER_CHILDREN)
 
     def _enter(self) -> int:
         while True:
@@ -71,11 +75,12 @@ class Spool:
         self._leave()  # only ever runs once
 
 
-def _leave(path: Path, alive: int) -> None:
+def _leave(path: Path, alive: int, held: int) -> None:
     try:
         _remove_if_free(path, alive)
     finally:
         os.close(alive)
+        os.close(held)
 
 
 def _is_there(descriptor: int, path: Path) -> bool:
