@@ -229,6 +229,40 @@ def test_damaged_content_is_refused_by_name(root: Path) -> None:
         registry(DirectoryStore(root)).set(modules=["bad"])
 
 
+@pytest.mark.parametrize("at_start", [False, True])
+def test_registering_it_again_mends_what_is_damaged(at_start: bool, root: Path, tmp_path: Path) -> None:
+    """Catches a module that is answered as registered, and whose name is refused as before."""
+    digest = registry(DirectoryStore(root)).register("calm", **content(100)).digest
+    file = root / "objects" / f"{digest[7:]}.safetensors"
+    (tmp_path / "calm.safetensors").write_bytes(file.read_bytes())
+    file.write_bytes(b"")
+    one, other = registry(DirectoryStore(root)), registry(DirectoryStore(root))
+    assert one.get("calm").problem is not None and other.get("calm").problem is not None
+    if at_start:
+        one.ensure_file("calm", tmp_path / "calm.safetensors")
+    else:
+        assert one.register("calm", **content(100)).problem is None
+    for each in (one, other, registry(DirectoryStore(root))):
+        assert each.get("calm", data=True).content.data == module(100).to_wire()
+        assert (each.get("calm").problem, each.get("calm").versions, each.list().epoch) == (None, [digest], 2)
+    one.register("calm", **content(100))
+    one.ensure_file("calm", tmp_path / "calm.safetensors")
+    assert one.list().epoch == 2
+
+
+def test_an_old_version_that_is_damaged_stays_old(root: Path, tmp_path: Path) -> None:
+    """Catches a start that mends a version and thereby makes it the current one."""
+    one = registry(DirectoryStore(root))
+    old = one.register("calm", **content(100))
+    new = one.register("calm", **content(200))
+    file = root / "objects" / f"{old.digest[7:]}.safetensors"
+    (tmp_path / "calm.safetensors").write_bytes(file.read_bytes())
+    file.write_bytes(b"")
+    again = registry(DirectoryStore(root))
+    again.ensure_file("calm", tmp_path / "calm.safetensors")
+    assert again.get("calm").digest == new.digest
+
+
 def test_damaged_global_steering_ends_the_start(root: Path) -> None:
     """Catches a server that goes on without the steering that it was told to apply to everybody."""
     registry(DirectoryStore(root)).set(base={"post_block": {1: vector(1)}})

@@ -93,10 +93,15 @@ class SteeringRegistry:
         return self.register_module(name, *_of_file(source))
 
     def ensure_file(self, name: str, path: str | Path) -> None:
-        """Register a file unless ``name`` has that version already, be it current or not: for the start of a server."""
+        """Register a file unless ``name`` has that version already, be it current or not: for the start of a server.
+
+        What the registry has lost of a current version is there again.
+        """
         module, about = _of_file(path)
-        versions = self.snapshot().index.modules.get(read_name(name, "name"), ())
-        if module.digest not in [version.digest for version in versions]:
+        snapshot = self.snapshot()
+        digests = [version.digest for version in snapshot.index.modules.get(read_name(name, "name"), ())]
+        lost = module.digest in snapshot.problems and digests[-1:] == [module.digest]
+        if module.digest not in digests or lost:
             with audit.coming_from(audit.START):
                 self.register_module(name, module, about)
 

@@ -143,13 +143,13 @@ class Snapshot:
     def with_module(
         self, name: str, module: Module, about: About, registered: float, limits: RegistryLimits
     ) -> Snapshot:
-        """The state in which ``name`` means ``module``; this very one where it does already.
+        """The state in which ``name`` means ``module``; this very one where it does already and the content is there.
 
         Raises:
             RegistryFullError: there is no room for it.
         """
         old = self.index.modules.get(name, ())
-        if old and (old[-1].digest, old[-1].about) == (module.digest, about):
+        if old and (old[-1].digest, old[-1].about) == (module.digest, about) and module.digest in self.contents:
             return self
         if not old and len(self.index.modules) >= limits.modules:
             raise RegistryFullError("name", f"there are {limits.modules} modules, the most there can be; delete one")
@@ -187,7 +187,7 @@ class Snapshot:
         return Snapshot(
             index,
             {digest: module for digest, module in contents.items() if digest in needed},
-            {digest: problem for digest, problem in self.problems.items() if digest in needed},
+            {digest: problem for digest, problem in self.problems.items() if digest in needed - contents.keys()},
         )
 
     def _within(self, limits: RegistryLimits) -> Snapshot:
