@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import signal
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -261,6 +263,29 @@ def test_an_old_version_that_is_damaged_stays_old(root: Path, tmp_path: Path) ->
     again = registry(DirectoryStore(root))
     again.ensure_file("calm", tmp_path / "calm.safetensors")
     assert again.get("calm").digest == new.digest
+
+
+def test_content_that_cannot_be_read_for_now_is_tried_again(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a process that calls a sound module damaged until somebody changes the registry."""
+    one, other = registry(DirectoryStore(root)), registry(DirectoryStore(root))
+    one.set(base={"post_block": {1: vector(1)}})
+    opened = directory._open
+
+    def without_descriptors(name: str, folder: int) -> int:
+        if name.endswith(directory.SUFFIX):
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return opened(name, folder)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(directory, "_open", without_descriptors)
+        with pytest.raises(RegistryUnavailableError, match="cannot be read: Too many open files"):
+            other.admit({})
+    assert not other.is_stale()  # not with every request
+    later = time.monotonic() + directory.AGAIN_SECONDS
+    monkeypatch.setattr(time, "monotonic", lambda: later)
+    assert other.is_stale()
+    assert other.admit({}) == one.admit({}) != {}
+    assert not other.is_stale()
 
 
 def test_damaged_global_steering_ends_the_start(root: Path) -> None:

@@ -14,6 +14,7 @@ says for certain whether there is a newer one.
 from __future__ import annotations
 
 import atexit
+import errno
 import fcntl
 import os
 import secrets
@@ -39,6 +40,8 @@ FIELD = "steering registry"
 INDEX, LOCK, OBJECTS, SUFFIX = "index.json", "lock", "objects", ".safetensors"
 LOCK_SECONDS = 10.0
 """How long a change waits for another process's."""
+AGAIN_SECONDS = 1.0
+"""After how long content is tried again that could not be read for now."""
 MAX_INDEX = 1 << 28
 """Most bytes of an index that is read."""
 INDEX_ROOM = MAX_INDEX // 2
@@ -59,6 +62,7 @@ class DirectoryStore:
         self.path = Path(path)
         self._lock = threading.RLock()
         self._seen = -1
+        self._again: float | None = None
         with _telling_why(self.path):
             with suppress(FileExistsError):
                 self.path.mkdir(mode=0o700, parents=True)
@@ -79,7 +83,10 @@ class DirectoryStore:
         return self._snapshot
 
     def is_stale(self) -> bool:
-        """Whether the index is another file than the one that was read; one ``stat``."""
+        """Whether the index is another file than the one that was read; one ``stat``. Or whether content is to be tried
+        again: where descriptors have run out, say, a failure tells nothing of the file."""
+        if self._again is not None and time.monotonic() >= self._again:
+            return True
         try:
             return identity(os.stat(INDEX, dir_fd=self._folder, follow_symlinks=False)) != self._seen_identity
         except OSError:
@@ -133,6 +140,7 @@ class DirectoryStore:
             index = _decode(_contents(fd, MAX_INDEX))
             contents = dict(self._snapshot.contents)
             problems: dict[str, str] = {}
+            again = False
             needed = index.digests()
             for digest in needed - contents.keys():
                 try:
@@ -142,13 +150,17 @@ class DirectoryStore:
                         os.close(fd)  # removed by whoever published a newer state
                         return
                     problems[digest] = "its file is missing from the registry's folder"
-                except (SteeringError, OSError) as error:
+                except SteeringError as error:
                     problems[digest] = f"its file in the registry's folder is damaged: {error}"
+                except OSError as error:
+                    problems[digest] = f"its file in the registry's folder cannot be read: {error.strerror or error}"
+                    again = again or error.errno != errno.ELOOP  # which a link stays
         except BaseException:
             with suppress(OSError):
                 os.close(fd)
             raise
         self._adopt(fd, Snapshot(index, {digest: contents[digest] for digest in needed & contents.keys()}, problems))
+        self._again = time.monotonic() + AGAIN_SECONDS if again else None
 
     def _read_object(self, digest: str) -> Module:
         fd = _open(_file_name(digest), self._objects)
