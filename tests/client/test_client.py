@@ -116,6 +116,26 @@ def test_packing() -> None:
         jsonable({"a": [1, object()]}, "f")
 
 
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"post_block": {15: [1.0], "15": [2.0]}}, "f.post_block: has 15 twice"),
+        ({"post_block": {15: [1.0, float("nan")]}}, r"f.post_block.15\[1\]: cannot be sent as JSON: nan"),
+        ({"scale": np.float32("inf")}, "f.scale: cannot be sent as JSON: inf"),
+        ({"scale": np.longdouble(1)}, "f.scale"),
+    ],
+)
+def test_what_would_be_sent_as_something_else_is_refused(wrong: Any, words: str) -> None:
+    """Catches a vector that is lost on the way, and an error of the JSON module in the place of a sentence."""
+    with pytest.raises(SteeringError, match=words):
+        jsonable(wrong, "f")
+
+
+def test_numbers_of_several_types_are_numbers() -> None:
+    """Catches a vector that is taken for what its first component is."""
+    assert json.dumps(jsonable([0.5, np.float32(1.5), 2, np.float64(0.25)], "f")) == "[0.5, 1.5, 2, 0.25]"
+
+
 def test_rows_of_an_answer() -> None:
     """Catches rows of another shape, order or dtype than those that were sent."""
     rows = torch.arange(6, dtype=torch.bfloat16).reshape(2, 3)

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import base64
+import math
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,7 +21,9 @@ def jsonable(value: Any, field: str) -> Any:
 
     Whether the server takes it is for the server to say.
     """
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if isinstance(value, float):
+        return _finite(value, field)
+    if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, Edit):
         return value.to_wire()
@@ -28,16 +32,26 @@ def jsonable(value: Any, field: str) -> Any:
     if isinstance(value, Reference):
         return [str(value), value.scale]
     if isinstance(value, Mapping):
-        return {str(key): jsonable(item, f"{field}.{key}") for key, item in value.items()}
+        sent = {str(key): jsonable(item, f"{field}.{key}") for key, item in value.items()}
+        if len(sent) != len(value):
+            twice = next(key for key, count in Counter(map(str, value)).items() if count > 1)
+            raise SteeringError(field, f"has {twice} twice, in two types, and one would be lost; give it once")
+        return sent
     if isinstance(value, (list, tuple, range)):
-        if value and isinstance(value[0], float):
+        if all(isinstance(item, float) and math.isfinite(item) for item in value):
             return list(value)  # the numbers of a vector: nothing to look into
         return [jsonable(item, f"{field}[{i}]") for i, item in enumerate(value)]
-    if isinstance(value, np.generic):
-        return value.item()
+    if isinstance(value, np.generic) and not isinstance(value.item(), np.generic):
+        return jsonable(value.item(), field)
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return _packed(value, field)
     raise SteeringError(field, f"cannot be sent as JSON: {type(value).__name__}")
+
+
+def _finite(number: float, field: str) -> float:
+    if not math.isfinite(number):
+        raise SteeringError(field, f"cannot be sent as JSON: {number}")
+    return number
 
 
 def _packed(array: Any, field: str) -> dict[str, object]:
