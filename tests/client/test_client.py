@@ -7,6 +7,7 @@ import base64
 import inspect
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +202,24 @@ def test_a_completion_is_not_paid_for_twice() -> None:
     transport, seen = failing(503, httpx.ConnectError)
     assert Client(transport=transport, model="tiny", retry=QUICK).complete("Hi").text == "a"
     assert len(seen) == 3
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "attempts"), [((503, 429), 3), ((httpx.ConnectError, 429), 3), ((503,) * 5, 3), ((400,), 1),
+                               ((httpx.ReadError,), 1), ((httpx.ConnectTimeout,) * 5, 3)]
+)  # fmt: skip
+async def test_a_stream_that_has_not_begun_is_asked_for_again(outcomes: tuple[Any, ...], attempts: int) -> None:
+    """Catches streams that fail where all else is made again, and answers that are asked for twice."""
+    messages = [{"role": "user", "content": "Hi"}]
+    right = attempts > len(outcomes)
+    transport, seen = failing(*outcomes)
+    with nullcontext() if right else pytest.raises((ServerError, httpx.TransportError)):
+        list(Client(transport=transport, model="tiny", retry=QUICK).stream_chat(messages))
+    assert len(seen) == attempts
+    transport, seen = failing(*outcomes)
+    with nullcontext() if right else pytest.raises((ServerError, httpx.TransportError)):
+        _ = [each async for each in AsyncClient(transport=transport, model="tiny", retry=QUICK).stream_chat(messages)]
+    assert len(seen) == attempts
 
 
 def test_waits() -> None:

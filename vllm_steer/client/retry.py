@@ -10,6 +10,8 @@ import httpx
 
 LATER = (429, 503)
 """Statuses with which a server says that it has done nothing, and to come again."""
+NOT_ASKED = (httpx.ConnectError, httpx.ConnectTimeout)
+"""A connection that was never made has asked for nothing."""
 
 
 @dataclass(frozen=True)
@@ -36,5 +38,4 @@ class Retry:
 def _may_repeat(outcome: httpx.Response | httpx.TransportError, repeatable: bool) -> bool:
     if isinstance(outcome, httpx.Response):
         return outcome.status_code in LATER
-    # A connection that was never made has asked for nothing.
-    return repeatable or isinstance(outcome, (httpx.ConnectError, httpx.ConnectTimeout))
+    return repeatable or isinstance(outcome, NOT_ASKED)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -16,7 +17,7 @@ from vllm_steer.client.answers import CaptureAnswer, Completion, Piece, Rows, er
 from vllm_steer.client.calls import Call
 from vllm_steer.client.events import events
 from vllm_steer.client.packing import jsonable
-from vllm_steer.client.retry import Retry
+from vllm_steer.client.retry import NOT_ASKED, Retry
 from vllm_steer.registry.schema import Deleted, GlobalSteering, ModuleInfo, ModuleList
 
 T = TypeVar("T")
@@ -99,12 +100,22 @@ class Client:
     def stream_chat(self, messages: Sequence[Mapping[str, Any]], **fields: Any) -> Iterator[Piece]:
         """As `chat`, piece by piece."""
         body = {"model": self.model, "messages": [dict(each) for each in messages], **fields, "stream": True}
-        with self._http.stream("POST", "/v1/chat/completions", json=jsonable(body, "body")) as answer:
-            if not answer.is_success:
-                answer.read()
-                raise error_of(answer)
-            for event in events(answer.iter_bytes()):
-                yield piece_of(event)
+        sent = jsonable(body, "body")
+        for attempt in count(1):
+            outcome: httpx.Response | httpx.TransportError
+            try:
+                with self._http.stream("POST", "/v1/chat/completions", json=sent) as outcome:
+                    if outcome.is_success:
+                        for event in events(outcome.iter_bytes()):
+                            yield piece_of(event)
+                        return
+                    outcome.read()
+            except NOT_ASKED as error:
+                outcome = error
+            wait = self._retry.wait(attempt, outcome, repeatable=False)
+            if wait is None:
+                raise outcome if isinstance(outcome, httpx.TransportError) else error_of(outcome)
+            time.sleep(wait)
 
     def fetch(self, capture: CaptureAnswer | str) -> dict[tuple[str, int], Rows]:
         """The rows of a capture that were too large for its answer, by point and layer."""
