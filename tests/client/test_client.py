@@ -222,6 +222,15 @@ async def test_a_stream_that_has_not_begun_is_asked_for_again(outcomes: tuple[An
     assert len(seen) == attempts
 
 
+@pytest.mark.parametrize("client", [Client, AsyncClient])
+@pytest.mark.parametrize("key", ["vsk-a\n", "ключ", " vsk-a", "vsk\x00a"])
+def test_a_key_that_no_header_carries(client: Any, key: str) -> None:
+    """Catches an error that has the key in it, and one that is taken for a server which cannot be reached."""
+    with pytest.raises(SteeringError, match="api_key") as refused:
+        client(api_key=key)
+    assert "vsk" not in str(refused.value)
+
+
 def test_waits() -> None:
     """Catches waits that do not grow, or that are shorter than the server asks for."""
     retry = Retry(attempts=9, first=1.0, longest=4.0)

@@ -37,7 +37,7 @@ class AsyncClient:
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         """Nothing is sent yet; the arguments are those of `Client`."""
-        headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+        headers = calls.headers(api_key)
         self._http = httpx.AsyncClient(base_url=url, headers=headers, timeout=timeout, transport=transport)
         self._model = model
         self._retry = retry

@@ -98,6 +98,16 @@ def fetch(capture: CaptureAnswer | str) -> Call[dict[tuple[str, int], Rows]]:
     return Call("GET", f"/v1/captures/{quote(handle, safe='')}", lambda answer: sites_of_file(answer.content))
 
 
+def headers(api_key: str | None) -> dict[str, str]:
+    """Those of every request; raises SteeringError for a key that no header can carry."""
+    if api_key is None:
+        return {}
+    if not api_key.isascii() or not api_key.isprintable() or api_key != api_key.strip():
+        # Not the key: whoever reads this may not be who may know it.
+        raise SteeringError("api_key", "has characters that no key has: spaces, line ends or letters beyond ASCII")
+    return {"authorization": f"Bearer {api_key}"}
+
+
 def _generate(path: str, body: Mapping[str, Any]) -> Call[Completion]:
     read: Callable[[httpx.Response], Completion] = lambda answer: completion_of(answer.json())  # noqa: E731
     return Call("POST", path, read, body=jsonable(body, "body"), repeatable=False)

@@ -52,8 +52,7 @@ class Client:
             timeout: seconds that a connection may be silent.
             transport: in place of httpx's own.
         """
-        headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
-        self._http = httpx.Client(base_url=url, headers=headers, timeout=timeout, transport=transport)
+        self._http = httpx.Client(base_url=url, headers=calls.headers(api_key), timeout=timeout, transport=transport)
         self._model = model
         self._retry = retry
 
