@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import httpx
 import pytest
 from fastapi import FastAPI
 from typer.testing import CliRunner
@@ -52,6 +53,29 @@ def test_set_and_status(url: str, tmp_path: Path) -> None:
     run(url, "set", "terse=x", status=2)
     run(url, "set", "terse", "--clear", status=2)
     assert "names nothing" in run(url, "set", status=1)
+
+
+def test_a_file_and_the_command_line_do_not_disagree(url: str, tmp_path: Path) -> None:
+    """Catches one of two values being taken and the other ignored, and a traceback for the two of `replace`."""
+    module_file, set_file = tmp_path / "terse.json", tmp_path / "set.json"
+    module_file.write_text(json.dumps({**BASE, "name": "terse"}))
+    assert "name: is calm on the command line" in run(url, "modules", "add", "calm", str(module_file), status=1)
+    run(url, "modules", "add", "terse", str(module_file))
+    set_file.write_text(json.dumps({"modules": ["terse"], "replace": False}))
+    assert "modules: stands in" in run(url, "set", "terse=2", "--file", str(set_file), status=1)
+    assert "replace: stands in" in run(url, "set", "--replace", "--file", str(set_file), status=1)
+    assert "global steering: none" in run(url, "status")
+    set_file.write_text(json.dumps({"modules": None, "replace": True}))
+    assert "terse" in run(url, "set", "terse", "--replace", "--file", str(set_file))
+
+
+@pytest.mark.parametrize("command", [("status",), ("modules", "ls"), ("set", "--clear")])
+@pytest.mark.parametrize("body", ["<html>", '{"data": []}', "[]"])
+def test_another_server_than_ours(command: tuple[str, ...], body: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a traceback where the address is that of something else."""
+    transport = httpx.MockTransport(lambda request: httpx.Response(200, text=body))
+    monkeypatch.setattr("httpx._client.HTTPTransport", lambda **options: transport)
+    assert "error: http://here answers, but not as" in run("http://here", *command, status=1)
 
 
 def test_a_server_that_is_not_there() -> None:

@@ -36,6 +36,9 @@ def connected(url: str, api_key: str | None) -> Iterator[Client]:
     except (ServerError, SteeringError, OSError, httpx.InvalidURL) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from None
+    except ValueError:
+        typer.echo(f"error: {url} answers, but not as a server with vllm-steer does", err=True)
+        raise typer.Exit(1) from None
 
 
 def references(modules: list[str] | None) -> list[tuple[str, float]]:

@@ -75,6 +75,8 @@ def add(
             body = parse_json(path.read_bytes(), str(path))
             if not isinstance(body, dict):
                 raise SteeringError(str(path), "is no JSON object")
+            if body.get("name") not in (None, name):
+                raise SteeringError("name", f"is {name} on the command line, and another one in {path}")
             found = client.register(**{**body, "name": name})
         else:
             found = client.register_file(name, path)

@@ -42,9 +42,12 @@ def set_steering(
         body: Any = {} if file is None else parse_json(file.read_bytes(), str(file))
         if not isinstance(body, dict):
             raise SteeringError(str(file), "is no JSON object")
-        if named:
-            body["modules"] = named
-        _print(client.set(**body, **({"replace": True} if replace else {})))
+        for key, given in {"modules": named, "replace": replace}.items():
+            if given and body.get(key) not in (None, given):
+                raise SteeringError(key, f"stands in {file} and on the command line; one of them would be ignored")
+            if given:
+                body[key] = given
+        _print(client.set(**body))
 
 
 def status(url: Url = URL, api_key: ApiKey = None) -> None:

@@ -80,7 +80,13 @@ def status(data: bool) -> Call[GlobalSteering]:
 
 
 def served_models() -> Call[str]:
-    return Call("GET", "/v1/models", lambda answer: str(answer.json()["data"][0]["id"]))
+    def first(answer: httpx.Response) -> str:
+        try:
+            return str(answer.json()["data"][0]["id"])
+        except (LookupError, TypeError):
+            raise ValueError("the list of models is not as vLLM's is") from None
+
+    return Call("GET", "/v1/models", first)
 
 
 def complete(model: str, prompt: Any, fields: Mapping[str, Any]) -> Call[Completion]:
