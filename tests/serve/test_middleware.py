@@ -22,8 +22,10 @@ from vllm.sampling_params import SamplingParams
 from tests.serve.application import Body, make_app
 from tests.serve.fakes import FakeEngine, vector
 from vllm_steer.frontend import ensure_served
+from vllm_steer.params import EXTRA_KEY
 from vllm_steer.registry.errors import RegistryUnavailableError
 from vllm_steer.registry.registry import SteeringRegistry
+from vllm_steer.serve.exchange import follow
 from vllm_steer.serve.middleware import CARRYING_ROUTES, RETRY_AFTER, SteeringMiddleware
 from vllm_steer.serve.protocol import NoRoomError, apply_to_params
 
@@ -346,6 +348,25 @@ async def test_a_steered_request_that_found_no_room_may_be_tried_again(engine: F
     assert steered.headers["retry-after"] == str(RETRY_AFTER)
     assert "waited too long" in steered.json()["error"]["message"]
     assert "retry-after" not in (await client.post(ROUTE, json={})).headers
+
+
+@pytest.mark.parametrize("route", [ROUTE, "/v1/messages"])
+async def test_so_may_one_that_everybodys_steering_or_capture_kept_waiting(route: str, engine: FakeEngine) -> None:
+    """Catches a 503 for want of room that says so only to those who asked for something themselves."""
+    app = FastAPI()
+    app.state.args = SimpleNamespace(steering_max_body_mib=1)
+    app.state.engine_client = engine
+
+    @app.post(route)
+    async def full(body: Body) -> JSONResponse:
+        extra = {EXTRA_KEY: b"program"} if body.model_extra else {}
+        follow(None, SimpleNamespace(sampling_params=SamplingParams(extra_args=extra)))
+        error = create_error_response(NoRoomError("waited too long"))
+        return JSONResponse(error.model_dump(), status_code=error.error.code)
+
+    client = client_of(app)
+    assert (await client.post(route, json={"steered": "as all are"})).headers["retry-after"] == str(RETRY_AFTER)
+    assert "retry-after" not in (await client.post(route, json={})).headers
 
 
 async def test_a_registry_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:

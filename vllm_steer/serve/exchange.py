@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeAlias
 from vllm_steer.capture.desk import CaptureResults
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend import Served
-from vllm_steer.params import APPLIED_KEY
+from vllm_steer.params import APPLIED_KEY, EXTRA_KEY
 from vllm_steer.serve.authority import NOBODY
 from vllm_steer.serve.books import Hold
 
@@ -52,6 +52,9 @@ class Exchange:
     """What was applied, as JSON, once a sample has been given to the engine."""
     applied: bool = False
     """Whether sampling parameters were made that carry the fields."""
+    needs_room: bool = False
+    """Whether the engine was given a program of it, be it global steering or captures of every request: such a one
+    may wait for its places until its time is over."""
     consumers: tuple[str, ...] = ()
     """Those that ``capture`` names, once it is applied: the answer has to carry what they report."""
     samples: int = 1
@@ -89,6 +92,7 @@ def follow(output_processor: Any, request: Any) -> None:
         return
     extra = request.sampling_params.extra_args or {}
     exchange.steering = extra.get(APPLIED_KEY) or exchange.steering
+    exchange.needs_room = exchange.needs_room or EXTRA_KEY in extra
     if not exchange.consumers:
         return
     prompt = extra.get(PROMPT_KEY)

@@ -158,7 +158,8 @@ class _Gate:
                 await self.refuse(message["headers"])
                 return
             self._started = True
-            if message["status"] == HTTPStatus.SERVICE_UNAVAILABLE and self.exchange.applied:
+            waited = self.exchange.applied or self.exchange.needs_room
+            if message["status"] == HTTPStatus.SERVICE_UNAVAILABLE and waited:
                 count_refusal(message["status"], NO_ROOM)
                 MutableHeaders(scope=message).setdefault("retry-after", str(RETRY_AFTER))
         await (self._send if self._delivery is None else self._delivery.send)(message)
