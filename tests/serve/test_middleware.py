@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,12 +20,15 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.sampling_params import SamplingParams
 
+from tests.registry.modules import registry
 from tests.serve.application import Body, make_app
 from tests.serve.fakes import FakeEngine, vector
-from vllm_steer.frontend import ensure_served
+from vllm_steer.frontend import RegistryOptions, ensure_served, set_registry
 from vllm_steer.params import EXTRA_KEY
+from vllm_steer.registry.directory import DirectoryStore
 from vllm_steer.registry.errors import RegistryUnavailableError
 from vllm_steer.registry.registry import SteeringRegistry
+from vllm_steer.serve import gateway
 from vllm_steer.serve.exchange import follow
 from vllm_steer.serve.middleware import CARRYING_ROUTES, RETRY_AFTER, SteeringMiddleware
 from vllm_steer.serve.protocol import NoRoomError, apply_to_params
@@ -383,3 +387,24 @@ async def test_a_registry_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -
     assert response.status_code == 503
     assert response.headers["retry-after"] == "1"
     assert "it is gone" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("fields", [{}, {"steering_modules": ["calm"]}])
+async def test_content_that_cannot_be_read_is_nobodys_bad_request(
+    fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a 400, which nobody tries again and no alert counts, for a damaged file of the registry."""
+    counted: list[tuple[int, str]] = []
+    monkeypatch.setattr(gateway, "count_refusal", lambda *what: counted.append(what))
+    engine, elsewhere = FakeEngine(), registry(DirectoryStore(tmp_path / "registry"))
+    set_registry(engine, RegistryOptions(str(tmp_path / "registry")))
+    await ensure_served(engine)
+    elsewhere.register("calm", base={"post_block": {1: vector()}})
+    if not fields:
+        elsewhere.set(modules=["calm"])
+    for file in (tmp_path / "registry" / "objects").iterdir():
+        file.write_bytes(b"")
+    response = await client_of(make_app(engine)).post(ROUTE, json=fields)
+    assert "damaged" in refusal(response, 503)["message"]
+    assert response.headers["retry-after"] == "1"
+    assert counted == [(503, "steering registry")]

@@ -15,6 +15,7 @@ from starlette.types import Scope
 from vllm_steer import audit
 from vllm_steer.errors import SteeringError
 from vllm_steer.metrics.requests import count_refusal
+from vllm_steer.registry.directory import FIELD as REGISTRY_FIELD
 from vllm_steer.registry.errors import RegistryFullError, RegistryUnavailableError, UnknownModuleError
 from vllm_steer.registry.schema import ErrorAnswer, ErrorDetail
 from vllm_steer.serve.authority import require
@@ -101,7 +102,8 @@ def status_of(error: SteeringError) -> tuple[HTTPStatus, str]:
 def refusal(error: SteeringError) -> JSONResponse:
     """The answer that says what is wrong. Every refusal that this package makes over HTTP is made and counted here."""
     status, kind = status_of(error)
-    count_refusal(status.value, error.field)
+    # Content that cannot be read goes by its digest, and is the registry's trouble all the same.
+    count_refusal(status.value, REGISTRY_FIELD if isinstance(error, RegistryUnavailableError) else error.field)
     detail = ErrorDetail(message=str(error), type=kind, param=error.field, code=status.value)
     headers = {}
     if status in (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.TOO_MANY_REQUESTS):

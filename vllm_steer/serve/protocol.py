@@ -29,6 +29,7 @@ from vllm_steer.params import (
     read_specs,
 )
 from vllm_steer.program import Program, compile_program
+from vllm_steer.registry.errors import RegistryUnavailableError
 from vllm_steer.serve.authority import current_key, require_fields
 from vllm_steer.serve.books import Hold
 from vllm_steer.serve.exchange import PROMPT_KEY, Answer, Exchange, current
@@ -72,7 +73,9 @@ def refused(error: SteeringError) -> RequestRefused:
     answered = RequestRefused(error.field, error.problem)
     exchange = current.get()
     if exchange is not None:
-        exchange.refusal = error if isinstance(error, AccessError) else answered
+        # Of these, the status says whose fault it is, and whether to come again.
+        keeps = isinstance(error, (AccessError, RegistryUnavailableError))
+        exchange.refusal = error if keeps else answered
     return answered
 
 
