@@ -47,6 +47,7 @@ def test_a_key_is_made_shown_once_and_revoked(file: Path) -> None:
         (("new", "b", "--right", "root"), 2, "root"),
         (("new", "b", "--limit", "steering_requests"), 2, "no limit"),
         (("new", "b", "--limit", "requests=3"), 1, "steering_requests"),
+        (("new", "b", "--limit", "steering_requests=3", "--limit", "steering_requests=4"), 2, "twice"),
         (("new", "b", "--limit", "steering_requests=0"), 1, "must be 1"),
         (("revoke", "bob"), 1, "there is no key bob"),
     ],

@@ -103,5 +103,7 @@ def _limits(texts: list[str]) -> dict[str, int]:
         name, _, value = text.partition("=")
         if not (value.isascii() and value.isdecimal() and len(value) < 20):
             raise typer.BadParameter(f"{text!r} is no limit; write NAME=N, e.g. steering_requests=8")
+        if name in limits:
+            raise typer.BadParameter(f"{name} is there twice, and one would be ignored")
         limits[name] = int(value)
     return limits
