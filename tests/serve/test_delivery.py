@@ -167,6 +167,15 @@ async def test_streams_get_one_more_event(pieces: list[str]) -> None:
     assert event["choices"][0]["capture_results"]["memory"]["sites"]["post_block"]["1"]["shape"] == [3, HIDDEN]
 
 
+async def test_a_choice_of_a_stream_without_a_result_says_so() -> None:
+    """Catches a stream that failed for one of its prompts, and is silent about that prompt's capture."""
+    app = make_capturing_app([{"memory": done(captured())}], runs=0)
+    response = await client_of(app).post(ROUTE, json={**BODY, "stream": ['data: {"error": {}}\n\n', DONE]})
+    event = json.loads(response.text.split("data: ")[2])
+    (choice,) = event["choices"]
+    assert (choice["index"], choice["capture_results"]["memory"]["status"]) == (0, "error")
+
+
 async def test_encoded_answers_are_refused() -> None:
     """Catches an answer of compressed bytes that is taken for one without choices, or broken."""
     app = make_capturing_app([{"memory": done(captured())}])

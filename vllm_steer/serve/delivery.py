@@ -111,7 +111,9 @@ class Delivery:
         if self._exchange.answer == "response":
             event = {"type": NAME, NAME: reports.get(0) or no_results(self._exchange)}
             return b"event: " + NAME.encode() + b"\ndata: " + await asyncio.to_thread(_encode, event) + b"\n\n"
-        choices = [{"index": index, NAME: reports[index]} for index in sorted(reports)]
+        # All that were to come, as in a JSON answer: one that ended ahead of its result is not to be missing.
+        there = sorted({*reports, *range(self._exchange.prompts * self._exchange.samples)})
+        choices = [{"index": index, NAME: reports.get(index) or no_results(self._exchange)} for index in there]
         return b"data: " + await asyncio.to_thread(_encode, {"object": NAME, "choices": choices}) + b"\n\n"
 
     async def _reports(self) -> dict[int, dict[str, Any]]:
