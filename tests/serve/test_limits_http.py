@@ -22,6 +22,7 @@ from tests.serve.fakes import HIDDEN, LAYERS, MAX_MODEL_LEN, FakeEngine, served,
 from tests.serve.guarded import EVERYTHING, client_of, make_guarded_app, refused, start, write_keys
 from vllm_steer.frontend import REGISTRY_VARIABLE, RegistryOptions
 from vllm_steer.params import compile_fields, program_of
+from vllm_steer.registry import admission
 from vllm_steer.serve.books import Books, books_of
 from vllm_steer.serve.captures import store_of
 from vllm_steer.serve.exchange import Exchange, note_prompt_len
@@ -181,6 +182,22 @@ async def test_modules_count_as_what_is_in_them(path: Path, monkeypatch: pytest.
     refused(
         await client.post("/v1/steering/modules", json={"name": "x", "base": {"pre_attn": {"1": vector(9.0)}}}), 400
     )
+    assert set(books_of(app).in_use.values()) == {0}
+
+
+async def test_modules_are_counted_before_they_are_joined(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a body of a few names that keeps the event loop busy with edits which it may not have."""
+    secrets = write_keys(path, {"me": EVERYTHING})
+    app = await start(make_guarded_app(path, steering_request_edits=2))
+    client = client_of(app, secrets["me"])
+    small = {"name": "small", "base": {"pre_attn": {"1": vector()}}}
+    assert (await client.post("/v1/steering/modules", json=small)).status_code == 200
+    assert (await client.post(ROUTE, json={"steering_modules": ["small"] * 2})).status_code == 200
+    monkeypatch.setattr(admission, "join", lambda programs: pytest.fail("joined"))
+    three = refused(await client.post(ROUTE, json={"steering_modules": ["small"] * 3}), 413)
+    assert "3 edits; 2 is the most" in three["message"]
+    nobody = refused(await client.post(ROUTE, json={"steering_modules": ["small", "nobody"]}), 400)
+    assert nobody["param"] == "steering_modules[1]"
     assert set(books_of(app).in_use.values()) == {0}
 
 

@@ -69,6 +69,16 @@ class Admission:
         return {**rest, **kept[key]}
 
 
+def count_edits(extra: Mapping[str, Any], snapshot: Snapshot) -> int:
+    """How many edits the modules have that ``extra_args`` name, each as often as it is named, before any is joined.
+
+    Raises:
+        SteeringError: a module is not there.
+    """
+    uses = _found(read_references(extra) or (), snapshot)
+    return sum(len(snapshot.content(use.digest).program.steps) for use in uses)
+
+
 def _composed(ours: Mapping[str, Any], snapshot: Snapshot) -> dict[str, bytes]:
     """What becomes of the keys that are ours."""
     own = None if EXTRA_KEY not in ours else Program.from_bytes(ours[EXTRA_KEY])

@@ -117,13 +117,17 @@ class Books:
         parts: list[Step | Read] = [*steps, *program.reads]
         layers = {layer for part in parts for layer in part.layers or range(num_layers)}
         for limit, count in ((EDITS, len(steps)), (VECTORS, len(vectors)), (LAYERS, len(layers))):
-            most = self.limit(limit, None)
-            if count > most:
-                raise TooLargeError(STEERING, f"has {count} {limit.name.partition('_')[2]}; {most} is the most "
-                                    f"({limit.flag})")  # fmt: skip
+            self.check_count(limit, count)
         check_magnitude(program, steps, self.limit(NORM, None))
         content = msgspec.msgpack.encode((program.steps, program.reads, program.digests))
         return Load(hashlib.blake2b(content, digest_size=16).digest(), vectors)
+
+    def check_count(self, limit: ServerLimit, count: int) -> None:
+        """Raise TooLargeError where one request has more of something than ``limit`` allows."""
+        most = self.limit(limit, None)
+        if count > most:
+            what = limit.name.partition("_")[2]
+            raise TooLargeError(STEERING, f"has {count} {what}; {most} is the most ({limit.flag})")
 
     @property
     def in_use(self) -> dict[str, int]:

@@ -29,10 +29,12 @@ from vllm_steer.params import (
     read_specs,
 )
 from vllm_steer.program import Program, compile_program
+from vllm_steer.registry.admission import count_edits
 from vllm_steer.registry.errors import RegistryUnavailableError
 from vllm_steer.serve.authority import current_key, require_fields
 from vllm_steer.serve.books import Hold
 from vllm_steer.serve.exchange import PROMPT_KEY, Answer, Exchange, current
+from vllm_steer.serve.limits import EDITS
 from vllm_steer.serve.lookalikes import reads_as
 from vllm_steer.serve.rights import AccessError
 from vllm_steer.spec import FIELD_NAMES, CaptureSpec, Edit, parse_capture, parse_fields, parse_references
@@ -192,6 +194,9 @@ def _apply(fields: Mapping[str, Any], params: Any, exchange: Exchange, answer: A
 def _admitted(own: Mapping[str, bytes], served: Served, hold: Hold | None) -> Mapping[str, bytes]:
     """With the mark also where nothing applies: the engine's front end is not to look again."""
     snapshot = served.registry.snapshot()
+    if hold is not None:
+        # Ahead of joining them: a few names can stand for more edits than a server joins in a moment.
+        hold.books.check_count(EDITS, count_edits(own, snapshot))
     admitted = {APPLIED_KEY: b"", **served.registry.admit(own, snapshot)}
     if own and hold is not None and EXTRA_KEY in admitted:
         program = Program.from_bytes(admitted[EXTRA_KEY])
