@@ -120,10 +120,16 @@ def test_no_more_segments_are_made_than_are_wanted(rows_made: list[int]) -> None
         resolve(small, 4, LAYERS, most=4)
 
 
-def test_edits_that_go_on_where_equal_ones_end_are_one_segment() -> None:
-    """Catches a bound that is taken for a segment: two halves of one edit fit where it does."""
+def test_edits_that_go_on_where_equal_ones_end_are_one_segment(rows_made: list[int]) -> None:
+    """Catches a bound that is taken for a segment: two halves of one edit fit where it does. And a row that is made at
+    each of two thousand bounds, beside all the other edits, of a program that has few segments."""
     program = compile_program([edit(0, [[0, 5]]), edit(0, [[5, None]])])
     assert len(resolve(program, 4, LAYERS, most=1).segments) == 1
+    rows_made.clear()
+    turns = [edit(0, [[i, i + 1] for i in range(first, 2000, 2)]) for first in (0, 1)]
+    program = compile_program([*turns, edit(1, [[0, None]])])
+    assert [each.start for each in resolve(program, 4, LAYERS, most=2).segments] == [0, 2000]
+    assert len(rows_made) == 2
 
 
 def test_the_same_edits_of_two_requests_share_their_row() -> None:

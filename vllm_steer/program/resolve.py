@@ -221,10 +221,16 @@ def _segments(program: Program, prompt_len: int, num_layers: int, own: range | N
     turns = _turns(program, prompt_len)
     covering: set[int] = set()
     before: Segment | None = None
+    digests = [step.digest for step in program.steps]
+    content: tuple[list[bytes], list[int]] | None = None
     for start in sorted(turns):
         covering ^= turns[start]
         parts = sorted(covering)
         split = bisect_left(parts, edited)
+        # Where one part takes over from an equal one, nothing begins: no limit of segments ends such a row of turns.
+        last, content = content, ([digests[part] for part in parts[:split]], parts[split:])
+        if content == last:
+            continue
         steps = tuple(program.steps[part] for part in parts[:split])
         reads = tuple(program.reads[part - edited] for part in parts[split:])
         row = _row(steps, reads, program, num_layers, own) if parts else None
