@@ -22,6 +22,7 @@ from vllm_steer.serve.limits import KEY_LIMITS, REQUESTS, ROWS, SERVER_LIMITS, v
 from vllm_steer.serve.rights import AccessError, KeyLimitError, ServerFullError, TooLargeError
 from vllm_steer.spec import parse_capture, parse_fields
 from vllm_steer.spec.projection import Projection
+from vllm_steer.spec.scalars import FLOAT32_MAX
 
 WIDTH, LAYERS = 1 << 16, 4
 MIB = 1 << 20
@@ -265,6 +266,11 @@ def test_directions_count_as_vectors_wherever_products_are_formed(count: int, in
         ({"kind": "add", "vector": [3e38, 3e38]}, 4.2e38),
         ({"kind": "clamp", "vector": [3.0, 4.0], "low": -30.0}, 30.0),
         ({"kind": "clamp", "vector": [3.0, 4.0], "low": 1.0, "high": 30.0}, 30.0),
+        ({"kind": "clamp", "vector": [3.0, 4.0], "low": 1.0, "high": 1.0, "strength": -20.0}, 20.0),
+        ({"kind": "clamp", "vector": [3.0, 4.0], "low": 20.0, "strength": 0.5}, 20.0),
+        ({"kind": "clamp", "vector": [3.0, 4.0], "low": FLOAT32_MAX}, FLOAT32_MAX),
+        ({"kind": "clamp", "vector": [3.0, 4.0], "high": -FLOAT32_MAX}, FLOAT32_MAX),
+        ({"kind": "clamp", "vector": [3.0, 4.0], "low": -FLOAT32_MAX, "high": FLOAT32_MAX, "strength": 20.0}, 0.0),
         ({"kind": "add_normed", "vector": [3.0, 4.0], "strength": 100.0}, 0.0),
         ({"kind": "ablate", "vector": [3.0, 4.0], "strength": 100.0}, 0.0),
     ],

@@ -16,8 +16,8 @@ from vllm_steer.program.program import Program, Step
 def check_magnitude(program: Program, steps: Iterable[Step], ceiling: float) -> None:
     """Raise SteeringError where one of ``steps``, which are of ``program``, may add more than ``ceiling``; 0 is none.
 
-    An `add` adds strength x norm of its vector, a `clamp` at most moves a projection to one of its bounds. The other
-    kinds go by the stream itself.
+    An `add` adds strength x norm of its vector; a `clamp` moves a projection to one of its bounds, and beyond it with a
+    strength above 1. The other kinds go by the stream itself.
     """
     if not ceiling:
         return
@@ -29,7 +29,9 @@ def check_magnitude(program: Program, steps: Iterable[Step], ceiling: float) -> 
                 norms[step.vector] = float(np.linalg.norm(program.vector(step.vector).astype(np.float64)))
             found = abs(step.strength) * norms[step.vector]
         elif kind == "clamp":
-            found = max(abs(bound) for bound in (step.low, step.high, 0.0) if abs(bound) < UNBOUNDED)
+            # The largest number is no bound on its own side alone: on the other one it is where everything is moved to.
+            low, high = (step.low if step.low > -UNBOUNDED else 0.0), (step.high if step.high < UNBOUNDED else 0.0)
+            found = max(abs(step.strength), 1.0) * max(abs(low), abs(high))
         else:
             continue
         if found > ceiling:
