@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from vllm.distributed import get_pp_group
 from vllm.utils import length_from_prompt_token_ids_or_embeds
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_steer.engine.collect import attach
 from vllm_steer.engine.steering import Steering, StepBatch
@@ -65,6 +66,14 @@ class SteeringRunnerV1:
         self._steer_tokens = scheduler_output.total_num_scheduled_tokens
         self._steer_counts = scheduler_output.num_scheduled_tokens
         return result
+
+    def _zero_block_ids(self: Any, block_ids: list[int]) -> None:
+        super()._zero_block_ids(block_ids)  # type: ignore[misc]
+        groups = self.kv_cache_config.kv_cache_groups
+        if self.device.type == "cpu" and not all(isinstance(each.kv_cache_spec, FullAttentionSpec) for each in groups):
+            # vLLM's own leaves out layers with a window.
+            for cache in self.kv_caches:
+                cache.unflatten(0, (self.kv_cache_config.num_blocks, -1))[block_ids] = 0
 
     def _steer_bind(self: Any, request_id: str, sampling_params: Any, prompt_len: int) -> None:
         if self.steering.store.add(request_id, self._steer_free[-1], sampling_params, prompt_len):

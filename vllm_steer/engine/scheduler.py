@@ -13,6 +13,7 @@ from functools import cache
 from time import perf_counter
 from typing import Any
 
+from vllm.platforms import current_platform
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
@@ -25,6 +26,7 @@ from vllm_steer.config import from_vllm_config
 from vllm_steer.engine.admission import REFUSED, Admission
 from vllm_steer.engine.arena import Arena, unsplit_spans
 from vllm_steer.engine.cache_keys import steering_hasher
+from vllm_steer.engine.edited_blocks import EditedBlocks
 from vllm_steer.engine.outbox import Outbox
 from vllm_steer.errors import SteeringError
 from vllm_steer.log import steering_logger
@@ -76,6 +78,11 @@ def steering_scheduler(base: Any) -> Any:
             self._capture_policy = config.capture_policy
             self.steering_outbox = Outbox()
             self._steering_meter = EngineMeter(self.steering_admission)
+            self._edited_blocks: EditedBlocks | None = None
+            if current_platform.is_cpu() and not self.kv_cache_config.needs_kv_cache_zeroing:
+                # Where vLLM zeroes blocks itself, it zeroes all.
+                self._edited_blocks = EditedBlocks(self.kv_cache_manager.coordinator.single_type_managers)
+                self.needs_kv_cache_zeroing = True
 
         def add_request(self, request: Any) -> None:
             started = perf_counter()
@@ -197,7 +204,14 @@ def steering_scheduler(base: Any) -> Any:
                 self.__dict__.pop(_LAST_WORD, None)
             else:
                 self.__dict__[_LAST_WORD] = super()._reserve_prefill_lookahead
-            return super().schedule(*args, **kwargs)
+            scheduled = super().schedule(*args, **kwargs)
+            if self._edited_blocks is not None and self._steered:
+                self._edited_blocks.note(scheduled, self._steered)
+            return scheduled
+
+        def _get_new_block_ids_to_zero(self) -> Any:
+            new = super()._get_new_block_ids_to_zero()
+            return new if self._edited_blocks is None else self._edited_blocks.to_zero(new or ())
 
         def _handle_blocked_waiting_request(self, request: Any) -> bool:
             if request.request_id in self._malformed or not super()._handle_blocked_waiting_request(request):

@@ -147,6 +147,11 @@ class Resolved:
         return tuple(segment.start for segment in self.segments)
 
     @cached_property
+    def edits(self) -> bool:
+        """Whether any token is edited."""
+        return any(row.steps for row in self.rows)
+
+    @cached_property
     def max_captures(self) -> int:
         """Most rows that any one token stores; 0 for a request that reads nothing."""
         return max((segment.num_captures for segment in self.segments), default=0)
