@@ -188,6 +188,41 @@ class TestDamage:
         with pytest.raises(CaptureFileError, match=path.name):
             self.read(path)
 
+    @pytest.mark.parametrize(
+        "spoil",
+        [
+            lambda index: index.replace(b"tiny", b"\xff\xfe\xff\xfe"),
+            lambda index: index.replace(b'"before":false', b'"x":' + b"[" * 9999 + b"]" * 9999),
+        ],
+    )
+    def test_an_index_that_is_no_text(self, tmp_path, spoil):
+        """Catches one damaged byte, and a file made to be deep, that raise what nobody reckons with."""
+        write(tmp_path, captured(), layout="packed")
+        (path,) = tmp_path.iterdir()
+        with safe_open(path, "pt") as file:
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+            metadata = file.metadata()
+        whole = tensors["index"].numpy().tobytes()
+        spoiled = spoil(whole)
+        assert spoiled != whole
+        save_file({**tensors, "index": torch.tensor(list(spoiled), dtype=torch.uint8)}, path, metadata)
+        with pytest.raises(CaptureFileError, match=path.name):
+            self.read(path)
+
+    @pytest.mark.parametrize("name", ["index", "positions", "token_ids", "rows.0"])
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int16, torch.bool])
+    def test_a_tensor_of_another_kind(self, tmp_path, name, dtype):
+        """Catches bytes of another kind that are taken for rows, and errors of numpy and torch about them."""
+        write(tmp_path, captured(), layout="packed")
+        (path,) = tmp_path.iterdir()
+        with safe_open(path, "pt") as file:
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+            metadata = file.metadata()
+        tensors[name] = tensors[name].reshape(len(tensors[name]), -1)[:, 0].to(dtype)
+        save_file(tensors, path, metadata)
+        with pytest.raises(CaptureFileError, match=path.name):
+            self.read(path)
+
 
 class TestNpz:
     @pytest.mark.parametrize("layout", LAYOUTS)

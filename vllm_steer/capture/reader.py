@@ -11,18 +11,18 @@ A folder can be read while it is written to: files that are not complete are not
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import numpy.typing as npt
 import torch
 from safetensors import SafetensorError, safe_open
 
 from vllm_steer.capture.format import (
+    DTYPES,
     FORMAT,
     INDEX,
     POSITIONS,
@@ -166,11 +166,11 @@ class StoredRequest:
 
     def positions(self, point: str, layer: int) -> torch.Tensor:
         """int64 ``[n]``, ascending: the positions that the site was read at."""
-        return self._file.rows(POSITIONS, self._site(point, layer).tokens).long()
+        return self._file.tokens(POSITIONS, self._site(point, layer).tokens).long()
 
     def token_ids(self, point: str, layer: int) -> torch.Tensor:
         """int64 ``[n]``: the token at each of those positions."""
-        return self._file.rows(TOKEN_IDS, self._site(point, layer).tokens).long()
+        return self._file.tokens(TOKEN_IDS, self._site(point, layer).tokens).long()
 
     def __repr__(self) -> str:
         return f"StoredRequest({self.request_id!r}, sample={self.sample}, {len(self._sites)} sites, {self.status})"
@@ -193,11 +193,20 @@ class CaptureFile:
         self.requests: tuple[StoredRequest, ...] = tuple(StoredRequest(self, i, e) for i, e in enumerate(entries))
 
     def rows(self, name: str, span: tuple[int, int]) -> torch.Tensor:
-        """Rows ``span[0]`` to ``span[1]`` of a tensor; raises CaptureFileError where there are none such."""
+        """Rows ``span[0]`` to ``span[1]`` of a tensor of rows; raises CaptureFileError where there are none such."""
+        return self._part(name, span, DTYPES, 2)
+
+    def tokens(self, name: str, span: tuple[int, int]) -> torch.Tensor:
+        """The same of ``positions`` or ``token_ids``."""
+        return self._part(name, span, (torch.int32,), 1)
+
+    def _part(self, name: str, span: tuple[int, int], dtypes: Collection[torch.dtype], ndim: int) -> torch.Tensor:
         try:
             tensor: torch.Tensor = self._mapped.get_tensor(name)
         except SafetensorError as error:
             raise CaptureFileError(f"{self.path} is damaged: {error}") from None
+        if tensor.dtype not in dtypes or tensor.ndim != ndim:
+            raise CaptureFileError(f"{self.path} is damaged: {name} is {list(tensor.shape)} of {tensor.dtype}")
         start, stop = span
         if not 0 <= start <= stop <= tensor.shape[0]:
             raise CaptureFileError(f"{self.path} is damaged: {name} has {tensor.shape[0]} rows, not {start} to {stop}")
@@ -218,9 +227,13 @@ def _read_index(path: Path) -> list[RequestEntry]:
             if "requests" in metadata:
                 text = metadata["requests"].encode()
             else:
-                text = np.asarray(file.get_tensor(INDEX), np.uint8).tobytes()
+                index = file.get_tensor(INDEX)
+                if index.dtype != torch.uint8:
+                    raise CaptureFileError(f"{path} is damaged: its index is of {index.dtype}")
+                text = index.numpy().tobytes()
         return msgspec.json.decode(text, type=list[RequestEntry])
-    except (SafetensorError, msgspec.MsgspecError) as error:
+    except (SafetensorError, msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        # A damaged byte may be no UTF-8, and somebody else's file may be as deep as it likes.
         raise CaptureFileError(f"{path} cannot be read as a capture file: {error}") from None
 
 
