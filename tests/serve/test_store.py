@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import gc
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -172,16 +172,30 @@ def test_the_last_one_to_close_removes_the_folder(name: str) -> None:
     one.close()
 
 
-def test_the_folder_is_not_cleared_with_old_files(name: str) -> None:
-    """Catches a server that can keep nothing any more after a quiet week: systemd-tmpfiles spares what is locked."""
+@pytest.mark.parametrize("tidy", [shutil.rmtree, lambda path: (path / "alive").unlink()])
+def test_a_folder_that_was_tidied_up_is_made_again(name: str, tidy: Callable[[Path], None]) -> None:
+    """Catches a server that has run for longer than its system keeps temporary files, and keeps no row from then on;
+    and one that, as it ends, takes along what others have kept since."""
+    old, other = store_of_name(name), store_of_name(name)
+    old.put(b"x", "safetensors")
+    tidy(spool_path(name))
+    handle = other.put(b"y", "safetensors")
+    old.close()
+    assert content(other, handle) == b"y"
+    tidy(spool_path(name))
+    again = other.put(b"z", "safetensors")
+    assert content(other, again) == b"z"
+    other.close()
+    assert not spool_path(name).exists()
+
+
+def test_a_folder_that_goes_meanwhile_is_no_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches rows that are not kept since another server of this user ended in the same moment."""
     store = store_of_name(name)
-    store.put(b"x", "safetensors")
-    folder = os.open(spool_path(name), os.O_RDONLY)
-    with pytest.raises(BlockingIOError):
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    store.close()
-    fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    os.close(folder)
+    with monkeypatch.context() as listed:
+        listed.setattr(Path, "glob", lambda folder, pattern: [folder / "vllm-steer-gone"])
+        handle = store.put(b"x", "safetensors")
+    assert content(store, handle) == b"x"
 
 
 def test_a_process_that_ends_by_itself_leaves_nothing(name: str) -> None:

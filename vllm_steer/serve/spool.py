@@ -17,8 +17,6 @@ from collections.abc import Iterator
 from multiprocessing.util import Finalize
 from pathlib import Path
 
-from vllm_steer.entries import hold
-
 _PREFIX = f"vllm-steer-{os.getuid()}-"
 _ALIVE, _LOCK = "alive", "lock"
 _FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -39,10 +37,9 @@ class Spool:
     def __init__(self, name: str) -> None:
         _remove_abandoned()
         self.path = spool_path(name)
+        self._alive = self._enter()
         # Where nobody leaves, at the end of the process.
-        alive = self._enter()
-        args = self.path, alive, hold(self.path)
-        self._leave = Finalize(self, _leave, args=args, exitpriority=_AFTER_CHILDREN)
+        self._leave = Finalize(self, _leave, args=(self.path, self._alive), exitpriority=_AFTER_CHILDREN)
 
     def _enter(self) -> int:
         while True:
@@ -60,6 +57,11 @@ class Spool:
                 return alive
             os.close(alive)
 
+    def is_there(self) -> bool:
+        """Whether the folder is still the one that was entered: systems tidy up temporary files that are some days
+        old."""
+        return _is_there(self._alive, self.path / _ALIVE)
+
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """Keep every other thread and process out: of what is in the folder, nothing changes meanwhile."""
@@ -75,12 +77,14 @@ class Spool:
         self._leave()  # only ever runs once
 
 
-def _leave(path: Path, alive: int, held: int) -> None:
+def _leave(path: Path, alive: int) -> None:
     try:
-        _remove_if_free(path, alive)
+        # Where somebody has tidied up, what is there by now is not ours.
+        if _is_there(alive, path / _ALIVE):
+            with contextlib.suppress(FileNotFoundError):
+                _remove_if_free(path, alive)
     finally:
         os.close(alive)
-        os.close(held)
 
 
 def _is_there(descriptor: int, path: Path) -> bool:
@@ -106,8 +110,9 @@ def _remove_if_free(path: Path, alive: int) -> None:
 
 def _remove_abandoned() -> None:
     for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        if not path.is_symlink() and path.lstat().st_uid == os.getuid():
-            _remove_if_abandoned(path)
+        with contextlib.suppress(FileNotFoundError):  # its last process has just left
+            if not path.is_symlink() and path.lstat().st_uid == os.getuid():
+                _remove_if_abandoned(path)
 
 
 def _remove_if_abandoned(path: Path) -> None:

@@ -159,7 +159,9 @@ class CaptureStore:
             self._spool = None
 
     def _write(self, path: Path, data: bytes, owner: bytes, most: int | None) -> None:
-        self._spool = spool = self._spool or Spool(self._name)
+        spool = self._spool
+        if spool is None or not spool.is_there():
+            self._spool = spool = Spool(self._name)
         part = path.with_suffix(_PART)
         with spool.locked():
             self.sweep()
