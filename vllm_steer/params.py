@@ -9,11 +9,13 @@ vLLM's class changes, so clones, defaults and the wire form are vLLM's own.
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Mapping
-from functools import lru_cache
-from typing import Any
+from operator import itemgetter
+from typing import Any, TypeAlias
 
 import msgspec
+from cachetools import LRUCache
 from vllm.sampling_params import SamplingParams as VllmSamplingParams
 
 from vllm_steer.errors import SteeringError
@@ -41,6 +43,10 @@ FIELDS: tuple[str, ...] = (*FIELD_NAMES, MODULES_FIELD, CAPTURE_FIELD)
 FILE_KEY = "steer_file"
 """In the place of the program between the front end and the scheduler: where that reads it."""
 OWN_KEYS: tuple[str, ...] = (EXTRA_KEY, CAPTURE_KEY, MODULES_KEY, APPLIED_KEY, FILE_KEY)
+
+Specs: TypeAlias = tuple[tuple[str, CaptureSpec], ...]
+MOST_SPEC_BYTES = 64 << 20
+"""Of the specs that are kept as they were decoded: those of a projection have its directions, up to 16 MiB of them."""
 
 
 def compile_fields(fields: Mapping[str, Any]) -> dict[str, bytes]:
@@ -155,13 +161,26 @@ def read_specs(extra: Mapping[str, Any]) -> tuple[tuple[str, CaptureSpec], ...]:
 
 
 # Looked at more than once on a request's way, and mostly the same for many.
-@lru_cache(maxsize=64)
-def _decode_specs(data: bytes) -> tuple[tuple[str, CaptureSpec], ...]:
+_decoded: LRUCache[bytes, tuple[int, Specs]] = LRUCache(MOST_SPEC_BYTES, getsizeof=itemgetter(0))
+_decoded_lock = threading.Lock()
+
+
+def _decode_specs(data: bytes) -> Specs:
+    with _decoded_lock:
+        kept: tuple[int, Specs] | None = _decoded.get(data)
+    if kept is not None:
+        return kept[1]
     try:
         pairs = msgspec.msgpack.decode(data, type=list[tuple[str, dict[str, Any]]])
     except msgspec.MsgspecError as error:
         raise SteeringError(f"extra_args.{CAPTURE_KEY}", f"not compiled specs ({error}); use capture instead") from None
-    return tuple((name, CaptureSpec.from_wire(wire)) for name, wire in pairs)
+    specs = tuple((name, CaptureSpec.from_wire(wire)) for name, wire in pairs)
+    # Twice: the bytes, and what is made of them; a small spec takes more.
+    size = 2 * len(data) + 4096
+    if size <= _decoded.maxsize:
+        with _decoded_lock:
+            _decoded[data] = size, specs
+    return specs
 
 
 class _SteeringMeta(type(VllmSamplingParams)):  # type: ignore[misc]

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 
@@ -11,7 +14,7 @@ from vllm_steer.capabilities import Capabilities
 from vllm_steer.capture.consumers import parse_consumer_flag
 from vllm_steer.capture.desk import CaptureDesk
 from vllm_steer.capture.server_wide import split_options, with_captures
-from vllm_steer.params import capture_specs, program_of
+from vllm_steer.params import MOST_SPEC_BYTES, capture_specs, program_of
 
 
 def test_a_flag_holds_the_consumers_options_and_a_spec() -> None:
@@ -63,6 +66,22 @@ def test_every_request_gets_it_and_keeps_its_own() -> None:
     assert program is not None
     assert (len(program.steps), len(program.reads)) == (1, 2)
     assert with_captures(own, specs) is own
+
+
+def test_what_is_kept_of_specs_is_bounded_in_bytes() -> None:
+    """Catches directions of requests that are long over: 64 projections of the largest size were 2 GiB."""
+    sent = [SamplingParams(capture={"memory": {"hooks": {"pre_attn": [0]}, "reduce": {
+        "directions": np.full((256, 4096), i, "f4")}}}) for i in range(10)]  # fmt: skip
+    gone = []
+    for params in sent:
+        ((_, spec),) = capture_specs(params)
+        assert capture_specs(params)[0][1] is spec
+        gone.append(weakref.ref(spec))
+        del spec
+    gc.collect()
+    assert 0 < sum(each() is not None for each in gone) <= MOST_SPEC_BYTES // (8 << 20)
+    small = SamplingParams(capture={"memory": {"hooks": {"pre_attn": [0]}}})
+    assert capture_specs(small) is capture_specs(small)
 
 
 def test_a_capture_that_the_model_cannot_serve_stops_the_start() -> None:
