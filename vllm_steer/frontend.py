@@ -154,7 +154,7 @@ def _keep(engine: Any, reports: Any, config: SteeringConfig) -> Served:
     setattr(engine.output_processor, _KEPT, served)
     # Where nobody closes it earlier: with the engine, or at the end of the process. Files of many requests are complete
     # then, and not before.
-    weakref.finalize(engine, served.desk.close)
+    weakref.finalize(engine, served.desk.let_go)
     if served.shelf is not None:
         weakref.finalize(engine, served.shelf.close)
     return served

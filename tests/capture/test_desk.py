@@ -3,13 +3,19 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import time
+import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.registry.modules import CAPABILITIES
+from vllm_steer.capture.consumers.windows import OpenFile
 from vllm_steer.capture.desk import CaptureDesk
+from vllm_steer.capture.reader import open_captures
 from vllm_steer.spec import CaptureSpec
 
 SPEC = CaptureSpec(hooks={"post_block": [0]})
@@ -38,3 +44,37 @@ def test_no_consumer_starts_while_outputs_are_processed() -> None:
     assert results["memory"].status == "partial"
     assert noted.started.is_set()
     desk.close()
+
+
+class Engine:
+    """Something that only the garbage collector ends."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+@pytest.mark.parametrize("busy_with", ["append", "complete"])
+def test_an_engine_may_end_in_a_consumers_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, busy_with: str
+) -> None:
+    """Catches a file of many requests that never appears: the garbage collector comes while a consumer's own thread,
+    or its timer's, is at it, and finds there that the engine is to be closed."""
+    options = {"root": str(tmp_path), "layout": "packed", "max_seconds": 1 if busy_with == "complete" else 600}
+    desk = CaptureDesk(CAPABILITIES, "a model with files", {"filesystem": options})
+    engine = Engine()
+    ended = weakref.finalize(engine, desk.let_go)
+    method = getattr(OpenFile, busy_with)
+    monkeypatch.setattr(OpenFile, busy_with, lambda *args: (gc.collect(), method(*args))[1])
+    about = {"request_id": "a", "sample": 0, "prompt_token_ids": (1, 2), "output_token_ids": (3,)}
+    gc.disable()
+    try:
+        del engine
+        assert desk.finish(desk.begin(), (("filesystem", SPEC),), **about)["filesystem"].status == "partial"
+        deadline = time.monotonic() + 20
+        while not list(tmp_path.glob("*.safetensors")) and time.monotonic() < deadline:
+            time.sleep(0.02)
+    finally:
+        gc.enable()
+    assert not ended.alive
+    assert [request.request_id for request in open_captures(tmp_path)] == ["a"]
+    assert "is closed" in str(desk.finish(desk.begin(), (("filesystem", SPEC),), **about)["filesystem"].error)

@@ -18,7 +18,7 @@ import torch
 
 from vllm_steer.capabilities import Capabilities
 from vllm_steer.capture.assemble import Assembly
-from vllm_steer.capture.consumers import Consumer, make_consumer
+from vllm_steer.capture.consumers import OWN_THREADS, Consumer, make_consumer
 from vllm_steer.capture.result import CapturedRequest, CaptureResult
 from vllm_steer.capture.server_wide import Specs, split_options
 from vllm_steer.errors import SteeringError
@@ -72,7 +72,7 @@ class CaptureDesk:
             own, specs = split_options(name, given)
             self.server_wide += specs
             self._consumers[name] = make_consumer(name, own)
-            self._threads[name] = ThreadPoolExecutor(1, thread_name_prefix=f"capture-{name}")
+            self._threads[name] = ThreadPoolExecutor(1, thread_name_prefix=f"{OWN_THREADS}{name}")
             self._meters[name] = ConsumerMeter(model, name)
 
         capabilities.check(compile_program([], [spec for _, spec in self.server_wide]), None)
@@ -159,3 +159,11 @@ class CaptureDesk:
                 self._consumers[name].close()
             except Exception:  # the others have files to complete
                 logger.exception("Capture consumer %s did not close", name)
+
+    def let_go(self) -> None:
+        """As :meth:`close`, for the end of the engine: the garbage collector may find that in any thread, and one of a
+        consumer's can wait neither for itself nor for a lock that it holds."""
+        if threading.current_thread().name.startswith(OWN_THREADS):
+            threading.Thread(target=self.close, name="captures-end").start()
+        else:
+            self.close()

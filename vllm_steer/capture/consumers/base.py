@@ -15,6 +15,9 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.spec import CaptureSpec
 from vllm_steer.spec.scalars import shown
 
+OWN_THREADS = "capture-"
+"""How the names of threads begin in which consumers work."""
+
 
 class Consumer(ABC):
     """Where captured rows go.

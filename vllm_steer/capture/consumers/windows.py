@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
+from vllm_steer.capture.consumers.base import OWN_THREADS
 from vllm_steer.capture.consumers.folder import CaptureWriteError, Folder
 from vllm_steer.capture.consumers.layouts import Layout, LayoutName, Window, timestamped_stem
 from vllm_steer.capture.format import (
@@ -85,6 +86,7 @@ class Windowed(Layout):
         if self._window.max_seconds is not None:
             self._timer = threading.Timer(self._window.max_seconds, self._expire, (file,))
             self._timer.daemon = True
+            self._timer.name = f"{OWN_THREADS}timer"
             self._timer.start()
         return file
 
