@@ -7,6 +7,7 @@ import asyncio
 import base64
 import json
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -16,14 +17,17 @@ import torch
 from fastapi import FastAPI
 from safetensors.torch import load
 from starlette.middleware.gzip import GZipMiddleware
+from vllm.sampling_params import SamplingParams
 
 from tests.serve import delivery
 from tests.serve.delivery import DONE, SPEC, captured, done, finish_samples, make_capturing_app
 from tests.serve.fakes import HIDDEN
 from vllm_steer.capture import CaptureResult
+from vllm_steer.capture.desk import CaptureResults
 from vllm_steer.serve import delivery as delivering
 from vllm_steer.serve.captures import store_of
-from vllm_steer.serve.exchange import PROMPT_KEY, current, follow
+from vllm_steer.serve.exchange import PROMPT_KEY, current, follow, note_results
+from vllm_steer.serve.protocol import apply_to_params
 from vllm_steer.serve.rows import inline
 
 ROUTE = "/v1/completions"
@@ -55,6 +59,21 @@ async def test_rows_end_with_their_answer(fields: dict[str, Any], monkeypatch: p
     response = await client_of(app).post(ROUTE, json={**BODY, **fields})
     assert '"post_block"' in response.text
     assert [exchange.results for exchange in exchanges] == [{}]
+
+
+async def test_rows_of_a_client_that_left_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches the same of a stream whose generator is only closed, and its request aborted, once the answer is over."""
+    exchanges: list[Any] = []
+
+    async def leave_running(body: Any, *args: Any) -> None:
+        apply_to_params(body, SamplingParams())
+        exchanges.append(current.get())
+
+    monkeypatch.setattr(delivery, "finish_samples", leave_running)
+    await client_of(make_capturing_app([{}])).post(ROUTE, json=BODY)
+    (exchange,) = exchanges
+    note_results(SimpleNamespace(_steering_choice=(exchange, 0)), CaptureResults({"memory": done(captured())}))
+    assert exchange.results == {}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])

@@ -67,10 +67,13 @@ class Exchange:
     """What was captured, by choice: all samples of the first prompt, then those of the second."""
     repeated: set[int] = field(default_factory=set)
     """Choices for which the model ran more than once."""
+    ended: bool = False
+    """Whether nobody waits for results any more."""
 
     def end(self) -> None:
         """The answer is out. vLLM starts tasks in the context of the first request that live as long as the server,
         and whatever its exchange still held would live with them."""
+        self.ended = True
         self.results.clear()
         self.compiled = self.steering = None
 
@@ -108,7 +111,8 @@ def note_results(state: Any, results: CaptureResults | None) -> None:
     """
     # The output processor runs in the context of whichever request came first: `current` is not to be trusted here.
     exchange, choice = getattr(state, _CHOICE, (None, 0))
-    if exchange is not None and results is not None:
+    # What a client left may be aborted only when its answer is over.
+    if exchange is not None and results is not None and not exchange.ended:
         if choice in exchange.results:
             exchange.repeated.add(choice)
         exchange.results[choice] = results
