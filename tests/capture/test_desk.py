@@ -3,16 +3,22 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import threading
 import time
 import weakref
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from tests.registry.modules import CAPABILITIES
+from tests.tiny import code_of
+from vllm_steer.capture.assemble import Chunk
 from vllm_steer.capture.consumers.windows import OpenFile
 from vllm_steer.capture.desk import CaptureDesk
 from vllm_steer.capture.reader import open_captures
@@ -43,6 +49,24 @@ def test_no_consumer_starts_while_outputs_are_processed() -> None:
         raise RuntimeError
     assert results["memory"].status == "partial"
     assert noted.started.is_set()
+    desk.close()
+
+
+def test_results_can_be_copied_and_sent() -> None:
+    """Catches outputs that vLLM's users send to other processes, and that cannot be where something was captured."""
+    desk = CaptureDesk(CAPABILITIES, "a model whose results travel", {})
+    assembly = desk.begin()
+    width = CAPABILITIES.hidden_size
+    rows = np.arange(2 * width, dtype=CAPABILITIES.dtype).reshape(2, width)
+    assembly.add([Chunk("a", 0, 2, (code_of("post_block", 0),), rows.view(np.uint8))])
+    spec = CaptureSpec(hooks={"post_block": [0]}, positions="all")
+    about = {"request_id": "a", "sample": 0, "prompt_token_ids": (1, 2), "output_token_ids": (3,)}
+    results = desk.finish(assembly, (("memory", spec),), **about)
+    for made in (pickle.loads(pickle.dumps(results)), copy.deepcopy(results)):  # noqa: S301
+        assert made["memory"].status == "ok"
+        assert made["memory"].data.spec == spec
+        assert made["memory"].positions("post_block", 0).tolist() == [0, 1]
+        assert torch.equal(made["memory"].tensor("post_block", 0), torch.from_numpy(rows))
     desk.close()
 
 

@@ -54,6 +54,17 @@ class CaptureResults(Mapping[str, CaptureResult]):
         states = {name: "done" if future.done() else "running" for name, future in self._futures.items()}
         return f"CaptureResults({states})"
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # vLLM's outputs can be copied and sent to other processes; a future can not.
+        return _reported, (dict(self),)
+
+
+def _reported(results: dict[str, CaptureResult]) -> CaptureResults:
+    futures: dict[str, Future[CaptureResult]] = {name: Future() for name in results}
+    for name, result in results.items():
+        futures[name].set_result(result)
+    return CaptureResults(futures)
+
 
 class CaptureDesk:
     """One per engine client; knows the consumers and the captures of the requests in flight."""
