@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import os
 import shutil
@@ -17,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -187,6 +189,22 @@ def test_a_folder_that_was_tidied_up_is_made_again(name: str, tidy: Callable[[Pa
     assert content(other, again) == b"z"
     other.close()
     assert not spool_path(name).exists()
+
+
+@pytest.mark.parametrize("call", ["ftruncate", "utime"])
+def test_a_disk_that_refuses_leaves_nothing(name: str, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches descriptors and half files of what could not be kept, until nothing can be opened any more."""
+    store = store_of_name(name)
+    store.put(b"x", "safetensors")
+    gc.collect()  # those of earlier tests
+    before = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as full:
+        full.setattr(os, call, Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
+        for _ in range(3):
+            with pytest.raises(StoreFullError, match="No space left"):
+                store.put(b"y", "safetensors")
+    assert len(os.listdir("/proc/self/fd")) <= before
+    assert len(store) == 1
 
 
 def test_a_folder_that_goes_meanwhile_is_no_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -171,7 +171,12 @@ class CaptureStore:
                     f"{len(data)} bytes do not fit: this key may keep {most} (--capture-key-store-mib)"
                 )
             descriptor = os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-            os.ftruncate(descriptor, len(data))
+            try:
+                os.ftruncate(descriptor, len(data))
+            except BaseException:
+                os.close(descriptor)
+                part.unlink(missing_ok=True)
+                raise
         try:
             with open(descriptor, "wb") as file:
                 file.write(data)
