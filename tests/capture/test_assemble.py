@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
 from tests.tiny import HIDDEN, LAYERS, code_of
 from vllm_steer.capture.assemble import Assembly, Chunk
-from vllm_steer.spec import CaptureSpec
+from vllm_steer.spec import CaptureSpec, Projection
 
 
 @pytest.mark.failure(9)
@@ -74,3 +76,32 @@ def test_sites_that_came_in_other_chunks_and_places() -> None:
         assert got.positions.tolist() == list(wanted)
         assert torch.equal(got.rows, torch.stack(list(wanted.values())))
         got.positions[:] = -1
+
+
+@pytest.mark.parametrize("reduce", [None, "mean", "last", {"directions": [[1.0] * HIDDEN]}])
+def test_numbers_that_the_dtype_does_not_have_are_told(reduce: Any) -> None:
+    """Catches numbers of the model's that come as infinities with status ok: of large rows that were asked for in
+    float16, and, in a float16 model, of their products with directions."""
+    assembly = Assembly(LAYERS, HIDDEN, torch.bfloat16)
+    rows = torch.full((3, HIDDEN), 7e4, dtype=torch.bfloat16)
+    spec = CaptureSpec(hooks={"post_block": [1]}, positions="all", dtype="float16", reduce=reduce)
+    data, projection = rows.view(torch.uint8).numpy(), b""
+    if isinstance(spec.reduce, Projection):
+        data, projection = rows.float().sum(1, keepdim=True).numpy().view(np.uint8), spec.reduce.digest
+    assembly.add([Chunk("r", 0, 3, (code_of("post_block", 1),), data, projection)])
+    assert assembly.finish(spec, 2, 4)[1] == (
+        "post_block[1] has numbers beyond float16, given as infinities; ask for float32"
+    )
+    wide = CaptureSpec(hooks={"post_block": [1]}, positions="all", dtype="float32", reduce=spec.reduce)
+    sites, problem = assembly.finish(wide, 2, 4)
+    assert problem is None
+    assert bool(sites["post_block", 1].rows.isfinite().all())
+
+
+def test_infinities_of_the_model_itself_are_rows() -> None:
+    """Catches a model that overflowed, whose rows are what they are, taken for a conversion that did."""
+    assembly = Assembly(LAYERS, HIDDEN, torch.bfloat16)
+    rows = torch.full((1, HIDDEN), float("inf"), dtype=torch.bfloat16)
+    assembly.add([Chunk("r", 0, 1, (code_of("post_block", 1),), rows.view(torch.uint8).numpy())])
+    spec = CaptureSpec(hooks={"post_block": [1]}, positions="all", dtype="float16")
+    assert assembly.finish(spec, 1, 2)[1] is None

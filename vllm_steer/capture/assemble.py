@@ -81,7 +81,7 @@ class Assembly:
         return part, len(self._chunks)
 
     def finish(self, spec: CaptureSpec, prompt_len: int, num_tokens: int) -> tuple[dict[Site, SiteRows], str | None]:
-        """The rows that ``spec`` asks for, and what is missing of them, in words, or None.
+        """The rows that ``spec`` asks for, and what is missing of them or wrong with them, in words, or None.
 
         ``num_tokens`` counts prompt and generated tokens, the last sampled one included. Of a sample that was cut the
         prompt's positions are wanted also where it was never computed.
@@ -94,6 +94,8 @@ class Assembly:
         chosen: dict[tuple[int, ...], _Chosen] = {}
         sites: dict[Site, SiteRows] = {}
         missing: list[str] = []
+        beyond: list[str] = []
+        dtype = self._dtype if spec.dtype is None else getattr(torch, spec.dtype)
         for point, layers in spec.hooks:
             for layer in range(self._num_layers) if layers == "all" else layers:
                 where = stored.get(2 * (layer * len(POINT_NAMES) + POINT_NAMES.index(point)) + spec.before, {})
@@ -104,8 +106,15 @@ class Assembly:
                 rows = self._rows(where, chosen[chunks].rows, projected)
                 if len(positions) < len(wanted):
                     missing.append(f"{point}[{layer}] has {len(positions)} of {len(wanted)} positions")
-                sites[point, layer] = SiteRows(positions.copy(), self._reduced(rows, spec))
+                reduced = _reduced(rows, spec)
+                converted = reduced.to(dtype)
+                if converted.dtype != reduced.dtype and bool((converted.isinf() & reduced.isfinite()).any()):
+                    beyond.append(f"{point}[{layer}]")
+                sites[point, layer] = SiteRows(positions.copy(), converted)
         reasons = [self._cut, (self._reason or "; ".join(missing[:3])) if missing else None]
+        if beyond:
+            name = str(dtype).removeprefix("torch.")
+            reasons.append(f"{', '.join(beyond[:3])} has numbers beyond {name}, given as infinities; ask for float32")
         return sites, ": ".join(reason for reason in reasons if reason) or None
 
     def _stored(self, projection: bytes) -> dict[int, dict[int, int]]:
@@ -137,18 +146,14 @@ class Assembly:
         flat = (joined if rows is None else joined[rows]).reshape(-1)
         return torch.from_numpy(flat).view(dtype).view(-1, width)
 
-    def _reduced(self, rows: torch.Tensor, spec: CaptureSpec) -> torch.Tensor:
-        """Reductions are computed in float32; the result has the spec's dtype, or the model's."""
-        dtype = self._dtype if spec.dtype is None else getattr(torch, spec.dtype)
-        if isinstance(spec.reduce, Projection):
-            if not spec.reduce.in_engine:
-                rows = rows.float() @ torch.from_numpy(spec.reduce.directions.copy()).T
-        elif spec.reduce == "mean":
-            rows = rows.float().mean(0, keepdim=True) if len(rows) else rows
-        elif spec.reduce == "last":
-            rows = rows[-1:]
-        result: torch.Tensor = rows.to(dtype)
-        return result
+
+def _reduced(rows: torch.Tensor, spec: CaptureSpec) -> torch.Tensor:
+    """Reductions are computed in float32, and converted to the spec's dtype, or the model's, when all is done."""
+    if isinstance(spec.reduce, Projection):
+        return rows if spec.reduce.in_engine else rows.float() @ torch.from_numpy(spec.reduce.directions.copy()).T
+    if spec.reduce == "mean":
+        return rows.float().mean(0, keepdim=True) if len(rows) else rows
+    return rows[-1:] if spec.reduce == "last" else rows
 
 
 def _choose(chunks: Sequence[Chunk], wanted: npt.NDArray[np.int64]) -> _Chosen:

@@ -47,7 +47,8 @@ class CapturedRequest:
     """What was asked for."""
     sites: Mapping[Site, SiteRows]
     status: Status
-    """``ok``: every row that was asked for. ``partial``: what there was up to the time when ``error`` happened."""
+    """``ok``: every row that was asked for. ``partial``: what there was up to the time when ``error`` happened, or rows
+    with numbers that the dtype does not have."""
     error: str | None
 
     def tensor(self, point: str, layer: int) -> torch.Tensor:
