@@ -30,7 +30,15 @@ from vllm_steer.capture.server_wide import with_captures
 from vllm_steer.config import SteeringConfig, from_vllm_config, rows_of_all_stages
 from vllm_steer.errors import SteeringError
 from vllm_steer.metrics.collectors import start as start_metrics
-from vllm_steer.params import FILE_KEY, MODULES_KEY, capture_specs, program_bytes, program_of
+from vllm_steer.params import (
+    CAPTURE_KEY,
+    EXTRA_KEY,
+    FILE_KEY,
+    MODULES_KEY,
+    capture_specs,
+    program_bytes,
+    program_of,
+)
 from vllm_steer.program.shelf import Shelf
 from vllm_steer.registry.directory import DirectoryStore
 from vllm_steer.registry.registry import SteeringRegistry
@@ -226,6 +234,20 @@ def check_params(params: Any, served: Served | None, prompt_len: int | None = No
     served.check(params, prompt_len)
 
 
+def refuse_session(params: Any) -> None:
+    """Raise :class:`SteeringError` where a session of streaming input, or a piece of one, asks for anything of ours.
+
+    vLLM gives a session its id by a request that is none, the signal of its end, and sends its pieces, each of which
+    may have parameters of its own, past :func:`check_engine_request`.
+    """
+    extra = getattr(params, "extra_args", None) or {}
+    if any(key in extra for key in (EXTRA_KEY, CAPTURE_KEY, MODULES_KEY, FILE_KEY)):
+        raise SteeringError(
+            "steering",
+            "streaming input turns outputs into prompt, which steering does not define yet; send whole prompts",
+        )
+
+
 def check_engine_request(input_processor: Any, request: Any) -> None:
     """The last check before a request leaves the front end; the prompt is tokenised by now."""
     extra = getattr(request.sampling_params, "extra_args", None) or {}
@@ -238,9 +260,6 @@ def check_engine_request(input_processor: Any, request: Any) -> None:
             raise SteeringError("extra_args.steer_capture", "comes without its program; use capture instead")
         return
     if request.resumable:
-        raise SteeringError(
-            "steering",
-            "streaming input turns outputs into prompt, which steering does not define yet; send whole prompts",
-        )
+        refuse_session(request.sampling_params)
     prompt_len = length_from_prompt_token_ids_or_embeds(request.prompt_token_ids, request.prompt_embeds)
     check_params(request.sampling_params, getattr(input_processor, _KEPT, None), prompt_len)

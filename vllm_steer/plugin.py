@@ -17,8 +17,9 @@ wrapped                                               why no official seam will 
 ``OutputProcessor.add_request``                       a sample that captures collects its rows from its first output on;
                                                       the last step that each sample takes ahead of the engine, where
                                                       its key's cache salt is put on it and the front end's keys are
-                                                      taken off. Its state becomes one of ours where it is steered or
-                                                      read (``capture/samples.py``): outputs have no field for what was
+                                                      taken off; pieces of a session come this way alone. Its state
+                                                      becomes one of ours where it is steered or read
+                                                      (``capture/samples.py``): outputs have no field for what was
                                                       applied and captured, nor for why a request was ended
 ``OutputProcessor.process_outputs``                   captured rows come on outputs of their own, ahead of the requests'
 ``RequestOutput.add``                                 outputs merged in a stream would lose them
@@ -34,7 +35,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from vllm_steer.compat import check_settings, check_version, is_tested
@@ -184,11 +185,13 @@ def _add_request(original: Callable[..., Any]) -> Callable[..., Any]:
 def _add_request_async(original: Callable[..., Any]) -> Callable[..., Any]:
     async def add_request(*args: Any, **kwargs: Any) -> Any:
         from vllm_steer.errors import SteeringError
-        from vllm_steer.frontend import admitted_soon
+        from vllm_steer.frontend import admitted_soon, refuse_session
 
         try:
             params = _params_in(args, kwargs)
             wanted = await admitted_soon(args[0], params)
+            if isinstance(args[2] if len(args) > 2 else kwargs.get("prompt"), AsyncGenerator):
+                refuse_session(wanted)
             if wanted is not params:
                 args, kwargs = _with_params(args, kwargs, wanted)
             return await original(*args, **kwargs)
@@ -205,13 +208,15 @@ def _output_processor_add_request(original: Callable[..., Any]) -> Callable[...,
     def add_request(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         from vllm_steer.capture.outputs import begin
         from vllm_steer.capture.samples import SteeredSample
-        from vllm_steer.frontend import served_on
+        from vllm_steer.frontend import refuse_session, served_on
         from vllm_steer.metrics.requests import count_request
         from vllm_steer.params import leave_to_engine, program_bytes
         from vllm_steer.registry.outputs import note_applied
         from vllm_steer.serve.authority import salt_request
         from vllm_steer.serve.exchange import follow
 
+        if request.resumable:
+            refuse_session(request.sampling_params)
         salt_request(request)
         original(self, request, *args, **kwargs)
         if program_bytes(request.sampling_params) is not None:

@@ -13,6 +13,7 @@ import pytest
 import pytest_asyncio
 import torch
 from vllm import AsyncEngineArgs
+from vllm.engine.protocol import StreamingInput
 from vllm.sampling_params import RequestOutputKind
 
 from tests.engine.captures import capture
@@ -170,6 +171,48 @@ async def test_a_file_is_not_for_clients(engine: Any) -> None:
     """Catches a client that has the engine read a file of its choice."""
     with pytest.raises(SteeringError, match="not for clients"):
         await generate(engine, "own", extra_args={FILE_KEY: b"x"})
+
+
+async def session(engine: Any, name: str, whole: dict[str, Any], piece: dict[str, Any]) -> list[int]:
+    """The tokens of a session of two pieces, of which the second has parameters of its own."""
+
+    def asked(**fields: Any) -> SamplingParams:
+        delta = RequestOutputKind.DELTA
+        return SamplingParams(
+            max_tokens=4, temperature=0, ignore_eos=True, detokenize=False, output_kind=delta, **fields
+        )
+
+    async def pieces() -> AsyncIterator[StreamingInput]:
+        # vLLM adds what follows to this list.
+        yield StreamingInput({"prompt_token_ids": list(range(20, 40))})
+        yield StreamingInput({"prompt_token_ids": [3, 4]}, asked(**piece))
+
+    outputs = engine.generate(pieces(), asked(**whole), name)
+    return [token async for output in outputs for token in output.outputs[0].token_ids]
+
+
+async def test_a_session_is_refused_as_a_whole_and_by_the_piece(engine: Any) -> None:
+    """Catches streaming input that is steered all the same: what vLLM hands to the check of requests is the signal of
+    a session's end, and not its pieces, whose prompts grow under a program of another length and whose blocks' keys
+    would be those of other blocks."""
+    plain = await session(engine, "plain", {}, {})
+    assert len(plain) == 8
+    for number, fields in enumerate(
+        (
+            {"steering_vectors": {"post_block": {1: direction(1)}}},
+            {"capture": capture()},
+            {"steering_modules": ["none"]},
+            {"extra_args": {FILE_KEY: b"x"}},
+        )
+    ):
+        for whole, piece in ((fields, {}), ({}, fields)):
+            with pytest.raises(SteeringError):
+                await session(engine, f"session-{number}", whole, piece)
+    await engine.steering.set(base={"post_block": {1: direction(1)}})
+    with pytest.raises(SteeringError, match="streaming input"):
+        await session(engine, "under global steering", {}, {})
+    await engine.steering.clear()
+    assert await session(engine, "plain again", {}, {}) == plain
 
 
 async def rows_come_with_the_stream(engine: Any, right: Any) -> None:
