@@ -77,13 +77,21 @@ def test_readers_wait_for_their_turn_and_those_that_do_not_read_yet_do_not() -> 
     """Catches a small reader that overtakes a large one for ever, and a prompt that waits for rows it does not take."""
     arena = Arena(EVERY, 0, speculates=False)
     late = resolved("all_generated")
-    assert arena.lets_in(resolved(), 0) and arena.lets_in(late, 0)
+    assert arena.lets_in(resolved(), 0, []) and arena.lets_in(late, 0, [])
     arena.take(resolved(), 0, 1, False, [])
-    assert arena.lets_in(late, 0)
-    assert not arena.lets_in(resolved(), 0)
-    assert not arena.lets_in(late, 0)
+    assert arena.lets_in(late, 0, [])
+    assert not arena.lets_in(resolved(), 0, [])
+    assert not arena.lets_in(late, 0, [])
     arena.begin_step()
-    assert arena.lets_in(resolved(), 0)
+    assert arena.lets_in(resolved(), 0, [])
+
+
+def test_what_must_stay_together_waits_together() -> None:
+    """Catches a prompt that begins with an image and is let in for its first token alone."""
+    arena = Arena(20 * EVERY, 0, speculates=False)
+    arena.take(resolved(), 40, 3, False, [])
+    assert arena.lets_in(resolved(), 0, [(0, 17)]) and arena.lets_in(resolved(), 0, [(1, 19)])
+    assert not arena.lets_in(resolved(), 0, [(0, 18)])
 
 
 def test_only_where_the_model_needs_it_are_items_kept_whole() -> None:
@@ -112,6 +120,29 @@ def test_a_full_arena_is_no_matter_of_those_who_read_nothing(tiny_llama: Path) -
     assert first_step_of(scheduler, "plain") == 0
 
 
+@pytest.mark.parametrize("image", [False, True])
+def test_a_reader_that_could_begin_nowhere_holds_nobody_up(tiny_llama: Path, image: bool) -> None:
+    """Catches a reader whose first token is not read and cached, or begins an image, and finds no room where it does
+    begin: vLLM ends its round there, and whoever is behind waits until another reader has ended."""
+    made = scheduler_alone.config(tiny_llama, sequences=8, capture_rows=(18 if image else 1) * EVERY)
+    made.scheduler_config.disable_chunked_mm_input = image
+    scheduler = scheduler_alone.make(made, blocks=60)
+    prompt = list(range(1, 50))
+    scheduler.add_request(scheduler_alone.request("first", prompt, 1))
+    while scheduler.has_unfinished_requests():
+        scheduler_alone.answer(scheduler, scheduler.schedule())
+    scheduler.add_request(scheduler_alone.request("runs", [7], 20, **reads("all_generated")))
+    for _ in range(2):
+        scheduler_alone.answer(scheduler, scheduler.schedule())
+    waits = scheduler_alone.request("waits", prompt[::-1] if image else prompt, 2, **reads("all" if image else [48]))
+    if image:
+        scheduler.max_num_encoder_input_tokens, scheduler.encoder_cache_manager = image_of(waits, 0, 18)
+    scheduler.add_request(waits)
+    scheduler.add_request(scheduler_alone.request("plain", list(range(60, 70)), 4))
+    scheduled = scheduler.schedule().num_scheduled_tokens
+    assert scheduled == {"runs": 1, "plain": 10}
+
+
 def test_cached_prompts_that_are_read_do_not_end_the_engine_under_speculation(tiny_llama: Path) -> None:
     """Catches the assertion in vLLM's scheduler that a request it starts with drafts has got them all."""
     made = scheduler_alone.config(tiny_llama, sequences=8, capture_rows=5 * EVERY, speculative_config=NGRAM)
@@ -131,21 +162,26 @@ def test_cached_prompts_that_are_read_do_not_end_the_engine_under_speculation(ti
     assert any(each.get("one") == 1 + DRAFTS for each in seen)
 
 
-@pytest.mark.parametrize(("reading", "chunks"), [(False, [48, 12]), (True, [12, 40, 8])])
-def test_an_image_is_one_steps(tiny_llama: Path, reading: bool, chunks: list[int]) -> None:
-    """Catches an image that the arena's limit cuts after vLLM has seen to it that it stays whole."""
+def image_of(request: Any, offset: int, length: int) -> tuple[int, Any]:
+    """Put an image into a request; the budget and the cache for it, which a text model's scheduler has not."""
     from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
     from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 
-    made = scheduler_alone.config(tiny_llama, sequences=8, capture_rows=40 * EVERY)
-    made.scheduler_config.disable_chunked_mm_input = True  # as on CUDA, where attention looks both ways
-    scheduler = scheduler_alone.make(made, blocks=60)
-    scheduler.max_num_encoder_input_tokens, scheduler.encoder_cache_manager = 1000, EncoderCacheManager(1000)
-    request = scheduler_alone.request("r", list(range(60)), 2, **(reads() if reading else {}))
-    place = PlaceholderRange(offset=12, length=36)
+    place = PlaceholderRange(offset=offset, length=length)
     request.mm_features = [
         MultiModalFeatureSpec(data=None, modality="image", identifier="i", mm_position=place, mm_hash="i")
     ]
+    return 1000, EncoderCacheManager(1000)
+
+
+@pytest.mark.parametrize(("reading", "chunks"), [(False, [48, 12]), (True, [12, 40, 8])])
+def test_an_image_is_one_steps(tiny_llama: Path, reading: bool, chunks: list[int]) -> None:
+    """Catches an image that the arena's limit cuts after vLLM has seen to it that it stays whole."""
+    made = scheduler_alone.config(tiny_llama, sequences=8, capture_rows=40 * EVERY)
+    made.scheduler_config.disable_chunked_mm_input = True  # as on CUDA, where attention looks both ways
+    scheduler = scheduler_alone.make(made, blocks=60)
+    request = scheduler_alone.request("r", list(range(60)), 2, **(reads() if reading else {}))
+    scheduler.max_num_encoder_input_tokens, scheduler.encoder_cache_manager = image_of(request, 12, 36)
     scheduler.add_request(request)
     seen: list[int] = []
     while sum(seen) < 60:

@@ -38,10 +38,17 @@ class Arena:
             return None
         return f"captures {needed} rows in one step, and there is room for {self._rows} (--steering-capture-rows)"
 
-    def lets_in(self, resolved: Resolved, position: int) -> bool:
-        """Whether a request that waits, and would begin at ``position``, can have its next token; no reader can in the
-        rest of a step in which one cannot."""
+    def fits_anywhere(self, resolved: Resolved, spans: list[tuple[int, int]]) -> bool:
+        """Whether a request that waits can have its next token, wherever it would begin."""
+        return not self._closed and not spans and resolved.max_captures * (1 + self._drafts) <= self._left
+
+    def lets_in(self, resolved: Resolved, position: int, spans: list[tuple[int, int]]) -> bool:
+        """Whether a request that waits, and would begin at ``position``, can have its next token, or all that must be
+        computed with it; no reader can in the rest of a step in which one cannot."""
         needed = self._in_one_step(resolved, position, position + 1) * (1 + self._drafts)
+        for start, stop in spans:
+            if start == position:
+                needed = max(needed, self._in_one_step(resolved, start, stop))
         self._closed = self._closed or needed > self._left
         return not self._closed
 

@@ -223,8 +223,16 @@ def steering_scheduler(base: Any) -> Any:
                 if not self._admit(request, resolved):
                     return False
                 resolved = self._steered[request.request_id]
-            # vLLM would end its round here, and let nobody start who is behind.
-            return not resolved.max_captures or self._arena.lets_in(resolved, request.num_computed_tokens)
+            return not resolved.max_captures or self._has_room_to_start(request, resolved)
+
+        def _has_room_to_start(self, request: Any, resolved: Resolved) -> bool:
+            """Whether a request that waits finds room where it begins. If it found none later on, vLLM would end its
+            round there, and let nobody start who is behind."""
+            start, spans = request.num_computed_tokens, self._spans(request)
+            if not start and not self._arena.fits_anywhere(resolved, spans):
+                # It begins behind what is cached, which may be where it reads.
+                start = self._get_local_prefix_cache_hit(request)[1]
+            return self._arena.lets_in(resolved, start, spans)
 
         def _admit(self, request: Any, resolved: Resolved) -> bool:
             started = perf_counter()
