@@ -157,13 +157,30 @@ def _wrap_assign_request_id(owner: Any) -> None:
     owner.assign_request_id = assign_request_id
 
 
+def _prompt_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``prompt`` of ``add_request(self, request_id, prompt, params, ...)``."""
+    return args[2] if len(args) > 2 else kwargs.get("prompt")
+
+
 def _params_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``params`` of ``add_request(self, request_id, prompt, params, ...)``."""
+    """``params``, or what vLLM takes in their place: those of an engine request that the caller has made."""
+    from vllm.v1.engine import EngineCoreRequest
+
+    prompt = _prompt_in(args, kwargs)
+    if isinstance(prompt, EngineCoreRequest):
+        return prompt.sampling_params
     return args[3] if len(args) > 3 else kwargs.get("params")
 
 
 def _with_params(args: tuple[Any, ...], kwargs: dict[str, Any], params: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The same call with other ``params``."""
+    """The same call with others of these."""
+    from vllm.v1.engine import EngineCoreRequest
+
+    prompt = _prompt_in(args, kwargs)
+    if isinstance(prompt, EngineCoreRequest):
+        # vLLM's own from here on, which gives it its id.
+        prompt.sampling_params = params
+        return args, kwargs
     if len(args) > 3:
         return (*args[:3], params, *args[4:]), kwargs
     return args, {**kwargs, "params": params}
@@ -190,7 +207,7 @@ def _add_request_async(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             params = _params_in(args, kwargs)
             wanted = await admitted_soon(args[0], params)
-            if isinstance(args[2] if len(args) > 2 else kwargs.get("prompt"), AsyncGenerator):
+            if isinstance(_prompt_in(args, kwargs), AsyncGenerator):
                 refuse_session(wanted)
             if wanted is not params:
                 args, kwargs = _with_params(args, kwargs, wanted)

@@ -82,6 +82,23 @@ def test_global_steering_reaches_plain_requests(llm: Any) -> None:
     assert np.array_equal(scores(llm), plain)
 
 
+def test_a_request_that_is_made_already_gets_what_others_get(llm: Any) -> None:
+    """Catches an engine request that a caller has made, which runs unsteered under global steering: vLLM takes such a
+    one with the parameters that are in it."""
+    engine = llm.llm_engine
+    llm.steering.register("m", base={"post_block": {1: C}})
+    llm.steering.set(base=SITE)
+    for fields in ({}, {"steering_modules": ["m"]}):
+        made = engine.input_processor.process_inputs(
+            "made", PROMPT, params(**fields), supported_tasks=engine.get_supported_tasks()
+        )
+        engine.add_request("made", made, params())
+        outputs = [output for _ in range(20) if engine.has_unfinished_requests() for output in engine.step()]
+        (finished,) = [output for output in outputs if output.finished]
+        assert np.array_equal(logprobs_of(finished), scores(llm, **fields))
+        assert finished.steering_applied == run(llm, [PROMPT], [params(**fields)])[0].steering_applied
+
+
 def scores_inline(llm: Any, plain: np.ndarray) -> np.ndarray:
     """What SITE gives when a request brings it, global steering being off for that long."""
     llm.steering.clear()
