@@ -120,6 +120,20 @@ async def test_a_request_that_finds_no_room_in_time_raises_in_its_caller(engine:
     assert len((await generate(engine, "after", steering_vectors={"post_block": {1: direction(9)}}))[0]) == 24
 
 
+async def test_a_stop_string_is_no_refusal(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches an answer that ends with a stop string of the client's, and is taken for a request without room: HTTP
+    503 in the place of what was generated."""
+    from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+
+    update = IncrementalDetokenizer.update
+    monkeypatch.setattr(
+        IncrementalDetokenizer,
+        "update",
+        lambda self, *args: update(self, *args) or ("steering: on" if len(self.output_token_ids) == 3 else None),
+    )
+    assert len((await generate(engine, "says it", steering_vectors={"post_block": {1: direction(1)}}))[0]) == 3
+
+
 async def test_what_a_client_that_left_has_captured_is_partial(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches rows that were cut off, in a consumer's dataset among those of requests that were answered."""
     desk = (await ensure_served(engine)).desk

@@ -85,15 +85,20 @@ def new_rows(state: Any) -> Mapping[str, NewRows] | None:
     return {name: stream.take(state.prompt_len, num_tokens) for name, stream in running.streams.items()}
 
 
+def refusal(finish_reason: FinishReason | None, stop_reason: Any) -> str | None:
+    """Why our scheduler ended a request, or None where it did not: a stop string of a client's may begin alike."""
+    if finish_reason != FinishReason.ERROR or not isinstance(stop_reason, str) or not stop_reason.startswith(REFUSED):
+        return None
+    return stop_reason.removeprefix(REFUSED)
+
+
 def _cut_short(finish_reason: FinishReason, stop_reason: Any) -> str | None:
     """Why a sample ended before it was through, or None."""
     if finish_reason == FinishReason.ABORT:
         return "the request was aborted"
     if finish_reason != FinishReason.ERROR:
         return None
-    if isinstance(stop_reason, str) and stop_reason.startswith(REFUSED):
-        return stop_reason.removeprefix(REFUSED)
-    return "the request ended with an error"
+    return refusal(finish_reason, stop_reason) or "the request ended with an error"
 
 
 def finish(state: Any, finish_reason: FinishReason, stop_reason: Any) -> CaptureResults | None:

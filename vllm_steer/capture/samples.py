@@ -7,8 +7,7 @@ from typing import Any
 
 from vllm.v1.engine.output_processor import RequestState
 
-from vllm_steer.capture.outputs import finish, new_rows
-from vllm_steer.engine.admission import REFUSED
+from vllm_steer.capture.outputs import finish, new_rows, refusal
 from vllm_steer.registry.outputs import state_applied
 from vllm_steer.serve.exchange import note_results
 from vllm_steer.serve.protocol import NoRoomError
@@ -21,9 +20,9 @@ class SteeredSample(RequestState):  # type: ignore[misc]
         self, new_token_ids: Any, pooling_output: Any, finish_reason: Any, stop_reason: Any, *rest: Any, **more: Any
     ) -> Any:
         """vLLM's, with what was applied to the request, or with why it was ended."""
-        if isinstance(stop_reason, str) and stop_reason.startswith(REFUSED) and self.queue is not None:
+        if self.queue is not None and (reason := refusal(finish_reason, stop_reason)) is not None:
             # AsyncLLM raises what it finds in a request's queue; ``LLM`` returns an output that ended with an error.
-            self.queue.put(NoRoomError(stop_reason.removeprefix(REFUSED)))
+            self.queue.put(NoRoomError(reason))
             return None
         output = super().make_request_output(new_token_ids, pooling_output, finish_reason, stop_reason, *rest, **more)
         return state_applied(self, output)
