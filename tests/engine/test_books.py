@@ -185,6 +185,28 @@ def test_what_the_model_is_too_short_for_is_not_booked() -> None:
     assert scheduler.steering_admission.captures_booked == 12 * (scheduler_alone.MAX_LEN - 1)
 
 
+def test_the_time_of_a_pause_is_nobodys_waiting() -> None:
+    """Catches a request that is ended as soon as a paused engine goes on, for what it waited while nobody could run."""
+    from vllm.v1.core.sched.interface import PauseState
+
+    scheduler, clock = scheduler_alone.make(Books.vllm_config, blocks=10), [0.0]
+    scheduler.steering_admission._now = lambda: clock[0]
+    for name, seeds in (("r1", [0, 1]), ("r2", [2, 3])):
+        scheduler.add_request(scheduler_alone.request(name, [1, 2, 3], 80, **fields_of(seeds, captures=False)))
+
+    def ended_after(seconds: float) -> list[str]:
+        clock[0] += seconds
+        outputs = scheduler_alone.answer(scheduler, scheduler.schedule())
+        return [output.request_id for output in outputs if output.finish_reason is not None]
+
+    assert ended_after(0) == []
+    scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    assert ended_after(10 * TIMEOUT) == []
+    scheduler.set_pause_state(PauseState.UNPAUSED)
+    assert ended_after(TIMEOUT - 1) == []
+    assert ended_after(1) == ["r2"]
+
+
 @pytest.mark.parametrize("protection", ["release", "begin_step", "admit"])
 def test_the_model_sees_a_protection_that_is_gone(monkeypatch: pytest.MonkeyPatch, protection: str) -> None:
     """Negative control: places that are not given back, a step that never opens again, and a queue with overtaking."""

@@ -39,6 +39,7 @@ class Admission:
         self._waiting_since: dict[str, float] = {}
         self._waiting_for: dict[str, str] = {}
         self._closed = False
+        self._stopped: float | None = None
         self.changes = 0
         """Counts up whenever any of the books changes."""
 
@@ -91,6 +92,14 @@ class Admission:
         if resolved is not None:
             self.ledger.release(resolved.rows)
             self.changes += 1
+
+    def stop_clock(self, stopped: bool) -> None:
+        """While the engine is paused nobody is let in, whatever room there is: that time is nobody's waiting."""
+        if stopped:
+            self._stopped = self._now() if self._stopped is None else self._stopped
+        elif self._stopped is not None:
+            gone, self._stopped = self._now() - self._stopped, None
+            self._waiting_since = {request_id: since + gone for request_id, since in self._waiting_since.items()}
 
     def overdue(self) -> dict[str, str]:
         """Requests that have waited for their places too long, and what to tell each."""

@@ -196,6 +196,10 @@ def steering_scheduler(base: Any) -> Any:
                 )
                 outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(output)
 
+        def set_pause_state(self, pause_state: Any) -> None:
+            super().set_pause_state(pause_state)
+            self.steering_admission.stop_clock(pause_state is not PauseState.UNPAUSED)
+
         def schedule(self, *args: Any, **kwargs: Any) -> Any:
             self.steering_admission.begin_step()
             self._arena.begin_step()
