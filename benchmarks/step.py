@@ -5,8 +5,9 @@
 
 Without a model: the parts that wrap vLLM's runner V2 and its scheduler stand around methods that do nothing, and what
 those take alone is taken off. Microseconds per step, the least of several runs. *Idle*: nobody steers. *Settled*: each
-request of a batch has one vector, and decodes with the rows of the step before. *Waves*: requests with equal reads, or
-with vectors of their own, come at once, have the step of their prompts and one more, and are gone.
+request of a batch has one vector, and decodes with the rows of the step before; in the scheduler, where decoding with a
+vector is nothing, each is read at one layer. *Waves*: requests with equal reads, or with vectors of their own, come at
+once, have the step of their prompts and one more, and are gone.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import numpy as np
 import torch
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.request import RequestStatus
 
 from vllm_steer import SamplingParams
 from vllm_steer.config import SteeringConfig
@@ -120,7 +122,7 @@ def scheduler() -> Any:
     made._steered, made._malformed, made.requests = {}, {}, {}
     managers = (object.__new__(FullAttentionManager),)
     made.kv_cache_manager = SimpleNamespace(coordinator=SimpleNamespace(single_type_managers=managers))
-    made._readers = set()
+    made._asked, made.scheduler_config = [], None
     return made
 
 
@@ -170,17 +172,33 @@ def worker(batch: int) -> float:
     return 1e6 * (seconds(step) - seconds(bare))
 
 
-def scheduling(batch: int) -> float:
-    """Microseconds that an idle step of ``batch`` requests adds in the scheduler."""
-    ours, plain, request, output = scheduler(), Scheduler(), SimpleNamespace(request_id="a"), SimpleNamespace()
+def scheduling(batch: int, *, reading: bool = False) -> float:
+    """Microseconds that a decoding step of ``batch`` requests, all read or all plain, adds in the scheduler."""
+    ours, plain, output = scheduler(), Scheduler(), SimpleNamespace()
+    requests = made_requests(programs("one layer", batch, 0) if reading else [{}] * batch)
+    for request in requests:
+        ours.add_request(request)
+        ours._handle_blocked_waiting_request(request)
+        request.status, request.num_tokens = RequestStatus.RUNNING, PROMPT + 1
 
     def step(of: Any) -> None:
         of.schedule()
-        for _ in range(batch):
-            of._reserve_prefill_lookahead(request, 5, 1)
+        for request in requests:
+            of._reserve_prefill_lookahead(request, PROMPT, 1)
         of.update_from_output(None, output)
 
     return 1e6 * (seconds(lambda: step(ours)) - seconds(lambda: step(plain)))
+
+
+def made_requests(extra: list[dict[str, bytes]]) -> list[Any]:
+    """With these ``extra_args``, as they reach the scheduler."""
+    return [
+        SimpleNamespace(
+            request_id=f"request-{i}", sampling_params=SimpleNamespace(extra_args=each), num_prompt_tokens=PROMPT,
+            max_tokens=256, _block_hasher=None, mm_features=(), num_computed_tokens=0,
+        )
+        for i, each in enumerate(extra)
+    ]  # fmt: skip
 
 
 def programs(kind: str, count: int, seed: int) -> list[dict[str, bytes]]:
@@ -209,13 +227,7 @@ def wave(kind: str, batch: int) -> dict[str, float]:
     gc.collect()
     gc.freeze()  # as vLLM does
     for number in range(WAVES):
-        requests = [
-            SimpleNamespace(
-                request_id=f"request-{i}", sampling_params=SimpleNamespace(extra_args=extra), num_prompt_tokens=PROMPT,
-                max_tokens=256, _block_hasher=None, mm_features=(), num_computed_tokens=0,
-            )
-            for i, extra in enumerate(programs(kind, batch, number))
-        ]  # fmt: skip
+        requests = made_requests(programs(kind, batch, number))
         slots = np.arange(batch, dtype=np.int32)
         started = time.perf_counter()
         for request in requests:
@@ -255,6 +267,7 @@ def main() -> None:
     found = {
         "idle, worker": {str(batch): worker(0) for batch in (1,)},
         "idle, scheduler": {str(batch): scheduling(batch) for batch in (1, 256)},
+        "settled, scheduler": {str(batch): scheduling(batch, reading=True) for batch in (1, 256)},
         "settled, worker": {str(batch): worker(batch) for batch in (1, 256)},
     }
     waves = {kind: wave(kind, 256) for kind in ("own vectors", "one layer", "16 probes at 4 layers")}

@@ -28,5 +28,6 @@ def test_waves_are_served(kind: str) -> None:
 def test_steps_are_made() -> None:
     """Catches the same in idle and settled steps."""
     assert step.scheduling(4) != 0
+    assert step.scheduling(4, reading=True) != 0
     assert step.worker(0) != 0
     assert step.worker(4) != 0

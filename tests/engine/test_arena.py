@@ -7,10 +7,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+from vllm.v1.outputs import DraftTokenIds
 
 from tests.engine import scheduler_alone
 from vllm_steer.engine.arena import Arena, unsplit_spans
+from vllm_steer.engine.scheduler import LAST_WORD
 from vllm_steer.program import Resolved, compile_program, resolve
 from vllm_steer.spec import parse_capture
 
@@ -199,3 +202,64 @@ def test_a_request_whose_drafts_never_fit_ends_with_a_reason(tiny_llama: Path) -
     outputs = scheduler_alone.answer(scheduler, scheduler.schedule())
     assert [str(output.finish_reason) for output in outputs] == ["error"]
     assert "room for 24" in outputs[0].stop_reason
+
+
+READS: tuple[dict[str, Any], ...] = (
+    {},
+    reads(),
+    reads("all_generated"),
+    reads("last_prompt"),
+    {"capture": {"memory": {"hooks": {"post_block": [2]}, "positions": [[3, 30]]}}},
+)
+
+
+def arrivals(seed: int) -> list[list[tuple[str, list[int], int, dict[str, Any]]]]:
+    """Requests by the step in which they come: name, prompt, most tokens, and what is read."""
+    rng = np.random.default_rng(seed)
+    prompts = [rng.integers(2, 100, size).tolist() for size in rng.integers(1, 60, 6)]
+    return [
+        [
+            (f"r{step}-{i}", prompts[rng.integers(6)], int(rng.integers(1, 30)), READS[rng.integers(len(READS))])
+            for i in range(rng.integers(0, 5) if step % 12 == 0 else 0)
+        ]
+        for step in range(72)
+    ]
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("rows", [2 * (1 + DRAFTS), 12, 40, 200])
+@pytest.mark.parametrize("speculative", [None, NGRAM])
+def test_what_is_looked_at_late_is_what_is_looked_at_at_once(
+    tiny_llama: Path, speculative: Any, rows: int, policy: str
+) -> None:
+    """Catches a step in which somebody gets other tokens because those before him were only written down."""
+    made = scheduler_alone.config(tiny_llama, sequences=8, capture_rows=rows * EVERY, speculative_config=speculative)
+    made.scheduler_config.policy = policy
+    late, settled = 0, 0
+    for seed in range(4):
+        both = [scheduler_alone.make(made, blocks=14) for _ in range(2)]
+        both[1]._last_word = lambda upstream: None
+        coming = arrivals(seed)
+        for step in range(400):
+            seen = []
+            for scheduler in both:
+                rng = np.random.default_rng((seed, step))
+                for name, tokens, most, read in coming[step] if step < len(coming) else ():
+                    request = scheduler_alone.request(name, tokens, most, **read)
+                    request.priority = int(rng.integers(3))
+                    scheduler.add_request(request)
+                scheduled = scheduler.schedule()
+                late += bool(scheduler._asked)
+                settled += scheduler is both[0] and LAST_WORD not in vars(scheduler)
+                seen.append((scheduled.num_scheduled_tokens, scheduled.scheduled_spec_decode_tokens))
+                scheduler_alone.answer(scheduler, scheduled)
+                if speculative is not None:
+                    names = list(scheduled.num_scheduled_tokens)
+                    drafts = [[1] * int(rng.integers(0, DRAFTS + 1)) for _ in names]
+                    scheduler.update_draft_token_ids(DraftTokenIds(names, drafts))
+            assert seen[0] == seen[1]
+            if step > len(coming) and not both[0].has_unfinished_requests():
+                break
+        assert not any(scheduler.has_unfinished_requests() for scheduler in both)
+    assert settled
+    assert late or rows < 12

@@ -23,6 +23,30 @@ class Arena:
         self._rows, self._drafts, self._speculates = rows, drafts, speculates
         self._left = rows
         self._closed = False
+        self._most: dict[str, int] = {}
+        self._all = 0
+
+    def follow(self, request_id: str, resolved: Resolved) -> None:
+        """A request has been admitted, and may be asked about."""
+        if resolved.max_captures:
+            self._most[request_id] = resolved.max_captures
+            self._all += resolved.max_captures
+
+    def forget(self, request_id: str) -> None:
+        """A request has ended."""
+        self._all -= self._most.pop(request_id, 0)
+
+    @property
+    def has_readers(self) -> bool:
+        """Whether anybody who may be asked about reads."""
+        return bool(self._most)
+
+    @property
+    def sure(self) -> int:
+        """How many tokens each of them can have in one step if nobody has more; 0 for less than a decoding request's,
+        with its drafts."""
+        most = 1 + self._drafts
+        return most if self._all * most <= self._rows else 0
 
     def begin_step(self) -> None:
         """Everything is free again."""

@@ -9,6 +9,7 @@ ends with an error when it has waited too long.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import cache
 from time import perf_counter
 from typing import Any
@@ -39,7 +40,7 @@ from vllm_steer.program import Ledger, Program, Resolved, resolve
 logger = steering_logger(__name__)
 
 NO_ROOM = "not captured: capture_mib was taken up by other requests when this one was admitted (capture_policy fail)"
-_LAST_WORD = "_reserve_prefill_lookahead"
+LAST_WORD = "_reserve_prefill_lookahead"
 
 
 def make_scheduler(*args: Any, **kwargs: Any) -> Any:
@@ -66,7 +67,7 @@ def steering_scheduler(base: Any) -> Any:
             self._steering_hash = get_hash_fn_by_name(self.vllm_config.cache_config.prefix_caching_hash_algo)
             self._steering_points = frozenset(points_on(config.points))
             self._steered: dict[str, Resolved] = {}
-            self._readers: set[str] = set()
+            self._asked: list[tuple[Any, int, int]] = []
             self._malformed: dict[str, str] = {}
             self._arena = Arena(
                 config.capture_rows, self.num_spec_tokens, self.vllm_config.speculative_config is not None
@@ -112,7 +113,7 @@ def steering_scheduler(base: Any) -> Any:
             never = self._arena.why_never(resolved, self._spans(request)) if resolved.max_captures else None
             if never is not None:
                 raise SteeringError("capture", never)
-            self._follow(request.request_id, resolved)
+            self._steered[request.request_id] = resolved
             if self._needs_whole_prompt(resolved, request):
                 request.skip_reading_prefix_cache = True
             upstream = request._block_hasher
@@ -120,13 +121,6 @@ def steering_scheduler(base: Any) -> Any:
                 request._block_hasher = steering_hasher(upstream, resolved, self.hash_block_size, self._steering_hash)
                 request.block_hashes = []
                 request.update_block_hashes()
-
-        def _follow(self, request_id: str, resolved: Resolved) -> None:
-            self._steered[request_id] = resolved
-            if resolved.max_captures:
-                self._readers.add(request_id)
-            else:
-                self._readers.discard(request_id)
 
         def _needs_whole_prompt(self, resolved: Resolved, request: Any) -> bool:
             """Whether reads forbid any cache hit: where hits cannot be cut to a position (hybrid caches,
@@ -157,12 +151,41 @@ def steering_scheduler(base: Any) -> Any:
         def _reserve_prefill_lookahead(self, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
             """vLLM's last word on how many tokens a request gets in this step; ours: no more than the arena takes."""
             tokens = int(super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens))
+            return self._take(request, num_computed_tokens, tokens)
+
+        def _take(self, request: Any, start: int, tokens: int) -> int:
             resolved = self._steered.get(request.request_id)
             if resolved is None or not resolved.max_captures:
                 return tokens
             # vLLM takes it for granted that a request which it starts with draft tokens gets all of them.
-            padded = request.status != RequestStatus.RUNNING and num_computed_tokens + tokens > request.num_tokens
-            return self._arena.take(resolved, num_computed_tokens, tokens, padded, self._spans(request))
+            padded = request.status != RequestStatus.RUNNING and start + tokens > request.num_tokens
+            return self._arena.take(resolved, start, tokens, padded, self._spans(request))
+
+        def _last_word(self, upstream: Callable[..., int]) -> Callable[..., int] | None:
+            """What vLLM asks in this step in the place of the method, if anything; ``upstream`` is its own.
+
+            While all readers' next tokens fit together, nobody is refused one: who is asked about is written down, and
+            what they take is looked at before a reader is given more, or is let in (:meth:`_settle`). In most steps
+            none is.
+            """
+            sure, asked, steered = self._arena.sure, self._asked.append, self._steered
+
+            def last_word(request: Any, start: int, tokens: int) -> int:
+                tokens = upstream(request, start, tokens)
+                if tokens > sure and request.request_id in steered:
+                    self._settle()
+                    return self._take(request, start, tokens)
+                asked((request, start, tokens))
+                return tokens
+
+            return last_word if sure else None
+
+        def _settle(self) -> None:
+            """For the rest of this step each request is looked at when it is asked about."""
+            self.__dict__.pop(LAST_WORD, None)
+            for each in self._asked:
+                self._take(*each)
+            self._asked.clear()
 
         def _spans(self, request: Any) -> list[tuple[int, int]]:
             return unsplit_spans(request, self.scheduler_config) if request.mm_features else []
@@ -203,11 +226,14 @@ def steering_scheduler(base: Any) -> Any:
         def schedule(self, *args: Any, **kwargs: Any) -> Any:
             self.steering_admission.begin_step()
             self._arena.begin_step()
+            self._asked.clear()
             # Asked of every request in every step: vLLM's own stands ahead of ours while nobody reads.
-            if self._readers:
-                self.__dict__.pop(_LAST_WORD, None)
+            upstream = super()._reserve_prefill_lookahead
+            last_word = self._last_word(upstream) if self._arena.has_readers else upstream
+            if last_word is None:
+                self.__dict__.pop(LAST_WORD, None)
             else:
-                self.__dict__[_LAST_WORD] = super()._reserve_prefill_lookahead
+                self.__dict__[LAST_WORD] = last_word
             scheduled = super().schedule(*args, **kwargs)
             if self._edited_blocks is not None and self._steered:
                 self._edited_blocks.note(scheduled, self._steered)
@@ -232,6 +258,7 @@ def steering_scheduler(base: Any) -> Any:
         def _has_room_to_start(self, request: Any, resolved: Resolved) -> bool:
             """Whether a request that waits finds room where it begins. If it found none later on, vLLM would end its
             round there, and let nobody start who is behind."""
+            self._settle()
             start, spans = request.num_computed_tokens, self._spans(request)
             if not start and not self._arena.fits_anywhere(resolved, spans):
                 # It begins behind what is cached, which may be where it reads.
@@ -244,6 +271,8 @@ def steering_scheduler(base: Any) -> Any:
             if self._capture_policy == "fail" and not self.steering_admission.has_room_for_captures(rows):
                 resolved, rows = self._give_up_capture(request), 0
             admitted = self.steering_admission.admit(request.request_id, resolved, rows)
+            if admitted:
+                self._arena.follow(request.request_id, resolved)
             self._steering_meter.seconds += perf_counter() - started
             return admitted
 
@@ -262,12 +291,12 @@ def steering_scheduler(base: Any) -> Any:
             self.steering_outbox.say(request, NO_ROOM)
             self._steering_meter.given_up += 1
             resolved = resolve(program, request.num_prompt_tokens, self._steering_layers)
-            self._follow(request.request_id, resolved)
+            self._steered[request.request_id] = resolved
             return resolved
 
         def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
             self._steered.pop(request.request_id, None)
-            self._readers.discard(request.request_id)
+            self._arena.forget(request.request_id)
             self.steering_admission.release(request.request_id)
             return super()._free_request(request, *args, **kwargs)
 
