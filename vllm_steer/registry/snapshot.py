@@ -110,17 +110,22 @@ class Snapshot:
     def find(self, reference: Reference, field: str) -> tuple[Use, Version]:
         """What ``reference`` means in this state; raises UnknownModuleError, naming ``field``, where it is nothing."""
         if reference.name is None:
-            found = [version for versions in self.index.modules.values() for version in versions]
+            found = self._by_digest.get(reference.digest or "")
         else:
-            found = list(self.index.modules.get(reference.name, ()))
-            if not found:
+            versions = self.index.modules.get(reference.name, ())
+            if not versions:
                 raise UnknownModuleError(field, f"there is no module {reference.name}")
-        matching = [version for version in found if reference.digest in (None, version.digest)]
-        if not matching:
+            found = next((each for each in reversed(versions) if reference.digest in (None, each.digest)), None)
+        if found is None:
             # What there is instead is for those to see who may list modules.
             what = "there is no module" if reference.name is None else f"{reference.name} has no version"
             raise UnknownModuleError(field, f"{what} {reference.digest}")
-        return Use(reference.name, matching[-1].digest, reference.scale), matching[-1]
+        return Use(reference.name, found.digest, reference.scale), found
+
+    @cached_property
+    def _by_digest(self) -> dict[str, Version]:
+        """Versions by their digests alone: requests may name a thousand, and a registry may have tens of thousands."""
+        return {version.digest: version for versions in self.index.modules.values() for version in versions}
 
     def program(self, use: Use) -> Program:
         """The program of a module at its scale."""
