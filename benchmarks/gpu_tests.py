@@ -47,6 +47,7 @@ RUNS: dict[str, Run] = {
     "self-check": Run(("tests/gpu/test_selfcheck.py",), "right and wrong taps"),
     "warm-up": Run(("tests/gpu/test_warm_up.py",), "no kernel is compiled once vLLM watches for that"),
     "plain code": Run(("tests/gpu/test_plain_code.py",), "idle steps with stock vLLM's kernels, both codes' graphs"),
+    "overflow": Run(("tests/gpu/test_overflow.py",), "blocks of requests whose edits left the dtype, in others' hands"),
     "sleep": Run(("tests/gpu/test_sleep.py",), "sleep of level 1 and 2"),
     "recurrent": Run(("tests/gpu/test_recurrent.py",), "layers with a state, graphs in pieces"),
     "architectures": Run(

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""On a GPU: edits that take the stream beyond what its dtype holds spoil their own request, and nobody behind it.
+
+On a CPU blocks of edited requests are zeroed before others get them (``engine/edited_blocks.py``). On a GPU they are
+not: its attention is to leave out what lies in a block behind a sequence's end, whatever that is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.engine.answers import logprobs_of, params, run
+from tests.engine.conftest import close
+from tests.engine.test_overflow import prompts
+from tests.tiny import BF16_MODEL, save_tiny_llama
+from vllm_steer import LLM
+
+pytestmark = pytest.mark.gpu
+
+BEYOND = {"post_block": {0: {"vector": np.full(BF16_MODEL["hidden_size"], 3e38, "f4"), "scale": 1e3}}}
+
+
+@pytest.fixture(scope="module", params=[None, "TRITON_ATTN"])
+def crowded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """So few blocks that each is soon another request's; vLLM's own choice of attention, and one of its own kernels."""
+    llm = LLM(
+        model=str(save_tiny_llama(tmp_path_factory.mktemp("tiny"), **{**BF16_MODEL, "vocab_size": 128})),
+        enable_steering=True, dtype="bfloat16", max_model_len=64, max_num_seqs=4, num_gpu_blocks_override=12,
+        skip_tokenizer_init=True, gpu_memory_utilization=0.02, kv_cache_memory_bytes=1 << 28, max_logprobs=128,
+        attention_config={} if request.param is None else {"backend": request.param},
+    )  # fmt: skip
+    yield llm
+    close(llm)
+
+
+def test_blocks_of_numbers_are_given_on(crowded: Any) -> None:
+    """Catches keys and values that are no numbers in what is left of a block behind another request's tokens."""
+    crowded.reset_prefix_cache()
+    first = run(crowded, prompts(1), [params()] * 3)
+    spoilt = run(crowded, prompts(2, 6), [params(steering_vectors=BEYOND)] * 6)
+    assert all(not np.isfinite(logprobs_of(each)).any() for each in spoilt)
+    crowded.reset_prefix_cache()
+    for before, after in zip(first, run(crowded, prompts(1), [params()] * 3), strict=True):
+        np.testing.assert_allclose(logprobs_of(after)[0], logprobs_of(before)[0], atol=0.05)
+        assert np.isfinite(logprobs_of(after)).all()
