@@ -122,7 +122,8 @@ def scheduler() -> Any:
     made._steered, made._malformed, made.requests = {}, {}, {}
     managers = (object.__new__(FullAttentionManager),)
     made.kv_cache_manager = SimpleNamespace(coordinator=SimpleNamespace(single_type_managers=managers))
-    made._asked, made.scheduler_config = [], None
+    # As on a GPU, where no blocks are zeroed.
+    made._asked, made._edited_blocks, made.scheduler_config = [], None, None
     return made
 
 

@@ -215,17 +215,17 @@ def _steps(table: MakeTable) -> str:
     """What the host does for a step."""
     result = json.loads((RESULTS / "step.json").read_text())
     rows = [
-        (what, batch, f"{micros:.1f}")
+        (what, batch, f"{micros:.1f}", f"{result['before']['microseconds'][what][batch]:.1f}")
         for what, by_batch in result["microseconds"].items()
         for batch, micros in by_batch.items()
     ]
     return (
         "\nPython that a step has more than stock vLLM's, in microseconds, in the engine's process (`python -m\n"
-        f"benchmarks.step`, which says what is where; {_loaded(result)}, the slower of the two machines):\n\n"
-        + table(("step", "batch", "added"), rows)
-        + "\nWhat a request of a wave adds there: 256 come at once (of those with 96 sites 16), have their prompts' step and\n"
-        "one more, and are gone; microseconds per request in all, and in brackets those of the build before, in which requests\n"
-        "with equal programs did not share their places in the tables:\n\n"
+        f"benchmarks.step`, which says what is where; {_loaded(result)}):\n\n"
+        + table(("step", "batch", "added", "before"), rows)
+        + "\n*Before*: the build before, which looked at the room of every reader in each step.\n"
+        "\nWhat a request of a wave adds there: 256 come at once (of those with 96 sites 16), have their prompts' step and\n"
+        "one more, and are gone; microseconds per request in all, and in brackets those of the build before:\n\n"
         + table(
             ("wave of", *next(iter(result["wave"].values()))),
             [

@@ -66,7 +66,8 @@ NORM = ServerLimit(
     0,
     1 << 24,
     "ceiling of what an `add` edit of a request, a module or global steering adds, strength x norm of its vector, and "
-    "of a `clamp`'s bounds; 0 for none. `add_normed` and `ablate` go by the stream's own norm",
+    "of a `clamp`'s bounds, times a strength above 1; 0 for none. `add_normed` and `ablate` go by the stream's own "
+    "norm",
     status=HTTPStatus.BAD_REQUEST,
 )
 REQUESTS = ServerLimit("key_requests", 256, 1, 1 << 20, "HTTP requests that a key has going", scope="key", status=_429)
