@@ -100,12 +100,12 @@ def program_of(params: Any) -> Program | None:
     return None if data is None else Program.from_bytes(data)
 
 
-def encode_specs(specs: tuple[tuple[str, CaptureSpec], ...]) -> bytes:
+def encode_specs(specs: Specs) -> bytes:
     """The capture specs of a request as the bytes that ride in ``extra_args``, for the front end alone."""
     return msgspec.msgpack.encode([(name, spec.to_wire()) for name, spec in specs])
 
 
-def capture_specs(params: Any) -> tuple[tuple[str, CaptureSpec], ...]:
+def capture_specs(params: Any) -> Specs:
     """Consumer and spec of each capture; raises :class:`SteeringError` on bytes that this package did not write."""
     return read_specs(getattr(params, "extra_args", None) or {})
 
@@ -150,7 +150,7 @@ def read_references(extra: Mapping[str, Any]) -> tuple[Reference, ...] | None:
         raise SteeringError(f"extra_args.{MODULES_KEY}", f"is not ours ({error}); use {MODULES_FIELD}") from None
 
 
-def read_specs(extra: Mapping[str, Any]) -> tuple[tuple[str, CaptureSpec], ...]:
+def read_specs(extra: Mapping[str, Any]) -> Specs:
     """As :func:`capture_specs`, from ``extra_args``."""
     data = extra.get(CAPTURE_KEY)
     if data is None:

@@ -20,10 +20,11 @@ from vllm_steer.capabilities import Capabilities
 from vllm_steer.capture.assemble import Assembly
 from vllm_steer.capture.consumers import OWN_THREADS, Consumer, make_consumer
 from vllm_steer.capture.result import CapturedRequest, CaptureResult
-from vllm_steer.capture.server_wide import Specs, split_options
+from vllm_steer.capture.server_wide import split_options
 from vllm_steer.errors import SteeringError
 from vllm_steer.log import steering_logger
 from vllm_steer.metrics.consumers import ConsumerMeter
+from vllm_steer.params import Specs
 from vllm_steer.program import compile_program
 from vllm_steer.spec import CaptureSpec, NamedProjection, Projection
 
@@ -89,7 +90,7 @@ class CaptureDesk:
         capabilities.check(compile_program([], [spec for _, spec in self.server_wide]), None)
         self.check(self.server_wide)
 
-    def check(self, specs: tuple[tuple[str, CaptureSpec], ...]) -> None:
+    def check(self, specs: Specs) -> None:
         """Raise :class:`SteeringError` unless every consumer is there and takes its spec."""
         for name, spec in specs:
             consumer = self._consumers.get(name)
@@ -115,7 +116,7 @@ class CaptureDesk:
         served = self._capabilities
         return Assembly(served.num_layers, served.hidden_size, getattr(torch, served.dtype))
 
-    def finish(self, assembly: Assembly, specs: tuple[tuple[str, CaptureSpec], ...], **about: Any) -> CaptureResults:
+    def finish(self, assembly: Assembly, specs: Specs, **about: Any) -> CaptureResults:
         """Hand a finished sample to its consumers; ``about`` are the fields of :class:`CapturedRequest` on the
         request."""
         return CaptureResults({name: self._submit(name, spec, assembly, about) for name, spec in specs})

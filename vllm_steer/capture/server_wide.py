@@ -14,12 +14,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.params import CAPTURE_KEY, EXTRA_KEY, capture_specs, encode_specs, program_of
+from vllm_steer.params import CAPTURE_KEY, EXTRA_KEY, Specs, capture_specs, encode_specs, program_of
 from vllm_steer.program import compile_program, join
-from vllm_steer.spec import CaptureSpec, parse_capture
+from vllm_steer.spec import parse_capture
 
 FLAG_KEYS = ("hooks", "positions", "before", "dtype")
-Specs = tuple[tuple[str, CaptureSpec], ...]
 
 
 def split_options(name: str, options: Mapping[str, Any]) -> tuple[dict[str, Any], Specs]:
