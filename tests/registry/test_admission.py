@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +16,6 @@ from vllm_steer.params import APPLIED_KEY, CAPTURE_KEY, EXTRA_KEY, MODULES_KEY, 
 from vllm_steer.registry import admission
 from vllm_steer.registry.about import About
 from vllm_steer.registry.admission import with_probes
-from vllm_steer.registry.registry import DEFAULT_LIMITS
 from vllm_steer.registry.schema import SteeringApplied
 from vllm_steer.registry.snapshot import Index, Snapshot, Version
 from vllm_steer.spec import Projection, parse_capture
@@ -142,20 +140,26 @@ def test_what_was_applied_is_what_the_answer_says() -> None:
     assert under_global.request == by_own.request != applied(steering_vectors={"post_block": {1: vector(8)}}).request
 
 
-def test_a_thousand_names_are_found_in_a_full_registry_at_once() -> None:
+class LookedThrough(dict[str, tuple[Version, ...]]):
+    """Counts how often all names are gone through."""
+
+    looks = 0
+
+    def values(self) -> Any:
+        self.looks += 1
+        return super().values()
+
+
+def test_many_names_are_found_in_one_look_through_the_registry() -> None:
     """Catches a body of some KiB that keeps an API server busy: each probe of a module named by its digest alone was
     looked for among all versions of all names."""
     about, found = About(), module()
-    named = {
-        f"n{i}": tuple(Version(f"sha256:{8 * i + j:064x}", about, 0.0) for j in range(8))
-        for i in range(DEFAULT_LIMITS.modules)
-    }
+    named = LookedThrough({f"n{i}": (Version(f"sha256:{i:064x}", about, 0.0),) for i in range(9)})
     named["x"] = (Version(found.digest, about, 0.0),)
     snapshot = Snapshot(Index(modules=named), {found.digest: found})
     capture = {"hooks": {"post_block": [1]}, "reduce": {"probes": [f"{found.digest}/joy"] * MAX_DIRECTIONS}}
     specs = parse_capture({"memory": capture})
-    started = time.perf_counter()
     ((_, spec),) = with_probes(specs, snapshot)
-    assert time.perf_counter() - started < 2
+    assert named.looks <= 1
     assert isinstance(spec.reduce, Projection)
     assert spec.reduce.directions.shape == (MAX_DIRECTIONS, HIDDEN)
