@@ -97,6 +97,18 @@ def test_what_must_stay_together_waits_together() -> None:
     assert not arena.lets_in(resolved(), 0, [(0, 18)])
 
 
+def test_those_that_have_ended_are_not_counted_on() -> None:
+    """Catches a scheduler that looks at every reader in each step, for room that ended requests would need."""
+    arena = Arena(3 * EVERY, 0, speculates=False)
+    for name in "abcd":
+        assert arena.sure
+        arena.follow(name, resolved())
+    assert not arena.sure
+    for name in "abcd":
+        arena.forget(name)
+    assert arena.sure and not arena.has_readers
+
+
 def test_only_where_the_model_needs_it_are_items_kept_whole() -> None:
     place = SimpleNamespace(mm_position=SimpleNamespace(offset=3, length=5))
     request = SimpleNamespace(mm_features=[place])

@@ -111,3 +111,6 @@ def test_only_blocks_that_were_edited_are_zeroed(tiny_llama: Path) -> None:
     assert len(everything) == 8
     assert sorted(zeroed) == sorted((edited | again) & everything)
     assert served("more", 126)[1] == []
+    # Reading alone leaves numbers.
+    read = {"capture": {"memory": {"hooks": {"post_block": [1]}}}}
+    assert served("read", 126, **read)[1] == served("last", 126)[1] == []

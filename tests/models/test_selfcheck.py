@@ -263,6 +263,8 @@ def test_codes_that_differ_by_rounding_pass() -> None:
     check_codes(tapped, tapped, EPSILON)
     rounded = [rows + change for rows, change in zip(tapped, finals(2, 1e-3), strict=True)]
     check_codes(tapped, rounded, 2**-8)
+    # Also where the two requests come to the same, and nothing but rounding is allowed.
+    check_codes([tapped[0], tapped[0]], [rounded[0], rounded[0]], 2**-8)
     for request, token in np.ndindex(2, TOKENS):
         elsewhere = [rows.copy() for rows in tapped]
         elsewhere[request][token] = 1.0
