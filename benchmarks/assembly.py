@@ -10,7 +10,7 @@ all have ended. The first two can delay the engine's next step, the others canno
 
 ``ending`` is what the outputs of a step take in which 256 such requests end and are handed to their consumer:
 milliseconds, median of several such steps. Nothing else of the outputs' way is there. *At once*: the consumer's thread
-starts as it would without :meth:`CaptureDesk.held_back`.
+starts as it would without :meth:`CaptureManager.held_back`.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ import torch
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from vllm_steer.capabilities import Capabilities
-from vllm_steer.capture.assemble import Assembly
-from vllm_steer.capture.desk import CaptureDesk
-from vllm_steer.capture.inbox import Inbox
+from vllm_steer.capture.assembly import Assembly
+from vllm_steer.capture.manager import CaptureManager
+from vllm_steer.capture.row_receiver import RowReceiver
+from vllm_steer.capture.step_rows import Steady
 from vllm_steer.config import SteeringConfig
-from vllm_steer.engine.collect import ATTRIBUTE, Departures, Leaving, PendingRows
-from vllm_steer.engine.outbox import Outbox
-from vllm_steer.engine.step_rows import Steady
+from vllm_steer.engine.capabilities import Capabilities
+from vllm_steer.engine.device_to_host import ATTRIBUTE, DeviceToHostCopier, PendingRows, Transfer
+from vllm_steer.engine.row_sender import RowSender
 from vllm_steer.program import compile_program, resolve
 from vllm_steer.spec import CaptureSpec, Projection
 
@@ -60,7 +60,7 @@ def measure(layers: Any, reduce: Projection | None = None) -> dict[str, float]:
     arena = torch.zeros(steady.plan(one, one).num_rows, HIDDEN, dtype=torch.bfloat16)
     directions = None if reduce is None else torch.from_numpy(reduce.directions.copy())
     requests = {name: SimpleNamespace(client_index=0) for name in names}
-    outbox, inbox = Outbox(), Inbox()
+    outbox, inbox = RowSender(), RowReceiver()
     encoder, decoder = MsgpackEncoder(), MsgpackDecoder(EngineCoreOutputs)
     assemblies = {name: Assembly(LAYERS, HIDDEN, torch.bfloat16) for name in names}
     for name, assembly in assemblies.items():
@@ -68,8 +68,8 @@ def measure(layers: Any, reduce: Projection | None = None) -> dict[str, float]:
     spent: dict[str, list[float]] = {"worker": [], "engine": [], "arrive": []}
     for step in range(STEPS):
         plan = steady.plan(one * (10 + step), one)
-        forms = tuple(Leaving(each.entries.projection, each.rows, directions) for each in plan.channels)
-        on_the_way = Departures(arena.device).start(arena, None, plan, forms)
+        forms = tuple(Transfer(each.entries.projection, each.rows, directions) for each in plan.channels)
+        on_the_way = DeviceToHostCopier(arena.device).start(arena, None, plan, forms)
         began = time.perf_counter()
         arrived = PendingRows(plan, on_the_way.rows, release=lambda: None).arrived()
         owned = time.perf_counter()
@@ -98,11 +98,11 @@ def ending(layers: Any, reduce: Projection | None, *, at_once: bool) -> float:
     """Milliseconds of one step in which all requests end."""
     spec, steady = decoding(layers, reduce, ENDING)
     names, one = steady.ids, np.ones(ENDING, dtype=np.int64)
-    desk = CaptureDesk(Capabilities(LAYERS, HIDDEN, 4096, "bfloat16", {}, SteeringConfig()), "a model", {})
+    desk = CaptureManager(Capabilities(LAYERS, HIDDEN, 4096, "bfloat16", {}, SteeringConfig()), "a model", {})
     specs = (("memory", spec),)
     spent = []
     for _ in range(ROUNDS):
-        inbox, outbox = Inbox(), Outbox()
+        inbox, outbox = RowReceiver(), RowSender()
         assemblies = {name: desk.begin() for name in names}
         for name, assembly in assemblies.items():
             inbox.follow(name, assembly)

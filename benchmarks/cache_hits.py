@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_steer.fuzz.model import prepare_environment, save_tiny_llama
+from vllm_steer.testing.fuzz.model import prepare_environment, save_tiny_llama
 
 REQUESTS, PREFIX, OWN, BLOCK, VOCAB, HIDDEN = 16, 1500, 20, 32, 128, 64
 

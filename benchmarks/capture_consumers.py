@@ -33,8 +33,8 @@ import torch
 from vllm_steer import __version__
 from vllm_steer.capture import CapturedRequest, SiteRows
 from vllm_steer.capture.consumers.filesystem import FilesystemConsumer
-from vllm_steer.capture.consumers.layouts import WINDOWS
-from vllm_steer.capture.reader import open_captures
+from vllm_steer.capture.files.layouts import WINDOWS
+from vllm_steer.capture.files.reader import open_captures
 from vllm_steer.spec import CaptureSpec
 
 HIDDEN = 4096

@@ -27,12 +27,12 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from vllm_steer import SamplingParams
-from vllm_steer.capabilities import Capabilities
-from vllm_steer.capture.desk import CaptureDesk
+from vllm_steer.capture.manager import CaptureManager
 from vllm_steer.config import SteeringConfig
-from vllm_steer.frontend import Served, admitted, check_engine_request
+from vllm_steer.engine.capabilities import Capabilities
+from vllm_steer.frontend.context import EngineContext, admitted, check_engine_request
 from vllm_steer.params import leave_to_engine
-from vllm_steer.program.shelf import Shelf
+from vllm_steer.program.program_files import ProgramFileCache
 from vllm_steer.registry.registry import SteeringRegistry
 
 LAYERS, HIDDEN, REQUESTS, WARM_UP = 32, 4096, 128, 8
@@ -56,15 +56,15 @@ def projected(**reduce: Any) -> dict[str, Any]:
     return {"capture": {"memory": {"hooks": hooks, "positions": "all", "reduce": reduce}}}
 
 
-def serve() -> Served:
+def serve() -> EngineContext:
     capabilities = Capabilities(LAYERS, HIDDEN, 8192, "bfloat16", {}, SteeringConfig())
     registry = SteeringRegistry(capabilities, None)
     registry.register("calm", base=vectors(1, 0))
     registry.register("bench", probes=dict(zip(PROBES, probes(), strict=True)))
-    return Served(capabilities, CaptureDesk(capabilities, "model", {}), registry, shelf=Shelf())
+    return EngineContext(capabilities, CaptureManager(capabilities, "model", {}), registry, shelf=ProgramFileCache())
 
 
-def measure(fields: Callable[[int], dict[str, Any]], served: Served) -> float:
+def measure(fields: Callable[[int], dict[str, Any]], served: EngineContext) -> float:
     """Milliseconds per request."""
     processor = SimpleNamespace(_steering_served=served)
     encoder = MsgpackEncoder()

@@ -42,9 +42,11 @@ RUNS: dict[str, Run] = {
     "kernels": Run(("tests/taps",), "taps, rows and products as kernels against their definitions; controls"),
     "engine": Run(("tests/gpu/test_engine.py",), "runner V2 with CUDA graphs, V2 eager, V1 with CUDA graphs agree"),
     "capture": Run(("tests/gpu/test_capture.py",), "captures against HF, graphs and eager, asynchronous, small cache"),
-    "collect": Run(("tests/gpu/test_collect.py",), "rows that leave on a side stream while the next step stores"),
-    "staged": Run(("tests/engine/test_staged.py",), "values through pinned memory into a table"),
-    "self-check": Run(("tests/gpu/test_selfcheck.py",), "right and wrong taps"),
+    "collect": Run(
+        ("tests/gpu/test_device_to_host.py",), "rows that leave on a side stream while the next step stores"
+    ),
+    "staged": Run(("tests/engine/test_pinned_writer.py",), "values through pinned memory into a table"),
+    "self-check": Run(("tests/gpu/test_self_check.py",), "right and wrong taps"),
     "warm-up": Run(("tests/gpu/test_warm_up.py",), "no kernel is compiled once vLLM watches for that"),
     "plain code": Run(("tests/gpu/test_plain_code.py",), "idle steps with stock vLLM's kernels, both codes' graphs"),
     "overflow": Run(("tests/gpu/test_overflow.py",), "blocks of requests whose edits left the dtype, in others' hands"),

@@ -3,7 +3,8 @@
 
     python -m benchmarks.pinned --out benchmarks/results/gpu-pinned.json
 
-What the worker does after a step whose rows leave as they are (``engine/collect.py``), for steps of several sizes, one
+What the worker does after a step whose rows leave as they are (``engine/device_to_host.py``), for steps of several
+sizes, one
 after the other and with the next one started before the last one has arrived, as under asynchronous scheduling.
 """
 
@@ -20,8 +21,8 @@ import numpy as np
 import torch
 
 from benchmarks.shapes import environment
-from vllm_steer.engine.collect import Departures, Leaving, PendingRows
-from vllm_steer.engine.step_rows import Channel, Entries, Plan
+from vllm_steer.capture.step_rows import Plan, RowIndex, RowStream
+from vllm_steer.engine.device_to_host import DeviceToHostCopier, PendingRows, Transfer
 
 HIDDEN = 4096
 ROWS = (256, 2048, 8192)
@@ -30,16 +31,16 @@ STEPS = 40
 
 def plan_of(rows: int) -> Plan:
     """One request that stores one row per token."""
-    entries = Entries(("request",), ((0,),))
+    entries = RowIndex(("request",), ((0,),))
     one = np.zeros(1, dtype=np.int64)
-    return Plan((Channel(entries, one, None),), one, np.array([rows]), rows)
+    return Plan((RowStream(entries, one, None),), one, np.array([rows]), rows)
 
 
 def measure(rows: int) -> dict[str, float]:
     """GB/s over :data:`STEPS` steps: until the rows are in pinned memory, and until they own their memory."""
     device = torch.device("cuda")
     arena = torch.randn(rows, HIDDEN, device=device).bfloat16()
-    departures, plan, form = Departures(device), plan_of(rows), (Leaving(b"", None, None),)
+    departures, plan, form = DeviceToHostCopier(device), plan_of(rows), (Transfer(b"", None, None),)
     pinned: list[float] = []
     size = arena.nbytes / 1e9
 

@@ -36,9 +36,9 @@ from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from vllm_steer.engine.collect import ATTRIBUTE
-from vllm_steer.engine.outbox import Outbox
-from vllm_steer.engine.step_rows import Entries, StepRows
+from vllm_steer.capture.step_rows import RowIndex, StepRows
+from vllm_steer.engine.device_to_host import ATTRIBUTE
+from vllm_steer.engine.row_sender import RowSender
 
 REQUESTS, ROW_BYTES, STEPS = 32, 4096 * 2, 12
 STEPS_OF: dict[str, tuple[int, int]] = {
@@ -52,7 +52,7 @@ STEPS_OF: dict[str, tuple[int, int]] = {
 def step_of(tokens: int, layers: int) -> StepRows:
     """A step as a worker hands it over."""
     codes = tuple(range(layers))
-    entries = Entries(tuple(f"request-{i}" for i in range(REQUESTS)), (codes,) * REQUESTS)
+    entries = RowIndex(tuple(f"request-{i}" for i in range(REQUESTS)), (codes,) * REQUESTS)
     count = np.full(REQUESTS, tokens, dtype=np.int64)
     rows = np.frombuffer(os.urandom(REQUESTS * tokens * layers * ROW_BYTES), dtype=np.uint8).reshape(-1, ROW_BYTES)
     return StepRows(entries, np.zeros_like(count), count, rows)
@@ -152,7 +152,7 @@ def _to_socket(socket: Any) -> Callable[[StepRows], Any]:
     encoder, requests = MsgpackEncoder(), {f"request-{i}": SimpleNamespace(client_index=0) for i in range(REQUESTS)}
 
     def send(step: StepRows) -> None:
-        outbox, outputs = Outbox(), {0: EngineCoreOutputs()}
+        outbox, outputs = RowSender(), {0: EngineCoreOutputs()}
         outbox.take_in(SimpleNamespace(**{ATTRIBUTE: (step,)}), requests)
         outbox.hand_out(outputs)
         socket.send_multipart(encoder.encode(outputs[0]), copy=False)

@@ -5,7 +5,7 @@
     TRITON_INTERPRET=1 python -m benchmarks.products --check     # on a CPU: that all ways agree
 
 Microseconds of the GPU for bfloat16 rows 4,096 wide and float32 directions, medians of graphs of one call each; the
-directions are as many as a request's probes. *Definition* is :func:`vllm_steer.taps.products.products`; *matrix
+directions are as many as a request's probes. *Definition* is :func:`vllm_steer.taps.projection.products`; *matrix
 product* undivided. *Thirds* are three bfloat16 numbers whose sum is the direction's float32 number, for tensor cores;
 with them, *kernel* is what the engine launches for bfloat16 models, in several shapes: rows, directions and columns at
 a time, and a piece's columns. *Float32 kernels* multiply the directions as they are: *by row* as they are gathered, *by
@@ -27,8 +27,8 @@ import triton
 import triton.language as tl
 
 from benchmarks.shapes import environment
-from vllm_steer.taps.products import products
-from vllm_steer.taps.products_kernel import launch_products
+from vllm_steer.taps.projection import products
+from vllm_steer.taps.projection_kernel import launch_products
 
 HIDDEN, REPEATS = 4096, 30
 SIZES = ((4, 16), (128, 16), (1024, 1), (1024, 16), (1024, 64))

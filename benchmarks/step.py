@@ -31,22 +31,22 @@ from vllm.v1.request import RequestStatus
 
 from vllm_steer import SamplingParams
 from vllm_steer.config import SteeringConfig
-from vllm_steer.engine.admission import Admission
-from vllm_steer.engine.arena import Arena
-from vllm_steer.engine.collect import Departures
+from vllm_steer.engine.admission import AdmissionController
+from vllm_steer.engine.arena import ArenaBudget
+from vllm_steer.engine.device_to_host import DeviceToHostCopier
 from vllm_steer.engine.graph_sets import GraphSets
-from vllm_steer.engine.outbox import Outbox
+from vllm_steer.engine.program_store import ProgramStore
+from vllm_steer.engine.row_assignment_cache import RowAssignmentCache
+from vllm_steer.engine.row_sender import RowSender
 from vllm_steer.engine.runner_v2 import SteeringRunnerV2, _steering_state
 from vllm_steer.engine.scheduler import steering_scheduler
-from vllm_steer.engine.settled import AssignedRows
-from vllm_steer.engine.steering import Steering, StepBatch
-from vllm_steer.engine.store import ProgramStore
+from vllm_steer.engine.worker_steering import StepBatch, WorkerSteering
 from vllm_steer.metrics.engine_stats import EngineMeter
-from vllm_steer.metrics.worker_notes import note
+from vllm_steer.metrics.worker_stats import note
 from vllm_steer.params import EXTRA_KEY
 from vllm_steer.points import points_on
-from vllm_steer.program import Ledger, compile_program
-from vllm_steer.program.shelf import LARGE
+from vllm_steer.program import TableAllocator, compile_program
+from vllm_steer.program.program_files import LARGE
 from vllm_steer.spec import parse_capture, parse_fields
 from vllm_steer.taps.tables import Tables
 
@@ -90,17 +90,17 @@ class Scheduler:
 OUTPUT = SimpleNamespace(get_output=lambda: None)
 
 
-def steering() -> Steering:
+def steering() -> WorkerSteering:
     """As an engine rank has it, without a model."""
     config, cpu = SteeringConfig(), torch.device("cpu")
-    made = object.__new__(Steering)
+    made = object.__new__(WorkerSteering)
     made.tables = Tables(
         config, num_sites=3 * LAYERS, hidden_size=HIDDEN, max_tokens=512, max_requests=256, dtype=torch.bfloat16,
         device=cpu,
     )  # fmt: skip
     made.store = ProgramStore(made.tables, config, LAYERS, range(LAYERS))
     made.graph_sets = GraphSets(made.tables, config.graph_sets, 3, range(LAYERS))
-    made._assigned, made._departures = AssignedRows(), Departures(cpu)
+    made._assigned, made._departures = RowAssignmentCache(), DeviceToHostCopier(cpu)
     made._written, made._seconds, made._step, made._pending = 0, 0.0, None, None
     made._worked = made._drafts = made._placed = False
     made._leaves, made._steady = True, (-1, None)
@@ -111,14 +111,14 @@ def steering() -> Steering:
 def scheduler() -> Any:
     made: Any = object.__new__(steering_scheduler(Scheduler))
     config = SteeringConfig()
-    made.steering_ledger = Ledger(config.max_rows, config.max_instructions, config.max_vectors)
-    made.steering_admission = Admission(made.steering_ledger, (config.capture_mib << 20) // (2 * HIDDEN), 600)
+    made.steering_ledger = TableAllocator(config.max_rows, config.max_instructions, config.max_vectors)
+    made.steering_admission = AdmissionController(made.steering_ledger, (config.capture_mib << 20) // (2 * HIDDEN), 600)
     made._row_bytes = 2 * HIDDEN
     made.connector, made.max_model_len = None, 8192
     made._steering_points, made._steering_layers = frozenset(points_on(())), LAYERS
     made._capture_policy = config.capture_policy
-    made.steering_outbox, made._steering_meter = Outbox(), EngineMeter(made.steering_admission)
-    made._arena = Arena(config.capture_rows, 0, speculates=False)
+    made.steering_outbox, made._steering_meter = RowSender(), EngineMeter(made.steering_admission)
+    made._arena = ArenaBudget(config.capture_rows, 0, speculates=False)
     made._steered, made._malformed, made.requests = {}, {}, {}
     managers = (object.__new__(FullAttentionManager),)
     made.kv_cache_manager = SimpleNamespace(coordinator=SimpleNamespace(single_type_managers=managers))

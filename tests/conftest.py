@@ -27,7 +27,7 @@ settings.load_profile("vllm-steer")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--hostile", type=int, metavar="N", help="draw N random requests for each operation in tests/serve/hostile"
+        "--hostile", type=int, metavar="N", help="draw N random requests for each operation in tests/server/hostile"
     )
     parser.addoption("--features", type=Path, help="write how tests marked with a feature ended to this JSON file")
 

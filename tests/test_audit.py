@@ -20,12 +20,12 @@ from tests.docs.markdown import tables
 from tests.registry.modules import content, module, registry, vector
 from tests.repo.tree import read
 from vllm_steer import audit
-from vllm_steer.registry.files import write_module
+from vllm_steer.registry.module_files import write_module
 from vllm_steer.registry.registry import SteeringRegistry
-from vllm_steer.serve.authority import caller
-from vllm_steer.serve.key_file import KeyFile
-from vllm_steer.serve.keys import changing, make_key
-from vllm_steer.serve.routes import add_routes, make_router
+from vllm_steer.server.auth.caller import caller
+from vllm_steer.server.auth.key_file import KeyFile
+from vllm_steer.server.auth.keys import changing, make_key
+from vllm_steer.server.routes.modules import add_routes, make_router
 from vllm_steer.spec import pack_vector
 
 BASE = {"post_block": {"1": pack_vector(vector(0))}}

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from vllm_steer.fuzz.model import save_tiny_llama as save_tiny_llama
 from vllm_steer.points import POINT_NAMES, PointName
+from vllm_steer.testing.fuzz.model import save_tiny_llama as save_tiny_llama
 
 HIDDEN, LAYERS, VOCAB = 64, 4, 128
 

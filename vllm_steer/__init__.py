@@ -16,7 +16,7 @@ from vllm_steer._version import __version__
 
 if TYPE_CHECKING:
     from vllm_steer.async_llm import AsyncLLM
-    from vllm_steer.capture.hidden import HiddenStates, capture_hidden_states
+    from vllm_steer.capture.hidden_states import HiddenStates, capture_hidden_states
     from vllm_steer.client import AsyncClient, Client, ServerError
     from vllm_steer.config import SteeringConfig, engine_kwargs
     from vllm_steer.errors import SteeringError
@@ -47,8 +47,8 @@ _HOMES = {
     "SamplingParams": "vllm_steer.params",
     "CaptureSpec": "vllm_steer.spec",
     "Edit": "vllm_steer.spec",
-    "HiddenStates": "vllm_steer.capture.hidden",
-    "capture_hidden_states": "vllm_steer.capture.hidden",
+    "HiddenStates": "vllm_steer.capture.hidden_states",
+    "capture_hidden_states": "vllm_steer.capture.hidden_states",
     "AsyncClient": "vllm_steer.client",
     "Client": "vllm_steer.client",
     "ServerError": "vllm_steer.client",

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from vllm.v1.engine.async_llm import AsyncLLM as VllmAsyncLLM
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.frontend import NOT_ENABLED, RegistryOptions, ensure_served, set_registry
+from vllm_steer.frontend.context import NOT_ENABLED, RegistryOptions, ensure_engine_context, set_registry
 from vllm_steer.registry.registry import SteeringRegistry
 from vllm_steer.registry.schema import Deleted, GlobalSteering, ModuleInfo, ModuleList
 from vllm_steer.spec.references import Reference
@@ -74,7 +74,7 @@ class AsyncSteering:
         return await self._call(lambda registry: registry.status(data=data))
 
     async def _call(self, method: Callable[[SteeringRegistry], T]) -> T:
-        served = await ensure_served(self._engine)
+        served = await ensure_engine_context(self._engine)
         if served is None:
             raise SteeringError("steering", NOT_ENABLED)
         return await asyncio.to_thread(method, served.registry)

@@ -17,7 +17,7 @@ from typing import Any
 
 from vllm.logger import init_logger
 
-from vllm_steer.serve.authority import caller
+from vllm_steer.server.auth.caller import caller
 
 LOGGER = "vllm.steering.audit"
 FIELDS: Mapping[str, str] = {

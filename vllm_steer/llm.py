@@ -12,7 +12,7 @@ from vllm.v1.metrics.reader import Metric
 
 from vllm_steer.config import SteeringConfig, engine_kwargs
 from vllm_steer.errors import SteeringError
-from vllm_steer.frontend import NOT_ENABLED, RegistryOptions, served_by, set_consumers, set_registry
+from vllm_steer.frontend.context import NOT_ENABLED, RegistryOptions, engine_context, set_consumers, set_registry
 from vllm_steer.metrics.read import read_metrics
 from vllm_steer.params import has_steering
 from vllm_steer.registry.registry import SteeringRegistry
@@ -66,13 +66,13 @@ class LLM(VllmLLM):  # type: ignore[misc]
             # Asked now, so that a model that cannot be steered says so at start and not at the first request.
             set_consumers(self.llm_engine, capture_consumers or {})
             set_registry(self.llm_engine, RegistryOptions.of(steering_registry, steering_modules))
-            served_by(self.llm_engine)
+            engine_context(self.llm_engine)
 
     @property
     def steering(self) -> SteeringRegistry:
         """Named modules and global steering of this engine: ``register``, ``list``, ``get``, ``delete``, ``set``,
         ``clear``, ``status``."""
-        served = served_by(self.llm_engine)
+        served = engine_context(self.llm_engine)
         if served is None:
             raise SteeringError("steering", NOT_ENABLED)
         return served.registry

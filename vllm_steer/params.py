@@ -20,7 +20,7 @@ from vllm.sampling_params import SamplingParams as VllmSamplingParams
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.program import Program, compile_program
-from vllm_steer.program.shelf import Shelf, fetch
+from vllm_steer.program.program_files import ProgramFileCache, fetch
 from vllm_steer.spec import (
     FIELD_NAMES,
     CaptureSpec,
@@ -110,7 +110,7 @@ def capture_specs(params: Any) -> Specs:
     return read_specs(getattr(params, "extra_args", None) or {})
 
 
-def leave_to_engine(request: Any, shelf: Shelf | None = None) -> None:
+def leave_to_engine(request: Any, shelf: ProgramFileCache | None = None) -> None:
     """Make an engine request lighter, once the front end has done all else: off comes what only the front end looks at
     (the specs of a projection are as large as its directions, which the program has as well), and in the place of a
     program that has been sent before goes what ``shelf`` has for it."""

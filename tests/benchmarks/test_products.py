@@ -13,7 +13,7 @@ import torch
 
 from benchmarks import products
 from tests.taps.compiled import Compiled
-from vllm_steer.taps import products_kernel
+from vllm_steer.taps import projection_kernel
 
 ROOT = Path(__file__).parents[2]
 
@@ -52,8 +52,8 @@ def test_the_kernel_compiles(monkeypatch: pytest.MonkeyPatch, by_column: bool) -
 
 def test_shapes_of_the_engines_kernel_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same for the other shapes that it is measured in."""
-    found = Compiled(products_kernel._products_kernel, 90)
-    monkeypatch.setattr(products_kernel, "_products_kernel", found)
+    found = Compiled(projection_kernel._products_kernel, 90)
+    monkeypatch.setattr(projection_kernel, "_products_kernel", found)
     for shape in products.SHAPES:
         products.launch_products(torch.zeros(5, 256, dtype=torch.bfloat16), None, torch.zeros(3, 256), shape)
     assert len(found.sizes) == len(products.SHAPES)

@@ -19,9 +19,9 @@ from vllm_steer.capture.consumers import (
     Consumer,
     consumer_class,
     consumer_names,
+    discovery,
     make_consumer,
     parse_consumer_flag,
-    registry,
 )
 from vllm_steer.capture.consumers.filesystem import FilesystemConsumer
 from vllm_steer.errors import SteeringError
@@ -61,7 +61,7 @@ def offer(monkeypatch):
             assert group == GROUP
             return Found(point for point in points if name in (None, point.name))
 
-        monkeypatch.setattr(registry, "entry_points", found)
+        monkeypatch.setattr(discovery, "entry_points", found)
 
     return install
 

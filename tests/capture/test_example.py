@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.capture.captured import captured
-from vllm_steer.capture.consumers import GROUP, make_consumer, registry
+from vllm_steer.capture.consumers import GROUP, discovery, make_consumer
 
 FOLDER = Path(__file__).parents[2] / "examples" / "capture_consumer"
 
@@ -23,7 +23,7 @@ def as_installed(monkeypatch):
     project = tomllib.loads((FOLDER / "pyproject.toml").read_text())["project"]
     ((name, value),) = project["entry-points"][GROUP].items()
     monkeypatch.syspath_prepend(str(FOLDER))
-    monkeypatch.setattr(registry, "entry_points", lambda group, name: [EntryPoint(name, value, group)])
+    monkeypatch.setattr(discovery, "entry_points", lambda group, name: [EntryPoint(name, value, group)])
     return name
 
 

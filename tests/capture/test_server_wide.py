@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from vllm_steer import SamplingParams, SteeringConfig, SteeringError
-from vllm_steer.capabilities import Capabilities
 from vllm_steer.capture.consumers import parse_consumer_flag
-from vllm_steer.capture.desk import CaptureDesk
+from vllm_steer.capture.manager import CaptureManager
 from vllm_steer.capture.server_wide import split_options, with_captures
+from vllm_steer.engine.capabilities import Capabilities
 from vllm_steer.params import MOST_SPEC_BYTES, capture_specs, program_of
 
 
@@ -88,5 +88,5 @@ def test_a_capture_that_the_model_cannot_serve_stops_the_start() -> None:
     """Catches a server on which every single request would be refused."""
     capabilities = Capabilities(4, 64, 128, "float32", {}, SteeringConfig())
     with pytest.raises(SteeringError, match="layer 9"):
-        CaptureDesk(capabilities, "model", {"memory": {"hooks": {"post_block": [9]}}})
-    CaptureDesk(capabilities, "model", {"memory": {"hooks": {"post_block": [3]}}}).close()
+        CaptureManager(capabilities, "model", {"memory": {"hooks": {"post_block": [9]}}})
+    CaptureManager(capabilities, "model", {"memory": {"hooks": {"post_block": [3]}}}).close()

@@ -16,14 +16,14 @@ from tests.tiny import HIDDEN, LAYERS, make_llm, save_tiny_llama
 from vllm_steer import SteeringConfig
 from vllm_steer.cli import doctor as command
 from vllm_steer.cli.main import app
-from vllm_steer.compat import CONFLICTS
+from vllm_steer.compat.version import CONFLICTS
 from vllm_steer.config import LIMITS
+from vllm_steer.engine.report import CapabilityReport, make_report
 from vllm_steer.models import proofs
 from vllm_steer.models.layers import INHERITED
 from vllm_steer.models.proofs import Proof, proofs_of
 from vllm_steer.models.recipes import PROVEN
 from vllm_steer.points import OPTIONAL_POINTS
-from vllm_steer.report import CapabilityReport, make_report
 
 SMALL: dict[str, Any] = {
     "vocab_size": 128, "hidden_size": HIDDEN, "intermediate_size": 128, "num_hidden_layers": LAYERS,

@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from vllm_steer.cli.main import app
-from vllm_steer.serve.keys import find, read_keys
-from vllm_steer.serve.rights import Right
+from vllm_steer.server.auth.keys import find, read_keys
+from vllm_steer.server.auth.rights import Right
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, StreamingResponse
 
 from tests.registry.modules import registry
-from vllm_steer.serve.routes import add_routes
+from vllm_steer.server.routes.modules import add_routes
 
 APPLIED = {"epoch": 1, "global": None, "modules": [], "request": "sha256:0"}
 

@@ -22,7 +22,7 @@ from vllm_steer import AsyncClient, Client, Edit, ServerError, SteeringError
 from vllm_steer.client.answers import completion_of
 from vllm_steer.client.packing import jsonable
 from vllm_steer.client.retry import Retry
-from vllm_steer.registry.files import write_module
+from vllm_steer.registry.module_files import write_module
 from vllm_steer.registry.schema import SteeringApplied
 
 QUICK = Retry(attempts=3, first=0.0)

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from tests.registry.modules import module, vector
 from vllm_steer.cli.main import app as commands
-from vllm_steer.registry.files import write_module
+from vllm_steer.registry.module_files import write_module
 
 BASE = {"base": {"post_block": {"1": vector(1).tolist()}}}
 

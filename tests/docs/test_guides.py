@@ -15,7 +15,7 @@ from tests.repo.tree import read
 from vllm_steer.cli import doctor
 from vllm_steer.cli.main import app
 from vllm_steer.config import SWITCHES
-from vllm_steer.serve.capabilities import ROUTE
+from vllm_steer.server.routes.capabilities import ROUTE
 
 
 def python_blocks(guide: str, *, client: bool) -> list[Block]:

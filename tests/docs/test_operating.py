@@ -22,9 +22,9 @@ from tests.repo.tree import ROOT, python_files, read
 from vllm_steer import audit
 from vllm_steer.cli import doctor
 from vllm_steer.cli.main import app
-from vllm_steer.serve.flags import CONSUMERS_VARIABLE, REGISTRY_VARIABLE
-from vllm_steer.serve.keys import changing, read_keys
-from vllm_steer.serve.rights import MEANING
+from vllm_steer.server.auth.keys import changing, read_keys
+from vllm_steer.server.auth.rights import MEANING
+from vllm_steer.server.flags import CONSUMERS_VARIABLE, REGISTRY_VARIABLE
 
 GUIDE = "docs/guides/operating.md"
 PREFIX = ".venv/bin/"
@@ -62,7 +62,7 @@ def test_servers_flags_are_understood(tmp_path: Path, monkeypatch: pytest.Monkey
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from vllm_steer.plugin import register
+    from vllm_steer.compat.plugin import register
 
     register()
     monkeypatch.chdir(tmp_path)
@@ -85,7 +85,7 @@ def test_every_flag_that_is_named_is_one() -> None:
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from vllm_steer.plugin import register
+    from vllm_steer.compat.plugin import register
 
     register()
     known = set(make_arg_parser(FlexibleArgumentParser())._option_string_actions)

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from vllm_steer import SamplingParams, engine_kwargs
-from vllm_steer.engine.collect import ATTRIBUTE
+from vllm_steer.capture.step_rows import StepRows
+from vllm_steer.engine.device_to_host import ATTRIBUTE
 from vllm_steer.engine.scheduler import make_scheduler
-from vllm_steer.engine.step_rows import StepRows
 
 BLOCK, MAX_LEN = 16, 128
 

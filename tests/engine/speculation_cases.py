@@ -14,8 +14,8 @@ from tests.engine.answers import params, prompt, run, tokens_of
 from tests.engine.captures import capture, close_to, result
 from tests.engine.conftest import close
 from tests.tiny import direction, make_llm
-from vllm_steer.capture import assemble
-from vllm_steer.frontend import served_on
+from vllm_steer.capture import assembly
+from vllm_steer.frontend.context import context_of
 
 SPECULATIVE = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
 
@@ -68,7 +68,7 @@ def test_rejected_drafts_are_never_rows_and_accepted_ones_are_steered(
 
     monkeypatch.setattr(type(scheduler), "update_from_output", counted)
     outputs = run(drafting, *workload())
-    served = served_on(drafting.llm_engine.output_processor)
+    served = context_of(drafting.llm_engine.output_processor)
     assert served is not None
     assert served.capabilities.drafts == SPECULATIVE["num_speculative_tokens"]
     assert any(accepted < drafts for drafts, accepted in seen), "no draft was rejected"
@@ -86,9 +86,9 @@ def test_the_first_row_of_a_position_kept_is_seen(
         came = np.concatenate([np.arange(each.start, each.start + each.count) for each in chunks])
         positions, first = np.unique(came, return_index=True)
         keep = np.isin(positions, wanted)
-        return assemble._Chosen(positions[keep], first[keep])
+        return assembly._Chosen(positions[keep], first[keep])
 
-    monkeypatch.setattr(assemble, "_choose", first_counts)
+    monkeypatch.setattr(assembly, "_choose", first_counts)
     outputs = run(drafting, *workload())
     assert {result(output).status for output in outputs} == {"ok"}
     with pytest.raises(AssertionError):

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from vllm_steer.capture.assemble import Chunk
-from vllm_steer.engine.step_rows import Entries, StepRows
+from vllm_steer.capture.assembly import Chunk
+from vllm_steer.capture.step_rows import RowIndex, StepRows
 
 
 def chunks_of(step: StepRows) -> list[Chunk]:
@@ -23,7 +23,7 @@ def chunks_of(step: StepRows) -> list[Chunk]:
 def step_of(chunks: list[Chunk], row_bytes: int) -> StepRows:
     """The step of which these are the entries."""
     return StepRows(
-        Entries(tuple(c.request_id for c in chunks), tuple(c.captures for c in chunks)),
+        RowIndex(tuple(c.request_id for c in chunks), tuple(c.captures for c in chunks)),
         np.array([c.start for c in chunks], dtype=np.int64),
         np.array([c.count for c in chunks], dtype=np.int64),
         np.frombuffer(b"".join(c.rows for c in chunks), dtype=np.uint8).reshape(-1, row_bytes),

@@ -12,7 +12,7 @@ import pytest
 from vllm.v1.outputs import DraftTokenIds
 
 from tests.engine import scheduler_alone
-from vllm_steer.engine.arena import Arena, unsplit_spans
+from vllm_steer.engine.arena import ArenaBudget, unsplit_spans
 from vllm_steer.engine.scheduler import LAST_WORD
 from vllm_steer.program import Resolved, compile_program, resolve
 from vllm_steer.spec import parse_capture
@@ -35,7 +35,7 @@ def resolved(positions: Any = "all", prompt_len: int = 60) -> Resolved:
 
 def test_what_must_stay_together_is_not_cut() -> None:
     """Catches an image of which one step sees a part, under attention that looks at all of it."""
-    arena = Arena(20 * EVERY, 0, speculates=False)
+    arena = ArenaBudget(20 * EVERY, 0, speculates=False)
     image = [(12, 30)]
     assert arena.take(resolved(), 0, 48, False, image) == 12
     arena.begin_step()
@@ -51,7 +51,7 @@ def test_what_must_stay_together_is_not_cut() -> None:
 
 def test_drafts_come_with_their_request_or_not_at_all() -> None:
     """Catches a request that starts with some of its draft tokens, which ends the engine."""
-    arena = Arena(5 * EVERY, DRAFTS, speculates=True)
+    arena = ArenaBudget(5 * EVERY, DRAFTS, speculates=True)
     assert arena.take(resolved(), 60, 1 + DRAFTS, True, []) == 1 + DRAFTS
     assert arena.take(resolved(), 60, 1 + DRAFTS, True, []) == 0
     assert arena.take(resolved(), 60, 1 + DRAFTS, False, []) == 1
@@ -71,14 +71,14 @@ def test_what_can_never_be_computed_does_not_wait_for_ever(
     rows: int, drafts: int, spans: list[tuple[int, int]], fits: bool
 ) -> None:
     """Catches an image or drafts whose rows no step has room for, and all requests behind that wait with them."""
-    reason = Arena(rows, drafts, speculates=drafts > 0).why_never(resolved(), spans)
+    reason = ArenaBudget(rows, drafts, speculates=drafts > 0).why_never(resolved(), spans)
     assert (reason is None) == fits
     assert fits or f"room for {rows} " in str(reason)
 
 
 def test_readers_wait_for_their_turn_and_those_that_do_not_read_yet_do_not() -> None:
     """Catches a small reader that overtakes a large one for ever, and a prompt that waits for rows it does not take."""
-    arena = Arena(EVERY, 0, speculates=False)
+    arena = ArenaBudget(EVERY, 0, speculates=False)
     late = resolved("all_generated")
     assert arena.lets_in(resolved(), 0, []) and arena.lets_in(late, 0, [])
     arena.take(resolved(), 0, 1, False, [])
@@ -91,7 +91,7 @@ def test_readers_wait_for_their_turn_and_those_that_do_not_read_yet_do_not() -> 
 
 def test_what_must_stay_together_waits_together() -> None:
     """Catches a prompt that begins with an image and is let in for its first token alone."""
-    arena = Arena(20 * EVERY, 0, speculates=False)
+    arena = ArenaBudget(20 * EVERY, 0, speculates=False)
     arena.take(resolved(), 40, 3, False, [])
     assert arena.lets_in(resolved(), 0, [(0, 17)]) and arena.lets_in(resolved(), 0, [(1, 19)])
     assert not arena.lets_in(resolved(), 0, [(0, 18)])
@@ -99,7 +99,7 @@ def test_what_must_stay_together_waits_together() -> None:
 
 def test_those_that_have_ended_are_not_counted_on() -> None:
     """Catches a scheduler that looks at every reader in each step, for room that ended requests would need."""
-    arena = Arena(3 * EVERY, 0, speculates=False)
+    arena = ArenaBudget(3 * EVERY, 0, speculates=False)
     for name in "abcd":
         assert arena.sure
         arena.follow(name, resolved())

@@ -14,13 +14,13 @@ import torch
 from tests.engine.answers import logprobs_of, params, prompt, run, tokens_of
 from tests.engine.conftest import close
 from tests.engine.test_off import worker_of
-from tests.engine.test_selfcheck import taps_put_by
+from tests.engine.test_self_check import taps_put_by
 from tests.tiny import LAYERS, direction, make_llm
 from tests.wrong_branches import behind_the_stream, copied, other_summand
 from vllm_steer import Edit
-from vllm_steer.engine.selfcheck import self_check
+from vllm_steer.engine.self_check import self_check
 from vllm_steer.models import install
-from vllm_steer.models.selfcheck import SelfCheckError
+from vllm_steer.models.self_check_plan import SelfCheckError
 from vllm_steer.points import OPTIONAL_POINTS, POINT_NAMES
 
 P = prompt(5, 9, 17, 33, 60)

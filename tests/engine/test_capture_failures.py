@@ -19,9 +19,9 @@ from tests.engine.answers import params, prompt, run, tokens_of
 from tests.engine.captures import capture, close_to, result
 from tests.engine.steps import chunks_of, step_of
 from tests.tiny import VOCAB
-from vllm_steer.capture.assemble import Chunk
-from vllm_steer.capture.desk import CaptureDesk
-from vllm_steer.engine import collect
+from vllm_steer.capture.assembly import Chunk
+from vllm_steer.capture.manager import CaptureManager
+from vllm_steer.engine import device_to_host
 
 Rename = Callable[[Chunk, list[str]], Chunk]
 
@@ -33,7 +33,7 @@ def prompts(count: int) -> list[Any]:
 
 def change_chunks(monkeypatch: pytest.MonkeyPatch, change: Rename) -> None:
     """Change what leaves the worker in every step; ``change`` also gets the names of the step's requests."""
-    arrived = collect.PendingRows.arrived
+    arrived = device_to_host.PendingRows.arrived
 
     def changed(self: Any) -> Any:
         (step,) = arrived(self)
@@ -41,7 +41,7 @@ def change_chunks(monkeypatch: pytest.MonkeyPatch, change: Rename) -> None:
         changed = [change(chunk, [each.request_id for each in chunks]) for chunk in chunks]
         return (step_of(changed, step.rows.shape[1]),)
 
-    monkeypatch.setattr(collect.PendingRows, "arrived", changed)
+    monkeypatch.setattr(device_to_host.PendingRows, "arrived", changed)
 
 
 def alone(llm: Any, wanted: Any, asked: list[Any]) -> list[Any]:
@@ -169,7 +169,7 @@ def test_a_consumer_called_in_the_step_takes_its_neighbours_along(llm: Any, monk
         captured = type("Captured", (), {**about, "sites": sites})()
         return self._consumers[name].accept(captured)
 
-    monkeypatch.setattr(CaptureDesk, "_submit", in_the_step)
+    monkeypatch.setattr(CaptureManager, "_submit", in_the_step)
     engine = llm.llm_engine
     with pytest.raises(RuntimeError, match="no room on the tape"):
         run(llm, asked, [wanted] * 3)
@@ -220,7 +220,7 @@ def test_rows_that_are_views_of_the_arena_are_seen(llm: Any, monkeypatch: pytest
     """Negative control: a step's rows that leave one step later, uncopied, are those of the step after."""
     wanted, asked = params(6, logprobs=None, capture=capture()), prompts(2)
     right = alone(llm, wanted, asked)
-    start = collect.Departures.start
+    start = device_to_host.DeviceToHostCopier.start
 
     def uncopied(self: Any, stored: torch.Tensor, *rest: Any) -> Any:
         pending = start(self, stored, *rest)
@@ -228,7 +228,7 @@ def test_rows_that_are_views_of_the_arena_are_seen(llm: Any, monkeypatch: pytest
         stored.copy_(stored.flip(0))  # what a next step would do before these have left
         return pending
 
-    monkeypatch.setattr(collect.Departures, "start", uncopied)
+    monkeypatch.setattr(device_to_host.DeviceToHostCopier, "start", uncopied)
     for got, true in zip(run(llm, asked, [wanted] * 2), right, strict=True):
         with pytest.raises(AssertionError):
             close_to(result(got), result(true))

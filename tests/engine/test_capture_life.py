@@ -23,10 +23,10 @@ from tests.engine.conftest import close
 from tests.engine.test_mixing import program
 from tests.tiny import VOCAB, make_llm
 from vllm_steer import SteeringError
-from vllm_steer.capture import assemble
-from vllm_steer.capture.desk import CaptureDesk
-from vllm_steer.engine import collect
-from vllm_steer.frontend import desk_of
+from vllm_steer.capture import assembly
+from vllm_steer.capture.manager import CaptureManager
+from vllm_steer.engine import device_to_host
+from vllm_steer.frontend.context import capture_manager_of
 
 
 def workload(count: int, generated: int) -> tuple[list[Any], list[Any]]:
@@ -73,7 +73,7 @@ def test_a_mixed_batch_gives_each_request_its_own_rows(truth: list[Any], llm: An
 @pytest.mark.failure(2, control=True)
 def test_the_comparison_sees_rows_of_a_neighbour(truth: list[Any], llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: with the requests' names exchanged on the way out, the test above must fail."""
-    real = collect.PendingRows.arrived
+    real = device_to_host.PendingRows.arrived
 
     def exchanged(self: Any) -> Any:
         (step,) = real(self)
@@ -82,7 +82,7 @@ def test_the_comparison_sees_rows_of_a_neighbour(truth: list[Any], llm: Any, mon
         ids = tuple(other[name] for name in step.entries.ids)
         return (dataclasses.replace(step, entries=dataclasses.replace(step.entries, ids=ids)),)
 
-    monkeypatch.setattr(collect.PendingRows, "arrived", exchanged)
+    monkeypatch.setattr(device_to_host.PendingRows, "arrived", exchanged)
     prompts, wanted = workload(12, 24)
     outputs = run(llm, prompts[1:4], wanted[1:4])
     with pytest.raises(AssertionError):
@@ -92,7 +92,7 @@ def test_the_comparison_sees_rows_of_a_neighbour(truth: list[Any], llm: Any, mon
 
 def begun_meanwhile(llm: Any, monkeypatch: pytest.MonkeyPatch) -> int:
     """How many consumers begin while the outputs of the step that ends their samples are processed, and take long."""
-    desk = desk_of(llm.llm_engine.output_processor)
+    desk = capture_manager_of(llm.llm_engine.output_processor)
     # What other tests did not wait for is not counted.
     desk._threads["memory"].submit(int).result()
     finish, deliver = desk.finish, desk._deliver
@@ -120,7 +120,7 @@ def begun_meanwhile(llm: Any, monkeypatch: pytest.MonkeyPatch) -> int:
 def test_consumers_wait_until_a_steps_outputs_are_processed(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches consumers that contend with what hands out tokens; they do where nothing holds them back."""
     assert begun_meanwhile(llm, monkeypatch) == 0
-    monkeypatch.setattr(CaptureDesk, "held_back", lambda self: nullcontext())
+    monkeypatch.setattr(CaptureManager, "held_back", lambda self: nullcontext())
     assert begun_meanwhile(llm, monkeypatch) > 0
 
 
@@ -165,13 +165,13 @@ def test_rows_in_the_order_in_which_they_come_are_seen(
     crowded: tuple[Any, list[Any]], truth: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control: rows joined as they come, as many as there are positions, are of the wrong tokens."""
-    keyed = assemble._choose
+    keyed = assembly._choose
 
     def joined(chunks: Any, wanted: Any) -> Any:
         positions = keyed(chunks, wanted).positions
-        return assemble._Chosen(positions, np.arange(len(positions)))
+        return assembly._Chosen(positions, np.arange(len(positions)))
 
-    monkeypatch.setattr(assemble, "_choose", joined)
+    monkeypatch.setattr(assembly, "_choose", joined)
     llm, preempted = crowded
     preempted.clear()
     outputs = run(llm, *workload(12, 24))

@@ -15,7 +15,7 @@ from tests.engine import scheduler_alone
 from tests.engine.answers import logprobs_of, params, prompt, run
 from tests.engine.conftest import close
 from tests.tiny import direction, make_llm
-from vllm_steer.engine.store import ProgramStore
+from vllm_steer.engine.program_store import ProgramStore
 
 
 @pytest.fixture(scope="module")

@@ -16,12 +16,12 @@ import torch
 from tests.engine.answers import logprobs_of, params, prompt, run, tokens_of
 from tests.engine.captures import capture, close_to, result
 from tests.tiny import VOCAB, direction
-from vllm_steer.capture import assemble
+from vllm_steer.capture import assembly
 from vllm_steer.engine import cache_keys
+from vllm_steer.engine.program_store import ProgramStore
 from vllm_steer.engine.runner_v1 import SteeringRunnerV1
-from vllm_steer.engine.steering import Steering
-from vllm_steer.engine.store import ProgramStore
-from vllm_steer.taps.rows import Layout
+from vllm_steer.engine.worker_steering import WorkerSteering
+from vllm_steer.taps.assignment import BatchLayout
 
 SITE = {"post_block": {1: direction(31)}}
 P = prompt(*range(20, 50))
@@ -84,14 +84,14 @@ def other_content_never_serves_old_content(llm: Any) -> None:
 
 
 def decode_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Steering._assign_rows
+    real = WorkerSteering._assign_rows
 
-    def assign(self: Any, layout: Layout, num_padded: int) -> None:
+    def assign(self: Any, layout: BatchLayout, num_padded: int) -> None:
         real(self, layout, num_padded)
         if len(layout.position) == 1:
             self.tables.token_row.zero_()
 
-    monkeypatch.setattr(Steering, "_assign_rows", assign)
+    monkeypatch.setattr(WorkerSteering, "_assign_rows", assign)
 
 
 def counted_from_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,9 +110,9 @@ def appended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows in the order in which they came, whatever their positions."""
 
     def choose(chunks: Any, wanted: Any) -> Any:
-        return assemble._Chosen(np.arange(sum(chunk.count for chunk in chunks)), None)
+        return assembly._Chosen(np.arange(sum(chunk.count for chunk in chunks)), None)
 
-    monkeypatch.setattr(assemble, "_choose", choose)
+    monkeypatch.setattr(assembly, "_choose", choose)
 
 
 def prompt_row_for_all_that_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:

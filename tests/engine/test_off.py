@@ -68,7 +68,7 @@ def test_plain_requests_take_vllms_own_way_in_an_engine_that_steers(llm: Any) ->
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.output_processor import RequestState
 
-    from vllm_steer.capture.samples import SteeredSample
+    from vllm_steer.frontend.request_state import SteeredSample
 
     engine, scheduler = llm.llm_engine, scheduler_of(llm)
     states = engine.output_processor.request_states

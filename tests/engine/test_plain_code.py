@@ -24,7 +24,7 @@ from tests.tiny import direction, make_llm
 from vllm_steer import Edit
 from vllm_steer.config import SteeringConfig
 from vllm_steer.engine import plain_code as plain_code_module
-from vllm_steer.engine import selfcheck
+from vllm_steer.engine import self_check
 from vllm_steer.engine.plain_code import NoPlainCode, PlainCode, _check, _shell, own_forwards
 from vllm_steer.errors import SteeringError
 
@@ -181,7 +181,7 @@ def test_a_plain_code_that_computes_something_else_is_refused(granite: Path, mon
     monkeypatch.setattr(plain_code_module, "_shell", shell)
     with pytest.raises(SteeringError, match="plain_code: the model without taps computes other hidden states"):
         make_llm(granite, max_model_len=64, **PLAIN)
-    monkeypatch.setattr(selfcheck, "check_codes", lambda *rows: None)
+    monkeypatch.setattr(self_check, "check_codes", lambda *rows: None)
     close(make_llm(granite, max_model_len=64, **PLAIN))
 
 

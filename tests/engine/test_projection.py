@@ -12,8 +12,8 @@ import torch
 from tests.engine.answers import params, prompt, run
 from tests.engine.captures import result
 from tests.tiny import HIDDEN
-from vllm_steer.engine.outbox import Outbox
-from vllm_steer.engine.store import ProgramStore
+from vllm_steer.engine.program_store import ProgramStore
+from vllm_steer.engine.row_sender import RowSender
 from vllm_steer.spec import Projection
 
 SITES = {"hooks": {"post_block": [0, 2], "pre_attn": [1]}, "positions": "all"}
@@ -62,13 +62,13 @@ def test_directions_of_another_projection_are_seen(llm: Any, monkeypatch: pytest
 def test_k_numbers_leave_and_not_rows(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a projection that is made where rows arrive; many directions still are."""
     sent: list[tuple[int, bytes]] = []
-    send = Outbox._send
+    send = RowSender._send
 
     def watched(self: Any, client: int, step: Any) -> None:
         sent.append((step.rows.shape[1], step.entries.projection))
         send(self, client, step)
 
-    monkeypatch.setattr(Outbox, "_send", watched)
+    monkeypatch.setattr(RowSender, "_send", watched)
     few, many = Projection(directions(1)), Projection(directions(1, HIDDEN))
     assert few.in_engine and not many.in_engine
     whole = run(llm, PROMPTS[:1], [asked(0)])[0]

@@ -66,7 +66,7 @@ def test_beam_search_is_refused(llm: Any) -> None:
 @pytest.mark.feature("streaming input (refused with steering)", "steer", "capture")
 def test_streaming_input_is_refused_with_steering_and_plain_sessions_are_not(llm: Any) -> None:
     """Catches a session whose outputs become prompt, and whose prompt tokens would then be edited anew."""
-    from vllm_steer.frontend import check_engine_request
+    from vllm_steer.frontend.context import check_engine_request
 
     def session(**fields: Any) -> Any:
         return SimpleNamespace(
@@ -82,11 +82,11 @@ def test_streaming_input_is_refused_with_steering_and_plain_sessions_are_not(llm
 
 def test_a_malformed_program_in_the_scheduler_ends_its_request_only(llm: Any) -> None:
     """Catches an exception in the scheduler, which kills the engine: here the front end's check is circumvented."""
-    from vllm_steer import frontend
+    from vllm_steer.frontend import context
 
-    kept = frontend.check_engine_request, frontend.admitted
-    frontend.check_engine_request = lambda processor, request: None  # type: ignore[assignment]
-    frontend.admitted = lambda served, params: params
+    kept = context.check_engine_request, context.admitted
+    context.check_engine_request = lambda processor, request: None  # type: ignore[assignment]
+    context.admitted = lambda served, params: params
     try:
         engine = llm.llm_engine
         engine.add_request("bad", prompt(1, 2, 3), params(extra_args={"steer": b"junk"}))
@@ -95,7 +95,7 @@ def test_a_malformed_program_in_the_scheduler_ends_its_request_only(llm: Any) ->
         while engine.has_unfinished_requests():
             done.update({o.request_id: o for o in engine.step() if o.finished})
     finally:
-        frontend.check_engine_request, frontend.admitted = kept
+        context.check_engine_request, context.admitted = kept
     assert len(tokens_of(done["good"])) == 6
     assert done["bad"].outputs[0].finish_reason == "error"
     assert "extra_args.steer" in done["bad"].outputs[0].stop_reason
@@ -127,11 +127,11 @@ def test_a_point_that_is_not_on_and_comes_around_the_check_ends_its_request_only
     llm: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches a point that the tables have no column for reaching a worker, which would take every request down."""
-    from vllm_steer import frontend
+    from vllm_steer.frontend import context
 
     program = compile_program(edit(point="attn_out"))
-    monkeypatch.setattr(frontend, "check_engine_request", lambda processor, request: None)
-    monkeypatch.setattr(frontend, "admitted", lambda served, params: params)
+    monkeypatch.setattr(context, "check_engine_request", lambda processor, request: None)
+    monkeypatch.setattr(context, "admitted", lambda served, params: params)
     engine = llm.llm_engine
     engine.add_request("bad", prompt(1, 2, 3), params(extra_args={EXTRA_KEY: program.to_bytes()}))
     engine.add_request("good", prompt(1, 2, 3), params())

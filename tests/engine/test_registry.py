@@ -219,11 +219,11 @@ def test_forged_arguments_are_refused(llm: Any) -> None:
 
 def test_a_folder_outlives_its_engine(llm: Any, tmp_path: Path) -> None:
     """Catches what is acknowledged and lost when the registry is opened again."""
-    from vllm_steer.frontend import served_by
+    from vllm_steer.frontend.context import engine_context
     from vllm_steer.registry.directory import DirectoryStore
     from vllm_steer.registry.registry import SteeringRegistry
 
-    capabilities = served_by(llm.llm_engine).capabilities
+    capabilities = engine_context(llm.llm_engine).capabilities
     first = SteeringRegistry(capabilities, DirectoryStore(tmp_path / "registry"))
     first.register("m", base=SITE, probes={"p": B}, description="d", provenance={"made by": "a test"})
     first.set(modules=["m"], edits=[clamp(C)])

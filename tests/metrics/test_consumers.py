@@ -10,8 +10,8 @@ import pytest
 from prometheus_client import REGISTRY
 
 from tests.registry.modules import CAPABILITIES
-from vllm_steer.capture.desk import CaptureDesk
-from vllm_steer.capture.result import CaptureResult
+from vllm_steer.capture.manager import CaptureManager
+from vllm_steer.capture.results import CaptureResult
 from vllm_steer.metrics.collectors import start
 from vllm_steer.metrics.table import PREFIX
 
@@ -33,7 +33,7 @@ def test_a_queue_is_as_long_as_what_is_in_it(monkeypatch: pytest.MonkeyPatch) ->
         go.wait(60)
         return CaptureResult(next(statuses), None, None)  # type: ignore[arg-type]
 
-    desk = CaptureDesk(CAPABILITIES, MODEL, {})
+    desk = CaptureManager(CAPABILITIES, MODEL, {})
     monkeypatch.setattr(desk, "_deliver", deliver)
     assert value("consumer_queue") == 0
     results = [desk.finish(desk.begin(), (("memory", None),)) for _ in range(3)]  # type: ignore[arg-type]

@@ -11,9 +11,9 @@ import pytest
 
 from tests.engine import scheduler_alone
 from tests.tiny import HIDDEN, code_of, direction, save_tiny_llama
-from vllm_steer.engine.step_rows import Entries, StepRows
+from vllm_steer.capture.step_rows import RowIndex, StepRows
 from vllm_steer.metrics.engine_stats import STATS_KEY, EngineStats, take_stats
-from vllm_steer.metrics.worker_notes import WorkerNote, note
+from vllm_steer.metrics.worker_stats import WorkerStats, note
 from vllm_steer.points import points_on
 
 ROW_BYTES = 4 * HIDDEN
@@ -44,7 +44,7 @@ class Engine:
         self.scheduler.add_request(scheduler_alone.request(name, list(range(2, 2 + prompt)), tokens, **fields))
         return name
 
-    def step(self, rows: tuple[StepRows, ...] = (), worker: WorkerNote | None = None) -> Any:
+    def step(self, rows: tuple[StepRows, ...] = (), worker: WorkerStats | None = None) -> Any:
         """vLLM's statistics of one step, as they leave the engine's process."""
         scheduled = self.scheduler.schedule()
         output = note(scheduler_alone.model_output(self.scheduler, scheduled, rows), worker)
@@ -122,13 +122,13 @@ def test_a_time_out_is_counted_once(engine: Engine) -> None:
 def test_rows_are_counted_as_they_come(engine: Engine) -> None:
     """Catches rows that are counted by request or by step, and buffers that are gone when nothing is said of them."""
     name = engine.add(tokens=2, **CAPTURE)
-    entries = Entries((name,), ((code_of("post_block", 1),),))
+    entries = RowIndex((name,), ((code_of("post_block", 1),),))
 
     def rows(start: int, count: int) -> tuple[StepRows, ...]:
         data = np.zeros((count, ROW_BYTES), np.uint8)
         return (StepRows(entries, np.array([start]), np.array([count]), data),)
 
-    first = engine.news(rows(0, 4), WorkerNote(0.25, 4096))
+    first = engine.news(rows(0, 4), WorkerStats(0.25, 4096))
     second = engine.news(rows(4, 1))
     assert first is not None and second is not None
     assert (first.captured_rows, first.captured_bytes) == (4, 4 * ROW_BYTES)
@@ -183,7 +183,7 @@ def manager(vllm_config: Any) -> Any:
     """What gives each step's numbers to vLLM's loggers and to ours."""
     from vllm.v1.metrics.loggers import LoggingStatLogger, StatLoggerManager
 
-    from vllm_steer.plugin import wrap_front_end
+    from vllm_steer.compat.plugin import wrap_front_end
 
     wrap_front_end()
     return StatLoggerManager(vllm_config, engine_idxs=[0], custom_stat_loggers=[LoggingStatLogger])

@@ -9,7 +9,7 @@ import pytest
 
 from vllm_steer import Edit, SteeringError
 from vllm_steer.program import Program, compile_program
-from vllm_steer.program.program import Read
+from vllm_steer.program.program import CompiledRead
 
 SOUND = compile_program([Edit(kind="add", point="post_block", layers=[1], vector=np.ones(8, "f4"), strength=1.0)])
 UNSOUND = {
@@ -17,7 +17,7 @@ UNSOUND = {
     "point": {"steps": (msgspec.structs.replace(SOUND.steps[0], point=77),)},
     "code": {"steps": (msgspec.structs.replace(SOUND.steps[0], code=99),)},
     "layer": {"steps": (msgspec.structs.replace(SOUND.steps[0], layers=(2**40,)),)},
-    "layer of a read": {"reads": (Read(0, (2**40,), False, "all"),)},
+    "layer of a read": {"reads": (CompiledRead(0, (2**40,), False, "all"),)},
     "width": {"width": 9},
     "digests": {"digests": ()},
 }

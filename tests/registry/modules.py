@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from tests.serve.fakes import HIDDEN, REPORT
-from vllm_steer.capabilities import Capabilities
+from tests.server.fakes import HIDDEN, REPORT
 from vllm_steer.config import SteeringConfig
+from vllm_steer.engine.capabilities import Capabilities
 from vllm_steer.registry.module import Module, parse_module
 from vllm_steer.registry.registry import SteeringRegistry
 from vllm_steer.registry.snapshot import RegistryLimits
-from vllm_steer.registry.store import Store
+from vllm_steer.registry.storage import Store
 
 CAPABILITIES = Capabilities.merge([REPORT], SteeringConfig())
 

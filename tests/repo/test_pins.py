@@ -10,7 +10,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from tests.repo.tree import read
-from vllm_steer.compat import is_tested
+from vllm_steer.compat.version import is_tested
 
 LANES = ("cpu", "cuda", "dev")
 # vLLM's two builds pin these differently.

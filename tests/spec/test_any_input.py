@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.points import POINT_NAMES
-from vllm_steer.spec import END, FIELD_NAMES, KINDS, Selector, pack_vector, parse_fields
+from vllm_steer.spec import FIELD_NAMES, KINDS, OPEN_END, Selector, pack_vector, parse_fields
 
 V, W = [1.0, 2.0], [3.0, 4.0]
 
@@ -117,7 +117,7 @@ def assert_well_formed(edits):
         assert type(e.strength) is float and math.isfinite(e.strength)
         bounds = [b for b in (e.low, e.high) if b is not None]
         assert bool(bounds) == ("low" in kind.params) and bounds == sorted(bounds)
-        assert isinstance(e.tokens, Selector) and -1 <= e.tokens.max_position < END
+        assert isinstance(e.tokens, Selector) and -1 <= e.tokens.max_position < OPEN_END
         assert parse_fields({"steering": [json.loads(json.dumps(e.to_wire()))]}) == (e,)
 
 

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.spec import END, Selector
+from vllm_steer.spec import OPEN_END, Selector
 
 SPAN = 12  # positions and prompt lengths of the property tests stay below this
 positions = st.integers(-SPAN, SPAN)
@@ -86,7 +86,7 @@ class TestIntervals:
         for position in range(3 * SPAN):
             assert covered(intervals, position) == covers(items, position, prompt_len)
         open_ended = any(isinstance(item, list) and item[1] is None for item in items)
-        assert (intervals[-1][1] == END) == open_ended
+        assert (intervals[-1][1] == OPEN_END) == open_ended
 
     @given(selectors(), prompt_lens)
     def test_intervals_are_sorted_disjoint_apart_and_not_empty(self, selector, prompt_len):
@@ -98,7 +98,7 @@ class TestIntervals:
         bounds = [bound for interval in intervals for bound in interval]
         assert all(type(bound) is int for bound in bounds)
         assert bounds == sorted(set(bounds)), "touching or empty intervals repeat a bound"
-        assert bounds[0] >= 0 and bounds[-1] <= END
+        assert bounds[0] >= 0 and bounds[-1] <= OPEN_END
 
     @settings(max_examples=300)
     @given(positions, positions, st.sampled_from([1, -1, 2, -3]), prompt_lens)
@@ -116,7 +116,7 @@ class TestIntervals:
 
     @pytest.mark.parametrize(
         ("name", "expected"),
-        [("all", (0, END)), ("prompt", (0, 7)), ("generated", (7, END)), ("last_prompt", (6, 7))],
+        [("all", (0, OPEN_END)), ("prompt", (0, 7)), ("generated", (7, OPEN_END)), ("last_prompt", (6, 7))],
     )
     def test_names(self, name, expected):
         assert Selector.parse(name).intervals(7) == (expected,)
@@ -131,7 +131,7 @@ class TestIntervals:
             (range(-2, 2), ((0, 2), (5, 7))),
             ([[2, -1]], ((2, 6),)),
             ([[-2, 10]], ((5, 10),)),
-            ([[-2, None]], ((5, END),)),
+            ([[-2, None]], ((5, OPEN_END),)),
             ([5, 3, 4, 3], ((3, 6),)),
             ([[0, 2], [2, 4]], ((0, 4),)),
             (range(10**9), ((0, 10**9),)),
@@ -251,7 +251,7 @@ class TestRefused:
 
     @pytest.mark.parametrize(
         "position",
-        [END, -END, 2**63, -(2**63), 10**5000],
+        [OPEN_END, -OPEN_END, 2**63, -(2**63), 10**5000],
         ids=lambda n: f"{n:.3g}" if abs(n) < 2**64 else "huge",
     )
     def test_position_beyond_int32(self, position):

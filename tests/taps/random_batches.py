@@ -7,9 +7,9 @@ import numpy as np
 import torch
 
 from vllm_steer.config import SteeringConfig
-from vllm_steer.taps.rows import Layout, assign_places, assign_rows
-from vllm_steer.taps.rows_kernel import launch_places, launch_rows
-from vllm_steer.taps.tables import END, Tables
+from vllm_steer.taps.assignment import BatchLayout, assign_places, assign_rows
+from vllm_steer.taps.assignment_kernel import launch_places, launch_rows
+from vllm_steer.taps.tables import OPEN_END, Tables
 
 SLOTS, ROWS, POISON = 70, 9, 77
 
@@ -26,11 +26,11 @@ def compare_rows(seed: int, device: torch.device, max_requests: int = 60, max_to
     )  # fmt: skip
     starts = np.sort(rng.choice(200, (SLOTS, config.max_segments)), axis=1)
     starts[:, 0] = 0
-    starts[starts > 150] = END
+    starts[starts > 150] = OPEN_END
     tables.segment_start.copy_(torch.from_numpy(starts.astype("i4")))
     tables.segment_row.copy_(torch.from_numpy(rng.integers(0, ROWS + 1, starts.shape).astype("i4")))
     tables.row_captures[1:].copy_(torch.from_numpy(rng.integers(0, 4, ROWS).astype("i4")))
-    layout = Layout(
+    layout = BatchLayout(
         slot=torch.from_numpy(rng.permutation(SLOTS)[: len(counts)]).to(device),
         start=torch.from_numpy(np.concatenate([[0], np.cumsum(counts)]).astype("i4")).to(device),
         position=torch.from_numpy(np.concatenate([rng.integers(0, 180) + np.arange(n) for n in counts])).to(device),

@@ -10,8 +10,8 @@ import torch
 
 from vllm_steer.config import SteeringConfig
 from vllm_steer.program import instructions as ops
+from vllm_steer.taps.assignment import assign_places
 from vllm_steer.taps.reference import apply_tap
-from vllm_steer.taps.rows import assign_places
 from vllm_steer.taps.tables import Tables
 
 NUM_SITES = 4

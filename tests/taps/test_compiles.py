@@ -12,7 +12,7 @@ import triton
 
 from tests.taps.compiled import Compiled
 from vllm_steer.config import SteeringConfig
-from vllm_steer.taps import kernel, products_kernel, rows_kernel
+from vllm_steer.taps import assignment_kernel, kernel, projection_kernel
 from vllm_steer.taps.tables import Tables
 
 HIDDEN = 256
@@ -43,16 +43,18 @@ def test_taps_compile(monkeypatch: pytest.MonkeyPatch, capability: int, dtype: t
 @pytest.mark.parametrize("capability", [80, 90])
 def test_row_kernels_compile(monkeypatch: pytest.MonkeyPatch, capability: int) -> None:
     """Catches a search or a running sum that changes its type on the way."""
-    found = [in_place_of(monkeypatch, rows_kernel, name, capability) for name in ("_rows_kernel", "_places_kernel")]
-    rows_kernel.warm_up(tables(torch.float32))
+    found = [
+        in_place_of(monkeypatch, assignment_kernel, name, capability) for name in ("_rows_kernel", "_places_kernel")
+    ]
+    assignment_kernel.warm_up(tables(torch.float32))
     assert [len(each.sizes) for each in found] == [1, 1]
 
 
 @pytest.mark.parametrize("capability", [80, 90])
 def test_products_compile(monkeypatch: pytest.MonkeyPatch, capability: int) -> None:
     """Catches products that no tensor core takes, with places or without."""
-    found = in_place_of(monkeypatch, products_kernel, "_products_kernel", capability)
-    products_kernel.warm_up(tables(torch.bfloat16).arena)
+    found = in_place_of(monkeypatch, projection_kernel, "_products_kernel", capability)
+    projection_kernel.warm_up(tables(torch.bfloat16).arena)
     assert len(found.sizes) == 2
 
 

@@ -13,7 +13,7 @@ import typer
 from vllm_steer.cli.output import print_table, printable
 
 if TYPE_CHECKING:
-    from vllm_steer.capture.reader import StoredRequest
+    from vllm_steer.capture.files.reader import StoredRequest
 
 app = typer.Typer(
     help="Look into files of captured rows.",
@@ -45,7 +45,7 @@ def ls(path: Where, request_id: RequestId = None, sample: Sample = None, as_json
 @app.command()
 def show(path: Where, request_id: RequestId = None, sample: Sample = None, as_json: AsJson = False) -> None:
     """Show what is there of each request: sites, shapes, positions, norms."""
-    from vllm_steer.capture.tables import describe
+    from vllm_steer.capture.files.export import describe
 
     with _failing_plainly():
         requests = _requests(path, request_id, sample)
@@ -74,7 +74,7 @@ def export(
     layer: LayerNumber = None,
 ) -> None:
     """Write rows to a .npz or .parquet file."""
-    from vllm_steer.capture.tables import export_npz, export_parquet
+    from vllm_steer.capture.files.export import export_npz, export_parquet
 
     with _failing_plainly():
         exporters = {".npz": (export_npz, "sites"), ".parquet": (export_parquet, "rows")}
@@ -86,7 +86,7 @@ def export(
 
 
 def _requests(path: Path, request_id: str | None, sample: int | None) -> Iterator[StoredRequest]:
-    from vllm_steer.capture.reader import open_captures
+    from vllm_steer.capture.files.reader import open_captures
 
     captures = open_captures(path)
     found = captures if request_id is None else captures.find(request_id)
@@ -130,7 +130,7 @@ def _ranges(positions: list[int]) -> str:
 def _print_json(requests: Iterator[StoredRequest]) -> None:
     import json
 
-    from vllm_steer.capture.tables import describe
+    from vllm_steer.capture.files.export import describe
 
     for request in requests:
         typer.echo(json.dumps({"path": str(request.path), "index": request.index, **describe(request)}))
@@ -138,7 +138,7 @@ def _print_json(requests: Iterator[StoredRequest]) -> None:
 
 @contextmanager
 def _failing_plainly() -> Iterator[None]:
-    from vllm_steer.capture.format import CaptureFileError
+    from vllm_steer.capture.files.format import CaptureFileError
 
     try:
         yield

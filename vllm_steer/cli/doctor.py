@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 if TYPE_CHECKING:
-    from vllm_steer.report import CapabilityReport
+    from vllm_steer.engine.report import CapabilityReport
 
 CONFIG = "config.json"
 
@@ -49,8 +49,8 @@ def model_folder(path: Path) -> Iterator[Path]:
 def examine(model: Path, settings: Mapping[str, Any], engine: Mapping[str, Any]) -> CapabilityReport:
     """The report of the model in a folder. Raises `DoctorError`, and SteeringError for wrong ``settings``."""
     from vllm_steer.config import SteeringConfig
+    from vllm_steer.engine.report import make_report
     from vllm_steer.models.outline import MARK
-    from vllm_steer.report import make_report
 
     config = SteeringConfig.parse(dict(settings))
     asked = {"model": str(model), "steering": dict(settings), "engine": dict(engine)}
@@ -58,16 +58,16 @@ def examine(model: Path, settings: Mapping[str, Any], engine: Mapping[str, Any])
 
 
 def prove(model: Path, trust_remote_code: bool = False) -> dict[str, Any]:
-    """Shrink the model and compare: see :mod:`vllm_steer.prove`. Raises `DoctorError`."""
-    from vllm_steer.prove.engine import MARK
+    """Shrink the model and compare: see :mod:`vllm_steer.testing.prove`. Raises `DoctorError`."""
+    from vllm_steer.testing.prove.engine import MARK
 
     words = ["--trust-remote-code"] if trust_remote_code else []
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "model"
-        reference = _run("vllm_steer.prove.reference", str(model), str(out), *words)
+        reference = _run("vllm_steer.testing.prove.reference", str(model), str(out), *words)
         if reference.returncode:
             shutil.rmtree(out, ignore_errors=True)
-        proof = _answer("vllm_steer.prove.engine", MARK, str(model), str(out), *words)
+        proof = _answer("vllm_steer.testing.prove.engine", MARK, str(model), str(out), *words)
     if reference.returncode:
         proof["no_reference"] = _last_line(reference.stderr)
     return proof

@@ -25,7 +25,7 @@ def fuzz(
     replay: Annotated[Path | None, typer.Option(help="Run the workload in this file, and nothing else.")] = None,
 ) -> None:
     """Compare random workloads under pressure with the same requests alone; print a minimal reproduction."""
-    from vllm_steer.fuzz.model import prepare_environment, save_tiny_llama
+    from vllm_steer.testing.fuzz.model import prepare_environment, save_tiny_llama
 
     prepare_environment()
     with tempfile.TemporaryDirectory() as folder:
@@ -52,7 +52,7 @@ def _search(
 ) -> None:  # fmt: skip
     from rich.console import Console
 
-    from vllm_steer.fuzz.session import Session
+    from vllm_steer.testing.fuzz.session import Session
 
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     session = Session(
@@ -88,7 +88,7 @@ def _search(
 def _replay(model: str, dtype: str, path: Path) -> None:
     import msgspec
 
-    from vllm_steer.fuzz.session import replay
+    from vllm_steer.testing.fuzz.session import replay
 
     try:
         problems = replay(model, dtype, path.read_bytes())

@@ -13,7 +13,7 @@ import typer
 
 from vllm_steer.cli.output import print_table
 from vllm_steer.errors import SteeringError
-from vllm_steer.serve.rights import MEANING, Right
+from vllm_steer.server.auth.rights import MEANING, Right
 
 app = typer.Typer(help="API keys of a server, in the file of --steering-keys.", no_args_is_help=True)
 
@@ -41,7 +41,7 @@ def new(
     ] = None,
 ) -> None:
     """Make a key and print it, this once: the file has only its hash. Without rights it may ask for plain answers."""
-    from vllm_steer.serve.keys import changing, make_key, read_keys
+    from vllm_steer.server.auth.keys import changing, make_key, read_keys
 
     with _sentences():
         key, secret = make_key(name, tuple(dict.fromkeys(right or ())), _limits(limit or []))
@@ -57,7 +57,7 @@ def new(
 @app.command(name="list")
 def list_keys(file: File) -> None:
     """List the keys, without anything that is secret."""
-    from vllm_steer.serve.keys import read_keys
+    from vllm_steer.server.auth.keys import read_keys
 
     with _sentences():
         keys = read_keys(file)
@@ -76,7 +76,7 @@ def list_keys(file: File) -> None:
 @app.command()
 def revoke(name: Name, file: File) -> None:
     """Take a key out of the file: no request is let in with it any more. Those that run go on to their end."""
-    from vllm_steer.serve.keys import changing, read_keys
+    from vllm_steer.server.auth.keys import changing, read_keys
 
     with _sentences(), changing(file) as write:
         keys = read_keys(file)

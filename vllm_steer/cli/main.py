@@ -83,7 +83,7 @@ def doctor(
 def version() -> None:
     """Print the versions of vllm-steer and vLLM, and which vLLM it is tested with."""
     from vllm_steer._version import __version__
-    from vllm_steer.compat import TESTED_RANGE, is_tested
+    from vllm_steer.compat.version import TESTED_RANGE, is_tested
 
     typer.echo(f"vllm-steer {__version__}")
     try:

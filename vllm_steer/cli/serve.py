@@ -23,8 +23,8 @@ def run(arguments: Sequence[str]) -> None:
     from vllm.logger import configure_logging_from_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from vllm_steer.plugin import register
-    from vllm_steer.serve.flags import ENABLE
+    from vllm_steer.compat.plugin import register
+    from vllm_steer.server.flags import ENABLE
 
     words = ["serve", *arguments]
     if ENABLE not in words:

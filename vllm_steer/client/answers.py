@@ -139,7 +139,7 @@ def sites_of_file(data: bytes) -> dict[tuple[str, int], Rows]:
     import tempfile
     from pathlib import Path
 
-    from vllm_steer.capture.reader import open_captures
+    from vllm_steer.capture.files.reader import open_captures
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "capture.safetensors")

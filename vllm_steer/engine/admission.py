@@ -12,13 +12,13 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-from vllm_steer.program import Ledger, Resolved
+from vllm_steer.program import Resolved, TableAllocator
 
 REFUSED = "steering: "
 """How the ``stop_reason`` of a request begins that the scheduler ended with an error; the reason follows."""
 
 
-class Admission:
+class AdmissionController:
     """The books of one scheduler, by request.
 
     ``capture_rows``: how many captured rows all running requests may come to. ``timeout``: seconds that a request may
@@ -26,7 +26,7 @@ class Admission:
     """
 
     def __init__(
-        self, ledger: Ledger, capture_rows: int, timeout: float, now: Callable[[], float] = time.monotonic
+        self, ledger: TableAllocator, capture_rows: int, timeout: float, now: Callable[[], float] = time.monotonic
     ) -> None:
         self.ledger = ledger
         self._timeout = timeout

@@ -12,7 +12,7 @@ from typing import Any
 from vllm_steer.program import Resolved
 
 
-class Arena:
+class ArenaBudget:
     """What is left of ``rows`` rows of the arena in the step that is being scheduled.
 
     ``drafts``: most draft tokens of a request in a step. With drafts, where a request's next tokens stand is only

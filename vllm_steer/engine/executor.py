@@ -13,7 +13,7 @@ from typing import Any
 
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-from vllm_steer.engine.collect import ATTRIBUTE
+from vllm_steer.engine.device_to_host import ATTRIBUTE
 
 
 class RowAggregator:

@@ -38,7 +38,7 @@ SMALL_TOKENS = 64
 _FULL_OF_WHOLE, _SMALL_OF_WHOLE = 0.6, 1 / 6
 """What all full graphs and those of small steps, 35 and 11 with vLLM's defaults, take of a set that has pieces too."""
 _BETWEEN = frozenset({"pre_attn", "post_block"})
-"""The points between two layers, where two taps are mostly one launch (:mod:`vllm_steer.taps.joining`)."""
+"""The points between two layers, where two taps are mostly one launch (:mod:`vllm_steer.taps.fusion_pass`)."""
 
 
 @dataclass(eq=False)

@@ -14,20 +14,20 @@ from vllm.distributed import get_pp_group
 from vllm.utils import length_from_prompt_token_ids_or_embeds
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from vllm_steer.engine.collect import attach
-from vllm_steer.engine.steering import Steering, StepBatch
-from vllm_steer.taps.rows import Layout
+from vllm_steer.engine.device_to_host import attach
+from vllm_steer.engine.worker_steering import StepBatch, WorkerSteering
+from vllm_steer.taps.assignment import BatchLayout
 
 
 class SteeringRunnerV1:
     """Mixed in front of the platform's V1 runner class."""
 
-    steering: Steering
+    steering: WorkerSteering
 
     def load_model(self: Any, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         max_requests = self.scheduler_config.max_num_seqs
-        self.steering = Steering(
+        self.steering = WorkerSteering(
             self.get_model(),
             self.vllm_config,
             self.device,
@@ -50,7 +50,7 @@ class SteeringRunnerV1:
         self._steer_counts: dict[str, int] = {}
 
     def _update_states(self: Any, scheduler_output: Any) -> Any:
-        steering: Steering = self.steering
+        steering: WorkerSteering = self.steering
         gone = scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set())
         for request_id in gone:
             self._steer_release(request_id)
@@ -87,7 +87,7 @@ class SteeringRunnerV1:
             self._steer_order = []
 
     def _model_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        steering: Steering = self.steering
+        steering: WorkerSteering = self.steering
         if steering.active:
             steering.begin_step(self._steer_describe(kwargs))
         else:
@@ -111,7 +111,7 @@ class SteeringRunnerV1:
         if given is None:
             given = inputs.get("inputs_embeds")
         return StepBatch(
-            layout=lambda: Layout(
+            layout=lambda: BatchLayout(
                 slot=self._steer_batch_slot[:requests],
                 start=self.query_start_loc.gpu[: requests + 1],
                 position=self.positions[:tokens],

@@ -14,19 +14,19 @@ from typing import Any
 
 import numpy as np
 
-from vllm_steer.engine.collect import attach
-from vllm_steer.engine.steering import Steering, StepBatch
-from vllm_steer.taps.rows import Layout
+from vllm_steer.engine.device_to_host import attach
+from vllm_steer.engine.worker_steering import StepBatch, WorkerSteering
+from vllm_steer.taps.assignment import BatchLayout
 
 
 class SteeringRunnerV2:
     """Mixed in front of the platform's V2 runner class."""
 
-    steering: Steering
+    steering: WorkerSteering
 
     def load_model(self: Any, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)  # type: ignore[misc]
-        self.steering = Steering(
+        self.steering = WorkerSteering(
             self.model,
             self.vllm_config,
             self.device,
@@ -72,7 +72,7 @@ def _steering_state(base: Any) -> Any:
     """A subclass of the model's own state class that keeps programs and rows."""
 
     class SteeringModelState(base):  # type: ignore[misc]
-        steering: Steering
+        steering: WorkerSteering
         steering_step_is_real: bool
 
         def add_request(self, req_index: int, new_req_data: Any) -> None:
@@ -109,7 +109,7 @@ def _steering_state(base: Any) -> Any:
 def _describe(input_batch: Any) -> StepBatch:
     requests = input_batch.num_reqs
     return StepBatch(
-        layout=lambda: Layout(
+        layout=lambda: BatchLayout(
             slot=input_batch.idx_mapping[:requests],
             start=input_batch.query_start_loc[: requests + 1],
             position=input_batch.positions[: input_batch.num_tokens],

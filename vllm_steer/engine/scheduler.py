@@ -24,18 +24,18 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import RequestStatus
 
 from vllm_steer.config import from_vllm_config
-from vllm_steer.engine.admission import REFUSED, Admission
-from vllm_steer.engine.arena import Arena, unsplit_spans
+from vllm_steer.engine.admission import REFUSED, AdmissionController
+from vllm_steer.engine.arena import ArenaBudget, unsplit_spans
 from vllm_steer.engine.cache_keys import steering_hasher
 from vllm_steer.engine.edited_blocks import EditedBlocks
-from vllm_steer.engine.outbox import Outbox
+from vllm_steer.engine.row_sender import RowSender
 from vllm_steer.errors import SteeringError
 from vllm_steer.log import steering_logger
 from vllm_steer.metrics.engine_stats import EngineMeter
 from vllm_steer.models.layers import layer_count
 from vllm_steer.params import EXTRA_KEY, program_bytes, take_in
 from vllm_steer.points import how_to_switch_on, points_on
-from vllm_steer.program import Ledger, Program, Resolved, resolve
+from vllm_steer.program import Program, Resolved, TableAllocator, resolve
 
 logger = steering_logger(__name__)
 
@@ -62,22 +62,22 @@ def steering_scheduler(base: Any) -> Any:
                 raise SteeringError(
                     "additional_config", "has no steering section, though the steering scheduler is in use"
                 )
-            self.steering_ledger = Ledger(config.max_rows, config.max_instructions, config.max_vectors)
+            self.steering_ledger = TableAllocator(config.max_rows, config.max_instructions, config.max_vectors)
             self._steering_layers = layer_count(self.vllm_config.model_config.hf_text_config)
             self._steering_hash = get_hash_fn_by_name(self.vllm_config.cache_config.prefix_caching_hash_algo)
             self._steering_points = frozenset(points_on(config.points))
             self._steered: dict[str, Resolved] = {}
             self._asked: list[tuple[Any, int, int]] = []
             self._malformed: dict[str, str] = {}
-            self._arena = Arena(
+            self._arena = ArenaBudget(
                 config.capture_rows, self.num_spec_tokens, self.vllm_config.speculative_config is not None
             )
             model_config = self.vllm_config.model_config
             self._row_bytes = int(model_config.get_hidden_size() * model_config.dtype.itemsize)
             budget = (config.capture_mib << 20) // self._row_bytes
-            self.steering_admission = Admission(self.steering_ledger, budget, config.queue_timeout)
+            self.steering_admission = AdmissionController(self.steering_ledger, budget, config.queue_timeout)
             self._capture_policy = config.capture_policy
-            self.steering_outbox = Outbox()
+            self.steering_outbox = RowSender()
             self._steering_meter = EngineMeter(self.steering_admission)
             self._edited_blocks: EditedBlocks | None = None
             if current_platform.is_cpu() and not self.kv_cache_config.needs_kv_cache_zeroing:

@@ -14,8 +14,8 @@ from vllm.platforms import current_platform
 
 from vllm_steer.engine.runner_v1 import SteeringRunnerV1
 from vllm_steer.engine.runner_v2 import SteeringRunnerV2
-from vllm_steer.engine.selfcheck import self_check
-from vllm_steer.metrics.worker_notes import note
+from vllm_steer.engine.self_check import self_check
+from vllm_steer.metrics.worker_stats import note
 
 
 def _platform_worker() -> Any:
@@ -81,5 +81,5 @@ class SteeringWorker(_platform_worker()):  # type: ignore[misc]
         return times
 
     def steering_capabilities(self) -> dict[str, Any]:
-        """RPC: what this rank serves, see :meth:`vllm_steer.engine.steering.Steering.capabilities`."""
+        """RPC: what this rank serves, see :meth:`vllm_steer.engine.worker_steering.Steering.capabilities`."""
         return self.model_runner.steering.capabilities()  # type: ignore[no-any-return]

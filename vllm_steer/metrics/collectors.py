@@ -69,7 +69,7 @@ def add(short: str, amount: float = 1, **labels: str) -> None:
         counter.inc(amount)
 
 
-def put(short: str, value: float, **labels: str) -> None:
+def set_gauge(short: str, value: float, **labels: str) -> None:
     """Set a gauge."""
     gauge = child(short, **labels)
     if gauge is not None:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from vllm_steer.metrics.collectors import add, observe, put
+from vllm_steer.metrics.collectors import add, observe, set_gauge
 
 
 class ConsumerMeter:
@@ -11,7 +11,7 @@ class ConsumerMeter:
 
     def __init__(self, model_name: str, consumer: str) -> None:
         self._labels = {"model_name": model_name, "consumer": consumer}
-        put("consumer_queue", 0, **self._labels)
+        set_gauge("consumer_queue", 0, **self._labels)
         for status in ("ok", "partial", "error"):
             add("consumer_results", 0, **self._labels, status=status)
 

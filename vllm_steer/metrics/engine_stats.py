@@ -14,14 +14,14 @@ from typing import Any
 
 import msgspec
 
-from vllm_steer.engine.admission import Admission
-from vllm_steer.engine.collect import ATTRIBUTE
-from vllm_steer.metrics.worker_notes import note_on
+from vllm_steer.engine.admission import AdmissionController
+from vllm_steer.engine.device_to_host import ATTRIBUTE
+from vllm_steer.metrics.worker_stats import note_on
 
 STATS_KEY = "__steer_stats__"
 
 
-class EngineBooks(msgspec.Struct, frozen=True, array_like=True):
+class EngineUsage(msgspec.Struct, frozen=True, array_like=True):
     """What is booked."""
 
     tables: tuple[int, int, int]
@@ -35,7 +35,7 @@ class EngineBooks(msgspec.Struct, frozen=True, array_like=True):
 class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     """One step that had anything of ours in it."""
 
-    books: EngineBooks | None
+    books: EngineUsage | None
     """None where they are as they were."""
     staging_bytes: int
     timed_out: int
@@ -52,7 +52,7 @@ class EngineMeter:
     """Collects in the scheduler; :meth:`put_on` hands out what is new. While nobody steers, a step costs a look at the
     books."""
 
-    def __init__(self, admission: Admission) -> None:
+    def __init__(self, admission: AdmissionController) -> None:
         self._admission = admission
         self._staging = 0
         self._told = 0
@@ -90,12 +90,12 @@ class EngineMeter:
         # A copy: a connector may keep the dict that it gave.
         stats.kv_connector_stats = {**connectors, STATS_KEY: news} if connectors else {STATS_KEY: news}
 
-    def _books(self) -> EngineBooks | None:
+    def _books(self) -> EngineUsage | None:
         admission = self._admission
         if admission.changes == self._told:
             return None
         self._told = admission.changes
-        return EngineBooks(
+        return EngineUsage(
             admission.ledger.in_use, admission.num_admitted, admission.captures_booked, admission.waiting()
         )
 

@@ -8,7 +8,7 @@ from collections import Counter
 from typing import Any
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.frontend import served_on
+from vllm_steer.frontend.context import context_of
 from vllm_steer.metrics.collectors import add
 from vllm_steer.metrics.table import REFUSED_FIELDS
 from vllm_steer.params import program_bytes
@@ -23,7 +23,7 @@ _ROOT = re.compile(r"[.\[(]")
 
 def count_request(output_processor: Any, request: Any) -> None:
     """A sample has been given to the engine; its program is checked by now."""
-    served = served_on(output_processor)
+    served = context_of(output_processor)
     if served is None:
         return
     data = program_bytes(request.sampling_params)

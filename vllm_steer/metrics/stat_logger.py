@@ -10,7 +10,7 @@ from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 
 from vllm_steer.config import SteeringConfig, from_vllm_config
 from vllm_steer.metrics.collectors import child, start
-from vllm_steer.metrics.engine_stats import EngineBooks, EngineStats, take_stats
+from vllm_steer.metrics.engine_stats import EngineStats, EngineUsage, take_stats
 from vllm_steer.metrics.table import STEP_PARTS, TABLES, WAITING
 
 
@@ -74,7 +74,7 @@ class _Engine:
         for table, gauge in zip(TABLES, self._size, strict=True):
             gauge.set(getattr(config, f"max_{table}"))
         self._limit.set(config.capture_mib << 20)
-        self.show(EngineStats(EngineBooks((0, 0, 0), 0, 0, {}), 0, 0, 0, 0, 0, 0.0, None), timed=False)
+        self.show(EngineStats(EngineUsage((0, 0, 0), 0, 0, {}), 0, 0, 0, 0, 0, 0.0, None), timed=False)
 
     def show(self, news: EngineStats, *, timed: bool = True) -> None:
         if news.books is not None:
@@ -90,7 +90,7 @@ class _Engine:
         if news.worker_seconds is not None:
             self._seconds["worker"].observe(news.worker_seconds)
 
-    def _show_books(self, books: EngineBooks) -> None:
+    def _show_books(self, books: EngineUsage) -> None:
         for gauge, used in zip(self._used, books.tables, strict=True):
             gauge.set(used)
         for reason, gauge in self._waiting.items():

@@ -39,7 +39,7 @@ def outline(model: str, steering: Mapping[str, Any], engine: Mapping[str, Any]) 
 def _fill(facts: dict[str, Any], model: str, config: Any, engine: Mapping[str, Any]) -> None:
     from vllm.engine.arg_utils import EngineArgs
 
-    from vllm_steer.compat import CONFLICTS
+    from vllm_steer.compat.version import CONFLICTS
     from vllm_steer.models.discovery import find_decoder
     from vllm_steer.points import points_on
     from vllm_steer.taps.tables import table_bytes, table_shapes

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.program.program import WHOLE, Program, Read, Step, compile_program
+from vllm_steer.program.program import NO_PROJECTION, CompiledEdit, CompiledRead, Program, compile_program
 from vllm_steer.spec.scalars import read_number
 
 
@@ -24,8 +24,8 @@ def join(programs: Sequence[Program]) -> Program:
             "vector", f"has another width than the rest: {', '.join(map(str, sorted(widths)))} meet in one request"
         )
     vectors: dict[bytes, tuple[int, memoryview]] = {}
-    steps: list[Step] = []
-    reads: dict[bytes, Read] = {}
+    steps: list[CompiledEdit] = []
+    reads: dict[bytes, CompiledRead] = {}
     projections: dict[tuple[int, ...], int] = {}
     for program in programs:
         for digest, data in zip(program.digests, program.vectors, strict=True):
@@ -34,7 +34,7 @@ def join(programs: Sequence[Program]) -> Program:
             msgspec.structs.replace(step, vector=vectors[program.digests[step.vector]][0]) for step in program.steps
         ]
         for read in program.reads:
-            if read.projection != WHOLE:
+            if read.projection != NO_PROJECTION:
                 places = tuple(vectors[digest][0] for digest in program.directions(read.projection))
                 read = msgspec.structs.replace(read, projection=projections.setdefault(places, len(projections)))
             reads[msgspec.msgpack.encode(read)] = read

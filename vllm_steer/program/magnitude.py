@@ -10,10 +10,10 @@ import numpy as np
 from vllm_steer.errors import SteeringError
 from vllm_steer.points import POINT_NAMES
 from vllm_steer.program.instructions import KIND_OF, UNBOUNDED
-from vllm_steer.program.program import Program, Step
+from vllm_steer.program.program import CompiledEdit, Program
 
 
-def check_magnitude(program: Program, steps: Iterable[Step], ceiling: float) -> None:
+def check_magnitude(program: Program, steps: Iterable[CompiledEdit], ceiling: float) -> None:
     """Raise SteeringError where one of ``steps``, which are of ``program``, may add more than ``ceiling``; 0 is none.
 
     An `add` adds strength x norm of its vector; a `clamp` moves a projection to one of its bounds, and beyond it with a

@@ -18,17 +18,17 @@ import numpy as np
 from vllm_steer.errors import SteeringError
 from vllm_steer.points import POINT_NAMES, PointName
 from vllm_steer.program.instructions import CODES, KIND_OF, UNBOUNDED
-from vllm_steer.program.kept import PROGRAMS, Kept
+from vllm_steer.program.program_cache import PROGRAMS, CachedProgram
 from vllm_steer.spec import KINDS, CaptureSpec, Edit, Projection, Selector, bytes_of, content_digest, projection_digest
 from vllm_steer.spec.edit import MAX_LAYERS
 
 WIRE_VERSION = 5
 ALL_LAYERS: tuple[int, ...] = ()
-WHOLE = -1
+NO_PROJECTION = -1
 """The ``projection`` of a read whose rows leave as they are."""
 
 
-class Step(msgspec.Struct, frozen=True, array_like=True):
+class CompiledEdit(msgspec.Struct, frozen=True, array_like=True):
     """One edit, compiled: what to do, where, with which vector and on which tokens."""
 
     code: int
@@ -45,15 +45,16 @@ class Step(msgspec.Struct, frozen=True, array_like=True):
     def selector(self) -> Selector:
         return Selector.from_wire(self.tokens)
 
-    def with_strength(self, strength: float, vector_digest: bytes) -> Step:
+    def with_strength(self, strength: float, vector_digest: bytes) -> CompiledEdit:
         """The same edit at another strength; ``vector_digest`` is that of its vector."""
         return msgspec.structs.replace(self, strength=strength, digest=_step_digest(self, strength, vector_digest))
 
 
-class Read(msgspec.Struct, frozen=True, array_like=True):
+class CompiledRead(msgspec.Struct, frozen=True, array_like=True):
     """One read, compiled: the stream at a point of some layers, on some tokens, ``before`` or after the edits there.
 
-    ``projection`` is the place of the directions on which rows are projected before they leave, or :data:`WHOLE`. What
+    ``projection`` is the place of the directions on which rows are projected before they leave, or
+    :data:`NO_PROJECTION`. What
     else becomes of them (consumer, dtype, mean) is the front end's business and is not part of the program.
     """
 
@@ -61,7 +62,7 @@ class Read(msgspec.Struct, frozen=True, array_like=True):
     layers: tuple[int, ...]
     before: bool
     tokens: str | list[int | list[int | None]]
-    projection: int = WHOLE
+    projection: int = NO_PROJECTION
 
     @property
     def selector(self) -> Selector:
@@ -77,8 +78,8 @@ class Program(msgspec.Struct, frozen=True, array_like=True, dict=True, weakref=T
 
     version: int
     width: int
-    steps: tuple[Step, ...]
-    reads: tuple[Read, ...]
+    steps: tuple[CompiledEdit, ...]
+    reads: tuple[CompiledRead, ...]
     digests: tuple[bytes, ...]
     vectors: tuple[memoryview, ...]
     projections: tuple[tuple[int, ...], ...] = ()
@@ -91,7 +92,7 @@ class Program(msgspec.Struct, frozen=True, array_like=True, dict=True, weakref=T
         when the bytes come back they need no check."""
         data = self.to_bytes()
         # As read from ``data``, where its vectors stand: those that it was compiled from are not held beside them.
-        kept = PROGRAMS.find(data) or Kept(msgspec.msgpack.decode(data, type=Program), False, data)
+        kept = PROGRAMS.find(data) or CachedProgram(msgspec.msgpack.decode(data, type=Program), False, data)
         if not kept.checked:
             kept = PROGRAMS.keep(kept._replace(checked=True))
         return kept.data
@@ -139,7 +140,7 @@ class Program(msgspec.Struct, frozen=True, array_like=True, dict=True, weakref=T
         if not all(
             0 <= read.point < len(POINT_NAMES)
             and all(0 <= layer < MAX_LAYERS for layer in read.layers)
-            and WHOLE <= read.projection < len(self.projections)
+            and NO_PROJECTION <= read.projection < len(self.projections)
             for read in self.reads
         ) or not all(places and 0 <= min(places) <= max(places) < len(self.vectors) for places in self.projections):
             raise SteeringError("extra_args.steer", "a read is of no point or layer; build it with this package")
@@ -193,10 +194,10 @@ class Program(msgspec.Struct, frozen=True, array_like=True, dict=True, weakref=T
         return {digest: index for index, digest in enumerate(self.digests)}
 
 
-def _kept(data: bytes, checked: bool) -> Kept:
+def _kept(data: bytes, checked: bool) -> CachedProgram:
     kept = PROGRAMS.find(data)
     if kept is None:
-        kept = Kept(_decode_now(data), False, data)
+        kept = CachedProgram(_decode_now(data), False, data)
     elif kept.checked or not checked:
         return kept
     if checked:
@@ -216,7 +217,7 @@ def _decode_now(data: bytes) -> Program:
     return program
 
 
-def _step_digest(step: Step, strength: float, vector_digest: bytes) -> bytes:
+def _step_digest(step: CompiledEdit, strength: float, vector_digest: bytes) -> bytes:
     """Content of one edit less its selector: the same edit on other tokens has the same digest."""
     # With the version: what a point's number means is part of the content.
     head = struct.pack("<BBBddd", WIRE_VERSION, step.code, step.point, strength, step.low, step.high)
@@ -231,7 +232,7 @@ def compile_program(edits: Sequence[Edit], captures: Sequence[CaptureSpec] = ())
     Raises:
         SteeringError: directions of a capture have another width than the edits' vectors, or those of another capture.
     """
-    steps: list[Step] = []
+    steps: list[CompiledEdit] = []
     vectors: dict[bytes, tuple[int, bytes]] = {}
     for edit in edits:
         if edit.strength == 0.0:
@@ -243,7 +244,7 @@ def compile_program(edits: Sequence[Edit], captures: Sequence[CaptureSpec] = ())
         data = bytes_of(vector)
         digest = content_digest(data)
         index, _ = vectors.setdefault(digest, (len(vectors), data))
-        step = Step(
+        step = CompiledEdit(
             code=CODES[edit.kind],
             point=POINT_NAMES.index(edit.point),
             layers=ALL_LAYERS if edit.layers == "all" else tuple(edit.layers),
@@ -257,10 +258,10 @@ def compile_program(edits: Sequence[Edit], captures: Sequence[CaptureSpec] = ())
         steps.append(step.with_strength(step.strength, digest))
     width = len(edits[0].vector) if edits else 0
     projections: dict[tuple[int, ...], int] = {}
-    reads: list[Read] = []
+    reads: list[CompiledRead] = []
     for spec in captures:
         if not isinstance(spec.reduce, Projection) or not spec.reduce.in_engine:
-            reads += _reads(spec, WHOLE)
+            reads += _reads(spec, NO_PROJECTION)
             continue
         wide = spec.reduce.directions.shape[1]
         if width not in (0, wide):
@@ -284,9 +285,9 @@ def compile_program(edits: Sequence[Edit], captures: Sequence[CaptureSpec] = ())
     )
 
 
-def _reads(spec: CaptureSpec, projection: int) -> list[Read]:
+def _reads(spec: CaptureSpec, projection: int) -> list[CompiledRead]:
     return [
-        Read(
+        CompiledRead(
             point=POINT_NAMES.index(point),
             layers=ALL_LAYERS if layers == "all" else tuple(layers),
             before=spec.before,
@@ -297,5 +298,5 @@ def _reads(spec: CaptureSpec, projection: int) -> list[Read]:
     ]
 
 
-def _unique(reads: list[Read]) -> tuple[Read, ...]:
+def _unique(reads: list[CompiledRead]) -> tuple[CompiledRead, ...]:
     return tuple({msgspec.msgpack.encode(read): read for read in reads}.values())

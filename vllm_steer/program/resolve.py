@@ -21,15 +21,15 @@ from vllm_steer.config import MOST_SEGMENTS
 from vllm_steer.errors import SteeringError
 from vllm_steer.points import POINT_NAMES
 from vllm_steer.program.instructions import CAPTURE
-from vllm_steer.program.program import WHOLE, Program, Read, Step
-from vllm_steer.spec.selector import END
+from vllm_steer.program.program import NO_PROJECTION, CompiledEdit, CompiledRead, Program
+from vllm_steer.spec.selector import OPEN_END
 
 N_POINTS = len(POINT_NAMES)
 MOST_TURNS = 2 * MOST_SEGMENTS
 """Positions at which selectors of one request may begin or end; more are refused before anybody looks at each. They
 come to more segments than are served, but where an edit goes on as an equal one ends."""
 PRE_ATTN = POINT_NAMES.index("pre_attn")
-NO_VECTOR = WHOLE_ROWS = b""
+NO_VECTOR = NO_PROJECTION_DIGEST = b""
 
 
 class Instruction(msgspec.Struct, frozen=True):
@@ -55,10 +55,11 @@ class Captured(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
-class Form:
+class RowFormat:
     """A form in which captured rows of a token leave the engine: as they are, or projected.
 
-    ``projection`` is the digest of the directions, or :data:`WHOLE_ROWS`; ``directions`` are the digests of each.
+    ``projection`` is the digest of the directions, or :data:`NO_PROJECTION_DIGEST`; ``directions`` are the digests of
+    each.
     ``indices`` are the places of the rows among those that the token stores, ``codes`` what they are of, as
     ``2 * site + before``.
     """
@@ -74,18 +75,18 @@ class Form:
 
 
 @dataclass(frozen=True)
-class Row:
+class TokenProgram:
     """What happens to one class of tokens; equal content has an equal digest, whatever request it came from.
 
     ``vectors`` are those that the row needs on the device: each edit's, then the directions of projections.
     """
 
     digest: bytes
-    steps: tuple[Step, ...]
+    steps: tuple[CompiledEdit, ...]
     vectors: tuple[bytes, ...]
     captures: tuple[Captured, ...]
     layers: range
-    forms: tuple[Form, ...] = ()
+    forms: tuple[RowFormat, ...] = ()
 
     @cached_property
     def capture_codes(self) -> tuple[int, ...]:
@@ -118,7 +119,7 @@ class Segment:
     """Positions from ``start`` up to the next segment's start; ``row`` None means that nothing happens there."""
 
     start: int
-    row: Row | None
+    row: TokenProgram | None
     kv_digest: bytes | None
 
     @property
@@ -138,7 +139,7 @@ class Resolved:
     segments: tuple[Segment, ...]
 
     @cached_property
-    def rows(self) -> tuple[Row, ...]:
+    def rows(self) -> tuple[TokenProgram, ...]:
         """The distinct rows, in order of first use."""
         return tuple({s.row.digest: s.row for s in self.segments if s.row is not None}.values())
 
@@ -170,7 +171,7 @@ class Resolved:
         if not any(inside):
             return (0, 0)
         last = len(inside) - 1 - inside[::-1].index(True)
-        end = self.starts[last + 1] if last + 1 < len(self.starts) else END
+        end = self.starts[last + 1] if last + 1 < len(self.starts) else OPEN_END
         return self.starts[inside.index(True)], end
 
     @cached_property
@@ -252,7 +253,7 @@ def _turns(program: Program, prompt_len: int) -> dict[int, set[int]]:
     for part, (selector, field) in enumerate(selectors):
         # The intervals of one selector do not touch, so that no bound is there twice.
         for bound in chain.from_iterable(selector.intervals(prompt_len, field)):
-            if bound < END:
+            if bound < OPEN_END:
                 turns.setdefault(bound, set()).add(part)
         if len(turns) > MOST_TURNS:
             raise SteeringError(
@@ -263,15 +264,21 @@ def _turns(program: Program, prompt_len: int) -> dict[int, set[int]]:
     return turns
 
 
-def _digest_of(row: Row | None) -> bytes | None:
+def _digest_of(row: TokenProgram | None) -> bytes | None:
     return None if row is None else row.digest
 
 
-def _layers(part: Step | Read, layers: range) -> range | tuple[int, ...]:
+def _layers(part: CompiledEdit | CompiledRead, layers: range) -> range | tuple[int, ...]:
     return tuple(layer for layer in part.layers if layer in layers) if part.layers else layers
 
 
-def _row(steps: tuple[Step, ...], reads: tuple[Read, ...], program: Program, num_layers: int, own: range | None) -> Row:
+def _row(
+    steps: tuple[CompiledEdit, ...],
+    reads: tuple[CompiledRead, ...],
+    program: Program,
+    num_layers: int,
+    own: range | None,
+) -> TokenProgram:
     every = range(num_layers)
     wanted = {
         (layer * N_POINTS + read.point, read.before, read.projection)
@@ -279,27 +286,27 @@ def _row(steps: tuple[Step, ...], reads: tuple[Read, ...], program: Program, num
         for layer in _layers(read, every)
     }
     captures = tuple(Captured(site, before) for site, before in sorted({each[:2] for each in wanted}))
-    names = {WHOLE: WHOLE_ROWS, **dict(enumerate(program.projection_digests))}
+    names = {NO_PROJECTION: NO_PROJECTION_DIGEST, **dict(enumerate(program.projection_digests))}
     content = [step.digest for step in steps]
     content += sorted(b"read%d:%d:%s" % (site, before, names[projection]) for site, before, projection in wanted)
     digest = hashlib.blake2b(b"|".join(content), digest_size=16).digest()
     if own is not None:
         captures = tuple(captured for captured in captures if captured.site // N_POINTS in own)
     places = {(captured.site, captured.before): index for index, captured in enumerate(captures)}
-    forms: list[Form] = []
+    forms: list[RowFormat] = []
     directions: list[bytes] = []
     for projection in sorted({each[2] for each in wanted}):
         there = sorted((site, before) for site, before, of in wanted if of == projection and (site, before) in places)
-        needed = () if projection == WHOLE else program.directions(projection)
+        needed = () if projection == NO_PROJECTION else program.directions(projection)
         directions += needed
         if there:
             codes = tuple(2 * site + before for site, before in there)
-            forms.append(Form(names[projection], needed, tuple(places[each] for each in there), codes))
+            forms.append(RowFormat(names[projection], needed, tuple(places[each] for each in there), codes))
     vectors = (*(program.digests[step.vector] for step in steps), *dict.fromkeys(directions))
-    return Row(digest, steps, vectors, captures, every if own is None else own, tuple(forms))
+    return TokenProgram(digest, steps, vectors, captures, every if own is None else own, tuple(forms))
 
 
-def _kv_digest(steps: tuple[Step, ...], num_layers: int) -> bytes | None:
+def _kv_digest(steps: tuple[CompiledEdit, ...], num_layers: int) -> bytes | None:
     """Digest of the edits that can change a token's keys and values; None where there is none.
 
     The last layer's keys and values come from its ``pre_attn`` stream, so its later points, branches included, change

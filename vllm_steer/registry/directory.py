@@ -29,11 +29,11 @@ from pathlib import Path
 
 import msgspec
 
-from vllm_steer.entries import exists, hold, identity
 from vllm_steer.errors import SteeringError
+from vllm_steer.fs.dirfd import exists, hold, identity
 from vllm_steer.registry.errors import RegistryFullError, RegistryUnavailableError
-from vllm_steer.registry.files import read_module, write_module
 from vllm_steer.registry.module import DIGEST_PREFIX, Module
+from vllm_steer.registry.module_files import read_module, write_module
 from vllm_steer.registry.snapshot import INDEX_VERSION, Index, Snapshot
 
 FIELD = "steering registry"

@@ -10,18 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from vllm_steer import audit
-from vllm_steer.capabilities import Capabilities
+from vllm_steer.engine.capabilities import Capabilities
 from vllm_steer.errors import SteeringError
-from vllm_steer.metrics.registry import show_registry
+from vllm_steer.metrics.registry_gauges import show_registry
 from vllm_steer.program.magnitude import check_magnitude
 from vllm_steer.registry.about import About, parse_about
-from vllm_steer.registry.admission import Admission
+from vllm_steer.registry.composer import RequestComposer
 from vllm_steer.registry.describe import describe_list, describe_module, describe_steering
-from vllm_steer.registry.files import read_module
 from vllm_steer.registry.module import Module, parse_module
+from vllm_steer.registry.module_files import read_module
 from vllm_steer.registry.schema import Deleted, GlobalSteering, ModuleInfo, ModuleList
 from vllm_steer.registry.snapshot import RegistryLimits, Snapshot, Use
-from vllm_steer.registry.store import MemoryStore, Store
+from vllm_steer.registry.storage import MemoryStore, Store
 from vllm_steer.spec.references import Reference, parse_reference, parse_references, read_name
 
 DEFAULT_LIMITS = RegistryLimits()
@@ -49,7 +49,7 @@ class SteeringRegistry:
         self._capabilities = capabilities
         self._store = MemoryStore() if store is None else store
         self._limits = limits
-        self._admission = Admission()
+        self._admission = RequestComposer()
         self._model_name = model_name
         self._shown: Snapshot | None = None
         self._check_global(self.snapshot())
@@ -218,7 +218,7 @@ class SteeringRegistry:
 
     def admit(self, extra: Mapping[str, Any], snapshot: Snapshot | None = None) -> Mapping[str, Any]:
         """``extra_args`` of a request as the engine gets them, by ``snapshot`` or the newest state; see
-        `Admission.compose`."""
+        `RequestComposer.compose`."""
         return self._admission.compose(extra, self.snapshot() if snapshot is None else snapshot)
 
     def _change(

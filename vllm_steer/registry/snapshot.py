@@ -54,7 +54,7 @@ class Use(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     scale: float
 
 
-class Steering(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class GlobalSteeringState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Global steering: modules, then content of its own."""
 
     modules: tuple[Use, ...] = ()
@@ -77,7 +77,7 @@ class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     epoch: int = 0
     modules: dict[str, tuple[Version, ...]] = {}
     """By name, each with its versions, the newest last."""
-    steering: Steering = Steering()
+    steering: GlobalSteeringState = GlobalSteeringState()
 
     def digests(self) -> set[str]:
         """Of all content that this state needs."""
@@ -177,13 +177,16 @@ class Snapshot:
         Raises:
             RegistryFullError: there is no room for it.
         """
-        steering = Steering(modules, content.digest if content.width else None)
+        steering = GlobalSteeringState(modules, content.digest if content.width else None)
         if steering == self.index.steering:
             return self
         return self._with(self.index.modules, steering, [content])._within(limits)
 
     def _with(
-        self, modules: dict[str, tuple[Version, ...]], steering: Steering | None = None, add: Iterable[Module] = ()
+        self,
+        modules: dict[str, tuple[Version, ...]],
+        steering: GlobalSteeringState | None = None,
+        add: Iterable[Module] = (),
     ) -> Snapshot:
         steering = self.index.steering if steering is None else steering
         index = Index(epoch=self.epoch + 1, modules=modules, steering=steering)

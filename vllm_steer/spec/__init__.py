@@ -2,20 +2,20 @@
 """What a request may ask for: parsed and checked once, at the edge, into frozen objects."""
 
 from vllm_steer.spec.capture import CaptureSpec, parse_capture
-from vllm_steer.spec.edit import KINDS, Edit, Kind, KindName
+from vllm_steer.spec.edit import KINDS, Edit, EditKind, KindName
 from vllm_steer.spec.fields import FIELD_NAMES, parse_fields
 from vllm_steer.spec.projection import NamedProjection, Projection, projection_digest
 from vllm_steer.spec.references import Reference, parse_references
-from vllm_steer.spec.selector import END, Selector
+from vllm_steer.spec.selector import OPEN_END, Selector
 from vllm_steer.spec.vector import Vector, bytes_of, content_digest, pack_vector, parse_vector
 
 __all__ = [
-    "END",
     "FIELD_NAMES",
     "KINDS",
+    "OPEN_END",
     "CaptureSpec",
     "Edit",
-    "Kind",
+    "EditKind",
     "KindName",
     "NamedProjection",
     "Projection",

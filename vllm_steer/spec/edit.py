@@ -23,7 +23,7 @@ MAX_LAYERS = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class EditKind:
     """What one kind of edit computes and takes."""
 
     name: KindName
@@ -35,14 +35,14 @@ class Kind:
     """New value of a row x of the stream; v is the vector, u = v / ||v||, s the strength."""
 
 
-KINDS: Mapping[KindName, Kind] = MappingProxyType(
+KINDS: Mapping[KindName, EditKind] = MappingProxyType(
     {
         kind.name: kind
         for kind in (
-            Kind("add", ("vector", "strength"), False, "x + s v"),
-            Kind("add_normed", ("vector", "strength"), True, "x + s ||x|| u"),
-            Kind("ablate", ("vector", "strength"), True, "x - s (x.u) u"),
-            Kind(
+            EditKind("add", ("vector", "strength"), False, "x + s v"),
+            EditKind("add_normed", ("vector", "strength"), True, "x + s ||x|| u"),
+            EditKind("ablate", ("vector", "strength"), True, "x - s (x.u) u"),
+            EditKind(
                 "clamp",
                 ("vector", "strength", "low", "high"),
                 True,
@@ -184,7 +184,7 @@ def read_layers(value: object, field: str) -> Layers:
     return tuple(sorted(seen))
 
 
-def _read_direction(value: object, kind: Kind) -> Vector:
+def _read_direction(value: object, kind: EditKind) -> Vector:
     vector = parse_vector(value)
     if kind.needs_direction and not vector.any():
         raise SteeringError(
@@ -193,7 +193,7 @@ def _read_direction(value: object, kind: Kind) -> Vector:
     return vector
 
 
-def _read_bounds(low: object, high: object, kind: Kind) -> dict[str, float | None]:
+def _read_bounds(low: object, high: object, kind: EditKind) -> dict[str, float | None]:
     given = {"low": low, "high": high}
     bounds = {k: None if v is None else read_number(v, k) for k, v in given.items()}
     for name, bound in bounds.items():

@@ -14,7 +14,7 @@ Interval: TypeAlias = tuple[int, int]
 SelectorName = Literal["all", "prompt", "generated", "last_prompt"]
 TokensInput: TypeAlias = "SelectorName | Sequence[int | Sequence[int | None]] | range | Selector"
 
-END = 2**31 - 1
+OPEN_END = 2**31 - 1
 """The stop of an interval without an end. Positions are below it: the device keeps them as int32."""
 
 MAX_ITEMS = 65536
@@ -23,9 +23,9 @@ MAX_ITEMS = 65536
 # Name -> the interval it covers, given the number of prompt tokens.
 NAMED: Mapping[SelectorName, Callable[[int], Interval]] = MappingProxyType(
     {
-        "all": lambda prompt_len: (0, END),
+        "all": lambda prompt_len: (0, OPEN_END),
         "prompt": lambda prompt_len: (0, prompt_len),
-        "generated": lambda prompt_len: (prompt_len, END),
+        "generated": lambda prompt_len: (prompt_len, OPEN_END),
         "last_prompt": lambda prompt_len: (prompt_len - 1, prompt_len),
     }
 )
@@ -75,7 +75,7 @@ class Selector:
         """The largest absolute position that is named; -1 if none is."""
         if isinstance(self._where, str):
             return -1
-        return max(max(start, stop - 1 if stop < END else -1, -1) for start, stop in self._where)
+        return max(max(start, stop - 1 if stop < OPEN_END else -1, -1) for start, stop in self._where)
 
     def to_wire(self) -> str | list[int | list[int | None]]:
         """The selector in builtins that JSON and msgpack can carry; `from_wire` is the inverse."""
@@ -128,7 +128,7 @@ def _item_span(item: object, field: str) -> Interval:
         raise SteeringError(field, f"must be a position or a [start, stop] pair, not {shown(item)}")
     start = _position(item[0], f"{field}[0]")
     if item[1] is None:
-        return start, END
+        return start, OPEN_END
     stop = _position(item[1], f"{field}[1]")
     if stop == 0:
         raise SteeringError(field, f"[{start}, 0) is empty; for the last 3 tokens of the prompt write [-3, -2, -1]")
@@ -141,8 +141,8 @@ def _item_span(item: object, field: str) -> Interval:
 def _position(value: object, field: str) -> int:
     if not is_integer(value):
         raise SteeringError(field, f"must be an integer, not {shown(value)} ({type(value).__name__})")
-    if not -END < value < END:
-        raise SteeringError(field, f"must be within {-END + 1} to {END - 1}, not {shown(value)}")
+    if not -OPEN_END < value < OPEN_END:
+        raise SteeringError(field, f"must be within {-OPEN_END + 1} to {OPEN_END - 1}, not {shown(value)}")
     return int(value)
 
 
@@ -166,7 +166,7 @@ def _canonical(spans: Iterable[Interval]) -> tuple[Interval, ...]:
     """
     absolute, relative, others = [], [], set()
     for start, stop in spans:
-        if start >= 0 and 0 < stop < END:
+        if start >= 0 and 0 < stop < OPEN_END:
             absolute.append((start, stop))
         elif start < 0 and stop <= 0:
             relative.append((start, stop))
@@ -203,4 +203,4 @@ def _written(span: Interval) -> list[int | list[int | None]]:
         return [start]
     if stop == 0:
         return [[start, -1], -1]
-    return [[start, None if stop == END else stop]]
+    return [[start, None if stop == OPEN_END else stop]]

@@ -34,7 +34,7 @@ import torch
 from vllm_steer.config import SteeringConfig
 from vllm_steer.points import columns_of, points_on
 
-END = 2**31 - 1
+OPEN_END = 2**31 - 1
 
 
 def table_shapes(
@@ -107,7 +107,7 @@ class Tables:
         )
         for name, (shape, of) in shapes.items():
             setattr(self, name, torch.zeros(shape, dtype=of, device=device))
-        self.segment_start.fill_(END)
+        self.segment_start.fill_(OPEN_END)
         # How many placed rows have an instruction at each site.
         self.site_users = [0] * num_sites
         # Which sites' taps launch, by number. A captured graph replays what was launched when it was captured; wherever

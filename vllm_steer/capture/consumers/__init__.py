@@ -2,7 +2,7 @@
 """Where captured rows go: the contract, the built-in consumers, and how others are found."""
 
 from vllm_steer.capture.consumers.base import OWN_THREADS, Consumer
-from vllm_steer.capture.consumers.registry import (
+from vllm_steer.capture.consumers.discovery import (
     BUILT_IN,
     GROUP,
     consumer_class,

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from vllm_steer.capture.result import CapturedRequest
+from vllm_steer.capture.results import CapturedRequest
 from vllm_steer.errors import SteeringError
 from vllm_steer.spec import CaptureSpec
 from vllm_steer.spec.scalars import shown

@@ -10,10 +10,10 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BeforeValidator, ByteSize, Field, TypeAdapter
 
 from vllm_steer.capture.consumers.base import Consumer
-from vllm_steer.capture.consumers.folder import Folder
-from vllm_steer.capture.consumers.layouts import WINDOWS, Layout, LayoutName, PerRequest, Window
-from vllm_steer.capture.consumers.windows import Windowed
-from vllm_steer.capture.result import CapturedRequest
+from vllm_steer.capture.files.directory import CaptureDirectory
+from vllm_steer.capture.files.layouts import WINDOWS, FileLayout, LayoutName, PerRequest, Window
+from vllm_steer.capture.files.packed import Windowed
+from vllm_steer.capture.results import CapturedRequest
 from vllm_steer.errors import SteeringError
 
 Size = Annotated[int, BeforeValidator(lambda value: int(TypeAdapter(ByteSize).validate_python(value))), Field(gt=0)]
@@ -23,7 +23,7 @@ Seconds = Annotated[float, Field(gt=0, le=86400)]
 
 
 class FilesystemConsumer(Consumer):
-    """Writes requests to a folder, which `vllm_steer.capture.reader` reads.
+    """Writes requests to a folder, which `vllm_steer.capture.files.reader` reads.
 
     ``per_request``
         a file for each sample of a request, there when its status is.
@@ -71,8 +71,8 @@ class FilesystemConsumer(Consumer):
             raise SteeringError(
                 next(iter(given)), f"is for {' and '.join(WINDOWS)}; per_request has a file for each request"
             )
-        folder = Folder(root, fsync=fsync, quota=quota)
-        self._layout: Layout
+        folder = CaptureDirectory(root, fsync=fsync, quota=quota)
+        self._layout: FileLayout
         if layout == "per_request":
             self._layout = PerRequest(folder)
         else:

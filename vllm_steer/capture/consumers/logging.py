@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from vllm_steer.capture.consumers.base import Consumer
-from vllm_steer.capture.result import CapturedRequest
+from vllm_steer.capture.results import CapturedRequest
 
 logger = logging.getLogger("vllm_steer.capture")
 

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 from vllm_steer.capture.consumers.base import Consumer
-from vllm_steer.capture.result import CapturedRequest
+from vllm_steer.capture.results import CapturedRequest
 from vllm_steer.errors import SteeringError
 from vllm_steer.spec import CaptureSpec
 

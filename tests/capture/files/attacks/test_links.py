@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whoever can put things into the root cannot have other files written or read through it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.capture.captured import assert_same, captured
+from vllm_steer.capture.consumers.filesystem import FilesystemConsumer
+from vllm_steer.capture.files import layouts
+from vllm_steer.capture.files.format import hashed_stem
+from vllm_steer.capture.files.reader import open_captures
+
+NAME = f"{hashed_stem('request', 0)}.safetensors"
+
+
+@pytest.fixture
+def victim(tmp_path):
+    path = tmp_path / "victim"
+    path.write_bytes(b"precious")
+    yield path
+    assert path.read_bytes() == b"precious"
+
+
+@pytest.fixture
+def root(tmp_path):
+    path = tmp_path / "root"
+    path.mkdir()
+    return path
+
+
+@pytest.mark.parametrize("name", [NAME, f".{NAME}.part"])
+@pytest.mark.parametrize("dangling", [False, True])
+def test_a_link_at_the_files_name_is_not_followed(root, victim, name, dangling):
+    consumer = FilesystemConsumer(root=str(root))
+    target = root.parent / "not-there" if dangling else victim
+    (root / name).symlink_to(target)
+    request = captured()
+    path = Path(consumer.accept(request)["path"])
+    assert path.name != NAME and path.parent == root and (root / name).is_symlink()
+    assert not (root.parent / "not-there").exists()
+    (there,) = open_captures(root).find("request")
+    assert_same(there, request)
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo], ids=["folder", "pipe"])
+@pytest.mark.parametrize("name", [NAME, f".{NAME}.part"])
+def test_neither_is_anything_else(root, make, name):
+    """Catches a pipe that is opened and waited for, for ever."""
+    consumer = FilesystemConsumer(root=str(root))
+    make(root / name)
+    path = Path(consumer.accept(captured())["path"])
+    assert path.is_file() and path.name != NAME
+
+
+def test_a_link_at_a_shards_name_is_not_followed(root, victim, monkeypatch):
+    monkeypatch.setattr("vllm_steer.capture.files.packed.timestamped_stem", lambda name, moment: "guessed")
+    (root / "guessed.safetensors").symlink_to(victim)
+    (root / ".guessed.safetensors.part").symlink_to(victim)
+    consumer = FilesystemConsumer(root=str(root), layout="sharded")
+    path = Path(consumer.accept(captured())["path"])
+    consumer.close()
+    assert path.is_file() and not path.is_symlink()
+
+
+def test_shards_have_names_that_cannot_be_guessed():
+    assert len({layouts.timestamped_stem("sharded", 0)[-8:] for _ in range(100)}) == 100
+
+
+def test_a_part_that_was_exchanged_is_not_published(root, victim):
+    """Catches a rename of whatever has the name by then."""
+    consumer = FilesystemConsumer(root=str(root), layout="sharded")
+    path = Path(consumer.accept(captured())["path"])
+    part = root / f".{path.name}.part"
+    part.unlink()
+    part.symlink_to(victim)
+    with pytest.raises(RuntimeError, match="vanished"):
+        consumer.close()
+    assert not path.exists() and not path.is_symlink()
+
+
+def test_the_reader_leaves_links_in_the_folder_alone(root, tmp_path):
+    outside = FilesystemConsumer(root=str(tmp_path / "outside"))
+    secret = outside.accept(captured("secret"))["path"]
+    (root / "link.safetensors").symlink_to(secret)
+    (root / "linked").symlink_to(tmp_path / "outside")
+    FilesystemConsumer(root=str(root)).accept(captured("own"))
+    assert [request.request_id for request in open_captures(root)] == ["own"]
+
+
+class TestPartsLeftBehind:
+    def test_a_part_whose_writer_is_gone_is_removed_at_the_start(self, root):
+        part = root / f".{NAME}.part"
+        part.write_bytes(b"half")
+        FilesystemConsumer(root=str(root))
+        assert not part.exists()
+
+    def test_a_part_that_is_being_written_is_not(self, root):
+        """Catches a second server that takes away the first one's open shard."""
+        first = FilesystemConsumer(root=str(root), layout="sharded")
+        first.accept(captured())
+        FilesystemConsumer(root=str(root))
+        first.close()
+        assert len(list(open_captures(root))) == 1
+
+    @pytest.mark.parametrize("name", ["..part", "notes.part", ".notes.txt", f"{NAME}.part", ".NOTES.safetensors.part"])
+    def test_other_files_are_not(self, root, name):
+        (root / name).write_bytes(b"mine")
+        FilesystemConsumer(root=str(root))
+        assert (root / name).read_bytes() == b"mine"
+
+    def test_a_link_that_looks_like_one_is_not_followed(self, root, victim):
+        (root / f".{NAME}.part").symlink_to(victim)
+        FilesystemConsumer(root=str(root))
+
+    def test_a_part_taken_for_stale_while_it_is_made_is_made_again(self, root, monkeypatch):
+        """The moment between making and locking a part, in which another process starts."""
+        real, taken = fcntl.flock, []
+
+        def flock(fd, how):
+            if not taken:
+                taken.append(fd)
+                os.unlink(next(path for path in root.iterdir() if path.name.endswith(".part")))
+            return real(fd, how)
+
+        consumer = FilesystemConsumer(root=str(root))
+        monkeypatch.setattr(fcntl, "flock", flock)
+        path = Path(consumer.accept(captured())["path"])
+        assert taken and path.is_file() and len(list(open_captures(root))) == 1

@@ -1,0 +1,324 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading captures back: what is there, what is not, damaged files, tables and archives."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from tests.capture.captured import assert_same, captured
+from vllm_steer.capture import SiteRows
+from vllm_steer.capture.consumers.filesystem import FilesystemConsumer
+from vllm_steer.capture.files.export import export_npz, export_parquet, to_arrow, to_dataset
+from vllm_steer.capture.files.format import CaptureFileError
+from vllm_steer.capture.files.reader import open_captures
+from vllm_steer.spec import CaptureSpec, parse_capture
+
+LAYOUTS = ("per_request", "packed", "sharded")
+
+
+def write(root: Path, *requests, layout="per_request"):
+    consumer = FilesystemConsumer(root=str(root), layout=layout)
+    for request in requests:
+        consumer.accept(request)
+    consumer.close()
+    return open_captures(root)
+
+
+class TestReading:
+    def test_words_about_a_request(self, tmp_path):
+        request = captured(
+            "id",
+            sample=2,
+            status="partial",
+            error="preempted",
+            before=True,
+            dtype=torch.float16,
+            reduce={"directions": [[1.0] * 16] * 5},
+            options={"tag": "run 3"},
+        )
+        (there,) = write(tmp_path, request)
+        assert (there.request_id, there.sample, there.model, there.tag) == ("id", 2, "tiny", "run 3")
+        assert (there.status, there.error) == ("partial", "preempted")
+        assert (there.prompt_tokens, there.output_tokens) == (5, 7)
+        assert there.num_bytes == 3 * 5 * 16 * 2
+        assert there.spec == {
+            "hooks": {"pre_attn": [0], "post_block": [0, 3]},
+            "positions": "all",
+            "before": True,
+            "dtype": None,
+            "reduce": {"directions": [5, 16]},
+        }
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+    def test_numpy(self, tmp_path, dtype):
+        """Catches bfloat16 handed out as integers, and values that a conversion changed."""
+        request = captured(dtype=dtype)
+        (there,) = write(tmp_path, request)
+        array = there.numpy("post_block", 3)
+        assert array.dtype == (np.float16 if dtype == torch.float16 else np.float32)
+        np.testing.assert_array_equal(array, request.tensor("post_block", 3).float().numpy())
+
+    @pytest.mark.parametrize("positions", ["last_prompt", "all_prompt", "all_generated", "all", [0, [3, None], -2]])
+    def test_a_spec_comes_back_as_it_is_written(self, tmp_path, positions):
+        """Catches a spec that its own parser refuses."""
+        request = captured()
+        spec = CaptureSpec(hooks={"pre_attn": [0], "post_block": "all"}, positions=positions, dtype="float16")
+        (there,) = write(tmp_path, dataclasses.replace(request, spec=spec))
+        assert parse_capture({"memory": there.spec}) == (("memory", spec),)
+
+    def test_unknown_site_lists_the_known(self, tmp_path):
+        (there,) = write(tmp_path, captured())
+        for read in (there.tensor, there.numpy, there.positions, there.token_ids):
+            with pytest.raises(KeyError, match=r"post_attn\[0\] was not captured.*pre_attn\[0\]"):
+                read("post_attn", 0)
+
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    def test_find(self, tmp_path, layout):
+        captures = write(tmp_path, *(captured(f"r{i}", seed=i) for i in range(12)), layout=layout)
+        (there,) = captures.find("r1")
+        assert_same(there, captured("r1", seed=1))
+        assert captures.find("r") == [] and captures.find("r1", sample=1) == []
+
+    def test_a_renamed_file_is_found_in(self, tmp_path):
+        write(tmp_path, captured("id"))
+        (path,) = tmp_path.iterdir()
+        path.rename(tmp_path / f"{'0' * 32}-0.safetensors")
+        assert len(open_captures(next(tmp_path.iterdir())).find("id")) == 1
+
+    def test_rows_outlive_the_file(self, tmp_path):
+        """Catches a mapping that ends with its reader."""
+        request = captured()
+        (there,) = write(tmp_path, request)
+        rows = there.tensor("pre_attn", 0)
+        there.path.unlink()
+        del there
+        assert torch.equal(rows, request.tensor("pre_attn", 0))
+
+    def test_many_files_are_not_all_kept_open(self, tmp_path):
+        """Catches a mapping for each file of a folder, of which the system allows 65,530."""
+        held = list(write(tmp_path, *(captured(f"r{i}") for i in range(50))))
+        maps = Path("/proc/self/maps").read_text()
+        assert len(held) == 50 and str(tmp_path) not in maps
+
+    def test_other_files_in_the_folder_are_left_alone(self, tmp_path):
+        (tmp_path / "notes.txt").write_text("x")
+        (tmp_path / ".x.safetensors.part").write_text("x")
+        (tmp_path / "folder.safetensors").mkdir()
+        assert [request.request_id for request in write(tmp_path, captured("own"))] == ["own"]
+
+    def test_nothing_there(self, tmp_path):
+        with pytest.raises(FileNotFoundError, match="no-such"):
+            open_captures(tmp_path / "no-such")
+        assert list(open_captures(tmp_path)) == []
+
+
+def spoil_index(path: Path, change) -> None:
+    """Write the file again with another index, of the same length or not."""
+    with safe_open(path, "pt") as file:
+        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+        metadata = file.metadata()
+    index = json.loads(metadata["requests"])
+    change(index[0])
+    save_file(tensors, path, metadata | {"requests": json.dumps(index)})
+
+
+class TestDamage:
+    @pytest.fixture
+    def path(self, tmp_path):
+        write(tmp_path, captured())
+        return next(tmp_path.iterdir())
+
+    def read(self, path):
+        for request in open_captures(path):
+            for site in request.sites:
+                request.tensor(*site), request.positions(*site), request.token_ids(*site)
+
+    def test_undamaged_is_read(self, path):
+        self.read(path)
+        spoil_index(path, lambda entry: None)
+        self.read(path)
+
+    @pytest.mark.parametrize("keep", [0, 7, 100, 600, -1])
+    def test_cut_off(self, path, keep):
+        """Catches rows of zeros, or of another request, read from a file that is not whole."""
+        path.write_bytes(path.read_bytes()[:keep])
+        with pytest.raises(CaptureFileError, match=path.name):
+            self.read(path)
+
+    def test_another_safetensors_file(self, path):
+        save_file({"weight": torch.zeros(3)}, path)
+        with pytest.raises(CaptureFileError, match="another safetensors file"):
+            self.read(path)
+
+    def test_another_version(self, path):
+        save_file({"weight": torch.zeros(3)}, path, {"format": "vllm-steer capture", "version": "2"})
+        with pytest.raises(CaptureFileError, match="version 2"):
+            self.read(path)
+
+    def test_no_index(self, path):
+        save_file({"weight": torch.zeros(3)}, path, {"format": "vllm-steer capture", "version": "1"})
+        with pytest.raises(CaptureFileError, match=path.name):
+            self.read(path)
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda entry: entry.pop("request_id"),
+            lambda entry: entry.update(sample="0"),
+            lambda entry: entry["sites"][0].update(rows=[0, 6]),
+            lambda entry: entry["sites"][0].update(rows=[-1, 5]),
+            lambda entry: entry["sites"][0].update(rows=[3, 2]),
+            lambda entry: entry["sites"][0].update(tokens=[0, 10**30]),
+            lambda entry: entry["sites"][0].update(tokens=[1, 99]),
+            lambda entry: entry["sites"][0].update(tensor="../../etc/passwd"),
+        ],
+    )
+    def test_an_index_that_says_what_is_not_there(self, path, change):
+        """Catches a slice that Python shortens, or counts from the end, without a word."""
+        spoil_index(path, change)
+        with pytest.raises(CaptureFileError, match=path.name):
+            self.read(path)
+
+    @pytest.mark.parametrize(
+        "spoil",
+        [
+            lambda index: index.replace(b"tiny", b"\xff\xfe\xff\xfe"),
+            lambda index: index.replace(b'"before":false', b'"x":' + b"[" * 9999 + b"]" * 9999),
+        ],
+    )
+    def test_an_index_that_is_no_text(self, tmp_path, spoil):
+        """Catches one damaged byte, and a file made to be deep, that raise what nobody reckons with."""
+        write(tmp_path, captured(), layout="packed")
+        (path,) = tmp_path.iterdir()
+        with safe_open(path, "pt") as file:
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+            metadata = file.metadata()
+        whole = tensors["index"].numpy().tobytes()
+        spoiled = spoil(whole)
+        assert spoiled != whole
+        save_file({**tensors, "index": torch.tensor(list(spoiled), dtype=torch.uint8)}, path, metadata)
+        with pytest.raises(CaptureFileError, match=path.name):
+            self.read(path)
+
+    @pytest.mark.parametrize("name", ["index", "positions", "token_ids", "rows.0"])
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int16, torch.bool])
+    def test_a_tensor_of_another_kind(self, tmp_path, name, dtype):
+        """Catches bytes of another kind that are taken for rows, and errors of numpy and torch about them."""
+        write(tmp_path, captured(), layout="packed")
+        (path,) = tmp_path.iterdir()
+        with safe_open(path, "pt") as file:
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+            metadata = file.metadata()
+        tensors[name] = tensors[name].reshape(len(tensors[name]), -1)[:, 0].to(dtype)
+        save_file(tensors, path, metadata)
+        with pytest.raises(CaptureFileError, match=path.name):
+            self.read(path)
+
+
+class TestNpz:
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    def test_everything_is_in_it(self, tmp_path, layout):
+        requests = [captured(f"../r{i}", seed=i, dtype=torch.bfloat16) for i in range(3)]
+        captures = write(tmp_path / "root", *requests, layout=layout)
+        assert export_npz(captures, tmp_path / "out.npz") == 9
+        with np.load(tmp_path / "out.npz", allow_pickle=False) as archive:
+            about = json.loads(str(archive["requests"]))
+            assert {entry["request_id"] for entry in about} == {"../r0", "../r1", "../r2"}
+            for i, entry in enumerate(about):
+                request = requests[int(entry["request_id"][-1])]
+                for point, layer in request.sites:
+                    name = f"{i}.{point}.{layer}"
+                    np.testing.assert_array_equal(archive[name], request.tensor(point, layer).float().numpy())
+                    assert archive[f"{name}.positions"].tolist() == request.positions(point, layer).tolist()
+                    assert archive[f"{name}.token_ids"].tolist() == request.token_ids(point, layer).tolist()
+            assert len(archive.files) == 1 + 27
+
+    def test_only_some_sites(self, tmp_path):
+        captures = write(tmp_path / "root", captured())
+        assert export_npz(captures, tmp_path / "a.npz", point="post_block") == 2
+        assert export_npz(captures, tmp_path / "b.npz", layer=0) == 2
+        assert export_npz(captures, tmp_path / "c.npz", "post_block", 3) == 1
+
+    def test_nothing_to_export_leaves_no_file(self, tmp_path):
+        captures = write(tmp_path / "root", captured())
+        with pytest.raises(ValueError, match="no row"):
+            export_npz(captures, tmp_path / "out.npz", layer=7)
+        assert not (tmp_path / "out.npz").exists()
+
+    def test_a_file_that_is_there_stays(self, tmp_path):
+        captures = write(tmp_path / "root", captured())
+        (tmp_path / "out.npz").write_text("mine")
+        with pytest.raises(FileExistsError):
+            export_npz(captures, tmp_path / "out.npz")
+        assert (tmp_path / "out.npz").read_text() == "mine"
+
+
+class TestArrow:
+    def test_without_pyarrow_a_sentence_says_what_to_install(self, tmp_path, monkeypatch):
+        captures = write(tmp_path / "root", captured())
+        monkeypatch.setitem(sys.modules, "pyarrow", None)
+        monkeypatch.setitem(sys.modules, "datasets", None)
+        for call in (to_arrow, lambda c: export_parquet(c, tmp_path / "out.parquet")):
+            with pytest.raises(ImportError, match="needs pyarrow, which is not installed: pip install pyarrow"):
+                call(captures)
+        with pytest.raises(ImportError, match="pip install datasets"):
+            to_dataset(captures)
+        assert not (tmp_path / "out.parquet").exists()
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+    def test_a_line_for_each_row(self, tmp_path, dtype):
+        pytest.importorskip("pyarrow")
+        requests = [captured(f"r{i}", seed=i, rows=i, dtype=dtype, options={"tag": "t"}) for i in (2, 0, 3)]
+        table = to_arrow(write(tmp_path, *requests, layout="packed"))
+        lines = table.to_pylist()
+        expected = [
+            (request.request_id, *site, position, token, row)
+            for request in requests
+            for site in sorted(request.sites)
+            for position, token, row in zip(
+                request.positions(*site).tolist(),
+                request.token_ids(*site).tolist(),
+                request.tensor(*site).tolist(),
+                strict=True,
+            )
+        ]
+        keys = ("request_id", "point", "layer", "position", "token_id", "row")
+        assert sorted(tuple(line[key] for key in keys) for line in lines) == sorted(expected)
+        assert {(line["sample"], line["model"], line["tag"], line["status"]) for line in lines} == {
+            (0, "tiny", "t", "ok")
+        }
+
+    def test_parquet(self, tmp_path):
+        parquet = pytest.importorskip("pyarrow.parquet")
+        captures = write(tmp_path / "root", captured("a"), captured("b", seed=1))
+        assert export_parquet(captures, tmp_path / "out.parquet") == 30
+        assert parquet.read_table(tmp_path / "out.parquet").equals(to_arrow(captures))
+
+    @pytest.mark.parametrize(("reduce", "position"), [("mean", None), ("last", 9)])
+    def test_a_reduced_row_has_a_position_only_if_it_is_one_tokens(self, tmp_path, reduce, position):
+        pytest.importorskip("pyarrow")
+        request = captured(reduce=reduce)
+        sites = {site: SiteRows(there.positions, there.rows[-1:]) for site, there in request.sites.items()}
+        request = dataclasses.replace(request, sites=sites)
+        (line, *_) = to_arrow(write(tmp_path, request)).to_pylist()
+        assert line["position"] == position
+
+    def test_rows_of_two_kinds_are_no_table(self, tmp_path):
+        pytest.importorskip("pyarrow")
+        captures = write(tmp_path, captured("a"), captured("b", width=3))
+        with pytest.raises(ValueError, match="choose"):
+            to_arrow(captures)
+
+    def test_datasets(self, tmp_path):
+        pytest.importorskip("datasets")
+        data = to_dataset(write(tmp_path, captured()))
+        assert len(data) == 15 and set(data.column_names) >= {"row", "position", "request_id"}

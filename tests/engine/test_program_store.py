@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the device is told of running requests, ahead of a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_steer import SamplingParams
+from vllm_steer.config import SteeringConfig
+from vllm_steer.engine.program_store import ProgramStore
+from vllm_steer.program import program
+from vllm_steer.program.program_cache import ProgramCache
+from vllm_steer.taps.tables import Tables
+
+LAYERS, POINTS, HIDDEN = 4, 3, 8
+
+
+def steered(layer: int, value: float) -> Any:
+    return SamplingParams(steering_vectors={"post_block": {layer: np.full(HIDDEN, value)}})
+
+
+def made() -> tuple[Tables, ProgramStore]:
+    config = SteeringConfig(max_rows=8, max_vectors=8, max_instructions=8, capture_rows=1)
+    tables = Tables(
+        config, num_sites=LAYERS * POINTS, hidden_size=HIDDEN, max_tokens=4, max_requests=4, dtype=torch.float32,
+        device=torch.device("cpu"),
+    )  # fmt: skip
+    return tables, ProgramStore(tables, config, LAYERS, range(LAYERS))
+
+
+def in_use(store: ProgramStore) -> tuple[int, int, int]:
+    return store._ledger.in_use
+
+
+def test_the_device_knows_which_sites_rows_use() -> None:
+    """Catches a site that is told to be of no use while a row edits there: on a GPU its tap would leave at once, and
+    the request go on unsteered without an error. On a CPU nothing looks at it."""
+    tables, store = made()
+
+    def users() -> dict[int, int]:
+        store.flush()
+        return {site: n for site, n in enumerate(tables.head[0].tolist()) if n}
+
+    assert users() == {}
+    first, other = POINTS * 1 + 2, POINTS * 3 + 2
+    store.add("a", 0, steered(1, 1.0), 5)
+    assert users() == {first: 1}
+    store.add("b", 1, steered(1, 2.0), 5)
+    store.add("c", 2, steered(3, 2.0), 5)
+    store.add("d", 3, steered(1, 1.0), 5)  # the row of the first
+    assert users() == {first: 2, other: 1}
+    store.remove("a")
+    store.remove("c")
+    assert users() == {first: 2}
+    store.remove("d")
+    store.remove("b")
+    assert users() == {}
+    store.add("e", 0, steered(3, 1.0), 5)
+    assert users() == {other: 1}
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["one_object", "decoded_again"])
+def test_equal_programs_hold_their_places_until_the_last_goes(monkeypatch: pytest.MonkeyPatch, again: bool) -> None:
+    """Catches a request that goes and takes the row of one that runs, and places that nobody gives back; also where
+    the programs are two objects, since the first is kept no longer when the second comes."""
+    tables, store = made()
+    ones = [1.0] * HIDDEN
+
+    def rows() -> list[int]:
+        store.flush()
+        return tables.segment_row[:, 0].tolist()
+
+    for name, slot in (("a", 0), ("b", 2), ("c", 1)):
+        if again:
+            monkeypatch.setattr(program, "PROGRAMS", ProgramCache())
+        store.add(name, slot, steered(1, 1.0), 5)
+    assert len({id(store.resolved_of(name)) for name in "abc"}) == (3 if again else 1)
+    place, *_ = rows()
+    assert place and rows() == [place, place, place, 0]
+    for name, slot in (("a", 0), ("c", 1)):
+        store.remove(name)
+        assert in_use(store) == (1, 1, 1) and rows()[slot] == 0 and rows()[2] == place
+        (vector,) = store.resolved_of("b").rows[0].vectors
+        assert tables.vector[store._ledger.vector_place(vector)].tolist() == ones
+    store.remove("b")
+    assert in_use(store) == (0, 0, 0) and rows() == [0] * 4 and store.num_steered == 0
+    store.add("d", 3, steered(1, 1.0), 5)
+    assert in_use(store) == (1, 1, 1) and rows()[:3] == [0] * 3 and rows()[3]
+
+
+def test_equal_programs_of_other_lengths_have_segments_of_their_own() -> None:
+    """Catches a prompt that is edited up to where another one ends."""
+    tables, store = made()
+    first = SamplingParams(prefill_steering_vectors={"post_block": {1: np.ones(HIDDEN)}})
+    for slot, length in enumerate((5, 9, 5)):
+        store.add(f"of {length} at {slot}", slot, first, length)
+    store.flush()
+    assert tables.segment_start[:3, 1].tolist() == [5, 9, 5]
+    assert in_use(store) == (1, 1, 1)
+    assert store.active.meets(np.arange(3, dtype="i4"), np.full(3, 5), np.full(3, 6)).tolist() == [False, True, False]
+
+
+def test_a_projection_is_kept_until_its_last_request_goes() -> None:
+    """Catches directions that leave with the first of two requests, in the middle of the other one."""
+    _, store = made()
+    wanted = SamplingParams(
+        capture={"memory": {"hooks": {"post_block": [1]}, "reduce": {"directions": np.eye(2, HIDDEN)}}}
+    )
+    for slot, length in enumerate((5, 5, 6)):
+        store.add(f"{slot}", slot, wanted, length)
+    (projection,) = {form.projection for row in store.resolved_of("0").rows for form in row.forms}
+    for left in (2, 1):
+        store.remove(f"{left - 1}")
+        store.flush()
+        assert store.num_capturing == left and store.directions(projection).tolist() == np.eye(2, HIDDEN).tolist()
+    store.remove("2")
+    assert store.num_capturing == 0 and not store._directions

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows stay on the device for the next step where nothing that they depend on has changed, and only there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.engine.answers import logprobs_of, params, prompt, run
+from tests.tiny import direction
+from vllm_steer import Edit
+from vllm_steer.engine.row_assignment_cache import RowAssignmentCache
+from vllm_steer.engine.worker_steering import WorkerSteering
+
+STEP: dict[str, Any] = {
+    "changes": 4, "num_padded": 8, "slot": np.array([3, 0, 5], np.int32), "count": np.array([1, 1, 1]), "settled": True,
+}  # fmt: skip
+OTHERS: list[dict[str, Any]] = [
+    {"changes": 5},
+    {"num_padded": 16},
+    {"slot": np.array([3, 5, 0], np.int32)},
+    {"count": np.array([1, 2, 1])},
+    {"slot": np.array([3, 0], np.int32), "count": np.array([1, 1])},
+    {"settled": False},
+]
+
+
+def test_the_same_step_again_is_served() -> None:
+    assigned = RowAssignmentCache()
+    assert [assigned.serve(**STEP) for _ in range(3)] == [False, True, True]
+    assigned.forget()
+    assert [assigned.serve(**STEP) for _ in range(2)] == [False, True]
+
+
+@pytest.mark.parametrize("other", OTHERS, ids=lambda other: next(iter(other)))
+def test_another_step_is_not(other: dict[str, Any]) -> None:
+    """Catches rows of a request that has gone, of other places, of other positions, and without padding; also in the
+    step after the other one."""
+    assigned = RowAssignmentCache()
+    assigned.serve(**STEP)
+    assert not assigned.serve(**{**STEP, **other})
+    assert not assigned.serve(**STEP)
+
+
+def edits_end_and_requests_change(llm: Any) -> list[list[np.ndarray]]:
+    """Answers in batches whose rows change while they decode, and the same requests alone."""
+    edits: list[list[Edit]] = [
+        [],
+        [Edit(kind="add", point="post_block", layers=[1], vector=direction(61))],
+        [Edit(kind="add", point="post_block", layers=[1], vector=direction(62), tokens=[(14, 17)])],
+        [Edit(kind="add", point="post_block", layers=[1], vector=direction(63), tokens="prompt")],
+        [Edit(kind="add", point="pre_attn", layers=[2], vector=direction(64), tokens="generated")],
+    ]
+    prompts = [prompt(*range(20 + i, 30 + 2 * i)) for i in range(len(edits))]
+    asked = [params(4 + 3 * i, **({"steering": each} if each else {})) for i, each in enumerate(edits)]
+    together = run(llm, prompts, asked)
+    alone = [run(llm, [p], [a])[0] for p, a in zip(prompts, asked, strict=True)]
+    return [[np.array(logprobs_of(each)) for each in answers] for answers in (together, alone)]
+
+
+def test_answers_are_those_of_rows_assigned_in_every_step(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches rows kept too long, in batches in which edits begin and end and requests come and go; and sees
+    (negative control) rows that are kept whatever happens."""
+    launched: list[int] = []
+    real = WorkerSteering._assign_rows
+
+    def counted(self: Any, *args: Any) -> None:
+        launched.append(1)
+        real(self, *args)
+
+    monkeypatch.setattr(WorkerSteering, "_assign_rows", counted)
+    together, alone = edits_end_and_requests_change(llm)
+    for one, other in zip(together, alone, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-4)
+    kept = len(launched)
+    launched.clear()
+    never: Callable[..., bool] = lambda self, *args, **kwargs: False  # noqa: E731
+    monkeypatch.setattr(RowAssignmentCache, "serve", never)
+    edits_end_and_requests_change(llm)
+    assert kept < 0.7 * len(launched)
+
+    def always(self: Any, *args: Any, **kwargs: Any) -> bool:
+        self._of, before = "rows", self._of
+        return before is not None
+
+    monkeypatch.setattr(RowAssignmentCache, "serve", always)
+    together, _ = edits_end_and_requests_change(llm)
+    with pytest.raises(AssertionError):
+        for one, other in zip(together, alone, strict=True):
+            np.testing.assert_allclose(one, other, atol=1e-4)

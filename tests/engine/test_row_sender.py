@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole steps on their way out of the scheduler's process, to the client whose requests they are of."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from vllm_steer.capture.step_rows import RowIndex, StepRows, decode_row_index
+from vllm_steer.engine.device_to_host import ATTRIBUTE
+from vllm_steer.engine.row_sender import REASON_KEY, ROWS_KEY, ROWS_REQUEST_ID, RowSender
+
+
+def step(*names: str) -> StepRows:
+    """Each request stores two rows of one position, which say whose they are."""
+    rows = np.repeat(np.array([ord(name) for name in names], dtype=np.uint8), 2)
+    one = np.ones(len(names), dtype=np.int64)
+    return StepRows(RowIndex(names, ((4, 10),) * len(names)), 3 * one, one, np.repeat(rows[:, None], 300, axis=1))
+
+
+def sent(live: dict[str, int], *steps: StepRows) -> dict[int, list[EngineCoreOutput]]:
+    """The outputs of an update by client, of which 0 has one of its own; ``live`` are clients by request."""
+    box = RowSender()
+    requests = {name: SimpleNamespace(request_id=name, client_index=client) for name, client in live.items()}
+    box.take_in(SimpleNamespace(**{ATTRIBUTE: steps}), requests)
+    outputs = {0: EngineCoreOutputs(outputs=[EngineCoreOutput("own", [1])])}
+    box.hand_out(outputs)
+    assert box.num_bytes == 0
+    return {client: each.outputs for client, each in outputs.items()}
+
+
+def names_of(output: EngineCoreOutput) -> tuple[str, ...]:
+    assert output.request_id == ROWS_REQUEST_ID
+    return decode_row_index(output.kv_transfer_params[ROWS_KEY][0]).ids
+
+
+def test_a_clients_steps_go_whole_and_ahead_of_its_outputs() -> None:
+    """Catches rows that come behind the output with which their request ends, and rows copied though nobody else
+    has a part in them."""
+    first, second = step("a", "b"), step("b", "a")
+    rows, more, own = sent({"a": 0, "b": 0}, first, second)[0]
+    assert own.request_id == "own"
+    assert (names_of(rows), names_of(more)) == (("a", "b"), ("b", "a"))
+    assert rows.routed_experts is first.rows and more.routed_experts is second.rows
+
+
+def test_each_client_gets_its_own_rows() -> None:
+    """Catches rows of another API server's requests, and a client without an output in this update that gets none."""
+    outputs = sent({"a": 0, "b": 1, "c": 0}, step("a", "b", "c"))
+    assert names_of(outputs[0][0]) == ("a", "c") and names_of(outputs[1][0]) == ("b",)
+    assert outputs[0][0].routed_experts[:, 0].tolist() == [*map(ord, "aacc")]
+    assert outputs[1][0].routed_experts[:, 0].tolist() == [*map(ord, "bb")]
+
+
+def test_a_batch_that_changes_is_looked_at_again() -> None:
+    """Catches rows that go to the clients of the batch before, whose entries had the same places."""
+    box = RowSender()
+    requests = {name: SimpleNamespace(request_id=name, client_index=client) for client, name in enumerate("ab")}
+    for names in (("a", "b"), ("a", "b"), ("b", "a"), ("b",)):
+        box.take_in(SimpleNamespace(**{ATTRIBUTE: (step(*names),)}), requests)
+        outputs: dict[int, EngineCoreOutputs] = {}
+        box.hand_out(outputs)
+        assert {client: names_of(each.outputs[0]) for client, each in outputs.items()} == {
+            requests[name].client_index: (name,) for name in names
+        }
+
+
+def test_chosen_entries_keep_their_positions() -> None:
+    """Catches first positions and numbers of positions of the entries that were left out."""
+    entries = RowIndex(("a", "b", "c"), ((4,), (4, 10), (4,)))
+    rows = np.arange(8, dtype=np.uint8)[:, None]
+    whole = StepRows(entries, np.array([5, 0, 9]), np.array([1, 2, 3]), rows)
+    chosen = whole.chosen([1, 2])
+    assert chosen.entries == RowIndex(("b", "c"), ((4, 10), (4,)))
+    assert (chosen.start.tolist(), chosen.count.tolist()) == ([0, 9], [2, 3])
+    assert chosen.rows[:, 0].tolist() == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_rows_of_the_dead_go_nowhere() -> None:
+    """Catches the surplus step of asynchronous scheduling, sent to nobody."""
+    assert [each.request_id for each in sent({}, step("a"))[0]] == ["own"]
+
+
+def test_rows_are_a_frame_of_their_own() -> None:
+    """Catches rows that are copied into the message, and what vLLM's decoder makes no array of."""
+    (rows, _) = sent({"a": 0}, step("a"))[0]
+    head, *frames = MsgpackEncoder().encode(EngineCoreOutputs(outputs=[rows]))
+    assert len(head) < 300 and [bytes(frame) for frame in frames] == [rows.routed_experts.tobytes()]
+    (back,) = MsgpackDecoder(EngineCoreOutputs).decode([head, *frames]).outputs
+    assert np.array_equal(back.routed_experts, rows.routed_experts)
+    assert names_of(back) == ("a",)
+
+
+def test_a_reason_goes_to_the_requests_client() -> None:
+    """Catches a reason that is sent to another front end, or with no output at all."""
+    box = RowSender()
+    box.say(SimpleNamespace(request_id="a", client_index=2), "no room")
+    outputs: dict[int, EngineCoreOutputs] = {}
+    box.hand_out(outputs)
+    assert outputs[2].outputs[0].kv_transfer_params == {REASON_KEY: ["a", "no room"]}

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The check of the taps at start: right ones pass, each of the usual wrong ones keeps the engine from serving.
+
+Most wrong taps are put into an engine that runs, and its worker's check is asked again; one engine is started on them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.conformance.model import save
+from tests.conformance.test_wrong_taps import WRONG
+from tests.conformance.zoo import BY_NAME
+from tests.engine.answers import params, prompt, run, tokens_of
+from tests.engine.conftest import close
+from tests.engine.test_off import worker_of
+from tests.tiny import make_llm
+from vllm_steer.engine.self_check import self_check
+from vllm_steer.models import install
+from vllm_steer.models.self_check_plan import SelfCheckError
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(BY_NAME["gpt2"], tmp_path_factory.mktemp("gpt2"))
+
+
+@pytest.fixture(scope="module", params=["llama", "gpt2"])
+def engine(request: pytest.FixtureRequest, tiny_llama: Path, gpt2: Path) -> Iterator[tuple[str, Any]]:
+    """A layer of two summands, and one of one."""
+    path = tiny_llama if request.param == "llama" else gpt2
+    llm = make_llm(path, max_model_len=64)
+    yield request.param, llm
+    close(llm)
+
+
+@contextmanager
+def taps_put_by(llm: Any, put: Callable[[Any, Any], None]) -> Iterator[Any]:
+    """The engine's worker, its taps taken off and put on again by ``put``; the right ones are back afterwards."""
+    worker = worker_of(llm)
+    steering = worker.model_runner.steering
+    try:
+        _take_off(worker)
+        put(steering.decoder, steering.tables)
+        yield worker
+    finally:
+        _take_off(worker)
+        install.install_taps(steering.decoder, steering.tables)
+
+
+def _take_off(worker: Any) -> None:
+    for module in worker.model_runner.get_model().modules():
+        vars(module).pop("forward", None)
+
+
+def test_right_taps_pass_and_every_step_tells(engine: tuple[str, Any]) -> None:
+    """Catches a check that refuses what is right, and one that passes since it compares nothing."""
+    _, llm = engine
+    (report,) = llm.collective_rpc("steering_capabilities")
+    found = report["self_check"]
+    assert (found["ran"], found["sites"], found["hops"], found["conclusive"]) == (True, 12, 8, 8)
+    assert self_check(worker_of(llm))["conclusive"] == 8
+
+
+def test_the_check_leaves_nothing_behind(engine: tuple[str, Any]) -> None:
+    """Catches requests of the check that stay in the runner, or change what the engine answers."""
+    _, llm = engine
+    before = tokens_of(run(llm, [prompt(1, 2, 3)], [params()])[0])
+    worker = worker_of(llm)
+    self_check(worker)
+    assert not [name for name in worker.model_runner.requests if name.startswith("_steering")]
+    assert not worker.model_runner.steering.active
+    assert tokens_of(run(llm, [prompt(1, 2, 3)], [params()])[0]) == before
+
+
+def test_draws_after_the_check_are_those_without_it(engine: tuple[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches requests without a seed that draw other tokens than stock vLLM's with the same engine seed: runner V2
+    draws a seed for each request of the check too, from NumPy."""
+    _, llm = engine
+    worker = worker_of(llm)
+    steps = worker.execute_model
+    drawn: list[Any] = []
+
+    def draw() -> tuple[float, float, float]:
+        return random.random(), float(np.random.random()), float(torch.rand(()))
+
+    def execute(output: Any) -> Any:
+        drawn.append(draw())
+        return steps(output)
+
+    def seed() -> None:
+        random.seed(0)
+        np.random.seed(0)
+        torch.manual_seed(0)
+
+    seed()
+    first = draw()
+    seed()
+    monkeypatch.setattr(worker, "execute_model", execute)
+    self_check(worker)
+    # The check has drawn, as many times as it made a step, and nothing of that is seen.
+    assert drawn[0] == first and len(set(drawn)) == len(drawn) > 1
+    assert draw() == first
+
+
+def test_taps_in_the_usual_wrong_places_are_refused(engine: tuple[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a check that looks at values only: a tap one sublayer late reads the right ones."""
+    name, llm = engine
+    wrongs = [wrong for wrong in WRONG if wrong.model == name]
+    assert wrongs
+    for wrong in wrongs:
+        with monkeypatch.context() as patch:
+            patch.setattr(install, wrong.replaces, wrong.maker)
+            with taps_put_by(llm, install.install_taps) as worker:
+                patch.undo()
+                with pytest.raises(SelfCheckError, match=f"{wrong.point} of layer 0"):
+                    self_check(worker)
+
+
+def test_taps_of_another_layer_are_refused(engine: tuple[str, Any]) -> None:
+    """Catches layers counted from another number."""
+    _, llm = engine
+
+    def shifted(decoder: Any, tables: Any) -> None:
+        sites = [replace(site, number=(site.number + 1) % decoder.num_layers) for site in decoder.sites]
+        install.install_taps(replace(decoder, sites=tuple(sites)), tables)
+
+    with taps_put_by(llm, shifted) as worker, pytest.raises(SelfCheckError, match="pre_attn of layer 1: does not read"):
+        self_check(worker)
+
+
+def test_a_layer_that_runs_without_its_taps_is_refused(engine: tuple[str, Any]) -> None:
+    """Catches a layer that is skipped, or that runs by another way than its forward."""
+    _, llm = engine
+
+    def all_but_layer_2(decoder: Any, tables: Any) -> None:
+        install.install_taps(decoder, tables)
+        del decoder.sites[2].layer.forward
+
+    with taps_put_by(llm, all_but_layer_2) as worker, pytest.raises(SelfCheckError, match=r"of layer 2: .*did not run"):
+        self_check(worker)
+
+
+def test_a_tap_that_runs_twice_is_refused(engine: tuple[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches edits that are applied twice; a read of them is right."""
+    _, llm = engine
+
+    def doubly(maker: Callable[..., Any]) -> Callable[..., Any]:
+        def make(forward: Any, tap: Any) -> Any:
+            def twice(*summands: Any) -> None:
+                tap(*summands)
+                tap(*summands)
+
+            return maker(forward, twice)
+
+        return make
+
+    for name in ("_pair_mid", "_single_mid"):
+        monkeypatch.setattr(install, name, doubly(getattr(install, name)))
+    with taps_put_by(llm, install.install_taps) as worker:
+        monkeypatch.undo()
+        with pytest.raises(SelfCheckError, match="post_attn of layer 0"):
+            self_check(worker)
+
+
+def test_small_limits_leave_the_check_out_and_say_so(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches an engine that does not start on small tables, and a check that is left out without a word.
+
+    The same engine is the one that starts with wrong taps where the check is left out, and does not where it is not.
+    """
+    monkeypatch.setattr(install, "_pair_mid", next(w.maker for w in WRONG if w.replaces == "_pair_mid"))
+    with pytest.raises(SelfCheckError, match=r"LlamaForCausalLM cannot be steered.*--steering-skip-self-check"):
+        make_llm(tiny_llama)
+    for config, said in (({"max_rows": 2}, "max_rows 2"), ({"self_check": False}, "--steering-skip-self-check")):
+        llm = make_llm(tiny_llama, steering_config=config)
+        (report,) = llm.collective_rpc("steering_capabilities")
+        close(llm)
+        assert not report["self_check"]["ran"]
+        assert said in report["self_check"]["reason"]
+
+
+def test_the_check_fits_into_the_least_that_it_says_it_needs(tiny_llama: Path) -> None:
+    """Catches a check that overflows small tables: one request to a step, and one site to a request."""
+    least = {"max_rows": 3, "max_vectors": 3, "max_instructions": 6, "max_segments": 4, "capture_rows": 3}
+    llm = make_llm(tiny_llama, steering_config=least, max_num_seqs=1)
+    (report,) = llm.collective_rpc("steering_capabilities")
+    close(llm)
+    assert (report["self_check"].get("hops"), report["self_check"].get("conclusive")) == (8, 8)

@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the self-check concludes from reads, on a model of a few lines whose taps are right, or wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from vllm_steer.errors import SteeringError
+from vllm_steer.models.self_check_plan import (
+    TOKENS,
+    Hop,
+    Place,
+    Probe,
+    Rows,
+    SelfCheckError,
+    Streams,
+    Verdict,
+    check_codes,
+    check_hops,
+    check_plain,
+    hop_probe,
+    hops_of,
+    places_of,
+    plain_probes,
+    slots,
+    token_ids,
+)
+from vllm_steer.points import POINT_NAMES, PointName, points_on
+
+HIDDEN, LAYERS, EPSILON = 16, 3, 1e-7
+ON_STREAM = points_on(())
+Noise = Callable[[Rows], Rows]
+
+
+@dataclass
+class Model:
+    """Each layer mixes tokens, then goes on by itself; ``noise`` is put on all that is read and edited."""
+
+    noise: Noise = lambda rows: rows
+    own_embedding: float = 0.0
+    """How much of the token itself the MLP adds, past the stream."""
+    late: Place | None = None
+    """A point whose edits miss the branch that starts there."""
+    swapped: Place | None = None
+    """A point on a branch that is put on the other summand."""
+    flips: bool = False
+    """Whether the MLP sends the second token elsewhere in every run."""
+    random: np.random.Generator = field(default_factory=lambda: np.random.default_rng(1))
+
+    def __post_init__(self) -> None:
+        self.weights = np.random.default_rng(0).standard_normal((LAYERS, 2, HIDDEN, HIDDEN)) / HIDDEN**0.5
+
+    def run(self, probe: Probe) -> dict[Place, Rows]:
+        ids = token_ids(70, probe.donor)
+        x = np.random.default_rng(5).standard_normal((70, HIDDEN))[ids]
+        seen: dict[Place, Rows] = {}
+
+        def tap(place: Place, x: Rows) -> Rows:
+            for edit in probe.edits:
+                if (edit.point, edit.layers[0]) == place:
+                    rows = [position for position, _ in edit.tokens.intervals(TOKENS)]
+                    x = x.copy()
+                    x[rows] = self.noise(x[rows] + edit.vector)
+            seen[place] = self.noise(x)
+            return x
+
+        for layer in range(LAYERS):
+            for which, (point, mixes) in enumerate((("pre_attn", True), ("post_attn", False))):
+                place: Place = (point, layer)  # type: ignore[assignment]
+                before, x = x, tap(place, x)
+                source = before if place == self.late else x
+                context = np.cumsum(source, axis=0) if mixes else source
+                branch = self.branch(layer, which, context, tap)
+                if not mixes:
+                    branch += self.own_embedding * np.array(ids)[:, None]
+                    if self.flips:
+                        branch[1] += self.random.standard_normal(HIDDEN)
+                out: Place = ("attn_out" if mixes else "mlp_out", layer)
+                if out == self.swapped:
+                    tap(out, x)
+                else:
+                    branch = tap(out, branch)
+                x = self.noise(x + branch)
+            x = tap(("post_block", layer), x)
+        return seen
+
+    def branch(self, layer: int, which: int, context: Rows, tap: Callable[[Place, Rows], Rows]) -> Rows:
+        """What a sublayer gives; the second computes on what ``mlp_in`` leaves of a norm."""
+        if which:
+            normed = context / np.linalg.norm(context, axis=-1, keepdims=True) * HIDDEN**0.5
+            edited = tap(("mlp_in", layer), normed)
+            context = normed if ("mlp_in", layer) == self.late else edited
+        return np.tanh(context @ self.weights[layer, which])
+
+
+def check(model: Model, places: list[Place] | None = None, epsilon: float = EPSILON) -> Verdict:
+    places = places_of(ON_STREAM, range(LAYERS), {}) if places is None else places
+    own, donor = (model.run(Probe(donor=d)) for d in (False, True))
+    check_plain(places, own, donor, epsilon)
+    hops = hops_of(places)
+    got = [model.run(hop_probe(hop, own, donor))[hop.target] for hop in hops]
+    return check_hops(hops, got, own, donor, epsilon)
+
+
+def test_right_taps_pass() -> None:
+    """Catches a check that accuses a sound model, or that has nothing to compare."""
+    assert check(Model()) == Verdict(hops=2 * LAYERS, conclusive=2 * LAYERS)
+
+
+@pytest.mark.parametrize("late", [("pre_attn", 0), ("pre_attn", 2), ("post_attn", 1)])
+def test_an_edit_that_its_branch_does_not_see_is_named(late: Place) -> None:
+    """Catches a comparison so coarse that a missed branch drowns in it."""
+    with pytest.raises(SelfCheckError, match=rf"^{late[0]} of layer {late[1]}: an edit"):
+        check(Model(late=late))
+
+
+def test_rounding_is_no_fault_and_no_excuse() -> None:
+    """Catches a tolerance of float32 on bfloat16, and one under which nothing could be wrong."""
+
+    def rounded(rows: Rows) -> Rows:
+        kept = rows.astype(np.float32).view(np.uint32) + np.uint32(0x8000) & np.uint32(0xFFFF0000)
+        return kept.view(np.float32).astype(np.float64)
+
+    bfloat16 = 2.0**-7
+    assert check(Model(noise=rounded), epsilon=bfloat16).conclusive == 2 * LAYERS
+    with pytest.raises(SelfCheckError, match="post_attn of layer 1"):
+        check(Model(noise=rounded, late=("post_attn", 1)), epsilon=bfloat16)
+
+
+def test_what_a_model_adds_for_the_token_itself_is_no_fault() -> None:
+    """Catches a check that refuses per-layer embeddings: the donor's first token is another one."""
+    for size in (0.02, 0.5):  # such that the stream remains what it is, and such that it drowns
+        assert check(Model(own_embedding=size)).hops == 2 * LAYERS
+    with pytest.raises(SelfCheckError, match="post_attn of layer 1"):
+        check(Model(own_embedding=0.02, late=("post_attn", 1)))
+
+
+def test_one_token_that_is_routed_elsewhere_is_no_fault() -> None:
+    """Catches an engine that does not start since rounding sent a token to another expert."""
+    assert check(Model(flips=True)).hops == 2 * LAYERS
+
+
+def test_a_site_without_rows_is_named() -> None:
+    """Catches a tap that never ran."""
+    model, places = Model(), places_of(ON_STREAM, range(LAYERS), {})
+    own, donor = (dict(model.run(Probe(donor=d))) for d in (False, True))
+    donor[("post_attn", 2)] = np.full((TOKENS, HIDDEN), np.nan)
+    with pytest.raises(SelfCheckError, match=r"^post_attn of layer 2: stored no finite row"):
+        check_plain(places, own, donor, EPSILON)
+
+
+def test_layers_that_do_not_join_are_named() -> None:
+    """Catches taps that are on other layers than they say."""
+    model, places = Model(), places_of(ON_STREAM, range(LAYERS), {})
+    own, donor = (dict(model.run(Probe(donor=d))) for d in (False, True))
+    own["pre_attn", 1], own["pre_attn", 2] = own["pre_attn", 2], own["pre_attn", 1]
+    with pytest.raises(SelfCheckError, match=r"^pre_attn of layer 1: does not read.*layer 0"):
+        check_plain(places, own, donor, EPSILON)
+
+
+def test_what_is_refused_or_elsewhere_is_left_out() -> None:
+    """Catches a hop across layers, over a point that is not served, or on another stage's layers."""
+    places = places_of(ON_STREAM, [1, 2], {"post_attn": {"2": "parallel"}})
+    assert hops_of(places) == [
+        Hop(("pre_attn", 1), ("post_attn", 1)),
+        Hop(("post_attn", 1), ("post_block", 1)),
+        Hop(("pre_attn", 2), ("post_block", 2)),
+    ]
+    assert check(Model(), places).hops == 3
+
+
+def test_a_zero_branch_tells_nothing_and_is_no_fault() -> None:
+    """Catches the refusal of a model whose layer adds nothing."""
+    model = Model()
+    model.weights[1, 0] = 0.0
+    assert check(model) == Verdict(hops=2 * LAYERS, conclusive=2 * LAYERS - 1)
+
+
+EVERYWHERE = places_of(POINT_NAMES, range(LAYERS), {})
+
+
+def test_points_on_the_branches_are_checked() -> None:
+    """Catches a check that leaves them out: seven hops in each layer, and each tells."""
+    assert check(Model(), EVERYWHERE) == Verdict(hops=7 * LAYERS, conclusive=7 * LAYERS)
+
+
+@pytest.mark.parametrize("point", ["attn_out", "mlp_out"])
+def test_a_branch_on_the_other_summand_is_named(point: PointName) -> None:
+    """Catches a point that reads, and edits, the stream in the place of what is added to it."""
+    with pytest.raises(SelfCheckError, match=rf"^{point} of layer 1: .* is not .* and what {point} reads"):
+        check(Model(swapped=(point, 1)), EVERYWHERE)
+
+
+@pytest.mark.parametrize("point", ["mlp_in"])
+def test_an_edit_that_the_mlp_does_not_see_is_named(point: PointName) -> None:
+    """Catches an edit of the MLP's input that comes when the MLP has run; reads of it are right."""
+    with pytest.raises(SelfCheckError, match=rf"^{point} of layer 2: an edit .* mlp_out"):
+        check(Model(late=(point, 2)), EVERYWHERE)
+
+
+def test_an_edit_behind_the_sum_is_named() -> None:
+    """Catches an edit of a branch that the stream after attention does not have."""
+
+    class Behind(Model):
+        def run(self, probe: Probe) -> dict[Place, Rows]:
+            seen = super().run(probe)
+            for edit in probe.edits:
+                if (edit.point, edit.layers[0]) == ("attn_out", 1):
+                    seen["post_attn", 1] = super().run(Probe(donor=False))["post_attn", 1]
+            return seen
+
+    with pytest.raises(SelfCheckError, match=r"^attn_out of layer 1: an edit .* more by as much"):
+        check(Behind(), EVERYWHERE)
+
+
+def test_ranks_run_as_many_requests_whatever_they_serve() -> None:
+    """Catches ranks whose batches differ: a collective operation would then wait for ever."""
+    refused = {"post_attn": {"1": "parallel"}, "mlp_in": {"1": "parallel"}}
+    kinds = [
+        hops_of(places_of(POINT_NAMES, layers, why)) for layers, why in (([0, 1], {}), ([2], {}), ([0, 1], refused))
+    ]
+    assert len({len(slots(EVERYWHERE, hops)) for hops in kinds}) == 1
+    for hops in kinds:
+        assert sorted(map(str, hops)) == sorted(str(hop) for hop in slots(EVERYWHERE, hops) if hop is not None)
+    on_stream = places_of(ON_STREAM, range(LAYERS), {})
+    assert len(slots(on_stream, hops_of(on_stream))) == len(on_stream)
+
+
+def test_beside_attention_the_mlp_starts_from_the_block() -> None:
+    """Catches a block of two branches side by side that is checked as if one came after the other, or not at all."""
+    places = places_of(POINT_NAMES, [0], {point: {"0": "parallel"} for point in ("post_attn", "mlp_in")})
+    assert set(hops_of(places)) == {
+        Hop(("pre_attn", 0), ("post_block", 0)),
+        Hop(("pre_attn", 0), ("attn_out", 0)),
+        Hop(("pre_attn", 0), ("mlp_out", 0)),
+        Hop(("attn_out", 0), ("post_block", 0), adds=True),
+        Hop(("mlp_out", 0), ("post_block", 0), adds=True),
+    }
+
+
+def test_plain_requests_read_every_site_in_pieces() -> None:
+    """Catches a site that falls between two requests."""
+    places = places_of(ON_STREAM, range(LAYERS), {})
+    probes = plain_probes(places, 4)
+    assert [len(probe.reads) for probe in probes] == [4, 4, 4, 4, 1, 1]
+    streams: Streams = {place: np.zeros(1) for probe in probes if probe.donor for place in probe.reads}
+    assert list(streams) == places
+
+
+def finals(seed: int, scale: float = 1.0) -> list[Rows]:
+    """Last hidden states of both requests."""
+    random = np.random.default_rng(seed)
+    return [scale * random.standard_normal((TOKENS, HIDDEN)) for _ in range(2)]
+
+
+def test_codes_that_differ_by_rounding_pass() -> None:
+    """Catches an engine that does not start since two kernels round in another order, or one token changes experts."""
+    tapped = finals(1)
+    check_codes(tapped, tapped, EPSILON)
+    rounded = [rows + change for rows, change in zip(tapped, finals(2, 1e-3), strict=True)]
+    check_codes(tapped, rounded, 2**-8)
+    # Also where the two requests come to the same, and nothing but rounding is allowed.
+    check_codes([tapped[0], tapped[0]], [rounded[0], rounded[0]], 2**-8)
+    for request, token in np.ndindex(2, TOKENS):
+        elsewhere = [rows.copy() for rows in tapped]
+        elsewhere[request][token] = 1.0
+        check_codes(tapped, elsewhere, EPSILON)
+
+
+@pytest.mark.parametrize("tokens", [slice(0, 1), slice(1, None), slice(None)])
+@pytest.mark.parametrize("value", [0.0, np.nan])
+def test_codes_that_compute_something_else_are_refused(tokens: slice, value: float) -> None:
+    """Catches a plain code with other weights, or whose attention reads another cache: first tokens are right then."""
+    tapped = finals(1)
+    plain = [rows.copy() for rows in tapped]
+    for rows in plain:
+        rows[tokens] = value
+    with pytest.raises(SteeringError, match="plain_code: the model without taps computes other hidden states"):
+        check_codes(tapped, plain, EPSILON)

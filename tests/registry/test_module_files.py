@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Modules as safetensors files, sound and hostile."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save
+
+from tests.registry.modules import module, vector
+from vllm_steer.errors import SteeringError
+from vllm_steer.registry.about import About
+from vllm_steer.registry.module import parse_module
+from vllm_steer.registry.module_files import MAX_HEADER, read_module, write_module
+
+V = torch.from_numpy(vector(1))
+
+
+def test_a_file_goes_there_and_back() -> None:
+    """Catches a part that is lost in the file."""
+    about = About("d", "m", {"a": "b"})
+    assert read_module(write_module(module(), about)) == (module(), about)
+
+
+def test_a_file_made_by_hand() -> None:
+    """Catches another reading of names, dtypes or metadata than the one that is documented."""
+    tensors = {
+        "base.post_block.12": V.to(torch.bfloat16),
+        "prefill.pre_attn.0": V.double(),
+        "decode.post_attn.3": V.half(),
+        "probes.joy": V,
+        "edits.x": V.clone(),
+    }
+    edits = [{"kind": "ablate", "point": "pre_attn", "layers": "all", "vector": "edits.x"}]
+    said = {"format": "pt", "description": "d", "scales": '{"prefill.pre_attn.0": 2}', "edits": json.dumps(edits)}
+    found, about = read_module(save(tensors, said))
+    content: Any = {
+        "base": {"post_block": {12: V.bfloat16()}},
+        "prefill": {"pre_attn": {0: {"vector": V, "scale": 2}}},
+        "decode": {"post_attn": {3: V.half()}},
+        "probes": {"joy": V},
+        "edits": [{**edits[0], "vector": V}],
+    }
+    assert found == parse_module(content)
+    assert about == About("d")
+
+
+def with_header(header: object, data: bytes = b"\0" * 32) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+def tensor(**changes: Any) -> dict[str, Any]:
+    return {"dtype": "F32", "shape": [8], "data_offsets": [0, 32], **changes}
+
+
+NAME = "base.post_block.1"
+HOSTILE: dict[str, tuple[bytes, str]] = {
+    "empty": (b"", "shorter"),
+    "pickle": (b"\x80\x04\x95" + b"x" * 100, "shorter"),
+    "header beyond the file": ((1 << 40).to_bytes(8, "little") + b"{}", "shorter"),
+    "header beyond everything": (b"\xff" * 8 + b"{}", "shorter"),
+    "header too large": ((MAX_HEADER + 1).to_bytes(8, "little") + b" " * (MAX_HEADER + 1), "the most"),
+    "no JSON": (with_header(b"{]"), "JSON"),
+    "no UTF-8": (with_header(b'{"\xff": 1}'), "JSON"),
+    "deep": (with_header(b'{"a":' * 100000 + b"}" * 100000), "JSON"),
+    "a list": (with_header([]), "object"),
+    "tensor twice": (with_header(b'{"x": {}, "x": {}}'), "twice"),
+    "entry no object": (with_header({NAME: 1}), "dtype"),
+    "dtype": (with_header({NAME: tensor(dtype="I64")}), "dtype 'I64'"),
+    "dtype no text": (with_header({NAME: tensor(dtype=["F32"])}), "dtype ['F32']"),
+    "more in an entry": (with_header({NAME: tensor(file="x")}), "nothing else"),
+    "less in an entry": (with_header({NAME: {"dtype": "F32", "shape": [8]}}), "nothing else"),
+    "a name of nothing": (with_header({"": tensor()}), "'': is no tensor"),
+    "many dimensions": (with_header({NAME: tensor(shape=[1] * 9999 + [8])}), "..."),
+    "offsets beyond": (with_header({NAME: tensor(data_offsets=[0, 64], shape=[16])}), "sound"),
+    "offsets overlap": (with_header({NAME: tensor(), "base.post_block.2": tensor()}), "sound"),
+    "offsets negative": (with_header({NAME: tensor(data_offsets=[-32, 0])}), "sound"),
+    "shape lies": (with_header({NAME: tensor(shape=[9])}), "sound"),
+    "shape overflows": (with_header({NAME: tensor(shape=[1 << 62, 1 << 62])}), "sound"),
+    "a hole": (with_header({NAME: tensor()}, b"\0" * 64), "sound"),
+    "metadata": (with_header({"__metadata__": {"a": 1}, NAME: tensor()}), "metadata"),
+    "unknown metadata": (save({NAME: V}, {"sclaes": "{}"}), "sclaes"),
+    "scales no JSON": (save({NAME: V}, {"scales": "{"}), "metadata.scales"),
+    "scales a list": (save({NAME: V}, {"scales": "[]"}), "metadata.scales"),
+    "scale of nothing": (save({NAME: V}, {"scales": '{"x": 1}'}), "no tensor"),
+    "scale no number": (save({NAME: V}, {"scales": f'{{"{NAME}": "1"}}'}), "number"),
+    "scale NaN": (save({NAME: V}, {"scales": f'{{"{NAME}": NaN}}'}), "finite"),
+    "NaN": (save({NAME: V * float("nan")}), "finite"),
+    "infinite in float32": (save({NAME: V.double() * 1e300}), "finite"),
+    "matrix": (save({NAME: V[None]}), "one dimension"),
+    "empty vector": (save({NAME: V[:0]}), "components"),
+    "no tier": (save({"post_block.1": V}), "no tensor of a module"),
+    "no layer": (save({"base.post_block": V}), "no tensor of a module"),
+    "path": (save({"base.../../x.1": V}), "base"),
+    "no tensors": (save({}), "empty"),
+    "edit of another's vector": (save({NAME: V}, {"edits": '[{"vector": "base.post_block.1"}]'}), "must name a tensor"),
+    "edit no object": (save({"edits.0": V}, {"edits": "[1]"}), "must name a tensor"),
+    "vector of no edit": (save({NAME: V, "edits.0": V.clone()}), "named by no edit"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_hostile_files_are_refused(case: str) -> None:
+    """Catches a file that is read past its end, numbers nobody can steer by, or a traceback."""
+    data, words = HOSTILE[case]
+    with pytest.raises(SteeringError) as refused:
+        read_module(data)
+    assert words in str(refused.value)
+
+
+@given(st.binary(max_size=400), st.integers(0, 10_000))
+def test_damaged_files_are_refused_or_another_module(noise: bytes, at: int) -> None:
+    """Catches damage that ends in anything but a refusal; a change of numbers alone is another module."""
+    data = write_module(module())
+    at %= len(data)
+    try:
+        found, _ = read_module(data[:at] + noise + data[at + len(noise) :])
+    except SteeringError:
+        return
+    assert found.width

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A FastAPI application that keeps unknown fields and ignores them, as vLLM does."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+from fastapi import FastAPI, Form, Request, UploadFile
+from pydantic import BaseModel, ConfigDict
+from starlette.responses import JSONResponse, StreamingResponse
+from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+from vllm.sampling_params import SamplingParams
+
+from tests.server.fakes import FakeEngine
+from vllm_steer.params import has_steering
+from vllm_steer.server.http.middleware import CARRYING_ROUTES
+from vllm_steer.server.http.request_fields import RequestRefused, apply_to_params
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+
+def answer_refusals(app: FastAPI) -> None:
+    """As vLLM's server does it."""
+
+    async def answer(request: Request, error: Exception) -> JSONResponse:
+        made = create_error_response(error)
+        return JSONResponse(made.model_dump(), status_code=made.error.code)
+
+    app.add_exception_handler(RequestRefused, answer)
+
+
+def make_app(engine: FakeEngine | None, *, root_path: str = "", max_body_mib: int = 1) -> FastAPI:
+    app = FastAPI(root_path=root_path)
+    answer_refusals(app)
+    app.state.args = SimpleNamespace(steering_max_body_mib=max_body_mib)
+    if engine is not None:
+        app.state.engine_client = engine
+
+    async def carries(body: Body) -> dict[str, Any]:
+        return {"steered": has_steering(apply_to_params(body, SamplingParams()))}
+
+    for route in CARRYING_ROUTES[:-1]:
+        app.post(route)(carries)
+
+    @app.post(CARRYING_ROUTES[-1])  # takes the body itself, and drops what it does not know
+    async def invocations(request: Request) -> Any:
+        return {"unsteered": sorted(await request.json())}
+
+    app.state.tokenized = 0
+
+    @app.post("/tokenize")
+    async def tokenize(body: Body) -> dict[str, str]:
+        app.state.tokenized += 1
+        return {"unsteered": "yes"}
+
+    @app.post("/raw")
+    async def raw(request: Request) -> dict[str, int]:
+        return {"length": len(await request.body())}
+
+    @app.post("/stream")
+    async def stream(body: Body) -> StreamingResponse:
+        async def pieces() -> AsyncIterator[str]:
+            for i in range(3):
+                yield f"data: {i}\n\n"
+
+        return StreamingResponse(pieces(), media_type="text/event-stream")
+
+    @app.post("/v1/audio/transcriptions")
+    async def transcribe(file: UploadFile, prompt: str = Form("")) -> dict[str, int]:
+        return {"length": len(await file.read())}
+
+    return app

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An application behind a file of keys, and clients that each have one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+from fastapi import FastAPI
+
+from tests.server.application import make_app
+from tests.server.fakes import FakeEngine
+from vllm_steer.server import lifespan
+from vllm_steer.server.auth.keys import changing, make_key
+from vllm_steer.server.auth.rights import Right
+from vllm_steer.server.http.middleware import SteeringMiddleware
+
+EVERYTHING = tuple(Right)
+
+
+def write_keys(
+    path: Path, rights: Mapping[str, Iterable[Right]], limits: Mapping[str, Mapping[str, int]] | None = None
+) -> dict[str, str]:
+    """Write a file of keys; their secrets by name."""
+    made = {name: make_key(name, tuple(each), (limits or {}).get(name, {})) for name, each in rights.items()}
+    with changing(path, make=True) as write:
+        write(tuple(key for key, _ in made.values()))
+    return {name: secret for name, (_, secret) in made.items()}
+
+
+def make_guarded_app(path: Path, **flags: object) -> FastAPI:
+    """vLLM's look-alike with the middleware outermost; our routes come when it starts."""
+    app = make_app(FakeEngine())
+    vars(app.state.args).update(steering_keys=str(path), **flags)
+    app.add_middleware(SteeringMiddleware)
+    return app
+
+
+async def start(app: FastAPI) -> FastAPI:
+    """What a server does first."""
+    await lifespan._start({"type": "lifespan", "app": app})
+    return app
+
+
+def client_of(app: FastAPI, secret: str | None = None) -> httpx.AsyncClient:
+    """A client with that key, or with none."""
+    headers = {} if secret is None else {"authorization": f"Bearer {secret}"}
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server", headers=headers)
+
+
+def refused(response: httpx.Response, status: int) -> dict[str, Any]:
+    """The error of an answer that must be a refusal, in OpenAI's form."""
+    assert response.status_code == status, response.text
+    error: dict[str, Any] = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"} and error["code"] == status
+    assert ("retry-after" in response.headers) == (status in (429, 503))
+    return error

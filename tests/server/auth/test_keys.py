@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The file of keys: what is in it, who may write it, and how a server follows it."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.server.auth.guarded import client_of, make_guarded_app, start, write_keys
+from tests.server.test_flags import error_of, parser_of_a_server
+from vllm_steer.errors import SteeringError
+from vllm_steer.frontend.context import REGISTRY_VARIABLE
+from vllm_steer.server import key_file
+from vllm_steer.server.auth.keys import PREFIX, changing, digest_of, find, make_key, read_keys
+from vllm_steer.server.auth.rights import Right
+from vllm_steer.server.flags import apply_flags
+
+
+@pytest.fixture(autouse=True)
+def no_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What parsing flags puts into the environment is taken out again."""
+    monkeypatch.setenv(REGISTRY_VARIABLE, "")
+    monkeypatch.delenv(REGISTRY_VARIABLE)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "keys.json"
+
+
+def test_the_file_does_not_have_the_key(path: Path) -> None:
+    """Catches a key that whoever reads a backup can use, keys that share a secret, and a file for others to read."""
+    secrets = write_keys(path, {"alice": [Right.STEER], "bob": []})
+    text = path.read_text()
+    assert all(secret.startswith(PREFIX) and len(secret) == len(PREFIX) + 43 for secret in secrets.values())
+    assert not any(secret in text or secret.removeprefix(PREFIX) in text for secret in secrets.values())
+    assert path.stat().st_mode & 0o777 == 0o600
+    alice, bob = keys = read_keys(path)
+    assert (alice.sha256, alice.rights) == (digest_of(secrets["alice"]), (Right.STEER,))
+    assert alice.cache_salt != bob.cache_salt
+    assert find(keys, secrets["alice"]) == alice
+    for wrong in ("", PREFIX, secrets["alice"][:-1], secrets["alice"] + " ", alice.sha256, alice.cache_salt, "\udc80"):
+        assert find(keys, wrong) is None
+
+
+def test_writing_is_all_or_nothing(path: Path) -> None:
+    """Catches keys that are lost when a write fails, and files that are left lying about."""
+    write_keys(path, {"alice": []})
+    before = path.read_bytes()
+    key = make_key("alice", (), {})[0]
+    with pytest.raises(SteeringError, match="same name"), changing(path) as write:
+        write((*read_keys(path), key))
+    assert path.read_bytes() == before
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
+    with pytest.raises(SteeringError, match="No such file"), changing(path.with_name("other")):
+        pass
+
+
+KEY = {"name": "me", "sha256": "0" * 64, "cache_salt": "s" * 32}
+WRONG: dict[str, tuple[Any, str]] = {
+    "no JSON": ("{", "no file of keys"),
+    "no object": ([], "no file of keys"),
+    "a version of tomorrow": ({"version": 2, "keys": []}, "version 2"),
+    "a right that is none": ({"version": 1, "keys": [{**KEY, "rights": ["root"]}]}, "root"),
+    "a field too many": ({"version": 1, "keys": [{**KEY, "right": []}]}, "right"),
+    "a key in clear": ({"version": 1, "keys": [{**KEY, "sha256": "vsk-abc"}]}, "hexadecimal"),
+    "no salt": ({"version": 1, "keys": [{**KEY, "cache_salt": ""}]}, "secret"),
+    "a name that breaks lines": ({"version": 1, "keys": [{**KEY, "name": "a\nb"}]}, "is no name"),
+    "a limit that is none": ({"version": 1, "keys": [{**KEY, "limits": {"requests": 1}}]}, "steering_requests"),
+    "a limit of nothing": ({"version": 1, "keys": [{**KEY, "limits": {"steering_requests": 0}}]}, "must be 1"),
+    "a shared salt": ({"version": 1, "keys": [KEY, {**KEY, "name": "b", "sha256": "1" * 64}]}, "same cache_salt"),
+    "one key twice": ({"version": 1, "keys": [KEY, {**KEY, "name": "b", "cache_salt": "t" * 32}]}, "same sha256"),
+}
+
+
+@pytest.mark.parametrize(("content", "words"), WRONG.values(), ids=WRONG)
+def test_a_wrong_file_is_refused(content: Any, words: str, path: Path) -> None:
+    """Catches a file that is read as other rights, or other limits, than it was meant to give."""
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    path.chmod(0o600)
+    with pytest.raises(SteeringError, match=words):
+        read_keys(path)
+
+
+@pytest.mark.parametrize("mode", [0o620, 0o602, 0o622, 0o604, 0o666, 0o640, 0o400])
+def test_who_else_may_write_or_read(mode: int, path: Path) -> None:
+    """Catches a file into which others can put a key, and one that is refused although they cannot."""
+    write_keys(path, {"me": []})
+    path.chmod(mode)
+    if mode in (0o640, 0o400):
+        assert read_keys(path)
+    else:
+        with pytest.raises(SteeringError, match=f"mode {mode:04o}"):
+            read_keys(path)
+
+
+def test_links_and_folders_are_no_files(path: Path) -> None:
+    """Catches a link of somebody else's that decides which file is read, and a start that waits for a pipe."""
+    write_keys(path, {"me": []})
+    link, pipe = path.with_name("link"), path.with_name("pipe")
+    link.symlink_to(path)
+    os.mkfifo(pipe, 0o600)
+    for wrong, words in ((link, "cannot be read"), (path.parent, "cannot be read"), (pipe, "is not a file")):
+        with pytest.raises(SteeringError, match=words):
+            read_keys(wrong)
+
+
+def test_another_users_file_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches keys that another user of the machine has made up."""
+    write_keys(path, {"me": []})
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    if path.stat().st_uid:
+        with pytest.raises(SteeringError, match="another user"):
+            read_keys(path)
+    else:
+        assert read_keys(path)  # root's own are everybody's to trust
+
+
+def test_the_flag(path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a server that starts without the keys that it was told of, and a path that means another file later."""
+    write_keys(path, {"me": []})
+    monkeypatch.chdir(path.parent)
+    assert parser_of_a_server().parse_args(["--enable-steering", "--steering-keys", path.name]).steering_keys == str(
+        path
+    )
+    assert "--enable-steering" in error_of(capsys, "--steering-keys", str(path))
+    assert "no HTTP" in error_of(capsys, "--enable-steering", "--steering-keys", str(path), middleware=False)
+    path.write_text("{")
+    assert "no file of keys" in error_of(capsys, "--enable-steering", "--steering-keys", str(path))
+    assert "No such file" in error_of(capsys, "--enable-steering", "--steering-keys", str(path) + "x")
+
+
+def test_a_server_that_knows_no_keys_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a front end of vLLM's own that serves everybody, unasked for a key and unsteered."""
+    write_keys(path, {"me": []})
+
+    def args(**more: Any) -> argparse.Namespace:
+        return argparse.Namespace(enable_steering=True, steering_keys=str(path), middleware=[], **more)
+
+    with pytest.raises(SteeringError, match="--grpc"):
+        apply_flags(args(grpc=True))
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    with pytest.raises(SteeringError, match="VLLM_USE_RUST_FRONTEND"):
+        apply_flags(args(grpc=False))
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "0")
+    apply_flags(args(grpc=False))
+
+
+async def test_a_server_follows_the_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a revoked key that goes on working, a new one that waits for a restart, and a broken file that locks
+    everybody out, lets everybody in, or is complained of at every request."""
+    errors: list[str] = []
+    log = SimpleNamespace(error=lambda text, *args: errors.append(text % args), info=lambda *args: None)
+    monkeypatch.setattr(key_file, "logger", log)
+    old = write_keys(path, {"alice": [Right.READ]})["alice"]
+    app = await start(make_guarded_app(path))
+
+    async def status(secret: str | None) -> int:
+        return (await client_of(app, secret).get("/v1/steering/set")).status_code
+
+    assert [await status(old), await status(None)] == [200, 401]
+    path.unlink()
+    new = write_keys(path, {"alice": [Right.READ], "bob": []})
+    assert [await status(old), await status(new["alice"]), await status(new["bob"])] == [401, 200, 403]
+    good = path.read_bytes()
+    for broken in (b"{", good[:-30], b""):
+        path.write_bytes(broken)
+        assert [await status(new["alice"]), await status(old), await status(None)] == [200, 401, 401]
+    path.chmod(0o666)
+    path.write_bytes(good.replace(b'"rights": []', b'"rights": ["read"]'))
+    assert await status(new["bob"]) == 403
+    assert len(errors) == 4 and "mode 0666" in errors[-1]
+    path.unlink()
+    assert [await status(new["alice"]) for _ in range(3)] == [200] * 3
+    assert len(errors) == 5
+    path.write_bytes(good.replace(b'"rights": []', b'"rights": ["read"]'))
+    path.chmod(0o600)
+    assert await status(new["bob"]) == 200
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EIO, errno.ESTALE])
+async def test_a_file_that_cannot_be_read_for_now(number: int, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a revoked key that stays good as its file could not be opened just then, and a log that is flooded
+    meanwhile."""
+    errors: list[str] = []
+    log = SimpleNamespace(error=lambda text, *args: errors.append(text % args), info=lambda *args: None)
+    monkeypatch.setattr(key_file, "logger", log)
+    monkeypatch.setattr(key_file, "QUIET_SECONDS", float("inf"))
+    old = write_keys(path, {"alice": [Right.READ]})["alice"]
+    app = await start(make_guarded_app(path))
+
+    async def status(secret: str) -> int:
+        return (await client_of(app, secret).get("/v1/steering/set")).status_code
+
+    assert await status(old) == 200
+    path.unlink()
+    new = write_keys(path, {"alice": [Right.READ]})["alice"]
+    really_open, tries = os.open, 0
+
+    def fail(name: Any, *args: Any, **kwargs: Any) -> int:
+        nonlocal tries
+        if name == path:
+            tries += 1
+            raise OSError(number, os.strerror(number))
+        return really_open(name, *args, **kwargs)
+
+    with monkeypatch.context() as failing:
+        failing.setattr(os, "open", fail)
+        assert [await status(old) for _ in range(3)] == [200] * 3
+    assert tries == 3
+    assert len(errors) == 1 and os.strerror(number) in errors[0]
+    assert [await status(old), await status(new)] == [401, 200]
+
+
+def test_a_file_that_is_wrong_is_read_once(path: Path) -> None:
+    """Catches every request reading a file that says the same as before."""
+    write_keys(path, {"alice": []})
+    followed = key_file.KeyFile(path)
+    for make in (lambda: path.write_text("{"), path.unlink, lambda: path.symlink_to("elsewhere")):
+        make()
+        assert followed.is_stale()
+        followed.refresh()
+        assert not followed.is_stale()
+    path.unlink()
+    path.mkdir()
+    followed.refresh()
+    assert not followed.is_stale()
+
+
+async def test_a_broken_file_at_the_start(path: Path) -> None:
+    """Catches a server that starts open when it was told to be shut."""
+    path.write_text("{")
+    path.chmod(0o600)
+    app = make_guarded_app(path)
+    with pytest.raises(SteeringError, match="no file of keys"):
+        await start(app)
+    assert (await client_of(app).post("/v1/completions", json={})).status_code == 400  # were it asked all the same

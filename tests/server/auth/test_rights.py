@@ -1,0 +1,350 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who may do what, behind a file of keys and without one."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from starlette.routing import Route
+from starlette.testclient import TestClient, WebSocketDenialResponse
+from starlette.websockets import WebSocket, WebSocketDisconnect
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
+from vllm.sampling_params import SamplingParams
+
+from tests.server.application import make_app
+from tests.server.auth.guarded import EVERYTHING, client_of, make_guarded_app, refused, start, write_keys
+from tests.server.fakes import FakeEngine, vector
+from tests.server.requests import WRONG
+from vllm_steer.server.auth.authenticator import CHANGING, OPEN, warn_if_open
+from vllm_steer.server.auth.caller import acting, caller, salt_request
+from vllm_steer.server.auth.keys import make_key
+from vllm_steer.server.auth.rights import Right
+from vllm_steer.server.http.middleware import CARRYING_ROUTES, SteeringMiddleware
+from vllm_steer.server.http.request_fields import RequestRefused, apply_to_params
+from vllm_steer.server.routes.base import SteeringRoute
+from vllm_steer.server.routes.captures import store_of
+
+ROUTE = "/v1/completions"
+EDIT = {"post_block": {"1": vector()}}
+STEERED: dict[str, Any] = {"steering_vectors": EDIT}
+CAPTURED: dict[str, Any] = {"capture": {"memory": {"hooks": {"post_block": [1]}}}}
+MODULE: dict[str, Any] = {"name": "calm", "base": EDIT, "probes": {"joy": vector(2.0)}}
+
+
+def keys_of_each_right(path: Path) -> dict[str, str]:
+    """A key with each right alone, one with all, one with none, and one without each."""
+    rights: dict[str, tuple[Right, ...]] = {"all": EVERYTHING, "none": ()}
+    for right in Right:
+        rights[f"only-{right}"] = (right,)
+        rights[f"no-{right}"] = tuple(each for each in Right if each != right)
+    return write_keys(path, rights)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "keys.json"
+
+
+def ours(app: FastAPI, before: set[int]) -> list[Route]:
+    """The routes that starting has added."""
+    return [route for route in app.routes if isinstance(route, Route) and id(route) not in before]
+
+
+def filled(route: Route) -> str:
+    return route.path.replace("{name}", "calm").replace("{handle}", "x" * 43)
+
+
+async def test_every_route_that_we_add_asks_for_a_right(path: Path) -> None:
+    """Catches a route that anybody may use: one that states no right, or that states it and does not ask for it."""
+    secrets = keys_of_each_right(path)
+    app = make_guarded_app(path)
+    before = {id(route) for route in app.routes}
+    await start(app)
+    added = ours(app, before)
+    assert len(added) >= 10
+    for route in added:
+        assert isinstance(route, SteeringRoute), f"{route.path} states no right"
+        assert (route.openapi_extra or {})["x-steering-right"] in list(Right)
+        for method in sorted(route.methods or ()):
+            ask = (method, filled(route))
+            refused(await client_of(app).request(*ask), 401)
+            for name in ("none", f"no-{route.right}"):
+                error = refused(await client_of(app, secrets[name]).request(*ask), 403)
+                assert str(route.right) in error["message"] and name in error["message"]
+            for name in ("all", f"only-{route.right}"):
+                assert (await client_of(app, secrets[name]).request(*ask)).status_code not in (401, 403), ask
+
+
+async def test_a_route_without_a_right_is_for_nobody(path: Path) -> None:
+    """Catches a route under our paths that was added past the one class that asks: the control of the test above."""
+    secrets = keys_of_each_right(path)
+    app = await start(make_guarded_app(path))
+    app.add_api_route("/v1/steering/other", lambda: "secret", methods=["GET"])
+    assert "no right" in refused(await client_of(app, secrets["all"]).get("/v1/steering/other"), 403)["message"]
+    assert (await client_of(app, secrets["all"]).get("/v1/steering/missing")).status_code == 404
+    with pytest.raises(KeyError):
+        SteeringRoute("/v1/steering/other", lambda: "secret")
+    free = make_app(FakeEngine())
+    free.add_api_route("/v1/steering/other", lambda: "secret", methods=["GET"])
+    free.add_middleware(SteeringMiddleware)
+    assert (await client_of(free).get("/v1/steering/other")).text == '"secret"'
+
+
+async def test_fields_take_their_right(path: Path) -> None:
+    """Catches a field that reaches the engine without its right, on any route, in any spelling, or behind another."""
+    secrets = keys_of_each_right(path)
+    app = await start(make_guarded_app(path))
+    modules = {"steering_modules": ["calm"]}
+    probes = {"capture": {"memory": {"hooks": {"post_block": [1]}, "reduce": {"probes": ["calm/joy"]}}}}
+    await client_of(app, secrets["all"]).post("/v1/steering/modules", json=MODULE)
+    for route in CARRYING_ROUTES[:-1]:
+        for body, right in ((STEERED, Right.STEER), (modules, Right.STEER), (probes, Right.CAPTURE)):
+            error = refused(await client_of(app, secrets[f"no-{right}"]).post(route, json=body), 403)
+            assert error["param"] == next(iter(body))
+            allowed = await client_of(app, secrets[f"only-{right}"]).post(route, json=body)
+            assert "403" not in allowed.text and allowed.status_code != 403, allowed.text
+    only_steer = client_of(app, secrets["only-steer"])
+    refused(await only_steer.post(ROUTE, json={**STEERED, **CAPTURED}), 403)
+    spelled = json.dumps(CAPTURED).replace("capture", "\\u0063apture")
+    refused(await only_steer.post(ROUTE, content=spelled, headers={"content-type": "application/json"}), 403)
+    assert (await client_of(app, secrets["none"]).post(ROUTE, json={})).json() == {"steered": False}
+
+
+async def test_what_a_key_may_not_do_is_not_looked_at(path: Path) -> None:
+    """Catches answers that tell a key without the right what would be right."""
+    secrets = keys_of_each_right(path)
+    app = await start(make_guarded_app(path))
+    client = client_of(app, secrets["none"])
+    headers = {"content-type": "application/json"}
+    for name in ("NaN", "unknown point", "unknown kind", "layer out of range"):
+        response = await client.post(ROUTE, content="{" + WRONG[name][0] + "}", headers=headers)
+        assert "takes the right steer" in refused(response, 403)["message"]
+    there, not_there = [await client.get(f"/v1/steering/modules/{name}") for name in ("calm", "other")]
+    assert there.text == not_there.text
+
+
+async def test_vectors_take_a_right_of_their_own(path: Path) -> None:
+    """Catches raw data that the right to read gives away."""
+    secrets = keys_of_each_right(path)
+    app = await start(make_guarded_app(path))
+    await client_of(app, secrets["all"]).post("/v1/steering/modules", json=MODULE)
+    for where in ("/v1/steering/modules/calm", "/v1/steering/set"):
+        reader = client_of(app, secrets["no-data"])
+        assert (await reader.get(where)).status_code == 200
+        for spelled in ("true", "1", "on", "yes"):
+            assert "data" in refused(await reader.get(where, params={"data": spelled}), 403)["message"]
+        assert (await client_of(app, secrets["all"]).get(where, params={"data": "true"})).status_code == 200
+        refused(await client_of(app, secrets["only-data"]).get(where, params={"data": "true"}), 403)
+
+
+async def test_a_url_is_no_vector() -> None:
+    """Catches a server that fetches what a client names."""
+    app = make_app(FakeEngine())
+    app.add_middleware(SteeringMiddleware)
+    await start(app)
+    for vector_of in ("http://127.0.0.1:1/v", "file:///etc/passwd", {"url": "http://127.0.0.1:1/v"}):
+        sites = {"post_block": {"1": vector_of}}
+        for where, body in ((ROUTE, {"steering_vectors": sites}), ("/v1/steering/set", {"base": sites}),
+                            ("/v1/steering/modules", {"name": "calm", "base": sites})):  # fmt: skip
+            assert "post_block[1]" in refused(await client_of(app).post(where, json=body), 400)["param"]
+
+
+async def test_steering_oneself_is_not_steering_everybody(path: Path) -> None:
+    """Catches a tenant with the right to steer that changes what all others get."""
+    secrets = keys_of_each_right(path)
+    app = await start(make_guarded_app(path))
+    refused(await client_of(app, secrets["only-steer"]).post("/v1/steering/set", json={"base": EDIT}), 403)
+    refused(await client_of(app, secrets["only-steer"]).post("/v1/steering/clear"), 403)
+    set_by = await client_of(app, secrets["only-global"]).post("/v1/steering/set", json={"base": EDIT})
+    assert set_by.status_code == 200, set_by.text
+
+
+async def test_nothing_is_served_without_a_key(path: Path) -> None:
+    """Catches a route of vLLM's that is left open, one that watches over the server and is shut, and one that changes
+    the server and is for everybody."""
+    secrets = keys_of_each_right(path)
+    app = make_guarded_app(path)
+    for where in (*OPEN, *CHANGING, "/sleep", "/v1/models"):
+        app.add_api_route(where, lambda: "done", methods=["GET", "POST"])
+    await start(app)
+    for where in (ROUTE, "/tokenize", "/raw", "/invocations", "/v1/models", "/nowhere", "/sleep", "/openapi.json"):
+        error = refused(await client_of(app).post(where, json={}), 401)
+        assert error["param"] == "authorization"
+        refused(await client_of(app, "wrong").post(where, json={}), 401)
+    for where in OPEN:
+        assert (await client_of(app).get(where)).text == '"done"'
+    none, admin = client_of(app, secrets["none"]), client_of(app, secrets["only-admin"])
+    for where in (*CHANGING, "/sleep", f"{CHANGING[0]}/", "/raw"):
+        refused(await none.post(where, json={}), 403)
+    for where in (*CHANGING, "/sleep"):
+        assert (await admin.post(where, json={})).text == '"done"'
+    assert (await none.get("/v1/models")).text == '"done"'
+    assert (await client_of(app).get("/v1/steering/set")).headers["www-authenticate"] == "Bearer"
+    assert (await client_of(app).options(ROUTE)).status_code == 405  # browsers ask before they send a key
+
+
+@pytest.mark.parametrize("header", ["", "Bearer", "Bearer ", "Basic {}", "{}", "Bearer  {}", "Bearer {} x"])
+async def test_only_a_bearer_is_a_key(header: str, path: Path) -> None:
+    """Catches a header that is read as a key in more ways than one."""
+    secret = write_keys(path, {"me": EVERYTHING})["me"]
+    app = make_guarded_app(path)
+    client = client_of(app)
+    refused(await client.post(ROUTE, json={}, headers={"authorization": header.format(secret)}), 401)
+    assert (await client.post(ROUTE, json={}, headers={"authorization": f"bearer {secret}"})).status_code == 200
+
+
+def test_sockets_need_a_key_too(path: Path) -> None:
+    """Catches a way in that is no HTTP request."""
+    secret = write_keys(path, {"me": ()})["me"]
+    app = make_guarded_app(path)
+    names = []
+
+    @app.websocket("/v1/realtime")
+    async def realtime(socket: WebSocket) -> None:
+        names.append(caller.get())
+        await socket.accept()
+        await socket.close()
+
+    client = TestClient(app)
+    with pytest.raises(WebSocketDenialResponse) as denied, client.websocket_connect("/v1/realtime"):
+        pass
+    assert denied.value.status_code == 401
+    headers = {"authorization": f"Bearer {secret}"}
+    with pytest.raises(WebSocketDisconnect), client.websocket_connect("/v1/realtime", headers=headers) as socket:
+        socket.receive_text()
+    assert names == ["me"]
+
+
+async def test_vllms_own_keys(path: Path) -> None:
+    """Catches --api-key being a way around rights, keys of the file that vLLM turns away, and clients of the one who
+    are shut out by the other."""
+    secrets = keys_of_each_right(path)
+    app = make_guarded_app(path, api_key=["old", "older"])
+    app.user_middleware.insert(1, app.user_middleware[0].__class__(AuthenticationMiddleware, tokens=["old", "older"]))
+
+    @app.post("/v1/seen")
+    async def see() -> str | None:
+        return caller.get()
+
+    await start(app)
+    for secret in ("old", "older"):
+        client = client_of(app, secret)
+        assert (await client.post(ROUTE, json={})).json() == {"steered": False}
+        refused(await client.post(ROUTE, json=STEERED), 403)
+        refused(await client.get("/v1/steering/set"), 403)
+    assert (await client_of(app, secrets["only-steer"]).post(ROUTE, json=STEERED)).json()["steered"] is True
+    assert (await client_of(app, secrets["only-read"]).get("/v1/steering/set")).status_code == 200
+    refused(await client_of(app, "other").post(ROUTE, json={}), 401)
+    asked = [await client_of(app, secret).post("/v1/seen", json={}) for secret in ("old", secrets["none"])]
+    assert [answer.json() for answer in asked] == ["api-key", "none"]
+
+
+async def test_a_capture_is_for_the_key_that_made_it(path: Path) -> None:
+    """Catches rows that another key fetches or deletes, and an answer from which it learns that they are there."""
+    secrets = write_keys(path, {"alice": [Right.CAPTURE], "bob": [Right.CAPTURE]})
+    app = await start(make_guarded_app(path))
+    alice, bob = (client_of(app, secret) for secret in secrets.values())
+    key = await key_of(app, secrets["alice"])
+    handle = store_of(app).put(b"rows", "safetensors", bytes.fromhex(key.sha256))
+    for method in ("GET", "DELETE"):
+        there = await bob.request(method, f"/v1/captures/{handle}")
+        not_there = await bob.request(method, f"/v1/captures/{handle[::-1]}")
+        refused(there, 404)
+        assert (there.text, sorted(there.headers)) == (not_there.text, sorted(not_there.headers))
+    assert (await alice.get(f"/v1/captures/{handle}")).content == b"rows"
+    assert (await alice.delete(f"/v1/captures/{handle}")).status_code == 204
+    refused(await alice.get(f"/v1/captures/{handle}"), 404)
+
+
+async def key_of(app: FastAPI, secret: str) -> Any:
+    found = []
+
+    @app.get("/v1/me")
+    async def me() -> None:
+        from vllm_steer.server.auth.caller import current_key
+
+        found.append(current_key())
+
+    await client_of(app, secret).get("/v1/me")
+    return found[0]
+
+
+async def test_the_caller_is_known_and_forgotten(path: Path) -> None:
+    """Catches a log that names nobody, or somebody else."""
+    secrets = write_keys(path, {"alice": (), "bob": ()})
+    app = make_guarded_app(path)
+
+    @app.post("/v1/who")
+    def who() -> str | None:  # in a thread
+        return caller.get()
+
+    for name in ("alice", "bob", "alice"):
+        assert (await client_of(app, secrets[name]).post("/v1/who", json={})).json() == name
+        assert caller.get() is None
+
+
+def engine_request(salt: str | None = None) -> Any:
+    return SimpleNamespace(cache_salt=salt)
+
+
+def salted(key: Any, own: str | None) -> str | None:
+    request = engine_request(own)
+    with acting(key):
+        salt_request(request)
+    result: str | None = request.cache_salt
+    return result
+
+
+def test_each_key_has_its_own_salt() -> None:
+    """Catches two keys that share prefix-cache blocks, a key that shares none with itself, and a request's own salt
+    that is lost, or that makes somebody else's."""
+    (one, _), (other, _) = make_key("one", (), {}), make_key("other", (), {})
+    made = [salted(key, own) for key in (one, other) for own in (None, "x", "y", salted(one, None), one.cache_salt)]
+    assert len(set(made)) == len(made)
+    assert made == [salted(key, own) for key in (one, other) for own in (None, "x", "y", made[0], one.cache_salt)]
+    assert all(salt is not None and one.cache_salt not in salt and len(salt) <= 128 for salt in made)
+    assert salted(None, None) is None and salted(None, "x") == "x"
+
+
+def test_answers_in_the_background_are_refused_under_a_key() -> None:
+    """Catches a key that runs any number of requests, since each has been answered before the model has run."""
+    request = ResponsesRequest(model="tiny", input="abc", background=True)
+    with acting(make_key("me", EVERYTHING, {})[0]):
+        with pytest.raises(RequestRefused, match="API keys") as refusal:
+            apply_to_params(request, SamplingParams())
+        apply_to_params(ResponsesRequest(model="tiny", input="abc"), SamplingParams())
+    assert refusal.value.field == "background"
+    apply_to_params(request, SamplingParams())
+
+
+@pytest.mark.parametrize(
+    ("args", "warned"),
+    [
+        ({}, "anybody who can reach it"),
+        ({"host": "0.0.0.0"}, "anybody who can reach it"),
+        ({"host": "::"}, "anybody who can reach it"),
+        ({"host": "my-server"}, "anybody who can reach it"),
+        ({"host": "10.0.0.1", "api_key": ["k"]}, "--api-key"),
+        ({"host": "127.0.0.1"}, None),
+        ({"host": "::1"}, None),
+        ({"host": "localhost"}, None),
+        ({"host": None, "uds": "/tmp/socket"}, None),
+    ],
+)
+def test_an_open_server_says_so(args: dict[str, Any], warned: str | None, caplog: pytest.LogCaptureFixture) -> None:
+    """Catches a server that anybody can steer and that starts without a word, and a warning about one's own machine."""
+    logger = logging.getLogger("vllm.vllm_steer.server.auth.authenticator")
+    logger.addHandler(caplog.handler)
+    try:
+        warn_if_open(SimpleNamespace(**args))
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert ("--steering-keys" in caplog.text) == (warned is not None)
+    assert warned is None or warned in caplog.text

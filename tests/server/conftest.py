@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model of the server tests, and the one steering server that most of them share."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.server.server import run_server, save_model, vllm_command
+
+
+@pytest.fixture(autouse=True)
+def temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stores of applications in this process leave nothing where others would find it."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def capture_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the server's consumer ``filesystem`` writes."""
+    return tmp_path_factory.mktemp("captures")
+
+
+@pytest.fixture(scope="session")
+def url(model: Path, capture_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    flags = ["--enable-steering", "--steering-max-body-mib", "1", "--enable-scale-out"]
+    flags += ["--capture-consumers", f"filesystem:root={capture_root}"]
+    flags += ["--capture-inline-kib", "16", "--capture-store-mib", "1", "--capture-expiry-s", "15"]
+    yield from run_server(model, [*vllm_command(), "serve"], flags, tmp_path_factory.mktemp("log") / "server.log")
+
+
+@pytest.fixture(scope="session")
+def client(url: str) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=url, timeout=60) as client:
+        yield client

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clients that vanish in the middle of a steered request with captures, each in one of many ways."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import re
+import socket
+import struct
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import numpy as np
+import psutil
+
+from tests.server.server import HIDDEN, LAYERS, MODEL
+from vllm_steer.spec import pack_vector
+
+PROMPT = "x" * 150
+ROW_BYTES = 4 * HIDDEN
+CAPTURE = {"memory": {"hooks": dict.fromkeys(("pre_attn", "post_attn", "post_block"), "all"), "positions": "all"}}
+ROUND_BYTES = 3 * LAYERS * len(PROMPT) * ROW_BYTES
+"""What the rows of a round's prompt alone take."""
+_PIECE = 1 << 20
+_CLOSING_SECONDS = 60
+"""In which a server hears of a leaving and closes the connection, on the slowest machine."""
+_HANDLE = re.compile(rb'"id": ?"([\w-]{43})"')
+
+
+@dataclass
+class Leavers:
+    """Rounds of clients that leave; what they were given is theirs, and they delete it.
+
+    An answer may cross with a leaving: it is sent when the client has gone, before the server knows. Most say farewell
+    and then read what still comes, so that this is known, however slow the machine is. Who leaves without a farewell
+    reads what has come in the instant before; only what comes in that instant is not known.
+    """
+
+    url: str
+    answered: int = 0
+    """Clients that had their whole answer before they left."""
+    crossed: int = 0
+    """Clients whose whole answer came when they had said farewell."""
+    handles: list[str] = field(default_factory=list)
+
+    async def rounds(self, first: int, last: int, concurrency: int) -> None:
+        """Rounds ``first`` to ``last``, so many at a time."""
+        numbers = iter(range(first, last))
+
+        async def work() -> None:
+            for number in numbers:
+                await self._round(number)
+
+        await asyncio.gather(*(work() for _ in range(concurrency)))
+        async with httpx.AsyncClient(base_url=self.url) as client:
+            while self.handles:
+                await client.delete(f"/v1/captures/{self.handles.pop()}")
+
+    async def _round(self, number: int) -> None:
+        loop, draw, where = asyncio.get_running_loop(), random.Random(number), httpx.URL(self.url)
+        stream = draw.random() < 0.5
+        request = _request(where, _body(number, stream))
+        if cut := draw.random() < 0.1:  # some leave in the middle of their own body
+            request = request[: draw.randrange(len(request))]
+        with socket.socket() as client:
+            client.setblocking(False)
+            await loop.sock_connect(client, (where.host, where.port))
+            await loop.sock_sendall(client, request)
+            received = b""
+            if stream and not cut and draw.random() < 0.7:
+                lines = draw.randrange(1, 12)  # headers, then events
+                while received.count(b"\n") < lines and (piece := await loop.sock_recv(client, _PIECE)):
+                    received += piece
+            elif draw.random() < 0.8:
+                await asyncio.sleep(draw.random() * 0.05)
+            received += _what_has_come(client)
+            late = b""
+            if draw.random() < 0.3:  # without a farewell: from here on no turn of the event loop
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                client.close()
+            else:
+                client.shutdown(socket.SHUT_WR)
+                async with asyncio.timeout(_CLOSING_SECONDS):
+                    while piece := await loop.sock_recv(client, _PIECE):
+                        late += piece
+        if handle := _HANDLE.search(received + late):
+            self.handles.append(handle[1].decode())
+            if handle.end() <= len(received):
+                self.answered += 1
+            else:
+                self.crossed += 1
+
+
+def _what_has_come(client: socket.socket) -> bytes:
+    received = b""
+    with contextlib.suppress(BlockingIOError):
+        while piece := client.recv(_PIECE):
+            received += piece
+    return received
+
+
+def _body(number: int, stream: bool) -> dict[str, Any]:
+    vector = pack_vector(np.random.default_rng(number).standard_normal(HIDDEN).astype("f4"))
+    return {
+        "model": MODEL, "prompt": PROMPT, "max_tokens": 100, "ignore_eos": True, "temperature": 0, "stream": stream,
+        "steering_vectors": {"post_block": {"1": vector}}, "capture": CAPTURE,
+    }  # fmt: skip
+
+
+def _request(where: httpx.URL, body: dict[str, Any]) -> bytes:
+    data = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: {where.host}\r\ncontent-type: application/json\r\n"
+    return f"{head}content-length: {len(data)}\r\n\r\n".encode() + data
+
+
+def resident(port: int) -> int:
+    """Bytes in memory of all processes of the server on ``port``: API servers, engines, and their parent."""
+    mains = [process for process in psutil.Process().children(recursive=True) if str(port) in _command(process)]
+    processes = {process.pid: process for main in mains for process in (main, *main.children(recursive=True))}
+    return sum(process.memory_info().rss for process in processes.values())
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.ZombieProcess:  # one that an earlier test ended, not of this server
+        return []

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hostile requests to a real server: each is refused in words, and the server goes on as before."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+
+from tests.server.hostile.case import CARRYING, MODULES, SET, Case, fault, greedy, send
+from tests.server.hostile.corpus import CATEGORIES
+from vllm_steer.server.http.middleware import CARRYING_ROUTES
+
+MOST_SHOWN = 20
+
+
+@pytest.mark.failure(14)
+@pytest.mark.parametrize("name", CATEGORIES)
+def test_a_category_is_refused(name: str, client: httpx.Client) -> None:
+    """Catches a request that is served, or ends in HTTP 500, or in an error that does not say what is wrong and where;
+    and a server that answers otherwise afterwards."""
+    before = greedy(client)
+    faults = [problem for case in CATEGORIES[name].make() if (problem := fault(case, send(client, case)))]
+    assert not faults, "\n".join([f"{len(faults)} of them:", *faults[:MOST_SHOWN]])
+    assert client.get("/health").status_code == 200
+    assert client.get(MODULES).json()["data"] == []
+    assert greedy(client) == before
+
+
+def test_the_corpus_is_large_and_reaches_every_route() -> None:
+    """Catches a category that has become empty, and a carrying route that no hostile body is sent to."""
+    cases = {name: list(category.make()) for name, category in CATEGORIES.items()}
+    assert min(len(made) for made in cases.values()) >= 50
+    assert sum(len(made) for made in cases.values()) >= 1000
+    assert {*CARRYING_ROUTES, MODULES, SET} <= {case.target for made in cases.values() for case in made}
+    assert set(CARRYING) == set(CARRYING_ROUTES)
+
+
+def test_what_is_served_is_a_fault() -> None:
+    """Catches a judge that lets everything pass: answers as a broken server would give them."""
+    case = Case("x", "POST", SET)
+    good = {"message": "x: is wrong", "type": "BadRequestError", "param": "x", "code": 400}
+    assert fault(case, httpx.Response(400, json={"error": good})) is None
+    for status, body in (
+        (200, {"error": good}),
+        (500, {"error": {**good, "code": 500}}),
+        (400, {"error": {**good, "param": None}}),
+        (400, {"error": {**good, "message": ""}}),
+        (400, {"error": {**good, "message": "x" * 5000}}),
+        (400, {"detail": "x"}),
+        (404, {"error": good}),
+    ):
+        assert fault(case, httpx.Response(status, json=body)) is not None, body

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests made from the server's own OpenAPI document, right and wrong ones.
+
+None ends in HTTP 500, and every answer of our routes is of a form that the document has.
+
+A short run with fixed seeds; `pytest tests/server/hostile/test_document.py --hostile 2000` draws as many at random.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    negative_data_rejection,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from tests.server.hostile.case import CARRYING, CLEAR, MODULES, PROMPT, SET, greedy
+from tests.server.server import MODEL
+from vllm_steer.params import FIELDS
+
+EXAMPLES = 20
+OURS = [
+    ("post", MODULES), ("get", MODULES), ("get", f"{MODULES}/{{name}}"), ("delete", f"{MODULES}/{{name}}"),
+    ("post", SET), ("get", SET), ("post", CLEAR), ("get", "/v1/steering/capabilities"),
+    ("get", "/v1/captures/{handle}"), ("delete", "/v1/captures/{handle}"),
+]  # fmt: skip
+# Nothing can be wrong in these: they have no query and no body, and any text is right in a path.
+BARE = {
+    ("get", MODULES), ("delete", f"{MODULES}/{{name}}"), ("post", CLEAR), ("get", "/v1/steering/capabilities"),
+    ("get", "/v1/captures/{handle}"), ("delete", "/v1/captures/{handle}"),
+}  # fmt: skip
+# Route -> the schema that vLLM gives its body, and what of it a body needs.
+BODIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "/v1/completions": ("CompletionRequest", {"prompt": PROMPT, "max_tokens": 1}),
+    "/v1/chat/completions": (
+        "ChatCompletionRequest", {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 1}
+    ),
+    "/v1/responses": ("ResponsesRequest", {"input": PROMPT, "max_output_tokens": 1}),
+}  # fmt: skip
+CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
+
+
+def narrowed(document: dict[str, Any]) -> dict[str, Any]:
+    """The document with our routes alone, and of vLLM's bodies our fields alone: the rest of them is vLLM's to test."""
+    paths = {path: item for path, item in document["paths"].items() if path in {path for _, path in OURS}}
+    for route, (name, needed) in BODIES.items():
+        properties = document["components"]["schemas"][name]["properties"]
+        right = {"model": MODEL, **needed}
+        schema = {
+            "type": "object",
+            "properties": {
+                **{key: {"const": value} for key, value in right.items()},
+                **{field: properties[field] for field in FIELDS},
+            },
+            "required": list(right),
+            "additionalProperties": False,
+        }
+        body = {"required": True, "content": {"application/json": {"schema": schema}}}
+        paths[route] = {"post": {"requestBody": body, "responses": {"default": {"description": "any"}}}}
+    return {**document, "paths": paths}
+
+
+@pytest.fixture(scope="module")
+def document(client: httpx.Client) -> Any:
+    return client.get("/openapi.json").json()
+
+
+@pytest.fixture(scope="module")
+def schema(document: Any, url: str) -> Any:
+    made = schemathesis.openapi.from_dict(narrowed(document))
+    made.config.update(base_url=url)
+    return made
+
+
+@pytest.fixture(autouse=True)
+def left_as_it_was(client: httpx.Client) -> Iterator[None]:
+    """Of what was rightly registered and set, nothing stays; and the server answers as it did."""
+    before = greedy(client)
+    yield
+    assert client.post(CLEAR).status_code == 200
+    for module in client.get(MODULES).json()["data"]:
+        assert client.delete(f"{MODULES}/{module['name']}").status_code == 200
+    assert greedy(client) == before
+
+
+ASKED = [
+    pytest.param(method, path, mode, id=f"{method}-{path}-{mode.value}")
+    for method, path in (*OURS, *(("post", route) for route in BODIES))
+    for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)
+    if mode is GenerationMode.POSITIVE or (method, path) not in BARE
+]
+
+
+@pytest.mark.parametrize(("method", "path", "mode"), ASKED)
+def test_an_operation(
+    method: str, path: str, mode: GenerationMode, schema: Any, url: str, request: pytest.FixtureRequest
+) -> None:
+    """Catches HTTP 500, an answer that the document does not know, and a wrong request that is served."""
+    operation = schema[path][method]
+    assert bool(operation.query or operation.body) == ((method, path) not in BARE)
+    ours = (method, path) in OURS
+    checks = [*CHECKS, negative_data_rejection] if ours else [not_a_server_error]
+    count = request.config.getoption("--hostile")
+
+    @settings(
+        max_examples=count or EXAMPLES, derandomize=not count, database=None, suppress_health_check=list(HealthCheck)
+    )
+    @given(operation.as_strategy(generation_mode=mode))
+    def ask(case: Any) -> None:
+        case.call_and_validate(base_url=url, checks=checks)
+
+    ask()
+
+
+_WORDS = (
+    "post_block", "1", "vector", "scale", "dtype", "shape", "data", "kind", "add", "point", "layers", "tokens", "all",
+    "memory", "hooks", "positions", "reduce", "directions", "probes", "filesystem", "tag", "float32", "clamp", "low",
+)  # fmt: skip
+_TEXTS = st.sampled_from(_WORDS) | st.text(max_size=8)
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | _TEXTS,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(_TEXTS, inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@pytest.mark.parametrize("route", BODIES)
+def test_any_json_in_our_fields(route: str, client: httpx.Client, request: pytest.FixtureRequest) -> None:
+    """Catches a value of whatever form that ends in HTTP 500, or in an error without a field's name."""
+    count = request.config.getoption("--hostile")
+
+    @settings(max_examples=count or EXAMPLES, derandomize=not count, database=None)
+    @given(st.dictionaries(st.sampled_from(FIELDS), _VALUES, min_size=1))
+    def ask(fields: dict[str, Any]) -> None:
+        body = json.dumps({"model": MODEL, **BODIES[route][1], **fields})
+        response = client.post(route, content=body, headers={"content-type": "application/json"})
+        given_none = all(value is None for value in fields.values())
+        assert response.status_code == 200 if given_none else response.status_code in (200, 400, 404), response.text
+        assert response.status_code == 200 or response.json()["error"]["param"], response.text
+
+    ask()
+
+
+def test_the_operations_are_those_of_the_document(document: Any) -> None:
+    """Catches a route of ours that is documented and not tested here."""
+    documented = {
+        (method, path)
+        for path, item in document["paths"].items()
+        if path.startswith(("/v1/steering", "/v1/captures"))
+        for method in item
+    }
+    assert documented == set(OURS)
+    assert set(BODIES) == {route for route in CARRYING if route in document["paths"]} - {"/invocations"} - {
+        "/v1/chat/completions/batch"
+    }

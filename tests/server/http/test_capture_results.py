@@ -1,0 +1,381 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What was captured, on its way into answers."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from fastapi import FastAPI
+from safetensors.torch import load
+from starlette.middleware.gzip import GZipMiddleware
+from vllm.sampling_params import SamplingParams
+
+from tests.server import delivery
+from tests.server.fakes import HIDDEN
+from tests.server.http.answers import DONE, SPEC, captured, done, finish_samples, make_capturing_app
+from vllm_steer.capture import CaptureResult
+from vllm_steer.capture.manager import CaptureResults
+from vllm_steer.server import delivery as delivering
+from vllm_steer.server.http.request_context import PROMPT_KEY, current, note_results, track_sample
+from vllm_steer.server.http.request_fields import apply_to_params
+from vllm_steer.server.http.row_encoding import inline
+from vllm_steer.server.routes.captures import store_of
+
+ROUTE = "/v1/completions"
+BODY: dict[str, Any] = {"capture": {"memory": SPEC}}
+
+
+def client_of(app: FastAPI) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server")
+
+
+async def answer_of(app: FastAPI, **fields: Any) -> Any:
+    response = await client_of(app).post(ROUTE, json={**BODY, **fields})
+    assert response.status_code == 200, response.text
+    assert int(response.headers["content-length"]) == len(response.content)
+    return response.json()
+
+
+@pytest.mark.parametrize("fields", [{}, {"stream": [f"data: {{}}\n\n{DONE}"]}], ids=["JSON", "stream"])
+async def test_rows_end_with_their_answer(fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches rows of a server's first request that stay for ever: vLLM's own tasks start in its context."""
+    exchanges: list[Any] = []
+
+    def finish(*args: Any) -> Any:
+        exchanges.append(current.get())
+        return finish_samples(*args)
+
+    monkeypatch.setattr(delivery, "finish_samples", finish)
+    app = make_capturing_app([{"memory": done(captured())}])
+    response = await client_of(app).post(ROUTE, json={**BODY, **fields})
+    assert '"post_block"' in response.text
+    assert [exchange.results for exchange in exchanges] == [{}]
+
+
+async def test_rows_of_a_client_that_left_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches the same of a stream whose generator is only closed, and its request aborted, once the answer is over."""
+    exchanges: list[Any] = []
+
+    async def leave_running(body: Any, *args: Any) -> None:
+        apply_to_params(body, SamplingParams())
+        exchanges.append(current.get())
+
+    monkeypatch.setattr(delivery, "finish_samples", leave_running)
+    await client_of(make_capturing_app([{}])).post(ROUTE, json=BODY)
+    (exchange,) = exchanges
+    note_results(SimpleNamespace(_steering_choice=(exchange, 0)), CaptureResults({"memory": done(captured())}))
+    assert exchange.results == {}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+async def test_rows_are_where_their_choice_is(dtype: str) -> None:
+    """Catches results in the order in which samples end, and rows in another dtype or form than stated."""
+    results = [{"memory": done(captured(value=i, dtype=getattr(torch, dtype)))} for i in range(3)]
+    for i, choice in enumerate((await answer_of(make_capturing_app(results)))["choices"]):
+        assert (choice["index"], choice["text"]) == (i, "é")
+        result = choice["capture_results"]["memory"]
+        assert (result["status"], result["error"]) == ("ok", None)
+        site = result["sites"]["post_block"]["1"]
+        assert (site["positions"], site["dtype"], site["shape"]) == ([0, 1, 2], dtype, [3, HIDDEN])
+        rows = torch.frombuffer(bytearray(base64.b64decode(site["data"])), dtype=getattr(torch, dtype))
+        assert rows.tolist() == [i] * 3 * HIDDEN
+
+
+async def test_whatever_a_consumer_reports_is_passed_on() -> None:
+    """Catches an error without its reason, a partial result without its rows, and reports that break the answer."""
+    results = {
+        "ours": done({"path": "/a/b", "index": 3}),
+        "error": done(None, "error", "disk full \udc80"),
+        "partial": done(captured(), "partial", "one is missing"),
+        "strange": done(object()),
+        "endless": done({"norm": float("inf")}),
+    }
+    (choice,) = (await answer_of(make_capturing_app([results])))["choices"]
+    reports = choice["capture_results"]
+    assert reports["ours"] == {"status": "ok", "error": None, "data": {"path": "/a/b", "index": 3}}
+    assert reports["error"] == {"status": "error", "error": "disk full \udc80"}
+    assert reports["partial"]["error"] == "one is missing"
+    assert "post_block" in reports["partial"]["sites"]
+    for name in ("strange", "endless"):
+        assert reports[name]["status"] == "error"
+        assert "JSON" in reports[name]["error"]
+
+
+def values_of(choices: list[Any]) -> list[float | None]:
+    """The number of which each choice's rows consist, None where it has none."""
+    reports = [choice["capture_results"]["memory"] for choice in choices]
+    sites = [report.get("sites", {}).get("post_block", {}).get("1") for report in reports]
+    return [None if s is None else float(np.frombuffer(base64.b64decode(s["data"]), "<f4")[0]) for s in sites]
+
+
+@pytest.mark.failure(18)
+async def test_rows_are_those_of_the_choice_s_own_prompt() -> None:
+    """Catches rows of the first prompt alone, or under another prompt's choices."""
+    results = [{"memory": done(captured(value=i))} for i in range(6)]
+    assert values_of((await answer_of(make_capturing_app(results, prompts=3)))["choices"]) == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.failure(18, control=True)
+async def test_prompts_without_numbers_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: where all prompts count as the first, the others' choices have nothing to show."""
+
+    def unnumbered(processor: Any, request: Any) -> None:
+        request.sampling_params.extra_args[PROMPT_KEY] = 0
+        track_sample(processor, request)
+
+    monkeypatch.setattr(delivery, "track_sample", unnumbered)
+    results = [{"memory": done(captured(value=i))} for i in range(6)]
+    values = values_of((await answer_of(make_capturing_app(results, prompts=3)))["choices"])
+    assert values[2:] == [None] * 4
+
+
+async def test_a_choice_without_a_result_says_so() -> None:
+    """Catches a choice of an answer that is silent about its capture."""
+    choices = (await answer_of(make_capturing_app([{"memory": done(captured())}]), choices=2))["choices"]
+    assert choices[0]["capture_results"]["memory"]["status"] == "ok"
+    assert choices[1]["capture_results"]["memory"]["status"] == "error"
+
+
+async def test_an_answer_without_choices_is_an_error() -> None:
+    """Catches rows that vanish since there is no place for them."""
+    response = await client_of(make_capturing_app([{"memory": done(captured())}])).post(
+        ROUTE, json={**BODY, "choices": 0}
+    )
+    assert response.status_code == 500
+    assert response.json()["error"]["param"] == "capture"
+
+
+async def test_errors_and_other_requests_pass_unchanged() -> None:
+    """Catches an error that is rewritten, and answers that are changed for those who capture nothing."""
+    app = make_capturing_app([{"memory": done(captured())}])
+    response = await client_of(app).post(ROUTE, json={**BODY, "status": 418})
+    assert (response.status_code, response.json()) == (418, {"error": {"message": "no"}})
+    assert (await client_of(app).post(ROUTE, json={})).json() == {"choices": [{"index": 0, "text": "é"}]}
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        ["data: {}\n\n", "data: {}\n\n", DONE],
+        ["data: {}\n\ndata: {}\n\n" + DONE],
+        ["data: {}\n\n", "data: {}\n\n"],
+        ["data: {}\n\n", f'data: {{"text": "{DONE[:12]}"}}\n\n', DONE],
+        [DONE],
+    ],
+)
+async def test_streams_get_one_more_event(pieces: list[str]) -> None:
+    """Catches an event that comes after the end, twice, or not, where the end does not stand in a piece of its own."""
+    app = make_capturing_app([{"memory": done(captured())}, {"memory": done(captured())}])
+    response = await client_of(app).post(ROUTE, json={**BODY, "stream": pieces})
+    text = "".join(pieces)
+    before = text.removesuffix(DONE)
+    assert response.text.startswith(f"{before}data: {{")
+    assert response.text.endswith("}\n\n" + text[len(before) :])
+    event = json.loads(response.text.removeprefix(before).removesuffix(DONE).removeprefix("data: "))
+    assert event["object"] == "capture_results"
+    assert [choice["index"] for choice in event["choices"]] == [0, 1]
+    assert event["choices"][0]["capture_results"]["memory"]["sites"]["post_block"]["1"]["shape"] == [3, HIDDEN]
+
+
+async def test_a_choice_of_a_stream_without_a_result_says_so() -> None:
+    """Catches a stream that failed for one of its prompts, and is silent about that prompt's capture."""
+    app = make_capturing_app([{"memory": done(captured())}], runs=0)
+    response = await client_of(app).post(ROUTE, json={**BODY, "stream": ['data: {"error": {}}\n\n', DONE]})
+    event = json.loads(response.text.split("data: ")[2])
+    (choice,) = event["choices"]
+    assert (choice["index"], choice["capture_results"]["memory"]["status"]) == (0, "error")
+
+
+async def test_encoded_answers_are_refused() -> None:
+    """Catches an answer of compressed bytes that is taken for one without choices, or broken."""
+    app = make_capturing_app([{"memory": done(captured())}])
+    inner = app.user_middleware.pop()
+    app.add_middleware(GZipMiddleware, minimum_size=1)
+    app.user_middleware.insert(0, inner)
+    response = await client_of(app).post(ROUTE, json=BODY, headers={"accept-encoding": "gzip"})
+    assert response.status_code == 400
+    assert "gzip" in response.json()["error"]["message"]
+
+
+ROWS = 1024 // (4 * HIDDEN)
+"""Rows of a KiB."""
+
+
+async def test_large_rows_are_fetched() -> None:
+    """Catches a limit that is not one, and a handle that gives other rows or never goes away."""
+    app = make_capturing_app(
+        [{"memory": done(captured(ROWS))}, {"memory": done(captured(ROWS + 1))}], capture_inline_kib=1
+    )
+    small, large = (choice["capture_results"]["memory"] for choice in (await answer_of(app))["choices"])
+    assert "sites" in small
+    assert set(large) == {"status", "error", "id", "bytes", "format", "expires_in"}
+    assert len(large["id"]) >= 32
+    async with client_of(app) as client:
+        response = await client.get(f"/v1/captures/{large['id']}")
+        tensors = load(response.content)
+        assert tensors["post_block.1"].shape == (ROWS + 1, HIDDEN)
+        assert tensors["positions"].tolist() == list(range(ROWS + 1))
+        assert len(response.content) == int(response.headers["content-length"]) == large["bytes"]
+        assert (await client.delete(f"/v1/captures/{large['id']}")).status_code == 204
+        for gone in (
+            await client.get(f"/v1/captures/{large['id']}"),
+            await client.delete(f"/v1/captures/{large['id']}"),
+        ):
+            assert gone.status_code == 404
+            assert gone.json()["error"]["code"] == 404
+    assert len(store_of(app)) == 0
+
+
+async def test_what_cannot_be_stored_is_an_error() -> None:
+    """Catches handles that lead to rows for which there was no room."""
+    app = make_capturing_app([{"memory": done(captured())}], capture_inline_kib=0, capture_store_mib=0)
+    result = (await answer_of(app))["choices"][0]["capture_results"]["memory"]
+    assert result["status"] == "error"
+    assert "--capture-store-mib" in result["error"]
+    assert len(store_of(app)) == 0
+
+
+async def test_a_report_without_end_is_fetched_too() -> None:
+    """Catches a consumer whose report makes answers of any size, and a short one that is not in the answer."""
+    long = {"numbers": list(range(20000))}
+    app = make_capturing_app([{"long": done(long), "short": done({"path": "/a"})}], capture_inline_kib=0)
+    reports = (await answer_of(app))["choices"][0]["capture_results"]
+    assert reports["short"]["data"] == {"path": "/a"}
+    assert "data" not in reports["long"]
+    assert reports["long"]["format"] == "json"
+    response = await client_of(app).get(f"/v1/captures/{reports['long']['id']}")
+    assert response.headers["content-type"] == "application/json"
+    assert response.json() == long
+
+
+async def test_a_choice_for_which_the_model_ran_twice_says_so() -> None:
+    """Catches the rows of the last run, which has the right shape, given for those of all."""
+    app = make_capturing_app([{"memory": done(captured())}], runs=2)
+    (choice,) = (await answer_of(app))["choices"]
+    assert choice["capture_results"]["memory"]["status"] == "error"
+    assert "several runs" in choice["capture_results"]["memory"]["error"]
+
+
+class Connection:
+    """A client of the application that can leave at any time."""
+
+    def __init__(self, app: FastAPI, body: dict[str, Any]) -> None:
+        self.sent: list[dict[str, Any]] = []
+        self.stuck = asyncio.Event()
+        self.blocked = False
+        self._left = asyncio.Event()
+        self._body: bytes | None = json.dumps(body).encode()
+        headers = [(b"content-type", b"application/json")]
+        asgi = {"spec_version": "2.3"}  # as uvicorn says
+        scope = {"type": "http", "method": "POST", "path": ROUTE, "headers": headers, "query_string": b"", "asgi": asgi}
+        self.task = asyncio.create_task(app(scope, self._receive, self._send))
+
+    def leave(self) -> None:
+        self._left.set()
+
+    async def _receive(self) -> dict[str, Any]:
+        if self._body is not None:
+            body, self._body = self._body, None
+            return {"type": "http.request", "body": body, "more_body": False}
+        await self._left.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Any) -> None:
+        if self.blocked and message.get("body"):
+            self.stuck.set()
+            await asyncio.Event().wait()  # as a server does while the client does not read
+        self.sent.append(message)
+
+
+@pytest.mark.parametrize("stream", [None, [DONE]])
+async def test_a_slow_consumer_holds_up_its_own_request_alone(stream: list[str] | None) -> None:
+    """Catches an event loop that waits for a consumer, and a consumer that is called off when the client has left."""
+    slow: Future[CaptureResult] = Future()
+    apps = [make_capturing_app([{"memory": future}], capture_inline_kib=0) for future in (slow, done(captured()))]
+    connection, leaver = (Connection(apps[0], {**BODY, "stream": stream}) for _ in range(2))
+    await asyncio.sleep(0.1)
+    assert (await answer_of(apps[1]))["choices"]
+    assert not connection.task.done()
+    assert not any(b"choices" in message.get("body", b"") for message in connection.sent)
+    leaver.leave()
+    await asyncio.wait_for(leaver.task, 10)
+    assert not slow.cancelled()
+    slow.set_result(CaptureResult("ok", None, captured()))
+    await asyncio.wait_for(connection.task, 10)
+    assert any(b"choices" in message.get("body", b"") for message in connection.sent)
+    assert not any(b"choices" in message.get("body", b"") for message in leaver.sent)
+    assert len(store_of(apps[0])) == 1
+
+
+async def test_a_client_that_leaves_at_the_last_event_leaves_nothing() -> None:
+    """Catches rows in the store of which nobody was told."""
+    app = make_capturing_app([{"memory": done(captured())}] * 2, capture_inline_kib=0)
+    connection = Connection(app, {**BODY, "stream": ["data: {}\n\n", DONE]})
+    store = store_of(app)
+    connection.blocked = True
+    # Blocked at the first event already: nothing is stored before the last one.
+    await asyncio.wait_for(connection.stuck.wait(), 10)
+    assert len(store) == 0
+    connection.leave()
+    await asyncio.wait_for(connection.task, 10)
+    assert len(store) == 0
+
+    connection = Connection(app, {**BODY, "stream": [DONE]})
+    connection.blocked = True
+    await asyncio.wait_for(connection.stuck.wait(), 10)
+    assert len(store) == 2
+    connection.leave()
+    await asyncio.wait_for(connection.task, 10)
+    assert len(store) == 0
+
+
+class Late(Connection):
+    """A client that is gone by the time its answer is made, of which its server hears some turns of its loop later."""
+
+    async def _receive(self) -> dict[str, Any]:
+        if self._body is None:
+            await self._left.wait()
+            for _ in range(3):
+                await asyncio.sleep(0)
+        return await super()._receive()
+
+
+@pytest.mark.failure(20)
+@pytest.mark.parametrize("stream", [None, [DONE], ["data: {}\n\n", DONE]])
+@pytest.mark.parametrize("looks", [True, pytest.param(False, marks=pytest.mark.failure(20, control=True))])
+async def test_a_client_that_has_left_just_before_the_answer_leaves_nothing(
+    stream: list[str] | None, looks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches rows that stay until they expire for a client whose leaving could have been known.
+
+    Without another look, they do.
+    """
+    connections: list[Connection] = []
+    hear = delivering._hear_of_leaving
+
+    async def leave_and_hear() -> None:
+        connections[0].leave()
+        if looks:
+            await hear()
+
+    monkeypatch.setattr(delivering, "_hear_of_leaving", leave_and_hear)
+    app = make_capturing_app([{"memory": done(captured())}], capture_inline_kib=0)
+    connections.append(Late(app, {**BODY, "stream": stream}))
+    await asyncio.wait_for(connections[0].task, 10)
+    assert len(store_of(app)) == (0 if looks else 1)
+
+
+def test_positions_are_plain_integers() -> None:
+    """Catches numpy's integers, which JSON does not have, in what is inline."""
+    site = inline(captured())["post_block"]["1"]
+    assert all(type(position) is int for position in site["positions"])
+    assert np.frombuffer(base64.b64decode(site["data"]), "<f4").shape == (3 * HIDDEN,)

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keys that look like ours."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+
+from vllm_steer.server import lookalikes
+from vllm_steer.server.http.confusables import reads_as
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "steering", "steering_vector", "Steering-Vectors", "STEERING", "xsteeringx", "stееring", "steering_vectоrs",
+        "stεεring", "ｓｔｅｅｒｉｎｇ", "𝐬𝐭𝐞𝐞𝐫𝐢𝐧𝐠",
+        "steer\u200bing", "s\u00adteering", "\u202esteering", "stee\0ring", "stéering", "steerıng",
+        "ste\udc00ering", "x" * 100 + "stееring",
+        "ﬆeering", "ﷺring\u200bsteerinɡ", "\u200b" * 10_000 + "stееring", "ж" * 10_000 + "steering",
+    ],
+)  # fmt: skip
+def test_what_reads_as_our_word(name: str) -> None:
+    """Catches a key that is passed over although somebody has written it to be ours."""
+    assert reads_as(name, "steering")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", "s", "temperature", "steeri", "steersing", "рулевое управление", "本文検索機能追加", "große", "ééééé",
+     "ﷺring", "stжжжжжg", "ste\nжжring", "ﷺ" * 10_000, "sжжжж" * 10_000],
+)  # fmt: skip
+def test_what_does_not(name: str) -> None:
+    """Catches a check that refuses other people's keys, in whatever alphabet."""
+    assert not reads_as(name, "steering")
+
+
+LONG = {
+    "a sentence in a character": "ﷺ" * 20_000,
+    "another alphabet": "ж" * 20_000,
+    "nothing to be seen": "\u200b" * 20_000,
+    "nearly our word": "stжжжжжg" * 2_500,
+    "controls": "steerin\n" * 2_500,
+}
+
+
+@pytest.mark.parametrize("case", LONG)
+@pytest.mark.parametrize("word", ["steering", "capture"])
+def test_a_long_name_is_not_gone_through_in_python(case: str, word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a key of a plain request that holds up the event loop: a step or a normalisation for each character."""
+    monkeypatch.setattr(lookalikes, "_SEEN", lookalikes._Seen())
+    reads_as("é", word)  # compiles the pattern
+    steps = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal steps
+        steps += 1
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        found = reads_as(LONG[case], word)
+    finally:
+        sys.setprofile(before)
+    assert not found
+    assert steps < 500
+
+
+def test_characters_are_kept_in_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a memory that strangers fill, and names that are read otherwise when it is full."""
+    seen = lookalikes._Seen()
+    monkeypatch.setattr(lookalikes, "_SEEN", seen)
+    assert not reads_as("".join(map(chr, range(0x80, 0x80 + 2 * seen.MOST))), "steering")
+    assert 0 < len(seen) <= seen.MOST
+    assert reads_as("ｓｔｅｅｒｉｎｇ", "steering")

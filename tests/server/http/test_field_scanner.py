@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is found out about a body before it is parsed for good."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_steer.params import FIELDS
+from vllm_steer.server.http.field_scanner import _FORM_PART, _object, find_fields, form_field, is_utf8, may_hold_fields
+
+names = st.sampled_from(FIELDS)
+leaves = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+values = st.recursive(leaves, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=10)
+
+
+@given(name=names, value=values, others=st.dictionaries(st.text(), values), data=st.data())
+def test_no_spelling_of_a_name_is_missed(
+    name: str, value: object, others: dict[str, object], data: st.DataObject
+) -> None:
+    """Catches a field that goes past the search because some of its letters are escapes."""
+    escaped = data.draw(st.sets(st.integers(0, len(name) - 1)))
+    hexadecimal = data.draw(st.sampled_from(["04x", "04X"]))
+    spelt = "".join(f"\\u{ord(c):{hexadecimal}}" if i in escaped else c for i, c in enumerate(name))
+    rest = json.dumps(others, ensure_ascii=data.draw(st.booleans()))[1:]
+    body = f'{{"{spelt}": {json.dumps(value)}{", " if others else ""}{rest}'
+    assert name in json.loads(body)
+    assert may_hold_fields(body.encode("utf-8", "surrogatepass"))
+
+
+@given(document=st.dictionaries(st.text(), values))
+def test_ordinary_bodies_hold_nothing(document: dict[str, object]) -> None:
+    """Catches a search that takes steering fields from bodies that have none."""
+    body = json.dumps(document).encode()
+    expected = tuple(name for name in FIELDS if document.get(name) is not None)
+    assert find_fields(body).fields == expected
+    assert find_fields(body).problem is None
+
+
+@pytest.mark.parametrize("text", ["steering", "my steering wheel", "prefill_steering_vectors", "café ü 漢字", "a\\b"])
+def test_words_in_a_prompt_do_not_make_fields(text: str) -> None:
+    """Catches a refusal of a plain request that only talks about steering."""
+    assert find_fields(json.dumps({"prompt": text, "steering": None}).encode()).fields == ()
+
+
+@pytest.mark.parametrize(
+    ("body", "path"),
+    [
+        ('{"steering": [], "steering": []}', "steering"),
+        ('{"steering": null, "steering": []}', "steering"),
+        ('{"steering": [], "steering": null}', "steering"),
+        ('{"steering_vectors": {}, "steering\\u005fvectors": {}}', "steering_vectors"),
+        ('{"steering_vectors": {"post_block": {}, "post_block": {}}}', "steering_vectors"),
+        ('{"decode_steering_vectors": {"pre_attn": {"15": 1, "15": 1}}}', "decode_steering_vectors.pre_attn"),
+        ('{"steering_vectors": {"p": {"1": {"scale": 1, "scale": 2}}}}', "steering_vectors.p[1]"),
+        (
+            '{"steering_vectors": {"p": {"1": {"vector": {"data": 1, "data": 2}}}}}',
+            "steering_vectors.p[1].vector",
+        ),
+        ('{"steering": [{"kind": "add"}, {"kind": "add", "kind": "ablate"}]}', "steering[1]"),
+        ('{"steering": [{"vector": {"shape": 1, "shape": 2}}]}', "steering[0].vector"),
+        ('{"steering_vectors": {"\\ud800": {"1": 1, "1": 2}}}', "steering_vectors.\\ud800"),
+        ('{"steering_vectors": {"\\u202e": {"1": 1, "1": 2}}}', "steering_vectors.\\u202e"),
+        ('{"capture": {}, "c\\u0061pture": {}}', "capture"),
+        ('{"capture": {"memory": {}, "memory": {}}}', "capture"),
+        ('{"capture": {"memory": {"hooks": {"post_block": 1, "post_block": 2}}}}', "capture.memory.hooks"),
+        ('{"capture": {"m": {"reduce": {"directions": {"data": 1, "data": 2}}}}}', "capture.m.reduce.directions"),
+        ('{"capture": {"m": {"an_option": [1, [{"a": {"b": 1, "b": 1}}]]}}}', "capture.m.an_option[1][0].a"),
+    ],
+)
+def test_a_key_that_stands_twice_is_found(body: str, path: str) -> None:
+    """Catches one of two values being taken and the other ignored, as JSON parsers do."""
+    problem = find_fields(body.encode()).problem
+    assert problem is not None
+    assert problem.field == path
+    assert "twice" in problem.problem
+
+
+def test_duplicates_elsewhere_are_not_ours() -> None:
+    """Catches a refusal of what vLLM accepts."""
+    body = b'{"prompt": 1, "prompt": 2, "metadata": {"a": 1, "a": 2}, "steering": [{"kind": "add"}]}'
+    assert find_fields(body).problem is None
+
+
+@pytest.mark.parametrize("place", ["extra_body", "sampling_params", "sampling_params.extra_args", "vllm_xargs"])
+def test_fields_in_the_wrong_object_are_found(place: str) -> None:
+    """Catches fields that vLLM drops since they are one level too deep."""
+    inner: dict[str, object] = {"steering": []}
+    for key in reversed(place.split(".")):
+        inner = {key: inner}
+    problem = find_fields(json.dumps(inner).encode()).problem
+    assert problem is not None
+    assert problem.field == f"{place}.steering"
+
+
+@pytest.mark.parametrize("place", ["extra_body", "sampling_params", "vllm_xargs"])
+def test_captures_of_others_are_not_ours(place: str) -> None:
+    """Catches a refusal of somebody else's `capture`, and ours going unnoticed where it is dropped."""
+    assert find_fields(json.dumps({place: {"capture": "yes"}}).encode()).problem is None
+    problem = find_fields(json.dumps({place: {"capture": {"memory": {}}}}).encode()).problem
+    assert problem is not None
+    assert problem.field == f"{place}.capture"
+
+
+@pytest.mark.parametrize("body", ['{"prompt": "say \\"capture\\""}', '{"captured": {}}', '{"prompt": "capture"}'])
+def test_words_about_capture_are_cheap(body: str) -> None:
+    """Catches bodies that are parsed twice for a word in their prompt."""
+    assert may_hold_fields(body.encode()) == (body == '{"prompt": "capture"}')
+    assert find_fields(body.encode()).fields == ()
+
+
+@pytest.mark.parametrize("text", ["1" * 5000, "[" * 100_000 + "]" * 100_000])
+def test_what_no_parser_reads_is_a_sentence(text: str) -> None:
+    """Catches an exception from the depths of the JSON module."""
+    problem = find_fields(f'{{"steering": {text}}}'.encode()).problem
+    assert problem is not None
+    assert problem.field == "body"
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b'{"steering": [1}', b"[1]", b'"steering"', b"null", b'{"steering"}'])
+def test_malformed_bodies_are_left_to_the_route(body: bytes) -> None:
+    """Catches a refusal in words other than vLLM's, and an exception."""
+    assert find_fields(body).fields == ()
+    assert find_fields(body).problem is None
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_no_single_escape_hides_a_name(name: str) -> None:
+    """Catches one letter of which the escaped form goes past the search: the underscore is the likely one."""
+    for i, letter in enumerate(name):
+        assert may_hold_fields(f'{{"{name[:i]}\\u{ord(letter):04x}{name[i + 1 :]}": []}}'.encode())
+
+
+class Counted(str):
+    """A key that counts how often one is looked at."""
+
+    looks = 0
+
+    def __hash__(self) -> int:
+        Counted.looks += 1
+        return super().__hash__()
+
+    def __eq__(self, other: object) -> bool:
+        Counted.looks += 1
+        return super().__eq__(other)
+
+
+def test_many_duplicates_cost_no_more_than_reading_them() -> None:
+    """Catches a search that is quadratic in the number of keys: one request would stop the server."""
+    pairs = [(Counted(i), 0) for i in range(2_000) for _ in range(2)]
+    Counted.looks = 0
+    assert len(_object(pairs)) == 2_000
+    assert Counted.looks < 10 * len(pairs)
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le"])
+def test_other_encodings_are_recognised(encoding: str) -> None:
+    """Catches fields hidden from the search in an encoding that JSON parsers accept."""
+    body = '{"steering": []}'.encode(encoding)
+    assert not is_utf8(body)
+    assert find_fields(body).fields == ("steering",)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
+def test_utf8_is_utf8(encoding: str) -> None:
+    """Catches every ordinary body being parsed twice."""
+    assert is_utf8('{"prompt": "ü"}'.encode(encoding))
+
+
+@pytest.mark.parametrize("name", FIELDS)
+@pytest.mark.parametrize("quote", ['"', ""])
+def test_form_fields_are_found(name: str, quote: str) -> None:
+    """Catches steering fields in an audio upload, which vLLM would drop."""
+    part = f"--x\r\nContent-Disposition: form-data; name={quote}{name}{quote}\r\n\r\n{{}}\r\n--x--".encode()
+    assert form_field(part) == name
+
+
+def test_form_contents_are_not_field_names() -> None:
+    """Catches a refusal of an upload whose text speaks of steering."""
+    part = b'--x\r\nContent-Disposition: form-data; name="prompt"\r\n\r\nname="steering" steering\r\n--x--'
+    assert form_field(part) is None
+
+
+@pytest.mark.parametrize("piece", [b"form-data;", b'form-data; name="', b"form-data;name="])
+def test_a_form_is_gone_through_once(piece: bytes) -> None:
+    """Catches a search that is quadratic in a line, each part of which would be looked through to the line's end: small
+    pieces of an upload would stop the server."""
+    form = b"steering" + piece * 1_000
+    assert form_field(form) is None
+    assert len(_FORM_PART.findall(form)) == 1
+    assert form_field(form + b'form-data; filename="x"; name="capture"\r\n') == "capture"

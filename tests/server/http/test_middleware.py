@@ -1,0 +1,410 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The middleware, before a FastAPI application that keeps unknown fields and ignores them, as vLLM does."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import JSONResponse
+from starlette.testclient import TestClient
+from starlette.websockets import WebSocket, WebSocketDisconnect
+from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+from vllm.sampling_params import SamplingParams
+
+from tests.registry.modules import registry
+from tests.server.application import Body, make_app
+from tests.server.fakes import FakeEngine, vector
+from vllm_steer.frontend.context import RegistryOptions, ensure_engine_context, set_registry
+from vllm_steer.params import EXTRA_KEY
+from vllm_steer.registry.directory import DirectoryStore
+from vllm_steer.registry.errors import RegistryUnavailableError
+from vllm_steer.registry.registry import SteeringRegistry
+from vllm_steer.server import gateway
+from vllm_steer.server.http.middleware import CARRYING_ROUTES, RETRY_AFTER, SteeringMiddleware
+from vllm_steer.server.http.request_context import track_sample
+from vllm_steer.server.http.request_fields import NoRoomError, apply_to_params
+
+FIELDS = {"steering_vectors": {"post_block": {"1": vector()}}}
+ROUTE = "/v1/completions"
+
+
+def client_of(app: FastAPI) -> httpx.AsyncClient:
+    app.add_middleware(SteeringMiddleware)  # outermost, where vLLM puts --middleware
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server")
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+@pytest.fixture
+def client(engine: FakeEngine) -> httpx.AsyncClient:
+    return client_of(make_app(engine))
+
+
+def refusal(response: httpx.Response, status: int = 400) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    error: dict[str, Any] = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["code"] == status
+    return error
+
+
+@pytest.mark.parametrize("route", CARRYING_ROUTES[:-1])
+async def test_fields_pass_where_they_are_applied(route: str, client: httpx.AsyncClient) -> None:
+    """Catches a refusal of what is served."""
+    response = await client.post(route, json=FIELDS)
+    assert response.json()["steered"] is True
+
+
+async def test_requests_without_fields_pass(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    """Catches a plain request that is refused, or that waits for the engine."""
+    for body in ({}, {"prompt": '"steering" is "steering_vectors"'}, {"steering": None}):
+        assert (await client.post(ROUTE, json=body)).json() == {"steered": False}
+        assert (await client.post("/tokenize", json=body)).status_code == 200
+    assert engine.calls == []
+
+
+async def test_the_engine_is_asked_once(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    """Catches an RPC to every worker for every steered request."""
+    for _ in range(3):
+        await client.post(ROUTE, json=FIELDS)
+    assert len(engine.calls) == 1
+
+
+@pytest.mark.parametrize("name", ["steering_vectors", "steering"])
+async def test_other_routes_refuse(name: str, engine: FakeEngine) -> None:
+    """Catches a route that ignores the fields and answers, or that does its work before it is refused."""
+    app = make_app(engine)
+    error = refusal(await client_of(app).post("/tokenize", json={name: [1]}))
+    assert error["param"] == name
+    assert "/tokenize" in error["message"]
+    assert app.state.tokenized == 0
+
+
+async def test_a_route_that_drops_the_fields_after_all_is_caught(client: httpx.AsyncClient) -> None:
+    """Catches fields that pass every check and are then not applied."""
+    assert refusal(await client.post("/invocations", json=FIELDS))["param"] == "steering_vectors"
+    assert (await client.post("/invocations", json={"a": 1})).json() == {"unsteered": ["a"]}
+
+
+async def test_an_engine_without_steering_refuses() -> None:
+    """Catches steering that is ignored since the server was started without it."""
+    client = client_of(make_app(FakeEngine(steering=False)))
+    for route in (ROUTE, "/tokenize"):
+        refusal(await client.post(route, json=FIELDS))
+    error = refusal(await client.post(ROUTE, json=FIELDS))
+    assert "--enable-steering" in error["message"]
+    assert (await client.post(ROUTE, json={"steering": None})).json() == {"steered": False}
+
+
+async def test_a_server_without_an_engine_refuses() -> None:
+    """Catches the render server, which has no engine, failing with HTTP 500 or ignoring the fields."""
+    refusal(await client_of(make_app(None)).post(ROUTE, json=FIELDS))
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ('{"steering_vectors": {"post_block": {"1": [1], "1": [2]}}}', "steering_vectors.post_block"),
+        ('{"\\u0073teering": [], "steering": []}', "steering"),
+        ('{"extra_body": {"steering": []}}', "extra_body.steering"),
+        ('{"steering": ' + "1" * 5000 + "}", "body"),
+    ],
+)
+async def test_what_parsing_would_hide_is_refused(body: str, param: str, client: httpx.AsyncClient) -> None:
+    """Catches one of two values being taken and the other ignored."""
+    response = await client.post(ROUTE, content=body, headers={"content-type": "application/json"})
+    assert refusal(response)["param"] == param
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-32-be"])
+async def test_encodings_are_no_way_around(encoding: str, client: httpx.AsyncClient) -> None:
+    """Catches fields that JSON parsers see and the search does not."""
+    body = json.dumps(FIELDS).encode(encoding)
+    response = await client.post("/tokenize", content=body, headers={"content-type": "application/json"})
+    assert refusal(response)["param"] == "steering_vectors"
+
+
+def pieces_of(body: bytes, size: int) -> Callable[[], AsyncIterator[bytes]]:
+    async def pieces() -> AsyncIterator[bytes]:
+        for start in range(0, len(body), size):
+            yield body[start : start + size]
+
+    return pieces
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 11])
+async def test_bodies_come_in_pieces(size: int, client: httpx.AsyncClient) -> None:
+    """Catches a name that is missed since it is cut in two, and a body that is put together wrongly."""
+    headers = {"content-type": "application/json"}
+    body = json.dumps({"decode_steering_vectors": {"post_block": {"1": vector()}}}).encode()
+    response = await client.post("/tokenize", content=pieces_of(body, size)(), headers=headers)
+    assert refusal(response)["param"] == "decode_steering_vectors"
+    response = await client.post(ROUTE, content=pieces_of(body, size)(), headers=headers)
+    assert response.json()["steered"] is True
+
+
+MEBIBYTE = 1 << 20
+
+
+@pytest.mark.parametrize("first", [True, False])
+async def test_large_bodies_with_fields_are_refused(first: bool, client: httpx.AsyncClient) -> None:
+    """Catches a limit that holds only where the fields come first, or last; and an answer that a client which
+    is still sending never sees."""
+    parts = [("pad", "x" * MEBIBYTE), *FIELDS.items()]
+    body = json.dumps(dict(reversed(parts) if first else parts)).encode()
+    taken = 0
+
+    async def pieces() -> AsyncIterator[bytes]:
+        nonlocal taken
+        async for piece in pieces_of(body + b" " * MEBIBYTE, 1 << 16)():
+            taken += len(piece)
+            yield piece
+
+    response = await client.post(ROUTE, content=pieces(), headers={"content-type": "application/json"})
+    assert "--steering-max-body-mib" in refusal(response, 413)["message"]
+    assert taken == len(body) + MEBIBYTE
+
+
+async def test_the_limit_is_not_for_others(client: httpx.AsyncClient) -> None:
+    """Catches a plain request (with images, say) that stock vLLM serves and we refuse, or cut."""
+    response = await client.post("/raw", content=b"x" * (3 * MEBIBYTE))
+    assert response.json() == {"length": 3 * MEBIBYTE}
+    assert (await client.post(ROUTE, json={"prompt": "x" * (3 * MEBIBYTE)})).status_code == 200
+
+
+async def test_bodies_up_to_the_limit_pass(client: httpx.AsyncClient) -> None:
+    """Catches a limit that is smaller than it says."""
+    body = json.dumps({**FIELDS, "pad": ""})
+    body = body[:-2] + "x" * (MEBIBYTE - len(body)) + body[-2:]
+    assert len(body) == MEBIBYTE
+    response = await client.post(ROUTE, content=body, headers={"content-type": "application/json"})
+    assert response.json()["steered"] is True
+
+
+async def test_uploads_with_fields_are_refused(client: httpx.AsyncClient) -> None:
+    """Catches steering fields of an audio upload being dropped; and an upload without them being refused."""
+    upload = {"file": ("a.wav", b"RIFF" * 100_000)}
+    response = await client.post("/v1/audio/transcriptions", files=upload, data={"steering_vectors": "{}"})
+    assert refusal(response)["param"] == "steering_vectors"
+    response = await client.post("/v1/audio/transcriptions", files=upload, data={"prompt": "steering"})
+    assert response.json() == {"length": 400_000}
+
+
+async def post_raw(app: FastAPI, route: str, receive: Callable[[], Awaitable[Any]]) -> list[dict[str, Any]]:
+    """The messages that the application sends, which httpx would put together."""
+    app.add_middleware(SteeringMiddleware)
+    sent: list[dict[str, Any]] = []
+
+    async def send(message: Any) -> None:
+        sent.append(dict(message))
+
+    headers = [(b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": route, "headers": headers, "query_string": b""}
+    await app(scope, receive, send)
+    return sent
+
+
+async def test_streams_pass_piece_by_piece(engine: FakeEngine) -> None:
+    """Catches a stream that is held back until its end."""
+    messages: list[dict[str, Any]] = [{"type": "http.request", "body": b"{}", "more_body": False}]
+
+    async def receive() -> dict[str, Any]:
+        if not messages:
+            await asyncio.Event().wait()  # as a server does until the client leaves
+        return messages.pop()
+
+    sent = await post_raw(make_app(engine), "/stream", receive)
+    pieces = [message["body"] for message in sent if message.get("body")]
+    assert pieces == [b"data: 0\n\n", b"data: 1\n\n", b"data: 2\n\n"]
+
+
+async def test_strangers_are_turned_away_unread(engine: FakeEngine) -> None:
+    """Catches the middleware, which stands before vLLM's authentication, doing work for anyone."""
+    app = make_app(engine)
+
+    class Authentication:
+        def __init__(self, app: Any) -> None:
+            pass
+
+        async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+            await JSONResponse({"error": "Unauthorized"}, 401)(scope, receive, send)
+
+    app.add_middleware(Authentication)
+    taken = []
+
+    async def receive() -> dict[str, Any]:
+        taken.append(1)
+        return {"type": "http.request", "body": b"{}", "more_body": False}
+
+    sent = await post_raw(app, ROUTE, receive)
+    assert sent[0]["status"] == 401
+    assert taken == []
+
+
+async def test_a_refusal_keeps_the_headers_of_the_answer(engine: FakeEngine) -> None:
+    """Catches a browser that is not shown the reason, since the headers that allow it are lost."""
+    app = make_app(engine)
+    app.add_middleware(CORSMiddleware, allow_origins=["http://me"])
+    response = await client_of(app).post("/tokenize", json=FIELDS, headers={"origin": "http://me"})
+    refusal(response)
+    assert response.headers["access-control-allow-origin"] == "http://me"
+    assert int(response.headers["content-length"]) == len(response.content)
+
+
+async def test_other_middlewares_may_read_the_body(engine: FakeEngine) -> None:
+    """Catches HTTP 500 where a user's own middleware reads bodies before any route does."""
+    app = make_app(engine)
+
+    class Reader:
+        def __init__(self, app: Any) -> None:
+            self.app = app
+
+        async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+            message = await receive()
+
+            async def again() -> Any:
+                return message
+
+            await self.app(scope, again, send)
+
+    app.add_middleware(Reader)
+    client = client_of(app)
+    assert refusal(await client.post("/tokenize", json=FIELDS))["param"] == "steering_vectors"
+    assert (await client.post(ROUTE, json=FIELDS)).json()["steered"] is True
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_session_with_fields_is_refused(nested: bool, engine: FakeEngine) -> None:
+    """Catches a realtime session whose events name steering, and that goes on unsteered."""
+    app = make_app(engine)
+    seen: list[str] = []
+
+    @app.websocket("/v1/realtime")
+    async def realtime(socket: WebSocket) -> None:
+        await socket.accept()
+        try:
+            while True:
+                seen.append(await socket.receive_text())
+                await socket.send_json({"type": "seen"})
+        except WebSocketDisconnect:
+            await socket.send_json({"type": "too late"})
+
+    app.add_middleware(SteeringMiddleware)
+    plain = {"type": "session.update", "model": "m", "note": "steering", "session": {"capture": True}}
+    with TestClient(app).websocket_connect("/v1/realtime") as socket:
+        socket.send_json(plain)
+        assert socket.receive_json() == {"type": "seen"}
+        socket.send_json({**plain, "session": FIELDS} if nested else {**plain, **FIELDS})
+        said = socket.receive_json()
+        assert said["type"] == "error"
+        assert said["error"].startswith("steering_vectors: /v1/realtime does not carry it")
+        with pytest.raises(WebSocketDisconnect) as ended:
+            socket.receive_json()
+    assert ended.value.code == 1008
+    assert [json.loads(each) for each in seen] == [plain]
+
+
+async def test_a_root_path_is_not_part_of_the_route(engine: FakeEngine) -> None:
+    """Catches every steered request being refused behind a proxy."""
+    client = client_of(make_app(engine, root_path="/behind"))
+    assert (await client.post(f"/behind{ROUTE}", json=FIELDS)).json()["steered"] is True
+
+
+async def test_a_client_that_leaves_ends_the_request(engine: FakeEngine) -> None:
+    """Catches a loop that waits for the rest of a body that never comes."""
+    start: dict[str, Any] = {"type": "http.request", "body": b'{"steer', "more_body": True}
+    messages: list[dict[str, Any]] = [{"type": "http.disconnect"}, start]
+
+    async def receive() -> dict[str, Any]:
+        return messages.pop()
+
+    await post_raw(make_app(engine), ROUTE, receive)
+    assert messages == []
+
+
+async def test_a_steered_request_that_found_no_room_may_be_tried_again(engine: FakeEngine) -> None:
+    """Catches a 503 that does not say when to come back, and one of the server's own that is taken for ours."""
+    app = FastAPI()
+    app.state.args = SimpleNamespace(steering_max_body_mib=1)
+    app.state.engine_client = engine
+
+    @app.post(ROUTE)
+    async def full(body: Body) -> JSONResponse:
+        apply_to_params(body, SamplingParams())
+        error = create_error_response(NoRoomError("waited too long"))
+        return JSONResponse(error.model_dump(), status_code=error.error.code)
+
+    client = client_of(app)
+    steered = await client.post(ROUTE, json=FIELDS)
+    assert steered.status_code == 503
+    assert steered.headers["retry-after"] == str(RETRY_AFTER)
+    assert "waited too long" in steered.json()["error"]["message"]
+    assert "retry-after" not in (await client.post(ROUTE, json={})).headers
+
+
+@pytest.mark.parametrize("route", [ROUTE, "/v1/messages"])
+async def test_so_may_one_that_everybodys_steering_or_capture_kept_waiting(route: str, engine: FakeEngine) -> None:
+    """Catches a 503 for want of room that says so only to those who asked for something themselves."""
+    app = FastAPI()
+    app.state.args = SimpleNamespace(steering_max_body_mib=1)
+    app.state.engine_client = engine
+
+    @app.post(route)
+    async def full(body: Body) -> JSONResponse:
+        extra = {EXTRA_KEY: b"program"} if body.model_extra else {}
+        track_sample(None, SimpleNamespace(sampling_params=SamplingParams(extra_args=extra)))
+        error = create_error_response(NoRoomError("waited too long"))
+        return JSONResponse(error.model_dump(), status_code=error.error.code)
+
+    client = client_of(app)
+    assert (await client.post(route, json={"steered": "as all are"})).headers["retry-after"] == str(RETRY_AFTER)
+    assert "retry-after" not in (await client.post(route, json={})).headers
+
+
+async def test_a_registry_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches an answer that leaves global steering out, or HTTP 500, when the folder of the registry is gone."""
+    engine = FakeEngine()
+    await ensure_engine_context(engine)
+
+    def gone(registry: SteeringRegistry) -> None:
+        raise RegistryUnavailableError("steering registry", "it is gone")
+
+    monkeypatch.setattr(SteeringRegistry, "is_stale", lambda registry: True)
+    monkeypatch.setattr(SteeringRegistry, "snapshot", gone)
+    response = await client_of(make_app(engine)).post(ROUTE, json={})
+    assert response.status_code == 503
+    assert response.headers["retry-after"] == "1"
+    assert "it is gone" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("fields", [{}, {"steering_modules": ["calm"]}])
+async def test_content_that_cannot_be_read_is_nobodys_bad_request(
+    fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a 400, which nobody tries again and no alert counts, for a damaged file of the registry."""
+    counted: list[tuple[int, str]] = []
+    monkeypatch.setattr(gateway, "count_refusal", lambda *what: counted.append(what))
+    engine, elsewhere = FakeEngine(), registry(DirectoryStore(tmp_path / "registry"))
+    set_registry(engine, RegistryOptions(str(tmp_path / "registry")))
+    await ensure_engine_context(engine)
+    elsewhere.register("calm", base={"post_block": {1: vector()}})
+    if not fields:
+        elsewhere.set(modules=["calm"])
+    for file in (tmp_path / "registry" / "objects").iterdir():
+        file.write_bytes(b"")
+    response = await client_of(make_app(engine)).post(ROUTE, json=fields)
+    assert "damaged" in refusal(response, 503)["message"]
+    assert response.headers["retry-after"] == "1"
+    assert counted == [(503, "steering registry")]

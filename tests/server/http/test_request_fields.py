@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's own request objects, with steering fields, to sampling parameters."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from vllm.entrypoints.openai.chat_completion.protocol import BatchChatCompletionRequest, ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+from vllm.sampling_params import SamplingParams
+
+from tests.server.fakes import HIDDEN, MAX_MODEL_LEN, served, vector
+from vllm_steer.compat.plugin import wrap_front_end
+from vllm_steer.errors import SteeringError
+from vllm_steer.params import APPLIED_KEY, EXTRA_KEY, FIELDS, capture_specs, compile_fields, has_steering, program_of
+from vllm_steer.program import compile_program
+from vllm_steer.server import protocol
+from vllm_steer.server.http.request_context import PROMPT_KEY, RequestContext, current, note_prompt_len
+from vllm_steer.server.http.request_fields import RequestRefused, apply_to_params, read_fields, refuse_beam_search
+from vllm_steer.spec import parse_fields
+
+MESSAGES: list[Any] = [{"role": "user", "content": "hi"}]
+REQUESTS: dict[type[Any], dict[str, Any]] = {
+    CompletionRequest: {"prompt": "hi"},
+    ChatCompletionRequest: {"messages": MESSAGES},
+    ResponsesRequest: {"input": "hi"},
+}
+FIELD_VALUES: dict[str, Any] = {
+    "steering_vectors": {"post_block": {"1": vector()}},
+    "prefill_steering_vectors": {"pre_attn": {"0": {"vector": vector(), "scale": 2.0}}},
+    "decode_steering_vectors": {"post_attn": {"3": vector()}},
+    "steering": [{"kind": "ablate", "point": "post_block", "layers": [0, 1], "vector": vector()}],
+}
+
+classes = pytest.mark.parametrize("of", list(REQUESTS), ids=lambda of: of.__name__)
+
+
+def request_with(of: type[Any] = CompletionRequest, **fields: Any) -> Any:
+    return of.model_validate({**REQUESTS[of], **fields})
+
+
+@pytest.fixture
+def exchange() -> Iterator[RequestContext]:
+    """What the middleware leaves for the request that is being served."""
+    exchange = RequestContext(served=served())
+    token = current.set(exchange)
+    yield exchange
+    current.reset(token)
+
+
+@classes
+def test_fields_become_a_program(of: type[Any]) -> None:
+    """Catches a field that one of the request classes loses, and an edit that becomes another one."""
+    params = apply_to_params(request_with(of, **FIELD_VALUES), SamplingParams())
+    expected = compile_program(parse_fields(FIELD_VALUES))
+    program = program_of(params)
+    assert program is not None
+    assert program.to_bytes() == expected.to_bytes()
+
+
+@classes
+def test_vllm_itself_calls_us(of: type[Any]) -> None:
+    """Catches wrapped methods that are not the ones which vLLM calls."""
+    wrap_front_end()
+    assert program_of(request_with(of, **FIELD_VALUES).to_sampling_params(4, {})) is not None
+    assert program_of(request_with(of).to_sampling_params(4, {})) is None
+
+
+def test_every_conversation_of_a_batch_is_steered() -> None:
+    """Catches the batch route, which makes requests of its own from the one that came in, dropping fields."""
+    wrap_front_end()
+    batch = BatchChatCompletionRequest.model_validate({"messages": [MESSAGES], **FIELD_VALUES})
+    single = batch.to_chat_completion_request(MESSAGES)
+    assert program_of(single.to_sampling_params(4, {})) is not None
+
+
+def test_other_extra_args_stay(exchange: RequestContext) -> None:
+    """Catches steering that drops a user's `vllm_xargs`, and steering that writes into the request itself."""
+    request = request_with(vllm_xargs={"mine": 1}, steering=FIELD_VALUES["steering"])
+    for _ in range(2):
+        params = apply_to_params(request, SamplingParams(extra_args=request.vllm_xargs))
+        assert set(params.extra_args) == {"mine", EXTRA_KEY, APPLIED_KEY}
+    assert request.vllm_xargs == {"mine": 1}
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_null_is_absent(name: str, exchange: RequestContext) -> None:
+    """Catches clients that send every optional field being refused."""
+    request = CompletionRequest.model_validate({"prompt": "hi", name: None})
+    assert read_fields(request) == {}
+    assert not has_steering(apply_to_params(request, SamplingParams()))
+
+
+@classes
+@pytest.mark.parametrize(
+    "name",
+    ["steering_vector", "prefill_steering", "steering_config", "Xsteering", "decode_steering_vectors "],
+)
+def test_names_that_are_nearly_ours_are_refused(of: type[Any], name: str) -> None:
+    """Catches the fluent, unsteered answer to a misspelt field."""
+    with pytest.raises(RequestRefused) as refused:
+        apply_to_params(request_with(of, **{name: {}}), SamplingParams())
+    assert refused.value.parameter == name
+
+
+@classes
+@pytest.mark.parametrize("name", ["steer", "steer_capture", "steer_prompt", "steering", "steering_vectors"])
+def test_vllm_xargs_are_no_way_in(of: type[Any], name: str) -> None:
+    """Catches steering that is accepted where it is ignored, or that goes past the checks."""
+    with pytest.raises(RequestRefused) as refused:
+        apply_to_params(request_with(of, vllm_xargs={name: "x"}), SamplingParams())
+    assert refused.value.parameter == f"vllm_xargs.{name}"
+
+
+EDIT = {"kind": "add", "point": "post_block", "layers": 1, "vector": vector()}
+
+
+@pytest.mark.parametrize(
+    ("fields", "path", "words"),
+    [
+        (
+            {"steering_vectors": {"post_block": {"1": vector()[1:]}}},
+            "steering_vectors.post_block[1]",
+            "hidden size",
+        ),
+        (
+            {"steering_vectors": {"post_block": {"0": vector(), "4": vector()}}},
+            "steering_vectors.post_block[4]",
+            "layer 4",
+        ),
+        (
+            {"decode_steering_vectors": {"post_attn": {"2": vector()}}},
+            "decode_steering_vectors.post_attn[2]",
+            "parallel",
+        ),
+        ({"steering": [EDIT, {**EDIT, "layers": [1, 9]}]}, "steering[1]", "layer 9"),
+        ({"steering": [EDIT, {**EDIT, "tokens": [MAX_MODEL_LEN]}]}, "steering[1]", "max_model_len"),
+        ({"steering": [{**EDIT, "point": "post_attn", "layers": "all"}]}, "steering[0]", "layer 2"),
+        ({"steering": [EDIT, EDIT, {**EDIT, "tokens": [-6]}]}, "steering[2]", "prompt of 5 tokens"),
+    ],
+)
+def test_what_the_model_cannot_serve_is_named(
+    fields: dict[str, Any], path: str, words: str, exchange: RequestContext
+) -> None:
+    """Catches an error that does not say which edit is meant, or that comes after a stream has started."""
+    note_prompt_len(5)
+    with pytest.raises(RequestRefused) as refused:
+        apply_to_params(request_with(**fields), SamplingParams())
+    assert refused.value.parameter == path
+    assert words in str(refused.value)
+    assert not exchange.applied
+
+
+HOOKS = {"hooks": {"post_block": [1]}}
+
+
+def test_every_prompt_with_captures_is_numbered(exchange: RequestContext) -> None:
+    """Catches samples of a second prompt that are taken for the first one's."""
+    request = request_with(capture={"memory": HOOKS}, n=3, temperature=1)
+    note_prompt_len(5)
+    params = [apply_to_params(request, SamplingParams(n=3)) for _ in range(2)]
+    assert [each.extra_args[PROMPT_KEY] for each in params] == [0, 1]
+    assert (exchange.consumers, exchange.samples) == (("memory",), 3)
+    assert [name for name, _ in capture_specs(params[0])] == ["memory"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "path", "words"),
+    [
+        ({"hooks": {"pre_attn": [0], "post_block": [1, 4]}}, "capture.memory.hooks.post_block", "layer 4"),
+        ({"hooks": {"post_attn": "all"}}, "capture.memory.hooks.post_attn", "layer 3: this branch is a partial sum"),
+        ({**HOOKS, "positions": [MAX_MODEL_LEN]}, "capture.memory.positions", "max_model_len"),
+        ({**HOOKS, "positions": [-6]}, "capture.memory.positions", "prompt of 5 tokens"),
+        ({**HOOKS, "colour": 1}, "capture.memory.colour", "no option"),
+    ],
+)
+def test_what_cannot_be_captured_is_named(spec: Any, path: str, words: str, exchange: RequestContext) -> None:
+    """Catches an error that does not say which consumer's spec is meant, or blames an edit beside it."""
+    note_prompt_len(5)
+    with pytest.raises(RequestRefused) as refused:
+        apply_to_params(request_with(capture={"memory": spec}, steering=[EDIT]), SamplingParams())
+    assert refused.value.parameter == path
+    assert words in str(refused.value)
+    assert exchange.consumers == ()
+
+
+@pytest.mark.parametrize("of", list(REQUESTS), ids=lambda of: of.__name__)
+@pytest.mark.parametrize("value", [HOOKS, {"memory": HOOKS}])
+@pytest.mark.parametrize("name", ["captures", "Capture", "capture_hidden"])
+def test_captures_misspelt_are_refused(name: str, value: Any, of: type[Any]) -> None:
+    """Catches an answer without the rows that were asked for."""
+    with pytest.raises(RequestRefused) as refused:
+        apply_to_params(request_with(of, **{name: value}), SamplingParams())
+    assert refused.value.parameter == name
+
+
+@pytest.mark.parametrize("fields", [{"captures": 3}, {"capture_id": "x"}, {"screen_capture": {"fps": 3}}])
+def test_fields_of_others_pass(fields: dict[str, Any]) -> None:
+    """Catches a refusal of what stock vLLM serves."""
+    assert apply_to_params(request_with(**fields), SamplingParams()).extra_args is None
+
+
+def test_captures_need_an_answer_that_carries_them(exchange: RequestContext) -> None:
+    """Catches captures whose answer is sent before there are any, or comes from several runs, or from nowhere."""
+    wanted: dict[str, Any] = {"capture": {"memory": HOOKS}}
+    tool = {"type": "function", "name": "f", "parameters": {}, "strict": False}
+    apply_to_params(request_with(ResponsesRequest, tools=[tool], **wanted), SamplingParams())
+    assert exchange.answer == "response"
+    with pytest.raises(RequestRefused, match="leave background out"):
+        apply_to_params(request_with(ResponsesRequest, background=True, **wanted), SamplingParams())
+    with pytest.raises(RequestRefused, match="web_search_preview"):
+        apply_to_params(
+            request_with(ResponsesRequest, tools=[{"type": "web_search_preview"}], **wanted), SamplingParams()
+        )
+    current.set(None)
+    with pytest.raises(RequestRefused, match=r"vllm_steer\.LLM"):
+        apply_to_params(request_with(capture={"memory": HOOKS}), SamplingParams())
+
+
+def test_what_fits_alone_and_not_together_is_refused(exchange: RequestContext) -> None:
+    """Catches the search for the guilty edit swallowing an error of which no single edit is guilty."""
+    note_prompt_len(5)
+    edits = [{**EDIT, "vector": vector(i + 1), "tokens": [[i, None]]} for i in range(40)]
+    with pytest.raises(RequestRefused, match="max_segments"):
+        apply_to_params(request_with(steering=edits), SamplingParams())
+
+
+def test_the_prompt_of_each_request_counts(exchange: RequestContext) -> None:
+    """Catches the first prompt's length being used for the second one's check."""
+    request = request_with(steering=[{**EDIT, "tokens": [-4]}])
+    note_prompt_len(5)
+    apply_to_params(request, SamplingParams())
+    note_prompt_len(3)
+    with pytest.raises(RequestRefused, match="prompt of 3 tokens"):
+        apply_to_params(request, SamplingParams())
+
+
+def test_many_prompts_are_compiled_once(exchange: RequestContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a thousand prompts with one vector costing a thousand times its parsing."""
+    parsed = []
+
+    def compile_once(fields: Any) -> dict[str, bytes]:
+        parsed.append(fields)
+        return compile_fields(fields)
+
+    monkeypatch.setattr(protocol, "compile_fields", compile_once)
+    request = request_with(**FIELD_VALUES)
+    programs = [apply_to_params(request, SamplingParams()).extra_args[EXTRA_KEY] for _ in range(5)]
+    assert len(parsed) == 1
+    assert all(program is programs[0] for program in programs)
+
+
+@pytest.mark.parametrize("of", [CompletionRequest, ChatCompletionRequest])
+def test_beam_search_is_refused(of: type[Any]) -> None:
+    """Catches beams that are made without the request's edits."""
+    wrap_front_end()
+    with pytest.raises(RequestRefused, match="beam search"):
+        request_with(of, use_beam_search=True, **FIELD_VALUES).to_beam_search_params(4, {})
+    refuse_beam_search(request_with(of, steering=None))
+
+
+def test_a_refusal_is_a_bad_request_to_vllm_and_ours_to_us() -> None:
+    """Catches HTTP 500 for a client's mistake, and an error that loses its field between processes."""
+    refused = pickle.loads(pickle.dumps(RequestRefused("steering[2].layers", "is wrong")))  # noqa: S301
+    assert isinstance(refused, SteeringError)
+    error = create_error_response(refused).error
+    assert (error.code, error.param, error.message) == (
+        400,
+        "steering[2].layers",
+        "steering[2].layers: is wrong",
+    )
+
+
+def test_without_a_server_the_check_waits_for_the_engine() -> None:
+    """Catches the batch runner, which has no middleware, failing on every steered request."""
+    wrong = {"post_block": {"99": [1.0] * (HIDDEN + 1)}}
+    assert program_of(apply_to_params(request_with(steering_vectors=wrong), SamplingParams())) is not None
+
+
+def test_what_is_wrong_with_a_module_is_said_of_its_place(exchange: RequestContext) -> None:
+    """Catches a refusal that names a field which the request does not have."""
+    assert exchange.served is not None
+    edits = [{**EDIT, "tokens": [-4]}]
+    exchange.served.registry.register("late", edits=edits)
+    exchange.served.registry.register("fine", base={"post_block": {1: vector()}})
+    note_prompt_len(3)
+    with pytest.raises(RequestRefused, match="prompt of 3 tokens") as refused:
+        apply_to_params(request_with(steering_modules=["fine", "late"]), SamplingParams())
+    assert refused.value.field == "steering_modules[1]"
+
+
+def test_a_body_is_admitted_once(exchange: RequestContext) -> None:
+    """Catches prompts of one body of which some have the global steering of before, and some that of after."""
+    assert exchange.served is not None
+    request = request_with()
+    for _ in range(2):
+        assert apply_to_params(request, SamplingParams()).extra_args == {APPLIED_KEY: b""}
+        assert exchange.steering is None
+        exchange.served.registry.set(base={"post_block": {1: vector()}})
+    exchange.compiled = None  # as for the next body
+    params = apply_to_params(request, SamplingParams())
+    program = params.extra_args[EXTRA_KEY]
+    exchange.served.registry.clear()
+    assert apply_to_params(request, SamplingParams()).extra_args[EXTRA_KEY] is program
+    assert exchange.steering == params.extra_args[APPLIED_KEY]

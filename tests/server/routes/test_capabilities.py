@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``GET /v1/steering/capabilities``, on an application of our own and on vLLM's server."""
+
+from __future__ import annotations
+
+import httpx
+from fastapi import FastAPI
+
+from tests.server.fakes import REPORT, FakeEngine
+from tests.server.server import HIDDEN, LAYERS
+from vllm_steer.config import LIMITS
+from vllm_steer.engine.report import CapabilityReport, merge_facts
+from vllm_steer.frontend.context import ensure_engine_context
+from vllm_steer.points import OPTIONAL_POINTS, POINT_NAMES, points_on
+from vllm_steer.server.routes.capabilities import ROUTE, add_capabilities_route
+
+
+async def ask(engine: FakeEngine) -> httpx.Response:
+    app = FastAPI()
+    served = await ensure_engine_context(engine)
+    assert served is not None
+    add_capabilities_route(app, served)
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+        return await client.get(ROUTE)
+
+
+async def test_a_refused_layer_is_named_with_its_reason() -> None:
+    """Catches a report that promises what requests are then refused."""
+    report = (await ask(FakeEngine())).json()
+    points = {point["name"]: point for point in report["points"]}
+    assert list(points) == list(POINT_NAMES)
+    assert points["post_attn"]["refused"] == {"2": "this block is parallel"}
+    assert [points[name]["edits"] for name in points_on(())] == [True, False, True]
+    for name in OPTIONAL_POINTS:
+        off = points[name]
+        assert (off["on"], off["edits"], off["reads"]) == (False, False, False)
+        assert off["switched_on_by"] == f"--steering-points {name}"
+    assert all(points["pre_attn"]["names_elsewhere"].values())
+    assert set(report["limits"]) == {limit.name for limit in LIMITS}
+
+
+async def test_an_engine_that_reads_nothing_says_so() -> None:
+    """Catches points that claim reads under pipeline parallelism, where every capture is refused."""
+    engine = FakeEngine()
+    engine.vllm_config.parallel_config.pipeline_parallel_size = 2
+    report = CapabilityReport.model_validate((await ask(engine)).json())
+    assert report.no_capture is not None
+    assert [point.reads for point in report.points] == [False] * len(POINT_NAMES)
+    assert report.points[0].edits
+
+
+def test_ranks_are_one_model() -> None:
+    """Catches layers of a later pipeline stage that are lost, and a failed check of one rank behind another's."""
+    recipe = {"layer": "a.Layer", "stream": "pair", "mid": "norm", "layers": [0, 1]}
+    ranks = [
+        {**REPORT, "recipes": [recipe], "self_check": {"ran": True}},
+        {**REPORT, "recipes": [{**recipe, "layers": [2, 3]}], "self_check": {"ran": False}, "unproven": ["why"]},
+    ]
+    facts = merge_facts(ranks)
+    assert facts["recipes"] == [{**recipe, "layers": [0, 1, 2, 3]}]
+    assert facts["unproven"] == ["why"]
+    assert facts["self_checks"] == [{"ran": True}, {"ran": False}]
+
+
+def test_a_server_says_what_it_serves(client: httpx.Client) -> None:
+    """Catches a route that a real server lacks, and facts that got lost on their way to it."""
+    response = client.get(ROUTE)
+    assert response.status_code == 200
+    report = CapabilityReport.model_validate(response.json())
+    assert (report.architecture, report.num_layers, report.hidden_size) == ("LlamaForCausalLM", LAYERS, HIDDEN)
+    (recipe,) = report.recipes
+    assert (recipe.layer_class.rpartition(".")[2], recipe.layers) == ("LlamaDecoderLayer", list(range(LAYERS)))
+    assert [point.name for point in report.points if point.edits and point.reads] == list(points_on(()))
+    (check,) = report.self_checks
+    assert check["ran"] and check["conclusive"] == 2 * LAYERS
+    assert sum(report.table_bytes.values()) > 0
+    assert report.problem is None and report.unproven == []

@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``/v1/steering`` without an engine: what comes in, what goes out, and where it is documented."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import jsonschema
+import pytest
+from fastapi import FastAPI
+from starlette.routing import Route
+
+from tests.registry.modules import content, module, registry, vector
+from vllm_steer.registry.json_text import parse_json
+from vllm_steer.registry.module_files import write_module
+from vllm_steer.registry.registry import SteeringRegistry
+from vllm_steer.server import routes
+from vllm_steer.server.http.middleware import SteeringMiddleware
+from vllm_steer.server.http.schemas import JSON, MODULE_BODY, REQUEST_FIELDS, SET_BODY
+from vllm_steer.server.routes.base import OWN_PREFIX, Right, SteeringRoute
+from vllm_steer.server.routes.modules import add_routes
+from vllm_steer.spec import pack_vector
+
+MODULES, SET, CLEAR = (f"{OWN_PREFIX}{name}" for name in ("modules", "set", "clear"))
+BASE = {"post_block": {"1": vector(0).tolist()}}
+FILE = {"content-type": "application/octet-stream"}
+
+
+def make_app(ours: SteeringRegistry) -> FastAPI:
+    app = FastAPI()
+    app.state.args = SimpleNamespace(steering_max_body_mib=1)
+    add_routes(app, ours)
+    app.add_middleware(SteeringMiddleware)
+    return app
+
+
+@pytest.fixture
+def ours() -> SteeringRegistry:
+    return registry()
+
+
+@pytest.fixture
+async def client(ours: SteeringRegistry) -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(app=make_app(ours))
+    async with httpx.AsyncClient(transport=transport, base_url="http://server") as made:
+        yield made
+
+
+def refused(response: httpx.Response, status: int = 400) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    error: dict[str, Any] = response.json()["error"]
+    assert error["code"] == status
+    assert error["message"].startswith(f"{error['param']}: ")
+    return error
+
+
+async def test_three_ways_in_are_one_module(client: httpx.AsyncClient) -> None:
+    """Catches a transport that reads other numbers, or loses a part."""
+    body = json.loads(json.dumps(module().to_wire()))
+    body["prefill"]["pre_attn"]["2"]["vector"] = content()["prefill"]["pre_attn"][2].tolist()
+    first = await client.post(MODULES, json={"name": "a", "description": "d", "provenance": {"k": "v"}, **body})
+    assert first.status_code == 200, first.text
+    packed = await client.post(MODULES, json={"name": "b", **module().to_wire()})
+    file = await client.post(MODULES, params={"name": "c"}, content=write_module(module()), headers=FILE)
+    assert {each.json()["digest"] for each in (first, packed, file)} == {module().digest}
+    listed = (await client.get(MODULES)).json()
+    assert [(each["name"], each["description"]) for each in listed["data"]] == [("a", "d"), ("b", ""), ("c", "")]
+    assert listed["epoch"] == 3
+
+
+async def test_vectors_are_given_when_asked_for(client: httpx.AsyncClient) -> None:
+    """Catches raw data in answers that nobody asked them of, and data that cannot be registered again."""
+    await client.post(MODULES, json={"name": "a", **module().to_wire()})
+    for response in (await client.get(MODULES), await client.get(f"{MODULES}/a")):
+        assert pack_vector(vector(0))["data"] not in response.text
+    data = (await client.get(f"{MODULES}/a", params={"data": True})).json()["content"]["data"]
+    again = await client.post(MODULES, json={"name": "b", **data})
+    assert again.json()["digest"] == module().digest
+    await client.post(SET, json={"base": BASE})
+    assert (await client.get(SET)).json()["content"]["data"] is None
+    assert "base" in (await client.get(SET, params={"data": True})).json()["content"]["data"]
+
+
+async def test_a_module_can_be_looked_at_and_deleted(client: httpx.AsyncClient) -> None:
+    """Catches references that do not survive a URL, and a deletion that takes more than it names."""
+    digests = [(await client.post(MODULES, json={"name": "a", "base": base})).json()["digest"]
+               for base in (BASE, {"post_block": {"2": vector(1).tolist()}})]  # fmt: skip
+    assert (await client.get(f"{MODULES}/a")).json()["digest"] == digests[1]
+    assert (await client.get(f"{MODULES}/a@{digests[0]}")).json()["digest"] == digests[0]
+    assert (await client.get(f"{MODULES}/{digests[0]}")).json()["name"] == "a"
+    assert (await client.delete(f"{MODULES}/a@{digests[1]}")).json()["deleted"] == [digests[1]]
+    assert (await client.get(f"{MODULES}/a")).json()["versions"] == [digests[0]]
+    assert (await client.delete(f"{MODULES}/a")).status_code == 200
+    for response in (await client.get(f"{MODULES}/a"), await client.delete(f"{MODULES}/a")):
+        assert "no module a" in refused(response, 404)["message"]
+
+
+async def test_global_steering(client: httpx.AsyncClient) -> None:
+    """Catches a change that is not what was asked for, and an epoch that does not count it."""
+    empty = (await client.get(SET)).json()
+    await client.post(MODULES, json={"name": "a", "base": BASE})
+    first = (await client.post(SET, json={"modules": [["a", 2]], "base": BASE})).json()
+    assert (first["epoch"], first["modules"][0]["scale"]) == (2, 2.0)
+    second = (await client.post(SET, json={"decode": {"pre_attn": {"3": vector(1).tolist()}}})).json()
+    assert second["content"]["tiers"] == {"base": {"post_block": [1]}, "decode": {"pre_attn": [3]}}
+    assert second["modules"] == first["modules"]
+    third = (await client.post(SET, json={"prefill": BASE, "replace": True})).json()
+    assert (third["modules"], third["content"]["tiers"]) == ([], {"prefill": {"post_block": [1]}})
+    cleared = (await client.post(CLEAR)).json()
+    assert {**cleared, "epoch": 0} == {**empty, "epoch": 0}
+    assert cleared["epoch"] == 5
+    for body in (b'{"base": 1}', b"[]", b"x", b" " * (1 << 20) + b"{} "):
+        response = await client.post(CLEAR, content=body)
+        assert response.status_code in (400, 413), body
+        assert response.json()["error"]["param"] in ("base", "body")
+    assert (await client.post(CLEAR, content=b"{}")).status_code == 200
+    assert len({each["digest"] for each in (empty, first, second, third)}) == 4
+
+
+async def test_bodies_are_parsed_beside_the_event_loop(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a large body that nothing else is served beside while it is parsed."""
+    threads: list[int] = []
+
+    def parse(text: str | bytes, field: str) -> Any:
+        threads.append(threading.get_ident())
+        return parse_json(text, field)
+
+    monkeypatch.setattr(routes, "parse_json", parse)
+    for path, body in ((MODULES, {"name": "a", "base": BASE}), (SET, {"base": BASE}), (CLEAR, {})):
+        assert (await client.post(path, json=body)).status_code == 200
+    assert len(threads) == 3
+    assert threading.get_ident() not in threads
+
+
+WRONG: dict[str, tuple[str, str, str, str]] = {
+    "no JSON": (MODULES, "{", "body", "JSON"),
+    "no object": (MODULES, "[1]", "body", "object"),
+    "no name": (MODULES, '{"base": {"post_block": {"1": VECTOR}}}', "name", "missing"),
+    "path in name": (MODULES, '{"name": "../a", "base": {"post_block": {"1": VECTOR}}}', "name", "ASCII"),
+    "look-alike": (MODULES, '{"name": "c\\u0430lm", "base": {"post_block": {"1": VECTOR}}}', "name", "ASCII"),
+    "nothing in it": (MODULES, '{"name": "a"}', "module", "empty"),
+    "unknown field": (MODULES, '{"name": "a", "steering_vectors": {}}', "steering_vectors", "base, prefill"),
+    "key twice": (MODULES, '{"name": "a", "name": "b"}', "body", "twice"),
+    "layer twice": (MODULES, '{"name": "a", "base": {"post_block": {"1": [1], "1": [2]}}}', "body", "twice"),
+    "NaN": (MODULES, '{"name": "a", "base": {"post_block": {"1": [NaN, 1]}}}',
+            "base.post_block[1][0]", "finite"),
+    "huge integer": (MODULES, '{"name": "a", "base": {"post_block": {"1": [%s]}}}' % ("9" * 5000), "body", "digits"),
+    "deep": (MODULES, '{"name": ' + "[" * 100000, "body", "JSON"),
+    "width": (MODULES, '{"name": "a", "base": {"post_block": {"1": [1, 2]}}}', "vector", "hidden size is 8"),
+    "layer": (MODULES, '{"name": "a", "base": {"post_block": {"4": VECTOR}}}', "layers", "layers 0 to 3"),
+    "refused site": (MODULES, '{"name": "a", "base": {"post_attn": {"2": VECTOR}}}', "point", "parallel"),
+    "set nothing": (SET, "{}", "set", "names nothing"),
+    "set unknown": (SET, '{"modules": ["x"]}', "modules[0]", "no module x"),
+    "set probes": (SET, '{"probes": {}}', "probes", "base, prefill"),
+    "set replace": (SET, '{"replace": 1}', "replace", "true or false"),
+    "set too far back": (SET, '{"edits": [{"kind": "add", "point": "post_block", "layers": 1, "vector": VECTOR, '
+                         '"tokens": [-2]}]}', "tokens", "every prompt"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+async def test_wrong_bodies(case: str, client: httpx.AsyncClient, ours: SteeringRegistry) -> None:
+    """Catches what is wrong being taken in part, and an error that does not say where."""
+    route, body, param, words = WRONG[case]
+    body = body.replace("VECTOR", json.dumps(vector(0).tolist()))
+    response = await client.post(route, content=body, headers={"content-type": "application/json"})
+    error = refused(response, 404 if "unknown" in case and route == SET else 400)
+    assert error["param"].startswith(param)
+    assert words in error["message"]
+    assert ours.snapshot().epoch == 0
+
+
+async def test_wrong_uploads(client: httpx.AsyncClient) -> None:
+    """Catches a body that is read as what it is not, or without end."""
+    data = write_module(module())
+    assert refused(await client.post(MODULES, content=data, headers=FILE))["param"] == "name"
+    assert refused(await client.post(MODULES, params={"name": "a"}, content=data[:-1], headers=FILE))["param"] == "file"
+    assert (
+        "JSON"
+        in refused(await client.post(MODULES, content=data, headers={"content-type": "application/json"}))["message"]
+    )
+    for kind in ("application/x-www-form-urlencoded", "multipart/form-data", ""):
+        refused(await client.post(MODULES, content=data, headers={"content-type": kind}), 415)
+    large = {"name": "a", "description": "x" * (1 << 20)}
+    assert "--steering-max-body-mib" in refused(await client.post(MODULES, json=large), 413)["message"]
+    assert refused(await client.post(MODULES, params={"name": "b"}, json={"name": "a"}))["param"] == "name"
+
+
+async def test_a_full_registry(client: httpx.AsyncClient) -> None:
+    """Catches a limit that is answered as if the request were malformed."""
+    full = httpx.ASGITransport(app=make_app(registry(modules=0)))
+    async with httpx.AsyncClient(transport=full, base_url="http://server") as other:
+        refused(await other.post(MODULES, json={"name": "a", "base": BASE}), 507)
+
+
+def our_routes(app: FastAPI) -> list[Route]:
+    return [route for route in app.routes if isinstance(route, Route) and route.path.startswith(OWN_PREFIX)]
+
+
+async def test_every_route_has_a_right_and_is_documented(client: httpx.AsyncClient) -> None:
+    """Catches a route that bypasses the one place where rights and errors are seen to, or that nobody can look up."""
+    app = make_app(registry())
+    rights = {(route.path.removeprefix(OWN_PREFIX), *sorted(route.methods or ())): route.right
+              for route in our_routes(app) if isinstance(route, SteeringRoute)}  # fmt: skip
+    assert len(rights) == len(our_routes(app))
+    assert rights == {
+        ("modules", "POST"): Right.REGISTER,
+        ("modules", "GET"): Right.READ,
+        ("modules/{name}", "GET"): Right.READ,
+        ("modules/{name}", "DELETE"): Right.REGISTER,
+        ("set", "POST"): Right.GLOBAL,
+        ("set", "GET"): Right.READ,
+        ("clear", "POST"): Right.GLOBAL,
+    }
+    document = (await client.get("/openapi.json")).json()
+    assert undescribed(document) == []
+    operations = [operation for path in document["paths"].values() for operation in path.values()]
+    assert all(operation["summary"] and operation["description"] for operation in operations)
+    assert len(operations) == len(rights)
+
+
+def undescribed(document: dict[str, Any]) -> list[str]:
+    """Properties without a description, in the schemas of answers and of bodies."""
+    found = []
+    schemas = {name: schema for name, schema in document["components"]["schemas"].items() if "Validation" not in name}
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            for kind, body in operation.get("requestBody", {}).get("content", {}).items():
+                schemas[f"{method} {path} {kind}"] = body["schema"]
+    for name, schema in schemas.items():
+        for key, value in schema.get("properties", {}).items():
+            if not value.get("description"):
+                found.append(f"{name}.{key}")
+    return found
+
+
+def conforms(body: Any, schema: dict[str, Any]) -> bool:
+    jsonschema.Draft202012Validator.check_schema(schema)
+    return jsonschema.Draft202012Validator(schema).is_valid(json.loads(json.dumps(body)))
+
+
+def test_the_documents_forms_are_those_that_are_read() -> None:
+    """Catches a document by which a right body is wrong, or that says nothing at all."""
+    of_module, of_set = (body["content"][JSON]["schema"] for body in (MODULE_BODY, SET_BODY))
+    whole = module().to_wire()
+    assert conforms({"name": "a", **whole, "provenance": {"k": "v"}, "model": None}, of_module)
+    assert conforms(
+        {**{key: whole[key] for key in ("base", "edits")}, "modules": [["a", 2], "b"], "replace": True}, of_set
+    )
+    assert conforms({"post_block": {"1": vector(0).tolist()}}, REQUEST_FIELDS["steering_vectors"])
+    assert conforms(["a", ["b", 0.5]], REQUEST_FIELDS["steering_modules"])
+    spec = {"hooks": {"post_block": [1]}, "reduce": {"probes": ["a/b"]}}
+    assert conforms({"memory": spec}, REQUEST_FIELDS["capture"])
+    named = {"name": "a"}
+    for wrong in (whole, {"name": 1}, {**named, "x": 1}, {**named, "base": {"mlp": {"1": [1]}}},
+                  {**named, "base": {"pre_attn": {"-1": [1]}}}, {**named, "edits": [{"kind": "add"}]}):  # fmt: skip
+        assert not conforms(wrong, of_module)
+    assert not conforms([], REQUEST_FIELDS["steering_modules"])

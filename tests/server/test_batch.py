@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm run-batch``: its own functions over a fake engine, and the real command over a file."""
+
+from __future__ import annotations
+
+import base64
+import json
+import subprocess
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from vllm.entrypoints.launchers import run_batch
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
+
+from tests.server.fakes import FakeEngine, vector
+from tests.server.http.answers import SPEC, captured, done, finish_samples
+from tests.server.server import HIDDEN, MODEL, environment, vllm_command
+from vllm_steer.capture.files.reader import open_captures
+from vllm_steer.compat.plugin import wrap_front_end
+from vllm_steer.server import batch
+
+CHAT = "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "hi"}]
+FIELD = {"post_block": {"1": vector()}}
+
+
+async def answers_of(lines: list[tuple[str, dict[str, Any]]], *, data: Any = None, **flags: int) -> list[Any]:
+    """The answers to lines (url, body) as `run_batch` makes them, with handlers that would answer anything."""
+    wrap_front_end()
+    requests = [
+        run_batch.BatchRequestInput(custom_id=str(i), method="POST", url=url, body=body)
+        for i, (url, body) in enumerate(lines)
+    ]
+
+    async def handler(body: Any) -> Any:
+        if isinstance(body, ChatCompletionRequest):
+            await finish_samples(body, [{"memory": done(captured() if data is None else data)}])
+        message = {"role": "assistant", "content": "yes"}
+        choices = [{"index": 0, "message": message, "finish_reason": "stop"}]
+        usage = {"prompt_tokens": 1, "total_tokens": 2}
+        return ChatCompletionResponse(model="tiny", choices=choices, usage=usage)
+
+    made: list[Any] = []
+
+    async def all_lines(engine_client: Any, args: Any) -> None:
+        made.extend(
+            [await run_batch.run_request(handler, request, run_batch.BatchProgressTracker()) for request in requests]
+        )
+
+    await batch.run(all_lines, FakeEngine(), Namespace(**flags))
+    return [json.loads(answer.model_dump_json()) for answer in made]
+
+
+async def test_what_was_captured_stands_in_the_line() -> None:
+    """Catches a line whose captures are made and lost, and one that carries another line's."""
+    lines = [(CHAT, {"messages": MESSAGES, "capture": {"memory": SPEC}}), (CHAT, {"messages": MESSAGES})]
+    first, second = await answers_of(lines)
+    (choice,) = first["response"]["body"]["choices"]
+    assert choice["capture_results"]["memory"]["sites"]["post_block"]["1"]["positions"] == [0, 1, 2]
+    assert "capture_results" not in second["response"]["body"]["choices"][0]
+
+
+async def test_rows_too_many_for_a_line_say_so() -> None:
+    """Catches lines of any size, and a handle that nobody will ever answer."""
+    lines = [(CHAT, {"messages": MESSAGES, "capture": {"memory": SPEC}})]
+    (answer,) = await answers_of(lines, data=captured(5000), capture_inline_kib=8)
+    result = answer["response"]["body"]["choices"][0]["capture_results"]["memory"]
+    assert result["status"] == "error"
+    assert "--capture-inline-kib" in result["error"]
+    assert "id" not in result
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "/v1/embeddings": {"model": "tiny", "input": "hi"},
+    "/v1/score": {"model": "tiny", "queries": "a", "documents": "b"},
+    "/v1/rerank": {"model": "tiny", "query": "a", "documents": ["b"]},
+    "/v1/audio/transcriptions": {"model": "tiny", "file_url": "data:audio/wav;base64,AAAA"},
+    "/v1/audio/translations": {"model": "tiny", "file_url": "data:audio/wav;base64,AAAA"},
+}
+
+
+@pytest.mark.parametrize("url", list(OTHERS))
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"steering_vectors": FIELD}, "steering_vectors"),
+        ({"capture": {"memory": SPEC}}, "capture"),
+        ({"steering_vector": FIELD}, "steering_vector"),
+        ({"extra_body": {"capture": {"memory": SPEC}}}, "extra_body.capture"),
+    ],
+)
+async def test_other_lines_are_refused_by_name(url: str, fields: dict[str, Any], param: str) -> None:
+    """Catches a line that is answered as if it had asked for nothing; without fields it passes."""
+    refused, plain = await answers_of([(url, {**OTHERS[url], **fields}), (url, OTHERS[url])])
+    assert refused["response"]["status_code"] == 400
+    assert refused["error"]["error"]["param"] == param
+    assert plain["error"] is None
+
+
+async def test_wrong_fields_of_a_line_are_that_lines_error() -> None:
+    """Catches a wrong line that is ignored, or that takes the others with it."""
+    wrong = {"messages": MESSAGES, "capture": {"memory": {"hooks": {"post_block": [99]}}}}
+    bad, good = await answers_of([(CHAT, wrong), (CHAT, {"messages": MESSAGES, "capture": {"memory": SPEC}})])
+    assert bad["response"]["status_code"] == 400
+    assert bad["error"]["error"]["param"] == "capture.memory.hooks.post_block"
+    assert good["error"] is None
+
+
+def test_the_command_steers_captures_and_refuses(model: Path, tmp_path: Path) -> None:
+    """Catches wrapped functions that are not the ones which the command calls, and files left incomplete at its end."""
+    body = {"model": MODEL, "messages": MESSAGES, "max_tokens": 4, "temperature": 0}
+    memory = {"memory": {"hooks": {"post_block": [1]}, "positions": "last_prompt"}}
+    edits = [{"kind": "add", "point": "post_block", "layers": 1, "vector": [3.0] * HIDDEN}]
+    lines = [
+        {**body, "capture": {**memory, "filesystem": memory["memory"]}},
+        {**body, "capture": memory, "steering": edits},
+        {**body, "capture": {"memory": {"hooks": {"post_block": [9]}}}},
+    ]
+    given = [{"custom_id": str(i), "method": "POST", "url": CHAT, "body": line} for i, line in enumerate(lines)]
+    given.append(
+        {"custom_id": "e", "method": "POST", "url": "/v1/embeddings", "body": {"input": "hi", "capture": memory}}
+    )
+    (tmp_path / "in").write_text("\n".join(map(json.dumps, given)))
+    command = [*vllm_command(), "run-batch", "-i", tmp_path / "in", "-o", tmp_path / "out", "--model", model]
+    command += ["--served-model-name", MODEL, "--enforce-eager", "--dtype", "float32", "--max-model-len", "256"]
+    command += ["--enable-steering", "--capture-consumers", f"filesystem:root={tmp_path / 'acts'},layout=packed"]
+    ran = subprocess.run(
+        list(map(str, command)), env=environment(), capture_output=True, text=True, timeout=240, check=False
+    )
+    assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
+    plain, steered, wrong, other = map(json.loads, (tmp_path / "out").read_text().splitlines())
+    rows = []
+    for line in (plain, steered):
+        site = line["response"]["body"]["choices"][0]["capture_results"]["memory"]["sites"]["post_block"]["1"]
+        rows.append(np.frombuffer(base64.b64decode(site["data"]), "<f4"))
+    np.testing.assert_allclose(rows[1] - rows[0], 3.0, atol=2e-3)
+    (stored,) = open_captures(tmp_path / "acts")
+    np.testing.assert_array_equal(stored.numpy("post_block", 1)[0], rows[0])
+    assert wrong["error"]["error"]["param"] == "capture.memory.hooks.post_block"
+    # A model that generates has no embeddings: vLLM's own error comes first.
+    assert "embeddings" in json.dumps(other["error"])

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fields that we add to vLLM's bodies and answers, in its OpenAPI document."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fastapi import FastAPI
+
+from vllm_steer.registry.schema import ModuleUse
+from vllm_steer.server.http.schemas import ANSWER_FIELDS, REQUEST_FIELDS
+
+REQUESTS = ("CompletionRequest", "ChatCompletionRequest", "ResponsesRequest")
+ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
+
+
+def document_fields(app: FastAPI) -> None:
+    """Let ``/openapi.json`` have our fields where vLLM's own are."""
+    made: Callable[[], dict[str, Any]] = app.openapi
+    if getattr(made, "_vllm_steer", False):
+        return
+
+    def openapi() -> dict[str, Any]:
+        document = made()  # FastAPI makes it once, and keeps it
+        schemas = document.get("components", {}).get("schemas", {})
+        for name in REQUESTS:
+            schemas.get(name, {}).setdefault("properties", {}).update(REQUEST_FIELDS)
+        for route in ROUTES:
+            # vLLM says nothing of its answers but their type.
+            answers = document.get("paths", {}).get(route, {}).get("post", {}).get("responses", {})
+            for body in answers.get("200", {}).get("content", {}).values():
+                schema = body.setdefault("schema", {})
+                schema.update({"type": "object", "properties": {**schema.get("properties", {}), **ANSWER_FIELDS}})
+        schemas.setdefault(ModuleUse.__name__, ModuleUse.model_json_schema())
+        return document
+
+    openapi._vllm_steer = True  # type: ignore[attr-defined]
+    app.openapi = openapi  # type: ignore[method-assign]

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether an answer is the one that the same request gets alone.
+
+Tokens have to agree until the reference itself could not tell the likeliest from the next: there both are right, the
+rest of that sample is another text, and only what stands before is compared. A tie is decided by the reference's
+log-probabilities, never by how the answers look.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vllm_steer.testing.fuzz.answers import Answer, Sample
+from vllm_steer.testing.fuzz.drive import Run
+from vllm_steer.testing.fuzz.workload import COLD, Request
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """What float arithmetic in another order may change.
+
+    ``row``: a captured row's distance from the right one, over the right one's length. ``logprob``: a log-probability.
+    ``tie``: how far behind the likeliest token another one may be and still be taken for it.
+    """
+
+    row: float
+    logprob: float
+    tie: float
+
+    @classmethod
+    def of(cls, dtype: str) -> Tolerance:
+        return cls(2e-3, 1e-2, 1e-2) if dtype == "float32" else cls(0.08, 0.5, 0.5)
+
+
+@dataclass
+class Counts:
+    """What was compared, over all runs."""
+
+    rounds: int = 0
+    engines: int = 0
+    requests: int = 0
+    plain_requests: int = 0
+    by_module: int = 0
+    globally: int = 0
+    streamed: int = 0
+    tokens: int = 0
+    rows: int = 0
+    ties: int = 0
+    refused: int = 0
+    aborted: int = 0
+    preempted: int = 0
+    cached_tokens: int = 0
+    steps: int = 0
+
+
+def compare_runs(requests: list[Request], got: Run, right: Run, tolerance: Tolerance, counts: Counts) -> dict[str, str]:
+    """What is wrong, by request; the empty name is that of the engine as a whole."""
+    counts.engines += 1
+    counts.preempted += got.preempted
+    counts.steps += got.steps
+    wrong: dict[str, str] = {}
+    if got.broken:
+        wrong[""] = got.broken
+    for request in requests:
+        answer, reference = got.answers.get(request.name), right.answers[request.name]
+        if answer is None:
+            if not got.broken:
+                wrong[request.name] = "never finished"
+            continue
+        counts.aborted += answer.aborted
+        counts.refused += answer.refused is not None
+        counts.cached_tokens += answer.cached_tokens
+        problem = None if answer.aborted else compare(request, answer, reference, tolerance, counts)
+        if problem:
+            wrong[request.name] = problem
+    return wrong
+
+
+def compare(request: Request, got: Answer, right: Answer, tolerance: Tolerance, counts: Counts) -> str | None:
+    """A sentence about the first thing that is wrong, or None."""
+    if got.refused is not None:
+        if right.refused is not None or "can never fit" in got.refused:
+            return None
+        return f"refused: {got.refused}"
+    counts.requests += 1
+    counts.plain_requests += request.plain
+    counts.by_module += request.module
+    counts.globally += bool(request.globally)
+    counts.streamed += request.stream
+    if len(got.samples) != len(right.samples):
+        return f"{len(got.samples)} samples for {len(right.samples)}"
+    for number, (sample, reference) in enumerate(zip(got.samples, right.samples, strict=True)):
+        problem = _compare_sample(request, sample, reference, tolerance, counts)
+        if problem:
+            return f"sample {number}: {problem}" if request.n > 1 else problem
+    return None
+
+
+def _compare_sample(request: Request, got: Sample, right: Sample, tolerance: Tolerance, counts: Counts) -> str | None:
+    # A sample drawn at COLD falls on a token that is behind by d with odds of exp(-d / COLD).
+    tie = tolerance.tie if request.n == 1 else tolerance.tie + 25 * COLD
+    agreed = len(right.tokens)
+    for i, (token, expected) in enumerate(zip(got.tokens, right.tokens, strict=False)):
+        top = right.top[i]
+        if token != expected:
+            if top.get(token, float("-inf")) < max(top.values()) - tie:
+                behind = f"{max(top.values()) - top[token]:.3g} behind" if token in top else "not among the likeliest"
+                return f"token {i} is {token}, and not {expected}: {behind} in the reference"
+            counts.ties += 1
+            agreed = i
+            break
+        if token in got.top[i] and abs(got.top[i][token] - top[token]) > tolerance.logprob:
+            return f"token {i} has log-probability {got.top[i][token]:.5f} for {top[token]:.5f}"
+    else:
+        if len(got.tokens) != len(right.tokens) or got.finish_reason != right.finish_reason:
+            return f"{len(got.tokens)} tokens ({got.finish_reason}) for {len(right.tokens)} ({right.finish_reason})"
+    counts.tokens += agreed
+    return _compare_rows(
+        request, got, right, len(request.prompt) + agreed, agreed < len(right.tokens), tolerance, counts
+    )
+
+
+def _compare_rows(
+    request: Request, got: Sample, right: Sample, stop: int, cut: bool, tolerance: Tolerance, counts: Counts
+) -> str | None:
+    """Rows up to position ``stop``, from which on another text was computed where ``cut``."""
+    if got.status != right.status:
+        return f"capture is {got.status} ({got.error}) for {right.status}"
+    if list(got.rows) != list(right.rows):
+        return f"capture has sites {list(got.rows)} for {list(right.rows)}"
+    form = None if request.capture is None else request.capture.reduce
+    reduced = form in ("mean", "last")
+    # A projection is shorter than the row whose length its error goes by.
+    allowed = tolerance.row * (20 if form == "directions" else 1)
+    if cut and reduced:
+        return None
+    for (point, layer), (positions, rows) in got.rows.items():
+        expected_positions, expected = right.rows[point, layer]
+        if cut:
+            kept = sum(position < stop for position in expected_positions)
+            positions, rows = positions[:kept], rows[:kept]
+            expected_positions, expected = expected_positions[:kept], expected[:kept]
+        if positions != expected_positions:
+            return f"{point}[{layer}] has rows of positions {list(positions)} for {list(expected_positions)}"
+        if rows.shape != expected.shape:
+            return f"{point}[{layer}] has shape {list(rows.shape)} for {list(expected.shape)}"
+        counts.rows += len(rows)
+        if not len(rows):
+            continue
+        scale = expected.norm(dim=1).clamp(min=1.0)
+        # NaN compares as false: what is not close is wrong.
+        away = (rows - expected).norm(dim=1) / scale
+        bad = (~(away <= allowed)).nonzero().flatten().tolist()
+        if bad:
+            where = "reduced" if reduced else f"position {positions[bad[0]]}"
+            return f"{point}[{layer}] at {where}: row is {float(away[bad[0]]):.3g} of its length away ({len(bad)} such)"
+    return None

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Second half of a proof: the shrunk model in vLLM, its taps checked against each other and, where they are there,
+against the streams of HF Transformers.
+
+``python -m vllm_steer.testing.prove.engine CONFIG_FOLDER MODEL`` prints a JSON object. Where MODEL has no weights, HF
+does not
+know the model: it gets random ones, and the identities alone are checked.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vllm_steer.testing.prove.reference import EDITED_LAYER, STREAMS, prompt, randomise
+from vllm_steer.testing.prove.shrink import shrink
+
+MARK = "vllm_steer.testing.prove: "
+RANDOM_WEIGHTS = "vllm_steer_random"
+TOLERANCE = 1e-4
+"""Largest distance of a row from HF's, in lengths of HF's row, that counts as agreement in float32."""
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+
+
+def prove(source: str, model: Path, trust_remote_code: bool = False) -> dict[str, Any]:
+    """What was seen: ``kind`` of proof, the steps of the check, and the errors against HF, None where it has none."""
+    from vllm_steer import LLM
+    from vllm_steer.models.outline import import_architecture
+
+    with_reference = (model / STREAMS).exists()
+    if not with_reference:
+        _write_config(source, model, trust_remote_code)
+        _register_random_weights()
+    import_architecture(str(model))
+    llm: Any = LLM(
+        model=str(model),
+        enable_steering=True,
+        steering_config={"allow_unproven": True},  # as what is to be proven may be
+        load_format="auto" if with_reference else RANDOM_WEIGHTS,
+        skip_tokenizer_init=True,
+        trust_remote_code=trust_remote_code,
+        enforce_eager=True,
+        dtype="float32",
+        max_model_len=64,
+        num_gpu_blocks_override=256,
+        disable_log_stats=True,
+    )
+    (facts,) = llm.collective_rpc("steering_capabilities")
+    check = facts["self_check"]
+    found = {"kind": "identities inside vLLM", "hops": check["hops"], "conclusive": check["conclusive"]}
+    if not with_reference:
+        return {**found, "value_error": None, "cause_error": None, "agrees": check["conclusive"] > 0}
+    errors = _errors(llm, np.load(model / STREAMS))
+    agrees = check["conclusive"] > 0 and max(errors.values()) < TOLERANCE
+    return {**found, "kind": "HF Transformers", **errors, "agrees": agrees}
+
+
+def _errors(llm: Any, streams: Any) -> dict[str, float]:
+    """``value_error``: rows of a plain request; ``cause_error``: those behind an edit, with that edit in both."""
+    from vllm_steer import Edit, SamplingParams
+
+    edit = Edit(kind="add", point="post_block", layers=EDITED_LAYER, vector=streams["vector"])
+    capture = {"memory": {"hooks": {"pre_attn": "all", "post_block": "all"}, "positions": "all_prompt"}}
+    prompts = [{"prompt_token_ids": prompt()}] * 2
+    params = [
+        SamplingParams(max_tokens=1, temperature=0, detokenize=False, capture=capture, steering=edits)
+        for edits in (None, [edit])
+    ]
+    errors = {}
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    for name, output, theirs in zip(
+        ("value_error", "cause_error"), outputs, (streams["plain"], streams["edited"]), strict=True
+    ):
+        rows = output.capture_results["memory"]
+        errors[name] = max(
+            _far(rows.tensor(point, layer).numpy(), theirs[layer + (point == "post_block")])
+            for layer in range(len(theirs) - 1)
+            for point in ("pre_attn", "post_block")
+        )
+    return errors
+
+
+def _far(ours: np.ndarray, theirs: np.ndarray) -> float:
+    return float((np.linalg.norm(ours - theirs, axis=-1) / np.linalg.norm(theirs, axis=-1)).max())
+
+
+def _register_random_weights() -> None:
+    """A load format of ours: vLLM's dummy weights are so small that blocks do nothing."""
+    import torch
+    from vllm.model_executor.model_loader import register_model_loader
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    class RandomLoader(DummyModelLoader):  # type: ignore[misc]
+        def load_weights(self, model: Any, model_config: Any) -> None:
+            super().load_weights(model, model_config)
+            with torch.no_grad():
+                for name, weight in model.named_parameters():
+                    if weight.ndim == 1 and not name.endswith("bias"):
+                        weight.fill_(1.0)  # norms
+            randomise(model)
+
+    register_model_loader(RANDOM_WEIGHTS)(RandomLoader)
+
+
+def _write_config(source: str, model: Path, trust_remote_code: bool) -> None:
+    from vllm.transformers_utils.config import get_config
+
+    config = get_config(source, trust_remote_code)
+    shrink(config.get_text_config())
+    model.mkdir(exist_ok=True)
+    config.save_pretrained(model)
+
+
+def main() -> None:
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    print(MARK + json.dumps(prove(sys.argv[1], Path(sys.argv[2]), "--trust-remote-code" in sys.argv)))
+
+
+if __name__ == "__main__":
+    main()
