@@ -19,12 +19,12 @@ from safetensors.torch import load
 from starlette.middleware.gzip import GZipMiddleware
 from vllm.sampling_params import SamplingParams
 
-from tests.server import delivery
 from tests.server.fakes import HIDDEN
+from tests.server.http import answers
 from tests.server.http.answers import DONE, SPEC, captured, done, finish_samples, make_capturing_app
 from vllm_steer.capture import CaptureResult
-from vllm_steer.capture.manager import CaptureResults
-from vllm_steer.server import delivery as delivering
+from vllm_steer.capture.results import CaptureResults
+from vllm_steer.server.http import capture_results
 from vllm_steer.server.http.request_context import PROMPT_KEY, current, note_results, track_sample
 from vllm_steer.server.http.request_fields import apply_to_params
 from vllm_steer.server.http.row_encoding import inline
@@ -54,7 +54,7 @@ async def test_rows_end_with_their_answer(fields: dict[str, Any], monkeypatch: p
         exchanges.append(current.get())
         return finish_samples(*args)
 
-    monkeypatch.setattr(delivery, "finish_samples", finish)
+    monkeypatch.setattr(answers, "finish_samples", finish)
     app = make_capturing_app([{"memory": done(captured())}])
     response = await client_of(app).post(ROUTE, json={**BODY, **fields})
     assert '"post_block"' in response.text
@@ -69,7 +69,7 @@ async def test_rows_of_a_client_that_left_are_not_kept(monkeypatch: pytest.Monke
         apply_to_params(body, SamplingParams())
         exchanges.append(current.get())
 
-    monkeypatch.setattr(delivery, "finish_samples", leave_running)
+    monkeypatch.setattr(answers, "finish_samples", leave_running)
     await client_of(make_capturing_app([{}])).post(ROUTE, json=BODY)
     (exchange,) = exchanges
     note_results(SimpleNamespace(_steering_choice=(exchange, 0)), CaptureResults({"memory": done(captured())}))
@@ -132,7 +132,7 @@ async def test_prompts_without_numbers_are_seen(monkeypatch: pytest.MonkeyPatch)
         request.sampling_params.extra_args[PROMPT_KEY] = 0
         track_sample(processor, request)
 
-    monkeypatch.setattr(delivery, "track_sample", unnumbered)
+    monkeypatch.setattr(answers, "track_sample", unnumbered)
     results = [{"memory": done(captured(value=i))} for i in range(6)]
     values = values_of((await answer_of(make_capturing_app(results, prompts=3)))["choices"])
     assert values[2:] == [None] * 4
@@ -360,14 +360,14 @@ async def test_a_client_that_has_left_just_before_the_answer_leaves_nothing(
     Without another look, they do.
     """
     connections: list[Connection] = []
-    hear = delivering._hear_of_leaving
+    hear = capture_results._hear_of_leaving
 
     async def leave_and_hear() -> None:
         connections[0].leave()
         if looks:
             await hear()
 
-    monkeypatch.setattr(delivering, "_hear_of_leaving", leave_and_hear)
+    monkeypatch.setattr(capture_results, "_hear_of_leaving", leave_and_hear)
     app = make_capturing_app([{"memory": done(captured())}], capture_inline_kib=0)
     connections.append(Late(app, {**BODY, "stream": stream}))
     await asyncio.wait_for(connections[0].task, 10)
