@@ -304,10 +304,10 @@ def _to_beam_search_params(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _extract_prompt_len(original: Callable[..., Any]) -> Callable[..., Any]:
     def extract_prompt_len(self: Any, *args: Any, **kwargs: Any) -> Any:
-        from vllm_steer.server.http.request_context import note_prompt_len
+        from vllm_steer.server.http.request_context import set_prompt_len
 
         length = original(self, *args, **kwargs)
-        note_prompt_len(length)
+        set_prompt_len(length)
         return length
 
     return extract_prompt_len
@@ -334,8 +334,8 @@ def _run_batch(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _run_request(original: Callable[..., Any]) -> Callable[..., Any]:
     async def run_request(serving_engine_func: Any, request: Any, tracker: Any) -> Any:
-        from vllm_steer.server.batch import run_line
+        from vllm_steer.server.batch import run_request_line
 
-        return await run_line(original, serving_engine_func, request, tracker)
+        return await run_request_line(original, serving_engine_func, request, tracker)
 
     return run_request
