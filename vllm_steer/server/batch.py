@@ -48,7 +48,7 @@ async def run(original: Handler, engine_client: Any, args: Any) -> None:
     finally:
         _running.reset(token)
         if served is not None:
-            await asyncio.to_thread(served.desk.close)
+            await asyncio.to_thread(served.capture_manager.close)
 
 
 async def run_line(original: Handler, handler: Handler, request: Any, tracker: Any) -> Any:

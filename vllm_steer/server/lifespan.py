@@ -40,7 +40,7 @@ async def live(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None
         try:
             if served is not None and message["type"] in _LAST:
                 # Before the message: the process may end as soon as the server has it.
-                await asyncio.to_thread(served.desk.close)
+                await asyncio.to_thread(served.capture_manager.close)
                 await asyncio.to_thread(store_of(scope["app"]).close)
         finally:
             await send(message)

@@ -20,7 +20,7 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.params import APPLIED_KEY, EXTRA_KEY, FIELDS, capture_specs, compile_fields, has_steering, program_of
 from vllm_steer.program import compile_program
 from vllm_steer.server import protocol
-from vllm_steer.server.http.request_context import PROMPT_KEY, RequestContext, current, note_prompt_len
+from vllm_steer.server.http.request_context import PROMPT_KEY, RequestContext, current, record_prompt_len
 from vllm_steer.server.http.request_fields import RequestRefused, apply_to_params, read_fields, refuse_beam_search
 from vllm_steer.spec import parse_fields
 
@@ -148,7 +148,7 @@ def test_what_the_model_cannot_serve_is_named(
     fields: dict[str, Any], path: str, words: str, exchange: RequestContext
 ) -> None:
     """Catches an error that does not say which edit is meant, or that comes after a stream has started."""
-    note_prompt_len(5)
+    record_prompt_len(None, 5)
     with pytest.raises(RequestRefused) as refused:
         apply_to_params(request_with(**fields), SamplingParams())
     assert refused.value.parameter == path
@@ -162,7 +162,7 @@ HOOKS = {"hooks": {"post_block": [1]}}
 def test_every_prompt_with_captures_is_numbered(exchange: RequestContext) -> None:
     """Catches samples of a second prompt that are taken for the first one's."""
     request = request_with(capture={"memory": HOOKS}, n=3, temperature=1)
-    note_prompt_len(5)
+    record_prompt_len(None, 5)
     params = [apply_to_params(request, SamplingParams(n=3)) for _ in range(2)]
     assert [each.extra_args[PROMPT_KEY] for each in params] == [0, 1]
     assert (exchange.consumers, exchange.samples) == (("memory",), 3)
@@ -181,7 +181,7 @@ def test_every_prompt_with_captures_is_numbered(exchange: RequestContext) -> Non
 )
 def test_what_cannot_be_captured_is_named(spec: Any, path: str, words: str, exchange: RequestContext) -> None:
     """Catches an error that does not say which consumer's spec is meant, or blames an edit beside it."""
-    note_prompt_len(5)
+    record_prompt_len(None, 5)
     with pytest.raises(RequestRefused) as refused:
         apply_to_params(request_with(capture={"memory": spec}, steering=[EDIT]), SamplingParams())
     assert refused.value.parameter == path
@@ -224,7 +224,7 @@ def test_captures_need_an_answer_that_carries_them(exchange: RequestContext) -> 
 
 def test_what_fits_alone_and_not_together_is_refused(exchange: RequestContext) -> None:
     """Catches the search for the guilty edit swallowing an error of which no single edit is guilty."""
-    note_prompt_len(5)
+    record_prompt_len(None, 5)
     edits = [{**EDIT, "vector": vector(i + 1), "tokens": [[i, None]]} for i in range(40)]
     with pytest.raises(RequestRefused, match="max_segments"):
         apply_to_params(request_with(steering=edits), SamplingParams())
@@ -233,9 +233,9 @@ def test_what_fits_alone_and_not_together_is_refused(exchange: RequestContext) -
 def test_the_prompt_of_each_request_counts(exchange: RequestContext) -> None:
     """Catches the first prompt's length being used for the second one's check."""
     request = request_with(steering=[{**EDIT, "tokens": [-4]}])
-    note_prompt_len(5)
+    record_prompt_len(None, 5)
     apply_to_params(request, SamplingParams())
-    note_prompt_len(3)
+    record_prompt_len(None, 3)
     with pytest.raises(RequestRefused, match="prompt of 3 tokens"):
         apply_to_params(request, SamplingParams())
 
@@ -288,7 +288,7 @@ def test_what_is_wrong_with_a_module_is_said_of_its_place(exchange: RequestConte
     edits = [{**EDIT, "tokens": [-4]}]
     exchange.served.registry.register("late", edits=edits)
     exchange.served.registry.register("fine", base={"post_block": {1: vector()}})
-    note_prompt_len(3)
+    record_prompt_len(None, 3)
     with pytest.raises(RequestRefused, match="prompt of 3 tokens") as refused:
         apply_to_params(request_with(steering_modules=["fine", "late"]), SamplingParams())
     assert refused.value.field == "steering_modules[1]"

@@ -26,7 +26,7 @@ from vllm_steer.registry import composer
 from vllm_steer.server.auth.keys import digest_of
 from vllm_steer.server.flags import registry_limits
 from vllm_steer.server.http.middleware import SteeringMiddleware
-from vllm_steer.server.http.request_context import RequestContext, note_prompt_len
+from vllm_steer.server.http.request_context import RequestContext, record_prompt_len
 from vllm_steer.server.http.request_fields import apply_to_params
 from vllm_steer.server.quota.tracker import QuotaTracker, quota_tracker_of
 from vllm_steer.server.routes.captures import store_of
@@ -56,7 +56,7 @@ class Held:
         @self.app.post(ROUTE)
         async def hold(body: Body) -> Any:
             extra = body.model_extra or {}
-            note_prompt_len(8)
+            record_prompt_len(None, 8)
             apply_to_params(body, SamplingParams(max_tokens=extra.get("max_tokens", 4), n=extra.get("n", 1)))
             self.inside.release()
             if extra.get("stream"):

@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeAlias
 from vllm_steer.capture.manager import CaptureResults
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import EngineContext
+from vllm_steer.frontend.outputs import on_results
 from vllm_steer.params import APPLIED_KEY, EXTRA_KEY
 from vllm_steer.server.auth.caller import NOBODY
 from vllm_steer.server.quota.tracker import Reservation
@@ -81,11 +82,12 @@ class RequestContext:
 current: ContextVar[RequestContext | None] = ContextVar("vllm_steer_exchange", default=None)
 
 
-def note_prompt_len(length: int) -> None:
-    """To be called with the length of each prompt before its sampling parameters are made."""
+def record_prompt_len(_serving: Any, length: int) -> int:
+    """Store and return the length of the prompt whose sampling parameters are created next."""
     exchange = current.get()
     if exchange is not None:
         exchange.prompt_len = length
+    return length
 
 
 def track_sample(output_processor: Any, request: Any) -> None:
@@ -102,6 +104,7 @@ def track_sample(output_processor: Any, request: Any) -> None:
     if isinstance(prompt, int):
         state = output_processor.request_states[request.request_id]
         setattr(state, _CHOICE, (exchange, prompt * exchange.samples + state.request_index))
+        on_results(state, note_results)
 
 
 def note_results(state: Any, results: CaptureResults | None) -> None:
