@@ -14,6 +14,7 @@ from vllm_steer.engine.row_sender import ROWS_REQUEST_ID
 from vllm_steer.frontend.context import engine_context
 from vllm_steer.frontend.outputs import consumers_held_back, take_rows
 from vllm_steer.frontend.requests import complete_params, complete_params_async, refuse_streaming_input
+from vllm_steer.metrics.stat_logger import join_stat_loggers
 
 
 def _params_of(prompt: Any, params: Any) -> Any:
@@ -62,6 +63,14 @@ def merge_outputs(original: Callable[..., Any], output: Any, next_output: Any, *
     for sample in output.outputs:
         sample.capture_results = finished.get(sample.index, sample.capture_results)
         sample.capture_rows = joined(earlier.get(sample.index), new.get(sample.index))
+
+
+def init_stat_logger_manager(
+    original: Callable[..., None], manager: Any, vllm_config: Any, *args: Any, **kwargs: Any
+) -> None:
+    """Run ``StatLoggerManager.__init__`` and add this package's logger."""
+    original(manager, vllm_config, *args, **kwargs)
+    join_stat_loggers(manager, vllm_config)
 
 
 def extend_outputs() -> None:

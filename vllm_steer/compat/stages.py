@@ -81,7 +81,7 @@ WAY: tuple[Stage, ...] = (
         "SamplingParams whose extra_args hold the compiled program",
         (
             Join(f"{_BATCH}:run_batch", AROUND, "vllm_steer.server.batch:run", only_if_imported=True),
-            Join(f"{_BATCH}:run_request", AROUND, "vllm_steer.server.batch:run_line", only_if_imported=True),
+            Join(f"{_BATCH}:run_request", AROUND, "vllm_steer.server.batch:run_request_line", only_if_imported=True),
             Join(
                 "vllm.entrypoints.serve.engine.serving:BaseServing._extract_prompt_len",
                 RESULT,
@@ -204,8 +204,8 @@ WAY: tuple[Stage, ...] = (
         (
             Join(
                 "vllm.v1.metrics.loggers:StatLoggerManager.__init__",
-                AFTER,
-                "vllm_steer.metrics.stat_logger:join_stat_loggers",
+                AROUND,
+                f"{_FRONT_END}:init_stat_logger_manager",
             ),
             Join(f"{_OUTPUT_PROCESSOR}.process_outputs", AROUND, f"{_FRONT_END}:process_outputs"),
             *(
