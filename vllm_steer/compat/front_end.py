@@ -9,10 +9,10 @@ from typing import Any
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.engine import EngineCoreRequest
 
-from vllm_steer.capture.deltas import joined
-from vllm_steer.engine.row_sender import ROWS_REQUEST_ID
+from vllm_steer.capture.row_deltas import merge_deltas
+from vllm_steer.capture.row_payload import ROWS_REQUEST_ID
 from vllm_steer.frontend.context import engine_context
-from vllm_steer.frontend.outputs import consumers_held_back, take_rows
+from vllm_steer.frontend.outputs import consumers_paused, take_rows
 from vllm_steer.frontend.requests import complete_params, complete_params_async, refuse_streaming_input
 from vllm_steer.metrics.stat_logger import join_stat_loggers
 
@@ -50,7 +50,7 @@ def process_outputs(
     """Run ``OutputProcessor.process_outputs`` without the outputs that carry captured rows."""
     if engine_core_outputs and engine_core_outputs[0].request_id == ROWS_REQUEST_ID:
         engine_core_outputs = take_rows(output_processor, engine_core_outputs)
-    with consumers_held_back(output_processor):
+    with consumers_paused(output_processor):
         return original(output_processor, engine_core_outputs, *args, **kwargs)
 
 
@@ -62,7 +62,7 @@ def merge_outputs(original: Callable[..., Any], output: Any, next_output: Any, *
     finished = {s.index: s.capture_results for s in next_output.outputs if s.capture_results is not None}
     for sample in output.outputs:
         sample.capture_results = finished.get(sample.index, sample.capture_results)
-        sample.capture_rows = joined(earlier.get(sample.index), new.get(sample.index))
+        sample.capture_rows = merge_deltas(earlier.get(sample.index), new.get(sample.index))
 
 
 def init_stat_logger_manager(

@@ -164,7 +164,7 @@ def _create(engine: Any, reports: Any, config: SteeringConfig) -> EngineContext:
     setattr(engine.input_processor, _CONTEXT, context)
     setattr(engine.output_processor, _CONTEXT, context)
     # Closes the consumers when the engine is deleted or the process exits, which completes files of several requests.
-    weakref.finalize(engine, context.capture_manager.let_go)
+    weakref.finalize(engine, context.capture_manager.close_from_finalizer)
     if context.program_files is not None:
         weakref.finalize(engine, context.program_files.close)
     return context

@@ -15,10 +15,11 @@ from typing import Any
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import FinishReason
 
-from vllm_steer.capture.assembly import Assembly
 from vllm_steer.capture.consumers.memory import is_streamed
-from vllm_steer.capture.deltas import NewRows, RowDeltas
-from vllm_steer.capture.manager import CaptureManager, CaptureResults
+from vllm_steer.capture.manager import CaptureManager
+from vllm_steer.capture.results import CaptureResults
+from vllm_steer.capture.row_assembler import RowAssembler
+from vllm_steer.capture.row_deltas import RowDelta, RowDeltaStream
 from vllm_steer.capture.row_receiver import RowReceiver
 from vllm_steer.engine.admission import REFUSED
 from vllm_steer.frontend.context import capture_manager_of, context_of
@@ -41,9 +42,9 @@ class RunningCapture:
 
     manager: CaptureManager
     receiver: RowReceiver
-    assembly: Assembly
+    assembler: RowAssembler
     specs: tuple[tuple[str, CaptureSpec], ...]
-    streams: Mapping[str, RowDeltas]
+    streams: Mapping[str, RowDeltaStream]
 
 
 def begin_capture(output_processor: Any, request: Any) -> None:
@@ -52,10 +53,10 @@ def begin_capture(output_processor: Any, request: Any) -> None:
     if specs:
         manager = capture_manager_of(output_processor)
         state = output_processor.request_states[request.request_id]
-        assembly, receiver = manager.begin(), _receiver(output_processor)
-        receiver.follow(request.request_id, assembly)
-        streams = {name: RowDeltas(assembly, spec) for name, spec in specs if is_streamed(name, spec)}
-        setattr(state, _CAPTURE, RunningCapture(manager, receiver, assembly, specs, streams))
+        assembler, receiver = manager.new_assembler(), _receiver(output_processor)
+        receiver.add_request(request.request_id, assembler)
+        streams = {name: RowDeltaStream(assembler, spec) for name, spec in specs if is_streamed(name, spec)}
+        setattr(state, _CAPTURE, RunningCapture(manager, receiver, assembler, specs, streams))
 
 
 def record_applied(output_processor: Any, request: Any) -> None:
@@ -78,13 +79,13 @@ def on_results(state: Any, listener: Callable[[Any, CaptureResults], None]) -> N
 
 def take_rows(output_processor: Any, outputs: Sequence[Any]) -> Sequence[Any]:
     """Take captured rows out of an engine's outputs and return the outputs of requests."""
-    return _receiver(output_processor).take_in(outputs)
+    return _receiver(output_processor).receive(outputs)
 
 
-def consumers_held_back(output_processor: Any) -> AbstractContextManager[None]:
+def consumers_paused(output_processor: Any) -> AbstractContextManager[None]:
     """Return a context in which consumers do not start work. Does nothing if no rows have been captured yet."""
     context = None if getattr(output_processor, ROW_RECEIVER, None) is None else context_of(output_processor)
-    return _NO_CONTEXT if context is None else context.capture_manager.held_back()
+    return _NO_CONTEXT if context is None else context.capture_manager.pause_consumers()
 
 
 def _receiver(output_processor: Any) -> RowReceiver:
@@ -97,14 +98,14 @@ def _receiver(output_processor: Any) -> RowReceiver:
     return receiver
 
 
-def new_rows(state: Any) -> Mapping[str, NewRows] | None:
+def new_rows(state: Any) -> Mapping[str, RowDelta] | None:
     """Return the rows since a sample's last delta, by consumer, or None if the request does not stream rows."""
     running: RunningCapture | None = getattr(state, _CAPTURE, None)
     if running is None or not running.streams or state.output_kind != RequestOutputKind.DELTA:
         return None
-    running.receiver.settle(state.request_id)
+    running.receiver.flush(state.request_id)
     num_tokens = state.prompt_len + len(state.detokenizer.output_token_ids)
-    return {name: stream.take(state.prompt_len, num_tokens) for name, stream in running.streams.items()}
+    return {name: stream.next_delta(state.prompt_len, num_tokens) for name, stream in running.streams.items()}
 
 
 def refusal(finish_reason: FinishReason | None, stop_reason: Any) -> str | None:
@@ -131,12 +132,12 @@ def finish_capture(state: Any, finish_reason: FinishReason, stop_reason: Any) ->
     running: RunningCapture | None = getattr(state, _CAPTURE, None)
     if running is None:
         return None
-    running.receiver.end(state.request_id)
+    running.receiver.finish_request(state.request_id)
     if (reason := _cut_short(finish_reason, stop_reason)) is not None:
-        running.assembly.cut(reason)
+        running.assembler.mark_incomplete(reason)
     prompt = state.prompt_token_ids if state.prompt_token_ids is not None else [0] * state.prompt_len
-    results = running.manager.finish(
-        running.assembly,
+    results = running.manager.submit(
+        running.assembler,
         running.specs,
         request_id=state.external_req_id if state.parent_req is None else state.parent_req.external_req_id,
         sample=state.request_index,
