@@ -15,6 +15,7 @@ import architectures
 import bad_input
 import msgspec
 import performance
+import sections
 from gpu_page import gpu_tests
 
 import vllm_steer.models.proofs
@@ -23,11 +24,11 @@ from vllm_steer.metrics.table import METRICS, Metric
 from vllm_steer.models.recipe import BLOCK_INPUT, BLOCK_OUTPUT, Recipe
 from vllm_steer.models.recipes import RECIPES
 from vllm_steer.points import OPTIONAL_POINTS, POINTS, POINTS_FLAG
-from vllm_steer.server import capabilities, captures
 from vllm_steer.server.auth.rights import MEANING
 from vllm_steer.server.http.error_response import ERRORS
 from vllm_steer.server.http.schemas import ANSWER_FIELDS, REQUEST_FIELDS
 from vllm_steer.server.quota.limits import SERVER_LIMITS
+from vllm_steer.server.routes import capabilities, captures
 from vllm_steer.server.routes.base import SteeringRoute
 from vllm_steer.server.routes.modules import make_router
 from vllm_steer.spec import KINDS
@@ -284,7 +285,7 @@ def proofs() -> str:
 
 def main() -> None:
     stale = []
-    pages = {FOLDER / name: NOTE + page() for name, page in PAGES.items()}
+    pages = {FOLDER / name: NOTE + page() for name, page in PAGES.items()} | sections.pages(table)
     for path, text in {**pages, PROOFS: proofs()}.items():
         if not path.exists() or path.read_text() != text:
             stale.append(path.name)
