@@ -19,7 +19,7 @@ from gpu_page import gpu_tests
 
 import vllm_steer.models.proofs
 from vllm_steer.config import LIMITS, SUBSETS, SWITCHES
-from vllm_steer.metrics.table import METRICS, Metric
+from vllm_steer.metrics.definitions import METRICS, Metric
 from vllm_steer.models.branches import why_not
 from vllm_steer.models.layers import ENTRY, EXIT
 from vllm_steer.models.recipes import RECIPES, Branch, Recipe
@@ -254,11 +254,11 @@ def metrics() -> str:
     ]
     return (
         "# Metrics\n\n"
-        "What a server with `--enable-steering` shows at `/metrics`, beside vLLM's own and for all of its API server processes\n"
-        "at once. Offline, `vllm_steer.LLM(..., disable_log_stats=False).get_metrics()` has them, under names without `_total` and `_bucket`.\n"
-        "With `--disable-log-stats` vLLM sends no statistics of engines, and those with the label `engine` are missing.\n"
-        "A histogram has `_sum` and `_count` as well. [Operating](../guides/operating.md) says what to look for.\n\n"
-        + table(("name", "type", "labels", "what"), rows)
+        "A server with `--enable-steering` adds these metrics to vLLM's at `/metrics`, aggregated over all API server processes.\n"
+        "Offline, `vllm_steer.LLM(..., disable_log_stats=False).get_metrics()` returns them, without the suffixes `_total` and\n"
+        "`_bucket`. With `--disable-log-stats`, the metrics with the label `engine` are missing, since vLLM then sends no engine\n"
+        "statistics. Histograms also have `_sum` and `_count`. [Operating](../guides/operating.md) describes what to monitor.\n\n"
+        + table(("name", "type", "labels", "description"), rows)
     )
 
 

@@ -19,7 +19,7 @@ from vllm_steer.capture import row_receiver, step_rows
 from vllm_steer.capture.assembly import Assembly, Chunk
 from vllm_steer.capture.row_receiver import RowReceiver
 from vllm_steer.capture.step_rows import RowIndex, StepRows, brought_together
-from vllm_steer.engine.row_sender import REASON_KEY, ROWS_KEY, ROWS_REQUEST_ID
+from vllm_steer.capture.wire import REASON_KEY, ROWS_KEY, ROWS_REQUEST_ID
 
 CODES = (4, 10)
 

@@ -114,9 +114,7 @@ def test_every_form_of_every_row_leaves_once(batch: Mapping[str, tuple[int, int]
     them = reading(batch)
     plan = them.spread(them.first.tolist())
     check(
-        DeviceToHostCopier(torch.device("cpu"))
-        .start(arena(batch)[: plan.num_rows], None, plan, leaving(plan))
-        .arrived(),
+        DeviceToHostCopier(torch.device("cpu")).start(arena(batch)[: plan.num_rows], None, plan, leaving(plan)).wait(),
         batch,
     )
 
@@ -131,7 +129,7 @@ def test_what_has_arrived_is_no_longer_in_the_buffer() -> None:
     def overwrite() -> None:
         buffer.fill_(255)
 
-    check(PendingRows(plan, {b"": buffer}, release=overwrite).arrived(), batch)
+    check(PendingRows(plan, {b"": buffer}, release=overwrite).wait(), batch)
     assert (buffer == 255).all()
 
 
@@ -156,7 +154,7 @@ def test_a_steady_batch_is_planned_once() -> None:
                   {"several": (11, 3), "projected": (6, 1), "whole": (32, 2)}, DECODING):  # fmt: skip
         first, count = (np.array([each[i] for each in batch.values()], dtype=np.int64) for i in (0, 1))
         plan = steady.plan(first, count)
-        check(departures.start(arena(batch)[: plan.num_rows], None, plan, leaving(plan)).arrived(), batch)
+        check(departures.start(arena(batch)[: plan.num_rows], None, plan, leaving(plan)).wait(), batch)
 
 
 def test_with_drafts_the_devices_positions_decide() -> None:
@@ -166,7 +164,7 @@ def test_with_drafts_the_devices_positions_decide() -> None:
     them = reading(ahead)
     position = torch.cat([torch.arange(first, first + count) for first, count in batch.values()])
     stored = arena(batch)[: them.most_rows()]
-    check(DeviceToHostCopier(torch.device("cpu")).start(stored, position, them, leaving(them)).arrived(), batch)
+    check(DeviceToHostCopier(torch.device("cpu")).start(stored, position, them, leaving(them)).wait(), batch)
     wrong = them.spread(them.first.tolist())
     with pytest.raises(AssertionError):
-        check(DeviceToHostCopier(torch.device("cpu")).start(stored, None, wrong, leaving(wrong)).arrived(), batch)
+        check(DeviceToHostCopier(torch.device("cpu")).start(stored, None, wrong, leaving(wrong)).wait(), batch)

@@ -13,7 +13,8 @@ from tests.engine import scheduler_alone
 from tests.engine.steps import step_of
 from vllm_steer.capture.assembly import Chunk
 from vllm_steer.capture.step_rows import decode_row_index
-from vllm_steer.engine.row_sender import ROWS_KEY, ROWS_REQUEST_ID, RowSender
+from vllm_steer.capture.wire import ROWS_KEY, ROWS_REQUEST_ID
+from vllm_steer.engine.row_sender import RowSender
 
 CAPTURE = {"memory": {"hooks": {"post_block": [1]}, "positions": "last_prompt"}}
 
@@ -46,9 +47,9 @@ def check(tiny_llama: Path) -> None:
 def test_every_engine_hands_out_its_own_rows(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Failure: with data parallelism, results only from engine 0. Its control is an engine 1 that keeps its rows."""
     check(tiny_llama)
-    real = RowSender.take_in
+    real = RowSender.collect
     monkeypatch.setattr(
-        RowSender, "take_in", lambda self, out, live: None if "request-1" in live else real(self, out, live)
+        RowSender, "collect", lambda self, out, live: None if "request-1" in live else real(self, out, live)
     )
     with pytest.raises(AssertionError):
         check(tiny_llama)

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from vllm_steer.capture.assembly import Assembly, Chunk
 from vllm_steer.capture.step_rows import StepRows, brought_together, decode_row_index
-from vllm_steer.engine.row_sender import REASON_KEY, ROWS_KEY, ROWS_REQUEST_ID
+from vllm_steer.capture.wire import REASON_KEY, ROWS_KEY, ROWS_REQUEST_ID
 
 KEPT_BYTES = 32 << 20
 KEPT_STEPS = 64

@@ -94,13 +94,13 @@ def _create_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
         enabled = from_vllm_config(self) is not None
         if enabled:
             check_version()
-            from vllm_steer.taps.fusion_pass import set_pass
+            from vllm_steer.taps.fusion_pass import install_fusion_pass
 
         vllm_config = original(self, *args, **kwargs)
         if enabled:
             check_settings(vllm_config)
             choose_executor(vllm_config)
-            set_pass(vllm_config)
+            install_fusion_pass(vllm_config)
         if enabled or is_tested(vllm.__version__):
             wrap_front_end()
         return vllm_config
@@ -226,8 +226,8 @@ def _output_processor_add_request(original: Callable[..., Any]) -> Callable[...,
         from vllm_steer.frontend.applied import note_applied
         from vllm_steer.frontend.context import context_of, refuse_session
         from vllm_steer.frontend.outputs import begin
+        from vllm_steer.frontend.request_metrics import count_sample
         from vllm_steer.frontend.request_state import SteeredSample
-        from vllm_steer.metrics.requests import count_request
         from vllm_steer.params import leave_to_engine, program_bytes
         from vllm_steer.server.auth.caller import salt_request
         from vllm_steer.server.http.request_context import track_sample
@@ -241,7 +241,7 @@ def _output_processor_add_request(original: Callable[..., Any]) -> Callable[...,
         begin(self, request)
         note_applied(self, request)
         track_sample(self, request)
-        count_request(self, request)
+        count_sample(self, request)
         served = context_of(self)
         leave_to_engine(request, None if served is None else served.shelf)
 
@@ -249,7 +249,7 @@ def _output_processor_add_request(original: Callable[..., Any]) -> Callable[...,
 
 
 def _process_outputs(original: Callable[..., Any]) -> Callable[..., Any]:
-    from vllm_steer.engine.row_sender import ROWS_REQUEST_ID
+    from vllm_steer.capture.wire import ROWS_REQUEST_ID
     from vllm_steer.frontend.outputs import consumers_held_back, take_rows
 
     def process_outputs(self: Any, engine_core_outputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -315,10 +315,10 @@ def _extract_prompt_len(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _stat_logger_manager_init(original: Callable[..., Any]) -> Callable[..., Any]:
     def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        from vllm_steer.metrics.stat_logger import join_stat_loggers
+        from vllm_steer.metrics.stat_logger import install_stat_logger
 
         original(self, vllm_config, *args, **kwargs)
-        join_stat_loggers(self, vllm_config)
+        install_stat_logger(self, vllm_config)
 
     return __init__
 

@@ -2,7 +2,7 @@
 """The instruction set: the codes under which the edit kinds stand in the device tables.
 
 What a kind means stands in :data:`vllm_steer.spec.KINDS`, its plain-torch definition in
-:mod:`vllm_steer.taps.reference`; the Triton kernel (:mod:`vllm_steer.taps.kernel`) is tested against that.
+:mod:`vllm_steer.taps.reference`; the Triton kernel (:mod:`vllm_steer.taps.tap_kernel`) is tested against that.
 """
 
 from __future__ import annotations

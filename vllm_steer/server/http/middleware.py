@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import NOT_ENABLED, ensure_engine_context, known_engine_context
-from vllm_steer.metrics.requests import NO_ROOM, count_refusal
+from vllm_steer.metrics.requests import NO_CAPACITY, count_refusal
 from vllm_steer.params import CAPTURE_FIELD
 from vllm_steer.server.auth.authenticator import admit
 from vllm_steer.server.auth.caller import acting, owner, require_fields
@@ -160,7 +160,7 @@ class _RequestGuard:
             self._started = True
             waited = self.exchange.applied or self.exchange.needs_room
             if message["status"] == HTTPStatus.SERVICE_UNAVAILABLE and waited:
-                count_refusal(message["status"], NO_ROOM)
+                count_refusal(message["status"], NO_CAPACITY)
                 MutableHeaders(scope=message).setdefault("retry-after", str(RETRY_AFTER))
         await (self._send if self._delivery is None else self._delivery.send)(message)
 
