@@ -25,7 +25,7 @@ class Compiled:
         self.assembly: list[str] = []
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
-        return self.active_sites
+        return self.launch
 
     def launch(self, *args: Any, **kwargs: Any) -> None:
         options = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}

@@ -249,7 +249,7 @@ def _output_processor_add_request(original: Callable[..., Any]) -> Callable[...,
 
 
 def _process_outputs(original: Callable[..., Any]) -> Callable[..., Any]:
-    from vllm_steer.capture.wire import ROWS_REQUEST_ID
+    from vllm_steer.capture.row_payload import ROWS_REQUEST_ID
     from vllm_steer.frontend.outputs import consumers_held_back, take_rows
 
     def process_outputs(self: Any, engine_core_outputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -265,7 +265,7 @@ def _request_output_add(original: Callable[..., Any]) -> Callable[..., Any]:
     """vLLM merges the outputs that a slow reader of a stream has not taken yet, field by field."""
 
     def add(self: Any, next_output: Any, *args: Any, **kwargs: Any) -> Any:
-        from vllm_steer.capture.deltas import joined
+        from vllm_steer.capture.row_deltas import merge_deltas
 
         earlier = {o.index: o.capture_rows for o in self.outputs}
         new = {o.index: o.capture_rows for o in next_output.outputs}
@@ -273,7 +273,7 @@ def _request_output_add(original: Callable[..., Any]) -> Callable[..., Any]:
         finished = {o.index: o.capture_results for o in next_output.outputs if o.capture_results is not None}
         for output in self.outputs:
             output.capture_results = finished.get(output.index, output.capture_results)
-            output.capture_rows = joined(earlier.get(output.index), new.get(output.index))
+            output.capture_rows = merge_deltas(earlier.get(output.index), new.get(output.index))
 
     return add
 
@@ -304,10 +304,10 @@ def _to_beam_search_params(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _extract_prompt_len(original: Callable[..., Any]) -> Callable[..., Any]:
     def extract_prompt_len(self: Any, *args: Any, **kwargs: Any) -> Any:
-        from vllm_steer.server.http.request_context import note_prompt_len
+        from vllm_steer.server.http.request_context import set_prompt_len
 
         length = original(self, *args, **kwargs)
-        note_prompt_len(length)
+        set_prompt_len(length)
         return length
 
     return extract_prompt_len
@@ -334,8 +334,8 @@ def _run_batch(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _run_request(original: Callable[..., Any]) -> Callable[..., Any]:
     async def run_request(serving_engine_func: Any, request: Any, tracker: Any) -> Any:
-        from vllm_steer.server.batch import run_line
+        from vllm_steer.server.batch import run_request_line
 
-        return await run_line(original, serving_engine_func, request, tracker)
+        return await run_request_line(original, serving_engine_func, request, tracker)
 
     return run_request

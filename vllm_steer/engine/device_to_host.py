@@ -22,7 +22,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm_steer.capture.step_rows import Integers, Plan, Reading, StepRows
+from vllm_steer.capture.step_plan import CaptureBatch, CapturePlan
+from vllm_steer.capture.step_rows import IntArray, StepRows
 from vllm_steer.taps.projection import products_at
 
 Products: TypeAlias = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor]
@@ -41,7 +42,7 @@ class Transfer:
     """
 
     projection: bytes
-    rows: Integers | None
+    rows: IntArray | None
     directions: torch.Tensor | None
 
 
@@ -51,14 +52,14 @@ class PendingRows:
 
     Attributes:
         plan: Which request each row belongs to. With speculative decoding the host does not know the positions of a
-            step in advance; it is then a :class:`Reading`, and every transfer has all rows of the step.
+            step in advance; it is then a :class:`CaptureBatch`, and every transfer has all rows of the step.
         rows: By projection, ``[n, bytes of a row]`` uint8 host tensors, valid once ``event`` has completed.
-        position: ``[tokens]`` int64, the positions on the device; required if ``plan`` is a :class:`Reading`.
+        position: ``[tokens]`` int64, the positions on the device; required if ``plan`` is a :class:`CaptureBatch`.
         event: CUDA event of the copy, None if the rows have already arrived.
         release: Called after the rows were read, to reuse their buffers. None if the rows own their memory.
     """
 
-    plan: Plan | Reading
+    plan: CapturePlan | CaptureBatch
     rows: Mapping[bytes, torch.Tensor]
     position: torch.Tensor | None = None
     event: Any = None
@@ -69,17 +70,17 @@ class PendingRows:
         if self.event is not None:
             self.event.synchronize()
         plan = self.plan
-        certain = isinstance(plan, Plan)
-        if isinstance(plan, Reading):
+        certain = isinstance(plan, CapturePlan)
+        if isinstance(plan, CaptureBatch):
             if self.position is None:
                 raise RuntimeError("rows of a step with draft tokens were sent without their positions")
-            plan = plan.spread(self.position.numpy()[plan.token].tolist())
+            plan = plan.plan_at(self.position.numpy()[plan.token].tolist())
         steps = []
-        for channel in plan.channels:
-            rows = self.rows[channel.entries.projection].numpy()
+        for stream in plan.streams:
+            rows = self.rows[stream.index.projection].numpy()
             if not certain:
-                rows = rows[: plan.num_rows] if channel.rows is None else rows[channel.rows]
-            steps.append(plan.step_of(channel, self._owned(rows)))
+                rows = rows[: plan.num_rows] if stream.arena_rows is None else rows[stream.arena_rows]
+            steps.append(plan.make_step_rows(stream, self._owned(rows)))
         if self.release is not None:
             self.release()
         return tuple(steps)
@@ -114,7 +115,7 @@ class DeviceToHostCopier:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._free: deque[_PinnedBuffers] = deque()
         # The last uploaded row indices of each projection: a steady batch uses the same array in every step.
-        self._uploads: dict[bytes, tuple[Integers, torch.Tensor]] = {}
+        self._uploads: dict[bytes, tuple[IntArray, torch.Tensor]] = {}
 
     @property
     def num_bytes(self) -> int:
@@ -122,7 +123,11 @@ class DeviceToHostCopier:
         return sum(buffers.nbytes for buffers in tuple(self._free))
 
     def start(
-        self, stored: torch.Tensor, position: torch.Tensor | None, plan: Plan | Reading, transfers: tuple[Transfer, ...]
+        self,
+        stored: torch.Tensor,
+        position: torch.Tensor | None,
+        plan: CapturePlan | CaptureBatch,
+        transfers: tuple[Transfer, ...],
     ) -> PendingRows:
         """Enqueue the copies of one step on the current stream and the side stream.
 
@@ -168,7 +173,7 @@ class DeviceToHostCopier:
             return self._make_products(stored, indices, transfer.directions).view(torch.uint8)
         return (stored.clone() if indices is None else stored.index_select(0, indices)).view(torch.uint8)
 
-    def _upload(self, projection: bytes, indices: Integers) -> torch.Tensor:
+    def _upload(self, projection: bytes, indices: IntArray) -> torch.Tensor:
         known = self._uploads.get(projection)
         if known is not None and known[0] is indices:
             return known[1]

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm_steer.capture.step_rows import Plan, Reading, Steady
+from vllm_steer.capture.step_plan import CaptureBatch, CapturePlan, SteadyCaptureBatch
 from vllm_steer.engine.device_to_host import DeviceToHostCopier, PendingRows, Transfer
 from vllm_steer.engine.program_store import ProgramStore
 from vllm_steer.engine.step_batch import StepBatch
@@ -21,7 +21,7 @@ from vllm_steer.engine.step_batch import StepBatch
 class _StoredRows:
     """The first ``num_rows`` rows of the arena, which the running step stores."""
 
-    plan: Plan | Reading
+    plan: CapturePlan | CaptureBatch
     num_rows: int
     position: torch.Tensor | None
 
@@ -44,7 +44,7 @@ class RowCapture:
         self._speculative = speculative
         self._stored: _StoredRows | None = None
         self._pending: PendingRows | None = None
-        self._steady: tuple[int, Steady] = (-1, Steady((), ()))
+        self._steady: tuple[int, SteadyCaptureBatch] = (-1, SteadyCaptureBatch((), ()))
 
     @property
     def num_pinned_bytes(self) -> int:
@@ -52,7 +52,7 @@ class RowCapture:
         return self._copier.num_bytes
 
     def plan(self, batch: StepBatch, capturing: npt.NDArray[np.int64]) -> None:
-        """Plan which rows the next forward pass stores.
+        """CapturePlan which rows the next forward pass stores.
 
         Args:
             batch: The step's batch.
@@ -66,7 +66,7 @@ class RowCapture:
 
     def _plan(
         self, batch: StepBatch, capturing: npt.NDArray[np.int64]
-    ) -> tuple[Plan | Reading, int, torch.Tensor | None]:
+    ) -> tuple[CapturePlan | CaptureBatch, int, torch.Tensor | None]:
         store = self._store
         first, count = batch.first[capturing], batch.count[capturing]
         everyone = len(capturing) == len(batch.ids)
@@ -75,20 +75,20 @@ class RowCapture:
             plan = self._steady_batch(ids).plan(first, count)
             return plan, plan.num_rows, None
         token = (np.cumsum(batch.count) - batch.count)[capturing]
-        reading = Reading(ids, tuple(store.resolved_of(name) for name in ids), token, first, count)
+        captures = CaptureBatch(ids, tuple(store.resolved_of(name) for name in ids), token, first, count)
         if self._speculative:
-            return reading, reading.most_rows(), batch.layout().position
-        plan = reading.spread(first.tolist())
+            return captures, captures.max_rows(), batch.layout().position
+        plan = captures.plan_at(first.tolist())
         return plan, plan.num_rows, None
 
-    def _steady_batch(self, ids: tuple[str, ...]) -> Steady:
+    def _steady_batch(self, ids: tuple[str, ...]) -> SteadyCaptureBatch:
         """Return the plan of a batch in which every request has reached its last segment.
 
         It stays valid until a request is added or removed, or the batch order changes.
         """
         changes, steady = self._steady
-        if changes != self._store.changes or steady.ids != ids:
-            steady = Steady(ids, tuple(self._store.resolved_of(name).segments[-1].row for name in ids))
+        if changes != self._store.changes or steady.request_ids != ids:
+            steady = SteadyCaptureBatch(ids, tuple(self._store.resolved_of(name).segments[-1].row for name in ids))
             self._steady = (self._store.changes, steady)
         return steady
 
@@ -99,10 +99,10 @@ class RowCapture:
             rows = self._arena[: stored.num_rows]
             self._pending = self._copier.start(rows, stored.position, stored.plan, self._transfers(stored.plan))
 
-    def _transfers(self, plan: Plan | Reading) -> tuple[Transfer, ...]:
+    def _transfers(self, plan: CapturePlan | CaptureBatch) -> tuple[Transfer, ...]:
         wanted: list[tuple[bytes, npt.NDArray[np.int64] | None]]
-        if isinstance(plan, Plan):
-            wanted = [(channel.entries.projection, channel.rows) for channel in plan.channels]
+        if isinstance(plan, CapturePlan):
+            wanted = [(stream.index.projection, stream.arena_rows) for stream in plan.streams]
         else:
             # Only the device knows the positions, so every transfer takes all rows.
             wanted = [(projection, None) for projection in plan.projections()]

@@ -2,9 +2,9 @@
 """Send captured rows from the scheduler's process to the front ends, step by step as they came from the worker.
 
 The rows of a step precede the outputs of the same update, in outputs with a reserved request id
-(:mod:`vllm_steer.capture.wire`). vLLM encodes arrays in ``routed_experts`` as separate frames, so rows are not copied
-here. The front end splits steps by request (:mod:`vllm_steer.capture.row_receiver`); with one front end, no work is
-done per request here.
+(:mod:`vllm_steer.capture.row_payload`). vLLM encodes arrays in ``routed_experts`` as separate frames, so rows are not
+copied here. The front end splits steps by request (:mod:`vllm_steer.capture.row_receiver`); with one front end, no work
+is done per request here.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 
+from vllm_steer.capture.row_payload import ROWS_REQUEST_ID, encode_missing_reason, encode_step
 from vllm_steer.capture.step_rows import RowIndex
-from vllm_steer.capture.wire import REASON_KEY, ROWS_KEY, ROWS_REQUEST_ID
 from vllm_steer.engine.model_output import rows_of
 
 _MAX_CACHED_CLIENTS = 64
@@ -48,15 +48,14 @@ class RowSender:
             requests: The scheduler's requests by id.
         """
         for step in rows_of(model_output):
-            clients = self._entries_by_client(step.entries, requests)
+            clients = self._entries_by_client(step.index, requests)
             for client, entries in clients.items():
-                rows = step if len(clients) == 1 else step.chosen(entries)
-                header = [rows.entries.wire, rows.start.tobytes(), rows.count.tobytes()]
-                self._append(client, {ROWS_KEY: header}, rows.rows)
+                rows = step if len(clients) == 1 else step.select(entries)
+                self._append(client, encode_step(rows), rows.rows)
 
     def report_missing(self, request: Any, reason: str) -> None:
         """Send the reason why rows of ``request`` will be missing."""
-        self._append(request.client_index, {REASON_KEY: [request.request_id, reason]}, None)
+        self._append(request.client_index, encode_missing_reason(request.request_id, reason), None)
 
     def attach_to(self, outputs: dict[int, Any]) -> None:
         """Insert everything collected ahead of each client's ``EngineCoreOutputs`` and forget it."""
@@ -65,18 +64,18 @@ class RowSender:
             client_outputs.outputs = [*pending, *client_outputs.outputs]
         self._pending.clear()
 
-    def _entries_by_client(self, entries: RowIndex, requests: Mapping[str, Any]) -> dict[int, list[int]]:
-        known = self._clients.get(entries.projection)
-        if known is not None and known[0] is entries:
+    def _entries_by_client(self, index: RowIndex, requests: Mapping[str, Any]) -> dict[int, list[int]]:
+        known = self._clients.get(index.projection)
+        if known is not None and known[0] is index:
             return known[1]
         clients: dict[int, list[int]] = {}
-        for entry, request_id in enumerate(entries.ids):
+        for entry, request_id in enumerate(index.request_ids):
             request = requests.get(request_id)
             if request is not None:
                 clients.setdefault(request.client_index, []).append(entry)
         if len(self._clients) > _MAX_CACHED_CLIENTS:
             self._clients.clear()
-        self._clients[entries.projection] = (entries, clients)
+        self._clients[index.projection] = (index, clients)
         return clients
 
     def _append(self, client: int, params: dict[str, Any], rows: npt.NDArray[np.uint8] | None) -> None:

@@ -162,7 +162,7 @@ def _keep(engine: Any, reports: Any, config: SteeringConfig) -> EngineContext:
     setattr(engine.output_processor, _KEPT, served)
     # Where nobody closes it earlier: with the engine, or at the end of the process. Files of many requests are complete
     # then, and not before.
-    weakref.finalize(engine, served.desk.let_go)
+    weakref.finalize(engine, served.desk.close_from_finalizer)
     if served.shelf is not None:
         weakref.finalize(engine, served.shelf.close)
     return served

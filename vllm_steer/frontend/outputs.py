@@ -15,10 +15,11 @@ from typing import Any
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import FinishReason
 
-from vllm_steer.capture.assembly import Assembly
 from vllm_steer.capture.consumers.memory import is_streamed
-from vllm_steer.capture.deltas import NewRows, RowDeltas
-from vllm_steer.capture.manager import CaptureManager, CaptureResults
+from vllm_steer.capture.manager import CaptureManager
+from vllm_steer.capture.results import CaptureResults
+from vllm_steer.capture.row_assembler import RowAssembler
+from vllm_steer.capture.row_deltas import RowDelta, RowDeltaStream
 from vllm_steer.capture.row_receiver import RowReceiver
 from vllm_steer.engine.admission import REFUSED
 from vllm_steer.frontend.context import capture_manager_of, context_of
@@ -37,9 +38,9 @@ class RunningCapture:
 
     desk: CaptureManager
     inbox: RowReceiver
-    assembly: Assembly
+    assembler: RowAssembler
     specs: tuple[tuple[str, CaptureSpec], ...]
-    streams: Mapping[str, RowDeltas]
+    streams: Mapping[str, RowDeltaStream]
 
 
 def begin(output_processor: Any, request: Any) -> None:
@@ -48,21 +49,21 @@ def begin(output_processor: Any, request: Any) -> None:
     if specs:
         desk = capture_manager_of(output_processor)
         state = output_processor.request_states[request.request_id]
-        assembly, inbox = desk.begin(), _inbox(output_processor)
-        inbox.follow(request.request_id, assembly)
-        streams = {name: RowDeltas(assembly, spec) for name, spec in specs if is_streamed(name, spec)}
-        setattr(state, _RUNNING, RunningCapture(desk, inbox, assembly, specs, streams))
+        assembler, inbox = desk.new_assembler(), _inbox(output_processor)
+        inbox.add_request(request.request_id, assembler)
+        streams = {name: RowDeltaStream(assembler, spec) for name, spec in specs if is_streamed(name, spec)}
+        setattr(state, _RUNNING, RunningCapture(desk, inbox, assembler, specs, streams))
 
 
 def take_rows(output_processor: Any, outputs: Sequence[Any]) -> Sequence[Any]:
     """Take captured rows out of an engine's outputs; returns those that are of requests."""
-    return _inbox(output_processor).take_in(outputs)
+    return _inbox(output_processor).receive(outputs)
 
 
 def consumers_held_back(output_processor: Any) -> AbstractContextManager[None]:
     """While a step's outputs are processed; nothing where nobody has ever read."""
     served = None if getattr(output_processor, INBOX, None) is None else context_of(output_processor)
-    return _NOTHING_TO_HOLD if served is None else served.desk.held_back()
+    return _NOTHING_TO_HOLD if served is None else served.desk.pause_consumers()
 
 
 def _inbox(output_processor: Any) -> RowReceiver:
@@ -75,14 +76,14 @@ def _inbox(output_processor: Any) -> RowReceiver:
     return inbox
 
 
-def new_rows(state: Any) -> Mapping[str, NewRows] | None:
+def new_rows(state: Any) -> Mapping[str, RowDelta] | None:
     """What is new of a sample whose output is a piece of a stream, by consumer, where a request wants that."""
     running: RunningCapture | None = getattr(state, _RUNNING, None)
     if running is None or not running.streams or state.output_kind != RequestOutputKind.DELTA:
         return None
-    running.inbox.settle(state.request_id)
+    running.inbox.flush(state.request_id)
     num_tokens = state.prompt_len + len(state.detokenizer.output_token_ids)
-    return {name: stream.take(state.prompt_len, num_tokens) for name, stream in running.streams.items()}
+    return {name: stream.next_delta(state.prompt_len, num_tokens) for name, stream in running.streams.items()}
 
 
 def refusal(finish_reason: FinishReason | None, stop_reason: Any) -> str | None:
@@ -106,12 +107,12 @@ def finish(state: Any, finish_reason: FinishReason, stop_reason: Any) -> Capture
     running: RunningCapture | None = getattr(state, _RUNNING, None)
     if running is None:
         return None
-    running.inbox.end(state.request_id)
+    running.inbox.finish_request(state.request_id)
     if (reason := _cut_short(finish_reason, stop_reason)) is not None:
-        running.assembly.cut(reason)
+        running.assembler.mark_incomplete(reason)
     prompt = state.prompt_token_ids if state.prompt_token_ids is not None else [0] * state.prompt_len
-    return running.desk.finish(
-        running.assembly,
+    return running.desk.submit(
+        running.assembler,
         running.specs,
         request_id=state.external_req_id if state.parent_req is None else state.parent_req.external_req_id,
         sample=state.request_index,

@@ -9,7 +9,7 @@ from vllm.v1.engine.output_processor import RequestState
 
 from vllm_steer.frontend.applied import state_applied
 from vllm_steer.frontend.outputs import finish, new_rows, refusal
-from vllm_steer.server.http.request_context import note_results
+from vllm_steer.server.http.request_context import record_results
 from vllm_steer.server.http.request_fields import NoRoomError
 
 
@@ -32,5 +32,5 @@ class SteeredSample(RequestState):  # type: ignore[misc]
         output.capture_rows = new_rows(self)
         if finish_reason is not None:
             output.capture_results = finish(self, finish_reason, stop_reason)
-            note_results(self, output.capture_results)
+            record_results(self, output.capture_results)
         return output
