@@ -51,7 +51,7 @@ class Manager:
 
     def capture(self, model: str, *, has_lora: bool) -> None:
         assert (model, has_lora) == ("model", False)
-        launched = tuple(bool(site) for site in self._tables.launch)
+        launched = tuple(bool(site) for site in self._tables.active_sites)
         if self.plain is not None:
             self.ran.append(self.plain.tapped)
             assert self.plain.tapped == any(launched)
