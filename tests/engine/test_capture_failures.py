@@ -133,7 +133,7 @@ def test_rows_of_one_sample_for_all_are_seen(llm: Any, monkeypatch: pytest.Monke
 
 def raising_for(llm: Any, monkeypatch: pytest.MonkeyPatch, tokens: tuple[int, ...]) -> None:
     """Make the consumer ``memory`` raise for the request with this prompt."""
-    desk = llm.llm_engine.output_processor._steering_served.desk
+    desk = llm.llm_engine.output_processor._steering_context.capture_manager
     accept = desk._consumers["memory"].accept
 
     def raising(captured: Any) -> Any:

@@ -77,8 +77,8 @@ def set_up_steering(
         logger.warning("--steering-plain-code has no effect: this runner captures one set of CUDA graphs.")
     manager = WorkerSteeringManager(
         decoder,
-        ProgramStore(tables, config, decoder.num_layers, decoder.own_layers),
-        CUDAGraphSetManager(tables, config.graph_sets, len(points), decoder.own_layers, untapped),
+        ProgramStore(tables, config, decoder.num_layers, decoder.layer_range),
+        CUDAGraphSetManager(tables, config.graph_sets, len(points), decoder.layer_range, untapped),
         device_ops(tables, model_config.dtype),
         _facts(model, decoder, model_config),
         captures=get_tensor_model_parallel_rank() == 0,
@@ -86,8 +86,8 @@ def set_up_steering(
     )
     logger.info(
         "Steering: %d sites on %d layers of %s, tables %.1f MiB, installed in %.0f ms",
-        len(decoder.sites) * len(points),
-        len(decoder.sites),
+        len(decoder.layers) * len(points),
+        len(decoder.layers),
         type(model).__name__,
         tables.num_bytes / 2**20,
         1000 * (time.perf_counter() - started),
@@ -101,7 +101,7 @@ def _log_restrictions(decoder: Decoder, config: SteeringConfig) -> None:
     refused = decoder.refused(get_tensor_model_parallel_world_size() > 1)
     for point in config.points:
         reasons = refused[point]
-        if len(reasons) == len(decoder.sites):
+        if len(reasons) == len(decoder.layers):
             # Each request at this point is refused with the reason; tell the operator too.
             logger.warning("%s %s has no effect on this model: %s.", POINTS_FLAG, point, next(iter(reasons.values())))
 

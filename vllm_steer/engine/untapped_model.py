@@ -127,7 +127,7 @@ def _build(model: nn.Module, decoder: Decoder, vllm_config: Any, own_forward: fr
 
 def _compiled_module(model: nn.Module, decoder: Decoder) -> Any:
     """Return the module that vLLM compiles and that contains the decoder layers."""
-    layers = {id(site.layer) for site in decoder.sites}
+    layers = {id(layer.module) for layer in decoder.layers}
     found = [
         module
         for module in model.modules()
@@ -144,7 +144,7 @@ def _compiled_module(model: nn.Module, decoder: Decoder) -> Any:
 
 def _affected_modules(root: nn.Module, decoder: Decoder) -> dict[int, nn.Module]:
     """Return, by id, the modules of ``root`` that have taps or contain a module that does."""
-    tapped = {id(module) for site in decoder.sites for module in site.layer.modules() if "forward" in vars(module)}
+    tapped = {id(module) for layer in decoder.layers for module in layer.module.modules() if "forward" in vars(module)}
     return {id(module): module for module in root.modules() if any(id(child) in tapped for child in module.modules())}
 
 

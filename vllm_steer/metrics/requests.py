@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from typing import Any
 
+from vllm_steer.errors import SteeringError
 from vllm_steer.metrics.collectors import add
 from vllm_steer.metrics.definitions import REFUSED_FIELDS
+from vllm_steer.params import program_bytes
 from vllm_steer.program import Program
 from vllm_steer.program.instructions import KIND_OF
 
@@ -17,13 +20,14 @@ NO_CAPACITY = "capacity"
 _PATH_SEPARATOR = re.compile(r"[.\[(]")
 
 
-def count_request(model_name: str, program: Program | None) -> None:
-    """Count a sample that was given to the engine, and its edits.
-
-    Args:
-        model_name: The served model.
-        program: The sample's program, None for a plain request.
-    """
+def count_request(model_name: str, sampling_params: Any) -> None:
+    """Count a sample that was given to the engine, and its edits."""
+    data = program_bytes(sampling_params)
+    try:
+        program = None if data is None else Program.from_checked(data)
+    except SteeringError:
+        # The engine refuses malformed programs that bypass the front end's checks.
+        return
     if program is None:
         add("requests", model_name=model_name, kind="plain")
         return
