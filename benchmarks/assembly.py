@@ -50,7 +50,7 @@ def decoding(layers: Any, reduce: Projection | None, count: int) -> tuple[Captur
     """A batch of ``count`` requests that all read the same."""
     spec = CaptureSpec(hooks={"post_block": layers}, positions="all", reduce=reduce)
     (last,) = resolve(compile_program([], [spec]), 10, LAYERS).segments
-    return spec, Steady(tuple(f"request-{i}" for i in range(count)), (last.row,) * count)
+    return spec, Steady(tuple(f"request-{i}" for i in range(count)), (last.program,) * count)
 
 
 def measure(layers: Any, reduce: Projection | None = None) -> dict[str, float]:
@@ -73,7 +73,7 @@ def measure(layers: Any, reduce: Projection | None = None) -> dict[str, float]:
         began = time.perf_counter()
         arrived = PendingRows(plan, on_the_way.rows, release=lambda: None).arrived()
         owned = time.perf_counter()
-        outbox.take_in(SimpleNamespace(**{ATTRIBUTE: arrived}), requests)
+        outbox.restore_program(SimpleNamespace(**{ATTRIBUTE: arrived}), requests)
         outputs = {0: EngineCoreOutputs()}
         outbox.hand_out(outputs)
         message = encoder.encode(outputs[0])
@@ -81,7 +81,7 @@ def measure(layers: Any, reduce: Projection | None = None) -> dict[str, float]:
         # What a socket delivers is in memory of its own.
         received = [bytes(frame) for frame in message]
         delivered = time.perf_counter()
-        inbox.take_in(decoder.decode(received).outputs)
+        inbox.restore_program(decoder.decode(received).outputs)
         kept = time.perf_counter()
         for name, seconds in zip(spent, (owned - began, passed - owned, kept - delivered), strict=True):
             spent[name].append(seconds * 1e6 / REQUESTS)
@@ -112,13 +112,13 @@ def ending(layers: Any, reduce: Projection | None, *, at_once: bool) -> float:
                 each.entries.projection: torch.zeros(plan.num_rows, 2 * HIDDEN if reduce is None else 4 * 16).byte()
                 for each in plan.channels
             }
-            outbox.take_in(
+            outbox.restore_program(
                 SimpleNamespace(**{ATTRIBUTE: PendingRows(plan, rows).arrived()}),
                 {name: SimpleNamespace(client_index=0) for name in names},
             )
             outputs: dict[int, Any] = {}
             outbox.hand_out(outputs)
-            inbox.take_in(outputs[0].outputs)
+            inbox.restore_program(outputs[0].outputs)
         results = []
         began = time.perf_counter()
         with nullcontext() if at_once else desk.held_back():

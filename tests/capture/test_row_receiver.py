@@ -53,7 +53,7 @@ class FrontEnd:
 
     def step(self, *steps: StepRows) -> None:
         of_a_request = EngineCoreOutput("x", [])
-        assert self.box.take_in([*map(carrier, steps), of_a_request]) == [of_a_request]
+        assert self.box.restore_program([*map(carrier, steps), of_a_request]) == [of_a_request]
 
     def got(self, name: str) -> list[Chunk]:
         chunks = self.live[name]._chunks
@@ -254,5 +254,5 @@ def test_why_rows_are_missing_is_said() -> None:
     """Catches a reason that is lost, so that the status says only how many rows are missing."""
     front = FrontEnd("a")
     about = {REASON_KEY: ["a", "no room"]}
-    front.box.take_in([EngineCoreOutput(ROWS_REQUEST_ID, [], kv_transfer_params=about)])
+    front.box.restore_program([EngineCoreOutput(ROWS_REQUEST_ID, [], kv_transfer_params=about)])
     assert front.live["a"]._reason == "no room"

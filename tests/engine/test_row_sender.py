@@ -25,7 +25,7 @@ def sent(live: dict[str, int], *steps: StepRows) -> dict[int, list[EngineCoreOut
     """The outputs of an update by client, of which 0 has one of its own; ``live`` are clients by request."""
     box = RowSender()
     requests = {name: SimpleNamespace(request_id=name, client_index=client) for name, client in live.items()}
-    box.take_in(SimpleNamespace(**{ATTRIBUTE: steps}), requests)
+    box.restore_program(SimpleNamespace(**{ATTRIBUTE: steps}), requests)
     outputs = {0: EngineCoreOutputs(outputs=[EngineCoreOutput("own", [1])])}
     box.hand_out(outputs)
     assert box.num_bytes == 0
@@ -60,7 +60,7 @@ def test_a_batch_that_changes_is_looked_at_again() -> None:
     box = RowSender()
     requests = {name: SimpleNamespace(request_id=name, client_index=client) for client, name in enumerate("ab")}
     for names in (("a", "b"), ("a", "b"), ("b", "a"), ("b",)):
-        box.take_in(SimpleNamespace(**{ATTRIBUTE: (step(*names),)}), requests)
+        box.restore_program(SimpleNamespace(**{ATTRIBUTE: (step(*names),)}), requests)
         outputs: dict[int, EngineCoreOutputs] = {}
         box.hand_out(outputs)
         assert {client: names_of(each.outputs[0]) for client, each in outputs.items()} == {

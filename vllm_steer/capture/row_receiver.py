@@ -61,7 +61,7 @@ class RowReceiver:
             if any(request_id in step.entries.index for step in self._steps):
                 self._taken[request_id] = len(self._steps)
 
-    def take_in(self, outputs: Sequence[Any]) -> Sequence[Any]:
+    def restore_program(self, outputs: Sequence[Any]) -> Sequence[Any]:
         """Take the rows out of an engine's outputs, at whose head they are; returns the rest."""
         carried = 0
         for output in outputs:

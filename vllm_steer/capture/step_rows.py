@@ -180,7 +180,7 @@ class Reading:
 
     def projections(self) -> tuple[bytes, ...]:
         """In what forms their rows can leave, wherever their positions begin."""
-        forms = (form for each in self.resolved for row in each.rows for form in row.forms)
+        forms = (form for each in self.resolved for row in each.token_programs for form in row.row_formats)
         return tuple(dict.fromkeys(form.projection for form in forms))
 
     def spread(self, first: Sequence[int]) -> Plan:
@@ -194,8 +194,8 @@ class Reading:
     def _spans(self, first: Sequence[int]) -> Iterator[tuple[str, TokenProgram, int, int]]:
         for name, resolved, position, count in zip(self.ids, self.resolved, first, self.count.tolist(), strict=True):
             for start, stop, segment in resolved.spans(position, position + count):
-                if segment.row is not None and segment.num_captures:
-                    yield name, segment.row, start, stop - start
+                if segment.program is not None and segment.num_captures:
+                    yield name, segment.program, start, stop - start
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ def row_streams_of(ids: Sequence[str], rows: Sequence[TokenProgram | None], coun
     """The forms in which spans leave, each span being ``count`` tokens of one request under one row."""
     by_form: dict[bytes, list[tuple[int, RowFormat]]] = {}
     for span, row in enumerate(rows):
-        for form in () if row is None else row.forms:
+        for form in () if row is None else row.row_formats:
             by_form.setdefault(form.projection, []).append((span, form))
     return tuple(
         RowStream(

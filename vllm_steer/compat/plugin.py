@@ -228,7 +228,7 @@ def _output_processor_add_request(original: Callable[..., Any]) -> Callable[...,
         from vllm_steer.frontend.outputs import begin
         from vllm_steer.frontend.request_state import SteeredSample
         from vllm_steer.metrics.requests import count_request
-        from vllm_steer.params import leave_to_engine, program_bytes
+        from vllm_steer.params import program_bytes, strip_for_engine
         from vllm_steer.server.auth.caller import salt_request
         from vllm_steer.server.http.request_context import track_sample
 
@@ -243,7 +243,7 @@ def _output_processor_add_request(original: Callable[..., Any]) -> Callable[...,
         track_sample(self, request)
         count_request(self, request)
         served = context_of(self)
-        leave_to_engine(request, None if served is None else served.shelf)
+        strip_for_engine(request, None if served is None else served.program_files)
 
     return add_request
 

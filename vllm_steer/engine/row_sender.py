@@ -31,7 +31,7 @@ class RowSender:
         # Of each form of rows, the last entries and whose they were: a steady batch has the same ones in every step.
         self._owners: dict[bytes, tuple[RowIndex, dict[int, list[int]]]] = {}
 
-    def take_in(self, model_output: Any, requests: Mapping[str, Any]) -> None:
+    def restore_program(self, model_output: Any, requests: Mapping[str, Any]) -> None:
         """Rows of one step, of each pipeline stage. Of requests that have ended (the surplus step of async scheduling)
         they go nowhere, or with those of others."""
         for step in getattr(model_output, ATTRIBUTE, ()):

@@ -87,7 +87,7 @@ class EngineContext:
     registry: SteeringRegistry
     model_name: str = ""
     """What metrics call the model, as vLLM's do."""
-    shelf: ProgramFileCache | None = None
+    program_files: ProgramFileCache | None = None
     """None where the engine's process may not see this one's files, or is this one."""
 
     def check(self, params: Any, prompt_len: int | None) -> None:
@@ -163,8 +163,8 @@ def _keep(engine: Any, reports: Any, config: SteeringConfig) -> EngineContext:
     # Where nobody closes it earlier: with the engine, or at the end of the process. Files of many requests are complete
     # then, and not before.
     weakref.finalize(engine, served.desk.let_go)
-    if served.shelf is not None:
-        weakref.finalize(engine, served.shelf.close)
+    if served.program_files is not None:
+        weakref.finalize(engine, served.program_files.close)
     return served
 
 

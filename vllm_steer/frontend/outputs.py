@@ -56,7 +56,7 @@ def begin(output_processor: Any, request: Any) -> None:
 
 def take_rows(output_processor: Any, outputs: Sequence[Any]) -> Sequence[Any]:
     """Take captured rows out of an engine's outputs; returns those that are of requests."""
-    return _inbox(output_processor).take_in(outputs)
+    return _inbox(output_processor).restore_program(outputs)
 
 
 def consumers_held_back(output_processor: Any) -> AbstractContextManager[None]:

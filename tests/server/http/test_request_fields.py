@@ -19,7 +19,7 @@ from vllm_steer.compat.plugin import wrap_front_end
 from vllm_steer.errors import SteeringError
 from vllm_steer.params import APPLIED_KEY, EXTRA_KEY, FIELDS, capture_specs, compile_fields, has_steering, program_of
 from vllm_steer.program import compile_program
-from vllm_steer.server import protocol
+from vllm_steer.server.http import request_fields
 from vllm_steer.server.http.request_context import PROMPT_KEY, RequestContext, current, note_prompt_len
 from vllm_steer.server.http.request_fields import RequestRefused, apply_to_params, read_fields, refuse_beam_search
 from vllm_steer.spec import parse_fields
@@ -248,7 +248,7 @@ def test_many_prompts_are_compiled_once(exchange: RequestContext, monkeypatch: p
         parsed.append(fields)
         return compile_fields(fields)
 
-    monkeypatch.setattr(protocol, "compile_fields", compile_once)
+    monkeypatch.setattr(request_fields, "compile_fields", compile_once)
     request = request_with(**FIELD_VALUES)
     programs = [apply_to_params(request, SamplingParams()).extra_args[EXTRA_KEY] for _ in range(5)]
     assert len(parsed) == 1

@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import NOT_ENABLED, ensure_engine_context, known_engine_context
+from vllm_steer.limits import KEY_STORE_MIB
 from vllm_steer.metrics.requests import NO_ROOM, count_refusal
 from vllm_steer.params import CAPTURE_FIELD
 from vllm_steer.server.auth.authenticator import admit
@@ -33,7 +34,6 @@ from vllm_steer.server.http.field_scanner import OVERLAP, find_fields, form_fiel
 from vllm_steer.server.http.request_context import RequestContext, current
 from vllm_steer.server.http.websocket import SteeringWebSocket
 from vllm_steer.server.lifespan import live
-from vllm_steer.server.quota.limits import KEY_STORE
 from vllm_steer.server.quota.tracker import Reservation, quota_tracker_of
 from vllm_steer.server.routes.base import OWN_PREFIX, BodyTooLargeError, path_of, refusal, status_of
 from vllm_steer.server.routes.captures import store_of
@@ -248,7 +248,7 @@ class _RequestGuard:
         used, expires = await asyncio.to_thread(store_of(self._scope["app"]).used_by, self.exchange.owner)
         if used and used >= most:
             problem = (
-                f"{used} bytes of this key's captures wait to be fetched, of {most} ({KEY_STORE.flag}); delete some"
+                f"{used} bytes of this key's captures wait to be fetched, of {most} ({KEY_STORE_MIB.flag}); delete some"
             )
             self._raise(KeyLimitError(CAPTURE_FIELD, problem, math.ceil(expires) or 1))
 
