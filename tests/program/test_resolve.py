@@ -87,13 +87,13 @@ def test_segments_are_as_many_as_there_are(tokens: object, starts: list[int]) ->
 def rows_made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows by one for each row that is made."""
     made: list[int] = []
-    real = module._row
+    real = module._token_program
 
     def noted(*args: Any) -> Any:
         made.append(1)
         return real(*args)
 
-    monkeypatch.setattr(module, "_row", noted)
+    monkeypatch.setattr(module, "_token_program", noted)
     return made
 
 
@@ -103,7 +103,7 @@ def test_a_list_of_thousands_of_positions_is_refused_before_each_is_looked_at(ro
     program = compile_program([edit(i, list(range(i, 30_000, 2))) for i in range(edits)])
     with pytest.raises(SteeringError, match="more than 2048 positions") as refused:
         resolve(program, 4, LAYERS)
-    assert refused.value.field == "tokens"
+    assert refused.value.field == "steering"
     assert rows_made == []
 
 
@@ -111,12 +111,12 @@ def test_no_more_segments_are_made_than_are_wanted(rows_made: list[int]) -> None
     """Catches a thousand rows that are made for an engine that takes 32; and a request that has been looked at before
     and is let through for that."""
     program = compile_program([edit(0, list(range(1, 2001, 2)))])
-    with pytest.raises(SteeringError, match="more than 32 of max_segments"):
+    with pytest.raises(SteeringError, match="more than 32 token segments"):
         resolve(program, 4, LAYERS, max_segments=32)
     assert len(rows_made) <= 33
     small = compile_program([edit(0, [1, 3])])
     assert len(resolve(small, 4, LAYERS, max_segments=5).segments) == 5
-    with pytest.raises(SteeringError, match="more than 4 of max_segments"):
+    with pytest.raises(SteeringError, match="more than 4 token segments"):
         resolve(small, 4, LAYERS, max_segments=4)
 
 

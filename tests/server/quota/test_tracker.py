@@ -16,9 +16,9 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.limits import KEY_CAPTURE_MIB, KEY_LIMITS, KEY_REQUESTS, SERVER_LIMITS
 from vllm_steer.program import Program, compile_program
 from vllm_steer.registry.module import parse_module
-from vllm_steer.server import books as books_module
 from vllm_steer.server.auth.keys import Key, make_key
 from vllm_steer.server.auth.rights import AccessError, KeyLimitError, ServerFullError, TooLargeError
+from vllm_steer.server.quota import tracker as tracker_module
 from vllm_steer.server.quota.limits import value_of
 from vllm_steer.server.quota.tracker import QuotaTracker, Reservation
 from vllm_steer.spec import parse_capture, parse_fields
@@ -182,8 +182,8 @@ def test_the_machine_sees_wrong_books(fault: str, monkeypatch: pytest.MonkeyPatc
     """The control: books that are wrong in one way each are found out."""
     give_back = QuotaTracker.give_back
     if fault == "vectors stay":
-        without = books_module._without
-        monkeypatch.setattr(books_module, "_without", lambda counter, item: without(counter, item) and False)
+        without = tracker_module._without
+        monkeypatch.setattr(tracker_module, "_without", lambda counter, item: without(counter, item) and False)
     elif fault == "rows stay":
         monkeypatch.setattr(QuotaTracker, "give_back", lambda s, k, a, load, rows: give_back(s, k, a, load, 0))
     elif fault == "programs stay":
