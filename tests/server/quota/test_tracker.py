@@ -307,10 +307,10 @@ def test_the_registry_has_the_same_ceiling() -> None:
     strict = SteeringRegistry(CAPABILITIES, store, RegistryLimits(norm=10))
     large = {"post_block": {"1": [100.0] + [0.0] * (CAPABILITIES.hidden_size - 1)}}
     for change in (lambda: strict.register("calm", base=large), lambda: strict.set(base=large)):
-        with pytest.raises(SteeringError, match="the ceiling"):
+        with pytest.raises(SteeringError, match="--steering-max-norm"):
             change()
     free.register("calm", base=large)
-    with pytest.raises(SteeringError, match="the ceiling"):
+    with pytest.raises(SteeringError, match="--steering-max-norm"):
         strict.set(modules=["calm"])
     assert strict.set(modules=[("calm", 0.1)]).digest is not None
     assert parse_module({"base": large}).program.edits
