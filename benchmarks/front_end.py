@@ -30,7 +30,8 @@ from vllm_steer import SamplingParams
 from vllm_steer.capture.manager import CaptureManager
 from vllm_steer.config import SteeringConfig
 from vllm_steer.engine.capabilities import Capabilities
-from vllm_steer.frontend.context import EngineContext, admitted, check_engine_request
+from vllm_steer.frontend.context import EngineContext
+from vllm_steer.frontend.requests import check_engine_request, complete_params
 from vllm_steer.params import strip_for_engine
 from vllm_steer.program.program_files import ProgramFileCache
 from vllm_steer.registry.registry import SteeringRegistry
@@ -68,13 +69,13 @@ def serve() -> EngineContext:
 
 def measure(fields: Callable[[int], dict[str, Any]], served: EngineContext) -> float:
     """Milliseconds per request."""
-    processor = SimpleNamespace(_steering_served=served)
+    processor = SimpleNamespace(_steering_context=served)
     encoder = MsgpackEncoder()
     spent: list[float] = []
     for i in range(REQUESTS):
         given = fields(i)
         started = time.process_time()
-        params = admitted(served, SamplingParams(max_tokens=16, temperature=0, **given)).clone()
+        params = complete_params(served, SamplingParams(max_tokens=16, temperature=0, **given)).clone()
         request = EngineCoreRequest(
             request_id=f"request-{i}", prompt_token_ids=[1] * 16, mm_features=None, sampling_params=params,
             pooling_params=None, arrival_time=0.0, lora_request=None, cache_salt=None, data_parallel_rank=None,

@@ -153,7 +153,7 @@ def _to_socket(socket: Any) -> Callable[[StepRows], Any]:
 
     def send(step: StepRows) -> None:
         outbox, outputs = RowSender(), {0: EngineCoreOutputs()}
-        outbox.restore_program(SimpleNamespace(**{ATTRIBUTE: (step,)}), requests)
+        outbox.take_in(SimpleNamespace(**{ATTRIBUTE: (step,)}), requests)
         outbox.hand_out(outputs)
         socket.send_multipart(encoder.encode(outputs[0]), copy=False)
 

@@ -26,7 +26,7 @@ async def test_consumers_are_closed_with_their_engine(monkeypatch: pytest.Monkey
     assert served is not None and closed == []
     del engine
     gc.collect()
-    assert closed == [served.desk]
+    assert closed == [served.capture_manager]
 
 
 async def test_files_of_programs_go_with_their_engine(monkeypatch: pytest.MonkeyPatch) -> None:

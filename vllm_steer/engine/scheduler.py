@@ -192,7 +192,7 @@ def steering_scheduler(base: Any) -> Any:
 
         def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
             started = perf_counter()
-            self.steering_outbox.restore_program(model_runner_output, self.requests)
+            self.steering_outbox.take_in(model_runner_output, self.requests)
             upstream = perf_counter()
             outputs = super().update_from_output(scheduler_output, model_runner_output)
             started += perf_counter() - upstream

@@ -27,7 +27,7 @@ from vllm_steer.log import steering_logger
 from vllm_steer.server.auth.key_file import KeyFile
 from vllm_steer.server.auth.keys import Key
 from vllm_steer.server.auth.rights import ForbiddenError, Right, UnauthorizedError
-from vllm_steer.server.routes.base import OWN_PREFIXES, SteeringRoute, path_of
+from vllm_steer.server.routes.base import PLUGIN_PREFIXES, SteeringRoute, app_path
 
 FIELD = "authorization"
 OPEN = frozenset({"/health", "/ping", "/metrics", "/version", "/load"})
@@ -81,14 +81,14 @@ class Authenticator:
 
     async def admit(self, scope: Scope) -> AuthResult:
         """Raises UnauthorizedError, and ForbiddenError where the path alone says that the key may not."""
-        path = path_of(scope)
+        path = app_path(scope)
         preflight = scope["type"] == "http" and scope["method"] == "OPTIONS"  # browsers send these without a key
         if preflight or path.rstrip("/") in OPEN:
             return AuthResult(None, scope)
         if self._keys.is_stale():
             await asyncio.to_thread(self._keys.refresh)
         key = self._key_of(Headers(scope=scope))
-        if path.startswith(OWN_PREFIXES):
+        if path.startswith(PLUGIN_PREFIXES):
             if key is VLLM_KEY:
                 raise ForbiddenError(
                     FIELD, "is a key of vLLM's, which has no rights here; vllm-steer keys makes others"
