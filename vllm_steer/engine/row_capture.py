@@ -88,7 +88,7 @@ class RowCapture:
         """
         changes, steady = self._steady
         if changes != self._store.changes or steady.request_ids != ids:
-            steady = SteadyCaptureBatch(ids, tuple(self._store.resolved_of(name).segments[-1].row for name in ids))
+            steady = SteadyCaptureBatch(ids, tuple(self._store.resolved_of(name).segments[-1].program for name in ids))
             self._steady = (self._store.changes, steady)
         return steady
 

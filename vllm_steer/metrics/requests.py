@@ -24,16 +24,16 @@ def count_request(model_name: str, sampling_params: Any) -> None:
     """Count a sample that was given to the engine, and its edits."""
     data = program_bytes(sampling_params)
     try:
-        program = None if data is None else Program.from_checked(data)
+        program = None if data is None else Program.from_trusted_bytes(data)
     except SteeringError:
         # The engine refuses malformed programs that bypass the front end's checks.
         return
     if program is None:
         add("requests", model_name=model_name, kind="plain")
         return
-    kind = "_".join(name for name, parts in (("steered", program.steps), ("captured", program.reads)) if parts)
+    kind = "_".join(name for name, parts in (("steered", program.edits), ("captured", program.reads)) if parts)
     add("requests", model_name=model_name, kind=kind or "plain")
-    for edit, number in Counter(KIND_OF[step.code] for step in program.steps).items():
+    for edit, number in Counter(KIND_OF[step.code] for step in program.edits).items():
         add("edits", number, model_name=model_name, kind=edit)
 
 
