@@ -41,7 +41,7 @@ def app() -> FastAPI:
     start({})
     engine = FakeEngine()
     kept: EngineContext = engine_context()
-    engine.input_processor = SimpleNamespace(_steering_served=kept)
+    engine.input_processor = SimpleNamespace(_steering_context=kept)
     made = make_app(engine)
     add_module_routes(made, registry())
     made.add_middleware(SteeringMiddleware)

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from vllm_steer.capture import CapturedRequest, CaptureResult
-from vllm_steer.capture.manager import CaptureResults
+from vllm_steer.capture.results import CaptureResults
 from vllm_steer.server.capture_store import CaptureFormat
 from vllm_steer.server.http.request_context import RequestContext
 from vllm_steer.server.http.row_encoding import file_of, inline

@@ -8,12 +8,11 @@ where the answer would be a stream, since sampling parameters are made before a 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from http import HTTPStatus
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
-from vllm.exceptions import GracefulHTTPError, VLLMValidationError
+from vllm.exceptions import VLLMValidationError
 
 from vllm_steer.capture.consumers.memory import STREAM, MemoryConsumer
 from vllm_steer.errors import SteeringError
@@ -63,13 +62,6 @@ class RequestRefused(VLLMValidationError, SteeringError):  # type: ignore[misc]
     __str__ = SteeringError.__str__  # vLLM's would name the parameter a second time
 
 
-class NoRoomError(GracefulHTTPError):  # type: ignore[misc]
-    """A request waited too long for its places in the engine: HTTP 503, and worth trying again."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(f"steering: {reason}", HTTPStatus.SERVICE_UNAVAILABLE)
-
-
 def refused(error: SteeringError) -> RequestRefused:
     """The form in which vLLM takes ``error``; the middleware answers it in ours, with its own status."""
     answered = RequestRefused(error.field, error.problem)
@@ -102,7 +94,18 @@ def apply_to_params(request: Any, params: Any) -> Any:
     return params
 
 
-def refuse_beam_search(request: Any) -> None:
+async def as_bad_request(original: Callable[..., Awaitable[Any]], *args: Any, **kwargs: Any) -> Any:
+    """Run ``AsyncLLM.add_request`` and raise :class:`RequestRefused` instead of a :class:`SteeringError`.
+
+    vLLM answers any other error with HTTP 500 and no reason.
+    """
+    try:
+        return await original(*args, **kwargs)
+    except SteeringError as error:
+        raise refused(error) from error
+
+
+def refuse_beam_search(request: Any, _max_tokens: int | None = None) -> None:
     """Raise :class:`RequestRefused` where ``request`` has our fields: vLLM drops them on the way to the beams."""
     refuse_fields(request, "beam search does not carry it to the beams; use sampling")
 
