@@ -87,7 +87,7 @@ def test_a_model_without_proof_is_a_sentence_and_a_failure(tmp_path: Path, monke
     # Doctor looks at the model in a process of its own.
     nothing_proven = "from vllm_steer.models import digests\ndigests.proven_digests = dict\n"
     (tmp_path / "sitecustomize.py").write_text(nothing_proven)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[2]}")
     LlamaConfig(**SMALL, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
     result = invoke(str(tmp_path))
     assert result.exit_code == 1
