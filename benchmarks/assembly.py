@@ -50,7 +50,7 @@ def decoding(layers: Any, reduce: Projection | None, count: int) -> tuple[Captur
     """A batch of ``count`` requests that all read the same."""
     spec = CaptureSpec(hooks={"post_block": layers}, positions="all", reduce=reduce)
     (last,) = resolve(compile_program([], [spec]), 10, LAYERS).segments
-    return spec, SteadyCaptureBatch(tuple(f"request-{i}" for i in range(count)), (last.row,) * count)
+    return spec, SteadyCaptureBatch(tuple(f"request-{i}" for i in range(count)), (last.program,) * count)
 
 
 def measure(layers: Any, reduce: Projection | None = None) -> dict[str, float]:

@@ -46,7 +46,7 @@ from vllm_steer.metrics.worker_stats import note
 from vllm_steer.params import EXTRA_KEY
 from vllm_steer.points import points_on
 from vllm_steer.program import TableAllocator, compile_program
-from vllm_steer.program.program_files import LARGE
+from vllm_steer.program.program_files import MIN_PROGRAM_BYTES
 from vllm_steer.spec import parse_capture, parse_fields
 from vllm_steer.taps.tables import Tables
 
@@ -218,7 +218,7 @@ def programs(kind: str, count: int, seed: int) -> list[dict[str, bytes]]:
         directions = np.random.default_rng(0).standard_normal((16, HIDDEN), dtype="f4")
         spec |= {"hooks": hooks, "reduce": {"directions": directions}}
     data = compile_program([], [each for _, each in parse_capture({"memory": spec})]).to_bytes()
-    return [{EXTRA_KEY: data if len(data) >= LARGE else bytes(bytearray(data))} for _ in range(count)]
+    return [{EXTRA_KEY: data if len(data) >= MIN_PROGRAM_BYTES else bytes(bytearray(data))} for _ in range(count)]
 
 
 def wave(kind: str, batch: int) -> dict[str, float]:

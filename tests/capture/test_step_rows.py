@@ -49,7 +49,9 @@ def arena(batch: Mapping[str, tuple[int, int]], room: int = 64) -> torch.Tensor:
     for name, (first, count) in batch.items():
         for position in range(first, first + count):
             for _, _, segment in resolved(name).spans(position, position + 1):
-                rows += [value(name, position, code) for code in segment.row.capture_codes] if segment.row else []
+                rows += (
+                    [value(name, position, code) for code in segment.program.capture_codes] if segment.program else []
+                )
     stored = torch.full((room, HIDDEN), torch.nan)
     stored[: len(rows)] = torch.stack(rows)
     return stored
@@ -151,7 +153,7 @@ def test_products_are_made_in_float32() -> None:
 def test_a_steady_batch_is_planned_once() -> None:
     """Catches places of one step's tokens used for another's, where the numbers of tokens change."""
     names = tuple(DECODING)
-    steady = SteadyCaptureBatch(names, tuple(resolved(name).segments[-1].row for name in names))
+    steady = SteadyCaptureBatch(names, tuple(resolved(name).segments[-1].program for name in names))
     copier = DeviceToHostCopier(torch.device("cpu"))
     for batch in (DECODING, {"several": (10, 1), "projected": (5, 1), "whole": (31, 1)},
                   {"several": (11, 3), "projected": (6, 1), "whole": (32, 2)}, DECODING):  # fmt: skip

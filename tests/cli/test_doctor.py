@@ -18,8 +18,8 @@ from vllm_steer.cli import doctor as command
 from vllm_steer.cli.doctor_output import print_report
 from vllm_steer.cli.main import app
 from vllm_steer.compat.version import CONFLICTS
-from vllm_steer.config import LIMITS
 from vllm_steer.engine.report import CapabilityReport, make_report
+from vllm_steer.limits import ENGINE_LIMITS
 from vllm_steer.models import proofs
 from vllm_steer.models.proofs import Proof, proofs_of
 from vllm_steer.models.recipes import PROVEN, RECIPES
@@ -106,8 +106,8 @@ def test_a_wrong_question_is_a_sentence(words: tuple[str, ...]) -> None:
 def test_every_limit_can_be_given() -> None:
     """Catches a limit whose cost cannot be asked for; the others are of time, and of graphs."""
     text = invoke("--help").stdout
-    of_memory = [limit.name for limit in LIMITS if limit.name.startswith(("max_", "capture_"))]
-    assert len(of_memory) == len(LIMITS) - 2
+    of_memory = [name for name in ENGINE_LIMITS if name.startswith(("max_", "capture_"))]
+    assert len(of_memory) == len(ENGINE_LIMITS) - 2
     assert all(f"--{name.replace('_', '-')}" in text for name in of_memory)
 
 

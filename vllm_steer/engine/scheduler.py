@@ -33,7 +33,7 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.log import steering_logger
 from vllm_steer.metrics.engine_stats import EngineMeter
 from vllm_steer.models.discovery import layer_count
-from vllm_steer.params import EXTRA_KEY, program_bytes, take_in
+from vllm_steer.params import EXTRA_KEY, program_bytes, restore_program
 from vllm_steer.points import how_to_switch_on, points_on
 from vllm_steer.program import Program, Resolved, TableAllocator, resolve
 
@@ -98,17 +98,17 @@ def steering_scheduler(base: Any) -> Any:
             super().add_request(request)
 
         def _bind(self, request: Any) -> None:
-            take_in(request)
+            restore_program(request)
             data = program_bytes(request.sampling_params)
             if data is None or request.request_id in self.requests:
                 return
             # Of many equal ones a single copy stays, at which the worker looks next.
-            program, request.sampling_params.extra_args[EXTRA_KEY] = Program.shared(data)
+            program, request.sampling_params.extra_args[EXTRA_KEY] = Program.intern(data)
             off = next(iter(program.points - self._steering_points), None)
             if off is not None:
                 raise SteeringError("extra_args.steer", how_to_switch_on(off))
             resolved = resolve(program, request.num_prompt_tokens, self._steering_layers)
-            if not resolved.rows:
+            if not resolved.token_programs:
                 return
             never = self._arena.why_never(resolved, self._spans(request)) if resolved.max_captures else None
             if never is not None:
@@ -125,7 +125,7 @@ def steering_scheduler(base: Any) -> Any:
         def _needs_whole_prompt(self, resolved: Resolved, request: Any) -> bool:
             """Whether reads forbid any cache hit: where hits cannot be cut to a position (hybrid caches,
             connectors)."""
-            first = resolved.first_captured
+            first = resolved.first_captured_position
             if first is None or first >= request.num_prompt_tokens - 1:
                 return False
             return self.connector is not None or not self._hits_can_be_cut()
@@ -140,7 +140,7 @@ def steering_scheduler(base: Any) -> Any:
             """vLLM's hit, cut at the first position that the request reads: a cached token is never computed."""
             blocks, hit, *rest = super()._get_local_prefix_cache_hit(request)
             resolved = self._steered.get(request.request_id)
-            first = None if resolved is None else resolved.first_captured
+            first = None if resolved is None else resolved.first_captured_position
             if first is None or hit <= first:
                 return (blocks, hit, *rest)
             if not self._hits_can_be_cut():
@@ -280,11 +280,11 @@ def steering_scheduler(base: Any) -> Any:
             """Most rows that a request can store: it ends with the model's length, whatever ``max_tokens`` says.
             Projections count as the rows that would take as many bytes."""
             tokens = min(request.max_tokens, self.max_model_len - request.num_prompt_tokens)
-            return -(-resolved.bytes_in_all(request.num_prompt_tokens, tokens, self._row_bytes) // self._row_bytes)
+            return -(-resolved.total_bytes(request.num_prompt_tokens, tokens, self._row_bytes) // self._row_bytes)
 
         def _give_up_capture(self, request: Any) -> Resolved:
             """Under the policy ``fail``: run without the reads; workers see the same, since nothing was sent yet."""
-            program = Program.from_checked(program_bytes(request.sampling_params) or b"").without_reads()
+            program = Program.from_trusted_bytes(program_bytes(request.sampling_params) or b"").without_reads()
             params = copy.copy(request.sampling_params)
             params.extra_args = {**params.extra_args, EXTRA_KEY: program.to_bytes()}
             request.sampling_params = params

@@ -228,7 +228,7 @@ class WorkerSteering:
         """Made again only when a request came or went, or the batch is in another order."""
         changes, steady = self._steady
         if changes != self.store.changes or steady.request_ids != ids:
-            steady = SteadyCaptureBatch(ids, tuple(self.store.resolved_of(name).segments[-1].row for name in ids))
+            steady = SteadyCaptureBatch(ids, tuple(self.store.resolved_of(name).segments[-1].program for name in ids))
             self._steady = (self.store.changes, steady)
         return steady
 

@@ -24,18 +24,18 @@ def count_request(model_name: str, sampling_params: Any) -> None:
     """Count one sample that the engine gets."""
     data = program_bytes(sampling_params)
     try:
-        program = None if data is None else Program.from_checked(data)
+        program = None if data is None else Program.from_trusted_bytes(data)
     except SteeringError:  # it came around the checks; the engine ends it
         return
     asked = [] if program is None else [w for w, parts in _parts(program) if parts]
     add("requests", model_name=model_name, kind="_".join(asked) or "plain")
     if program is not None:
-        for kind, number in Counter(KIND_OF[step.code] for step in program.steps).items():
+        for kind, number in Counter(KIND_OF[step.code] for step in program.edits).items():
             add("edits", number, model_name=model_name, kind=kind)
 
 
 def _parts(program: Program) -> tuple[tuple[str, bool], ...]:
-    return ("steered", bool(program.steps)), ("captured", bool(program.reads))
+    return ("steered", bool(program.edits)), ("captured", bool(program.reads))
 
 
 def count_refusal(status: int, field: str) -> None:

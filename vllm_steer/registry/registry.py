@@ -109,7 +109,7 @@ class SteeringRegistry:
         """As `register`, of a module that is parsed."""
         name = read_name(name, "name")
         self._capabilities.check(module.program, None)
-        check_magnitude(module.program, module.program.steps, self._limits.norm)
+        check_magnitude(module.program, self._limits.norm)
         if module.width != self._capabilities.hidden_size:
             raise SteeringError(
                 "probes", f"are {module.width} wide, but this model's hidden size is {self._capabilities.hidden_size}"
@@ -251,7 +251,7 @@ class SteeringRegistry:
         program = snapshot.steering_program
         if program is None:
             return
-        check_magnitude(program, program.steps, self._limits.norm)
+        check_magnitude(program, self._limits.norm)
         for prompt_len in (None, 1, max(self._capabilities.max_model_len - 1, 1)):
             try:
                 self._capabilities.check(program, prompt_len)
