@@ -13,7 +13,7 @@ import typer
 
 from vllm_steer.cli.output import print_table
 from vllm_steer.errors import SteeringError
-from vllm_steer.server.auth.rights import MEANING, Right
+from vllm_steer.server.auth.rights import RIGHT_DESCRIPTIONS, Right
 
 app = typer.Typer(help="API keys of a server, in the file of --steering-keys.", no_args_is_help=True)
 
@@ -30,7 +30,9 @@ def new(
     right: Annotated[
         list[Right] | None,
         typer.Option(
-            "--right", "-r", help="Repeatable. " + "; ".join(f"{each}: {text}" for each, text in MEANING.items()) + "."
+            "--right",
+            "-r",
+            help="Repeatable. " + "; ".join(f"{name}: {text}" for name, text in RIGHT_DESCRIPTIONS.items()) + ".",
         ),
     ] = None,
     limit: Annotated[
@@ -41,11 +43,12 @@ def new(
     ] = None,
 ) -> None:
     """Make a key and print it, this once: the file has only its hash. Without rights it may ask for plain answers."""
-    from vllm_steer.server.auth.keys import changing, make_key, read_keys
+    from vllm_steer.server.auth.key_file import edit_keys, read_keys
+    from vllm_steer.server.auth.keys import generate_key
 
     with _sentences():
-        key, secret = make_key(name, tuple(dict.fromkeys(right or ())), _limits(limit or []))
-        with changing(file, make=True) as write:
+        key, secret = generate_key(name, tuple(dict.fromkeys(right or ())), _limits(limit or []))
+        with edit_keys(file, create=True) as write:
             keys = read_keys(file) if file.exists() else ()
             if name in {each.name for each in keys}:
                 raise SteeringError("name", f"there is a key {name} in {file}; revoke it first, or take another name")
@@ -57,7 +60,7 @@ def new(
 @app.command(name="list")
 def list_keys(file: File) -> None:
     """List the keys, without anything that is secret."""
-    from vllm_steer.server.auth.keys import read_keys
+    from vllm_steer.server.auth.key_file import read_keys
 
     with _sentences():
         keys = read_keys(file)
@@ -76,9 +79,9 @@ def list_keys(file: File) -> None:
 @app.command()
 def revoke(name: Name, file: File) -> None:
     """Take a key out of the file: no request is let in with it any more. Those that run go on to their end."""
-    from vllm_steer.server.auth.keys import changing, read_keys
+    from vllm_steer.server.auth.key_file import edit_keys, read_keys
 
-    with _sentences(), changing(file) as write:
+    with _sentences(), edit_keys(file) as write:
         keys = read_keys(file)
         left = tuple(key for key in keys if key.name != name)
         if len(left) == len(keys):

@@ -68,7 +68,7 @@ def add(
 ) -> None:
     """Register a module, or a new version of it."""
     from vllm_steer.errors import SteeringError
-    from vllm_steer.registry.json_text import parse_json
+    from vllm_steer.registry.strict_json import parse_json
 
     with connected(url, api_key) as client:
         if path.suffix == ".json":

@@ -30,7 +30,7 @@ def set_steering(
 ) -> None:
     """Steer every request that a server admits from now on."""
     from vllm_steer.errors import SteeringError
-    from vllm_steer.registry.json_text import parse_json
+    from vllm_steer.registry.strict_json import parse_json
 
     named = references(modules)
     if clear and (named or file is not None or replace):

@@ -229,7 +229,7 @@ def _output_processor_add_request(original: Callable[..., Any]) -> Callable[...,
         from vllm_steer.frontend.request_state import SteeredSample
         from vllm_steer.metrics.requests import count_request
         from vllm_steer.params import leave_to_engine, program_bytes
-        from vllm_steer.server.auth.caller import salt_request
+        from vllm_steer.server.auth.current_key import salt_request
         from vllm_steer.server.http.request_context import track_sample
 
         if request.resumable:

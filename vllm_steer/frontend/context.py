@@ -41,8 +41,8 @@ from vllm_steer.params import (
 )
 from vllm_steer.program.program_files import ProgramFileCache
 from vllm_steer.registry.directory import DirectoryStore
+from vllm_steer.registry.index import RegistryLimits
 from vllm_steer.registry.registry import SteeringRegistry
-from vllm_steer.registry.snapshot import RegistryLimits
 from vllm_steer.spec.references import MODULES_FIELD
 
 _RPC = "steering_capabilities"
@@ -210,7 +210,7 @@ def admitted(served: EngineContext | None, params: Any) -> Any:
     if served is None or not isinstance(params, VllmSamplingParams):
         return params
     extra = params.extra_args or {}
-    composed = served.registry.admit(extra)
+    composed = served.registry.compose(extra)
     if composed is not extra:
         params = copy.copy(params)
         params.extra_args = composed

@@ -20,9 +20,9 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO, Literal
 
-from vllm_steer.fs.shared_tempdir import BOOKKEEPING, SharedTempDir, spool_path
+from vllm_steer.fs.shared_tempdir import LOCK_FILES, SharedTempDir, shared_tempdir_path
 from vllm_steer.metrics.collectors import set_gauge
-from vllm_steer.server.auth.caller import NOBODY
+from vllm_steer.server.auth.current_key import NO_OWNER
 
 MediaKind = Literal["safetensors", "json"]
 KINDS: tuple[MediaKind, ...] = ("safetensors", "json")
@@ -64,7 +64,7 @@ class CaptureStore:
 
     def __init__(self, limits: StoreLimits, name: str) -> None:
         self.limits = limits
-        self._path = spool_path(name)
+        self._path = shared_tempdir_path(name)
         self._name = name
         self._spool: SharedTempDir | None = None
 
@@ -91,7 +91,7 @@ class CaptureStore:
         expires = min((status.st_mtime - now for status in mine), default=0.0)
         return sum(status.st_size for status in mine), max(expires, 0.0)
 
-    def put(self, data: bytes, kind: MediaKind, owner: bytes = NOBODY, most: int | None = None) -> str:
+    def put(self, data: bytes, kind: MediaKind, owner: bytes = NO_OWNER, most: int | None = None) -> str:
         """Keep ``data`` for ``owner``, who may have ``most`` bytes; returns its id. Raises :class:`StoreFullError`."""
         handle = secrets.token_urlsafe(32)
         try:
@@ -100,7 +100,7 @@ class CaptureStore:
             raise StoreFullError(f"the server cannot keep {len(data)} bytes: {error.strerror or error}") from error
         return handle
 
-    async def keep(self, data: bytes, kind: MediaKind, owner: bytes = NOBODY, most: int | None = None) -> str:
+    async def keep(self, data: bytes, kind: MediaKind, owner: bytes = NO_OWNER, most: int | None = None) -> str:
         """As :meth:`put`, for the event loop. What nobody waits for any more is not kept."""
         writing = asyncio.ensure_future(asyncio.to_thread(self.put, data, kind, owner, most))
         try:
@@ -114,7 +114,7 @@ class CaptureStore:
         loop.call_later(expired, loop.run_in_executor, None, self.sweep, context=Context())
         return handle
 
-    def open(self, handle: str, owner: bytes = NOBODY) -> Stored | None:
+    def open(self, handle: str, owner: bytes = NO_OWNER) -> Stored | None:
         """What is kept for ``owner`` under ``handle``, if anything is."""
         for kind in KINDS:
             try:
@@ -127,7 +127,7 @@ class CaptureStore:
             file.close()
         return None
 
-    def discard(self, handle: str, owner: bytes = NOBODY) -> bool:
+    def discard(self, handle: str, owner: bytes = NO_OWNER) -> bool:
         """Forget what is kept for ``owner`` under ``handle``; returns whether there was anything."""
         for kind in KINDS:
             try:
@@ -160,7 +160,7 @@ class CaptureStore:
 
     def _write(self, path: Path, data: bytes, owner: bytes, most: int | None) -> None:
         spool = self._spool
-        if spool is None or not spool.is_there():
+        if spool is None or not spool.exists():
             self._spool = spool = SharedTempDir(self._name)
         part = path.with_suffix(_PART)
         with spool.locked():
@@ -192,7 +192,7 @@ class CaptureStore:
 
     def _entries(self) -> Iterator[tuple[Path, os.stat_result]]:
         try:
-            paths = [path for path in self._path.iterdir() if path.name not in BOOKKEEPING]
+            paths = [path for path in self._path.iterdir() if path.name not in LOCK_FILES]
         except FileNotFoundError:
             return
         for path in paths:

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import EngineContext, ensure_engine_context
-from vllm_steer.server.auth.authenticator import authenticator_of, warn_if_open
+from vllm_steer.server.auth.authenticator import authenticator_of, warn_if_unprotected
 from vllm_steer.server.http.openapi import document_fields
 from vllm_steer.server.routes.capabilities import add_capabilities_route
 from vllm_steer.server.routes.captures import store_of
@@ -54,7 +54,7 @@ async def _start(scope: Scope) -> EngineContext | None:
     served = None if engine is None else await ensure_engine_context(engine)
     if served is not None:
         if not guarded:
-            warn_if_open(getattr(scope["app"].state, "args", None))
+            warn_if_unprotected(getattr(scope["app"].state, "args", None))
         store_of(scope["app"]).show()
         add_capabilities_route(scope["app"], served)
         add_routes(scope["app"], served.registry)

@@ -23,9 +23,9 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import NOT_ENABLED, ensure_engine_context, known_engine_context
 from vllm_steer.metrics.requests import NO_ROOM, count_refusal
 from vllm_steer.params import CAPTURE_FIELD
-from vllm_steer.server.auth.authenticator import admit
-from vllm_steer.server.auth.caller import acting, owner, require_fields
-from vllm_steer.server.auth.rights import KeyLimitError
+from vllm_steer.server.access_errors import KeyLimitError
+from vllm_steer.server.auth.authenticator import authenticate
+from vllm_steer.server.auth.current_key import current_owner, require_field_rights, use_key
 from vllm_steer.server.flags import max_body_bytes
 from vllm_steer.server.http.applied_field import AppliedFieldWriter
 from vllm_steer.server.http.capture_results import CaptureResultWriter
@@ -65,13 +65,13 @@ class SteeringMiddleware:
             await self.app(scope, receive, send)
             return
         try:
-            visit = await admit(scope)
-            hold = quota_tracker_of(scope["app"]).enter(visit.limited)
+            visit = await authenticate(scope)
+            hold = quota_tracker_of(scope["app"]).reserve(visit.quota_key)
         except SteeringError as error:
             await refusal(error)(scope, receive, send)
             return
         try:
-            with acting(visit.key):
+            with use_key(visit.key):
                 await self._serve(visit.scope, receive, send, hold)
         finally:
             hold.release()
@@ -111,7 +111,7 @@ class _RequestGuard:
     """One request: ``receive`` looks into its body, ``send`` puts a refusal in the place of an answer."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, hold: Reservation) -> None:
-        self.exchange = RequestContext(hold=hold, owner=owner(), store_bytes=hold.store_bytes)
+        self.exchange = RequestContext(hold=hold, owner=current_owner(), store_bytes=hold.store_bytes)
         self._scope, self._receive = scope, receive
         self._send = AppliedFieldWriter(self.exchange, send).send
         self._is_form = Headers(scope=scope).get("content-type", "").lower().startswith("multipart/")
@@ -225,7 +225,7 @@ class _RequestGuard:
             return
         name = found.fields[0]
         try:
-            require_fields(found.fields)
+            require_field_rights(found.fields)
         except SteeringError as error:
             self._raise(error)
         self.exchange.fields = found.fields

@@ -17,7 +17,7 @@ from vllm_steer.capture.manager import CaptureResults
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import EngineContext
 from vllm_steer.params import APPLIED_KEY, EXTRA_KEY
-from vllm_steer.server.auth.caller import NOBODY
+from vllm_steer.server.auth.current_key import NO_OWNER
 from vllm_steer.server.quota.tracker import Reservation
 
 PROMPT_KEY = "steer_prompt"
@@ -38,7 +38,7 @@ class RequestContext:
     """What the engine serves, once asked."""
     hold: Reservation | None = None
     """What the request takes of the server's limits; None where none are kept, as in a batch run."""
-    owner: bytes = NOBODY
+    owner: bytes = NO_OWNER
     """Whose captures are that are kept to be fetched."""
     store_bytes: int | None = None
     """How much of them the owner may have; None for no limit of its own."""

@@ -31,8 +31,8 @@ from vllm_steer.params import (
 from vllm_steer.program import Program, compile_program
 from vllm_steer.registry.composer import count_edits
 from vllm_steer.registry.errors import RegistryUnavailableError
-from vllm_steer.server.auth.caller import current_key, require_fields
-from vllm_steer.server.auth.rights import AccessError
+from vllm_steer.server.access_errors import AccessError
+from vllm_steer.server.auth.current_key import current_key, require_field_rights
 from vllm_steer.server.http.confusables import reads_as
 from vllm_steer.server.http.request_context import PROMPT_KEY, Answer, RequestContext, current
 from vllm_steer.server.quota.limits import EDITS
@@ -161,7 +161,7 @@ def _refuse_without_answer(request: Any) -> None:
 def _apply(fields: Mapping[str, Any], params: Any, exchange: RequestContext, answer: Answer) -> None:
     compiled = exchange.compiled
     if compiled is None:
-        require_fields(fields)
+        require_field_rights(fields)
         own = compile_fields(fields)
         # All prompts of a body are admitted together: a change of global steering between them parts none.
         compiled = exchange.compiled = (
@@ -182,7 +182,7 @@ def _apply(fields: Mapping[str, Any], params: Any, exchange: RequestContext, ans
         program = program_of(params)
         if exchange.served is not None and exchange.hold is not None and program is not None:
             most = exchange.served.capabilities.most_row_bytes(program, exchange.prompt_len, params.max_tokens)
-            exchange.hold.take_rows(most * params.n)
+            exchange.hold.reserve_rows(most * params.n)
         params.extra_args[PROMPT_KEY] = exchange.prompts
         exchange.prompts += 1
         exchange.samples = params.n
@@ -196,12 +196,12 @@ def _admitted(own: Mapping[str, bytes], served: EngineContext, hold: Reservation
     snapshot = served.registry.snapshot()
     if hold is not None:
         # Ahead of joining them: a few names can stand for more edits than a server joins in a moment.
-        hold.books.check_count(EDITS, count_edits(own, snapshot))
-    admitted = {APPLIED_KEY: b"", **served.registry.admit(own, snapshot)}
+        hold.tracker.check_count(EDITS, count_edits(own, snapshot))
+    admitted = {APPLIED_KEY: b"", **served.registry.compose(own, snapshot)}
     if own and hold is not None and EXTRA_KEY in admitted:
         program = Program.from_bytes(admitted[EXTRA_KEY])
         specs = [spec for _, spec in read_specs(admitted)]
-        hold.take_program(program, snapshot.steering_program, served.capabilities.num_layers, specs)
+        hold.reserve_program(program, snapshot.steering_program, served.capabilities.num_layers, specs)
     return admitted
 
 

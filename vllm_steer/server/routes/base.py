@@ -18,14 +18,14 @@ from vllm_steer.metrics.requests import count_refusal
 from vllm_steer.registry.directory import FIELD as REGISTRY_FIELD
 from vllm_steer.registry.errors import RegistryFullError, RegistryUnavailableError, UnknownModuleError
 from vllm_steer.registry.schema import ErrorAnswer, ErrorDetail
-from vllm_steer.server.auth.caller import require
-from vllm_steer.server.auth.rights import (
+from vllm_steer.server.access_errors import (
     ForbiddenError,
     KeyLimitError,
     ServerFullError,
     TooLargeError,
     UnauthorizedError,
 )
+from vllm_steer.server.auth.current_key import current_key_name, require
 from vllm_steer.server.auth.rights import Right as Right
 
 OWN_PREFIX = "/v1/steering/"
@@ -84,7 +84,7 @@ class SteeringRoute(APIRoute):
             address = None if request.client is None else request.client.host
             try:
                 require(right)
-                with audit.coming_from(audit.ANONYMOUS, address):
+                with audit.attribute_to(current_key_name() or audit.ANONYMOUS, address):
                     return await handle(request)
             except SteeringError as error:
                 return refusal(error)

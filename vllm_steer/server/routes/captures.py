@@ -15,7 +15,7 @@ from typing import Any
 from fastapi import APIRouter, FastAPI
 from starlette.responses import Response, StreamingResponse
 
-from vllm_steer.server.auth.caller import owner
+from vllm_steer.server.auth.current_key import current_owner
 from vllm_steer.server.auth.rights import Right
 from vllm_steer.server.capture_store import CaptureStore, MediaKind, Stored
 from vllm_steer.server.flags import spool_name, store_limits
@@ -45,7 +45,7 @@ def make_router(store: CaptureStore) -> APIRouter:
 
     async def fetch(handle: str) -> Response:
         """The rows, in a safetensors file, or what else a consumer reported, in JSON."""
-        stored = await asyncio.to_thread(store.open, handle, owner())
+        stored = await asyncio.to_thread(store.open, handle, current_owner())
         if stored is None:
             raise _unknown()
         headers = {
@@ -57,7 +57,7 @@ def make_router(store: CaptureStore) -> APIRouter:
 
     async def delete(handle: str) -> Response:
         """Make room before it expires."""
-        if not await asyncio.to_thread(store.discard, handle, owner()):
+        if not await asyncio.to_thread(store.discard, handle, current_owner()):
             raise _unknown()
         return Response(status_code=HTTPStatus.NO_CONTENT.value)
 
