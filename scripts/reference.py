@@ -26,9 +26,10 @@ from vllm_steer.models.recipes import RECIPES, Branch, Recipe
 from vllm_steer.points import OPTIONAL_POINTS, POINTS, POINTS_FLAG
 from vllm_steer.server import capabilities, captures
 from vllm_steer.server.auth.rights import RIGHT_DESCRIPTIONS
+from vllm_steer.server.http.error_response import ERRORS
 from vllm_steer.server.http.schemas import ANSWER_FIELDS, REQUEST_FIELDS
 from vllm_steer.server.quota.limits import SERVER_LIMITS
-from vllm_steer.server.routes.base import ERRORS, SteeringRoute
+from vllm_steer.server.routes.base import SteeringRoute
 from vllm_steer.server.routes.modules import make_router
 from vllm_steer.spec import KINDS
 

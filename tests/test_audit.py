@@ -27,7 +27,7 @@ from vllm_steer.server.auth.key_file import edit_keys
 from vllm_steer.server.auth.key_file_watcher import KeyFileWatcher
 from vllm_steer.server.auth.keys import Key, generate_key
 from vllm_steer.server.auth.rights import Right
-from vllm_steer.server.routes.modules import add_routes, make_router
+from vllm_steer.server.routes.modules import add_module_routes, make_router
 from vllm_steer.spec import pack_vector
 
 BASE = {"post_block": {"1": pack_vector(vector(0))}}
@@ -94,7 +94,7 @@ def with_key(app: ASGIApp, name: str | None) -> ASGIApp:
 async def ask(ours: SteeringRegistry, method: str, path: str, key: str | None = None, **fields: Any) -> httpx.Response:
     app = FastAPI()
     app.state.args = SimpleNamespace(steering_max_body_mib=1)
-    add_routes(app, ours)
+    add_module_routes(app, ours)
     transport = httpx.ASGITransport(app=with_key(app, key), client=("192.0.2.7", 4711))
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
         return await client.request(method, path.replace("{name}", "there"), **fields)

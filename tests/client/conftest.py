@@ -16,7 +16,7 @@ from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, StreamingResponse
 
 from tests.registry.modules import registry
-from vllm_steer.server.routes.modules import add_routes
+from vllm_steer.server.routes.modules import add_module_routes
 
 APPLIED = {"epoch": 1, "global": None, "modules": [], "request": "sha256:0"}
 
@@ -25,7 +25,7 @@ def make_app() -> FastAPI:
     app = FastAPI()
     app.state.args = SimpleNamespace(steering_max_body_mib=1)
     app.state.bodies = []
-    add_routes(app, registry())
+    add_module_routes(app, registry())
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:

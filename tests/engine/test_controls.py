@@ -16,7 +16,7 @@ import torch
 from tests.engine.answers import logprobs_of, params, prompt, run, tokens_of
 from tests.engine.captures import capture, close_to, result
 from tests.tiny import VOCAB, direction
-from vllm_steer.capture import assembly
+from vllm_steer.capture import row_assembler
 from vllm_steer.engine import cache_keys
 from vllm_steer.engine.program_store import ProgramStore
 from vllm_steer.engine.runner_v1 import SteeringRunnerV1
@@ -110,9 +110,9 @@ def appended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows in the order in which they came, whatever their positions."""
 
     def choose(chunks: Any, wanted: Any) -> Any:
-        return assembly._Chosen(np.arange(sum(chunk.count for chunk in chunks)), None)
+        return row_assembler._Chosen(np.arange(sum(chunk.count for chunk in chunks)), None)
 
-    monkeypatch.setattr(assembly, "_choose", choose)
+    monkeypatch.setattr(row_assembler, "_choose", choose)
 
 
 def prompt_row_for_all_that_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:

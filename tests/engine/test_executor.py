@@ -11,7 +11,8 @@ import pytest
 import torch
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
-from vllm_steer.capture.step_rows import Plan, RowIndex, RowStream
+from vllm_steer.capture.step_plan import CapturePlan, RowStream
+from vllm_steer.capture.step_rows import RowIndex
 from vllm_steer.config import EXECUTOR_CLS, choose_executor, rows_of_all_stages
 from vllm_steer.engine.device_to_host import ATTRIBUTE, AsyncRows, PendingRows, attach
 from vllm_steer.engine.executor import RowAggregator
@@ -51,13 +52,13 @@ def test_steps_without_rows_pass_unchanged() -> None:
 def test_rows_never_land_on_the_output_that_all_steps_share() -> None:
     """Catches rows of one step on every later empty output of an earlier stage."""
     one = np.ones(1, dtype=np.int64)
-    plan = Plan((RowStream(RowIndex(("a",), ((0,),)), 0 * one, None),), 0 * one, one, 1)
+    plan = CapturePlan((RowStream(RowIndex(("a",), ((0,),)), 0 * one, None),), 0 * one, one, 1)
     rows = torch.ones(1, 4).view(torch.uint8)
     for pending in (PendingRows(plan, {b"": rows}), PendingRows(plan, {b"": rows}, event=Event())):
         given = attach(EMPTY_MODEL_RUNNER_OUTPUT, pending)
         assert isinstance(given, AsyncRows) == (pending.event is not None)
         (step,) = getattr(given.get_output() if pending.event else given, ATTRIBUTE)
-        assert step.of(0).tobytes() == rows.numpy().tobytes()
+        assert step.rows_of(0).tobytes() == rows.numpy().tobytes()
     assert not hasattr(EMPTY_MODEL_RUNNER_OUTPUT, ATTRIBUTE)
 
 

@@ -15,8 +15,8 @@ from vllm.sampling_params import SamplingParams
 
 from tests.server.fakes import FakeEngine
 from vllm_steer.params import has_steering
-from vllm_steer.server.http.middleware import CARRYING_ROUTES
 from vllm_steer.server.http.request_fields import RequestRefused, apply_to_params
+from vllm_steer.server.http.request_guard import STEERABLE_ROUTES
 
 
 class Body(BaseModel):
@@ -43,10 +43,10 @@ def make_app(engine: FakeEngine | None, *, root_path: str = "", max_body_mib: in
     async def carries(body: Body) -> dict[str, Any]:
         return {"steered": has_steering(apply_to_params(body, SamplingParams()))}
 
-    for route in CARRYING_ROUTES[:-1]:
+    for route in STEERABLE_ROUTES[:-1]:
         app.post(route)(carries)
 
-    @app.post(CARRYING_ROUTES[-1])  # takes the body itself, and drops what it does not know
+    @app.post(STEERABLE_ROUTES[-1])  # takes the body itself, and drops what it does not know
     async def invocations(request: Request) -> Any:
         return {"unsteered": sorted(await request.json())}
 

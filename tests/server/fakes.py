@@ -40,7 +40,7 @@ class FakeEngine:
         return [REPORT]
 
 
-def served() -> EngineContext:
+def engine_context() -> EngineContext:
     capabilities = Capabilities.merge([REPORT], SteeringConfig())
     return EngineContext(capabilities, CaptureManager(capabilities, "tiny", {}), SteeringRegistry(capabilities))
 

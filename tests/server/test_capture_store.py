@@ -27,7 +27,7 @@ from starlette.responses import JSONResponse
 from tests.server.http.answers import captured, done, make_capturing_app
 from vllm_steer.fs.shared_tempdir import shared_tempdir_path
 from vllm_steer.server.capture_store import CaptureStore, StoreFullError, StoreLimits
-from vllm_steer.server.routes.captures import store_of
+from vllm_steer.server.routes.captures import capture_store_of
 
 
 class Rows:
@@ -62,8 +62,8 @@ def test_the_budget_is_all_there_is_for_all_processes(name: str) -> None:
     with pytest.raises(StoreFullError, match="60 of 100"):
         other.put(b"x" * 41, "safetensors")
     second = other.put(b"x" * 40, "json")
-    assert other.discard(first)
-    assert not one.discard(first)
+    assert other.delete(first)
+    assert not one.delete(first)
     third = one.put(b"y" * 60, "safetensors")
     assert len({first, second, third}) == 3
     assert (content(other, first), content(other, third), content(one, second)) == (None, b"y" * 60, b"x" * 40)
@@ -90,7 +90,7 @@ def test_many_writers_stay_within_the_budget(name: str) -> None:
 async def test_rows_go_by_themselves(name: str) -> None:
     """Catches an idle server that keeps its last captures until somebody asks for them."""
     store = store_of_name(name, expiry=0.05)
-    await store.keep(b"x" * 100, "safetensors")
+    await store.put_async(b"x" * 100, "safetensors")
     for _ in range(100):
         if not len(store):
             break
@@ -106,7 +106,7 @@ async def test_what_is_kept_keeps_nothing_of_its_request(name: str) -> None:
     async def answer() -> weakref.ref[Rows]:
         rows = Rows()
         request.set(rows)
-        await store.keep(b"x", "safetensors")
+        await store.put_async(b"x", "safetensors")
         return weakref.ref(rows)
 
     gone = await asyncio.create_task(answer())
@@ -140,7 +140,7 @@ def test_an_id_is_never_a_path(name: str, handle: str, tmp_path: Path) -> None:
     store = store_of_name(name)
     kept = store.put(b"x", "safetensors")
     assert content(store, handle) is None
-    assert not store.discard(handle)
+    assert not store.delete(handle)
     assert (content(store, kept), (tmp_path / "secret").read_text()) == (b"x", "secret")
 
 
@@ -262,7 +262,7 @@ async def test_what_nobody_waits_for_is_not_kept(name: str, monkeypatch: pytest.
         write(self, path, data, *whose)
 
     monkeypatch.setattr(CaptureStore, "_write", slow)
-    keeping = asyncio.create_task(store.keep(b"x", "safetensors"))
+    keeping = asyncio.create_task(store.put_async(b"x", "safetensors"))
     await asyncio.to_thread(entered.wait, 10)
     keeping.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -290,7 +290,7 @@ async def test_authentication_stands_before_the_rows() -> None:
 
     app.add_middleware(Authentication)
     app.user_middleware.insert(0, ours)  # outermost, where vLLM puts --middleware
-    handle = store_of(app).put(b"rows", "safetensors")
+    handle = capture_store_of(app).put(b"rows", "safetensors")
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
         for method in ("GET", "DELETE"):
             assert (await client.request(method, f"/v1/captures/{handle}")).status_code == 401

@@ -21,8 +21,8 @@ from vllm_steer.server.flags import (
     MIDDLEWARE,
     add_flags,
     apply_flags,
+    capture_store_name,
     max_body_bytes,
-    spool_name,
     store_limits,
 )
 
@@ -241,10 +241,10 @@ def test_consumers_need_steering_and_a_server(capsys: pytest.CaptureFixture[str]
 def test_all_processes_of_a_server_have_one_folder() -> None:
     """Catches a handle that only the process which gave it knows, and servers that share a folder."""
     args, other = (parser_of_a_server().parse_args(["--enable-steering"]) for _ in range(2))
-    name = spool_name(args)
+    name = capture_store_name(args)
     apply_flags(args)
-    assert spool_name(pickle.loads(pickle.dumps(args))) == name  # noqa: S301
-    assert spool_name(other) != name
+    assert capture_store_name(pickle.loads(pickle.dumps(args))) == name  # noqa: S301
+    assert capture_store_name(other) != name
 
 
 def test_the_batch_runner_has_consumers_and_no_store(capsys: pytest.CaptureFixture[str]) -> None:

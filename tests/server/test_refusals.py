@@ -14,13 +14,13 @@ from prometheus_client import REGISTRY
 
 from tests.registry.modules import registry
 from tests.server.application import make_app
-from tests.server.fakes import FakeEngine, served, vector
+from tests.server.fakes import FakeEngine, engine_context, vector
 from vllm_steer.frontend.context import EngineContext
 from vllm_steer.metrics.collectors import start
 from vllm_steer.metrics.requests import count_refusal
 from vllm_steer.metrics.table import BY_SHORT, REFUSED_FIELDS
 from vllm_steer.server.http.middleware import SteeringMiddleware
-from vllm_steer.server.routes.modules import add_routes
+from vllm_steer.server.routes.modules import add_module_routes
 
 STEER = {"steering_vectors": {"post_block": {"1": vector()}}}
 NAME = f"{BY_SHORT['refused_requests'].name}_total"
@@ -40,10 +40,10 @@ def counts() -> Counter[tuple[str, str]]:
 def app() -> FastAPI:
     start({})
     engine = FakeEngine()
-    kept: EngineContext = served()
-    engine.input_processor = SimpleNamespace(_steering_served=kept)
+    kept: EngineContext = engine_context()
+    engine.input_processor = SimpleNamespace(_steering_context=kept)
     made = make_app(engine)
-    add_routes(made, registry())
+    add_module_routes(made, registry())
     made.add_middleware(SteeringMiddleware)
     return made
 

@@ -22,7 +22,8 @@ import numpy.typing as npt
 import torch
 from vllm.v1.outputs import AsyncModelRunnerOutput
 
-from vllm_steer.capture.step_rows import Integers, Plan, Reading, StepRows
+from vllm_steer.capture.step_plan import CaptureBatch, CapturePlan
+from vllm_steer.capture.step_rows import IntArray, StepRows
 from vllm_steer.taps.projection import products_at
 
 ATTRIBUTE = "steering_rows"
@@ -36,7 +37,7 @@ class Transfer:
     float32 on the device, None for the rows as they are."""
 
     projection: bytes
-    rows: Integers | None
+    rows: IntArray | None
     directions: torch.Tensor | None
 
 
@@ -45,11 +46,12 @@ class PendingRows:
     """One step's rows, in flight: ``rows``, by projection, ``[n, bytes of a row]`` uint8 in host memory once ``event``
     has happened.
 
-    ``plan`` says whose they are; where draft tokens make the host's positions uncertain it is a :class:`Reading`, the
-    rows of every form are those of the whole step, and ``position`` ``[tokens]`` are the device's.
+    ``plan`` says whose they are; where draft tokens make the host's positions uncertain it is a
+    :class:`CaptureBatch`, the rows of every form are those of the whole step, and ``position`` ``[tokens]`` are the
+    device's.
     """
 
-    plan: Plan | Reading
+    plan: CapturePlan | CaptureBatch
     rows: Mapping[bytes, torch.Tensor]
     position: torch.Tensor | None = None
     event: Any = None
@@ -60,17 +62,17 @@ class PendingRows:
         if self.event is not None:
             self.event.synchronize()
         plan = self.plan
-        certain = isinstance(plan, Plan)
-        if isinstance(plan, Reading):
+        certain = isinstance(plan, CapturePlan)
+        if isinstance(plan, CaptureBatch):
             if self.position is None:
                 raise RuntimeError("a step with draft tokens has left without its positions")
-            plan = plan.spread(self.position.numpy()[plan.token].tolist())
+            plan = plan.plan_at(self.position.numpy()[plan.token].tolist())
         steps = []
-        for channel in plan.channels:
-            rows = self.rows[channel.entries.projection].numpy()
+        for stream in plan.streams:
+            rows = self.rows[stream.index.projection].numpy()
             if not certain:
-                rows = rows[: plan.num_rows] if channel.rows is None else rows[channel.rows]
-            steps.append(plan.step_of(channel, self._owned(rows)))
+                rows = rows[: plan.num_rows] if stream.arena_rows is None else rows[stream.arena_rows]
+            steps.append(plan.make_step_rows(stream, self._owned(rows)))
         if self.release is not None:
             self.release()
         return tuple(steps)
@@ -92,10 +94,14 @@ class DeviceToHostCopier:
         self._leaving = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._free: deque[tuple[torch.Tensor, torch.Tensor, Any]] = deque()
         # Of each form, the last places that were uploaded: a steady batch has the same ones in every step.
-        self._places: dict[bytes, tuple[Integers, torch.Tensor]] = {}
+        self._places: dict[bytes, tuple[IntArray, torch.Tensor]] = {}
 
     def start(
-        self, stored: torch.Tensor, position: torch.Tensor | None, plan: Plan | Reading, forms: tuple[Transfer, ...]
+        self,
+        stored: torch.Tensor,
+        position: torch.Tensor | None,
+        plan: CapturePlan | CaptureBatch,
+        forms: tuple[Transfer, ...],
     ) -> PendingRows:
         """``stored`` ``[rows, hidden]`` is the used part of the arena, which the next step on this stream may store to;
         ``position`` ``[tokens]`` int64 or None."""
@@ -134,7 +140,7 @@ class DeviceToHostCopier:
             return self._make_products(stored, places, form.directions).view(torch.uint8)
         return (stored.clone() if places is None else stored.index_select(0, places)).view(torch.uint8)
 
-    def _uploaded(self, projection: bytes, places: Integers) -> torch.Tensor:
+    def _uploaded(self, projection: bytes, places: IntArray) -> torch.Tensor:
         known = self._places.get(projection)
         if known is not None and known[0] is places:
             return known[1]

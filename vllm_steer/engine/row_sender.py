@@ -15,12 +15,9 @@ from typing import Any
 
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 
+from vllm_steer.capture.row_payload import ROWS_REQUEST_ID, encode_missing_reason, encode_step
 from vllm_steer.capture.step_rows import RowIndex, StepRows
 from vllm_steer.engine.device_to_host import ATTRIBUTE
-
-ROWS_REQUEST_ID = "steer\0rows"
-"""The id under which rows travel; requests' ids, which vLLM makes of the client's and random letters, never have it."""
-ROWS_KEY, REASON_KEY = "__steer_rows__", "__steer_reason__"
 
 
 class RowSender:
@@ -35,13 +32,13 @@ class RowSender:
         """Rows of one step, of each pipeline stage. Of requests that have ended (the surplus step of async scheduling)
         they go nowhere, or with those of others."""
         for step in getattr(model_output, ATTRIBUTE, ()):
-            owners = self._owners_of(step.entries, requests)
+            owners = self._owners_of(step.index, requests)
             for client, entries in owners.items():
-                self._send(client, step if len(owners) == 1 else step.chosen(entries))
+                self._send(client, step if len(owners) == 1 else step.select(entries))
 
     def say(self, request: Any, reason: str) -> None:
         """Why rows of a request will be missing."""
-        self._put(request.client_index, {REASON_KEY: [request.request_id, reason]}, None)
+        self._put(request.client_index, encode_missing_reason(request.request_id, reason), None)
 
     def hand_out(self, outputs: dict[int, Any]) -> None:
         """Put all that is due in front of the clients' outputs."""
@@ -56,23 +53,23 @@ class RowSender:
         return sum(carrier.routed_experts.nbytes for due in self._due.values() for carrier in due
                    if carrier.routed_experts is not None)  # fmt: skip
 
-    def _owners_of(self, entries: RowIndex, requests: Mapping[str, Any]) -> dict[int, list[int]]:
+    def _owners_of(self, index: RowIndex, requests: Mapping[str, Any]) -> dict[int, list[int]]:
         """The entries of each client's requests."""
-        known = self._owners.get(entries.projection)
-        if known is not None and known[0] is entries:
+        known = self._owners.get(index.projection)
+        if known is not None and known[0] is index:
             return known[1]
         owners: dict[int, list[int]] = {}
-        for entry, request_id in enumerate(entries.ids):
+        for entry, request_id in enumerate(index.request_ids):
             request = requests.get(request_id)
             if request is not None:
                 owners.setdefault(request.client_index, []).append(entry)
         if len(self._owners) > 64:
             self._owners.clear()
-        self._owners[entries.projection] = (entries, owners)
+        self._owners[index.projection] = (index, owners)
         return owners
 
     def _send(self, client: int, step: StepRows) -> None:
-        self._put(client, {ROWS_KEY: [step.entries.wire, step.start.tobytes(), step.count.tobytes()]}, step.rows)
+        self._put(client, encode_step(step), step.rows)
 
     def _put(self, client: int, about: dict[str, Any], rows: Any) -> None:
         carrier = EngineCoreOutput(ROWS_REQUEST_ID, [], kv_transfer_params=about, routed_experts=rows)

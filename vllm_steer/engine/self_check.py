@@ -270,9 +270,9 @@ class _Check:
     def _rows(self, step: StepRows, name: str) -> dict[Place, Rows]:
         dtype = self._steering.tables.arena.dtype
         found: dict[Place, Rows] = {}
-        for entry in step.entries.index.get(name, ()):
-            codes, start, count = step.entries.codes[entry], int(step.start[entry]), int(step.count[entry])
-            rows = torch.from_numpy(step.of(entry).copy()).view(dtype).double().numpy()
+        for entry in step.index.entries_by_request.get(name, ()):
+            codes, start, count = step.index.codes[entry], int(step.start[entry]), int(step.count[entry])
+            rows = torch.from_numpy(step.rows_of(entry).copy()).view(dtype).double().numpy()
             rows = rows.reshape(count, len(codes), -1)
             for index, code in enumerate(codes):
                 layer, point = divmod(code // 2, len(POINT_NAMES))

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
-from vllm_steer.capture.step_rows import Plan, Reading, Steady
+from vllm_steer.capture.step_plan import CaptureBatch, CapturePlan, SteadyCaptureBatch
 from vllm_steer.config import from_vllm_config
 from vllm_steer.engine.device_to_host import DeviceToHostCopier, PendingRows, Products, Transfer
 from vllm_steer.engine.graph_sets import GraphSets
@@ -64,7 +64,7 @@ class StepBatch:
 class _Stored:
     """What a step stores: its first ``num_rows`` rows of the arena."""
 
-    plan: Plan | Reading
+    plan: CapturePlan | CaptureBatch
     num_rows: int
     position: torch.Tensor | None
 
@@ -149,7 +149,7 @@ class WorkerSteering:
         self._leaves = get_tensor_model_parallel_rank() == 0
         self._departures = DeviceToHostCopier(device, make_products)
         self._step: _Stored | None = None
-        self._steady: tuple[int, Steady] = (-1, Steady((), ()))
+        self._steady: tuple[int, SteadyCaptureBatch] = (-1, SteadyCaptureBatch((), ()))
         self._pending: PendingRows | None = None
         self._seconds = 0.0
         self._worked = False
@@ -212,21 +212,23 @@ class WorkerSteering:
             plan = self._steady_batch(ids).plan(first, count)
             return self._leaving(plan, plan.num_rows, None)
         token = (np.cumsum(batch.count) - batch.count)[reading]
-        them = Reading(ids, tuple(self.store.resolved_of(name) for name in ids), token, first, count)
+        them = CaptureBatch(ids, tuple(self.store.resolved_of(name) for name in ids), token, first, count)
         if self._drafts:
-            return self._leaving(them, them.most_rows(), batch.layout().position)
-        plan = them.spread(first.tolist())
+            return self._leaving(them, them.max_rows(), batch.layout().position)
+        plan = them.plan_at(first.tolist())
         return self._leaving(plan, plan.num_rows, None)
 
-    def _leaving(self, plan: Plan | Reading, num_rows: int, position: torch.Tensor | None) -> _Stored | None:
+    def _leaving(
+        self, plan: CapturePlan | CaptureBatch, num_rows: int, position: torch.Tensor | None
+    ) -> _Stored | None:
         num_rows = min(num_rows, self.tables.arena.shape[0])
         return _Stored(plan, num_rows, position) if num_rows else None
 
-    def _steady_batch(self, ids: tuple[str, ...]) -> Steady:
+    def _steady_batch(self, ids: tuple[str, ...]) -> SteadyCaptureBatch:
         """Made again only when a request came or went, or the batch is in another order."""
         changes, steady = self._steady
-        if changes != self.store.changes or steady.ids != ids:
-            steady = Steady(ids, tuple(self.store.resolved_of(name).segments[-1].row for name in ids))
+        if changes != self.store.changes or steady.request_ids != ids:
+            steady = SteadyCaptureBatch(ids, tuple(self.store.resolved_of(name).segments[-1].row for name in ids))
             self._steady = (self.store.changes, steady)
         return steady
 
@@ -242,11 +244,11 @@ class WorkerSteering:
         stored = self.tables.arena[: step.num_rows]
         self._pending = self._departures.start(stored, step.position, step.plan, self._forms(step.plan))
 
-    def _forms(self, plan: Plan | Reading) -> tuple[Transfer, ...]:
+    def _forms(self, plan: CapturePlan | CaptureBatch) -> tuple[Transfer, ...]:
         """In what forms a step's rows leave. Where positions are the device's word alone, every form takes them all."""
         wanted: list[tuple[bytes, npt.NDArray[np.int64] | None]]
-        if isinstance(plan, Plan):
-            wanted = [(channel.entries.projection, channel.rows) for channel in plan.channels]
+        if isinstance(plan, CapturePlan):
+            wanted = [(stream.index.projection, stream.arena_rows) for stream in plan.streams]
         else:
             wanted = [(projection, None) for projection in plan.projections()]
         return tuple(

@@ -8,7 +8,6 @@ from collections import Counter
 from typing import Any
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.frontend.context import context_of
 from vllm_steer.metrics.collectors import add
 from vllm_steer.metrics.table import REFUSED_FIELDS
 from vllm_steer.params import program_bytes
@@ -21,21 +20,18 @@ NO_ROOM = "capacity"
 _ROOT = re.compile(r"[.\[(]")
 
 
-def count_request(output_processor: Any, request: Any) -> None:
-    """A sample has been given to the engine; its program is checked by now."""
-    served = context_of(output_processor)
-    if served is None:
-        return
-    data = program_bytes(request.sampling_params)
+def count_request(model_name: str, sampling_params: Any) -> None:
+    """Count one sample that the engine gets."""
+    data = program_bytes(sampling_params)
     try:
         program = None if data is None else Program.from_checked(data)
     except SteeringError:  # it came around the checks; the engine ends it
         return
     asked = [] if program is None else [w for w, parts in _parts(program) if parts]
-    add("requests", model_name=served.model_name, kind="_".join(asked) or "plain")
+    add("requests", model_name=model_name, kind="_".join(asked) or "plain")
     if program is not None:
         for kind, number in Counter(KIND_OF[step.code] for step in program.steps).items():
-            add("edits", number, model_name=served.model_name, kind=kind)
+            add("edits", number, model_name=model_name, kind=kind)
 
 
 def _parts(program: Program) -> tuple[tuple[str, bool], ...]:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm run-batch``: lines of a file in the place of HTTP requests, served and refused as those are.
+"""Steering and capture in ``vllm run-batch``, which reads requests from a file.
 
-What was captured for a line stands in its answer's choices. There is nobody who could fetch anything later, so rows
-beyond the size of an answer are refused, with the advice to capture them to files.
+Captured rows are part of a line's response. Rows that are too large for it fail, because a batch run has no server from
+which they could be fetched; the error recommends capturing to files.
 """
 
 from __future__ import annotations
@@ -15,79 +15,73 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_steer.frontend.context import EngineContext, ensure_engine_context
-from vllm_steer.server.capture_store import MediaKind
+from vllm_steer.server.capture_store import CaptureFormat
 from vllm_steer.server.flags import store_limits
 from vllm_steer.server.http.capture_reports import NAME, failed, no_results, reports_of
 from vllm_steer.server.http.field_scanner import find_fields
-from vllm_steer.server.http.request_context import RequestContext, current
+from vllm_steer.server.http.request_context import RequestContext, current_request
 from vllm_steer.server.http.request_fields import RequestRefused, refuse_fields
 
-CARRYING_URL = "/v1/chat/completions"
-"""The one kind of line whose request becomes sampling parameters through methods that we wrap."""
+STEERABLE_URL = "/v1/chat/completions"
+"""The only URL whose lines create sampling parameters through methods that this package wraps."""
 
 Handler = Callable[..., Awaitable[Any]]
 
 
 @dataclass(frozen=True)
-class _Run:
-    served: EngineContext | None
-    inline_bytes: int
-    response_bytes: int
+class _BatchContext:
+    engine: EngineContext | None = None
+    inline_bytes: int = 0
+    response_bytes: int = 0
 
 
-_running: ContextVar[_Run | None] = ContextVar("vllm_steer_batch", default=None)
+_current_batch: ContextVar[_BatchContext] = ContextVar("vllm_steer_batch", default=_BatchContext())  # noqa: B039
 
 
 async def run(original: Handler, engine_client: Any, args: Any) -> None:
-    """vLLM's ``run_batch`` with captures: consumers are made before the first line and closed after the last."""
-    served = await ensure_engine_context(engine_client)
+    """Run vLLM's ``run_batch``, with consumers created before the first line and closed after the last."""
+    engine = await ensure_engine_context(engine_client)
     limits = store_limits(args)
-    token = _running.set(_Run(served, limits.inline_bytes, limits.response_bytes))
+    token = _current_batch.set(_BatchContext(engine, limits.inline_bytes, limits.response_bytes))
     try:
         await original(engine_client, args)
     finally:
-        _running.reset(token)
-        if served is not None:
-            await asyncio.to_thread(served.desk.close)
+        _current_batch.reset(token)
+        if engine is not None:
+            await asyncio.to_thread(engine.capture_manager.close)
 
 
-async def run_line(original: Handler, handler: Handler, request: Any, tracker: Any) -> Any:
-    """vLLM's ``run_request``: its ``handler`` is given a line's body, and what it raises becomes the line's error."""
+async def run_request_line(original: Handler, handler: Handler, request: Any, tracker: Any) -> Any:
+    """Run vLLM's ``run_request``. Errors that ``handler`` raises become errors of the line."""
 
     async def handle(body: Any, *args: Any, **kwargs: Any) -> Any:
-        _refuse(body, request.url)
-        exchange = RequestContext()
-        batch = _running.get()
-        if batch is not None:
-            exchange.served = batch.served
-        token = current.set(exchange)
+        _check_fields(body, request.url)
+        batch = _current_batch.get()
+        context = RequestContext(engine=batch.engine)
+        token = current_request.set(context)
         try:
-            answer = await handler(body, *args, **kwargs)
+            response = await handler(body, *args, **kwargs)
         finally:
-            current.reset(token)
-        if exchange.consumers and hasattr(answer, "choices"):
-            await _fill(answer.choices, exchange, batch or _Run(None, 0, 0))
-        exchange.end()
-        return answer
+            current_request.reset(token)
+        if context.consumers and hasattr(response, "choices"):
+            reports = await reports_of(context, batch.inline_bytes, batch.response_bytes, _refuse_to_store)
+            for number, choice in enumerate(response.choices):
+                setattr(choice, NAME, reports.get(number) or no_results(context))
+        context.close()
+        return response
 
     return await original(handle, request, tracker)
 
 
-def _refuse(body: Any, url: str) -> None:
-    """Raise :class:`RequestRefused` for fields that would be ignored."""
-    # Parsed already, so a key that stood twice is not seen here.
+def _check_fields(body: Any, url: str) -> None:
+    """Raise ``RequestRefused`` for fields that vLLM would ignore."""
+    # The body is already parsed, so duplicate keys are not detected here.
     problem = find_fields(json.dumps(body.model_extra or {}, default=str).encode()).problem
     if problem is not None:
         raise RequestRefused(problem.field, problem.problem)
-    if url != CARRYING_URL:
-        refuse_fields(body, f"lines for {url[:80]} do not carry it to the engine, so it would be ignored")
+    if url != STEERABLE_URL:
+        refuse_fields(body, f"lines for {url[:80]} do not support this field; use {STEERABLE_URL}")
 
 
-async def _fill(choices: list[Any], exchange: RequestContext, batch: _Run) -> None:
-    reports = await reports_of(exchange, batch.inline_bytes, batch.response_bytes, _too_large)
-    for number, choice in enumerate(choices):
-        setattr(choice, NAME, reports.get(number) or no_results(exchange))
-
-
-async def _too_large(size: int, make: Callable[[], bytes], kind: MediaKind) -> dict[str, Any]:
-    return failed(f"{size} bytes are too many for a line; raise --capture-inline-kib, or capture to files")
+async def _refuse_to_store(size: int, make: Callable[[], bytes], file_format: CaptureFormat) -> dict[str, Any]:
+    return failed(f"{size} bytes are too many for a batch line; raise --capture-inline-kib, or capture to files")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was too large for an answer, until it is fetched, deleted or too old: files that all API servers share.
+"""Store for captures that are too large for a response: temporary files shared by all API server processes.
 
-A file's name is a hash of its unguessable id and of its owner: a listing of the folder gives no id away, no id is ever
-a path, and somebody else's file is not found. Its modification time is when it expires. What is being written counts
-in full from the start, and one budget holds for all processes.
+A file's name is a hash of its random id and of its owner. A directory listing therefore reveals no id, an id is never
+used as a path, and other owners' files are not found. A file's modification time is its expiry time. The byte budget
+holds for all processes together and includes files that are still being written.
 """
 
 from __future__ import annotations
@@ -24,155 +24,175 @@ from vllm_steer.fs.shared_tempdir import LOCK_FILES, SharedTempDir, shared_tempd
 from vllm_steer.metrics.collectors import set_gauge
 from vllm_steer.server.auth.current_key import NO_OWNER
 
-MediaKind = Literal["safetensors", "json"]
-KINDS: tuple[MediaKind, ...] = ("safetensors", "json")
+CaptureFormat = Literal["safetensors", "json"]
+FORMATS: tuple[CaptureFormat, ...] = ("safetensors", "json")
 _PART = ".part"
 
 
 class StoreFullError(RuntimeError):
-    """It cannot be kept; the text says why, as the client may read it."""
+    """Raised when a capture cannot be stored. The message is shown to the client."""
 
 
 @dataclass(frozen=True)
 class StoreLimits:
-    """What an operator sets."""
+    """Limits from the server's flags."""
 
     inline_bytes: int
-    """Rows up to this size are part of the answer."""
+    """Largest captured rows of one choice that are part of a response."""
     budget_bytes: int
-    """Most bytes that are kept at one time."""
+    """Total size of all stored captures."""
     expiry_seconds: float
-    """How long they are kept."""
+    """Lifetime of a stored capture."""
     response_bytes: int = 1 << 40
-    """Rows up to this size are part of one answer, all its choices together."""
+    """Largest captured rows of all choices together that are part of one response."""
 
 
 @dataclass(frozen=True)
-class Stored:
-    """A file that was found, open for reading; whoever has it closes it."""
+class StoredCapture:
+    """An open file of the store. The caller closes it."""
 
     file: BinaryIO
     size: int
-    kind: MediaKind
+    format: CaptureFormat
 
 
 class CaptureStore:
-    """Bytes by id. All methods but :meth:`keep` may block on the disk; they are for any thread.
-
-    ``name``: that of the folder, which processes with the same one share.
-    """
+    """Captures by id. Thread-safe. All methods except :meth:`put_async` may block on the disk."""
 
     def __init__(self, limits: StoreLimits, name: str) -> None:
+        """Create a view of the store.
+
+        Args:
+            limits: Limits of the store.
+            name: Name of its folder; processes that use the same name share the store.
+        """
         self.limits = limits
         self._path = shared_tempdir_path(name)
         self._name = name
-        self._spool: SharedTempDir | None = None
+        self._folder: SharedTempDir | None = None
 
     def __len__(self) -> int:
-        return sum(1 for _ in self._entries())
+        return sum(1 for _ in self._files())
 
     def check_room(self, size: int) -> None:
-        """Raise :class:`StoreFullError` unless ``size`` more bytes can be kept."""
-        used = sum(status.st_size for _, status in self._entries())
+        """Raise ``StoreFullError`` if ``size`` more bytes would exceed the budget."""
+        used = self._used_bytes()
         if used + size > self.limits.budget_bytes:
             raise StoreFullError(
-                f"{size} bytes do not fit: {used} of {self.limits.budget_bytes} (--capture-store-mib) are taken by "
-                "captures that were not deleted and have not expired"
+                f"no room for {size} bytes: other captures use {used} of {self.limits.budget_bytes} bytes; "
+                "delete some, wait for their expiry, or raise --capture-store-mib"
             )
 
-    def used_by(self, owner: bytes) -> tuple[int, float]:
-        """Bytes that are kept for ``owner``, and the seconds until the first of them expire."""
+    def usage(self, owner: bytes) -> tuple[int, float]:
+        """Return the bytes stored for ``owner``, and the seconds until the first of its captures expires."""
         now = time.time()
         mine = [
             status
-            for path, status in self._entries()
-            if path.name.startswith(_mark(owner)) and (status.st_mtime > now or path.suffix == _PART)
+            for path, status in self._files()
+            if path.name.startswith(_owner_prefix(owner)) and (status.st_mtime > now or path.suffix == _PART)
         ]
         expires = min((status.st_mtime - now for status in mine), default=0.0)
         return sum(status.st_size for status in mine), max(expires, 0.0)
 
-    def put(self, data: bytes, kind: MediaKind, owner: bytes = NO_OWNER, most: int | None = None) -> str:
-        """Keep ``data`` for ``owner``, who may have ``most`` bytes; returns its id. Raises :class:`StoreFullError`."""
-        handle = secrets.token_urlsafe(32)
-        try:
-            self._write(self._file(handle, kind, owner), data, owner, most)
-        except OSError as error:
-            raise StoreFullError(f"the server cannot keep {len(data)} bytes: {error.strerror or error}") from error
-        return handle
+    def put(
+        self, data: bytes, file_format: CaptureFormat, owner: bytes = NO_OWNER, owner_limit: int | None = None
+    ) -> str:
+        """Store ``data``.
 
-    async def keep(self, data: bytes, kind: MediaKind, owner: bytes = NO_OWNER, most: int | None = None) -> str:
-        """As :meth:`put`, for the event loop. What nobody waits for any more is not kept."""
-        writing = asyncio.ensure_future(asyncio.to_thread(self.put, data, kind, owner, most))
+        Args:
+            data: Content of the file.
+            file_format: Format of ``data``.
+            owner: Owner, the only one who can open or delete the capture.
+            owner_limit: Maximum bytes stored for the owner; None for no limit.
+
+        Returns:
+            The capture's id.
+
+        Raises:
+            StoreFullError: A limit is reached, or the disk refuses the file.
+        """
+        capture_id = secrets.token_urlsafe(32)
         try:
-            handle = await asyncio.shield(writing)
+            self._write(self._file(capture_id, file_format, owner), data, owner, owner_limit)
+        except OSError as error:
+            raise StoreFullError(f"the server cannot store {len(data)} bytes: {error.strerror or error}") from error
+        return capture_id
+
+    async def put_async(
+        self, data: bytes, file_format: CaptureFormat, owner: bytes = NO_OWNER, owner_limit: int | None = None
+    ) -> str:
+        """Store ``data`` as :meth:`put` does, without blocking the event loop. Deleted if the caller is cancelled."""
+        writing = asyncio.ensure_future(asyncio.to_thread(self.put, data, file_format, owner, owner_limit))
+        try:
+            capture_id = await asyncio.shield(writing)
         except asyncio.CancelledError:
-            writing.add_done_callback(partial(self._forget, owner))
+            writing.add_done_callback(partial(self._delete_written, owner))
             raise
         loop = asyncio.get_running_loop()
-        expired = self.limits.expiry_seconds + 0.01
-        # In a context of its own: a timer keeps that of its maker, which has the request's rows, until it is due.
-        loop.call_later(expired, loop.run_in_executor, None, self.sweep, context=Context())
-        return handle
+        delay = self.limits.expiry_seconds + 0.01
+        # An empty context: a timer would otherwise keep the request's context, and so its rows, alive.
+        loop.call_later(delay, loop.run_in_executor, None, self.remove_expired, context=Context())
+        return capture_id
 
-    def open(self, handle: str, owner: bytes = NO_OWNER) -> Stored | None:
-        """What is kept for ``owner`` under ``handle``, if anything is."""
-        for kind in KINDS:
+    def open(self, capture_id: str, owner: bytes = NO_OWNER) -> StoredCapture | None:
+        """Open the capture; None if ``owner`` has no capture of this id, or it has expired."""
+        for file_format in FORMATS:
             try:
-                file = self._file(handle, kind, owner).open("rb")
+                file = self._file(capture_id, file_format, owner).open("rb")
             except FileNotFoundError:
                 continue
             status = os.fstat(file.fileno())
             if status.st_mtime > time.time():
-                return Stored(file, status.st_size, kind)
+                return StoredCapture(file, status.st_size, file_format)
             file.close()
         return None
 
-    def discard(self, handle: str, owner: bytes = NO_OWNER) -> bool:
-        """Forget what is kept for ``owner`` under ``handle``; returns whether there was anything."""
-        for kind in KINDS:
+    def delete(self, capture_id: str, owner: bytes = NO_OWNER) -> bool:
+        """Delete the capture. Return whether ``owner`` had a capture of this id."""
+        for file_format in FORMATS:
             try:
-                self._file(handle, kind, owner).unlink()
+                self._file(capture_id, file_format, owner).unlink()
             except FileNotFoundError:
                 continue
-            self.show()
+            self.update_metrics()
             return True
         return False
 
-    def sweep(self) -> None:
-        """Remove what has expired, whichever process wrote it, and what a killed process left half written."""
+    def remove_expired(self) -> None:
+        """Remove expired files of all processes, and incomplete files of killed processes."""
         now = time.time()
-        for path, status in self._entries():
-            age = self.limits.expiry_seconds if path.suffix == _PART else 0
-            if status.st_mtime + age <= now:
+        for path, status in self._files():
+            grace = self.limits.expiry_seconds if path.suffix == _PART else 0
+            if status.st_mtime + grace <= now:
                 path.unlink(missing_ok=True)
-        self.show()
+        self.update_metrics()
 
-    def show(self) -> None:
-        """Set the metrics to what is kept now."""
-        set_gauge("store_bytes", sum(status.st_size for _, status in self._entries()))
+    def update_metrics(self) -> None:
+        """Set the gauges to the current content."""
+        set_gauge("store_bytes", self._used_bytes())
         set_gauge("store_limit_bytes", self.limits.budget_bytes)
 
     def close(self) -> None:
-        """At the end of the process: the last one to close removes the folder."""
-        if self._spool is not None:
-            self._spool.leave()
-            self._spool = None
+        """Leave the shared folder. The last process removes it."""
+        if self._folder is not None:
+            self._folder.leave()
+            self._folder = None
 
-    def _write(self, path: Path, data: bytes, owner: bytes, most: int | None) -> None:
-        spool = self._spool
-        if spool is None or not spool.exists():
-            self._spool = spool = SharedTempDir(self._name)
+    def _write(self, path: Path, data: bytes, owner: bytes, owner_limit: int | None) -> None:
+        folder = self._folder
+        if folder is None or not folder.exists():
+            self._folder = folder = SharedTempDir(self._name)
         part = path.with_suffix(_PART)
-        with spool.locked():
-            self.sweep()
+        with folder.locked():
+            self.remove_expired()
             self.check_room(len(data))
-            if most is not None and self.used_by(owner)[0] + len(data) > most:
+            if owner_limit is not None and self.usage(owner)[0] + len(data) > owner_limit:
                 raise StoreFullError(
-                    f"{len(data)} bytes do not fit: this key may keep {most} (--capture-key-store-mib)"
+                    f"no room for {len(data)} bytes: this key may store {owner_limit} (--capture-key-store-mib)"
                 )
             descriptor = os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             try:
-                os.ftruncate(descriptor, len(data))
+                os.ftruncate(descriptor, len(data))  # reserves the size in the budget
             except BaseException:
                 os.close(descriptor)
                 part.unlink(missing_ok=True)
@@ -182,15 +202,15 @@ class CaptureStore:
                 file.write(data)
             expires = time.time() + self.limits.expiry_seconds
             os.utime(part, (expires, expires))
-            with spool.locked():
-                # Who counts meanwhile would find it under neither of its two names.
+            with folder.locked():
+                # Locked, because a concurrent scan could miss the file under both of its names.
                 part.rename(path)
-            self.show()
+            self.update_metrics()
         except BaseException:
             part.unlink(missing_ok=True)
             raise
 
-    def _entries(self) -> Iterator[tuple[Path, os.stat_result]]:
+    def _files(self) -> Iterator[tuple[Path, os.stat_result]]:
         try:
             paths = [path for path in self._path.iterdir() if path.name not in LOCK_FILES]
         except FileNotFoundError:
@@ -199,18 +219,21 @@ class CaptureStore:
             try:
                 yield path, path.lstat()
             except FileNotFoundError:
-                continue  # deleted or published meanwhile
+                continue  # deleted or renamed concurrently
 
-    def _file(self, handle: str, kind: MediaKind, owner: bytes) -> Path:
-        # Of a fixed length, whatever a client sends; half surrogate pairs too.
-        name = hashlib.sha256(owner + handle.encode("utf-8", "surrogatepass")).hexdigest()
-        return self._path / f"{_mark(owner)}{name}.{kind}"
+    def _used_bytes(self) -> int:
+        return sum(status.st_size for _, status in self._files())
 
-    def _forget(self, owner: bytes, writing: asyncio.Future[str]) -> None:
+    def _file(self, capture_id: str, file_format: CaptureFormat, owner: bytes) -> Path:
+        # The name has a fixed length for every id, including ids with surrogates.
+        name = hashlib.sha256(owner + capture_id.encode("utf-8", "surrogatepass")).hexdigest()
+        return self._path / f"{_owner_prefix(owner)}{name}.{file_format}"
+
+    def _delete_written(self, owner: bytes, writing: asyncio.Future[str]) -> None:
         if not writing.cancelled() and writing.exception() is None:
-            self.discard(writing.result(), owner)
+            self.delete(writing.result(), owner)
 
 
-def _mark(owner: bytes) -> str:
-    """How the names of an owner's files begin."""
+def _owner_prefix(owner: bytes) -> str:
+    """Return the prefix of all file names of ``owner``."""
     return f"{hashlib.sha256(owner).hexdigest()[:32]}-"

@@ -223,7 +223,7 @@ def registry_limits(args: object) -> RegistryLimits:
     )
 
 
-def spool_name(args: object) -> str:
+def capture_store_name(args: object) -> str:
     """The name of the folder in which a server keeps what is to be fetched: the same in all of its processes."""
     return getattr(args, _SPOOL_DEST, None) or secrets.token_hex(8)
 

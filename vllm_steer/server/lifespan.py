@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The beginning and the end of an API server process.
+"""Start and shutdown of an API server process.
 
-At the beginning the consumers of captures are made: one that cannot be, since its folder is read-only, say, ends the
-start with a sentence. At the end they complete what they have open.
+The start creates the capture consumers; a consumer that cannot be created, for example because its folder is read-only,
+fails the start with its message. The shutdown completes their open files.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import EngineContext, ensure_engine_context
 from vllm_steer.server.auth.authenticator import authenticator_of, warn_if_unprotected
-from vllm_steer.server.http.openapi import document_fields
+from vllm_steer.server.http.openapi import add_openapi_fields
 from vllm_steer.server.routes.capabilities import add_capabilities_route
-from vllm_steer.server.routes.captures import store_of
-from vllm_steer.server.routes.modules import add_routes
+from vllm_steer.server.routes.captures import capture_store_of
+from vllm_steer.server.routes.modules import add_module_routes
 
-_LAST = ("lifespan.startup.failed", "lifespan.shutdown.complete", "lifespan.shutdown.failed")
+_LAST_MESSAGES = ("lifespan.startup.failed", "lifespan.shutdown.complete", "lifespan.shutdown.failed")
 
 
-async def live(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-    """Pass the ``lifespan`` protocol on to ``app``, with our own start before its own and our end after it."""
+async def run_lifespan(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+    """Run the ``lifespan`` protocol of ``app``, with our start before its own and our shutdown after it."""
     startup: Message | None = await receive()
     try:
-        served = await _start(scope)
+        engine = await _start(scope)
     except SteeringError as error:
         await send({"type": "lifespan.startup.failed", "message": str(error)})
         return
@@ -36,27 +36,28 @@ async def live(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None
         first, startup = startup, None
         return first if first is not None else await receive()
 
-    async def send_at_last(message: Message) -> None:
+    async def send_last(message: Message) -> None:
         try:
-            if served is not None and message["type"] in _LAST:
-                # Before the message: the process may end as soon as the server has it.
-                await asyncio.to_thread(served.desk.close)
-                await asyncio.to_thread(store_of(scope["app"]).close)
+            if engine is not None and message["type"] in _LAST_MESSAGES:
+                # Before the message, because the process may exit as soon as the server has it.
+                await asyncio.to_thread(engine.capture_manager.close)
+                await asyncio.to_thread(capture_store_of(scope["app"]).close)
         finally:
             await send(message)
 
-    await app(scope, receive_again, send_at_last)
+    await app(scope, receive_again, send_last)
 
 
 async def _start(scope: Scope) -> EngineContext | None:
-    guarded = authenticator_of(scope["app"]) is not None
-    engine = getattr(scope["app"].state, "engine_client", None)
-    served = None if engine is None else await ensure_engine_context(engine)
-    if served is not None:
-        if not guarded:
-            warn_if_unprotected(getattr(scope["app"].state, "args", None))
-        store_of(scope["app"]).show()
-        add_capabilities_route(scope["app"], served)
-        add_routes(scope["app"], served.registry)
-        document_fields(scope["app"])
-    return served
+    app = scope["app"]
+    has_keys = authenticator_of(app) is not None
+    client = getattr(app.state, "engine_client", None)
+    engine = None if client is None else await ensure_engine_context(client)
+    if engine is not None:
+        if not has_keys:
+            warn_if_unprotected(getattr(app.state, "args", None))
+        capture_store_of(app).update_metrics()
+        add_capabilities_route(app, engine)
+        add_module_routes(app, engine.registry)
+        add_openapi_fields(app)
+    return engine

@@ -26,10 +26,11 @@ from vllm_steer.server.auth.authenticator import ADMIN_PATHS, PUBLIC_PATHS, warn
 from vllm_steer.server.auth.current_key import current_key_name, salt_request, use_key
 from vllm_steer.server.auth.keys import generate_key
 from vllm_steer.server.auth.rights import Right
-from vllm_steer.server.http.middleware import CARRYING_ROUTES, SteeringMiddleware
+from vllm_steer.server.http.middleware import SteeringMiddleware
 from vllm_steer.server.http.request_fields import RequestRefused, apply_to_params
+from vllm_steer.server.http.request_guard import STEERABLE_ROUTES
 from vllm_steer.server.routes.base import SteeringRoute
-from vllm_steer.server.routes.captures import store_of
+from vllm_steer.server.routes.captures import capture_store_of
 
 ROUTE = "/v1/completions"
 EDIT = {"post_block": {"1": vector()}}
@@ -87,7 +88,9 @@ async def test_a_route_without_a_right_is_for_nobody(path: Path) -> None:
     secrets = keys_of_each_right(path)
     app = await start(make_guarded_app(path))
     app.add_api_route("/v1/steering/other", lambda: "secret", methods=["GET"])
-    assert "no required right" in refused(await client_of(app, secrets["all"]).get("/v1/steering/other"), 403)["message"]
+    assert (
+        "no required right" in refused(await client_of(app, secrets["all"]).get("/v1/steering/other"), 403)["message"]
+    )
     assert (await client_of(app, secrets["all"]).get("/v1/steering/missing")).status_code == 404
     with pytest.raises(KeyError):
         SteeringRoute("/v1/steering/other", lambda: "secret")
@@ -104,7 +107,7 @@ async def test_fields_take_their_right(path: Path) -> None:
     modules = {"steering_modules": ["calm"]}
     probes = {"capture": {"memory": {"hooks": {"post_block": [1]}, "reduce": {"probes": ["calm/joy"]}}}}
     await client_of(app, secrets["all"]).post("/v1/steering/modules", json=MODULE)
-    for route in CARRYING_ROUTES[:-1]:
+    for route in STEERABLE_ROUTES[:-1]:
         for body, right in ((STEERED, Right.STEER), (modules, Right.STEER), (probes, Right.CAPTURE)):
             error = refused(await client_of(app, secrets[f"no-{right}"]).post(route, json=body), 403)
             assert error["param"] == next(iter(body))
@@ -252,7 +255,7 @@ async def test_a_capture_is_for_the_key_that_made_it(path: Path) -> None:
     app = await start(make_guarded_app(path))
     alice, bob = (client_of(app, secret) for secret in secrets.values())
     key = await key_of(app, secrets["alice"])
-    handle = store_of(app).put(b"rows", "safetensors", bytes.fromhex(key.sha256))
+    handle = capture_store_of(app).put(b"rows", "safetensors", bytes.fromhex(key.sha256))
     for method in ("GET", "DELETE"):
         there = await bob.request(method, f"/v1/captures/{handle}")
         not_there = await bob.request(method, f"/v1/captures/{handle[::-1]}")
@@ -297,7 +300,7 @@ def engine_request(salt: str | None = None) -> Any:
 def salted(key: Any, own: str | None) -> str | None:
     request = engine_request(own)
     with use_key(key):
-        salt_request(request)
+        salt_request(None, request)
     result: str | None = request.cache_salt
     return result
 

@@ -19,7 +19,7 @@ from tests.server.server import HIDDEN, LAYERS, MODEL, run_server, vllm_command
 from vllm_steer.client import Client, ServerError
 from vllm_steer.client.retry import Retry
 from vllm_steer.server.auth.rights import Right
-from vllm_steer.server.routes.base import OWN_PREFIXES
+from vllm_steer.server.routes.base import PLUGIN_PREFIXES
 
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 BLOCK = 32
@@ -149,7 +149,7 @@ def test_rights_on_vllms_own_server(server: Guarded) -> None:
     with server.as_("alice") as client:
         paths = client.get("/openapi.json").json()["paths"]
         ours = [
-            operation for path, each in paths.items() if path.startswith(OWN_PREFIXES) for operation in each.values()
+            operation for path, each in paths.items() if path.startswith(PLUGIN_PREFIXES) for operation in each.values()
         ]
         assert len(ours) >= 10 and all(operation["x-steering-right"] in list(Right) for operation in ours)
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.server.hostile.case import CARRYING, MODULES, SET, Case, fault, greedy, send
 from tests.server.hostile.corpus import CATEGORIES
-from vllm_steer.server.http.middleware import CARRYING_ROUTES
+from vllm_steer.server.http.request_guard import STEERABLE_ROUTES
 
 MOST_SHOWN = 20
 
@@ -31,8 +31,8 @@ def test_the_corpus_is_large_and_reaches_every_route() -> None:
     cases = {name: list(category.make()) for name, category in CATEGORIES.items()}
     assert min(len(made) for made in cases.values()) >= 50
     assert sum(len(made) for made in cases.values()) >= 1000
-    assert {*CARRYING_ROUTES, MODULES, SET} <= {case.target for made in cases.values() for case in made}
-    assert set(CARRYING) == set(CARRYING_ROUTES)
+    assert {*STEERABLE_ROUTES, MODULES, SET} <= {case.target for made in cases.values() for case in made}
+    assert set(CARRYING) == set(STEERABLE_ROUTES)
 
 
 def test_what_is_served_is_a_fault() -> None:

@@ -18,9 +18,9 @@ from vllm.sampling_params import SamplingParams
 from tests.server.application import Body
 from tests.server.fakes import HIDDEN, FakeEngine
 from vllm_steer.capture import CapturedRequest, CaptureResult, SiteRows
-from vllm_steer.capture.manager import CaptureResults
+from vllm_steer.capture.results import CaptureResults
 from vllm_steer.server.http.middleware import SteeringMiddleware
-from vllm_steer.server.http.request_context import current, note_results, track_sample
+from vllm_steer.server.http.request_context import current_request, record_results, track_sample
 from vllm_steer.server.http.request_fields import apply_to_params
 from vllm_steer.spec import CaptureSpec
 
@@ -80,9 +80,9 @@ async def finish_samples(
             track_sample(SimpleNamespace(request_states={"r": state}), request)
 
     async def elsewhere() -> None:
-        current.set(None)
+        current_request.set(None)
         for state, result in reversed(list(zip(states, results, strict=True)) * runs):
-            note_results(state, CaptureResults(result))
+            record_results(state, CaptureResults(result))
 
     await asyncio.create_task(elsewhere())
 

@@ -21,8 +21,8 @@ async def sent(kind: str, pieces: list[bytes], applied: Any = APPLIED, status: i
     async def send(message: Any) -> None:
         out.append(message)
 
-    exchange = RequestContext(steering=None if applied is None else json.dumps(applied).encode())
-    stamp = AppliedFieldWriter(exchange, send)
+    context = RequestContext(applied_json=None if applied is None else json.dumps(applied).encode())
+    stamp = AppliedFieldWriter(context, send)
     fields = {"content-type": kind, **headers}
     if kind == JSON:
         fields["content-length"] = str(len(b"".join(pieces)))

@@ -19,16 +19,16 @@ from safetensors.torch import load
 from starlette.middleware.gzip import GZipMiddleware
 from vllm.sampling_params import SamplingParams
 
-from tests.server import delivery
 from tests.server.fakes import HIDDEN
+from tests.server.http import answers
 from tests.server.http.answers import DONE, SPEC, captured, done, finish_samples, make_capturing_app
 from vllm_steer.capture import CaptureResult
-from vllm_steer.capture.manager import CaptureResults
-from vllm_steer.server import delivery as delivering
-from vllm_steer.server.http.request_context import PROMPT_KEY, current, note_results, track_sample
+from vllm_steer.capture.results import CaptureResults
+from vllm_steer.server.http import capture_results
+from vllm_steer.server.http.request_context import PROMPT_KEY, current_request, record_results, track_sample
 from vllm_steer.server.http.request_fields import apply_to_params
 from vllm_steer.server.http.row_encoding import inline
-from vllm_steer.server.routes.captures import store_of
+from vllm_steer.server.routes.captures import capture_store_of
 
 ROUTE = "/v1/completions"
 BODY: dict[str, Any] = {"capture": {"memory": SPEC}}
@@ -48,32 +48,32 @@ async def answer_of(app: FastAPI, **fields: Any) -> Any:
 @pytest.mark.parametrize("fields", [{}, {"stream": [f"data: {{}}\n\n{DONE}"]}], ids=["JSON", "stream"])
 async def test_rows_end_with_their_answer(fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches rows of a server's first request that stay for ever: vLLM's own tasks start in its context."""
-    exchanges: list[Any] = []
+    contexts: list[Any] = []
 
     def finish(*args: Any) -> Any:
-        exchanges.append(current.get())
+        contexts.append(current_request.get())
         return finish_samples(*args)
 
-    monkeypatch.setattr(delivery, "finish_samples", finish)
+    monkeypatch.setattr(answers, "finish_samples", finish)
     app = make_capturing_app([{"memory": done(captured())}])
     response = await client_of(app).post(ROUTE, json={**BODY, **fields})
     assert '"post_block"' in response.text
-    assert [exchange.results for exchange in exchanges] == [{}]
+    assert [context.results for context in contexts] == [{}]
 
 
 async def test_rows_of_a_client_that_left_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches the same of a stream whose generator is only closed, and its request aborted, once the answer is over."""
-    exchanges: list[Any] = []
+    contexts: list[Any] = []
 
     async def leave_running(body: Any, *args: Any) -> None:
         apply_to_params(body, SamplingParams())
-        exchanges.append(current.get())
+        contexts.append(current_request.get())
 
-    monkeypatch.setattr(delivery, "finish_samples", leave_running)
+    monkeypatch.setattr(answers, "finish_samples", leave_running)
     await client_of(make_capturing_app([{}])).post(ROUTE, json=BODY)
-    (exchange,) = exchanges
-    note_results(SimpleNamespace(_steering_choice=(exchange, 0)), CaptureResults({"memory": done(captured())}))
-    assert exchange.results == {}
+    (context,) = contexts
+    record_results(SimpleNamespace(_steering_choice=(context, 0)), CaptureResults({"memory": done(captured())}))
+    assert context.results == {}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
@@ -132,7 +132,7 @@ async def test_prompts_without_numbers_are_seen(monkeypatch: pytest.MonkeyPatch)
         request.sampling_params.extra_args[PROMPT_KEY] = 0
         track_sample(processor, request)
 
-    monkeypatch.setattr(delivery, "track_sample", unnumbered)
+    monkeypatch.setattr(answers, "track_sample", unnumbered)
     results = [{"memory": done(captured(value=i))} for i in range(6)]
     values = values_of((await answer_of(make_capturing_app(results, prompts=3)))["choices"])
     assert values[2:] == [None] * 4
@@ -232,7 +232,7 @@ async def test_large_rows_are_fetched() -> None:
         ):
             assert gone.status_code == 404
             assert gone.json()["error"]["code"] == 404
-    assert len(store_of(app)) == 0
+    assert len(capture_store_of(app)) == 0
 
 
 async def test_what_cannot_be_stored_is_an_error() -> None:
@@ -241,7 +241,7 @@ async def test_what_cannot_be_stored_is_an_error() -> None:
     result = (await answer_of(app))["choices"][0]["capture_results"]["memory"]
     assert result["status"] == "error"
     assert "--capture-store-mib" in result["error"]
-    assert len(store_of(app)) == 0
+    assert len(capture_store_of(app)) == 0
 
 
 async def test_a_report_without_end_is_fetched_too() -> None:
@@ -313,14 +313,14 @@ async def test_a_slow_consumer_holds_up_its_own_request_alone(stream: list[str] 
     await asyncio.wait_for(connection.task, 10)
     assert any(b"choices" in message.get("body", b"") for message in connection.sent)
     assert not any(b"choices" in message.get("body", b"") for message in leaver.sent)
-    assert len(store_of(apps[0])) == 1
+    assert len(capture_store_of(apps[0])) == 1
 
 
 async def test_a_client_that_leaves_at_the_last_event_leaves_nothing() -> None:
     """Catches rows in the store of which nobody was told."""
     app = make_capturing_app([{"memory": done(captured())}] * 2, capture_inline_kib=0)
     connection = Connection(app, {**BODY, "stream": ["data: {}\n\n", DONE]})
-    store = store_of(app)
+    store = capture_store_of(app)
     connection.blocked = True
     # Blocked at the first event already: nothing is stored before the last one.
     await asyncio.wait_for(connection.stuck.wait(), 10)
@@ -360,18 +360,18 @@ async def test_a_client_that_has_left_just_before_the_answer_leaves_nothing(
     Without another look, they do.
     """
     connections: list[Connection] = []
-    hear = delivering._hear_of_leaving
+    hear = capture_results._hear_of_leaving
 
     async def leave_and_hear() -> None:
         connections[0].leave()
         if looks:
             await hear()
 
-    monkeypatch.setattr(delivering, "_hear_of_leaving", leave_and_hear)
+    monkeypatch.setattr(capture_results, "_hear_of_leaving", leave_and_hear)
     app = make_capturing_app([{"memory": done(captured())}], capture_inline_kib=0)
     connections.append(Late(app, {**BODY, "stream": stream}))
     await asyncio.wait_for(connections[0].task, 10)
-    assert len(store_of(app)) == (0 if looks else 1)
+    assert len(capture_store_of(app)) == (0 if looks else 1)
 
 
 def test_positions_are_plain_integers() -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from vllm_steer.server import lookalikes
-from vllm_steer.server.http.confusables import reads_as
+from vllm_steer.server.http import confusables
+from vllm_steer.server.http.confusables import resembles
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ from vllm_steer.server.http.confusables import reads_as
 )  # fmt: skip
 def test_what_reads_as_our_word(name: str) -> None:
     """Catches a key that is passed over although somebody has written it to be ours."""
-    assert reads_as(name, "steering")
+    assert resembles(name, "steering")
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_what_reads_as_our_word(name: str) -> None:
 )  # fmt: skip
 def test_what_does_not(name: str) -> None:
     """Catches a check that refuses other people's keys, in whatever alphabet."""
-    assert not reads_as(name, "steering")
+    assert not resembles(name, "steering")
 
 
 LONG = {
@@ -50,8 +50,8 @@ LONG = {
 @pytest.mark.parametrize("word", ["steering", "capture"])
 def test_a_long_name_is_not_gone_through_in_python(case: str, word: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a key of a plain request that holds up the event loop: a step or a normalisation for each character."""
-    monkeypatch.setattr(lookalikes, "_SEEN", lookalikes._Seen())
-    reads_as("é", word)  # compiles the pattern
+    monkeypatch.setattr(confusables, "_SKELETONS", confusables._SkeletonCache())
+    resembles("é", word)  # compiles the pattern
     steps = 0
 
     def count(frame: Any, event: str, argument: Any) -> None:
@@ -61,7 +61,7 @@ def test_a_long_name_is_not_gone_through_in_python(case: str, word: str, monkeyp
     before = sys.getprofile()
     sys.setprofile(count)
     try:
-        found = reads_as(LONG[case], word)
+        found = resembles(LONG[case], word)
     finally:
         sys.setprofile(before)
     assert not found
@@ -70,8 +70,8 @@ def test_a_long_name_is_not_gone_through_in_python(case: str, word: str, monkeyp
 
 def test_characters_are_kept_in_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a memory that strangers fill, and names that are read otherwise when it is full."""
-    seen = lookalikes._Seen()
-    monkeypatch.setattr(lookalikes, "_SEEN", seen)
-    assert not reads_as("".join(map(chr, range(0x80, 0x80 + 2 * seen.MOST))), "steering")
-    assert 0 < len(seen) <= seen.MOST
-    assert reads_as("ｓｔｅｅｒｉｎｇ", "steering")
+    seen = confusables._SkeletonCache()
+    monkeypatch.setattr(confusables, "_SKELETONS", seen)
+    assert not resembles("".join(map(chr, range(0x80, 0x80 + 2 * seen.MAX_SIZE))), "steering")
+    assert 0 < len(seen) <= seen.MAX_SIZE
+    assert resembles("ｓｔｅｅｒｉｎｇ", "steering")

@@ -23,15 +23,17 @@ from vllm.sampling_params import SamplingParams
 from tests.registry.modules import registry
 from tests.server.application import Body, make_app
 from tests.server.fakes import FakeEngine, vector
+from vllm_steer.compat.request_state import CapacityError
 from vllm_steer.frontend.context import RegistryOptions, ensure_engine_context, set_registry
 from vllm_steer.params import EXTRA_KEY
 from vllm_steer.registry.directory import DirectoryStore
 from vllm_steer.registry.errors import RegistryUnavailableError
 from vllm_steer.registry.registry import SteeringRegistry
-from vllm_steer.server import gateway
-from vllm_steer.server.http.middleware import CARRYING_ROUTES, RETRY_AFTER, SteeringMiddleware
+from vllm_steer.server.http import error_response
+from vllm_steer.server.http.middleware import SteeringMiddleware
 from vllm_steer.server.http.request_context import track_sample
-from vllm_steer.server.http.request_fields import NoRoomError, apply_to_params
+from vllm_steer.server.http.request_fields import apply_to_params
+from vllm_steer.server.http.request_guard import RETRY_AFTER, STEERABLE_ROUTES
 
 FIELDS = {"steering_vectors": {"post_block": {"1": vector()}}}
 ROUTE = "/v1/completions"
@@ -60,7 +62,7 @@ def refusal(response: httpx.Response, status: int = 400) -> dict[str, Any]:
     return error
 
 
-@pytest.mark.parametrize("route", CARRYING_ROUTES[:-1])
+@pytest.mark.parametrize("route", STEERABLE_ROUTES[:-1])
 async def test_fields_pass_where_they_are_applied(route: str, client: httpx.AsyncClient) -> None:
     """Catches a refusal of what is served."""
     response = await client.post(route, json=FIELDS)
@@ -286,7 +288,7 @@ async def test_other_middlewares_may_read_the_body(engine: FakeEngine) -> None:
 
 
 @pytest.mark.parametrize("nested", [False, True])
-def test_a_session_with_fields_is_refused(nested: bool, engine: FakeEngine) -> None:
+def test_rejects_websocket_events_with_fields(nested: bool, engine: FakeEngine) -> None:
     """Catches a realtime session whose events name steering, and that goes on unsteered."""
     app = make_app(engine)
     seen: list[str] = []
@@ -309,7 +311,7 @@ def test_a_session_with_fields_is_refused(nested: bool, engine: FakeEngine) -> N
         socket.send_json({**plain, "session": FIELDS} if nested else {**plain, **FIELDS})
         said = socket.receive_json()
         assert said["type"] == "error"
-        assert said["error"].startswith("steering_vectors: /v1/realtime does not carry it")
+        assert said["error"].startswith("steering_vectors: /v1/realtime does not support this field")
         with pytest.raises(WebSocketDisconnect) as ended:
             socket.receive_json()
     assert ended.value.code == 1008
@@ -343,7 +345,7 @@ async def test_a_steered_request_that_found_no_room_may_be_tried_again(engine: F
     @app.post(ROUTE)
     async def full(body: Body) -> JSONResponse:
         apply_to_params(body, SamplingParams())
-        error = create_error_response(NoRoomError("waited too long"))
+        error = create_error_response(CapacityError("waited too long"))
         return JSONResponse(error.model_dump(), status_code=error.error.code)
 
     client = client_of(app)
@@ -365,7 +367,7 @@ async def test_so_may_one_that_everybodys_steering_or_capture_kept_waiting(route
     async def full(body: Body) -> JSONResponse:
         extra = {EXTRA_KEY: b"program"} if body.model_extra else {}
         track_sample(None, SimpleNamespace(sampling_params=SamplingParams(extra_args=extra)))
-        error = create_error_response(NoRoomError("waited too long"))
+        error = create_error_response(CapacityError("waited too long"))
         return JSONResponse(error.model_dump(), status_code=error.error.code)
 
     client = client_of(app)
@@ -395,7 +397,7 @@ async def test_content_that_cannot_be_read_is_nobodys_bad_request(
 ) -> None:
     """Catches a 400, which nobody tries again and no alert counts, for a damaged file of the registry."""
     counted: list[tuple[int, str]] = []
-    monkeypatch.setattr(gateway, "count_refusal", lambda *what: counted.append(what))
+    monkeypatch.setattr(error_response, "count_refusal", lambda *what: counted.append(what))
     engine, elsewhere = FakeEngine(), registry(DirectoryStore(tmp_path / "registry"))
     set_registry(engine, RegistryOptions(str(tmp_path / "registry")))
     await ensure_engine_context(engine)

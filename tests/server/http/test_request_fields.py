@@ -14,13 +14,13 @@ from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.sampling_params import SamplingParams
 
-from tests.server.fakes import HIDDEN, MAX_MODEL_LEN, served, vector
+from tests.server.fakes import HIDDEN, MAX_MODEL_LEN, engine_context, vector
 from vllm_steer.compat.plugin import wrap_front_end
 from vllm_steer.errors import SteeringError
 from vllm_steer.params import APPLIED_KEY, EXTRA_KEY, FIELDS, capture_specs, compile_fields, has_steering, program_of
 from vllm_steer.program import compile_program
-from vllm_steer.server import protocol
-from vllm_steer.server.http.request_context import PROMPT_KEY, RequestContext, current, note_prompt_len
+from vllm_steer.server.http import request_fields
+from vllm_steer.server.http.request_context import PROMPT_KEY, RequestContext, current_request, set_prompt_len
 from vllm_steer.server.http.request_fields import RequestRefused, apply_to_params, read_fields, refuse_beam_search
 from vllm_steer.spec import parse_fields
 
@@ -45,12 +45,12 @@ def request_with(of: type[Any] = CompletionRequest, **fields: Any) -> Any:
 
 
 @pytest.fixture
-def exchange() -> Iterator[RequestContext]:
+def context() -> Iterator[RequestContext]:
     """What the middleware leaves for the request that is being served."""
-    exchange = RequestContext(served=served())
-    token = current.set(exchange)
-    yield exchange
-    current.reset(token)
+    context = RequestContext(engine=engine_context())
+    token = current_request.set(context)
+    yield context
+    current_request.reset(token)
 
 
 @classes
@@ -79,7 +79,7 @@ def test_every_conversation_of_a_batch_is_steered() -> None:
     assert program_of(single.to_sampling_params(4, {})) is not None
 
 
-def test_other_extra_args_stay(exchange: RequestContext) -> None:
+def test_other_extra_args_stay(context: RequestContext) -> None:
     """Catches steering that drops a user's `vllm_xargs`, and steering that writes into the request itself."""
     request = request_with(vllm_xargs={"mine": 1}, steering=FIELD_VALUES["steering"])
     for _ in range(2):
@@ -89,7 +89,7 @@ def test_other_extra_args_stay(exchange: RequestContext) -> None:
 
 
 @pytest.mark.parametrize("name", FIELDS)
-def test_null_is_absent(name: str, exchange: RequestContext) -> None:
+def test_null_is_absent(name: str, context: RequestContext) -> None:
     """Catches clients that send every optional field being refused."""
     request = CompletionRequest.model_validate({"prompt": "hi", name: None})
     assert read_fields(request) == {}
@@ -145,27 +145,27 @@ EDIT = {"kind": "add", "point": "post_block", "layers": 1, "vector": vector()}
     ],
 )
 def test_what_the_model_cannot_serve_is_named(
-    fields: dict[str, Any], path: str, words: str, exchange: RequestContext
+    fields: dict[str, Any], path: str, words: str, context: RequestContext
 ) -> None:
     """Catches an error that does not say which edit is meant, or that comes after a stream has started."""
-    note_prompt_len(5)
+    set_prompt_len(5)
     with pytest.raises(RequestRefused) as refused:
         apply_to_params(request_with(**fields), SamplingParams())
     assert refused.value.parameter == path
     assert words in str(refused.value)
-    assert not exchange.applied
+    assert not context.fields_applied
 
 
 HOOKS = {"hooks": {"post_block": [1]}}
 
 
-def test_every_prompt_with_captures_is_numbered(exchange: RequestContext) -> None:
+def test_every_prompt_with_captures_is_numbered(context: RequestContext) -> None:
     """Catches samples of a second prompt that are taken for the first one's."""
     request = request_with(capture={"memory": HOOKS}, n=3, temperature=1)
-    note_prompt_len(5)
+    set_prompt_len(5)
     params = [apply_to_params(request, SamplingParams(n=3)) for _ in range(2)]
     assert [each.extra_args[PROMPT_KEY] for each in params] == [0, 1]
-    assert (exchange.consumers, exchange.samples) == (("memory",), 3)
+    assert (context.consumers, context.samples) == (("memory",), 3)
     assert [name for name, _ in capture_specs(params[0])] == ["memory"]
 
 
@@ -179,14 +179,14 @@ def test_every_prompt_with_captures_is_numbered(exchange: RequestContext) -> Non
         ({**HOOKS, "colour": 1}, "capture.memory.colour", "no option"),
     ],
 )
-def test_what_cannot_be_captured_is_named(spec: Any, path: str, words: str, exchange: RequestContext) -> None:
+def test_what_cannot_be_captured_is_named(spec: Any, path: str, words: str, context: RequestContext) -> None:
     """Catches an error that does not say which consumer's spec is meant, or blames an edit beside it."""
-    note_prompt_len(5)
+    set_prompt_len(5)
     with pytest.raises(RequestRefused) as refused:
         apply_to_params(request_with(capture={"memory": spec}, steering=[EDIT]), SamplingParams())
     assert refused.value.parameter == path
     assert words in str(refused.value)
-    assert exchange.consumers == ()
+    assert context.consumers == ()
 
 
 @pytest.mark.parametrize("of", list(REQUESTS), ids=lambda of: of.__name__)
@@ -205,42 +205,42 @@ def test_fields_of_others_pass(fields: dict[str, Any]) -> None:
     assert apply_to_params(request_with(**fields), SamplingParams()).extra_args is None
 
 
-def test_captures_need_an_answer_that_carries_them(exchange: RequestContext) -> None:
+def test_captures_need_an_answer_that_carries_them(context: RequestContext) -> None:
     """Catches captures whose answer is sent before there are any, or comes from several runs, or from nowhere."""
     wanted: dict[str, Any] = {"capture": {"memory": HOOKS}}
     tool = {"type": "function", "name": "f", "parameters": {}, "strict": False}
     apply_to_params(request_with(ResponsesRequest, tools=[tool], **wanted), SamplingParams())
-    assert exchange.answer == "response"
+    assert context.results_in == "response"
     with pytest.raises(RequestRefused, match="leave background out"):
         apply_to_params(request_with(ResponsesRequest, background=True, **wanted), SamplingParams())
     with pytest.raises(RequestRefused, match="web_search_preview"):
         apply_to_params(
             request_with(ResponsesRequest, tools=[{"type": "web_search_preview"}], **wanted), SamplingParams()
         )
-    current.set(None)
+    current_request.set(None)
     with pytest.raises(RequestRefused, match=r"vllm_steer\.LLM"):
         apply_to_params(request_with(capture={"memory": HOOKS}), SamplingParams())
 
 
-def test_what_fits_alone_and_not_together_is_refused(exchange: RequestContext) -> None:
+def test_what_fits_alone_and_not_together_is_refused(context: RequestContext) -> None:
     """Catches the search for the guilty edit swallowing an error of which no single edit is guilty."""
-    note_prompt_len(5)
+    set_prompt_len(5)
     edits = [{**EDIT, "vector": vector(i + 1), "tokens": [[i, None]]} for i in range(40)]
     with pytest.raises(RequestRefused, match="max_segments"):
         apply_to_params(request_with(steering=edits), SamplingParams())
 
 
-def test_the_prompt_of_each_request_counts(exchange: RequestContext) -> None:
+def test_the_prompt_of_each_request_counts(context: RequestContext) -> None:
     """Catches the first prompt's length being used for the second one's check."""
     request = request_with(steering=[{**EDIT, "tokens": [-4]}])
-    note_prompt_len(5)
+    set_prompt_len(5)
     apply_to_params(request, SamplingParams())
-    note_prompt_len(3)
+    set_prompt_len(3)
     with pytest.raises(RequestRefused, match="prompt of 3 tokens"):
         apply_to_params(request, SamplingParams())
 
 
-def test_many_prompts_are_compiled_once(exchange: RequestContext, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_prompts_are_compiled_once(context: RequestContext, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a thousand prompts with one vector costing a thousand times its parsing."""
     parsed = []
 
@@ -248,7 +248,7 @@ def test_many_prompts_are_compiled_once(exchange: RequestContext, monkeypatch: p
         parsed.append(fields)
         return compile_fields(fields)
 
-    monkeypatch.setattr(protocol, "compile_fields", compile_once)
+    monkeypatch.setattr(request_fields, "compile_fields", compile_once)
     request = request_with(**FIELD_VALUES)
     programs = [apply_to_params(request, SamplingParams()).extra_args[EXTRA_KEY] for _ in range(5)]
     assert len(parsed) == 1
@@ -282,29 +282,29 @@ def test_without_a_server_the_check_waits_for_the_engine() -> None:
     assert program_of(apply_to_params(request_with(steering_vectors=wrong), SamplingParams())) is not None
 
 
-def test_what_is_wrong_with_a_module_is_said_of_its_place(exchange: RequestContext) -> None:
+def test_what_is_wrong_with_a_module_is_said_of_its_place(context: RequestContext) -> None:
     """Catches a refusal that names a field which the request does not have."""
-    assert exchange.served is not None
+    assert context.engine is not None
     edits = [{**EDIT, "tokens": [-4]}]
-    exchange.served.registry.register("late", edits=edits)
-    exchange.served.registry.register("fine", base={"post_block": {1: vector()}})
-    note_prompt_len(3)
+    context.engine.registry.register("late", edits=edits)
+    context.engine.registry.register("fine", base={"post_block": {1: vector()}})
+    set_prompt_len(3)
     with pytest.raises(RequestRefused, match="prompt of 3 tokens") as refused:
         apply_to_params(request_with(steering_modules=["fine", "late"]), SamplingParams())
     assert refused.value.field == "steering_modules[1]"
 
 
-def test_a_body_is_admitted_once(exchange: RequestContext) -> None:
+def test_a_body_is_admitted_once(context: RequestContext) -> None:
     """Catches prompts of one body of which some have the global steering of before, and some that of after."""
-    assert exchange.served is not None
+    assert context.engine is not None
     request = request_with()
     for _ in range(2):
         assert apply_to_params(request, SamplingParams()).extra_args == {APPLIED_KEY: b""}
-        assert exchange.steering is None
-        exchange.served.registry.set(base={"post_block": {1: vector()}})
-    exchange.compiled = None  # as for the next body
+        assert context.applied_json is None
+        context.engine.registry.set(base={"post_block": {1: vector()}})
+    context.compiled = None  # as for the next body
     params = apply_to_params(request, SamplingParams())
     program = params.extra_args[EXTRA_KEY]
-    exchange.served.registry.clear()
+    context.engine.registry.clear()
     assert apply_to_params(request, SamplingParams()).extra_args[EXTRA_KEY] is program
-    assert exchange.steering == params.extra_args[APPLIED_KEY]
+    assert context.applied_json == params.extra_args[APPLIED_KEY]

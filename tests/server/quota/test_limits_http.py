@@ -18,7 +18,7 @@ from vllm.sampling_params import SamplingParams
 
 from tests.server.application import Body, answer_refusals
 from tests.server.auth.guarded import EVERYTHING, client_of, make_guarded_app, refused, start, write_keys
-from tests.server.fakes import HIDDEN, LAYERS, MAX_MODEL_LEN, FakeEngine, served, vector
+from tests.server.fakes import HIDDEN, LAYERS, MAX_MODEL_LEN, FakeEngine, engine_context, vector
 from tests.server.http.answers import captured, done, make_capturing_app
 from vllm_steer.frontend.context import REGISTRY_VARIABLE, RegistryOptions
 from vllm_steer.params import compile_fields, program_of
@@ -26,10 +26,10 @@ from vllm_steer.registry import composer
 from vllm_steer.server.auth.keys import hash_secret
 from vllm_steer.server.flags import registry_limits
 from vllm_steer.server.http.middleware import SteeringMiddleware
-from vllm_steer.server.http.request_context import RequestContext, note_prompt_len
+from vllm_steer.server.http.request_context import RequestContext, set_prompt_len
 from vllm_steer.server.http.request_fields import apply_to_params
 from vllm_steer.server.quota.tracker import QuotaTracker, quota_tracker_of
-from vllm_steer.server.routes.captures import store_of
+from vllm_steer.server.routes.captures import capture_store_of
 
 ROUTE = "/v1/completions"
 MIB = 1 << 20
@@ -56,7 +56,7 @@ class Held:
         @self.app.post(ROUTE)
         async def hold(body: Body) -> Any:
             extra = body.model_extra or {}
-            note_prompt_len(8)
+            set_prompt_len(8)
             apply_to_params(body, SamplingParams(max_tokens=extra.get("max_tokens", 4), n=extra.get("n", 1)))
             self.inside.release()
             if extra.get("stream"):
@@ -224,7 +224,7 @@ async def test_rows_are_counted_before_they_are_read(path: Path) -> None:
 def test_rows_of_a_prompt_of_unknown_length() -> None:
     """Catches a count by the wrong end: of all generated tokens a long prompt leaves none, of all prompt tokens a short
     one has none."""
-    capabilities = served().capabilities
+    capabilities = engine_context().capabilities
     for positions in ("all_prompt", "all_generated", "all"):
         fields = {"capture": {"memory": {"hooks": {"post_block": [1]}, "positions": positions}}}
         params = SamplingParams(max_tokens=MAX_MODEL_LEN)
@@ -318,15 +318,15 @@ async def test_a_key_has_its_part_of_the_store(path: Path) -> None:
     assert "--capture-key-store-mib" in report["error"]  # a file is larger than its rows
     small = make_capturing_app([{"memory": done(captured(rows=MIB // (8 * HIDDEN)))}], capture_inline_kib=1)
     small.state.args = app.state.args
-    small.state.vllm_steer_captures = store_of(app)
+    small.state.vllm_steer_captures = capture_store_of(app)
     one, other = (client_of(small, secret) for secret in secrets.values())
     kept = (await one.post(ROUTE, json=body)).json()["choices"][0]["capture_results"]["memory"]
     assert kept["status"] == "ok", kept
     again = (await one.post(ROUTE, json=body)).json()["choices"][0]["capture_results"]["memory"]
-    assert "do not fit" in again["error"]
+    assert "no room for" in again["error"]
     whose = bytes.fromhex(hash_secret(secrets["one"]))
-    used, expires = store_of(app).used_by(whose)
-    store_of(app).put(bytes(MIB - used), "json", whose)
+    used, expires = capture_store_of(app).usage(whose)
+    capture_store_of(app).put(bytes(MIB - used), "json", whose)
     response = await one.post(ROUTE, json=body)
     assert refused(response, 429)["param"] == "capture"
     assert 0 < int(response.headers["retry-after"]) <= 300 and 0 < expires <= 300
@@ -347,7 +347,7 @@ async def test_one_answer_carries_so_much() -> None:
     assert sum("id" in report for report in reports) == 2
 
 
-def test_an_exchange_without_books_is_free() -> None:
+def test_a_context_without_quotas_has_no_reservation() -> None:
     """Catches a batch run, which has no books, that fails for want of them."""
-    assert RequestContext().hold is None
+    assert RequestContext().reservation is None
     assert QuotaTracker(None).enter(None).store_bytes is None

@@ -15,8 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 from vllm_steer.errors import SteeringError
 from vllm_steer.program import Program, compile_program
 from vllm_steer.registry.module import parse_module
-from vllm_steer.server.access_errors import AccessError, KeyLimitError, ServerFullError, TooLargeError
 from vllm_steer.server.auth.keys import Key, generate_key
+from vllm_steer.server.auth.rights import AccessError, KeyLimitError, ServerFullError, TooLargeError
 from vllm_steer.server.quota import tracker as tracker_module
 from vllm_steer.server.quota.limits import KEY_LIMITS, REQUESTS, ROWS, SERVER_LIMITS, value_of
 from vllm_steer.server.quota.tracker import QuotaTracker, Reservation

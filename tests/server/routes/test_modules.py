@@ -19,14 +19,15 @@ from tests.registry.modules import content, module, registry, vector
 from vllm_steer.registry.module_files import write_module
 from vllm_steer.registry.registry import SteeringRegistry
 from vllm_steer.registry.strict_json import parse_json
-from vllm_steer.server import routes
+from vllm_steer.server.auth.rights import Right
 from vllm_steer.server.http.middleware import SteeringMiddleware
 from vllm_steer.server.http.schemas import JSON, MODULE_BODY, REQUEST_FIELDS, SET_BODY
-from vllm_steer.server.routes.base import OWN_PREFIX, Right, SteeringRoute
-from vllm_steer.server.routes.modules import add_routes
+from vllm_steer.server.routes import modules
+from vllm_steer.server.routes.base import STEERING_PREFIX, SteeringRoute
+from vllm_steer.server.routes.modules import add_module_routes
 from vllm_steer.spec import pack_vector
 
-MODULES, SET, CLEAR = (f"{OWN_PREFIX}{name}" for name in ("modules", "set", "clear"))
+MODULES, SET, CLEAR = (f"{STEERING_PREFIX}{name}" for name in ("modules", "set", "clear"))
 BASE = {"post_block": {"1": vector(0).tolist()}}
 FILE = {"content-type": "application/octet-stream"}
 
@@ -34,7 +35,7 @@ FILE = {"content-type": "application/octet-stream"}
 def make_app(ours: SteeringRegistry) -> FastAPI:
     app = FastAPI()
     app.state.args = SimpleNamespace(steering_max_body_mib=1)
-    add_routes(app, ours)
+    add_module_routes(app, ours)
     app.add_middleware(SteeringMiddleware)
     return app
 
@@ -132,7 +133,7 @@ async def test_bodies_are_parsed_beside_the_event_loop(
         threads.append(threading.get_ident())
         return parse_json(text, field)
 
-    monkeypatch.setattr(routes, "parse_json", parse)
+    monkeypatch.setattr(modules, "parse_json", parse)
     for path, body in ((MODULES, {"name": "a", "base": BASE}), (SET, {"base": BASE}), (CLEAR, {})):
         assert (await client.post(path, json=body)).status_code == 200
     assert len(threads) == 3
@@ -201,13 +202,13 @@ async def test_a_full_registry(client: httpx.AsyncClient) -> None:
 
 
 def our_routes(app: FastAPI) -> list[Route]:
-    return [route for route in app.routes if isinstance(route, Route) and route.path.startswith(OWN_PREFIX)]
+    return [route for route in app.routes if isinstance(route, Route) and route.path.startswith(STEERING_PREFIX)]
 
 
 async def test_every_route_has_a_right_and_is_documented(client: httpx.AsyncClient) -> None:
     """Catches a route that bypasses the one place where rights and errors are seen to, or that nobody can look up."""
     app = make_app(registry())
-    rights = {(route.path.removeprefix(OWN_PREFIX), *sorted(route.methods or ())): route.right
+    rights = {(route.path.removeprefix(STEERING_PREFIX), *sorted(route.methods or ())): route.right
               for route in our_routes(app) if isinstance(route, SteeringRoute)}  # fmt: skip
     assert len(rights) == len(our_routes(app))
     assert rights == {

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where captured rows go: the contract, the built-in consumers, and how others are found."""
 
-from vllm_steer.capture.consumers.base import OWN_THREADS, Consumer
+from vllm_steer.capture.consumers.base import THREAD_PREFIX, Consumer
 from vllm_steer.capture.consumers.discovery import (
     BUILT_IN,
     GROUP,
@@ -14,7 +14,7 @@ from vllm_steer.capture.consumers.discovery import (
 __all__ = [
     "BUILT_IN",
     "GROUP",
-    "OWN_THREADS",
+    "THREAD_PREFIX",
     "Consumer",
     "consumer_class",
     "consumer_names",

@@ -15,7 +15,7 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.spec import CaptureSpec
 from vllm_steer.spec.scalars import shown
 
-OWN_THREADS = "capture-"
+THREAD_PREFIX = "capture-"
 """How the names of threads begin in which consumers work."""
 
 

@@ -138,7 +138,7 @@ class Tokens:
         """The range of one site's positions."""
         key = positions.tobytes()
         if key not in self._ranges:
-            self._arrays.append((positions.astype(np.int32), captured.token_array(positions).astype(np.int32)))
+            self._arrays.append((positions.astype(np.int32), captured.tokens_at(positions).astype(np.int32)))
             self._ranges[key] = self.stop, self.stop + len(positions)
             self.stop += len(positions)
         return self._ranges[key]

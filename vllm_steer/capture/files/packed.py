@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from vllm_steer.capture.consumers.base import OWN_THREADS
+from vllm_steer.capture.consumers.base import THREAD_PREFIX
 from vllm_steer.capture.files.directory import CaptureDirectory, CaptureWriteError
 from vllm_steer.capture.files.format import (
     ALIGNMENT,
@@ -86,7 +86,7 @@ class Windowed(FileLayout):
         if self._window.max_seconds is not None:
             self._timer = threading.Timer(self._window.max_seconds, self._expire, (file,))
             self._timer.daemon = True
-            self._timer.name = f"{OWN_THREADS}timer"
+            self._timer.name = f"{THREAD_PREFIX}timer"
             self._timer.start()
         return file
 

@@ -28,7 +28,7 @@ from vllm_steer.server.access_errors import ForbiddenError, UnauthorizedError
 from vllm_steer.server.auth.key_file_watcher import KeyFileWatcher
 from vllm_steer.server.auth.keys import Key
 from vllm_steer.server.auth.rights import Right
-from vllm_steer.server.routes.base import OWN_PREFIXES, SteeringRoute, path_of
+from vllm_steer.server.routes.base import PLUGIN_PREFIXES, SteeringRoute, app_path
 
 FIELD = "authorization"
 PUBLIC_PATHS = frozenset({"/health", "/ping", "/metrics", "/version", "/load"})
@@ -87,14 +87,14 @@ class Authenticator:
             UnauthorizedError: The request has no valid key.
             ForbiddenError: The key lacks the right that the path requires.
         """
-        path = path_of(scope)
+        path = app_path(scope)
         preflight = scope["type"] == "http" and scope["method"] == "OPTIONS"  # browsers send these without a key
         if preflight or path.rstrip("/") in PUBLIC_PATHS:
             return AuthResult(None, scope)
         if self._keys.is_stale():
             await asyncio.to_thread(self._keys.refresh)
         key = self._find_key(Headers(scope=scope))
-        if path.startswith(OWN_PREFIXES):
+        if path.startswith(PLUGIN_PREFIXES):
             if key is VLLM_KEY:
                 raise ForbiddenError(
                     FIELD, "vLLM's own keys have no steering rights; create a key with `vllm-steer keys new`"

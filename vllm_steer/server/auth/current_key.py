@@ -61,7 +61,7 @@ def current_owner() -> bytes:
     return NO_OWNER if key is None else bytes.fromhex(key.sha256)
 
 
-def salt_request(request: Any) -> None:
+def salt_request(_output_processor: Any, request: Any) -> None:
     """Restrict an engine request, steered or not, to the prefix cache of the current key."""
     key = _key.get()
     if key is not None and key.cache_salt:

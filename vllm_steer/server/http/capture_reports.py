@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from vllm_steer.capture import CapturedRequest, CaptureResult
-from vllm_steer.capture.manager import CaptureResults
-from vllm_steer.server.capture_store import MediaKind
+from vllm_steer.capture.results import CaptureResults
+from vllm_steer.server.capture_store import CaptureFormat
 from vllm_steer.server.http.request_context import RequestContext
 from vllm_steer.server.http.row_encoding import file_of, inline
 
@@ -18,21 +18,21 @@ NAME = "capture_results"
 REPORT_BYTES = 64 << 10
 """What a consumer itself reports is part of the answer up to this size, however few rows are."""
 
-Keep = Callable[[int, Callable[[], bytes], MediaKind], Awaitable[dict[str, Any]]]
+Keep = Callable[[int, Callable[[], bytes], CaptureFormat], Awaitable[dict[str, Any]]]
 """What is to be done with something that is too large for the answer, given its size and how to make its bytes; returns
 what the answer says instead of it, with ``status`` and ``error`` where it cannot be had."""
 
 
 async def reports_of(
-    exchange: RequestContext, inline_bytes: int, response_bytes: int, keep: Keep
+    context: RequestContext, inline_bytes: int, response_bytes: int, keep: Keep
 ) -> dict[int, dict[str, Any]]:
     """What the consumers have to say, by choice and consumer; waits for them without blocking.
 
     Rows are part of the answer up to ``inline_bytes`` by choice and consumer, and ``response_bytes`` in all.
     """
     reports: dict[int, dict[str, Any]] = {}
-    for choice, results in exchange.results.items():
-        if choice in exchange.repeated:
+    for choice, results in context.results.items():
+        if choice in context.rerun_choices:
             reports[choice] = {name: failed(_REPEATED) for name in results}
             continue
         reports[choice] = {}
@@ -43,9 +43,9 @@ async def reports_of(
     return reports
 
 
-def no_results(exchange: RequestContext) -> dict[str, Any]:
+def no_results(context: RequestContext) -> dict[str, Any]:
     """The report on a choice of which nothing is known."""
-    return {name: failed("this choice ended without a result") for name in exchange.consumers}
+    return {name: failed("this choice ended without a result") for name in context.consumers}
 
 
 def failed(reason: str) -> dict[str, Any]:

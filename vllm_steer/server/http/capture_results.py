@@ -16,9 +16,9 @@ from typing import Any
 from starlette.datastructures import MutableHeaders
 from starlette.types import Message, Receive, Send
 
-from vllm_steer.server.capture_store import CaptureStore, MediaKind, StoreFullError
+from vllm_steer.server.capture_store import CaptureFormat, CaptureStore, StoreFullError
 from vllm_steer.server.http.capture_reports import NAME, failed, no_results, reports_of
-from vllm_steer.server.http.request_context import Answer, RequestContext
+from vllm_steer.server.http.request_context import RequestContext, ResultsLocation
 
 _DONE = b"data: [DONE]\n\n"
 _TURNS = 10
@@ -32,8 +32,8 @@ class CaptureResultWriter:
     the end of the answer is discarded.
     """
 
-    def __init__(self, exchange: RequestContext, store: CaptureStore, receive: Receive, send: Send) -> None:
-        self._exchange, self._store = exchange, store
+    def __init__(self, context: RequestContext, store: CaptureStore, receive: Receive, send: Send) -> None:
+        self._context, self._store = context, store
         self._receive, self._send = receive, send
         self._start: Message = {}
         self._is_stream = False
@@ -93,7 +93,7 @@ class CaptureResultWriter:
         await self._send({"type": "http.response.body", "body": filled})
 
     async def _fill(self, body: bytes) -> tuple[int, bytes]:
-        found = await asyncio.to_thread(_document, body, self._exchange.answer)
+        found = await asyncio.to_thread(_document, body, self._context.results_in)
         if found is None:
             problem = "capture: this route's answer has no choices that could carry what was captured"
             error = {"message": problem, "type": "InternalServerError", "param": "capture", "code": 500}
@@ -102,30 +102,30 @@ class CaptureResultWriter:
         reports = await self._reports()
         # By place, not by the index that a choice states: the batch route states the conversation's, `n` times.
         for number, place in enumerate(places):
-            place[NAME] = reports.get(number) or no_results(self._exchange)
+            place[NAME] = reports.get(number) or no_results(self._context)
         return self._start["status"], await asyncio.to_thread(_encode, document)
 
     async def _event(self) -> bytes:
         """The last event of a stream."""
         reports = await self._reports()
-        if self._exchange.answer == "response":
-            event = {"type": NAME, NAME: reports.get(0) or no_results(self._exchange)}
+        if self._context.results_in == "response":
+            event = {"type": NAME, NAME: reports.get(0) or no_results(self._context)}
             return b"event: " + NAME.encode() + b"\ndata: " + await asyncio.to_thread(_encode, event) + b"\n\n"
         # All that were to come, as in a JSON answer: one that ended ahead of its result is not to be missing.
-        there = sorted({*reports, *range(self._exchange.prompts * self._exchange.samples)})
-        choices = [{"index": index, NAME: reports.get(index) or no_results(self._exchange)} for index in there]
+        there = sorted({*reports, *range(self._context.prompts * self._context.samples)})
+        choices = [{"index": index, NAME: reports.get(index) or no_results(self._context)} for index in there]
         return b"data: " + await asyncio.to_thread(_encode, {"object": NAME, "choices": choices}) + b"\n\n"
 
     async def _reports(self) -> dict[int, dict[str, Any]]:
         limits = self._store.limits
-        return await reports_of(self._exchange, limits.inline_bytes, limits.response_bytes, self._keep)
+        return await reports_of(self._context, limits.inline_bytes, limits.response_bytes, self._keep)
 
-    async def _keep(self, size: int, make: Callable[[], bytes], kind: MediaKind) -> dict[str, Any]:
+    async def _keep(self, size: int, make: Callable[[], bytes], kind: CaptureFormat) -> dict[str, Any]:
         """Put what is too large for the answer into the store: how to fetch it, or why not."""
         try:
             await asyncio.to_thread(self._store.check_room, size)
             data = await asyncio.to_thread(make)
-            handle = await self._store.keep(data, kind, self._exchange.owner, self._exchange.store_bytes)
+            handle = await self._store.put_async(data, kind, self._context.owner, self._context.store_bytes)
         except StoreFullError as error:
             return failed(str(error))
         self._stored.append(handle)
@@ -137,7 +137,7 @@ class CaptureResultWriter:
 
     def _discard(self) -> None:
         for handle in self._stored:
-            self._store.discard(handle, self._exchange.owner)
+            self._store.delete(handle, self._context.owner)
         self._stored.clear()
 
 
@@ -147,7 +147,7 @@ async def _hear_of_leaving() -> None:
         await asyncio.sleep(0)
 
 
-def _document(body: bytes, answer: Answer) -> tuple[dict[str, Any], list[dict[str, Any]]] | None:
+def _document(body: bytes, answer: ResultsLocation) -> tuple[dict[str, Any], list[dict[str, Any]]] | None:
     """A JSON answer and the objects in it that carry results, in order of the choices; None where there are none."""
     try:
         document = json.loads(body)

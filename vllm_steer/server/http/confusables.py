@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys that a person takes for one of our fields and a program does not: they would be ignored without a word.
+"""Detection of keys that look like one of our fields but are not, and so would be ignored.
 
-Every key of every request is looked at in the event loop, and names may be as long as a body. So a character is
-normalised once, not wherever it stands, and a name is gone through by ``str.translate`` and one regular expression that
-never goes back: the work is linear in the length of all names together, with a small factor. Names are looked at whole,
-since the invisible characters ahead of a word have no end.
+The names of all keys of every request are checked in the event loop, and a name can be as long as the body. The work is
+therefore linear in the length of the names, with a small factor: each distinct character is normalised once, and a name
+is processed by ``str.translate`` and one regular expression without backtracking. Names are not truncated, because any
+number of invisible characters can precede a word.
 """
 
 from __future__ import annotations
@@ -13,55 +13,57 @@ import re
 import unicodedata
 from functools import lru_cache
 
-# Invisible, or drawn over a neighbour: controls, formats, halves of surrogate pairs, private and unassigned characters,
-# marks.
-_UNSEEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Mn", "Me"})
+# Invisible or combining characters: controls, formats, surrogates, private use, unassigned, marks.
+_INVISIBLE = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Mn", "Me"})
 
-# That one character may become.
-_MOST_LETTERS = 8
+# Longest expansion of one character.
+_MAX_EXPANSION = 8
 
 
-def reads_as(name: str, word: str) -> bool:
-    """Whether somebody could read ``word``, of ASCII letters in lower case, somewhere in ``name``.
+def resembles(name: str, word: str) -> bool:
+    """Return whether a reader could take a part of ``name`` for ``word``.
 
-    Case, compatibility forms, accents and invisible characters do not count. A letter of another alphabet may stand for
-    any letter, in no more than half of the word: which of them look alike depends on the font.
+    Case, compatibility forms, accents and invisible characters are ignored. Letters of other alphabets may replace up
+    to half of the word, because which letters look alike depends on the font.
+
+    Args:
+        name: Any text, of any length.
+        word: ASCII letters in lower case.
     """
     if name.isascii() and name.isprintable():
         return word in name.lower()
-    return _pattern(word).search(name.translate(_SEEN)) is not None
+    return _pattern(word).search(name.translate(_SKELETONS)) is not None
 
 
-class _Seen(dict[int, str]):
-    """By code point, what is seen of a character: no letter, one or several."""
+class _SkeletonCache(dict[int, str]):
+    """Visible letters of each character, by code point: none, one or several."""
 
-    MOST = 1 << 14
-    """How many are kept; the texts of strangers can have more."""
+    MAX_SIZE = 1 << 14
 
     def __missing__(self, code: int) -> str:
         letters = unicodedata.normalize("NFKD", chr(code)).casefold()
-        seen = "".join([letter for letter in letters if unicodedata.category(letter) not in _UNSEEN])
-        if len(self) >= self.MOST:
+        visible = "".join([letter for letter in letters if unicodedata.category(letter) not in _INVISIBLE])
+        if len(self) >= self.MAX_SIZE:
             self.clear()
-        # What stands for a whole sentence, as U+FDFA for 18 letters, is seen as one letter of another alphabet.
-        self[code] = seen if len(letters) <= _MOST_LETTERS else chr(code)
+        # A ligature of a whole phrase, such as U+FDFA (18 letters), counts as one foreign letter.
+        self[code] = visible if len(letters) <= _MAX_EXPANSION else chr(code)
         return self[code]
 
 
-_SEEN = _Seen()
+_SKELETONS = _SkeletonCache()
 
 
 @lru_cache
 def _pattern(word: str) -> re.Pattern[str]:
-    """``word``, with letters that are not ASCII in place of up to half of its own.
+    """Return a pattern of ``word`` in which non-ASCII characters replace up to half of the letters.
 
-    At each letter the next character decides which branch goes on, so that a try ends within the length of the word.
+    At each letter the next character selects the branch, so an attempt ends within the length of the word.
     """
 
-    def rest(at: int, foreign: int) -> str:
+    def build(at: int, foreign: int) -> str:
         if at == len(word):
             return ""
-        own = word[at] + rest(at + 1, foreign)
-        return f"(?:{own}|[^\\x00-\\x7f]{rest(at + 1, foreign - 1)})" if foreign else own
+        own = word[at] + build(at + 1, foreign)
+        return f"(?:{own}|[^\\x00-\\x7f]{build(at + 1, foreign - 1)})" if foreign else own
 
-    return re.compile(rest(0, len(word) // 2))
+    return re.compile(build(0, len(word) // 2))

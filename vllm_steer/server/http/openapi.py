@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fields that we add to vLLM's bodies and answers, in its OpenAPI document."""
+"""Steering and capture fields in the schemas of vLLM's OpenAPI document."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ REQUESTS = ("CompletionRequest", "ChatCompletionRequest", "ResponsesRequest")
 ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 
 
-def document_fields(app: FastAPI) -> None:
-    """Let ``/openapi.json`` have our fields where vLLM's own are."""
-    made: Callable[[], dict[str, Any]] = app.openapi
-    if getattr(made, "_vllm_steer", False):
+def add_openapi_fields(app: FastAPI) -> None:
+    """Add the fields to the requests and responses in ``/openapi.json``. A second call has no effect."""
+    original: Callable[[], dict[str, Any]] = app.openapi
+    if getattr(original, "_vllm_steer", False):
         return
 
     def openapi() -> dict[str, Any]:
-        document = made()  # FastAPI makes it once, and keeps it
+        document = original()  # cached by FastAPI
         schemas = document.get("components", {}).get("schemas", {})
         for name in REQUESTS:
             schemas.get(name, {}).setdefault("properties", {}).update(REQUEST_FIELDS)
         for route in ROUTES:
-            # vLLM says nothing of its answers but their type.
-            answers = document.get("paths", {}).get(route, {}).get("post", {}).get("responses", {})
-            for body in answers.get("200", {}).get("content", {}).values():
+            # vLLM documents only the media type of its responses.
+            responses = document.get("paths", {}).get(route, {}).get("post", {}).get("responses", {})
+            for body in responses.get("200", {}).get("content", {}).values():
                 schema = body.setdefault("schema", {})
                 schema.update({"type": "object", "properties": {**schema.get("properties", {}), **ANSWER_FIELDS}})
         schemas.setdefault(ModuleUse.__name__, ModuleUse.model_json_schema())

@@ -8,12 +8,11 @@ where the answer would be a stream, since sampling parameters are made before a 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from http import HTTPStatus
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
-from vllm.exceptions import GracefulHTTPError, VLLMValidationError
+from vllm.exceptions import VLLMValidationError
 
 from vllm_steer.capture.consumers.memory import STREAM, MemoryConsumer
 from vllm_steer.errors import SteeringError
@@ -33,8 +32,8 @@ from vllm_steer.registry.composer import count_edits
 from vllm_steer.registry.errors import RegistryUnavailableError
 from vllm_steer.server.access_errors import AccessError
 from vllm_steer.server.auth.current_key import current_key, require_field_rights
-from vllm_steer.server.http.confusables import reads_as
-from vllm_steer.server.http.request_context import PROMPT_KEY, Answer, RequestContext, current
+from vllm_steer.server.http.confusables import resembles
+from vllm_steer.server.http.request_context import PROMPT_KEY, RequestContext, ResultsLocation, current_request
 from vllm_steer.server.quota.limits import EDITS
 from vllm_steer.server.quota.tracker import Reservation
 from vllm_steer.spec import FIELD_NAMES, CaptureSpec, Edit, parse_capture, parse_fields, parse_references
@@ -63,21 +62,14 @@ class RequestRefused(VLLMValidationError, SteeringError):  # type: ignore[misc]
     __str__ = SteeringError.__str__  # vLLM's would name the parameter a second time
 
 
-class NoRoomError(GracefulHTTPError):  # type: ignore[misc]
-    """A request waited too long for its places in the engine: HTTP 503, and worth trying again."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(f"steering: {reason}", HTTPStatus.SERVICE_UNAVAILABLE)
-
-
 def refused(error: SteeringError) -> RequestRefused:
     """The form in which vLLM takes ``error``; the middleware answers it in ours, with its own status."""
     answered = RequestRefused(error.field, error.problem)
-    exchange = current.get()
-    if exchange is not None:
+    context = current_request.get()
+    if context is not None:
         # Of these, the status says whose fault it is, and whether to come again.
         keeps = isinstance(error, (AccessError, RegistryUnavailableError))
-        exchange.refusal = error if keeps else answered
+        context.refusal = error if keeps else answered
     return answered
 
 
@@ -95,14 +87,25 @@ def apply_to_params(request: Any, params: Any) -> Any:
         fields = read_fields(request)
         if CAPTURE_FIELD in fields:
             _refuse_without_answer(request)
-        answer: Answer = "response" if isinstance(request, ResponsesRequest) else "choices"
-        _apply(fields, params, current.get() or RequestContext(), answer)
+        answer: ResultsLocation = "response" if isinstance(request, ResponsesRequest) else "choices"
+        _apply(fields, params, current_request.get() or RequestContext(), answer)
     except SteeringError as error:
         raise refused(error) from error
     return params
 
 
-def refuse_beam_search(request: Any) -> None:
+async def as_bad_request(original: Callable[..., Awaitable[Any]], *args: Any, **kwargs: Any) -> Any:
+    """Run ``AsyncLLM.add_request`` and raise :class:`RequestRefused` instead of a :class:`SteeringError`.
+
+    vLLM answers any other error with HTTP 500 and no reason.
+    """
+    try:
+        return await original(*args, **kwargs)
+    except SteeringError as error:
+        raise refused(error) from error
+
+
+def refuse_beam_search(request: Any, _max_tokens: int | None = None) -> None:
     """Raise :class:`RequestRefused` where ``request`` has our fields: vLLM drops them on the way to the beams."""
     refuse_fields(request, "beam search does not carry it to the beams; use sampling")
 
@@ -120,17 +123,17 @@ def refuse_fields(request: Any, reason: str) -> None:
 def _refuse_lookalikes(request: Any) -> None:
     """Refuse what can only be meant as steering or capture and would be ignored."""
     for name, value in (request.model_extra or {}).items():
-        if name not in FIELDS and (reads_as(name, "steering") or _looks_like_capture(name, value)):
+        if name not in FIELDS and (resembles(name, "steering") or _looks_like_capture(name, value)):
             raise SteeringError(name[:80], f"is not a field; the fields are {', '.join(FIELDS)}")
     for name in getattr(request, "vllm_xargs", None) or {}:
-        if reads_as(name, "steering") or name in _OWN_KEYS:
+        if resembles(name, "steering") or name in _OWN_KEYS:
             raise SteeringError(
                 f"vllm_xargs.{name[:80]}", f"is not for clients; {', '.join(FIELDS)} go at the body's top"
             )
 
 
 def _looks_like_capture(name: str, value: object) -> bool:
-    if not isinstance(value, Mapping) or not reads_as(name, CAPTURE_FIELD):
+    if not isinstance(value, Mapping) or not resembles(name, CAPTURE_FIELD):
         return False
     return any("hooks" in spec for spec in (value, *value.values()) if isinstance(spec, Mapping))
 
@@ -154,41 +157,41 @@ def _refuse_without_answer(request: Any) -> None:
     memory = memory.get(MEMORY) if isinstance(memory, Mapping) else None
     if isinstance(memory, Mapping) and memory.get(STREAM):
         raise SteeringError(f"{CAPTURE_FIELD}.{MEMORY}.{STREAM}", "is for Python; here rows come in one last event")
-    if current.get() is None:
+    if current_request.get() is None:
         raise SteeringError(CAPTURE_FIELD, "nothing here carries what is captured; use vllm_steer.LLM, or a server")
 
 
-def _apply(fields: Mapping[str, Any], params: Any, exchange: RequestContext, answer: Answer) -> None:
-    compiled = exchange.compiled
+def _apply(fields: Mapping[str, Any], params: Any, context: RequestContext, answer: ResultsLocation) -> None:
+    compiled = context.compiled
     if compiled is None:
         require_field_rights(fields)
         own = compile_fields(fields)
         # All prompts of a body are admitted together: a change of global steering between them parts none.
-        compiled = exchange.compiled = (
-            own if exchange.served is None else _admitted(own, exchange.served, exchange.hold)
+        compiled = context.compiled = (
+            own if context.engine is None else _admitted(own, context.engine, context.reservation)
         )
     if not compiled:
         return
     # Now, since the responses route begins its stream ahead of the engine.
-    exchange.steering = compiled.get(APPLIED_KEY) or None
+    context.applied_json = compiled.get(APPLIED_KEY) or None
     params.extra_args = {**(params.extra_args or {}), **compiled}
     # Not from the middleware (the batch runner): the check is made when the engine is given the request.
-    if exchange.served is not None:
+    if context.engine is not None:
         try:
-            exchange.served.check(params, exchange.prompt_len)
+            context.engine.check(params, context.prompt_len)
         except SteeringError as error:
-            raise _located(fields, exchange.served, exchange.prompt_len, error) from None
+            raise _located(fields, context.engine, context.prompt_len, error) from None
     if CAPTURE_FIELD in fields:
         program = program_of(params)
-        if exchange.served is not None and exchange.hold is not None and program is not None:
-            most = exchange.served.capabilities.most_row_bytes(program, exchange.prompt_len, params.max_tokens)
-            exchange.hold.reserve_rows(most * params.n)
-        params.extra_args[PROMPT_KEY] = exchange.prompts
-        exchange.prompts += 1
-        exchange.samples = params.n
-        exchange.consumers = tuple(fields[CAPTURE_FIELD])
-        exchange.answer = answer
-    exchange.applied = bool(fields)
+        if context.engine is not None and context.reservation is not None and program is not None:
+            most = context.engine.capabilities.most_row_bytes(program, context.prompt_len, params.max_tokens)
+            context.reservation.reserve_rows(most * params.n)
+        params.extra_args[PROMPT_KEY] = context.prompts
+        context.prompts += 1
+        context.samples = params.n
+        context.consumers = tuple(fields[CAPTURE_FIELD])
+        context.results_in = answer
+    context.fields_applied = bool(fields)
 
 
 def _admitted(own: Mapping[str, bytes], served: EngineContext, hold: Reservation | None) -> Mapping[str, bytes]:

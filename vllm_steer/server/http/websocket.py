@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""WebSockets (``/v1/realtime``): what their messages ask of steering or capture is refused.
+"""Refusal of steering and capture fields in WebSocket messages (``/v1/realtime``).
 
-vLLM goes on without what it does not know in an event. No session can be steered by fields of its own, so one that has
-any gets an error event in vLLM's form, and ends: whoever asked is not to take what comes next for steered.
+vLLM ignores unknown fields of an event, and a realtime session cannot be steered. An event with such a field is
+answered with an error event in vLLM's form, and the connection is closed.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from starlette.types import Message, Receive, Scope, Send
 
 from vllm_steer.metrics.requests import count_refusal
 from vllm_steer.server.http.field_scanner import event_field
-from vllm_steer.server.routes.base import path_of
+from vllm_steer.server.routes.base import app_path
 
 POLICY_VIOLATION = 1008
-"""The code with which the connection is closed."""
+"""WebSocket close code of a refused connection."""
 
 
-class SteeringWebSocket:
-    """One connection; ``receive`` looks into its messages."""
+class WebSocketGuard:
+    """ASGI ``receive`` and ``send`` of one connection, with a check of each received message."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._path = path_of(scope)
+        self._path = app_path(scope)
         self._receive, self._send = receive, send
-        self._ended = False
+        self._closed = False
 
     async def receive(self) -> Message:
-        """The next message, or the end of the connection in the place of one that is refused."""
+        """Return the next message, or a disconnect after a refused one."""
         message = await self._receive()
         if message["type"] != "websocket.receive":
             return message
@@ -38,14 +38,14 @@ class SteeringWebSocket:
         if name is None:
             return message
         count_refusal(HTTPStatus.BAD_REQUEST.value, name)
-        problem = f"{name}: {self._path[:80]} does not carry it to the engine, so it would be ignored; leave it out"
+        problem = f"{name}: {self._path[:80]} does not support this field; remove it"
         error = {"type": "error", "error": problem, "code": "invalid_event"}
         await self._send({"type": "websocket.send", "text": json.dumps(error)})
         await self._send({"type": "websocket.close", "code": POLICY_VIOLATION})
-        self._ended = True
+        self._closed = True
         return {"type": "websocket.disconnect", "code": POLICY_VIOLATION}
 
     async def send(self, message: Message) -> None:
-        """As the server's own, which takes nothing after the end."""
-        if not self._ended:
+        """Send a message of the application, unless the connection was closed by a refusal."""
+        if not self._closed:
             await self._send(message)

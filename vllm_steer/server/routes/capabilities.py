@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``GET /v1/steering/capabilities``: what the running engine serves, and what it refuses and why.
+"""``GET /v1/steering/capabilities``: what the running engine supports, and what it refuses and why.
 
-A server without ``--enable-steering`` does not have the route.
+Servers without ``--enable-steering`` do not have this route.
 """
 
 from __future__ import annotations
@@ -11,28 +11,28 @@ from fastapi import APIRouter, FastAPI
 from vllm_steer.engine.report import CapabilityReport, make_report
 from vllm_steer.frontend.context import EngineContext
 from vllm_steer.server.auth.rights import Right
-from vllm_steer.server.routes.base import RESPONSES, SteeringRoute, needs
+from vllm_steer.server.routes.base import RESPONSES, SteeringRoute, requires
 
 ROUTE = "/v1/steering/capabilities"
 
 
-def add_capabilities_route(app: FastAPI, served: EngineContext) -> None:
-    """Add the route; its answer is made now, since nothing of it changes while the engine runs."""
+def add_capabilities_route(app: FastAPI, engine: EngineContext) -> None:
+    """Add the route. Its response is computed once, because it does not change while the engine runs."""
     import vllm
 
-    known = served.capabilities
+    known = engine.capabilities
     report = make_report({**known.facts, "vllm": vllm.__version__}, known.config, no_capture=known.no_capture)
     app.include_router(make_router(report))
 
 
 def make_router(report: CapabilityReport) -> APIRouter:
-    """The route that answers with ``report``."""
+    """Return a router whose route responds with ``report``."""
     router = APIRouter(tags=["steering"], route_class=SteeringRoute, responses=RESPONSES)
 
     async def capabilities() -> CapabilityReport:
-        """What the running engine serves, and what it refuses and why."""
+        """Return the hook points, edits, limits and refusals of the running engine."""
         return report
 
     summary = "Hook points, edits, limits and refusals"
-    router.add_api_route(ROUTE, capabilities, methods=["GET"], summary=summary, openapi_extra=needs(Right.READ))
+    router.add_api_route(ROUTE, capabilities, methods=["GET"], summary=summary, openapi_extra=requires(Right.READ))
     return router

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``/v1/steering``: named modules and global steering over HTTP.
+"""``/v1/steering``: routes for named modules and global steering.
 
-Bodies are read as bytes, since they come in two types and what JSON parsers pass over is refused; the OpenAPI document
-has their form from :mod:`vllm_steer.server.http.schemas`.
+Routes read their bodies as bytes, because a body can have two media types and because usual JSON parsers ignore
+duplicate keys. The OpenAPI document takes the schemas from :mod:`vllm_steer.server.http.schemas`.
 """
 
 from __future__ import annotations
@@ -22,72 +22,73 @@ from vllm_steer.registry.strict_json import parse_json
 from vllm_steer.server.auth.current_key import require
 from vllm_steer.server.auth.rights import Right
 from vllm_steer.server.flags import max_body_bytes
+from vllm_steer.server.http.error_response import MediaTypeError
 from vllm_steer.server.http.schemas import BINARY, JSON, MODULE_BODY, SET_BODY
-from vllm_steer.server.routes.base import RESPONSES, MediaTypeError, SteeringRoute, needs, read_body
+from vllm_steer.server.routes.base import RESPONSES, SteeringRoute, read_body, requires
 from vllm_steer.spec.scalars import shown
 
-_REGISTERED = ("name", *CONTENT_KEYS, *METADATA_KEYS)
-_SET = ("base", "prefill", "decode", "edits", "modules", "replace")
+_MODULE_KEYS = ("name", *CONTENT_KEYS, *METADATA_KEYS)
+_SET_KEYS = ("base", "prefill", "decode", "edits", "modules", "replace")
 
-Name = Annotated[str, Path(description="A module's name, or `name@sha256:...` for one version of it.")]
-Data = Annotated[bool, Query(description="Whether the answer has the vectors themselves.")]
-FileName = Annotated[str | None, Query(description="What to call the module of a safetensors body; in JSON, a field.")]
+Name = Annotated[str, Path(description="Name of a module, or `name@sha256:...` for one of its versions.")]
+Data = Annotated[bool, Query(description="Include the vectors in the response.")]
+FileName = Annotated[str | None, Query(description="Name of the module in a safetensors body. JSON bodies use `name`.")]
 
 
-def add_routes(app: FastAPI, registry: SteeringRegistry) -> None:
-    """Add the routes to a server; a second call adds nothing."""
+def add_module_routes(app: FastAPI, registry: SteeringRegistry) -> None:
+    """Add the routes to a server. A second call has no effect."""
     if not getattr(app.state, "vllm_steer_routes", False):
         app.state.vllm_steer_routes = True
         app.include_router(make_router(registry, max_body_bytes(getattr(app.state, "args", None))))
 
 
 def make_router(registry: SteeringRegistry, max_body: int) -> APIRouter:
-    """The routes over ``registry``; bodies may have ``max_body`` bytes."""
+    """Return the routes that serve ``registry``, with bodies of at most ``max_body`` bytes."""
     router = APIRouter(prefix="/v1/steering", tags=["steering"], route_class=SteeringRoute, responses=RESPONSES)
 
-    @router.post("/modules", summary="Register a module", openapi_extra=needs(Right.REGISTER, MODULE_BODY))
+    @router.post("/modules", summary="Register a module", openapi_extra=requires(Right.REGISTER, MODULE_BODY))
     async def register(request: Request, name: FileName = None) -> ModuleInfo:
-        """Let a name mean a module, or a new version of it. When it is answered, it is on the disk, and every server
-        process uses it from the next request on. Registering the same again changes nothing."""
-        kind = _media_type(request, (JSON, *BINARY))
+        """Register a module, or a new version of it. The response is sent when the module is on disk; every server
+        process uses it from its next request on. Registering the same content again has no effect."""
+        media_type = _media_type(request, (JSON, *BINARY))
         body = await read_body(request, max_body)
-        if kind == JSON:
+        if media_type == JSON:
             return await asyncio.to_thread(_register_json, registry, body, name)
         if name is None:
-            raise SteeringError("name", "is missing; a safetensors upload is named in the query, ?name=...")
+            raise SteeringError("name", "missing; a safetensors body is named in the query: ?name=...")
         return await asyncio.to_thread(registry.register_file, name, body)
 
-    @router.get("/modules", summary="List the modules", openapi_extra=needs(Right.READ))
+    @router.get("/modules", summary="List modules", openapi_extra=requires(Right.READ))
     async def list_modules() -> ModuleList:
-        """All modules, without their vectors."""
+        """List all modules, without their vectors."""
         return await asyncio.to_thread(registry.list)
 
-    @router.get("/modules/{name}", summary="Look at a module", openapi_extra=needs(Right.READ))
+    @router.get("/modules/{name}", summary="Get a module", openapi_extra=requires(Right.READ))
     async def get_module(name: Name, data: Data = False) -> ModuleInfo:
-        """One module; with `data`, which takes that right too, also its vectors, as they can be registered again."""
+        """Get one module. `data`, which needs the right `data`, adds its vectors in the form that registers them."""
         _require_data(data)
         return await asyncio.to_thread(registry.get, name, data=data)
 
-    @router.delete("/modules/{name}", summary="Delete a module", openapi_extra=needs(Right.REGISTER))
+    @router.delete("/modules/{name}", summary="Delete a module", openapi_extra=requires(Right.REGISTER))
     async def delete_module(name: Name) -> Deleted:
-        """Forget a name, or one version of it. Requests that run with it, and global steering, keep it."""
+        """Delete a module, or one version of it. Running requests and global steering that use it are not affected."""
         return await asyncio.to_thread(registry.delete, name)
 
-    @router.post("/set", summary="Set global steering", openapi_extra=needs(Right.GLOBAL, SET_BODY))
+    @router.post("/set", summary="Set global steering", openapi_extra=requires(Right.GLOBAL, SET_BODY))
     async def set_steering(request: Request) -> GlobalSteering:
-        """Steer every request admitted from now on, ahead of the modules that it names and of its own edits. Nothing
-        that runs is disturbed."""
+        """Steer every request admitted from now on, before its own modules and edits. Running requests are not
+        affected."""
         _media_type(request, (JSON,))
         return await asyncio.to_thread(_set_json, registry, await read_body(request, max_body))
 
-    @router.post("/clear", summary="Clear global steering", openapi_extra=needs(Right.GLOBAL))
+    @router.post("/clear", summary="Clear global steering", openapi_extra=requires(Right.GLOBAL))
     async def clear_steering(request: Request) -> GlobalSteering:
-        """Steer nothing but what requests bring, from the next request on. It takes no fields."""
+        """Clear global steering for requests admitted from now on. The body has no fields."""
         return await asyncio.to_thread(_clear_json, registry, await read_body(request, max_body))
 
-    @router.get("/set", summary="Look at global steering", openapi_extra=needs(Right.READ))
+    @router.get("/set", summary="Get global steering", openapi_extra=requires(Right.READ))
     async def get_steering(data: Data = False) -> GlobalSteering:
-        """What is applied to every request; with `data`, which takes that right too, also the vectors."""
+        """Get global steering. `data`, which needs the right `data`, adds the vectors."""
         _require_data(data)
         return await asyncio.to_thread(registry.status, data=data)
 
@@ -100,16 +101,16 @@ def _require_data(data: bool) -> None:
 
 
 def _register_json(registry: SteeringRegistry, body: bytes, name: str | None) -> ModuleInfo:
-    fields = _object_of(body, _REGISTERED)
+    fields = _parse_object(body, _MODULE_KEYS)
     if name is not None and fields.setdefault("name", name) != name:
-        raise SteeringError("name", f"is {shown(fields['name'])} in the body and {shown(name)} in the query")
+        raise SteeringError("name", f"{shown(fields['name'])} in the body, {shown(name)} in the query; give it once")
     if fields.get("name") is None:
-        raise SteeringError("name", "is missing")
+        raise SteeringError("name", "missing")
     return registry.register(**fields)
 
 
 def _set_json(registry: SteeringRegistry, body: bytes) -> GlobalSteering:
-    fields = _object_of(body, _SET)
+    fields = _parse_object(body, _SET_KEYS)
     replace = fields.pop("replace", None) or False
     if not isinstance(replace, bool):
         raise SteeringError("replace", f"must be true or false, not {shown(replace)}")
@@ -118,23 +119,23 @@ def _set_json(registry: SteeringRegistry, body: bytes) -> GlobalSteering:
 
 def _clear_json(registry: SteeringRegistry, body: bytes) -> GlobalSteering:
     if body.strip():
-        _object_of(body, ())
+        _parse_object(body, ())
     return registry.clear()
 
 
-def _object_of(body: bytes, keys: tuple[str, ...]) -> dict[str, Any]:
+def _parse_object(body: bytes, keys: tuple[str, ...]) -> dict[str, Any]:
     fields = parse_json(body, "body")
     if not isinstance(fields, dict):
         raise SteeringError("body", f"must be a JSON object, not {shown(fields)}")
     for key in fields:
         if key not in keys:
-            there = f"the fields are {', '.join(keys)}" if keys else "there are none here"
-            raise SteeringError(shown(key).strip("'") or "''", f"is not a field; {there}")
+            allowed = f"use {', '.join(keys)}" if keys else "this route takes none"
+            raise SteeringError(shown(key).strip("'") or "''", f"unknown field; {allowed}")
     return fields
 
 
-def _media_type(request: Request, types: tuple[str, ...]) -> str:
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind not in types:
-        raise MediaTypeError("content-type", f"must be {' or '.join(types)}, not {shown(kind)}")
-    return kind
+def _media_type(request: Request, allowed: tuple[str, ...]) -> str:
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type not in allowed:
+        raise MediaTypeError("content-type", f"must be {' or '.join(allowed)}, not {shown(media_type)}")
+    return media_type

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from tests.tiny import HIDDEN, LAYERS, code_of
-from vllm_steer.capture.assembly import Assembly, Chunk
 from vllm_steer.capture.consumers import make_consumer
-from vllm_steer.capture.deltas import NewRows, RowDeltas, joined
+from vllm_steer.capture.row_assembler import RowAssembler, RowChunk
+from vllm_steer.capture.row_deltas import RowDelta, RowDeltaStream, merge_deltas
 from vllm_steer.errors import SteeringError
 from vllm_steer.spec import CaptureSpec
 
@@ -17,39 +17,39 @@ SITE = ("post_block", 1)
 SPEC = CaptureSpec(hooks={"post_block": [1]}, positions="all")
 
 
-def chunk(start: int, *values: float) -> Chunk:
+def chunk(start: int, *values: float) -> RowChunk:
     rows = torch.tensor(values, dtype=torch.float32).view(-1, 1).expand(-1, HIDDEN).contiguous()
-    return Chunk("r", start, len(values), (code_of("post_block", 1),), rows.numpy().tobytes())
+    return RowChunk("r", start, len(values), (code_of("post_block", 1),), rows.numpy().tobytes())
 
 
-def shown(rows: NewRows) -> list[tuple[int, float]]:
+def shown(rows: RowDelta) -> list[tuple[int, float]]:
     return list(zip(rows[SITE].positions.tolist(), rows[SITE].rows[:, 0].tolist(), strict=True))
 
 
 def test_drafts_are_held_back_and_what_is_computed_again_is_left_out() -> None:
     """Catches a rejected draft's row given away before its token is known, and a preempted prompt given twice."""
-    assembly = Assembly(LAYERS, HIDDEN, torch.float32)
-    stream = RowDeltas(assembly, SPEC)
-    assembly.add([chunk(0, 0, 1), chunk(2, 2)])
-    assert shown(stream.take(3, 4)) == [(0, 0), (1, 1), (2, 2)]
-    assembly.add([chunk(3, 3, 40, 50)])  # a token and two drafts, of which none is accepted
-    assert shown(stream.take(3, 5)) == [(3, 3)]
-    assembly.add([chunk(0, 0, 1, 2, 3), chunk(4, 4)])  # after a preemption
-    assert shown(stream.take(3, 6)) == [(4, 4)]
-    assert shown(stream.take(3, 6)) == []
+    assembler = RowAssembler(LAYERS, HIDDEN, torch.float32)
+    stream = RowDeltaStream(assembler, SPEC)
+    assembler.add([chunk(0, 0, 1), chunk(2, 2)])
+    assert shown(stream.next_delta(3, 4)) == [(0, 0), (1, 1), (2, 2)]
+    assembler.add([chunk(3, 3, 40, 50)])  # a token and two drafts, of which none is accepted
+    assert shown(stream.next_delta(3, 5)) == [(3, 3)]
+    assembler.add([chunk(0, 0, 1, 2, 3), chunk(4, 4)])  # after a preemption
+    assert shown(stream.next_delta(3, 6)) == [(4, 4)]
+    assert shown(stream.next_delta(3, 6)) == []
 
 
 def test_pieces_are_merged_in_order() -> None:
     """Catches the rows of a piece that a slow reader never saw by itself."""
-    assembly = Assembly(LAYERS, HIDDEN, torch.float32)
-    stream = RowDeltas(assembly, SPEC)
-    assembly.add([chunk(0, 0, 1)])
-    one = {"memory": stream.take(2, 3)}
-    assembly.add([chunk(2, 2)])
-    both = joined(one, {"memory": stream.take(2, 4)})
+    assembler = RowAssembler(LAYERS, HIDDEN, torch.float32)
+    stream = RowDeltaStream(assembler, SPEC)
+    assembler.add([chunk(0, 0, 1)])
+    one = {"memory": stream.next_delta(2, 3)}
+    assembler.add([chunk(2, 2)])
+    both = merge_deltas(one, {"memory": stream.next_delta(2, 4)})
     assert both is not None and shown(both["memory"]) == [(0, 0), (1, 1), (2, 2)]
-    assert joined(None, one) is joined(one, None) is one
-    assert joined(None, None) is None
+    assert merge_deltas(None, one) is merge_deltas(one, None) is one
+    assert merge_deltas(None, None) is None
 
 
 @pytest.mark.parametrize("reduce", ["mean", "last"])
