@@ -15,20 +15,20 @@ import architectures
 import bad_input
 import msgspec
 import performance
+import sections
 from gpu_page import gpu_tests
 
 import vllm_steer.models.proofs
 from vllm_steer.config import LIMITS, SUBSETS, SWITCHES
 from vllm_steer.metrics.table import METRICS, Metric
-from vllm_steer.models.branches import why_not
-from vllm_steer.models.layers import ENTRY, EXIT
-from vllm_steer.models.recipes import RECIPES, Branch, Recipe
+from vllm_steer.models.recipe import BLOCK_INPUT, BLOCK_OUTPUT, Recipe
+from vllm_steer.models.recipes import RECIPES
 from vllm_steer.points import OPTIONAL_POINTS, POINTS, POINTS_FLAG
-from vllm_steer.server import capabilities, captures
 from vllm_steer.server.auth.rights import RIGHT_DESCRIPTIONS
 from vllm_steer.server.http.error_response import ERRORS
 from vllm_steer.server.http.schemas import ANSWER_FIELDS, REQUEST_FIELDS
 from vllm_steer.server.quota.limits import SERVER_LIMITS
+from vllm_steer.server.routes import capabilities, captures
 from vllm_steer.server.routes.base import SteeringRoute
 from vllm_steer.server.routes.modules import make_router
 from vllm_steer.spec import KINDS
@@ -46,35 +46,32 @@ def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
 
 
-def _beside(branch: Branch) -> str:
-    """What is served of ``post_attn`` where attention and MLP run in parallel."""
-    return f"read only: block input + `{branch.module}`" + (", not under tensor parallelism" if branch.partial else "")
-
-
 def post_attn(recipe: Recipe) -> str:
-    if recipe.mid in (ENTRY, EXIT):
-        return f"{recipe.mid}: it has one branch"
-    if recipe.branch is not None:
-        return _beside(recipe.branch)
-    if recipe.mid is None:
-        return "refused: " + recipe.no_mid.format(layer="the block").split(";")[0]
-    return f"in front of `{recipe.mid}`"
+    """Return where ``post_attn`` is, or why it is refused."""
+    if recipe.post_attn in (BLOCK_INPUT, BLOCK_OUTPUT):
+        return f"{recipe.post_attn}: it has one branch"
+    if recipe.parallel:
+        partial = ", not under tensor parallelism" if recipe.partial_sums else ""
+        return f"read only: block input + `{recipe.attn_out}`{partial}"
+    if (reason := recipe.refusal("post_attn")) is not None:
+        return "refused: " + reason.format(layer="the block").partition(";")[0]
+    return f"before `{recipe.post_attn}`"
 
 
 def branches(recipe: Recipe) -> str:
-    return ", ".join(f"`{point}`" for point in OPTIONAL_POINTS if why_not(point, recipe) is None) or "none"
+    return ", ".join(f"`{point}`" for point in OPTIONAL_POINTS if recipe.refusal(point) is None) or "none"
 
 
 def models() -> str:
-    rows = [(f"`{r.layer}`", r.shape, post_attn(r), branches(r)) for r in RECIPES]
+    rows = [(f"`{r.layer}`", r.shape, post_attn(r), branches(r)) for r in RECIPES.values()]
     return (
         "# Models\n\n"
-        "A model is served when its decoder layers are of one of these classes; [architectures](architectures.md) says how\n"
-        "each is proven, and [parity](parity.md) has figures. Where a class is several blocks in one, the row is the usual\n"
-        "one. Every other class is refused when the engine starts, and so is one of these whose `forward` is not the code\n"
-        "that was proven (`models/digests.json`). `pair`: the stream travels as two summands; `single`: as one tensor.\n"
-        f"`pre_attn` and `post_block` are served on all of them. The points on the branches are there with `{POINTS_FLAG}`\n"
-        "only; a request at one that is not in the last column is refused with the reason.\n\n"
+        "vllm-steer supports a model if its decoder layers are of the classes below. [Architectures](architectures.md) says\n"
+        "how each class was proven, [parity](parity.md) has the figures. If a class implements several kinds of block, the row\n"
+        "describes the usual one. The engine refuses every other class at start, and also a listed class whose `forward` is not\n"
+        "the code that was proven (`models/digests.json`). `pair`: the stream travels as two summands; `single`: as one tensor.\n"
+        f"All classes serve `pre_attn` and `post_block`. The points on the branches need `{POINTS_FLAG}`; requests at a point that\n"
+        "is missing from the last column are refused with the reason.\n\n"
         + table(("decoder layer", "stream", "`post_attn`", "on the branches"), rows)
     )
 
@@ -288,7 +285,7 @@ def proofs() -> str:
 
 def main() -> None:
     stale = []
-    pages = {FOLDER / name: NOTE + page() for name, page in PAGES.items()}
+    pages = {FOLDER / name: NOTE + page() for name, page in PAGES.items()} | sections.pages(table)
     for path, text in {**pages, PROOFS: proofs()}.items():
         if not path.exists() or path.read_text() != text:
             stale.append(path.name)

@@ -20,9 +20,8 @@ from vllm_steer.compat.version import CONFLICTS
 from vllm_steer.config import LIMITS
 from vllm_steer.engine.report import CapabilityReport, make_report
 from vllm_steer.models import proofs
-from vllm_steer.models.layers import INHERITED
 from vllm_steer.models.proofs import Proof, proofs_of
-from vllm_steer.models.recipes import PROVEN
+from vllm_steer.models.recipes import PROVEN, RECIPES
 from vllm_steer.points import OPTIONAL_POINTS
 
 SMALL: dict[str, Any] = {
@@ -92,7 +91,7 @@ def test_a_model_without_proof_is_a_sentence_and_a_failure(tmp_path: Path, monke
     result = invoke(str(tmp_path))
     assert result.exit_code == 1
     assert "cannot be steered: LlamaForCausalLM cannot be steered" in result.stdout
-    assert "LlamaDecoderLayer is not among the layer classes that were proven" in result.stdout
+    assert "LlamaDecoderLayer is not a proven layer class" in result.stdout
 
 
 @pytest.mark.parametrize("words", [("none/here",), ("demo/model", "--max-rows", "0")])
@@ -165,7 +164,7 @@ def test_every_proven_layer_class_has_a_proof() -> None:
     """Catches a class that is served as proven, and no row of the record is about it."""
     rows = {layer for row in proofs.all_proofs()[1] for layer in row.layers}
     short = {name.rpartition(".")[2]: name for name in PROVEN}
-    inherited = {name.rpartition(".")[2] for name in INHERITED}
+    inherited = {name.rpartition(".")[2] for name, recipe in RECIPES.items() if recipe.inherits}
     assert sorted(set(short) - rows - inherited) == []
 
 

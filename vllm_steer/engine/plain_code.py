@@ -105,7 +105,7 @@ def _plain_code(model: nn.Module, decoder: Decoder, vllm_config: Any, before: fr
 
 def _compiled_module(model: nn.Module, decoder: Decoder) -> Any:
     """The module that vLLM compiles, and that has the layers."""
-    layers = {id(site.layer) for site in decoder.sites}
+    layers = {id(layer.module) for layer in decoder.layers}
     found = [
         module
         for module in model.modules()
@@ -120,7 +120,7 @@ def _compiled_module(model: nn.Module, decoder: Decoder) -> Any:
 
 def _changed(root: nn.Module, decoder: Decoder) -> dict[int, nn.Module]:
     """Modules of ``root`` that have taps or contain one that has, by id."""
-    tapped = {id(module) for site in decoder.sites for module in site.layer.modules() if "forward" in vars(module)}
+    tapped = {id(module) for layer in decoder.layers for module in layer.module.modules() if "forward" in vars(module)}
     return {id(module): module for module in root.modules() if any(id(each) in tapped for each in module.modules())}
 
 

@@ -32,7 +32,7 @@ from vllm_steer.engine.row_sender import RowSender
 from vllm_steer.errors import SteeringError
 from vllm_steer.log import steering_logger
 from vllm_steer.metrics.engine_stats import EngineMeter
-from vllm_steer.models.layers import layer_count
+from vllm_steer.models.discovery import layer_count
 from vllm_steer.params import EXTRA_KEY, program_bytes, take_in
 from vllm_steer.points import how_to_switch_on, points_on
 from vllm_steer.program import Program, Resolved, TableAllocator, resolve

@@ -105,7 +105,7 @@ class WorkerSteering:
             logger.warning("Steering runs unproven, as --steering-allow-unproven asks: %s.", doubt)
         refused = decoder.refused(get_tensor_model_parallel_world_size() > 1)
         for point in config.points:
-            if len(reasons := refused[point]) == len(decoder.sites):
+            if len(reasons := refused[point]) == len(decoder.layers):
                 # Requests at it are refused with the reason, each; the operator is told why that is so.
                 logger.warning("%s %s serves nothing here: %s.", POINTS_FLAG, point, next(iter(reasons.values())))
         self.decoder = decoder
@@ -119,7 +119,7 @@ class WorkerSteering:
             dtype=model_config.dtype,
             device=device,
         )
-        self.store = ProgramStore(self.tables, config, decoder.num_layers, decoder.own_layers)
+        self.store = ProgramStore(self.tables, config, decoder.num_layers, decoder.layer_range)
         before = own_forwards(model)
         install_taps(decoder, self.tables)
         vllm_config.compilation_config.static_forward_context[CONTEXT_KEY] = self.tables
@@ -128,7 +128,7 @@ class WorkerSteering:
             plain = plain_code(model, decoder, vllm_config, before)
         elif config.plain_code:
             logger.warning("No plain code: this runner's CUDA graphs are captured once, with every tap.")
-        self.graph_sets = GraphSets(self.tables, config.graph_sets, len(points), decoder.own_layers, plain)
+        self.graph_sets = GraphSets(self.tables, config.graph_sets, len(points), decoder.layer_range, plain)
         make_products: Products = products_at
         if device.type == "cuda":
             from vllm_steer.taps import assignment_kernel, kernel, projection_kernel
@@ -158,8 +158,8 @@ class WorkerSteering:
         self.self_check: dict[str, Any] = {"ran": False, "reason": "the engine is still starting"}
         logger.info(
             "Steering: %d sites on %d layers of %s, tables %.1f MiB, installed in %.0f ms",
-            len(decoder.sites) * len(points),
-            len(decoder.sites),
+            len(decoder.layers) * len(points),
+            len(decoder.layers),
             type(model).__name__,
             self.tables.num_bytes / 2**20,
             1000 * (time.perf_counter() - started),
