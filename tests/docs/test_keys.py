@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 from tests.docs.markdown import blocks, tables
 from tests.repo.tree import ROOT, read
 from vllm_steer.cli.main import app
+from vllm_steer.limits import KEY_LIMITS
 from vllm_steer.server.auth.authenticator import ADMIN_PATHS, INFERENCE_PATHS, PUBLIC_PATHS
 from vllm_steer.server.auth.key_file import read_keys
 from vllm_steer.server.auth.rights import Right
-from vllm_steer.server.quota.limits import KEY_LIMITS
 
 GUIDE, MODEL = "docs/guides/keys.md", "docs/design/threat-model.md"
 

@@ -23,7 +23,7 @@ from vllm_steer.params import (
     read_references,
     read_specs,
 )
-from vllm_steer.program import Program, compile_program, join
+from vllm_steer.program import Program, compile_program, join, with_source
 from vllm_steer.registry.index import ResolvedModule
 from vllm_steer.registry.module import DIGEST_PREFIX
 from vllm_steer.registry.snapshot import Snapshot
@@ -78,7 +78,7 @@ def count_edits(extra: Mapping[str, Any], snapshot: Snapshot) -> int:
         UnknownModuleError: A module is unknown.
     """
     modules = _resolve(read_references(extra) or (), snapshot)
-    return sum(len(snapshot.content(module.digest).program.steps) for module in modules)
+    return sum(len(snapshot.content(module.digest).program.edits) for module in modules)
 
 
 def resolve_probes(
@@ -107,12 +107,14 @@ def _compose(ours: Mapping[str, Any], snapshot: Snapshot) -> dict[str, bytes]:
         specs = resolve_probes(read_specs(ours), snapshot)
         composed[CAPTURE_KEY] = encode_specs(specs)
         # Recompile the reads: now that the directions are known, the engine may be able to compute the projections.
-        own = join([own.without_reads(), compile_program([], [spec for _, spec in specs])])
-        composed[EXTRA_KEY] = own.seal()
+        paths = [f"capture.{consumer}" for consumer, _ in specs]
+        own = join([own.without_reads(), compile_program([], [spec for _, spec in specs], capture_paths=paths)])
+        composed[EXTRA_KEY] = own.encode_cached()
     if modules or snapshot.steering_digest is not None:
-        parts = [snapshot.steering_program, *(snapshot.program(module) for module in modules), own]
-        composed[EXTRA_KEY] = join([part for part in parts if part is not None]).seal()
-    if modules or snapshot.steering_digest is not None or (own is not None and own.steps):
+        named = [with_source(snapshot.program(each), f"{MODULES_FIELD}[{i}]") for i, each in enumerate(modules)]
+        parts = [snapshot.steering_program, *named, own]
+        composed[EXTRA_KEY] = join([part for part in parts if part is not None]).encode_cached()
+    if modules or snapshot.steering_digest is not None or (own is not None and own.edits):
         composed[APPLIED_KEY] = _encode_applied(snapshot, modules, own)
     return composed
 
@@ -141,11 +143,11 @@ def _encode_applied(snapshot: Snapshot, modules: tuple[ResolvedModule, ...], own
             "epoch": snapshot.epoch,
             "global": snapshot.steering_digest,
             "modules": modules,
-            "request": None if own is None or not own.steps else _edits_digest(own),
+            "request": None if own is None or not own.edits else _edits_digest(own),
         }
     )
 
 
 def _edits_digest(program: Program) -> str:
     # The steps refer to vectors by digest.
-    return DIGEST_PREFIX + hashlib.sha256(msgspec.msgpack.encode(program.steps)).hexdigest()
+    return DIGEST_PREFIX + hashlib.sha256(msgspec.msgpack.encode(program.edits)).hexdigest()

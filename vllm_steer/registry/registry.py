@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from vllm_steer import audit
 from vllm_steer.errors import SteeringError
-from vllm_steer.metrics.collectors import set_gauge
+from vllm_steer.metrics.registry import set_registry_gauges
 from vllm_steer.program import Program
 from vllm_steer.program.magnitude import check_magnitude
 from vllm_steer.registry.composer import RequestComposer
@@ -136,7 +136,7 @@ class SteeringRegistry:
         """Register a parsed module; see `register`."""
         name = read_name(name, "name")
         self._checker.check(module.program, None)
-        check_magnitude(module.program, module.program.steps, self._limits.max_norm)
+        check_magnitude(module.program, self._limits.max_norm)
         if module.width != self._checker.hidden_size:
             raise SteeringError(
                 "probes", f"have width {module.width}; the model's hidden size is {self._checker.hidden_size}"
@@ -284,20 +284,20 @@ class SteeringRegistry:
         if snapshot is self._reported or self._model_name is None:
             return
         self._reported = snapshot
-        for name, value in (
-            ("registry_modules", len(snapshot.index.modules)),
-            ("registry_bytes", sum(module.num_bytes for module in snapshot.contents.values())),
-            ("registry_epoch", snapshot.epoch),
-            ("global_steering", snapshot.steering_digest is not None),
-        ):
-            set_gauge(name, value, model_name=self._model_name)
+        set_registry_gauges(
+            self._model_name,
+            modules=len(snapshot.index.modules),
+            num_bytes=sum(module.num_bytes for module in snapshot.contents.values()),
+            epoch=snapshot.epoch,
+            global_steering=snapshot.steering_digest is not None,
+        )
 
     def _check_global(self, snapshot: Snapshot) -> None:
         """Raise ``SteeringError`` unless global steering works for every prompt, from the shortest to the longest."""
         program = snapshot.steering_program
         if program is None:
             return
-        check_magnitude(program, program.steps, self._limits.max_norm)
+        check_magnitude(program, self._limits.max_norm)
         for prompt_len in (None, 1, max(self._checker.max_model_len - 1, 1)):
             try:
                 self._checker.check(program, prompt_len)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
-from vllm_steer.program import Program, join, scaled
+from vllm_steer.program import Program, join, scaled, with_source
 from vllm_steer.registry.errors import RegistryFullError, RegistryUnavailableError, UnknownModuleError
 from vllm_steer.registry.index import (
     GlobalSteeringState,
@@ -82,7 +82,8 @@ class Snapshot:
         if self.steering_digest is None:
             return None
         unnamed = [] if steering.content is None else [self.content(steering.content).program]
-        return join([*(self.program(module) for module in steering.modules), *unnamed])
+        modules = [self.program(module) for module in steering.modules]
+        return with_source(join([*modules, *unnamed]), "global steering")
 
     def with_module(
         self, name: str, module: Module, metadata: ModuleMetadata, registered: float, limits: RegistryLimits

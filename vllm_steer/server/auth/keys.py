@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from vllm_steer.errors import SteeringError
+from vllm_steer.limits import KEY_LIMITS
 from vllm_steer.server.auth.rights import Right
-from vllm_steer.server.quota.limits import KEY_LIMITS
 from vllm_steer.spec.references import read_name
 
 PREFIX = "vsk-"
@@ -37,7 +37,7 @@ class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Secret salt. Requests share prefix-cache blocks only with requests of the same key."""
     rights: tuple[Right, ...] = ()
     limits: Mapping[str, int] = {}
-    """Limits that differ from the server's, by the names in :data:`~vllm_steer.server.quota.limits.KEY_LIMITS`."""
+    """Limits that differ from the server's, by the names in :data:`~vllm_steer.limits.KEY_LIMITS`."""
     created: float = 0.0
     """In seconds since 1970."""
 

@@ -16,28 +16,26 @@ import msgspec
 from fastapi import FastAPI
 
 from vllm_steer.errors import SteeringError
+from vllm_steer.limits import (
+    KEY_CAPTURE_MIB,
+    KEY_POOL_MIB,
+    KEY_PROGRAMS,
+    KEY_REQUESTS,
+    KEY_STORE_MIB,
+    MAX_NORM,
+    MAX_PROGRAMS,
+    REQUEST_EDITS,
+    REQUEST_LAYERS,
+    REQUEST_VECTORS,
+    SERVER_LIMITS,
+    ServerLimit,
+)
 from vllm_steer.program import Program
 from vllm_steer.program.magnitude import check_magnitude
 from vllm_steer.program.program import CompiledEdit, CompiledRead
 from vllm_steer.server.access_errors import KeyLimitError, ServerFullError, TooLargeError
 from vllm_steer.server.auth.keys import Key
-from vllm_steer.server.quota.limits import (
-    ALL_PROGRAMS,
-    EDITS,
-    KEY_STORE,
-    LAYERS,
-    NORM,
-    POOL,
-    PROGRAMS,
-    REQUESTS,
-    ROWS,
-    SERVER_LIMITS,
-    VECTORS,
-    ServerLimit,
-    processes_of,
-    share_of,
-    value_of,
-)
+from vllm_steer.server.quota.limits import processes_of, share_of, value_of
 from vllm_steer.spec import CaptureSpec
 from vllm_steer.spec.projection import Projection
 
@@ -81,8 +79,8 @@ class QuotaTracker:
         if key is None:
             return Reservation(self, None, None)
         usage = self._usage.setdefault(key.sha256, KeyUsage())
-        if usage.requests >= self.limit(REQUESTS, key):
-            raise KeyLimitError("authorization", self._describe(REQUESTS, key))
+        if usage.requests >= self.limit(KEY_REQUESTS, key):
+            raise KeyLimitError("authorization", self._describe(KEY_REQUESTS, key))
         usage.requests += 1
         return Reservation(self, key, usage)
 
@@ -94,7 +92,7 @@ class QuotaTracker:
     def configured(self, limit: ServerLimit, key: Key | None) -> int:
         """Return the value of a limit as set for the key, or else by the server's flags."""
         value = self._values[limit]
-        return value if key is None or limit.of_key is None else key.limits.get(limit.of_key, value)
+        return value if key is None or limit.key_name is None else key.limits.get(limit.key_name, value)
 
     def measure(
         self, program: Program, shared: Program | None, num_layers: int, specs: Sequence[CaptureSpec] = ()
@@ -112,20 +110,21 @@ class QuotaTracker:
             TooLargeError: The program exceeds a limit per request.
             SteeringError: An edit exceeds the norm limit.
         """
-        steps = program.steps if shared is None else program.steps[len(shared.steps) :]
-        places = {step.vector for step in steps}.union(*program.projections)
+        edits = program.edits if shared is None else program.edits[len(shared.edits) :]
+        places = {edit.vector for edit in edits}.union(*program.projections)
         used = {program.digests[place]: len(program.vectors[place]) for place in places}
         for spec in specs:
             if isinstance(spec.reduce, Projection) and not spec.reduce.in_engine:
                 used.update((digest, 4 * spec.reduce.directions.shape[1]) for digest in spec.reduce.digests)
         shared_vectors = {} if shared is None else shared.by_digest
         vectors = {digest: size for digest, size in used.items() if digest not in shared_vectors}
-        parts: list[CompiledEdit | CompiledRead] = [*steps, *program.reads]
+        parts: list[CompiledEdit | CompiledRead] = [*edits, *program.reads]
         layers = {layer for part in parts for layer in part.layers or range(num_layers)}
-        for limit, count in ((EDITS, len(steps)), (VECTORS, len(vectors)), (LAYERS, len(layers))):
-            self.check_count(limit, count)
-        check_magnitude(program, steps, self.limit(NORM, None))
-        content = msgspec.msgpack.encode((program.steps, program.reads, program.digests))
+        self.check_count(REQUEST_EDITS, len(edits))
+        self.check_count(REQUEST_VECTORS, len(vectors))
+        self.check_count(REQUEST_LAYERS, len(layers))
+        check_magnitude(program, self.limit(MAX_NORM, None), len(program.edits) - len(edits))
+        content = msgspec.msgpack.encode((program.edits, program.reads, program.digests))
         return ProgramUsage(hashlib.blake2b(content, digest_size=16).digest(), vectors)
 
     def check_count(self, limit: ServerLimit, count: int) -> None:
@@ -149,16 +148,16 @@ class QuotaTracker:
 
     def reserve_program(self, key: Key | None, usage: KeyUsage | None, program: ProgramUsage) -> None:
         """Reserve the resources of a program; raises ``AccessError`` and reserves nothing if a limit is exceeded."""
-        maximum = self.limit(ALL_PROGRAMS, None)
+        maximum = self.limit(MAX_PROGRAMS, None)
         if program.digest not in self._programs and len(self._programs) >= maximum:
             raise ServerFullError(
-                STEERING, f"this server already runs {maximum} distinct programs ({ALL_PROGRAMS.flag}); retry later"
+                STEERING, f"this server already runs {maximum} distinct programs ({MAX_PROGRAMS.flag}); retry later"
             )
         if key is not None and usage is not None:
-            if program.digest not in usage.programs and len(usage.programs) >= self.limit(PROGRAMS, key):
-                raise KeyLimitError(STEERING, self._describe(PROGRAMS, key))
+            if program.digest not in usage.programs and len(usage.programs) >= self.limit(KEY_PROGRAMS, key):
+                raise KeyLimitError(STEERING, self._describe(KEY_PROGRAMS, key))
             new = sum(size for digest, size in program.vectors.items() if digest not in usage.vectors)
-            self._check_bytes(POOL, key, sum(program.vectors.values()), usage.vector_bytes + new)
+            self._check_bytes(KEY_POOL_MIB, key, sum(program.vectors.values()), usage.vector_bytes + new)
             usage.programs[program.digest] += 1
             usage.vectors.update(program.vectors.keys())
             usage.vector_bytes += new
@@ -166,7 +165,7 @@ class QuotaTracker:
 
     def reserve_rows(self, key: Key, usage: KeyUsage, num_bytes: int, held: int) -> None:
         """Reserve memory for captured rows of a request that already holds ``held`` bytes; raises ``AccessError``."""
-        self._check_bytes(ROWS, key, held + num_bytes, usage.row_bytes + num_bytes)
+        self._check_bytes(KEY_CAPTURE_MIB, key, held + num_bytes, usage.row_bytes + num_bytes)
         usage.row_bytes += num_bytes
 
     def release(self, key: Key | None, usage: KeyUsage | None, program: ProgramUsage | None, row_bytes: int) -> None:
@@ -186,7 +185,7 @@ class QuotaTracker:
 
     def _check_bytes(self, limit: ServerLimit, key: Key, request: int, total: int) -> None:
         maximum = self.limit(limit, key) << 20
-        field = "capture" if limit.of == "capture" else STEERING
+        field = "capture" if limit.prefix == "capture" else STEERING
         if request > maximum:
             raise TooLargeError(field, f"may need {request} bytes; {self._describe(limit, key)}")
         if total > maximum:
@@ -226,7 +225,7 @@ class Reservation:
     @property
     def store_bytes(self) -> int | None:
         """The key's limit of stored captures in bytes, over all processes; None if the request has no key."""
-        return None if self._key is None else self.tracker.configured(KEY_STORE, self._key) << 20
+        return None if self._key is None else self.tracker.configured(KEY_STORE_MIB, self._key) << 20
 
     def release(self) -> None:
         """Release all resources. Later calls do nothing."""
