@@ -23,8 +23,7 @@ def connected(url: str, api_key: str | None) -> Iterator[Client]:
     """A client; what goes wrong ends the command with a sentence and status 1."""
     import httpx
 
-    from vllm_steer.client import Client, ServerError
-    from vllm_steer.client.retry import Retry
+    from vllm_steer.client import Client, Retry, ServerError
     from vllm_steer.errors import SteeringError
 
     try:
