@@ -33,7 +33,7 @@ def prompts(count: int) -> list[Any]:
 
 def change_chunks(monkeypatch: pytest.MonkeyPatch, change: Rename) -> None:
     """Change what leaves the worker in every step; ``change`` also gets the names of the step's requests."""
-    arrived = device_to_host.PendingRows.arrived
+    arrived = device_to_host.PendingRows.wait
 
     def changed(self: Any) -> Any:
         (step,) = arrived(self)
@@ -41,7 +41,7 @@ def change_chunks(monkeypatch: pytest.MonkeyPatch, change: Rename) -> None:
         changed = [change(chunk, [each.request_id for each in chunks]) for chunk in chunks]
         return (step_of(changed, step.rows.shape[1]),)
 
-    monkeypatch.setattr(device_to_host.PendingRows, "arrived", changed)
+    monkeypatch.setattr(device_to_host.PendingRows, "wait", changed)
 
 
 def alone(llm: Any, wanted: Any, asked: list[Any]) -> list[Any]:
@@ -133,7 +133,7 @@ def test_rows_of_one_sample_for_all_are_seen(llm: Any, monkeypatch: pytest.Monke
 
 def raising_for(llm: Any, monkeypatch: pytest.MonkeyPatch, tokens: tuple[int, ...]) -> None:
     """Make the consumer ``memory`` raise for the request with this prompt."""
-    desk = llm.llm_engine.output_processor._steering_served.desk
+    desk = llm.llm_engine.output_processor._steering_context.capture_manager
     accept = desk._consumers["memory"].accept
 
     def raising(captured: Any) -> Any:

@@ -48,7 +48,7 @@ async def run(original: Handler, engine_client: Any, args: Any) -> None:
     finally:
         _current_batch.reset(token)
         if engine is not None:
-            await asyncio.to_thread(engine.desk.close)
+            await asyncio.to_thread(engine.capture_manager.close)
 
 
 async def run_request_line(original: Handler, handler: Handler, request: Any, tracker: Any) -> Any:

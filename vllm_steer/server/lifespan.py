@@ -40,7 +40,7 @@ async def run_lifespan(app: ASGIApp, scope: Scope, receive: Receive, send: Send)
         try:
             if engine is not None and message["type"] in _LAST_MESSAGES:
                 # Before the message, because the process may exit as soon as the server has it.
-                await asyncio.to_thread(engine.desk.close)
+                await asyncio.to_thread(engine.capture_manager.close)
                 await asyncio.to_thread(capture_store_of(scope["app"]).close)
         finally:
             await send(message)

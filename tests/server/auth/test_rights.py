@@ -298,7 +298,7 @@ def engine_request(salt: str | None = None) -> Any:
 def salted(key: Any, own: str | None) -> str | None:
     request = engine_request(own)
     with acting(key):
-        salt_request(request)
+        salt_request(None, request)
     result: str | None = request.cache_salt
     return result
 

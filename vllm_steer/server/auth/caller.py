@@ -59,8 +59,8 @@ def owner() -> bytes:
     return NOBODY if key is None else bytes.fromhex(key.sha256)
 
 
-def salt_request(request: Any) -> None:
-    """Give an engine request, steered or not, the prefix cache of its key alone."""
+def salt_request(_output_processor: Any, request: Any) -> None:
+    """Restrict an engine request, steered or not, to the prefix cache of its API key."""
     key = _key.get()
     if key is not None and key.cache_salt:
         request.cache_salt = key.salt(request.cache_salt)
