@@ -97,7 +97,7 @@ def test_chat(url: str, app: FastAPI) -> None:
         "[plain] I am plain.",
         "[terse=2] I am terse\\x1b[2J.",
     ]
-    assert "error: there is no module nobody" in shown
+    assert "error: unknown module 'nobody'" in shown
     assert answers[-2:] == ["[plain] I am plain.", "[no modules] I am plain."]
     system = {"role": "system", "content": "Be brief."}
     steered = [body for body in app.state.bodies if "steering_modules" in body]
