@@ -15,7 +15,7 @@ HIDDEN, LAYERS, VOCAB = 64, 4, 128
 
 
 def code_of(point: PointName, layer: int, *, before: bool = False) -> int:
-    """Return the code of a captured row in transfer: the number of its site, and whether it was read before its edits."""
+    """Return the transfer code of a captured row: the number of its site, and whether it was read before its edits."""
     return 2 * (len(POINT_NAMES) * layer + POINT_NAMES.index(point)) + before
 
 

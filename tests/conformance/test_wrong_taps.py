@@ -22,7 +22,7 @@ from tests.conformance.part import EVERYTHING, selected
 from tests.conformance.reference_process import ReferenceProcess
 from tests.conformance.zoo import BY_NAME
 from tests.wrong_taps import Forward, late_layer, late_mid
-from vllm_steer.engine import worker_steering
+from vllm_steer.engine import model_setup
 from vllm_steer.models import install
 
 
@@ -192,7 +192,7 @@ def test_rejects_one_summand(family: Family, monkeypatch: pytest.MonkeyPatch, ex
 
 def test_rejects_taps_one_layer_off(monkeypatch: pytest.MonkeyPatch, examined: Callable[[], Report]) -> None:
     """Catches a comparison that accepts layers counted from the other end or from one."""
-    right = worker_steering.find_decoder
+    right = model_setup.find_decoder
 
     def off_by_one(*args: Any, **kwargs: Any) -> Any:
         decoder = right(*args, **kwargs)
@@ -200,5 +200,5 @@ def test_rejects_taps_one_layer_off(monkeypatch: pytest.MonkeyPatch, examined: C
         shifted = zip(decoder.layers, numbers[1:] + numbers[:1], strict=True)
         return replace(decoder, layers=tuple(replace(layer, number=number) for layer, number in shifted))
 
-    monkeypatch.setattr(worker_steering, "find_decoder", off_by_one)
+    monkeypatch.setattr(model_setup, "find_decoder", off_by_one)
     _assert_rejects(examined(), lambda case: any(edit.layers != "all" for edit in case.edits))
