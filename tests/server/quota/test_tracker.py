@@ -74,7 +74,7 @@ class TrackerMachine(RuleBasedStateMachine):
         return [each for each in self.active if each["key"] is key]
 
     @rule(number=st.integers(0, 2))
-    def enter(self, number: int) -> None:
+    def reserve(self, number: int) -> None:
         key = self.keys[number]
         room = key is None or len(self.of_key(key)) < (2 if number else 3)
         if not room:
@@ -84,7 +84,7 @@ class TrackerMachine(RuleBasedStateMachine):
         self.active.append({"key": key, "reservation": self.tracker.reserve(key), "set": None, "rows": 0})
 
     @rule(data=st.data(), number=st.integers(0, len(SETS) - 1))
-    def take_program(self, data: st.DataObject, number: int) -> None:
+    def reserve_program(self, data: st.DataObject, number: int) -> None:
         if not self.active:
             return
         each = data.draw(st.sampled_from(self.active))
@@ -114,7 +114,7 @@ class TrackerMachine(RuleBasedStateMachine):
         return KeyLimitError if len({v for each in (*own, number) for v in SETS[each]}) > 4 else None
 
     @rule(data=st.data(), num_bytes=st.sampled_from([0, MIB // 4, MIB // 2, MIB, MIB + 1]))
-    def take_rows(self, data: st.DataObject, num_bytes: int) -> None:
+    def reserve_rows(self, data: st.DataObject, num_bytes: int) -> None:
         keyed = [each for each in self.active if each["key"] is not None]
         if not keyed:
             return
@@ -163,7 +163,7 @@ def run_machine() -> None:
         settings=settings(
             max_examples=60,
             stateful_step_count=40,
-            phases=[Phase.generate],  # the smallest example is for whoever looks for the fault
+            phases=[Phase.generate],  # no shrinking: the controls fail on purpose
             deadline=None,
             derandomize=True,
             database=None,
