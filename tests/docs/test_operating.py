@@ -153,7 +153,7 @@ def test_what_it_quotes_is_said() -> None:
     """Catches a sentence of the table that no operator will find in a log or an answer any more."""
     (table,) = (t for t in tables(read(GUIDE)) if t[0][0] == "symptom")
     said = sentences()
-    quotes = [row[1].removesuffix(" in the answer") for row in table[1:] if row[1]]
+    quotes = [row[1].removesuffix(" in the response") for row in table[1:] if row[1]]
     assert len(quotes) > 12
     assert [quote for quote in quotes if quote not in said] == []
     assert "are taken by captures that nobody" not in said  # the search can fail

@@ -44,8 +44,7 @@ RETRY_AFTER = 10
 
 
 class RequestGuard:
-    """ASGI ``receive`` and ``send`` of one request: ``receive`` checks the body, ``send`` can replace the response by a
-    refusal."""
+    """ASGI ``receive`` and ``send`` of one request: the first checks the body, the second can send a refusal."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, reservation: Reservation) -> None:
         self.context = RequestContext(reservation=reservation, owner=owner(), store_bytes=reservation.store_bytes)

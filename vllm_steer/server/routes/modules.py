@@ -48,8 +48,11 @@ def make_router(registry: SteeringRegistry, max_body: int) -> APIRouter:
 
     @router.post("/modules", summary="Register a module", openapi_extra=requires(Right.REGISTER, MODULE_BODY))
     async def register(request: Request, name: FileName = None) -> ModuleInfo:
-        """Register a module, or a new version of it. The response is sent when the module is on disk; every server
-        process uses it from its next request on. Registering the same content again has no effect."""
+        """Register a module, or a new version of it.
+
+        The response is sent when the module is on disk; every server process uses it from its next request on.
+        Registering the same content again has no effect.
+        """
         media_type = _media_type(request, (JSON, *BINARY))
         body = await read_body(request, max_body)
         if media_type == JSON:
@@ -76,8 +79,10 @@ def make_router(registry: SteeringRegistry, max_body: int) -> APIRouter:
 
     @router.post("/set", summary="Set global steering", openapi_extra=requires(Right.GLOBAL, SET_BODY))
     async def set_steering(request: Request) -> GlobalSteering:
-        """Steer every request admitted from now on, before its own modules and edits. Running requests are not
-        affected."""
+        """Steer every request admitted from now on, before its own modules and edits.
+
+        Running requests are not affected.
+        """
         _media_type(request, (JSON,))
         return await asyncio.to_thread(_set_json, registry, await read_body(request, max_body))
 
