@@ -26,8 +26,7 @@ def connect(url: str, api_key: str | None) -> Iterator[Client]:
     """Yield a client. Errors end the command with a message and status 1."""
     import httpx
 
-    from vllm_steer.client import Client, ServerError
-    from vllm_steer.client.retry import Retry
+    from vllm_steer.client import Client, Retry, ServerError
     from vllm_steer.errors import SteeringError
 
     try:
