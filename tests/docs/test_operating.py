@@ -21,9 +21,9 @@ from tests.repo.tree import ROOT, python_files, read
 from vllm_steer import audit
 from vllm_steer.cli import doctor
 from vllm_steer.cli.main import app
+from vllm_steer.frontend.context import CONSUMERS_VARIABLE, REGISTRY_VARIABLE
 from vllm_steer.server.auth.keys import changing, read_keys
 from vllm_steer.server.auth.rights import MEANING
-from vllm_steer.server.flags import CONSUMERS_VARIABLE, REGISTRY_VARIABLE
 
 GUIDE = "docs/guides/operating.md"
 PREFIX = ".venv/bin/"

@@ -21,10 +21,10 @@ from vllm_steer.registry.registry import SteeringRegistry
 from vllm_steer.registry.schema import Deleted, GlobalSteering, ModuleInfo, ModuleList
 from vllm_steer.server.auth.caller import require
 from vllm_steer.server.auth.rights import Right
-from vllm_steer.server.flags import max_body_bytes
 from vllm_steer.server.http.error_response import MediaTypeError
 from vllm_steer.server.http.schemas import BINARY, JSON, MODULE_BODY, SET_BODY
 from vllm_steer.server.routes.base import RESPONSES, SteeringRoute, read_body, requires
+from vllm_steer.server.settings import max_body_bytes
 from vllm_steer.spec.scalars import shown
 
 _MODULE_KEYS = ("name", *CONTENT_KEYS, *ABOUT_KEYS)
