@@ -17,9 +17,9 @@ from pydantic_core import PydanticSerializationError, to_jsonable_python
 from vllm_steer.config import SCHEDULER_CLS, WORKER_CLS, engine_kwargs
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import CONSUMERS_VARIABLE, REGISTRY_VARIABLE, RegistryOptions
+from vllm_steer.fs.private_tempdir import private_tempdir
 from vllm_steer.fs.shared_tempdir import remove_at_exit
-from vllm_steer.registry.directory import private_folder
-from vllm_steer.server.auth.keys import read_keys
+from vllm_steer.server.auth.key_file import read_keys
 from vllm_steer.server.flags import (
     BATCH_DESTS,
     CONSUMERS,
@@ -110,7 +110,7 @@ def _set_server_options(args: argparse.Namespace, given: Mapping[str, Any]) -> N
     modules = _modules(given.get(dest_of(MODULES), ()))
     if dest_of(REGISTRY) not in given:
         # Created by the parent process, because all API server processes share it.
-        args.steering_registry = private_folder()
+        args.steering_registry = private_tempdir("vllm-steer-registry-")
     if dest_of(KEYS) in given:
         read_keys(Path(args.steering_keys))  # fails now, with a message, instead of in every API server process
         args.steering_keys = str(Path(args.steering_keys).absolute())

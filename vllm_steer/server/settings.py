@@ -15,7 +15,7 @@ from vllm_steer.limits import (
     RESPONSE_MIB,
     STORE_MIB,
 )
-from vllm_steer.registry.snapshot import RegistryLimits
+from vllm_steer.registry.index import RegistryLimits
 from vllm_steer.server.capture_store import StoreLimits
 from vllm_steer.server.quota.limits import value_of
 
@@ -43,7 +43,7 @@ def registry_limits(args: object) -> RegistryLimits:
     return RegistryLimits(
         modules=value_of(args, REGISTRY_MODULES),
         num_bytes=value_of(args, REGISTRY_MIB) << 20,
-        norm=value_of(args, MAX_NORM),
+        max_norm=value_of(args, MAX_NORM),
     )
 
 
