@@ -25,7 +25,7 @@ from vllm_steer.metrics.definitions import METRICS, Metric
 from vllm_steer.models.recipe import BLOCK_INPUT, BLOCK_OUTPUT, Recipe
 from vllm_steer.models.recipes import RECIPES
 from vllm_steer.points import OPTIONAL_POINTS, POINTS, POINTS_FLAG
-from vllm_steer.server.auth.rights import MEANING
+from vllm_steer.server.auth.rights import RIGHT_DESCRIPTIONS
 from vllm_steer.server.http.error_response import ERRORS
 from vllm_steer.server.http.schemas import ANSWER_FIELDS, REQUEST_FIELDS
 from vllm_steer.server.routes import capabilities, captures
@@ -236,7 +236,7 @@ def http() -> str:
         + table(("method", "path", "right", "does"), rows)
         + "\n## Rights\n\n"
         "What a key of `--steering-keys` may be allowed. Steering fields of a body take `steer`, `capture` takes `capture`.\n\n"
-        + table(("right", "to"), [(f"`{right}`", text) for right, text in MEANING.items()])
+        + table(("right", "to"), [(f"`{right}`", text) for right, text in RIGHT_DESCRIPTIONS.items()])
         + "\n## Errors of these routes\n\n"
         + table(("status", "type", "when"), answers)
         + "\n## Fields of completion, chat and responses bodies\n\n"

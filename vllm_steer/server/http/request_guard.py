@@ -18,8 +18,8 @@ from vllm_steer.frontend.context import NOT_ENABLED, ensure_engine_context, know
 from vllm_steer.limits import KEY_STORE_MIB
 from vllm_steer.metrics.requests import NO_CAPACITY, count_refusal
 from vllm_steer.params import CAPTURE_FIELD
-from vllm_steer.server.auth.caller import owner, require_fields
-from vllm_steer.server.auth.rights import KeyLimitError
+from vllm_steer.server.access_errors import KeyLimitError
+from vllm_steer.server.auth.current_key import current_owner, require_field_rights
 from vllm_steer.server.flags import max_body_bytes
 from vllm_steer.server.http.applied_field import AppliedFieldWriter
 from vllm_steer.server.http.capture_results import CaptureResultWriter
@@ -48,7 +48,9 @@ class RequestGuard:
     refusal."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, reservation: Reservation) -> None:
-        self.context = RequestContext(reservation=reservation, owner=owner(), store_bytes=reservation.store_bytes)
+        self.context = RequestContext(
+            reservation=reservation, owner=current_owner(), store_bytes=reservation.store_bytes
+        )
         self._app = scope["app"]
         self._scope, self._receive = scope, receive
         self._send = AppliedFieldWriter(self.context, send).send
@@ -169,7 +171,7 @@ class RequestGuard:
             return
         name = found.fields[0]
         try:
-            require_fields(found.fields)
+            require_field_rights(found.fields)
         except SteeringError as error:
             self._raise(error)
         self.context.fields = found.fields
