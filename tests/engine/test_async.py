@@ -136,9 +136,11 @@ async def test_a_stop_string_is_no_refusal(engine: Any, monkeypatch: pytest.Monk
 
 async def test_what_a_client_that_left_has_captured_is_partial(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches rows that were cut off, in a consumer's dataset among those of requests that were answered."""
-    desk = (await ensure_engine_context(engine)).capture_manager
-    finish, delivered = desk.finish, []
-    monkeypatch.setattr(desk, "finish", lambda *args, **more: delivered.append(finish(*args, **more)) or delivered[-1])
+    manager = (await ensure_engine_context(engine)).capture_manager
+    submit, delivered = manager.submit, []
+    monkeypatch.setattr(
+        manager, "submit", lambda *args, **more: delivered.append(submit(*args, **more)) or delivered[-1]
+    )
     pieces: list[Any] = []
     asked = {"capture": capture(positions="all_generated", stream=True)}
     leaving = asyncio.ensure_future(generate(engine, "leaves", tokens=100_000, pieces=pieces, **asked))
