@@ -32,7 +32,7 @@ from vllm_steer.config import SteeringConfig
 from vllm_steer.engine.capabilities import Capabilities
 from vllm_steer.frontend.context import EngineContext
 from vllm_steer.frontend.requests import check_engine_request, complete_params
-from vllm_steer.params import leave_to_engine
+from vllm_steer.params import strip_for_engine
 from vllm_steer.program.program_files import ProgramFileCache
 from vllm_steer.registry.registry import SteeringRegistry
 
@@ -81,7 +81,7 @@ def measure(fields: Callable[[int], dict[str, Any]], served: EngineContext) -> f
             pooling_params=None, arrival_time=0.0, lora_request=None, cache_salt=None, data_parallel_rank=None,
         )  # fmt: skip
         check_engine_request(processor, request)
-        leave_to_engine(request, served.program_files)
+        strip_for_engine(request, served.program_files)
         encoder.encode(request)
         spent.append(time.process_time() - started)
     return 1000 * statistics.median(spent[WARM_UP:])

@@ -63,43 +63,43 @@ class Aim(NamedTuple):
     cells: tuple[tuple[str, str, str], ...]
 
 
-_SMALL, _LARGE, _FIRST, _EARLIER, _QUEUE, _TWO, _PRODUCTS, _KEPT = (
+_SMALL, LARGE, _FIRST, _EARLIER, _QUEUE, _TWO, _PRODUCTS, KEPT = (
     f"gpu-cost-llama-8b{name}.json"
     for name in ("", "-large", "-first", "-earlier", "-queue", "-tp2", "-products", "-kept")
 )
-_BATCHES = {"1": _SMALL, "8": _SMALL, "32": _SMALL, "128": _LARGE, "256": _LARGE}
+_BATCHES = {"1": _SMALL, "8": _SMALL, "32": _SMALL, "128": LARGE, "256": LARGE}
 _FIRST_TOKENS = {**_BATCHES, "1": _FIRST, "8": _FIRST, "prefill 8192": _EARLIER}
 _PROBES = "16 probes by name at 4 layers, all tokens"
 AIMS: Sequence[Aim] = (
     Aim("nothing requested, time per output token", "per token", 1.003, True,
         tuple((file, "idle", batch) for batch, file in _BATCHES.items())),
     Aim("the same between two stock engines", "per token", None, True,
-        tuple((_LARGE, "stock again", batch) for batch in ("128", "256"))),
+        tuple((LARGE, "stock again", batch) for batch in ("128", "256"))),
     Aim("nothing requested, two GPUs", "per token", 1.003, True,
         tuple((_TWO, "idle", batch) for batch in ("1", "32", "128"))),
     Aim("nothing requested, first token", "first token", 1.01, True,
         tuple((file, "idle", batch) for batch, file in _FIRST_TOKENS.items())),
     Aim("the same between two stock engines", "first token", None, True,
-        tuple((_LARGE, "stock again", batch) for batch in ("128", "256"))),
+        tuple((LARGE, "stock again", batch) for batch in ("128", "256"))),
     Aim("one site, every request", "per token", 1.005, True,
         tuple((file, "one site", batch) for batch, file in _BATCHES.items())),
     Aim("96 sites, own vectors, batch 1", "per token", 1.04, True,
-        ((_KEPT, "all sites", "1"),)),
+        ((KEPT, "all sites", "1"),)),
     Aim("96 sites, own vectors, batch 128", "per token", 1.02, True,
-        ((_LARGE, "all sites", "128"),)),
+        ((LARGE, "all sites", "128"),)),
     Aim("a program of its own for each request, 256 at a time", "throughput", 0.98, False,
-        ((_LARGE, "own program each", "256"), (_PRODUCTS, "own program each", "1000"))),
+        ((LARGE, "own program each", "256"), (_PRODUCTS, "own program each", "1000"))),
     Aim("capture one layer, all tokens, 1,000 prompts, 256 generated", "throughput", 0.97, False,
-        ((_LARGE, "capture one layer, all tokens", "1000"),)),
+        ((LARGE, "capture one layer, all tokens", "1000"),)),
     Aim("capture all layers, last prompt token", "throughput", 0.98, False,
         ((_EARLIER, "capture all layers, last prompt token", "1000"),)),
     Aim("capture all layers, all tokens, batch 32", "throughput", 0.6, False,
         ((_QUEUE, "capture all layers, all tokens", "32"),)),
     Aim("16 probes at 4 layers, all tokens", "throughput", 0.99, False,
-        ((_LARGE, _PROBES, "1000"),)),
+        ((LARGE, _PROBES, "1000"),)),
     Aim("the same, alone on its host", "throughput", 0.99, False,
         ((_PRODUCTS, _PROBES, "1000"),)),
-    Aim("nothing requested, 1,000 prompts", "throughput", None, False, ((_LARGE, "idle", "1000"),)),
+    Aim("nothing requested, 1,000 prompts", "throughput", None, False, ((LARGE, "idle", "1000"),)),
     Aim("prefill of 8,192 tokens, one site", "first token", 1.005, True, ((_EARLIER, "one site", "prefill 8192"),)),
 )  # fmt: skip
 
@@ -286,10 +286,10 @@ def page(table: MakeTable) -> str:
 
 
 def _limits() -> str:
-    first = {name: _cell(file, "all sites", "128", "first token") for name, file in (("large", _LARGE), ("two", _TWO))}
+    first = {name: cell(file, "all sites", "128", "first token") for name, file in (("large", LARGE), ("two", _TWO))}
     probes = {
-        name: _cell(file, _PROBES, "1000", "throughput")
-        for name, file in (("probes", _LARGE), ("probes_alone", _PRODUCTS))
+        name: cell(file, _PROBES, "1000", "throughput")
+        for name, file in (("probes", LARGE), ("probes_alone", _PRODUCTS))
     }
     stock, more, taps, products = _probes_step("gpu-timeline.json")
     return LIMITS.format(
@@ -316,7 +316,7 @@ def _aims(table: MakeTable) -> str:
     """Every figure that was aimed at, and what was found."""
     rows = []
     for aim in AIMS:
-        found = [(name, batch, _cell(file, name, batch, aim.figure)) for file, name, batch in aim.cells]
+        found = [(name, batch, cell(file, name, batch, aim.figure)) for file, name, batch in aim.cells]
         values = [value for _, _, value in found if value is not None]
         shown = ", ".join(
             "not measured" if value is None else f"{value:.3f}" + (f" ({batch})" if len(found) > 1 else "")
@@ -368,7 +368,7 @@ def _costs(file: str) -> dict[str, Any]:
     return result
 
 
-def _cell(file: str, variant: str, batch: str, figure: str) -> float | None:
+def cell(file: str, variant: str, batch: str, figure: str) -> float | None:
     found = _costs(file)["variants"].get(variant, {}).get(batch, {}).get(figure)
     return None if found is None else float(found)
 

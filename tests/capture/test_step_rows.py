@@ -49,7 +49,9 @@ def arena(batch: Mapping[str, tuple[int, int]], room: int = 64) -> torch.Tensor:
     for name, (first, count) in batch.items():
         for position in range(first, first + count):
             for _, _, segment in resolved(name).spans(position, position + 1):
-                rows += [value(name, position, code) for code in segment.row.capture_codes] if segment.row else []
+                rows += (
+                    [value(name, position, code) for code in segment.program.capture_codes] if segment.program else []
+                )
     stored = torch.full((room, HIDDEN), torch.nan)
     stored[: len(rows)] = torch.stack(rows)
     return stored
@@ -117,7 +119,7 @@ def test_every_form_of_every_row_leaves_once(batch: Mapping[str, tuple[int, int]
     check(
         DeviceToHostCopier(torch.device("cpu"))
         .start(arena(batch)[: plan.num_rows], None, plan, transfers(plan))
-        .arrived(),
+        .wait(),
         batch,
     )
 
@@ -132,7 +134,7 @@ def test_what_has_arrived_is_no_longer_in_the_buffer() -> None:
     def overwrite() -> None:
         buffer.fill_(255)
 
-    check(PendingRows(plan, {b"": buffer}, release=overwrite).arrived(), batch)
+    check(PendingRows(plan, {b"": buffer}, release=overwrite).wait(), batch)
     assert (buffer == 255).all()
 
 
@@ -151,13 +153,13 @@ def test_products_are_made_in_float32() -> None:
 def test_a_steady_batch_is_planned_once() -> None:
     """Catches places of one step's tokens used for another's, where the numbers of tokens change."""
     names = tuple(DECODING)
-    steady = SteadyCaptureBatch(names, tuple(resolved(name).segments[-1].row for name in names))
+    steady = SteadyCaptureBatch(names, tuple(resolved(name).segments[-1].program for name in names))
     copier = DeviceToHostCopier(torch.device("cpu"))
     for batch in (DECODING, {"several": (10, 1), "projected": (5, 1), "whole": (31, 1)},
                   {"several": (11, 3), "projected": (6, 1), "whole": (32, 2)}, DECODING):  # fmt: skip
         first, count = (np.array([each[i] for each in batch.values()], dtype=np.int64) for i in (0, 1))
         plan = steady.plan(first, count)
-        check(copier.start(arena(batch)[: plan.num_rows], None, plan, transfers(plan)).arrived(), batch)
+        check(copier.start(arena(batch)[: plan.num_rows], None, plan, transfers(plan)).wait(), batch)
 
 
 def test_with_drafts_the_devices_positions_decide() -> None:
@@ -167,9 +169,7 @@ def test_with_drafts_the_devices_positions_decide() -> None:
     captures = capture_batch(ahead)
     position = torch.cat([torch.arange(first, first + count) for first, count in batch.values()])
     stored = arena(batch)[: captures.max_rows()]
-    check(
-        DeviceToHostCopier(torch.device("cpu")).start(stored, position, captures, transfers(captures)).arrived(), batch
-    )
+    check(DeviceToHostCopier(torch.device("cpu")).start(stored, position, captures, transfers(captures)).wait(), batch)
     wrong = captures.plan_at(captures.first.tolist())
     with pytest.raises(AssertionError):
-        check(DeviceToHostCopier(torch.device("cpu")).start(stored, None, wrong, transfers(wrong)).arrived(), batch)
+        check(DeviceToHostCopier(torch.device("cpu")).start(stored, None, wrong, transfers(wrong)).wait(), batch)

@@ -42,14 +42,14 @@ def test_a_key_is_made_shown_once_and_revoked(file: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "status", "said"),
     [
-        (("new", "alice"), 1, "there is a key alice"),
+        (("new", "alice"), 1, "already has a key alice"),
         (("new", "a b"), 1, "is no name"),
         (("new", "b", "--right", "root"), 2, "root"),
-        (("new", "b", "--limit", "steering_requests"), 2, "no limit"),
+        (("new", "b", "--limit", "steering_requests"), 2, "not a limit"),
         (("new", "b", "--limit", "requests=3"), 1, "steering_requests"),
         (("new", "b", "--limit", "steering_requests=3", "--limit", "steering_requests=4"), 2, "twice"),
         (("new", "b", "--limit", "steering_requests=0"), 1, "must be 1"),
-        (("revoke", "bob"), 1, "there is no key bob"),
+        (("revoke", "bob"), 1, "has no key bob"),
     ],
 )
 def test_what_cannot_be_changes_nothing(words: tuple[str, ...], status: int, said: str, file: Path) -> None:

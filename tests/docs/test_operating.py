@@ -16,8 +16,7 @@ import yaml
 from typer.testing import CliRunner
 
 from tests.docs.markdown import blocks, tables
-from tests.docs.test_guides import python_blocks
-from tests.docs.test_readme import run_python
+from tests.docs.runner import offline_blocks, run_python
 from tests.repo.tree import ROOT, python_files, read
 from vllm_steer import audit
 from vllm_steer.cli import doctor
@@ -49,7 +48,7 @@ def test_every_block_is_looked_at() -> None:
 @pytest.mark.slow
 def test_the_python_blocks_run() -> None:
     """Catches an example that no longer runs, and metrics that say nothing."""
-    shown = run_python(python_blocks(GUIDE, client=False), "[device_mib > 50, values]")
+    shown = run_python(offline_blocks(GUIDE), "[device_mib > 50, values]")
     prompt = len("Once upon a time")  # tokens of the demo model are fewer
     assert isinstance(shown, list) and shown[0] is True
     rows, size = (shown[1][f"vllm_steer:captured_{what}"] for what in ("rows", "bytes"))

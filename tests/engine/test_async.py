@@ -157,7 +157,7 @@ async def test_what_a_client_that_left_has_captured_is_partial(engine: Any, monk
 async def test_equal_programs_cross_once(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a program that is lost or exchanged on its way by a file, and an engine that ends with a file that
     somebody has changed."""
-    monkeypatch.setattr(program_files, "LARGE", 1)
+    monkeypatch.setattr(program_files, "MIN_PROGRAM_BYTES", 1)
     sites = [{"post_block": {1: direction(i, 30.0)}} for i in (21, 22)]
     files = (await ensure_engine_context(engine)).program_files
     assert files is not None
@@ -179,7 +179,7 @@ async def a_changed_file_ends_its_own_request(engine: Any, monkeypatch: pytest.M
     monkeypatch.setattr(program_files, "_digest", lambda data: bytes(32))
     with pytest.raises(CapacityError, match="steer_file"):
         await generate(engine, "changed", steering_vectors=site)
-    monkeypatch.setattr(program_files, "LARGE", 1 << 20)
+    monkeypatch.setattr(program_files, "MIN_PROGRAM_BYTES", 1 << 20)
     assert (await generate(engine, "itself", steering_vectors=site))[0] == right
 
 

@@ -13,7 +13,7 @@ from tests.server.fakes import FakeEngine
 from vllm_steer.capture.manager import CaptureManager
 from vllm_steer.frontend import context
 from vllm_steer.frontend.context import ensure_engine_context
-from vllm_steer.program.program_files import LARGE
+from vllm_steer.program.program_files import MIN_PROGRAM_BYTES
 
 
 async def test_consumers_are_closed_with_their_engine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,10 +35,10 @@ async def test_files_of_programs_go_with_their_engine(monkeypatch: pytest.Monkey
     engine = FakeEngine()
     served = await ensure_engine_context(engine)
     assert served is not None and served.program_files is not None
-    program = bytes(LARGE)
-    served.program_files.ticket(program)
-    assert served.program_files.ticket(program) is not None and served.program_files._spool is not None
-    folder = served.program_files._spool.path
+    program = bytes(MIN_PROGRAM_BYTES)
+    served.program_files.reference(program)
+    assert served.program_files.reference(program) is not None and served.program_files._directory is not None
+    folder = served.program_files._directory.path
     assert folder.is_dir()
     del engine
     gc.collect()

@@ -12,14 +12,14 @@ import pytest
 from tests.registry.modules import content, module, registry, vector
 from tests.server.fakes import HIDDEN
 from vllm_steer import SamplingParams, SteeringError
-from vllm_steer.params import APPLIED_KEY, CAPTURE_KEY, EXTRA_KEY, MODULES_KEY, leave_to_engine, program_of
+from vllm_steer.limits import MAX_DIRECTIONS
+from vllm_steer.params import APPLIED_KEY, CAPTURE_KEY, EXTRA_KEY, MODULES_KEY, program_of, strip_for_engine
 from vllm_steer.registry import composer
 from vllm_steer.registry.about import About
 from vllm_steer.registry.composer import with_probes
 from vllm_steer.registry.schema import SteeringApplied
 from vllm_steer.registry.snapshot import Index, Snapshot, Version
 from vllm_steer.spec import Projection, parse_capture
-from vllm_steer.spec.projection import MAX_DIRECTIONS
 
 PROBED = {"memory": {"hooks": {"post_block": [1]}, "reduce": {"probes": ["calm/joy", "calm/anger"]}}}
 
@@ -106,13 +106,13 @@ def test_the_engine_gets_the_program_alone() -> None:
     params.extra_args = {**served.admit(extra(steering_modules=["calm"], capture=PROBED)), "mine": 1}
     samples = [SimpleNamespace(sampling_params=params) for _ in range(2)]
     for sample in samples:
-        leave_to_engine(sample)
+        strip_for_engine(sample)
         assert set(sample.sampling_params.extra_args) == {EXTRA_KEY, "mine"}
         assert program_of(sample.sampling_params) is program_of(params)
     assert {CAPTURE_KEY, APPLIED_KEY} <= set(params.extra_args)
     plain = SimpleNamespace(sampling_params=SamplingParams())
     before = msgspec.msgpack.encode(plain.sampling_params)
-    leave_to_engine(plain)
+    strip_for_engine(plain)
     assert msgspec.msgpack.encode(plain.sampling_params) == before
 
 

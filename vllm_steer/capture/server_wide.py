@@ -57,11 +57,12 @@ def with_captures(params: Any, specs: Specs) -> Any:
     if not added:
         return params
     program = program_of(params) or compile_program([])
-    changed = join([program, compile_program([], [spec for _, spec in added])])
+    paths = [f"capture.{consumer}" for consumer, _ in added]
+    changed = join([program, compile_program([], [spec for _, spec in added], capture_paths=paths)])
     params = copy.copy(params)
     params.extra_args = {
         **(params.extra_args or {}),
-        EXTRA_KEY: changed.seal(),
+        EXTRA_KEY: changed.encode_cached(),
         CAPTURE_KEY: encode_specs((*own, *added)),
     }
     return params

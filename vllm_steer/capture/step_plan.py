@@ -67,7 +67,7 @@ class CaptureBatch:
 
     def projections(self) -> tuple[bytes, ...]:
         """Return every format in which rows can leave, for any first positions."""
-        formats = (each for resolved in self.resolved for row in resolved.rows for each in row.forms)
+        formats = (each for resolved in self.resolved for row in resolved.token_programs for each in row.row_formats)
         return tuple(dict.fromkeys(each.projection for each in formats))
 
     def plan_at(self, first: Sequence[int]) -> CapturePlan:
@@ -82,8 +82,8 @@ class CaptureBatch:
         requests = zip(self.request_ids, self.resolved, first, self.count.tolist(), strict=True)
         for request_id, resolved, position, count in requests:
             for start, stop, segment in resolved.spans(position, position + count):
-                if segment.row is not None and segment.num_captures:
-                    yield request_id, segment.row, start, stop - start
+                if segment.program is not None and segment.num_captures:
+                    yield request_id, segment.program, start, stop - start
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def make_row_streams(
     """
     by_format: dict[bytes, list[tuple[int, RowFormat]]] = {}
     for span, row in enumerate(rows):
-        for row_format in () if row is None else row.forms:
+        for row_format in () if row is None else row.row_formats:
             by_format.setdefault(row_format.projection, []).append((span, row_format))
     return tuple(
         RowStream(

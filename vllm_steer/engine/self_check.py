@@ -22,24 +22,24 @@ from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
 from vllm_steer.capture.step_rows import StepRows
 from vllm_steer.config import SteeringConfig, from_vllm_config
-from vllm_steer.engine.worker_steering import WorkerSteering
+from vllm_steer.engine.worker_manager import WorkerSteeringManager
 from vllm_steer.models.self_check_plan import (
     NEEDED,
     TOKENS,
     Hop,
-    Place,
     Probe,
     Rows,
     SelfCheckError,
-    check_codes,
+    Site,
+    aligned_hops,
     check_hops,
     check_plain,
+    check_plain_code,
     hop_probe,
     hops_of,
-    places_of,
     plain_probes,
-    slots,
-    token_ids,
+    prompt_of,
+    served_sites,
 )
 from vllm_steer.params import EXTRA_KEY
 from vllm_steer.points import POINT_NAMES
@@ -56,7 +56,7 @@ _DISABLE = "--steering-skip-self-check (SteeringConfig(self_check=False))"
 
 def self_check(worker: Any) -> dict[str, Any]:
     """Run it and log what it cost; what it found, in builtins. Raises :class:`SelfCheckError`."""
-    steering: WorkerSteering = worker.model_runner.steering
+    steering: WorkerSteeringManager = worker.model_runner.steering
     config = from_vllm_config(worker.vllm_config)
     model = type(worker.model_runner.get_model()).__name__
     reason = _why_not(worker, config)
@@ -142,7 +142,7 @@ def _blocks(worker: Any) -> list[tuple[list[int], ...]]:
 class _Check:
     """One run: the plain requests, then those with edits that follow from them."""
 
-    def __init__(self, worker: Any, steering: WorkerSteering, config: SteeringConfig) -> None:
+    def __init__(self, worker: Any, steering: WorkerSteeringManager, config: SteeringConfig) -> None:
         self._worker, self._steering, self._config = worker, steering, config
         self._vocab = worker.vllm_config.model_config.get_vocab_size()
         self._blocks = _blocks(worker)
@@ -156,31 +156,31 @@ class _Check:
         num_layers = steering.decoder.num_layers
         # Whatever stage this is, plain requests read all points of all layers: all ranks make the same steps.
         points = steering.tables.points
-        every = places_of(points, range(num_layers), {})
-        here = places_of(points, [site.number for site in steering.decoder.sites], refused)
+        every = served_sites(points, range(num_layers), {})
+        here = served_sites(points, [layer.number for layer in steering.decoder.layers], refused)
         plain = plain_probes(every, min(config.capture_rows // TOKENS, config.max_instructions))
-        with steering.taking_rows():
+        with steering.capture.enabled_on_every_rank():
             try:
                 streams = self._ask(plain)
-                own, donor = (
+                base, donor = (
                     {place: rows for probe, got in streams if probe.donor is d for place, rows in got.items()}
                     for d in (False, True)
                 )
-                check_plain(here, own, donor, epsilon)
+                check_plain(here, base, donor, epsilon)
                 hops = hops_of(here)
                 # As many requests on all ranks: each edits and reads where it has a hop, and others are plain.
-                probes = [self._probe(hop, own, donor) for hop in slots(every, hops)]
+                probes = [self._probe(hop, base, donor) for hop in aligned_hops(every, hops)]
                 got = [rows for probe, rows in self._ask(probes) if probe.reads]
-                wanted = [hop for hop in slots(every, hops) if hop is not None]
+                wanted = [hop for hop in aligned_hops(every, hops) if hop is not None]
                 targets = [rows[hop.target] for hop, rows in zip(wanted, got, strict=True)]
-                verdict = check_hops(wanted, targets, own, donor, epsilon)
+                verdict = check_hops(wanted, targets, base, donor, epsilon)
                 if config.plain_code:
                     self._compare_codes(here[-1:], epsilon)
             finally:
                 self._finish()
         return {"hops": verdict.hops, "conclusive": verdict.conclusive, "sites": len(here)}
 
-    def _compare_codes(self, reads: Sequence[Place], epsilon: float) -> None:
+    def _compare_codes(self, reads: Sequence[Site], epsilon: float) -> None:
         """Both requests with a read on this stage, for which the model runs with its taps, and without one."""
         tapped, plain = (
             [self._final(Probe(donor, reads=tuple(some))) for donor in (False, True)] for some in (reads, ())
@@ -188,7 +188,7 @@ class _Check:
         # None on a stage that is not the last, whose streams went into what the last one compares.
         found = [rows for rows in (*tapped, *plain) if rows is not None]
         if len(found) == 4:
-            check_codes(found[:2], found[2:], epsilon)
+            check_plain_code(found[:2], found[2:], epsilon)
 
     def _final(self, probe: Probe) -> Rows | None:
         """The hidden states of one request."""
@@ -202,10 +202,10 @@ class _Check:
         hidden = None if state is None else state.hidden_states
         return None if hidden is None else hidden[:TOKENS].double().cpu().numpy()
 
-    def _probe(self, hop: Hop | None, own: Mapping[Place, Rows], donor: Mapping[Place, Rows]) -> Probe:
-        return Probe(donor=False) if hop is None else hop_probe(hop, own, donor)
+    def _probe(self, hop: Hop | None, base: Mapping[Site, Rows], donor: Mapping[Site, Rows]) -> Probe:
+        return Probe(donor=False) if hop is None else hop_probe(hop, base, donor)
 
-    def _ask(self, probes: Sequence[Probe]) -> list[tuple[Probe, dict[Place, Rows]]]:
+    def _ask(self, probes: Sequence[Probe]) -> list[tuple[Probe, dict[Site, Rows]]]:
         """Each probe with the rows that it read, ``[TOKENS, hidden]`` float64."""
         config, scheduler = self._config, self._worker.vllm_config.scheduler_config
         reads = max(max((len(probe.reads) for probe in probes), default=0), 1)
@@ -226,7 +226,7 @@ class _Check:
 
     def _step(
         self, probes: Sequence[Probe], look: Callable[[Rows | None], None] | None = None
-    ) -> list[tuple[Probe, dict[Place, Rows]]]:
+    ) -> list[tuple[Probe, dict[Site, Rows]]]:
         names = [f"{_NAME}{self._made + n}" for n in range(len(probes))]
         self._made += len(probes)
         output = SchedulerOutput.make_empty()
@@ -242,10 +242,10 @@ class _Check:
         if look is not None:
             # Before sampling, whose drafter may have its graphs' memory in common with the model's.
             look(self._hidden())
-        pending = self._steering.take_rows()
+        pending = self._steering.capture.take_rows()
         self._worker.sample_tokens(None)
         # These requests project nothing: their rows leave in one form.
-        (step,) = (None,) if pending is None else pending.arrived()
+        (step,) = (None,) if pending is None else pending.wait()
         return [
             (probe, {} if step is None else self._rows(step, name)) for name, probe in zip(names, probes, strict=True)
         ]
@@ -254,7 +254,7 @@ class _Check:
         params = SamplingParams(temperature=0.0, max_tokens=1)
         if probe.edits or probe.reads:
             params.extra_args = {EXTRA_KEY: compile_program(probe.edits, probe.captures()).to_bytes()}
-        prompt = token_ids(self._vocab, probe.donor)
+        prompt = prompt_of(self._vocab, probe.donor)
         return NewRequestData(
             req_id=name,
             prompt_token_ids=prompt,
@@ -267,9 +267,9 @@ class _Check:
             prefill_token_ids=prompt,
         )
 
-    def _rows(self, step: StepRows, name: str) -> dict[Place, Rows]:
+    def _rows(self, step: StepRows, name: str) -> dict[Site, Rows]:
         dtype = self._steering.tables.arena.dtype
-        found: dict[Place, Rows] = {}
+        found: dict[Site, Rows] = {}
         for entry in step.index.entries_by_request.get(name, ()):
             codes, start, count = step.index.codes[entry], int(step.start[entry]), int(step.count[entry])
             rows = torch.from_numpy(step.rows_of(entry).copy()).view(dtype).double().numpy()

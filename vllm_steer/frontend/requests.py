@@ -20,8 +20,8 @@ from vllm_steer.params import (
     FILE_KEY,
     MODULES_KEY,
     capture_specs,
-    leave_to_engine,
     program_bytes,
+    strip_for_engine,
 )
 from vllm_steer.spec.references import MODULES_FIELD
 
@@ -107,4 +107,4 @@ def count_sample(output_processor: Any, request: Any) -> None:
 def strip_request(output_processor: Any, request: Any) -> None:
     """Remove what only the front end reads, and replace a large program by a reference to its file."""
     context = context_of(output_processor)
-    leave_to_engine(request, None if context is None else context.program_files)
+    strip_for_engine(request, None if context is None else context.program_files)

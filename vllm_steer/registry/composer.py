@@ -23,7 +23,7 @@ from vllm_steer.params import (
     read_references,
     read_specs,
 )
-from vllm_steer.program import Program, compile_program, join
+from vllm_steer.program import Program, compile_program, join, with_source
 from vllm_steer.registry.module import DIGEST_PREFIX
 from vllm_steer.registry.snapshot import Snapshot, Use
 from vllm_steer.spec import CaptureSpec, NamedProjection, Projection
@@ -76,7 +76,7 @@ def count_edits(extra: Mapping[str, Any], snapshot: Snapshot) -> int:
         SteeringError: a module is not there.
     """
     uses = _found(read_references(extra) or (), snapshot)
-    return sum(len(snapshot.content(use.digest).program.steps) for use in uses)
+    return sum(len(snapshot.content(use.digest).program.edits) for use in uses)
 
 
 def _composed(ours: Mapping[str, Any], snapshot: Snapshot) -> dict[str, bytes]:
@@ -89,12 +89,14 @@ def _composed(ours: Mapping[str, Any], snapshot: Snapshot) -> dict[str, bytes]:
         specs = with_probes(read_specs(ours), snapshot)
         composed[CAPTURE_KEY] = encode_specs(specs)
         # Its directions are known now: what was a read of whole rows may be one of products.
-        own = join([own.without_reads(), compile_program([], [spec for _, spec in specs])])
-        composed[EXTRA_KEY] = own.seal()
+        paths = [f"capture.{consumer}" for consumer, _ in specs]
+        own = join([own.without_reads(), compile_program([], [spec for _, spec in specs], capture_paths=paths)])
+        composed[EXTRA_KEY] = own.encode_cached()
     if uses or snapshot.steering_digest is not None:
-        parts = [snapshot.steering_program, *(snapshot.program(use) for use in uses), own]
-        composed[EXTRA_KEY] = join([part for part in parts if part is not None]).seal()
-    if uses or snapshot.steering_digest is not None or (own is not None and own.steps):
+        modules = [with_source(snapshot.program(use), f"{MODULES_FIELD}[{i}]") for i, use in enumerate(uses)]
+        parts = [snapshot.steering_program, *modules, own]
+        composed[EXTRA_KEY] = join([part for part in parts if part is not None]).encode_cached()
+    if uses or snapshot.steering_digest is not None or (own is not None and own.edits):
         composed[APPLIED_KEY] = _applied(snapshot, uses, own)
     return composed
 
@@ -132,11 +134,11 @@ def _applied(snapshot: Snapshot, uses: tuple[Use, ...], own: Program | None) -> 
             "epoch": snapshot.epoch,
             "global": snapshot.steering_digest,
             "modules": uses,
-            "request": None if own is None or not own.steps else _digest(own),
+            "request": None if own is None or not own.edits else _digest(own),
         }
     )
 
 
 def _digest(program: Program) -> str:
     """Of a program's edits: their steps name vectors by content."""
-    return DIGEST_PREFIX + hashlib.sha256(msgspec.msgpack.encode(program.steps)).hexdigest()
+    return DIGEST_PREFIX + hashlib.sha256(msgspec.msgpack.encode(program.edits)).hexdigest()

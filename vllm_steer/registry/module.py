@@ -71,7 +71,8 @@ class Module:
     @cached_property
     def program(self) -> Program:
         """The edits, compiled."""
-        return compile_program(self.all_edits)
+        tiers = [f"{tier}.{edit.point}[{edit.layers[0]}]" for tier in TIERS for edit in getattr(self, tier)]
+        return compile_program(self.all_edits, edit_paths=[*tiers, *(f"{EDITS}[{i}]" for i in range(len(self.edits)))])
 
     @cached_property
     def digest(self) -> str:

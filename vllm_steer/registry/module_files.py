@@ -21,10 +21,10 @@ import safetensors
 import safetensors.numpy
 
 from vllm_steer.errors import SteeringError
+from vllm_steer.limits import MAX_EDITS
 from vllm_steer.registry.about import ABOUT_KEYS, About, parse_about
 from vllm_steer.registry.json_text import parse_json
 from vllm_steer.registry.module import EDITS, MAX_PROBES, PROBES, TIERS, Module, parse_module
-from vllm_steer.spec.fields import MAX_EDITS
 from vllm_steer.spec.scalars import shown
 from vllm_steer.spec.vector import PACKED_DTYPES, from_bytes
 

@@ -12,7 +12,7 @@ from typing import Any
 from vllm_steer import audit
 from vllm_steer.engine.capabilities import Capabilities
 from vllm_steer.errors import SteeringError
-from vllm_steer.metrics.registry_gauges import show_registry
+from vllm_steer.metrics.registry import set_registry_gauges
 from vllm_steer.program.magnitude import check_magnitude
 from vllm_steer.registry.about import About, parse_about
 from vllm_steer.registry.composer import RequestComposer
@@ -109,7 +109,7 @@ class SteeringRegistry:
         """As `register`, of a module that is parsed."""
         name = read_name(name, "name")
         self._capabilities.check(module.program, None)
-        check_magnitude(module.program, module.program.steps, self._limits.norm)
+        check_magnitude(module.program, self._limits.norm)
         if module.width != self._capabilities.hidden_size:
             raise SteeringError(
                 "probes", f"are {module.width} wide, but this model's hidden size is {self._capabilities.hidden_size}"
@@ -244,14 +244,20 @@ class SteeringRegistry:
     def _show(self, snapshot: Snapshot) -> None:
         if snapshot is not self._shown and self._model_name is not None:
             self._shown = snapshot
-            show_registry(self._model_name, snapshot)
+            set_registry_gauges(
+                self._model_name,
+                modules=len(snapshot.index.modules),
+                num_bytes=sum(module.num_bytes for module in snapshot.contents.values()),
+                epoch=snapshot.epoch,
+                global_steering=snapshot.steering_digest is not None,
+            )
 
     def _check_global(self, snapshot: Snapshot) -> None:
         """Global steering meets prompts of every length: what fails for one fails for the shortest or the longest."""
         program = snapshot.steering_program
         if program is None:
             return
-        check_magnitude(program, program.steps, self._limits.norm)
+        check_magnitude(program, self._limits.norm)
         for prompt_len in (None, 1, max(self._capabilities.max_model_len - 1, 1)):
             try:
                 self._capabilities.check(program, prompt_len)

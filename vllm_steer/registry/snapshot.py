@@ -10,7 +10,7 @@ from functools import cached_property, lru_cache
 
 import msgspec
 
-from vllm_steer.program import Program, join, scaled
+from vllm_steer.program import Program, join, scaled, with_source
 from vllm_steer.registry.about import About
 from vllm_steer.registry.errors import RegistryFullError, RegistryUnavailableError, UnknownModuleError
 from vllm_steer.registry.module import DIGEST_PREFIX, Module
@@ -143,7 +143,7 @@ class Snapshot:
         if self.steering_digest is None:
             return None
         own = [] if steering.content is None else [self.content(steering.content).program]
-        return join([*(self.program(use) for use in steering.modules), *own])
+        return with_source(join([*(self.program(use) for use in steering.modules), *own]), "global steering")
 
     def with_module(
         self, name: str, module: Module, about: About, registered: float, limits: RegistryLimits

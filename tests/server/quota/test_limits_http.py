@@ -174,7 +174,7 @@ async def test_modules_count_as_what_is_in_them(path: Path, monkeypatch: pytest.
     assert "3 edits" in refused(await client.post(ROUTE, json={"steering_modules": ["large"]}), 413)["message"]
     assert (await client.post(ROUTE, json={"steering_modules": ["small"]})).status_code == 200
     over = refused(await client.post(ROUTE, json={"steering_modules": [["small", 4.0]]}), 400)
-    assert "the ceiling" in over["message"]
+    assert "--steering-max-norm" in over["message"]
     assert (await client.post("/v1/steering/set", json={"modules": ["large"]})).status_code == 200
     assert (await client.post(ROUTE, json={"steering_modules": ["small"]})).status_code == 200
     assert (await client.post(ROUTE, json={})).json()["steered"] is True

@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from vllm_steer.errors import SteeringError
+from vllm_steer.limits import KEY_CAPTURE_MIB, KEY_LIMITS, KEY_REQUESTS, SERVER_LIMITS
 from vllm_steer.program import Program, compile_program
 from vllm_steer.registry.module import parse_module
 from vllm_steer.server.auth.keys import Key, make_key
 from vllm_steer.server.auth.rights import AccessError, KeyLimitError, ServerFullError, TooLargeError
 from vllm_steer.server.quota import tracker as tracker_module
-from vllm_steer.server.quota.limits import KEY_LIMITS, REQUESTS, ROWS, SERVER_LIMITS, value_of
+from vllm_steer.server.quota.limits import value_of
 from vllm_steer.server.quota.tracker import QuotaTracker, Reservation
 from vllm_steer.spec import parse_capture, parse_fields
 from vllm_steer.spec.projection import Projection
@@ -191,7 +192,7 @@ def test_the_machine_sees_wrong_books(fault: str, monkeypatch: pytest.MonkeyPatc
 
         def book_first(self: QuotaTracker, key: Any, account: Any, num_bytes: int, own: int) -> None:
             account.row_bytes += num_bytes
-            self._check_bytes(ROWS, key, own + num_bytes, account.row_bytes)
+            self._check_bytes(KEY_CAPTURE_MIB, key, own + num_bytes, account.row_bytes)
 
         monkeypatch.setattr(QuotaTracker, "take_rows", book_first)
     else:
@@ -306,13 +307,13 @@ def test_the_registry_has_the_same_ceiling() -> None:
     strict = SteeringRegistry(CAPABILITIES, store, RegistryLimits(norm=10))
     large = {"post_block": {"1": [100.0] + [0.0] * (CAPABILITIES.hidden_size - 1)}}
     for change in (lambda: strict.register("calm", base=large), lambda: strict.set(base=large)):
-        with pytest.raises(SteeringError, match="the ceiling"):
+        with pytest.raises(SteeringError, match="--steering-max-norm"):
             change()
     free.register("calm", base=large)
-    with pytest.raises(SteeringError, match="the ceiling"):
+    with pytest.raises(SteeringError, match="--steering-max-norm"):
         strict.set(modules=["calm"])
     assert strict.set(modules=[("calm", 0.1)]).digest is not None
-    assert parse_module({"base": large}).program.steps
+    assert parse_module({"base": large}).program.edits
 
 
 @pytest.mark.parametrize("processes", [None, 0, 1, 2, 3, 64])
@@ -342,5 +343,5 @@ def test_the_table() -> None:
     assert all(limit.low <= limit.default <= limit.high for limit in SERVER_LIMITS)
     assert list(KEY_LIMITS) == ["steering_requests", "steering_programs", "steering_pool_mib", "capture_mib",
                                 "capture_store_mib"]  # fmt: skip
-    assert value_of(SimpleNamespace(steering_key_requests=4), REQUESTS) == 4
-    assert value_of(None, REQUESTS) == REQUESTS.default
+    assert value_of(SimpleNamespace(steering_key_requests=4), KEY_REQUESTS) == 4
+    assert value_of(None, KEY_REQUESTS) == KEY_REQUESTS.default

@@ -23,8 +23,8 @@ from pathlib import Path
 import msgspec
 
 from vllm_steer.errors import SteeringError
+from vllm_steer.limits import KEY_LIMITS
 from vllm_steer.server.auth.rights import Right
-from vllm_steer.server.quota.limits import KEY_LIMITS
 from vllm_steer.spec.references import read_name
 
 VERSION = 1
@@ -47,7 +47,7 @@ class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Secret: requests with this key share prefix-cache blocks with each other and with nobody else."""
     rights: tuple[Right, ...] = ()
     limits: Mapping[str, int] = {}
-    """Those of :data:`~vllm_steer.server.quota.limits.KEY_LIMITS` in which it differs from the server's."""
+    """Those of :data:`~vllm_steer.limits.KEY_LIMITS` in which it differs from the server's."""
     created: float = 0.0
     """In seconds since 1970."""
 

@@ -16,28 +16,26 @@ import msgspec
 from fastapi import FastAPI
 
 from vllm_steer.errors import SteeringError
+from vllm_steer.limits import (
+    KEY_CAPTURE_MIB,
+    KEY_POOL_MIB,
+    KEY_PROGRAMS,
+    KEY_REQUESTS,
+    KEY_STORE_MIB,
+    MAX_NORM,
+    MAX_PROGRAMS,
+    REQUEST_EDITS,
+    REQUEST_LAYERS,
+    REQUEST_VECTORS,
+    SERVER_LIMITS,
+    ServerLimit,
+)
 from vllm_steer.program import Program
 from vllm_steer.program.magnitude import check_magnitude
 from vllm_steer.program.program import CompiledEdit, CompiledRead
 from vllm_steer.server.auth.keys import Key
 from vllm_steer.server.auth.rights import KeyLimitError, ServerFullError, TooLargeError
-from vllm_steer.server.quota.limits import (
-    ALL_PROGRAMS,
-    EDITS,
-    KEY_STORE,
-    LAYERS,
-    NORM,
-    POOL,
-    PROGRAMS,
-    REQUESTS,
-    ROWS,
-    SERVER_LIMITS,
-    VECTORS,
-    ServerLimit,
-    processes_of,
-    share_of,
-    value_of,
-)
+from vllm_steer.server.quota.limits import processes_of, share_of, value_of
 from vllm_steer.spec import CaptureSpec
 from vllm_steer.spec.projection import Projection
 
@@ -81,8 +79,8 @@ class QuotaTracker:
         if key is None:
             return Reservation(self, None, None)
         account = self._accounts.setdefault(key.sha256, KeyUsage())
-        if account.requests >= self.limit(REQUESTS, key):
-            raise KeyLimitError("authorization", self._reached(REQUESTS, key))
+        if account.requests >= self.limit(KEY_REQUESTS, key):
+            raise KeyLimitError("authorization", self._reached(KEY_REQUESTS, key))
         account.requests += 1
         return Reservation(self, key, account)
 
@@ -94,7 +92,7 @@ class QuotaTracker:
     def whole(self, limit: ServerLimit, key: Key | None) -> int:
         """``limit`` as it is set, by the key or else by the server's flags."""
         value = self._values[limit]
-        return value if key is None or limit.of_key is None else key.limits.get(limit.of_key, value)
+        return value if key is None or limit.key_name is None else key.limits.get(limit.key_name, value)
 
     def load_of(
         self, program: Program, everybody: Program | None, num_layers: int, specs: Sequence[CaptureSpec] = ()
@@ -106,7 +104,7 @@ class QuotaTracker:
             TooLargeError: it is more than one request may have.
             SteeringError: an edit is over the ceiling.
         """
-        steps = program.steps if everybody is None else program.steps[len(everybody.steps) :]
+        steps = program.edits if everybody is None else program.edits[len(everybody.edits) :]
         shared = {} if everybody is None else everybody.by_digest
         places = {step.vector for step in steps}.union(*program.projections)
         used = {program.digests[place]: len(program.vectors[place]) for place in places}
@@ -116,10 +114,11 @@ class QuotaTracker:
         vectors = {digest: size for digest, size in used.items() if digest not in shared}
         parts: list[CompiledEdit | CompiledRead] = [*steps, *program.reads]
         layers = {layer for part in parts for layer in part.layers or range(num_layers)}
-        for limit, count in ((EDITS, len(steps)), (VECTORS, len(vectors)), (LAYERS, len(layers))):
-            self.check_count(limit, count)
-        check_magnitude(program, steps, self.limit(NORM, None))
-        content = msgspec.msgpack.encode((program.steps, program.reads, program.digests))
+        self.check_count(REQUEST_EDITS, len(steps))
+        self.check_count(REQUEST_VECTORS, len(vectors))
+        self.check_count(REQUEST_LAYERS, len(layers))
+        check_magnitude(program, self.limit(MAX_NORM, None), len(program.edits) - len(steps))
+        content = msgspec.msgpack.encode((program.edits, program.reads, program.digests))
         return RequestLoad(hashlib.blake2b(content, digest_size=16).digest(), vectors)
 
     def check_count(self, limit: ServerLimit, count: int) -> None:
@@ -143,14 +142,14 @@ class QuotaTracker:
 
     def take_program(self, key: Key | None, account: KeyUsage | None, load: RequestLoad) -> None:
         """Book ``load``; raises, and books nothing, where it does not fit."""
-        if load.digest not in self._programs and len(self._programs) >= self.limit(ALL_PROGRAMS, None):
-            most = self.limit(ALL_PROGRAMS, None)
-            raise ServerFullError(STEERING, f"this server has {most} distinct programs going ({ALL_PROGRAMS.flag})")
+        if load.digest not in self._programs and len(self._programs) >= self.limit(MAX_PROGRAMS, None):
+            most = self.limit(MAX_PROGRAMS, None)
+            raise ServerFullError(STEERING, f"this server has {most} distinct programs going ({MAX_PROGRAMS.flag})")
         if key is not None and account is not None:
-            if load.digest not in account.programs and len(account.programs) >= self.limit(PROGRAMS, key):
-                raise KeyLimitError(STEERING, self._reached(PROGRAMS, key))
+            if load.digest not in account.programs and len(account.programs) >= self.limit(KEY_PROGRAMS, key):
+                raise KeyLimitError(STEERING, self._reached(KEY_PROGRAMS, key))
             new = sum(size for digest, size in load.vectors.items() if digest not in account.vectors)
-            self._check_bytes(POOL, key, sum(load.vectors.values()), account.vector_bytes + new)
+            self._check_bytes(KEY_POOL_MIB, key, sum(load.vectors.values()), account.vector_bytes + new)
             account.programs[load.digest] += 1
             account.vectors.update(load.vectors.keys())
             account.vector_bytes += new
@@ -158,7 +157,7 @@ class QuotaTracker:
 
     def take_rows(self, key: Key, account: KeyUsage, num_bytes: int, own: int) -> None:
         """Book captured rows, of a request that holds ``own`` bytes of them by now; raises as `take_program` does."""
-        self._check_bytes(ROWS, key, own + num_bytes, account.row_bytes + num_bytes)
+        self._check_bytes(KEY_CAPTURE_MIB, key, own + num_bytes, account.row_bytes + num_bytes)
         account.row_bytes += num_bytes
 
     def give_back(self, key: Key | None, account: KeyUsage | None, load: RequestLoad | None, row_bytes: int) -> None:
@@ -178,7 +177,7 @@ class QuotaTracker:
 
     def _check_bytes(self, limit: ServerLimit, key: Key, alone: int, together: int) -> None:
         most = self.limit(limit, key) << 20
-        field = "capture" if limit.of == "capture" else STEERING
+        field = "capture" if limit.prefix == "capture" else STEERING
         if alone > most:
             raise TooLargeError(field, f"may come to {alone} bytes, and {self._reached(limit, key)} in all")
         if together > most:
@@ -218,7 +217,7 @@ class Reservation:
     @property
     def store_bytes(self) -> int | None:
         """How many bytes may be kept for the key to be fetched, in all processes; None for no limit of its own."""
-        return None if self._key is None else self.books.whole(KEY_STORE, self._key) << 20
+        return None if self._key is None else self.books.whole(KEY_STORE_MIB, self._key) << 20
 
     def release(self) -> None:
         """Give everything back, once."""
