@@ -43,12 +43,12 @@ def overriding_classes() -> dict[Any, Any]:
     from vllm_steer.engine.executor import RowAggregator, SteeringExecutor
     from vllm_steer.engine.runner_v1 import SteeringRunnerV1
     from vllm_steer.engine.runner_v2 import SteeringRunnerV2, _steering_state
-    from vllm_steer.engine.scheduler import steering_scheduler
+    from vllm_steer.engine.scheduler import SteeringSchedulerMixin
     from vllm_steer.engine.worker import SteeringWorker
 
     return {
         SteeredRequestState: RequestState,
-        steering_scheduler(Scheduler): Scheduler,
+        SteeringSchedulerMixin: Scheduler,
         SteeringWorker: Worker,
         SteeringRunnerV1: RunnerV1,
         SteeringRunnerV2: RunnerV2,

@@ -13,7 +13,7 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
-from tests.engine import scheduler_alone
+from tests.engine import scheduler_harness
 from vllm_steer.engine.cache_keys import steering_hasher
 from vllm_steer.program import compile_program, resolve
 from vllm_steer.spec import Edit
@@ -129,7 +129,7 @@ def test_edits_of_the_last_layer_fork_only_where_keys_and_values_are_made_of_the
 @pytest.mark.feature("KV connectors and offloading", "steer")
 def test_a_connector_is_shown_the_same_keys(tiny_llama: Path) -> None:
     """Catches keys that are changed after a connector has seen a request: it would store steered blocks as plain."""
-    scheduler = scheduler_alone.make(scheduler_alone.config(tiny_llama, sequences=2), blocks=12)
+    scheduler = scheduler_harness.make(scheduler_harness.config(tiny_llama, sequences=2), blocks=12)
     seen: dict[str, list[bytes]] = {}
 
     class Spy:
@@ -139,7 +139,7 @@ def test_a_connector_is_shown_the_same_keys(tiny_llama: Path) -> None:
     scheduler.connector = Spy()
     for name, seed in (("plain", None), ("one", 1), ("same", 1), ("other", 2)):
         fields = {} if seed is None else {"steering_vectors": {"pre_attn": {1: np.full(64, float(seed), "f4")}}}
-        scheduler.add_request(scheduler_alone.request(name, list(range(40)), 4, **fields))
+        scheduler.add_request(scheduler_harness.request(name, list(range(40)), 4, **fields))
     assert seen["one"] == seen["same"]
     assert len({tuple(seen[name]) for name in ("plain", "one", "other")}) == 3
     for name in seen:

@@ -62,7 +62,7 @@ def test_preemption_in_decode(tiny_llama: Path, truth: list[Any], monkeypatch: p
     try:
         compare(run(llm, *workload()), truth)
         assert any(request.num_output_tokens > 0 for request in preempted), "no request was preempted in decode"
-        assert scheduler.steering_ledger.in_use == (0, 0, 0)
+        assert scheduler.steering_allocator.in_use == (0, 0, 0)
     finally:
         close(llm)
 
@@ -83,12 +83,12 @@ def test_chunked_prefill_and_a_pool_of_three_rows(tiny_llama: Path, truth: list[
     )  # fmt: skip
     try:
         most = []
-        ledger = scheduler_of(llm).steering_ledger
-        acquire = ledger.acquire
-        ledger.acquire = lambda rows: (acquire(rows), most.append(ledger.in_use[0]))[0]
+        allocator = scheduler_of(llm).steering_allocator
+        acquire = allocator.acquire
+        allocator.acquire = lambda rows: (acquire(rows), most.append(allocator.in_use[0]))[0]
         compare(run(llm, *workload()), truth)
         assert max(most) <= 3
-        assert ledger.in_use == (0, 0, 0)
+        assert allocator.in_use == (0, 0, 0)
     finally:
         close(llm)
 
@@ -106,7 +106,7 @@ def test_a_pool_of_one_row_serves_everybody_in_turn(tiny_llama: Path) -> None:
             alone = run(llm, [p], [each])[0]
             np.testing.assert_allclose(logprobs_of(got), logprobs_of(alone), atol=1e-4)
         assert np.abs(logprobs_of(together[1]) - logprobs_of(together[2])).max() > 1e-2
-        assert scheduler_of(llm).steering_ledger.in_use == (0, 0, 0)
+        assert scheduler_of(llm).steering_allocator.in_use == (0, 0, 0)
         two_rows = {"prefill_steering_vectors": {"post_block": {1: direction(1)}}}
         two_rows["decode_steering_vectors"] = {"post_block": {1: direction(2)}}
         with pytest.raises(SteeringError, match="can never fit"):
@@ -145,7 +145,7 @@ def test_a_request_that_waits_too_long_ends_with_an_error_and_nobody_else_does(t
         assert list(done["waits"].token_ids) == []
         assert done["plain"].finish_reason == "length"
         assert list(done["runs"].token_ids) == tokens_of(alone)
-        assert scheduler_of(llm).steering_ledger.in_use == (0, 0, 0)
+        assert scheduler_of(llm).steering_allocator.in_use == (0, 0, 0)
     finally:
         close(llm)
 
@@ -162,12 +162,12 @@ def test_aborted_requests_give_their_places_back(tiny_llama: Path) -> None:
             )
         for _ in range(3):
             engine.step()
-        ledger = scheduler_of(llm).steering_ledger
-        assert ledger.in_use[0] == 2
+        allocator = scheduler_of(llm).steering_allocator
+        assert allocator.in_use[0] == 2
         engine.abort_request([str(i) for i in range(6)])
         while engine.has_unfinished_requests():
             engine.step()
-        assert ledger.in_use == (0, 0, 0)
+        assert allocator.in_use == (0, 0, 0)
         run(llm, [prompt(1, 2, 3)], [params(2)])
         assert llm.llm_engine.model_executor.driver_worker.worker.model_runner.steering.store.num_steered == 0
     finally:

@@ -62,7 +62,7 @@ _FRONT_END = "vllm_steer.compat.front_end"
 _REQUESTS = "vllm_steer.frontend.requests"
 _OUTPUTS = "vllm_steer.frontend.outputs"
 _STEERED_STATE = "vllm_steer.compat.request_state:SteeredRequestState"
-_STEERING_SCHEDULER = "vllm_steer.engine.scheduler:steering_scheduler"
+_STEERING_SCHEDULER = "vllm_steer.engine.scheduler:SteeringSchedulerMixin"
 _STEERING_V1 = "vllm_steer.engine.runner_v1:SteeringRunnerV1"
 _STEERING_V2 = "vllm_steer.engine.runner_v2:SteeringRunnerV2"
 _STEERING_STATE = "vllm_steer.engine.runner_v2:_steering_state"
@@ -134,7 +134,7 @@ WAY: tuple[Stage, ...] = (
         "a SchedulerOutput: requests that have room in the device tables, with steering in their block hashes",
         (
             *(
-                Join(f"{_SCHEDULER}.{name}", OVERRIDE, _STEERING_SCHEDULER)
+                Join(f"{_SCHEDULER}.{name}", OVERRIDE, f"{_STEERING_SCHEDULER}.{name}")
                 for name in (
                     "add_request",
                     "set_pause_state",
@@ -192,7 +192,7 @@ WAY: tuple[Stage, ...] = (
                 "vllm_steer.engine.executor:RowAggregator.aggregate",
             ),
             *(
-                Join(f"{_SCHEDULER}.{name}", OVERRIDE, _STEERING_SCHEDULER)
+                Join(f"{_SCHEDULER}.{name}", OVERRIDE, f"{_STEERING_SCHEDULER}.{name}")
                 for name in ("update_from_output", "_free_request")
             ),
         ),

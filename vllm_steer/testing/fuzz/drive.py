@@ -122,11 +122,11 @@ def _steer_all(llm: Any, edits: Sequence[EditCase], hidden: int) -> None:
 
 def _leak(llm: Any, scheduler: Any) -> str | None:
     """What the engine still holds with no request in it."""
-    ledger = getattr(scheduler, "steering_ledger", None)
-    if ledger is None:
+    allocator = getattr(scheduler, "steering_allocator", None)
+    if allocator is None:
         return None
-    if ledger.in_use != (0, 0, 0):
-        return f"the scheduler's books are not empty at the end: {ledger.in_use} rows, instructions, vectors"
+    if allocator.in_use != (0, 0, 0):
+        return f"the scheduler's books are not empty at the end: {allocator.in_use} rows, instructions, vectors"
     if scheduler.steering_row_sender.num_bytes:
         return f"{scheduler.steering_row_sender.num_bytes} bytes of captured rows are left at the end"
     inbox = getattr(llm.llm_engine.output_processor, ROW_RECEIVER, None)
