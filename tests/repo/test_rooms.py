@@ -36,14 +36,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
 )
 """Rooms from low to high. A module imports its own room and the rooms in the tuples before it."""
 
-EXCEPTIONS: frozenset[tuple[str, str]] = frozenset(
-    {
-        ("audit", "server.auth.caller"),
-        ("metrics.engine_stats", "engine.admission"),
-        ("metrics.engine_stats", "engine.device_to_host"),
-        ("metrics.registry_gauges", "registry.snapshot"),
-    }
-)
+EXCEPTIONS: frozenset[tuple[str, str]] = frozenset({("audit", "server.auth.caller")})
 """Pairs of a module and a module of a higher room that it imports."""
 
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
