@@ -9,7 +9,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from vllm_steer.cli.main import app
-from vllm_steer.server.auth.keys import find, read_keys
+from vllm_steer.server.auth.key_file import read_keys
+from vllm_steer.server.auth.keys import find_key
 from vllm_steer.server.auth.rights import Right
 
 
@@ -27,7 +28,7 @@ def test_a_key_is_made_shown_once_and_revoked(file: Path) -> None:
     made = run(file, "new", "alice", "--right", "steer", "-r", "read", "-r", "steer", "--limit", "steering_requests=8")
     assert made.exit_code == 0, made.output
     secret = made.stdout.strip()
-    key = find(read_keys(file), secret)
+    key = find_key(read_keys(file), secret)
     assert key is not None
     assert (key.name, key.rights, key.limits) == ("alice", (Right.STEER, Right.READ), {"steering_requests": 8})
     assert file.stat().st_mode & 0o777 == 0o600
@@ -36,7 +37,7 @@ def test_a_key_is_made_shown_once_and_revoked(file: Path) -> None:
     assert "alice" in listed and "steer, read" in listed and "steering_requests=8" in listed and "bob" in listed
     assert not any(hidden in listed for hidden in (secret, other, key.sha256, key.cache_salt))
     assert run(file, "revoke", "alice").exit_code == 0
-    assert find(read_keys(file), secret) is None and find(read_keys(file), other) is not None
+    assert find_key(read_keys(file), secret) is None and find_key(read_keys(file), other) is not None
 
 
 @pytest.mark.parametrize(

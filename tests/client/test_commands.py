@@ -38,7 +38,7 @@ def test_modules(url: str, tmp_path: Path) -> None:
     assert json.loads(run(url, "modules", "show", "calm", "--json"))["digest"] == module().digest
     assert "calm: 1 versions deleted" in run(url, "modules", "rm", "calm")
     assert [each["name"] for each in json.loads(run(url, "modules", "ls", "--json"))["data"]] == ["terse"]
-    assert "there is no module calm" in run(url, "modules", "rm", "calm", status=1)
+    assert "unknown module 'calm'" in run(url, "modules", "rm", "calm", status=1)
 
 
 def test_set_and_status(url: str, tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ def test_set_and_status(url: str, tmp_path: Path) -> None:
     assert "global steering: none" in run(url, "set", "--clear")
     run(url, "set", "terse=x", status=2)
     run(url, "set", "terse", "--clear", status=2)
-    assert "names nothing" in run(url, "set", status=1)
+    assert "set: is empty" in run(url, "set", status=1)
 
 
 def test_a_file_and_the_command_line_do_not_disagree(url: str, tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_chat(url: str, app: FastAPI) -> None:
         "[plain] I am plain.",
         "[terse=2] I am terse\\x1b[2J.",
     ]
-    assert "error: there is no module nobody" in shown
+    assert "error: unknown module 'nobody'" in shown
     assert answers[-2:] == ["[plain] I am plain.", "[no modules] I am plain."]
     system = {"role": "system", "content": "Be brief."}
     steered = [body for body in app.state.bodies if "steering_modules" in body]

@@ -95,12 +95,12 @@ def begun_meanwhile(llm: Any, monkeypatch: pytest.MonkeyPatch) -> int:
     desk = capture_manager_of(llm.llm_engine.output_processor)
     # What other tests did not wait for is not counted.
     desk._threads["memory"].submit(int).result()
-    finish, deliver = desk.finish, desk._deliver
+    submit, deliver = desk.submit, desk._deliver
     begun: list[str] = []
     seen: list[int] = []
 
     def slowly(*args: Any, **kwargs: Any) -> Any:
-        results = finish(*args, **kwargs)
+        results = submit(*args, **kwargs)
         time.sleep(0.1)
         seen.append(len(begun))
         return results
@@ -109,7 +109,7 @@ def begun_meanwhile(llm: Any, monkeypatch: pytest.MonkeyPatch) -> int:
         begun.append(name)
         return deliver(name, *args)
 
-    monkeypatch.setattr(desk, "finish", slowly)
+    monkeypatch.setattr(desk, "submit", slowly)
     monkeypatch.setattr(desk, "_deliver", noted)
     results = [result(o) for o in run(llm, [prompt(1, 2), prompt(3, 4)], [params(3, capture=capture())] * 2)]
     assert [each.status for each in results] == ["ok"] * 2

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules and a registry without an engine."""
+"""Modules and registries without an engine."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import numpy as np
 from tests.server.fakes import HIDDEN, REPORT
 from vllm_steer.config import SteeringConfig
 from vllm_steer.engine.capabilities import Capabilities
+from vllm_steer.registry.index import RegistryLimits
 from vllm_steer.registry.module import Module, parse_module
 from vllm_steer.registry.registry import SteeringRegistry
-from vllm_steer.registry.snapshot import RegistryLimits
-from vllm_steer.registry.storage import Store
+from vllm_steer.registry.storage import RegistryStore
 
 CAPABILITIES = Capabilities.merge([REPORT], SteeringConfig())
 
@@ -23,7 +23,7 @@ def vector(seed: int) -> np.ndarray:
 
 
 def content(seed: int = 0) -> dict[str, Any]:
-    """Something in every part of a module."""
+    """Return content for every part of a module."""
     return {
         "base": {"post_block": {"1": {"vector": vector(seed), "scale": 2.0}, "0": vector(seed + 1)}},
         "prefill": {"pre_attn": {2: vector(seed + 2)}},
@@ -41,5 +41,5 @@ def module(seed: int = 0) -> Module:
     return parse_module(content(seed))
 
 
-def registry(store: Store | None = None, **limits: int) -> SteeringRegistry:
+def registry(store: RegistryStore | None = None, **limits: int) -> SteeringRegistry:
     return SteeringRegistry(CAPABILITIES, store, RegistryLimits(**limits))

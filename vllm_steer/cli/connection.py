@@ -26,8 +26,7 @@ def connect(url: str, api_key: str | None) -> Iterator[Client]:
     """Yield a client. Errors end the command with a message and status 1."""
     import httpx
 
-    from vllm_steer.client import Client, ServerError
-    from vllm_steer.client.retry import Retry
+    from vllm_steer.client import Client, Retry, ServerError
     from vllm_steer.errors import SteeringError
 
     try:
@@ -56,7 +55,7 @@ def parse_modules(words: list[str] | None) -> list[tuple[str, float]]:
 def read_json_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file. Raises ``SteeringError`` for anything else, including duplicate keys."""
     from vllm_steer.errors import SteeringError
-    from vllm_steer.registry.json_text import parse_json
+    from vllm_steer.registry.strict_json import parse_json
 
     body = parse_json(path.read_bytes(), str(path))
     if not isinstance(body, dict):

@@ -11,11 +11,11 @@ import typer
 
 from vllm_steer.cli.output import failing_on, print_table
 from vllm_steer.errors import SteeringError
-from vllm_steer.server.auth.rights import MEANING, Right
+from vllm_steer.server.auth.rights import RIGHT_DESCRIPTIONS, Right
 
 app = typer.Typer(help="API keys of a server, in the file of --steering-keys.", no_args_is_help=True)
 
-_RIGHTS = "; ".join(f"{right}: {meaning}" for right, meaning in MEANING.items())
+_RIGHTS = "; ".join(f"{right}: {meaning}" for right, meaning in RIGHT_DESCRIPTIONS.items())
 
 File = Annotated[
     Path,
@@ -35,11 +35,12 @@ def new(
     ] = None,
 ) -> None:
     """Create a key and print it. The file stores only its hash. A key without rights allows plain requests."""
-    from vllm_steer.server.auth.keys import changing, make_key, read_keys
+    from vllm_steer.server.auth.key_file import edit_keys, read_keys
+    from vllm_steer.server.auth.keys import generate_key
 
     with failing_on(SteeringError):
-        key, secret = make_key(name, tuple(dict.fromkeys(right or ())), _parse_limits(limit or []))
-        with changing(file, make=True) as write:
+        key, secret = generate_key(name, tuple(dict.fromkeys(right or ())), _parse_limits(limit or []))
+        with edit_keys(file, create=True) as write:
             keys = read_keys(file) if file.exists() else ()
             if name in {other.name for other in keys}:
                 raise SteeringError("name", f"{file} already has a key {name}; revoke it first or use another name")
@@ -51,7 +52,7 @@ def new(
 @app.command(name="list")
 def list_keys(file: File) -> None:
     """List the keys, without secrets."""
-    from vllm_steer.server.auth.keys import read_keys
+    from vllm_steer.server.auth.key_file import read_keys
 
     with failing_on(SteeringError):
         keys = read_keys(file)
@@ -70,9 +71,9 @@ def list_keys(file: File) -> None:
 @app.command()
 def revoke(name: Name, file: File) -> None:
     """Remove a key from the file. Requests that already run with it are not stopped."""
-    from vllm_steer.server.auth.keys import changing, read_keys
+    from vllm_steer.server.auth.key_file import edit_keys, read_keys
 
-    with failing_on(SteeringError), changing(file) as write:
+    with failing_on(SteeringError), edit_keys(file) as write:
         keys = read_keys(file)
         remaining = tuple(key for key in keys if key.name != name)
         if len(remaining) == len(keys):

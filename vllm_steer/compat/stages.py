@@ -69,7 +69,7 @@ _STEERING_STATE = "vllm_steer.engine.runner_v2:_steering_state"
 
 STARTUP: tuple[Join, ...] = (
     Join("vllm.engine.arg_utils:EngineArgs.add_cli_args", AFTER, "vllm_steer.server.flags:add_flags"),
-    Join("vllm.engine.arg_utils:EngineArgs.from_cli_args", BEFORE, "vllm_steer.server.flags:apply_flags"),
+    Join("vllm.engine.arg_utils:EngineArgs.from_cli_args", BEFORE, "vllm_steer.server.apply_flags:apply_flags"),
     Join("vllm.engine.arg_utils:EngineArgs.create_engine_config", AROUND, "vllm_steer.compat.plugin:engine_config"),
 )
 """Wrapped in every process of vLLM, when it loads its plugins."""
@@ -119,7 +119,7 @@ WAY: tuple[Stage, ...] = (
                 with_object=True,
             ),
             Join(f"{_OUTPUT_PROCESSOR}.add_request", BEFORE, f"{_REQUESTS}:check_resumable"),
-            Join(f"{_OUTPUT_PROCESSOR}.add_request", BEFORE, "vllm_steer.server.auth.caller:salt_request"),
+            Join(f"{_OUTPUT_PROCESSOR}.add_request", BEFORE, "vllm_steer.server.auth.current_key:salt_request"),
             Join(f"{_OUTPUT_PROCESSOR}.add_request", AFTER, "vllm_steer.compat.request_state:extend_state"),
             Join(f"{_OUTPUT_PROCESSOR}.add_request", AFTER, f"{_OUTPUTS}:begin_capture"),
             Join(f"{_OUTPUT_PROCESSOR}.add_request", AFTER, f"{_OUTPUTS}:record_applied"),

@@ -18,9 +18,8 @@ from vllm_steer.frontend.context import NOT_ENABLED, ensure_engine_context, know
 from vllm_steer.limits import KEY_STORE_MIB
 from vllm_steer.metrics.requests import NO_CAPACITY, count_refusal
 from vllm_steer.params import CAPTURE_FIELD
-from vllm_steer.server.auth.caller import owner, require_fields
-from vllm_steer.server.auth.rights import KeyLimitError
-from vllm_steer.server.flags import max_body_bytes
+from vllm_steer.server.access_errors import KeyLimitError
+from vllm_steer.server.auth.current_key import current_owner, require_field_rights
 from vllm_steer.server.http.applied_field import AppliedFieldWriter
 from vllm_steer.server.http.capture_results import CaptureResultWriter
 from vllm_steer.server.http.error_response import BodyTooLargeError, error_response, error_status
@@ -29,6 +28,7 @@ from vllm_steer.server.http.request_context import RequestContext
 from vllm_steer.server.quota.tracker import Reservation
 from vllm_steer.server.routes.base import app_path
 from vllm_steer.server.routes.captures import capture_store_of
+from vllm_steer.server.settings import max_body_bytes
 
 STEERABLE_ROUTES: tuple[str, ...] = (
     "/v1/completions",
@@ -44,11 +44,12 @@ RETRY_AFTER = 10
 
 
 class RequestGuard:
-    """ASGI ``receive`` and ``send`` of one request: ``receive`` checks the body, ``send`` can replace the response by a
-    refusal."""
+    """ASGI ``receive`` and ``send`` of one request: the first checks the body, the second can send a refusal."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, reservation: Reservation) -> None:
-        self.context = RequestContext(reservation=reservation, owner=owner(), store_bytes=reservation.store_bytes)
+        self.context = RequestContext(
+            reservation=reservation, owner=current_owner(), store_bytes=reservation.store_bytes
+        )
         self._app = scope["app"]
         self._scope, self._receive = scope, receive
         self._send = AppliedFieldWriter(self.context, send).send
@@ -169,7 +170,7 @@ class RequestGuard:
             return
         name = found.fields[0]
         try:
-            require_fields(found.fields)
+            require_field_rights(found.fields)
         except SteeringError as error:
             self._raise(error)
         self.context.fields = found.fields
