@@ -135,6 +135,8 @@ class AdmissionController:
         return len(self._waiting_since)
 
     def waiting_by_reason(self) -> dict[str, int]:
-        """Return the number of waiting requests by what they wait for: ``rows``, ``instructions``, ``vectors``,
-        ``capture``, or ``turn`` behind another waiting request."""
+        """Return the number of waiting requests by what they wait for.
+
+        Reasons are ``rows``, ``instructions``, ``vectors``, ``capture``, and ``turn`` (behind another waiting request).
+        """
         return dict(Counter(self._waiting_for.values()))

@@ -75,8 +75,11 @@ class ArenaBudget:
         return not self._closed and not spans and resolved.max_captures * (1 + self._drafts) <= self._free
 
     def can_start(self, resolved: Resolved, position: int, spans: Spans) -> bool:
-        """Return whether a waiting request that starts at ``position`` can have its next token, or the whole span that
-        begins there. If not, no other capturing request can start in this step."""
+        """Return whether a waiting request that starts at ``position`` can have its next token.
+
+        If a span begins there, it needs room as a whole. If there is none, no other capturing request can start in this
+        step.
+        """
         needed = self._rows_of(resolved, position, position + 1) * (1 + self._drafts)
         for start, stop in spans:
             if start == position:

@@ -121,16 +121,20 @@ class SteeringSchedulerMixin:
     # Prefix cache
 
     def _needs_whole_prompt(self: Any, resolved: Resolved, request: Any) -> bool:
-        """Return whether the request must not use the prefix cache, because a hit cannot be shortened to the first
-        captured position (hybrid caches, KV connectors)."""
+        """Return whether the request must not use the prefix cache.
+
+        In hybrid caches and with KV connectors, a hit cannot be shortened to the first captured position.
+        """
         first = resolved.first_captured_position
         if first is None or first >= request.num_prompt_tokens - 1:
             return False
         return self.connector is not None or not self._can_shorten_hits()
 
     def _can_shorten_hits(self: Any) -> bool:
-        """Return whether every prefix of a cache hit is a hit. Sliding windows and recurrent states keep only the end
-        of a hit (``v1/core/single_type_kv_cache_manager.py``)."""
+        """Return whether every prefix of a cache hit is a hit.
+
+        Sliding windows and recurrent states keep only the end of a hit (``v1/core/single_type_kv_cache_manager.py``).
+        """
         managers = self.kv_cache_manager.coordinator.single_type_managers
         return len(managers) == 1 and type(managers[0]) is FullAttentionManager
 
@@ -209,15 +213,19 @@ class SteeringSchedulerMixin:
         return admitted
 
     def _most_captured_rows(self: Any, request: Any, resolved: Resolved) -> int:
-        """Return the most rows that a request can store, limited by the model's length. Projections count as the rows
-        that would take as many bytes."""
+        """Return the most rows that a request can store, limited by the model's length.
+
+        Projections count as the rows that would take as many bytes.
+        """
         tokens = min(request.max_tokens, self.max_model_len - request.num_prompt_tokens)
         num_bytes = resolved.total_bytes(request.num_prompt_tokens, tokens, self._row_bytes)
         return -(-num_bytes // int(self._row_bytes))
 
     def _drop_capture(self: Any, request: Any) -> Resolved:
-        """Remove the reads from a request's program (``capture_policy`` ``fail``), also for the workers, which have not
-        received it yet."""
+        """Remove the reads from a request's program (``capture_policy`` ``fail``).
+
+        The workers get the new program too, because the request has not been sent to them yet.
+        """
         program = Program.from_trusted_bytes(program_bytes(request.sampling_params) or b"").without_reads()
         params = copy.copy(request.sampling_params)
         params.extra_args = {**params.extra_args, EXTRA_KEY: program.to_bytes()}

@@ -102,7 +102,7 @@ class WorkerSteeringManager:
         if not self._assigned.is_valid(
             store.changes, batch.num_padded, batch.slot, batch.count, in_last_segments=in_last_segments
         ):
-            if not store.active.meets(batch.slot, first, stop).any():
+            if not store.active.overlap(batch.slot, first, stop).any():
                 self.begin_idle_step()
                 return
             if self._num_assigned > batch.num_padded:
@@ -113,7 +113,7 @@ class WorkerSteeringManager:
         self.graph_sets.select(self.tables.site_users, store.version)
         if not store.num_capturing:
             return
-        capturing = np.flatnonzero(store.reads.meets(batch.slot, first, stop))
+        capturing = np.flatnonzero(store.reads.overlap(batch.slot, first, stop))
         if len(capturing):
             if not self._offsets_assigned:
                 self._ops.assign_arena_offsets(self.tables, int(batch.count.sum()))

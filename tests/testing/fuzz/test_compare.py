@@ -77,7 +77,7 @@ def test_rows_statuses_and_ends(changes: dict[str, Any], said: str) -> None:
 
 
 def test_a_refusal_is_right_only_where_the_tables_are_too_small() -> None:
-    assert verdict(Answer(refused="needs 5 of max_rows: it can never fit"))[0] is None
+    assert verdict(Answer(refused="needs 5 of max_rows; the engine allows 4"))[0] is None
     assert "refused" in str(verdict(Answer(refused="layer 4 does not exist"))[0])
 
 
