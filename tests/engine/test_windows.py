@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads beside the prefix cache of a model whose attention has a window: of a cached prefix only the end is kept."""
+"""Tests of captures beside the prefix cache of a sliding-window model, which keeps only the end of a hit."""
 
 from __future__ import annotations
 
@@ -39,9 +39,11 @@ def windowed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("window", "kept"), [(None, 48), (WINDOW, 0)])
-def test_what_a_resumed_request_finds_of_itself(tiny_llama: Path, window: int | None, kept: int) -> None:
-    """Catches a request that reads what it generates and, computed again after a preemption, finds its own blocks up to
-    behind the first of these: without a window the blocks in front of it serve, with one there is nothing in them."""
+def test_resumed_request_computes_its_captured_tokens(tiny_llama: Path, window: int | None, kept: int) -> None:
+    """Catches a preempted request that finds its own blocks beyond the first position that it captures.
+
+    With full attention the earlier blocks still serve; with a window they are empty.
+    """
     made = scheduler_harness.config(tiny_llama, sequences=4)
     scheduler = scheduler_harness.make(made, blocks=60, window=window)
     tokens = list(range(1, 86))
@@ -61,9 +63,11 @@ def test_what_a_resumed_request_finds_of_itself(tiny_llama: Path, window: int | 
 
 
 @pytest.mark.feature("prefix caching", "capture")
-def test_a_read_behind_the_beginning_of_a_cached_prompt(windowed: Any) -> None:
-    """Catches a cached prefix that is cut in front of the window which is all that was kept of it: rows of another
-    context, and the same keys and values served to plain requests afterwards."""
+def test_capture_within_a_cached_prompt(windowed: Any) -> None:
+    """Catches a hit that is cut before the only window that was kept.
+
+    Rows would come from another context, and plain requests would get the same KV.
+    """
     whole, reads = prompt(*CONVERSATION), {"memory": {"hooks": {"post_block": [3]}, "positions": [[128, 199]]}}
     truth = run(windowed, [whole], [params(3, capture=reads, skip_reading_prefix_cache=True)])[0]
     windowed.reset_prefix_cache()

@@ -58,7 +58,7 @@ class Capabilities:
     def merge(
         cls, ranks: Iterable[Mapping[str, Any]], config: SteeringConfig, no_capture: str | None = None, drafts: int = 0
     ) -> Capabilities:
-        """Return the capabilities of an engine from the reports of its ranks; a pipeline stage reports its own layers."""
+        """Return an engine's capabilities from its ranks' reports; a pipeline stage reports its own layers."""
         reports = list(ranks)
         first = reports[0]
         return cls(
