@@ -17,11 +17,11 @@ from tests.server.auth.guarded import client_of, make_guarded_app, start, write_
 from tests.server.test_flags import error_of, parser_of_a_server
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import REGISTRY_VARIABLE
+from vllm_steer.server.apply_flags import apply_flags
 from vllm_steer.server.auth import key_file_watcher
 from vllm_steer.server.auth.key_file import edit_keys, read_keys
 from vllm_steer.server.auth.keys import PREFIX, find_key, generate_key, hash_secret
 from vllm_steer.server.auth.rights import Right
-from vllm_steer.server.flags import apply_flags
 
 
 @pytest.fixture(autouse=True)
