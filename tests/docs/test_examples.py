@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scripts in examples/ run and show what they describe. tests/server/test_openai_example.py runs openai_client.py."""
+"""The scripts in examples/ run and show what they describe; tests/server covers openai_client.py."""
 
 from __future__ import annotations
 
