@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm-steer fuzz``: the oracle from the command line."""
+"""``vllm-steer fuzz``: compare random workloads with the same requests run alone."""
 
 from __future__ import annotations
 
@@ -12,19 +12,23 @@ import typer
 
 
 def fuzz(
-    model: Annotated[str | None, typer.Argument(help="Name or folder; without it, a small random Llama.")] = None,
+    model: Annotated[
+        str | None, typer.Argument(help="Name or folder of the model (default: a small random Llama).")
+    ] = None,
     minutes: Annotated[float, typer.Option(min=0.1, help="How long to run.")] = 10.0,
-    seed: Annotated[int, typer.Option(min=0, help="Which workloads are drawn.")] = 0,
-    rounds: Annotated[int | None, typer.Option(min=1, help="End after so many rounds, if that is earlier.")] = None,
-    requests: Annotated[int, typer.Option(min=1, help="Requests of one workload.")] = 48,
-    dtype: Annotated[str, typer.Option(help="The model's dtype; float32 compares most strictly.")] = "float32",
-    graphs: Annotated[bool, typer.Option("--graphs", help="Also engines with compilation and CUDA graphs.")] = False,
-    points: Annotated[str, typer.Option(help="Points on the branches that all engines have, with commas.")] = "",
-    keep_going: Annotated[bool, typer.Option("--keep-going", help="Go on after a finding.")] = False,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the workloads.")] = 0,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Stop after this many rounds.")] = None,
+    requests: Annotated[int, typer.Option(min=1, help="Requests per workload.")] = 48,
+    dtype: Annotated[str, typer.Option(help="The model's dtype; float32 has the strictest tolerance.")] = "float32",
+    graphs: Annotated[
+        bool, typer.Option("--graphs", help="Also test engines with compilation and CUDA graphs.")
+    ] = False,
+    points: Annotated[str, typer.Option(help="Hook points on the branches to enable, separated by commas.")] = "",
+    keep_going: Annotated[bool, typer.Option("--keep-going", help="Continue after a finding.")] = False,
     out: Annotated[Path | None, typer.Option(help="Write counts and findings to this JSON file.")] = None,
-    replay: Annotated[Path | None, typer.Option(help="Run the workload in this file, and nothing else.")] = None,
+    replay: Annotated[Path | None, typer.Option(help="Run only the workload in this file.")] = None,
 ) -> None:
-    """Compare random workloads under pressure with the same requests alone; print a minimal reproduction."""
+    """Compare random workloads with the same requests run alone and print a minimal reproduction."""
     from vllm_steer.testing.fuzz.model import prepare_environment, save_tiny_llama
 
     prepare_environment()
@@ -57,7 +61,7 @@ def _search(
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     session = Session(
         model, dtype, seed, minutes=minutes, rounds=rounds, requests=requests, graphs=graphs, points=points,
-        keep_going=keep_going, say=lambda text: console.print(text, markup=False),
+        keep_going=keep_going, log=lambda text: console.print(text, markup=False),
     )  # fmt: skip
     report = session.run()
     if out is not None:
@@ -99,4 +103,4 @@ def _replay(model: str, dtype: str, path: Path) -> None:
         typer.echo(f"{name or 'the engine'}: {problem}")
     if problems:
         raise typer.Exit(1)
-    typer.echo("nothing is wrong")
+    typer.echo("no difference")
