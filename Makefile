@@ -2,44 +2,67 @@
 
 SHELL := bash
 PYTHON_HERE := .venv/bin/python
-# Caches that would otherwise go to the user's home; and bytecode, which the set-up leaves to the first import.
+# Keep the tools' caches in this folder. Bytecode is compiled on first import, which the set-up skips.
 HERE := env -u PYTHONDONTWRITEBYTECODE XDG_CACHE_HOME="$(CURDIR)/.cache" XDG_CONFIG_HOME="$(CURDIR)/.cache/config" \
 	TRITON_HOME="$(CURDIR)/.cache" VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1
+PYTEST := $(HERE) $(PYTHON_HERE) -m pytest -q
+IN_PARALLEL := -n 2 --dist loadfile
+# Folders of tests that start no engine.
+FAST := tests/benchmarks tests/demo tests/metrics tests/models tests/program tests/registry tests/repo \
+	tests/server/auth tests/server/http tests/server/quota tests/spec tests/taps
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test conformance lint types format clean distclean
+.PHONY: help setup demo test test-fast test-all test-gpu conformance docs lint types format clean distclean
 
-help:  ## say what the targets do
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 12
+help:  ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 14
 
-setup:  ## make .venv (PYTHON=... picks the Python, LANE=cuda the GPU build)
+setup:  ## create .venv (PYTHON=... selects the Python, LANE=cuda the GPU build)
 	@bash scripts/setup.sh
 
 demo: setup  ## steer the demo model, offline, on the CPU
 	@$(HERE) $(PYTHON_HERE) demo/run.py
 
-test: setup  ## run the tests (ARGS="tests/spec -x" for some of them)
-	@$(HERE) $(PYTHON_HERE) -m pytest -q -m "not gpu" -n 2 --dist loadfile $(ARGS)
+test: setup  ## run the tests that CI runs (ARGS="tests/spec -x" selects some)
+	@$(PYTEST) -m "not gpu" $(IN_PARALLEL) $(ARGS)
 
-conformance: setup  ## prove every architecture, write the figures and the page (about half an hour)
-	@$(HERE) CONFORMANCE=all $(PYTHON_HERE) -m pytest -q -m "not gpu" tests/conformance
+test-fast: setup  ## run the tests that start no engine
+	@$(PYTEST) -m "not gpu and not slow" $(IN_PARALLEL) $(wildcard $(FAST)) $(ARGS)
+
+test-all: setup  ## run the tests and prove every architecture
+	@CONFORMANCE=all $(PYTEST) -m "not gpu" $(IN_PARALLEL) $(ARGS)
+
+test-gpu: setup  ## run the tests that need a CUDA device
+	@$(PYTEST) -m gpu $(ARGS)
+
+conformance: setup  ## prove every architecture and regenerate its results (about half an hour)
+	@CONFORMANCE=all $(PYTEST) -m "not gpu" tests/conformance
 	@$(HERE) VLLM_LOGGING_LEVEL=ERROR $(PYTHON_HERE) scripts/conformance.py
 	@$(HERE) $(PYTHON_HERE) scripts/reference.py
 
-lint: setup  ## ruff: rules and format
+docs: setup .venv-docs/stamp  ## build the documentation site in build/site
+	@$(HERE) $(PYTHON_HERE) scripts/reference.py --check
+	@$(HERE) .venv-docs/bin/zensical build --clean --strict
+
+.venv-docs/stamp: requirements/docs.txt
+	@$(PYTHON_HERE) -m venv --clear .venv-docs
+	@.venv-docs/bin/python -m pip install --disable-pip-version-check --no-deps --quiet -r requirements/docs.txt
+	@touch $@
+
+lint: setup  ## check rules and format with ruff
 	@$(PYTHON_HERE) -m ruff check .
 	@$(PYTHON_HERE) -m ruff format --check .
 
-types: setup  ## mypy --strict
+types: setup  ## check types with mypy --strict
 	@$(PYTHON_HERE) -m mypy
 
-format: setup  ## let ruff repair and format the code
+format: setup  ## repair and format the code with ruff
 	@$(PYTHON_HERE) -m ruff check --fix .
 	@$(PYTHON_HERE) -m ruff format .
 
 clean:  ## remove caches and outputs
 	@rm -rf .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist demo/out
-	@find . -name .venv -prune -o -name __pycache__ -type d -exec rm -rf {} +
+	@find . -name '.venv*' -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
-distclean: clean  ## remove .venv as well
-	@rm -rf .venv
+distclean: clean  ## also remove .venv and .venv-docs
+	@rm -rf .venv .venv-docs

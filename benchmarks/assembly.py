@@ -10,7 +10,7 @@ all have ended. The first two can delay the engine's next step, the others canno
 
 ``ending`` is what the outputs of a step take in which 256 such requests end and are handed to their consumer:
 milliseconds, median of several such steps. Nothing else of the outputs' way is there. *At once*: the consumer's thread
-starts as it would without :meth:`CaptureManager.held_back`.
+starts as it would without :meth:`CaptureManager.pause_consumers`.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ import torch
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from vllm_steer.capture.assembly import Assembly
 from vllm_steer.capture.manager import CaptureManager
+from vllm_steer.capture.row_assembler import RowAssembler
 from vllm_steer.capture.row_receiver import RowReceiver
-from vllm_steer.capture.step_rows import Steady
+from vllm_steer.capture.step_plan import SteadyCaptureBatch
 from vllm_steer.config import SteeringConfig
 from vllm_steer.engine.capabilities import Capabilities
-from vllm_steer.engine.device_to_host import ATTRIBUTE, DeviceToHostCopier, PendingRows, Transfer
+from vllm_steer.engine.device_to_host import DeviceToHostCopier, PendingRows, Transfer
+from vllm_steer.engine.model_output import ROWS_ATTRIBUTE
 from vllm_steer.engine.row_sender import RowSender
 from vllm_steer.program import compile_program, resolve
 from vllm_steer.spec import CaptureSpec, Projection
@@ -46,49 +47,49 @@ LAYERS, HIDDEN, REQUESTS, STEPS = 32, 4096, 64, 50
 ENDING, ROUNDS = 256, 5
 
 
-def decoding(layers: Any, reduce: Projection | None, count: int) -> tuple[CaptureSpec, Steady]:
+def decoding(layers: Any, reduce: Projection | None, count: int) -> tuple[CaptureSpec, SteadyCaptureBatch]:
     """A batch of ``count`` requests that all read the same."""
     spec = CaptureSpec(hooks={"post_block": layers}, positions="all", reduce=reduce)
     (last,) = resolve(compile_program([], [spec]), 10, LAYERS).segments
-    return spec, Steady(tuple(f"request-{i}" for i in range(count)), (last.row,) * count)
+    return spec, SteadyCaptureBatch(tuple(f"request-{i}" for i in range(count)), (last.program,) * count)
 
 
 def measure(layers: Any, reduce: Projection | None = None) -> dict[str, float]:
     """Microseconds per captured request and step of each place."""
     spec, steady = decoding(layers, reduce, REQUESTS)
-    names, one = steady.ids, np.ones(REQUESTS, dtype=np.int64)
+    names, one = steady.request_ids, np.ones(REQUESTS, dtype=np.int64)
     arena = torch.zeros(steady.plan(one, one).num_rows, HIDDEN, dtype=torch.bfloat16)
     directions = None if reduce is None else torch.from_numpy(reduce.directions.copy())
     requests = {name: SimpleNamespace(client_index=0) for name in names}
     outbox, inbox = RowSender(), RowReceiver()
     encoder, decoder = MsgpackEncoder(), MsgpackDecoder(EngineCoreOutputs)
-    assemblies = {name: Assembly(LAYERS, HIDDEN, torch.bfloat16) for name in names}
-    for name, assembly in assemblies.items():
-        inbox.follow(name, assembly)
+    assemblers = {name: RowAssembler(LAYERS, HIDDEN, torch.bfloat16) for name in names}
+    for name, assembler in assemblers.items():
+        inbox.add_request(name, assembler)
     spent: dict[str, list[float]] = {"worker": [], "engine": [], "arrive": []}
     for step in range(STEPS):
         plan = steady.plan(one * (10 + step), one)
-        forms = tuple(Transfer(each.entries.projection, each.rows, directions) for each in plan.channels)
+        forms = tuple(Transfer(each.index.projection, each.arena_rows, directions) for each in plan.streams)
         on_the_way = DeviceToHostCopier(arena.device).start(arena, None, plan, forms)
         began = time.perf_counter()
-        arrived = PendingRows(plan, on_the_way.rows, release=lambda: None).arrived()
+        arrived = PendingRows(plan, on_the_way.rows, release=lambda: None).wait()
         owned = time.perf_counter()
-        outbox.take_in(SimpleNamespace(**{ATTRIBUTE: arrived}), requests)
+        outbox.collect(SimpleNamespace(**{ROWS_ATTRIBUTE: arrived}), requests)
         outputs = {0: EngineCoreOutputs()}
-        outbox.hand_out(outputs)
+        outbox.attach_to(outputs)
         message = encoder.encode(outputs[0])
         passed = time.perf_counter()
         # What a socket delivers is in memory of its own.
         received = [bytes(frame) for frame in message]
         delivered = time.perf_counter()
-        inbox.take_in(decoder.decode(received).outputs)
+        inbox.receive(decoder.decode(received).outputs)
         kept = time.perf_counter()
         for name, seconds in zip(spent, (owned - began, passed - owned, kept - delivered), strict=True):
             spent[name].append(seconds * 1e6 / REQUESTS)
     began = time.perf_counter()
-    for name, assembly in assemblies.items():
-        inbox.end(name)
-        assembly.finish(spec, 10, 10 + STEPS + 1)
+    for name, assembler in assemblers.items():
+        inbox.finish_request(name)
+        assembler.assemble(spec, 10, 10 + STEPS + 1)
     assembled = (time.perf_counter() - began) * 1e6 / REQUESTS / STEPS
     # The mean: most of what the front end does happens in the few steps in which rows are split off.
     return {name: statistics.mean(values) for name, values in spent.items()} | {"assemble": assembled}
@@ -97,36 +98,36 @@ def measure(layers: Any, reduce: Projection | None = None) -> dict[str, float]:
 def ending(layers: Any, reduce: Projection | None, *, at_once: bool) -> float:
     """Milliseconds of one step in which all requests end."""
     spec, steady = decoding(layers, reduce, ENDING)
-    names, one = steady.ids, np.ones(ENDING, dtype=np.int64)
+    names, one = steady.request_ids, np.ones(ENDING, dtype=np.int64)
     desk = CaptureManager(Capabilities(LAYERS, HIDDEN, 4096, "bfloat16", {}, SteeringConfig()), "a model", {})
     specs = (("memory", spec),)
     spent = []
     for _ in range(ROUNDS):
         inbox, outbox = RowReceiver(), RowSender()
-        assemblies = {name: desk.begin() for name in names}
-        for name, assembly in assemblies.items():
-            inbox.follow(name, assembly)
+        assemblers = {name: desk.new_assembler() for name in names}
+        for name, assembler in assemblers.items():
+            inbox.add_request(name, assembler)
         for step in range(STEPS):
             plan = steady.plan(one * (10 + step), one)
             rows = {
-                each.entries.projection: torch.zeros(plan.num_rows, 2 * HIDDEN if reduce is None else 4 * 16).byte()
-                for each in plan.channels
+                each.index.projection: torch.zeros(plan.num_rows, 2 * HIDDEN if reduce is None else 4 * 16).byte()
+                for each in plan.streams
             }
-            outbox.take_in(
-                SimpleNamespace(**{ATTRIBUTE: PendingRows(plan, rows).arrived()}),
+            outbox.collect(
+                SimpleNamespace(**{ROWS_ATTRIBUTE: PendingRows(plan, rows).wait()}),
                 {name: SimpleNamespace(client_index=0) for name in names},
             )
             outputs: dict[int, Any] = {}
-            outbox.hand_out(outputs)
-            inbox.take_in(outputs[0].outputs)
+            outbox.attach_to(outputs)
+            inbox.receive(outputs[0].outputs)
         results = []
         began = time.perf_counter()
-        with nullcontext() if at_once else desk.held_back():
-            for name, assembly in assemblies.items():
-                inbox.end(name)
+        with nullcontext() if at_once else desk.pause_consumers():
+            for name, assembler in assemblers.items():
+                inbox.finish_request(name)
                 results.append(
-                    desk.finish(
-                        assembly, specs, request_id=name, sample=0, prompt_token_ids=(1,) * 10,
+                    desk.submit(
+                        assembler, specs, request_id=name, sample=0, prompt_token_ids=(1,) * 10,
                         output_token_ids=(1,) * (STEPS + 1),
                     )
                 )  # fmt: skip

@@ -30,8 +30,9 @@ from vllm_steer import SamplingParams
 from vllm_steer.capture.manager import CaptureManager
 from vllm_steer.config import SteeringConfig
 from vllm_steer.engine.capabilities import Capabilities
-from vllm_steer.frontend.context import EngineContext, admitted, check_engine_request
-from vllm_steer.params import leave_to_engine
+from vllm_steer.frontend.context import EngineContext
+from vllm_steer.frontend.requests import check_engine_request, complete_params
+from vllm_steer.params import strip_for_engine
 from vllm_steer.program.program_files import ProgramFileCache
 from vllm_steer.registry.registry import SteeringRegistry
 
@@ -61,24 +62,26 @@ def serve() -> EngineContext:
     registry = SteeringRegistry(capabilities, None)
     registry.register("calm", base=vectors(1, 0))
     registry.register("bench", probes=dict(zip(PROBES, probes(), strict=True)))
-    return EngineContext(capabilities, CaptureManager(capabilities, "model", {}), registry, shelf=ProgramFileCache())
+    return EngineContext(
+        capabilities, CaptureManager(capabilities, "model", {}), registry, program_files=ProgramFileCache()
+    )
 
 
 def measure(fields: Callable[[int], dict[str, Any]], served: EngineContext) -> float:
     """Milliseconds per request."""
-    processor = SimpleNamespace(_steering_served=served)
+    processor = SimpleNamespace(_steering_context=served)
     encoder = MsgpackEncoder()
     spent: list[float] = []
     for i in range(REQUESTS):
         given = fields(i)
         started = time.process_time()
-        params = admitted(served, SamplingParams(max_tokens=16, temperature=0, **given)).clone()
+        params = complete_params(served, SamplingParams(max_tokens=16, temperature=0, **given)).clone()
         request = EngineCoreRequest(
             request_id=f"request-{i}", prompt_token_ids=[1] * 16, mm_features=None, sampling_params=params,
             pooling_params=None, arrival_time=0.0, lora_request=None, cache_salt=None, data_parallel_rank=None,
         )  # fmt: skip
         check_engine_request(processor, request)
-        leave_to_engine(request, served.shelf)
+        strip_for_engine(request, served.program_files)
         encoder.encode(request)
         spent.append(time.process_time() - started)
     return 1000 * statistics.median(spent[WARM_UP:])

@@ -21,7 +21,8 @@ import numpy as np
 import torch
 
 from benchmarks.shapes import environment
-from vllm_steer.capture.step_rows import Plan, RowIndex, RowStream
+from vllm_steer.capture.step_plan import CapturePlan, RowStream
+from vllm_steer.capture.step_rows import RowIndex
 from vllm_steer.engine.device_to_host import DeviceToHostCopier, PendingRows, Transfer
 
 HIDDEN = 4096
@@ -29,11 +30,11 @@ ROWS = (256, 2048, 8192)
 STEPS = 40
 
 
-def plan_of(rows: int) -> Plan:
+def plan_of(rows: int) -> CapturePlan:
     """One request that stores one row per token."""
     entries = RowIndex(("request",), ((0,),))
     one = np.zeros(1, dtype=np.int64)
-    return Plan((RowStream(entries, one, None),), one, np.array([rows]), rows)
+    return CapturePlan((RowStream(entries, one, None),), one, np.array([rows]), rows)
 
 
 def measure(rows: int) -> dict[str, float]:
@@ -48,22 +49,22 @@ def measure(rows: int) -> dict[str, float]:
         return departures.start(arena, None, plan, form)
 
     for _ in range(5):
-        leave().arrived()
+        leave().wait()
     for _ in range(STEPS):
         torch.cuda.synchronize()
         started = time.perf_counter()
         pending = leave()
         pending.event.synchronize()
         pinned.append(time.perf_counter() - started)
-        pending.arrived()
+        pending.wait()
     torch.cuda.synchronize()
     started = time.perf_counter()
     before = leave()
     for _ in range(STEPS - 1):
         following = leave()
-        before.arrived()
+        before.wait()
         before = following
-    before.arrived()
+    before.wait()
     owned = (time.perf_counter() - started) / STEPS
     return {"mib": arena.nbytes / 2**20, "pinned": size / statistics.median(pinned), "owned": size / owned}
 

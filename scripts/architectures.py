@@ -12,10 +12,9 @@ from typing import Any
 
 import msgspec
 
-from vllm_steer.models.layers import INHERITED
 from vllm_steer.models.proofs import Proof, Record
-from vllm_steer.models.recipes import BY_LAYER
-from vllm_steer.models.refused import REFUSED
+from vllm_steer.models.recipes import RECIPES
+from vllm_steer.models.unsupported import UNSUPPORTED
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 Row = Mapping[str, Any]
@@ -50,7 +49,7 @@ def load() -> Results:
     for row in every:
         rows.setdefault(row["architecture"], row)
     layers = {layer for row, _ in tagged if "problem" not in row for layer in row.get("layers", ())}
-    layers |= {_short(layer) for layer, base in INHERITED.items() if _short(base) in layers}
+    layers |= {_short(name) for name, recipe in RECIPES.items() if _short(recipe.inherits) in layers}
     return Results(cpu, rows, every, frozenset(layers), cpu["registry"])
 
 
@@ -66,7 +65,7 @@ def record() -> Record:
 
 
 def _short(layer: str) -> str:
-    return layer.rsplit(".", 1)[1]
+    return layer.rpartition(".")[2]
 
 
 def status(entry: Row, results: Results) -> tuple[str, str]:
@@ -77,8 +76,8 @@ def status(entry: Row, results: Results) -> tuple[str, str]:
         return PROVEN, results.rows[name]["proof"]
     if entry["kind"] in ("pooling", "drafter", "backend"):
         return NO_DECODER, {"pooling": POOLS, "drafter": DRAFTS, "backend": BACKEND}[entry["kind"]]
-    if refused := [layer for layer in layers if layer in REFUSED]:
-        return REFUSAL, REFUSED[refused[0]]
+    if refused := [layer for layer in layers if layer in UNSUPPORTED]:
+        return REFUSAL, UNSUPPORTED[refused[0]]
     same = [
         other["architecture"]
         for other in results.registry
@@ -87,7 +86,7 @@ def status(entry: Row, results: Results) -> tuple[str, str]:
     if same and entry["kind"] == "text":
         return PROVEN, f"the same code as {same[0]}"
     unproven = [layer for layer in short if layer not in results.layers]
-    if unproven and not entry["others"] and all(layer in BY_LAYER for layer in layers):
+    if unproven and not entry["others"] and all(layer in RECIPES for layer in layers):
         return OUTSTANDING, ", ".join(f"`{layer}`" for layer in unproven)
     if unproven or entry["others"]:
         missing = ", ".join(f"`{layer}`" for layer in (*unproven, *(_short(o) for o in entry["others"])))

@@ -15,20 +15,20 @@ import architectures
 import bad_input
 import msgspec
 import performance
+import sections
 from gpu_page import gpu_tests
 
 import vllm_steer.models.proofs
-from vllm_steer.config import LIMITS, SUBSETS, SWITCHES
-from vllm_steer.metrics.table import METRICS, Metric
-from vllm_steer.models.branches import why_not
-from vllm_steer.models.layers import ENTRY, EXIT
-from vllm_steer.models.recipes import RECIPES, Branch, Recipe
+from vllm_steer.config import SUBSETS, SWITCHES
+from vllm_steer.limits import ENGINE_LIMITS, FORMAT_LIMITS, SERVER_LIMITS
+from vllm_steer.metrics.definitions import METRICS, Metric
+from vllm_steer.models.recipe import BLOCK_INPUT, BLOCK_OUTPUT, Recipe
+from vllm_steer.models.recipes import RECIPES
 from vllm_steer.points import OPTIONAL_POINTS, POINTS, POINTS_FLAG
-from vllm_steer.server import capabilities, captures
-from vllm_steer.server.auth.rights import MEANING
+from vllm_steer.server.auth.rights import RIGHT_DESCRIPTIONS
 from vllm_steer.server.http.error_response import ERRORS
 from vllm_steer.server.http.schemas import ANSWER_FIELDS, REQUEST_FIELDS
-from vllm_steer.server.quota.limits import SERVER_LIMITS
+from vllm_steer.server.routes import capabilities, captures
 from vllm_steer.server.routes.base import SteeringRoute
 from vllm_steer.server.routes.modules import make_router
 from vllm_steer.spec import KINDS
@@ -46,35 +46,32 @@ def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
 
 
-def _beside(branch: Branch) -> str:
-    """What is served of ``post_attn`` where attention and MLP run in parallel."""
-    return f"read only: block input + `{branch.module}`" + (", not under tensor parallelism" if branch.partial else "")
-
-
 def post_attn(recipe: Recipe) -> str:
-    if recipe.mid in (ENTRY, EXIT):
-        return f"{recipe.mid}: it has one branch"
-    if recipe.branch is not None:
-        return _beside(recipe.branch)
-    if recipe.mid is None:
-        return "refused: " + recipe.no_mid.format(layer="the block").split(";")[0]
-    return f"in front of `{recipe.mid}`"
+    """Return where ``post_attn`` is, or why it is refused."""
+    if recipe.post_attn in (BLOCK_INPUT, BLOCK_OUTPUT):
+        return f"{recipe.post_attn}: it has one branch"
+    if recipe.parallel:
+        partial = ", not under tensor parallelism" if recipe.partial_sums else ""
+        return f"read only: block input + `{recipe.attn_out}`{partial}"
+    if (reason := recipe.refusal("post_attn")) is not None:
+        return "refused: " + reason.format(layer="the block").partition(";")[0]
+    return f"before `{recipe.post_attn}`"
 
 
 def branches(recipe: Recipe) -> str:
-    return ", ".join(f"`{point}`" for point in OPTIONAL_POINTS if why_not(point, recipe) is None) or "none"
+    return ", ".join(f"`{point}`" for point in OPTIONAL_POINTS if recipe.refusal(point) is None) or "none"
 
 
 def models() -> str:
-    rows = [(f"`{r.layer}`", r.shape, post_attn(r), branches(r)) for r in RECIPES]
+    rows = [(f"`{r.layer}`", r.shape, post_attn(r), branches(r)) for r in RECIPES.values()]
     return (
         "# Models\n\n"
-        "A model is served when its decoder layers are of one of these classes; [architectures](architectures.md) says how\n"
-        "each is proven, and [parity](parity.md) has figures. Where a class is several blocks in one, the row is the usual\n"
-        "one. Every other class is refused when the engine starts, and so is one of these whose `forward` is not the code\n"
-        "that was proven (`models/digests.json`). `pair`: the stream travels as two summands; `single`: as one tensor.\n"
-        f"`pre_attn` and `post_block` are served on all of them. The points on the branches are there with `{POINTS_FLAG}`\n"
-        "only; a request at one that is not in the last column is refused with the reason.\n\n"
+        "vllm-steer supports a model if its decoder layers are of the classes below. [Architectures](architectures.md) says\n"
+        "how each class was proven, [parity](parity.md) has the figures. If a class implements several kinds of block, the row\n"
+        "describes the usual one. The engine refuses every other class at start, and also a listed class whose `forward` is not\n"
+        "the code that was proven (`models/digests.json`). `pair`: the stream travels as two summands; `single`: as one tensor.\n"
+        f"All classes serve `pre_attn` and `post_block`. The points on the branches need `{POINTS_FLAG}`; requests at a point that\n"
+        "is missing from the last column are refused with the reason.\n\n"
         + table(("decoder layer", "stream", "`post_attn`", "on the branches"), rows)
     )
 
@@ -105,41 +102,48 @@ def edits() -> str:
 
 def limits() -> str:
     rows = [
-        (f"`{limit.name}`", f"`--steering-{limit.name.replace('_', '-')}`", str(limit.default), limit.help)
-        for limit in LIMITS
+        (f"`{limit.name}`", f"`{limit.flag}`", str(limit.default), f"{limit.low} to {limit.high}", limit.help)
+        for limit in ENGINE_LIMITS.values()
     ]
-    edge = [
+    server = [
         (
             limit.scope,
             f"`{limit.flag}`",
             str(limit.default),
-            "" if limit.of_key is None else f"`{limit.of_key}`",
+            f"{limit.low} to {limit.high}",
+            "" if limit.key_name is None else f"`{limit.key_name}`",
             "" if limit.status is None else f"{limit.status.value}",
             limit.help,
         )
         for limit in SERVER_LIMITS
     ]
+    fixed = [(limit.name, f"{limit.value:,}", limit.help) for limit in FORMAT_LIMITS]
     return (
-        "# Limits\n\nFixed when the engine starts: `steering_config={...}` of `LLM`, or flags of the server.\n"
-        "A request that needs more than one of them at once is refused; one that does not fit beside those that run waits for its turn.\n\n"
-        + table(("setting", "flag", "default", "counts"), rows)
-        + "\n# Limits of a server\n\n"
-        "Kept before the engine hears of a request. `request`: of each by itself. `key`: all that one API key has going;\n"
-        "without `--steering-keys` there are none of these. `server`: of all together. What a key has going is given back\n"
-        "when the request has been answered, has failed, or its client has gone. With several API servers\n"
-        "(`--api-server-count`) each keeps its part of what `key` and `server` limit, rounded up; what is kept on the disk or\n"
-        "in the registry is counted once for all. A key may have limits of its own: `vllm-steer keys new --limit NAME=N`.\n\n"
-        "413: it is too much for one request, whenever it comes. 429: it is the key's other requests; 503: those of all.\n"
-        "Both have `Retry-After`. Where no status stands, requests are served.\n\n"
-        + table(("of", "flag", "default", "in a key", "status", "limits"), edge)
-        + "\n# Switches\n\n"
+        "# Limits\n\nThis page lists every limit of the engine, the server and the request format.\n\n"
+        "## Limits of an engine\n\n"
+        "Fixed when the engine starts: `steering_config={...}` of `LLM`, or server flags. A request that exceeds one of them by\n"
+        "itself is refused. A request that does not fit beside the running requests waits.\n\n"
+        + table(("setting", "flag", "default", "range", "limits"), rows)
+        + "\n## Limits of a server\n\n"
+        "Checked before a request reaches the engine. The scope `request` covers one request, `key` everything in flight for one\n"
+        "API key (only with `--steering-keys`), and `server` everything. The usage of a request ends when it completes, fails or\n"
+        "its client disconnects. With several API servers (`--api-server-count`), each enforces its share of the `key` and\n"
+        "`server` limits, rounded up; storage on disk and the registry are counted once for all servers. A key can have limits of\n"
+        "its own: `vllm-steer keys new --limit NAME=N`.\n\n"
+        "Status 413: the request is too large by itself. 429: the key's other requests use up the limit; 503: all requests do.\n"
+        "429 and 503 carry `Retry-After`. Without a status, the request is served as described.\n\n"
+        + table(("scope", "flag", "default", "range", "name in a key", "status", "limits"), server)
+        + "\n## Limits of the request format\n\n"
+        "Fixed; a request that exceeds one of them is refused with status 400, or with `SteeringError` offline.\n\n"
+        + table(("limit", "value", "counts"), fixed)
+        + "\n## Switches\n\n"
         + table(
-            ("setting", "flag that changes it", "default", "the flag's meaning"),
+            ("setting", "flag that changes it", "default", "meaning of the flag"),
             [(f"`{s.name}`", f"`{s.flag}`", f"`{s.default}`", s.help) for s in SWITCHES],
         )
-        + "\n# Choices\n\n"
+        + "\n## Choices\n\n"
         + table(
-            ("setting", "flag", "some of", "chooses"),
+            ("setting", "flag", "values", "meaning"),
             [(f"`{s.name}`", f"`{s.flag}`", ", ".join(f"`{name}`" for name in s.of), s.help) for s in SUBSETS],
         )
     )
@@ -232,7 +236,7 @@ def http() -> str:
         + table(("method", "path", "right", "does"), rows)
         + "\n## Rights\n\n"
         "What a key of `--steering-keys` may be allowed. Steering fields of a body take `steer`, `capture` takes `capture`.\n\n"
-        + table(("right", "to"), [(f"`{right}`", text) for right, text in MEANING.items()])
+        + table(("right", "to"), [(f"`{right}`", text) for right, text in RIGHT_DESCRIPTIONS.items()])
         + "\n## Errors of these routes\n\n"
         + table(("status", "type", "when"), answers)
         + "\n## Fields of completion, chat and responses bodies\n\n"
@@ -255,11 +259,11 @@ def metrics() -> str:
     ]
     return (
         "# Metrics\n\n"
-        "What a server with `--enable-steering` shows at `/metrics`, beside vLLM's own and for all of its API server processes\n"
-        "at once. Offline, `vllm_steer.LLM(..., disable_log_stats=False).get_metrics()` has them, under names without `_total` and `_bucket`.\n"
-        "With `--disable-log-stats` vLLM sends no statistics of engines, and those with the label `engine` are missing.\n"
-        "A histogram has `_sum` and `_count` as well. [Operating](../guides/operating.md) says what to look for.\n\n"
-        + table(("name", "type", "labels", "what"), rows)
+        "A server with `--enable-steering` adds these metrics to vLLM's at `/metrics`, aggregated over all API server processes.\n"
+        "Offline, `vllm_steer.LLM(..., disable_log_stats=False).get_metrics()` returns them, without the suffixes `_total` and\n"
+        "`_bucket`. With `--disable-log-stats`, the metrics with the label `engine` are missing, since vLLM then sends no engine\n"
+        "statistics. Histograms also have `_sum` and `_count`. [Operating](../guides/operating.md) describes what to monitor.\n\n"
+        + table(("name", "type", "labels", "description"), rows)
     )
 
 
@@ -288,7 +292,7 @@ def proofs() -> str:
 
 def main() -> None:
     stale = []
-    pages = {FOLDER / name: NOTE + page() for name, page in PAGES.items()}
+    pages = {FOLDER / name: NOTE + page() for name, page in PAGES.items()} | sections.pages(table)
     for path, text in {**pages, PROOFS: proofs()}.items():
         if not path.exists() or path.read_text() != text:
             stale.append(path.name)

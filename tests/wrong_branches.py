@@ -30,7 +30,7 @@ def behind_the_stream(branch: Any, stream: Any) -> Callable[..., None]:
 
 
 def copied(forward: Any, tap: Any) -> Callable[..., Any]:
-    """In the place of ``install._output``: values are right, and nobody computes with the edits."""
+    """In the place of ``install._tap_output``: values are right, and nobody computes with the edits."""
 
     def steered(*args: Any, **kwargs: Any) -> Any:
         out = forward(*args, **kwargs)

@@ -15,69 +15,12 @@ import msgspec
 
 from vllm_steer._version import __version__
 from vllm_steer.errors import SteeringError
+from vllm_steer.limits import ENGINE_LIMITS
 from vllm_steer.points import OPTIONAL_POINTS, POINTS_FLAG
 
 WORKER_CLS = "vllm_steer.engine.worker.SteeringWorker"
 SCHEDULER_CLS = "vllm_steer.engine.scheduler.make_scheduler"
 EXECUTOR_CLS = "vllm_steer.engine.executor.SteeringExecutor"
-MOST_SEGMENTS = 1024
-"""That an engine can be started for."""
-
-
-@dataclass(frozen=True)
-class Limit:
-    """One size that is fixed when the engine starts."""
-
-    name: str
-    default: int
-    low: int
-    high: int
-    help: str
-
-
-LIMITS: tuple[Limit, ...] = (
-    Limit("max_rows", 1024, 1, 1 << 16, "distinct token programs on the device at one time, over all running requests"),
-    Limit(
-        "max_vectors",
-        2048,
-        1,
-        1 << 20,
-        "distinct vectors of edits and directions of projections on the device at one time; each takes 4 x hidden size "
-        "bytes",
-    ),
-    Limit(
-        "max_instructions",
-        65536,
-        1,
-        1 << 24,
-        "edit instructions (one per row, site and edit) on the device at one time",
-    ),
-    Limit(
-        "max_segments",
-        32,
-        1,
-        MOST_SEGMENTS,
-        "stretches of differently edited or read positions that one request may have",
-    ),
-    Limit("capture_rows", 14336, 1, 1 << 24, "captured rows of one step; each takes hidden size x bytes of the dtype"),
-    Limit(
-        "graph_sets",
-        8,
-        1,
-        64,
-        "sets of CUDA graphs: 1 has every tap in every step; 2 adds one without taps, for steps with nothing to do; 3 "
-        "one with pre_attn and post_block alone, 4 one with the other points; each further one has the taps of a "
-        "stretch of layers, for small steps that touch no others",
-    ),
-    Limit("capture_mib", 4096, 1, 1 << 24, "captured rows of all running requests together, in MiB of host memory"),
-    Limit(
-        "queue_timeout",
-        600,
-        0,
-        1 << 24,
-        "seconds that a request may wait for room in all of these before it ends with an error; 0 for no limit",
-    ),
-)
 
 
 @dataclass(frozen=True)
@@ -141,14 +84,14 @@ class SteeringConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     it when others have ended; ``fail`` runs it at once without its capture, whose status is then ``partial``.
     """
 
-    max_rows: int = 1024
-    max_vectors: int = 2048
-    max_instructions: int = 65536
-    max_segments: int = 32
-    capture_rows: int = 14336
-    graph_sets: int = 8
-    capture_mib: int = 4096
-    queue_timeout: int = 600
+    max_rows: int = ENGINE_LIMITS["max_rows"].default
+    max_vectors: int = ENGINE_LIMITS["max_vectors"].default
+    max_instructions: int = ENGINE_LIMITS["max_instructions"].default
+    max_segments: int = ENGINE_LIMITS["max_segments"].default
+    capture_rows: int = ENGINE_LIMITS["capture_rows"].default
+    graph_sets: int = ENGINE_LIMITS["graph_sets"].default
+    capture_mib: int = ENGINE_LIMITS["capture_mib"].default
+    queue_timeout: int = ENGINE_LIMITS["queue_timeout"].default
     capture_policy: Literal["wait", "fail"] = "wait"
     allow_unproven: bool = False
     self_check: bool = True
@@ -156,7 +99,7 @@ class SteeringConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     points: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for limit in LIMITS:
+        for limit in ENGINE_LIMITS.values():
             value = getattr(self, limit.name)
             if not limit.low <= value <= limit.high:
                 raise SteeringError(

@@ -20,16 +20,16 @@ from vllm.sampling_params import SamplingParams as VllmSamplingParams
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.program import Program, compile_program
-from vllm_steer.program.program_files import ProgramFileCache, fetch
+from vllm_steer.program.program_files import ProgramFileCache, fetch_program
 from vllm_steer.spec import (
     FIELD_NAMES,
     CaptureSpec,
     NamedProjection,
     Reference,
     parse_capture,
-    parse_fields,
     parse_references,
 )
+from vllm_steer.spec.fields import parse_fields_with_paths
 from vllm_steer.spec.references import MODULES_FIELD
 
 EXTRA_KEY = "steer"
@@ -57,10 +57,16 @@ def compile_fields(fields: Mapping[str, Any]) -> dict[str, bytes]:
     fields = dict(fields)
     captures = parse_capture(fields.pop(CAPTURE_FIELD, None))
     references = parse_references(fields.pop(MODULES_FIELD, None))
-    edits = parse_fields(fields)
+    edits = parse_fields_with_paths(fields)
     compiled: dict[str, bytes] = {}
     if edits or captures:
-        compiled[EXTRA_KEY] = compile_program(edits, [spec for _, spec in captures]).seal()
+        program = compile_program(
+            [edit for _, edit in edits],
+            [spec for _, spec in captures],
+            edit_paths=[path for path, _ in edits],
+            capture_paths=[f"{CAPTURE_FIELD}.{consumer}" for consumer, _ in captures],
+        )
+        compiled[EXTRA_KEY] = program.encode_cached()
     if captures:
         compiled[CAPTURE_KEY] = encode_specs(captures)
     if references or any(isinstance(spec.reduce, NamedProjection) for _, spec in captures):
@@ -110,30 +116,33 @@ def capture_specs(params: Any) -> Specs:
     return read_specs(getattr(params, "extra_args", None) or {})
 
 
-def leave_to_engine(request: Any, shelf: ProgramFileCache | None = None) -> None:
-    """Make an engine request lighter, once the front end has done all else: off comes what only the front end looks at
-    (the specs of a projection are as large as its directions, which the program has as well), and in the place of a
-    program that has been sent before goes what ``shelf`` has for it."""
+def strip_for_engine(request: Any, program_files: ProgramFileCache | None = None) -> None:
+    """Remove from an engine request what only the front end uses, and send a repeated program by reference.
+
+    The specs of a projection are as large as its directions, which the program contains as well.
+    """
     params = request.sampling_params
     extra = getattr(params, "extra_args", None) or {}
-    ticket = None if shelf is None or EXTRA_KEY not in extra else shelf.ticket(extra[EXTRA_KEY])
-    if CAPTURE_KEY in extra or APPLIED_KEY in extra or ticket is not None:
-        # A copy: the samples of one request share theirs.
+    reference = None
+    if program_files is not None and EXTRA_KEY in extra:
+        reference = program_files.reference(extra[EXTRA_KEY])
+    if CAPTURE_KEY in extra or APPLIED_KEY in extra or reference is not None:
+        # A copy: the samples of one request share their parameters.
         request.sampling_params = params = copy.copy(params)
         params.extra_args = {name: extra[name] for name in extra if name not in (CAPTURE_KEY, APPLIED_KEY)}
-    if ticket is not None:
+    if reference is not None:
         del params.extra_args[EXTRA_KEY]
-        params.extra_args[FILE_KEY] = ticket
+        params.extra_args[FILE_KEY] = reference
 
 
-def take_in(request: Any) -> None:
+def restore_program(request: Any) -> None:
     """The opposite, in the scheduler's process: the program is back in its place.
 
     Raises :class:`SteeringError` where it cannot be had.
     """
     extra = getattr(request.sampling_params, "extra_args", None)
     if extra and FILE_KEY in extra:
-        extra[EXTRA_KEY] = fetch(extra.pop(FILE_KEY))
+        extra[EXTRA_KEY] = fetch_program(extra.pop(FILE_KEY))
 
 
 def read_references(extra: Mapping[str, Any]) -> tuple[Reference, ...] | None:

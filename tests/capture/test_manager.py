@@ -18,10 +18,10 @@ import torch
 
 from tests.registry.modules import CAPABILITIES
 from tests.tiny import code_of
-from vllm_steer.capture.assembly import Chunk
-from vllm_steer.capture.files.packed import OpenFile
+from vllm_steer.capture.files.packed_file import PackedFile
 from vllm_steer.capture.files.reader import open_captures
 from vllm_steer.capture.manager import CaptureManager
+from vllm_steer.capture.row_assembler import RowChunk
 from vllm_steer.spec import CaptureSpec
 
 SPEC = CaptureSpec(hooks={"post_block": [0]})
@@ -43,8 +43,8 @@ def test_no_consumer_starts_while_outputs_are_processed() -> None:
     desk, noted = CaptureManager(CAPABILITIES, "a model with one consumer", {}), Noted()
     desk._consumers["memory"] = noted  # type: ignore[assignment]
     about = {"request_id": "a", "sample": 0, "prompt_token_ids": (1, 2), "output_token_ids": (3,)}
-    with pytest.raises(RuntimeError), desk.held_back():
-        results = desk.finish(desk.begin(), (("memory", SPEC),), **about)
+    with pytest.raises(RuntimeError), desk.pause_consumers():
+        results = desk.submit(desk.new_assembler(), (("memory", SPEC),), **about)
         assert not noted.started.wait(0.2)
         raise RuntimeError
     assert results["memory"].status == "partial"
@@ -55,13 +55,13 @@ def test_no_consumer_starts_while_outputs_are_processed() -> None:
 def test_results_can_be_copied_and_sent() -> None:
     """Catches outputs that vLLM's users send to other processes, and that cannot be where something was captured."""
     desk = CaptureManager(CAPABILITIES, "a model whose results travel", {})
-    assembly = desk.begin()
+    assembler = desk.new_assembler()
     width = CAPABILITIES.hidden_size
     rows = np.arange(2 * width, dtype=CAPABILITIES.dtype).reshape(2, width)
-    assembly.add([Chunk("a", 0, 2, (code_of("post_block", 0),), rows.view(np.uint8))])
+    assembler.add([RowChunk("a", 0, 2, (code_of("post_block", 0),), rows.view(np.uint8))])
     spec = CaptureSpec(hooks={"post_block": [0]}, positions="all")
     about = {"request_id": "a", "sample": 0, "prompt_token_ids": (1, 2), "output_token_ids": (3,)}
-    results = desk.finish(assembly, (("memory", spec),), **about)
+    results = desk.submit(assembler, (("memory", spec),), **about)
     for made in (pickle.loads(pickle.dumps(results)), copy.deepcopy(results)):  # noqa: S301
         assert made["memory"].status == "ok"
         assert made["memory"].data.spec == spec
@@ -77,23 +77,23 @@ class Engine:
         self.itself = self
 
 
-@pytest.mark.parametrize("busy_with", ["append", "complete"])
+@pytest.mark.parametrize("busy_with", ["append", "seal"])
 def test_an_engine_may_end_in_a_consumers_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, busy_with: str
 ) -> None:
     """Catches a file of many requests that never appears: the garbage collector comes while a consumer's own thread,
     or its timer's, is at it, and finds there that the engine is to be closed."""
-    options = {"root": str(tmp_path), "layout": "packed", "max_seconds": 1 if busy_with == "complete" else 600}
+    options = {"root": str(tmp_path), "layout": "packed", "max_seconds": 1 if busy_with == "seal" else 600}
     desk = CaptureManager(CAPABILITIES, "a model with files", {"filesystem": options})
     engine = Engine()
-    ended = weakref.finalize(engine, desk.let_go)
-    method = getattr(OpenFile, busy_with)
-    monkeypatch.setattr(OpenFile, busy_with, lambda *args: (gc.collect(), method(*args))[1])
+    ended = weakref.finalize(engine, desk.close_from_finalizer)
+    method = getattr(PackedFile, busy_with)
+    monkeypatch.setattr(PackedFile, busy_with, lambda *args: (gc.collect(), method(*args))[1])
     about = {"request_id": "a", "sample": 0, "prompt_token_ids": (1, 2), "output_token_ids": (3,)}
     gc.disable()
     try:
         del engine
-        assert desk.finish(desk.begin(), (("filesystem", SPEC),), **about)["filesystem"].status == "partial"
+        assert desk.submit(desk.new_assembler(), (("filesystem", SPEC),), **about)["filesystem"].status == "partial"
         deadline = time.monotonic() + 20
         while not list(tmp_path.glob("*.safetensors")) and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -101,4 +101,4 @@ def test_an_engine_may_end_in_a_consumers_thread(
         gc.enable()
     assert not ended.alive
     assert [request.request_id for request in open_captures(tmp_path)] == ["a"]
-    assert "is closed" in str(desk.finish(desk.begin(), (("filesystem", SPEC),), **about)["filesystem"].error)
+    assert "is closed" in str(desk.submit(desk.new_assembler(), (("filesystem", SPEC),), **about)["filesystem"].error)

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from vllm.v1.engine import EngineCoreOutput
 
 from vllm_steer.capture import row_receiver, step_rows
-from vllm_steer.capture.assembly import Assembly, Chunk
+from vllm_steer.capture.row_assembler import RowAssembler, RowChunk
+from vllm_steer.capture.row_payload import ROWS_REQUEST_ID, encode_missing_reason, encode_step
 from vllm_steer.capture.row_receiver import RowReceiver
-from vllm_steer.capture.step_rows import RowIndex, StepRows, brought_together
-from vllm_steer.engine.row_sender import REASON_KEY, ROWS_KEY, ROWS_REQUEST_ID
+from vllm_steer.capture.step_rows import RowIndex, StepRows, merge_steps
 
 CODES = (4, 10)
 
@@ -38,35 +38,34 @@ def step(
 
 
 def carrier(step: StepRows) -> EngineCoreOutput:
-    about = {ROWS_KEY: [step.entries.wire, step.start.tobytes(), step.count.tobytes()]}
-    return EngineCoreOutput(ROWS_REQUEST_ID, [], kv_transfer_params=about, routed_experts=step.rows)
+    return EngineCoreOutput(ROWS_REQUEST_ID, [], kv_transfer_params=encode_step(step), routed_experts=step.rows)
 
 
 class FrontEnd:
-    """An inbox and the assemblies of the requests that run."""
+    """An inbox and the assemblers of the requests that run."""
 
     def __init__(self, *live: str) -> None:
         self.box = RowReceiver()
-        self.live = {name: Assembly(2, 4, torch.float32) for name in live}
-        for name, assembly in self.live.items():
-            self.box.follow(name, assembly)
+        self.live = {name: RowAssembler(2, 4, torch.float32) for name in live}
+        for name, assembler in self.live.items():
+            self.box.add_request(name, assembler)
 
     def step(self, *steps: StepRows) -> None:
         of_a_request = EngineCoreOutput("x", [])
-        assert self.box.take_in([*map(carrier, steps), of_a_request]) == [of_a_request]
+        assert self.box.receive([*map(carrier, steps), of_a_request]) == [of_a_request]
 
-    def got(self, name: str) -> list[Chunk]:
+    def got(self, name: str) -> list[RowChunk]:
         chunks = self.live[name]._chunks
         return [msgspec.structs.replace(chunk, rows=bytes(memoryview(chunk.rows).cast("B"))) for chunk in chunks]
 
-    def end(self, name: str) -> list[Chunk]:
-        self.box.end(name)
+    def end(self, name: str) -> list[RowChunk]:
+        self.box.finish_request(name)
         return self.got(name)
 
 
-def expected(name: str, start: int, count: int, codes: tuple[int, ...] = CODES, projection: bytes = b"") -> Chunk:
+def expected(name: str, start: int, count: int, codes: tuple[int, ...] = CODES, projection: bytes = b"") -> RowChunk:
     rows = bytes(value for i in range(count) for code in codes for value in (ord(name), start + i, code))
-    return Chunk(name, start, count, codes, rows, projection)
+    return RowChunk(name, start, count, codes, rows, projection)
 
 
 def test_a_request_takes_its_own_rows_when_it_ends() -> None:
@@ -101,7 +100,7 @@ def test_stages_of_a_pipeline_and_projections_are_joined_apart() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("limit", ["KEPT_STEPS", "KEPT_BYTES"])
+@pytest.mark.parametrize("limit", ["MAX_STEPS", "MAX_BYTES"])
 def test_what_is_kept_is_bounded(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches steps that are kept for as long as one request of them runs."""
     monkeypatch.setattr(row_receiver, limit, 3)
@@ -118,7 +117,7 @@ def test_what_a_request_keeps_is_its_own() -> None:
     """Catches rows that look into a whole step, and with it keep the rows of all others alive."""
     front = FrontEnd("a", "b")
     front.step(step(0, "a", "b"))
-    front.box.end("a")
+    front.box.finish_request("a")
     (chunk,) = front.live["a"]._chunks
     assert chunk.rows.base is None and chunk.rows.nbytes == 3 * len(CODES)
 
@@ -137,16 +136,16 @@ def test_steps_of_a_settled_batch_are_brought_together() -> None:
 
 
 def together(*steps: StepRows) -> int:
-    return len(brought_together(steps))
+    return len(merge_steps(steps))
 
 
 def test_only_what_follows_is_brought_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches positions that came again taken for later ones, requests in another order, entries of unequal length,
     other sites, and copies of rows that are large."""
-    entries = step(0, "a", "b").entries
+    entries = step(0, "a", "b").index
 
     def at(position: int, **about: Any) -> StepRows:
-        return dataclasses.replace(step(position, "a", "b", **about), entries=entries)
+        return dataclasses.replace(step(position, "a", "b", **about), index=entries)
 
     assert together(at(0), at(1), at(2)) == 1
     assert together(at(0), at(2)) == together(at(1), at(1)) == 2
@@ -154,9 +153,9 @@ def test_only_what_follows_is_brought_together(monkeypatch: pytest.MonkeyPatch) 
     assert together(at(0), step(1, "b", "a")) == 2
     assert together(at(0), step(1, "a", codes=(0,)), at(1)) == 3
     assert together(dataclasses.replace(at(0), start=np.array([0, 5])), at(1)) == 2
-    unlike = dataclasses.replace(at(0), entries=RowIndex(("a", "b"), ((4,), (4, 6, 10))))
+    unlike = dataclasses.replace(at(0), index=RowIndex(("a", "b"), ((4,), (4, 6, 10))))
     assert together(unlike, dataclasses.replace(unlike, start=unlike.start + 1)) == 2
-    monkeypatch.setattr(step_rows, "_SMALL", 5)
+    monkeypatch.setattr(step_rows, "_MAX_MERGED_ENTRY_BYTES", 5)
     assert together(at(0), at(1)) == 2
 
 
@@ -178,7 +177,7 @@ def served(doings: list[Any]) -> list[dict[tuple[bytes, int, int], bytes]]:
     front, position = FrontEnd("a", "b"), 0
     for number, doing in enumerate(doings):
         if isinstance(doing, str):
-            front.box.settle(doing)
+            front.box.flush(doing)
             continue
         kind, count, back = doing
         position = max(position - back, 0)
@@ -194,11 +193,11 @@ def test_a_request_gets_the_same_whether_or_not_steps_are_brought_together(doing
     """Catches rows of a neighbour, of another position, site or form, and an order in which an older one counts."""
     found = served(doings)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(row_receiver, "brought_together", list)
+        patched.setattr(row_receiver, "merge_steps", list)
         assert served(doings) == found
 
 
-def laid_out(chunks: list[Chunk]) -> dict[tuple[bytes, int, int], bytes]:
+def laid_out(chunks: list[RowChunk]) -> dict[tuple[bytes, int, int], bytes]:
     """The row that counts at each position, by form and site: the last one."""
     found = {}
     for chunk in chunks:
@@ -213,10 +212,10 @@ def test_rows_as_they_come() -> None:
     """Catches a stream that gets rows late, or again."""
     front = FrontEnd("a", "b")
     front.step(step(0, "a", "b", count=2))
-    front.box.settle("a")
+    front.box.flush("a")
     assert front.got("a") == [expected("a", 0, 2)]
     front.step(step(2, "a", "b"))
-    front.box.settle("a")
+    front.box.flush("a")
     assert front.got("a") == [expected("a", 0, 2), expected("a", 2, 1)]
     front.step(step(3, "a", "b"))
     assert front.end("a")[2:] == [expected("a", 3, 1)]
@@ -227,25 +226,25 @@ def test_the_dead_take_nothing_and_leave_nothing() -> None:
     """Catches the surplus step of asynchronous scheduling, and rows of aborted requests that stay."""
     front = FrontEnd("a")
     front.step(step(0, "a"))
-    front.box.end("a")
+    front.box.finish_request("a")
     front.step(step(1, "a"))
     assert front.box.num_bytes == 0
-    front.live["b"] = Assembly(2, 4, torch.float32)
-    front.box.follow("b", front.live["b"])
+    front.live["b"] = RowAssembler(2, 4, torch.float32)
+    front.box.add_request("b", front.live["b"])
     front.step(step(0, "b"))
     assert front.box.num_bytes
     del front.live["b"]  # as an abort does, with vLLM's state of the request
     gc.collect()
-    assert (front.box.num_bytes, front.box._following) == (0, {})
+    assert (front.box.num_bytes, front.box._assemblers) == (0, {})
 
 
 def test_a_request_that_joins_takes_nothing_of_what_was_before() -> None:
     """Catches the rows of an earlier request of the same id."""
     front = FrontEnd("a", "b")
     front.step(step(0, "a", "b"))
-    front.box.end("a")
-    front.live["a"] = Assembly(2, 4, torch.float32)
-    front.box.follow("a", front.live["a"])
+    front.box.finish_request("a")
+    front.live["a"] = RowAssembler(2, 4, torch.float32)
+    front.box.add_request("a", front.live["a"])
     front.step(step(7, "a", "b"))
     assert front.end("a") == [expected("a", 7, 1)]
 
@@ -253,6 +252,5 @@ def test_a_request_that_joins_takes_nothing_of_what_was_before() -> None:
 def test_why_rows_are_missing_is_said() -> None:
     """Catches a reason that is lost, so that the status says only how many rows are missing."""
     front = FrontEnd("a")
-    about = {REASON_KEY: ["a", "no room"]}
-    front.box.take_in([EngineCoreOutput(ROWS_REQUEST_ID, [], kv_transfer_params=about)])
-    assert front.live["a"]._reason == "no room"
+    front.box.receive([EngineCoreOutput(ROWS_REQUEST_ID, [], kv_transfer_params=encode_missing_reason("a", "no room"))])
+    assert front.live["a"]._missing_reason == "no room"

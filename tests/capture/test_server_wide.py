@@ -64,7 +64,7 @@ def test_every_request_gets_it_and_keeps_its_own() -> None:
     assert [name for name, _ in capture_specs(both)] == ["memory", "logging"]
     program = program_of(both)
     assert program is not None
-    assert (len(program.steps), len(program.reads)) == (1, 2)
+    assert (len(program.edits), len(program.reads)) == (1, 2)
     assert with_captures(own, specs) is own
 
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from tests.tiny import code_of
-from vllm_steer.capture.step_rows import Plan, Reading, Steady, StepRows, decode_row_index
+from vllm_steer.capture.step_plan import CaptureBatch, CapturePlan, SteadyCaptureBatch
+from vllm_steer.capture.step_rows import StepRows, decode_row_index
 from vllm_steer.engine.device_to_host import DeviceToHostCopier, PendingRows, Transfer
 from vllm_steer.program import Resolved, compile_program, resolve
 from vllm_steer.spec import CaptureSpec, Projection
@@ -48,7 +49,9 @@ def arena(batch: Mapping[str, tuple[int, int]], room: int = 64) -> torch.Tensor:
     for name, (first, count) in batch.items():
         for position in range(first, first + count):
             for _, _, segment in resolved(name).spans(position, position + 1):
-                rows += [value(name, position, code) for code in segment.row.capture_codes] if segment.row else []
+                rows += (
+                    [value(name, position, code) for code in segment.program.capture_codes] if segment.program else []
+                )
     stored = torch.full((room, HIDDEN), torch.nan)
     stored[: len(rows)] = torch.stack(rows)
     return stored
@@ -58,17 +61,17 @@ def check(steps: tuple[StepRows, ...], batch: Mapping[str, tuple[int, int]]) -> 
     """Every form of every position of every request is there, once, with its own values."""
     found: dict[tuple[str, int, int, bytes], torch.Tensor] = {}
     for step in steps:
-        entries = decode_row_index(step.entries.wire)
-        assert (entries.ids, entries.codes, entries.projection) == (
-            step.entries.ids, step.entries.codes, step.entries.projection
+        index = decode_row_index(step.index.encoded)
+        assert (index.request_ids, index.codes, index.projection) == (
+            step.index.request_ids, step.index.codes, step.index.projection
         )  # fmt: skip
-        for i, (name, codes) in enumerate(zip(entries.ids, entries.codes, strict=True)):
-            rows = torch.from_numpy(step.of(i).copy()).view(torch.float32).view(int(step.count[i]), len(codes), -1)
+        for i, (name, codes) in enumerate(zip(index.request_ids, index.codes, strict=True)):
+            rows = torch.from_numpy(step.rows_of(i).copy()).view(torch.float32).view(int(step.count[i]), len(codes), -1)
             for token in range(int(step.count[i])):
-                for index, code in enumerate(codes):
-                    key = (name, int(step.start[i]) + token, code, entries.projection)
+                for column, code in enumerate(codes):
+                    key = (name, int(step.start[i]) + token, code, index.projection)
                     assert key not in found
-                    found[key] = rows[token, index]
+                    found[key] = rows[token, column]
     wanted: dict[tuple[str, int, int, bytes], torch.Tensor] = {}
     for name, (first, count) in batch.items():
         for spec in SPECS[name]:
@@ -88,17 +91,17 @@ def check(steps: tuple[StepRows, ...], batch: Mapping[str, tuple[int, int]]) -> 
         torch.testing.assert_close(found[each], row, atol=1e-5, rtol=1e-5)
 
 
-def leaving(plan: Plan | Reading) -> tuple[Transfer, ...]:
-    if isinstance(plan, Reading):
+def transfers(plan: CapturePlan | CaptureBatch) -> tuple[Transfer, ...]:
+    if isinstance(plan, CaptureBatch):
         return tuple(Transfer(each, None, DIRECTIONS.get(each)) for each in plan.projections())
     return tuple(
-        Transfer(each.entries.projection, each.rows, DIRECTIONS.get(each.entries.projection)) for each in plan.channels
+        Transfer(each.index.projection, each.arena_rows, DIRECTIONS.get(each.index.projection)) for each in plan.streams
     )
 
 
-def reading(batch: Mapping[str, tuple[int, int]]) -> Reading:
+def capture_batch(batch: Mapping[str, tuple[int, int]]) -> CaptureBatch:
     first, count = (np.array([each[i] for each in batch.values()], dtype=np.int64) for i in (0, 1))
-    return Reading(tuple(batch), tuple(map(resolved, batch)), np.cumsum(count) - count, first, count)
+    return CaptureBatch(tuple(batch), tuple(map(resolved, batch)), np.cumsum(count) - count, first, count)
 
 
 CHUNKS = {"whole": (2, 3), "several": (2, 5), "projected": (0, 4)}
@@ -111,12 +114,12 @@ DECODING = {"several": (9, 1), "projected": (4, 1), "whole": (30, 1)}
 def test_every_form_of_every_row_leaves_once(batch: Mapping[str, tuple[int, int]]) -> None:
     """Catches rows of a neighbour under a product, products of rows that were not asked for, and a step's forms mixed
     up; across a change of segment too."""
-    them = reading(batch)
-    plan = them.spread(them.first.tolist())
+    captures = capture_batch(batch)
+    plan = captures.plan_at(captures.first.tolist())
     check(
         DeviceToHostCopier(torch.device("cpu"))
-        .start(arena(batch)[: plan.num_rows], None, plan, leaving(plan))
-        .arrived(),
+        .start(arena(batch)[: plan.num_rows], None, plan, transfers(plan))
+        .wait(),
         batch,
     )
 
@@ -124,24 +127,24 @@ def test_every_form_of_every_row_leaves_once(batch: Mapping[str, tuple[int, int]
 def test_what_has_arrived_is_no_longer_in_the_buffer() -> None:
     """Catches rows of the step after the next one: buffers are used again as soon as they are released."""
     batch = {"whole": (0, 2)}
-    them = reading(batch)
-    plan = them.spread(them.first.tolist())
+    captures = capture_batch(batch)
+    plan = captures.plan_at(captures.first.tolist())
     buffer = arena(batch)[: plan.num_rows].view(torch.uint8)
 
     def overwrite() -> None:
         buffer.fill_(255)
 
-    check(PendingRows(plan, {b"": buffer}, release=overwrite).arrived(), batch)
+    check(PendingRows(plan, {b"": buffer}, release=overwrite).wait(), batch)
     assert (buffer == 255).all()
 
 
 def test_products_are_made_in_float32() -> None:
     """Catches products in the model's dtype, whose sums are off by what bfloat16 cannot tell apart."""
     batch = {"projected": (0, 4)}
-    them = reading(batch)
-    plan = them.spread(them.first.tolist())
+    captures = capture_batch(batch)
+    plan = captures.plan_at(captures.first.tolist())
     stored = arena(batch)[: plan.num_rows].to(torch.bfloat16)
-    form = next(form for form in leaving(plan) if form.directions is not None)
+    form = next(form for form in transfers(plan) if form.directions is not None)
     (rows,) = DeviceToHostCopier(torch.device("cpu")).start(stored, None, plan, (form,)).rows.values()
     chosen = stored if form.rows is None else stored[torch.from_numpy(form.rows)]
     torch.testing.assert_close(rows.view(torch.float32), chosen.float() @ form.directions.T, atol=1e-6, rtol=1e-6)
@@ -150,23 +153,23 @@ def test_products_are_made_in_float32() -> None:
 def test_a_steady_batch_is_planned_once() -> None:
     """Catches places of one step's tokens used for another's, where the numbers of tokens change."""
     names = tuple(DECODING)
-    steady = Steady(names, tuple(resolved(name).segments[-1].row for name in names))
-    departures = DeviceToHostCopier(torch.device("cpu"))
+    steady = SteadyCaptureBatch(names, tuple(resolved(name).segments[-1].program for name in names))
+    copier = DeviceToHostCopier(torch.device("cpu"))
     for batch in (DECODING, {"several": (10, 1), "projected": (5, 1), "whole": (31, 1)},
                   {"several": (11, 3), "projected": (6, 1), "whole": (32, 2)}, DECODING):  # fmt: skip
         first, count = (np.array([each[i] for each in batch.values()], dtype=np.int64) for i in (0, 1))
         plan = steady.plan(first, count)
-        check(departures.start(arena(batch)[: plan.num_rows], None, plan, leaving(plan)).arrived(), batch)
+        check(copier.start(arena(batch)[: plan.num_rows], None, plan, transfers(plan)).wait(), batch)
 
 
 def test_with_drafts_the_devices_positions_decide() -> None:
     """Catches forms chosen by the host's positions, which run ahead: here the device is still in a prompt."""
     batch = {"projected": (5, 2), "several": (2, 3), "whole": (1, 2)}
     ahead = {name: (first + 3, count) for name, (first, count) in batch.items()}
-    them = reading(ahead)
+    captures = capture_batch(ahead)
     position = torch.cat([torch.arange(first, first + count) for first, count in batch.values()])
-    stored = arena(batch)[: them.most_rows()]
-    check(DeviceToHostCopier(torch.device("cpu")).start(stored, position, them, leaving(them)).arrived(), batch)
-    wrong = them.spread(them.first.tolist())
+    stored = arena(batch)[: captures.max_rows()]
+    check(DeviceToHostCopier(torch.device("cpu")).start(stored, position, captures, transfers(captures)).wait(), batch)
+    wrong = captures.plan_at(captures.first.tolist())
     with pytest.raises(AssertionError):
-        check(DeviceToHostCopier(torch.device("cpu")).start(stored, None, wrong, leaving(wrong)).arrived(), batch)
+        check(DeviceToHostCopier(torch.device("cpu")).start(stored, None, wrong, transfers(wrong)).wait(), batch)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The version guard and the conflicting settings, each with its sentence."""
+"""Tests of the version guard and of conflicting settings."""
 
 from __future__ import annotations
 
@@ -8,11 +8,18 @@ from typing import Any
 
 import pytest
 
-from vllm_steer.compat import version
+from vllm_steer.compat.version import (
+    CONNECTORS_BY_BLOCK_HASH,
+    OVERRIDE,
+    TESTED_RANGE,
+    IncompatibleError,
+    check_settings,
+    check_version,
+)
 
 
 def config(**changes: Any) -> Any:
-    """The parts of a VllmConfig that the table looks at, harmless unless changed; ``parallel__x`` names a part."""
+    """Return a VllmConfig without conflicts but for ``changes``; ``parallel__x`` sets ``parallel_config.x``."""
     made = N(
         parallel_config=N(
             use_ubatching=False,
@@ -36,7 +43,7 @@ def config(**changes: Any) -> Any:
     "micro-batching, context parallelism, fast prefill, elastic experts, pooling (refused)", "steer", "capture"
 )
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "setting"),
     [
         ({"parallel__use_ubatching": True}, "enable-dbo"),
         ({"parallel__prefill_context_parallel_size": 2}, "prefill-context-parallel"),
@@ -49,43 +56,45 @@ def config(**changes: Any) -> Any:
         ({"speculative__enable_adaptive_verification": True}, "adaptive_verification"),
     ],
 )
-def test_each_conflict_is_refused_by_name(changes: dict[str, Any], said: str) -> None:
+def test_rejects_each_conflicting_setting(changes: dict[str, Any], setting: str) -> None:
     """Catches a setting under which taps would silently take the wrong tokens."""
-    with pytest.raises(version.IncompatibleError, match=said):
-        version.check_settings(config(**changes))
-    version.check_settings(config())
+    with pytest.raises(IncompatibleError, match=setting):
+        check_settings(config(**changes))
+    check_settings(config())
 
 
 @pytest.mark.feature("KV connectors that go by tokens or by request (refused)", "steer", "capture")
-def test_connectors_that_find_blocks_by_tokens_are_refused() -> None:
-    """Catches keys and values computed under an edit that come back for a plain request from another store."""
+def test_rejects_connectors_without_block_hashes() -> None:
+    """Catches a KV store that returns edited keys and values to a plain request."""
     for name in ("ExampleConnector", "LMCacheConnectorV1", "HF3FSKVConnector", "MultiConnector", None):
         found = config()
         found.kv_transfer_config = N(kv_connector=name)
-        with pytest.raises(version.IncompatibleError, match="OffloadingConnector"):
-            version.check_settings(found)
-    for name in version.CONNECTORS_BY_BLOCK_HASH:
+        with pytest.raises(IncompatibleError, match="OffloadingConnector"):
+            check_settings(found)
+    for name in CONNECTORS_BY_BLOCK_HASH:
         found.kv_transfer_config = N(kv_connector=name)
-        version.check_settings(found)
+        check_settings(found)
 
 
 @pytest.mark.feature("vLLM's front end in Rust (refused)", "steer", "capture")
-def test_the_rust_front_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejects_the_rust_front_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a front end that ignores the steering fields."""
     monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
-    with pytest.raises(version.IncompatibleError, match="Rust"):
-        version.check_settings(config())
+    with pytest.raises(IncompatibleError, match="Rust"):
+        check_settings(config())
 
 
 @pytest.mark.parametrize("version", ["0.31.9", "0.33.0", "1.32.0", "dev", ""])
-def test_an_untested_vllm_is_refused_with_range_and_override(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a silent run on a vLLM whose internals have moved."""
-    monkeypatch.delenv(version.OVERRIDE, raising=False)
-    with pytest.raises(version.IncompatibleError, match=f"{version.TESTED_RANGE}.*{version.OVERRIDE}"):
-        version.check_version(version)
-    monkeypatch.setenv(version.OVERRIDE, "1")
-    version.check_version(version)
+def test_rejects_an_untested_version(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a run on a vLLM whose internals may differ, and a message without the override."""
+    monkeypatch.delenv(OVERRIDE, raising=False)
+    with pytest.raises(IncompatibleError, match=f"{TESTED_RANGE}.*{OVERRIDE}"):
+        check_version(version)
+    monkeypatch.setenv(OVERRIDE, "1")
+    check_version(version)
 
 
 @pytest.mark.parametrize("version", ["0.32.0", "0.32.7", "0.32.0+cpu", "0.32.1.dev3"])
-def test_the_tested_range_passes(version: str) -> None:
-    version.check_version(version)
+def test_accepts_the_tested_range(version: str) -> None:
+    """Catches a guard that rejects patch releases or local version labels."""
+    check_version(version)

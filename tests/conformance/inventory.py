@@ -17,8 +17,8 @@ from typing import Final
 
 import vllm
 
-from vllm_steer.models.recipes import BY_LAYER
-from vllm_steer.models.refused import REFUSED
+from vllm_steer.models.recipes import RECIPES
+from vllm_steer.models.unsupported import UNSUPPORTED
 
 MODEL_CODE: Final = ("vllm.model_executor.models", "vllm.models")
 # Towers and what every model imports; other platforms' code.
@@ -74,7 +74,7 @@ def _entry(architecture: str, module: str, cls: str, kind: str) -> Entry:
     if kind in ("pooling", "drafter", "backend", "transformers"):
         return Entry(architecture, name, cls, kind)
     reached = {f"{module}.{cls}" for module, cls in _reached(name, cls)}
-    known = sorted(name for name in reached if name in BY_LAYER or name in REFUSED)
+    known = sorted(name for name in reached if name in RECIPES or name in UNSUPPORTED)
     others = sorted(name for name in reached if name.endswith("DecoderLayer") and name not in known)
     return Entry(architecture, name, cls, kind, tuple(known), tuple(others))
 
@@ -88,7 +88,7 @@ def _reached(module: str, cls: str) -> Iterator[tuple[str, str]]:
             continue
         seen.add(place)
         yield place
-        if f"{place[0]}.{place[1]}" in {*BY_LAYER, *REFUSED}:
+        if f"{place[0]}.{place[1]}" in {*RECIPES, *UNSUPPORTED}:
             continue
         here = _parsed(place[0])
         for name in _names(here.classes[place[1]]) | _in_tables(here, place[1]):

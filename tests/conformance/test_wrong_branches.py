@@ -18,13 +18,13 @@ from tests.conformance.parity import TOLERANCE, examine
 from tests.conformance.reference_process import ReferenceProcess
 from tests.conformance.zoo import BY_NAME
 from tests.wrong_branches import behind_the_stream, copied, other_summand
-from vllm_steer.models import branches as table
 from vllm_steer.models import install
+from vllm_steer.models.recipe import Recipe
 
 
-def _ahead_of_the_norm(point: Any, recipe: Any, layer: Any) -> str:
-    """The attention's own output, which a norm behind it still changes."""
-    return "self_attn" if point == "attn_out" else table.place_of(point, recipe, layer)
+def _before_the_post_norm(recipe: Recipe, point: Any, layer: Any) -> str:
+    """Return the attention module, whose output a post-norm still changes."""
+    return "self_attn" if point == "attn_out" else recipe.location(point, layer)
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class Wrong:
 WRONG = (
     Wrong("llama", "_with_branch", other_summand, ("attn_out", "mlp_out")),
     Wrong("llama", "_with_branch", behind_the_stream, ("attn_out", "mlp_out"), in_rows=False),
-    Wrong("gpt2", "_output", copied, BRANCHES, in_rows=False),
-    Wrong("exaone4", "place_of", _ahead_of_the_norm, ("attn_out",)),
+    Wrong("gpt2", "_tap_output", copied, BRANCHES, in_rows=False),
+    Wrong("exaone4", "_location", _before_the_post_norm, ("attn_out",)),
 )
 
 

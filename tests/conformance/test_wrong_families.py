@@ -151,14 +151,14 @@ def _half_single(family: Family) -> tuple[Callable[..., Forward], Callable[..., 
     return layer_maker, mid_maker
 
 
-def _half_branch(layer: Any, forward: Forward, branch: Any, post_attn: Any) -> None:
+def _half_branch(layer: Any, forward: Forward, recipe: Any, post_attn: Any) -> None:
     """The attention branch alone, without the stream to which it is added."""
-    attention = getattr(layer, branch.module)
+    attention = getattr(layer, recipe.attn_out)
     attend = attention.forward
 
     def read(*args: Any, **kwargs: Any) -> Any:
         out = attend(*args, **kwargs)
-        post_attn(branch.added(out))
+        post_attn(recipe.attn_value(out))
         return out
 
     attention.forward = read
@@ -208,7 +208,7 @@ def test_one_summand_taken_for_the_stream_is_rejected(
         points = {"post_attn"}
         layer, mid = _half_single(family)
     if tiny.refused:
-        monkeypatch.setattr(install, "_read_branch", _half_branch)
+        monkeypatch.setattr(install, "_read_parallel", _half_branch)
     else:
         monkeypatch.setattr(install, f"_{family.shape}_layer", layer)
         monkeypatch.setattr(install, f"_{family.shape}_mid", mid)
@@ -237,16 +237,16 @@ def test_taps_one_layer_off_are_rejected(
     family: Family, monkeypatch: pytest.MonkeyPatch, reference_process: ReferenceProcess, zoo_folder: Path
 ) -> None:
     """Catches a comparison that would pass layers counted from another end or from one."""
-    from vllm_steer.engine import worker_steering
+    from vllm_steer.engine import model_setup
 
-    right = worker_steering.find_decoder
+    right = model_setup.find_decoder
 
     def off_by_one(*args: Any, **kwargs: Any) -> Any:
         decoder = right(*args, **kwargs)
-        numbers = [site.number for site in decoder.sites]
-        shifted = [replace(site, number=n) for site, n in zip(decoder.sites, numbers[1:] + numbers[:1], strict=True)]
-        return replace(decoder, sites=tuple(shifted))
+        numbers = [layer.number for layer in decoder.layers]
+        shifted = [replace(layer, number=n) for layer, n in zip(decoder.layers, numbers[1:] + numbers[:1], strict=True)]
+        return replace(decoder, layers=tuple(shifted))
 
-    monkeypatch.setattr(worker_steering, "find_decoder", off_by_one)
+    monkeypatch.setattr(model_setup, "find_decoder", off_by_one)
     report = examine(BY_NAME[family.row], "eager", zoo_folder, reference_process, keep=_simple, with_branches=False)
     _assert_told_apart(report, lambda case: any(edit.layers != "all" for edit in case.edits))

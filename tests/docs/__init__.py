@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that what the documents show is true."""
+"""Tests of the documentation."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The record of features is that of the marks in the tests, and all of it passed."""
+"""The feature table matches the `feature` marks in the tests, and all of those tests passed."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from tests.features import RECORD, SIDES, marked_tests
 UPDATE = "python -m pytest -m feature --features benchmarks/results/features.json"
 
 
-def test_the_record_is_that_of_the_marks() -> None:
-    """Catches a feature claimed in the table whose test is gone, and one that is proven and not in the table."""
+def test_recorded_features_match_the_marks() -> None:
+    """Catches a listed feature whose test was deleted, and a tested feature that is not listed."""
     recorded = {name: entry["features"] for name, entry in json.loads(RECORD.read_text()).items()}
     assert recorded == marked_tests(), UPDATE
 
 
-def test_all_of_it_passed() -> None:
-    """Catches a table made from failing tests. What was skipped needs a GPU, and the table says so."""
+def test_recorded_tests_passed() -> None:
+    """Catches a table generated from failing tests. Skipped tests need a GPU; the table marks them."""
     failed = [name for name, entry in json.loads(RECORD.read_text()).items() if entry["outcome"] == "failed"]
     assert not failed, UPDATE
 
 
-def test_no_row_is_half_proven() -> None:
-    """Catches a feature under which requests are steered and nobody knows whether they can be read, or the reverse."""
+def test_features_are_tested_for_steering_and_capture() -> None:
+    """Catches a feature that is tested with steering but not with capture, or the reverse."""
     sides: dict[str, set[str]] = {}
     for marks in marked_tests().values():
         for feature, *proven in marks:
@@ -31,8 +31,8 @@ def test_no_row_is_half_proven() -> None:
     assert {feature: found for feature, found in sides.items() if found != set(SIDES)} == {}
 
 
-def test_marks_say_what_is_proven() -> None:
-    """Catches a mark without a side, which would claim nothing and look like a claim."""
+def test_marks_name_a_feature_and_a_side() -> None:
+    """Catches a mark without a side, which would not appear in the table."""
     for name, marks in marked_tests().items():
         for feature, *sides in marks:
             assert feature, name

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is written about keys and threats is what there is."""
+"""The guide on keys and the threat model match the code."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from typer.testing import CliRunner
 from tests.docs.markdown import blocks, tables
 from tests.repo.tree import ROOT, read
 from vllm_steer.cli.main import app
-from vllm_steer.server.auth.authenticator import CHANGING, OPEN, SERVING
-from vllm_steer.server.auth.keys import read_keys
+from vllm_steer.limits import KEY_LIMITS
+from vllm_steer.server.auth.authenticator import ADMIN_PATHS, INFERENCE_PATHS, PUBLIC_PATHS
+from vllm_steer.server.auth.key_file import read_keys
 from vllm_steer.server.auth.rights import Right
-from vllm_steer.server.quota.limits import KEY_LIMITS
 
 GUIDE, MODEL = "docs/guides/keys.md", "docs/design/threat-model.md"
 
 
-def test_the_guides_commands_do_what_they_say(tmp_path: Path) -> None:
-    """Catches a command that no longer runs, and a right or limit that is called otherwise."""
+def test_guide_commands_create_the_described_keys(tmp_path: Path) -> None:
+    """Catches a command that no longer runs, and a renamed permission or limit."""
     (code,) = (block.code for block in blocks(read(GUIDE)) if block.language == "bash")
     for line in code.splitlines():
         words = [str(tmp_path / word) if word == "keys.json" else word for word in shlex.split(line)[1:]]
@@ -33,18 +33,18 @@ def test_the_guides_commands_do_what_they_say(tmp_path: Path) -> None:
     assert all(name in code or name in read("docs/reference/limits.md") for name in KEY_LIMITS)
 
 
-def test_the_guide_lists_the_paths() -> None:
-    """Catches a path that is open, or takes another right, than is written."""
+def test_guide_lists_the_protected_paths() -> None:
+    """Catches a path whose protection differs from the guide."""
     text = read(GUIDE)
     (shut,) = re.findall(r"nothing is answered without a key but (.*?);", text, re.DOTALL)
-    assert set(re.findall("`(/.*?)`", shut)) == OPEN
+    assert set(re.findall("`(/.*?)`", shut)) == PUBLIC_PATHS
     (serving,) = re.findall(r"\* (`/v1`.*?) are for every key", text, re.DOTALL)
-    assert tuple(re.findall("`(/.*?)`", serving)) == SERVING
-    assert all(f"`{path}`" in text for path in CHANGING)
+    assert tuple(re.findall("`(/.*?)`", serving)) == INFERENCE_PATHS
+    assert all(f"`{path}`" in text for path in ADMIN_PATHS)
 
 
-def test_each_threat_has_its_tests() -> None:
-    """Catches a protection that nothing proves, and a proof that has been moved or deleted."""
+def test_threats_name_existing_tests() -> None:
+    """Catches a protection without a test, and a test that was moved or deleted."""
     (table,) = tables(read(MODEL))
     for threat, _, tests in table[1:]:
         paths = [path.strip() for path in tests.split(",")]

@@ -16,14 +16,13 @@ import yaml
 from typer.testing import CliRunner
 
 from tests.docs.markdown import blocks, tables
-from tests.docs.test_guides import python_blocks
-from tests.docs.test_readme import run_python
+from tests.docs.runner import offline_blocks, run_python
 from tests.repo.tree import ROOT, python_files, read
 from vllm_steer import audit
 from vllm_steer.cli import doctor
 from vllm_steer.cli.main import app
-from vllm_steer.server.auth.keys import changing, read_keys
-from vllm_steer.server.auth.rights import MEANING
+from vllm_steer.server.auth.key_file import edit_keys, read_keys
+from vllm_steer.server.auth.rights import RIGHT_DESCRIPTIONS
 from vllm_steer.server.flags import CONSUMERS_VARIABLE, REGISTRY_VARIABLE
 
 GUIDE = "docs/guides/operating.md"
@@ -49,7 +48,7 @@ def test_every_block_is_looked_at() -> None:
 @pytest.mark.slow
 def test_the_python_blocks_run() -> None:
     """Catches an example that no longer runs, and metrics that say nothing."""
-    shown = run_python(python_blocks(GUIDE, client=False), "[device_mib > 50, values]")
+    shown = run_python(offline_blocks(GUIDE), "[device_mib > 50, values]")
     prompt = len("Once upon a time")  # tokens of the demo model are fewer
     assert isinstance(shown, list) and shown[0] is True
     rows, size = (shown[1][f"vllm_steer:captured_{what}"] for what in ("rows", "bytes"))
@@ -69,7 +68,7 @@ def test_servers_flags_are_understood(tmp_path: Path, monkeypatch: pytest.Monkey
     for name in (CONSUMERS_VARIABLE, REGISTRY_VARIABLE):
         monkeypatch.setenv(name, "")
     Path("calm.safetensors").touch()
-    with changing(Path("keys.json"), make=True) as write:
+    with edit_keys(Path("keys.json"), create=True) as write:
         write(())
     parser = make_arg_parser(FlexibleArgumentParser(prog="vllm serve"))
     servers = [words[2:] for words in commands() if words[:2] == ["vllm", "serve"]]
@@ -110,7 +109,7 @@ def test_the_other_commands_are_understood(tmp_path: Path, monkeypatch: pytest.M
 def test_the_rights_are_those_of_the_code() -> None:
     """Catches a right that an operator gives for something else than it is."""
     (table,) = (t for t in tables(read(GUIDE)) if t[0][0] == "right")
-    assert dict(table[1:]) == {right.value: text.replace("`", "") for right, text in MEANING.items()}
+    assert dict(table[1:]) == {right.value: text.replace("`", "") for right, text in RIGHT_DESCRIPTIONS.items()}
 
 
 def test_prometheus_files_are_there() -> None:

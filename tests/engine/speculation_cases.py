@@ -14,7 +14,7 @@ from tests.engine.answers import params, prompt, run, tokens_of
 from tests.engine.captures import capture, close_to, result
 from tests.engine.conftest import close
 from tests.tiny import direction, make_llm
-from vllm_steer.capture import assembly
+from vllm_steer.capture import row_assembler
 from vllm_steer.frontend.context import context_of
 
 SPECULATIVE = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
@@ -86,9 +86,9 @@ def test_the_first_row_of_a_position_kept_is_seen(
         came = np.concatenate([np.arange(each.start, each.start + each.count) for each in chunks])
         positions, first = np.unique(came, return_index=True)
         keep = np.isin(positions, wanted)
-        return assembly._Chosen(positions[keep], first[keep])
+        return row_assembler._Chosen(positions[keep], first[keep])
 
-    monkeypatch.setattr(assembly, "_choose", first_counts)
+    monkeypatch.setattr(row_assembler, "_choose", first_counts)
     outputs = run(drafting, *workload())
     assert {result(output).status for output in outputs} == {"ok"}
     with pytest.raises(AssertionError):

@@ -5,22 +5,22 @@ from __future__ import annotations
 
 import numpy as np
 
-from vllm_steer.capture.assembly import Chunk
+from vllm_steer.capture.row_assembler import RowChunk
 from vllm_steer.capture.step_rows import RowIndex, StepRows
 
 
-def chunks_of(step: StepRows) -> list[Chunk]:
+def chunks_of(step: StepRows) -> list[RowChunk]:
     """One chunk for each entry of a step."""
-    entries = step.entries
+    index = step.index
     return [
-        Chunk(name, int(start), int(count), codes, step.of(i).tobytes())
+        RowChunk(name, int(start), int(count), codes, step.rows_of(i).tobytes())
         for i, (name, codes, start, count) in enumerate(
-            zip(entries.ids, entries.codes, step.start, step.count, strict=True)
+            zip(index.request_ids, index.codes, step.start, step.count, strict=True)
         )
     ]
 
 
-def step_of(chunks: list[Chunk], row_bytes: int) -> StepRows:
+def step_of(chunks: list[RowChunk], row_bytes: int) -> StepRows:
     """The step of which these are the entries."""
     return StepRows(
         RowIndex(tuple(c.request_id for c in chunks), tuple(c.captures for c in chunks)),

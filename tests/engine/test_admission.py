@@ -82,8 +82,8 @@ class Books(RuleBasedStateMachine):
             for new in scheduled.scheduled_new_reqs:
                 resolved = self.live.get(new.req_id)
                 if resolved is not None:
-                    assert self.worker.fits(resolved.rows), "a worker has no room for what it is sent"
-                    self.worker.acquire(resolved.rows)
+                    assert self.worker.fits(resolved.token_programs), "a worker has no room for what it is sent"
+                    self.worker.acquire(resolved.token_programs)
                     self.sent[new.req_id] = resolved
             for output in scheduler_alone.answer(self.scheduler, scheduled):
                 if output.finish_reason is not None:
@@ -108,7 +108,7 @@ class Books(RuleBasedStateMachine):
     def forget(self, name: str) -> None:
         resolved = self.sent.pop(name, None)
         if resolved is not None:
-            self.worker.release(resolved.rows)
+            self.worker.release(resolved.token_programs)
 
     def note_admissions(self) -> None:
         """Nobody who needs places gets them before one who came earlier and still waits for some."""
@@ -125,9 +125,9 @@ class Books(RuleBasedStateMachine):
     def books_are_those_of_the_requests_that_hold_places(self) -> None:
         books: AdmissionController = self.scheduler.steering_admission
         holding = [resolved for name, resolved in self.live.items() if resolved is not None and books.has(name)]
-        rows = {row.digest: row for resolved in holding for row in resolved.rows}
+        rows = {row.digest: row for resolved in holding for row in resolved.token_programs}
         vectors = {vector for row in rows.values() for vector in row.vectors}
-        count = sum(row.instruction_count for row in rows.values())
+        count = sum(row.num_instructions for row in rows.values())
         assert books.ledger.in_use == (len(rows), count, len(vectors))
         assert books.captures_booked <= CAPTURE_ROWS
 

@@ -19,10 +19,10 @@ from vllm.sampling_params import RequestOutputKind
 from tests.engine.captures import capture
 from tests.tiny import direction
 from vllm_steer import AsyncLLM, SamplingParams, SteeringError, engine_kwargs
+from vllm_steer.compat.request_state import CapacityError
 from vllm_steer.frontend.context import ensure_engine_context
 from vllm_steer.params import FILE_KEY
 from vllm_steer.program import program_files
-from vllm_steer.server.http.request_fields import NoRoomError
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -111,7 +111,7 @@ async def test_a_request_that_finds_no_room_in_time_raises_in_its_caller(engine:
         for i in range(4)
     ]
     await asyncio.sleep(0.5)
-    with pytest.raises(NoRoomError, match="--steering-queue-timeout") as raised:
+    with pytest.raises(CapacityError, match="--steering-queue-timeout") as raised:
         await generate(engine, "late", steering_vectors={"post_block": {1: direction(9)}})
     assert raised.value.http_status == 503
     for task in long:
@@ -136,9 +136,9 @@ async def test_a_stop_string_is_no_refusal(engine: Any, monkeypatch: pytest.Monk
 
 async def test_what_a_client_that_left_has_captured_is_partial(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches rows that were cut off, in a consumer's dataset among those of requests that were answered."""
-    desk = (await ensure_engine_context(engine)).desk
-    finish, delivered = desk.finish, []
-    monkeypatch.setattr(desk, "finish", lambda *args, **more: delivered.append(finish(*args, **more)) or delivered[-1])
+    desk = (await ensure_engine_context(engine)).capture_manager
+    submit, delivered = desk.submit, []
+    monkeypatch.setattr(desk, "submit", lambda *args, **more: delivered.append(submit(*args, **more)) or delivered[-1])
     pieces: list[Any] = []
     asked = {"capture": capture(positions="all_generated", stream=True)}
     leaving = asyncio.ensure_future(generate(engine, "leaves", tokens=100_000, pieces=pieces, **asked))
@@ -155,9 +155,9 @@ async def test_what_a_client_that_left_has_captured_is_partial(engine: Any, monk
 async def test_equal_programs_cross_once(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a program that is lost or exchanged on its way by a file, and an engine that ends with a file that
     somebody has changed."""
-    monkeypatch.setattr(program_files, "LARGE", 1)
+    monkeypatch.setattr(program_files, "MIN_PROGRAM_BYTES", 1)
     sites = [{"post_block": {1: direction(i, 30.0)}} for i in (21, 22)]
-    files = (await ensure_engine_context(engine)).shelf
+    files = (await ensure_engine_context(engine)).program_files
     assert files is not None
     answers = [
         [(await generate(engine, f"{i}-{again}", steering_vectors=site))[0] for again in range(3)]
@@ -175,9 +175,9 @@ async def a_changed_file_ends_its_own_request(engine: Any, monkeypatch: pytest.M
     site = {"post_block": {1: direction(23, 30.0)}}
     right = (await generate(engine, "new", steering_vectors=site))[0]
     monkeypatch.setattr(program_files, "_digest", lambda data: bytes(32))
-    with pytest.raises(NoRoomError, match="steer_file"):
+    with pytest.raises(CapacityError, match="steer_file"):
         await generate(engine, "changed", steering_vectors=site)
-    monkeypatch.setattr(program_files, "LARGE", 1 << 20)
+    monkeypatch.setattr(program_files, "MIN_PROGRAM_BYTES", 1 << 20)
     assert (await generate(engine, "itself", steering_vectors=site))[0] == right
 
 
@@ -263,5 +263,5 @@ async def modules_are_applied(engine: Any, site: Any, plain: list[int], steered:
     assert (await engine.steering.status()).digest != (await engine.steering.clear()).digest
     assert (await engine.steering.delete("m")).deleted == [info.digest]
     assert (await generate(engine, "cleared"))[0] == plain
-    with pytest.raises(SteeringError, match="there is no module m"):
+    with pytest.raises(SteeringError, match="unknown module 'm'"):
         await generate(engine, "gone", steering_modules=["m"])

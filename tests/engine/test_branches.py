@@ -114,7 +114,7 @@ def test_the_check_at_start_covers_them(every: Any) -> None:
     [
         ("_with_branch", other_summand, "attn_out of layer 0: post_attn of layer 0 is not"),
         ("_with_branch", behind_the_stream, "attn_out of layer 0: an edit there .* post_attn of layer 0 more"),
-        ("_output", copied, "mlp_in of layer 0: an edit there .* mlp_out of layer 0"),
+        ("_tap_output", copied, "mlp_in of layer 0: an edit there .* mlp_out of layer 0"),
     ],
 )
 def test_wrong_taps_on_the_branches_keep_the_engine_from_serving(

@@ -19,11 +19,11 @@ from tests.engine.answers import params, prompt, run, tokens_of
 from tests.engine.captures import capture, close_to, result
 from tests.engine.steps import chunks_of, step_of
 from tests.tiny import VOCAB
-from vllm_steer.capture.assembly import Chunk
 from vllm_steer.capture.manager import CaptureManager
+from vllm_steer.capture.row_assembler import RowChunk
 from vllm_steer.engine import device_to_host
 
-Rename = Callable[[Chunk, list[str]], Chunk]
+Rename = Callable[[RowChunk, list[str]], RowChunk]
 
 
 def prompts(count: int) -> list[Any]:
@@ -33,7 +33,7 @@ def prompts(count: int) -> list[Any]:
 
 def change_chunks(monkeypatch: pytest.MonkeyPatch, change: Rename) -> None:
     """Change what leaves the worker in every step; ``change`` also gets the names of the step's requests."""
-    arrived = device_to_host.PendingRows.arrived
+    arrived = device_to_host.PendingRows.wait
 
     def changed(self: Any) -> Any:
         (step,) = arrived(self)
@@ -41,7 +41,7 @@ def change_chunks(monkeypatch: pytest.MonkeyPatch, change: Rename) -> None:
         changed = [change(chunk, [each.request_id for each in chunks]) for chunk in chunks]
         return (step_of(changed, step.rows.shape[1]),)
 
-    monkeypatch.setattr(device_to_host.PendingRows, "arrived", changed)
+    monkeypatch.setattr(device_to_host.PendingRows, "wait", changed)
 
 
 def alone(llm: Any, wanted: Any, asked: list[Any]) -> list[Any]:
@@ -90,7 +90,7 @@ def test_rows_kept_under_the_beginning_of_an_id_are_seen(llm: Any, monkeypatch: 
     wanted, asked = params(6, logprobs=None, capture=capture()), prompts(len(NAMES))
     right = alone(llm, wanted, asked)
 
-    def to_the_first(chunk: Chunk, names: list[str]) -> Chunk:
+    def to_the_first(chunk: RowChunk, names: list[str]) -> RowChunk:
         alike = sorted(name for name in names if name[0] == chunk.request_id[0])
         return msgspec.structs.replace(chunk, request_id=alike[0])
 
@@ -110,9 +110,9 @@ def test_rows_of_one_sample_for_all_are_seen(llm: Any, monkeypatch: pytest.Monke
     """Negative control: every sample is given the rows of the one that was sampled first."""
     p = prompts(1)[0]
     wanted = params(8, n=3, temperature=1.5, seed=3, logprobs=None, capture=capture())
-    first: dict[tuple[int, int], Chunk] = {}
+    first: dict[tuple[int, int], RowChunk] = {}
 
-    def of_the_first(chunk: Chunk, _: list[str]) -> Chunk:
+    def of_the_first(chunk: RowChunk, _: list[str]) -> RowChunk:
         kept = first.setdefault((chunk.start, chunk.count), chunk)
         return msgspec.structs.replace(chunk, rows=kept.rows)
 
@@ -133,7 +133,7 @@ def test_rows_of_one_sample_for_all_are_seen(llm: Any, monkeypatch: pytest.Monke
 
 def raising_for(llm: Any, monkeypatch: pytest.MonkeyPatch, tokens: tuple[int, ...]) -> None:
     """Make the consumer ``memory`` raise for the request with this prompt."""
-    desk = llm.llm_engine.output_processor._steering_served.desk
+    desk = llm.llm_engine.output_processor._steering_context.capture_manager
     accept = desk._consumers["memory"].accept
 
     def raising(captured: Any) -> Any:
@@ -164,8 +164,8 @@ def test_a_consumer_called_in_the_step_takes_its_neighbours_along(llm: Any, monk
     wanted, asked = params(6, logprobs=None, capture=capture()), prompts(3)
     raising_for(llm, monkeypatch, tuple(asked[1]["prompt_token_ids"]))
 
-    def in_the_step(self: Any, name: str, spec: Any, assembly: Any, about: Any) -> Any:
-        sites, _ = assembly.finish(spec, len(about["prompt_token_ids"]), 26)
+    def in_the_step(self: Any, name: str, spec: Any, assembler: Any, about: Any) -> Any:
+        sites, _ = assembler.assemble(spec, len(about["prompt_token_ids"]), 26)
         captured = type("Captured", (), {**about, "sites": sites})()
         return self._consumers[name].accept(captured)
 

@@ -23,7 +23,7 @@ from tests.engine.conftest import close
 from tests.engine.test_mixing import program
 from tests.tiny import VOCAB, make_llm
 from vllm_steer import SteeringError
-from vllm_steer.capture import assembly
+from vllm_steer.capture import row_assembler
 from vllm_steer.capture.manager import CaptureManager
 from vllm_steer.engine import device_to_host
 from vllm_steer.frontend.context import capture_manager_of
@@ -73,16 +73,16 @@ def test_a_mixed_batch_gives_each_request_its_own_rows(truth: list[Any], llm: An
 @pytest.mark.failure(2, control=True)
 def test_the_comparison_sees_rows_of_a_neighbour(truth: list[Any], llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: with the requests' names exchanged on the way out, the test above must fail."""
-    real = device_to_host.PendingRows.arrived
+    real = device_to_host.PendingRows.wait
 
     def exchanged(self: Any) -> Any:
         (step,) = real(self)
-        names = sorted(set(step.entries.ids))
+        names = sorted(set(step.index.request_ids))
         other = dict(zip(names, [*names[1:], *names[:1]], strict=True))
-        ids = tuple(other[name] for name in step.entries.ids)
-        return (dataclasses.replace(step, entries=dataclasses.replace(step.entries, ids=ids)),)
+        ids = tuple(other[name] for name in step.index.request_ids)
+        return (dataclasses.replace(step, index=dataclasses.replace(step.index, request_ids=ids)),)
 
-    monkeypatch.setattr(device_to_host.PendingRows, "arrived", exchanged)
+    monkeypatch.setattr(device_to_host.PendingRows, "wait", exchanged)
     prompts, wanted = workload(12, 24)
     outputs = run(llm, prompts[1:4], wanted[1:4])
     with pytest.raises(AssertionError):
@@ -95,12 +95,12 @@ def begun_meanwhile(llm: Any, monkeypatch: pytest.MonkeyPatch) -> int:
     desk = capture_manager_of(llm.llm_engine.output_processor)
     # What other tests did not wait for is not counted.
     desk._threads["memory"].submit(int).result()
-    finish, deliver = desk.finish, desk._deliver
+    submit, deliver = desk.submit, desk._deliver
     begun: list[str] = []
     seen: list[int] = []
 
     def slowly(*args: Any, **kwargs: Any) -> Any:
-        results = finish(*args, **kwargs)
+        results = submit(*args, **kwargs)
         time.sleep(0.1)
         seen.append(len(begun))
         return results
@@ -109,7 +109,7 @@ def begun_meanwhile(llm: Any, monkeypatch: pytest.MonkeyPatch) -> int:
         begun.append(name)
         return deliver(name, *args)
 
-    monkeypatch.setattr(desk, "finish", slowly)
+    monkeypatch.setattr(desk, "submit", slowly)
     monkeypatch.setattr(desk, "_deliver", noted)
     results = [result(o) for o in run(llm, [prompt(1, 2), prompt(3, 4)], [params(3, capture=capture())] * 2)]
     assert [each.status for each in results] == ["ok"] * 2
@@ -120,7 +120,7 @@ def begun_meanwhile(llm: Any, monkeypatch: pytest.MonkeyPatch) -> int:
 def test_consumers_wait_until_a_steps_outputs_are_processed(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches consumers that contend with what hands out tokens; they do where nothing holds them back."""
     assert begun_meanwhile(llm, monkeypatch) == 0
-    monkeypatch.setattr(CaptureManager, "held_back", lambda self: nullcontext())
+    monkeypatch.setattr(CaptureManager, "pause_consumers", lambda self: nullcontext())
     assert begun_meanwhile(llm, monkeypatch) > 0
 
 
@@ -157,7 +157,7 @@ def test_preemption_repeats_no_row(crowded: tuple[Any, list[Any]], truth: list[A
     llm, preempted = crowded
     compare(run(llm, *workload(12, 24)), truth)
     assert preempted
-    assert llm.llm_engine.engine_core.engine_core.scheduler.steering_outbox.num_bytes == 0
+    assert llm.llm_engine.engine_core.engine_core.scheduler.steering_row_sender.num_bytes == 0
 
 
 @pytest.mark.failure(9, control=True)
@@ -165,13 +165,13 @@ def test_rows_in_the_order_in_which_they_come_are_seen(
     crowded: tuple[Any, list[Any]], truth: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control: rows joined as they come, as many as there are positions, are of the wrong tokens."""
-    keyed = assembly._choose
+    keyed = row_assembler._choose
 
     def joined(chunks: Any, wanted: Any) -> Any:
         positions = keyed(chunks, wanted).positions
-        return assembly._Chosen(positions, np.arange(len(positions)))
+        return row_assembler._Chosen(positions, np.arange(len(positions)))
 
-    monkeypatch.setattr(assembly, "_choose", joined)
+    monkeypatch.setattr(row_assembler, "_choose", joined)
     llm, preempted = crowded
     preempted.clear()
     outputs = run(llm, *workload(12, 24))

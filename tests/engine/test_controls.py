@@ -16,11 +16,11 @@ import torch
 from tests.engine.answers import logprobs_of, params, prompt, run, tokens_of
 from tests.engine.captures import capture, close_to, result
 from tests.tiny import VOCAB, direction
-from vllm_steer.capture import assembly
+from vllm_steer.capture import row_assembler
 from vllm_steer.engine import cache_keys
 from vllm_steer.engine.program_store import ProgramStore
 from vllm_steer.engine.runner_v1 import SteeringRunnerV1
-from vllm_steer.engine.worker_steering import WorkerSteering
+from vllm_steer.engine.worker_manager import WorkerSteeringManager
 from vllm_steer.taps.assignment import BatchLayout
 
 SITE = {"post_block": {1: direction(31)}}
@@ -84,18 +84,18 @@ def other_content_never_serves_old_content(llm: Any) -> None:
 
 
 def decode_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = WorkerSteering._assign_rows
+    real = WorkerSteeringManager._assign_rows
 
     def assign(self: Any, layout: BatchLayout, num_padded: int) -> None:
         real(self, layout, num_padded)
         if len(layout.position) == 1:
             self.tables.token_row.zero_()
 
-    monkeypatch.setattr(WorkerSteering, "_assign_rows", assign)
+    monkeypatch.setattr(WorkerSteeringManager, "_assign_rows", assign)
 
 
 def counted_from_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = SteeringRunnerV1._steer_describe
+    real = SteeringRunnerV1._steer_step_batch
 
     def describe(self: Any, inputs: Any) -> Any:
         batch = real(self, inputs)
@@ -103,16 +103,16 @@ def counted_from_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
         wrong = replace(layout, position=torch.arange(len(layout.position)))
         return replace(batch, layout=lambda: wrong, first=np.zeros_like(batch.first))
 
-    monkeypatch.setattr(SteeringRunnerV1, "_steer_describe", describe)
+    monkeypatch.setattr(SteeringRunnerV1, "_steer_step_batch", describe)
 
 
 def appended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows in the order in which they came, whatever their positions."""
 
     def choose(chunks: Any, wanted: Any) -> Any:
-        return assembly._Chosen(np.arange(sum(chunk.count for chunk in chunks)), None)
+        return row_assembler._Chosen(np.arange(sum(chunk.count for chunk in chunks)), None)
 
-    monkeypatch.setattr(assembly, "_choose", choose)
+    monkeypatch.setattr(row_assembler, "_choose", choose)
 
 
 def prompt_row_for_all_that_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,9 +11,9 @@ import pytest
 
 from tests.engine import scheduler_alone
 from tests.engine.steps import step_of
-from vllm_steer.capture.assembly import Chunk
-from vllm_steer.capture.step_rows import decode_row_index
-from vllm_steer.engine.row_sender import ROWS_KEY, ROWS_REQUEST_ID, RowSender
+from vllm_steer.capture.row_assembler import RowChunk
+from vllm_steer.capture.row_payload import ROWS_REQUEST_ID, decode_step
+from vllm_steer.engine.row_sender import RowSender
 
 CAPTURE = {"memory": {"hooks": {"post_block": [1]}, "positions": "last_prompt"}}
 
@@ -27,7 +27,7 @@ def rows_by_engine(tiny_llama: Path) -> list[list[Any]]:
         scheduler.add_request(scheduler_alone.request(name, [1, 2, 3], 1, capture=CAPTURE))
         rows = np.full(64, number, "f4").tobytes()
         outputs = scheduler_alone.answer(
-            scheduler, scheduler.schedule(), (step_of([Chunk(name, 2, 1, (8,), rows)], 256),)
+            scheduler, scheduler.schedule(), (step_of([RowChunk(name, 2, 1, (8,), rows)], 256),)
         )
         found.append([output for output in outputs if output.request_id == ROWS_REQUEST_ID])
     return found
@@ -35,7 +35,7 @@ def rows_by_engine(tiny_llama: Path) -> list[list[Any]]:
 
 def check(tiny_llama: Path) -> None:
     for number, carriers in enumerate(rows_by_engine(tiny_llama)):
-        assert [decode_row_index(each.kv_transfer_params[ROWS_KEY][0]).ids for each in carriers] == [
+        assert [decode_step(each.kv_transfer_params, each.routed_experts).index.request_ids for each in carriers] == [
             (f"request-{number}",)
         ]
         assert carriers[0].routed_experts.view("f4").tolist() == [[number] * 64]
@@ -46,9 +46,9 @@ def check(tiny_llama: Path) -> None:
 def test_every_engine_hands_out_its_own_rows(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Failure: with data parallelism, results only from engine 0. Its control is an engine 1 that keeps its rows."""
     check(tiny_llama)
-    real = RowSender.take_in
+    real = RowSender.collect
     monkeypatch.setattr(
-        RowSender, "take_in", lambda self, out, live: None if "request-1" in live else real(self, out, live)
+        RowSender, "collect", lambda self, out, live: None if "request-1" in live else real(self, out, live)
     )
     with pytest.raises(AssertionError):
         check(tiny_llama)

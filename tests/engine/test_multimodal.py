@@ -18,7 +18,8 @@ from tests.engine.multimodal import IMAGE_TOKENS, image, processor, save_tiny_id
 from tests.tiny import LAYERS, direction, make_llm
 from vllm_steer import Edit
 from vllm_steer.models import discovery
-from vllm_steer.models.recipes import BY_LAYER, qualified_name
+from vllm_steer.models.recipe import qualified_name
+from vllm_steer.models.recipes import RECIPES
 
 IMAGE_TEXT, PLAIN_TEXT = "t1 t2 t3 <image> t4 t5 t6", "t7 t8 t9 t10 t11"
 EDITED, VECTOR = 1, direction(1)
@@ -133,11 +134,11 @@ def test_the_tower_would_be_found_if_it_were_searched(llm: Any, monkeypatch: pyt
     """Negative control: a list of as many layers stands in the tower, and a search of the whole model meets it."""
     model = llm.llm_engine.model_executor.driver_worker.worker.get_model()
     config = llm.model_config.hf_text_config
-    assert len(discovery.find_decoder(model, config).sites) == LAYERS
+    assert len(discovery.find_decoder(model, config).layers) == LAYERS
     tower = model.model.vision_model.encoder.layers[0]
-    recipe = replace(next(iter(BY_LAYER.values())), layer=qualified_name(tower))
-    monkeypatch.setitem(BY_LAYER, recipe.layer, recipe)
-    assert len(discovery.find_decoder(model, config).sites) == LAYERS
+    recipe = replace(next(iter(RECIPES.values())), layer=qualified_name(type(tower)))
+    monkeypatch.setitem(RECIPES, recipe.layer, recipe)
+    assert len(discovery.find_decoder(model, config).layers) == LAYERS
     monkeypatch.setattr(discovery, "supports_multimodal", lambda model: False)
     with pytest.raises(discovery.UnsupportedModelError, match="2 lists of 4 decoder layers"):
         discovery.find_decoder(model, config)

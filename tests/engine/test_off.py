@@ -68,7 +68,7 @@ def test_plain_requests_take_vllms_own_way_in_an_engine_that_steers(llm: Any) ->
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.output_processor import RequestState
 
-    from vllm_steer.frontend.request_state import SteeredSample
+    from vllm_steer.compat.request_state import SteeredRequestState
 
     engine, scheduler = llm.llm_engine, scheduler_of(llm)
     states = engine.output_processor.request_states
@@ -81,11 +81,11 @@ def test_plain_requests_take_vllms_own_way_in_an_engine_that_steers(llm: Any) ->
 
     engine.add_request("plain", prompt(1, 2, 3), params(30))
     engine.add_request("steered", prompt(1, 2, 3), params(4, steering_vectors={"post_block": {1: direction(1)}}))
-    assert types() == {"plain": RequestState, "steered": SteeredSample}
+    assert types() == {"plain": RequestState, "steered": SteeredRequestState}
     engine.step()
     assert last_word() is Scheduler._reserve_prefill_lookahead
     engine.add_request("read", prompt(1, 2, 3), params(4, capture={"memory": {"hooks": {"post_block": [1]}}}))
-    assert types()["read"] is SteeredSample
+    assert types()["read"] is SteeredRequestState
     engine.step()
     assert last_word().__module__ == "vllm_steer.engine.scheduler"
     done = []

@@ -76,7 +76,7 @@ def test_equal_programs_hold_their_places_until_the_last_goes(monkeypatch: pytes
 
     for name, slot in (("a", 0), ("b", 2), ("c", 1)):
         if again:
-            monkeypatch.setattr(program, "PROGRAMS", ProgramCache())
+            monkeypatch.setattr(program, "PROGRAM_CACHE", ProgramCache())
         store.add(name, slot, steered(1, 1.0), 5)
     assert len({id(store.resolved_of(name)) for name in "abc"}) == (3 if again else 1)
     place, *_ = rows()
@@ -84,8 +84,8 @@ def test_equal_programs_hold_their_places_until_the_last_goes(monkeypatch: pytes
     for name, slot in (("a", 0), ("c", 1)):
         store.remove(name)
         assert in_use(store) == (1, 1, 1) and rows()[slot] == 0 and rows()[2] == place
-        (vector,) = store.resolved_of("b").rows[0].vectors
-        assert tables.vector[store._ledger.vector_place(vector)].tolist() == ones
+        (vector,) = store.resolved_of("b").token_programs[0].vectors
+        assert tables.vector[store._ledger.vector_slot(vector)].tolist() == ones
     store.remove("b")
     assert in_use(store) == (0, 0, 0) and rows() == [0] * 4 and store.num_steered == 0
     store.add("d", 3, steered(1, 1.0), 5)
@@ -112,7 +112,7 @@ def test_a_projection_is_kept_until_its_last_request_goes() -> None:
     )
     for slot, length in enumerate((5, 5, 6)):
         store.add(f"{slot}", slot, wanted, length)
-    (projection,) = {form.projection for row in store.resolved_of("0").rows for form in row.forms}
+    (projection,) = {form.projection for row in store.resolved_of("0").token_programs for form in row.row_formats}
     for left in (2, 1):
         store.remove(f"{left - 1}")
         store.flush()

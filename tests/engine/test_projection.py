@@ -65,7 +65,7 @@ def test_k_numbers_leave_and_not_rows(llm: Any, monkeypatch: pytest.MonkeyPatch)
     send = RowSender._send
 
     def watched(self: Any, client: int, step: Any) -> None:
-        sent.append((step.rows.shape[1], step.entries.projection))
+        sent.append((step.rows.shape[1], step.index.projection))
         send(self, client, step)
 
     monkeypatch.setattr(RowSender, "_send", watched)

@@ -66,7 +66,7 @@ def test_beam_search_is_refused(llm: Any) -> None:
 @pytest.mark.feature("streaming input (refused with steering)", "steer", "capture")
 def test_streaming_input_is_refused_with_steering_and_plain_sessions_are_not(llm: Any) -> None:
     """Catches a session whose outputs become prompt, and whose prompt tokens would then be edited anew."""
-    from vllm_steer.frontend.context import check_engine_request
+    from vllm_steer.frontend.requests import check_engine_request
 
     def session(**fields: Any) -> Any:
         return SimpleNamespace(
@@ -80,22 +80,31 @@ def test_streaming_input_is_refused_with_steering_and_plain_sessions_are_not(llm
     check_engine_request(processor, session())
 
 
-def test_a_malformed_program_in_the_scheduler_ends_its_request_only(llm: Any) -> None:
-    """Catches an exception in the scheduler, which kills the engine: here the front end's check is circumvented."""
-    from vllm_steer.frontend import context
+@pytest.fixture
+def no_front_end_check(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every program through to the scheduler."""
+    from vllm_steer.compat import front_end
+    from vllm_steer.frontend import requests
 
-    kept = context.check_engine_request, context.admitted
-    context.check_engine_request = lambda processor, request: None  # type: ignore[assignment]
-    context.admitted = lambda served, params: params
-    try:
-        engine = llm.llm_engine
-        engine.add_request("bad", prompt(1, 2, 3), params(extra_args={"steer": b"junk"}))
-        engine.add_request("good", prompt(1, 2, 3), params())
-        done = {}
-        while engine.has_unfinished_requests():
-            done.update({o.request_id: o for o in engine.step() if o.finished})
-    finally:
-        context.check_engine_request, context.admitted = kept
+    monkeypatch.setattr(requests, "check_engine_request", lambda processor, request: None)
+    monkeypatch.setattr(front_end, "complete_params", lambda context, params: params)
+
+
+def run_bad_beside_good(llm: Any, program: bytes) -> dict[str, Any]:
+    """Run a request with ``program`` beside a plain one and return the outputs by request id."""
+    engine = llm.llm_engine
+    engine.add_request("bad", prompt(1, 2, 3), params(extra_args={EXTRA_KEY: program}))
+    engine.add_request("good", prompt(1, 2, 3), params())
+    done = {}
+    while engine.has_unfinished_requests():
+        done.update({output.request_id: output for output in engine.step() if output.finished})
+    return done
+
+
+@pytest.mark.usefixtures("no_front_end_check")
+def test_scheduler_ends_only_the_request_with_a_malformed_program(llm: Any) -> None:
+    """Catches an exception in the scheduler, which would kill the engine."""
+    done = run_bad_beside_good(llm, b"junk")
     assert len(tokens_of(done["good"])) == 6
     assert done["bad"].outputs[0].finish_reason == "error"
     assert "extra_args.steer" in done["bad"].outputs[0].stop_reason
@@ -123,21 +132,10 @@ def test_an_engine_without_branch_points_pays_nothing_for_them(llm: Any) -> None
     assert taps == [[3] * LAYERS]
 
 
-def test_a_point_that_is_not_on_and_comes_around_the_check_ends_its_request_only(
-    llm: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Catches a point that the tables have no column for reaching a worker, which would take every request down."""
-    from vllm_steer.frontend import context
-
-    program = compile_program(edit(point="attn_out"))
-    monkeypatch.setattr(context, "check_engine_request", lambda processor, request: None)
-    monkeypatch.setattr(context, "admitted", lambda served, params: params)
-    engine = llm.llm_engine
-    engine.add_request("bad", prompt(1, 2, 3), params(extra_args={EXTRA_KEY: program.to_bytes()}))
-    engine.add_request("good", prompt(1, 2, 3), params())
-    done = {}
-    while engine.has_unfinished_requests():
-        done.update({output.request_id: output for output in engine.step() if output.finished})
+@pytest.mark.usefixtures("no_front_end_check")
+def test_scheduler_ends_only_the_request_at_a_disabled_point(llm: Any) -> None:
+    """Catches a program at a point without a table column that reaches the worker and fails every request."""
+    done = run_bad_beside_good(llm, compile_program(edit(point="attn_out")).to_bytes())
     assert len(tokens_of(done["good"])) == 6
     assert "--steering-points" in done["bad"].outputs[0].stop_reason
 

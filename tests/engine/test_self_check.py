@@ -131,8 +131,8 @@ def test_taps_of_another_layer_are_refused(engine: tuple[str, Any]) -> None:
     _, llm = engine
 
     def shifted(decoder: Any, tables: Any) -> None:
-        sites = [replace(site, number=(site.number + 1) % decoder.num_layers) for site in decoder.sites]
-        install.install_taps(replace(decoder, sites=tuple(sites)), tables)
+        layers = [replace(layer, number=(layer.number + 1) % decoder.num_layers) for layer in decoder.layers]
+        install.install_taps(replace(decoder, layers=tuple(layers)), tables)
 
     with taps_put_by(llm, shifted) as worker, pytest.raises(SelfCheckError, match="pre_attn of layer 1: does not read"):
         self_check(worker)
@@ -144,7 +144,7 @@ def test_a_layer_that_runs_without_its_taps_is_refused(engine: tuple[str, Any]) 
 
     def all_but_layer_2(decoder: Any, tables: Any) -> None:
         install.install_taps(decoder, tables)
-        del decoder.sites[2].layer.forward
+        del decoder.layers[2].module.forward
 
     with taps_put_by(llm, all_but_layer_2) as worker, pytest.raises(SelfCheckError, match=r"of layer 2: .*did not run"):
         self_check(worker)

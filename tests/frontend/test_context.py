@@ -13,7 +13,7 @@ from tests.server.fakes import FakeEngine
 from vllm_steer.capture.manager import CaptureManager
 from vllm_steer.frontend import context
 from vllm_steer.frontend.context import ensure_engine_context
-from vllm_steer.program.program_files import LARGE
+from vllm_steer.program.program_files import MIN_PROGRAM_BYTES
 
 
 async def test_consumers_are_closed_with_their_engine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,7 +26,7 @@ async def test_consumers_are_closed_with_their_engine(monkeypatch: pytest.Monkey
     assert served is not None and closed == []
     del engine
     gc.collect()
-    assert closed == [served.desk]
+    assert closed == [served.capture_manager]
 
 
 async def test_files_of_programs_go_with_their_engine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,11 +34,11 @@ async def test_files_of_programs_go_with_their_engine(monkeypatch: pytest.Monkey
     monkeypatch.setattr(context, "_shares_files", lambda engine: True)
     engine = FakeEngine()
     served = await ensure_engine_context(engine)
-    assert served is not None and served.shelf is not None
-    program = bytes(LARGE)
-    served.shelf.ticket(program)
-    assert served.shelf.ticket(program) is not None and served.shelf._spool is not None
-    folder = served.shelf._spool.path
+    assert served is not None and served.program_files is not None
+    program = bytes(MIN_PROGRAM_BYTES)
+    served.program_files.reference(program)
+    assert served.program_files.reference(program) is not None and served.program_files._directory is not None
+    folder = served.program_files._directory.path
     assert folder.is_dir()
     del engine
     gc.collect()
@@ -48,7 +48,7 @@ async def test_files_of_programs_go_with_their_engine(monkeypatch: pytest.Monkey
 async def test_an_engine_in_this_process_or_on_another_host_gets_no_files() -> None:
     """Catches a name sent to where the file is not."""
     served = await ensure_engine_context(FakeEngine())
-    assert served is not None and served.shelf is None
+    assert served is not None and served.program_files is None
     client = object.__new__(MPClient)
     for size, local, backend, shared in ((1, 1, "mp", True), (2, 2, "mp", True), (2, 1, "mp", False),
                                          (1, 0, "mp", False), (2, 2, "ray", False)):  # fmt: skip

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_steer.capture.step_rows import Plan, RowIndex, RowStream
+from vllm_steer.capture.step_plan import CapturePlan, RowStream
+from vllm_steer.capture.step_rows import RowIndex
 from vllm_steer.engine.device_to_host import DeviceToHostCopier, Transfer
 from vllm_steer.taps.projection_kernel import launch_products
 
@@ -29,7 +30,7 @@ def agree(form: str, *, late: str) -> bool:
     departures = DeviceToHostCopier(arena.device, launch_products)
     entries = RowIndex(("request",), ((0,),), FORMS[form])
     one = np.zeros(1, dtype=np.int64)
-    plan = Plan((RowStream(entries, one, places),), one, np.array([ROWS]), ROWS)
+    plan = CapturePlan((RowStream(entries, one, places),), one, np.array([ROWS]), ROWS)
     forms = (Transfer(FORMS[form], places, directions if form == "products" else None),)
     # A step before, of other rows: to make pinned memory would wait for the device.
     before = departures.start(torch.zeros_like(arena), None, plan, forms)
@@ -37,7 +38,7 @@ def agree(form: str, *, late: str) -> bool:
     before.release()
     torch.cuda.synchronize()
     size = len(before.rows[FORMS[form]]) * before.rows[FORMS[form]].shape[1]
-    with torch.cuda.stream(departures._leaving if late == "leaving" else torch.cuda.current_stream()):
+    with torch.cuda.stream(departures._stream if late == "leaving" else torch.cuda.current_stream()):
         torch.cuda._sleep(LATE)
     pending = departures.start(arena, None, plan, forms)
     arena.fill_(0)

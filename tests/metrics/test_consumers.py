@@ -13,7 +13,7 @@ from tests.registry.modules import CAPABILITIES
 from vllm_steer.capture.manager import CaptureManager
 from vllm_steer.capture.results import CaptureResult
 from vllm_steer.metrics.collectors import start
-from vllm_steer.metrics.table import PREFIX
+from vllm_steer.metrics.definitions import PREFIX
 
 MODEL = "a model with consumers"
 
@@ -36,7 +36,7 @@ def test_a_queue_is_as_long_as_what_is_in_it(monkeypatch: pytest.MonkeyPatch) ->
     desk = CaptureManager(CAPABILITIES, MODEL, {})
     monkeypatch.setattr(desk, "_deliver", deliver)
     assert value("consumer_queue") == 0
-    results = [desk.finish(desk.begin(), (("memory", None),)) for _ in range(3)]  # type: ignore[arg-type]
+    results = [desk.submit(desk.new_assembler(), (("memory", None),)) for _ in range(3)]  # type: ignore[arg-type]
     assert value("consumer_queue") == 3
     go.set()
     assert [each["memory"].status for each in results] == ["ok", "error", "ok"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A recipe is bound to the source that it was proven on."""
+"""Digests: a recipe holds only for the source on which it was proven."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from vllm.model_executor.models import dbrx
 from vllm.model_executor.models.llama import LlamaDecoderLayer
 
 from vllm_steer.models import digests
-from vllm_steer.models.branches import BRANCHES
 from vllm_steer.models.digests import NoSourceError, digest_of, installed_digests, proven_digests
 from vllm_steer.models.discovery import UnsupportedModelError, find_decoder
 from vllm_steer.models.recipes import PROVEN, RECIPES
@@ -44,7 +43,7 @@ DIGEST = "b9c743450dbb4351be97775c557c5af8dc8b9e5f51f6862cd8b3a4e469a5ad00"
 
 
 def block(source: str, folder: Path) -> type:
-    """The class ``Block`` of a module with this source."""
+    """Return the class ``Block`` of a module with this source."""
     path = folder / f"block_{abs(hash(source))}.py"
     path.write_text(source)
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -57,7 +56,7 @@ def block(source: str, folder: Path) -> type:
 
 
 def model_of(layer: type) -> Any:
-    """A model that is nothing but two uninitialised layers of a class."""
+    """Return a model that consists of two uninitialised layers of a class."""
     model = nn.Module()
     model.layers = nn.ModuleList(layer.__new__(layer) for _ in range(2))  # type: ignore[call-overload]
     for each in model.layers:
@@ -68,26 +67,25 @@ def model_of(layer: type) -> Any:
 TWO_LAYERS = SimpleNamespace(num_hidden_layers=2)
 
 
-def test_the_table_is_that_of_the_installed_packages() -> None:
-    """Catches a recipe without digest, whose models would all be refused, and code that has changed since the proof."""
+def test_table_matches_the_installed_packages() -> None:
+    """Catches a recipe without a digest, whose models would all be refused, and code that changed since the proof."""
     for version, found in installed_digests().items():
         listed = proven_digests().get(version, {})
         assert {name: listed.get(name) for name in found} == found, "run python scripts/digests.py, after the proof"
 
 
-def test_every_proven_recipe_has_a_digest_and_no_other() -> None:
-    """Catches a class that no engine takes since its digest was not written, and one whose recipe is gone."""
+def test_digests_exist_for_proven_recipes_only() -> None:
+    """Catches a class that every engine refuses because its digest is missing, and a digest without a recipe."""
     assert {name for found in proven_digests().values() for name in found} == PROVEN
 
 
-def test_the_digest_is_the_same_on_every_python(tmp_path: Path) -> None:
+def test_digest_of_a_known_class(tmp_path: Path) -> None:
     """Catches a normal form that depends on the version of Python (ast.dump does)."""
     assert digest_of(block(BLOCK, tmp_path)) == DIGEST
 
 
 def other_pythons() -> dict[str, str]:
-    """A Python of each version that this project runs on, as far as this machine has one besides that of the tests:
-    on the path, or where several are kept side by side."""
+    """Return the other supported versions of Python that this machine has, on the path or beside the current one."""
     found = {}
     for version in sorted({"3.11", "3.12", "3.13"} - {"{}.{}".format(*sys.version_info)}):
         beside = sorted(Path(sys.base_prefix).parent.glob(f"*{version}*/bin/python{version}"))
@@ -99,10 +97,10 @@ def other_pythons() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("python", [pytest.param(path, id=version) for version, path in other_pythons().items()])
-def test_the_digest_is_the_same_on_another_python(python: str, tmp_path: Path) -> None:
-    """The test above, on the other Pythons of this machine."""
+def test_digest_is_the_same_on_another_python(python: str, tmp_path: Path) -> None:
+    """Catches a normal form that depends on the version of Python, on the versions that this machine has."""
     source = Path(digests.__file__).read_text()
-    # The module by itself: the other Python has none of its dependencies.
+    # The module alone: the other Python has none of its dependencies.
     source = re.sub(r"^from vllm_steer.*$", "", source, flags=re.MULTILINE)
     (tmp_path / "digests.py").write_text(source)
     (tmp_path / "block.py").write_text(BLOCK)
@@ -122,8 +120,8 @@ def test_the_digest_is_the_same_on_another_python(python: str, tmp_path: Path) -
         ("return 1", "return 2"),
     ],
 )
-def test_what_does_not_compute_does_not_count(old: str, new: str, tmp_path: Path) -> None:
-    """Catches a model that is refused for a comment."""
+def test_digest_ignores_what_does_not_compute(old: str, new: str, tmp_path: Path) -> None:
+    """Catches a model that is refused because a comment changed."""
     assert old in BLOCK
     assert digest_of(block(BLOCK.replace(old, new), tmp_path)) == digest_of(block(BLOCK, tmp_path))
 
@@ -139,14 +137,14 @@ def test_what_does_not_compute_does_not_count(old: str, new: str, tmp_path: Path
         ("_rest", "_other"),
     ],
 )
-def test_what_computes_counts(old: str, new: str, tmp_path: Path) -> None:
-    """Catches a digest that leaves out an operand, a default, or a method that forward calls."""
+def test_digest_covers_what_computes(old: str, new: str, tmp_path: Path) -> None:
+    """Catches a digest that omits an operand, a default, or a method that forward calls."""
     assert old in BLOCK
     assert digest_of(block(BLOCK.replace(old, new), tmp_path)) != digest_of(block(BLOCK, tmp_path))
 
 
-def test_an_inherited_forward_counts_with_the_methods_that_it_meets(tmp_path: Path) -> None:
-    """Catches a subclass that replaces what the inherited forward calls."""
+def test_digest_of_an_inherited_forward_covers_overridden_methods(tmp_path: Path) -> None:
+    """Catches a subclass that replaces a method which the inherited forward calls."""
     base = block(BLOCK, tmp_path)
     same = type("Same", (base,), {"unused": lambda self: 5})
     replaced = block(
@@ -156,61 +154,60 @@ def test_an_inherited_forward_counts_with_the_methods_that_it_meets(tmp_path: Pa
     assert digest_of(replaced) != digest_of(base)
 
 
-def test_the_submodule_that_has_a_layers_sum_counts_with_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Catches a DBRX whose sum of stream and attention has changed, and a recipe that taps in a module unlooked at."""
-    places = {recipe.layer: (recipe.mid or "", *BRANCHES.get(recipe.layer, ())) for recipe in RECIPES}
-    assert {layer for layer, names in places.items() if any("." in name for name in names)} == set(digests.WITHIN)
-    proven = digest_of(dbrx.DbrxBlock)
+def test_digest_covers_inner_classes_with_hook_points(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Catches a changed sum inside DBRX's submodule, and a recipe that taps a module which no digest covers."""
+    for recipe in RECIPES.values():
+        inside = "." in f"{recipe.post_attn or ''}{recipe.attn_out}{recipe.mlp_out}"
+        assert inside == bool(recipe.inner_class), recipe.layer
+    assert digests.why_unproven(dbrx.DbrxBlock) is None
     monkeypatch.setattr(dbrx, "DbrxFusedNormAttention", block(BLOCK, tmp_path))
-    assert digest_of(dbrx.DbrxBlock) != proven
+    assert "differs from the proven one" in (digests.why_unproven(dbrx.DbrxBlock) or "")
     monkeypatch.delattr(dbrx, "DbrxFusedNormAttention")
     assert "DbrxFusedNormAttention" in (digests.why_unproven(dbrx.DbrxBlock) or "")
 
 
-def test_a_class_without_source_is_not_proven() -> None:
-    """Catches a class made on the fly that passes for nothing to compare."""
+def test_class_without_source_is_unproven() -> None:
+    """Catches a class without source that is accepted because there is nothing to compare."""
     namespace: dict[str, Any] = {}
     exec("class Block:\n def forward(self): pass\n", namespace)  # noqa: S102
     with pytest.raises(NoSourceError):
         digest_of(namespace["Block"])
 
 
-def test_changed_source_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches an engine that starts on code which nobody has proven."""
+def test_changed_source_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches an engine that starts on unproven code."""
     name = "vllm.model_executor.models.llama.LlamaDecoderLayer"
     assert find_decoder(model_of(LlamaDecoderLayer), TWO_LAYERS).unproven == ()
     monkeypatch.setattr(digests, "proven_digests", lambda: {"vllm 0.32.0": {name: "0" * 64}})
-    with pytest.raises(
-        UnsupportedModelError, match=rf"{name}\.forward is not the proven one.*--steering-allow-unproven"
-    ):
+    with pytest.raises(UnsupportedModelError, match=rf"{name}\.forward differs.*--steering-allow-unproven"):
         find_decoder(model_of(LlamaDecoderLayer), TWO_LAYERS)
 
 
-def test_changed_source_is_allowed_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches an override that says nothing."""
+def test_allowed_changed_source_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches an override that hides which class is unproven."""
     monkeypatch.setattr(digests, "proven_digests", dict)
     decoder = find_decoder(model_of(LlamaDecoderLayer), TWO_LAYERS, allow_unproven=True)
-    assert len(decoder.sites) == 2
+    assert len(decoder.layers) == 2
     (doubt,) = decoder.unproven
-    assert "LlamaDecoderLayer is not among" in doubt
+    assert "LlamaDecoderLayer is not a proven layer class" in doubt
 
 
 class Derived(LlamaDecoderLayer):
-    """Somebody's own variant of a class that is proven."""
+    """A user's variant of a proven class."""
 
 
-def test_a_derived_class_is_refused_unless_allowed() -> None:
-    """Catches a subclass that is steered with its base's recipe unasked, and an override that cannot be used."""
+def test_derived_class_is_refused_unless_allowed() -> None:
+    """Catches a subclass that is steered by its base's recipe without permission, and an override without effect."""
     with pytest.raises(
         UnsupportedModelError, match=r"Derived.*derived from .*LlamaDecoderLayer: pass --steering-allow"
     ):
         find_decoder(model_of(Derived), TWO_LAYERS)
     decoder = find_decoder(model_of(Derived), TWO_LAYERS, allow_unproven=True)
-    assert decoder.sites[0].recipe.layer.endswith("LlamaDecoderLayer")
+    assert decoder.layers[0].recipe.layer.endswith("LlamaDecoderLayer")
     assert decoder.unproven
 
 
-def test_an_unrelated_class_is_refused_all_the_same() -> None:
-    """Catches an override that would tap a class of which nothing is known."""
+def test_unrelated_class_is_refused_even_if_unproven_is_allowed() -> None:
+    """Catches an override that taps a class without any recipe."""
     with pytest.raises(UnsupportedModelError, match="no recipe for its decoder layers"):
         find_decoder(model_of(nn.TransformerEncoderLayer), TWO_LAYERS, allow_unproven=True)

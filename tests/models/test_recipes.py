@@ -1,94 +1,179 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of decoder layers: nothing is served that is not proven, nothing is both served and refused."""
+"""Recipes: every class is registered once and proven, every point has a location or a reason."""
 
 from __future__ import annotations
 
 import ast
 import sys
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
 import architectures
 import pytest
-import vllm
 from torch import nn
 
+from tests.conformance.branches import served_branches
 from tests.conformance.inventory import inventory
 from tests.conformance.no_reference import NO_REFERENCE
 from tests.conformance.zoo import ZOO
-from vllm_steer.models.layers import AWAITING, INHERITED
-from vllm_steer.models.recipes import BY_LAYER, PROVEN, RECIPES, Recipe
-from vllm_steer.models.refused import REFUSED
+from vllm_steer.models.recipe import PARALLEL, SUMMAND, Recipe
+from vllm_steer.models.recipes import PROVEN, RECIPES
+from vllm_steer.models.transformers_layers import TRANSFORMERS_LAYERS
+from vllm_steer.models.unsupported import UNSUPPORTED
+from vllm_steer.models.vllm_layers import MODULES, VLLM_LAYERS
+from vllm_steer.points import OPTIONAL_POINTS
 
-MINIMUM = 140
-"""Architectures that have to stay proven."""
+MIN_PROVEN = 140
+"""Architectures that must stay proven."""
+SETTINGS_REFUSE = {
+    "falcon", "falcon_new", "falcon_rw", "gemma4", "gemma4_wrapper", "gpt_neox_seq", "opt_post_ln",
+    "qwen3_5moe_wrapper",
+}  # fmt: skip
+"""Models whose settings, not their class, decide which points on the branches they serve."""
 
 
-def test_every_class_is_proven_or_awaits_its_proof() -> None:
-    """Catches a recipe that was added without a proof, one whose proof failed in the last run, and one that is refused
-    though it has been proven."""
+def layer(**settings: Any) -> Any:
+    """Return a layer with these settings that has every submodule."""
+    made = nn.Module()
+    for name in ("self_attn", "mlp", "fc2"):
+        setattr(made, name, nn.Linear(1, 1))
+    for name, value in settings.items():
+        setattr(made, name, value)
+    return made
+
+
+def refused(name: str, module: Any, tensor_parallel: bool = False) -> set[str]:
+    recipe = RECIPES[MODULES + name].of(module)
+    return {p for p in OPTIONAL_POINTS if recipe.refusal(p, tensor_parallel=tensor_parallel) is not None}
+
+
+def short(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def test_every_recipe_is_proven() -> None:
+    """Catches a recipe that was added without a proof, or that is marked unproven although a proof exists."""
     proven = architectures.load().layers
-    assert {layer.rsplit(".", 1)[1] for layer in PROVEN} <= proven
-    assert not {layer.rsplit(".", 1)[1] for layer in AWAITING} & proven
+    assert {short(name) for name in PROVEN} <= proven
+    assert not {short(name) for name in RECIPES.keys() - PROVEN} & proven
 
 
-def test_classes_are_named_once() -> None:
-    """Catches a second recipe that replaces the first, and a class that is served and refused."""
-    assert len(BY_LAYER) == len(RECIPES)
-    assert not BY_LAYER.keys() & REFUSED.keys()
+def test_classes_are_registered_once() -> None:
+    """Catches a second row that replaces the first, and a class that is both supported and unsupported."""
+    assert len(RECIPES) == len(VLLM_LAYERS) + len(TRANSFORMERS_LAYERS)
+    assert not RECIPES.keys() & UNSUPPORTED.keys()
 
 
-def test_every_architecture_of_the_registry_has_a_status() -> None:
-    """Catches an architecture that a new version of vLLM adds and nobody looked at."""
+def test_every_registered_architecture_has_a_status() -> None:
+    """Catches an architecture that a new version of vLLM adds and that the results do not know."""
     results = architectures.load()
     now = [asdict(entry) for entry in inventory()]
     assert [entry["architecture"] for entry in now] == [entry["architecture"] for entry in results.registry]
     statuses = [architectures.status(entry, results)[0] for entry in results.registry]
     beyond = set(results.rows) - {entry["architecture"] for entry in results.registry}
-    assert statuses.count(architectures.PROVEN) + len(beyond) >= MINIMUM
+    assert statuses.count(architectures.PROVEN) + len(beyond) >= MIN_PROVEN
 
 
-def test_every_row_is_in_the_results() -> None:
-    """Catches a row that the table would be silent about."""
+def test_results_have_every_row() -> None:
+    """Catches a row that is missing from the page of architectures."""
     rows = {row["row"]: row for row in architectures.load().about["rows"]}
-    wanted = {tiny.name for tiny in (*ZOO, *NO_REFERENCE) if not tiny.gpu_only}
-    assert rows.keys() == wanted
+    assert rows.keys() == {tiny.name for tiny in (*ZOO, *NO_REFERENCE) if not tiny.gpu_only}
     assert not [name for name, row in rows.items() if "problem" in row]
 
 
-def test_inherited_forwards() -> None:
-    """Catches a class that has got a forward of its own since."""
-    root = Path(vllm.__file__).parent / "model_executor" / "models"
-    for layer, base in INHERITED.items():
-        module, name = layer.split(".")
-        tree = ast.parse((root / f"{module}.py").read_text())
-        cls = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
-        assert [ast.unparse(node) for node in cls.bases] == [base.split(".")[1]]
+def test_inherited_forward_is_the_base_classes() -> None:
+    """Catches a derived class that a new version of vLLM gives a ``forward`` of its own."""
+    for name, recipe in RECIPES.items():
+        if not recipe.inherits:
+            continue
+        module, _, cls_name = name.rpartition(".")
+        spec = find_spec(module)
+        assert spec is not None and spec.origin is not None
+        tree = ast.parse(Path(spec.origin).read_text())
+        cls = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == cls_name)
+        assert [ast.unparse(base) for base in cls.bases] == [short(recipe.inherits)]
         assert "forward" not in {node.name for node in cls.body if isinstance(node, ast.FunctionDef)}
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.layer.rpartition(".")[2])
-def test_a_point_is_edited_or_the_reason_names_the_layer(recipe: Recipe) -> None:
-    """Catches a row without a tap at ``post_attn`` that would accept edits there and make none."""
-    reason = recipe.not_edited(nn.Linear(1, 1))
-    assert (reason is None) == (recipe.mid is not None)
-    assert reason is None or "Linear" in reason
+def test_each_point_has_a_location_or_a_reason() -> None:
+    """Catches a class whose point is accepted and tapped nowhere, and a refusal that does not name the class."""
+    for recipe in RECIPES.values():
+        for point in ("post_attn", *OPTIONAL_POINTS):
+            reason = recipe.refusal(point)
+            if reason is not None:
+                assert "{layer}" in reason, recipe.layer
+            elif point in ("post_attn", "mlp_in"):
+                assert recipe.post_attn is not None
+                assert point == "post_attn" or recipe.post_attn != "mlp"
+            else:
+                assert recipe.shape == "pair" or (recipe.attn_out if point == "attn_out" else recipe.mlp_out)
 
 
-def test_a_branch_that_is_a_part_of_a_sum_is_not_read_under_tensor_parallelism() -> None:
-    """Catches rows that hold one rank's share of the attention, which have the right shape and are wrong."""
-    refused = {
-        recipe.layer.rpartition(".")[2]
-        for recipe in RECIPES
-        if recipe.not_read(nn.Linear(1, 1), False) is None and recipe.not_read(nn.Linear(1, 1), True) is not None
+def test_submodules_are_named_for_single_tensors_only() -> None:
+    """Catches a row that names the branches of a pair, which are taken from the summand instead."""
+    assert all(r.shape == "single" for r in RECIPES.values() if r.attn_out or r.mlp_out)
+
+
+@pytest.mark.parametrize("tiny", [*ZOO, *NO_REFERENCE], ids=str)
+def test_served_branches_are_the_proven_ones(tiny: Any) -> None:
+    """Catches a class that serves a point which no conformance model proves, and a proven point that is refused."""
+    by_name = {short(name): recipe for name, recipe in RECIPES.items()}
+    served = {p for p in OPTIONAL_POINTS if all(by_name[name].refusal(p) is None for name in tiny.layers)}
+    assert (served == set(served_branches(tiny))) == (tiny.name not in SETTINGS_REFUSE)
+
+
+def test_settings_refuse_points() -> None:
+    """Catches a variant whose branches are not what the stream grows by."""
+    assert refused("opt.OPTDecoderLayer", layer(do_layer_norm_before=True)) == set()
+    assert refused("opt.OPTDecoderLayer", layer(do_layer_norm_before=False)) == set(OPTIONAL_POINTS)
+    assert refused("mistral.MistralDecoderLayer", layer(ada_rms_norm_t_cond=None)) == set()
+    assert refused("mistral.MistralDecoderLayer", layer(ada_rms_norm_t_cond=nn.Linear(1, 1))) == {"mlp_in"}
+    assert refused("gemma4.Gemma4DecoderLayer", layer(enable_moe_block=False)) == {"mlp_out"}
+    assert refused("gemma4.Gemma4DecoderLayer", layer(enable_moe_block=True)) == {"mlp_in", "mlp_out"}
+
+
+@pytest.mark.parametrize(("bias", "parallel", "served"), [(True, True, set()), (False, True, {"attn_out", "mlp_out"})])
+def test_falcon_with_bias_refuses_branches(bias: bool, parallel: bool, served: set[str]) -> None:
+    """Catches a branch without its bias, which Falcon adds in the block."""
+    module = layer(config=SimpleNamespace(bias=bias, new_decoder_architecture=False, parallel_attn=parallel))
+    assert set(OPTIONAL_POINTS) - refused("falcon.FalconDecoderLayer", module) == served
+
+
+def test_partial_branches_are_refused_under_tensor_parallelism() -> None:
+    """Catches an edit that every rank would add in full to its part of a sum."""
+    assert refused("commandr.CohereDecoderLayer", layer()) == {"mlp_in"}
+    assert refused("commandr.CohereDecoderLayer", layer(), tensor_parallel=True) == set(OPTIONAL_POINTS)
+    assert refused("gpt_j.GPTJBlock", layer(), tensor_parallel=True) == {"mlp_in"}
+
+
+def test_partial_streams_are_not_read_under_tensor_parallelism() -> None:
+    """Catches rows that hold one rank's share of the attention: their shape is right and their values are wrong."""
+    partial = {
+        short(recipe.layer)
+        for recipe in RECIPES.values()
+        if recipe.refusal("post_attn", reading=True) is None
+        and recipe.refusal("post_attn", reading=True, tensor_parallel=True) is not None
     }
-    assert refused >= {"FalconDecoderLayer", "CohereDecoderLayer"}
-    assert refused <= {recipe.layer.rpartition(".")[2] for recipe in RECIPES if recipe.mid is None}
+    assert partial == {"FalconDecoderLayer", "CohereDecoderLayer"}
 
 
-def test_what_has_neither_a_norm_nor_a_branch_is_not_read() -> None:
+def test_parallel_block_without_attention_output_is_not_read() -> None:
     """Catches reads that no tap answers."""
-    recipe = Recipe("Block", "single", None, "no place in {layer}")
-    assert recipe.not_read(nn.Linear(1, 1), False) == "no place in Linear"
+    assert Recipe("Block", "single", None).refusal("post_attn", reading=True) == PARALLEL
+
+
+def test_locations() -> None:
+    """Catches a branch that is read before its post-norm instead of after it, and the wrong one of two modules."""
+    llama, step = RECIPES[f"{MODULES}llama.LlamaDecoderLayer"], RECIPES[f"{MODULES}step3p5.Step3p5DecoderLayer"]
+    exaone = RECIPES[f"{MODULES}exaone4.Exaone4DecoderLayer"]
+    norms = layer(post_attention_layernorm=nn.Linear(1, 1), post_feedforward_layernorm=nn.Linear(1, 1))
+    assert [llama.location(p, layer()) for p in OPTIONAL_POINTS] == [SUMMAND, "post_attention_layernorm", SUMMAND]
+    assert exaone.location("attn_out", norms) == "post_attention_layernorm"
+    assert exaone.location("mlp_out", norms) == "post_feedforward_layernorm"
+    assert step.location("mlp_out", layer()) == "mlp"
+    assert step.location("mlp_out", layer(moe=nn.Linear(1, 1))) == "moe"

@@ -13,21 +13,21 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.models.self_check_plan import (
     TOKENS,
     Hop,
-    Place,
     Probe,
     Rows,
     SelfCheckError,
+    Site,
     Streams,
     Verdict,
-    check_codes,
+    aligned_hops,
     check_hops,
     check_plain,
+    check_plain_code,
     hop_probe,
     hops_of,
-    places_of,
     plain_probes,
-    slots,
-    token_ids,
+    prompt_of,
+    served_sites,
 )
 from vllm_steer.points import POINT_NAMES, PointName, points_on
 
@@ -43,9 +43,9 @@ class Model:
     noise: Noise = lambda rows: rows
     own_embedding: float = 0.0
     """How much of the token itself the MLP adds, past the stream."""
-    late: Place | None = None
+    late: Site | None = None
     """A point whose edits miss the branch that starts there."""
-    swapped: Place | None = None
+    swapped: Site | None = None
     """A point on a branch that is put on the other summand."""
     flips: bool = False
     """Whether the MLP sends the second token elsewhere in every run."""
@@ -54,32 +54,32 @@ class Model:
     def __post_init__(self) -> None:
         self.weights = np.random.default_rng(0).standard_normal((LAYERS, 2, HIDDEN, HIDDEN)) / HIDDEN**0.5
 
-    def run(self, probe: Probe) -> dict[Place, Rows]:
-        ids = token_ids(70, probe.donor)
+    def run(self, probe: Probe) -> dict[Site, Rows]:
+        ids = prompt_of(70, probe.donor)
         x = np.random.default_rng(5).standard_normal((70, HIDDEN))[ids]
-        seen: dict[Place, Rows] = {}
+        seen: dict[Site, Rows] = {}
 
-        def tap(place: Place, x: Rows) -> Rows:
+        def tap(site: Site, x: Rows) -> Rows:
             for edit in probe.edits:
-                if (edit.point, edit.layers[0]) == place:
+                if (edit.point, edit.layers[0]) == site:
                     rows = [position for position, _ in edit.tokens.intervals(TOKENS)]
                     x = x.copy()
                     x[rows] = self.noise(x[rows] + edit.vector)
-            seen[place] = self.noise(x)
+            seen[site] = self.noise(x)
             return x
 
         for layer in range(LAYERS):
             for which, (point, mixes) in enumerate((("pre_attn", True), ("post_attn", False))):
-                place: Place = (point, layer)  # type: ignore[assignment]
-                before, x = x, tap(place, x)
-                source = before if place == self.late else x
+                site: Site = (point, layer)  # type: ignore[assignment]
+                before, x = x, tap(site, x)
+                source = before if site == self.late else x
                 context = np.cumsum(source, axis=0) if mixes else source
                 branch = self.branch(layer, which, context, tap)
                 if not mixes:
                     branch += self.own_embedding * np.array(ids)[:, None]
                     if self.flips:
                         branch[1] += self.random.standard_normal(HIDDEN)
-                out: Place = ("attn_out" if mixes else "mlp_out", layer)
+                out: Site = ("attn_out" if mixes else "mlp_out", layer)
                 if out == self.swapped:
                     tap(out, x)
                 else:
@@ -88,7 +88,7 @@ class Model:
             x = tap(("post_block", layer), x)
         return seen
 
-    def branch(self, layer: int, which: int, context: Rows, tap: Callable[[Place, Rows], Rows]) -> Rows:
+    def branch(self, layer: int, which: int, context: Rows, tap: Callable[[Site, Rows], Rows]) -> Rows:
         """What a sublayer gives; the second computes on what ``mlp_in`` leaves of a norm."""
         if which:
             normed = context / np.linalg.norm(context, axis=-1, keepdims=True) * HIDDEN**0.5
@@ -97,13 +97,13 @@ class Model:
         return np.tanh(context @ self.weights[layer, which])
 
 
-def check(model: Model, places: list[Place] | None = None, epsilon: float = EPSILON) -> Verdict:
-    places = places_of(ON_STREAM, range(LAYERS), {}) if places is None else places
-    own, donor = (model.run(Probe(donor=d)) for d in (False, True))
-    check_plain(places, own, donor, epsilon)
-    hops = hops_of(places)
-    got = [model.run(hop_probe(hop, own, donor))[hop.target] for hop in hops]
-    return check_hops(hops, got, own, donor, epsilon)
+def check(model: Model, sites: list[Site] | None = None, epsilon: float = EPSILON) -> Verdict:
+    sites = served_sites(ON_STREAM, range(LAYERS), {}) if sites is None else sites
+    base, donor = (model.run(Probe(donor=d)) for d in (False, True))
+    check_plain(sites, base, donor, epsilon)
+    hops = hops_of(sites)
+    got = [model.run(hop_probe(hop, base, donor))[hop.target] for hop in hops]
+    return check_hops(hops, got, base, donor, epsilon)
 
 
 def test_right_taps_pass() -> None:
@@ -112,7 +112,7 @@ def test_right_taps_pass() -> None:
 
 
 @pytest.mark.parametrize("late", [("pre_attn", 0), ("pre_attn", 2), ("post_attn", 1)])
-def test_an_edit_that_its_branch_does_not_see_is_named(late: Place) -> None:
+def test_an_edit_that_its_branch_does_not_see_is_named(late: Site) -> None:
     """Catches a comparison so coarse that a missed branch drowns in it."""
     with pytest.raises(SelfCheckError, match=rf"^{late[0]} of layer {late[1]}: an edit"):
         check(Model(late=late))
@@ -146,31 +146,31 @@ def test_one_token_that_is_routed_elsewhere_is_no_fault() -> None:
 
 def test_a_site_without_rows_is_named() -> None:
     """Catches a tap that never ran."""
-    model, places = Model(), places_of(ON_STREAM, range(LAYERS), {})
-    own, donor = (dict(model.run(Probe(donor=d))) for d in (False, True))
+    model, sites = Model(), served_sites(ON_STREAM, range(LAYERS), {})
+    base, donor = (dict(model.run(Probe(donor=d))) for d in (False, True))
     donor[("post_attn", 2)] = np.full((TOKENS, HIDDEN), np.nan)
     with pytest.raises(SelfCheckError, match=r"^post_attn of layer 2: stored no finite row"):
-        check_plain(places, own, donor, EPSILON)
+        check_plain(sites, base, donor, EPSILON)
 
 
 def test_layers_that_do_not_join_are_named() -> None:
     """Catches taps that are on other layers than they say."""
-    model, places = Model(), places_of(ON_STREAM, range(LAYERS), {})
-    own, donor = (dict(model.run(Probe(donor=d))) for d in (False, True))
-    own["pre_attn", 1], own["pre_attn", 2] = own["pre_attn", 2], own["pre_attn", 1]
+    model, sites = Model(), served_sites(ON_STREAM, range(LAYERS), {})
+    base, donor = (dict(model.run(Probe(donor=d))) for d in (False, True))
+    base["pre_attn", 1], base["pre_attn", 2] = base["pre_attn", 2], base["pre_attn", 1]
     with pytest.raises(SelfCheckError, match=r"^pre_attn of layer 1: does not read.*layer 0"):
-        check_plain(places, own, donor, EPSILON)
+        check_plain(sites, base, donor, EPSILON)
 
 
 def test_what_is_refused_or_elsewhere_is_left_out() -> None:
     """Catches a hop across layers, over a point that is not served, or on another stage's layers."""
-    places = places_of(ON_STREAM, [1, 2], {"post_attn": {"2": "parallel"}})
-    assert hops_of(places) == [
+    sites = served_sites(ON_STREAM, [1, 2], {"post_attn": {"2": "parallel"}})
+    assert hops_of(sites) == [
         Hop(("pre_attn", 1), ("post_attn", 1)),
         Hop(("post_attn", 1), ("post_block", 1)),
         Hop(("pre_attn", 2), ("post_block", 2)),
     ]
-    assert check(Model(), places).hops == 3
+    assert check(Model(), sites).hops == 3
 
 
 def test_a_zero_branch_tells_nothing_and_is_no_fault() -> None:
@@ -180,7 +180,7 @@ def test_a_zero_branch_tells_nothing_and_is_no_fault() -> None:
     assert check(model) == Verdict(hops=2 * LAYERS, conclusive=2 * LAYERS - 1)
 
 
-EVERYWHERE = places_of(POINT_NAMES, range(LAYERS), {})
+EVERYWHERE = served_sites(POINT_NAMES, range(LAYERS), {})
 
 
 def test_points_on_the_branches_are_checked() -> None:
@@ -190,8 +190,8 @@ def test_points_on_the_branches_are_checked() -> None:
 
 @pytest.mark.parametrize("point", ["attn_out", "mlp_out"])
 def test_a_branch_on_the_other_summand_is_named(point: PointName) -> None:
-    """Catches a point that reads, and edits, the stream in the place of what is added to it."""
-    with pytest.raises(SelfCheckError, match=rf"^{point} of layer 1: .* is not .* and what {point} reads"):
+    """Catches a point that reads, and edits, the stream in the site of what is added to it."""
+    with pytest.raises(SelfCheckError, match=rf"^{point} of layer 1: .* is not .* plus what {point} reads"):
         check(Model(swapped=(point, 1)), EVERYWHERE)
 
 
@@ -206,7 +206,7 @@ def test_an_edit_behind_the_sum_is_named() -> None:
     """Catches an edit of a branch that the stream after attention does not have."""
 
     class Behind(Model):
-        def run(self, probe: Probe) -> dict[Place, Rows]:
+        def run(self, probe: Probe) -> dict[Site, Rows]:
             seen = super().run(probe)
             for edit in probe.edits:
                 if (edit.point, edit.layers[0]) == ("attn_out", 1):
@@ -221,19 +221,19 @@ def test_ranks_run_as_many_requests_whatever_they_serve() -> None:
     """Catches ranks whose batches differ: a collective operation would then wait for ever."""
     refused = {"post_attn": {"1": "parallel"}, "mlp_in": {"1": "parallel"}}
     kinds = [
-        hops_of(places_of(POINT_NAMES, layers, why)) for layers, why in (([0, 1], {}), ([2], {}), ([0, 1], refused))
+        hops_of(served_sites(POINT_NAMES, layers, why)) for layers, why in (([0, 1], {}), ([2], {}), ([0, 1], refused))
     ]
-    assert len({len(slots(EVERYWHERE, hops)) for hops in kinds}) == 1
+    assert len({len(aligned_hops(EVERYWHERE, hops)) for hops in kinds}) == 1
     for hops in kinds:
-        assert sorted(map(str, hops)) == sorted(str(hop) for hop in slots(EVERYWHERE, hops) if hop is not None)
-    on_stream = places_of(ON_STREAM, range(LAYERS), {})
-    assert len(slots(on_stream, hops_of(on_stream))) == len(on_stream)
+        assert sorted(map(str, hops)) == sorted(str(hop) for hop in aligned_hops(EVERYWHERE, hops) if hop is not None)
+    on_stream = served_sites(ON_STREAM, range(LAYERS), {})
+    assert len(aligned_hops(on_stream, hops_of(on_stream))) == len(on_stream)
 
 
 def test_beside_attention_the_mlp_starts_from_the_block() -> None:
     """Catches a block of two branches side by side that is checked as if one came after the other, or not at all."""
-    places = places_of(POINT_NAMES, [0], {point: {"0": "parallel"} for point in ("post_attn", "mlp_in")})
-    assert set(hops_of(places)) == {
+    sites = served_sites(POINT_NAMES, [0], {point: {"0": "parallel"} for point in ("post_attn", "mlp_in")})
+    assert set(hops_of(sites)) == {
         Hop(("pre_attn", 0), ("post_block", 0)),
         Hop(("pre_attn", 0), ("attn_out", 0)),
         Hop(("pre_attn", 0), ("mlp_out", 0)),
@@ -244,11 +244,11 @@ def test_beside_attention_the_mlp_starts_from_the_block() -> None:
 
 def test_plain_requests_read_every_site_in_pieces() -> None:
     """Catches a site that falls between two requests."""
-    places = places_of(ON_STREAM, range(LAYERS), {})
-    probes = plain_probes(places, 4)
+    sites = served_sites(ON_STREAM, range(LAYERS), {})
+    probes = plain_probes(sites, 4)
     assert [len(probe.reads) for probe in probes] == [4, 4, 4, 4, 1, 1]
-    streams: Streams = {place: np.zeros(1) for probe in probes if probe.donor for place in probe.reads}
-    assert list(streams) == places
+    streams: Streams = {site: np.zeros(1) for probe in probes if probe.donor for site in probe.reads}
+    assert list(streams) == sites
 
 
 def finals(seed: int, scale: float = 1.0) -> list[Rows]:
@@ -260,15 +260,15 @@ def finals(seed: int, scale: float = 1.0) -> list[Rows]:
 def test_codes_that_differ_by_rounding_pass() -> None:
     """Catches an engine that does not start since two kernels round in another order, or one token changes experts."""
     tapped = finals(1)
-    check_codes(tapped, tapped, EPSILON)
+    check_plain_code(tapped, tapped, EPSILON)
     rounded = [rows + change for rows, change in zip(tapped, finals(2, 1e-3), strict=True)]
-    check_codes(tapped, rounded, 2**-8)
+    check_plain_code(tapped, rounded, 2**-8)
     # Also where the two requests come to the same, and nothing but rounding is allowed.
-    check_codes([tapped[0], tapped[0]], [rounded[0], rounded[0]], 2**-8)
+    check_plain_code([tapped[0], tapped[0]], [rounded[0], rounded[0]], 2**-8)
     for request, token in np.ndindex(2, TOKENS):
         elsewhere = [rows.copy() for rows in tapped]
         elsewhere[request][token] = 1.0
-        check_codes(tapped, elsewhere, EPSILON)
+        check_plain_code(tapped, elsewhere, EPSILON)
 
 
 @pytest.mark.parametrize("tokens", [slice(0, 1), slice(1, None), slice(None)])
@@ -280,4 +280,4 @@ def test_codes_that_compute_something_else_are_refused(tokens: slice, value: flo
     for rows in plain:
         rows[tokens] = value
     with pytest.raises(SteeringError, match="plain_code: the model without taps computes other hidden states"):
-        check_codes(tapped, plain, EPSILON)
+        check_plain_code(tapped, plain, EPSILON)

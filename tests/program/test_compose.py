@@ -41,7 +41,7 @@ def test_a_scaled_program_is_that_of_scaled_edits(seeds: list[int], scale: float
     """Catches a digest that is still that of the other strength: requests would share rows and cached blocks."""
     found = scaled(compile_program([edit(seed, 3.0) for seed in seeds]), scale)
     wanted = compile_program([edit(seed, 3.0 * scale) for seed in seeds])
-    assert found.steps == wanted.steps
+    assert found.edits == wanted.edits
     assert Program.from_bytes(found.to_bytes()) == found
 
 

@@ -19,21 +19,21 @@ def made(seed: int) -> Program:
 
 
 def _decoded(data: bytes) -> tuple[Program, bytes]:
-    return Program.from_checked(data), data
+    return Program.from_trusted_bytes(data), data
 
 
 @pytest.fixture(autouse=True)
 def empty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(program, "PROGRAMS", ProgramCache(1 << 16))
+    monkeypatch.setattr(program, "PROGRAM_CACHE", ProgramCache(1 << 16))
 
 
 def test_what_was_compiled_here_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a front end that decodes and digests what it has just compiled."""
     one = made(1)
-    data = one.seal()
+    data = one.encode_cached()
     decoded, checked = [], []
-    monkeypatch.setattr(program, "_decode_now", lambda data: decoded.append(data))
-    monkeypatch.setattr(Program, "_check", lambda self: checked.append(self))
+    monkeypatch.setattr(program, "_decode", lambda data: decoded.append(data))
+    monkeypatch.setattr(Program, "_verify_content", lambda self: checked.append(self))
     there = Program.from_bytes(data)
     assert there == one and Program.from_bytes(data) is there
     assert Program.from_bytes(one.to_bytes()) is there  # equal bytes, whoever sent them
@@ -42,18 +42,21 @@ def test_what_was_compiled_here_is_not_read_again(monkeypatch: pytest.MonkeyPatc
 
 def test_vectors_of_a_kept_program_are_held_once() -> None:
     """Catches a process that holds each vector twice: as it was given, and in the bytes that are sent."""
-    for there, data in ((Program.from_bytes(made(1).seal()), made(1).seal()), _decoded(made(2).to_bytes())):
+    for there, data in (
+        (Program.from_bytes(made(1).encode_cached()), made(1).encode_cached()),
+        _decoded(made(2).to_bytes()),
+    ):
         assert there.vectors and all(vector.obj is data for vector in there.vectors)
 
 
 def test_equal_programs_have_one_copy_of_their_bytes() -> None:
     """Catches a look at a program that compares all its bytes with those of the one before."""
-    first = made(1).seal()
+    first = made(1).encode_cached()
     there = Program.from_bytes(first)
-    second = made(1).seal()
+    second = made(1).encode_cached()
     assert second is first
     assert Program.from_bytes(second) is there  # with what has been made of it
-    assert made(2).seal() != first
+    assert made(2).encode_cached() != first
 
 
 def test_bytes_that_differ_where_nobody_looks_first_are_two_programs() -> None:
@@ -61,13 +64,13 @@ def test_bytes_that_differ_where_nobody_looks_first_are_two_programs() -> None:
     wide = compile_program(
         [Edit(kind="add", point="post_block", layers=1, vector=np.random.default_rng(3).standard_normal(8192))]
     )
-    data = wide.seal()
+    data = wide.encode_cached()
     forged = bytearray(data)
     forged[len(data) * 3 // 4] ^= 1
-    assert program.PROGRAMS.find(bytes(forged)) is None
+    assert program.PROGRAM_CACHE.get(bytes(forged)) is None
     with pytest.raises(SteeringError, match="do not fit together"):
         Program.from_bytes(bytes(forged))
-    assert Program.from_checked(bytes(forged)).vectors != wide.vectors
+    assert Program.from_trusted_bytes(bytes(forged)).vectors != wide.vectors
     assert Program.from_bytes(data).vectors == wide.vectors
 
 
@@ -79,16 +82,16 @@ def test_programs_that_differ_at_a_late_site_are_both_kept() -> None:
         vectors[80] = np.full(8, vector)
         edits = [Edit(kind="add", point="post_block", layers=i, vector=v) for i, v in enumerate(vectors)]
         both.append(compile_program(edits))
-    data = [each.seal() for each in both]
+    data = [each.encode_cached() for each in both]
     assert [Program.from_bytes(bytes(bytearray(each))) for each in data] == both
-    found = [program.PROGRAMS.find(each) for each in data]
-    assert [(each.program, each.checked) for each in found if each] == [(one, True) for one in both]
+    found = [program.PROGRAM_CACHE.get(each) for each in data]
+    assert [(each.program, each.verified) for each in found if each] == [(one, True) for one in both]
 
 
 def test_what_comes_from_outside_is_checked_although_an_engine_has_read_it() -> None:
     """Catches a program that counts as checked because it was decoded."""
     forged = msgspec.structs.replace(made(2), digests=(b"x" * 16,)).to_bytes()
-    assert Program.from_checked(forged).digests == (b"x" * 16,)
+    assert Program.from_trusted_bytes(forged).digests == (b"x" * 16,)
     for _ in range(2):
         with pytest.raises(SteeringError, match="do not fit together"):
             Program.from_bytes(forged)
@@ -96,35 +99,39 @@ def test_what_comes_from_outside_is_checked_although_an_engine_has_read_it() -> 
 
 def test_what_is_kept_is_bounded() -> None:
     """Catches a process that remembers every vector it was ever sent."""
-    kept = program.PROGRAMS
+    kept = program.PROGRAM_CACHE
     for seed in range(40):
-        made(seed).seal()
+        made(seed).encode_cached()
     assert 0 < len(kept._programs) < 16
-    assert kept.find(made(39).to_bytes()) is not None
-    assert kept.find(made(0).to_bytes()) is None
+    assert kept.get(made(39).to_bytes()) is not None
+    assert kept.get(made(0).to_bytes()) is None
 
 
 def test_each_length_and_stage_has_its_own_segments() -> None:
     """Catches the segments of another prompt, or of another stage's layers."""
     read = compile_program([], [CaptureSpec(hooks={"post_block": "all"}, positions="last_prompt")])
-    assert [resolve(read, length, 4).first_captured for length in (5, 9, 5)] == [4, 8, 4]
+    assert [resolve(read, length, 4).first_captured_position for length in (5, 9, 5)] == [4, 8, 4]
     assert resolve(read, 5, 4) is resolve(read, 5, 4)
     assert [resolve(read, 5, 4, own).max_captures for own in (None, range(1), range(1, 4))] == [4, 1, 3]
     for length in range(200):
         resolve(read, length + 1, 4)
-    assert len(read.resolved) <= 64
+    assert len(read.resolve_cache) <= 64
 
 
 def test_places_are_known_by_the_object_and_held_with_it() -> None:
     """Catches bytes that get the place of others, which stood at the same address before, and a process that holds
     every program it was ever sent."""
-    places = program_cache._Places()
+    keys = program_cache._CacheKeys()
     for i in range(5000):
         data = i.to_bytes(8, "little") * 4096
-        assert places.of(data) == (len(data), content_digest(data[: program_cache._HEAD]), data[-program_cache._TAIL :])
-        assert places.of(data) is places.of(data)
+        assert keys.get(data) == (
+            len(data),
+            content_digest(data[: program_cache._HEAD_BYTES]),
+            data[-program_cache._TAIL_BYTES :],
+        )
+        assert keys.get(data) is keys.get(data)
         other = bytes(bytearray(data))
         assert other is not data
-        assert places.of(other) == places.of(data)
-    held = sum(len(data) for data, _ in places._known.values())
-    assert 0 < held <= program_cache._MOST_LOOKED_AT + len(data)
+        assert keys.get(other) == keys.get(data)
+    held = sum(len(data) for data, _ in keys._known.values())
+    assert 0 < held <= program_cache._MAX_KEYED_BYTES + len(data)

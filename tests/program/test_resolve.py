@@ -62,11 +62,11 @@ def test_every_position_gets_exactly_the_edits_that_name_it(chosen: list[object]
     assert starts == sorted(set(starts))
     for position in range(30):
         active = [s for s in resolved.segments if s.start <= position]
-        row = active[-1].row if active else None
-        got = () if row is None else tuple(step.digest for step in row.steps)
+        row = active[-1].program if active else None
+        got = () if row is None else tuple(step.digest for step in row.edits)
         expected = tuple(
             step.digest
-            for step, tokens in zip(program.steps, chosen, strict=True)
+            for step, tokens in zip(program.edits, chosen, strict=True)
             if any(names(entry, position, prompt_len) for entry in ([tokens] if isinstance(tokens, str) else tokens))
         )
         assert got == expected, position
@@ -87,13 +87,13 @@ def test_segments_are_as_many_as_there_are(tokens: object, starts: list[int]) ->
 def rows_made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows by one for each row that is made."""
     made: list[int] = []
-    real = module._row
+    real = module._token_program
 
     def noted(*args: Any) -> Any:
         made.append(1)
         return real(*args)
 
-    monkeypatch.setattr(module, "_row", noted)
+    monkeypatch.setattr(module, "_token_program", noted)
     return made
 
 
@@ -103,7 +103,7 @@ def test_a_list_of_thousands_of_positions_is_refused_before_each_is_looked_at(ro
     program = compile_program([edit(i, list(range(i, 30_000, 2))) for i in range(edits)])
     with pytest.raises(SteeringError, match="more than 2048 positions") as refused:
         resolve(program, 4, LAYERS)
-    assert refused.value.field == "tokens"
+    assert refused.value.field == "steering"
     assert rows_made == []
 
 
@@ -111,24 +111,24 @@ def test_no_more_segments_are_made_than_are_wanted(rows_made: list[int]) -> None
     """Catches a thousand rows that are made for an engine that takes 32; and a request that has been looked at before
     and is let through for that."""
     program = compile_program([edit(0, list(range(1, 2001, 2)))])
-    with pytest.raises(SteeringError, match="more than 32 of max_segments"):
-        resolve(program, 4, LAYERS, most=32)
+    with pytest.raises(SteeringError, match="more than 32 token segments"):
+        resolve(program, 4, LAYERS, max_segments=32)
     assert len(rows_made) <= 33
     small = compile_program([edit(0, [1, 3])])
-    assert len(resolve(small, 4, LAYERS, most=5).segments) == 5
-    with pytest.raises(SteeringError, match="more than 4 of max_segments"):
-        resolve(small, 4, LAYERS, most=4)
+    assert len(resolve(small, 4, LAYERS, max_segments=5).segments) == 5
+    with pytest.raises(SteeringError, match="more than 4 token segments"):
+        resolve(small, 4, LAYERS, max_segments=4)
 
 
 def test_edits_that_go_on_where_equal_ones_end_are_one_segment(rows_made: list[int]) -> None:
     """Catches a bound that is taken for a segment: two halves of one edit fit where it does. And a row that is made at
     each of two thousand bounds, beside all the other edits, of a program that has few segments."""
     program = compile_program([edit(0, [[0, 5]]), edit(0, [[5, None]])])
-    assert len(resolve(program, 4, LAYERS, most=1).segments) == 1
+    assert len(resolve(program, 4, LAYERS, max_segments=1).segments) == 1
     rows_made.clear()
     turns = [edit(0, [[i, i + 1] for i in range(first, 2000, 2)]) for first in (0, 1)]
     program = compile_program([*turns, edit(1, [[0, None]])])
-    assert [each.start for each in resolve(program, 4, LAYERS, most=2).segments] == [0, 2000]
+    assert [each.start for each in resolve(program, 4, LAYERS, max_segments=2).segments] == [0, 2000]
     assert len(rows_made) == 2
 
 
@@ -136,9 +136,9 @@ def test_the_same_edits_of_two_requests_share_their_row() -> None:
     """Catches rows keyed by request: content that is equal must not take space twice."""
     first = resolve(compile_program([edit(0), edit(1, "generated")]), 5, LAYERS)
     second = resolve(compile_program([edit(0), edit(1, "generated")]), 9, LAYERS)
-    assert [row.digest for row in first.rows] == [row.digest for row in second.rows]
+    assert [row.digest for row in first.token_programs] == [row.digest for row in second.token_programs]
     swapped = resolve(compile_program([edit(1, "generated"), edit(0)]), 5, LAYERS)
-    assert swapped.rows[1].digest != first.rows[1].digest, "order is content"
+    assert swapped.token_programs[1].digest != first.token_programs[1].digest, "order is content"
 
 
 def test_counting_back_beyond_the_prompt_is_refused() -> None:
@@ -175,7 +175,7 @@ def test_all_layers_expand_in_order_at_every_layer() -> None:
     resolved = resolve(
         compile_program([edit(0, layers="all", point="pre_attn"), edit(1, layers=2, point="pre_attn")]), 5, LAYERS
     )
-    assert [i.site for i in resolved.rows[0].instructions] == [0, 6, 12, 12]
+    assert [i.site for i in resolved.token_programs[0].instructions] == [0, 6, 12, 12]
 
 
 def test_programs_survive_the_wire_and_refuse_what_did_not_come_from_it() -> None:
@@ -200,7 +200,7 @@ def test_random_bytes_are_refused_and_nothing_else_happens(data: bytes) -> None:
 def test_an_edit_of_strength_zero_is_no_edit() -> None:
     """Catches a row, and a forked cache, for a request that changes nothing."""
     nothing = Edit(kind="add", point="post_block", layers=1, vector=np.ones(4), strength=0.0)
-    assert resolve(compile_program([nothing]), 5, LAYERS).rows == ()
+    assert resolve(compile_program([nothing]), 5, LAYERS).token_programs == ()
 
 
 def test_stages_hold_their_own_part_of_the_same_rows() -> None:
@@ -210,12 +210,12 @@ def test_stages_hold_their_own_part_of_the_same_rows() -> None:
     program = compile_program(edits, reads)
     whole, *stages = (resolve(program, 6, LAYERS, own) for own in (None, range(2), range(2, 3)))
     for stage in stages:
-        assert [row.digest for row in stage.rows] == [row.digest for row in whole.rows]
+        assert [row.digest for row in stage.token_programs] == [row.digest for row in whole.token_programs]
         assert stage.starts == whole.starts
         assert [segment.kv_digest for segment in stage.segments] == [segment.kv_digest for segment in whole.segments]
-    for rows in zip(whole.rows, *(stage.rows for stage in stages), strict=True):
+    for rows in zip(whole.token_programs, *(stage.token_programs for stage in stages), strict=True):
         everything, *parts = ({(i.site, i.code, i.vector) for i in row.instructions} for row in rows)
         assert set.union(*parts) == everything
         assert sum(map(len, parts)) == len(everything)
-        assert [row.instruction_count for row in rows] == [len(row.instructions) for row in rows]
+        assert [row.num_instructions for row in rows] == [len(row.instructions) for row in rows]
         assert sum((row.capture_codes for row in rows[1:]), ()) == rows[0].capture_codes

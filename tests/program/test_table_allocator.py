@@ -33,30 +33,30 @@ class Books(RuleBasedStateMachine):
         self.running: list[Resolved] = []
 
     def content(self, extra: Resolved | None = None) -> tuple[int, int, int]:
-        rows = {row.digest: row for r in [*self.running, *([extra] if extra else [])] for row in r.rows}
+        rows = {row.digest: row for r in [*self.running, *([extra] if extra else [])] for row in r.token_programs}
         vectors = {vector for row in rows.values() for vector in row.vectors}
-        return len(rows), sum(row.instruction_count for row in rows.values()), len(vectors)
+        return len(rows), sum(row.num_instructions for row in rows.values()), len(vectors)
 
     @rule(seeds=st.lists(st.integers(0, 7), min_size=1, max_size=3), layers=st.integers(1, 3))
     def admit(self, seeds: list[int], layers: int) -> None:
         wanted = request(seeds, layers)
         rows, instructions, vectors = self.content(wanted)
         fits = rows <= ROWS and instructions <= INSTRUCTIONS and vectors <= VECTORS
-        assert self.ledger.fits(wanted.rows) is fits
+        assert self.ledger.fits(wanted.token_programs) is fits
         if fits:
-            self.ledger.acquire(wanted.rows)
+            self.ledger.acquire(wanted.token_programs)
             self.running.append(wanted)
         else:
             before = self.ledger.in_use
             with pytest.raises(MemoryError):
-                self.ledger.acquire(wanted.rows)
+                self.ledger.acquire(wanted.token_programs)
             assert self.ledger.in_use == before
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
         done = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
-        self.ledger.release(done.rows)
+        self.ledger.release(done.token_programs)
 
     @invariant()
     def counts_are_exact(self) -> None:
@@ -64,8 +64,8 @@ class Books(RuleBasedStateMachine):
 
     @invariant()
     def places_are_distinct_and_never_zero(self) -> None:
-        rows = {row.digest: row for r in self.running for row in r.rows}
-        places = [self.ledger.row_place(row) for row in rows.values()]
+        rows = {row.digest: row for r in self.running for row in r.token_programs}
+        places = [self.ledger.row_of(row) for row in rows.values()]
         assert len(set(places)) == len(places)
         assert 0 not in places
 
@@ -79,6 +79,6 @@ def test_released_places_are_used_again() -> None:
     ledger = TableAllocator(1, 1, 1)
     for seed in range(50):
         wanted = request([seed], 1)
-        ledger.acquire(wanted.rows)
-        ledger.release(wanted.rows)
+        ledger.acquire(wanted.token_programs)
+        ledger.release(wanted.token_programs)
     assert ledger.in_use == (0, 0, 0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files that a fresh clone must have, and what every file must look like."""
+"""Files that a fresh clone must have, and rules for every file."""
 
 import os
 import re
@@ -8,13 +8,33 @@ from pathlib import Path
 
 import pytest
 
-from tests.repo.tree import ROOT, files, python_files, read, walk
+from tests.repo.tree import ROOT, files, offenders, python_files, read, walk
 from vllm_steer._version import __version__
 
 SPDX = "# SPDX-License-Identifier: Apache-2.0"
 MAX_LINES = 450
 
-# Absolute paths of one machine, and hosts that only a private network knows.
+REQUIRED_FILES = (
+    ".ci/run",
+    ".gitignore",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "LICENSE",
+    "Makefile",
+    "README.md",
+    "demo/run.py",
+    "mkdocs.yml",
+    "pyproject.toml",
+    "requirements/cpu.txt",
+    "requirements/cuda.txt",
+    "requirements/dev.txt",
+    "requirements/docs.txt",
+    "requirements/vllm-metadata/pyproject.toml",
+    "scripts/setup.sh",
+)
+SCRIPTS = (".ci/run", "scripts/setup.sh")
+
+# Absolute paths of one machine, and hosts of a private network.
 MACHINE_PATH = re.compile(r"(?<![\w.~)}/-])/(?:root|work|mnt|home/\w+|Users/\w+|opt/\w+)/")
 URL_HOST = re.compile(r"\bhttps?://(?:[^\s/@\"'<>]*@)?([^\s/:\"'<>`)\]},$\\]+)")
 PUBLIC_HOSTS = {
@@ -27,13 +47,22 @@ PUBLIC_HOSTS = {
     "keepachangelog.com",
     "semver.org",
     "www.apache.org",
+    "www.w3.org",
 }
 
 
+def licence_and_size_faults(text: str) -> list[str]:
+    """Return the faults of a Python source: no SPDX line at the top, or too many lines."""
+    lines = text.splitlines()
+    first = lines[1] if lines and lines[0].startswith("#!") else next(iter(lines), "")
+    faults = [] if first == SPDX else ["no SPDX line at the top"]
+    return faults + ([f"{len(lines)} lines"] if len(lines) > MAX_LINES else [])
+
+
 def private_words(text: str) -> list[str]:
-    """What in `text` only makes sense on somebody's own machine or network."""
+    """Return the absolute paths and the hosts in `text` that exist only on one machine or network."""
     hosts = (host.rstrip(".") for host in URL_HOST.findall(text))
-    named = [host for host in hosts if "." in host]  # one word is a placeholder, as in http://server
+    named = [host for host in hosts if "." in host]  # a single word is a placeholder, as in http://server
     return MACHINE_PATH.findall(text) + [host for host in named if host not in PUBLIC_HOSTS]
 
 
@@ -41,31 +70,13 @@ def is_text(path: Path) -> bool:
     return b"\0" not in (ROOT / path).read_bytes()[:8192]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        ".ci/run",
-        ".gitignore",
-        "CHANGELOG.md",
-        "LICENSE",
-        "Makefile",
-        "README.md",
-        "demo/run.py",
-        "pyproject.toml",
-        "requirements/cpu.txt",
-        "requirements/cuda.txt",
-        "requirements/dev.txt",
-        "requirements/vllm-metadata/pyproject.toml",
-        "scripts/setup.sh",
-    ],
-)
-def test_file_is_there_and_not_ignored(name: str) -> None:
-    """Catches a file that is missing, or that `.gitignore` keeps out of every clone."""
-    assert Path(name) in files()
+def test_required_files_are_tracked() -> None:
+    """Catches a file that is missing, or that `.gitignore` excludes from every clone."""
+    assert [name for name in REQUIRED_FILES if Path(name) not in files()] == []
 
 
-def test_walk_leaves_out_what_is_ignored(tmp_path: Path) -> None:
-    """Catches a walk that sees nothing, or that takes an environment's files for the project's."""
+def test_walk_skips_ignored_files(tmp_path: Path) -> None:
+    """Catches a walk that finds nothing, or that includes an environment's files."""
     for name in ("kept.py", "deep/kept.py", ".venv/lib/other.py", "kept.pyc", ".git/info/HEAD", "mine/x.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
@@ -74,26 +85,27 @@ def test_walk_leaves_out_what_is_ignored(tmp_path: Path) -> None:
     assert sorted(map(str, walk(tmp_path))) == [".gitignore", "deep/kept.py", "kept.py"]
 
 
-@pytest.mark.parametrize("name", [".ci/run", "scripts/setup.sh"])
-def test_script_runs(name: str) -> None:
+def test_shell_scripts_are_executable_and_parse() -> None:
     """Catches a script without its executable bit or with a syntax error."""
-    assert os.access(ROOT / name, os.X_OK)
-    subprocess.run(["bash", "-n", ROOT / name], check=True)
+    for name in SCRIPTS:
+        assert os.access(ROOT / name, os.X_OK), name
+        subprocess.run(["bash", "-n", ROOT / name], check=True)
 
 
-@pytest.mark.parametrize("path", python_files(), ids=str)
-def test_python_file_has_its_licence_and_its_size(path: Path) -> None:
-    """Catches a file without the SPDX line first, and one that has grown into two."""
-    lines = read(path).splitlines()
-    first = lines[1] if lines and lines[0].startswith("#!") else next(iter(lines), "")
-    assert first == SPDX
-    assert len(lines) <= MAX_LINES
+def test_python_files_have_a_licence_line_and_a_limited_size() -> None:
+    """Catches a file without the SPDX line, and a file that holds more than one concept."""
+    assert offenders(python_files(), lambda path: licence_and_size_faults(read(path))) == {}
+
+
+@pytest.mark.parametrize("text", ["", "import os\n", f"#!/bin/sh\n\n{SPDX}\n", f"{SPDX}\n" * (MAX_LINES + 1)])
+def test_licence_and_size_faults_are_found(text: str) -> None:
+    """Catches a check that accepts every file."""
+    assert licence_and_size_faults(text)
 
 
 def test_no_private_paths_and_hosts() -> None:
-    """Catches an absolute path or a host that only its author has."""
-    found = {str(path): private_words(read(path)) for path in files() if is_text(path)}
-    assert {path: words for path, words in found.items() if words} == {}
+    """Catches an absolute path or a host that exists only on its author's machine."""
+    assert offenders(filter(is_text, files()), lambda path: private_words(read(path))) == {}
 
 
 @pytest.mark.parametrize(
@@ -106,24 +118,24 @@ def test_no_private_paths_and_hosts() -> None:
         "htt" + "p://10.0.0.1:80",
     ],
 )
-def test_private_words_are_seen(text: str) -> None:
-    """Catches a search that finds nothing whatever it is given."""
+def test_private_words_are_found(text: str) -> None:
+    """Catches a search that never finds anything."""
     assert private_words(text)
 
 
 @pytest.mark.parametrize("text", ["v1/worker/gpu", "https://github.com/x", "a/work/b", "http://localhost:8000/v1"])
 def test_public_words_pass(text: str) -> None:
-    """Catches a search that would forbid vLLM's own paths."""
+    """Catches a search that forbids relative paths and public hosts."""
     assert not private_words(text)
 
 
 def test_changelog_has_this_version() -> None:
-    """Catches a release without its entry."""
+    """Catches a release without an entry in the change log."""
     assert f"## [{__version__}]" in read("CHANGELOG.md")
 
 
-def test_ci_runs_the_readme_test_command() -> None:
-    """Catches a `.ci/run` that passes while the command that the README gives fails."""
+def test_ci_runs_the_documented_test_command() -> None:
+    """Catches a `.ci/run` that passes while the test command of the README fails."""
     section = read("README.md").split("## Development", 1)[1].split("\n## ", 1)[0]
     commands = re.findall(r"^(make test\b.*)$", section, re.MULTILINE)
     stages = re.findall(r"^stage [\w-]+ (.+)$", read(".ci/run"), re.MULTILINE)
@@ -131,8 +143,8 @@ def test_ci_runs_the_readme_test_command() -> None:
     assert commands[0] in stages
 
 
-def test_licence_is_whole() -> None:
-    """Catches a licence file that was cut short or is another licence."""
+def test_licence_is_complete() -> None:
+    """Catches a licence file that is truncated or holds another licence."""
     text = read("LICENSE")
     assert "Apache License" in text and "Version 2.0, January 2004" in text
     assert "END OF TERMS AND CONDITIONS" in text

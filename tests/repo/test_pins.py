@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Versions stand in several files, because pip wants it so; here they are held to each other."""
+"""Consistency of the versions in pyproject.toml and requirements/."""
 
 import tomllib
 from functools import cache
@@ -12,30 +12,30 @@ from packaging.version import Version
 from tests.repo.tree import read
 from vllm_steer.compat.version import is_tested
 
-LANES = ("cpu", "cuda", "dev")
+LANES = ("cpu", "cuda", "dev", "docs")
 # vLLM's two builds pin these differently.
 DIFFERENT_BUILDS = {"apache-tvm-ffi", "triton"}
-# They come from PyPI as CUDA builds, and with a CPU build of torch they break `import transformers`.
+# PyPI has these as CUDA builds only; beside a CPU build of torch they break `import transformers`.
 CUDA_ONLY = {"torchvision", "torchaudio", "torchcodec"}
 
 
 @cache
 def requirements(lane: str) -> dict[str, Requirement]:
-    """The lines of `requirements/<lane>.txt` by canonical name."""
+    """Return the lines of `requirements/<lane>.txt` by canonical package name."""
     lines = (line.partition("#")[0].strip() for line in read(f"requirements/{lane}.txt").splitlines())
     return {canonicalize_name(item.name): item for item in map(Requirement, filter(None, lines))}
 
 
 @cache
 def version(lane: str, name: str) -> str:
-    """The one version that a lane pins."""
+    """Return the version that a lane pins."""
     (pin,) = requirements(lane)[name].specifier
     return pin.version
 
 
 @cache
 def project(name: str = "pyproject.toml") -> dict[str, object]:
-    """The `[project]` table of a pyproject file."""
+    """Return the `[project]` table of a pyproject file."""
     table = tomllib.loads(read(name))["project"]
     assert isinstance(table, dict)
     return table

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files that belong to the repository: all that git is not told to ignore. Needs no git."""
+"""The repository's own files: every file that `.gitignore` does not exclude. Does not need git."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -13,26 +13,31 @@ ROOT = Path(__file__).parents[2]
 
 @cache
 def files() -> tuple[Path, ...]:
-    """Paths relative to `ROOT`, sorted."""
+    """Return the sorted paths of all files, relative to `ROOT`."""
     return tuple(sorted(walk(ROOT)))
 
 
 @cache
 def python_files(folder: str = ".") -> tuple[Path, ...]:
-    """The `.py` files at any depth under `folder`, relative to `ROOT`."""
+    """Return the `.py` files below `folder`, relative to `ROOT`."""
     return tuple(path for path in files() if path.suffix == ".py" and path.is_relative_to(folder))
 
 
 def walk(root: Path) -> Iterator[Path]:
-    """The files under `root`, relative to it, without those that `.gitignore` or the clone's list names."""
+    """Yield the files below `root` that neither `.gitignore` nor `.git/info/exclude` excludes."""
     lists = [path for path in (root / ".gitignore", root / ".git/info/exclude") if path.is_file()]
     ignored = GitIgnoreSpec.from_lines([".git", *(line for path in lists for line in path.read_text().splitlines())])
-    for where, folders, names in os.walk(root):
-        here = Path(where).relative_to(root)
-        folders[:] = [name for name in folders if not ignored.match_file(f"{here / name}/")]
+    for folder, subfolders, names in os.walk(root):
+        here = Path(folder).relative_to(root)
+        subfolders[:] = [name for name in subfolders if not ignored.match_file(f"{here / name}/")]
         yield from (here / name for name in names if not ignored.match_file(here / name))
 
 
 def read(name: str | Path) -> str:
-    """The text of a file of the repository."""
+    """Return the text of a file of the repository."""
     return (ROOT / name).read_text(encoding="utf-8")
+
+
+def offenders(paths: Iterable[Path], find: Callable[[Path], list[str]]) -> dict[str, list[str]]:
+    """Return what `find` reports for each path, without the paths for which it reports nothing."""
+    return {str(path): found for path in paths if (found := find(path))}

@@ -13,11 +13,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from vllm_steer.config import LIMITS, SCHEDULER_CLS, SUBSETS, SWITCHES, WORKER_CLS, SteeringConfig, Switch
+from vllm_steer.config import SCHEDULER_CLS, SUBSETS, SWITCHES, WORKER_CLS, SteeringConfig, Switch
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import CONSUMERS_VARIABLE, REGISTRY_VARIABLE, RegistryOptions
+from vllm_steer.limits import ENGINE_LIMITS, MAX_BODY_MIB
 from vllm_steer.server.flags import (
-    MAX_BODY,
     MIDDLEWARE,
     add_flags,
     apply_flags,
@@ -26,7 +26,7 @@ from vllm_steer.server.flags import (
     store_limits,
 )
 
-SIZES = [f"--steering-{limit.name.replace('_', '-')}" for limit in (*LIMITS, MAX_BODY)]
+SIZES = [limit.flag for limit in (*ENGINE_LIMITS.values(), MAX_BODY_MIB)]
 OF_CAPTURE = ["--capture-inline-kib", "--capture-store-mib", "--capture-expiry-s"]
 
 
@@ -62,7 +62,7 @@ def test_enable_steering_sets_what_the_engine_needs() -> None:
     args = parser_of_a_server().parse_args(["--enable-steering"])
     assert (args.worker_cls, args.scheduler_cls) == (WORKER_CLS, SCHEDULER_CLS)
     section = args.additional_config["steering"]
-    assert {limit.name: section[limit.name] for limit in LIMITS} == {limit.name: limit.default for limit in LIMITS}
+    assert {name: section[name] for name in ENGINE_LIMITS} == {n: limit.default for n, limit in ENGINE_LIMITS.items()}
     assert args.middleware == [MIDDLEWARE]
 
 
@@ -71,13 +71,13 @@ def test_sizes_reach_the_engine() -> None:
     words = [word for n, flag in enumerate(SIZES) for word in (flag, str(n + 7))]
     args = parser_of_a_server().parse_args(["--enable-steering", *words])
     section = args.additional_config["steering"]
-    assert [section[limit.name] for limit in LIMITS] == [n + 7 for n in range(len(LIMITS))]
-    assert max_body_bytes(args) == (len(LIMITS) + 7) << 20
+    assert [section[name] for name in ENGINE_LIMITS] == [n + 7 for n in range(len(ENGINE_LIMITS))]
+    assert max_body_bytes(args) == (len(ENGINE_LIMITS) + 7) << 20
 
 
 def test_every_setting_has_a_flag() -> None:
     """Catches a setting of the engine that the command line lost."""
-    named = (entry.name for entry in (*LIMITS, *SWITCHES, *SUBSETS))
+    named = (entry.name for entry in (*ENGINE_LIMITS.values(), *SWITCHES, *SUBSETS))
     assert {*named, "capture_policy"} == set(SteeringConfig.__struct_fields__)
 
 

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was captured of one request, and what a consumer reports about it."""
+"""Captured rows of a request, and the results that consumers report."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NoReturn, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -15,97 +16,106 @@ from vllm_steer.spec import CaptureSpec
 
 Status = Literal["ok", "partial", "error"]
 Site: TypeAlias = tuple[str, int]
-"""A point's name and a layer's number."""
+"""Point name and layer number."""
 
 
 @dataclass(frozen=True, eq=False)
 class SiteRows:
-    """The rows of one site of one request, in order of position."""
+    """Rows of one site of one request, ordered by position."""
 
     positions: npt.NDArray[np.int64]
-    """``[n]``, ascending, each once: places in prompt and generated tokens together, from 0."""
+    """``[n]``, ascending and unique: positions in the prompt and the generated tokens together, from 0."""
     rows: torch.Tensor
-    """``[n, hidden]`` on the CPU; ``[n, k]`` where projected; ``[1, hidden]`` where reduced to a mean or the last."""
+    """CPU tensor: ``[n, hidden]``, ``[n, k]`` if projected, ``[1, hidden]`` if reduced to the mean or the last row."""
 
 
 @dataclass(frozen=True, eq=False)
 class CapturedRequest:
-    """All that one consumer gets of one sample of one request, when the request has finished.
+    """Rows that one consumer receives for one sample of a finished request.
 
-    Rows exist for tokens that were forwarded: the last sampled token is not one of them.
+    The last sampled token is never forwarded, so it has no rows.
     """
 
     request_id: str
-    """The client's, or vLLM's where the client gave none. Free text: never a file name."""
+    """The client's request id, or vLLM's if the client set none. Arbitrary text: do not use it as a file name."""
     sample: int
-    """Which of the request's ``n`` samples, from 0."""
+    """Number of the sample among the request's ``n`` samples, from 0."""
     model: str
-    """The served model's name."""
+    """Name of the served model."""
     prompt_token_ids: tuple[int, ...]
     output_token_ids: tuple[int, ...]
     spec: CaptureSpec
-    """What was asked for."""
+    """The capture spec of the request."""
     sites: Mapping[Site, SiteRows]
     status: Status
-    """``ok``: every row that was asked for. ``partial``: what there was up to the time when ``error`` happened, or rows
-    with numbers that the dtype does not have."""
+    """``ok`` if all requested rows are present and exact. ``partial`` if rows are missing or overflow the dtype."""
     error: str | None
+    """Reason for a status other than ``ok``."""
 
     def tensor(self, point: str, layer: int) -> torch.Tensor:
-        """The rows of a site, ``[n, hidden]`` or as reduced; KeyError names the sites there are."""
+        """Return the rows of a site, ``[n, hidden]`` or as reduced.
+
+        Raises:
+            KeyError: The site was not captured.
+        """
         return self._site(point, layer).rows
 
     def positions(self, point: str, layer: int) -> torch.Tensor:
-        """int64 ``[n]``, ascending: the positions that the site was read at (all of them, also where reduced)."""
+        """Return the positions read at a site, int64 ``[n]``, ascending. A reduction does not shorten them."""
         return torch.tensor(self._site(point, layer).positions)
 
     def token_ids(self, point: str, layer: int) -> torch.Tensor:
-        """int64 ``[n]``: the token at each of the site's positions."""
-        return torch.tensor(self.token_array(self._site(point, layer).positions))
+        """Return the token at each of the site's positions, int64 ``[n]``."""
+        return torch.tensor(self.tokens_at(self._site(point, layer).positions))
 
-    def token_array(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """int64 ``[n]``: the token at each of ``positions`` ``[n]``."""
+    def tokens_at(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the token at each of ``positions``, int64 ``[n]``."""
         tokens = self.prompt_token_ids + self.output_token_ids
         return np.array([tokens[position] for position in positions.tolist()], dtype=np.int64)
 
     @property
     def num_bytes(self) -> int:
-        """What the rows take in memory."""
-        return sum(site.rows.numel() * site.rows.element_size() for site in self.sites.values())
+        """Size of the rows in bytes."""
+        return sum(site.rows.nbytes for site in self.sites.values())
 
     def _site(self, point: str, layer: int) -> SiteRows:
         try:
             return self.sites[point, layer]
         except KeyError:
-            known = ", ".join(f"{name}[{number}]" for name, number in self.sites) or "none"
-            raise KeyError(f"{point}[{layer}] was not captured; there are: {known}") from None
+            raise_unknown_site(point, layer, self.sites)
+
+
+def raise_unknown_site(point: str, layer: int, known: Mapping[Site, Any]) -> NoReturn:
+    """Raise a ``KeyError`` that lists the captured sites."""
+    sites = ", ".join(f"{name}[{number}]" for name, number in known) or "none"
+    raise KeyError(f"{point}[{layer}] was not captured; captured sites: {sites}") from None
 
 
 @dataclass(frozen=True, eq=False)
 class CaptureResult:
-    """What became of a request's capture at one consumer."""
+    """Result of one consumer for one sample of a request."""
 
     status: Status
     error: str | None
-    """Why it is not ``ok``."""
+    """Reason for a status other than ``ok``."""
     data: Any
-    """What the consumer returned: the `CapturedRequest` of ``memory``, ``{"path": ...}`` of ``filesystem``."""
+    """Return value of the consumer: the `CapturedRequest` for ``memory``, ``{"path": ...}`` for ``filesystem``."""
 
     def tensor(self, point: str, layer: int) -> torch.Tensor:
-        """As `CapturedRequest.tensor`."""
+        """Return the rows of a site; see `CapturedRequest.tensor`."""
         return self._captured().tensor(point, layer)
 
     def positions(self, point: str, layer: int) -> torch.Tensor:
-        """As `CapturedRequest.positions`."""
+        """Return the positions of a site; see `CapturedRequest.positions`."""
         return self._captured().positions(point, layer)
 
     def token_ids(self, point: str, layer: int) -> torch.Tensor:
-        """As `CapturedRequest.token_ids`."""
+        """Return the tokens of a site; see `CapturedRequest.token_ids`."""
         return self._captured().token_ids(point, layer)
 
     @property
     def sites(self) -> Mapping[Site, SiteRows]:
-        """As `CapturedRequest.sites`."""
+        """Rows by site; see `CapturedRequest.sites`."""
         return self._captured().sites
 
     def _captured(self) -> CapturedRequest:
@@ -113,4 +123,44 @@ class CaptureResult:
             return self.data
         if self.error is not None:
             raise RuntimeError(f"nothing was captured: {self.error}")
-        raise TypeError(f"this consumer returned {type(self.data).__name__}, not rows: see .data")
+        raise TypeError(f"this consumer returned {type(self.data).__name__} instead of rows; see .data")
+
+
+class CaptureResults(Mapping[str, CaptureResult]):
+    """Results by consumer name. Accessing a result blocks until its consumer has finished."""
+
+    def __init__(self, futures: Mapping[str, Future[CaptureResult]]) -> None:
+        self._futures = dict(futures)
+
+    def __getitem__(self, name: str) -> CaptureResult:
+        return self._futures[name].result()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._futures)
+
+    def __len__(self) -> int:
+        return len(self._futures)
+
+    @property
+    def futures(self) -> Mapping[str, Future[CaptureResult]]:
+        """Futures by consumer name, for callers that must not block. They never hold an exception."""
+        return self._futures
+
+    def __repr__(self) -> str:
+        states = {name: "done" if future.done() else "running" for name, future in self._futures.items()}
+        return f"CaptureResults({states})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Users copy and pickle vLLM's outputs; futures support neither.
+        return _from_results, (dict(self),)
+
+
+def _from_results(results: dict[str, CaptureResult]) -> CaptureResults:
+    return CaptureResults({name: finished(result) for name, result in results.items()})
+
+
+def finished(result: CaptureResult) -> Future[CaptureResult]:
+    """Return a completed future."""
+    future: Future[CaptureResult] = Future()
+    future.set_result(result)
+    return future

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Captured rows in the front end's process: whole steps as they arrive, of which each request takes its own.
+"""Front-end buffer of captured rows: steps are kept as they arrive and split by request only when needed.
 
-Nothing is done per request while a batch decodes: steps are kept as they came, and split when a request ends or wants
-its rows at once, or when they have grown to :data:`KEPT_BYTES` or :data:`KEPT_STEPS`. So what one long request can keep
-alive of its neighbours' rows is bounded by those. Small rows are brought together by request first, for all requests at
-once (:func:`~vllm_steer.capture.step_rows.brought_together`).
+While a batch decodes, nothing runs per request. A request's rows are split off when it finishes, when it streams rows,
+or when the buffer exceeds :data:`MAX_BYTES` or :data:`MAX_STEPS`; these limits also bound how many of its neighbours'
+rows a long request keeps alive. Small rows are first merged for all requests at once
+(:func:`~vllm_steer.capture.step_rows.merge_steps`).
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vllm_steer.capture.assembly import Assembly, Chunk
-from vllm_steer.capture.step_rows import StepRows, brought_together, decode_row_index
-from vllm_steer.engine.row_sender import REASON_KEY, ROWS_KEY, ROWS_REQUEST_ID
+from vllm_steer.capture.row_assembler import RowAssembler, RowChunk
+from vllm_steer.capture.row_payload import ROWS_REQUEST_ID, decode_missing_reason, decode_step
+from vllm_steer.capture.step_rows import StepRows, merge_steps
 
-KEPT_BYTES = 32 << 20
-KEPT_STEPS = 64
+MAX_BYTES = 32 << 20
+MAX_STEPS = 64
 
 
 @dataclass
 class _Run:
-    """Rows of one request whose positions follow one another."""
+    """Rows of one request at consecutive positions."""
 
     codes: tuple[int, ...]
     projection: bytes
@@ -38,113 +38,116 @@ class _Run:
 
 
 class RowReceiver:
-    """Steps in the order in which they ran, and the requests that run. One for each engine client; ``show`` is told the
-    bytes of rows held whenever they change."""
+    """Receiver of captured rows for one engine client."""
 
-    def __init__(self, show: Callable[[int], None] = lambda num_bytes: None) -> None:
-        self._show = show
+    def __init__(self, on_size: Callable[[int], None] = lambda num_bytes: None) -> None:
+        """Create an empty receiver.
+
+        Args:
+            on_size: Called with the number of buffered bytes whenever it changes.
+        """
+        self._on_size = on_size
         self._steps: list[StepRows] = []
         self._size = 0
-        # How many of them have been looked at for what can be brought together.
-        self._together = 0
-        self._following: dict[str, weakref.ref[Assembly]] = {}
-        # How many of the kept steps a request has taken its rows out of, if any.
-        self._taken: dict[str, int] = {}
-        # Assemblies of aborted requests end wherever they are collected.
+        self._num_merged = 0  # leading steps that merging has already looked at
+        self._assemblers: dict[str, weakref.ref[RowAssembler]] = {}
+        self._num_taken: dict[str, int] = {}  # leading steps whose rows a request has already taken
+        # The weak references of aborted requests call back from whichever thread collects garbage.
         self._lock = threading.RLock()
 
-    def follow(self, request_id: str, assembly: Assembly) -> None:
-        """A request that captures has been added; it is forgotten when it ends, or its assembly does."""
+    def add_request(self, request_id: str, assembler: RowAssembler) -> None:
+        """Start collecting for a request, until :meth:`finish_request` or until its assembler is garbage-collected."""
         with self._lock:
-            self._following[request_id] = weakref.ref(assembly, lambda _: self._forget(request_id))
-            # Rows of an earlier request of that id are not this one's.
-            if any(request_id in step.entries.index for step in self._steps):
-                self._taken[request_id] = len(self._steps)
+            self._assemblers[request_id] = weakref.ref(assembler, lambda _: self._forget(request_id))
+            # Buffered rows under this id belong to an earlier request.
+            if any(request_id in step.index.entries_by_request for step in self._steps):
+                self._num_taken[request_id] = len(self._steps)
 
-    def take_in(self, outputs: Sequence[Any]) -> Sequence[Any]:
-        """Take the rows out of an engine's outputs, at whose head they are; returns the rest."""
-        carried = 0
+    def receive(self, outputs: Sequence[Any]) -> Sequence[Any]:
+        """Take the leading row outputs from an engine's outputs and return the remaining ones."""
+        num_rows_outputs = 0
         for output in outputs:
             if output.request_id != ROWS_REQUEST_ID:
                 break
-            self._receive(output.kv_transfer_params, output.routed_experts)
-            carried += 1
-        return outputs[carried:]
+            self._receive_output(output.kv_transfer_params, output.routed_experts)
+            num_rows_outputs += 1
+        return outputs[num_rows_outputs:]
 
-    def settle(self, request_id: str) -> None:
-        """Give a request's assembly what has come for it."""
+    def flush(self, request_id: str) -> None:
+        """Pass the buffered rows of a request to its assembler."""
         with self._lock:
-            follower = self._following.get(request_id)
-            assembly = None if follower is None else follower()
-            if assembly is not None:
-                assembly.add(self._split_off(request_id))
+            assembler = self._assembler_of(request_id)
+            if assembler is not None:
+                assembler.add(self._split_off(request_id))
 
-    def end(self, request_id: str) -> None:
-        """A request has ended: give its assembly the rest, and forget it."""
-        self.settle(request_id)
+    def finish_request(self, request_id: str) -> None:
+        """Flush a request and stop collecting for it."""
+        self.flush(request_id)
         self._forget(request_id)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of rows held."""
+        """Number of buffered bytes."""
         return self._size
 
-    def _receive(self, about: dict[str, Any], rows: npt.NDArray[np.uint8] | None) -> None:
+    def _assembler_of(self, request_id: str) -> RowAssembler | None:
+        reference = self._assemblers.get(request_id)
+        return None if reference is None else reference()
+
+    def _receive_output(self, parameters: dict[str, Any], rows: npt.NDArray[np.uint8] | None) -> None:
         with self._lock:
             if rows is None:
-                request_id, reason = about[REASON_KEY]
-                follower = self._following.get(request_id)
-                assembly = None if follower is None else follower()
-                if assembly is not None:
-                    assembly.say(reason)
+                request_id, reason = decode_missing_reason(parameters)
+                assembler = self._assembler_of(request_id)
+                if assembler is not None:
+                    assembler.set_missing_reason(reason)
                 return
-            if not self._following:
+            if not self._assemblers:
                 return
-            wire, start, count = about[ROWS_KEY]
-            entries = decode_row_index(wire)
-            self._steps.append(StepRows(entries, np.frombuffer(start, np.int64), np.frombuffer(count, np.int64), rows))
+            self._steps.append(decode_step(parameters, rows))
             self._size += rows.nbytes
-            if self._size > KEPT_BYTES or len(self._steps) > KEPT_STEPS:
-                for request_id in list(self._following):
-                    self.settle(request_id)
+            if self._size > MAX_BYTES or len(self._steps) > MAX_STEPS:
+                for request_id in list(self._assemblers):
+                    self.flush(request_id)
                 self._clear()
             else:
-                self._show(self._size)
+                self._on_size(self._size)
 
     def _forget(self, request_id: str) -> None:
         with self._lock:
-            self._following.pop(request_id, None)
-            self._taken.pop(request_id, None)
-            if not self._following:
+            self._assemblers.pop(request_id, None)
+            self._num_taken.pop(request_id, None)
+            if not self._assemblers:
                 self._clear()
 
     def _clear(self) -> None:
         self._steps.clear()
-        self._size = self._together = 0
-        self._taken.clear()
-        self._show(0)
+        self._size = self._num_merged = 0
+        self._num_taken.clear()
+        self._on_size(0)
 
-    def _split_off(self, request_id: str) -> list[Chunk]:
-        """Join the request's rows of the steps that are new to it, as long as positions follow one another."""
-        if len(self._steps) > self._together:
-            untouched = max(self._together, *self._taken.values(), 0)
-            self._steps[untouched:] = brought_together(self._steps[untouched:])
-            self._together = len(self._steps)
+    def _split_off(self, request_id: str) -> list[RowChunk]:
+        """Copy the rows that a request has not taken yet, one chunk for each run of consecutive positions."""
+        if len(self._steps) > self._num_merged:
+            # Merging changes the number of steps, so only steps that no request has taken from may be merged.
+            untouched = max(self._num_merged, *self._num_taken.values(), 0)
+            self._steps[untouched:] = merge_steps(self._steps[untouched:])
+            self._num_merged = len(self._steps)
         runs: list[_Run] = []
         latest: dict[tuple[bytes, tuple[int, ...]], _Run] = {}
-        for step in self._steps[self._taken.get(request_id, 0) :]:
-            entries = step.entries
-            starts, counts, rows = step.extents
-            for entry in entries.index.get(request_id, ()):
-                codes, start = entries.codes[entry], starts[entry]
-                run = latest.get((entries.projection, codes))
+        for step in self._steps[self._num_taken.get(request_id, 0) :]:
+            index = step.index
+            starts, counts, offsets = step.extents
+            for entry in index.entries_by_request.get(request_id, ()):
+                codes, start = index.codes[entry], starts[entry]
+                run = latest.get((index.projection, codes))
                 if run is None or run.stop != start:
-                    run = latest[entries.projection, codes] = _Run(codes, entries.projection, start, start)
+                    run = latest[index.projection, codes] = _Run(codes, index.projection, start, start)
                     runs.append(run)
-                run.parts.append(step.rows[rows[entry] : rows[entry + 1]])
+                run.parts.append(step.rows[offsets[entry] : offsets[entry + 1]])
                 run.stop += counts[entry]
-        self._taken[request_id] = len(self._steps)
+        self._num_taken[request_id] = len(self._steps)
         return [
-            Chunk(request_id, run.start, run.stop - run.start, run.codes, np.concatenate(run.parts), run.projection)
+            RowChunk(request_id, run.start, run.stop - run.start, run.codes, np.concatenate(run.parts), run.projection)
             for run in runs
         ]

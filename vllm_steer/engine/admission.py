@@ -65,7 +65,7 @@ class AdmissionController:
                 self._waiting_for[request_id] = reason
                 self.changes += 1
             return False
-        self.ledger.acquire(resolved.rows)
+        self.ledger.acquire(resolved.token_programs)
         self._admitted[request_id] = resolved
         if capture_rows:
             self._captures[request_id] = capture_rows
@@ -80,7 +80,7 @@ class AdmissionController:
             return "turn"
         if not self.has_room_for_captures(capture_rows):
             return "capture"
-        return self.ledger.lacking(resolved.rows)
+        return self.ledger.shortage(resolved.token_programs)
 
     def release(self, request_id: str) -> None:
         """The request has ended, admitted or not; its places are free."""
@@ -90,7 +90,7 @@ class AdmissionController:
         self.captures_booked -= self._captures.pop(request_id, 0)
         resolved = self._admitted.pop(request_id, None)
         if resolved is not None:
-            self.ledger.release(resolved.rows)
+            self.ledger.release(resolved.token_programs)
             self.changes += 1
 
     def stop_clock(self, stopped: bool) -> None:

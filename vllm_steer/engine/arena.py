@@ -81,7 +81,7 @@ class ArenaBudget:
 
         ``whole``: all of them or none. ``spans``: none of these is cut into two.
         """
-        if start >= resolved.reading[1] and not self._speculates:
+        if start >= resolved.read_range[1] and not self._speculates:
             return tokens
         if tokens == 1 and resolved.max_captures <= self._left:
             # Decoding, which is nearly always: what one token can store at most.

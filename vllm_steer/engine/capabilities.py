@@ -73,7 +73,7 @@ class Capabilities:
             self._check_places(program)
             self._placed[id(program)] = program
         if prompt_len is not None:
-            resolved = resolve(program, prompt_len, self.num_layers, most=self.config.max_segments)
+            resolved = resolve(program, prompt_len, self.num_layers, max_segments=self.config.max_segments)
             self._check_size(resolved)
             if max_tokens is not None and resolved.max_captures:
                 self._check_budget(self._most_bytes(resolved, prompt_len, max_tokens))
@@ -81,16 +81,17 @@ class Capabilities:
     def _check_places(self, program: Program) -> None:
         if program.vectors and program.width != self.hidden_size:
             raise SteeringError(
-                "vector", f"has {program.width} elements, but this model's hidden size is {self.hidden_size}"
+                program.edit_source(0) if program.edits else "capture.reduce.directions",
+                f"the vector has {program.width} elements, but this model's hidden size is {self.hidden_size}",
             )
-        for step in program.steps:
-            where = f"{KIND_OF[step.code]} at {POINT_NAMES[step.point]}"
-            self._check_place(step, where, "tokens")
-            self._check_editable(step, where)
-        for read in program.reads:
-            where = f"capture at {POINT_NAMES[read.point]}"
-            self._check_place(read, where, "positions")
-            self._check_readable(read, where)
+        for i, edit in enumerate(program.edits):
+            source = program.edit_source(i)
+            self._check_range(edit, source, source)
+            self._check_editable(edit, source)
+        for i, read in enumerate(program.reads):
+            hooks = f"{program.read_source(i)}.hooks.{POINT_NAMES[read.point]}"
+            self._check_range(read, hooks, f"{program.read_source(i)}.positions")
+            self._check_readable(read, hooks)
 
     def most_row_bytes(self, program: Program, prompt_len: int | None, max_tokens: int | None) -> int:
         """What the captured rows of one sample may come to; ``program`` is checked."""
@@ -100,36 +101,38 @@ class Capabilities:
 
     def _most_bytes(self, resolved: Resolved, prompt_len: int, max_tokens: int | None) -> int:
         left = self.max_model_len - prompt_len
-        return resolved.bytes_in_all(prompt_len, left if max_tokens is None else min(max_tokens, left), self._row_bytes)
+        return resolved.total_bytes(prompt_len, left if max_tokens is None else min(max_tokens, left), self._row_bytes)
 
-    def _check_place(self, part: CompiledEdit | CompiledRead, where: str, field: str) -> None:
+    def _check_range(self, part: CompiledEdit | CompiledRead, layers_field: str, tokens_field: str) -> None:
         for layer in part.layers:
             if layer >= self.num_layers:
                 raise SteeringError(
-                    f"layers ({where})",
-                    f"layer {layer} does not exist; this model has layers 0 to {self.num_layers - 1}",
+                    layers_field, f"layer {layer} does not exist; this model has layers 0 to {self.num_layers - 1}"
                 )
         last = part.selector.max_position
         if last >= self.max_model_len:
             raise SteeringError(
-                f"{field} ({where})", f"position {last} is beyond this engine's max_model_len of {self.max_model_len}"
+                tokens_field, f"position {last} is beyond this engine's max_model_len of {self.max_model_len}"
             )
 
-    def _check_editable(self, step: CompiledEdit, where: str) -> None:
-        refused = self.refused.get(POINT_NAMES[step.point], {})
-        for layer in step.layers or range(self.num_layers):
+    def _check_editable(self, edit: CompiledEdit, field: str) -> None:
+        point = POINT_NAMES[edit.point]
+        refused = self.refused.get(point, {})
+        for layer in edit.layers or range(self.num_layers):
             if layer in refused:
-                raise SteeringError(f"point ({where})", f"not served at layer {layer}: {refused[layer]}")
-        self._check_on(POINT_NAMES[step.point], f"point ({where})")
+                raise SteeringError(
+                    field, f"{KIND_OF[edit.code]} at {point} is not served at layer {layer}: {refused[layer]}"
+                )
+        self._check_on(point, field)
 
-    def _check_readable(self, read: CompiledRead, where: str) -> None:
+    def _check_readable(self, read: CompiledRead, field: str) -> None:
         if self.no_capture is not None:
             raise SteeringError("capture", self.no_capture)
         unread = self.unread.get(POINT_NAMES[read.point], {})
         for layer in read.layers or range(self.num_layers):
             if layer in unread:
-                raise SteeringError(f"hooks ({where})", f"not read at layer {layer}: {unread[layer]}")
-        self._check_on(POINT_NAMES[read.point], f"hooks ({where})")
+                raise SteeringError(field, f"not read at layer {layer}: {unread[layer]}")
+        self._check_on(POINT_NAMES[read.point], field)
 
     def _check_on(self, point: PointName, field: str) -> None:
         """What a model cannot serve is said first, since no flag helps there."""
@@ -150,10 +153,10 @@ class Capabilities:
             )
 
     def _check_size(self, resolved: Resolved) -> None:
-        rows = resolved.rows
+        rows = resolved.token_programs
         needed = {
             "max_rows": len(rows),
-            "max_instructions": sum(row.instruction_count for row in rows),
+            "max_instructions": sum(row.num_instructions for row in rows),
             "capture_rows": resolved.max_captures * (1 + self.drafts),
             "max_vectors": len({vector for row in rows for vector in row.vectors}),
         }

@@ -32,7 +32,7 @@ class EditedBlocks:
         given += zip(cached.req_ids, cached.new_block_ids, strict=True)
         for request_id, groups in given:
             resolved = steered.get(request_id)
-            if groups and resolved is not None and resolved.edits:
+            if groups and resolved is not None and resolved.has_edits:
                 self._ids.update(*groups)
 
     def to_zero(self, new: Iterable[int]) -> list[int] | None:

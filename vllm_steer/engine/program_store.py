@@ -19,7 +19,7 @@ import torch
 from vllm_steer.config import SteeringConfig
 from vllm_steer.engine.pinned_writer import PinnedTableWriter
 from vllm_steer.params import program_bytes
-from vllm_steer.program import Instruction, PlacedRow, Program, Resolved, RowFormat, TableAllocator, resolve
+from vllm_steer.program import Instruction, PlacedProgram, Program, Resolved, RowFormat, TableAllocator, resolve
 from vllm_steer.program.instructions import CAPTURE
 from vllm_steer.taps.tables import OPEN_END, Tables
 
@@ -74,7 +74,7 @@ class Spans:
 
 def _projected(resolved: Resolved) -> list[RowFormat]:
     """The forms in which rows leave projected, each projection once."""
-    forms = {form.projection: form for row in resolved.rows for form in row.forms if form.directions}
+    forms = {form.projection: form for row in resolved.token_programs for form in row.row_formats if form.directions}
     return list(forms.values())
 
 
@@ -145,9 +145,9 @@ class ProgramStore:
         data = program_bytes(sampling_params)
         if data is None:
             return False
-        program = Program.from_checked(data)
+        program = Program.from_trusted_bytes(data)
         resolved = resolve(program, prompt_len, self._num_layers, self._own)
-        if not resolved.rows:
+        if not resolved.token_programs:
             return False
         bound = self._bound.get(id(resolved))
         if bound is None:
@@ -158,8 +158,8 @@ class ProgramStore:
         self._running[request_id] = _Running(slot, bound)
         self._capturing += resolved.max_captures > 0
         self.changes += 1
-        self.active.set(slot, *resolved.active)
-        self.reads.set(slot, *resolved.reading)
+        self.active.set(slot, *resolved.active_range)
+        self.reads.set(slot, *resolved.read_range)
         self.last_segment[slot] = resolved.segments[-1].start
         return True
 
@@ -188,7 +188,7 @@ class ProgramStore:
         """
         held = self._directions[projection]
         if held.gathered is None:
-            places = torch.tensor([self._ledger.vector_place(digest) for digest in held.digests])
+            places = torch.tensor([self._ledger.vector_slot(digest) for digest in held.digests])
             if self.tables.device.type == "cuda":
                 places = places.pin_memory().to(self.tables.device, non_blocking=True)
             held.gathered = self.tables.vector.index_select(0, places)
@@ -205,7 +205,7 @@ class ProgramStore:
 
     def _place(self, resolved: Resolved, program: Program) -> _Bound:
         """Take places for a program, and write to them."""
-        new_rows, new_vectors = self._ledger.acquire(resolved.rows)
+        new_rows, new_vectors = self._ledger.acquire(resolved.token_programs)
         for digest, place in new_vectors.items():
             self._vector.put(place, program.vector(program.by_digest[digest]))
         for placed in new_rows:
@@ -215,7 +215,7 @@ class ProgramStore:
         starts, rows = np.full(self._max_segments, OPEN_END, dtype=np.int32), self._no_rows.copy()
         for i, segment in enumerate(resolved.segments):
             starts[i] = segment.start
-            rows[i] = self._ledger.row_place(segment.row)
+            rows[i] = self._ledger.row_of(segment.program)
         return _Bound(resolved, starts, rows)
 
     def _displace(self, resolved: Resolved) -> None:
@@ -226,28 +226,28 @@ class ProgramStore:
             held.users -= 1
             if not held.users:
                 del self._directions[form.projection]
-        for row in resolved.rows:
+        for row in resolved.token_programs:
             self._ledger.release([row])
             if not self._ledger.holds(row):
                 self._count_users(row.instructions, -1)
 
-    def _put_row(self, placed: PlacedRow) -> None:
+    def _put_row(self, placed: PlacedProgram) -> None:
         heads = np.zeros(self.tables.num_sites, dtype=np.int32)
         following: dict[int, int] = {}
-        pairs = list(zip(placed.instruction_places, placed.row.instructions, strict=True))
+        pairs = list(zip(placed.instruction_slots, placed.program.instructions, strict=True))
         # From the last to the first: each then knows the one that comes after it at its site.
         for place, each in reversed(pairs):
             self._instruction.put(place, (each.code, self._argument(each), following.get(each.site, 0), 0))
             self._parameter.put(place, (each.strength, each.low, each.high, 0.0))
             heads[self.tables.column[each.site]] = following[each.site] = place
-        self._head.put(placed.place, heads)
-        self._row_captures.put(placed.place, len(placed.row.captures))
-        self._count_users(placed.row.instructions, 1)
+        self._head.put(placed.row, heads)
+        self._row_captures.put(placed.row, len(placed.program.captures))
+        self._count_users(placed.program.instructions, 1)
 
     def _argument(self, instruction: Instruction) -> int:
         if instruction.code == CAPTURE:
             return instruction.index
-        return self._ledger.vector_place(instruction.vector)
+        return self._ledger.vector_slot(instruction.vector)
 
     def _count_users(self, instructions: Any, change: int) -> None:
         for site in {instruction.site for instruction in instructions}:

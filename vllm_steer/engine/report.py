@@ -14,7 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from vllm_steer._version import __version__
 from vllm_steer.compat.version import CONFLICTS, TESTED_RANGE, is_tested
-from vllm_steer.config import LIMITS, SteeringConfig
+from vllm_steer.config import SteeringConfig
+from vllm_steer.limits import ENGINE_LIMITS
 from vllm_steer.models.proofs import proofs_of
 from vllm_steer.points import POINTS, POINTS_FLAG, Point
 from vllm_steer.spec import KINDS
@@ -179,7 +180,7 @@ def make_report(facts: Mapping[str, Any], config: SteeringConfig, *, no_capture:
             ConflictReport(setting=c.setting, reason=c.reason, present=c.setting in facts.get("conflicts", []))
             for c in CONFLICTS
         ],
-        limits={limit.name: getattr(config, limit.name) for limit in LIMITS},
+        limits={name: getattr(config, name) for name in ENGINE_LIMITS},
         table_bytes=dict(facts.get("tables", {})),
         self_checks=list(facts.get("self_checks", [])),
     )

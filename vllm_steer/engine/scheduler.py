@@ -29,11 +29,11 @@ from vllm_steer.engine.arena import ArenaBudget, unsplit_spans
 from vllm_steer.engine.cache_keys import steering_hasher
 from vllm_steer.engine.edited_blocks import EditedBlocks
 from vllm_steer.engine.row_sender import RowSender
+from vllm_steer.engine.stats_collector import EngineStatsCollector
 from vllm_steer.errors import SteeringError
 from vllm_steer.log import steering_logger
-from vllm_steer.metrics.engine_stats import EngineMeter
-from vllm_steer.models.layers import layer_count
-from vllm_steer.params import EXTRA_KEY, program_bytes, take_in
+from vllm_steer.models.discovery import layer_count
+from vllm_steer.params import EXTRA_KEY, program_bytes, restore_program
 from vllm_steer.points import how_to_switch_on, points_on
 from vllm_steer.program import Program, Resolved, TableAllocator, resolve
 
@@ -77,8 +77,8 @@ def steering_scheduler(base: Any) -> Any:
             budget = (config.capture_mib << 20) // self._row_bytes
             self.steering_admission = AdmissionController(self.steering_ledger, budget, config.queue_timeout)
             self._capture_policy = config.capture_policy
-            self.steering_outbox = RowSender()
-            self._steering_meter = EngineMeter(self.steering_admission)
+            self.steering_row_sender = RowSender()
+            self._steering_stats = EngineStatsCollector(self.steering_admission)
             self._edited_blocks: EditedBlocks | None = None
             if current_platform.is_cpu() and not self.kv_cache_config.needs_kv_cache_zeroing:
                 # Where vLLM zeroes blocks itself, it zeroes all.
@@ -94,21 +94,21 @@ def steering_scheduler(base: Any) -> Any:
                 # starts, and ends with the next step.
                 logger.exception("Request %s came with a malformed steering program and is ended", request.request_id)
                 self._malformed[request.request_id] = str(error)
-            self._steering_meter.seconds += perf_counter() - started
+            self._steering_stats.seconds += perf_counter() - started
             super().add_request(request)
 
         def _bind(self, request: Any) -> None:
-            take_in(request)
+            restore_program(request)
             data = program_bytes(request.sampling_params)
             if data is None or request.request_id in self.requests:
                 return
             # Of many equal ones a single copy stays, at which the worker looks next.
-            program, request.sampling_params.extra_args[EXTRA_KEY] = Program.shared(data)
+            program, request.sampling_params.extra_args[EXTRA_KEY] = Program.intern(data)
             off = next(iter(program.points - self._steering_points), None)
             if off is not None:
                 raise SteeringError("extra_args.steer", how_to_switch_on(off))
             resolved = resolve(program, request.num_prompt_tokens, self._steering_layers)
-            if not resolved.rows:
+            if not resolved.token_programs:
                 return
             never = self._arena.why_never(resolved, self._spans(request)) if resolved.max_captures else None
             if never is not None:
@@ -125,7 +125,7 @@ def steering_scheduler(base: Any) -> Any:
         def _needs_whole_prompt(self, resolved: Resolved, request: Any) -> bool:
             """Whether reads forbid any cache hit: where hits cannot be cut to a position (hybrid caches,
             connectors)."""
-            first = resolved.first_captured
+            first = resolved.first_captured_position
             if first is None or first >= request.num_prompt_tokens - 1:
                 return False
             return self.connector is not None or not self._hits_can_be_cut()
@@ -140,7 +140,7 @@ def steering_scheduler(base: Any) -> Any:
             """vLLM's hit, cut at the first position that the request reads: a cached token is never computed."""
             blocks, hit, *rest = super()._get_local_prefix_cache_hit(request)
             resolved = self._steered.get(request.request_id)
-            first = None if resolved is None else resolved.first_captured
+            first = None if resolved is None else resolved.first_captured_position
             if first is None or hit <= first:
                 return (blocks, hit, *rest)
             if not self._hits_can_be_cut():
@@ -192,20 +192,20 @@ def steering_scheduler(base: Any) -> Any:
 
         def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
             started = perf_counter()
-            self.steering_outbox.take_in(model_runner_output, self.requests)
+            self.steering_row_sender.collect(model_runner_output, self.requests)
             upstream = perf_counter()
             outputs = super().update_from_output(scheduler_output, model_runner_output)
             started += perf_counter() - upstream
             self._end_refused(outputs)
-            self.steering_outbox.hand_out(outputs)
-            self._steering_meter.seconds += perf_counter() - started
-            self._steering_meter.put_on(outputs, model_runner_output)
+            self.steering_row_sender.attach_to(outputs)
+            self._steering_stats.seconds += perf_counter() - started
+            self._steering_stats.attach_to(outputs, model_runner_output)
             return outputs
 
         def _end_refused(self, outputs: Any) -> None:
             """End what has waited too long or never can start, with an output that says why."""
             overdue = self.steering_admission.overdue() if self.pause_state is PauseState.UNPAUSED else {}
-            self._steering_meter.timed_out += len(overdue)
+            self._steering_stats.timed_out += len(overdue)
             reasons = {**overdue, **self._malformed}
             self._malformed.clear()
             for request in self.finish_requests(list(reasons), RequestStatus.FINISHED_ERROR) if reasons else ():
@@ -273,23 +273,23 @@ def steering_scheduler(base: Any) -> Any:
             admitted = self.steering_admission.admit(request.request_id, resolved, rows)
             if admitted:
                 self._arena.follow(request.request_id, resolved)
-            self._steering_meter.seconds += perf_counter() - started
+            self._steering_stats.seconds += perf_counter() - started
             return admitted
 
         def _rows_in_all(self, request: Any, resolved: Resolved) -> int:
             """Most rows that a request can store: it ends with the model's length, whatever ``max_tokens`` says.
             Projections count as the rows that would take as many bytes."""
             tokens = min(request.max_tokens, self.max_model_len - request.num_prompt_tokens)
-            return -(-resolved.bytes_in_all(request.num_prompt_tokens, tokens, self._row_bytes) // self._row_bytes)
+            return -(-resolved.total_bytes(request.num_prompt_tokens, tokens, self._row_bytes) // self._row_bytes)
 
         def _give_up_capture(self, request: Any) -> Resolved:
             """Under the policy ``fail``: run without the reads; workers see the same, since nothing was sent yet."""
-            program = Program.from_checked(program_bytes(request.sampling_params) or b"").without_reads()
+            program = Program.from_trusted_bytes(program_bytes(request.sampling_params) or b"").without_reads()
             params = copy.copy(request.sampling_params)
             params.extra_args = {**params.extra_args, EXTRA_KEY: program.to_bytes()}
             request.sampling_params = params
-            self.steering_outbox.say(request, NO_ROOM)
-            self._steering_meter.given_up += 1
+            self.steering_row_sender.report_missing(request, NO_ROOM)
+            self._steering_stats.given_up += 1
             resolved = resolve(program, request.num_prompt_tokens, self._steering_layers)
             self._steered[request.request_id] = resolved
             return resolved

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Between a request and the engine: every request is checked here, in the front end's process, and nowhere later.
+"""The state of one engine client: what its engine supports, its captures, its registry.
 
-What the engine serves is asked of its workers once (they have the model in hand) and kept on the front end's input
-processor, which every way in shares: ``LLM``, ``AsyncLLM`` and the API server.
+The workers, which hold the model, report once what the engine supports. The context is stored on vLLM's input and
+output processors, which ``LLM``, ``AsyncLLM`` and the API server all use.
 """
 
 from __future__ import annotations
 
-import asyncio
-import copy
 import json
 import os
 import weakref
@@ -19,157 +17,161 @@ from typing import Any
 
 import msgspec
 from vllm.sampling_params import RequestOutputKind
-from vllm.sampling_params import SamplingParams as VllmSamplingParams
-from vllm.utils import length_from_prompt_token_ids_or_embeds
 from vllm.v1.engine.core_client import MPClient
 
 from vllm_steer.capture.consumers.memory import STREAM, is_streamed
 from vllm_steer.capture.manager import CaptureManager
-from vllm_steer.capture.server_wide import with_captures
 from vllm_steer.config import SteeringConfig, from_vllm_config, rows_of_all_stages
 from vllm_steer.engine.capabilities import Capabilities
 from vllm_steer.errors import SteeringError
 from vllm_steer.metrics.collectors import start as start_metrics
-from vllm_steer.params import (
-    CAPTURE_KEY,
-    EXTRA_KEY,
-    FILE_KEY,
-    MODULES_KEY,
-    capture_specs,
-    program_bytes,
-    program_of,
-)
+from vllm_steer.params import capture_specs, program_of
 from vllm_steer.program.program_files import ProgramFileCache
 from vllm_steer.registry.directory import DirectoryStore
+from vllm_steer.registry.index import RegistryLimits
 from vllm_steer.registry.registry import SteeringRegistry
-from vllm_steer.registry.snapshot import RegistryLimits
-from vllm_steer.spec.references import MODULES_FIELD
 
-_RPC = "steering_capabilities"
-_KEPT = "_steering_served"
-_OPTIONS = "_steering_consumer_options"
 CONSUMERS_VARIABLE = "VLLM_STEER_CAPTURE_CONSUMERS"
-_REGISTRY = "_steering_registry_options"
 REGISTRY_VARIABLE = "VLLM_STEER_REGISTRY"
-NOT_ENABLED = (
-    "this engine was started without steering, so it would be ignored; start it with --enable-steering "
-    "(LLM(enable_steering=True))"
-)
+NOT_ENABLED = "the engine runs without steering; start it with --enable-steering or LLM(enable_steering=True)"
 NO_ROWS_OF_EARLIER_STAGES = (
-    "is not served: under pipeline parallelism, rows of earlier stages come out through vLLM's executor of local "
-    "processes only (distributed_executor_backend mp, no encoder-cache connector); use that, or tensor parallelism"
+    "not supported here: with pipeline parallelism, capture needs distributed_executor_backend mp and no encoder-cache "
+    "connector; use these, or tensor parallelism"
 )
+_CAPABILITIES_RPC = "steering_capabilities"
+_CONTEXT = "_steering_context"
+_CONSUMER_OPTIONS = "_steering_consumer_options"
+_REGISTRY_OPTIONS = "_steering_registry_options"
 
 
 class RegistryOptions(msgspec.Struct, frozen=True):
-    """Where modules are kept, and which there are from the start."""
+    """Where modules are stored, and which modules exist from the start."""
 
     folder: str | None = None
-    """None: in this process."""
+    """Folder of the registry; None keeps it in the memory of this process."""
     modules: dict[str, str] = {}
-    """Paths of safetensors files by name."""
+    """Paths of safetensors files by module name."""
     limits: RegistryLimits = RegistryLimits()
-    """How much there may be of them."""
+    """Largest number and size of modules."""
 
     @classmethod
     def of(cls, folder: str | Path | None, modules: Mapping[str, str | Path] | None) -> RegistryOptions:
-        """From what a user gives."""
+        """Return the options with paths as strings."""
         paths = {name: str(path) for name, path in (modules or {}).items()}
         return cls(None if folder is None else str(folder), paths)
 
 
 @dataclass(frozen=True)
 class EngineContext:
-    """What one engine client checks requests against, and hands captures to."""
+    """What one engine client checks requests against, and where its captures and modules are."""
 
     capabilities: Capabilities
-    desk: CaptureManager
+    capture_manager: CaptureManager
     registry: SteeringRegistry
     model_name: str = ""
-    """What metrics call the model, as vLLM's do."""
-    shelf: ProgramFileCache | None = None
-    """None where the engine's process may not see this one's files, or is this one."""
+    """The model's name in metrics, as in vLLM's."""
+    program_files: ProgramFileCache | None = None
+    """Files that pass large programs to the engine; None if the engine runs in this process or on another host."""
 
     def check(self, params: Any, prompt_len: int | None) -> None:
-        """Raise :class:`SteeringError` unless this engine serves these parameters exactly as asked."""
+        """Raise :class:`SteeringError` unless this engine serves ``params`` exactly as written.
+
+        Args:
+            params: Complete sampling parameters.
+            prompt_len: Length of the prompt in tokens; None if it is not tokenised yet.
+        """
         program, specs = program_of(params), capture_specs(params)
-        self.desk.check(specs)
+        self.capture_manager.check(specs)
         if program is not None:
             self.capabilities.check(program, prompt_len, None if prompt_len is None else params.max_tokens)
         for name, spec in specs:
             if is_streamed(name, spec) and params.output_kind != RequestOutputKind.DELTA:
                 raise SteeringError(
                     f"capture.{name}.{STREAM}",
-                    "rows come with the pieces of a stream: use AsyncLLM with output_kind=RequestOutputKind.DELTA",
+                    "rows are streamed with deltas only; use AsyncLLM with output_kind=RequestOutputKind.DELTA",
                 )
 
 
 def engine_context(llm_engine: Any) -> EngineContext | None:
-    """What an ``LLMEngine`` serves; None where steering is not enabled."""
-    kept = known_engine_context(llm_engine)
-    if kept is not None:
-        return kept
+    """Return the context of an ``LLMEngine``, or None if steering is not enabled."""
+    known = known_engine_context(llm_engine)
+    if known is not None:
+        return known
     config = from_vllm_config(llm_engine.vllm_config)
-    return None if config is None else _keep(llm_engine, llm_engine.collective_rpc(_RPC), config)
+    return None if config is None else _create(llm_engine, llm_engine.collective_rpc(_CAPABILITIES_RPC), config)
 
 
 async def ensure_engine_context(engine_client: Any) -> EngineContext | None:
-    """What an ``AsyncLLM`` serves; None where steering is not enabled."""
-    kept = known_engine_context(engine_client)
-    if kept is not None:
-        return kept
+    """Return the context of an ``AsyncLLM``, or None if steering is not enabled."""
+    known = known_engine_context(engine_client)
+    if known is not None:
+        return known
     config = from_vllm_config(engine_client.vllm_config)
-    return None if config is None else _keep(engine_client, await engine_client.collective_rpc(_RPC), config)
-
-
-def set_consumers(engine: Any, options: Mapping[str, Mapping[str, Any]]) -> None:
-    """Which consumers an engine client has beside ``memory``; to be called before it serves its first request."""
-    setattr(engine, _OPTIONS, options)
-
-
-def set_registry(engine: Any, options: RegistryOptions) -> None:
-    """Where an engine client keeps modules; to be called before it serves its first request."""
-    setattr(engine, _REGISTRY, options)
+    if config is None:
+        return None
+    return _create(engine_client, await engine_client.collective_rpc(_CAPABILITIES_RPC), config)
 
 
 def known_engine_context(engine: Any) -> EngineContext | None:
-    """What an engine client serves, if it has been asked before."""
-    return getattr(engine.input_processor, _KEPT, None)
+    """Return the context of an engine client if it exists already."""
+    return context_of(engine.input_processor)
 
 
-def _keep(engine: Any, reports: Any, config: SteeringConfig) -> EngineContext:
-    kept = known_engine_context(engine)
-    if kept is not None:
-        # Two first requests waited for the same answer.
-        return kept
-    no_capture = None if rows_of_all_stages(engine.vllm_config) else NO_ROWS_OF_EARLIER_STAGES
-    capabilities = Capabilities.merge(reports, config, no_capture, engine.vllm_config.num_speculative_tokens)
-    options = getattr(engine, _OPTIONS, None)
+def context_of(processor: Any) -> EngineContext | None:
+    """Return the context of the engine client of an input or output processor, or None without steering."""
+    return getattr(processor, _CONTEXT, None)
+
+
+def capture_manager_of(output_processor: Any) -> CaptureManager:
+    """Return the capture manager of the engine client of an output processor."""
+    context: EngineContext = getattr(output_processor, _CONTEXT)
+    return context.capture_manager
+
+
+def set_consumers(engine: Any, options: Mapping[str, Mapping[str, Any]]) -> None:
+    """Set the consumers of an engine client beside ``memory``. Call before the first request."""
+    setattr(engine, _CONSUMER_OPTIONS, options)
+
+
+def set_registry(engine: Any, options: RegistryOptions) -> None:
+    """Set where an engine client stores modules. Call before the first request."""
+    setattr(engine, _REGISTRY_OPTIONS, options)
+
+
+def _create(engine: Any, reports: Any, config: SteeringConfig) -> EngineContext:
+    """Create the context of an engine client from its workers' reports."""
+    known = known_engine_context(engine)
+    if known is not None:
+        # Two concurrent first requests waited for the same reports.
+        return known
+    vllm_config = engine.vllm_config
+    no_capture = None if rows_of_all_stages(vllm_config) else NO_ROWS_OF_EARLIER_STAGES
+    capabilities = Capabilities.merge(reports, config, no_capture, vllm_config.num_speculative_tokens)
+    options = getattr(engine, _CONSUMER_OPTIONS, None)
     if options is None:
-        # Set by the server's flag; API server processes inherit it.
+        # The server's flag sets the variable; API server processes inherit it.
         options = json.loads(os.environ.get(CONSUMERS_VARIABLE, "{}"))
-    served_name = engine.vllm_config.model_config.served_model_name
-    model = served_name if isinstance(served_name, str) else str(engine.vllm_config.model_config.model)
+    served_name = vllm_config.model_config.served_model_name
+    model = served_name if isinstance(served_name, str) else str(vllm_config.model_config.model)
     start_metrics({"model_name": (model,)})
-    served = EngineContext(
+    context = EngineContext(
         capabilities,
         CaptureManager(capabilities, model, options),
         _registry(engine, capabilities, model),
         model,
         ProgramFileCache() if _shares_files(engine) else None,
     )
-    setattr(engine.input_processor, _KEPT, served)
-    setattr(engine.output_processor, _KEPT, served)
-    # Where nobody closes it earlier: with the engine, or at the end of the process. Files of many requests are complete
-    # then, and not before.
-    weakref.finalize(engine, served.desk.let_go)
-    if served.shelf is not None:
-        weakref.finalize(engine, served.shelf.close)
-    return served
+    setattr(engine.input_processor, _CONTEXT, context)
+    setattr(engine.output_processor, _CONTEXT, context)
+    # Closes the consumers when the engine is deleted or the process exits, which completes files of several requests.
+    weakref.finalize(engine, context.capture_manager.close_from_finalizer)
+    if context.program_files is not None:
+        weakref.finalize(engine, context.program_files.close)
+    return context
 
 
 def _shares_files(engine: Any) -> bool:
-    """Whether every engine core of this client is another process of this host."""
+    """Return whether every engine core of this client is another process on this host."""
     if not isinstance(getattr(engine, "engine_core", None), MPClient):
         return False
     parallel = engine.vllm_config.parallel_config
@@ -179,87 +181,12 @@ def _shares_files(engine: Any) -> bool:
 
 
 def _registry(engine: Any, capabilities: Capabilities, model: str) -> SteeringRegistry:
-    options: RegistryOptions | None = getattr(engine, _REGISTRY, None)
+    options: RegistryOptions | None = getattr(engine, _REGISTRY_OPTIONS, None)
     if options is None:
-        # Set by the server's flags; API server processes inherit it.
+        # The server's flags set the variable; API server processes inherit it.
         options = msgspec.json.decode(os.environ.get(REGISTRY_VARIABLE, "{}"), type=RegistryOptions)
     store = None if options.folder is None else DirectoryStore(options.folder)
     registry = SteeringRegistry(capabilities, store, options.limits, model_name=model)
     for name, path in options.modules.items():
         registry.ensure_file(name, path)
     return registry
-
-
-def context_of(output_processor: Any) -> EngineContext | None:
-    """What the engine client serves that this output processor belongs to; None where steering is not enabled."""
-    return getattr(output_processor, _KEPT, None)
-
-
-def capture_manager_of(output_processor: Any) -> CaptureManager:
-    """The desk of the engine client that this output processor belongs to."""
-    served: EngineContext = getattr(output_processor, _KEPT)
-    return served.desk
-
-
-def admitted(served: EngineContext | None, params: Any) -> Any:
-    """A request's parameters with all that this engine client applies to it: global steering, the modules that it
-    names, the captures that are made of every request. A copy where there is any of that.
-
-    Raises :class:`SteeringError`.
-    """
-    if served is None or not isinstance(params, VllmSamplingParams):
-        return params
-    extra = params.extra_args or {}
-    composed = served.registry.admit(extra)
-    if composed is not extra:
-        params = copy.copy(params)
-        params.extra_args = composed
-    return with_captures(params, served.desk.server_wide) if served.desk.server_wide else params
-
-
-async def admitted_soon(engine_client: Any, params: Any) -> Any:
-    """As :func:`admitted`, in front of an ``AsyncLLM``; files are not read in its event loop."""
-    served = await ensure_engine_context(engine_client)
-    if served is not None and served.registry.is_stale():
-        await asyncio.to_thread(served.registry.snapshot)
-    return admitted(served, params)
-
-
-def check_params(params: Any, served: EngineContext | None, prompt_len: int | None = None) -> None:
-    """Raise :class:`SteeringError` unless these sampling parameters can be served exactly as asked."""
-    if program_bytes(params) is None:
-        return
-    if served is None:
-        raise SteeringError("steering", NOT_ENABLED)
-    served.check(params, prompt_len)
-
-
-def refuse_session(params: Any) -> None:
-    """Raise :class:`SteeringError` where a session of streaming input, or a piece of one, asks for anything of ours.
-
-    vLLM gives a session its id by a request that is none, the signal of its end, and sends its pieces, each of which
-    may have parameters of its own, past :func:`check_engine_request`.
-    """
-    extra = getattr(params, "extra_args", None) or {}
-    if any(key in extra for key in (EXTRA_KEY, CAPTURE_KEY, MODULES_KEY, FILE_KEY)):
-        raise SteeringError(
-            "steering",
-            "streaming input turns outputs into prompt, which steering does not define yet; send whole prompts",
-        )
-
-
-def check_engine_request(input_processor: Any, request: Any) -> None:
-    """The last check before a request leaves the front end; the prompt is tokenised by now."""
-    extra = getattr(request.sampling_params, "extra_args", None) or {}
-    if MODULES_KEY in extra:
-        raise SteeringError(MODULES_FIELD, NOT_ENABLED)
-    if FILE_KEY in extra:
-        raise SteeringError(f"extra_args.{FILE_KEY}", "is not for clients")
-    if program_bytes(request.sampling_params) is None:
-        if capture_specs(request.sampling_params):
-            raise SteeringError("extra_args.steer_capture", "comes without its program; use capture instead")
-        return
-    if request.resumable:
-        refuse_session(request.sampling_params)
-    prompt_len = length_from_prompt_token_ids_or_embeds(request.prompt_token_ids, request.prompt_embeds)
-    check_params(request.sampling_params, getattr(input_processor, _KEPT, None), prompt_len)

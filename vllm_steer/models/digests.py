@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which sources of a decoder-layer class its recipe was proven on.
+"""Digests of the source on which each recipe was proven.
 
-A recipe is a claim about what ``forward`` does with the residual stream, so it holds for the code that it was proven
-on and for no other. The digest of a class is that of its ``forward`` and of every method of its own that ``forward``
-calls, directly or not, and of the same of a submodule within which the recipe has a tap, as syntax: comments,
-docstrings, annotations and formatting play no part, and neither do the platform and the version of Python.
-``digests.json``, written by ``scripts/digests.py``, lists them by package and version.
+A recipe describes what ``forward`` does with the residual stream, so it holds only for the code on which it was proven.
+The digest of a class covers its ``forward``, every method of the class that ``forward`` calls, directly or indirectly,
+and the same methods of an inner class that contains a hook point. It is computed from the syntax tree: comments,
+docstrings, annotations and formatting do not count, nor do the platform and the version of Python. ``digests.json``,
+written by ``scripts/digests.py``, lists the digests by package and version.
 """
 
 from __future__ import annotations
@@ -21,81 +21,87 @@ from importlib import import_module
 from importlib.resources import files
 from typing import Any
 
-from vllm_steer.models.layers import INHERITED
-from vllm_steer.models.recipes import PROVEN, qualified_class
+from vllm_steer.models.recipe import qualified_name
+from vllm_steer.models.recipes import PROVEN, RECIPES
 
 FILE = "digests.json"
-WITHIN: Mapping[str, str] = {"vllm.model_executor.models.dbrx.DbrxBlock": "DbrxFusedNormAttention"}
-"""Layers that leave their first sum to a submodule: its class, of the same module as theirs."""
 
 
 class NoSourceError(Exception):
-    """The class has no Python source to be compared."""
+    """Raised when a class has no Python source to compare."""
 
 
-def digest_of(cls: type) -> str:
-    """SHA-256, in hex, of what ``cls`` does in ``forward``; raises :class:`NoSourceError`."""
+def digest_of(cls: type, inner_class: str = "") -> str:
+    """Return the SHA-256, in hex, of what ``cls`` does in ``forward``.
+
+    Args:
+        cls: A decoder-layer class.
+        inner_class: Name of another class in the same module whose ``forward`` counts as well.
+
+    Raises:
+        NoSourceError: The source of either class is not available.
+    """
     methods = _methods(cls)
-    within = WITHIN.get(f"{cls.__module__}.{cls.__qualname__}")
-    if within is not None:
-        inner = getattr(import_module(cls.__module__), within, None)
+    if inner_class:
+        inner = getattr(import_module(cls.__module__), inner_class, None)
         if inner is None:
-            raise NoSourceError(f"there is no {within} beside it")
-        methods |= {f"{within}.{name}": tree for name, tree in _methods(inner).items()}
-    seen = hashlib.sha256()
+            raise NoSourceError(f"its module has no {inner_class}")
+        methods |= {f"{inner_class}.{name}": tree for name, tree in _methods(inner).items()}
+    digest = hashlib.sha256()
     for name, tree in sorted(methods.items()):
-        seen.update(f"{name}\n".encode())
-        for word in _words(tree):
-            # Lengths keep neighbours apart.
-            seen.update(f"{len(word)}:{word}\n".encode())
-    return seen.hexdigest()
+        digest.update(f"{name}\n".encode())
+        for token in _tokens(tree):
+            # The length separates neighbouring tokens.
+            digest.update(f"{len(token)}:{token}\n".encode())
+    return digest.hexdigest()
 
 
 @cache
 def proven_digests() -> Mapping[str, Mapping[str, str]]:
-    """``{"vllm 0.32.0": {class: digest}}``: what the conformance tests ran on."""
+    """Return the digests that the conformance tests ran on: ``{"vllm 0.32.0": {class: digest}}``."""
     table: dict[str, dict[str, str]] = json.loads((files(__package__) / FILE).read_text())
     return table
 
 
 def why_unproven(cls: type) -> str | None:
-    """The reason why no recipe was proven on this very class, or None where it was."""
-    name = qualified_class(cls)
+    """Return why no recipe was proven on the source of ``cls``, or None if one was."""
+    name = qualified_name(cls)
     listed = {version: digests[name] for version, digests in proven_digests().items() if name in digests}
     if not listed:
-        return f"{name} is not among the layer classes that were proven"
+        return f"{name} is not a proven layer class"
     try:
-        found = digest_of(cls)
+        found = digest_of(cls, RECIPES[name].inner_class if name in RECIPES else "")
     except NoSourceError as error:
-        return f"{name} has no source that could be compared with the proven one ({error})"
+        return f"the source of {name} cannot be compared with the proven one ({error})"
     if found in listed.values():
         return None
-    return f"the source of {name}.forward is not the proven one (that of {', '.join(listed)})"
+    return f"the source of {name}.forward differs from the proven one ({', '.join(listed)})"
 
 
 def installed_digests() -> dict[str, dict[str, str]]:
-    """The digests of the classes whose recipe is proven, as they are in the packages installed here.
+    """Return the digests of the proven classes in the packages that are installed here.
 
-    Classes that cannot be imported here, such as those for another platform, are left out, unless their ``forward`` is
-    another class's.
+    A class that cannot be imported here, such as one for another platform, is omitted, unless its ``forward`` is
+    inherited from a class that can.
     """
     table: dict[str, dict[str, str]] = {}
-    for layer in sorted(PROVEN):
-        root, _, short = layer.partition(".models.")
-        package = layer.partition(".")[0]
+    for name in sorted(PROVEN):
+        recipe = RECIPES[name]
+        package = name.partition(".")[0]
         version = f"{package} {import_module(package).__version__.partition('+')[0]}"
-        for source in (layer, f"{root}.models.{INHERITED.get(short, short)}"):
-            module, _, name = source.rpartition(".")
+        for source in filter(None, (name, recipe.inherits)):
+            module, _, cls = source.rpartition(".")
             try:
-                table.setdefault(version, {})[layer] = digest_of(getattr(import_module(module), name))
+                digest = digest_of(getattr(import_module(module), cls), recipe.inner_class)
             except ImportError:
                 continue
+            table.setdefault(version, {})[name] = digest
             break
     return table
 
 
 def _methods(cls: type) -> dict[str, ast.AST]:
-    """``forward`` and the methods of ``cls`` that it reaches through ``self``, by name, as syntax trees."""
+    """Return the syntax trees, by name, of ``forward`` and of the methods that it reaches through ``self``."""
     found: dict[str, ast.AST] = {}
     wanted = ["forward"]
     while wanted:
@@ -114,7 +120,7 @@ def _methods(cls: type) -> dict[str, ast.AST]:
 
 
 def _own_function(cls: type, name: str) -> Any:
-    """The function that ``self.name`` is, or None where it is a submodule, a value, or torch's own."""
+    """Return the function ``self.name``, or None for a submodule, a value, or a function of torch."""
     for base in cls.__mro__:
         if name in base.__dict__:
             raw = base.__dict__[name]
@@ -144,7 +150,7 @@ def _normalised(source: str) -> ast.AST:
             node.values = [value for value in node.values if getattr(value, "value", None) != ""]
         body = getattr(node, "body", None)
         if isinstance(body, list):
-            # Docstrings, and other statements that are only a string.
+            # Drop docstrings and other statements that are only a string.
             node.body = [  # type: ignore[attr-defined]
                 statement
                 for statement in body
@@ -153,8 +159,8 @@ def _normalised(source: str) -> ast.AST:
     return tree
 
 
-def _words(node: Any) -> Iterator[str]:
-    """A tree as a stream of words. Fields that are empty are left out: newer Pythons add some."""
+def _tokens(node: Any) -> Iterator[str]:
+    """Yield the tokens of a tree, without empty fields: newer versions of Python add some."""
     if isinstance(node, ast.AST):
         yield f"({type(node).__name__}"
         for name in sorted(node._fields):
@@ -162,13 +168,13 @@ def _words(node: Any) -> Iterator[str]:
             if name in ("ctx", "kind", "type_comment") or value is None or value == []:
                 continue
             yield f".{name}"
-            yield from _words(value)
-        # A constant None is told from nothing by the name of its node.
+            yield from _tokens(value)
+        # The name of its node distinguishes a constant None from an absent field.
         yield ")"
     elif isinstance(node, list):
         yield "["
         for item in node:
-            yield from _words(item)
+            yield from _tokens(item)
         yield "]"
     else:
         yield f"{type(node).__name__} {node!a}"

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finding a model's decoder layers, and the recipe of each.
+"""Find the decoder layers of a loaded model and the recipe of each.
 
-The language model of a multimodal wrapper is searched, never a tower. The container is the one ``ModuleList`` as long
-as the text model has layers; its index is the layer's number over the whole model, also under pipeline parallelism,
-where other stages' layers are placeholders.
+Multimodal wrappers: only the language model is searched, never a tower. The container is the only ``ModuleList`` whose
+length is the number of decoder layers; an index in it is the layer's number in the whole model. Under pipeline
+parallelism the layers of other stages are placeholders in that list.
 """
 
 from __future__ import annotations
@@ -16,143 +16,162 @@ from torch import nn
 from vllm.model_executor.models.interfaces import supports_multimodal
 from vllm.model_executor.models.utils import PPMissingLayer
 
-from vllm_steer.models.branches import not_served
 from vllm_steer.models.digests import why_unproven
-from vllm_steer.models.layers import layer_count
-from vllm_steer.models.recipes import BY_LAYER, Recipe, qualified_class, qualified_name
-from vllm_steer.models.refused import REFUSED
-from vllm_steer.points import OPTIONAL_POINTS
+from vllm_steer.models.recipe import Recipe, qualified_name
+from vllm_steer.models.recipes import RECIPES
+from vllm_steer.models.unsupported import UNSUPPORTED
+from vllm_steer.points import OPTIONAL_POINTS, PointName
 
 ALLOW = "pass --steering-allow-unproven (SteeringConfig(allow_unproven=True))"
+_REFUSABLE: tuple[PointName, ...] = ("post_attn", *OPTIONAL_POINTS)
 
 
 class UnsupportedModelError(ValueError):
-    """This model cannot be steered; the message names the class and what is missing."""
+    """Raised when a model cannot be steered; the message names the class and the reason."""
 
 
 @dataclass(frozen=True)
-class Site:
+class DecoderLayer:
     """One decoder layer of this rank."""
 
     number: int
-    layer: nn.Module
+    module: nn.Module
     recipe: Recipe
+
+    def refusal(self, point: PointName, *, reading: bool, tensor_parallel: bool) -> str | None:
+        """Return why a point is refused on this layer, or None."""
+        reason = self.recipe.refusal(point, reading=reading, tensor_parallel=tensor_parallel)
+        return None if reason is None else reason.format(layer=type(self.module).__name__)
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """The decoder layers of this rank, and how many the whole model has."""
+    """The decoder layers of this rank, and the number of layers of the whole model."""
 
-    sites: tuple[Site, ...]
+    layers: tuple[DecoderLayer, ...]
     num_layers: int
     unproven: tuple[str, ...] = ()
-    """Why classes that are steered all the same were not proven, a sentence each; empty unless the user allows it."""
+    """Why layer classes are unproven, one sentence each; empty unless ``allow_unproven`` was given."""
 
     def refused(self, tensor_parallel: bool) -> dict[str, dict[str, str]]:
-        """Where edits are refused: ``{point: {layer number: reason}}``; what is not named is served, in an engine that
-        has the point."""
-        return {
-            "post_attn": self._reasons(lambda site: site.recipe.not_edited(site.layer)),
-            **self._branches(tensor_parallel),
-        }
+        """Return where edits are refused: ``{point: {layer number: reason}}``."""
+        return self._refusals(False, tensor_parallel)
 
     def unread(self, tensor_parallel: bool) -> dict[str, dict[str, str]]:
-        """Where reads are refused, in the same form."""
-        return {
-            "post_attn": self._reasons(lambda site: site.recipe.not_read(site.layer, tensor_parallel)),
-            **self._branches(tensor_parallel),
-        }
+        """Return where reads are refused, in the same form."""
+        return self._refusals(True, tensor_parallel)
 
-    def _branches(self, tensor_parallel: bool) -> dict[str, dict[str, str]]:
+    def _refusals(self, reading: bool, tensor_parallel: bool) -> dict[str, dict[str, str]]:
         return {
-            point: self._reasons(lambda site, point=point: not_served(point, site.recipe, site.layer, tensor_parallel))  # type: ignore[misc]
-            for point in OPTIONAL_POINTS
+            point: {
+                str(layer.number): reason
+                for layer in self.layers
+                if (reason := layer.refusal(point, reading=reading, tensor_parallel=tensor_parallel)) is not None
+            }
+            for point in _REFUSABLE
         }
-
-    def _reasons(self, why: Callable[[Site], str | None]) -> dict[str, str]:
-        reasons = ((str(site.number), why(site)) for site in self.sites)
-        return {number: reason for number, reason in reasons if reason is not None}
 
     def recipes(self) -> list[dict[str, Any]]:
-        """The recipes in use, each with the class and the numbers of its layers, in builtins."""
+        """Return the recipes in use as builtins, each with the class and the numbers of its layers."""
         found: dict[tuple[str, str, str | None], list[int]] = {}
-        for site in self.sites:
-            found.setdefault((qualified_name(site.layer), site.recipe.shape, site.recipe.mid), []).append(site.number)
+        for layer in self.layers:
+            key = qualified_name(type(layer.module)), layer.recipe.shape, layer.recipe.post_attn
+            found.setdefault(key, []).append(layer.number)
         return [{"layer": c, "stream": s, "mid": m, "layers": numbers} for (c, s, m), numbers in found.items()]
 
     @property
-    def own_layers(self) -> range:
-        """The numbers of this rank's layers: a pipeline stage has neighbouring ones."""
-        numbers = [site.number for site in self.sites]
+    def layer_range(self) -> range:
+        """Numbers of this rank's layers, which are consecutive on a pipeline stage."""
+        numbers = [layer.number for layer in self.layers]
         return range(min(numbers), max(numbers) + 1)
 
 
-def find_decoder(model: nn.Module, hf_text_config: Any, *, allow_unproven: bool = False) -> Decoder:
-    """All decoder layers with their recipes; raises :class:`UnsupportedModelError`.
+def layer_count(hf_text_config: Any) -> int:
+    """Return the number of decoder layers of a model.
 
-    ``allow_unproven``: take a class whose source is not the proven one, or a subclass of a class with a recipe.
+    LongCat counts its attentions, two per layer, in ``num_hidden_layers`` and its layers in ``num_layers``.
     """
-    name = type(model).__name__
-    root: Any = model.get_language_model() if supports_multimodal(model) else model  # type: ignore[operator]
+    hidden = int(hf_text_config.num_hidden_layers)
+    layers = getattr(hf_text_config, "num_layers", None)
+    return hidden // 2 if layers is not None and 2 * layers == hidden else hidden
+
+
+def find_decoder(model: nn.Module, hf_text_config: Any, *, allow_unproven: bool = False) -> Decoder:
+    """Return all decoder layers of this rank with their recipes.
+
+    Args:
+        model: The loaded model, or one on the meta device.
+        hf_text_config: The model's HF text configuration.
+        allow_unproven: Accept classes whose source differs from the proven one, and subclasses of registered classes.
+
+    Raises:
+        UnsupportedModelError: The model cannot be steered.
+    """
+
+    def refuse(problem: str) -> UnsupportedModelError:
+        return UnsupportedModelError(f"{type(model).__name__} cannot be steered{problem}")
+
     num_layers = layer_count(hf_text_config)
-    containers = [
+    layers = []
+    unproven: dict[str, None] = {}
+    for number, module in enumerate(_find_layers(model, num_layers, allow_unproven, refuse)):
+        if isinstance(module, PPMissingLayer):
+            continue
+        recipe = recipe_of(module, allow_unproven)
+        name = qualified_name(type(module))
+        if recipe is None:
+            raise refuse(f": no recipe for layer {number}, {name}{_override_hint([module])}")
+        if (doubt := why_unproven(type(module))) is not None:
+            if not allow_unproven:
+                raise refuse(
+                    f": {doubt}, so its hook points may be elsewhere. Install a proven version, or {ALLOW} to use the "
+                    "recipe unproven."
+                )
+            unproven[doubt] = None
+        if (reason := recipe.unsupported(module)) is not None:
+            raise refuse(f": {name} with {reason}")
+        layers.append(DecoderLayer(number, module, recipe.of(module)))
+    return Decoder(tuple(layers), num_layers, tuple(unproven))
+
+
+def _find_layers(
+    model: nn.Module, num_layers: int, allow_unproven: bool, refuse: Callable[[str], UnsupportedModelError]
+) -> nn.ModuleList:
+    """Return the list of decoder layers."""
+    root: Any = model.get_language_model() if supports_multimodal(model) else model  # type: ignore[operator]
+    candidates = [
         module for module in root.modules() if isinstance(module, nn.ModuleList) and len(module) == num_layers
     ]
-    # One per list of layers: some models keep the same layers in two lists.
-    known = list(
-        {
-            tuple(map(id, container)): container
-            for container in containers
-            if any(recipe_of(layer, allow_unproven) for layer in container)
-        }.values()
+    # Some models keep the same layers in two lists.
+    known = {
+        tuple(map(id, candidate)): candidate
+        for candidate in candidates
+        if any(recipe_of(layer, allow_unproven) for layer in candidate)
+    }
+    if len(known) > 1:
+        raise refuse(f": {len(known)} lists of {num_layers} decoder layers found, expected one")
+    for found in known.values():
+        return found
+    classes = {qualified_name(type(module)) for module in root.modules()}
+    for unsupported, why in UNSUPPORTED.items():
+        if unsupported in classes:
+            raise refuse(f" ({unsupported.rpartition('.')[2]}): {why}")
+    layers = [layer for candidate in candidates for layer in candidate]
+    names = ", ".join(sorted({qualified_name(type(layer)) for layer in layers}))
+    raise refuse(
+        f": no recipe for its decoder layers ({names or f'no list of {num_layers} layers found'})"
+        f"{_override_hint(layers)}. Start it without --enable-steering, or see docs/reference/architectures.md for the "
+        "proven architectures."
     )
-    if len(known) != 1:
-        seen = sorted({qualified_name(layer) for container in containers for layer in container})
-        modules = {qualified_name(module) for module in root.modules()}
-        for refused, why in REFUSED.items():
-            if refused in modules and not known:
-                raise UnsupportedModelError(f"{name} cannot be steered ({refused.rsplit('.', 1)[1]}): {why}")
-        raise UnsupportedModelError(
-            f"{name} cannot be steered: no recipe for its decoder layers"
-            + (f" ({', '.join(seen)})" if seen else f" (no list of {num_layers} layers found)")
-            + _how_to_allow([layer for container in containers for layer in container])
-            + ". Start it without --enable-steering, or see docs/reference/architectures.md for those that are proven."
-            if not known
-            else f"{name} cannot be steered: {len(known)} lists of {num_layers} decoder layers found, expected one"
-        )
-    sites = []
-    doubts: dict[str, None] = {}
-    for number, layer in enumerate(known[0]):
-        if isinstance(layer, PPMissingLayer):
-            continue
-        recipe = recipe_of(layer, allow_unproven)
-        if recipe is None:
-            raise UnsupportedModelError(
-                f"{name} cannot be steered: no recipe for layer {number}, {qualified_name(layer)}"
-                + _how_to_allow([layer])
-            )
-        doubt = why_unproven(type(layer))
-        if doubt is not None and not allow_unproven:
-            raise UnsupportedModelError(
-                f"{name} cannot be steered: {doubt}, and in other code hook points may be in other places. Install a "
-                f"version that is proven, or {ALLOW} to run on a recipe that nobody has proven."
-            )
-        if doubt is not None:
-            doubts[doubt] = None
-        reason = recipe.accepts(layer)
-        if reason is not None:
-            raise UnsupportedModelError(f"{name} cannot be steered: {qualified_name(layer)} with {reason}")
-        sites.append(Site(number, layer, recipe.of(layer)))
-    return Decoder(tuple(sites), num_layers, tuple(doubts))
 
 
 def recipe_of(layer: nn.Module, allow_unproven: bool) -> Recipe | None:
-    """The recipe of a layer's class; where unproven ones are allowed, else that of its nearest base class."""
+    """Return the recipe of a layer's class; if ``allow_unproven``, else that of its nearest registered base class."""
     classes = type(layer).__mro__ if allow_unproven else (type(layer),)
-    return next((BY_LAYER[name] for name in map(qualified_class, classes) if name in BY_LAYER), None)
+    return next((RECIPES[name] for name in map(qualified_name, classes) if name in RECIPES), None)
 
 
-def _how_to_allow(layers: Iterable[nn.Module]) -> str:
-    """Where the override would help: for a layer whose base class has a recipe."""
-    bases = sorted({recipe.layer for recipe in (recipe_of(layer, True) for layer in layers) if recipe is not None})
+def _override_hint(layers: Iterable[nn.Module]) -> str:
+    """Return the hint to ``allow_unproven`` if a base class of a layer has a recipe."""
+    bases = sorted({recipe.layer for layer in layers if (recipe := recipe_of(layer, True)) is not None})
     return f" (derived from {', '.join(bases)}: {ALLOW} to use its recipe unproven)" if bases else ""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Putting taps on decoder-layer instances, between loading and the first forward pass.
+"""Install taps on decoder-layer instances, between loading and the first forward pass.
 
-Only instances are touched: a drafter that shares the class is left alone. torch.compile traces what is installed here,
-so the wrappers are plain functions over tensors.
+Only instances are changed, so a drafter that shares the class keeps its own ``forward``. torch.compile traces the
+wrappers, which are plain functions over tensors.
 """
 
 from __future__ import annotations
@@ -14,71 +14,80 @@ from typing import Any
 
 from torch import nn
 
-from vllm_steer.models.branches import SUMMAND, not_served, place_of
-from vllm_steer.models.discovery import Decoder, Site, UnsupportedModelError
-from vllm_steer.models.layers import ENTRY, EXIT
-from vllm_steer.models.recipes import Branch
+from vllm_steer.models.discovery import Decoder, DecoderLayer, UnsupportedModelError
+from vllm_steer.models.recipe import BLOCK_INPUT, BLOCK_OUTPUT, SUMMAND, Recipe
 from vllm_steer.points import OPTIONAL_POINTS, POINT_NAMES, POINTS, PointName
 from vllm_steer.taps.tables import Tables
 from vllm_steer.taps.tap import Tap
 
 TAPS = "steering_taps"
-"""The name by which a layer has its taps."""
-OFFLOADED = (
-    "layer {number}, {layer}, cannot be steered: it has a forward of its own and not that of its class. vLLM's weight "
-    "offloading gives it one (--offload-group-size; --cpu-offload-gb with VLLM_WEIGHT_OFFLOADING_DISABLE_UVA=1), and "
-    "puts it back after each call, in the place of the taps. Leave that or --enable-steering out"
+"""Attribute of a layer that holds its taps."""
+_OFFLOADED = (
+    "layer {number}, {layer}, cannot be steered: vLLM's weight offloading replaces its forward (--offload-group-size; "
+    "--cpu-offload-gb with VLLM_WEIGHT_OFFLOADING_DISABLE_UVA=1) and would remove the taps. Disable weight offloading "
+    "or --enable-steering"
 )
-Stand = Callable[..., None]
-"""What is called with the summands of the stream at one place."""
+Forward = Callable[..., Any]
+TapCall = Callable[..., None]
+"""A function of the stream's summands at one location."""
 
 
 def install_taps(decoder: Decoder, tables: Tables) -> None:
-    """Install every tap of this rank's layers, at the points that the engine has. Raises
-    :class:`~vllm_steer.models.discovery.UnsupportedModelError` for layers that do not run their class's ``forward``."""
-    for site in decoder.sites:
-        if "forward" in vars(site.layer):
-            raise UnsupportedModelError(OFFLOADED.format(number=site.number, layer=type(site.layer).__name__))
-    for site in decoder.sites:
-        first = site.number * len(POINT_NAMES)
-        layer: Any = site.layer
+    """Install the taps of this rank's layers at the engine's points.
+
+    Raises:
+        UnsupportedModelError: A layer does not run the ``forward`` of its class.
+    """
+    for layer in decoder.layers:
+        if "forward" in vars(layer.module):
+            name = type(layer.module).__name__
+            raise UnsupportedModelError(_OFFLOADED.format(number=layer.number, layer=name))
+    for layer in decoder.layers:
+        first = layer.number * len(POINT_NAMES)
         taps = {name: Tap(tables, tables.column[first + POINTS[name].index]) for name in tables.points}
-        summands = _tap_outputs(site, taps)
-        forward = layer.forward
-        wrap = _pair_layer if site.recipe.shape == "pair" else _single_layer
-        mid_name = site.recipe.mid
-        post_attn = _with_branch(summands.get("attn_out"), taps["post_attn"])
-        post_block = _with_branch(summands.get("mlp_out"), taps["post_block"])
-        before: Stand = _both(taps["pre_attn"], post_attn) if mid_name == ENTRY else taps["pre_attn"]
-        after: Stand = _both(post_attn, post_block) if mid_name == EXIT else post_block
-        layer.forward = wrap(forward, before, after)
-        if site.recipe.branch is not None:
-            _read_branch(layer, forward, site.recipe.branch, taps["post_attn"])
-        if mid_name not in (None, ENTRY, EXIT):
-            mid: Any = layer.get_submodule(mid_name)
-            wrap_mid = _pair_mid if site.recipe.shape == "pair" else _single_mid
-            mid.forward = wrap_mid(mid.forward, post_attn)
+        _install(layer, taps)
         # Registered on the layer, so that the taps' buffers are the module's own and move with it.
-        layer.register_module(TAPS, nn.ModuleList(taps.values()))
+        layer.module.register_module(TAPS, nn.ModuleList(taps.values()))
 
 
-def _tap_outputs(site: Site, taps: Mapping[PointName, Tap]) -> dict[PointName, Tap]:
-    """Put those taps of branches that stand behind a submodule; the others, which stand at a summand, are returned."""
+def _install(layer: DecoderLayer, taps: Mapping[PointName, Tap]) -> None:
+    recipe = layer.recipe
+    module: Any = layer.module
+    forward: Forward = module.forward
+    pair = recipe.shape == "pair"
+    summands = _tap_branch_outputs(layer, taps)
+    post_attn = _with_branch(summands.get("attn_out"), taps["post_attn"])
+    post_block = _with_branch(summands.get("mlp_out"), taps["post_block"])
+    before: TapCall = _in_order(taps["pre_attn"], post_attn) if recipe.post_attn == BLOCK_INPUT else taps["pre_attn"]
+    after: TapCall = _in_order(post_attn, post_block) if recipe.post_attn == BLOCK_OUTPUT else post_block
+    module.forward = (_pair_layer if pair else _single_layer)(forward, before, after)
+    if recipe.parallel:
+        _read_parallel(module, forward, recipe, taps["post_attn"])
+    elif recipe.post_attn not in (None, BLOCK_INPUT, BLOCK_OUTPUT):
+        reader: Any = module.get_submodule(str(recipe.post_attn))
+        reader.forward = (_pair_mid if pair else _single_mid)(reader.forward, post_attn)
+
+
+def _tap_branch_outputs(layer: DecoderLayer, taps: Mapping[PointName, Tap]) -> dict[PointName, Tap]:
+    """Install the taps that follow a submodule; return those at a summand of the stream."""
     summands: dict[PointName, Tap] = {}
     for point in OPTIONAL_POINTS:
-        if point not in taps or not_served(point, site.recipe, site.layer) is not None:
+        if point not in taps or layer.recipe.refusal(point) is not None:
             continue
-        place = place_of(point, site.recipe, site.layer)
-        if place == SUMMAND:
+        location = _location(layer.recipe, point, layer.module)
+        if location == SUMMAND:
             summands[point] = taps[point]
         else:
-            module: Any = site.layer.get_submodule(place)
-            module.forward = _output(module.forward, taps[point])
+            module: Any = layer.module.get_submodule(location)
+            module.forward = _tap_output(module.forward, taps[point])
     return summands
 
 
-def _output(forward: Callable[..., Any], tap: Tap) -> Callable[..., Any]:
-    """What a submodule gives, ahead of everything that computes with it."""
+_location = Recipe.location
+
+
+def _tap_output(forward: Forward, tap: Tap) -> Forward:
+    """Wrap a submodule to tap its (first) output before any other module reads it."""
 
     def steered(*args: Any, **kwargs: Any) -> Any:
         out = forward(*args, **kwargs)
@@ -88,20 +97,28 @@ def _output(forward: Callable[..., Any], tap: Tap) -> Callable[..., Any]:
     return steered
 
 
-def _with_branch(branch: Tap | None, stream: Tap) -> Stand:
-    """The point on the stream, behind the one on the summand that the layer hands on beside the residual, if any."""
+def _with_branch(branch: Tap | None, stream: Tap) -> TapCall:
+    """Return a function that taps the branch, which is the summand beside the residual, and then the stream."""
     if branch is None:
         return stream
 
-    def stand(residual: Any, hidden: Any) -> None:
+    def tap(residual: Any, hidden: Any) -> None:
         branch(hidden)
         stream(residual, hidden)
 
-    return stand
+    return tap
 
 
-def _argument(forward: Callable[..., Any], name: str) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
-    """A getter for the argument ``name`` of ``forward``: families order their arguments differently."""
+def _in_order(first: TapCall, second: TapCall) -> TapCall:
+    def tap(*summands: Any) -> None:
+        first(*summands)
+        second(*summands)
+
+    return tap
+
+
+def _argument(forward: Forward, name: str) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
+    """Return a getter for the argument ``name`` of ``forward``: families order their arguments differently."""
     index = list(inspect.signature(forward).parameters).index(name)
 
     def get(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -110,17 +127,7 @@ def _argument(forward: Callable[..., Any], name: str) -> Callable[[tuple[Any, ..
     return get
 
 
-def _both(first: Stand, second: Stand) -> Stand:
-    """Two points at one place, in their order."""
-
-    def stand(*summands: Any) -> None:
-        first(*summands)
-        second(*summands)
-
-    return stand
-
-
-def _pair_layer(forward: Callable[..., Any], pre_attn: Stand, post_block: Stand) -> Callable[..., Any]:
+def _pair_layer(forward: Forward, pre_attn: TapCall, post_block: TapCall) -> Forward:
     hidden_of, residual_of = _argument(forward, "hidden_states"), _argument(forward, "residual")
 
     def steered(*args: Any, **kwargs: Any) -> Any:
@@ -130,27 +137,27 @@ def _pair_layer(forward: Callable[..., Any], pre_attn: Stand, post_block: Stand)
         else:
             pre_attn(residual, hidden)
         out = forward(*args, **kwargs)
-        # Some layers return more beside the two summands.
+        # Some layers return more than the two summands.
         post_block(out[1], out[0])
         return out
 
     return steered
 
 
-def _single_layer(forward: Callable[..., Any], pre_attn: Stand, post_block: Stand) -> Callable[..., Any]:
+def _single_layer(forward: Forward, pre_attn: TapCall, post_block: TapCall) -> Forward:
     hidden_of = _argument(forward, "hidden_states")
 
     def steered(*args: Any, **kwargs: Any) -> Any:
         pre_attn(hidden_of(args, kwargs))
         out = forward(*args, **kwargs)
-        # Some layers return more beside the stream; what is beside it is not part of it (Cohere's residual).
+        # Some layers return more than the stream (Cohere's residual), which is not part of it.
         post_block(out[0] if isinstance(out, tuple) else out)
         return out
 
     return steered
 
 
-def _pair_mid(forward: Callable[..., Any], post_attn: Stand) -> Callable[..., Any]:
+def _pair_mid(forward: Forward, post_attn: TapCall) -> Forward:
     def steered(x: Any, residual: Any) -> Any:
         post_attn(residual, x)
         return forward(x, residual)
@@ -158,7 +165,7 @@ def _pair_mid(forward: Callable[..., Any], post_attn: Stand) -> Callable[..., An
     return steered
 
 
-def _single_mid(forward: Callable[..., Any], post_attn: Stand) -> Callable[..., Any]:
+def _single_mid(forward: Forward, post_attn: TapCall) -> Forward:
     def steered(x: Any, *args: Any, **kwargs: Any) -> Any:
         post_attn(x)
         return forward(x, *args, **kwargs)
@@ -166,28 +173,28 @@ def _single_mid(forward: Callable[..., Any], post_attn: Stand) -> Callable[..., 
     return steered
 
 
-def _read_branch(layer: Any, forward: Callable[..., Any], branch: Branch, post_attn: Tap) -> None:
-    """Read a parallel block's input plus its attention branch, which the block itself never adds up alone.
+def _read_parallel(layer: Any, forward: Forward, recipe: Recipe, post_attn: Tap) -> None:
+    """Wrap a parallel block to read its input plus its attention branch, which the block never sums by itself.
 
-    The input is a tensor that the tap at ``pre_attn`` edits in place before attention runs. The op's schema says that
-    this tap writes to it too; it never does, since edits are refused here.
+    The tap at ``pre_attn`` has edited that input in place before attention runs. The op's schema declares a write to
+    the sum, but edits are refused here, so none happens.
     """
-    attention: Any = getattr(layer, branch.module)
+    attention: Any = getattr(layer, recipe.attn_out)
     tapped, attend = layer.forward, attention.forward
-    # Of the layer's own forward: what wraps it takes anything.
+    # Read from the layer's own forward, since the signature of its wrapper is generic.
     hidden_of = _argument(forward, "hidden_states")
-    entered: list[Any] = []
+    inputs: list[Any] = []
 
     @functools.wraps(forward)
-    def entering(*args: Any, **kwargs: Any) -> Any:
-        entered.append(hidden_of(args, kwargs))
+    def remember_input(*args: Any, **kwargs: Any) -> Any:
+        inputs.append(hidden_of(args, kwargs))
         out = tapped(*args, **kwargs)
-        entered.clear()
+        inputs.clear()
         return out
 
     def read(*args: Any, **kwargs: Any) -> Any:
         out = attend(*args, **kwargs)
-        post_attn(entered[-1], branch.added(out))
+        post_attn(inputs[-1], recipe.attn_value(out))
         return out
 
-    layer.forward, attention.forward = entering, read
+    layer.forward, attention.forward = remember_input, read

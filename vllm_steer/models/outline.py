@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model without its weights: its modules on the meta device, from its configuration alone.
+"""Build a model on the meta device, from its configuration only, and report what an engine would serve.
 
-``python -m vllm_steer.models.outline`` reads a JSON object with ``model`` (a local folder with ``config.json``),
-``steering`` (a :class:`~vllm_steer.config.SteeringConfig`) and ``engine`` (arguments of ``EngineArgs``) from standard
-input, and prints the facts in which a worker reports what it serves. It is a process of its own, since vLLM can build a
-model in a process that is set up for it only.
+``python -m vllm_steer.models.outline`` reads a JSON object from standard input, with ``model`` (a local folder with
+``config.json``), ``steering`` (fields of :class:`~vllm_steer.config.SteeringConfig`) and ``engine`` (arguments of
+``EngineArgs``). It prints the facts in the form in which a worker reports them. It runs in its own process because vLLM
+initialises process-wide state to build a model.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 MARK = "vllm_steer.outline: "
-"""Stands ahead of the answer: vLLM and others print to standard output too."""
+"""Prefix of the line with the answer: vLLM prints to standard output as well."""
 
 
 def outline(model: str, steering: Mapping[str, Any], engine: Mapping[str, Any]) -> dict[str, Any]:
-    """The facts; ``problem`` says why the model cannot be served, where it cannot."""
+    """Return the facts; ``problem`` is the reason if the model cannot be served."""
     import vllm
 
     from vllm_steer.config import SteeringConfig
@@ -31,7 +31,7 @@ def outline(model: str, steering: Mapping[str, Any], engine: Mapping[str, Any]) 
         facts["architecture"] = next(iter(architectures_of(model)), None)
         _fill(facts, model, SteeringConfig.parse(dict(steering)), engine)
     except Exception as error:
-        # Whatever vLLM raises on the way to the model is what a user would see at start, and is the answer here.
+        # Anything that vLLM raises here would also stop the engine from starting, so it is the answer.
         facts["problem"] = " ".join(str(error).split()) or type(error).__name__
     return facts
 
@@ -50,7 +50,7 @@ def _fill(facts: dict[str, Any], model: str, config: Any, engine: Mapping[str, A
         skip_tokenizer_init=True,
         enforce_eager=True,
         load_format="dummy",
-        # What is quantised plays no part in where the stream is, and not every machine can hold every format.
+        # Quantisation does not affect where the stream is, and not every machine supports every format.
         hf_overrides=_unquantised,
         **engine,
     )
@@ -61,10 +61,10 @@ def _fill(facts: dict[str, Any], model: str, config: Any, engine: Mapping[str, A
     facts["hidden_size"] = model_config.get_hidden_size()
     facts["max_model_len"] = model_config.max_model_len
     facts["dtype"] = str(model_config.dtype).removeprefix("torch.")
-    module = _on_meta(vllm_config)
+    module = _build_on_meta(vllm_config)
     facts["model_class"] = type(module).__name__
     decoder = find_decoder(module, model_config.hf_text_config, allow_unproven=config.allow_unproven)
-    # An outline has one rank.
+    # The outline is built for a single rank.
     facts["refused"], facts["unread"] = decoder.refused(tensor_parallel=False), decoder.unread(tensor_parallel=False)
     facts["recipes"] = decoder.recipes()
     facts["unproven"] = list(decoder.unproven)
@@ -81,7 +81,7 @@ def _fill(facts: dict[str, Any], model: str, config: Any, engine: Mapping[str, A
 
 
 def import_architecture(model: str) -> None:
-    """Hand vLLM the class that a model names: to look at one that it knows by name only, it starts a process."""
+    """Register the classes of a model's architectures; vLLM starts a process to inspect classes known only by name."""
     from vllm import ModelRegistry
 
     for name in architectures_of(model):
@@ -95,7 +95,7 @@ def import_architecture(model: str) -> None:
 
 
 def architectures_of(model: str) -> list[str]:
-    """The architectures that a model's configuration names."""
+    """Return the architectures that the model's ``config.json`` names."""
     return json.loads((Path(model) / "config.json").read_text()).get("architectures") or []
 
 
@@ -106,7 +106,7 @@ def _unquantised(hf_config: Any) -> Any:
     return hf_config
 
 
-def _on_meta(vllm_config: Any) -> Any:
+def _build_on_meta(vllm_config: Any) -> Any:
     import torch
     from vllm.config import set_current_vllm_config
     from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
@@ -121,8 +121,8 @@ def _on_meta(vllm_config: Any) -> Any:
 
 
 def main() -> None:
-    asked = json.load(sys.stdin)
-    print(MARK + json.dumps(outline(asked["model"], asked["steering"], asked["engine"])))
+    request = json.load(sys.stdin)
+    print(MARK + json.dumps(outline(request["model"], request["steering"], request["engine"])))
 
 
 if __name__ == "__main__":

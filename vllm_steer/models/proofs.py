@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was proven of a layer class, on which architecture and how: ``proofs.json``, written by ``make conformance``.
-
-The file holds ``{"vllm": version, "rows": [row, ...]}``. Without it, or without a row for a class, there is no record.
-"""
+"""Record of the proofs in ``proofs.json``, which ``make conformance`` writes: how each layer class was proven."""
 
 from __future__ import annotations
 
@@ -16,30 +13,31 @@ FILE = "proofs.json"
 
 
 class Proof(msgspec.Struct, frozen=True):
-    """One model of ``tests/conformance``: its architecture, the names of its layer classes, and how far it was off.
-
-    ``proof`` names the kind; ``value`` is the largest relative distance of a row, ``cause`` the largest difference of
-    a log-probability under edits, both of a run in ``dtype``.
-    """
+    """Proof of one model of ``tests/conformance``."""
 
     architecture: str
     layers: tuple[str, ...]
+    """Names of its layer classes."""
     proof: str
+    """Kind of evidence."""
     value: float | None = None
+    """Largest relative distance of a captured row."""
     cause: float | None = None
+    """Largest difference of a log-probability under an edit."""
     dtype: str = "float32"
 
 
 class Record(msgspec.Struct, frozen=True):
-    """The file: the version of vLLM that the rows are about, and the rows."""
+    """Contents of the file."""
 
     vllm: str
+    """Version of vLLM that the proofs are about."""
     rows: tuple[Proof, ...]
 
 
 @cache
 def all_proofs() -> tuple[str | None, tuple[Proof, ...]]:
-    """The vLLM version of the record and its rows; None and nothing where there is no record."""
+    """Return the vLLM version of the record and its proofs; ``(None, ())`` if there is no record."""
     path = files(__package__) / FILE
     if not path.is_file():
         return None, ()
@@ -48,7 +46,7 @@ def all_proofs() -> tuple[str | None, tuple[Proof, ...]]:
 
 
 def proofs_of(architecture: str | None, layer_classes: Iterable[str]) -> list[Proof]:
-    """The rows of an architecture, or, where it has none, those of its layer classes on other architectures."""
+    """Return the proofs of an architecture or, if it has none, those of its layer classes in other architectures."""
     names = {name.rpartition(".")[2] for name in layer_classes}
-    about = [row for row in all_proofs()[1] if names & set(row.layers)]
-    return [row for row in about if row.architecture == architecture] or about
+    same_layers = [row for row in all_proofs()[1] if names & set(row.layers)]
+    return [row for row in same_layers if row.architecture == architecture] or same_layers

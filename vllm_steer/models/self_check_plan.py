@@ -1,28 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The check of an engine's taps on its own model, before it serves: which requests to run, and what must come of them.
+"""Plan of the self-check at engine start: which requests to run on the model itself, and what they must return.
 
-Two requests that differ in their first token are run plain, and all sites are read. Call one's streams O and the
-other's D. Then, for every layer and every point but the last, the first request is run again with ``D - O`` added at
-that point to each of its tokens: the stream there is now D, so the next point of the layer must read D too, whatever
-the layer computes between the two. Checked are
+Two requests that differ in their first token are run plain, and all sites are read; call the streams of the first B
+(base) and of the second D (donor). Then, for every layer and every point but the last, the first request is run again
+with ``D - B`` added at that point to each of its tokens. The stream there is now D, so the next point of the layer must
+read D too, whatever the layer computes between the two (activation patching). Checked are
 
-* **reached**: every site stored a finite row. The arena is filled with NaN before a step, so a tap that did not run,
-  as of a layer that is skipped or that runs along another path, is seen.
-* **joined**: ``post_block(i)`` reads what ``pre_attn(i + 1)`` reads. Taps on other layers than they say are seen.
-* **cause**: from point to point of each layer, ``D - O`` added at one makes the next read D: the branch between them
-  was computed from the edited stream, and the stream is that plus the branch. An edit behind the norm that the branch
-  starts from, one summand read for two, a tap that runs twice and two points in the wrong order are seen.
-* **branches**, where the engine has points on them: ``x_mid - x_in`` is what ``attn_out`` reads and ``x_out - x_mid``
-  what ``mlp_out`` reads; the stream of D makes the branch that of D, and so does the MLP's input; and what is added to
-  a branch, the stream behind it has more.
+* **reached**: every site stored a finite row. The arena is filled with NaN before a step, so a tap that did not run
+  (a skipped layer, another code path) is detected.
+* **joined**: ``post_block(i)`` reads what ``pre_attn(i + 1)`` reads. Detects taps on other layers than they claim.
+* **cause**: within each layer, ``D - B`` added at one point makes the next read D: the branch between them was computed
+  from the edited stream, and the stream is that plus the branch. Detects an edit after the norm at which the branch
+  starts, one summand read instead of the sum, a tap that runs twice, and two points in the wrong order.
+* **branches**, if the engine has points on them: ``x_mid - x_in`` is what ``attn_out`` reads and ``x_out - x_mid`` what
+  ``mlp_out`` reads; the stream of D makes the branch that of D, and so does the MLP's input; what is added to a branch
+  is added to the stream after it.
 
-It runs on the path that serves (compiled code, CUDA graphs, quantised weights, adapters of the platform), through
-programs, tables and capture as requests do. Each rank judges the layers that it has.
+The check uses the serving path (compiled code, CUDA graphs, quantised weights, platform kernels) and goes through
+programs, tables and capture as requests do. Each rank judges its own layers.
 
-What it cannot see: what is wrong in both requests alike by the same amount, as a constant left out of the stream; a
-branch that differs between the two by less than the noise of the dtype (the log says how many steps were conclusive);
-anything ahead of the first ``pre_attn`` or behind the last ``post_block``; whether tensor-parallel ranks agree; and
-whether the model is the one that HF Transformers has. That is what ``tests/conformance`` is for.
+It cannot detect an error that is the same in both requests, such as a constant missing from the stream; a branch that
+differs between the two by less than the noise of the dtype (the log reports how many hops were conclusive); anything
+before the first ``pre_attn`` or after the last ``post_block``; disagreement of tensor-parallel ranks; or a model that
+differs from HF Transformers. ``tests/conformance`` covers these.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from vllm_steer.spec import CaptureSpec, Edit
 from vllm_steer.spec.edit import LayersInput
 
 TOKENS = 3
-"""Tokens of each request. All but the first are equal in both requests, so that what a model computes from the token
-itself and not from the stream (per-layer embeddings, hashed routing) is equal too."""
+"""Tokens of each request. All but the first are equal in both requests, and so is whatever a model computes from the
+token itself and not from the stream (per-layer embeddings, hashed routing)."""
 
 NEEDED: Mapping[str, int] = {
     "max_rows": TOKENS,
@@ -50,27 +50,29 @@ NEEDED: Mapping[str, int] = {
     "max_segments": TOKENS + 1,
     "capture_rows": TOKENS,
 }
-"""What one request of the check takes of an engine's limits, at least."""
+"""Minimum of each engine limit that one request of the check needs."""
 
 Rows = npt.NDArray[np.float64]
-Place = tuple[PointName, int]
-Streams = Mapping[Place, Rows]
-"""Rows ``[TOKENS, hidden]`` by point and layer."""
+Site = tuple[PointName, int]
+"""Point and layer."""
+Streams = Mapping[Site, Rows]
+"""Rows ``[TOKENS, hidden]`` by site."""
 
 
 class SelfCheckError(ValueError):
-    """The taps are not where they should be; the message names layer and point."""
+    """Raised when a tap is in the wrong place; the message names point and layer."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """One request: the two are told apart by ``donor``; ``edits`` and ``reads`` may be empty."""
+    """One request of the check: the base or the donor, optionally with edits and reads."""
 
     donor: bool
     edits: tuple[Edit, ...] = ()
-    reads: tuple[Place, ...] = ()
+    reads: tuple[Site, ...] = ()
 
     def captures(self) -> list[CaptureSpec]:
+        """Return the capture specs for ``reads``."""
         hooks: dict[PointName, LayersInput] = {}
         for point in POINTS:
             if layers := [layer for name, layer in self.reads if name == point]:
@@ -80,88 +82,102 @@ class Probe:
 
 @dataclass(frozen=True)
 class Hop:
-    """From one point of a layer to another that is served there: what is D at ``source`` makes ``target`` D.
+    """A step from one site of a layer to another: the donor's rows at ``source`` make ``target`` the donor's.
 
-    ``adds``: only the branch is D then, and ``target`` is O and what the branch has more.
+    ``adds``: only the branch becomes the donor's, so ``target`` is the base plus the change of the branch.
     """
 
-    source: Place
-    target: Place
+    source: Site
+    target: Site
     adds: bool = False
 
-    def wanted(self, own: Streams, donor: Streams) -> Rows:
-        """What ``target`` must read."""
-        return own[self.target] + donor[self.source] - own[self.source] if self.adds else donor[self.target]
+    def expected(self, base: Streams, donor: Streams) -> Rows:
+        """Return what ``target`` must read."""
+        return base[self.target] + donor[self.source] - base[self.source] if self.adds else donor[self.target]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """How many hops there were, and on how many the two requests differed by more than noise."""
+    """Number of hops, and number of hops on which the two requests differed by more than noise."""
 
     hops: int
     conclusive: int
 
 
-def token_ids(vocab_size: int, donor: bool) -> list[int]:
-    """The prompt of one of the two requests: ordinary tokens, away from the special ones at a vocabulary's ends."""
+def prompt_of(vocab_size: int, donor: bool) -> list[int]:
+    """Return the prompt of one request: ordinary tokens, away from the special ones at the ends of the vocabulary."""
     return [vocab_size * (2 if donor else 1) // 7, *(vocab_size * (3 + n) // 7 for n in range(TOKENS - 1))]
 
 
-def hops_of(places: Sequence[Place]) -> list[Hop]:
-    """The hops within the layers of ``places``, which are in order of computation."""
+def served_sites(
+    points: Sequence[PointName], layers: Iterable[int], refused: Mapping[str, Mapping[str, str]]
+) -> list[Site]:
+    """Return the sites of these layers that are not refused, in order of computation."""
+    return [(point, n) for n in sorted(layers) for point in points if str(n) not in refused.get(point, {})]
+
+
+def _by_layer(sites: Sequence[Site]) -> Iterator[tuple[int, list[PointName], list[PointName]]]:
+    """Yield each layer with its points and those of them that are on the stream."""
+    for layer, group in groupby(sites, lambda site: site[1]):
+        points = [point for point, _ in group]
+        yield layer, points, [point for point in points if not POINTS[point].optional]
+
+
+def hops_of(sites: Sequence[Site]) -> list[Hop]:
+    """Return the hops within the layers of ``sites``, which are in order of computation."""
     hops: list[Hop] = []
-    for layer, here in groupby(places, lambda place: place[1]):
-        points = [point for point, _ in here]
-        stream = [point for point in points if not POINTS[point].optional]
+    for layer, points, stream in _by_layer(sites):
         pairs = [(a, b, False) for a, b in pairwise(stream)]
         if "attn_out" in points:
             pairs += [("pre_attn", "attn_out", False), ("attn_out", stream[1], True)]
         if "mlp_out" in points:
             pairs += [("mlp_out", "post_block", True)]
-        # Beside attention, the MLP computes on the block's input.
-        into = [
-            point
-            for point in ("post_attn" if "post_attn" in points else "pre_attn", "mlp_in", "mlp_out")
-            if point in points
-        ]
-        pairs += [(a, b, False) for a, b in pairwise(into)]
+        # In a parallel block the MLP reads the block's input.
+        mlp_source: PointName = "post_attn" if "post_attn" in points else "pre_attn"
+        mlp: list[PointName] = [point for point in (mlp_source, "mlp_in", "mlp_out") if point in points]
+        pairs += [(a, b, False) for a, b in pairwise(mlp)]
         hops += [Hop((a, layer), (b, layer), adds) for a, b, adds in pairs]
     return hops
 
 
-_HOPS_FROM: Mapping[PointName, int] = {"pre_attn": 3, "post_attn": 2}
-"""Most hops from one place, where an engine has points on the branches; else and elsewhere there is one."""
+_MAX_HOPS: Mapping[PointName, int] = {"pre_attn": 3, "post_attn": 2}
+"""Most hops from one site if the engine has points on the branches; otherwise, and from other sites, there is one."""
 
 
-def slots(every: Sequence[Place], hops: Sequence[Hop]) -> list[Hop | None]:
-    """``hops`` among as many places as there are for every rank of an engine, whichever points its layers serve.
+def aligned_hops(every: Sequence[Site], hops: Sequence[Hop]) -> list[Hop | None]:
+    """Pad ``hops`` to a list of the same length on every rank, whichever points the rank's layers serve.
 
-    ``every``: all sites of the whole model. None where a rank has no hop.
+    Args:
+        every: All sites of the whole model.
+        hops: The hops of this rank.
+
+    Returns:
+        The hops, with None wherever another rank may have a hop and this one has not.
     """
-    several = _HOPS_FROM if any(POINTS[point].optional for point, _ in every) else {}
-    by_source: dict[Place, list[Hop | None]] = {}
+    limits = _MAX_HOPS if any(POINTS[point].optional for point, _ in every) else {}
+    by_source: dict[Site, list[Hop | None]] = {}
     for hop in hops:
         by_source.setdefault(hop.source, []).append(hop)
     found: list[Hop | None] = []
-    for place in every:
-        here = by_source.get(place, [])
-        found += [*here, *[None] * (several.get(place[0], 1) - len(here))]
+    for site in every:
+        here = by_source.get(site, [])
+        found += [*here, *[None] * (limits.get(site[0], 1) - len(here))]
     return found
 
 
-def plain_probes(places: Sequence[Place], size: int) -> list[Probe]:
-    """Both requests, reading everywhere: several of each where one may only read ``size`` sites."""
+def plain_probes(sites: Sequence[Site], size: int) -> list[Probe]:
+    """Return both requests without edits, reading all ``sites``; several of each if one may read only ``size``."""
     return [
-        Probe(donor, reads=tuple(places[start : start + size]))
-        for start in range(0, len(places), size)
+        Probe(donor, reads=tuple(sites[start : start + size]))
+        for start in range(0, len(sites), size)
         for donor in (False, True)
     ]
 
 
-def hop_probe(hop: Hop, own: Streams, donor: Streams) -> Probe:
-    """The first request with the other's stream at ``hop.source``."""
+def hop_probe(hop: Hop, base: Streams, donor: Streams) -> Probe:
+    """Return the base request with the donor's stream at ``hop.source``."""
     point, layer = hop.source
-    changes = (donor[hop.source] - own[hop.source]).astype(np.float32)
+    changes = (donor[hop.source] - base[hop.source]).astype(np.float32)
     edits = tuple(
         Edit(kind="add", point=point, layers=layer, vector=change, tokens=[position])
         for position, change in enumerate(changes)
@@ -170,57 +186,65 @@ def hop_probe(hop: Hop, own: Streams, donor: Streams) -> Probe:
     return Probe(donor=False, edits=edits, reads=(hop.target,))
 
 
-def check_plain(places: Sequence[Place], own: Streams, donor: Streams, epsilon: float) -> None:
-    """Raise :class:`SelfCheckError` unless every site was reached and neighbouring layers join."""
-    for place in places:
-        if not all(np.isfinite(rows[place]).all() for rows in (own, donor)):
-            _fail(place, "stored no finite row: its tap did not run in a forward pass, or the stream itself overflows")
-    present = set(places)
-    for point, layer in places:
-        after: Place = ("pre_attn", layer + 1)
-        if point == "post_block" and after in present:
-            for rows in (own, donor):
-                far = _length(rows[(point, layer)] - rows[after])
-                if (far > _noise(epsilon, rows[after])).any():
-                    _fail(after, f"does not read the stream that post_block of layer {layer} reads, which it must be")
-    for before, branches, stream in _sums_of(places):
-        for rows in (own, donor):
-            far = _length(rows[stream] - rows[before] - sum(rows[branch] for branch in branches))
-            if (far > _noise(epsilon, rows[before], rows[stream])).any():
+def check_plain(sites: Sequence[Site], base: Streams, donor: Streams, epsilon: float) -> None:
+    """Check the requests without edits: every site was reached, neighbouring layers join, branches add up.
+
+    Raises:
+        SelfCheckError: A tap is in the wrong place.
+    """
+    for site in sites:
+        if not all(np.isfinite(rows[site]).all() for rows in (base, donor)):
+            _fail(site, "stored no finite row: its tap did not run in a forward pass, or the stream itself overflows")
+    for layer in (n for point, n in sites if point == "post_block" and ("pre_attn", n + 1) in sites):
+        after: Site = ("pre_attn", layer + 1)
+        for rows in (base, donor):
+            distance = _length(rows["post_block", layer] - rows[after])
+            if (distance > _noise(epsilon, rows[after])).any():
+                _fail(after, f"does not read the stream that post_block of layer {layer} reads, although they are one")
+    for before, branches, stream in _sums_of(sites):
+        for rows in (base, donor):
+            distance = _length(rows[stream] - rows[before] - sum(rows[branch] for branch in branches))
+            if (distance > _noise(epsilon, rows[before], rows[stream])).any():
                 names = " and ".join(branch for branch, _ in branches)
                 _fail(
                     branches[0],
-                    f"{_name(stream)} is not {_name(before)} and what {names} reads: off by {far.max():.3g}",
+                    f"{_name(stream)} is not {_name(before)} plus what {names} reads: off by {distance.max():.3g}",
                 )
 
 
-def _sums_of(places: Sequence[Place]) -> Iterator[tuple[Place, list[Place], Place]]:
-    """The stream at one point, what is added to it, and the stream at the next."""
-    for layer, here in groupby(places, lambda place: place[1]):
-        points = [point for point, _ in here]
-        stream = [point for point in points if not POINTS[point].optional]
+def _sums_of(sites: Sequence[Site]) -> Iterator[tuple[Site, list[Site], Site]]:
+    """Yield the stream at one point, the branches added to it, and the stream at the next point."""
+    added_before: Mapping[PointName, PointName] = {"post_attn": "attn_out", "post_block": "mlp_out"}
+    for layer, points, stream in _by_layer(sites):
         for before, after in pairwise(stream):
-            added: dict[PointName, PointName] = {"post_attn": "attn_out", "post_block": "mlp_out"}
-            between = [added[p] for p in added if POINTS[before].index < POINTS[p].index <= POINTS[after].index]
-            if all(point in points for point in between):
-                yield (before, layer), [(point, layer) for point in between], (after, layer)
+            between = [
+                branch
+                for point, branch in added_before.items()
+                if POINTS[before].index < POINTS[point].index <= POINTS[after].index
+            ]
+            if all(branch in points for branch in between):
+                yield (before, layer), [(branch, layer) for branch in between], (after, layer)
 
 
-def check_hops(hops: Sequence[Hop], got: Sequence[Rows], own: Streams, donor: Streams, epsilon: float) -> Verdict:
-    """``got``: what each hop's target read. Raises :class:`SelfCheckError` for the first that is not D."""
+def check_hops(hops: Sequence[Hop], got: Sequence[Rows], base: Streams, donor: Streams, epsilon: float) -> Verdict:
+    """Check what the target of each hop read (``got``).
+
+    Raises:
+        SelfCheckError: A target did not read what is expected; the message names the first one.
+    """
     conclusive = 0
     for hop, rows in zip(hops, got, strict=True):
-        wanted, missed = hop.wanted(own, donor), own[hop.target]
+        expected, missed = hop.expected(base, donor), base[hop.target]
         if not any(POINTS[point].optional for point, _ in (hop.source, hop.target)):
-            # The stream at the target has the change in any case; what may miss it is the branch between.
-            missed = missed + donor[hop.source] - own[hop.source]
-        change, error = _length(wanted - missed), _length(rows - wanted)
-        noise = _noise(epsilon, own[hop.source], donor[hop.source], wanted)
+            # The stream at the target carries the change in any case; the branch between may miss it.
+            missed = missed + donor[hop.source] - base[hop.source]
+        change, error = _length(expected - missed), _length(rows - expected)
+        noise = _noise(epsilon, base[hop.source], donor[hop.source], expected)
         telling = np.maximum(change, error) > 2 * noise
         wrong = ~(error <= noise + 0.25 * change)
         conclusive += bool((change > 2 * noise)[1:].any())
-        # All of them: rounding may send single tokens to other experts. The first token alone accuses nobody, since a
-        # model may add something for the token itself; but where it is right, the tap is.
+        # Fail only if all telling tokens are wrong: rounding may route single tokens to other experts. The first token
+        # alone is no evidence, since a model may add something for the token itself; if it is right, the tap is.
         if telling[1:].any() and wrong[telling].all():
             _fail(
                 hop.source,
@@ -231,14 +255,17 @@ def check_hops(hops: Sequence[Hop], got: Sequence[Rows], own: Streams, donor: St
     return Verdict(len(hops), conclusive)
 
 
-def check_codes(tapped: Sequence[Rows], plain: Sequence[Rows], epsilon: float) -> None:
-    """``tapped``: last hidden states of both requests from the model with its taps, and ``plain`` from that without.
-    Raises :class:`SteeringError` unless one code computes what the other does, but for rounding."""
+def check_plain_code(tapped: Sequence[Rows], plain: Sequence[Rows], epsilon: float) -> None:
+    """Compare the last hidden states of both requests: from the model with its taps, and from the one without.
+
+    Raises:
+        SteeringError: They differ by more than rounding.
+    """
     change = _length(tapped[0] - tapped[1])
     error = np.stack([_length(b - a) for a, b in zip(tapped, plain, strict=True)])
     noise = np.stack([_noise(epsilon, a, b) for a, b in zip(tapped, plain, strict=True)])
     wrong = ~(error <= 2 * noise + 0.25 * change)
-    # Rounding may send single tokens to other experts. First tokens attend to themselves alone, and may well be right.
+    # Rounding may route single tokens to other experts. First tokens attend only to themselves and may well be right.
     if wrong[:, 0].all() or wrong[:, 1:].all():
         raise SteeringError(
             "steering_config.plain_code",
@@ -248,7 +275,7 @@ def check_codes(tapped: Sequence[Rows], plain: Sequence[Rows], epsilon: float) -
 
 
 def _noise(epsilon: float, *rows: Rows) -> Rows:
-    """What rounding may do to rows of this length: a few roundings in the dtype, and sums in float32."""
+    """Return what rounding may change in rows of this length: a few roundings in the dtype, and sums in float32."""
     lengths: Rows = np.stack([_length(each) for each in rows]).sum(0)
     return max(2 * epsilon, 1e-4) * lengths
 
@@ -258,21 +285,9 @@ def _length(rows: Rows) -> Rows:
     return length
 
 
-def _name(place: Place) -> str:
-    return f"{place[0]} of layer {place[1]}"
+def _name(site: Site) -> str:
+    return f"{site[0]} of layer {site[1]}"
 
 
-def _fail(place: Place, problem: str) -> None:
-    raise SelfCheckError(f"{_name(place)}: {problem}")
-
-
-def places_of(
-    points: Sequence[PointName], layers: Iterable[int], refused: Mapping[str, Mapping[str, str]]
-) -> list[Place]:
-    """The served sites of these layers in order of computation."""
-    every = ((point, layer) for layer in sorted(layers) for point in points)
-    return [place for place in every if not _is_refused(place, refused)]
-
-
-def _is_refused(place: Place, refused: Mapping[str, Mapping[str, str]]) -> bool:
-    return str(place[1]) in refused.get(place[0], {})
+def _fail(site: Site, problem: str) -> None:
+    raise SelfCheckError(f"{_name(site)}: {problem}")

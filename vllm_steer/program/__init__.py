@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one request's edits compile to: immutable, content-addressed, the same in every process."""
+"""The compiled form of a request: immutable, content-addressed, the same in every process."""
 
-from vllm_steer.program.compose import join, scaled
-from vllm_steer.program.program import Program, compile_program
-from vllm_steer.program.resolve import Instruction, Resolved, RowFormat, Segment, TokenProgram, resolve
-from vllm_steer.program.table_allocator import PlacedRow, TableAllocator
+from vllm_steer.program.compiler import compile_program
+from vllm_steer.program.compose import join, scaled, with_source
+from vllm_steer.program.program import Program
+from vllm_steer.program.resolve import Resolved, Segment, resolve
+from vllm_steer.program.table_allocator import PlacedProgram, TableAllocator
+from vllm_steer.program.token_program import CaptureSite, Instruction, RowFormat, TokenProgram
 
 __all__ = [
+    "CaptureSite",
     "Instruction",
-    "PlacedRow",
+    "PlacedProgram",
     "Program",
     "Resolved",
     "RowFormat",
@@ -19,4 +22,5 @@ __all__ = [
     "join",
     "resolve",
     "scaled",
+    "with_source",
 ]

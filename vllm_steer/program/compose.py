@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs out of programs: one after the other, and at another strength."""
+"""Composition of programs: concatenation and scaling."""
 
 from __future__ import annotations
 
@@ -8,59 +8,76 @@ from collections.abc import Sequence
 import msgspec
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.program.program import NO_PROJECTION, CompiledEdit, CompiledRead, Program, compile_program
+from vllm_steer.program.compiler import compile_program
+from vllm_steer.program.program import NO_PROJECTION, CompiledEdit, CompiledRead, Program
 from vllm_steer.spec.scalars import read_number
 
 
 def join(programs: Sequence[Program]) -> Program:
-    """All edits of ``programs``, in that order, and all their reads; vectors that they share appear once.
+    """Concatenate programs; shared vectors and equal reads appear once.
 
     Raises:
-        SteeringError: their vectors differ in width.
+        SteeringError: the programs' vectors differ in width.
     """
     widths = {program.width for program in programs if program.vectors}
     if len(widths) > 1:
         raise SteeringError(
-            "vector", f"has another width than the rest: {', '.join(map(str, sorted(widths)))} meet in one request"
+            "vector",
+            f"vectors of widths {', '.join(map(str, sorted(widths)))} meet in one request; "
+            "all vectors have the model's hidden size",
         )
     vectors: dict[bytes, tuple[int, memoryview]] = {}
-    steps: list[CompiledEdit] = []
-    reads: dict[bytes, CompiledRead] = {}
+    edits: list[CompiledEdit] = []
+    reads: dict[bytes, tuple[CompiledRead, str]] = {}
     projections: dict[tuple[int, ...], int] = {}
     for program in programs:
         for digest, data in zip(program.digests, program.vectors, strict=True):
             vectors.setdefault(digest, (len(vectors), data))
-        steps += [
-            msgspec.structs.replace(step, vector=vectors[program.digests[step.vector]][0]) for step in program.steps
+        edits += [
+            msgspec.structs.replace(edit, vector=vectors[program.digests[edit.vector]][0]) for edit in program.edits
         ]
-        for read in program.reads:
+        for number, read in enumerate(program.reads):
             if read.projection != NO_PROJECTION:
-                places = tuple(vectors[digest][0] for digest in program.directions(read.projection))
-                read = msgspec.structs.replace(read, projection=projections.setdefault(places, len(projections)))
-            reads[msgspec.msgpack.encode(read)] = read
+                indices = tuple(vectors[digest][0] for digest in program.directions(read.projection))
+                read = msgspec.structs.replace(read, projection=projections.setdefault(indices, len(projections)))
+            reads.setdefault(msgspec.msgpack.encode(read), (read, program.read_source(number)))
+    sources: tuple[str, ...] = ()
+    if any(program.sources for program in programs):
+        edit_sources = (program.edit_source(i) for program in programs for i in range(len(program.edits)))
+        sources = (*edit_sources, *(source for _, source in reads.values()))
     return msgspec.structs.replace(
         compile_program([]),
         width=max(widths, default=0),
-        steps=tuple(steps),
-        reads=tuple(reads.values()),
+        edits=tuple(edits),
+        reads=tuple(read for read, _ in reads.values()),
         digests=tuple(vectors),
         vectors=tuple(data for _, data in vectors.values()),
         projections=tuple(projections),
+        sources=sources,
     )
 
 
+def with_source(program: Program, source: str) -> Program:
+    """Return the program with ``source`` as the path of all its edits and reads."""
+    return msgspec.structs.replace(program, sources=(source,) * (len(program.edits) + len(program.reads)))
+
+
 def scaled(program: Program, scale: float) -> Program:
-    """``program`` with the strength of every edit multiplied; at 0 no edit is left.
+    """Return the program with the strength of every edit multiplied by ``scale``; 0 removes all edits.
 
     Raises:
-        SteeringError: a strength would be beyond float32.
+        SteeringError: a strength would overflow float32.
     """
     if scale == 1.0:
         return program
     if scale == 0.0:
-        return msgspec.structs.replace(program, width=0, steps=(), digests=(), vectors=())
-    steps = (
-        step.with_strength(read_number(step.strength * scale, "scale"), program.digests[step.vector])
-        for step in program.steps
-    )
-    return msgspec.structs.replace(program, steps=tuple(step for step in steps if step.strength))
+        sources = program.sources[len(program.edits) :]
+        return msgspec.structs.replace(program, width=0, edits=(), digests=(), vectors=(), sources=sources)
+    edits = [
+        edit.with_strength(read_number(edit.strength * scale, "scale"), program.digests[edit.vector])
+        for edit in program.edits
+    ]
+    # A product may underflow to 0.
+    kept = [number for number, edit in enumerate(edits) if edit.strength]
+    sources = program.sources and (*(program.sources[i] for i in kept), *program.sources[len(edits) :])
+    return msgspec.structs.replace(program, edits=tuple(edits[i] for i in kept), sources=sources)

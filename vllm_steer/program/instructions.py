@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The instruction set: the codes under which the edit kinds stand in the device tables.
+"""Instruction codes of the edit kinds in programs and device tables.
 
-What a kind means stands in :data:`vllm_steer.spec.KINDS`, its plain-torch definition in
-:mod:`vllm_steer.taps.reference`; the Triton kernel (:mod:`vllm_steer.taps.kernel`) is tested against that.
+:data:`vllm_steer.spec.KINDS` has the meaning of each kind and :mod:`vllm_steer.taps.reference` its definition in plain
+torch. The Triton kernel (:mod:`vllm_steer.taps.tap_kernel`) is tested against that definition.
 """
 
 from __future__ import annotations
 
-# "No bound" in a one-sided clamp: the largest float32. An infinity would turn 0 * inf into NaN in a multiply-add.
+# "No bound" of a one-sided clamp: the largest float32. An infinity would turn 0 * inf into NaN in a multiply-add.
 UNBOUNDED = 3.4028234663852886e38
 
-# Code 0 is nothing; a code never changes its meaning, since programs travel between processes.
+# 0 means "no instruction". A code never changes its meaning, because programs travel between processes.
 CODES: dict[str, int] = {"add": 1, "add_normed": 2, "ablate": 3, "clamp": 4}
 CAPTURE = 5
 KIND_OF: dict[int, str] = {code: kind for kind, code in CODES.items()}

@@ -1,41 +1,53 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much an edit can add to a row, where that does not depend on the row."""
+"""The bound on how much an edit may add to a row."""
 
 from __future__ import annotations
-
-from collections.abc import Iterable
 
 import numpy as np
 
 from vllm_steer.errors import SteeringError
+from vllm_steer.limits import MAX_NORM
 from vllm_steer.points import POINT_NAMES
 from vllm_steer.program.instructions import KIND_OF, UNBOUNDED
 from vllm_steer.program.program import CompiledEdit, Program
 
 
-def check_magnitude(program: Program, steps: Iterable[CompiledEdit], ceiling: float) -> None:
-    """Raise SteeringError where one of ``steps``, which are of ``program``, may add more than ``ceiling``; 0 is none.
+def check_magnitude(program: Program, max_norm: float, first_edit: int = 0) -> None:
+    """Check how much the edits of a program may add to a row.
 
-    An `add` adds strength x norm of its vector; a `clamp` moves a projection to one of its bounds, and beyond it with a
-    strength above 1. The other kinds go by the stream itself.
+    `add` adds strength x norm of its vector. `clamp` moves a projection to one of its bounds, and beyond it if the
+    strength is above 1. The other kinds scale with the row itself and are not checked.
+
+    Args:
+        program: the program.
+        max_norm: the largest norm that an edit may add; 0 for no limit.
+        first_edit: index of the first edit to check.
+
+    Raises:
+        SteeringError: an edit may add more than ``max_norm``.
     """
-    if not ceiling:
+    if not max_norm:
         return
     norms: dict[int, float] = {}
-    for step in steps:
-        kind = KIND_OF[step.code]
-        if kind == "add":
-            if step.vector not in norms:
-                norms[step.vector] = float(np.linalg.norm(program.vector(step.vector).astype(np.float64)))
-            found = abs(step.strength) * norms[step.vector]
-        elif kind == "clamp":
-            # The largest number is no bound on its own side alone: on the other one it is where everything is moved to.
-            low, high = (step.low if step.low > -UNBOUNDED else 0.0), (step.high if step.high < UNBOUNDED else 0.0)
-            found = max(abs(step.strength), 1.0) * max(abs(low), abs(high))
-        else:
-            continue
-        if found > ceiling:
+    for index, edit in enumerate(program.edits[first_edit:], start=first_edit):
+        norm = _added_norm(edit, program, norms)
+        if norm > max_norm:
             raise SteeringError(
-                f"{kind} at {POINT_NAMES[step.point]}",
-                f"may add {found:.6g}, and the ceiling of this server is {ceiling:g} (--steering-max-norm)",
+                program.edit_source(index),
+                f"{KIND_OF[edit.code]} at {POINT_NAMES[edit.point]} may add a norm of {norm:.6g}; "
+                f"this server allows {max_norm:g} ({MAX_NORM.flag})",
             )
+
+
+def _added_norm(edit: CompiledEdit, program: Program, norms: dict[int, float]) -> float:
+    kind = KIND_OF[edit.code]
+    if kind == "add":
+        if edit.vector not in norms:
+            norms[edit.vector] = float(np.linalg.norm(program.vector(edit.vector).astype(np.float64)))
+        return abs(edit.strength) * norms[edit.vector]
+    if kind == "clamp":
+        # UNBOUNDED means "no bound" on its own side only: as the other bound it is a value like any other.
+        low = edit.low if edit.low > -UNBOUNDED else 0.0
+        high = edit.high if edit.high < UNBOUNDED else 0.0
+        return max(abs(edit.strength), 1.0) * max(abs(low), abs(high))
+    return 0.0

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request's edits in the form that travels from the front end to every process of the engine.
+"""A request's edits and reads in the form that travels from the front end to every process of the engine.
 
-A :class:`Program` is immutable and content-addressed: vectors appear once, by digest, as float32 bytes; equal edits
-of two requests have equal digests, and so share vectors, rows and prefix-cache blocks in the engine.
+A :class:`Program` is immutable and content-addressed. Vectors appear once, by digest, as float32 bytes. Equal edits of
+two requests have equal digests and therefore share vectors, table rows and prefix-cache blocks in the engine.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -16,20 +15,27 @@ import msgspec
 import numpy as np
 
 from vllm_steer.errors import SteeringError
+from vllm_steer.limits import MAX_LAYERS
 from vllm_steer.points import POINT_NAMES, PointName
-from vllm_steer.program.instructions import CODES, KIND_OF, UNBOUNDED
-from vllm_steer.program.program_cache import PROGRAMS, CachedProgram
-from vllm_steer.spec import KINDS, CaptureSpec, Edit, Projection, Selector, bytes_of, content_digest, projection_digest
-from vllm_steer.spec.edit import MAX_LAYERS
+from vllm_steer.program.instructions import KIND_OF
+from vllm_steer.program.program_cache import CachedProgram, ProgramCache
+from vllm_steer.spec import Selector, content_digest, projection_digest
 
-WIRE_VERSION = 5
+WIRE_VERSION = 6
 ALL_LAYERS: tuple[int, ...] = ()
 NO_PROJECTION = -1
-"""The ``projection`` of a read whose rows leave as they are."""
+"""``projection`` of a read whose rows are sent unprojected."""
+
+_FIELD = "extra_args.steer"
+_NOT_A_PROGRAM = "not a compiled program; use steering_vectors or steering instead"
+_INCONSISTENT = "the parts of the program do not fit together; compile it with this version of vllm-steer"
 
 
 class CompiledEdit(msgspec.Struct, frozen=True, array_like=True):
-    """One edit, compiled: what to do, where, with which vector and on which tokens."""
+    """One edit: what to compute, where, with which vector, on which tokens.
+
+    ``vector`` is an index into the program's vectors. ``digest`` covers the content of the edit without its tokens.
+    """
 
     code: int
     point: int
@@ -43,19 +49,19 @@ class CompiledEdit(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def selector(self) -> Selector:
+        """The tokens that are edited."""
         return Selector.from_wire(self.tokens)
 
     def with_strength(self, strength: float, vector_digest: bytes) -> CompiledEdit:
-        """The same edit at another strength; ``vector_digest`` is that of its vector."""
-        return msgspec.structs.replace(self, strength=strength, digest=_step_digest(self, strength, vector_digest))
+        """Return the edit at another strength; ``vector_digest`` is the digest of its vector."""
+        return msgspec.structs.replace(self, strength=strength, digest=_edit_digest(self, strength, vector_digest))
 
 
 class CompiledRead(msgspec.Struct, frozen=True, array_like=True):
-    """One read, compiled: the stream at a point of some layers, on some tokens, ``before`` or after the edits there.
+    """One read: the stream at a point of some layers, on some tokens, before or after the edits of that point.
 
-    ``projection`` is the place of the directions on which rows are projected before they leave, or
-    :data:`NO_PROJECTION`. What
-    else becomes of them (consumer, dtype, mean) is the front end's business and is not part of the program.
+    ``projection`` is an index into the program's projections, or :data:`NO_PROJECTION`. Consumer, dtype and reduction
+    are handled by the front end and are not part of the program.
     """
 
     point: int
@@ -66,237 +72,174 @@ class CompiledRead(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def selector(self) -> Selector:
+        """The tokens that are read."""
         return Selector.from_wire(self.tokens)
 
 
 class Program(msgspec.Struct, frozen=True, array_like=True, dict=True, weakref=True):
-    """All edits of one request, in the order in which they apply, and all its reads.
+    """The edits of one request, in the order in which they apply, and its reads.
 
-    ``vectors[i]`` holds ``width`` little-endian float32 values; ``digests[i]`` is their content digest. A projection is
-    the places of its directions among them.
+    ``vectors[i]`` holds ``width`` little-endian float32 values and ``digests[i]`` their content digest. A projection is
+    a tuple of indices into the vectors. ``sources`` are the paths of the request fields that the edits, then the reads,
+    come from, for error messages; it is empty if they are unknown.
     """
 
     version: int
     width: int
-    steps: tuple[CompiledEdit, ...]
+    edits: tuple[CompiledEdit, ...]
     reads: tuple[CompiledRead, ...]
     digests: tuple[bytes, ...]
     vectors: tuple[memoryview, ...]
     projections: tuple[tuple[int, ...], ...] = ()
+    sources: tuple[str, ...] = ()
 
     def to_bytes(self) -> bytes:
+        """Return the wire form."""
         return msgspec.msgpack.encode(self)
 
-    def seal(self) -> bytes:
-        """:meth:`to_bytes` of a program that this process has compiled, or put together of such and of checked ones:
-        when the bytes come back they need no check."""
+    def encode_cached(self) -> bytes:
+        """Return the wire form and cache the program as verified.
+
+        Only for programs that this process compiled or composed from verified ones.
+        """
         data = self.to_bytes()
-        # As read from ``data``, where its vectors stand: those that it was compiled from are not held beside them.
-        kept = PROGRAMS.find(data) or CachedProgram(msgspec.msgpack.decode(data, type=Program), False, data)
-        if not kept.checked:
-            kept = PROGRAMS.keep(kept._replace(checked=True))
-        return kept.data
+        # Decoded again, so that the vectors are views of `data` and are not held twice.
+        cached = PROGRAM_CACHE.get(data) or CachedProgram(msgspec.msgpack.decode(data, type=Program), False, data)
+        if not cached.verified:
+            cached = PROGRAM_CACHE.put(cached._replace(verified=True))
+        return cached.data
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Program:
-        """Decode; raises :class:`SteeringError` on anything that :meth:`to_bytes` did not write."""
-        if not isinstance(data, bytes):
-            raise SteeringError("extra_args.steer", "not a compiled program; use steering_vectors or steering instead")
-        return _kept(data, checked=True).program
+        """Decode ``data`` and verify its structure, numbers and digests.
 
-    @classmethod
-    def from_checked(cls, data: bytes) -> Program:
-        """Decode what the front end has checked already: digests are not computed again.
-
-        Raises :class:`SteeringError` on anything that is not a program at all.
+        Raises:
+            SteeringError: :meth:`to_bytes` did not write ``data``.
         """
-        return cls.shared(data)[0]
+        return _load(data, verify=True).program
 
     @classmethod
-    def shared(cls, data: bytes) -> tuple[Program, bytes]:
-        """As :meth:`from_checked`, with the bytes to hold from now on: of equal ones a single copy."""
-        if not isinstance(data, bytes):
-            raise SteeringError("extra_args.steer", "not a compiled program; use steering_vectors or steering instead")
-        kept = _kept(data, checked=False)
-        return kept.program, kept.data
+    def from_trusted_bytes(cls, data: bytes) -> Program:
+        """Decode a program that the front end has verified; digests are not computed again.
 
-    def _check_parts(self) -> None:
-        """What the type cannot say, as far as it keeps an engine from using the program at all."""
-        sound = (
-            len(self.digests) == len(self.vectors)
-            and all(len(vector) == 4 * self.width for vector in self.vectors)
-            and all(
-                step.code in KIND_OF
-                and 0 <= step.point < len(POINT_NAMES)
-                and 0 <= step.vector < len(self.vectors)
-                and all(0 <= layer < MAX_LAYERS for layer in step.layers)
-                for step in self.steps
-            )
-        )
-        if not sound:
-            raise SteeringError(
-                "extra_args.steer", "the program's parts do not fit together; build it with this package"
-            )
-        if not all(
-            0 <= read.point < len(POINT_NAMES)
-            and all(0 <= layer < MAX_LAYERS for layer in read.layers)
-            and NO_PROJECTION <= read.projection < len(self.projections)
-            for read in self.reads
-        ) or not all(places and 0 <= min(places) <= max(places) < len(self.vectors) for places in self.projections):
-            raise SteeringError("extra_args.steer", "a read is of no point or layer; build it with this package")
-        for tokens in (*(step.tokens for step in self.steps), *(read.tokens for read in self.reads)):
-            Selector.from_wire(tokens)
+        Raises:
+            SteeringError: ``data`` is not a usable program.
+        """
+        return _load(data, verify=False).program
 
-    def _check(self) -> None:
-        """That numbers are finite and digests those of the content."""
-        sound = all(
-            content_digest(vector) == digest for vector, digest in zip(self.vectors, self.digests, strict=True)
-        ) and all(
-            np.isfinite([step.strength, step.low, step.high]).all()
-            and step.digest == _step_digest(step, step.strength, self.digests[step.vector])
-            for step in self.steps
-        )
-        if not sound or not all(np.isfinite(self.vector(i)).all() for i in range(len(self.vectors))):
-            raise SteeringError(
-                "extra_args.steer", "the program's parts do not fit together; build it with this package"
-            )
+    @classmethod
+    def intern(cls, data: bytes) -> tuple[Program, bytes]:
+        """Return :meth:`from_trusted_bytes` and the cached copy of ``data``, which is shared by equal programs."""
+        cached = _load(data, verify=False)
+        return cached.program, cached.data
 
     @cached_property
     def points(self) -> frozenset[PointName]:
-        """Where it edits or reads."""
-        numbers = {step.point for step in self.steps} | {read.point for read in self.reads}
+        """The points that are edited or read."""
+        numbers = {edit.point for edit in self.edits} | {read.point for read in self.reads}
         return frozenset(POINT_NAMES[number] for number in numbers)
 
+    def edit_source(self, index: int) -> str:
+        """Return the path of the request field that edit ``index`` comes from."""
+        return self.sources[index] if self.sources else "steering"
+
+    def read_source(self, index: int) -> str:
+        """Return the path of the capture spec that read ``index`` comes from."""
+        return self.sources[len(self.edits) + index] if self.sources else "capture"
+
     def without_reads(self) -> Program:
-        """The same edits and no read."""
-        return msgspec.structs.replace(self, reads=(), projections=())
+        """Return the program with its edits only."""
+        return msgspec.structs.replace(self, reads=(), projections=(), sources=self.sources[: len(self.edits)])
 
     def directions(self, projection: int) -> tuple[bytes, ...]:
-        """The digests of a projection's directions, in order."""
-        return tuple(self.digests[place] for place in self.projections[projection])
+        """Return the digests of a projection's directions, in order."""
+        return tuple(self.digests[index] for index in self.projections[projection])
 
     @cached_property
     def projection_digests(self) -> tuple[bytes, ...]:
-        """Each projection's digest."""
+        """The digest of each projection."""
         return tuple(projection_digest(self.directions(i)) for i in range(len(self.projections)))
 
     def vector(self, index: int) -> np.ndarray:
-        """Vector ``index`` as float32 ``[width]``, read-only."""
+        """Return vector ``index`` as a read-only float32 array ``[width]``."""
         return np.frombuffer(self.vectors[index], dtype="<f4")
 
     @cached_property
-    def resolved(self) -> dict[Any, Any]:
-        """What :func:`~vllm_steer.program.resolve.resolve` has made of this program, by its other arguments."""
+    def resolve_cache(self) -> dict[Any, Any]:
+        """Results of :func:`~vllm_steer.program.resolve.resolve`, by its other arguments."""
         return {}
 
     @cached_property
     def by_digest(self) -> dict[bytes, int]:
+        """The index of each vector by its digest."""
         return {digest: index for index, digest in enumerate(self.digests)}
 
+    def _verify_structure(self) -> None:
+        """Raise SteeringError if an index, size or selector would make the engine fail."""
+        parts: tuple[CompiledEdit | CompiledRead, ...] = (*self.edits, *self.reads)
+        num_vectors = len(self.vectors)
+        sound = (
+            len(self.digests) == num_vectors
+            and len(self.sources) in (0, len(parts))
+            and all(len(vector) == 4 * self.width for vector in self.vectors)
+            and all(
+                0 <= part.point < len(POINT_NAMES) and all(0 <= layer < MAX_LAYERS for layer in part.layers)
+                for part in parts
+            )
+            and all(edit.code in KIND_OF and 0 <= edit.vector < num_vectors for edit in self.edits)
+            and all(NO_PROJECTION <= read.projection < len(self.projections) for read in self.reads)
+            and all(indices and 0 <= min(indices) <= max(indices) < num_vectors for indices in self.projections)
+        )
+        if not sound:
+            raise SteeringError(_FIELD, _INCONSISTENT)
+        for part in parts:
+            Selector.from_wire(part.tokens)
 
-def _kept(data: bytes, checked: bool) -> CachedProgram:
-    kept = PROGRAMS.find(data)
-    if kept is None:
-        kept = CachedProgram(_decode_now(data), False, data)
-    elif kept.checked or not checked:
-        return kept
-    if checked:
-        kept.program._check()
-        kept = kept._replace(checked=True)
-    return PROGRAMS.keep(kept)
+    def _verify_content(self) -> None:
+        """Raise SteeringError if a number is not finite or a digest does not match its content."""
+        sound = (
+            all(content_digest(vector) == digest for vector, digest in zip(self.vectors, self.digests, strict=True))
+            and all(
+                np.isfinite([edit.strength, edit.low, edit.high]).all()
+                and edit.digest == _edit_digest(edit, edit.strength, self.digests[edit.vector])
+                for edit in self.edits
+            )
+            and all(np.isfinite(self.vector(i)).all() for i in range(len(self.vectors)))
+        )
+        if not sound:
+            raise SteeringError(_FIELD, _INCONSISTENT)
 
 
-def _decode_now(data: bytes) -> Program:
+PROGRAM_CACHE: ProgramCache[Program] = ProgramCache()
+
+
+def _load(data: bytes, *, verify: bool) -> CachedProgram[Program]:
+    if not isinstance(data, bytes):
+        raise SteeringError(_FIELD, _NOT_A_PROGRAM)
+    cached = PROGRAM_CACHE.get(data)
+    if cached is None:
+        cached = CachedProgram(_decode(data), False, data)
+    elif cached.verified or not verify:
+        return cached
+    if verify:
+        cached.program._verify_content()
+        cached = cached._replace(verified=True)
+    return PROGRAM_CACHE.put(cached)
+
+
+def _decode(data: bytes) -> Program:
     try:
         program = msgspec.msgpack.decode(data, type=Program)
     except msgspec.MsgspecError as error:
-        raise SteeringError("extra_args.steer", f"not a compiled program ({error})") from None
+        raise SteeringError(_FIELD, f"not a compiled program ({error})") from None
     if program.version != WIRE_VERSION:
-        raise SteeringError("extra_args.steer", f"wire version {program.version}, this engine reads {WIRE_VERSION}")
-    program._check_parts()
+        raise SteeringError(_FIELD, f"has wire version {program.version}; this engine reads version {WIRE_VERSION}")
+    program._verify_structure()
     return program
 
 
-def _step_digest(step: CompiledEdit, strength: float, vector_digest: bytes) -> bytes:
-    """Content of one edit less its selector: the same edit on other tokens has the same digest."""
-    # With the version: what a point's number means is part of the content.
-    head = struct.pack("<BBBddd", WIRE_VERSION, step.code, step.point, strength, step.low, step.high)
-    return content_digest(head + struct.pack(f"<{len(step.layers)}i", *step.layers) + vector_digest)
-
-
-def compile_program(edits: Sequence[Edit], captures: Sequence[CaptureSpec] = ()) -> Program:
-    """The program of ``edits``, which apply in the order given, and of the reads of ``captures``.
-
-    Edits of strength 0 change nothing and are left out; equal reads appear once.
-
-    Raises:
-        SteeringError: directions of a capture have another width than the edits' vectors, or those of another capture.
-    """
-    steps: list[CompiledEdit] = []
-    vectors: dict[bytes, tuple[int, bytes]] = {}
-    for edit in edits:
-        if edit.strength == 0.0:
-            continue
-        vector = edit.vector
-        if KINDS[edit.kind].needs_direction:
-            wide = vector.astype(np.float64)
-            vector = np.ascontiguousarray(wide / np.linalg.norm(wide), dtype="<f4")
-        data = bytes_of(vector)
-        digest = content_digest(data)
-        index, _ = vectors.setdefault(digest, (len(vectors), data))
-        step = CompiledEdit(
-            code=CODES[edit.kind],
-            point=POINT_NAMES.index(edit.point),
-            layers=ALL_LAYERS if edit.layers == "all" else tuple(edit.layers),
-            vector=index,
-            strength=float(edit.strength),
-            low=-UNBOUNDED if edit.low is None else float(edit.low),
-            high=UNBOUNDED if edit.high is None else float(edit.high),
-            tokens=edit.tokens.to_wire(),
-            digest=b"",
-        )
-        steps.append(step.with_strength(step.strength, digest))
-    width = len(edits[0].vector) if edits else 0
-    projections: dict[tuple[int, ...], int] = {}
-    reads: list[CompiledRead] = []
-    for spec in captures:
-        if not isinstance(spec.reduce, Projection) or not spec.reduce.in_engine:
-            reads += _reads(spec, NO_PROJECTION)
-            continue
-        wide = spec.reduce.directions.shape[1]
-        if width not in (0, wide):
-            raise SteeringError(
-                "capture.reduce.directions", f"are {wide} wide, but other vectors of the request {width}"
-            )
-        width = wide
-        places = tuple(
-            vectors.setdefault(digest, (len(vectors), data))[0]
-            for digest, data in zip(spec.reduce.digests, spec.reduce.vectors, strict=True)
-        )
-        reads += _reads(spec, projections.setdefault(places, len(projections)))
-    return Program(
-        version=WIRE_VERSION,
-        width=width,
-        steps=tuple(steps),
-        reads=_unique(reads),
-        digests=tuple(vectors),
-        vectors=tuple(memoryview(data) for _, data in vectors.values()),
-        projections=tuple(projections),
-    )
-
-
-def _reads(spec: CaptureSpec, projection: int) -> list[CompiledRead]:
-    return [
-        CompiledRead(
-            point=POINT_NAMES.index(point),
-            layers=ALL_LAYERS if layers == "all" else tuple(layers),
-            before=spec.before,
-            tokens=spec.tokens.to_wire(),
-            projection=projection,
-        )
-        for point, layers in spec.hooks
-    ]
-
-
-def _unique(reads: list[CompiledRead]) -> tuple[CompiledRead, ...]:
-    return tuple({msgspec.msgpack.encode(read): read for read in reads}.values())
+def _edit_digest(edit: CompiledEdit, strength: float, vector_digest: bytes) -> bytes:
+    """Return the digest of an edit's content. Tokens are left out: they select where the same edit applies."""
+    # The version is included because the meaning of a point's number depends on it.
+    head = struct.pack("<BBBddd", WIRE_VERSION, edit.code, edit.point, strength, edit.low, edit.high)
+    return content_digest(head + struct.pack(f"<{len(edit.layers)}i", *edit.layers) + vector_digest)

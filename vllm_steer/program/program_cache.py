@@ -1,102 +1,97 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs by their bytes, so that what was made or read once in a process is not decoded and checked again.
+"""Cache of decoded programs by their bytes.
 
-One request's bytes are looked at several times on their way (checks, scheduler, worker), many requests' are equal. They
-are found by a few of their bytes, the digests of all vectors among them, and compared whole: a hash of all takes more
-than twice as long as that, and would be taken anew for each request.
+A request's bytes are inspected several times on their way (front-end check, scheduler, worker), and many requests have
+equal bytes. Entries are found by a small part of the bytes, which contains the digests of all vectors, and are then
+compared in full: hashing all bytes would take more than twice as long, once for every request.
 """
 
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 from cachetools import LRUCache
 
 from vllm_steer.spec.vector import content_digest
 
-if TYPE_CHECKING:
-    from vllm_steer.program.program import Program
-
-MOST_BYTES = 256 << 20
-
-
-_HEAD, _TAIL = 1 << 14, 256
-"""Edits and digests of some 180 sites stand in the head; longer programs, equal there, take each other's place."""
+P = TypeVar("P")
 CacheKey: TypeAlias = tuple[int, bytes, bytes]
 
+MAX_BYTES = 256 << 20
 
-_MOST_LOOKED_AT = 32 << 20
-"""Bytes of the objects whose places are known."""
+_HEAD_BYTES, _TAIL_BYTES = 1 << 14, 256
+"""The head holds the edits and digests of about 180 sites. Longer programs with an equal head replace each other."""
+_MAX_KEYED_BYTES = 32 << 20
+"""Total size of the bytes objects whose cache keys are remembered."""
+_ENTRY_OVERHEAD = 4096
+"""Approximate size in bytes of a decoded program beside its encoded bytes."""
 
 
-class _Places:
-    """The place of each bytes object looked at last: one is looked at several times on a request's way, and those of a
-    module or of named probes are one object for all requests. The objects are held, so that none takes another's id."""
+class _CacheKeys:
+    """The cache keys of the bytes objects seen last, by object identity.
+
+    The objects are held, so their ids are not reused.
+    """
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[bytes, CacheKey]] = {}
         self._size = 0
 
-    def of(self, data: bytes) -> CacheKey:
+    def get(self, data: bytes) -> CacheKey:
+        """Return the cache key of ``data``."""
         known = self._known.get(id(data))
         if known is not None and known[0] is data:
             return known[1]
-        if self._size > _MOST_LOOKED_AT:
-            # A new one: another thread may be adding to this one, whose objects must not go before their ids do.
+        if self._size > _MAX_KEYED_BYTES:
+            # A new dict: another thread may still be adding to this one, and its objects must outlive their ids.
             self._known, self._size = {}, 0
-        # The head's digest: the head itself would be held as long as the program, beside it.
-        place = len(data), content_digest(memoryview(data)[:_HEAD]), data[-_TAIL:]
-        self._known[id(data)] = data, place
-        self._size += _size(data)
-        return place
+        # A digest of the head: a slice would hold a copy of the head as long as the program.
+        key = len(data), content_digest(memoryview(data)[:_HEAD_BYTES]), data[-_TAIL_BYTES:]
+        self._known[id(data)] = data, key
+        self._size += _entry_size(data)
+        return key
 
 
-_PLACES = _Places()
+_KEYS = _CacheKeys()
 
 
 def cache_key(data: bytes) -> CacheKey:
-    """Where bytes are kept; of others with the same place, those that came last.
-
-    One object for equal places of one bytes object, whose parts remember their hashes."""
-    return _PLACES.of(data)
+    """Return the key under which ``data`` is cached; different bytes may have equal keys."""
+    return _KEYS.get(data)
 
 
-class CachedProgram(NamedTuple):
-    """A program, and the bytes that it was decoded from: looks at these compare nothing, at others equal to them every
-    byte. ``checked``: whether digests and numbers have been looked at too."""
+class CachedProgram(NamedTuple, Generic[P]):
+    """A decoded program and the bytes that it was decoded from."""
 
-    program: Program
-    checked: bool
+    program: P
+    verified: bool
+    """Whether the numbers and digests have been verified."""
     data: bytes
 
 
-class ProgramCache:
-    """The programs used last, as many as take ``most_bytes`` in their encoded form, in which their vectors stand."""
+class ProgramCache(Generic[P]):
+    """Thread-safe LRU cache of programs, bounded by the size of their encoded bytes."""
 
-    def __init__(self, most_bytes: int = MOST_BYTES) -> None:
-        self._programs: LRUCache[CacheKey, CachedProgram] = LRUCache(
-            most_bytes, getsizeof=lambda kept: _size(kept.data)
+    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
+        self._programs: LRUCache[CacheKey, CachedProgram[P]] = LRUCache(
+            max_bytes, getsizeof=lambda cached: _entry_size(cached.data)
         )
         self._lock = threading.Lock()
 
-    def find(self, data: bytes) -> CachedProgram | None:
-        """What is kept of ``data``."""
+    def get(self, data: bytes) -> CachedProgram[P] | None:
+        """Return the entry of ``data``, or None."""
         with self._lock:
-            kept: CachedProgram | None = self._programs.get(cache_key(data))
-        return kept if kept is not None and kept.data == data else None
+            cached: CachedProgram[P] | None = self._programs.get(cache_key(data))
+        return cached if cached is not None and cached.data == data else None
 
-    def keep(self, kept: CachedProgram) -> CachedProgram:
-        """Keep it, in the place of one of the same bytes."""
-        if _size(kept.data) <= self._programs.maxsize:
+    def put(self, cached: CachedProgram[P]) -> CachedProgram[P]:
+        """Add or replace an entry and return it."""
+        if _entry_size(cached.data) <= self._programs.maxsize:
             with self._lock:
-                self._programs[cache_key(kept.data)] = kept
-        return kept
+                self._programs[cache_key(cached.data)] = cached
+        return cached
 
 
-def _size(data: bytes) -> int:
-    # A small program takes more than its bytes.
-    return len(data) + 4096
-
-
-PROGRAMS = ProgramCache()
+def _entry_size(data: bytes) -> int:
+    return len(data) + _ENTRY_OVERHEAD

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Large programs on their way to the engine's process: of equal ones, the bytes cross once.
+"""Files that carry large programs from the front end to the engine's process.
 
-Most requests bring the vectors that others have brought: a module's, a probe's, those of one experiment. vLLM's socket
-would carry them for each request anew, 1.5 MiB where all sites of an 8B model are edited, copied at both ends. So the
-front end puts a program that it sends for the second time into a file, and sends the file's name and the program's
-digest from then on; the scheduler reads a file once. Both are processes of one host that one user owns.
+Many requests have equal vectors, such as those of a module or of one experiment. vLLM's socket would send them with
+every request (1.5 MiB for all sites of an 8B model) and copy them at both ends. Instead, the front end writes a program
+that it sends for the second time to a file and from then on sends a :class:`ProgramRef` to it. The scheduler reads
+each file once. Both processes run on one host under one user.
 
-A file stays until others need its room, and for :data:`RESTS` at least after it was last sent for: the scheduler reads
-it as soon as the request arrives. The folder is its owner's alone, and goes with the process, or with the next one of
-that user where this one was killed (:mod:`vllm_steer.fs.shared_tempdir`).
+A file is removed when others need its space, but not until :data:`MIN_FILE_AGE` seconds after its last reference was
+sent: the scheduler reads it when the request arrives. The directory is private to its owner. It is removed with the
+process, or by the user's next process if this one was killed (:mod:`vllm_steer.fs.shared_tempdir`).
 """
 
 from __future__ import annotations
@@ -29,22 +29,23 @@ from cachetools import LRUCache
 from vllm_steer.errors import SteeringError
 from vllm_steer.fs.shared_tempdir import SharedTempDir
 from vllm_steer.log import steering_logger
-from vllm_steer.program.program_cache import PROGRAMS, CacheKey, cache_key
+from vllm_steer.program.program import PROGRAM_CACHE
+from vllm_steer.program.program_cache import CacheKey, cache_key
 
 logger = steering_logger(__name__)
 
-LARGE = 32 << 10
-"""Bytes from which a program is worth a file."""
-MOST_BYTES = 128 << 20
-"""Of all files of one front end."""
-RESTS = 600.0
-"""Seconds."""
-_MOST_SEEN = 4096
+MIN_PROGRAM_BYTES = 32 << 10
+"""Smallest program that is written to a file."""
+MAX_BYTES = 128 << 20
+"""Total size of the files of one front end."""
+MIN_FILE_AGE = 600.0
+"""Seconds for which a file is kept after its last reference was sent."""
+_MAX_SEEN = 4096
 _FIELD = "extra_args.steer_file"
 
 
 class ProgramRef(msgspec.Struct, frozen=True, array_like=True):
-    """What is sent in a program's place."""
+    """Reference to a program in a file, sent instead of the program."""
 
     path: str
     size: int
@@ -52,122 +53,125 @@ class ProgramRef(msgspec.Struct, frozen=True, array_like=True):
 
 
 @dataclass
-class _Shelved:
+class _ProgramFile:
     data: bytes
     path: Path
-    ticket: bytes
-    sent: float
+    reference: bytes
+    last_sent: float
+
+    def is_intact(self) -> bool:
+        try:
+            return self.path.stat().st_size == len(self.data)
+        except OSError:
+            return False
 
 
 class ProgramFileCache:
-    """The front end's side; its files are there until :meth:`close`."""
+    """Files of the programs that one front end sends; they exist until :meth:`close`. Thread-safe."""
 
-    def __init__(self, most_bytes: int = MOST_BYTES) -> None:
-        self._most_bytes = most_bytes
-        self._spool: SharedTempDir | None = None
-        self._shelved: OrderedDict[CacheKey, _Shelved] = OrderedDict()
+    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._directory: SharedTempDir | None = None
+        self._files: OrderedDict[CacheKey, _ProgramFile] = OrderedDict()
         self._size = 0
-        self._seen: LRUCache[int, bool] = LRUCache(_MOST_SEEN)
+        self._seen: LRUCache[int, bool] = LRUCache(_MAX_SEEN)
         self._lock = threading.Lock()
         self._closed = False
 
-    def ticket(self, data: bytes) -> bytes | None:
-        """What to send in the place of ``data``; None where that is to be sent itself: it is small, it is new, or there
-        is no room."""
-        if len(data) < LARGE:
+    def reference(self, data: bytes) -> bytes | None:
+        """Return a reference to send instead of ``data``.
+
+        Returns:
+            An encoded :class:`ProgramRef`, or None if ``data`` itself must be sent: it is small, it has not been sent
+            before, or there is no space for a file.
+        """
+        if len(data) < MIN_PROGRAM_BYTES:
             return None
         with self._lock:
-            place = cache_key(data)
-            there = self._shelved.get(place)
-            if there is not None and not _is_whole(there):
-                # Somebody tidied up.
-                self._forget(place)
-                there = None
-            if there is None or there.data != data:
-                there = self._put(place, data)
-            if there is None:
+            key = cache_key(data)
+            file = self._files.get(key)
+            if file is not None and not file.is_intact():
+                # Another process, such as a cleaner of /tmp, removed or changed the file.
+                self._remove(key)
+                file = None
+            if file is None or file.data != data:
+                file = self._add(key, data)
+            if file is None:
                 return None
-            there.sent = time.monotonic()
-            self._shelved.move_to_end(place)
-            return there.ticket
+            file.last_sent = time.monotonic()
+            self._files.move_to_end(key)
+            return file.reference
 
     def close(self) -> None:
-        """Remove the files; from now on everything is sent itself."""
+        """Remove the files; :meth:`reference` returns None from now on."""
         with self._lock:
             self._closed = True
-            self._shelved.clear()
-            if self._spool is not None:
-                self._spool.leave()
+            self._files.clear()
+            if self._directory is not None:
+                self._directory.leave()
 
-    def _put(self, place: CacheKey, data: bytes) -> _Shelved | None:
-        key = hash(place)
-        if self._closed or key not in self._seen:
-            self._seen[key] = True
+    def _add(self, key: CacheKey, data: bytes) -> _ProgramFile | None:
+        seen_key = hash(key)
+        if self._closed or seen_key not in self._seen:
+            self._seen[seen_key] = True
             return None
-        # Of two with the same place the first stays, as long as it may be waited for.
-        if place in self._shelved or not self._make_room(len(data)):
+        # The file of another program with the same key stays: the scheduler may not have read it yet.
+        if key in self._files or not self._make_space(len(data)):
             return None
         try:
-            if self._spool is None:
-                self._spool = SharedTempDir(secrets.token_hex(16))
-            with tempfile.NamedTemporaryFile(dir=self._spool.path, delete=False) as file:
+            if self._directory is None:
+                self._directory = SharedTempDir(secrets.token_hex(16))
+            with tempfile.NamedTemporaryFile(dir=self._directory.path, delete=False) as file:
                 file.write(data)
         except OSError as error:
-            logger.warning("Equal programs are sent with every request that has them: %s", error)
+            logger.warning("Cannot write program files; programs are sent with every request: %s", error)
             self._closed = True
             return None
-        path = Path(file.name)
-        ticket = msgspec.msgpack.encode(ProgramRef(file.name, len(data), _digest(data)))
+        reference = msgspec.msgpack.encode(ProgramRef(file.name, len(data), _digest(data)))
         self._size += len(data)
-        self._shelved[place] = _Shelved(data, path, ticket, time.monotonic())
-        return self._shelved[place]
+        self._files[key] = _ProgramFile(data, Path(file.name), reference, time.monotonic())
+        return self._files[key]
 
-    def _make_room(self, size: int) -> bool:
-        while self._size + size > self._most_bytes:
-            place, oldest = next(iter(self._shelved.items()), (None, None))
-            if place is None or oldest is None or time.monotonic() - oldest.sent < RESTS:
+    def _make_space(self, size: int) -> bool:
+        while self._size + size > self._max_bytes:
+            key, oldest = next(iter(self._files.items()), (None, None))
+            if key is None or oldest is None or time.monotonic() - oldest.last_sent < MIN_FILE_AGE:
                 return False
-            self._forget(place)
+            self._remove(key)
         return True
 
-    def _forget(self, place: CacheKey) -> None:
-        gone = self._shelved.pop(place)
-        self._size -= len(gone.data)
-        gone.path.unlink(missing_ok=True)
+    def _remove(self, key: CacheKey) -> None:
+        file = self._files.pop(key)
+        self._size -= len(file.data)
+        file.path.unlink(missing_ok=True)
 
 
-_fetched: LRUCache[bytes, bytes] = LRUCache(MOST_BYTES, getsizeof=len)
+_fetched: LRUCache[bytes, bytes] = LRUCache(MAX_BYTES, getsizeof=len)
 
 
-def fetch(ticket: Any) -> bytes:
-    """The program that a ticket stands for, in the engine's process; of equal ones one object.
+def fetch_program(reference: Any) -> bytes:
+    """Read a referenced program, in the engine's process; equal programs share one bytes object.
 
-    Raises :class:`SteeringError`: this is no ticket, or its file is not there, or is not what was put there.
+    Raises:
+        SteeringError: ``reference`` is not a :class:`ProgramRef`, or its file is missing or has changed.
     """
-    known: bytes | None = _fetched.get(ticket) if isinstance(ticket, bytes) else None
+    known: bytes | None = _fetched.get(reference) if isinstance(reference, bytes) else None
     if known is not None:
         return known
     try:
-        wanted = msgspec.msgpack.decode(ticket, type=ProgramRef)
-        data = Path(wanted.path).read_bytes()
+        ref = msgspec.msgpack.decode(reference, type=ProgramRef)
+        data = Path(ref.path).read_bytes()
     except (msgspec.MsgspecError, OSError, TypeError, ValueError) as error:
-        # No path: this text reaches clients.
-        reason = getattr(error, "strerror", None) or "no file of ours"
-        raise SteeringError(_FIELD, f"the program could not be read ({reason}); send it again") from None
-    if len(data) != wanted.size or _digest(data) != wanted.digest:
+        # The message reaches clients, so it does not contain the path.
+        reason = getattr(error, "strerror", None) or "not a program reference"
+        raise SteeringError(_FIELD, f"cannot read the program ({reason}); send it again") from None
+    if len(data) != ref.size or _digest(data) != ref.digest:
         raise SteeringError(_FIELD, "the program's file has changed; send it again, or restart the server")
-    kept = PROGRAMS.find(data)
-    data = data if kept is None else kept.data
+    cached = PROGRAM_CACHE.get(data)
+    data = data if cached is None else cached.data
     if len(data) <= _fetched.maxsize:
-        _fetched[ticket] = data
+        _fetched[reference] = data
     return data
-
-
-def _is_whole(shelved: _Shelved) -> bool:
-    try:
-        return shelved.path.stat().st_size == len(shelved.data)
-    except OSError:
-        return False
 
 
 def _digest(data: bytes) -> bytes:

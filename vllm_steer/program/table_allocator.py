@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The books of the device tables: which rows, instructions and vectors are in use, and by how many requests.
+"""Allocation of table rows, instruction slots and vector slots to token programs.
 
-The scheduler keeps one ledger to decide admission, and every worker one to place what was admitted. No content needs
-neighbouring places (instructions are linked, not packed), so counts alone decide whether something fits, and the two
-kinds of ledger cannot disagree.
+The scheduler has one allocator to decide admission, and each worker one to place the admitted programs. Nothing has to
+be contiguous (instructions are linked lists), so counts alone decide whether a program fits, and the allocators of
+scheduler and workers cannot disagree.
 """
 
 from __future__ import annotations
@@ -11,112 +11,113 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from vllm_steer.program.resolve import TokenProgram
+from vllm_steer.program.token_program import TokenProgram
 
 
 @dataclass
-class _Held:
-    place: int
+class _Slot:
+    index: int
     users: int
 
 
 @dataclass
-class PlacedRow:
-    """A row that the device does not hold yet, and the places it was given."""
+class PlacedProgram:
+    """A token program that is new on the device, with its table row and instruction slots."""
 
-    row: TokenProgram
-    place: int
-    instruction_places: list[int]
+    program: TokenProgram
+    row: int
+    instruction_slots: list[int]
 
 
 class TableAllocator:
-    """Reference counts and free places. Row 0 and instruction 0 mean "nothing" and are never given out."""
+    """Reference counts and free slots of the device tables. Row 0 and instruction 0 are reserved for "nothing"."""
 
     def __init__(self, max_rows: int, max_instructions: int, max_vectors: int) -> None:
         self._max_instructions = max_instructions
         self._free_rows = list(range(max_rows, 0, -1))
         self._free_instructions = list(range(max_instructions, 0, -1))
         self._free_vectors = list(range(max_vectors - 1, -1, -1))
-        self._rows: dict[bytes, _Held] = {}
-        self._vectors: dict[bytes, _Held] = {}
+        self._rows: dict[bytes, _Slot] = {}
+        self._vectors: dict[bytes, _Slot] = {}
         self._instructions_of: dict[bytes, list[int]] = {}
 
-    def fits(self, rows: Iterable[TokenProgram]) -> bool:
-        """Whether :meth:`acquire` of these rows would succeed now."""
-        return self.lacking(rows) is None
+    def fits(self, programs: Iterable[TokenProgram]) -> bool:
+        """Return whether :meth:`acquire` would succeed now."""
+        return self.shortage(programs) is None
 
-    def lacking(self, rows: Iterable[TokenProgram]) -> str | None:
-        """Of what there is too little for these rows now: ``rows``, ``instructions`` or ``vectors``; None if they
-        fit."""
-        missing = [row for row in rows if row.digest not in self._rows]
+    def shortage(self, programs: Iterable[TokenProgram]) -> str | None:
+        """Return the table that is too full: ``rows``, ``instructions`` or ``vectors``; None if the programs fit."""
+        missing = [program for program in programs if program.digest not in self._rows]
         if not missing:
             return None
-        vectors = {vector for row in missing for vector in row.vectors if vector not in self._vectors}
+        vectors = {vector for program in missing for vector in program.vectors if vector not in self._vectors}
         if len(missing) > len(self._free_rows):
             return "rows"
-        if sum(row.instruction_count for row in missing) > len(self._free_instructions):
+        if sum(program.num_instructions for program in missing) > len(self._free_instructions):
             return "instructions"
         return "vectors" if len(vectors) > len(self._free_vectors) else None
 
-    def acquire(self, rows: Iterable[TokenProgram]) -> tuple[list[PlacedRow], dict[bytes, int]]:
-        """Take one reference on each row. Returns what is new: rows with their places, and vectors' places by digest.
+    def acquire(self, programs: Iterable[TokenProgram]) -> tuple[list[PlacedProgram], dict[bytes, int]]:
+        """Take one reference on each program.
 
-        Raises ``MemoryError`` where they do not fit; call :meth:`fits` first.
+        Returns:
+            The programs that are new on the device, and the slots of new vectors by digest.
+
+        Raises:
+            MemoryError: the programs do not fit; call :meth:`fits` first.
         """
-        rows = list(rows)
-        if not self.fits(rows):
-            raise MemoryError("the steering tables are full; admission should have held this request back")
-        new_rows: list[PlacedRow] = []
+        programs = list(programs)
+        if not self.fits(programs):
+            raise MemoryError("the steering tables are full; admission must not let this request run")
+        placed: list[PlacedProgram] = []
         new_vectors: dict[bytes, int] = {}
-        for row in rows:
-            held = self._rows.get(row.digest)
-            if held is not None:
-                held.users += 1
+        for program in programs:
+            row = self._rows.get(program.digest)
+            if row is not None:
+                row.users += 1
                 continue
-            for vector in row.vectors:
-                known = self._vectors.get(vector)
-                if known is None:
-                    known = self._vectors[vector] = _Held(self._free_vectors.pop(), 0)
-                    new_vectors[vector] = known.place
-                known.users += 1
-            place = self._free_rows.pop()
-            taken = [self._free_instructions.pop() for _ in range(row.instruction_count)]
-            self._rows[row.digest] = _Held(place, 1)
-            self._instructions_of[row.digest] = taken
-            new_rows.append(PlacedRow(row, place, taken))
-        return new_rows, new_vectors
+            for digest in program.vectors:
+                vector = self._vectors.get(digest)
+                if vector is None:
+                    vector = self._vectors[digest] = _Slot(self._free_vectors.pop(), 0)
+                    new_vectors[digest] = vector.index
+                vector.users += 1
+            row = self._rows[program.digest] = _Slot(self._free_rows.pop(), 1)
+            slots = [self._free_instructions.pop() for _ in range(program.num_instructions)]
+            self._instructions_of[program.digest] = slots
+            placed.append(PlacedProgram(program, row.index, slots))
+        return placed, new_vectors
 
-    def release(self, rows: Iterable[TokenProgram]) -> None:
-        """Give back one reference on each row; the last one frees its places."""
-        for row in rows:
-            held = self._rows[row.digest]
-            held.users -= 1
-            if held.users:
+    def release(self, programs: Iterable[TokenProgram]) -> None:
+        """Drop one reference on each program; the last one frees its slots."""
+        for program in programs:
+            row = self._rows[program.digest]
+            row.users -= 1
+            if row.users:
                 continue
-            del self._rows[row.digest]
-            self._free_rows.append(held.place)
-            self._free_instructions.extend(self._instructions_of.pop(row.digest))
-            for vector in row.vectors:
-                known = self._vectors[vector]
-                known.users -= 1
-                if not known.users:
-                    del self._vectors[vector]
-                    self._free_vectors.append(known.place)
+            del self._rows[program.digest]
+            self._free_rows.append(row.index)
+            self._free_instructions.extend(self._instructions_of.pop(program.digest))
+            for digest in program.vectors:
+                vector = self._vectors[digest]
+                vector.users -= 1
+                if not vector.users:
+                    del self._vectors[digest]
+                    self._free_vectors.append(vector.index)
 
-    def holds(self, row: TokenProgram) -> bool:
-        return row.digest in self._rows
+    def holds(self, program: TokenProgram) -> bool:
+        """Return whether the program is on the device."""
+        return program.digest in self._rows
 
-    def row_place(self, row: TokenProgram | None) -> int:
-        return 0 if row is None else self._rows[row.digest].place
+    def row_of(self, program: TokenProgram | None) -> int:
+        """Return the table row of a program; 0 for None."""
+        return 0 if program is None else self._rows[program.digest].index
 
-    def vector_place(self, digest: bytes) -> int:
-        return self._vectors[digest].place
+    def vector_slot(self, digest: bytes) -> int:
+        """Return the slot of a vector."""
+        return self._vectors[digest].index
 
     @property
     def in_use(self) -> tuple[int, int, int]:
-        """Rows, instructions and vectors in use."""
-        return (
-            len(self._rows),
-            self._max_instructions - len(self._free_instructions),
-            len(self._vectors),
-        )
+        """Number of rows, instructions and vectors in use."""
+        return len(self._rows), self._max_instructions - len(self._free_instructions), len(self._vectors)

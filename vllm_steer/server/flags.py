@@ -15,26 +15,28 @@ from typing import Any
 import msgspec
 from pydantic_core import PydanticSerializationError, to_jsonable_python
 
-from vllm_steer.config import LIMITS, SCHEDULER_CLS, SUBSETS, SWITCHES, WORKER_CLS, Limit, Subset, Switch, engine_kwargs
+from vllm_steer.config import SCHEDULER_CLS, SUBSETS, SWITCHES, WORKER_CLS, Subset, Switch, engine_kwargs
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import CONSUMERS_VARIABLE, REGISTRY_VARIABLE, RegistryOptions
+from vllm_steer.fs.private_tempdir import private_tempdir
 from vllm_steer.fs.shared_tempdir import remove_at_exit
-from vllm_steer.registry.directory import private_folder
-from vllm_steer.registry.snapshot import RegistryLimits
-from vllm_steer.server.auth.keys import read_keys
-from vllm_steer.server.capture_store import StoreLimits
-from vllm_steer.server.quota.limits import (
-    EXPIRY,
-    INLINE,
-    MAX_BODY,
-    NORM,
+from vllm_steer.limits import (
+    ENGINE_LIMITS,
+    EXPIRY_S,
+    INLINE_KIB,
+    MAX_BODY_MIB,
+    MAX_NORM,
     REGISTRY_MIB,
     REGISTRY_MODULES,
-    RESPONSE,
+    RESPONSE_MIB,
     SERVER_LIMITS,
-    STORE,
-    value_of,
+    STORE_MIB,
+    Limit,
 )
+from vllm_steer.registry.index import RegistryLimits
+from vllm_steer.server.auth.key_file import read_keys
+from vllm_steer.server.capture_store import StoreLimits
+from vllm_steer.server.quota.limits import value_of
 from vllm_steer.spec.references import read_name
 
 ENABLE = "--enable-steering"
@@ -44,10 +46,10 @@ MODULES = "--steering-modules"
 KEYS = "--steering-keys"
 MIDDLEWARE = "vllm_steer.server.http.middleware.SteeringMiddleware"
 
-_OF_ENGINE: Mapping[str, Limit] = MappingProxyType({f"steering_{limit.name}": limit for limit in LIMITS})
+_OF_ENGINE: Mapping[str, Limit] = MappingProxyType({limit.dest: limit for limit in ENGINE_LIMITS.values()})
 _OF_SERVER: Mapping[str, Limit] = MappingProxyType({limit.dest: limit for limit in SERVER_LIMITS})
 """By their names among the parsed arguments."""
-_OF_BATCH = ("capture_consumers", INLINE.dest, RESPONSE.dest)
+_OF_BATCH = ("capture_consumers", INLINE_KIB.dest, RESPONSE_MIB.dest)
 """What ``vllm run-batch`` has a use for, which answers lines of a file."""
 _SWITCHES: Mapping[str, Switch] = MappingProxyType(
     {switch.flag.removeprefix("--").replace("-", "_"): switch for switch in SWITCHES}
@@ -190,7 +192,7 @@ def apply_flags(args: argparse.Namespace) -> None:
         modules = _modules(given.get(_MODULES_DEST, ()))
         if _REGISTRY_DEST not in given:
             # Made here, in the parent of all processes that serve requests, since it is one for all of them.
-            args.steering_registry = private_folder()
+            args.steering_registry = private_tempdir("vllm-steer-registry-")
         if _KEYS_DEST in given:
             read_keys(Path(args.steering_keys))  # now, for a sentence instead of a server that does not start
             args.steering_keys = str(Path(args.steering_keys).absolute())
@@ -201,16 +203,16 @@ def apply_flags(args: argparse.Namespace) -> None:
 
 def max_body_bytes(args: object) -> int:
     """The limit of an HTTP body with steering or capture fields, in bytes, from the parsed flags of a server."""
-    return value_of(args, MAX_BODY) << 20
+    return value_of(args, MAX_BODY_MIB) << 20
 
 
 def store_limits(args: object) -> StoreLimits:
     """What becomes of captured rows that go into answers, from the parsed flags of a server."""
     return StoreLimits(
-        inline_bytes=value_of(args, INLINE) << 10,
-        budget_bytes=value_of(args, STORE) << 20,
-        expiry_seconds=value_of(args, EXPIRY),
-        response_bytes=value_of(args, RESPONSE) << 20,
+        inline_bytes=value_of(args, INLINE_KIB) << 10,
+        budget_bytes=value_of(args, STORE_MIB) << 20,
+        expiry_seconds=value_of(args, EXPIRY_S),
+        response_bytes=value_of(args, RESPONSE_MIB) << 20,
     )
 
 
@@ -219,7 +221,7 @@ def registry_limits(args: object) -> RegistryLimits:
     return RegistryLimits(
         modules=value_of(args, REGISTRY_MODULES),
         num_bytes=value_of(args, REGISTRY_MIB) << 20,
-        norm=value_of(args, NORM),
+        max_norm=value_of(args, MAX_NORM),
     )
 
 

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
 from vllm_steer.errors import SteeringError
+from vllm_steer.limits import MAX_CONSUMERS, MAX_OPTIONS_CHARS, MAX_OPTIONS_DEPTH
 from vllm_steer.points import POINT_NAMES, PointName
 from vllm_steer.spec.edit import Layers, LayersInput, read_layers
 from vllm_steer.spec.projection import DirectionsInput, NamedProjection, Projection
@@ -35,10 +36,6 @@ DTYPES: tuple[DtypeName, ...] = ("float32", "float16", "bfloat16")
 REDUCTIONS: tuple[ReduceName, ...] = ("mean", "last")
 SPEC_KEYS = ("hooks", "positions", "before", "dtype", "reduce")
 
-MAX_CONSUMERS = 16
-MAX_OPTIONS_SIZE = 16384
-"""Most characters of JSON that the options of one spec may take."""
-MAX_OPTIONS_DEPTH = 8
 
 _CONSUMER_NAME = re.compile("[a-z][a-z0-9_-]{0,63}")
 _NO_OPTIONS = "{}"
@@ -292,8 +289,8 @@ def _read_options(value: object) -> str:
             raise SteeringError("options", f"{shown(name)} is no name of an option; use letters, digits, - and _")
     plain = {str(name): _plain(item, f"options.{name}", MAX_OPTIONS_DEPTH) for name, item in value.items()}
     text = json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    if len(text) > MAX_OPTIONS_SIZE:
-        raise SteeringError("options", f"take {len(text)} characters of JSON; {MAX_OPTIONS_SIZE} is the most")
+    if len(text) > MAX_OPTIONS_CHARS:
+        raise SteeringError("options", f"take {len(text)} characters of JSON; {MAX_OPTIONS_CHARS} is the most")
     return text
 
 

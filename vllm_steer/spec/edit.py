@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from vllm_steer.errors import SteeringError
+from vllm_steer.limits import MAX_LAYERS
 from vllm_steer.points import POINT_NAMES, PointName
 from vllm_steer.spec.scalars import is_integer, read_choice, read_number, shown
 from vllm_steer.spec.selector import Selector, TokensInput
@@ -18,8 +19,6 @@ from vllm_steer.spec.vector import Vector, VectorInput, pack_vector, parse_vecto
 KindName = Literal["add", "add_normed", "ablate", "clamp"]
 Layers: TypeAlias = tuple[int, ...] | Literal["all"]
 LayersInput: TypeAlias = int | list[int] | tuple[int, ...] | range | Literal["all"]
-
-MAX_LAYERS = 4096
 
 
 @dataclass(frozen=True, slots=True)

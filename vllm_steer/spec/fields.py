@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from vllm_steer.errors import SteeringError
+from vllm_steer.limits import MAX_EDITS
 from vllm_steer.points import POINT_NAMES
 from vllm_steer.spec.edit import Edit, read_layer
 from vllm_steer.spec.scalars import read_choice, read_number, shown
@@ -25,7 +26,6 @@ SHORT_FIELDS: Mapping[str, SelectorName] = MappingProxyType(
 GENERAL_FIELD = "steering"
 FIELD_NAMES: tuple[str, ...] = (*SHORT_FIELDS, GENERAL_FIELD)
 
-MAX_EDITS = 4096
 
 _EDIT_PARAMETERS = inspect.signature(Edit).parameters
 _REQUIRED = tuple(name for name, p in _EDIT_PARAMETERS.items() if p.default is p.empty)
@@ -49,11 +49,16 @@ def parse_fields(fields: Mapping[str, Any]) -> tuple[Edit, ...]:
         SteeringError: a field is unknown or its value wrong, the vectors differ in width, or there are
             more than 4096 edits. Its ``field`` is the path of the offending value.
     """
+    return tuple(edit for _, edit in parse_fields_with_paths(fields))
+
+
+def parse_fields_with_paths(fields: Mapping[str, Any]) -> list[tuple[str, Edit]]:
+    """Return the edits of :func:`parse_fields`, each with the path of the value that it comes from."""
     if not isinstance(fields, Mapping):
         raise SteeringError(GENERAL_FIELD, f"the fields must be a mapping, not {shown(fields)}")
     for name in fields:
         read_choice(name, FIELD_NAMES, "fields")
-    return tuple(edit for _, edit in collect_edits(_all_edits(fields)))
+    return collect_edits(_all_edits(fields))
 
 
 def _all_edits(fields: Mapping[str, Any]) -> Iterator[tuple[str, Edit]]:

@@ -10,9 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_steer.errors import SteeringError
+from vllm_steer.limits import MAX_COMPONENTS, MAX_DIRECTIONS, MAX_ENGINE_DIRECTIONS, MAX_WIDTH
 from vllm_steer.spec.references import ProbeReference, parse_probe
 from vllm_steer.spec.scalars import is_integer, shown
-from vllm_steer.spec.vector import MAX_WIDTH, PACKED_DTYPES, PACKED_KEYS, content_digest, decode_packed, parse_vector
+from vllm_steer.spec.vector import PACKED_DTYPES, PACKED_KEYS, content_digest, decode_packed, parse_vector
 
 if TYPE_CHECKING:
     import torch
@@ -20,12 +21,6 @@ if TYPE_CHECKING:
 DirectionsInput: TypeAlias = (
     "Sequence[Sequence[float]] | Sequence[npt.NDArray[Any]] | npt.NDArray[Any] | torch.Tensor | Mapping[str, object]"
 )
-
-MAX_DIRECTIONS = 1024
-MAX_COMPONENTS = 1 << 22
-"""Most components of all directions together: 16 MiB in float32."""
-MAX_ENGINE_DIRECTIONS = 256
-"""Most directions of a projection whose products are formed in the engine: each takes a place among its vectors."""
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)

@@ -7,13 +7,12 @@ from typing import Any, TypeAlias
 import msgspec
 
 from vllm_steer.errors import SteeringError
+from vllm_steer.limits import MAX_REFERENCES
 from vllm_steer.spec.scalars import read_number, shown
 
 ReferenceInput: TypeAlias = "str | tuple[str, float] | list[Any] | Reference"
 
 MODULES_FIELD = "steering_modules"
-MAX_REFERENCES = 64
-"""Most modules that one request may name."""
 NAME_RULE = "1 to 64 ASCII letters, digits, dots, dashes and underscores, beginning with a letter or digit"
 
 # ASCII alone: its compatibility forms (NFKC) are itself, so no two names look alike to a reader and differ to us.

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
 from vllm_steer.errors import SteeringError
+from vllm_steer.limits import MAX_SELECTOR_ITEMS
 from vllm_steer.spec.scalars import is_integer, read_choice, shown
 
 Interval: TypeAlias = tuple[int, int]
@@ -17,8 +18,6 @@ TokensInput: TypeAlias = "SelectorName | Sequence[int | Sequence[int | None]] | 
 OPEN_END = 2**31 - 1
 """The stop of an interval without an end. Positions are below it: the device keeps them as int32."""
 
-MAX_ITEMS = 65536
-"""Most ints and pairs in one list; a longer stretch of tokens is one pair."""
 
 # Name -> the interval it covers, given the number of prompt tokens.
 NAMED: Mapping[SelectorName, Callable[[int], Interval]] = MappingProxyType(
@@ -115,8 +114,10 @@ def _read(tokens: object, field: str) -> SelectorName | tuple[Interval, ...]:
             f"must be {', '.join(NAMED)}, a range, or a list of positions and [start, stop] pairs, "
             f"not {shown(tokens)} ({type(tokens).__name__})",
         )
-    if not 1 <= len(tokens) <= MAX_ITEMS:
-        raise SteeringError(field, f"has {len(tokens)} items; list 1 to {MAX_ITEMS} positions and [start, stop] pairs")
+    if not 1 <= len(tokens) <= MAX_SELECTOR_ITEMS:
+        raise SteeringError(
+            field, f"has {len(tokens)} items; list 1 to {MAX_SELECTOR_ITEMS} positions and [start, stop] pairs"
+        )
     return _canonical(_item_span(item, f"{field}[{i}]") for i, item in enumerate(tokens))
 
 
@@ -151,8 +152,10 @@ def _range_spans(positions: range, field: str) -> Iterable[Interval]:
         raise SteeringError(field, f"{positions} names no token")
     low, high = sorted((_position(positions[0], field), _position(positions[-1], field)))
     if abs(positions.step) != 1:
-        if len(positions) > MAX_ITEMS:
-            raise SteeringError(field, f"{positions} has {len(positions)} positions; with a step, at most {MAX_ITEMS}")
+        if len(positions) > MAX_SELECTOR_ITEMS:
+            raise SteeringError(
+                field, f"{positions} has {len(positions)} positions; with a step, at most {MAX_SELECTOR_ITEMS}"
+            )
         return [(position, position + 1) for position in positions]
     if low < 0 <= high:
         return [(low, 0), (0, high + 1)]

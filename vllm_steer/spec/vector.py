@@ -17,6 +17,7 @@ import numpy.typing as npt
 from blake3 import blake3
 
 from vllm_steer.errors import SteeringError
+from vllm_steer.limits import MAX_WIDTH
 from vllm_steer.spec.scalars import FLOAT32_MAX, is_integer, shown
 
 if TYPE_CHECKING:
@@ -27,7 +28,6 @@ VectorInput: TypeAlias = "Sequence[float] | npt.NDArray[Any] | torch.Tensor | Ma
 
 _ON_THE_WIRE = np.dtype("<f4")
 
-MAX_WIDTH = 65536
 
 # What each packed dtype is stored as. numpy has no bfloat16: it is the upper half of a float32.
 PACKED_DTYPES: Mapping[str, np.dtype[Any]] = MappingProxyType(

@@ -23,6 +23,7 @@ from vllm.sampling_params import SamplingParams
 from tests.registry.modules import registry
 from tests.server.application import Body, make_app
 from tests.server.fakes import FakeEngine, vector
+from vllm_steer.compat.request_state import CapacityError
 from vllm_steer.frontend.context import RegistryOptions, ensure_engine_context, set_registry
 from vllm_steer.params import EXTRA_KEY
 from vllm_steer.registry.directory import DirectoryStore
@@ -31,7 +32,7 @@ from vllm_steer.registry.registry import SteeringRegistry
 from vllm_steer.server.http import error_response
 from vllm_steer.server.http.middleware import SteeringMiddleware
 from vllm_steer.server.http.request_context import track_sample
-from vllm_steer.server.http.request_fields import NoRoomError, apply_to_params
+from vllm_steer.server.http.request_fields import apply_to_params
 from vllm_steer.server.http.request_guard import RETRY_AFTER, STEERABLE_ROUTES
 
 FIELDS = {"steering_vectors": {"post_block": {"1": vector()}}}
@@ -344,7 +345,7 @@ async def test_a_steered_request_that_found_no_room_may_be_tried_again(engine: F
     @app.post(ROUTE)
     async def full(body: Body) -> JSONResponse:
         apply_to_params(body, SamplingParams())
-        error = create_error_response(NoRoomError("waited too long"))
+        error = create_error_response(CapacityError("waited too long"))
         return JSONResponse(error.model_dump(), status_code=error.error.code)
 
     client = client_of(app)
@@ -366,7 +367,7 @@ async def test_so_may_one_that_everybodys_steering_or_capture_kept_waiting(route
     async def full(body: Body) -> JSONResponse:
         extra = {EXTRA_KEY: b"program"} if body.model_extra else {}
         track_sample(None, SimpleNamespace(sampling_params=SamplingParams(extra_args=extra)))
-        error = create_error_response(NoRoomError("waited too long"))
+        error = create_error_response(CapacityError("waited too long"))
         return JSONResponse(error.model_dump(), status_code=error.error.code)
 
     client = client_of(app)

@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 from vllm.entrypoints.openai.chat_completion.protocol import BatchChatCompletionRequest, ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
@@ -60,7 +61,7 @@ def test_fields_become_a_program(of: type[Any]) -> None:
     expected = compile_program(parse_fields(FIELD_VALUES))
     program = program_of(params)
     assert program is not None
-    assert program.to_bytes() == expected.to_bytes()
+    assert msgspec.structs.replace(program, sources=()) == expected
 
 
 @classes

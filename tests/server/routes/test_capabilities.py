@@ -8,9 +8,9 @@ from fastapi import FastAPI
 
 from tests.server.fakes import REPORT, FakeEngine
 from tests.server.server import HIDDEN, LAYERS
-from vllm_steer.config import LIMITS
 from vllm_steer.engine.report import CapabilityReport, merge_facts
 from vllm_steer.frontend.context import ensure_engine_context
+from vllm_steer.limits import ENGINE_LIMITS
 from vllm_steer.points import OPTIONAL_POINTS, POINT_NAMES, points_on
 from vllm_steer.server.routes.capabilities import ROUTE, add_capabilities_route
 
@@ -37,7 +37,7 @@ async def test_a_refused_layer_is_named_with_its_reason() -> None:
         assert (off["on"], off["edits"], off["reads"]) == (False, False, False)
         assert off["switched_on_by"] == f"--steering-points {name}"
     assert all(points["pre_attn"]["names_elsewhere"].values())
-    assert set(report["limits"]) == {limit.name for limit in LIMITS}
+    assert set(report["limits"]) == set(ENGINE_LIMITS)
 
 
 async def test_an_engine_that_reads_nothing_says_so() -> None:

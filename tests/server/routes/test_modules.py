@@ -16,9 +16,9 @@ from fastapi import FastAPI
 from starlette.routing import Route
 
 from tests.registry.modules import content, module, registry, vector
-from vllm_steer.registry.json_text import parse_json
 from vllm_steer.registry.module_files import write_module
 from vllm_steer.registry.registry import SteeringRegistry
+from vllm_steer.registry.strict_json import parse_json
 from vllm_steer.server.auth.rights import Right
 from vllm_steer.server.http.middleware import SteeringMiddleware
 from vllm_steer.server.http.schemas import JSON, MODULE_BODY, REQUEST_FIELDS, SET_BODY
@@ -157,7 +157,7 @@ WRONG: dict[str, tuple[str, str, str, str]] = {
     "width": (MODULES, '{"name": "a", "base": {"post_block": {"1": [1, 2]}}}', "vector", "hidden size is 8"),
     "layer": (MODULES, '{"name": "a", "base": {"post_block": {"4": VECTOR}}}', "layers", "layers 0 to 3"),
     "refused site": (MODULES, '{"name": "a", "base": {"post_attn": {"2": VECTOR}}}', "point", "parallel"),
-    "set nothing": (SET, "{}", "set", "names nothing"),
+    "set nothing": (SET, "{}", "set", "is empty"),
     "set unknown": (SET, '{"modules": ["x"]}', "modules[0]", "no module x"),
     "set probes": (SET, '{"probes": {}}', "probes", "base, prefill"),
     "set replace": (SET, '{"replace": 1}', "replace", "true or false"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Output, files and exit status of ``vllm-steer fuzz``; sessions are stubbed."""
+"""``vllm-steer fuzz``: what it prints, writes and returns; the oracle itself does not run here."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ SMALL = Workload(settings=Settings(), requests=[Request(name="r1", prompt=[1, 2]
 
 
 @pytest.fixture
-def session_arguments(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Stub ``Session.run``; record its arguments and return ``findings``."""
+def made(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What sessions are made with; each finds what stands under ``findings``."""
     seen: dict[str, Any] = {"findings": []}
 
     def run(self: session.Session) -> session.Report:
@@ -32,30 +32,30 @@ def session_arguments(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return seen
 
 
-def test_nothing_found(session_arguments: dict[str, Any], tmp_path: Path) -> None:
-    """Catches options that are not passed to the session or not written to the report."""
+def test_nothing_found(made: dict[str, Any], tmp_path: Path) -> None:
+    """Catches options that do not reach the session, and a result without what it was made with."""
     out = tmp_path / "out.json"
     done = CliRunner().invoke(app, ["fuzz", "a-model", "--minutes", "2", "--seed", "5", "--out", str(out)])
     assert done.exit_code == 0, done.output
-    assert "nothing found in 1.5 minutes" in done.output
-    assert (session_arguments["seed"], session_arguments["minutes"], session_arguments["model"]) == (5, 2.0, "a-model")
+    assert "no findings in 1.5 minutes" in done.output
+    assert (made["seed"], made["minutes"], made["model"]) == (5, 2.0, "a-model")
     written = json.loads(out.read_text())
     assert written["command"] == "vllm-steer fuzz --minutes 2 --seed 5 --requests 48 --dtype float32"
     assert written["findings"] == []
 
 
-def test_points_option(session_arguments: dict[str, Any]) -> None:
-    """Catches ``--points`` that is ignored, and a traceback for an unknown point."""
+def test_points_on_the_branches(made: dict[str, Any]) -> None:
+    """Catches a session that never uses the points that it was asked to, and a traceback for a misspelt one."""
     assert CliRunner().invoke(app, ["fuzz", "a-model", "--points", "mlp_out,attn_out"]).exit_code == 0
-    assert session_arguments["points"] == ("attn_out", "mlp_out")
+    assert made["points"] == ("attn_out", "mlp_out")
     done = CliRunner().invoke(app, ["fuzz", "a-model", "--points", "pre_attn"])
     assert done.exit_code == 2
     assert "attn_out, mlp_in, mlp_out" in done.output.replace("\n", " ")
 
 
-def test_finding_is_printed_as_replayable_json(session_arguments: dict[str, Any]) -> None:
-    """Catches a finding with exit status 0, or whose workload is truncated."""
-    session_arguments["findings"] = [session.Finding(3, {"r1": "never finished"}, SMALL)]
+def test_a_finding_is_printed_so_that_it_can_be_run_again(made: dict[str, Any]) -> None:
+    """Catches a finding that ends in status 0, or whose workload is not printed whole."""
+    made["findings"] = [session.Finding(3, {"r1": "never finished"}, SMALL)]
     done = CliRunner().invoke(app, ["fuzz"])
     assert done.exit_code == 1
     assert "round 3: never finished" in done.output
@@ -63,12 +63,8 @@ def test_finding_is_printed_as_replayable_json(session_arguments: dict[str, Any]
 
 
 @pytest.mark.parametrize(("problems", "status"), [({}, 0), ({"r1": "never finished"}, 1)])
-def test_replay_exit_status(
-    problems: dict[str, str],
-    status: int,
-    session_arguments: dict[str, Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+def test_replay(
+    problems: dict[str, str], status: int, made: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(session, "replay", lambda model, dtype, text: Workload.from_json(text) and problems)
     path = tmp_path / "finding.json"

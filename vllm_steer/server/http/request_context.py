@@ -13,11 +13,12 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
-from vllm_steer.capture.manager import CaptureResults
+from vllm_steer.capture.results import CaptureResults
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import EngineContext
+from vllm_steer.frontend.outputs import on_results
 from vllm_steer.params import APPLIED_KEY, EXTRA_KEY
-from vllm_steer.server.auth.caller import NOBODY
+from vllm_steer.server.auth.current_key import NO_OWNER
 from vllm_steer.server.quota.tracker import Reservation
 
 PROMPT_KEY = "steer_prompt"
@@ -38,7 +39,7 @@ class RequestContext:
     """Capabilities and registry of the engine; None if unknown."""
     reservation: Reservation | None = None
     """Resources reserved for this request; None without quotas, as in a batch run."""
-    owner: bytes = NOBODY
+    owner: bytes = NO_OWNER
     """Owner of the captures that this request stores."""
     store_bytes: int | None = None
     """Maximum bytes of stored captures for the owner; None for no limit per owner."""
@@ -88,6 +89,12 @@ def set_prompt_len(length: int) -> None:
         context.prompt_len = length
 
 
+def record_prompt_len(_serving: Any, length: int) -> int:
+    """Pass the result of vLLM's ``_extract_prompt_len`` to :func:`set_prompt_len` and return it."""
+    set_prompt_len(length)
+    return length
+
+
 def track_sample(output_processor: Any, request: Any) -> None:
     """Record which choice of the response belongs to a sample that was added to vLLM's output processor."""
     context = current_request.get()
@@ -102,6 +109,7 @@ def track_sample(output_processor: Any, request: Any) -> None:
     if isinstance(prompt, int):
         state = output_processor.request_states[request.request_id]
         setattr(state, _CHOICE, (context, prompt * context.samples + state.request_index))
+        on_results(state, record_results)
 
 
 def record_results(state: Any, results: CaptureResults | None) -> None:

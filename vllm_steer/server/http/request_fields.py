@@ -8,16 +8,16 @@ where the answer would be a stream, since sampling parameters are made before a 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from http import HTTPStatus
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeAlias
 
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
-from vllm.exceptions import GracefulHTTPError, VLLMValidationError
+from vllm.exceptions import VLLMValidationError
 
 from vllm_steer.capture.consumers.memory import STREAM, MemoryConsumer
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import EngineContext
+from vllm_steer.limits import REQUEST_EDITS
 from vllm_steer.params import (
     APPLIED_KEY,
     CAPTURE_FIELD,
@@ -28,18 +28,15 @@ from vllm_steer.params import (
     program_of,
     read_specs,
 )
-from vllm_steer.program import Program, compile_program
+from vllm_steer.program import Program
 from vllm_steer.registry.composer import count_edits
 from vllm_steer.registry.errors import RegistryUnavailableError
-from vllm_steer.server.auth.caller import current_key, require_fields
-from vllm_steer.server.auth.rights import AccessError
+from vllm_steer.server.access_errors import AccessError
+from vllm_steer.server.auth.current_key import current_key, require_field_rights
 from vllm_steer.server.http.confusables import resembles
 from vllm_steer.server.http.request_context import PROMPT_KEY, RequestContext, ResultsLocation, current_request
-from vllm_steer.server.quota.limits import EDITS
 from vllm_steer.server.quota.tracker import Reservation
-from vllm_steer.spec import FIELD_NAMES, CaptureSpec, Edit, parse_capture, parse_fields, parse_references
-from vllm_steer.spec.fields import GENERAL_FIELD
-from vllm_steer.spec.references import MODULES_FIELD
+from vllm_steer.spec import CaptureSpec, Edit
 
 POSITIONS = "positions"
 # All others the server runs itself, and asks the model again with what they give.
@@ -61,13 +58,6 @@ class RequestRefused(VLLMValidationError, SteeringError):  # type: ignore[misc]
         self.value = None
 
     __str__ = SteeringError.__str__  # vLLM's would name the parameter a second time
-
-
-class NoRoomError(GracefulHTTPError):  # type: ignore[misc]
-    """A request waited too long for its places in the engine: HTTP 503, and worth trying again."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(f"steering: {reason}", HTTPStatus.SERVICE_UNAVAILABLE)
 
 
 def refused(error: SteeringError) -> RequestRefused:
@@ -102,7 +92,18 @@ def apply_to_params(request: Any, params: Any) -> Any:
     return params
 
 
-def refuse_beam_search(request: Any) -> None:
+async def as_bad_request(original: Callable[..., Awaitable[Any]], *args: Any, **kwargs: Any) -> Any:
+    """Run ``AsyncLLM.add_request`` and raise :class:`RequestRefused` instead of a :class:`SteeringError`.
+
+    vLLM answers any other error with HTTP 500 and no reason.
+    """
+    try:
+        return await original(*args, **kwargs)
+    except SteeringError as error:
+        raise refused(error) from error
+
+
+def refuse_beam_search(request: Any, _max_tokens: int | None = None) -> None:
     """Raise :class:`RequestRefused` where ``request`` has our fields: vLLM drops them on the way to the beams."""
     refuse_fields(request, "beam search does not carry it to the beams; use sampling")
 
@@ -161,7 +162,7 @@ def _refuse_without_answer(request: Any) -> None:
 def _apply(fields: Mapping[str, Any], params: Any, context: RequestContext, answer: ResultsLocation) -> None:
     compiled = context.compiled
     if compiled is None:
-        require_fields(fields)
+        require_field_rights(fields)
         own = compile_fields(fields)
         # All prompts of a body are admitted together: a change of global steering between them parts none.
         compiled = context.compiled = (
@@ -174,15 +175,12 @@ def _apply(fields: Mapping[str, Any], params: Any, context: RequestContext, answ
     params.extra_args = {**(params.extra_args or {}), **compiled}
     # Not from the middleware (the batch runner): the check is made when the engine is given the request.
     if context.engine is not None:
-        try:
-            context.engine.check(params, context.prompt_len)
-        except SteeringError as error:
-            raise _located(fields, context.engine, context.prompt_len, error) from None
+        context.engine.check(params, context.prompt_len)
     if CAPTURE_FIELD in fields:
         program = program_of(params)
         if context.engine is not None and context.reservation is not None and program is not None:
             most = context.engine.capabilities.most_row_bytes(program, context.prompt_len, params.max_tokens)
-            context.reservation.take_rows(most * params.n)
+            context.reservation.reserve_rows(most * params.n)
         params.extra_args[PROMPT_KEY] = context.prompts
         context.prompts += 1
         context.samples = params.n
@@ -196,53 +194,10 @@ def _admitted(own: Mapping[str, bytes], served: EngineContext, hold: Reservation
     snapshot = served.registry.snapshot()
     if hold is not None:
         # Ahead of joining them: a few names can stand for more edits than a server joins in a moment.
-        hold.books.check_count(EDITS, count_edits(own, snapshot))
-    admitted = {APPLIED_KEY: b"", **served.registry.admit(own, snapshot)}
+        hold.tracker.check_count(REQUEST_EDITS, count_edits(own, snapshot))
+    admitted = {APPLIED_KEY: b"", **served.registry.compose(own, snapshot)}
     if own and hold is not None and EXTRA_KEY in admitted:
         program = Program.from_bytes(admitted[EXTRA_KEY])
         specs = [spec for _, spec in read_specs(admitted)]
-        hold.take_program(program, snapshot.steering_program, served.capabilities.num_layers, specs)
+        hold.reserve_program(program, snapshot.steering_program, served.capabilities.num_layers, specs)
     return admitted
-
-
-def _located(
-    fields: Mapping[str, Any], served: EngineContext, prompt_len: int | None, error: SteeringError
-) -> SteeringError:
-    """What is wrong with the first part of ``fields`` that is refused by itself, under its path."""
-    for path, edits, captures in (*_single_edits(fields), *_single_hooks(fields)):
-        try:
-            served.capabilities.check(compile_program(edits, captures), prompt_len)
-        except SteeringError as alone:
-            named = alone.field.partition(" ")[0]
-            if captures and named == POSITIONS:
-                path = f"{path.partition('.hooks.')[0]}.{POSITIONS}"
-            part_of_edit = "" if captures or named == GENERAL_FIELD else f"{alone.field}: "
-            return SteeringError(path, f"{part_of_edit}{alone.problem}")
-    snapshot = served.registry.snapshot()
-    for i, reference in enumerate(parse_references(fields.get(MODULES_FIELD))):
-        try:
-            served.capabilities.check(snapshot.program(snapshot.find(reference, MODULES_FIELD)[0]), prompt_len)
-        except SteeringError as alone:
-            return SteeringError(f"{MODULES_FIELD}[{i}]", f"{alone.field}: {alone.problem}")
-    return error
-
-
-def _single_edits(fields: Mapping[str, Any]) -> Iterator[Part]:
-    """The edits of valid ``fields``, each by itself, with their paths."""
-    for name in FIELD_NAMES:
-        value = fields.get(name, ())
-        if isinstance(value, Mapping):
-            for point, layers in value.items():
-                for layer, vector in layers.items():
-                    yield f"{name}.{point}[{layer}]", parse_fields({name: {point: {layer: vector}}}), ()
-        else:
-            for i, edit in enumerate(value):
-                yield f"{name}[{i}]", parse_fields({name: [edit]}), ()
-
-
-def _single_hooks(fields: Mapping[str, Any]) -> Iterator[Part]:
-    """The hooks of valid ``fields``, each by itself, with their paths."""
-    for consumer, spec in parse_capture(fields.get(CAPTURE_FIELD)):
-        for point, layers in spec.hooks:
-            alone = CaptureSpec(hooks={point: layers}, positions=spec.tokens, before=spec.before)
-            yield f"{CAPTURE_FIELD}.{consumer}.hooks.{point}", (), (alone,)

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm_steer.limits import MAX_REFERENCES, MAX_WIDTH
 from vllm_steer.points import OPTIONAL_POINTS, POINT_NAMES, POINTS_FLAG
 from vllm_steer.registry.schema import SteeringApplied
 from vllm_steer.spec import KINDS
-from vllm_steer.spec.references import MAX_REFERENCES, NAME_RULE
-from vllm_steer.spec.vector import MAX_WIDTH, PACKED_DTYPES
+from vllm_steer.spec.references import NAME_RULE
+from vllm_steer.spec.vector import PACKED_DTYPES
 
 JSON = "application/json"
 BINARY = ("application/octet-stream", "application/safetensors")

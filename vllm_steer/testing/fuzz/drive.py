@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.frontend.outputs import INBOX
+from vllm_steer.frontend.outputs import ROW_RECEIVER
 from vllm_steer.testing.fuzz.answers import Answer, AnswerCollector
 from vllm_steer.testing.fuzz.workload import MODULE, EditCase, Request, module_of, prompt_of, sampling_params
 
@@ -129,11 +129,11 @@ def _find_leak(llm: Any, scheduler: Any) -> str | None:
         return None
     if ledger.in_use != (0, 0, 0):
         return f"the steering tables are not empty at the end: {ledger.in_use} rows, instructions, vectors"
-    if scheduler.steering_outbox.num_bytes:
-        return f"{scheduler.steering_outbox.num_bytes} bytes of captured rows remain in the scheduler at the end"
-    inbox = getattr(llm.llm_engine.output_processor, INBOX, None)
-    if inbox is not None and inbox.num_bytes:
-        return f"{inbox.num_bytes} bytes of captured rows remain in the front end at the end"
+    if scheduler.steering_row_sender.num_bytes:
+        return f"{scheduler.steering_row_sender.num_bytes} bytes of captured rows remain in the scheduler at the end"
+    receiver = getattr(llm.llm_engine.output_processor, ROW_RECEIVER, None)
+    if receiver is not None and receiver.num_bytes:
+        return f"{receiver.num_bytes} bytes of captured rows remain in the front end at the end"
     held = scheduler.kv_cache_manager.usage
     return f"{100 * held:.0f} % of the key-value cache is in use at the end" if held else None
 

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Generated sections of hand-written pages, between ``<!-- NAME: ... -->`` and ``<!-- NAME end -->``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from performance import KEPT, LARGE, cell
+from steps_page import MakeTable
+
+ROOT = Path(__file__).parents[1]
+
+
+class Cost(NamedTuple):
+    """A row of the README's table."""
+
+    workload: str
+    file: str
+    variant: str
+    batch: str
+    published: str = ""
+    """A ratio that another project publishes for a similar workload."""
+
+
+COSTS = (
+    Cost("no steering", LARGE, "idle", "256"),
+    Cost("steer one site, every request", LARGE, "one site", "256", "0.89 (EasySteer, 256 requests)"),
+    Cost("steer all 96 sites", KEPT, "all sites", "1"),
+    Cost("a different program for each request", LARGE, "own program each", "256", "0.18 (EasySteer, 256 programs)"),
+    Cost("capture one layer, all tokens", LARGE, "capture one layer, all tokens", "1000", "0.82 (vllm-lens, eager)"),
+)
+
+PUBLISHED = [
+    ("EasySteer", "R1-Distill-Qwen-1.5B, 256 prompts", "steer 1 layer / 28 layers", "throughput 0.89 / 0.76"),
+    ("EasySteer", "R1-Distill-Qwen-1.5B, 256 prompts", "256 different configurations", "throughput 0.18"),
+    ("vllm-lens", "OPT-30B, 1,000 prompts", "capture one layer, all tokens", "274 s; eager vLLM 226 s"),
+    ("interp-engine", "Llama-8B, B200, 8 streams", "hooked instead of static", "1,187 instead of 1,755 tokens/s"),
+    ("RhizoNymph/vllm", "Gemma-3-27B, A100, batch 8 to 16", "16 different configurations", "time per token 1.013"),
+]
+"""Figures that other projects publish: project, setting, workload, figure."""
+
+
+def costs(table: MakeTable) -> str:
+    """Return the README's table of costs."""
+    rows = [
+        (
+            cost.workload,
+            f"{int(cost.batch):,}",
+            ratio(cost, "throughput"),
+            ratio(cost, "per token"),
+            cost.published,
+        )
+        for cost in COSTS
+    ]
+    return (
+        "Llama-8B shape on one H200, relative to stock vLLM with compilation and CUDA graphs, measured in pairs:\n\n"
+        + table(("workload", "requests", "throughput", "time per token", "throughput published by others¹"), rows)
+        + "\n¹ On other models and machines; see [comparison](docs/explanation/comparison.md).\n"
+        "[Performance](docs/reference/performance.md) has all figures, their spread and the targets.\n"
+    )
+
+
+def ratio(cost: Cost, figure: str) -> str:
+    value = cell(cost.file, cost.variant, cost.batch, figure)
+    return "" if value is None else f"{value:.2f}"
+
+
+def published(table: MakeTable) -> str:
+    """Return the comparison page's table of figures that other projects publish."""
+    return table(("project", "setting", "workload", "published figure"), PUBLISHED)
+
+
+SECTIONS: Mapping[str, Mapping[str, Callable[[MakeTable], str]]] = {
+    "README.md": {"costs": costs},
+    "docs/explanation/comparison.md": {"published": published},
+}
+
+
+def pages(table: MakeTable) -> dict[Path, str]:
+    """Return the pages with generated sections, with these sections up to date."""
+    return {ROOT / name: fill((ROOT / name).read_text(), sections, table) for name, sections in SECTIONS.items()}
+
+
+def fill(text: str, sections: Mapping[str, Callable[[MakeTable], str]], table: MakeTable) -> str:
+    """Return ``text`` with the content between the markers of each section replaced.
+
+    Raises:
+        ValueError: If the markers of a section are missing or appear more than once.
+    """
+    for name, make in sections.items():
+        markers = rf"(<!-- {name}: [^\n]*-->\n).*?(<!-- {name} end -->)"
+        content = f"\n{make(table)}\n"
+        text, count = re.subn(markers, lambda found, new=content: found[1] + new + found[2], text, flags=re.DOTALL)
+        if count != 1:
+            raise ValueError(f"{name}: found {count} pairs of markers instead of one")
+    return text

@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which set of graphs a step replays: with a manager and wrappers that only note what they are given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from vllm.config.compilation import CUDAGraphMode
+
+from vllm_steer.config import SteeringConfig
+from vllm_steer.engine import cudagraph_sets
+from vllm_steer.engine.cudagraph_sets import CUDAGraphSetManager
+from vllm_steer.taps.tables import Tables
+
+LAYERS, POINTS = 8, 3
+
+
+@dataclass(frozen=True)
+class Step:
+    """In the place of what vLLM knows a full graph by."""
+
+    num_tokens: int
+
+
+SMALL, LARGE = Step(cudagraph_sets.SMALL_BATCH_TOKENS), Step(cudagraph_sets.SMALL_BATCH_TOKENS + 1)
+
+
+class Wrapper:
+    """In the place of a piecewise graph's wrapper; a drafter's is never captured by the model's manager."""
+
+    def __init__(self, drafter: bool = False) -> None:
+        self.entries: dict[str, Any] = {"drafter": "graph"} if drafter else {}
+        self.drafter = drafter
+
+
+class Manager:
+    """In the place of vLLM's: "captures" what launches, as full graph and, where asked, as a piece of each wrapper."""
+
+    def __init__(self, tables: Tables, wrappers: list[Wrapper]) -> None:
+        self.graphs: dict[Any, Any] = {}
+        self._capture_descs = {
+            CUDAGraphMode.FULL: [LARGE, SMALL],
+            CUDAGraphMode.PIECEWISE: [],
+        }
+        self._tables, self._wrappers = tables, wrappers
+        self.plain: Any = None
+        self.ran: list[bool] = []
+
+    def capture(self, model: str, *, has_lora: bool) -> None:
+        assert (model, has_lora) == ("model", False)
+        launched = tuple(bool(site) for site in self._tables.active_sites)
+        if self.plain is not None:
+            self.ran.append(self.plain.tapped)
+            assert self.plain.tapped == any(launched)
+        for step in self._capture_descs[CUDAGraphMode.FULL]:
+            assert step not in self.graphs
+            self.graphs[step] = launched
+        if CUDAGraphMode.PIECEWISE in self._capture_descs:
+            for wrapper in self._wrappers:
+                if not wrapper.drafter:
+                    assert "step" not in wrapper.entries
+                    wrapper.entries["step"] = launched
+
+
+@pytest.fixture
+def tables() -> Tables:
+    config = SteeringConfig(max_rows=1, max_vectors=1, max_instructions=1, capture_rows=1)
+    return Tables(
+        config, num_sites=LAYERS * POINTS, hidden_size=8, max_tokens=4, max_requests=1, dtype=torch.float32,
+        device=torch.device("cpu"),
+    )  # fmt: skip
+
+
+class Switched:
+    """In the place of the two codes of a model: which of them would run."""
+
+    def __init__(self) -> None:
+        self.tapped = True
+
+    def switch(self, *, tapped: bool) -> None:
+        self.tapped = tapped
+
+
+def captured(
+    tables: Tables, count: int, monkeypatch: pytest.MonkeyPatch, layers: range = range(LAYERS), plain: Any = None
+) -> tuple[CUDAGraphSetManager, Manager, Wrapper, Wrapper]:
+    own, drafter = Wrapper(), Wrapper(drafter=True)
+    monkeypatch.setattr(cudagraph_sets, "_piecewise_wrappers", lambda: [own, drafter])
+    monkeypatch.setattr(cudagraph_sets, "_entries_attribute", lambda wrapper: "entries")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
+    sets, manager = CUDAGraphSetManager(tables, count, POINTS, layers, plain), Manager(tables, [own, drafter])
+    manager.plain = plain
+    sets.wrap_capture(manager)
+    manager.capture("model", has_lora=False)
+    return sets, manager, own, drafter
+
+
+def using(*sites: int) -> list[int]:
+    return [int(site in sites) for site in range(LAYERS * POINTS)]
+
+
+def launched_by(graph: tuple[bool, ...]) -> set[int]:
+    return {site for site, launches in enumerate(graph) if launches}
+
+
+EVERY = set(range(LAYERS * POINTS))
+
+
+BETWEEN = {site for site in EVERY if site % POINTS != 1}
+"""``pre_attn`` and ``post_block``."""
+FIRST, SECOND = set(range(12)), set(range(12, 24))
+
+
+@pytest.mark.parametrize(
+    ("count", "used", "small", "large"),
+    [
+        (1, None, EVERY, EVERY),
+        (1, using(4), EVERY, EVERY),
+        (2, None, set(), set()),
+        (2, using(4), EVERY, EVERY),
+        (3, using(3), BETWEEN, BETWEEN),
+        (3, using(4), EVERY, EVERY),
+        (4, using(0, 23), BETWEEN, BETWEEN),
+        (4, using(4, 22), EVERY - BETWEEN, EVERY - BETWEEN),
+        (4, using(3, 4), EVERY, EVERY),
+        (6, None, set(), set()),
+        (6, using(4), FIRST, EVERY - BETWEEN),
+        (6, using(12, 23), SECOND, BETWEEN),
+        (6, using(12, 13), SECOND, EVERY),
+        (6, using(9, 12), BETWEEN, BETWEEN),
+        (6, using(4, 12), EVERY, EVERY),
+    ],
+)  # fmt: skip
+def test_a_step_replays_the_smallest_set_that_has_its_taps(
+    tables: Tables,
+    monkeypatch: pytest.MonkeyPatch,
+    count: int,
+    used: list[int] | None,
+    small: set[int],
+    large: set[int],
+) -> None:
+    """Catches a step whose edit is in no graph, and an idle one that replays taps though there is a set without."""
+    sets, manager, own, _ = captured(tables, count, monkeypatch)
+    if used is None:
+        sets.select_idle()
+    else:
+        sets.select(used, 1)
+    assert launched_by(manager.graphs[SMALL]) == small
+    assert launched_by(manager.graphs[LARGE]) == large
+    # A set with some taps has no pieces of its own, and those of all taps do as well.
+    assert launched_by(own.entries["step"]) == (EVERY if large else set())
+
+
+def test_sets_change_with_the_sites_in_use(tables: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a choice that is remembered beyond the edits that it was made for."""
+    sets, manager, _, _ = captured(tables, 6, monkeypatch)
+    sets.select(using(0), 1)
+    assert launched_by(manager.graphs[SMALL]) == set(range(12))
+    sets.select(using(0, 20), 2)
+    assert launched_by(manager.graphs[SMALL]) == BETWEEN
+    sets.select_idle()
+    assert launched_by(manager.graphs[SMALL]) == set()
+
+
+def test_a_pipeline_stage_has_stretches_of_its_own_layers(tables: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches sets of layers that another stage has, and taps in a step whose edits are all on another stage."""
+    sets, manager, _, _ = captured(tables, 6, monkeypatch, range(4, 8))
+    sets.select(using(12), 1)
+    assert launched_by(manager.graphs[SMALL]) == set(range(12, 18))
+    sets.select(using(), 2)
+    assert launched_by(manager.graphs[SMALL]) == set()
+
+
+@pytest.mark.parametrize(("count", "at_least"), [(1, 1), (2, 2), (4, 3.2), (8, 3.8)])
+def test_memory_of_all_sets_is_told(tables: Tables, count: int, at_least: float) -> None:
+    """Catches graphs that vLLM is not told of when it sizes its cache."""
+    assert at_least <= CUDAGraphSetManager(tables, count, POINTS, range(LAYERS)).memory_factor < at_least + 0.1
+
+
+def test_graphs_of_others_stay(tables: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a drafter that has lost its graphs, and stages of capture that stay cut down."""
+    sets, manager, _, drafter = captured(tables, 6, monkeypatch)
+    sets.select(using(1), 1)
+    assert drafter.entries == {"drafter": "graph"}
+    assert len(manager._capture_descs) == 2
+    assert "capture" not in vars(manager)
+
+
+def test_where_nothing_is_captured_each_tap_decides_for_itself(tables: Tables) -> None:
+    """Catches eager steps that launch at sites where nobody edits or reads."""
+    sets = CUDAGraphSetManager(tables, 2, POINTS, range(LAYERS))
+    used = using(5)
+    sets.select(used, 1)
+    assert tables.active_sites is used
+    sets.select_idle()
+    assert not any(tables.active_sites)
+    with sets.capture_all_taps():
+        sets.select_idle()
+        assert all(tables.active_sites)
+
+
+def test_graphs_and_steps_without_taps_are_of_the_plain_code(tables: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches idle graphs of the model with taps, and steps or graphs with edits of the one without."""
+    plain = Switched()
+    sets, manager, _, _ = captured(tables, 6, monkeypatch, range(4, 8), plain)
+    assert manager.ran == [False, True, True, True, True, True] and plain.tapped
+    for act, tapped in (
+        (sets.select_idle, False),
+        (lambda: sets.select(using(12), 1), True),
+        # All that is edited is on another stage.
+        (lambda: sets.select(using(), 2), False),
+    ):
+        act()
+        assert plain.tapped is tapped
+        sets.restore_model()
+        assert plain.tapped
+
+
+def test_where_nothing_is_captured_idle_steps_run_the_plain_code(tables: Tables) -> None:
+    """Catches compiled steps without graphs that run the model without taps though something is edited."""
+    plain: Any = Switched()
+    sets = CUDAGraphSetManager(tables, 2, POINTS, range(LAYERS), plain)
+    sets.select_idle()
+    assert not plain.tapped
+    sets.select(using(5), 1)
+    assert plain.tapped
+    sets.select_idle()
+    with sets.capture_all_taps():
+        sets.select_idle()
+        assert plain.tapped

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Triton kernel computes what the definition says, whatever the instruction sequence."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.taps.random_tables import compare, compare_joined
+from vllm_steer.taps.reference import apply_tap
+from vllm_steer.taps.tables import Tables
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_kernel_matches_the_definition_in_the_interpreter() -> None:
+    """Catches a kernel whose arithmetic, masks or linking differ. A process of its own: Triton reads the switch
+    once."""
+    environment = {
+        **os.environ,
+        "TRITON_INTERPRET": "1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.taps.kernel_in_interpreter"],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_comparison_rejects_a_kernel_that_skips_the_second_instruction() -> None:
+    """Negative control: a launch that follows no links must be far outside the tolerance."""
+
+    def first_only(target: torch.Tensor, other: torch.Tensor | None, head: torch.Tensor, tables: Tables) -> None:
+        links = tables.instruction[:, 2].clone()
+        tables.instruction[:, 2] = 0
+        apply_tap(target, other, head, tables)
+        tables.instruction[:, 2] = links
+
+    with pytest.raises(AssertionError, match="arena"):
+        compare(first_only, 0, 64, torch.float32, True, torch.device("cpu"))
+
+
+def test_the_comparison_rejects_a_kernel_with_a_wrong_strength() -> None:
+    """Negative control: edits of half their strength must be far outside the tolerance."""
+
+    def half(target: torch.Tensor, other: torch.Tensor | None, head: torch.Tensor, tables: Tables) -> None:
+        tables.parameter[:, 0] *= 0.5
+        apply_tap(target, other, head, tables)
+        tables.parameter[:, 0] *= 2.0
+
+    assert compare(half, 0, 64, torch.float32, True, torch.device("cpu")) > 1000
+
+
+def joined_as(wrong: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Callable[..., None]:
+    """A launch of two sites of which the second one starts from what ``wrong`` makes of the first one's summand before
+    and after."""
+
+    def launch(
+        target: torch.Tensor,
+        other: torch.Tensor | None,
+        head: torch.Tensor,
+        tables: Tables,
+        second: torch.Tensor | None = None,
+    ) -> None:
+        before = target.clone()
+        apply_tap(target, other, head, tables)
+        if second is not None:
+            target.copy_(wrong(before, target))
+            apply_tap(target, other, second, tables)
+
+    return launch
+
+
+def test_the_comparison_of_joined_sites() -> None:
+    """It finds nothing in the definition, and sees (negative controls) a second site that misses the first one's edit,
+    and one that reads another rounding of it."""
+    drawn = (0, 64, torch.float16, True, torch.device("cpu"))
+    assert compare_joined(joined_as(lambda before, after: after), *drawn) == ""
+    assert compare_joined(joined_as(lambda before, after: before), *drawn) != ""
+    assert compare_joined(joined_as(lambda before, after: after.bfloat16().half()), *drawn) != ""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("hidden", [64, 896, 4096, 5120, 32768])
+def test_kernel_matches_the_definition_on_the_gpu(dtype: torch.dtype, hidden: int) -> None:
+    """The same comparison where the kernel is compiled."""
+    from vllm_steer.taps.tap_kernel import launch_tap
+
+    for seed in range(3):
+        for with_other in (False, True):
+            drawn = (seed, hidden, dtype, with_other, torch.device("cuda"))
+            assert compare(launch_tap, *drawn) < 64
+            assert compare_joined(launch_tap, *drawn) == ""
+
+
+@pytest.mark.gpu
+def test_row_kernels_match_their_definition_on_the_gpu() -> None:
+    """Catches a neighbour's segment, an edge off by one, padding with a row, and places that overlap."""
+    from tests.taps.random_batches import compare_rows
+
+    assert [said for seed in range(30) if (said := compare_rows(seed, torch.device("cuda")))] == []
+    assert compare_rows(0, torch.device("cuda"), max_requests=60, max_tokens=400) == ""

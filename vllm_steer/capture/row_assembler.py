@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Assembly of a request's captured rows from the chunks that its engine steps produced.
+
+Rows are keyed by absolute position. A position may be computed several times (preemption, rejected draft tokens): the
+last row counts. Positions beyond the end of the request (drafts) are dropped. The last sampled token is never
+forwarded, so a request of ``t`` tokens has rows for the positions ``0 .. t - 2``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vllm_steer.capture.results import Site, SiteRows
+from vllm_steer.capture.step_rows import IntArray
+from vllm_steer.points import POINT_NAMES
+from vllm_steer.spec import CaptureSpec, Projection
+
+_MAX_LISTED = 3  # sites named in an error text
+
+
+class RowChunk(msgspec.Struct, frozen=True):
+    """Rows of consecutive positions of one request."""
+
+    request_id: str
+    start: int
+    """First position."""
+    count: int
+    """Number of positions."""
+    captures: tuple[int, ...]
+    """Rows stored per position, as codes ``2 * site + before``."""
+    rows: Any
+    """Buffer of ``count * len(captures)`` rows, ordered by position, that nothing else shares."""
+    projection: bytes = b""
+    """Digest of the directions if the rows are float32 projections; empty for rows in the model's dtype."""
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """The wanted positions that some chunks hold, and the rows to take for them."""
+
+    positions: IntArray
+    """``[n]``, ascending and unique."""
+    rows: IntArray | None
+    """Row number of each position among the chunks' rows, ``[n]``; None for all rows in order."""
+
+
+class RowAssembler:
+    """Collector of the captured rows of one sample of a request while it runs."""
+
+    def __init__(self, num_layers: int, hidden_size: int, dtype: torch.dtype) -> None:
+        self._num_layers = num_layers
+        self._hidden_size = hidden_size
+        self._dtype = dtype
+        self._chunks: list[RowChunk] = []
+        self._missing_reason: str | None = None
+        self._incomplete_reason: str | None = None
+
+    def add(self, chunks: Iterable[RowChunk]) -> None:
+        """Append chunks in the order in which the engine computed them."""
+        self._chunks += chunks
+
+    def set_missing_reason(self, reason: str) -> None:
+        """Set the reason that is reported if rows turn out to be missing."""
+        self._missing_reason = reason
+
+    def mark_incomplete(self, reason: str) -> None:
+        """Mark the sample as ended early (aborted, failed), which makes its capture partial."""
+        self._incomplete_reason = reason
+
+    def since(self, chunk: int) -> tuple[RowAssembler, int]:
+        """Return an assembler of the chunks from number ``chunk`` on, and the number of chunks so far."""
+        part = RowAssembler(self._num_layers, self._hidden_size, self._dtype)
+        part._chunks = self._chunks[chunk:]
+        return part, len(self._chunks)
+
+    def assemble(self, spec: CaptureSpec, prompt_len: int, num_tokens: int) -> tuple[dict[Site, SiteRows], str | None]:
+        """Assemble the rows that ``spec`` asks for.
+
+        Args:
+            spec: The capture of one consumer.
+            prompt_len: Number of prompt tokens.
+            num_tokens: Number of prompt and generated tokens, including the last sampled one.
+
+        Returns:
+            The rows by site, and the reason why they are incomplete or inexact, or None. Prompt positions that an
+            incomplete sample never computed count as missing.
+        """
+        forwarded = num_tokens - 1
+        if self._incomplete_reason is not None:
+            forwarded = max(forwarded, prompt_len)
+        wanted = _wanted_positions(spec, prompt_len, forwarded)
+        projection = spec.reduce if isinstance(spec.reduce, Projection) and spec.reduce.in_engine else None
+        stored = self._stored(b"" if projection is None else projection.digest)
+        # Sites usually share their chunks, and then the choice of rows as well.
+        chosen: dict[tuple[int, ...], _Chosen] = {}
+        sites: dict[Site, SiteRows] = {}
+        missing: list[str] = []
+        overflowed: list[str] = []
+        dtype = self._dtype if spec.dtype is None else getattr(torch, spec.dtype)
+        for point, layers in spec.hooks:
+            for layer in range(self._num_layers) if layers == "all" else layers:
+                columns = stored.get(2 * (layer * len(POINT_NAMES) + POINT_NAMES.index(point)) + spec.before, {})
+                chunks = tuple(columns)
+                if chunks not in chosen:
+                    chosen[chunks] = _choose([self._chunks[number] for number in chunks], wanted)
+                positions = chosen[chunks].positions
+                if len(positions) < len(wanted):
+                    missing.append(f"{point}[{layer}] has {len(positions)} of {len(wanted)} positions")
+                reduced = _reduce(self._site_rows(columns, chosen[chunks].rows, projection), spec)
+                converted = reduced.to(dtype)
+                if converted.dtype != reduced.dtype and bool((converted.isinf() & reduced.isfinite()).any()):
+                    overflowed.append(f"{point}[{layer}]")
+                sites[point, layer] = SiteRows(positions.copy(), converted)
+        reasons = [self._incomplete_reason]
+        if missing:
+            reasons.append(self._missing_reason or "; ".join(missing[:_MAX_LISTED]))
+        if overflowed:
+            name = str(dtype).removeprefix("torch.")
+            reasons.append(f"{', '.join(overflowed[:_MAX_LISTED])} overflows {name} (infinities); use dtype float32")
+        return sites, ": ".join(reason for reason in reasons if reason) or None
+
+    def _stored(self, projection: bytes) -> dict[int, dict[int, int]]:
+        """Return, for each capture code, the chunks that hold it in this format and its column in each of them."""
+        found: dict[int, dict[int, int]] = {}
+        for number, chunk in enumerate(self._chunks):
+            if chunk.projection == projection:
+                for column, code in enumerate(chunk.captures):
+                    found.setdefault(code, {})[number] = column
+        return found
+
+    def _site_rows(
+        self, columns: Mapping[int, int], rows: IntArray | None, projection: Projection | None
+    ) -> torch.Tensor:
+        """Copy the chosen rows of a site: ``[n, hidden]``, or float32 ``[n, k]`` if projected in the engine.
+
+        The copy uses numpy, because torch's threads would compete with those of the consumers and the engine.
+        """
+        width, dtype = self._hidden_size, self._dtype
+        if projection is not None:
+            width, dtype = projection.directions.shape[0], torch.float32
+        parts = [np.empty((0, width * dtype.itemsize), dtype=np.uint8)]
+        for number, column in columns.items():
+            chunk = self._chunks[number]
+            parts.append(np.frombuffer(chunk.rows, np.uint8).reshape(chunk.count, len(chunk.captures), -1)[:, column])
+        joined = np.concatenate(parts)
+        flat = (joined if rows is None else joined[rows]).reshape(-1)
+        return torch.from_numpy(flat).view(dtype).view(-1, width)
+
+
+def _reduce(rows: torch.Tensor, spec: CaptureSpec) -> torch.Tensor:
+    """Apply the spec's reduction; sums and products are float32, whatever dtype is returned in the end."""
+    if isinstance(spec.reduce, Projection):
+        return rows if spec.reduce.in_engine else rows.float() @ torch.from_numpy(spec.reduce.directions.copy()).T
+    if spec.reduce == "mean":
+        return rows.float().mean(0, keepdim=True) if len(rows) else rows
+    return rows[-1:] if spec.reduce == "last" else rows
+
+
+def _choose(chunks: Sequence[RowChunk], wanted: IntArray) -> _Chosen:
+    positions = _concatenate([np.arange(each.start, each.start + each.count) for each in chunks])
+    rows: IntArray | None = None
+    if not (positions[1:] > positions[:-1]).all():
+        # np.unique finds first occurrences: reversed, these are the rows that were computed last.
+        positions, first = np.unique(positions[::-1], return_index=True)
+        rows = sum(each.count for each in chunks) - 1 - first
+    keep = np.isin(positions, wanted)
+    if not keep.all():
+        positions, rows = positions[keep], np.flatnonzero(keep) if rows is None else rows[keep]
+    return _Chosen(positions, rows)
+
+
+def _wanted_positions(spec: CaptureSpec, prompt_len: int, forwarded: int) -> IntArray:
+    intervals = spec.tokens.intervals(prompt_len, "positions")
+    return _concatenate([np.arange(start, min(stop, forwarded), dtype=np.int64) for start, stop in intervals])
+
+
+def _concatenate(arrays: Sequence[npt.NDArray[np.int64]]) -> IntArray:
+    return np.concatenate([np.empty(0, dtype=np.int64), *arrays])

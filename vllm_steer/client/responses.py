@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Responses of the server as Python objects."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import httpx
+
+from vllm_steer.registry.schema import SteeringApplied
+
+if TYPE_CHECKING:
+    import torch
+
+
+class ServerError(Exception):
+    """An error response of the server."""
+
+    def __init__(self, status: int, message: str, param: str | None = None, kind: str = "") -> None:
+        super().__init__(status, message, param, kind)
+        self.status = status
+        """HTTP status."""
+        self.message = message
+        """What is wrong, and where."""
+        self.param = param
+        """Path of the invalid value, if there is one."""
+        self.kind = kind
+        """Name of the error type, such as ``BadRequestError``."""
+
+    def __str__(self) -> str:
+        return f"{self.message} (HTTP {self.status})"
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Rows of one site."""
+
+    positions: torch.Tensor
+    """int64 ``[n]``, ascending."""
+    rows: torch.Tensor
+    """CPU tensor ``[n, hidden]``, or as reduced."""
+
+
+@dataclass(frozen=True, eq=False)
+class CaptureAnswer:
+    """Report of one consumer for one choice."""
+
+    status: str
+    """``ok``, ``partial`` or ``error``."""
+    error: str | None
+    """Reason for a status other than ``ok``."""
+    id: str | None = None
+    """Id for `Client.fetch` if the rows were too large for the response."""
+    data: Any = None
+    """Report of a consumer other than ``memory``."""
+    sites: Mapping[tuple[str, int], Rows] = field(default_factory=dict)
+    """Rows by point and layer, if they are part of the response."""
+
+
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """One sample."""
+
+    text: str
+    finish_reason: str | None
+    captures: Mapping[str, CaptureAnswer]
+    """Reports by consumer."""
+
+
+@dataclass(frozen=True, eq=False)
+class Completion:
+    """Response of the completions or the chat route."""
+
+    choices: tuple[Choice, ...]
+    applied: SteeringApplied | None
+    """Steering that was applied to the request; None if there was none."""
+    document: Mapping[str, Any]
+    """The complete JSON response."""
+
+    @property
+    def text(self) -> str:
+        """Text of the first choice."""
+        return self.choices[0].text
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One event of a stream, reduced to its first choice."""
+
+    text: str
+    applied: SteeringApplied | None
+    """Steering that was applied to the request; only set on the first piece."""
+
+
+def parse_error(response: httpx.Response) -> ServerError:
+    """Parse an error response whose body has been read."""
+    try:
+        document = response.json()
+        error = document.get("error", document)
+        message = error.get("message") or error.get("detail") or str(document)
+        return ServerError(response.status_code, message, error.get("param"), str(error.get("type") or ""))
+    except (ValueError, AttributeError):
+        return ServerError(response.status_code, response.text[:200] or response.reason_phrase)
+
+
+def parse_completion(document: Mapping[str, Any]) -> Completion:
+    """Parse the JSON response of the completions or the chat route."""
+    choices = tuple(
+        Choice(
+            text=choice["text"] if "text" in choice else choice["message"].get("content") or "",
+            finish_reason=choice.get("finish_reason"),
+            captures={name: _parse_capture(each) for name, each in (choice.get("capture_results") or {}).items()},
+        )
+        for choice in document["choices"]
+    )
+    return Completion(choices, _parse_applied(document), document)
+
+
+def parse_piece(event: Mapping[str, Any]) -> Piece:
+    """Parse one event of a stream.
+
+    Raises:
+        ServerError: The event reports an error.
+    """
+    if "error" in event:
+        error = event["error"]
+        raise ServerError(int(error.get("code") or 500), str(error.get("message")), error.get("param"))
+    text = "".join(
+        choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+        for choice in event.get("choices", ())
+        if choice.get("index", 0) == 0
+    )
+    return Piece(text, _parse_applied(event))
+
+
+def read_capture_file(data: bytes) -> dict[tuple[str, int], Rows]:
+    """Read the rows from the bytes of a capture file with one request."""
+    import tempfile
+    from pathlib import Path
+
+    from vllm_steer.capture.files.reader import open_captures
+
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory, "capture.safetensors")
+        path.write_bytes(data)
+        (request,) = open_captures(path)
+        # Copy: the mapped file is about to be deleted.
+        return {site: Rows(request.positions(*site).clone(), request.tensor(*site).clone()) for site in request.sites}
+
+
+def _parse_applied(document: Mapping[str, Any]) -> SteeringApplied | None:
+    applied = document.get("steering_applied")
+    return None if applied is None else SteeringApplied.model_validate(applied)
+
+
+def _parse_capture(report: Mapping[str, Any]) -> CaptureAnswer:
+    sites = {
+        (point, int(layer)): _parse_rows(site)
+        for point, layers in report.get("sites", {}).items()
+        for layer, site in layers.items()
+    }
+    return CaptureAnswer(report["status"], report["error"], report.get("id"), report.get("data"), sites)
+
+
+def _parse_rows(site: Mapping[str, Any]) -> Rows:
+    import torch
+
+    data = bytearray(base64.b64decode(site["data"]))
+    dtype = getattr(torch, site["dtype"])
+    rows = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+    return Rows(torch.tensor(site["positions"], dtype=torch.int64), rows.reshape(site["shape"]))

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's front-end state of a sample, extended for samples that are steered or captured."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import Any
+
+from vllm.exceptions import GracefulHTTPError
+from vllm.v1.engine.output_processor import RequestState
+
+from vllm_steer.frontend.outputs import applied_steering, finish_capture, new_rows, refusal
+from vllm_steer.params import program_bytes
+
+
+class CapacityError(GracefulHTTPError):  # type: ignore[misc]
+    """The scheduler ended a request that found no room in the engine: HTTP 503, worth retrying."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"steering: {reason}", HTTPStatus.SERVICE_UNAVAILABLE)
+
+
+class SteeredRequestState(RequestState):  # type: ignore[misc]
+    """vLLM's ``RequestState`` with captured rows, applied steering and the scheduler's refusals on its outputs."""
+
+    def make_request_output(
+        self, new_token_ids: Any, pooling_output: Any, finish_reason: Any, stop_reason: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if self.queue is not None and (reason := refusal(finish_reason, stop_reason)) is not None:
+            # AsyncLLM raises an exception that it finds in a request's queue. LLM has no queue and returns an output.
+            self.queue.put(CapacityError(reason))
+            return None
+        output = super().make_request_output(new_token_ids, pooling_output, finish_reason, stop_reason, *args, **kwargs)
+        if output is not None:
+            output.steering_applied = applied_steering(self)
+        return output
+
+    def _new_completion_output(self, token_ids: Any, finish_reason: Any, stop_reason: Any, *args: Any) -> Any:
+        output = super()._new_completion_output(token_ids, finish_reason, stop_reason, *args)
+        output.capture_rows = new_rows(self)
+        if finish_reason is not None:
+            output.capture_results = finish_capture(self, finish_reason, stop_reason)
+        return output
+
+
+def extend_state(output_processor: Any, request: Any) -> None:
+    """Make the state of a sample a :class:`SteeredRequestState` if the sample has a program."""
+    if program_bytes(request.sampling_params) is not None:
+        output_processor.request_states[request.request_id].__class__ = SteeredRequestState

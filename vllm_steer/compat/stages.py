@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The way of a request through vLLM and this package, stage by stage, in the order in which a request takes it.
+
+Each row names a method of vLLM, the function of ours that joins it, and what that function gets and passes on. This is
+the complete list: :func:`vllm_steer.compat.wraps.install` wraps exactly the methods listed here, and a test compares
+the ``OVERRIDE`` rows with the methods that our subclasses override.
+
+====================================  ==================================================================================
+wrapped, and not joined through       the reason
+a plugin interface of vLLM
+====================================  ==================================================================================
+``EngineArgs``                        plugins cannot add flags to ``vllm serve`` or check an engine's settings
+``to_sampling_params``                request classes ignore fields that they do not know
+``to_beam_search_params``             beam search would ignore them as well
+``_extract_prompt_len``               a streamed response has started when the engine checks the prompt
+``add_request`` (engines)             global steering and modules become part of the request here
+``assign_request_id``                 the last step that all entry points share; the request is complete
+``OutputProcessor``                   outputs have no field for captured rows; their state has to follow each sample
+``RequestOutput.add``                 merging outputs would lose captured rows
+``StatLoggerManager``                 vLLM loads stat logger plugins in ``AsyncLLM`` only
+``run_batch``, ``run_request``        lines of a batch file do not pass through the server's middleware
+====================================  ==================================================================================
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import chain
+
+from vllm_steer.compat.wraps import How, Join
+
+BEFORE, AFTER, RESULT, AROUND, OVERRIDE = How.BEFORE, How.AFTER, How.RESULT, How.AROUND, How.OVERRIDE
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of a request's way."""
+
+    name: str
+    takes: str
+    """What comes in."""
+    passes_on: str
+    """What goes on to the next stage."""
+    joins: tuple[Join, ...]
+
+
+_OPENAI = "vllm.entrypoints.openai"
+_CHAT = f"{_OPENAI}.chat_completion.protocol:ChatCompletionRequest"
+_COMPLETION = f"{_OPENAI}.completion.protocol:CompletionRequest"
+_RESPONSES = f"{_OPENAI}.responses.protocol:ResponsesRequest"
+_BATCH = "vllm.entrypoints.launchers.run_batch"
+_OUTPUT_PROCESSOR = "vllm.v1.engine.output_processor:OutputProcessor"
+_REQUEST_STATE = "vllm.v1.engine.output_processor:RequestState"
+_SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+_RUNNER_V1 = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
+_RUNNER_V2 = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
+_MODEL_STATE = "vllm.v1.worker.gpu.model_states.interface:ModelState"
+
+_FIELDS = "vllm_steer.server.http.request_fields"
+_CONTEXT = "vllm_steer.server.http.request_context"
+_FRONT_END = "vllm_steer.compat.front_end"
+_REQUESTS = "vllm_steer.frontend.requests"
+_OUTPUTS = "vllm_steer.frontend.outputs"
+_STEERED_STATE = "vllm_steer.compat.request_state:SteeredRequestState"
+_STEERING_SCHEDULER = "vllm_steer.engine.scheduler:steering_scheduler"
+_STEERING_V1 = "vllm_steer.engine.runner_v1:SteeringRunnerV1"
+_STEERING_V2 = "vllm_steer.engine.runner_v2:SteeringRunnerV2"
+_STEERING_STATE = "vllm_steer.engine.runner_v2:_steering_state"
+
+STARTUP: tuple[Join, ...] = (
+    Join("vllm.engine.arg_utils:EngineArgs.add_cli_args", AFTER, "vllm_steer.server.flags:add_flags"),
+    Join("vllm.engine.arg_utils:EngineArgs.from_cli_args", BEFORE, "vllm_steer.server.flags:apply_flags"),
+    Join("vllm.engine.arg_utils:EngineArgs.create_engine_config", AROUND, "vllm_steer.compat.plugin:engine_config"),
+)
+"""Wrapped in every process of vLLM, when it loads its plugins."""
+
+WAY: tuple[Stage, ...] = (
+    Stage(
+        "parameters",
+        "the steering and capture fields of a request body",
+        "SamplingParams whose extra_args hold the compiled program",
+        (
+            Join(f"{_BATCH}:run_batch", AROUND, "vllm_steer.server.batch:run", only_if_imported=True),
+            Join(f"{_BATCH}:run_request", AROUND, "vllm_steer.server.batch:run_request_line", only_if_imported=True),
+            Join(
+                "vllm.entrypoints.serve.engine.serving:BaseServing._extract_prompt_len",
+                RESULT,
+                f"{_CONTEXT}:record_prompt_len",
+            ),
+            *(
+                Join(f"{request}.to_sampling_params", RESULT, f"{_FIELDS}:apply_to_params")
+                for request in (_CHAT, _COMPLETION, _RESPONSES)
+            ),
+            *(
+                Join(f"{request}.to_beam_search_params", BEFORE, f"{_FIELDS}:refuse_beam_search")
+                for request in (_CHAT, _COMPLETION)
+            ),
+        ),
+    ),
+    Stage(
+        "front-end check",
+        "SamplingParams, of a request body or of LLM.generate",
+        "SamplingParams that include global steering, modules and server-wide captures",
+        (
+            Join("vllm.v1.engine.llm_engine:LLMEngine.add_request", AROUND, f"{_FRONT_END}:add_request"),
+            Join("vllm.v1.engine.async_llm:AsyncLLM.add_request", AROUND, f"{_FIELDS}:as_bad_request"),
+            Join("vllm.v1.engine.async_llm:AsyncLLM.add_request", AROUND, f"{_FRONT_END}:add_request_async"),
+        ),
+    ),
+    Stage(
+        "engine request",
+        "an EngineCoreRequest with a tokenised prompt",
+        "the same request, checked and stripped, with a RequestState that collects its rows",
+        (
+            Join(
+                "vllm.v1.engine.input_processor:InputProcessor.assign_request_id",
+                BEFORE,
+                f"{_REQUESTS}:check_engine_request",
+                with_object=True,
+            ),
+            Join(f"{_OUTPUT_PROCESSOR}.add_request", BEFORE, f"{_REQUESTS}:check_resumable"),
+            Join(f"{_OUTPUT_PROCESSOR}.add_request", BEFORE, "vllm_steer.server.auth.current_key:salt_request"),
+            Join(f"{_OUTPUT_PROCESSOR}.add_request", AFTER, "vllm_steer.compat.request_state:extend_state"),
+            Join(f"{_OUTPUT_PROCESSOR}.add_request", AFTER, f"{_OUTPUTS}:begin_capture"),
+            Join(f"{_OUTPUT_PROCESSOR}.add_request", AFTER, f"{_OUTPUTS}:record_applied"),
+            Join(f"{_OUTPUT_PROCESSOR}.add_request", AFTER, f"{_CONTEXT}:track_sample"),
+            Join(f"{_OUTPUT_PROCESSOR}.add_request", AFTER, f"{_REQUESTS}:count_sample"),
+            Join(f"{_OUTPUT_PROCESSOR}.add_request", AFTER, f"{_REQUESTS}:strip_request"),
+        ),
+    ),
+    Stage(
+        "scheduler",
+        "a vLLM Request",
+        "a SchedulerOutput: requests that have room in the device tables, with steering in their block hashes",
+        (
+            *(
+                Join(f"{_SCHEDULER}.{name}", OVERRIDE, _STEERING_SCHEDULER)
+                for name in (
+                    "add_request",
+                    "set_pause_state",
+                    "schedule",
+                    "_handle_blocked_waiting_request",
+                    "_get_local_prefix_cache_hit",
+                    "_reserve_prefill_lookahead",
+                    "_get_new_block_ids_to_zero",
+                )
+            ),
+        ),
+    ),
+    Stage(
+        "runner",
+        "a SchedulerOutput",
+        "device tables that hold the programs, and the row of every token of the step",
+        (
+            *(
+                Join(f"{_RUNNER_V1}.{name}", OVERRIDE, f"{_STEERING_V1}.{name}")
+                for name in ("_update_states", "_zero_block_ids", "_model_forward")
+            ),
+            Join(f"{_RUNNER_V2}.execute_model", OVERRIDE, f"{_STEERING_V2}.execute_model"),
+            *(
+                Join(f"{_MODEL_STATE}.{name}", OVERRIDE, _STEERING_STATE)
+                for name in ("add_request", "remove_request", "preprocess_state", "prepare_inputs")
+            ),
+        ),
+    ),
+    Stage(
+        "hook points",
+        "the residual stream of a decoder layer, [tokens, hidden]",
+        "the edited stream, and captured rows in a staging buffer",
+        (Join("torch.nn:Module.forward", OVERRIDE, "vllm_steer.taps.tap:Tap.forward"),),
+    ),
+    Stage(
+        "rows out",
+        "captured rows of one step on the device",
+        "outputs under a reserved request id that carry the rows, ahead of the step's outputs",
+        (
+            Join(f"{_RUNNER_V1}.sample_tokens", OVERRIDE, f"{_STEERING_V1}.sample_tokens"),
+            Join(f"{_RUNNER_V2}.sample_tokens", OVERRIDE, f"{_STEERING_V2}.sample_tokens"),
+            Join(
+                "vllm.v1.worker.gpu_worker:Worker.sample_tokens",
+                OVERRIDE,
+                "vllm_steer.engine.worker:SteeringWorker.sample_tokens",
+            ),
+            Join(
+                "vllm.v1.executor.multiproc_executor:MultiprocExecutor.init_kv_output_aggregator",
+                OVERRIDE,
+                "vllm_steer.engine.executor:SteeringExecutor.init_kv_output_aggregator",
+            ),
+            Join(
+                "vllm.distributed.kv_transfer.kv_connector.utils:KVOutputAggregator.aggregate",
+                OVERRIDE,
+                "vllm_steer.engine.executor:RowAggregator.aggregate",
+            ),
+            *(
+                Join(f"{_SCHEDULER}.{name}", OVERRIDE, _STEERING_SCHEDULER)
+                for name in ("update_from_output", "_free_request")
+            ),
+        ),
+    ),
+    Stage(
+        "output processor",
+        "EngineCoreOutputs",
+        "RequestOutputs with captured rows, capture results and applied steering",
+        (
+            Join(
+                "vllm.v1.metrics.loggers:StatLoggerManager.__init__",
+                AROUND,
+                f"{_FRONT_END}:init_stat_logger_manager",
+            ),
+            Join(f"{_OUTPUT_PROCESSOR}.process_outputs", AROUND, f"{_FRONT_END}:process_outputs"),
+            *(
+                Join(f"{_REQUEST_STATE}.{name}", OVERRIDE, f"{_STEERED_STATE}.{name}")
+                for name in ("make_request_output", "_new_completion_output")
+            ),
+            Join("vllm.outputs:RequestOutput.add", AROUND, f"{_FRONT_END}:merge_outputs"),
+        ),
+    ),
+    Stage(
+        "response",
+        "RequestOutputs, and the captures that the request's context collected",
+        "a response body with capture_results and steering_applied",
+        (),
+    ),
+)
+"""Wrapped in front ends, when an engine's configuration is made. Engine and worker processes wrap nothing."""
+
+LIFECYCLE: tuple[Join, ...] = (
+    *(
+        Join(f"vllm.v1.worker.gpu_worker:Worker.{name}", OVERRIDE, f"vllm_steer.engine.worker:SteeringWorker.{name}")
+        for name in ("init_device", "load_model", "sleep", "wake_up", "compile_or_warm_up_model")
+    ),
+    *(
+        Join(f"{_RUNNER_V1}.{name}", OVERRIDE, f"{_STEERING_V1}.{name}")
+        for name in ("load_model", "capture_model", "profile_run", "_dummy_run")
+    ),
+    *(
+        Join(f"{_RUNNER_V2}.{name}", OVERRIDE, f"{_STEERING_V2}.{name}")
+        for name in ("load_model", "profile_run", "profile_cudagraph_memory", "capture_model")
+    ),
+    Join(
+        f"{_MODEL_STATE}.prepare_dummy_inputs",
+        OVERRIDE,
+        _STEERING_STATE,
+    ),
+)
+"""Overridden for loading, graph capture and sleep; no request passes here."""
+
+
+def front_end_joins() -> tuple[Join, ...]:
+    """Return the joins of all stages in order."""
+    return tuple(chain.from_iterable(stage.joins for stage in WAY))

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Install functions of this package before, after and around methods of vLLM."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import Enum
+from importlib import import_module
+from typing import Any
+
+_MARK = "_vllm_steer_wraps"
+
+
+class How(Enum):
+    """How a function of ours joins a method of vLLM."""
+
+    BEFORE = "before"
+    """Called ahead of the method with its object and first argument. Its result is ignored; it may raise."""
+    AFTER = "after"
+    """Called when the method has returned, with its object and first argument. Its result is ignored."""
+    RESULT = "result"
+    """Called with the method's object and result; returns what the caller gets instead."""
+    AROUND = "around"
+    """Called instead of the method, with the method and all its arguments."""
+    OVERRIDE = "override"
+    """A method of a subclass that vLLM is configured to use. Nothing is wrapped."""
+
+
+@dataclass(frozen=True)
+class Join:
+    """One method of vLLM and the function of ours that joins it. Both are named as ``module:qualified.name``."""
+
+    method: str
+    how: How
+    runs: str
+    only_if_imported: bool = False
+    """Skip the method while nothing has imported its module."""
+    with_object: bool = False
+    """Turn a static method into an ordinary one, so that our function gets the object on which it is called."""
+
+    @property
+    def is_wrap(self) -> bool:
+        """Whether :func:`install` has anything to do for it."""
+        return self.how is not How.OVERRIDE
+
+
+def load(path: str) -> Any:
+    """Return the object that ``path``, ``module:qualified.name``, names."""
+    module, _, name = path.partition(":")
+    return operator.attrgetter(name)(import_module(module))
+
+
+def install(joins: Iterable[Join]) -> None:
+    """Wrap the methods of all ``joins``, each once however often this is called.
+
+    Joins of one method run in the order given. Our functions are imported on their first call, so that a process
+    imports only the rooms that it uses.
+    """
+    by_method: dict[str, list[Join]] = {}
+    for join in joins:
+        module = join.method.partition(":")[0]
+        if join.is_wrap and (module in sys.modules or not join.only_if_imported):
+            by_method.setdefault(join.method, []).append(join)
+    for method, of_method in by_method.items():
+        module, _, name = method.partition(":")
+        owner, _, name = name.rpartition(".")
+        _wrap(load(f"{module}:{owner}") if owner else import_module(module), name, of_method)
+
+
+def _wrap(owner: Any, name: str, joins: list[Join]) -> None:
+    """Replace ``owner.name``, unless it has been replaced before. Static and class methods stay what they are."""
+    raw = owner.__dict__[name]
+    kind = type(raw) if isinstance(raw, (staticmethod, classmethod)) else None
+    original = raw.__func__ if kind else raw
+    if hasattr(original, _MARK):
+        return
+    call, has_class = original, kind is classmethod
+    if kind is staticmethod and any(join.with_object for join in joins):
+        call, kind = (lambda _, *args, **kwargs: original(*args, **kwargs)), None
+    wrapper = functools.wraps(original)(_joined(call, joins, slice(1, 2) if has_class else slice(2)))
+    setattr(wrapper, _MARK, original)
+    setattr(owner, name, kind(wrapper) if kind else wrapper)
+
+
+def _joined(call: Callable[..., Any], joins: list[Join], leading: slice) -> Callable[..., Any]:
+    """Return ``call`` with ``joins``; functions before and after it get the ``leading`` arguments."""
+    before, after, results, around = (
+        [_on_call(join.runs) for join in joins if join.how is how]
+        for how in (How.BEFORE, How.AFTER, How.RESULT, How.AROUND)
+    )
+    for function in reversed(around):
+        call = functools.partial(function, call)
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        for function in before:
+            function(*args[leading])
+        result = call(*args, **kwargs)
+        for function in results:
+            result = function(args[0], result)
+        for function in after:
+            function(*args[leading])
+        return result
+
+    return wrapper
+
+
+def _on_call(path: str) -> Callable[..., Any]:
+    """Return a function that imports the function at ``path`` when it is called."""
+    module, _, name = path.partition(":")
+    get = operator.attrgetter(name)
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return get(import_module(module))(*args, **kwargs)
+
+    return function

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the front end does with a request before the engine gets it: complete its parameters, check it, strip it."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from typing import Any
+
+from vllm.sampling_params import SamplingParams as VllmSamplingParams
+from vllm.utils import length_from_prompt_token_ids_or_embeds
+
+from vllm_steer.capture.server_wide import with_captures
+from vllm_steer.errors import SteeringError
+from vllm_steer.frontend.context import NOT_ENABLED, EngineContext, context_of, ensure_engine_context
+from vllm_steer.metrics.requests import count_request
+from vllm_steer.params import (
+    CAPTURE_KEY,
+    EXTRA_KEY,
+    FILE_KEY,
+    MODULES_KEY,
+    capture_specs,
+    program_bytes,
+    strip_for_engine,
+)
+from vllm_steer.spec.references import MODULES_FIELD
+
+
+def complete_params(context: EngineContext | None, params: Any) -> Any:
+    """Return ``params`` with everything that the engine client adds: global steering, the modules that the request
+    names, and the captures made of every request.
+
+    Returns ``params`` itself if there is nothing to add, otherwise a copy.
+
+    Raises:
+        SteeringError: A module does not exist, or the combined edits exceed a limit.
+    """
+    if context is None or not isinstance(params, VllmSamplingParams):
+        return params
+    extra = params.extra_args or {}
+    completed = context.registry.compose(extra)
+    if completed is not extra:
+        params = copy.copy(params)
+        params.extra_args = completed
+    server_wide = context.capture_manager.server_wide
+    return with_captures(params, server_wide) if server_wide else params
+
+
+async def complete_params_async(engine_client: Any, params: Any) -> Any:
+    """Return :func:`complete_params` for an ``AsyncLLM``, without reading files in its event loop."""
+    context = await ensure_engine_context(engine_client)
+    if context is not None and context.registry.is_stale():
+        await asyncio.to_thread(context.registry.snapshot)
+    return complete_params(context, params)
+
+
+def check_engine_request(input_processor: Any, request: Any) -> None:
+    """Raise :class:`SteeringError` unless the engine serves ``request`` exactly as written.
+
+    The last check in the front end: the prompt is tokenised and the parameters are complete.
+    """
+    params = request.sampling_params
+    extra = getattr(params, "extra_args", None) or {}
+    if MODULES_KEY in extra:
+        raise SteeringError(MODULES_FIELD, NOT_ENABLED)
+    if FILE_KEY in extra:
+        raise SteeringError(f"extra_args.{FILE_KEY}", "reserved for internal use; leave it out")
+    if program_bytes(params) is None:
+        if capture_specs(params):
+            raise SteeringError(f"extra_args.{CAPTURE_KEY}", "has no compiled program beside it; use `capture` instead")
+        return
+    if request.resumable:
+        refuse_streaming_input(params)
+    context = context_of(input_processor)
+    if context is None:
+        raise SteeringError("steering", NOT_ENABLED)
+    context.check(params, length_from_prompt_token_ids_or_embeds(request.prompt_token_ids, request.prompt_embeds))
+
+
+def refuse_streaming_input(params: Any) -> None:
+    """Raise :class:`SteeringError` if the parameters of a streaming-input session use steering or capture.
+
+    vLLM assigns a session's id through an empty request, and its pieces, each of which may have parameters of its own,
+    bypass :func:`check_engine_request`.
+    """
+    extra = getattr(params, "extra_args", None) or {}
+    if any(key in extra for key in (EXTRA_KEY, CAPTURE_KEY, MODULES_KEY, FILE_KEY)):
+        raise SteeringError(
+            "steering",
+            "not supported with streaming input, which turns outputs into prompt; send complete prompts",
+        )
+
+
+def check_resumable(_output_processor: Any, request: Any) -> None:
+    """Raise :class:`SteeringError` if ``request`` is a piece of a streaming-input session and uses steering."""
+    if request.resumable:
+        refuse_streaming_input(request.sampling_params)
+
+
+def count_sample(output_processor: Any, request: Any) -> None:
+    """Count one sample in the metrics of its engine."""
+    context = context_of(output_processor)
+    if context is not None:
+        count_request(context.model_name, request.sampling_params)
+
+
+def strip_request(output_processor: Any, request: Any) -> None:
+    """Remove what only the front end reads, and replace a large program by a reference to its file."""
+    context = context_of(output_processor)
+    strip_for_engine(request, None if context is None else context.program_files)

@@ -1,0 +1,339 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All limits: name, default, range and meaning of each.
+
+Settings and their defaults, server flags, key files, ``vllm-steer doctor`` and docs/reference/limits.md derive from the
+tables below:
+
+* :data:`ENGINE_LIMITS` size the tables of an engine; users set them in ``steering_config`` or by flags.
+* :data:`SERVER_LIMITS` protect a server; users set them by flags, and per API key in the key file.
+* :data:`FORMAT_LIMITS` bound what one request may contain; they are fixed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from http import HTTPStatus
+from types import MappingProxyType
+from typing import Literal
+
+Scope = Literal["request", "key", "server"]
+
+MAX_SEGMENTS = 1024
+"""Upper bound of the engine limit ``max_segments``."""
+MAX_BOUNDARIES = 2 * MAX_SEGMENTS
+"""Positions at which the selectors of one request may begin or end. Equal edits that follow one another share a
+segment, so a request within ``max_segments`` can have more boundaries than segments."""
+
+
+@dataclass(frozen=True)
+class Limit:
+    """An integer setting with a default and an inclusive range."""
+
+    name: str
+    default: int
+    low: int
+    high: int
+    help: str
+
+    @property
+    def flag(self) -> str:
+        """The server flag that sets the limit."""
+        return f"--{self.dest.replace('_', '-')}"
+
+    @property
+    def dest(self) -> str:
+        """The name of the flag among the parsed arguments."""
+        return f"steering_{self.name}"
+
+
+@dataclass(frozen=True)
+class EngineLimit(Limit):
+    """A limit that is fixed when the engine starts; ``name`` is its field of ``SteeringConfig``."""
+
+
+@dataclass(frozen=True)
+class ServerLimit(Limit):
+    """A limit that the server enforces before a request reaches the engine."""
+
+    prefix: Literal["steering", "capture"] = "steering"
+    """The first word of its flag."""
+    scope: Scope = "request"
+    """What is counted: one request, everything in flight for one API key, or the whole server."""
+    status: HTTPStatus | None = None
+    """Status of the response to a request that exceeds it; None if the request is served as ``help`` describes."""
+
+    @property
+    def dest(self) -> str:
+        """The name of the flag among the parsed arguments."""
+        return f"{self.prefix}_{self.name}"
+
+    @property
+    def key_name(self) -> str | None:
+        """Its name in the limits of an API key; None if keys cannot have their own value."""
+        return f"{self.prefix}_{self.name.removeprefix('key_')}" if self.scope == "key" else None
+
+
+@dataclass(frozen=True)
+class FormatLimit:
+    """A fixed bound on the content of one request."""
+
+    name: str
+    value: int
+    help: str
+
+
+ENGINE_LIMITS: Mapping[str, EngineLimit] = MappingProxyType(
+    {
+        limit.name: limit
+        for limit in (
+            EngineLimit(
+                "max_rows",
+                1024,
+                1,
+                1 << 16,
+                "distinct token programs on the device at one time, over all running requests",
+            ),
+            EngineLimit(
+                "max_vectors",
+                2048,
+                1,
+                1 << 20,
+                "distinct vectors (of edits) and directions (of projections) on the device at one time; each takes "
+                "4 x hidden size bytes",
+            ),
+            EngineLimit(
+                "max_instructions",
+                65536,
+                1,
+                1 << 24,
+                "instructions on the device at one time: one per token program, site and edit or capture",
+            ),
+            EngineLimit(
+                "max_segments",
+                32,
+                1,
+                MAX_SEGMENTS,
+                "token segments of one request: stretches of positions with the same edits and captures",
+            ),
+            EngineLimit(
+                "capture_rows",
+                14336,
+                1,
+                1 << 24,
+                "captured rows of one engine step; each takes hidden size x bytes of the dtype",
+            ),
+            EngineLimit(
+                "graph_sets",
+                8,
+                1,
+                64,
+                "sets of CUDA graphs: 1 has every tap in every step; 2 adds one without taps, for idle steps; 3 one "
+                "with pre_attn and post_block only, 4 one with the other points; each further set has the taps of a "
+                "range of layers, for small steps that touch no others",
+            ),
+            EngineLimit(
+                "capture_mib", 4096, 1, 1 << 24, "captured rows of all running requests together, in MiB of host memory"
+            ),
+            EngineLimit(
+                "queue_timeout",
+                600,
+                0,
+                1 << 24,
+                "seconds that a request may wait for room in the tables before it fails; 0 for no limit",
+            ),
+        )
+    }
+)
+
+MAX_BODY_MIB = ServerLimit(
+    "max_body_mib",
+    64,
+    1,
+    1 << 16,
+    "size of an HTTP body with steering or capture fields, in MiB",
+    status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+)
+REQUEST_EDITS = ServerLimit(
+    "request_edits",
+    1024,
+    1,
+    1 << 20,
+    "edits of one request, including those of the modules that it names",
+    status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+)
+REQUEST_VECTORS = ServerLimit(
+    "request_vectors",
+    1024,
+    1,
+    1 << 20,
+    "distinct vectors and directions of one request, including those of modules",
+    status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+)
+REQUEST_LAYERS = ServerLimit(
+    "request_layers",
+    4096,
+    1,
+    1 << 16,
+    "distinct layers that one request edits or reads",
+    status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+)
+MAX_NORM = ServerLimit(
+    "max_norm",
+    0,
+    0,
+    1 << 24,
+    "norm that an edit of a request, a module or global steering may add to a row: strength x norm of the vector for "
+    "`add`, the larger bound (times a strength above 1) for `clamp`; 0 for no limit. `add_normed` and `ablate` scale "
+    "with the row itself and are not limited",
+    status=HTTPStatus.BAD_REQUEST,
+)
+KEY_REQUESTS = ServerLimit(
+    "key_requests",
+    256,
+    1,
+    1 << 20,
+    "HTTP requests of a key in flight",
+    scope="key",
+    status=HTTPStatus.TOO_MANY_REQUESTS,
+)
+KEY_PROGRAMS = ServerLimit(
+    "key_programs",
+    128,
+    1,
+    1 << 20,
+    "distinct programs (edits and reads) of a key in flight",
+    scope="key",
+    status=HTTPStatus.TOO_MANY_REQUESTS,
+)
+KEY_POOL_MIB = ServerLimit(
+    "key_pool_mib",
+    256,
+    1,
+    1 << 20,
+    "distinct vectors and directions of a key in flight, as float32, in MiB",
+    scope="key",
+    status=HTTPStatus.TOO_MANY_REQUESTS,
+)
+KEY_CAPTURE_MIB = ServerLimit(
+    "key_mib",
+    1024,
+    1,
+    1 << 24,
+    "captured rows that a key's requests in flight may produce until they end, in MiB",
+    prefix="capture",
+    scope="key",
+    status=HTTPStatus.TOO_MANY_REQUESTS,
+)
+KEY_STORE_MIB = ServerLimit(
+    "key_store_mib",
+    512,
+    0,
+    1 << 20,
+    "captured rows of a key that are stored for download, in MiB",
+    prefix="capture",
+    scope="key",
+    status=HTTPStatus.TOO_MANY_REQUESTS,
+)
+MAX_PROGRAMS = ServerLimit(
+    "max_programs",
+    4096,
+    1,
+    1 << 24,
+    "distinct programs of all requests in flight",
+    scope="server",
+    status=HTTPStatus.SERVICE_UNAVAILABLE,
+)
+INLINE_KIB = ServerLimit(
+    "inline_kib",
+    1024,
+    0,
+    1 << 20,
+    "captured rows of one choice that are returned inside the response, in KiB; larger captures go to /v1/captures",
+    prefix="capture",
+)
+RESPONSE_MIB = ServerLimit(
+    "response_mib",
+    64,
+    0,
+    1 << 20,
+    "captured rows of all choices that are returned inside one response, in MiB; larger captures go to /v1/captures",
+    prefix="capture",
+)
+STORE_MIB = ServerLimit(
+    "store_mib",
+    1024,
+    0,
+    1 << 20,
+    "captured rows stored for download from /v1/captures, in MiB; beyond it, a response reports that its rows could "
+    "not be stored",
+    prefix="capture",
+    scope="server",
+)
+EXPIRY_S = ServerLimit(
+    "expiry_s",
+    300,
+    1,
+    86400,
+    "seconds for which captured rows are stored for download",
+    prefix="capture",
+    scope="server",
+)
+REGISTRY_MODULES = ServerLimit(
+    "registry_modules",
+    4096,
+    1,
+    1 << 20,
+    "names of registered modules",
+    scope="server",
+    status=HTTPStatus.INSUFFICIENT_STORAGE,
+)
+REGISTRY_MIB = ServerLimit(
+    "registry_mib",
+    1024,
+    1,
+    1 << 20,
+    "vectors of all registered modules and their versions, in MiB; every server process holds them in memory",
+    scope="server",
+    status=HTTPStatus.INSUFFICIENT_STORAGE,
+)
+
+SERVER_LIMITS: tuple[ServerLimit, ...] = (
+    *(MAX_BODY_MIB, REQUEST_EDITS, REQUEST_VECTORS, REQUEST_LAYERS, MAX_NORM),
+    *(KEY_REQUESTS, KEY_PROGRAMS, KEY_POOL_MIB, KEY_CAPTURE_MIB, KEY_STORE_MIB),
+    *(MAX_PROGRAMS, INLINE_KIB, RESPONSE_MIB, STORE_MIB, EXPIRY_S, REGISTRY_MODULES, REGISTRY_MIB),
+)
+KEY_LIMITS: Mapping[str, ServerLimit] = MappingProxyType(
+    {limit.key_name: limit for limit in SERVER_LIMITS if limit.key_name is not None}
+)
+"""Limits that an API key may have its own value of, by their names in the key file."""
+
+MAX_EDITS = 4096
+MAX_LAYERS = 4096
+MAX_WIDTH = 65536
+MAX_SELECTOR_ITEMS = 65536
+MAX_REFERENCES = 64
+MAX_CONSUMERS = 16
+MAX_OPTIONS_CHARS = 16384
+MAX_OPTIONS_DEPTH = 8
+MAX_DIRECTIONS = 1024
+MAX_COMPONENTS = 1 << 22
+MAX_ENGINE_DIRECTIONS = 256
+
+FORMAT_LIMITS: tuple[FormatLimit, ...] = (
+    FormatLimit("edits", MAX_EDITS, "edits in the fields of one request"),
+    FormatLimit("layers", MAX_LAYERS, "layers that can be named: 0 to 4095"),
+    FormatLimit("width", MAX_WIDTH, "components of a vector"),
+    FormatLimit("selector items", MAX_SELECTOR_ITEMS, "positions and [start, stop) pairs in one list"),
+    FormatLimit("modules", MAX_REFERENCES, "names in `steering_modules`"),
+    FormatLimit("consumers", MAX_CONSUMERS, "consumers in `capture`"),
+    FormatLimit("options", MAX_OPTIONS_CHARS, "characters of JSON in the options of one consumer"),
+    FormatLimit("options depth", MAX_OPTIONS_DEPTH, "levels of nesting in these options"),
+    FormatLimit("directions", MAX_DIRECTIONS, "directions or probes of one projection"),
+    FormatLimit("projection components", MAX_COMPONENTS, "components of all directions of one projection"),
+    FormatLimit(
+        "engine directions",
+        MAX_ENGINE_DIRECTIONS,
+        "directions of a projection that the engine computes; larger projections are computed where the rows arrive",
+    ),
+)

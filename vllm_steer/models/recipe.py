@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recipes: where the hook points of a decoder-layer class are, and which of them are refused.
+
+vLLM's decoder layers pass the residual stream on in one of two shapes:
+
+* **pair**: ``(hidden_states, residual)``, summed by the next fused add-norm. The taps edit the residual summand, which
+  is complete on every tensor-parallel rank; vLLM's all-reduce fusion still matches. The other summand is the branch.
+* **single**: one tensor. ``post_attn`` is the tensor that enters the second norm. These layers keep that same tensor as
+  their residual, so an in-place edit reaches both the MLP and the residual sum.
+
+A parallel block, which computes attention and MLP from the same input, never holds the stream after attention. Such a
+block refuses edits at ``post_attn``; reads return the block's input plus the attention branch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, Literal
+
+from torch import nn
+
+from vllm_steer.points import OPTIONAL_POINTS, PointName
+
+BLOCK_INPUT: Final = "the block's input"
+"""Location of ``post_attn`` in a block that has only an MLP."""
+BLOCK_OUTPUT: Final = "the block's output"
+"""Location of ``post_attn`` in a block that has only a token mixer."""
+SUMMAND: Final = "the summand beside the residual"
+"""Location of a branch in layers of shape ``pair``."""
+
+PARALLEL: Final = (
+    "attention and MLP of {layer} run in parallel on the same input, so no edit between them can reach the MLP; "
+    "use pre_attn or post_block"
+)
+PARTIAL_STREAM: Final = (
+    "under tensor parallelism {layer} reduces attention and MLP in one sum, so no rank holds the stream after "
+    "attention; use pre_attn or post_block"
+)
+PARTIAL_BRANCH: Final = (
+    "under tensor parallelism {layer} reduces attention and MLP in one sum, so no rank holds this branch"
+)
+ONE_BRANCH: Final = "{layer} has only one branch, which is the difference of post_block and pre_attn"
+NO_SUBMODULE: Final = "no known submodule of {layer} outputs exactly what is added to the stream"
+PARALLEL_MLP: Final = "the MLP of {layer} runs in parallel with attention, on the block's own input"
+NO_NORM: Final = "the MLP of {layer} reads the stream itself, without a norm; use post_attn"
+
+Reasons = Mapping[PointName, str]
+"""Reasons for refusal by point. ``{layer}`` is replaced by the name of the layer's class."""
+
+
+def _first(output: Any) -> Any:
+    return output[0] if isinstance(output, tuple) else output
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Locations of the hook points in one decoder-layer class; its fields are named after the points."""
+
+    layer: str
+    """Qualified name of the class."""
+    shape: Literal["pair", "single"]
+    post_attn: str | None = "post_attention_layernorm"
+    """Submodule that reads the stream after attention, ``BLOCK_INPUT`` or ``BLOCK_OUTPUT``; None if no tensor holds
+    that stream. The tap runs before the submodule; ``mlp_in`` is the submodule's output."""
+    attn_out: str = ""
+    """Shape ``single``: the submodule that outputs the attention branch. ``a|b`` is the first that the layer has."""
+    mlp_out: str = ""
+    """Shape ``single``: the submodule that outputs the MLP branch, in the same form."""
+    attn_value: Callable[[Any], Any] = _first
+    """Parallel blocks: what the output of ``attn_out`` adds to the stream."""
+    partial_sums: bool = False
+    """Parallel blocks: whether each tensor-parallel rank holds only its part of the branches."""
+    refused: Reasons = field(default_factory=dict)
+    """Points that are refused although the rules of the shape would allow them."""
+    variant: Callable[[Any], Mapping[str, Any]] = lambda layer: {}
+    """Return the fields that differ for a layer instance, by its settings; ``refused`` is merged."""
+    unsupported: Callable[[Any], str | None] = lambda layer: None
+    """Return why a layer instance cannot be steered, by its settings, or None."""
+    inherits: str = ""
+    """Qualified name of the base class whose ``forward`` this class runs and whose recipe it shares."""
+    inner_class: str = ""
+    """Class of a submodule that contains a hook point; it lives in the same module and counts for the digest."""
+    proven: bool = True
+    """False until the conformance tests have passed on this class; it then needs ``allow_unproven``."""
+
+    def of(self, layer: nn.Module) -> Recipe:
+        """Return the recipe of a layer instance, with its variant applied."""
+        changes = dict(self.variant(layer))
+        return replace(self, refused={**self.refused, **changes.pop("refused", {})}, **changes)
+
+    @property
+    def parallel(self) -> bool:
+        """Whether attention and MLP read the same input and ``post_attn`` can be computed from the attention branch."""
+        return self.post_attn is None and bool(self.attn_out)
+
+    def refusal(self, point: PointName, *, reading: bool = False, tensor_parallel: bool = False) -> str | None:
+        """Return why a point is refused, or None.
+
+        Args:
+            point: The hook point.
+            reading: Whether the point is read; otherwise it is edited.
+            tensor_parallel: Whether the layer is split over several ranks.
+        """
+        if point == "post_attn" and self.post_attn is None:
+            if reading and self.parallel:
+                return PARTIAL_STREAM if self.partial_sums and tensor_parallel else None
+            return self.refused.get(point, PARALLEL)
+        if point not in OPTIONAL_POINTS:
+            return None
+        if point in self.refused:
+            return self.refused[point]
+        if self.post_attn in (BLOCK_INPUT, BLOCK_OUTPUT):
+            return ONE_BRANCH
+        if point == "mlp_in":
+            return PARALLEL_MLP if self.post_attn is None else NO_NORM if self.post_attn == "mlp" else None
+        if self.shape == "single" and not self._branch(point):
+            return NO_SUBMODULE
+        return PARTIAL_BRANCH if self.parallel and self.partial_sums and tensor_parallel else None
+
+    def location(self, point: PointName, layer: nn.Module) -> str:
+        """Return ``SUMMAND`` or the submodule whose (first) output is the value of a served optional point."""
+        if point == "mlp_in":
+            return str(self.post_attn)
+        if self.shape == "pair":
+            return SUMMAND
+        names = self._branch(point).split("|")
+        return next(name for name in names if getattr(layer, name.partition(".")[0], None) is not None)
+
+    def _branch(self, point: PointName) -> str:
+        return self.attn_out if point == "attn_out" else self.mlp_out
+
+
+def qualified_name(cls: type) -> str:
+    """Return the module and the name of a class."""
+    return f"{cls.__module__}.{cls.__qualname__}"

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recipes of vLLM's own decoder-layer classes: one row per class, proven by ``tests/conformance``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+
+from vllm_steer.models.recipe import BLOCK_INPUT, BLOCK_OUTPUT, NO_SUBMODULE, Reasons, Recipe
+from vllm_steer.points import OPTIONAL_POINTS
+
+MODULES: Final = "vllm.model_executor.models."
+
+_TWO_ATTENTIONS: Final = (
+    "{layer} has two attentions and two MLPs, with a mixture of experts beside them, so there is no single stream "
+    "between attention and MLP; use pre_attn or post_block"
+)
+_MULTIPLIED: Final = "{layer} multiplies the branch when it adds it, so no tensor holds what is added to the stream"
+_RESCALED: Final = "{layer} scales the whole stream after its MLP, so the stream does not grow by the branch"
+_BFLOAT16_ONLY: Final = "{layer} computes only in bfloat16, in which this point could not be proven"
+_NORMS_SUM: Final = "this {layer} normalizes the sum of stream and branch, so the stream does not grow by the branch"
+_SECOND_INPUT: Final = "this {layer} scales the norm's output by a second input before the MLP reads it"
+_TWO_NORMS: Final = "this {layer} gives its MLP and its experts different norms of the stream"
+_OUTER_BIAS: Final = "{layer} adds the branch's bias separately, so no tensor holds what is added to the stream"
+
+_BOTH_MULTIPLIED: Final[Reasons] = {"attn_out": _MULTIPLIED, "mlp_out": _MULTIPLIED}
+_POST_NORMS: Final = {"attn_out": "post_attention_layernorm", "mlp_out": "post_feedforward_layernorm"}
+_SELF_ATTN: Final = {"attn_out": "self_attn", "mlp_out": "mlp"}
+_SELF_ATTENTION: Final = {"attn_out": "self_attention", "mlp_out": "mlp"}
+
+
+def _pair(layer: str, post_attn: str | None = "post_attention_layernorm", **more: Any) -> Recipe:
+    return Recipe(MODULES + layer, "pair", post_attn, **more)
+
+
+def _single(layer: str, post_attn: str | None = "post_attention_layernorm", **more: Any) -> Recipe:
+    return Recipe(MODULES + layer, "single", post_attn, **more)
+
+
+def _derived(layer: str, base: str) -> Recipe:
+    """A class whose ``forward`` is its base's; every other field is copied from the base's row."""
+    return Recipe(MODULES + layer, "pair", inherits=MODULES + base)
+
+
+def _falcon(layer: Any) -> Mapping[str, Any]:
+    parallel = layer.config.new_decoder_architecture or layer.config.parallel_attn
+    refused = dict.fromkeys(("attn_out", "mlp_out"), _OUTER_BIAS) if layer.config.bias else {}
+    return {"refused": refused} if parallel else {"refused": refused, "post_attn": "post_attention_layernorm"}
+
+
+def _falcon_attention(output: Any) -> Any:
+    """Return the attention branch; Falcon's attention returns its bias separately."""
+    return output[0] if output[1] is None else output[0] + output[1]
+
+
+def _gemma4(layer: Any) -> Mapping[str, Any]:
+    return {"refused": {"mlp_in": _TWO_NORMS}} if layer.enable_moe_block else {}
+
+
+def _mistral(layer: Any) -> Mapping[str, Any]:
+    adapted = getattr(layer, "ada_rms_norm_t_cond", None) is not None
+    return {"refused": {"mlp_in": _SECOND_INPUT}} if adapted else {}
+
+
+def _olmo_hybrid(layer: Any) -> Mapping[str, Any]:
+    return {} if layer.layer_type == "linear_attention" else {"post_attn": "mlp"}
+
+
+def _openpangu(layer: Any) -> Mapping[str, Any]:
+    return {"post_attn": "pre_mlp_layernorm"} if layer.sandwich_norm else {}
+
+
+def _opt(layer: Any) -> Mapping[str, Any]:
+    if layer.do_layer_norm_before:
+        return {}
+    # OPT-350m normalizes the sum and keeps the result as its residual: an edit before that norm reaches both.
+    return {"post_attn": "self_attn_layer_norm", "refused": dict.fromkeys(OPTIONAL_POINTS, _NORMS_SUM)}
+
+
+def _post_norm_residual(layer: Any) -> str | None:
+    if not layer.apply_residual_connection_post_layernorm:
+        return None
+    return "apply_residual_connection_post_layernorm=True, which makes the normed input the residual"
+
+
+def _sequence_parallel(layer: Any) -> str | None:
+    for name in ("use_sequence_parallel_moe", "use_attn_reduce_scatter_for_moe", "use_sequence_parallel"):
+        if getattr(layer, name, False):
+            return f"{name}: each rank then holds the stream of only a part of the tokens"
+    return None
+
+
+def _scaled_in_float16(layer: Any) -> str | None:
+    # The norm has the stream's dtype even if other weights are quantised.
+    if layer.input_layernorm.weight.dtype is torch.float16 and layer.routed_scaling_factor not in (None, 1):
+        return "dtype=float16, in which it scales the stream by 1 / routed_scaling_factor; use bfloat16"
+    return _sequence_parallel(layer)
+
+
+VLLM_LAYERS: Final[tuple[Recipe, ...]] = (
+    # Attention, then MLP: pairs.
+    _pair("AXK1.AXK1DecoderLayer", unsupported=_scaled_in_float16),
+    _pair("afmoe.AfmoeDecoderLayer", "pre_mlp_layernorm"),
+    _pair("apertus.ApertusDecoderLayer", "feedforward_layernorm"),
+    _derived("aria.AriaTextDecoderLayer", "llama.LlamaDecoderLayer"),
+    _pair("bailing_moe.BailingMoeBlock"),
+    _pair("deepseek_v2.DeepseekV2DecoderLayer", unsupported=_scaled_in_float16),
+    _pair("ernie45_moe.Ernie4_5_MoeDecoderLayer"),
+    _pair("exaone.ExaoneDecoderLayer", "ln_2"),
+    _pair("exaone_moe.ExaoneMoeDecoderLayer"),
+    _pair("gemma.GemmaDecoderLayer"),
+    _pair("gemma2.Gemma2DecoderLayer", "pre_feedforward_layernorm"),
+    _pair("gemma3.Gemma3DecoderLayer", "pre_feedforward_layernorm"),
+    _pair("glm4.Glm4DecoderLayer"),
+    _pair("glm4_moe.Glm4MoeDecoderLayer"),
+    _pair("glm4_moe_lite.Glm4MoeLiteDecoderLayer"),
+    _pair("gpt_oss.TransformerBlock"),
+    _pair("hy_v3.HYV3DecoderLayer"),
+    _pair("internlm2.InternLMDecoderLayer", "ffn_norm"),
+    _pair("k2_horizon.K2HorizonDecoderLayer"),
+    _pair("laguna.LagunaDecoderLayer"),
+    _pair("llama.LlamaDecoderLayer"),
+    _pair("llama4.Llama4DecoderLayer"),
+    _pair("longcat_flash.FlashDecoderLayer", None,
+          refused=dict.fromkeys(("post_attn", *OPTIONAL_POINTS), _TWO_ATTENTIONS)),
+    _pair("mimo_v2.MiMoV2FlashDecoderLayer"),
+    _pair("minimax_m2.MiniMaxM2DecoderLayer"),
+    _pair("mistral.MistralDecoderLayer", variant=_mistral),
+    _pair("mixtral.MixtralDecoderLayer"),
+    _pair("nemotron.NemotronDecoderLayer"),
+    _pair("olmoe.OlmoeDecoderLayer"),
+    _pair("openpangu.OpenPanguDecoderLayer", variant=_openpangu, unsupported=_scaled_in_float16),
+    _pair("param2moe.Param2MoEDecoderLayer"),
+    _pair("plamo3.Plamo3DecoderLayer", "pre_mlp_norm"),
+    _pair("qwen2.Qwen2DecoderLayer"),
+    _pair("qwen2_moe.Qwen2MoeDecoderLayer"),
+    _pair("qwen3.Qwen3DecoderLayer"),
+    _pair("qwen3_moe.Qwen3MoeDecoderLayer"),
+    _derived("qwen3_vl.Qwen3VLDecoderLayer", "qwen3.Qwen3DecoderLayer"),
+    _derived("qwen3_vl_moe.Qwen3VLMoeDecoderLayer", "qwen3_moe.Qwen3MoeDecoderLayer"),
+    _pair("rnj1.Rnj1DecoderLayer", "pre_feedforward_layernorm"),
+    _pair("sarvam.SarvamMLABlock"),
+    _pair("step1.StepDecoderLayer"),
+    _pair("step3_text.Step3TextDecoderLayer"),
+    # Other token mixers instead of, or beside, attention: pairs.
+    _pair("bailing_moe_linear.BailingMoeV25DecoderLayer", refused={"mlp_out": _BFLOAT16_ONLY}),
+    _pair("jamba.JambaAttentionDecoderLayer", "pre_ff_layernorm"),
+    _pair("jamba.JambaMambaDecoderLayer", "pre_ff_layernorm"),
+    _pair("lfm2.Lfm2AttentionDecoderLayer", "ffn_norm"),
+    _pair("lfm2.Lfm2ShortConvDecoderLayer", "ffn_norm"),
+    _pair("lfm2_moe.Lfm2MoeAttentionDecoderLayer", "ffn_norm"),
+    _pair("lfm2_moe.Lfm2MoeShortConvDecoderLayer", "ffn_norm"),
+    _pair("qwen3_5.Qwen3_5DecoderLayer", unsupported=_sequence_parallel),
+    _pair("qwen3_next.Qwen3NextDecoderLayer", unsupported=_sequence_parallel),
+    # Blocks with one branch: pairs.
+    _pair("mamba.MambaDecoderLayer", BLOCK_OUTPUT),
+    _pair("mamba2.Mamba2DecoderLayer", BLOCK_OUTPUT),
+    _pair("nemotron_h.NemotronHMambaDecoderLayer", BLOCK_OUTPUT),
+    _pair("nemotron_h.NemotronHAttentionDecoderLayer", BLOCK_OUTPUT),
+    _pair("nemotron_h.NemotronHMLPDecoderLayer", BLOCK_INPUT),
+    _pair("nemotron_h.NemotronHMoEDecoderLayer", BLOCK_INPUT),
+    # Attention, then MLP: single tensors.
+    _single("bloom.BloomBlock", **_SELF_ATTENTION, unsupported=_post_norm_residual),
+    _single("chatglm.GLMBlock", **_SELF_ATTENTION, unsupported=_post_norm_residual),
+    _single("dbrx.DbrxBlock", "norm_attn_norm.norm_2", attn_out="norm_attn_norm.attn", mlp_out="ffn",
+            inner_class="DbrxFusedNormAttention"),
+    _single("exaone4.Exaone4DecoderLayer", "mlp", **_POST_NORMS),
+    _single("gemma4.Gemma4DecoderLayer", "pre_feedforward_layernorm", attn_out="post_attention_layernorm",
+            refused={"mlp_out": _RESCALED}, variant=_gemma4),
+    _single("gpt2.GPT2Block", "ln_2", attn_out="attn", mlp_out="mlp"),
+    _single("granite.GraniteDecoderLayer", refused=_BOTH_MULTIPLIED),
+    _single("granitemoe.GraniteMoeDecoderLayer", refused=_BOTH_MULTIPLIED),
+    _single("granitemoeshared.GraniteMoeSharedDecoderLayer", refused=_BOTH_MULTIPLIED),
+    _single("hyperclovax.HyperCLOVAXDecoderLayer", refused=_BOTH_MULTIPLIED),
+    _single("minicpm.MiniCPMDecoderLayer", refused=_BOTH_MULTIPLIED),
+    _single("minicpm3.MiniCPM3DecoderLayer", refused=_BOTH_MULTIPLIED),
+    _single("muse_glimmer.MuseGlimmerDecoderLayer", "pre_feedforward_layernorm", refused={"mlp_in": NO_SUBMODULE}),
+    _single("opt.OPTDecoderLayer", "final_layer_norm", attn_out="self_attn", mlp_out="fc2", variant=_opt),
+    _single("orion.OrionDecoderLayer", **_SELF_ATTN),
+    _single("phimoe.PhiMoEDecoderLayer", attn_out="self_attn", mlp_out="block_sparse_moe"),
+    _single("stablelm.StablelmDecoderLayer", **_SELF_ATTN),
+    _single("step3p5.Step3p5DecoderLayer", attn_out="self_attn", mlp_out="moe|mlp"),
+    # Other token mixers instead of, or beside, attention: single tensors.
+    _single("falcon_h1.FalconH1ParallelHybrid", "pre_ff_layernorm", mlp_out="feed_forward",
+            refused={"attn_out": _MULTIPLIED}),
+    _single("granitemoehybrid.GraniteMoeHybridAttentionDecoderLayer", refused=_BOTH_MULTIPLIED),
+    _single("granitemoehybrid.GraniteMoeHybridMambaDecoderLayer", refused=_BOTH_MULTIPLIED),
+    _single("olmo_hybrid.OlmoHybridDecoderLayer", refused={"mlp_in": NO_SUBMODULE}, variant=_olmo_hybrid),
+    # The shared attention and MLP of a hybrid layer are a branch of its mixer's input.
+    _single("zamba2.Zamba2HybridLayer", BLOCK_OUTPUT),
+    _single("zamba2.Zamba2MambaDecoderLayer", BLOCK_OUTPUT),
+    # Attention and MLP in parallel.
+    _single("cohere2_moe.Cohere2MoeDecoderLayer", None),
+    _single("commandr.CohereDecoderLayer", None, **_SELF_ATTN, partial_sums=True),
+    _single("falcon.FalconDecoderLayer", None, **_SELF_ATTENTION, partial_sums=True, attn_value=_falcon_attention,
+            variant=_falcon),
+    _single("gpt_j.GPTJBlock", None, attn_out="attn", mlp_out="mlp"),
+)  # fmt: skip

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""JSON parsing of untrusted input. Rejects duplicate keys, which ``json`` would silently drop."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+from vllm_steer.errors import SteeringError
+from vllm_steer.spec.scalars import shown
+
+
+def parse_json(text: str | bytes, field: str) -> Any:
+    """Return the value of a JSON text.
+
+    Raises:
+        SteeringError: For ``field``, if the text is not valid JSON, repeats a key in an object, or nests objects or
+            writes numbers beyond the parser's limits.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=_object)
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
+        reason = str(error).partition(";")[0]  # the rest is advice to Python programmers
+        raise SteeringError(field, f"cannot be parsed as JSON: {reason[:200]}") from None
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    parsed = dict(pairs)
+    if len(parsed) != len(pairs):
+        counts = Counter(key for key, _ in pairs)
+        duplicate = next(key for key, count in counts.items() if count > 1)
+        raise ValueError(f"duplicate key {shown(duplicate)} in an object")
+    return parsed

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Triton kernel of the tap; :mod:`vllm_steer.taps.reference` is the definition.
+
+The kernel has one program per token, which returns early if the token's row has no instructions at the site. One launch
+can serve two adjacent sites, since most of a tap's cost is its launch. Arithmetic is float32, with one rounding when
+the summand is written.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_steer.program import instructions as ops
+from vllm_steer.taps.tables import Tables
+
+_ADD, _ADD_NORMED, _ABLATE = (tl.constexpr(code) for code in (ops.ADD, ops.ADD_NORMED, ops.ABLATE))
+_CAPTURE = tl.constexpr(ops.CAPTURE)
+_CACHE_HINT = "evict_last"
+"""Cache policy of the tables. A tap's small loads depend on one another, and between two taps of a step the weights of
+half a layer pass through the L2 cache."""
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _fetch(instruction, parameter, vector, index, hidden, column, HINT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Load code, operand, successor, strength and vector of an instruction, or zeros for instruction 0."""
+    record, real = index.to(tl.int64) * 4, index != 0
+    code = tl.load(instruction + record, mask=real, other=0, eviction_policy=HINT)
+    which = tl.load(instruction + record + 1, mask=real, other=0, eviction_policy=HINT).to(tl.int64)
+    following = tl.load(instruction + record + 2, mask=real, other=0, eviction_policy=HINT)
+    strength = tl.load(parameter + record, mask=real, other=0.0, eviction_policy=HINT)
+    # CAPTURE has no vector.
+    width = tl.where(real & (code != _CAPTURE), hidden, 0)
+    v = tl.load(vector + which * hidden + column, mask=column < width, other=0.0)
+    return code, which, following, strength, v
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _tap_kernel(  # type: ignore[no-untyped-def]
+    target, other, head, second, token_row, instruction, parameter, vector, token_base, arena,
+    target_stride, other_stride, head_stride, hidden, arena_rows,
+    HAS_OTHER: tl.constexpr, HAS_SECOND: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+    HINT: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < hidden
+    # Row 0 of a head counts the rows that use the site. It is loaded together with the token's row, not after it.
+    users = tl.load(head, eviction_policy=HINT)
+    later_users = users
+    if HAS_SECOND:
+        later_users = tl.load(second, eviction_policy=HINT)
+    row = tl.load(token_row + token, eviction_policy=HINT)
+    if (users | later_users) == 0:
+        if OVERLAP:
+            # The next kernel waits only for this one, so this one must not end before the previous one.
+            tl.extra.cuda.gdc_wait()
+        return
+    first = row.to(tl.int64) * head_stride
+    current = tl.load(head + first, mask=(row != 0) & (users != 0), other=0, eviction_policy=HINT)
+    later = 0
+    if HAS_SECOND:
+        later = tl.load(second + first, mask=(row != 0) & (later_users != 0), other=0, eviction_policy=HINT)
+        alone = current == 0
+        current = tl.where(alone, later, current)
+        later = tl.where(alone, 0, later)
+    # The forward pass does not write instructions and vectors, so they are loaded before the previous kernel ends.
+    code, which, following, strength, v = _fetch(instruction, parameter, vector, current, hidden, column, HINT)
+    if HAS_SECOND:
+        later_code, later_which, later_following, later_strength, later_v = _fetch(
+            instruction, parameter, vector, later, hidden, column, HINT
+        )
+    if OVERLAP:
+        # Wait for the previous kernel, which writes the stream.
+        tl.extra.cuda.gdc_wait()
+    if current == 0:
+        return
+    place = target + token * target_stride + column
+    before = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    x = before
+    if HAS_OTHER:
+        beside = tl.load(other + token * other_stride + column, mask=inside, other=0.0).to(tl.float32)
+        x += beside
+    start = x
+    edited = 0
+    while current != 0:
+        if code == _CAPTURE:
+            stored = tl.load(token_base + token, eviction_policy=HINT) + which
+            if stored < arena_rows:
+                tl.store(arena + stored * hidden + column, x.to(arena.dtype.element_ty), mask=inside)
+        else:
+            if code == _ADD:
+                amount = strength
+            elif code == _ADD_NORMED:
+                amount = strength * tl.sqrt(tl.sum(x * x, axis=0))
+            else:
+                along = tl.sum(x * v, axis=0)
+                if code == _ABLATE:
+                    amount = -strength * along
+                else:
+                    bounds = parameter + current.to(tl.int64) * 4
+                    low = tl.load(bounds + 1, eviction_policy=HINT)
+                    high = tl.load(bounds + 2, eviction_policy=HINT)
+                    amount = strength * (tl.minimum(tl.maximum(along, low), high) - along)
+            x += amount * v
+            edited = 1
+        current = following
+        if HAS_SECOND:
+            if (current == 0) & (later != 0):
+                # The second site reads the rounded output of the first.
+                before = (before + (x - start)).to(target.dtype.element_ty).to(tl.float32)
+                x = before
+                if HAS_OTHER:
+                    x += beside
+                start = x
+                current = later
+                later = 0
+                code, which, following, strength = later_code, later_which, later_following, later_strength
+                v = later_v
+            elif current != 0:
+                code, which, following, strength, v = _fetch(
+                    instruction, parameter, vector, current, hidden, column, HINT
+                )
+        elif current != 0:
+            code, which, following, strength, v = _fetch(instruction, parameter, vector, current, hidden, column, HINT)
+    if edited != 0:
+        tl.store(place, (before + (x - start)).to(target.dtype.element_ty), mask=inside)
+
+
+@cache
+def _overlaps(device: torch.device) -> bool:
+    """Return whether the device supports programmatic dependent launch (compute capability 9.0 and later).
+
+    It starts a kernel while the previous one still runs. Most of the cost of an idle tap is the gap between kernels.
+    """
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def launch_tap(
+    target: torch.Tensor,
+    other: torch.Tensor | None,
+    head: torch.Tensor,
+    tables: Tables,
+    second: torch.Tensor | None = None,
+) -> None:
+    """Run :func:`vllm_steer.taps.reference.apply_tap` as one kernel, without a sync or an allocation.
+
+    Args:
+        target: ``[tokens, hidden]`` with contiguous rows in bf16, fp16 or fp32, hidden at most 65,536.
+        other: The stream's second summand, None if ``target`` is the whole stream.
+        head: First instructions of the site's rows.
+        tables: The rank's device tables.
+        second: Like ``head``, of an adjacent site whose instructions run after those of the first.
+    """
+    tokens, hidden = target.shape
+    if tokens == 0:
+        return
+    block = triton.next_power_of_2(hidden)
+    overlap = _overlaps(target.device)
+    grid: Any = (tokens,)
+    _tap_kernel[grid](
+        target,
+        target if other is None else other,
+        head,
+        head if second is None else second,
+        tables.token_row,
+        tables.instruction,
+        tables.parameter,
+        tables.vector,
+        tables.token_base,
+        tables.arena,
+        target.stride(0),
+        0 if other is None else other.stride(0),
+        head.stride(0),
+        hidden,
+        tables.arena.shape[0],
+        HAS_OTHER=other is not None,
+        HAS_SECOND=second is not None,
+        BLOCK=block,
+        OVERLAP=overlap,
+        HINT=_CACHE_HINT,
+        num_warps=max(1, min(16, block // 512)),
+        **({"launch_pdl": True} if overlap else {}),
+    )
+
+
+def warm_up(tables: Tables, dtype: torch.dtype) -> None:
+    """Compile the kernel in all its variants, so that the first steered request does not wait for it."""
+    target = torch.zeros(1, tables.vector.shape[1], dtype=dtype, device=tables.device)
+    head = tables.site_head(0)
+    for other in (None, target):
+        for second in (None, head):
+            launch_tap(target, other, head, tables, second)
