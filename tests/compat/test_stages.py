@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from vllm_steer.compat.stages import LIFECYCLE, STARTUP, WAY, front_end_joins
+from vllm_steer.compat.stages import LIFECYCLE, STARTUP, REQUEST_STAGES, front_end_joins
 from vllm_steer.compat.wraps import How, Join, load
 
 ALL = (*STARTUP, *front_end_joins(), *LIFECYCLE)
@@ -24,8 +24,8 @@ def test_both_sides_of_a_join_exist(join: Join) -> None:
 
 def test_each_stage_is_described_once() -> None:
     """Catches a stage without a description or listed twice."""
-    assert len({stage.name for stage in WAY}) == len(WAY)
-    assert all(stage.takes and stage.passes_on for stage in WAY)
+    assert len({stage.name for stage in REQUEST_STAGES}) == len(REQUEST_STAGES)
+    assert all(stage.takes and stage.passes_on for stage in REQUEST_STAGES)
 
 
 def overriding_classes() -> dict[Any, Any]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way of a request through vLLM and this package, stage by stage, in the order in which a request takes it.
+"""The path of a request through vLLM and this package, stage by stage, in order.
 
 Each row names a method of vLLM, the function of ours that joins it, and what that function gets and passes on. This is
 the complete list: :func:`vllm_steer.compat.wraps.install` wraps exactly the methods listed here, and a test compares
@@ -34,7 +34,7 @@ BEFORE, AFTER, RESULT, AROUND, OVERRIDE = How.BEFORE, How.AFTER, How.RESULT, How
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage of a request's way."""
+    """One stage of a request's path."""
 
     name: str
     takes: str
@@ -74,7 +74,7 @@ STARTUP: tuple[Join, ...] = (
 )
 """Wrapped in every process of vLLM, when it loads its plugins."""
 
-WAY: tuple[Stage, ...] = (
+REQUEST_STAGES: tuple[Stage, ...] = (
     Stage(
         "parameters",
         "the steering and capture fields of a request body",
@@ -248,4 +248,4 @@ LIFECYCLE: tuple[Join, ...] = (
 
 def front_end_joins() -> tuple[Join, ...]:
     """Return the joins of all stages in order."""
-    return tuple(chain.from_iterable(stage.joins for stage in WAY))
+    return tuple(chain.from_iterable(stage.joins for stage in REQUEST_STAGES))
