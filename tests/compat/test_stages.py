@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from vllm_steer.compat.stages import LIFECYCLE, STARTUP, REQUEST_STAGES, front_end_joins
+from vllm_steer.compat.stages import LIFECYCLE, REQUEST_STAGES, STARTUP, front_end_joins
 from vllm_steer.compat.wraps import How, Join, load
 
 ALL = (*STARTUP, *front_end_joins(), *LIFECYCLE)

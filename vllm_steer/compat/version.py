@@ -97,8 +97,8 @@ CONFLICTS: tuple[Conflict, ...] = (
     Conflict(
         "speculative decoding with enable_adaptive_verification",
         lambda c: c.speculative_config is not None and bool(c.speculative_config.enable_adaptive_verification),
-        "the number of tokens of a request in a step is known on the device only, so captured rows would be assigned to "
-        "the wrong positions",
+        "the number of tokens of a request in a step is known on the device only, so captured rows would get the "
+        "wrong positions",
     ),
     Conflict(
         "a diffusion language model",

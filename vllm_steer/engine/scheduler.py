@@ -43,7 +43,7 @@ CAPTURE_SKIPPED = (
 
 
 class SteeringSchedulerMixin:
-    """Overrides of vLLM's ``Scheduler``. :mod:`vllm_steer.compat.stages` lists them in the order of a request's path."""
+    """Overrides of vLLM's ``Scheduler``. :mod:`vllm_steer.compat.stages` lists them in order."""
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
