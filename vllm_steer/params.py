@@ -22,10 +22,10 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.program import Program, compile_program
 from vllm_steer.program.program_files import ProgramFileCache, fetch_program
 from vllm_steer.spec import (
-    FIELD_NAMES,
     CaptureSpec,
     NamedProjection,
     Reference,
+    RequestForm,
     parse_capture,
     parse_references,
 )
@@ -39,7 +39,7 @@ MODULES_KEY = "steer_modules"
 APPLIED_KEY = "steer_applied"
 """What was applied, once the request is admitted: JSON as bytes, empty for nothing."""
 CAPTURE_FIELD = "capture"
-FIELDS: tuple[str, ...] = (*FIELD_NAMES, MODULES_FIELD, CAPTURE_FIELD)
+FIELDS: tuple[str, ...] = RequestForm.__struct_fields__
 FILE_KEY = "steer_file"
 """In the place of the program between the front end and the scheduler: where that reads it."""
 OWN_KEYS: tuple[str, ...] = (EXTRA_KEY, CAPTURE_KEY, MODULES_KEY, APPLIED_KEY, FILE_KEY)
