@@ -148,7 +148,7 @@ class TestRefusals:
         refused({"memory": spec}, "capture.memory", "hooks")
 
     def test_hooks_missing(self):
-        refused({"memory": {"post_block": [12]}}, "capture.memory.hooks", "missing", "'post_block' goes into hooks")
+        refused({"memory": {"post_block": [12]}}, "capture.memory.hooks", "missing", "'post_block' belongs in hooks")
 
     @pytest.mark.parametrize("hooks", [{}, None, "all", ["post_block"], 12])
     def test_hooks(self, hooks):

@@ -94,8 +94,9 @@ def _composed(ours: Mapping[str, Any], snapshot: Snapshot) -> dict[str, bytes]:
         composed[EXTRA_KEY] = own.encode_cached()
     if uses or snapshot.steering_digest is not None:
         modules = [with_source(snapshot.program(use), f"{MODULES_FIELD}[{i}]") for i, use in enumerate(uses)]
-        parts = [snapshot.steering_program, *modules, own]
-        composed[EXTRA_KEY] = join([part for part in parts if part is not None]).encode_cached()
+        steering = snapshot.steering_program
+        everyone = [] if steering is None else [with_source(steering, "global steering")]
+        composed[EXTRA_KEY] = join([*everyone, *modules, *([] if own is None else [own])]).encode_cached()
     if uses or snapshot.steering_digest is not None or (own is not None and own.edits):
         composed[APPLIED_KEY] = _applied(snapshot, uses, own)
     return composed

@@ -143,7 +143,8 @@ class Snapshot:
         if self.steering_digest is None:
             return None
         own = [] if steering.content is None else [self.content(steering.content).program]
-        return with_source(join([*(self.program(use) for use in steering.modules), *own]), "global steering")
+        modules = [with_source(self.program(use), f"modules[{i}]") for i, use in enumerate(steering.modules)]
+        return join([*modules, *own])
 
     def with_module(
         self, name: str, module: Module, about: About, registered: float, limits: RegistryLimits

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 from pydantic_core import PydanticSerializationError, to_jsonable_python
 
-from vllm_steer.config import SCHEDULER_CLS, SUBSETS, SWITCHES, WORKER_CLS, Subset, Switch, engine_kwargs
+from vllm_steer.config import MULTI_CHOICES, SCHEDULER_CLS, SWITCHES, WORKER_CLS, MultiChoice, Switch, engine_kwargs
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import CONSUMERS_VARIABLE, REGISTRY_VARIABLE, RegistryOptions
 from vllm_steer.fs.shared_tempdir import remove_at_exit
@@ -54,8 +54,8 @@ _OF_BATCH = ("capture_consumers", INLINE_KIB.dest, RESPONSE_MIB.dest)
 _SWITCHES: Mapping[str, Switch] = MappingProxyType(
     {switch.flag.removeprefix("--").replace("-", "_"): switch for switch in SWITCHES}
 )
-_SUBSETS: Mapping[str, Subset] = MappingProxyType(
-    {subset.flag.removeprefix("--").replace("-", "_"): subset for subset in SUBSETS}
+_MULTI_CHOICES: Mapping[str, MultiChoice] = MappingProxyType(
+    {choice.flag.removeprefix("--").replace("-", "_"): choice for choice in MULTI_CHOICES}
 )
 _TAKEN = {"worker_cls": (WORKER_CLS, "auto", None), "scheduler_cls": (SCHEDULER_CLS, None)}
 _POLICY_DEST = "steering_capture_policy"
@@ -124,13 +124,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             default=argparse.SUPPRESS,
             help=f"{switch.help[0].upper()}{switch.help[1:]}.",
         )
-    for subset in SUBSETS:
+    for choice in MULTI_CHOICES:
         group.add_argument(
-            subset.flag,
-            type=_names_of(subset),
+            choice.flag,
+            type=_names_of(choice),
             default=argparse.SUPPRESS,
             metavar="NAME,...",
-            help=f"{subset.help[0].upper()}{subset.help[1:]}. Of {', '.join(subset.of)}; none by default.",
+            help=f"{choice.help[0].upper()}{choice.help[1:]}. Of {', '.join(choice.choices)}; none by default.",
         )
     for dest, limit in (*_OF_ENGINE.items(), *_OF_SERVER.items()):
         group.add_argument(
@@ -159,7 +159,7 @@ def apply_flags(args: argparse.Namespace) -> None:
     A second call changes nothing. A server without ``--enable-steering`` gets the middleware too: it refuses
     what would otherwise be ignored. Raises :class:`SteeringError` naming the flag that is wrong.
     """
-    of_engine = (_POLICY_DEST, *_SWITCHES, *_SUBSETS, *_OF_ENGINE)
+    of_engine = (_POLICY_DEST, *_SWITCHES, *_MULTI_CHOICES, *_OF_ENGINE)
     given = {
         dest: getattr(args, dest) for dest in (*of_engine, *_SERVER_DESTS) if getattr(args, dest, None) is not None
     }
@@ -168,7 +168,7 @@ def apply_flags(args: argparse.Namespace) -> None:
     if getattr(args, "enable_steering", False):
         settings = {limit.name: given[dest] for dest, limit in _OF_ENGINE.items() if dest in given}
         settings |= {switch.name: not switch.default for dest, switch in _SWITCHES.items() if given.get(dest)}
-        settings |= {subset.name: given[dest] for dest, subset in _SUBSETS.items() if dest in given}
+        settings |= {choice.name: given[dest] for dest, choice in _MULTI_CHOICES.items() if dest in given}
         if _POLICY_DEST in given:
             settings["capture_policy"] = given[_POLICY_DEST]
         _check_front_end(args)
@@ -303,11 +303,13 @@ def _number_within(limit: Limit) -> Callable[[str], int]:
     return number
 
 
-def _names_of(subset: Subset) -> Callable[[str], tuple[str, ...]]:
+def _names_of(choice: MultiChoice) -> Callable[[str], tuple[str, ...]]:
     def names(text: str) -> tuple[str, ...]:
         given = tuple(text.split(","))
-        if set(given) <= set(subset.of) and len(set(given)) == len(given):
+        if set(given) <= set(choice.choices) and len(set(given)) == len(given):
             return given
-        raise argparse.ArgumentTypeError(f"must be some of {', '.join(subset.of)} with commas between, not {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"must be some of {', '.join(choice.choices)} with commas between, not {text!r}"
+        )
 
     return names

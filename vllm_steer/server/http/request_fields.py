@@ -21,9 +21,9 @@ from vllm_steer.limits import REQUEST_EDITS
 from vllm_steer.params import (
     APPLIED_KEY,
     CAPTURE_FIELD,
+    EXTRA_ARGS_KEYS,
     EXTRA_KEY,
     FIELDS,
-    OWN_KEYS,
     compile_fields,
     program_of,
     read_specs,
@@ -42,7 +42,7 @@ POSITIONS = "positions"
 # All others the server runs itself, and asks the model again with what they give.
 _TOOLS_OF_CLIENTS = frozenset({"function", "custom"})
 MEMORY = MemoryConsumer.name
-_OWN_KEYS = (*OWN_KEYS, PROMPT_KEY)
+_EXTRA_ARGS_KEYS = (*EXTRA_ARGS_KEYS, PROMPT_KEY)
 
 Part: TypeAlias = tuple[str, tuple[Edit, ...], tuple[CaptureSpec, ...]]
 """A path in a body, and the edits and captures that stand there."""
@@ -124,7 +124,7 @@ def _refuse_lookalikes(request: Any) -> None:
         if name not in FIELDS and (resembles(name, "steering") or _looks_like_capture(name, value)):
             raise SteeringError(name[:80], f"is not a field; the fields are {', '.join(FIELDS)}")
     for name in getattr(request, "vllm_xargs", None) or {}:
-        if resembles(name, "steering") or name in _OWN_KEYS:
+        if resembles(name, "steering") or name in _EXTRA_ARGS_KEYS:
             raise SteeringError(
                 f"vllm_xargs.{name[:80]}", f"is not for clients; {', '.join(FIELDS)} go at the body's top"
             )
