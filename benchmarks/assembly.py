@@ -37,7 +37,8 @@ from vllm_steer.capture.row_receiver import RowReceiver
 from vllm_steer.capture.step_plan import SteadyCaptureBatch
 from vllm_steer.config import SteeringConfig
 from vllm_steer.engine.capabilities import Capabilities
-from vllm_steer.engine.device_to_host import ATTRIBUTE, DeviceToHostCopier, PendingRows, Transfer
+from vllm_steer.engine.device_to_host import DeviceToHostCopier, PendingRows, Transfer
+from vllm_steer.engine.model_output import ROWS_ATTRIBUTE
 from vllm_steer.engine.row_sender import RowSender
 from vllm_steer.program import compile_program, resolve
 from vllm_steer.spec import CaptureSpec, Projection
@@ -71,11 +72,11 @@ def measure(layers: Any, reduce: Projection | None = None) -> dict[str, float]:
         forms = tuple(Transfer(each.index.projection, each.arena_rows, directions) for each in plan.streams)
         on_the_way = DeviceToHostCopier(arena.device).start(arena, None, plan, forms)
         began = time.perf_counter()
-        arrived = PendingRows(plan, on_the_way.rows, release=lambda: None).arrived()
+        arrived = PendingRows(plan, on_the_way.rows, release=lambda: None).wait()
         owned = time.perf_counter()
-        outbox.take_in(SimpleNamespace(**{ATTRIBUTE: arrived}), requests)
+        outbox.collect(SimpleNamespace(**{ROWS_ATTRIBUTE: arrived}), requests)
         outputs = {0: EngineCoreOutputs()}
-        outbox.hand_out(outputs)
+        outbox.attach_to(outputs)
         message = encoder.encode(outputs[0])
         passed = time.perf_counter()
         # What a socket delivers is in memory of its own.
@@ -112,12 +113,12 @@ def ending(layers: Any, reduce: Projection | None, *, at_once: bool) -> float:
                 each.index.projection: torch.zeros(plan.num_rows, 2 * HIDDEN if reduce is None else 4 * 16).byte()
                 for each in plan.streams
             }
-            outbox.take_in(
-                SimpleNamespace(**{ATTRIBUTE: PendingRows(plan, rows).arrived()}),
+            outbox.collect(
+                SimpleNamespace(**{ROWS_ATTRIBUTE: PendingRows(plan, rows).wait()}),
                 {name: SimpleNamespace(client_index=0) for name in names},
             )
             outputs: dict[int, Any] = {}
-            outbox.hand_out(outputs)
+            outbox.attach_to(outputs)
             inbox.receive(outputs[0].outputs)
         results = []
         began = time.perf_counter()

@@ -33,8 +33,8 @@ import torch
 from vllm_steer import __version__
 from vllm_steer.capture import CapturedRequest, SiteRows
 from vllm_steer.capture.consumers.filesystem import FilesystemConsumer
-from vllm_steer.capture.files.layouts import WINDOWS
 from vllm_steer.capture.files.reader import open_captures
+from vllm_steer.capture.files.rotation import ROTATION_LIMITS
 from vllm_steer.spec import CaptureSpec
 
 HIDDEN = 4096
@@ -52,7 +52,7 @@ class Kind:
 
 
 KINDS = (Kind("large", 2048, 4, 32), Kind("small", 1, 32, 2048))
-LAYOUTS = ("per_request", *WINDOWS)
+LAYOUTS = ("per_request", *ROTATION_LIMITS)
 
 
 def make_request(kind: Kind) -> CapturedRequest:

@@ -48,7 +48,9 @@ RUNS: dict[str, Run] = {
     "staged": Run(("tests/engine/test_pinned_writer.py",), "values through pinned memory into a table"),
     "self-check": Run(("tests/gpu/test_self_check.py",), "right and wrong taps"),
     "warm-up": Run(("tests/gpu/test_warm_up.py",), "no kernel is compiled once vLLM watches for that"),
-    "plain code": Run(("tests/gpu/test_plain_code.py",), "idle steps with stock vLLM's kernels, both codes' graphs"),
+    "plain code": Run(
+        ("tests/gpu/test_untapped_model.py",), "idle steps with stock vLLM's kernels, both codes' graphs"
+    ),
     "overflow": Run(("tests/gpu/test_overflow.py",), "blocks of requests whose edits left the dtype, in others' hands"),
     "sleep": Run(("tests/gpu/test_sleep.py",), "sleep of level 1 and 2"),
     "recurrent": Run(("tests/gpu/test_recurrent.py",), "layers with a state, graphs in pieces"),

@@ -49,22 +49,22 @@ def measure(rows: int) -> dict[str, float]:
         return departures.start(arena, None, plan, form)
 
     for _ in range(5):
-        leave().arrived()
+        leave().wait()
     for _ in range(STEPS):
         torch.cuda.synchronize()
         started = time.perf_counter()
         pending = leave()
         pending.event.synchronize()
         pinned.append(time.perf_counter() - started)
-        pending.arrived()
+        pending.wait()
     torch.cuda.synchronize()
     started = time.perf_counter()
     before = leave()
     for _ in range(STEPS - 1):
         following = leave()
-        before.arrived()
+        before.wait()
         before = following
-    before.arrived()
+    before.wait()
     owned = (time.perf_counter() - started) / STEPS
     return {"mib": arena.nbytes / 2**20, "pinned": size / statistics.median(pinned), "owned": size / owned}
 

@@ -37,7 +37,7 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from vllm_steer.capture.step_rows import RowIndex, StepRows
-from vllm_steer.engine.device_to_host import ATTRIBUTE
+from vllm_steer.engine.model_output import ROWS_ATTRIBUTE
 from vllm_steer.engine.row_sender import RowSender
 
 REQUESTS, ROW_BYTES, STEPS = 32, 4096 * 2, 12
@@ -153,8 +153,8 @@ def _to_socket(socket: Any) -> Callable[[StepRows], Any]:
 
     def send(step: StepRows) -> None:
         outbox, outputs = RowSender(), {0: EngineCoreOutputs()}
-        outbox.take_in(SimpleNamespace(**{ATTRIBUTE: (step,)}), requests)
-        outbox.hand_out(outputs)
+        outbox.collect(SimpleNamespace(**{ROWS_ATTRIBUTE: (step,)}), requests)
+        outbox.attach_to(outputs)
         socket.send_multipart(encoder.encode(outputs[0]), copy=False)
 
     return send

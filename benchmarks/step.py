@@ -33,21 +33,21 @@ from vllm_steer import SamplingParams
 from vllm_steer.config import SteeringConfig
 from vllm_steer.engine.admission import AdmissionController
 from vllm_steer.engine.arena import ArenaBudget
-from vllm_steer.engine.device_to_host import DeviceToHostCopier
-from vllm_steer.engine.graph_sets import GraphSets
+from vllm_steer.engine.cudagraph_sets import CUDAGraphSetManager
+from vllm_steer.engine.model_output import attach_stats
 from vllm_steer.engine.program_store import ProgramStore
-from vllm_steer.engine.row_assignment_cache import RowAssignmentCache
 from vllm_steer.engine.row_sender import RowSender
 from vllm_steer.engine.runner_v2 import SteeringRunnerV2, _steering_state
 from vllm_steer.engine.scheduler import steering_scheduler
-from vllm_steer.engine.worker_steering import StepBatch, WorkerSteering
-from vllm_steer.metrics.engine_stats import EngineMeter
-from vllm_steer.metrics.worker_stats import note
+from vllm_steer.engine.stats_collector import EngineStatsCollector
+from vllm_steer.engine.step_batch import StepBatch
+from vllm_steer.engine.worker_manager import WorkerSteeringManager
 from vllm_steer.params import EXTRA_KEY
 from vllm_steer.points import points_on
 from vllm_steer.program import TableAllocator, compile_program
 from vllm_steer.program.program_files import MIN_PROGRAM_BYTES
 from vllm_steer.spec import parse_capture, parse_fields
+from vllm_steer.taps.ops import DeviceOps
 from vllm_steer.taps.tables import Tables
 
 LAYERS, HIDDEN, RUNS, STEPS, WAVES, PROMPT = 32, 4096, 7, 5000, 21, 16
@@ -90,22 +90,23 @@ class Scheduler:
 OUTPUT = SimpleNamespace(get_output=lambda: None)
 
 
-def steering() -> WorkerSteering:
+def steering() -> WorkerSteeringManager:
     """As an engine rank has it, without a model."""
     config, cpu = SteeringConfig(), torch.device("cpu")
-    made = object.__new__(WorkerSteering)
-    made.tables = Tables(
+    tables = Tables(
         config, num_sites=3 * LAYERS, hidden_size=HIDDEN, max_tokens=512, max_requests=256, dtype=torch.bfloat16,
         device=cpu,
     )  # fmt: skip
-    made.store = ProgramStore(made.tables, config, LAYERS, range(LAYERS))
-    made.graph_sets = GraphSets(made.tables, config.graph_sets, 3, range(LAYERS))
-    made._assigned, made._departures = RowAssignmentCache(), DeviceToHostCopier(cpu)
-    made._written, made._seconds, made._step, made._pending = 0, 0.0, None, None
-    made._worked = made._drafts = made._placed = False
-    made._leaves, made._steady = True, (-1, None)
-    made._rows_of = made._places_of = lambda *args: None
-    return made
+    decoder: Any = None
+    return WorkerSteeringManager(
+        decoder,
+        ProgramStore(tables, config, LAYERS, range(LAYERS)),
+        CUDAGraphSetManager(tables, config.graph_sets, 3, range(LAYERS)),
+        DeviceOps(lambda *args: None, lambda *args: None),
+        {},
+        captures=True,
+        speculative=False,
+    )
 
 
 def scheduler() -> Any:
@@ -117,7 +118,7 @@ def scheduler() -> Any:
     made.connector, made.max_model_len = None, 8192
     made._steering_points, made._steering_layers = frozenset(points_on(())), LAYERS
     made._capture_policy = config.capture_policy
-    made.steering_outbox, made._steering_meter = RowSender(), EngineMeter(made.steering_admission)
+    made.steering_row_sender, made._steering_stats = RowSender(), EngineStatsCollector(made.steering_admission)
     made._arena = ArenaBudget(config.capture_rows, 0, speculates=False)
     made._steered, made._malformed, made.requests = {}, {}, {}
     managers = (object.__new__(FullAttentionManager),)
@@ -160,7 +161,7 @@ def worker(batch: int) -> float:
         runner.execute_model(None)
         state.preprocess_state(described)
         state.prepare_inputs(described, None)
-        note(runner.sample_tokens(None), ours.take_note())
+        attach_stats(runner.sample_tokens(None), ours.take_stats())
 
     def bare() -> None:
         plain.execute_model(None)
@@ -247,7 +248,7 @@ def wave(kind: str, batch: int) -> dict[str, float]:
                     first=np.full(batch, first), count=np.full(batch, count), num_padded=batch * count,
                 )
             )  # fmt: skip
-            there._step = None
+            there.capture._stored = None
         for request in requests:
             there.store.remove(request.request_id)
         there.store.flush()

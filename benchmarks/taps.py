@@ -25,7 +25,7 @@ import torch
 from benchmarks.shapes import environment
 from vllm_steer.config import SteeringConfig
 from vllm_steer.program.instructions import ADD
-from vllm_steer.taps import kernel
+from vllm_steer.taps import tap_kernel
 from vllm_steer.taps.tables import Tables
 
 LAYERS, HIDDEN, INNER, QKV = 32, 4096, 14336, 6144
@@ -40,7 +40,7 @@ class Way(NamedTuple):
 
     joined: bool
     overlap: bool = True
-    hint: str = kernel._CACHE_HINT
+    hint: str = tap_kernel._CACHE_HINT
 
 
 VARIANTS: dict[str, Way | None] = {
@@ -94,7 +94,7 @@ def taps_of(way: Way | None, tables: Tables) -> Callable[[int, torch.Tensor, tor
             return
         follows = way.joined and site % 3 == 2 and site + 1 < 3 * LAYERS
         second = tables.site_head(site + 1) if follows else None
-        kernel.launch_tap(residual, summand, tables.site_head(site), tables, second)
+        tap_kernel.launch_tap(residual, summand, tables.site_head(site), tables, second)
 
     return tap
 
@@ -102,14 +102,14 @@ def taps_of(way: Way | None, tables: Tables) -> Callable[[int, torch.Tensor, tor
 @contextmanager
 def launched(way: Way | None) -> Iterator[None]:
     """The kernel is launched that way."""
-    real = kernel._overlaps, kernel._CACHE_HINT
+    real = tap_kernel._overlaps, tap_kernel._CACHE_HINT
     if way is not None:
-        kernel._overlaps = lambda device: way.overlap  # type: ignore[assignment]
-        kernel._CACHE_HINT = way.hint
+        tap_kernel._overlaps = lambda device: way.overlap  # type: ignore[assignment]
+        tap_kernel._CACHE_HINT = way.hint
     try:
         yield
     finally:
-        kernel._overlaps, kernel._CACHE_HINT = real
+        tap_kernel._overlaps, tap_kernel._CACHE_HINT = real
 
 
 def captured(model: Model, tables: Tables, x: torch.Tensor, way: Way | None) -> torch.cuda.CUDAGraph:

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page docs/reference/performance.md: what steering and capture cost, as ratios to stock vLLM in the same run."""
+"""The page docs/reference/performance.md: costs of steering and capture relative to stock vLLM in the same run."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from host_costs import FRONT_END_TARGETS, cpu_time, load, pinned, read
 from steps_page import RESULTS, MakeTable, compiled, kernels_of, second_stream, spent_on_taps_and_products, timeline
 
 from benchmarks.cost import first_token
@@ -16,7 +16,7 @@ from benchmarks.taps import LAYERS
 from vllm_steer.config import SteeringConfig
 from vllm_steer.taps.tables import table_bytes, table_shapes
 
-# What is aimed at, by variant. Time per output token is a ratio to be low, throughput one to be high.
+# Targets by variant.
 TARGETS: Mapping[str, str] = {
     "idle": "per token 1.000 ± 0.003, first token ≤ 1.01",
     "one site": "per token ≤ 1.005; prefill of 8,192 tokens ≤ 1.005",
@@ -32,29 +32,32 @@ TARGETS: Mapping[str, str] = {
 
 HEAD = """# Performance
 
-Ratios to stock vLLM, measured in pairs: a stock engine and a steered one live side by side on one GPU and take turns
-(`python -m benchmarks.cost`; all raw times are in `benchmarks/results`). *Per token* is the time per output token once
-all requests run (median, and the least and greatest of the pairs), *first token* that of the whole batch with one token
-each (each repeat together with the next one, in which the engines ran in the other order: the one that has waited is
-slower at first), *throughput* that of the whole run, admission included. Where the pairs are far apart the machine was
-uneven, and the median says little. *Stock again* is a second stock engine in the place of the steered one: how far two
-engines that do the same are apart. First tokens of small batches say least: a run takes a step of the model or two, as
-its requests come before or after the first one has begun. Requests that are all steered alike by a vector that changes
-tokens are other work than stock vLLM's, far less of it in a mixture of experts (see the rows there), presumably since
-equal tokens take the same experts. So vectors are now so short, some 1e-9 a number, that bfloat16 rounds nearly all of
-them away.
+Costs relative to stock vLLM, measured in pairs: a stock engine and a steered engine run side by side on one GPU and take turns
+(`python -m benchmarks.cost`; `benchmarks/results` has all raw times).
+
+* *Per token*: time per output token while all requests run (median, with minimum and maximum of the pairs).
+* *First token*: time of the whole batch with one token each. Each repetition is combined with the next one, in which the engines
+  run in the opposite order, because the engine that waited starts more slowly. For small batches this figure has little meaning:
+  a run takes one or two model steps, depending on whether requests arrive before or after the first step starts.
+* *Throughput*: tokens per second of the whole run, including admission.
+* *Stock again*: a second stock engine instead of the steered one, which shows the noise of the method.
+
+A wide spread indicates an uneven machine and an unreliable median. If all requests are steered by the same vector and the vector
+changes their tokens, they do different work from stock vLLM's requests, and far less in a mixture of experts, presumably because
+equal tokens select the same experts. The vectors are therefore so small (about 1e-9 per element) that bfloat16 rounds nearly all
+of them away; rows that change tokens are marked.
 """
 
-AIMED = """
-## What was aimed at
+TARGETS_HEAD = """
+## Targets
 
-Llama-8B shape, H200, bfloat16. The tables below say what each figure is of, and which were measured in an earlier build.
+Llama-8B shape, H200, bfloat16. The tables below contain the source of each figure and mark earlier builds.
 
 """
 
 
 class Aim(NamedTuple):
-    """A figure to reach, ``at_most`` or at least ``bound``, and the cells of the results that it is read from."""
+    """A target: an upper (``at_most``) or lower bound of a figure, and the cells of the results that must meet it."""
 
     what: str
     figure: str
@@ -71,15 +74,15 @@ _BATCHES = {"1": _SMALL, "8": _SMALL, "32": _SMALL, "128": LARGE, "256": LARGE}
 _FIRST_TOKENS = {**_BATCHES, "1": _FIRST, "8": _FIRST, "prefill 8192": _EARLIER}
 _PROBES = "16 probes by name at 4 layers, all tokens"
 AIMS: Sequence[Aim] = (
-    Aim("nothing requested, time per output token", "per token", 1.003, True,
+    Aim("no steering, time per output token", "per token", 1.003, True,
         tuple((file, "idle", batch) for batch, file in _BATCHES.items())),
-    Aim("the same between two stock engines", "per token", None, True,
+    Aim("two stock engines", "per token", None, True,
         tuple((LARGE, "stock again", batch) for batch in ("128", "256"))),
-    Aim("nothing requested, two GPUs", "per token", 1.003, True,
+    Aim("no steering, two GPUs", "per token", 1.003, True,
         tuple((_TWO, "idle", batch) for batch in ("1", "32", "128"))),
-    Aim("nothing requested, first token", "first token", 1.01, True,
+    Aim("no steering, first token", "first token", 1.01, True,
         tuple((file, "idle", batch) for batch, file in _FIRST_TOKENS.items())),
-    Aim("the same between two stock engines", "first token", None, True,
+    Aim("two stock engines", "first token", None, True,
         tuple((LARGE, "stock again", batch) for batch in ("128", "256"))),
     Aim("one site, every request", "per token", 1.005, True,
         tuple((file, "one site", batch) for batch, file in _BATCHES.items())),
@@ -87,7 +90,7 @@ AIMS: Sequence[Aim] = (
         ((KEPT, "all sites", "1"),)),
     Aim("96 sites, own vectors, batch 128", "per token", 1.02, True,
         ((LARGE, "all sites", "128"),)),
-    Aim("a program of its own for each request, 256 at a time", "throughput", 0.98, False,
+    Aim("a different program for each request, 256 at a time", "throughput", 0.98, False,
         ((LARGE, "own program each", "256"), (_PRODUCTS, "own program each", "1000"))),
     Aim("capture one layer, all tokens, 1,000 prompts, 256 generated", "throughput", 0.97, False,
         ((LARGE, "capture one layer, all tokens", "1000"),)),
@@ -97,191 +100,53 @@ AIMS: Sequence[Aim] = (
         ((_QUEUE, "capture all layers, all tokens", "32"),)),
     Aim("16 probes at 4 layers, all tokens", "throughput", 0.99, False,
         ((LARGE, _PROBES, "1000"),)),
-    Aim("the same, alone on its host", "throughput", 0.99, False,
+    Aim("16 probes at 4 layers, alone on its host", "throughput", 0.99, False,
         ((_PRODUCTS, _PROBES, "1000"),)),
-    Aim("nothing requested, 1,000 prompts", "throughput", None, False, ((LARGE, "idle", "1000"),)),
+    Aim("no steering, 1,000 prompts", "throughput", None, False, ((LARGE, "idle", "1000"),)),
     Aim("prefill of 8,192 tokens, one site", "first token", 1.005, True, ((_EARLIER, "one site", "prefill 8192"),)),
 )  # fmt: skip
 
-PINNED = """
-## Rows on their way to the host
-
-Captured rows from the arena to pinned memory, GB/s, and from there into memory of their own, with the next step on its
-way (`python -m benchmarks.pinned`, {gpu}, `benchmarks/results/gpu-pinned.json`). Aim: 5 GB/s.
-
-"""
-
-LOAD = """
-## Plain requests beside steered and captured ones
-
-{clients} clients of one server on {cpus} cores, each sending {requests_each} requests of {prompt_tokens} tokens one after
-another; latency of plain requests, as ratios to the same clients at stock vLLM in the same pair (`python -m
-benchmarks.load`, the demo model, vLLM {vllm}; raw figures in `benchmarks/results/{name}`): median of {pairs} pairs, and
-the least and greatest. *Plain*: nobody steers. *Mixed*: a third each are plain, steered with a vector of their own, and
-captured at two layers. Clients and servers share the cores, and every request is a few steps of a tiny model, so what
-the front end does weighs more than on a GPU. Beside it ran: {beside}.
-
-"""
+GLOBS = ("gpu-cost-*.json", "gpu-kernels.json", "gpu-timeline*.json", "load*.json")
 
 LIMITS = """
-## What is in the way
+## Remaining costs
 
-* An idle step has one kernel more than stock vLLM: the embedding is written out before the first layer, where it can be
-  edited and read, and not folded into the first norm. In layers that hand on one tensor (Granite, GPT-2) the compiler no
-  longer makes one kernel of an addition and the norm behind it: `--steering-plain-code` is to change that.
-* The host, where a step of the GPU is shorter than what Python does for it, as in a model of 0.6 B at batch 1.
-* Steered sites: the launches of the taps beside theirs that find nothing to do. Each takes, in µs,
+* Idle steps run one kernel more than stock vLLM: the embedding is written before the first layer, where it can be edited and
+  captured, instead of being fused into the first norm. In layers with a single tensor (Granite, GPT-2) the compiler no longer
+  fuses an addition with the following norm; `--steering-plain-code` is meant to avoid that.
+* The host limits models whose GPU steps are shorter than their Python code, such as a 0.6 B model at batch 1.
+* Steered sites add launches of neighbouring taps without work. Each launch takes, in µs,
   {idle_taps} (`benchmarks/results/gpu-taps.json`).
-  They are those of a quarter of the layers in steps of up to 64 tokens, in larger ones those between layers, or those within.
-* First tokens of steered batches. 128 requests with the same vectors at all sites, 1.5 MiB each, take {large:.2f} times as long
-  as plain ones, on two GPUs {two:.2f} times (`benchmarks/results/program-hops.json` has what a program takes on its way).
-  Requests that bring vectors that nobody has brought still carry them.
-* 16 probes. A queue of 1,000 ran at {probes:.3f} of stock vLLM's throughput while another shape was measured on the host's
-  other GPU, and at {probes_alone:.3f} alone. A settled step takes {probes_step:.2f} ms more than {stock_step:.2f}; the kernels of products
-  last {probes_products:.3f} ms, and those of taps, which overlap the kernels in front of them and nearly all find nothing to
-  do, {probes_taps:.3f}.
-* Captured rows of many requests: 2 MiB a step for one layer at batch 256 are copied once in the engine's process and go
-  to the front end over a socket.
+  These are the taps of a quarter of the layers in steps of up to 64 tokens, and those between or within layers in larger steps.
+* First tokens of steered batches are delayed. 128 requests with the same vectors at all sites, 1.5 MiB each, take {large:.2f} times
+  as long as plain requests, and {two:.2f} times on two GPUs (`benchmarks/results/program-hops.json` has the time of each hop).
+  Requests with new vectors still carry them.
+* 16 probes: a queue of 1,000 requests ran at {probes:.3f} of stock vLLM's throughput while another shape was measured on the
+  host's other GPU, and at {probes_alone:.3f} alone. A step of an unchanged batch takes {probes_step:.2f} ms more than {stock_step:.2f} ms. Projection kernels
+  take {probes_products:.3f} ms; taps take {probes_taps:.3f} ms, overlap the preceding kernels, and mostly have no work.
+* Captured rows of many requests (2 MiB per step for one layer at batch 256) are copied once in the engine process and sent to the
+  front end over a socket.
 """
-
-
-# What is aimed at per request, in milliseconds of CPU.
-_OWN = "own vectors at 3 sites"
-FRONT_END_TARGETS: Mapping[str, float] = {_OWN: 0.3, "a module of 3 sites by name": 0.05}
-
-
-EARLIER = ("before", "with_sha256")
-"""Earlier builds on the machine that is not quick."""
-
-
-def host(table: MakeTable) -> str:
-    """What the processes around the GPU spend, from the results of ``front_end.py`` and ``assembly.py``."""
-    front, rows = (json.loads((RESULTS / name).read_text()) for name in ("front-end.json", "assembly.json"))
-    spent, before = rows["microseconds_per_request_and_step"], rows["before"]
-    places = list(next(iter(spent.values())))
-    slower, beside = front["slower_machine"], front["beside_another_benchmark"]
-    return (
-        "\n## On the host\n\n"
-        "CPU time that a steered request costs the front end beside a plain one, for a model 4,096 wide, on the host\n"
-        f"{front['host']} (`benchmarks/front_end.py`; {_loaded(front)}):\n\n"
-        + table(
-            ("request", "added", "aim"),
-            [
-                (name, f"{added:.2f} ms", f"≤ {FRONT_END_TARGETS[name]:g} ms" if name in FRONT_END_TARGETS else "")
-                for name, added in front["added_ms_per_request"].items()
-            ],
-        )
-        + f"\nBeside another benchmark there, when a plain request took {beside['plain_ms']:.3f} ms and not "
-        f"{front['plain_ms']:.3f}, own vectors at 3 sites\nadded {beside['added_ms_per_request'][_OWN]:.2f} ms. The same on a slower "
-        f"machine, on which a plain request takes {slower['plain_ms']:.3f} ms; before, a\nrequest's own vectors were held twice, "
-        "and at first digested with SHA-256, for which it has no instructions:\n\n"
-        + table(
-            ("request", "added", "before", "with SHA-256"),
-            [
-                (
-                    name,
-                    *(
-                        f"{run['added_ms_per_request'][name]:.2f} ms"
-                        for run in (slower, *(slower[key] for key in EARLIER))
-                    ),
-                )
-                for name in slower["added_ms_per_request"]
-            ],
-        )
-        + "\nTime of captured rows per captured request and step in each process, for a model 4,096 wide, in\n"
-        f"microseconds (`benchmarks/assembly.py` says what is where; {_loaded(rows)}); in brackets what it was\n"
-        "on a loaded machine when rows were split in the engine's process and projected at the end of the way:\n\n"
-        + table(
-            ("capture", *places),
-            [
-                (name, *(f"{micros[place]:.1f} ({before[name][place]:.1f})" for place in places))
-                for name, micros in spent.items()
-            ],
-        )
-        + "\nA step in which 256 such requests end, in milliseconds of what hands out their tokens: with consumers held\n"
-        "back until it is through, and with consumers that start at once; before, each request also went through all\n"
-        "steps by itself, however small its rows:\n\n"
-        + table(
-            ("capture", "held back", "at once", "before"),
-            [
-                (name, *(f"{each:.1f}" for each in found.values()), f"{before['ending_milliseconds'][name]:.1f}")
-                for name, found in rows["ending_milliseconds"].items()
-            ],
-        )
-    )
-
-
-def _steps(table: MakeTable) -> str:
-    """What the host does for a step."""
-    result = json.loads((RESULTS / "step.json").read_text())
-    rows = [
-        (what, batch, f"{micros:.1f}", f"{result['before']['microseconds'][what][batch]:.1f}")
-        for what, by_batch in result["microseconds"].items()
-        for batch, micros in by_batch.items()
-    ]
-    return (
-        "\nPython that a step has more than stock vLLM's, in microseconds, in the engine's process (`python -m\n"
-        f"benchmarks.step`, which says what is where; {_loaded(result)}):\n\n"
-        + table(("step", "batch", "added", "before"), rows)
-        + "\n*Before*: the build before, which looked at the room of every reader in each step.\n"
-        "\nWhat a request of a wave adds there: 256 come at once (of those with 96 sites 16), have their prompts' step and\n"
-        "one more, and are gone; microseconds per request in all, and in brackets those of the build before:\n\n"
-        + table(
-            ("wave of", *next(iter(result["wave"].values()))),
-            [
-                (
-                    kind,
-                    *(f"{micros:.0f} ({result['before']['wave'][kind][part]:.0f})" for part, micros in parts.items()),
-                )
-                for kind, parts in result["wave"].items()
-            ],
-        )
-    )
-
-
-def _outputs(table: MakeTable) -> str:
-    """What an output takes in the front end."""
-    result = json.loads((RESULTS / "outputs.json").read_text())
-    by_kind = result["microseconds"]
-    rows = [
-        (case, *(f"{found[case] / found['stock vLLM']:.2f}" for found in by_kind.values()))
-        for case in next(iter(by_kind.values()))
-    ]
-    return (
-        "\nTime of one output in the front end's output processor, as a ratio to stock vLLM's (`python -m\n"
-        f"benchmarks.outputs`; {_loaded(result)}); stock takes "
-        + " and ".join(f"{found['stock vLLM']:.1f} µs {kind}" for kind, found in by_kind.items())
-        + ":\n\n"
-        + table(("requests", *by_kind), rows)
-    )
-
-
-def _loaded(result: Mapping[str, Any]) -> str:
-    about = result["environment"]
-    return f"{about['cpus']} cores, load average {about['load_average'][0]:.1f}"
 
 
 def page(table: MakeTable) -> str:
-    """The whole page, from every ``gpu-cost-*.json``, every ``load*.json`` and the results of the host's benchmarks."""
-    sections = [_section(_costs(path.name), path.name, table) for path in sorted(RESULTS.glob("gpu-cost-*.json"))]
-    sections += [
-        kernels_of(json.loads(path.read_text()), path.name, table) for path in RESULTS.glob("gpu-kernels.json")
-    ]
-    sections += [
-        timeline(json.loads(path.read_text()), path.name, table) for path in sorted(RESULTS.glob("gpu-timeline*.json"))
-    ]
-    sections += [second_stream(table), compiled(table)]
-    sections += [_load(json.loads(path.read_text()), path.name, table) for path in sorted(RESULTS.glob("load*.json"))]
-    pinned = json.loads((RESULTS / "gpu-pinned.json").read_text())
-    return (
-        HEAD
-        + _aims(table)
-        + "".join(sections)
-        + _pinned(pinned, table)
-        + host(table)
-        + _steps(table)
-        + _outputs(table)
-        + _limits()
+    """Return the whole page."""
+    files = {pattern: sorted(path.name for path in RESULTS.glob(pattern)) for pattern in GLOBS}
+    costs, kernels, timelines, loads = files.values()
+    return "".join(
+        (
+            HEAD,
+            _aims(table),
+            *(_section(_costs(name), name, table) for name in costs),
+            *(kernels_of(read(name), name, table) for name in kernels),
+            *(timeline(read(name), name, table) for name in timelines),
+            second_stream(table),
+            compiled(table),
+            *(load(name, table) for name in loads),
+            pinned(table),
+            cpu_time(table),
+            _limits(),
+        )
     )
 
 
@@ -299,21 +164,21 @@ def _limits() -> str:
 
 
 def _probes_step(file: str) -> tuple[float, float, float, float]:
-    """Milliseconds of stock vLLM's step, what one with probes takes more, and what of it taps and products are."""
-    steps = json.loads((RESULTS / file).read_text())["variants"]
+    """Return the milliseconds of a stock step, and those that a step with probes, its taps and its projections add."""
+    steps = read(file)["variants"]
     stock, probes = steps["stock"]["step"], steps[_PROBES]
     return stock, probes["step"] - stock, *spent_on_taps_and_products(probes)
 
 
 def _idle_taps() -> str:
-    """Microseconds that a joined launch adds to a step, by its batch."""
+    """Return the microseconds that a joined launch adds to a step, by batch."""
     launches = 2 * LAYERS + 1
-    rows = [row for row in json.loads((RESULTS / "gpu-taps.json").read_text())["rows"] if row["taps"] == "idle"]
+    rows = [row for row in read("gpu-taps.json")["rows"] if row["taps"] == "idle"]
     return ", ".join(f"{max(row['added_us']['joined'], 0) / launches:.1f} (batch {row['tokens']})" for row in rows)
 
 
 def _aims(table: MakeTable) -> str:
-    """Every figure that was aimed at, and what was found."""
+    """Return the section that compares every target with its measurement."""
     rows = []
     for aim in AIMS:
         found = [(name, batch, cell(file, name, batch, aim.figure)) for file, name, batch in aim.cells]
@@ -330,24 +195,22 @@ def _aims(table: MakeTable) -> str:
             reached = "yes" if min(values) >= aim.bound else "no"
         bound = "" if aim.bound is None else f"{'≤' if aim.at_most else '≥'} {aim.bound:g}"
         rows.append((aim.what, f"{aim.figure} {bound}", shown, reached))
-    front = json.loads((RESULTS / "front-end.json").read_text())["added_ms_per_request"]
+    front = read("front-end.json")["added_ms_per_request"]
     for name, most in FRONT_END_TARGETS.items():
         spent = front[name]
         rows.append((f"front end: {name}", f"CPU ≤ {most:g} ms", f"{spent:.2f}", "yes" if spent <= most else "no"))
-    speeds = [
-        each["pinned"] for each in json.loads((RESULTS / "gpu-pinned.json").read_text())["gb_per_second"].values()
-    ]
+    speeds = [each["pinned"] for each in read("gpu-pinned.json")["gb_per_second"].values()]
     rows.append(("captured rows to pinned memory", "≥ 5 GB/s", f"{min(speeds):.1f} to {max(speeds):.1f}",
                  "yes" if min(speeds) >= 5 else "no"))  # fmt: skip
     share = _tables_share()
     rows.append(
         ("tables at defaults", "≤ 1 % of the weights", f"{100 * share:.2f} %", "yes" if share <= 0.01 else "no")
     )
-    return AIMED + table(("what", "aim", "found (batch)", "reached"), rows)
+    return TARGETS_HEAD + table(("workload", "target", "measured (batch)", "reached"), rows)
 
 
 def _tables_share() -> float:
-    """What the tables take of the memory of a Llama-8B's weights, in bfloat16, with vLLM's defaults for a server."""
+    """Return the tables' share of the memory of a Llama-8B's bfloat16 weights, with vLLM's server defaults."""
     shape = SHAPES["llama-8b"]
     hidden, layers = shape["hidden_size"], shape["num_hidden_layers"]
     heads = (shape["num_attention_heads"] + shape["num_key_value_heads"]) * 2 * hidden // shape["num_attention_heads"]
@@ -360,8 +223,8 @@ def _tables_share() -> float:
 
 
 def _costs(file: str) -> dict[str, Any]:
-    """The results of ``cost.py``; first tokens are computed from the raw times, as the older ones were otherwise."""
-    result: dict[str, Any] = json.loads((RESULTS / file).read_text())
+    """Return a result of ``cost.py``, with first tokens computed from the raw times (older results differ)."""
+    result: dict[str, Any] = read(file)
     for found in (each for by_batch in result["variants"].values() for each in by_batch.values()):
         if "first token" in found:
             found["first token"] = first_token(found["raw"], found.get("engines", 1))
@@ -371,24 +234,6 @@ def _costs(file: str) -> dict[str, Any]:
 def cell(file: str, variant: str, batch: str, figure: str) -> float | None:
     found = _costs(file)["variants"].get(variant, {}).get(batch, {}).get(figure)
     return None if found is None else float(found)
-
-
-def _pinned(result: Mapping[str, Any], table: MakeTable) -> str:
-    rows = [
-        (rows, f"{found['mib']:.0f}", f"{found['pinned']:.1f}", f"{found['owned']:.1f}")
-        for rows, found in result["gb_per_second"].items()
-    ]
-    return PINNED.format(**result["environment"]) + table(("rows", "MiB", "pinned", "own memory"), rows)
-
-
-def _load(result: Mapping[str, Any], name: str, table: MakeTable) -> str:
-    percentiles = tuple(next(iter(result["ratios"].values())))
-    rows = [
-        (run, *(f"{median:.2f} ({low:.2f} to {high:.2f})" for median, low, high in (found[p] for p in percentiles)))
-        for run, found in result["ratios"].items()
-    ]
-    about = {**result["setup"], **result["environment"], "pairs": len(result["pairs"]), "name": name}
-    return LOAD.format(**about) + table(("clients", *percentiles), rows)
 
 
 def _section(result: Mapping[str, Any], name: str, table: MakeTable) -> str:
@@ -407,12 +252,12 @@ def _section(result: Mapping[str, Any], name: str, table: MakeTable) -> str:
         f"Prompts of 16 tokens, {max(max(f['lengths']) for v in result['variants'].values() for f in v.values())} generated.\n"
         + (f"{result['note']}\n" if "note" in result else "")
         + "\n"
-        + table(("what", "batch", "per token", "first token", "throughput", "stock, ms per token", "aim"), rows)
+        + table(("workload", "batch", "per token", "first token", "throughput", "stock, ms per token", "target"), rows)
     )
 
 
 def _title(result: Mapping[str, Any]) -> str:
-    """What sets it apart from other results of its shape: its lots (``benchmarks/lots.py``), or as it was named."""
+    """Return what distinguishes a result from others of its shape: its title, or the names of its groups."""
     lots = [what for _, _, what in (name.partition(", ") for name in result.get("lots", ())) if what]
     return str(result.get("title", " and ".join(lots)))
 

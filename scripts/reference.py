@@ -21,11 +21,11 @@ from gpu_page import gpu_tests
 import vllm_steer.models.proofs
 from vllm_steer.config import MULTI_CHOICES, SWITCHES
 from vllm_steer.limits import ENGINE_LIMITS, FORMAT_LIMITS, SERVER_LIMITS
-from vllm_steer.metrics.table import METRICS, Metric
+from vllm_steer.metrics.definitions import METRICS, Metric
 from vllm_steer.models.recipe import BLOCK_INPUT, BLOCK_OUTPUT, Recipe
 from vllm_steer.models.recipes import RECIPES
 from vllm_steer.points import OPTIONAL_POINTS, POINTS, POINTS_FLAG
-from vllm_steer.server.auth.rights import MEANING
+from vllm_steer.server.auth.rights import RIGHT_DESCRIPTIONS
 from vllm_steer.server.http.error_response import ERRORS
 from vllm_steer.server.http.schemas import ANSWER_FIELDS, REQUEST_FIELDS
 from vllm_steer.server.routes import capabilities, captures
@@ -239,7 +239,7 @@ def http() -> str:
         + table(("method", "path", "right", "does"), rows)
         + "\n## Rights\n\n"
         "What a key of `--steering-keys` may be allowed. Steering fields of a body take `steer`, `capture` takes `capture`.\n\n"
-        + table(("right", "to"), [(f"`{right}`", text) for right, text in MEANING.items()])
+        + table(("right", "to"), [(f"`{right}`", text) for right, text in RIGHT_DESCRIPTIONS.items()])
         + "\n## Errors of these routes\n\n"
         + table(("status", "type", "when"), answers)
         + "\n## Fields of completion, chat and responses bodies\n\n"
@@ -262,11 +262,11 @@ def metrics() -> str:
     ]
     return (
         "# Metrics\n\n"
-        "What a server with `--enable-steering` shows at `/metrics`, beside vLLM's own and for all of its API server processes\n"
-        "at once. Offline, `vllm_steer.LLM(..., disable_log_stats=False).get_metrics()` has them, under names without `_total` and `_bucket`.\n"
-        "With `--disable-log-stats` vLLM sends no statistics of engines, and those with the label `engine` are missing.\n"
-        "A histogram has `_sum` and `_count` as well. [Operating](../guides/operating.md) says what to look for.\n\n"
-        + table(("name", "type", "labels", "what"), rows)
+        "A server with `--enable-steering` adds these metrics to vLLM's at `/metrics`, aggregated over all API server processes.\n"
+        "Offline, `vllm_steer.LLM(..., disable_log_stats=False).get_metrics()` returns them, without the suffixes `_total` and\n"
+        "`_bucket`. With `--disable-log-stats`, the metrics with the label `engine` are missing, since vLLM then sends no engine\n"
+        "statistics. Histograms also have `_sum` and `_count`. [Operating](../guides/operating.md) describes what to monitor.\n\n"
+        + table(("name", "type", "labels", "description"), rows)
     )
 
 

@@ -22,9 +22,11 @@ from tests.repo.tree import read
 from vllm_steer import audit
 from vllm_steer.registry.module_files import write_module
 from vllm_steer.registry.registry import SteeringRegistry
-from vllm_steer.server.auth.caller import caller
-from vllm_steer.server.auth.key_file import KeyFile
-from vllm_steer.server.auth.keys import changing, make_key
+from vllm_steer.server.auth.current_key import use_key
+from vllm_steer.server.auth.key_file import edit_keys
+from vllm_steer.server.auth.key_file_watcher import KeyFileWatcher
+from vllm_steer.server.auth.keys import Key, generate_key
+from vllm_steer.server.auth.rights import Right
 from vllm_steer.server.routes.modules import add_module_routes, make_router
 from vllm_steer.spec import pack_vector
 
@@ -83,9 +85,8 @@ def with_key(app: ASGIApp, name: str | None) -> ASGIApp:
     """The application behind a check of keys that let in the one with that name."""
 
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
-        token = caller.set(name)
-        await app(scope, receive, send)
-        caller.reset(token)
+        with use_key(None if name is None else Key(name, "0" * 64, "s" * 32, tuple(Right))):
+            await app(scope, receive, send)
 
     return guarded
 
@@ -199,14 +200,14 @@ def test_the_guide_has_every_field() -> None:
 def test_a_changed_file_of_keys_is_recorded(lines: list[str], tmp_path: Path) -> None:
     """Catches keys that come and go without a record, a broken file that counts as a change, and secrets in a log."""
     path = tmp_path / "keys.json"
-    alice, secret = make_key("alice", (), {})
-    bob, _ = make_key("bob", (), {})
-    with changing(path, make=True) as write:
+    alice, secret = generate_key("alice", (), {})
+    bob, _ = generate_key("bob", (), {})
+    with edit_keys(path, create=True) as write:
         write((alice,))
-    followed = KeyFile(path)
+    followed = KeyFileWatcher(path)
     followed.refresh()
     assert lines == []
-    with changing(path) as write:
+    with edit_keys(path) as write:
         write((alice, bob))
     followed.refresh()
     path.write_text("{")

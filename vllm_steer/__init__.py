@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Activation steering and capture for stock vLLM.
 
-Importing this package replaces ``vllm.LLM`` and ``vllm.SamplingParams`` by the subclasses below. vLLM itself is imported
-on first use.
+Importing this package replaces ``vllm.LLM`` and ``vllm.SamplingParams`` by the subclasses below. vLLM itself is
+imported on first use.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The record of who changed what: one JSON object a line under the logger ``vllm.steering.audit``.
+"""Audit log of changes: one JSON object per line under the logger ``vllm.steering.audit``.
 
-A change of the registry, of global steering or of the file of API keys is recorded when it is kept, and never before:
-what was refused is not there. Vectors and keys never are; digests say which vectors they were.
+Changes of modules, of global steering and of the API key file are logged after they are stored. Rejected changes are
+not logged. Records contain digests of vectors, but neither vectors nor keys.
 """
 
 from __future__ import annotations
@@ -17,31 +17,29 @@ from typing import Any
 
 from vllm.logger import init_logger
 
-from vllm_steer.server.auth.caller import caller
-
 LOGGER = "vllm.steering.audit"
 FIELDS: Mapping[str, str] = {
-    "time": "when it was kept: UTC, ISO 8601",
-    "event": "`register`, `delete`, `set`, `clear`; `keys`: an API server has read a changed file of keys",
-    "who": "the name of the API key; `anonymous` where the server has none; `start` for modules of "
-    "`--steering-modules`; `offline` for a change that came over no HTTP",
-    "address": "the client's address over HTTP, as the server sees it; else null",
-    "epoch_before": "state of the registry before; null for `keys`",
-    "epoch_after": "state after; the same number where the change left everything as it was",
-    "name": "the module's name, or the file of keys; null for global steering",
-    "digests": "what was registered or deleted; for global steering, the digest of the whole, none when it is cleared",
+    "time": "time at which the change was stored: UTC, ISO 8601",
+    "event": "`register`, `delete`, `set`, `clear`; `keys`: an API server has read a changed key file",
+    "who": "name of the API key; `anonymous` on a server without keys; `start` for modules of `--steering-modules`; "
+    "`offline` for a change that was not made over HTTP",
+    "address": "address of the HTTP client as the server sees it; otherwise null",
+    "epoch_before": "epoch of the registry before the change; null for `keys`",
+    "epoch_after": "epoch after the change; the same number if the change had no effect",
+    "name": "name of the module, or path of the key file; null for global steering",
+    "digests": "digests that were registered or deleted; for global steering, the digest of all of it, none if cleared",
 }
-"""All fields of every record, in order, and what they say."""
+"""Fields of every record, in order, with their descriptions."""
 
 ANONYMOUS, OFFLINE, START = "anonymous", "offline", "start"
 
 _logger = init_logger(LOGGER)
-_origin: ContextVar[tuple[str, str | None]] = ContextVar("vllm_steer_origin", default=(OFFLINE, None))
+_origin: ContextVar[tuple[str, str | None]] = ContextVar("vllm_steer_audit_origin", default=(OFFLINE, None))
 
 
 @contextmanager
-def coming_from(who: str, address: str | None = None) -> Iterator[None]:
-    """Whose doing the changes within are, unless a key says otherwise, and where it came from."""
+def attribute_to(who: str, address: str | None = None) -> Iterator[None]:
+    """Attribute the changes made in this context to ``who`` at a network address."""
     token = _origin.set((who, address))
     try:
         yield
@@ -50,34 +48,17 @@ def coming_from(who: str, address: str | None = None) -> Iterator[None]:
 
 
 def record(event: str, *, before: int | None, after: int | None, name: str | None, digests: list[str]) -> None:
-    """Write one line."""
-    _write(event, caller.get(), *_origin.get(), before, after, name, digests)
+    """Log a change of the registry from epoch ``before`` to epoch ``after``."""
+    _write(event, *_origin.get(), before, after, name, digests)
 
 
 def record_keys(path: Path) -> None:
-    """The file of keys was changed and read: by whom it was changed, no request knows."""
-    _write("keys", None, OFFLINE, None, None, None, str(path), [])
+    """Log that a changed key file was read. Who changed it is unknown."""
+    _write("keys", OFFLINE, None, None, None, str(path), [])
 
 
-def _write(
-    event: str,
-    key: str | None,
-    who: str,
-    address: str | None,
-    before: int | None,
-    after: int | None,
-    name: str | None,
-    digests: list[str],
-) -> None:
-    values: tuple[Any, ...] = (
-        datetime.now(UTC).isoformat(timespec="milliseconds"),
-        event,
-        key or who,
-        address,
-        before,
-        after,
-        name,
-        digests,
-    )
-    # Escaped to ASCII: nothing that a client sends can begin a line of its own.
-    _logger.info("%s", json.dumps(dict(zip(FIELDS, values, strict=True)), separators=(",", ":")))
+def _write(event: str, *values: Any) -> None:
+    time = datetime.now(UTC).isoformat(timespec="milliseconds")
+    entry = dict(zip(FIELDS, (time, event, *values), strict=True))
+    # json.dumps escapes to ASCII: client-supplied text cannot start a new line.
+    _logger.info("%s", json.dumps(entry, separators=(",", ":")))

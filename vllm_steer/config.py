@@ -50,8 +50,8 @@ SWITCHES: tuple[Switch, ...] = (
         "plain_code",
         "--steering-plain-code",
         False,
-        "also compile the model without taps, for idle steps: the compiler can then fuse additions with the norms after "
-        "them, and starting takes longer; not yet tested on a GPU",
+        "also compile the model without taps, for idle steps: the compiler can then fuse additions with the norms that "
+        "follow, and starting takes longer; not yet tested on a GPU",
     ),
 )
 

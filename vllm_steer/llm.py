@@ -13,7 +13,7 @@ from vllm.v1.metrics.reader import Metric
 from vllm_steer.config import SteeringConfig, engine_kwargs
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import NOT_ENABLED, RegistryOptions, engine_context, set_consumers, set_registry
-from vllm_steer.metrics.read import read_metrics
+from vllm_steer.metrics.reader import read_metrics
 from vllm_steer.params import has_steering
 from vllm_steer.registry.registry import SteeringRegistry
 

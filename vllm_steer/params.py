@@ -92,9 +92,7 @@ def attach_steering(params: Any, fields: Mapping[str, Any]) -> None:
         return
     for key in EXTRA_ARGS_KEYS:
         if key in (params.extra_args or {}):
-            raise SteeringError(
-                f"extra_args.{key}", "is already set; give either the steering fields or the compiled program"
-            )
+            raise SteeringError(f"extra_args.{key}", "is already set; give the steering fields or the compiled program")
     # A new dict, because several SamplingParams may share the caller's.
     params.extra_args = {**(params.extra_args or {}), **compiled}
 

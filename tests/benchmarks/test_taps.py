@@ -9,7 +9,7 @@ import torch
 from benchmarks.taps import LAYERS, VARIANTS, launched, taps_of
 from tests.taps.compiled import Compiled
 from vllm_steer.config import SteeringConfig
-from vllm_steer.taps import kernel
+from vllm_steer.taps import tap_kernel
 from vllm_steer.taps.tables import Tables
 
 HIDDEN = 64
@@ -27,15 +27,15 @@ def tables() -> Tables:
 @pytest.mark.parametrize("name", list(VARIANTS))
 def test_a_way_is_what_is_compiled(monkeypatch: pytest.MonkeyPatch, tables: Tables, name: str) -> None:
     """Catches two names for the same kernel, and a way that stays for the ones after it."""
-    found = Compiled(kernel._tap_kernel, 90)
-    monkeypatch.setattr(kernel, "_tap_kernel", found)
-    before = kernel._overlaps, kernel._CACHE_HINT
+    found = Compiled(tap_kernel._tap_kernel, 90)
+    monkeypatch.setattr(tap_kernel, "_tap_kernel", found)
+    before = tap_kernel._overlaps, tap_kernel._CACHE_HINT
     with launched(VARIANTS[name]):
         if name == "none":
-            assert (kernel._overlaps, kernel._CACHE_HINT) == before
+            assert (tap_kernel._overlaps, tap_kernel._CACHE_HINT) == before
             return
-        kernel.launch_tap(torch.zeros(4, HIDDEN, dtype=torch.bfloat16), None, tables.site_head(0), tables)
-    assert (kernel._overlaps, kernel._CACHE_HINT) == before
+        tap_kernel.launch_tap(torch.zeros(4, HIDDEN, dtype=torch.bfloat16), None, tables.site_head(0), tables)
+    assert (tap_kernel._overlaps, tap_kernel._CACHE_HINT) == before
     assert ("griddepcontrol.wait" in found.assembly[0]) == ("no overlap" not in name)
     assert ("evict_last" in found.assembly[0]) == ("no hint" not in name)
 
@@ -49,7 +49,7 @@ def test_every_site_has_its_tap_once(monkeypatch: pytest.MonkeyPatch, tables: Ta
     def launch(target: object, other: object, head: torch.Tensor, of: Tables, second: torch.Tensor | None) -> None:
         sites.extend(heads[each.data_ptr()] for each in (head, second) if each is not None)
 
-    monkeypatch.setattr(kernel, "launch_tap", launch)
+    monkeypatch.setattr(tap_kernel, "launch_tap", launch)
     tap, x = taps_of(VARIANTS[name], tables), torch.zeros(4, HIDDEN)
     for site in range(3 * LAYERS):
         tap(site, x, x)

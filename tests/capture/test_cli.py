@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from tests.capture.captured import captured
 from vllm_steer.capture.consumers.filesystem import FilesystemConsumer
-from vllm_steer.cli.captures import _ranges, app
+from vllm_steer.cli.captures import _format_ranges, app
 from vllm_steer.cli.output import printable
 
 HOSTILE = "a\x1b[2Jb\nc\u202e[red]d"
@@ -62,9 +62,9 @@ def test_show(root):
 
 
 def test_show_writes_ranges_of_positions():
-    assert _ranges([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
-    assert _ranges([]) == "none"
-    assert _ranges(list(range(0, 100, 2))) == "0, 2, 4, 6, ..., 94, 96, 98"
+    assert _format_ranges([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
+    assert _format_ranges([]) == "none"
+    assert _format_ranges(list(range(0, 100, 2))) == "0, 2, 4, 6, ..., 94, 96, 98"
 
 
 def test_sample_chooses(root):
@@ -83,12 +83,12 @@ def test_export(root, tmp_path):
     ("words", "told"),
     [
         (["ls", "no-such-folder"], "no-such-folder"),
-        (["ls", "{root}", "--request-id", "third"], "no such capture"),
-        (["ls", "{root}", "--sample", "9"], "no such capture"),
+        (["ls", "{root}", "--request-id", "third"], "no captures found"),
+        (["ls", "{root}", "--sample", "9"], "no captures found"),
         (["show", "{bad}"], "bad.safetensors"),
         (["export", "{root}", "{tmp}/out.csv"], ".npz or .parquet"),
-        (["export", "{root}", "{tmp}/out.npz", "--layer", "9"], "no row"),
-        (["export", "{root}", "{bad}"], "is to end in"),
+        (["export", "{root}", "{tmp}/out.npz", "--layer", "9"], "no rows match"),
+        (["export", "{root}", "{bad}"], "unknown suffix"),
     ],
 )
 def test_failures_are_a_sentence(root, tmp_path, words, told):

@@ -15,7 +15,7 @@ from tests.capture.captured import captured
 from vllm_steer.capture import CaptureResult
 from vllm_steer.capture.consumers import (
     BUILT_IN,
-    GROUP,
+    ENTRY_POINT_GROUP,
     Consumer,
     consumer_class,
     consumer_names,
@@ -52,13 +52,13 @@ def offer(monkeypatch):
     """Pretend that packages are installed which offer these: name to ``module:attribute``."""
 
     def install(*offers: tuple[str, str]) -> None:
-        points = [EntryPoint(name, value, GROUP) for name, value in offers]
+        points = [EntryPoint(name, value, ENTRY_POINT_GROUP) for name, value in offers]
 
         class Found(list):
             names = frozenset(point.name for point in points)
 
         def found(group: str, name: str | None = None) -> Found:
-            assert group == GROUP
+            assert group == ENTRY_POINT_GROUP
             return Found(point for point in points if name in (None, point.name))
 
         monkeypatch.setattr(discovery, "entry_points", found)

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.capture.captured import captured
-from vllm_steer.capture.consumers import GROUP, discovery, make_consumer
+from vllm_steer.capture.consumers import ENTRY_POINT_GROUP, discovery, make_consumer
 
 FOLDER = Path(__file__).parents[2] / "examples" / "capture_consumer"
 
@@ -21,7 +21,7 @@ FOLDER = Path(__file__).parents[2] / "examples" / "capture_consumer"
 def as_installed(monkeypatch):
     """The entry point of its pyproject, as `importlib.metadata` would show it, and its module on the path."""
     project = tomllib.loads((FOLDER / "pyproject.toml").read_text())["project"]
-    ((name, value),) = project["entry-points"][GROUP].items()
+    ((name, value),) = project["entry-points"][ENTRY_POINT_GROUP].items()
     monkeypatch.syspath_prepend(str(FOLDER))
     monkeypatch.setattr(discovery, "entry_points", lambda group, name: [EntryPoint(name, value, group)])
     return name

@@ -18,7 +18,7 @@ import torch
 
 from tests.registry.modules import CAPABILITIES
 from tests.tiny import code_of
-from vllm_steer.capture.files.packed import OpenFile
+from vllm_steer.capture.files.packed_file import PackedFile
 from vllm_steer.capture.files.reader import open_captures
 from vllm_steer.capture.manager import CaptureManager
 from vllm_steer.capture.row_assembler import RowChunk
@@ -77,18 +77,18 @@ class Engine:
         self.itself = self
 
 
-@pytest.mark.parametrize("busy_with", ["append", "complete"])
+@pytest.mark.parametrize("busy_with", ["append", "seal"])
 def test_an_engine_may_end_in_a_consumers_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, busy_with: str
 ) -> None:
     """Catches a file of many requests that never appears: the garbage collector comes while a consumer's own thread,
     or its timer's, is at it, and finds there that the engine is to be closed."""
-    options = {"root": str(tmp_path), "layout": "packed", "max_seconds": 1 if busy_with == "complete" else 600}
+    options = {"root": str(tmp_path), "layout": "packed", "max_seconds": 1 if busy_with == "seal" else 600}
     desk = CaptureManager(CAPABILITIES, "a model with files", {"filesystem": options})
     engine = Engine()
     ended = weakref.finalize(engine, desk.close_from_finalizer)
-    method = getattr(OpenFile, busy_with)
-    monkeypatch.setattr(OpenFile, busy_with, lambda *args: (gc.collect(), method(*args))[1])
+    method = getattr(PackedFile, busy_with)
+    monkeypatch.setattr(PackedFile, busy_with, lambda *args: (gc.collect(), method(*args))[1])
     about = {"request_id": "a", "sample": 0, "prompt_token_ids": (1, 2), "output_token_ids": (3,)}
     gc.disable()
     try:

@@ -119,7 +119,7 @@ def test_every_form_of_every_row_leaves_once(batch: Mapping[str, tuple[int, int]
     check(
         DeviceToHostCopier(torch.device("cpu"))
         .start(arena(batch)[: plan.num_rows], None, plan, transfers(plan))
-        .arrived(),
+        .wait(),
         batch,
     )
 
@@ -134,7 +134,7 @@ def test_what_has_arrived_is_no_longer_in_the_buffer() -> None:
     def overwrite() -> None:
         buffer.fill_(255)
 
-    check(PendingRows(plan, {b"": buffer}, release=overwrite).arrived(), batch)
+    check(PendingRows(plan, {b"": buffer}, release=overwrite).wait(), batch)
     assert (buffer == 255).all()
 
 
@@ -159,7 +159,7 @@ def test_a_steady_batch_is_planned_once() -> None:
                   {"several": (11, 3), "projected": (6, 1), "whole": (32, 2)}, DECODING):  # fmt: skip
         first, count = (np.array([each[i] for each in batch.values()], dtype=np.int64) for i in (0, 1))
         plan = steady.plan(first, count)
-        check(copier.start(arena(batch)[: plan.num_rows], None, plan, transfers(plan)).arrived(), batch)
+        check(copier.start(arena(batch)[: plan.num_rows], None, plan, transfers(plan)).wait(), batch)
 
 
 def test_with_drafts_the_devices_positions_decide() -> None:
@@ -169,9 +169,7 @@ def test_with_drafts_the_devices_positions_decide() -> None:
     captures = capture_batch(ahead)
     position = torch.cat([torch.arange(first, first + count) for first, count in batch.values()])
     stored = arena(batch)[: captures.max_rows()]
-    check(
-        DeviceToHostCopier(torch.device("cpu")).start(stored, position, captures, transfers(captures)).arrived(), batch
-    )
+    check(DeviceToHostCopier(torch.device("cpu")).start(stored, position, captures, transfers(captures)).wait(), batch)
     wrong = captures.plan_at(captures.first.tolist())
     with pytest.raises(AssertionError):
-        check(DeviceToHostCopier(torch.device("cpu")).start(stored, None, wrong, transfers(wrong)).arrived(), batch)
+        check(DeviceToHostCopier(torch.device("cpu")).start(stored, None, wrong, transfers(wrong)).wait(), batch)

@@ -15,6 +15,7 @@ from tests.engine.conftest import close
 from tests.tiny import HIDDEN, LAYERS, make_llm, save_tiny_llama
 from vllm_steer import SteeringConfig
 from vllm_steer.cli import doctor as command
+from vllm_steer.cli.doctor_output import print_report
 from vllm_steer.cli.main import app
 from vllm_steer.compat.version import CONFLICTS
 from vllm_steer.engine.report import CapabilityReport, make_report
@@ -72,11 +73,11 @@ def test_the_text_has_the_refusal_and_the_settings() -> None:
     """Catches an answer for people that leaves out what the answer for programs has."""
     result = invoke("demo/model")
     assert result.exit_code == 0
-    assert f"post_attn is not edited on {LAYERS} layers: attention and MLP of CohereDecoderLayer" in result.stdout
+    assert f"post_attn cannot be edited on {LAYERS} layers: attention and MLP of CohereDecoderLayer" in result.stdout
     assert "proof: " in result.stdout
-    assert "attn_out is off; an engine has it with --steering-points attn_out" in result.stdout
+    assert "attn_out is off; enable it with --steering-points attn_out" in result.stdout
     assert "with --steering-points mlp_in" not in result.stdout
-    assert f"mlp_in is not edited on {LAYERS} layers: in CohereDecoderLayer the MLP runs beside" in result.stdout
+    assert f"mlp_in cannot be edited on {LAYERS} layers: in CohereDecoderLayer the MLP runs beside" in result.stdout
     for conflict in CONFLICTS:
         assert conflict.setting in result.stdout
 
@@ -86,7 +87,7 @@ def test_a_model_without_proof_is_a_sentence_and_a_failure(tmp_path: Path, monke
     # Doctor looks at the model in a process of its own.
     nothing_proven = "from vllm_steer.models import digests\ndigests.proven_digests = dict\n"
     (tmp_path / "sitecustomize.py").write_text(nothing_proven)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[2]}")
     LlamaConfig(**SMALL, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
     result = invoke(str(tmp_path))
     assert result.exit_code == 1
@@ -156,8 +157,8 @@ def test_a_layer_class_without_proof_has_no_record(capsys: pytest.CaptureFixture
     facts = {"vllm": "0.32.0", "architecture": "NewForCausalLM", "recipes": [
         {"layer": "vllm.model_executor.models.new.NewDecoderLayer", "stream": "pair", "mid": "norm", "layers": [0]}
     ]}  # fmt: skip
-    command.show(make_report(facts, SteeringConfig()))
-    assert "\nproof: no record\n" in capsys.readouterr().out
+    print_report(make_report(facts, SteeringConfig()))
+    assert "\nproof: none recorded\n" in capsys.readouterr().out
 
 
 def test_every_proven_layer_class_has_a_proof() -> None:

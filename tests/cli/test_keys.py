@@ -9,7 +9,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from vllm_steer.cli.main import app
-from vllm_steer.server.auth.keys import find, read_keys
+from vllm_steer.server.auth.key_file import read_keys
+from vllm_steer.server.auth.keys import find_key
 from vllm_steer.server.auth.rights import Right
 
 
@@ -27,7 +28,7 @@ def test_a_key_is_made_shown_once_and_revoked(file: Path) -> None:
     made = run(file, "new", "alice", "--right", "steer", "-r", "read", "-r", "steer", "--limit", "steering_requests=8")
     assert made.exit_code == 0, made.output
     secret = made.stdout.strip()
-    key = find(read_keys(file), secret)
+    key = find_key(read_keys(file), secret)
     assert key is not None
     assert (key.name, key.rights, key.limits) == ("alice", (Right.STEER, Right.READ), {"steering_requests": 8})
     assert file.stat().st_mode & 0o777 == 0o600
@@ -36,20 +37,20 @@ def test_a_key_is_made_shown_once_and_revoked(file: Path) -> None:
     assert "alice" in listed and "steer, read" in listed and "steering_requests=8" in listed and "bob" in listed
     assert not any(hidden in listed for hidden in (secret, other, key.sha256, key.cache_salt))
     assert run(file, "revoke", "alice").exit_code == 0
-    assert find(read_keys(file), secret) is None and find(read_keys(file), other) is not None
+    assert find_key(read_keys(file), secret) is None and find_key(read_keys(file), other) is not None
 
 
 @pytest.mark.parametrize(
     ("words", "status", "said"),
     [
-        (("new", "alice"), 1, "there is a key alice"),
+        (("new", "alice"), 1, "already has a key alice"),
         (("new", "a b"), 1, "is no name"),
         (("new", "b", "--right", "root"), 2, "root"),
-        (("new", "b", "--limit", "steering_requests"), 2, "no limit"),
+        (("new", "b", "--limit", "steering_requests"), 2, "not a limit"),
         (("new", "b", "--limit", "requests=3"), 1, "steering_requests"),
         (("new", "b", "--limit", "steering_requests=3", "--limit", "steering_requests=4"), 2, "twice"),
         (("new", "b", "--limit", "steering_requests=0"), 1, "must be 1"),
-        (("revoke", "bob"), 1, "there is no key bob"),
+        (("revoke", "bob"), 1, "has no key bob"),
     ],
 )
 def test_what_cannot_be_changes_nothing(words: tuple[str, ...], status: int, said: str, file: Path) -> None:

@@ -37,7 +37,7 @@ def make_app() -> FastAPI:
         app.state.bodies.append(body)
         modules = body.get("steering_modules")
         if modules and modules[0][0] == "nobody":
-            error = {"message": "there is no module nobody", "type": "BadRequestError", "param": "steering_modules[0]"}
+            error = {"message": "unknown module 'nobody'", "type": "BadRequestError", "param": "steering_modules[0]"}
             return JSONResponse({"error": {**error, "code": 400}}, status_code=400)
         words = ["I ", "am ", f"{modules[0][0]}\x1b[2J." if modules else "plain."]
         said = {"steering_applied": APPLIED} if modules else {}

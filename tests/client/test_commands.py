@@ -36,9 +36,9 @@ def test_modules(url: str, tmp_path: Path) -> None:
     shown = run(url, "modules", "show", "calm")
     assert all(word in shown for word in (module().digest, "joy", "base", "decode", "ablate at post_block"))
     assert json.loads(run(url, "modules", "show", "calm", "--json"))["digest"] == module().digest
-    assert "1 deleted of calm" in run(url, "modules", "rm", "calm")
+    assert "calm: 1 versions deleted" in run(url, "modules", "rm", "calm")
     assert [each["name"] for each in json.loads(run(url, "modules", "ls", "--json"))["data"]] == ["terse"]
-    assert "there is no module calm" in run(url, "modules", "rm", "calm", status=1)
+    assert "unknown module 'calm'" in run(url, "modules", "rm", "calm", status=1)
 
 
 def test_set_and_status(url: str, tmp_path: Path) -> None:
@@ -52,18 +52,18 @@ def test_set_and_status(url: str, tmp_path: Path) -> None:
     assert "global steering: none" in run(url, "set", "--clear")
     run(url, "set", "terse=x", status=2)
     run(url, "set", "terse", "--clear", status=2)
-    assert "names nothing" in run(url, "set", status=1)
+    assert "set: is empty" in run(url, "set", status=1)
 
 
 def test_a_file_and_the_command_line_do_not_disagree(url: str, tmp_path: Path) -> None:
     """Catches one of two values being taken and the other ignored, and a traceback for the two of `replace`."""
     module_file, set_file = tmp_path / "terse.json", tmp_path / "set.json"
     module_file.write_text(json.dumps({**BASE, "name": "terse"}))
-    assert "name: is calm on the command line" in run(url, "modules", "add", "calm", str(module_file), status=1)
+    assert "name: calm on the command line differs" in run(url, "modules", "add", "calm", str(module_file), status=1)
     run(url, "modules", "add", "terse", str(module_file))
     set_file.write_text(json.dumps({"modules": ["terse"], "replace": False}))
-    assert "modules: stands in" in run(url, "set", "terse=2", "--file", str(set_file), status=1)
-    assert "replace: stands in" in run(url, "set", "--replace", "--file", str(set_file), status=1)
+    assert "modules: differs between" in run(url, "set", "terse=2", "--file", str(set_file), status=1)
+    assert "replace: differs between" in run(url, "set", "--replace", "--file", str(set_file), status=1)
     assert "global steering: none" in run(url, "status")
     set_file.write_text(json.dumps({"modules": None, "replace": True}))
     assert "terse" in run(url, "set", "terse", "--replace", "--file", str(set_file))
@@ -75,12 +75,12 @@ def test_another_server_than_ours(command: tuple[str, ...], body: str, monkeypat
     """Catches a traceback where the address is that of something else."""
     transport = httpx.MockTransport(lambda request: httpx.Response(200, text=body))
     monkeypatch.setattr("httpx._client.HTTPTransport", lambda **options: transport)
-    assert "error: http://here answers, but not as" in run("http://here", *command, status=1)
+    assert "error: http://here is not a server with vllm-steer" in run("http://here", *command, status=1)
 
 
 def test_a_server_that_is_not_there() -> None:
     """Catches a traceback in the place of a sentence."""
-    assert "cannot be reached" in run("http://127.0.0.1:9", "status", status=1)
+    assert "cannot reach" in run("http://127.0.0.1:9", "status", status=1)
     assert "error: " in run("no url", "status", status=1)
 
 
@@ -97,8 +97,8 @@ def test_chat(url: str, app: FastAPI) -> None:
         "[plain] I am plain.",
         "[terse=2] I am terse\\x1b[2J.",
     ]
-    assert "error: there is no module nobody" in shown
-    assert answers[-2:] == ["[plain] I am plain.", "[steered by nothing] I am plain."]
+    assert "error: unknown module 'nobody'" in shown
+    assert answers[-2:] == ["[plain] I am plain.", "[no modules] I am plain."]
     system = {"role": "system", "content": "Be brief."}
     steered = [body for body in app.state.bodies if "steering_modules" in body]
     assert [body["steering_modules"] for body in steered] == [[["calm", 1.5]], [["terse", 2.0]], [["nobody", 1.0]]]

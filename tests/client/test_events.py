@@ -69,7 +69,9 @@ async def test_any_cut(end: str) -> None:
     assert await heard([whole[i : i + 1] for i in range(len(whole))]) == list(WORDS)
     for cut in range(len(whole) + 1):
         pieces = [whole[:cut], whole[cut:]]
-        assert [event["choices"][0]["delta"]["content"] for event in module.events(iter(pieces))] == list(WORDS), cut
+        assert [event["choices"][0]["delta"]["content"] for event in module.iter_events(iter(pieces))] == list(WORDS), (
+            cut
+        )
 
 
 async def test_a_last_line_without_an_end() -> None:
@@ -90,8 +92,8 @@ async def test_a_long_line_is_gone_through_once(monkeypatch: pytest.MonkeyPatch)
             looked_at += len(piece)
             return ends.split(piece)
 
-    ends = module._ENDS
-    monkeypatch.setattr(module, "_ENDS", Ends())
+    ends = module._LINE_END
+    monkeypatch.setattr(module, "_LINE_END", Ends())
     line = b"data: " + json.dumps({"rows": "x" * 10_000}).encode()
-    assert len(list(module.events(iter([line[i : i + 10] for i in range(0, len(line), 10)])))) == 1
+    assert len(list(module.iter_events(iter([line[i : i + 10] for i in range(0, len(line), 10)])))) == 1
     assert looked_at <= len(line) + 1

@@ -237,9 +237,9 @@ def test_taps_one_layer_off_are_rejected(
     family: Family, monkeypatch: pytest.MonkeyPatch, reference_process: ReferenceProcess, zoo_folder: Path
 ) -> None:
     """Catches a comparison that would pass layers counted from another end or from one."""
-    from vllm_steer.engine import worker_steering
+    from vllm_steer.engine import model_setup
 
-    right = worker_steering.find_decoder
+    right = model_setup.find_decoder
 
     def off_by_one(*args: Any, **kwargs: Any) -> Any:
         decoder = right(*args, **kwargs)
@@ -247,6 +247,6 @@ def test_taps_one_layer_off_are_rejected(
         shifted = [replace(layer, number=n) for layer, n in zip(decoder.layers, numbers[1:] + numbers[:1], strict=True)]
         return replace(decoder, layers=tuple(shifted))
 
-    monkeypatch.setattr(worker_steering, "find_decoder", off_by_one)
+    monkeypatch.setattr(model_setup, "find_decoder", off_by_one)
     report = examine(BY_NAME[family.row], "eager", zoo_folder, reference_process, keep=_simple, with_branches=False)
     _assert_told_apart(report, lambda case: any(edit.layers != "all" for edit in case.edits))

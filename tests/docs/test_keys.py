@@ -13,8 +13,8 @@ from tests.docs.markdown import blocks, tables
 from tests.repo.tree import ROOT, read
 from vllm_steer.cli.main import app
 from vllm_steer.limits import KEY_LIMITS
-from vllm_steer.server.auth.authenticator import CHANGING, OPEN, SERVING
-from vllm_steer.server.auth.keys import read_keys
+from vllm_steer.server.auth.authenticator import ADMIN_PATHS, INFERENCE_PATHS, PUBLIC_PATHS
+from vllm_steer.server.auth.key_file import read_keys
 from vllm_steer.server.auth.rights import Right
 
 GUIDE, MODEL = "docs/guides/keys.md", "docs/design/threat-model.md"
@@ -37,10 +37,10 @@ def test_guide_lists_the_protected_paths() -> None:
     """Catches a path whose protection differs from the guide."""
     text = read(GUIDE)
     (shut,) = re.findall(r"nothing is answered without a key but (.*?);", text, re.DOTALL)
-    assert set(re.findall("`(/.*?)`", shut)) == OPEN
+    assert set(re.findall("`(/.*?)`", shut)) == PUBLIC_PATHS
     (serving,) = re.findall(r"\* (`/v1`.*?) are for every key", text, re.DOTALL)
-    assert tuple(re.findall("`(/.*?)`", serving)) == SERVING
-    assert all(f"`{path}`" in text for path in CHANGING)
+    assert tuple(re.findall("`(/.*?)`", serving)) == INFERENCE_PATHS
+    assert all(f"`{path}`" in text for path in ADMIN_PATHS)
 
 
 def test_threats_name_existing_tests() -> None:

@@ -21,8 +21,8 @@ from tests.repo.tree import ROOT, python_files, read
 from vllm_steer import audit
 from vllm_steer.cli import doctor
 from vllm_steer.cli.main import app
-from vllm_steer.server.auth.keys import changing, read_keys
-from vllm_steer.server.auth.rights import MEANING
+from vllm_steer.server.auth.key_file import edit_keys, read_keys
+from vllm_steer.server.auth.rights import RIGHT_DESCRIPTIONS
 from vllm_steer.server.flags import CONSUMERS_VARIABLE, REGISTRY_VARIABLE
 
 GUIDE = "docs/guides/operating.md"
@@ -68,7 +68,7 @@ def test_servers_flags_are_understood(tmp_path: Path, monkeypatch: pytest.Monkey
     for name in (CONSUMERS_VARIABLE, REGISTRY_VARIABLE):
         monkeypatch.setenv(name, "")
     Path("calm.safetensors").touch()
-    with changing(Path("keys.json"), make=True) as write:
+    with edit_keys(Path("keys.json"), create=True) as write:
         write(())
     parser = make_arg_parser(FlexibleArgumentParser(prog="vllm serve"))
     servers = [words[2:] for words in commands() if words[:2] == ["vllm", "serve"]]
@@ -109,7 +109,7 @@ def test_the_other_commands_are_understood(tmp_path: Path, monkeypatch: pytest.M
 def test_the_rights_are_those_of_the_code() -> None:
     """Catches a right that an operator gives for something else than it is."""
     (table,) = (t for t in tables(read(GUIDE)) if t[0][0] == "right")
-    assert dict(table[1:]) == {right.value: text.replace("`", "") for right, text in MEANING.items()}
+    assert dict(table[1:]) == {right.value: text.replace("`", "") for right, text in RIGHT_DESCRIPTIONS.items()}
 
 
 def test_prometheus_files_are_there() -> None:

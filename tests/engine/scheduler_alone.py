@@ -10,7 +10,7 @@ import torch
 
 from vllm_steer import SamplingParams, engine_kwargs
 from vllm_steer.capture.step_rows import StepRows
-from vllm_steer.engine.device_to_host import ATTRIBUTE
+from vllm_steer.engine.model_output import ROWS_ATTRIBUTE
 from vllm_steer.engine.scheduler import make_scheduler
 
 BLOCK, MAX_LEN = 16, 128
@@ -71,5 +71,5 @@ def model_output(scheduler: Any, scheduled: Any, rows: tuple[StepRows, ...] = ()
     whole = [scheduler.requests[name].num_computed_tokens >= scheduler.requests[name].num_tokens for name in names]
     sampled = [[1] if each else [] for each in whole]
     made = ModelRunnerOutput(names, {name: i for i, name in enumerate(names)}, sampled)
-    setattr(made, ATTRIBUTE, rows)
+    setattr(made, ROWS_ATTRIBUTE, rows)
     return made

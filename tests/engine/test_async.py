@@ -137,8 +137,8 @@ async def test_a_stop_string_is_no_refusal(engine: Any, monkeypatch: pytest.Monk
 async def test_what_a_client_that_left_has_captured_is_partial(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches rows that were cut off, in a consumer's dataset among those of requests that were answered."""
     desk = (await ensure_engine_context(engine)).capture_manager
-    finish, delivered = desk.finish, []
-    monkeypatch.setattr(desk, "finish", lambda *args, **more: delivered.append(finish(*args, **more)) or delivered[-1])
+    submit, delivered = desk.submit, []
+    monkeypatch.setattr(desk, "submit", lambda *args, **more: delivered.append(submit(*args, **more)) or delivered[-1])
     pieces: list[Any] = []
     asked = {"capture": capture(positions="all_generated", stream=True)}
     leaving = asyncio.ensure_future(generate(engine, "leaves", tokens=100_000, pieces=pieces, **asked))
@@ -263,5 +263,5 @@ async def modules_are_applied(engine: Any, site: Any, plain: list[int], steered:
     assert (await engine.steering.status()).digest != (await engine.steering.clear()).digest
     assert (await engine.steering.delete("m")).deleted == [info.digest]
     assert (await generate(engine, "cleared"))[0] == plain
-    with pytest.raises(SteeringError, match="there is no module m"):
+    with pytest.raises(SteeringError, match="unknown module 'm'"):
         await generate(engine, "gone", steering_modules=["m"])

@@ -194,7 +194,7 @@ def test_aborted_captures_leave_nothing(llm: Any) -> None:
         engine.step()
     run(llm, [prompt(1, 2, 3)], [params(2)])
     scheduler = engine.engine_core.engine_core.scheduler
-    assert scheduler.steering_outbox.num_bytes == 0
+    assert scheduler.steering_row_sender.num_bytes == 0
     assert engine.output_processor.request_states == {}
     assert engine.model_executor.driver_worker.worker.model_runner.steering.store.num_capturing == 0
 

@@ -33,7 +33,7 @@ def prompts(count: int) -> list[Any]:
 
 def change_chunks(monkeypatch: pytest.MonkeyPatch, change: Rename) -> None:
     """Change what leaves the worker in every step; ``change`` also gets the names of the step's requests."""
-    arrived = device_to_host.PendingRows.arrived
+    arrived = device_to_host.PendingRows.wait
 
     def changed(self: Any) -> Any:
         (step,) = arrived(self)
@@ -41,7 +41,7 @@ def change_chunks(monkeypatch: pytest.MonkeyPatch, change: Rename) -> None:
         changed = [change(chunk, [each.request_id for each in chunks]) for chunk in chunks]
         return (step_of(changed, step.rows.shape[1]),)
 
-    monkeypatch.setattr(device_to_host.PendingRows, "arrived", changed)
+    monkeypatch.setattr(device_to_host.PendingRows, "wait", changed)
 
 
 def alone(llm: Any, wanted: Any, asked: list[Any]) -> list[Any]:

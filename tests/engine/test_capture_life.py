@@ -73,7 +73,7 @@ def test_a_mixed_batch_gives_each_request_its_own_rows(truth: list[Any], llm: An
 @pytest.mark.failure(2, control=True)
 def test_the_comparison_sees_rows_of_a_neighbour(truth: list[Any], llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: with the requests' names exchanged on the way out, the test above must fail."""
-    real = device_to_host.PendingRows.arrived
+    real = device_to_host.PendingRows.wait
 
     def exchanged(self: Any) -> Any:
         (step,) = real(self)
@@ -82,7 +82,7 @@ def test_the_comparison_sees_rows_of_a_neighbour(truth: list[Any], llm: Any, mon
         ids = tuple(other[name] for name in step.index.request_ids)
         return (dataclasses.replace(step, index=dataclasses.replace(step.index, request_ids=ids)),)
 
-    monkeypatch.setattr(device_to_host.PendingRows, "arrived", exchanged)
+    monkeypatch.setattr(device_to_host.PendingRows, "wait", exchanged)
     prompts, wanted = workload(12, 24)
     outputs = run(llm, prompts[1:4], wanted[1:4])
     with pytest.raises(AssertionError):
@@ -95,12 +95,12 @@ def begun_meanwhile(llm: Any, monkeypatch: pytest.MonkeyPatch) -> int:
     desk = capture_manager_of(llm.llm_engine.output_processor)
     # What other tests did not wait for is not counted.
     desk._threads["memory"].submit(int).result()
-    finish, deliver = desk.finish, desk._deliver
+    submit, deliver = desk.submit, desk._deliver
     begun: list[str] = []
     seen: list[int] = []
 
     def slowly(*args: Any, **kwargs: Any) -> Any:
-        results = finish(*args, **kwargs)
+        results = submit(*args, **kwargs)
         time.sleep(0.1)
         seen.append(len(begun))
         return results
@@ -109,7 +109,7 @@ def begun_meanwhile(llm: Any, monkeypatch: pytest.MonkeyPatch) -> int:
         begun.append(name)
         return deliver(name, *args)
 
-    monkeypatch.setattr(desk, "finish", slowly)
+    monkeypatch.setattr(desk, "submit", slowly)
     monkeypatch.setattr(desk, "_deliver", noted)
     results = [result(o) for o in run(llm, [prompt(1, 2), prompt(3, 4)], [params(3, capture=capture())] * 2)]
     assert [each.status for each in results] == ["ok"] * 2
@@ -157,7 +157,7 @@ def test_preemption_repeats_no_row(crowded: tuple[Any, list[Any]], truth: list[A
     llm, preempted = crowded
     compare(run(llm, *workload(12, 24)), truth)
     assert preempted
-    assert llm.llm_engine.engine_core.engine_core.scheduler.steering_outbox.num_bytes == 0
+    assert llm.llm_engine.engine_core.engine_core.scheduler.steering_row_sender.num_bytes == 0
 
 
 @pytest.mark.failure(9, control=True)

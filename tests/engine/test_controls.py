@@ -20,7 +20,7 @@ from vllm_steer.capture import row_assembler
 from vllm_steer.engine import cache_keys
 from vllm_steer.engine.program_store import ProgramStore
 from vllm_steer.engine.runner_v1 import SteeringRunnerV1
-from vllm_steer.engine.worker_steering import WorkerSteering
+from vllm_steer.engine.worker_manager import WorkerSteeringManager
 from vllm_steer.taps.assignment import BatchLayout
 
 SITE = {"post_block": {1: direction(31)}}
@@ -84,14 +84,14 @@ def other_content_never_serves_old_content(llm: Any) -> None:
 
 
 def decode_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = WorkerSteering._assign_rows
+    real = WorkerSteeringManager._assign_rows
 
     def assign(self: Any, layout: BatchLayout, num_padded: int) -> None:
         real(self, layout, num_padded)
         if len(layout.position) == 1:
             self.tables.token_row.zero_()
 
-    monkeypatch.setattr(WorkerSteering, "_assign_rows", assign)
+    monkeypatch.setattr(WorkerSteeringManager, "_assign_rows", assign)
 
 
 def counted_from_each_step(monkeypatch: pytest.MonkeyPatch) -> None:

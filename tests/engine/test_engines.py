@@ -46,9 +46,9 @@ def check(tiny_llama: Path) -> None:
 def test_every_engine_hands_out_its_own_rows(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Failure: with data parallelism, results only from engine 0. Its control is an engine 1 that keeps its rows."""
     check(tiny_llama)
-    real = RowSender.take_in
+    real = RowSender.collect
     monkeypatch.setattr(
-        RowSender, "take_in", lambda self, out, live: None if "request-1" in live else real(self, out, live)
+        RowSender, "collect", lambda self, out, live: None if "request-1" in live else real(self, out, live)
     )
     with pytest.raises(AssertionError):
         check(tiny_llama)

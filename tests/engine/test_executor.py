@@ -14,14 +14,15 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 from vllm_steer.capture.step_plan import CapturePlan, RowStream
 from vllm_steer.capture.step_rows import RowIndex
 from vllm_steer.config import EXECUTOR_CLS, choose_executor, rows_of_all_stages
-from vllm_steer.engine.device_to_host import ATTRIBUTE, AsyncRows, PendingRows, attach
+from vllm_steer.engine.device_to_host import PendingRows
 from vllm_steer.engine.executor import RowAggregator
+from vllm_steer.engine.model_output import ROWS_ATTRIBUTE, AsyncOutput, attach_rows
 
 
 def output(*rows: str) -> Any:
     made = ModelRunnerOutput(req_ids=[], req_id_to_index={})
     if rows:
-        setattr(made, ATTRIBUTE, rows)
+        setattr(made, ROWS_ATTRIBUTE, rows)
     return made
 
 
@@ -37,14 +38,14 @@ def test_rows_of_every_stage_are_on_the_last_ones_output() -> None:
     """Catches rows of one stage taken for all, and rows that replace a connector's own aggregation."""
     stages = [output("a", "b"), output(), output("c")]
     assert RowAggregator().aggregate(stages, 2) is stages[2]
-    assert getattr(stages[2], ATTRIBUTE) == ("a", "b", "c")
+    assert getattr(stages[2], ROWS_ATTRIBUTE) == ("a", "b", "c")
     joined = RowAggregator(Upstream()).aggregate([output("a"), output("c")], 1)
-    assert getattr(joined, ATTRIBUTE) == ("a", "c")
+    assert getattr(joined, ROWS_ATTRIBUTE) == ("a", "c")
 
 
 def test_steps_without_rows_pass_unchanged() -> None:
     """Catches an attribute on every output, and a failure where a step has no output yet."""
-    assert not hasattr(RowAggregator().aggregate([output(), output()], 1), ATTRIBUTE)
+    assert not hasattr(RowAggregator().aggregate([output(), output()], 1), ROWS_ATTRIBUTE)
     for upstream in (None, Upstream()):
         assert RowAggregator(upstream).aggregate([None, None], 1) is None
 
@@ -55,11 +56,11 @@ def test_rows_never_land_on_the_output_that_all_steps_share() -> None:
     plan = CapturePlan((RowStream(RowIndex(("a",), ((0,),)), 0 * one, None),), 0 * one, one, 1)
     rows = torch.ones(1, 4).view(torch.uint8)
     for pending in (PendingRows(plan, {b"": rows}), PendingRows(plan, {b"": rows}, event=Event())):
-        given = attach(EMPTY_MODEL_RUNNER_OUTPUT, pending)
-        assert isinstance(given, AsyncRows) == (pending.event is not None)
-        (step,) = getattr(given.get_output() if pending.event else given, ATTRIBUTE)
+        given = attach_rows(EMPTY_MODEL_RUNNER_OUTPUT, pending)
+        assert isinstance(given, AsyncOutput) == (pending.event is not None)
+        (step,) = getattr(given.get_output() if pending.event else given, ROWS_ATTRIBUTE)
         assert step.rows_of(0).tobytes() == rows.numpy().tobytes()
-    assert not hasattr(EMPTY_MODEL_RUNNER_OUTPUT, ATTRIBUTE)
+    assert not hasattr(EMPTY_MODEL_RUNNER_OUTPUT, ROWS_ATTRIBUTE)
 
 
 class Event:

@@ -92,7 +92,7 @@ def test_a_row_is_delivered_once(llm: Any, monkeypatch: pytest.MonkeyPatch) -> N
     """Catches rows that every rank sends, and those of another stage's layers sent as garbage."""
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     sent: list[tuple[int, int]] = []
-    original = type(scheduler.steering_outbox).take_in
+    original = type(scheduler.steering_row_sender).collect
 
     def counted(self: Any, output: Any, live: Any) -> None:
         chunks = [chunk for step in getattr(output, "steering_rows", ()) for chunk in chunks_of(step)]
@@ -101,7 +101,7 @@ def test_a_row_is_delivered_once(llm: Any, monkeypatch: pytest.MonkeyPatch) -> N
                         for code in chunk.captures)  # fmt: skip
         original(self, output, live)
 
-    monkeypatch.setattr(type(scheduler.steering_outbox), "take_in", counted)
+    monkeypatch.setattr(type(scheduler.steering_row_sender), "collect", counted)
     found = result(run(llm, [prompt(*range(1, 100))], [params(4, capture=capture())])[0])
     assert len(found.sites) == 3 * LAYERS
     assert len(sent) == len(set(sent)) == 3 * LAYERS * (99 + 3)

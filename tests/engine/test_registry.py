@@ -118,7 +118,7 @@ def test_a_request_keeps_what_it_was_admitted_with(llm: Any) -> None:
     llm.steering.register("m", base={"post_block": {1: -A}})
     llm.steering.set(base={"post_block": {1: C}})
     llm.steering.delete("m")
-    with pytest.raises(SteeringError, match=r"steering_modules\[0\]: there is no module m"):
+    with pytest.raises(SteeringError, match=r"steering_modules\[0\]: unknown module 'm'"):
         run(llm, [PROMPT], [params(steering_modules=["m"])])
     outputs = [output for _ in range(20) if engine.has_unfinished_requests() for output in engine.step()]
     (held,) = [output for output in outputs if output.finished]
@@ -178,7 +178,7 @@ def test_probes_of_modules_project_captures(llm: Any) -> None:
     rows = whole.capture_results["memory"].tensor("post_block", 2).numpy()
     found = read.capture_results["memory"].tensor("post_block", 2).numpy()
     np.testing.assert_allclose(found, rows @ np.stack([A, B]).T, rtol=1e-4, atol=1e-4)
-    with pytest.raises(SteeringError, match="emotions has no probe fear; it has anger, joy"):
+    with pytest.raises(SteeringError, match="emotions has no probe 'fear'; its probes are: anger, joy"):
         run(llm, [PROMPT], [params(capture={"memory": {**spec, "reduce": {"probes": ["emotions/fear"]}}})])
 
 

@@ -13,7 +13,7 @@ from tests.engine.answers import logprobs_of, params, prompt, run
 from tests.tiny import direction
 from vllm_steer import Edit
 from vllm_steer.engine.row_assignment_cache import RowAssignmentCache
-from vllm_steer.engine.worker_steering import WorkerSteering
+from vllm_steer.engine.worker_manager import WorkerSteeringManager
 
 STEP: dict[str, Any] = {
     "changes": 4, "num_padded": 8, "slot": np.array([3, 0, 5], np.int32), "count": np.array([1, 1, 1]), "settled": True,
@@ -65,13 +65,13 @@ def test_answers_are_those_of_rows_assigned_in_every_step(llm: Any, monkeypatch:
     """Catches rows kept too long, in batches in which edits begin and end and requests come and go; and sees
     (negative control) rows that are kept whatever happens."""
     launched: list[int] = []
-    real = WorkerSteering._assign_rows
+    real = WorkerSteeringManager._assign_rows
 
     def counted(self: Any, *args: Any) -> None:
         launched.append(1)
         real(self, *args)
 
-    monkeypatch.setattr(WorkerSteering, "_assign_rows", counted)
+    monkeypatch.setattr(WorkerSteeringManager, "_assign_rows", counted)
     together, alone = edits_end_and_requests_change(llm)
     for one, other in zip(together, alone, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-4)

@@ -11,7 +11,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from vllm_steer.capture.row_payload import ROWS_REQUEST_ID, decode_step, encode_missing_reason
 from vllm_steer.capture.step_rows import RowIndex, StepRows
-from vllm_steer.engine.device_to_host import ATTRIBUTE
+from vllm_steer.engine.model_output import ROWS_ATTRIBUTE
 from vllm_steer.engine.row_sender import RowSender
 
 
@@ -26,9 +26,9 @@ def sent(live: dict[str, int], *steps: StepRows) -> dict[int, list[EngineCoreOut
     """The outputs of an update by client, of which 0 has one of its own; ``live`` are clients by request."""
     box = RowSender()
     requests = {name: SimpleNamespace(request_id=name, client_index=client) for name, client in live.items()}
-    box.take_in(SimpleNamespace(**{ATTRIBUTE: steps}), requests)
+    box.collect(SimpleNamespace(**{ROWS_ATTRIBUTE: steps}), requests)
     outputs = {0: EngineCoreOutputs(outputs=[EngineCoreOutput("own", [1])])}
-    box.hand_out(outputs)
+    box.attach_to(outputs)
     assert box.num_bytes == 0
     return {client: each.outputs for client, each in outputs.items()}
 
@@ -61,9 +61,9 @@ def test_a_batch_that_changes_is_looked_at_again() -> None:
     box = RowSender()
     requests = {name: SimpleNamespace(request_id=name, client_index=client) for client, name in enumerate("ab")}
     for names in (("a", "b"), ("a", "b"), ("b", "a"), ("b",)):
-        box.take_in(SimpleNamespace(**{ATTRIBUTE: (step(*names),)}), requests)
+        box.collect(SimpleNamespace(**{ROWS_ATTRIBUTE: (step(*names),)}), requests)
         outputs: dict[int, EngineCoreOutputs] = {}
-        box.hand_out(outputs)
+        box.attach_to(outputs)
         assert {client: names_of(each.outputs[0]) for client, each in outputs.items()} == {
             requests[name].client_index: (name,) for name in names
         }
@@ -98,7 +98,7 @@ def test_rows_are_a_frame_of_their_own() -> None:
 def test_a_reason_goes_to_the_requests_client() -> None:
     """Catches a reason that is sent to another front end, or with no output at all."""
     box = RowSender()
-    box.say(SimpleNamespace(request_id="a", client_index=2), "no room")
+    box.report_missing(SimpleNamespace(request_id="a", client_index=2), "no room")
     outputs: dict[int, EngineCoreOutputs] = {}
-    box.hand_out(outputs)
+    box.attach_to(outputs)
     assert outputs[2].outputs[0].kv_transfer_params == encode_missing_reason("a", "no room")

@@ -22,7 +22,7 @@ class Runner:
     def __init__(self, compiled: list[Any]) -> None:
         self.ran: list[Any] = []
         sets = SimpleNamespace(
-            compile_plain=lambda *given: compiled.extend(given), rest=lambda: self.ran.append("rest")
+            compile_untapped=lambda *given: compiled.extend(given), restore_model=lambda: self.ran.append("rest")
         )
         self.steering = SimpleNamespace(graph_sets=sets, begin_idle_step=lambda: self.ran.append("idle"))
 

@@ -41,7 +41,9 @@ class Runner:
     def __init__(self, compiled: list[Any]) -> None:
         self.ran: list[Any] = []
         sets = SimpleNamespace(
-            compile_plain=lambda *given: compiled.extend(given), rest=lambda: self.ran.append("rest"), size=2.5
+            compile_untapped=lambda *given: compiled.extend(given),
+            restore_model=lambda: self.ran.append("rest"),
+            memory_factor=2.5,
         )
         self.steering = SimpleNamespace(graph_sets=sets)
 

@@ -38,7 +38,7 @@ def agree(form: str, *, late: str) -> bool:
     before.release()
     torch.cuda.synchronize()
     size = len(before.rows[FORMS[form]]) * before.rows[FORMS[form]].shape[1]
-    with torch.cuda.stream(departures._leaving if late == "leaving" else torch.cuda.current_stream()):
+    with torch.cuda.stream(departures._stream if late == "leaving" else torch.cuda.current_stream()):
         torch.cuda._sleep(LATE)
     pending = departures.start(arena, None, plan, forms)
     arena.fill_(0)

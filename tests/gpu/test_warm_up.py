@@ -14,15 +14,15 @@ import torch
 
 from tests.gpu.test_engine import HIDDEN, model, requests
 from vllm_steer import LLM, SamplingParams
-from vllm_steer.taps import assignment_kernel, kernel, projection_kernel
+from vllm_steer.taps import assignment_kernel, projection_kernel, tap_kernel
 
 __all__ = ["model"]
 pytestmark = pytest.mark.gpu
 
 KERNELS = (
-    kernel._tap_kernel,
+    tap_kernel._tap_kernel,
     assignment_kernel._rows_kernel,
-    assignment_kernel._places_kernel,
+    assignment_kernel._arena_offsets_kernel,
     projection_kernel._products_kernel,
 )
 
@@ -83,7 +83,7 @@ def test_no_kernel_of_ours_is_compiled_while_serving(model: Path, late: list[str
 
 @pytest.mark.parametrize(
     ("module", "name"),
-    [(assignment_kernel, "_places_kernel"), (projection_kernel, "_products_kernel")],
+    [(assignment_kernel, "_arena_offsets_kernel"), (projection_kernel, "_products_kernel")],
     ids=["rows", "products"],
 )
 def test_a_kernel_that_is_not_warmed_up_is_seen(

@@ -13,7 +13,7 @@ from tests.registry.modules import CAPABILITIES
 from vllm_steer.capture.manager import CaptureManager
 from vllm_steer.capture.results import CaptureResult
 from vllm_steer.metrics.collectors import start
-from vllm_steer.metrics.table import PREFIX
+from vllm_steer.metrics.definitions import PREFIX
 
 MODEL = "a model with consumers"
 

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from tests.repo.tree import read
-from vllm_steer.metrics.table import METRICS, PREFIX
+from vllm_steer.metrics.definitions import METRICS, PREFIX
 
 DASHBOARD = json.loads(read("observability/grafana.json"))
 ALERTS = yaml.safe_load(read("observability/alerts.yml"))["groups"]

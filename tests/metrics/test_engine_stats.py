@@ -12,8 +12,9 @@ import pytest
 from tests.engine import scheduler_alone
 from tests.tiny import HIDDEN, code_of, direction, save_tiny_llama
 from vllm_steer.capture.step_rows import RowIndex, StepRows
-from vllm_steer.metrics.engine_stats import STATS_KEY, EngineStats, take_stats
-from vllm_steer.metrics.worker_stats import WorkerStats, note
+from vllm_steer.engine.model_output import attach_stats
+from vllm_steer.metrics.engine_stats import STATS_KEY, EngineStats, pop_stats
+from vllm_steer.metrics.worker_stats import WorkerStats
 from vllm_steer.points import points_on
 
 ROW_BYTES = 4 * HIDDEN
@@ -47,14 +48,14 @@ class Engine:
     def step(self, rows: tuple[StepRows, ...] = (), worker: WorkerStats | None = None) -> Any:
         """vLLM's statistics of one step, as they leave the engine's process."""
         scheduled = self.scheduler.schedule()
-        output = note(scheduler_alone.model_output(self.scheduler, scheduled, rows), worker)
+        output = attach_stats(scheduler_alone.model_output(self.scheduler, scheduled, rows), worker)
         outputs = self.scheduler.update_from_output(scheduled, output)
         found = [each.scheduler_stats for each in outputs.values() if each.scheduler_stats is not None]
         assert len(found) <= 1
         return found[0] if found else None
 
     def news(self, *args: Any, **kwargs: Any) -> EngineStats | None:
-        return take_stats(self.step(*args, **kwargs))
+        return pop_stats(self.step(*args, **kwargs))
 
 
 @pytest.fixture
@@ -71,12 +72,12 @@ def test_what_waits_says_for_what(engine: Engine) -> None:
     engine.add()
     news = engine.news()
     assert news is not None
-    books = news.books
+    books = news.usage
     assert books is not None
     assert (books.tables, books.admitted, books.waiting) == ((2, 2, 2), 2, {"rows": 1, "turn": 1})
     while engine.scheduler.requests:
         later = engine.news()
-        books = books if later is None or later.books is None else later.books
+        books = books if later is None or later.usage is None else later.usage
     assert (books.tables, books.admitted, books.waiting) == ((0, 0, 0), 0, {})
 
 
@@ -94,7 +95,7 @@ def test_other_tables_have_their_own_reasons(vllm_config: Any, sizes: dict[str, 
     small.add(**STEER[0])
     small.add(**STEER[1])
     news = small.news()
-    assert news is not None and news.books is not None and news.books.waiting == {reason: 1}
+    assert news is not None and news.usage is not None and news.usage.waiting == {reason: 1}
 
 
 def test_captures_wait_for_their_bytes(engine: Engine) -> None:
@@ -104,9 +105,9 @@ def test_captures_wait_for_their_bytes(engine: Engine) -> None:
     for _ in range(most + 1):
         engine.add(tokens=100, **WHOLE_STREAM)
     news = engine.news()
-    assert news is not None and news.books is not None
-    assert news.books.capture_rows == most * rows_of_one
-    assert news.books.waiting == {"capture": 1}
+    assert news is not None and news.usage is not None
+    assert news.usage.capture_rows == most * rows_of_one
+    assert news.usage.waiting == {"capture": 1}
 
 
 def test_a_time_out_is_counted_once(engine: Engine) -> None:
@@ -160,9 +161,9 @@ def test_a_connectors_own_numbers_are_left_to_it(engine: Engine) -> None:
     theirs = {"transfers": 3}
     stats.kv_connector_stats = {**theirs, **stats.kv_connector_stats}
     assert STATS_KEY in stats.kv_connector_stats
-    assert take_stats(stats) is not None
+    assert pop_stats(stats) is not None
     assert stats.kv_connector_stats == theirs
-    assert take_stats(stats) is None
+    assert pop_stats(stats) is None
 
 
 def test_the_numbers_survive_vllms_wire(engine: Engine) -> None:
@@ -174,7 +175,7 @@ def test_the_numbers_survive_vllms_wire(engine: Engine) -> None:
     stats = engine.step()
     sent = MsgpackEncoder().encode(EngineCoreOutputs(scheduler_stats=stats))
     received = MsgpackDecoder(EngineCoreOutputs).decode(sent).scheduler_stats
-    assert take_stats(received) == take_stats(stats) is not None
+    assert pop_stats(received) == pop_stats(stats) is not None
     assert received.kv_connector_stats is None
 
 

@@ -10,10 +10,10 @@ import numpy as np
 from tests.server.fakes import HIDDEN, REPORT
 from vllm_steer.config import SteeringConfig
 from vllm_steer.engine.capabilities import Capabilities
+from vllm_steer.registry.index import RegistryLimits
 from vllm_steer.registry.module import Module, parse_module
 from vllm_steer.registry.registry import SteeringRegistry
-from vllm_steer.registry.snapshot import RegistryLimits
-from vllm_steer.registry.storage import Store
+from vllm_steer.registry.storage import RegistryStore
 
 CAPABILITIES = Capabilities.merge([REPORT], SteeringConfig())
 
@@ -41,5 +41,5 @@ def module(seed: int = 0) -> Module:
     return parse_module(content(seed))
 
 
-def registry(store: Store | None = None, **limits: int) -> SteeringRegistry:
+def registry(store: RegistryStore | None = None, **limits: int) -> SteeringRegistry:
     return SteeringRegistry(CAPABILITIES, store, RegistryLimits(**limits))

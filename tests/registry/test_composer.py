@@ -15,10 +15,11 @@ from vllm_steer import SamplingParams, SteeringError
 from vllm_steer.limits import MAX_DIRECTIONS
 from vllm_steer.params import APPLIED_KEY, CAPTURE_KEY, EXTRA_KEY, MODULES_KEY, program_of, strip_for_engine
 from vllm_steer.registry import composer
-from vllm_steer.registry.about import About
-from vllm_steer.registry.composer import with_probes
+from vllm_steer.registry.composer import resolve_probes
+from vllm_steer.registry.index import ModuleVersion, RegistryIndex
+from vllm_steer.registry.metadata import ModuleMetadata
 from vllm_steer.registry.schema import SteeringApplied
-from vllm_steer.registry.snapshot import Index, Snapshot, Version
+from vllm_steer.registry.snapshot import Snapshot
 from vllm_steer.spec import Projection, parse_capture
 
 PROBED = {"memory": {"hooks": {"post_block": [1]}, "reduce": {"probes": ["calm/joy", "calm/anger"]}}}
@@ -28,13 +29,13 @@ PROBED = {"memory": {"hooks": {"post_block": [1]}, "reduce": {"probes": ["calm/j
 def composed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How often something was composed."""
     composed: list[int] = []
-    real = composer._composed
+    real = composer._compose
 
     def counted(*args: Any) -> Any:
         composed.append(1)
         return real(*args)
 
-    monkeypatch.setattr(composer, "_composed", counted)
+    monkeypatch.setattr(composer, "_compose", counted)
     return composed
 
 
@@ -46,12 +47,12 @@ def test_what_names_the_same_is_composed_once(composed: list[int]) -> None:
     """Catches directions that are read, digested and encoded for every request that names them."""
     served = registry()
     served.register("calm", **content())
-    first, second = (served.admit({**extra(capture=PROBED), "mine": i}) for i in range(2))
+    first, second = (served.compose({**extra(capture=PROBED), "mine": i}) for i in range(2))
     assert len(composed) == 1
     assert all(first[key] is second[key] for key in (EXTRA_KEY, CAPTURE_KEY))
     assert (first["mine"], second["mine"]) == (0, 1)
-    served.admit(extra(capture=PROBED, steering_modules=["calm"]))
-    served.admit(extra(steering_modules=["calm"]))
+    served.compose(extra(capture=PROBED, steering_modules=["calm"]))
+    served.compose(extra(steering_modules=["calm"]))
     assert len(composed) == 3
 
 
@@ -60,15 +61,15 @@ def test_what_is_kept_is_of_one_state_of_the_registry() -> None:
     served = registry()
     served.register("calm", **content())
     wanted = extra(steering_modules=["calm"], capture=PROBED)
-    before, again = (served.admit(wanted)[EXTRA_KEY] for _ in range(2))
+    before, again = (served.compose(wanted)[EXTRA_KEY] for _ in range(2))
     assert before == again
     served.register("calm", **content(seed=50))
-    renewed = served.admit(wanted)[EXTRA_KEY]
+    renewed = served.compose(wanted)[EXTRA_KEY]
     assert renewed != before
     served.set(modules=["calm"])
-    assert served.admit(wanted)[EXTRA_KEY] != renewed
+    assert served.compose(wanted)[EXTRA_KEY] != renewed
     served.clear()
-    assert served.admit(wanted)[EXTRA_KEY] == renewed
+    assert served.compose(wanted)[EXTRA_KEY] == renewed
 
 
 def test_requests_with_vectors_of_their_own_are_not_kept(composed: list[int]) -> None:
@@ -79,10 +80,10 @@ def test_requests_with_vectors_of_their_own_are_not_kept(composed: list[int]) ->
     size = len(wanted[EXTRA_KEY])
     for small, times in ((size, 1), (size - 1, 2)):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(composer, "_SMALL", small)
+            patch.setattr(composer, "_MAX_CACHED_BYTES", small)
             composed.clear()
             for _ in range(2):
-                served.admit(wanted)
+                served.compose(wanted)
             assert len(composed) == times
 
 
@@ -95,7 +96,7 @@ def test_forged_keys_are_refused_again_and_again(key: str) -> None:
     for forged in (b"\xff", ["list"], 3):
         for _ in range(2):
             with pytest.raises(SteeringError, match=key):
-                served.admit({**wanted, key: forged})
+                served.compose({**wanted, key: forged})
 
 
 def test_the_engine_gets_the_program_alone() -> None:
@@ -103,7 +104,7 @@ def test_the_engine_gets_the_program_alone() -> None:
     served = registry()
     served.register("calm", **content())
     params = SamplingParams(n=2)
-    params.extra_args = {**served.admit(extra(steering_modules=["calm"], capture=PROBED)), "mine": 1}
+    params.extra_args = {**served.compose(extra(steering_modules=["calm"], capture=PROBED)), "mine": 1}
     samples = [SimpleNamespace(sampling_params=params) for _ in range(2)]
     for sample in samples:
         strip_for_engine(sample)
@@ -123,7 +124,7 @@ def test_what_was_applied_is_what_the_answer_says() -> None:
     own = {"steering_vectors": {"post_block": {1: vector(9)}}}
 
     def applied(**fields: Any) -> SteeringApplied:
-        data = served.admit(extra(**fields))[APPLIED_KEY]
+        data = served.compose(extra(**fields))[APPLIED_KEY]
         there = SteeringApplied.model_validate_json(data, strict=True)
         assert there.model_dump_json(by_alias=True).encode() == data
         return there
@@ -140,7 +141,7 @@ def test_what_was_applied_is_what_the_answer_says() -> None:
     assert under_global.request == by_own.request != applied(steering_vectors={"post_block": {1: vector(8)}}).request
 
 
-class LookedThrough(dict[str, tuple[Version, ...]]):
+class LookedThrough(dict[str, tuple[ModuleVersion, ...]]):
     """Counts how often all names are gone through."""
 
     looks = 0
@@ -153,13 +154,13 @@ class LookedThrough(dict[str, tuple[Version, ...]]):
 def test_many_names_are_found_in_one_look_through_the_registry() -> None:
     """Catches a body of some KiB that keeps an API server busy: each probe of a module named by its digest alone was
     looked for among all versions of all names."""
-    about, found = About(), module()
-    named = LookedThrough({f"n{i}": (Version(f"sha256:{i:064x}", about, 0.0),) for i in range(9)})
-    named["x"] = (Version(found.digest, about, 0.0),)
-    snapshot = Snapshot(Index(modules=named), {found.digest: found})
+    about, found = ModuleMetadata(), module()
+    named = LookedThrough({f"n{i}": (ModuleVersion(f"sha256:{i:064x}", about, 0.0),) for i in range(9)})
+    named["x"] = (ModuleVersion(found.digest, about, 0.0),)
+    snapshot = Snapshot(RegistryIndex(modules=named), {found.digest: found})
     capture = {"hooks": {"post_block": [1]}, "reduce": {"probes": [f"{found.digest}/joy"] * MAX_DIRECTIONS}}
     specs = parse_capture({"memory": capture})
-    ((_, spec),) = with_probes(specs, snapshot)
+    ((_, spec),) = resolve_probes(specs, snapshot)
     assert named.looks <= 1
     assert isinstance(spec.reduce, Projection)
     assert spec.reduce.directions.shape == (MAX_DIRECTIONS, HIDDEN)

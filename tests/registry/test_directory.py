@@ -19,6 +19,7 @@ import pytest
 from tests.registry.modules import content, module, registry, vector
 from tests.repo.tree import ROOT
 from vllm_steer.errors import SteeringError
+from vllm_steer.fs.private_tempdir import private_tempdir
 from vllm_steer.registry import directory
 from vllm_steer.registry.directory import DirectoryStore
 from vllm_steer.registry.errors import RegistryFullError, RegistryUnavailableError, UnknownModuleError
@@ -84,7 +85,7 @@ def test_limits(root: Path) -> None:
     one = registry(DirectoryStore(root), modules=2, num_bytes=100)
     for name in ("a", "b"):
         one.register(name, base={"post_block": {1: vector(1)}})  # the same content counts once
-    with pytest.raises(SteeringError, match="the most there can be"):
+    with pytest.raises(SteeringError, match="limited to 2 modules"):
         one.register("c", base={"post_block": {1: vector(1)}})
     with pytest.raises(SteeringError, match="bytes of vectors"):
         one.register("a", **content())
@@ -99,14 +100,14 @@ def described(i: int, size: int = 300) -> dict[str, Any]:
 def test_texts_do_not_outgrow_the_index(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches texts that make an index too long to be read again, by which every process loses all modules; and a full
     registry in which nothing can be deleted."""
-    monkeypatch.setattr(directory, "MAX_INDEX", 10_000)
-    monkeypatch.setattr(directory, "INDEX_ROOM", 5_000)
+    monkeypatch.setattr(directory, "MAX_INDEX_BYTES", 10_000)
+    monkeypatch.setattr(directory, "MAX_WRITTEN_INDEX_BYTES", 5_000)
     one, other = registry(DirectoryStore(root)), registry(DirectoryStore(root))
     for i, name in enumerate("ab"):
         one.register(name, **described(i))
     for change in (lambda: one.register("c", **described(2)), lambda: other.register("a", **described(3))):
         before = (root / "index.json").read_bytes()
-        with pytest.raises(RegistryFullError, match=r"bytes; 5000 is the most there can be; delete one, or say less"):
+        with pytest.raises(RegistryFullError, match="at most 5000 are allowed"):
             change()
         assert (root / "index.json").read_bytes() == before
         assert len(list((root / "objects").iterdir())) == 2
@@ -122,7 +123,7 @@ def test_an_index_beyond_its_room_can_be_made_smaller(root: Path, monkeypatch: p
     one = registry(DirectoryStore(root))
     for i, name in enumerate("abc"):
         one.register(name, **described(i))
-    monkeypatch.setattr(directory, "INDEX_ROOM", 100)
+    monkeypatch.setattr(directory, "MAX_WRITTEN_INDEX_BYTES", 100)
     one.register("a", **described(0, size=10))
     one.delete("b")
     with pytest.raises(RegistryFullError):
@@ -132,7 +133,7 @@ def test_an_index_beyond_its_room_can_be_made_smaller(root: Path, monkeypatch: p
 
 def test_what_is_written_can_be_read() -> None:
     """Catches room for an index that is longer than what is read of one."""
-    assert directory.INDEX_ROOM < directory.MAX_INDEX
+    assert directory.MAX_WRITTEN_INDEX_BYTES < directory.MAX_INDEX_BYTES
 
 
 def test_writers_of_many_processes_lose_nothing(root: Path) -> None:
@@ -152,15 +153,15 @@ def test_writers_of_many_processes_lose_nothing(root: Path) -> None:
 # Without an engine's code, which takes long to load: what a registry does once a module is checked.
 WRITER = """
 import sys
-from vllm_steer.registry.about import About
+from vllm_steer.registry.metadata import ModuleMetadata
 from vllm_steer.registry.directory import DirectoryStore
 from vllm_steer.registry.module import parse_module
-from vllm_steer.registry.snapshot import RegistryLimits
+from vllm_steer.registry.index import RegistryLimits
 store = DirectoryStore(sys.argv[1])
 print("ready", flush=True)
 for i in range(len(store.snapshot.index.modules), 100000):
     module = parse_module({"base": {"post_block": {1: [float(i + 1)] * 8}}})
-    store.change(lambda old: old.with_module(f"m{i}", module, About(), 0.0, RegistryLimits()))
+    store.change(lambda old: old.with_module(f"m{i}", module, ModuleMetadata(), 0.0, RegistryLimits()))
     print(module.digest, flush=True)
 """
 
@@ -269,7 +270,7 @@ def test_content_that_cannot_be_read_for_now_is_tried_again(root: Path, monkeypa
     """Catches a process that calls a sound module damaged until somebody changes the registry."""
     one, other = registry(DirectoryStore(root)), registry(DirectoryStore(root))
     one.set(base={"post_block": {1: vector(1)}})
-    opened = directory._open
+    opened = directory.open_readonly
 
     def without_descriptors(name: str, folder: int) -> int:
         if name.endswith(directory.SUFFIX):
@@ -277,14 +278,14 @@ def test_content_that_cannot_be_read_for_now_is_tried_again(root: Path, monkeypa
         return opened(name, folder)
 
     with monkeypatch.context() as patched:
-        patched.setattr(directory, "_open", without_descriptors)
+        patched.setattr(directory, "open_readonly", without_descriptors)
         with pytest.raises(RegistryUnavailableError, match="cannot be read: Too many open files"):
-            other.admit({})
+            other.compose({})
     assert not other.is_stale()  # not with every request
-    later = time.monotonic() + directory.AGAIN_SECONDS
+    later = time.monotonic() + directory.RETRY_SECONDS
     monkeypatch.setattr(time, "monotonic", lambda: later)
     assert other.is_stale()
-    assert other.admit({}) == one.admit({}) != {}
+    assert other.compose({}) == one.compose({}) != {}
     assert not other.is_stale()
 
 
@@ -345,7 +346,8 @@ def test_names_are_no_paths(root: Path) -> None:
 def test_a_private_folder_goes_with_its_process() -> None:
     """Catches folders that are left behind, and a child process that takes its parent's away."""
     code = (
-        "import os, sys; from vllm_steer.registry.directory import private_folder; folder = private_folder()\n"
+        "import os, sys; from vllm_steer.fs.private_tempdir import private_tempdir\n"
+        "folder = private_tempdir('steer-')\n"
         "if os.fork() == 0: sys.exit(0)\n"
         "os.wait(); print(folder, oct(os.stat(folder).st_mode & 0o777))"
     )
@@ -358,4 +360,4 @@ def test_a_private_folder_goes_with_its_process() -> None:
 def test_a_private_folder_is_not_cleared_with_old_files() -> None:
     """Catches a server that refuses everything after a quiet week: systemd-tmpfiles spares what is locked."""
     with pytest.raises(BlockingIOError):
-        fcntl.flock(os.open(directory.private_folder(), os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(os.open(private_tempdir("steer-"), os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)

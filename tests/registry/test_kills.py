@@ -17,10 +17,10 @@ ROUNDS, WRITERS = 50, 2
 # name and digest when its change has returned or, for the control, before it is made.
 HARNESS = """
 import json, os, random, signal, sys, time
-from vllm_steer.registry.about import About
+from vllm_steer.registry.metadata import ModuleMetadata
 from vllm_steer.registry.directory import DirectoryStore
 from vllm_steer.registry.module import parse_module
-from vllm_steer.registry.snapshot import RegistryLimits
+from vllm_steer.registry.index import RegistryLimits
 root, rounds, writers, early = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "early"
 draw = random.Random(0)
 
@@ -32,7 +32,7 @@ def write(number, pipe):
         line = f"{name} {module.digest}\\n".encode()
         if early:
             os.write(pipe, line)
-        store.change(lambda old: old.with_module(name, module, About(), 0.0, RegistryLimits()))
+        store.change(lambda old: old.with_module(name, module, ModuleMetadata(), 0.0, RegistryLimits()))
         if not early:
             os.write(pipe, line)
 

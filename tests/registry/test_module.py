@@ -10,7 +10,7 @@ import pytest
 
 from tests.registry.modules import content, module, vector
 from vllm_steer.errors import SteeringError
-from vllm_steer.registry.about import MAX_TEXT, parse_about
+from vllm_steer.registry.metadata import MAX_TEXT, parse_metadata
 from vllm_steer.registry.module import Module, parse_module
 from vllm_steer.spec.references import parse_probe, parse_reference, parse_references
 
@@ -151,5 +151,5 @@ def test_probes() -> None:
 def test_what_cannot_be_said_about_a_module(given: Any, field: str) -> None:
     """Catches texts that cannot be stored, or are a store of their own."""
     with pytest.raises(SteeringError) as refused:
-        parse_about(given)
+        parse_metadata(given)
     assert refused.value.field == field

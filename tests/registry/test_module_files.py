@@ -14,16 +14,16 @@ from safetensors.torch import save
 
 from tests.registry.modules import module, vector
 from vllm_steer.errors import SteeringError
-from vllm_steer.registry.about import About
+from vllm_steer.registry.metadata import ModuleMetadata
 from vllm_steer.registry.module import parse_module
-from vllm_steer.registry.module_files import MAX_HEADER, read_module, write_module
+from vllm_steer.registry.module_files import MAX_HEADER_BYTES, read_module, write_module
 
 V = torch.from_numpy(vector(1))
 
 
 def test_a_file_goes_there_and_back() -> None:
     """Catches a part that is lost in the file."""
-    about = About("d", "m", {"a": "b"})
+    about = ModuleMetadata("d", "m", {"a": "b"})
     assert read_module(write_module(module(), about)) == (module(), about)
 
 
@@ -47,7 +47,7 @@ def test_a_file_made_by_hand() -> None:
         "edits": [{**edits[0], "vector": V}],
     }
     assert found == parse_module(content)
-    assert about == About("d")
+    assert about == ModuleMetadata("d")
 
 
 def with_header(header: object, data: bytes = b"\0" * 32) -> bytes:
@@ -65,43 +65,43 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "pickle": (b"\x80\x04\x95" + b"x" * 100, "shorter"),
     "header beyond the file": ((1 << 40).to_bytes(8, "little") + b"{}", "shorter"),
     "header beyond everything": (b"\xff" * 8 + b"{}", "shorter"),
-    "header too large": ((MAX_HEADER + 1).to_bytes(8, "little") + b" " * (MAX_HEADER + 1), "the most"),
+    "header too large": ((MAX_HEADER_BYTES + 1).to_bytes(8, "little") + b" " * (MAX_HEADER_BYTES + 1), "at most"),
     "no JSON": (with_header(b"{]"), "JSON"),
     "no UTF-8": (with_header(b'{"\xff": 1}'), "JSON"),
     "deep": (with_header(b'{"a":' * 100000 + b"}" * 100000), "JSON"),
     "a list": (with_header([]), "object"),
-    "tensor twice": (with_header(b'{"x": {}, "x": {}}'), "twice"),
+    "tensor twice": (with_header(b'{"x": {}, "x": {}}'), "duplicate"),
     "entry no object": (with_header({NAME: 1}), "dtype"),
     "dtype": (with_header({NAME: tensor(dtype="I64")}), "dtype 'I64'"),
     "dtype no text": (with_header({NAME: tensor(dtype=["F32"])}), "dtype ['F32']"),
-    "more in an entry": (with_header({NAME: tensor(file="x")}), "nothing else"),
-    "less in an entry": (with_header({NAME: {"dtype": "F32", "shape": [8]}}), "nothing else"),
-    "a name of nothing": (with_header({"": tensor()}), "'': is no tensor"),
+    "more in an entry": (with_header({NAME: tensor(file="x")}), "exactly the keys"),
+    "less in an entry": (with_header({NAME: {"dtype": "F32", "shape": [8]}}), "exactly the keys"),
+    "a name of nothing": (with_header({"": tensor()}), "'': unknown tensor"),
     "many dimensions": (with_header({NAME: tensor(shape=[1] * 9999 + [8])}), "..."),
-    "offsets beyond": (with_header({NAME: tensor(data_offsets=[0, 64], shape=[16])}), "sound"),
-    "offsets overlap": (with_header({NAME: tensor(), "base.post_block.2": tensor()}), "sound"),
-    "offsets negative": (with_header({NAME: tensor(data_offsets=[-32, 0])}), "sound"),
-    "shape lies": (with_header({NAME: tensor(shape=[9])}), "sound"),
-    "shape overflows": (with_header({NAME: tensor(shape=[1 << 62, 1 << 62])}), "sound"),
-    "a hole": (with_header({NAME: tensor()}, b"\0" * 64), "sound"),
+    "offsets beyond": (with_header({NAME: tensor(data_offsets=[0, 64], shape=[16])}), "not a valid"),
+    "offsets overlap": (with_header({NAME: tensor(), "base.post_block.2": tensor()}), "not a valid"),
+    "offsets negative": (with_header({NAME: tensor(data_offsets=[-32, 0])}), "not a valid"),
+    "shape lies": (with_header({NAME: tensor(shape=[9])}), "not a valid"),
+    "shape overflows": (with_header({NAME: tensor(shape=[1 << 62, 1 << 62])}), "not a valid"),
+    "a hole": (with_header({NAME: tensor()}, b"\0" * 64), "not a valid"),
     "metadata": (with_header({"__metadata__": {"a": 1}, NAME: tensor()}), "metadata"),
     "unknown metadata": (save({NAME: V}, {"sclaes": "{}"}), "sclaes"),
     "scales no JSON": (save({NAME: V}, {"scales": "{"}), "metadata.scales"),
     "scales a list": (save({NAME: V}, {"scales": "[]"}), "metadata.scales"),
-    "scale of nothing": (save({NAME: V}, {"scales": '{"x": 1}'}), "no tensor"),
+    "scale of nothing": (save({NAME: V}, {"scales": '{"x": 1}'}), "not a tier tensor"),
     "scale no number": (save({NAME: V}, {"scales": f'{{"{NAME}": "1"}}'}), "number"),
     "scale NaN": (save({NAME: V}, {"scales": f'{{"{NAME}": NaN}}'}), "finite"),
     "NaN": (save({NAME: V * float("nan")}), "finite"),
     "infinite in float32": (save({NAME: V.double() * 1e300}), "finite"),
-    "matrix": (save({NAME: V[None]}), "one dimension"),
+    "matrix": (save({NAME: V[None]}), "shape [H]"),
     "empty vector": (save({NAME: V[:0]}), "components"),
-    "no tier": (save({"post_block.1": V}), "no tensor of a module"),
-    "no layer": (save({"base.post_block": V}), "no tensor of a module"),
+    "no tier": (save({"post_block.1": V}), "unknown tensor name"),
+    "no layer": (save({"base.post_block": V}), "unknown tensor name"),
     "path": (save({"base.../../x.1": V}), "base"),
     "no tensors": (save({}), "empty"),
     "edit of another's vector": (save({NAME: V}, {"edits": '[{"vector": "base.post_block.1"}]'}), "must name a tensor"),
     "edit no object": (save({"edits.0": V}, {"edits": "[1]"}), "must name a tensor"),
-    "vector of no edit": (save({NAME: V, "edits.0": V.clone()}), "named by no edit"),
+    "vector of no edit": (save({NAME: V, "edits.0": V.clone()}), "not used by any edit"),
 }  # fmt: skip
 
 

@@ -19,8 +19,8 @@ from safetensors.torch import load
 from tests.server.hostile.leaving import ROUND_BYTES, Leavers, resident
 from tests.server.server import HIDDEN, MODEL, run_server, vllm_command
 from vllm_steer import audit
-from vllm_steer.fs.shared_tempdir import BOOKKEEPING
-from vllm_steer.metrics.table import BY_SHORT, PREFIX
+from vllm_steer.fs.shared_tempdir import LOCK_FILES
+from vllm_steer.metrics.definitions import METRICS_BY_KEY, PREFIX
 from vllm_steer.spec import pack_vector
 
 PROMPT = "Hello there"
@@ -135,7 +135,7 @@ def scrape_both(url: str) -> Samples:
 
 
 def counted(samples: Samples, short: str, suffix: str = "", **labels: str) -> float:
-    return samples.get((BY_SHORT[short].name + suffix, tuple(sorted(labels.items()))), 0.0)
+    return samples.get((METRICS_BY_KEY[short].name + suffix, tuple(sorted(labels.items()))), 0.0)
 
 
 def test_one_scrape_shows_what_both_api_servers_did(server: tuple[str, Path]) -> None:
@@ -205,7 +205,7 @@ def test_changes_are_in_the_log_once(server: tuple[str, Path], log: Path) -> Non
 def kept(temporary: Path) -> list[str]:
     """Names of the files that wait to be fetched."""
     names = [path.name for path in temporary.glob("vllm-steer-*/*") if "registry" not in path.parent.name]
-    return [name for name in names if name not in BOOKKEEPING]
+    return [name for name in names if name not in LOCK_FILES]
 
 
 def whole_table(seed: int) -> dict[str, Any]:

@@ -25,7 +25,7 @@ import pytest
 from starlette.responses import JSONResponse
 
 from tests.server.http.answers import captured, done, make_capturing_app
-from vllm_steer.fs.shared_tempdir import spool_path
+from vllm_steer.fs.shared_tempdir import shared_tempdir_path
 from vllm_steer.server.capture_store import CaptureStore, StoreFullError, StoreLimits
 from vllm_steer.server.routes.captures import capture_store_of
 
@@ -123,7 +123,7 @@ def test_what_has_expired_is_not_given_nor_counted(name: str) -> None:
     """Catches rows of a process that was killed, which would fill the store for ever."""
     store = store_of_name(name)
     handle = store.put(b"x" * 100, "safetensors")
-    (path,) = (path for path in spool_path(name).iterdir() if path.suffix == ".safetensors")
+    (path,) = (path for path in shared_tempdir_path(name).iterdir() if path.suffix == ".safetensors")
     os.utime(path, (1, 1))
     half = path.with_name("0.part")
     half.write_bytes(b"x" * 100)
@@ -148,8 +148,8 @@ def test_nobody_else_can_look_into_the_folder(name: str) -> None:
     """Catches rows that any user of the machine can read, also by knowing the id of none."""
     store = store_of_name(name)
     handle = store.put(b"x", "safetensors")
-    modes = {path.name: path.stat().st_mode & 0o777 for path in spool_path(name).iterdir()}
-    assert spool_path(name).stat().st_mode & 0o777 == 0o700
+    modes = {path.name: path.stat().st_mode & 0o777 for path in shared_tempdir_path(name).iterdir()}
+    assert shared_tempdir_path(name).stat().st_mode & 0o777 == 0o700
     assert set(modes.values()) == {0o600}
     assert not any(handle in path for path in modes)
 
@@ -157,7 +157,7 @@ def test_nobody_else_can_look_into_the_folder(name: str) -> None:
 @pytest.mark.parametrize("make", [lambda path: path.mkdir(0o755), lambda path: path.symlink_to("/tmp")])
 def test_a_folder_that_somebody_else_prepared_is_not_used(name: str, make: Callable[[Path], None]) -> None:
     """Catches rows written where another user of the machine lies in wait for them."""
-    make(spool_path(name))
+    make(shared_tempdir_path(name))
     with pytest.raises(StoreFullError, match=r"only this user|Not a directory"):
         store_of_name(name).put(b"x", "safetensors")
 
@@ -170,7 +170,7 @@ def test_the_last_one_to_close_removes_the_folder(name: str) -> None:
     other.close()
     assert content(other, handle) == b"x"
     one.close()
-    assert not spool_path(name).exists()
+    assert not shared_tempdir_path(name).exists()
     one.close()
 
 
@@ -180,15 +180,15 @@ def test_a_folder_that_was_tidied_up_is_made_again(name: str, tidy: Callable[[Pa
     and one that, as it ends, takes along what others have kept since."""
     old, other = store_of_name(name), store_of_name(name)
     old.put(b"x", "safetensors")
-    tidy(spool_path(name))
+    tidy(shared_tempdir_path(name))
     handle = other.put(b"y", "safetensors")
     old.close()
     assert content(other, handle) == b"y"
-    tidy(spool_path(name))
+    tidy(shared_tempdir_path(name))
     again = other.put(b"z", "safetensors")
     assert content(other, again) == b"z"
     other.close()
-    assert not spool_path(name).exists()
+    assert not shared_tempdir_path(name).exists()
 
 
 @pytest.mark.parametrize("call", ["ftruncate", "utime"])
@@ -227,7 +227,7 @@ def test_a_process_that_ends_by_itself_leaves_nothing(name: str) -> None:
     )
     command = [sys.executable, "-c", script, tempfile.gettempdir()]
     assert subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout == "written\n"
-    assert not spool_path("ends").exists()
+    assert not shared_tempdir_path("ends").exists()
 
 
 def test_the_folder_of_a_killed_server_goes_with_the_next_one(name: str) -> None:
@@ -243,11 +243,11 @@ def test_the_folder_of_a_killed_server_goes_with_the_next_one(name: str) -> None
         assert process.stdout is not None and process.stdout.readline() == b"written\n"
         living = store_of_name("first")
         living.put(b"x", "safetensors")
-        assert len(list(spool_path("killed").glob("*.safetensors"))) == 1
+        assert len(list(shared_tempdir_path("killed").glob("*.safetensors"))) == 1
         process.kill()
     store_of_name("second").put(b"x", "safetensors")
-    assert not spool_path("killed").exists()
-    assert spool_path("first").exists()
+    assert not shared_tempdir_path("killed").exists()
+    assert shared_tempdir_path("first").exists()
 
 
 async def test_what_nobody_waits_for_is_not_kept(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,7 +270,7 @@ async def test_what_nobody_waits_for_is_not_kept(name: str, monkeypatch: pytest.
     go_on.set()
     for _ in range(100):
         await asyncio.sleep(0.02)
-        if spool_path(name).exists() and not len(store):
+        if shared_tempdir_path(name).exists() and not len(store):
             break
     assert len(store) == 0
 

@@ -17,13 +17,13 @@ from tests.server.application import make_app
 from tests.server.fakes import FakeEngine, engine_context, vector
 from vllm_steer.frontend.context import EngineContext
 from vllm_steer.metrics.collectors import start
+from vllm_steer.metrics.definitions import METRICS_BY_KEY, REFUSED_FIELDS
 from vllm_steer.metrics.requests import count_refusal
-from vllm_steer.metrics.table import BY_SHORT, REFUSED_FIELDS
 from vllm_steer.server.http.middleware import SteeringMiddleware
 from vllm_steer.server.routes.modules import add_module_routes
 
 STEER = {"steering_vectors": {"post_block": {"1": vector()}}}
-NAME = f"{BY_SHORT['refused_requests'].name}_total"
+NAME = f"{METRICS_BY_KEY['refused_requests'].name}_total"
 
 
 def counts() -> Counter[tuple[str, str]]:

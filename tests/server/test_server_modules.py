@@ -153,7 +153,7 @@ def test_what_is_refused(clients: list[httpx.Client]) -> None:
             response = clients[0].post(route, json={**body, **narrow, "stream": stream})
             assert response.status_code == 400, response.text
             assert response.json()["error"]["param"] == "steering_modules[0]"
-            assert "there is no module nobody" in response.json()["error"]["message"]
+            assert "unknown module 'nobody'" in response.json()["error"]["message"]
     forged = {"sampling_params": {"extra_args": {"steer_applied": {"epoch": 1}}, "max_tokens": 1}}
     response = clients[0].post("/inference/v1/generate", json={"model": MODEL, "token_ids": [1, 2], **forged})
     assert response.status_code == 400, response.text

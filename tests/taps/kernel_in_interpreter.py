@@ -10,8 +10,8 @@ import torch
 from tests.taps.random_batches import compare_rows
 from tests.taps.random_projections import OFF_BY, SIZES, off_by
 from tests.taps.random_tables import compare, compare_joined
-from vllm_steer.taps.kernel import launch_tap
 from vllm_steer.taps.projection_kernel import launch_products
+from vllm_steer.taps.tap_kernel import launch_tap
 
 
 def main() -> None:

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 
 from vllm_steer.config import SteeringConfig
-from vllm_steer.taps.assignment import BatchLayout, assign_places, assign_rows
-from vllm_steer.taps.assignment_kernel import launch_places, launch_rows
+from vllm_steer.taps.assignment import BatchLayout, assign_arena_offsets, assign_rows
+from vllm_steer.taps.assignment_kernel import launch_arena_offsets, launch_rows
 from vllm_steer.taps.tables import OPEN_END, Tables
 
 SLOTS, ROWS, POISON = 70, 9, 77
@@ -36,7 +36,7 @@ def compare_rows(seed: int, device: torch.device, max_requests: int = 60, max_to
         position=torch.from_numpy(np.concatenate([rng.integers(0, 180) + np.arange(n) for n in counts])).to(device),
     )
     found = []
-    for rows, places in ((assign_rows, assign_places), (launch_rows, launch_places)):
+    for rows, places in ((assign_rows, assign_arena_offsets), (launch_rows, launch_arena_offsets)):
         tables.token_row.fill_(POISON)
         tables.token_base.fill_(POISON)
         rows(tables, layout, padded)

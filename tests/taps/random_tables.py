@@ -10,7 +10,7 @@ import torch
 
 from vllm_steer.config import SteeringConfig
 from vllm_steer.program import instructions as ops
-from vllm_steer.taps.assignment import assign_places
+from vllm_steer.taps.assignment import assign_arena_offsets
 from vllm_steer.taps.reference import apply_tap
 from vllm_steer.taps.tables import Tables
 
@@ -55,7 +55,7 @@ def random_tables(
         tables.row_captures[row] = captures
     token_row = rng.integers(1, rows + 1, tokens) * rng.integers(0, 2, tokens)
     tables.token_row.copy_(torch.from_numpy(token_row.astype("i4")))
-    assign_places(tables, tokens)
+    assign_arena_offsets(tables, tokens)
     return tables
 
 

@@ -12,7 +12,7 @@ import triton
 
 from tests.taps.compiled import Compiled
 from vllm_steer.config import SteeringConfig
-from vllm_steer.taps import assignment_kernel, kernel, projection_kernel
+from vllm_steer.taps import assignment_kernel, projection_kernel, tap_kernel
 from vllm_steer.taps.tables import Tables
 
 HIDDEN = 256
@@ -34,9 +34,9 @@ def in_place_of(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, capabil
 @pytest.mark.parametrize(("capability", "dtype"), [(80, torch.float16), (90, torch.bfloat16)])
 def test_taps_compile(monkeypatch: pytest.MonkeyPatch, capability: int, dtype: torch.dtype) -> None:
     """Catches a tap that compiles for one summand or one site alone, or without programmatic dependent launch alone."""
-    found = in_place_of(monkeypatch, kernel, "_tap_kernel", capability)
-    monkeypatch.setattr(kernel, "_overlaps", lambda device: capability >= 90)
-    kernel.warm_up(tables(dtype), dtype)
+    found = in_place_of(monkeypatch, tap_kernel, "_tap_kernel", capability)
+    monkeypatch.setattr(tap_kernel, "_overlaps", lambda device: capability >= 90)
+    tap_kernel.warm_up(tables(dtype), dtype)
     assert len(found.sizes) == 4 and min(found.sizes) > 0
 
 
@@ -44,7 +44,8 @@ def test_taps_compile(monkeypatch: pytest.MonkeyPatch, capability: int, dtype: t
 def test_row_kernels_compile(monkeypatch: pytest.MonkeyPatch, capability: int) -> None:
     """Catches a search or a running sum that changes its type on the way."""
     found = [
-        in_place_of(monkeypatch, assignment_kernel, name, capability) for name in ("_rows_kernel", "_places_kernel")
+        in_place_of(monkeypatch, assignment_kernel, name, capability)
+        for name in ("_rows_kernel", "_arena_offsets_kernel")
     ]
     assignment_kernel.warm_up(tables(torch.float32))
     assert [len(each.sizes) for each in found] == [1, 1]

@@ -13,7 +13,7 @@ from vllm import forward_context
 
 from tests.taps.random_tables import NUM_SITES, random_tables
 from vllm_steer.taps import fusion_pass
-from vllm_steer.taps.fusion_pass import TapJoining, set_pass
+from vllm_steer.taps.fusion_pass import TapFusionPass, install_fusion_pass
 from vllm_steer.taps.tables import Tables
 from vllm_steer.taps.tap import CONTEXT_KEY, Tap
 
@@ -69,14 +69,14 @@ def alone_and_beside(taps: Taps, x: torch.Tensor, y: torch.Tensor) -> Any:
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many sites each launch had."""
     launched: list[int] = []
-    real = fusion_pass.join_taps
+    real = fusion_pass.fuse_taps
 
     def join(graph: Any) -> None:
         real(graph)
         nodes = [node for node in graph.nodes if node.op == "call_function" and "vllm_steer.tap" in str(node.args[:1])]
         launched.extend(1 if node.kwargs.get("second") is None else 2 for node in nodes)
 
-    monkeypatch.setattr(fusion_pass, "join_taps", join)
+    monkeypatch.setattr(fusion_pass, "fuse_taps", join)
     return launched
 
 
@@ -85,12 +85,12 @@ def compiled(model: Callable[..., Any], tables: Tables, monkeypatch: pytest.Monk
     taps = [Tap(tables, site) for site in range(NUM_SITES)]
     context = SimpleNamespace(no_compile_layers={CONTEXT_KEY: tables})
     monkeypatch.setattr(forward_context, "_forward_context", context)
-    tables.launch = (True,) * NUM_SITES
+    tables.active_sites = (True,) * NUM_SITES
     generator = torch.Generator().manual_seed(5)
     x, y = (torch.randn(24, 64, generator=generator) for _ in range(2))
     torch._dynamo.reset()
     with torch._inductor.config.patch(  # type: ignore[attr-defined, unused-ignore]
-        post_grad_custom_post_pass=TapJoining(), enable_auto_functionalized_v2=False, force_disable_caches=True
+        post_grad_custom_post_pass=TapFusionPass(), enable_auto_functionalized_v2=False, force_disable_caches=True
     ):
         got = torch.compile(lambda *summands: model(taps, *summands), fullgraph=True)(x, y)
     return model(taps, x, y), got
@@ -127,7 +127,7 @@ def test_the_comparison_sees_a_join_across_a_change(launched: list[int], monkeyp
         graph.erase_node(edited)
         graph.erase_node(one)
 
-    monkeypatch.setattr(fusion_pass, "join_taps", any_two)
+    monkeypatch.setattr(fusion_pass, "fuse_taps", any_two)
     before, after = compiled(a_look_between, random_tables(2, 64, torch.device("cpu")), monkeypatch)
     with pytest.raises(AssertionError):
         torch.testing.assert_close(after, before, atol=1e-5, rtol=1e-5)
@@ -138,12 +138,12 @@ def test_a_pass_that_the_user_set_runs_too() -> None:
     ran: list[str] = []
     theirs = SimpleNamespace(uuid=lambda: "theirs")
     config = SimpleNamespace(compilation_config=SimpleNamespace(inductor_compile_config={}))
-    set_pass(config)
+    install_fusion_pass(config)
     (alone,) = config.compilation_config.inductor_compile_config.values()
     (key,) = config.compilation_config.inductor_compile_config
     config.compilation_config.inductor_compile_config[key] = _Ahead(ran, theirs.uuid())
-    set_pass(config)
-    set_pass(config)
+    install_fusion_pass(config)
+    install_fusion_pass(config)
     both = config.compilation_config.inductor_compile_config[key]
     both(torch.fx.Graph())
     assert ran == ["theirs"]

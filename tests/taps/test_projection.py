@@ -104,7 +104,7 @@ def test_what_the_kernel_serves(
 ) -> None:
     """Catches rows whose bits would be multiplied as those of another dtype."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert projection_kernel.serves(torch.device(device), dtype) is right
+    assert projection_kernel.is_supported(torch.device(device), dtype) is right
 
 
 @pytest.mark.gpu

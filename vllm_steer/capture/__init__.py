@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Capture: rows out of the forward pass, and where they go."""
+"""Capture: rows of the residual stream, from the engine's steps to consumers, files and results."""
 
-from vllm_steer.capture.results import CapturedRequest, CaptureResult, Site, SiteRows, Status
+from vllm_steer.capture.results import CapturedRequest, CaptureResult, CaptureResults, Site, SiteRows, Status
 
-__all__ = ["CaptureResult", "CapturedRequest", "Site", "SiteRows", "Status"]
+__all__ = ["CaptureResult", "CaptureResults", "CapturedRequest", "Site", "SiteRows", "Status"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hidden states of many prompts in one call, stacked."""
+"""Hidden states of many prompts in one call."""
 
 from __future__ import annotations
 
@@ -14,24 +14,26 @@ from vllm_steer.capture.results import CapturedRequest, Site
 
 @dataclass(frozen=True, eq=False)
 class HiddenStates:
-    """The rows of all prompts, one after another in the order of the prompts, positions ascending within each."""
+    """Rows of several prompts, concatenated in prompt order; positions ascend within each prompt."""
 
     captured: tuple[CapturedRequest, ...]
+    """Captured rows of each prompt."""
 
     @property
     def sites(self) -> tuple[Site, ...]:
+        """The captured sites."""
         return tuple(self.captured[0].sites)
 
     def tensor(self, point: str, layer: int) -> torch.Tensor:
-        """``[rows, hidden]`` (``[prompts, hidden]`` for ``positions="last_prompt"``), on the CPU."""
+        """Return the rows of a site on the CPU: ``[rows, hidden]``, one row per prompt for ``"last_prompt"``."""
         return torch.cat([request.tensor(point, layer) for request in self.captured])
 
     def positions(self, point: str, layer: int) -> torch.Tensor:
-        """int64 ``[rows]``: each row's position in its prompt."""
+        """Return the position of each row in its prompt, int64 ``[rows]``."""
         return torch.cat([request.positions(point, layer) for request in self.captured])
 
     def prompt_index(self, point: str, layer: int) -> torch.Tensor:
-        """int64 ``[rows]``: which prompt each row is of."""
+        """Return the prompt number of each row, int64 ``[rows]``."""
         counts = torch.tensor([len(request.positions(point, layer)) for request in self.captured])
         return torch.repeat_interleave(torch.arange(len(self.captured)), counts)
 
@@ -46,10 +48,22 @@ def capture_hidden_states(
     steering: Any = None,
     use_tqdm: bool = True,
 ) -> HiddenStates:
-    """Run ``prompts`` through ``llm`` (one token each is sampled and thrown away) and return their hidden states.
+    """Run prompts through a model and return their hidden states.
 
-    ``hooks``, ``positions`` and ``dtype`` are those of a capture spec; ``steering`` are edits under which to read.
-    Raises :class:`~vllm_steer.SteeringError` for what cannot be served, ``RuntimeError`` where rows are missing.
+    One token per prompt is sampled and discarded.
+
+    Args:
+        llm: A :class:`~vllm_steer.LLM` with steering enabled.
+        prompts: Prompts in any form that ``llm.generate`` accepts.
+        hooks: Layers by hook point, as in a capture spec.
+        positions: Positions to capture, as in a capture spec.
+        dtype: Dtype of the rows; the model's by default.
+        steering: Edits to apply during the run.
+        use_tqdm: Whether to show a progress bar.
+
+    Raises:
+        SteeringError: The capture or the edits cannot be served.
+        RuntimeError: Rows are missing.
     """
     from vllm_steer.params import SamplingParams
 

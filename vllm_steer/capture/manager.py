@@ -22,7 +22,7 @@ from vllm_steer.capture.row_assembler import RowAssembler
 from vllm_steer.capture.server_wide import split_options
 from vllm_steer.errors import SteeringError
 from vllm_steer.log import steering_logger
-from vllm_steer.metrics.consumers import ConsumerMeter
+from vllm_steer.metrics.consumers import ConsumerMetrics
 from vllm_steer.params import Specs
 from vllm_steer.program import Program, compile_program
 from vllm_steer.spec import CaptureSpec, NamedProjection, Projection
@@ -61,7 +61,7 @@ class CaptureManager:
         self._model = model
         self._consumers: dict[str, Consumer] = {}
         self._threads: dict[str, ThreadPoolExecutor] = {}
-        self._meters: dict[str, ConsumerMeter] = {}
+        self._meters: dict[str, ConsumerMetrics] = {}
         self._closed = False
         self._may_start = threading.Event()
         self._may_start.set()
@@ -71,7 +71,7 @@ class CaptureManager:
             self.server_wide += specs
             self._consumers[name] = make_consumer(name, own)
             self._threads[name] = ThreadPoolExecutor(1, thread_name_prefix=f"{THREAD_PREFIX}{name}")
-            self._meters[name] = ConsumerMeter(model, name)
+            self._meters[name] = ConsumerMetrics(model, name)
 
         capabilities.check(compile_program([], [spec for _, spec in self.server_wide]), None)
         self.check(self.server_wide)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm-steer chat``: two conversations side by side, one steered, with the same questions."""
+"""``vllm-steer chat``: a plain and a steered conversation side by side, with the same questions."""
 
 from __future__ import annotations
 
@@ -8,61 +8,83 @@ import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
-from vllm_steer.cli.connection import URL, ApiKey, Modules, Url, connected, references
+from vllm_steer.cli.connection import DEFAULT_URL, ApiKey, Modules, Url, connect, parse_modules
 from vllm_steer.cli.output import printable
 
 if TYPE_CHECKING:
     from vllm_steer.client import Client, Piece
 
-HELP = "Type a question. /modules calm=1.5 terse steers with others, /reset forgets what was said, /quit ends."
+HELP = "Type a question. /modules calm=1.5 terse changes the steering, /reset clears the conversation, /quit ends."
 
 
 @dataclass
-class Side:
-    """One of the two conversations."""
+class Conversation:
+    """One column: its messages, and the answer that is being streamed."""
 
     title: str
     fields: dict[str, Any]
-    """Those of its bodies beside the messages."""
+    """Body fields besides the messages."""
     messages: list[dict[str, str]] = field(default_factory=list)
     answer: str = ""
+
+    def steer(self, modules: list[tuple[str, float]]) -> None:
+        """Steer the following answers by ``modules``."""
+        self.fields.pop("steering_modules", None)
+        if modules:
+            self.fields["steering_modules"] = modules
+        self.title = ", ".join(f"{name}={scale:g}" for name, scale in modules) or "no modules"
+
+    def reset(self, system: str | None) -> None:
+        """Clear the messages, except for the system message."""
+        self.messages = [] if system is None else [{"role": "system", "content": system}]
+
+
+Update: TypeAlias = "tuple[Conversation, Piece | Exception | None]"
+"""A streamed piece, the error that ended the stream, or None at its end."""
 
 
 def chat(
     modules: Modules = None,
-    system: Annotated[str | None, typer.Option(help="A system message for both.")] = None,
-    max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 512,
-    temperature: Annotated[float, typer.Option(help="Of sampling; at 0, only steering makes a difference.")] = 0.0,
-    url: Url = URL,
+    system: Annotated[str | None, typer.Option(help="System message of both conversations.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Maximum tokens of an answer.")] = 512,
+    temperature: Annotated[float, typer.Option(help="At 0, only steering makes the answers differ.")] = 0.0,
+    url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
 ) -> None:
-    """Chat with a model, steered by modules and plain, side by side. Global steering applies to both."""
+    """Chat with a model, plain and steered by modules, side by side. Global steering applies to both."""
     settings = {"max_tokens": max_tokens, "temperature": temperature}
-    sides = [Side("plain", dict(settings)), Side("steered", dict(settings))]
-    _steer(sides[1], references(modules))
-    _reset(sides, system)
-    with connected(url, api_key) as client:
-        client.model  # noqa: B018 - a server that is not there says so before the first question
+    plain, steered = Conversation("plain", dict(settings)), Conversation("", dict(settings))
+    conversations = [plain, steered]
+    steered.steer(parse_modules(modules))
+    for conversation in conversations:
+        conversation.reset(system)
+    with connect(url, api_key) as client:
+        client.model  # noqa: B018 - fails before the first question if the server is unreachable
         typer.echo(HELP)
-        for line in _lines():
+        for line in _read_lines():
             command, _, rest = line.partition(" ")
             if command == "/quit":
                 return
             if command == "/reset":
-                _reset(sides, system)
+                for conversation in conversations:
+                    conversation.reset(system)
             elif command == "/modules":
-                _try_to_steer(sides[1], rest.split())
+                try:
+                    steered.steer(parse_modules(rest.split()))
+                    typer.echo(f"modules: {steered.title}")
+                except typer.BadParameter as error:
+                    typer.echo(f"error: {error}")
             elif line.startswith("/"):
                 typer.echo(HELP)
             elif line:
-                _ask(client, sides, line)
+                _ask(client, conversations, line)
 
 
-def _lines() -> Iterator[str]:
+def _read_lines() -> Iterator[str]:
     while True:
         if sys.stdin.isatty():
             typer.echo("> ", nl=False)
@@ -72,107 +94,86 @@ def _lines() -> Iterator[str]:
         yield line.strip()
 
 
-def _steer(side: Side, modules: list[tuple[str, float]]) -> None:
-    side.fields.pop("steering_modules", None)
-    if modules:
-        side.fields["steering_modules"] = modules
-    side.title = ", ".join(f"{name}={scale:g}" for name, scale in modules) or "steered by nothing"
-
-
-def _try_to_steer(side: Side, words: list[str]) -> None:
-    try:
-        _steer(side, references(words))
-        typer.echo(f"steered: {side.title}")
-    except typer.BadParameter as error:
-        typer.echo(f"error: {error}")
-
-
-def _reset(sides: list[Side], system: str | None) -> None:
-    for side in sides:
-        side.messages = [] if system is None else [{"role": "system", "content": system}]
-
-
-def _ask(client: Client, sides: list[Side], question: str) -> None:
-    """Put the question to both at once and show their answers as they come; an error is shown, and nothing is kept."""
+def _ask(client: Client, conversations: list[Conversation], question: str) -> None:
+    """Ask both conversations at once and show the streamed answers. After an error, neither keeps the question."""
     from vllm_steer.client import ServerError
 
-    pieces: queue.Queue[tuple[Side, Piece | BaseException | None]] = queue.Queue()
-    for side in sides:
-        side.answer = ""
-        side.messages.append({"role": "user", "content": question})
-        threading.Thread(target=_stream, args=(client, side, pieces), daemon=True).start()
-    failed: BaseException | None = None
-    with _Screen(sides) as screen:
-        running = len(sides)
+    updates: queue.Queue[Update] = queue.Queue()
+    for conversation in conversations:
+        conversation.answer = ""
+        conversation.messages.append({"role": "user", "content": question})
+        threading.Thread(target=_stream, args=(client, conversation, updates), daemon=True).start()
+    failure: Exception | None = None
+    with _Columns(conversations) as columns:
+        running = len(conversations)
         while running:
-            side, piece = pieces.get()
-            if piece is None:
+            conversation, update = updates.get()
+            if update is None:
                 running -= 1
-            elif isinstance(piece, BaseException):
-                failed = piece
+            elif isinstance(update, Exception):
+                failure = update
             else:
-                side.answer += piece.text
-                screen.update()
-    for side in sides:
-        if failed is None:
-            side.messages.append({"role": "assistant", "content": side.answer})
+                conversation.answer += update.text
+                columns.update()
+    for conversation in conversations:
+        if failure is None:
+            conversation.messages.append({"role": "assistant", "content": conversation.answer})
         else:
-            side.messages.pop()
-    if isinstance(failed, ServerError):
-        typer.echo(f"error: {failed}")
-    elif failed is not None:
-        raise failed
+            conversation.messages.pop()
+    if isinstance(failure, ServerError):
+        typer.echo(f"error: {failure}")
+    elif failure is not None:
+        raise failure
 
 
-def _stream(client: Client, side: Side, pieces: queue.Queue[tuple[Side, Piece | BaseException | None]]) -> None:
+def _stream(client: Client, conversation: Conversation, updates: queue.Queue[Update]) -> None:
     try:
-        for piece in client.stream_chat(side.messages, **side.fields):
-            pieces.put((side, piece))
-    except Exception as error:  # for the thread that shows it
-        pieces.put((side, error))
+        for piece in client.stream_chat(conversation.messages, **conversation.fields):
+            updates.put((conversation, piece))
+    except Exception as error:  # raised again in the main thread
+        updates.put((conversation, error))
     finally:
-        pieces.put((side, None))
+        updates.put((conversation, None))
 
 
-class _Screen:
-    """Two columns that grow; elsewhere than on a screen, the finished answers one after the other."""
+class _Columns:
+    """Two growing columns in a terminal; in a pipe, the finished answers one after the other."""
 
-    def __init__(self, sides: list[Side]) -> None:
+    def __init__(self, conversations: list[Conversation]) -> None:
         from rich.console import Console
         from rich.live import Live
 
-        self._sides = sides
-        self._is_screen = sys.stdout.isatty()
+        self._conversations = conversations
+        self._is_terminal = sys.stdout.isatty()
         self._live = Live(console=Console(), refresh_per_second=12, vertical_overflow="visible")
 
-    def __enter__(self) -> _Screen:
-        if self._is_screen:
+    def __enter__(self) -> _Columns:
+        if self._is_terminal:
             self._live.start()
         return self
 
     def update(self) -> None:
-        """Show what there is."""
-        if self._is_screen:
-            self._live.update(self._columns())
+        """Redraw both answers."""
+        if self._is_terminal:
+            self._live.update(self._table())
 
     def __exit__(self, *_: object) -> None:
-        if self._is_screen:
+        if self._is_terminal:
             self._live.stop()
             return
-        for side in self._sides:
-            typer.echo(f"[{printable(side.title)}] {_shown(side.answer)}")
+        for conversation in self._conversations:
+            typer.echo(f"[{printable(conversation.title)}] {_printable_lines(conversation.answer)}")
 
-    def _columns(self) -> Any:
+    def _table(self) -> Any:
         from rich.table import Table
         from rich.text import Text
 
         table = Table(expand=True, show_lines=False)
-        for side in self._sides:
-            table.add_column(Text(printable(side.title)), ratio=1, overflow="fold")
-        table.add_row(*(Text(_shown(side.answer)) for side in self._sides))
+        for conversation in self._conversations:
+            table.add_column(Text(printable(conversation.title)), ratio=1, overflow="fold")
+        table.add_row(*(Text(_printable_lines(conversation.answer)) for conversation in self._conversations))
         return table
 
 
-def _shown(answer: str) -> str:
-    """A model's text, without what could move the cursor."""
+def _printable_lines(answer: str) -> str:
     return "\n".join(printable(line) for line in answer.split("\n"))

@@ -1,53 +1,63 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commands that talk to a server: where it is, and how its refusals are shown."""
+"""Options and error handling of commands that talk to a server."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from vllm_steer.cli.output import fail
 
 if TYPE_CHECKING:
     from vllm_steer.client import Client
 
-Url = Annotated[str, typer.Option(envvar="VLLM_STEER_URL", help="The server.")]
-ApiKey = Annotated[str | None, typer.Option(envvar="VLLM_STEER_API_KEY", help="Its key, if it wants one.")]
+DEFAULT_URL = "http://localhost:8000"
+Url = Annotated[str, typer.Option(envvar="VLLM_STEER_URL", help="URL of the server.")]
+ApiKey = Annotated[str | None, typer.Option(envvar="VLLM_STEER_API_KEY", help="API key, if the server requires one.")]
 Modules = Annotated[list[str] | None, typer.Argument(metavar="MODULE[=SCALE]", help="Modules, e.g. calm or calm=1.5.")]
-URL = "http://localhost:8000"
 
 
 @contextmanager
-def connected(url: str, api_key: str | None) -> Iterator[Client]:
-    """A client; what goes wrong ends the command with a sentence and status 1."""
+def connect(url: str, api_key: str | None) -> Iterator[Client]:
+    """Yield a client. Errors end the command with a message and status 1."""
     import httpx
 
-    from vllm_steer.client import Client, ServerError
-    from vllm_steer.client.retry import Retry
+    from vllm_steer.client import Client, Retry, ServerError
     from vllm_steer.errors import SteeringError
 
     try:
         with Client(url, api_key=api_key, retry=Retry(attempts=3)) as client:
             yield client
     except httpx.TransportError as error:
-        typer.echo(f"error: {url} cannot be reached: {error}", err=True)
-        raise typer.Exit(1) from None
+        raise fail(f"cannot reach {url}: {error}") from None
     except (ServerError, SteeringError, OSError, httpx.InvalidURL) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from None
+        raise fail(error) from None
     except ValueError:
-        typer.echo(f"error: {url} answers, but not as a server with vllm-steer does", err=True)
-        raise typer.Exit(1) from None
+        raise fail(f"{url} is not a server with vllm-steer: unexpected response") from None
 
 
-def references(modules: list[str] | None) -> list[tuple[str, float]]:
-    """``calm=1.5`` as a module and its scale; raises ``typer.BadParameter``."""
-    found = []
-    for text in modules or ():
-        name, equals, scale = text.partition("=")
+def parse_modules(words: list[str] | None) -> list[tuple[str, float]]:
+    """Return ``["calm=1.5", "terse"]`` as names and scales. Raises ``typer.BadParameter``."""
+    modules = []
+    for word in words or ():
+        name, equals, scale = word.partition("=")
         try:
-            found.append((name, float(scale) if equals else 1.0))
+            modules.append((name, float(scale) if equals else 1.0))
         except ValueError:
-            raise typer.BadParameter(f"{text!r}: {scale!r} is no number") from None
-    return found
+            raise typer.BadParameter(f"{word!r}: {scale!r} is not a number") from None
+    return modules
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file. Raises ``SteeringError`` for anything else, including duplicate keys."""
+    from vllm_steer.errors import SteeringError
+    from vllm_steer.registry.strict_json import parse_json
+
+    body = parse_json(path.read_bytes(), str(path))
+    if not isinstance(body, dict):
+        raise SteeringError(str(path), "must contain a JSON object")
+    return body

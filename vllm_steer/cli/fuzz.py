@@ -1,42 +1,55 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm-steer fuzz``: the oracle from the command line."""
+"""``vllm-steer fuzz``: compare random workloads with the same requests run alone."""
 
 from __future__ import annotations
 
 import json
 import tempfile
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from vllm_steer.cli.output import fail
+
+if TYPE_CHECKING:
+    from vllm_steer.testing.fuzz.session import Report, Session
+
 
 def fuzz(
-    model: Annotated[str | None, typer.Argument(help="Name or folder; without it, a small random Llama.")] = None,
-    minutes: Annotated[float, typer.Option(min=0.1, help="How long to run.")] = 10.0,
-    seed: Annotated[int, typer.Option(min=0, help="Which workloads are drawn.")] = 0,
-    rounds: Annotated[int | None, typer.Option(min=1, help="End after so many rounds, if that is earlier.")] = None,
-    requests: Annotated[int, typer.Option(min=1, help="Requests of one workload.")] = 48,
-    dtype: Annotated[str, typer.Option(help="The model's dtype; float32 compares most strictly.")] = "float32",
-    graphs: Annotated[bool, typer.Option("--graphs", help="Also engines with compilation and CUDA graphs.")] = False,
-    points: Annotated[str, typer.Option(help="Points on the branches that all engines have, with commas.")] = "",
-    keep_going: Annotated[bool, typer.Option("--keep-going", help="Go on after a finding.")] = False,
+    model: Annotated[str | None, typer.Argument(help="Name or folder; a small random Llama by default.")] = None,
+    minutes: Annotated[float, typer.Option(min=0.1, help="Time limit.")] = 10.0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the workloads.")] = 0,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Maximum number of rounds.")] = None,
+    requests: Annotated[int, typer.Option(min=1, help="Requests per workload.")] = 48,
+    dtype: Annotated[str, typer.Option(help="Dtype of the model; float32 is compared most strictly.")] = "float32",
+    graphs: Annotated[bool, typer.Option("--graphs", help="Also run compiled engines with CUDA graphs.")] = False,
+    points: Annotated[str, typer.Option(help="Optional hook points of all engines, comma-separated.")] = "",
+    keep_going: Annotated[bool, typer.Option("--keep-going", help="Continue after a finding.")] = False,
     out: Annotated[Path | None, typer.Option(help="Write counts and findings to this JSON file.")] = None,
-    replay: Annotated[Path | None, typer.Option(help="Run the workload in this file, and nothing else.")] = None,
+    replay: Annotated[Path | None, typer.Option(help="Run only the workload in this file.")] = None,
 ) -> None:
-    """Compare random workloads under pressure with the same requests alone; print a minimal reproduction."""
+    """Compare random workloads under pressure with the same requests run alone; print a minimal reproduction."""
     from vllm_steer.testing.fuzz.model import prepare_environment, save_tiny_llama
+    from vllm_steer.testing.fuzz.session import Session
 
     prepare_environment()
     with tempfile.TemporaryDirectory() as folder:
         model = model or str(save_tiny_llama(Path(folder)))
         if replay is not None:
             _replay(model, dtype, replay)
-        else:
-            _search(model, minutes, seed, rounds, requests, dtype, graphs, _points(points), keep_going, out)
+            return
+        session = Session(
+            model, dtype, seed, minutes=minutes, rounds=rounds, requests=requests, graphs=graphs,
+            points=_parse_points(points), keep_going=keep_going, say=_print_progress,
+        )  # fmt: skip
+        report = session.run()
+    if out is not None:
+        out.write_text(json.dumps({"command": _command(session), **report.to_builtins()}, indent=1) + "\n")
+    _print_report(report)
 
 
-def _points(text: str) -> tuple[str, ...]:
+def _parse_points(text: str) -> tuple[str, ...]:
     from vllm_steer.config import SteeringConfig
     from vllm_steer.errors import SteeringError
 
@@ -46,43 +59,34 @@ def _points(text: str) -> tuple[str, ...]:
         raise typer.BadParameter(str(error), param_hint="--points") from None
 
 
-def _search(
-    model: str, minutes: float, seed: int, rounds: int | None, requests: int, dtype: str, graphs: bool,
-    points: tuple[str, ...], keep_going: bool, out: Path | None,
-) -> None:  # fmt: skip
+def _print_progress(text: str) -> None:
     from rich.console import Console
 
-    from vllm_steer.testing.fuzz.session import Session
+    Console(stderr=True, highlight=False, soft_wrap=True).print(text, markup=False)
 
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
-    session = Session(
-        model, dtype, seed, minutes=minutes, rounds=rounds, requests=requests, graphs=graphs, points=points,
-        keep_going=keep_going, say=lambda text: console.print(text, markup=False),
-    )  # fmt: skip
-    report = session.run()
-    if out is not None:
-        given: dict[str, Any] = {
-            "minutes": minutes,
-            "rounds": rounds,
-            "seed": seed,
-            "requests": requests,
-            "dtype": dtype,
-        }
-        given |= {"points": ",".join(points)} if points else {}
-        options = [
-            f"--{name} {value:g}" if isinstance(value, float) else f"--{name} {value}"
-            for name, value in given.items()
-            if value is not None
-        ]
-        command = " ".join(["vllm-steer fuzz", *options, *["--graphs"] * graphs, *["--keep-going"] * keep_going])
-        out.write_text(json.dumps({"command": command, **report.to_builtins()}, indent=1) + "\n")
+
+def _command(session: Session) -> str:
+    """Return the command line that repeats the session."""
+    values = {"minutes": session.minutes, "rounds": session.rounds, "seed": session.seed, "requests": session.requests}
+    options = [
+        f"--{name} {value:g}" if isinstance(value, float) else f"--{name} {value}"
+        for name, value in values.items()
+        if value is not None
+    ]
+    options.append(f"--dtype {session.dtype}")
+    options += [f"--points {','.join(session.points)}"] if session.points else []
+    options += ["--graphs"] * session.graphs + ["--keep-going"] * session.keep_going
+    return " ".join(["vllm-steer fuzz", *options])
+
+
+def _print_report(report: Report) -> None:
     for finding in report.findings:
         typer.echo(f"round {finding.round}: {next(iter(finding.problems.values()))}")
-        typer.echo("save the next line as finding.json, then: vllm-steer fuzz --replay finding.json")
+        typer.echo("save the next line as finding.json, then run: vllm-steer fuzz --replay finding.json")
         typer.echo(finding.workload.to_json())
     if report.findings:
         raise typer.Exit(1)
-    typer.echo(f"nothing found in {report.seconds / 60:.1f} minutes: {report.counts.requests} requests compared")
+    typer.echo(f"no findings in {report.seconds / 60:.1f} minutes: {report.counts.requests} requests compared")
 
 
 def _replay(model: str, dtype: str, path: Path) -> None:
@@ -93,10 +97,9 @@ def _replay(model: str, dtype: str, path: Path) -> None:
     try:
         problems = replay(model, dtype, path.read_bytes())
     except (OSError, msgspec.MsgspecError) as error:
-        typer.echo(f"error: {path}: {error}", err=True)
-        raise typer.Exit(2) from None
+        raise fail(f"{path}: {error}", status=2) from None
     for name, problem in problems.items():
-        typer.echo(f"{name or 'the engine'}: {problem}")
+        typer.echo(f"{name or 'engine'}: {problem}")
     if problems:
         raise typer.Exit(1)
-    typer.echo("nothing is wrong")
+    typer.echo("no problems")

@@ -1,65 +1,60 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm-steer keys``: the file of API keys of ``--steering-keys``."""
+"""``vllm-steer keys``: the API key file of ``--steering-keys``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from vllm_steer.cli.output import print_table
+from vllm_steer.cli.output import failing_on, print_table
 from vllm_steer.errors import SteeringError
-from vllm_steer.server.auth.rights import MEANING, Right
+from vllm_steer.server.auth.rights import RIGHT_DESCRIPTIONS, Right
 
 app = typer.Typer(help="API keys of a server, in the file of --steering-keys.", no_args_is_help=True)
 
+_RIGHTS = "; ".join(f"{right}: {meaning}" for right, meaning in RIGHT_DESCRIPTIONS.items())
+
 File = Annotated[
-    Path, typer.Option("--file", "-f", envvar="VLLM_STEER_KEYS", help="The file; a server reads it when it changes.")
+    Path,
+    typer.Option("--file", "-f", envvar="VLLM_STEER_KEYS", help="Key file; servers reload it when it changes."),
 ]
-Name = Annotated[str, typer.Argument(metavar="NAME", help="Whose key it is, for logs and limits.")]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the key, shown in logs and errors.")]
 
 
 @app.command()
 def new(
     name: Name,
     file: File,
-    right: Annotated[
-        list[Right] | None,
-        typer.Option(
-            "--right", "-r", help="Repeatable. " + "; ".join(f"{each}: {text}" for each, text in MEANING.items()) + "."
-        ),
-    ] = None,
+    right: Annotated[list[Right] | None, typer.Option("--right", "-r", help=f"Repeatable. {_RIGHTS}.")] = None,
     limit: Annotated[
         list[str] | None,
-        typer.Option(
-            "--limit", "-l", metavar="NAME=N", help="A limit of its own, e.g. steering_requests=8. Repeatable."
-        ),
+        typer.Option("--limit", "-l", metavar="NAME=N", help="A limit, e.g. steering_requests=8. Repeatable."),
     ] = None,
 ) -> None:
-    """Make a key and print it, this once: the file has only its hash. Without rights it may ask for plain answers."""
-    from vllm_steer.server.auth.keys import changing, make_key, read_keys
+    """Create a key and print it. The file stores only its hash. A key without rights allows plain requests."""
+    from vllm_steer.server.auth.key_file import edit_keys, read_keys
+    from vllm_steer.server.auth.keys import generate_key
 
-    with _sentences():
-        key, secret = make_key(name, tuple(dict.fromkeys(right or ())), _limits(limit or []))
-        with changing(file, make=True) as write:
+    with failing_on(SteeringError):
+        key, secret = generate_key(name, tuple(dict.fromkeys(right or ())), _parse_limits(limit or []))
+        with edit_keys(file, create=True) as write:
             keys = read_keys(file) if file.exists() else ()
-            if name in {each.name for each in keys}:
-                raise SteeringError("name", f"there is a key {name} in {file}; revoke it first, or take another name")
+            if name in {other.name for other in keys}:
+                raise SteeringError("name", f"{file} already has a key {name}; revoke it first or use another name")
             write((*keys, key))
-    typer.echo(f"{key.name} may: {', '.join(key.rights) or 'nothing but plain requests'}", err=True)
+    typer.echo(f"rights of {key.name}: {', '.join(key.rights) or 'none (plain requests only)'}", err=True)
     typer.echo(secret)
 
 
 @app.command(name="list")
 def list_keys(file: File) -> None:
-    """List the keys, without anything that is secret."""
-    from vllm_steer.server.auth.keys import read_keys
+    """List the keys, without secrets."""
+    from vllm_steer.server.auth.key_file import read_keys
 
-    with _sentences():
+    with failing_on(SteeringError):
         keys = read_keys(file)
     lines = [
         (
@@ -70,40 +65,30 @@ def list_keys(file: File) -> None:
         )
         for key in keys
     ]
-    print_table(("name", "rights", "limits", "made"), lines)
+    print_table(("name", "rights", "limits", "created"), lines)
 
 
 @app.command()
 def revoke(name: Name, file: File) -> None:
-    """Take a key out of the file: no request is let in with it any more. Those that run go on to their end."""
-    from vllm_steer.server.auth.keys import changing, read_keys
+    """Remove a key from the file. Requests that already run with it are not stopped."""
+    from vllm_steer.server.auth.key_file import edit_keys, read_keys
 
-    with _sentences(), changing(file) as write:
+    with failing_on(SteeringError), edit_keys(file) as write:
         keys = read_keys(file)
-        left = tuple(key for key in keys if key.name != name)
-        if len(left) == len(keys):
-            raise SteeringError("name", f"there is no key {name} in {file}")
-        write(left)
+        remaining = tuple(key for key in keys if key.name != name)
+        if len(remaining) == len(keys):
+            raise SteeringError("name", f"{file} has no key {name}")
+        write(remaining)
     typer.echo(f"{name} revoked")
 
 
-@contextmanager
-def _sentences() -> Iterator[None]:
-    """What is wrong ends the command with a sentence and status 1."""
-    try:
-        yield
-    except SteeringError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from None
-
-
-def _limits(texts: list[str]) -> dict[str, int]:
+def _parse_limits(texts: list[str]) -> dict[str, int]:
     limits = {}
     for text in texts:
         name, _, value = text.partition("=")
         if not (value.isascii() and value.isdecimal() and len(value) < 20):
-            raise typer.BadParameter(f"{text!r} is no limit; write NAME=N, e.g. steering_requests=8")
+            raise typer.BadParameter(f"{text!r} is not a limit; use NAME=N, e.g. steering_requests=8")
         if name in limits:
-            raise typer.BadParameter(f"{name} is there twice, and one would be ignored")
+            raise typer.BadParameter(f"{name} is given twice")
         limits[name] = int(value)
     return limits

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm-steer``: nothing of vLLM is loaded before a command needs it."""
+"""The ``vllm-steer`` command. vLLM is imported only by the commands that need it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import typer
 
 from vllm_steer.cli import captures, chat, keys, modules, steering
 from vllm_steer.cli.fuzz import fuzz
+from vllm_steer.cli.output import fail
 
 app = typer.Typer(
     help="Activation steering and capture for vLLM.",
@@ -27,12 +28,12 @@ app.command()(chat.chat)
 
 
 @app.command(
-    add_help_option=False,  # vLLM's
+    add_help_option=False,  # vLLM's own --help is shown
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
     options_metavar="MODEL ...",
 )
 def serve(context: typer.Context) -> None:
-    """Serve a model with steering; all arguments are those of vllm serve."""
+    """Serve a model with steering; takes the arguments of vllm serve."""
     from vllm_steer.cli.serve import run
 
     run(context.args)
@@ -41,14 +42,12 @@ def serve(context: typer.Context) -> None:
 @app.command()
 def doctor(
     model: Annotated[Path, typer.Argument(metavar="MODEL", help="A local model folder, or its config.json.")],
-    prove: Annotated[
-        bool, typer.Option(help="Shrink this model's configuration and check its points against HF Transformers, now.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, in place of text.")] = False,
-    allow_unproven: Annotated[bool, typer.Option(help="As --steering-allow-unproven of the server.")] = False,
+    prove: Annotated[bool, typer.Option(help="Also compare a shrunk copy of the model with HF Transformers.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
+    allow_unproven: Annotated[bool, typer.Option(help="Same as --steering-allow-unproven of the server.")] = False,
     trust_remote_code: Annotated[bool, typer.Option(help="Run code that comes with the model.")] = False,
-    points: Annotated[str | None, typer.Option(help="As --steering-points of the server.")] = None,
-    max_rows: Annotated[int | None, typer.Option(help="As of the server, and so on; for the memory.")] = None,
+    points: Annotated[str | None, typer.Option(help="Same as --steering-points of the server.")] = None,
+    max_rows: Annotated[int | None, typer.Option(help="Limits of the server, for the size of its tables.")] = None,
     max_vectors: int | None = None,
     max_instructions: int | None = None,
     max_segments: int | None = None,
@@ -57,7 +56,7 @@ def doctor(
     max_num_batched_tokens: int | None = None,
     max_num_seqs: int | None = None,
 ) -> None:
-    """Say what a model serves, refuses and costs, from its configuration alone."""
+    """Report what a model supports, refuses and costs, from its configuration alone."""
     from vllm_steer.cli.doctor import run
 
     limits = {
@@ -68,20 +67,24 @@ def doctor(
         "capture_rows": capture_rows,
         "capture_mib": capture_mib,
     }
-    settings = {name: value for name, value in limits.items() if value is not None}
-    engine = {"max_num_batched_tokens": max_num_batched_tokens, "max_num_seqs": max_num_seqs}
+    batch = {"max_num_batched_tokens": max_num_batched_tokens, "max_num_seqs": max_num_seqs}
+    settings = {"allow_unproven": allow_unproven, "points": points.split(",") if points else []}
     run(
         model,
-        {**settings, "allow_unproven": allow_unproven, "points": points.split(",") if points else []},
-        {"trust_remote_code": trust_remote_code, **{k: v for k, v in engine.items() if v is not None}},
+        {**settings, **_given(limits)},
+        {"trust_remote_code": trust_remote_code, **_given(batch)},
         as_json=as_json,
         with_proof=prove,
     )
 
 
+def _given(options: dict[str, int | None]) -> dict[str, int]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
 @app.command()
 def version() -> None:
-    """Print the versions of vllm-steer and vLLM, and which vLLM it is tested with."""
+    """Print the versions of vllm-steer and vLLM, and the tested vLLM versions."""
     from vllm_steer._version import __version__
     from vllm_steer.compat.version import TESTED_RANGE, is_tested
 
@@ -89,8 +92,7 @@ def version() -> None:
     try:
         from vllm import __version__ as vllm_version
     except ImportError as error:
-        typer.echo(f"vLLM cannot be imported: {error}", err=True)
-        raise typer.Exit(1) from None
+        raise fail(f"vLLM cannot be imported: {error}") from None
     typer.echo(f"vLLM {vllm_version}" + ("" if is_tested(vllm_version) else " (not tested)"))
     typer.echo(f"tested with vLLM {TESTED_RANGE}")
 

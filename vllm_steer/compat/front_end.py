@@ -14,7 +14,7 @@ from vllm_steer.capture.row_payload import ROWS_REQUEST_ID
 from vllm_steer.frontend.context import engine_context
 from vllm_steer.frontend.outputs import consumers_paused, take_rows
 from vllm_steer.frontend.requests import complete_params, complete_params_async, refuse_streaming_input
-from vllm_steer.metrics.stat_logger import join_stat_loggers
+from vllm_steer.metrics.stat_logger import install_stat_logger
 
 
 def _params_of(prompt: Any, params: Any) -> Any:
@@ -70,7 +70,7 @@ def init_stat_logger_manager(
 ) -> None:
     """Run ``StatLoggerManager.__init__`` and add this package's logger."""
     original(manager, vllm_config, *args, **kwargs)
-    join_stat_loggers(manager, vllm_config)
+    install_stat_logger(manager, vllm_config)
 
 
 def extend_outputs() -> None:

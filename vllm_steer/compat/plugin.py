@@ -29,13 +29,13 @@ def engine_config(original: Callable[..., Any], engine_args: Any, *args: Any, **
     enabled = from_vllm_config(engine_args) is not None
     if enabled:
         check_version()
-        from vllm_steer.taps.fusion_pass import set_pass
+        from vllm_steer.taps.fusion_pass import install_fusion_pass
 
     vllm_config = original(engine_args, *args, **kwargs)
     if enabled:
         check_settings(vllm_config)
         choose_executor(vllm_config)
-        set_pass(vllm_config)
+        install_fusion_pass(vllm_config)
     if enabled or is_tested(vllm.__version__):
         wrap_front_end()
     return vllm_config

@@ -119,7 +119,7 @@ WAY: tuple[Stage, ...] = (
                 with_object=True,
             ),
             Join(f"{_OUTPUT_PROCESSOR}.add_request", BEFORE, f"{_REQUESTS}:check_resumable"),
-            Join(f"{_OUTPUT_PROCESSOR}.add_request", BEFORE, "vllm_steer.server.auth.caller:salt_request"),
+            Join(f"{_OUTPUT_PROCESSOR}.add_request", BEFORE, "vllm_steer.server.auth.current_key:salt_request"),
             Join(f"{_OUTPUT_PROCESSOR}.add_request", AFTER, "vllm_steer.compat.request_state:extend_state"),
             Join(f"{_OUTPUT_PROCESSOR}.add_request", AFTER, f"{_OUTPUTS}:begin_capture"),
             Join(f"{_OUTPUT_PROCESSOR}.add_request", AFTER, f"{_OUTPUTS}:record_applied"),

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Captured rows on their way out of the worker: arena → copy on the main stream → pinned memory on a side stream.
+"""Copy a step's captured rows from the device arena to host memory, without a sync.
 
-The copy frees the arena for the next step. Where rows leave projected, their product with the directions takes its
-place, and k numbers leave of each. The side stream has transfers alone, no kernel: once kernels have run on a second
-stream, an H200 takes longer from each kernel of a CUDA graph to the next, as long as the process lives
-(``benchmarks/timeline.py``). Device-to-host copies are as many as there are forms in the step, however many sites and
-requests; whose rows they are is settled when they have arrived, off the thread that launches the next step wherever
-vLLM hands outputs over asynchronously.
+The rows are first copied on the main stream, which frees the arena for the next step. If a request captures
+projections, the product of the rows with its directions replaces the copy, so only k numbers per row are transferred.
+The result then goes to pinned memory on a side stream, with one device-to-host copy per :class:`Transfer`, however many
+sites and requests the step has. Rows are split by request only after they have arrived, off the thread that launches
+the next step whenever vLLM processes outputs asynchronously.
+
+The side stream must not run kernels: once a second stream has run any, an H200 takes longer between the kernels of
+every CUDA graph until the process ends (``benchmarks/timeline.py``).
 """
 
 from __future__ import annotations
 
-import copy
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,21 +21,25 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import torch
-from vllm.v1.outputs import AsyncModelRunnerOutput
 
 from vllm_steer.capture.step_plan import CaptureBatch, CapturePlan
 from vllm_steer.capture.step_rows import IntArray, StepRows
 from vllm_steer.taps.projection import products_at
 
-ATTRIBUTE = "steering_rows"
 Products: TypeAlias = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor]
-"""What makes products, as :func:`vllm_steer.taps.projection.products_at` defines them."""
+"""A function with the signature and result of :func:`vllm_steer.taps.projection.products_at`."""
+_MAX_CACHED_UPLOADS = 64
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """One form in which rows leave: those at ``rows`` in the arena, None for all, times ``directions`` ``[k, hidden]``
-    float32 on the device, None for the rows as they are."""
+    """Rows of one step that leave the device in one format.
+
+    Attributes:
+        projection: Digest of the directions, empty for unprojected rows.
+        rows: Indices of the rows in the arena, None for all rows of the step.
+        directions: ``[k, hidden]`` float32 on the device, None for unprojected rows.
+    """
 
     projection: bytes
     rows: IntArray | None
@@ -43,12 +48,15 @@ class Transfer:
 
 @dataclass(frozen=True)
 class PendingRows:
-    """One step's rows, in flight: ``rows``, by projection, ``[n, bytes of a row]`` uint8 in host memory once ``event``
-    has happened.
+    """Captured rows of one step, in flight to host memory.
 
-    ``plan`` says whose they are; where draft tokens make the host's positions uncertain it is a
-    :class:`CaptureBatch`, the rows of every form are those of the whole step, and ``position`` ``[tokens]`` are the
-    device's.
+    Attributes:
+        plan: Which request each row belongs to. With speculative decoding the host does not know the positions of a
+            step in advance; it is then a :class:`CaptureBatch`, and every transfer has all rows of the step.
+        rows: By projection, ``[n, bytes of a row]`` uint8 host tensors, valid once ``event`` has completed.
+        position: ``[tokens]`` int64, the positions on the device; required if ``plan`` is a :class:`CaptureBatch`.
+        event: CUDA event of the copy, None if the rows have already arrived.
+        release: Called after the rows were read, to reuse their buffers. None if the rows own their memory.
     """
 
     plan: CapturePlan | CaptureBatch
@@ -57,15 +65,15 @@ class PendingRows:
     event: Any = None
     release: Callable[[], None] | None = None
 
-    def arrived(self) -> tuple[StepRows, ...]:
-        """Wait for the copy; the result, of each form a step of its own, owns its memory."""
+    def wait(self) -> tuple[StepRows, ...]:
+        """Wait for the copy and return the rows, one :class:`StepRows` per projection, each owning its memory."""
         if self.event is not None:
             self.event.synchronize()
         plan = self.plan
         certain = isinstance(plan, CapturePlan)
         if isinstance(plan, CaptureBatch):
             if self.position is None:
-                raise RuntimeError("a step with draft tokens has left without its positions")
+                raise RuntimeError("rows of a step with draft tokens were sent without their positions")
             plan = plan.plan_at(self.position.numpy()[plan.token].tolist())
         steps = []
         for stream in plan.streams:
@@ -78,128 +86,116 @@ class PendingRows:
         return tuple(steps)
 
     def _owned(self, rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-        """Not torch's copy: its threads would contend with those that launch the next step."""
+        # NumPy copies on this thread; torch's copy threads would contend with the thread that launches the next step.
         return rows if self.release is None else rows.copy()
 
 
-class DeviceToHostCopier:
-    """Starts each step's rows on their way, without a sync.
+@dataclass(frozen=True)
+class _PinnedBuffers:
+    """Pinned destination buffers of one step, and the event that marks its copies as complete."""
 
-    Pinned buffers are kept and used again: as many come to be as steps are in flight at one time, two or three.
+    rows: torch.Tensor
+    position: torch.Tensor
+    event: Any
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows.nbytes + self.position.nbytes
+
+
+class DeviceToHostCopier:
+    """Starts the copies of captured rows and pools the pinned buffers they go to.
+
+    The pool holds as many buffers as steps are in flight at one time, which is two or three.
     """
 
     def __init__(self, device: torch.device, make_products: Products = products_at) -> None:
         self._device = device
         self._make_products = make_products
-        self._leaving = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._free: deque[tuple[torch.Tensor, torch.Tensor, Any]] = deque()
-        # Of each form, the last places that were uploaded: a steady batch has the same ones in every step.
-        self._places: dict[bytes, tuple[IntArray, torch.Tensor]] = {}
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._free: deque[_PinnedBuffers] = deque()
+        # The last uploaded row indices of each projection: a steady batch uses the same array in every step.
+        self._uploads: dict[bytes, tuple[IntArray, torch.Tensor]] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Total size in bytes of the pooled buffers that are free."""
+        return sum(buffers.nbytes for buffers in tuple(self._free))
 
     def start(
         self,
         stored: torch.Tensor,
         position: torch.Tensor | None,
         plan: CapturePlan | CaptureBatch,
-        forms: tuple[Transfer, ...],
+        transfers: tuple[Transfer, ...],
     ) -> PendingRows:
-        """``stored`` ``[rows, hidden]`` is the used part of the arena, which the next step on this stream may store to;
-        ``position`` ``[tokens]`` int64 or None."""
-        # The runner's own buffer, which it writes again before the next step of ours begins.
-        where = None if position is None else position.clone()
-        parts = {form.projection: self._form(stored, form) for form in forms}
-        if self._leaving is None:
-            return PendingRows(plan, parts, where)
-        buffers = self._buffers(sum(part.nbytes for part in parts.values()), 0 if where is None else len(where))
-        host_rows, host_where, event = buffers
-        arriving: dict[bytes, torch.Tensor] = {}
-        self._leaving.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._leaving):
+        """Enqueue the copies of one step on the current stream and the side stream.
+
+        Args:
+            stored: ``[rows, hidden]``, the part of the arena that the step filled. Later work on the current stream may
+                overwrite it.
+            position: ``[tokens]`` int64 positions on the device, or None if the host knows them.
+            plan: Which request each row belongs to.
+            transfers: Formats in which rows leave the device.
+
+        Returns:
+            The rows in flight.
+        """
+        # vLLM's runner reuses its position buffer for the next step.
+        position = None if position is None else position.clone()
+        parts = {transfer.projection: self._gather(stored, transfer) for transfer in transfers}
+        if self._stream is None:
+            return PendingRows(plan, parts, position)
+        buffers = self._take_buffers(
+            sum(part.nbytes for part in parts.values()), 0 if position is None else len(position)
+        )
+        rows: dict[bytes, torch.Tensor] = {}
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
             begin = 0
             for projection, part in parts.items():
-                part.record_stream(self._leaving)
-                host = host_rows[begin : begin + part.nbytes].view(part.shape)
-                host.copy_(part, non_blocking=True)
-                arriving[projection], begin = host, begin + part.nbytes
-            if where is not None:
-                where.record_stream(self._leaving)
-                host_where[: len(where)].copy_(where, non_blocking=True)
-            event.record()
-        return PendingRows(
-            plan,
-            arriving,
-            None if where is None else host_where[: len(where)],
-            event,
-            lambda: self._free.append(buffers),
-        )
+                end = begin + part.nbytes
+                rows[projection] = self._copy(part, buffers.rows[begin:end].view(part.shape))
+                begin = end
+            host_position = None if position is None else self._copy(position, buffers.position[: len(position)])
+            buffers.event.record()
+        return PendingRows(plan, rows, host_position, buffers.event, lambda: self._free.append(buffers))
 
-    def _form(self, stored: torch.Tensor, form: Transfer) -> torch.Tensor:
-        """``[n, bytes of a row]`` uint8, in memory of its own."""
-        places = None if form.rows is None else self._uploaded(form.projection, form.rows)
-        if form.directions is not None:
-            return self._make_products(stored, places, form.directions).view(torch.uint8)
-        return (stored.clone() if places is None else stored.index_select(0, places)).view(torch.uint8)
+    def _copy(self, source: torch.Tensor, pinned: torch.Tensor) -> torch.Tensor:
+        """Copy a tensor on the side stream, which is the current stream."""
+        source.record_stream(torch.cuda.current_stream())
+        return pinned.copy_(source, non_blocking=True)
 
-    def _uploaded(self, projection: bytes, places: IntArray) -> torch.Tensor:
-        known = self._places.get(projection)
-        if known is not None and known[0] is places:
+    def _gather(self, stored: torch.Tensor, transfer: Transfer) -> torch.Tensor:
+        """Return a new tensor ``[n, bytes of a row]`` uint8 with the rows of one transfer."""
+        indices = None if transfer.rows is None else self._upload(transfer.projection, transfer.rows)
+        if transfer.directions is not None:
+            return self._make_products(stored, indices, transfer.directions).view(torch.uint8)
+        return (stored.clone() if indices is None else stored.index_select(0, indices)).view(torch.uint8)
+
+    def _upload(self, projection: bytes, indices: IntArray) -> torch.Tensor:
+        known = self._uploads.get(projection)
+        if known is not None and known[0] is indices:
             return known[1]
-        if len(self._places) > 64:
-            self._places.clear()
-        uploaded = torch.from_numpy(places)
-        if self._leaving is not None:
+        if len(self._uploads) > _MAX_CACHED_UPLOADS:
+            self._uploads.clear()
+        uploaded = torch.from_numpy(indices)
+        if self._stream is not None:
             uploaded = uploaded.pin_memory().to(self._device, non_blocking=True)
-        self._places[projection] = (places, uploaded)
+        self._uploads[projection] = (indices, uploaded)
         return uploaded
 
-    def _buffers(self, num_bytes: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        """A free set of buffers that is large enough. Sizes are powers of two, so that there are soon enough."""
+    def _take_buffers(self, num_bytes: int, num_tokens: int) -> _PinnedBuffers:
+        """Return free buffers that are large enough, or allocate some.
+
+        Smaller free buffers are dropped. Sizes are powers of two, so that the pool soon fits every step.
+        """
         for _ in range(len(self._free)):
-            rows, where, event = self._free.popleft()
-            if len(rows) >= num_bytes and len(where) >= tokens:
-                return rows, where, event
-        size = 1 << (num_bytes - 1).bit_length()
-        return (
-            torch.empty(size, dtype=torch.uint8, pin_memory=True),
-            torch.empty(1 << tokens.bit_length(), dtype=torch.int64, pin_memory=True),
+            buffers = self._free.popleft()
+            if len(buffers.rows) >= num_bytes and len(buffers.position) >= num_tokens:
+                return buffers
+        return _PinnedBuffers(
+            torch.empty(1 << (num_bytes - 1).bit_length(), dtype=torch.uint8, pin_memory=True),
+            torch.empty(1 << num_tokens.bit_length(), dtype=torch.int64, pin_memory=True),
             torch.cuda.Event(blocking=True),
         )
-
-    @property
-    def num_bytes(self) -> int:
-        """Of the buffers that are kept and free."""
-        return sum(rows.nbytes + where.nbytes for rows, where, _ in tuple(self._free))
-
-
-class AsyncRows(AsyncModelRunnerOutput):  # type: ignore[misc]
-    """An output that is known before its rows have arrived, such as that of an earlier pipeline stage."""
-
-    def __init__(self, output: Any, pending: PendingRows) -> None:
-        self._output = output
-        self._pending = pending
-
-    def get_output(self) -> Any:
-        setattr(self._output, ATTRIBUTE, self._pending.arrived())
-        return self._output
-
-
-def attach(output: Any, pending: PendingRows | None) -> Any:
-    """Put a step's rows on its model output; an asynchronous output takes them when it is asked for."""
-    if pending is None or output is None:
-        return output
-    if not hasattr(output, "get_output"):
-        # An earlier pipeline stage's output is one that all steps share.
-        output = copy.copy(output)
-        if pending.event is not None:
-            return AsyncRows(output, pending)
-        setattr(output, ATTRIBUTE, pending.arrived())
-        return output
-    original = output.get_output
-
-    def get_output() -> Any:
-        result = original()
-        setattr(result, ATTRIBUTE, pending.arrived())
-        return result
-
-    output.get_output = get_output
-    return output

@@ -13,7 +13,7 @@ from typing import Any
 
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-from vllm_steer.engine.device_to_host import ATTRIBUTE
+from vllm_steer.engine.model_output import ROWS_ATTRIBUTE, rows_of
 
 
 class RowAggregator:
@@ -25,9 +25,9 @@ class RowAggregator:
     def aggregate(self, outputs: Sequence[Any], output_rank: int = 0) -> Any:
         """The output of ``output_rank``, or what ``upstream`` makes of all, with the rows of every stage."""
         result = outputs[output_rank] if self._upstream is None else self._upstream.aggregate(outputs, output_rank)
-        rows = tuple(step for output in outputs for step in getattr(output, ATTRIBUTE, ()))
+        rows = tuple(step for output in outputs for step in rows_of(output))
         if rows and result is not None:
-            setattr(result, ATTRIBUTE, rows)
+            setattr(result, ROWS_ATTRIBUTE, rows)
         return result
 
 

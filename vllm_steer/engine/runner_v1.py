@@ -14,27 +14,29 @@ from vllm.distributed import get_pp_group
 from vllm.utils import length_from_prompt_token_ids_or_embeds
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from vllm_steer.engine.device_to_host import attach
-from vllm_steer.engine.worker_steering import StepBatch, WorkerSteering
+from vllm_steer.engine.model_output import attach_rows
+from vllm_steer.engine.model_setup import set_up_steering
+from vllm_steer.engine.step_batch import StepBatch
+from vllm_steer.engine.worker_manager import WorkerSteeringManager
 from vllm_steer.taps.assignment import BatchLayout
 
 
 class SteeringRunnerV1:
     """Mixed in front of the platform's V1 runner class."""
 
-    steering: WorkerSteering
+    steering: WorkerSteeringManager
 
     def load_model(self: Any, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         max_requests = self.scheduler_config.max_num_seqs
-        self.steering = WorkerSteering(
+        self.steering = set_up_steering(
             self.get_model(),
             self.vllm_config,
             self.device,
             max_tokens=self.max_num_tokens,
             max_requests=max_requests + 1,
             # Its graphs are captured once, with every tap.
-            several_graphs=self.device.type == "cpu",
+            separate_idle_graphs=self.device.type == "cpu",
         )
         if self.device.type == "cpu" and not get_pp_group().is_first_rank and self.intermediate_tensors is None:
             # vLLM makes this buffer in the profiling run, which its CPU worker leaves out where nothing is compiled.
@@ -50,7 +52,7 @@ class SteeringRunnerV1:
         self._steer_counts: dict[str, int] = {}
 
     def _update_states(self: Any, scheduler_output: Any) -> Any:
-        steering: WorkerSteering = self.steering
+        steering: WorkerSteeringManager = self.steering
         gone = scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set())
         for request_id in gone:
             self._steer_release(request_id)
@@ -87,7 +89,7 @@ class SteeringRunnerV1:
             self._steer_order = []
 
     def _model_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        steering: WorkerSteering = self.steering
+        steering: WorkerSteeringManager = self.steering
         if steering.active:
             steering.begin_step(self._steer_describe(kwargs))
         else:
@@ -125,21 +127,21 @@ class SteeringRunnerV1:
 
     def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
         output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
-        return attach(output, self.steering.take_rows())
+        return attach_rows(output, self.steering.capture.take_rows())
 
     def capture_model(self: Any, *args: Any, **kwargs: Any) -> Any:
         # One set of graphs: V1 is the fallback.
-        with self.steering.graph_sets.every_tap():
+        with self.steering.graph_sets.capture_all_taps():
             return super().capture_model(*args, **kwargs)  # type: ignore[misc]
 
     def profile_run(self: Any, *args: Any, **kwargs: Any) -> None:
         super().profile_run(*args, **kwargs)  # type: ignore[misc]
-        self.steering.graph_sets.compile_plain(
+        self.steering.graph_sets.compile_untapped(
             lambda tokens: self._dummy_run(tokens, is_profile=True)[0], self.max_num_tokens
         )
 
     def _dummy_run(self: Any, *args: Any, **kwargs: Any) -> Any:
         self.steering.begin_idle_step()
         output = super()._dummy_run(*args, **kwargs)  # type: ignore[misc]
-        self.steering.graph_sets.rest()
+        self.steering.graph_sets.restore_model()
         return output

@@ -14,25 +14,27 @@ from typing import Any
 
 import numpy as np
 
-from vllm_steer.engine.device_to_host import attach
-from vllm_steer.engine.worker_steering import StepBatch, WorkerSteering
+from vllm_steer.engine.model_output import attach_rows
+from vllm_steer.engine.model_setup import set_up_steering
+from vllm_steer.engine.step_batch import StepBatch
+from vllm_steer.engine.worker_manager import WorkerSteeringManager
 from vllm_steer.taps.assignment import BatchLayout
 
 
 class SteeringRunnerV2:
     """Mixed in front of the platform's V2 runner class."""
 
-    steering: WorkerSteering
+    steering: WorkerSteeringManager
 
     def load_model(self: Any, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)  # type: ignore[misc]
-        self.steering = WorkerSteering(
+        self.steering = set_up_steering(
             self.model,
             self.vllm_config,
             self.device,
             max_tokens=self.max_num_tokens,
             max_requests=self.max_num_reqs,
-            several_graphs=True,
+            separate_idle_graphs=True,
         )
         state = self.model_state
         chosen: Any = type(state)
@@ -42,15 +44,15 @@ class SteeringRunnerV2:
 
     def profile_run(self: Any, *args: Any, **kwargs: Any) -> None:
         super().profile_run(*args, **kwargs)  # type: ignore[misc]
-        self.steering.graph_sets.compile_plain(
+        self.steering.graph_sets.compile_untapped(
             lambda tokens: self._dummy_run(tokens, skip_attn=True, is_profile=True)[0], self.max_num_tokens
         )
 
     def profile_cudagraph_memory(self: Any) -> Any:
         # vLLM measures one set.
         measured = super().profile_cudagraph_memory()  # type: ignore[misc]
-        self.steering.graph_sets.rest()
-        return int(measured * self.steering.graph_sets.size)
+        self.steering.graph_sets.restore_model()
+        return int(measured * self.steering.graph_sets.memory_factor)
 
     def capture_model(self: Any, *, profile_only: bool = False) -> Any:
         if not profile_only and self.cudagraph_manager is not None:
@@ -64,7 +66,7 @@ class SteeringRunnerV2:
 
     def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
         output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
-        return attach(output, self.steering.take_rows())
+        return attach_rows(output, self.steering.capture.take_rows())
 
 
 @cache
@@ -72,7 +74,7 @@ def _steering_state(base: Any) -> Any:
     """A subclass of the model's own state class that keeps programs and rows."""
 
     class SteeringModelState(base):  # type: ignore[misc]
-        steering: WorkerSteering
+        steering: WorkerSteeringManager
         steering_step_is_real: bool
 
         def add_request(self, req_index: int, new_req_data: Any) -> None:

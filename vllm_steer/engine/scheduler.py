@@ -29,9 +29,9 @@ from vllm_steer.engine.arena import ArenaBudget, unsplit_spans
 from vllm_steer.engine.cache_keys import steering_hasher
 from vllm_steer.engine.edited_blocks import EditedBlocks
 from vllm_steer.engine.row_sender import RowSender
+from vllm_steer.engine.stats_collector import EngineStatsCollector
 from vllm_steer.errors import SteeringError
 from vllm_steer.log import steering_logger
-from vllm_steer.metrics.engine_stats import EngineMeter
 from vllm_steer.models.discovery import layer_count
 from vllm_steer.params import EXTRA_KEY, program_bytes, restore_program
 from vllm_steer.points import how_to_switch_on, points_on
@@ -77,8 +77,8 @@ def steering_scheduler(base: Any) -> Any:
             budget = (config.capture_mib << 20) // self._row_bytes
             self.steering_admission = AdmissionController(self.steering_ledger, budget, config.queue_timeout)
             self._capture_policy = config.capture_policy
-            self.steering_outbox = RowSender()
-            self._steering_meter = EngineMeter(self.steering_admission)
+            self.steering_row_sender = RowSender()
+            self._steering_stats = EngineStatsCollector(self.steering_admission)
             self._edited_blocks: EditedBlocks | None = None
             if current_platform.is_cpu() and not self.kv_cache_config.needs_kv_cache_zeroing:
                 # Where vLLM zeroes blocks itself, it zeroes all.
@@ -94,7 +94,7 @@ def steering_scheduler(base: Any) -> Any:
                 # starts, and ends with the next step.
                 logger.exception("Request %s came with a malformed steering program and is ended", request.request_id)
                 self._malformed[request.request_id] = str(error)
-            self._steering_meter.seconds += perf_counter() - started
+            self._steering_stats.seconds += perf_counter() - started
             super().add_request(request)
 
         def _bind(self, request: Any) -> None:
@@ -192,20 +192,20 @@ def steering_scheduler(base: Any) -> Any:
 
         def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
             started = perf_counter()
-            self.steering_outbox.take_in(model_runner_output, self.requests)
+            self.steering_row_sender.collect(model_runner_output, self.requests)
             upstream = perf_counter()
             outputs = super().update_from_output(scheduler_output, model_runner_output)
             started += perf_counter() - upstream
             self._end_refused(outputs)
-            self.steering_outbox.hand_out(outputs)
-            self._steering_meter.seconds += perf_counter() - started
-            self._steering_meter.put_on(outputs, model_runner_output)
+            self.steering_row_sender.attach_to(outputs)
+            self._steering_stats.seconds += perf_counter() - started
+            self._steering_stats.attach_to(outputs, model_runner_output)
             return outputs
 
         def _end_refused(self, outputs: Any) -> None:
             """End what has waited too long or never can start, with an output that says why."""
             overdue = self.steering_admission.overdue() if self.pause_state is PauseState.UNPAUSED else {}
-            self._steering_meter.timed_out += len(overdue)
+            self._steering_stats.timed_out += len(overdue)
             reasons = {**overdue, **self._malformed}
             self._malformed.clear()
             for request in self.finish_requests(list(reasons), RequestStatus.FINISHED_ERROR) if reasons else ():
@@ -273,7 +273,7 @@ def steering_scheduler(base: Any) -> Any:
             admitted = self.steering_admission.admit(request.request_id, resolved, rows)
             if admitted:
                 self._arena.follow(request.request_id, resolved)
-            self._steering_meter.seconds += perf_counter() - started
+            self._steering_stats.seconds += perf_counter() - started
             return admitted
 
         def _rows_in_all(self, request: Any, resolved: Resolved) -> int:
@@ -288,8 +288,8 @@ def steering_scheduler(base: Any) -> Any:
             params = copy.copy(request.sampling_params)
             params.extra_args = {**params.extra_args, EXTRA_KEY: program.to_bytes()}
             request.sampling_params = params
-            self.steering_outbox.say(request, NO_ROOM)
-            self._steering_meter.given_up += 1
+            self.steering_row_sender.report_missing(request, NO_ROOM)
+            self._steering_stats.given_up += 1
             resolved = resolve(program, request.num_prompt_tokens, self._steering_layers)
             self._steered[request.request_id] = resolved
             return resolved

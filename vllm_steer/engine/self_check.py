@@ -22,7 +22,7 @@ from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
 from vllm_steer.capture.step_rows import StepRows
 from vllm_steer.config import SteeringConfig, from_vllm_config
-from vllm_steer.engine.worker_steering import WorkerSteering
+from vllm_steer.engine.worker_manager import WorkerSteeringManager
 from vllm_steer.models.self_check_plan import (
     NEEDED,
     TOKENS,
@@ -56,7 +56,7 @@ _DISABLE = "--steering-skip-self-check (SteeringConfig(self_check=False))"
 
 def self_check(worker: Any) -> dict[str, Any]:
     """Run it and log what it cost; what it found, in builtins. Raises :class:`SelfCheckError`."""
-    steering: WorkerSteering = worker.model_runner.steering
+    steering: WorkerSteeringManager = worker.model_runner.steering
     config = from_vllm_config(worker.vllm_config)
     model = type(worker.model_runner.get_model()).__name__
     reason = _why_not(worker, config)
@@ -142,7 +142,7 @@ def _blocks(worker: Any) -> list[tuple[list[int], ...]]:
 class _Check:
     """One run: the plain requests, then those with edits that follow from them."""
 
-    def __init__(self, worker: Any, steering: WorkerSteering, config: SteeringConfig) -> None:
+    def __init__(self, worker: Any, steering: WorkerSteeringManager, config: SteeringConfig) -> None:
         self._worker, self._steering, self._config = worker, steering, config
         self._vocab = worker.vllm_config.model_config.get_vocab_size()
         self._blocks = _blocks(worker)
@@ -159,7 +159,7 @@ class _Check:
         every = served_sites(points, range(num_layers), {})
         here = served_sites(points, [layer.number for layer in steering.decoder.layers], refused)
         plain = plain_probes(every, min(config.capture_rows // TOKENS, config.max_instructions))
-        with steering.taking_rows():
+        with steering.capture.enabled_on_every_rank():
             try:
                 streams = self._ask(plain)
                 base, donor = (
@@ -242,10 +242,10 @@ class _Check:
         if look is not None:
             # Before sampling, whose drafter may have its graphs' memory in common with the model's.
             look(self._hidden())
-        pending = self._steering.take_rows()
+        pending = self._steering.capture.take_rows()
         self._worker.sample_tokens(None)
         # These requests project nothing: their rows leave in one form.
-        (step,) = (None,) if pending is None else pending.arrived()
+        (step,) = (None,) if pending is None else pending.wait()
         return [
             (probe, {} if step is None else self._rows(step, name)) for name, probe in zip(names, probes, strict=True)
         ]

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from vllm.platforms import current_platform
 
+from vllm_steer.engine.model_output import attach_stats
 from vllm_steer.engine.runner_v1 import SteeringRunnerV1
 from vllm_steer.engine.runner_v2 import SteeringRunnerV2
 from vllm_steer.engine.self_check import self_check
-from vllm_steer.metrics.worker_stats import note
 
 
 def _platform_worker() -> Any:
@@ -72,7 +72,7 @@ class SteeringWorker(_platform_worker()):  # type: ignore[misc]
             self._steering_asleep = None
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        return note(super().sample_tokens(*args, **kwargs), self.model_runner.steering.take_note())
+        return attach_stats(super().sample_tokens(*args, **kwargs), self.model_runner.steering.take_stats())
 
     def compile_or_warm_up_model(self) -> Any:
         """vLLM's last step before it serves; then, on the path that serves, the check of the taps."""
@@ -81,5 +81,5 @@ class SteeringWorker(_platform_worker()):  # type: ignore[misc]
         return times
 
     def steering_capabilities(self) -> dict[str, Any]:
-        """RPC: what this rank serves, see :meth:`vllm_steer.engine.worker_steering.Steering.capabilities`."""
+        """RPC: what this rank serves, see :meth:`vllm_steer.engine.worker_manager.Steering.capabilities`."""
         return self.model_runner.steering.capabilities()  # type: ignore[no-any-return]

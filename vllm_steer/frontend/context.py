@@ -28,8 +28,8 @@ from vllm_steer.metrics.collectors import start as start_metrics
 from vllm_steer.params import capture_specs, program_of
 from vllm_steer.program.program_files import ProgramFileCache
 from vllm_steer.registry.directory import DirectoryStore
+from vllm_steer.registry.index import RegistryLimits
 from vllm_steer.registry.registry import SteeringRegistry
-from vllm_steer.registry.snapshot import RegistryLimits
 
 CONSUMERS_VARIABLE = "VLLM_STEER_CAPTURE_CONSUMERS"
 REGISTRY_VARIABLE = "VLLM_STEER_REGISTRY"

@@ -38,7 +38,7 @@ def complete_params(context: EngineContext | None, params: Any) -> Any:
     if context is None or not isinstance(params, VllmSamplingParams):
         return params
     extra = params.extra_args or {}
-    completed = context.registry.admit(extra)
+    completed = context.registry.compose(extra)
     if completed is not extra:
         params = copy.copy(params)
         params.extra_args = completed

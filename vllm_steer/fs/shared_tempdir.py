@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder in which the API servers of one ``vllm serve`` keep what is to be fetched.
+"""A temporary directory that several processes of one user share, such as the API servers of one ``vllm serve``.
 
-All of them know its path, from a name in the parsed flags; only their own user can look into it. Each process that has
-written to it holds a lock on it while it lives, so the last one to leave removes it, and a folder whose processes were
-all killed is known by its free lock: the next server of that user removes it.
+Every process finds the directory by its name, and only its user can access it. Each process that uses the directory
+holds a shared lock on a file in it. The last process to leave removes the directory. If all of them were killed, the
+lock is free, and the next process of that user that creates a shared directory removes the abandoned one.
 """
 
 from __future__ import annotations
@@ -18,54 +18,53 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 
 _PREFIX = f"vllm-steer-{os.getuid()}-"
-_ALIVE, _LOCK = "alive", "lock"
+_MEMBERS, _MUTEX = "alive", "lock"
 _FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
 _AFTER_CHILDREN = -1
-"""At exit, when multiprocessing has joined this process's children: their locks are free only when they are gone."""
-BOOKKEEPING = frozenset({_ALIVE, _LOCK})
-"""Files of the folder that are not kept for anybody."""
+"""Exit priority: run after multiprocessing has joined this process's children, which hold locks until they end."""
+LOCK_FILES = frozenset({_MEMBERS, _MUTEX})
+"""Names of the lock files in the directory."""
 
 
-def spool_path(name: str) -> Path:
-    """Where the folder of this name is, on every process of this machine and user."""
+def shared_tempdir_path(name: str) -> Path:
+    """Return the path of the shared directory ``name``, which is the same in every process of this machine and user."""
     return Path(tempfile.gettempdir()) / f"{_PREFIX}{name}"
 
 
 class SharedTempDir:
-    """A process's hold on the folder; making one makes the folder where it is not there. For any thread."""
+    """One process's membership in a shared directory, which is created if it does not exist. Thread-safe."""
 
     def __init__(self, name: str) -> None:
         _remove_abandoned()
-        self.path = spool_path(name)
-        self._alive = self._enter()
-        # Where nobody leaves, at the end of the process.
-        self._leave = Finalize(self, _leave, args=(self.path, self._alive), exitpriority=_AFTER_CHILDREN)
+        self.path = shared_tempdir_path(name)
+        self._members = self._join()
+        # Without a call of `leave`: at the end of the process.
+        self._leave = Finalize(self, _leave, args=(self.path, self._members), exitpriority=_AFTER_CHILDREN)
 
-    def _enter(self) -> int:
+    def _join(self) -> int:
         while True:
             with contextlib.suppress(FileExistsError):
                 self.path.mkdir(0o700)
             status = self.path.lstat()
             if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-                raise PermissionError(f"{self.path} is not a folder that only this user can look into")
+                raise PermissionError(f"{self.path} is not a directory that only this user can access")
             try:
-                alive = os.open(self.path / _ALIVE, _FLAGS | os.O_CREAT, 0o600)
+                members = os.open(self.path / _MEMBERS, _FLAGS | os.O_CREAT, 0o600)
             except FileNotFoundError:
-                continue  # removed by another process since
-            fcntl.flock(alive, fcntl.LOCK_SH)
-            if _is_there(alive, self.path / _ALIVE):
-                return alive
-            os.close(alive)
+                continue  # another process has just removed the directory
+            fcntl.flock(members, fcntl.LOCK_SH)
+            if _is_open_at(members, self.path / _MEMBERS):
+                return members
+            os.close(members)
 
-    def is_there(self) -> bool:
-        """Whether the folder is still the one that was entered: systems tidy up temporary files that are some days
-        old."""
-        return _is_there(self._alive, self.path / _ALIVE)
+    def exists(self) -> bool:
+        """Return whether the directory is still the one that was joined: systems delete old temporary files."""
+        return _is_open_at(self._members, self.path / _MEMBERS)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep every other thread and process out: of what is in the folder, nothing changes meanwhile."""
-        lock = os.open(self.path / _LOCK, _FLAGS | os.O_CREAT, 0o600)
+        """Exclude every other thread and process that calls this method of the same directory."""
+        lock = os.open(self.path / _MUTEX, _FLAGS | os.O_CREAT, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
@@ -73,38 +72,46 @@ class SharedTempDir:
             os.close(lock)
 
     def leave(self) -> None:
-        """Let go, and remove the folder if nobody else holds it."""
-        self._leave()  # only ever runs once
+        """End the membership, and remove the directory if this was the last member. Later calls do nothing."""
+        self._leave()
 
 
-def _leave(path: Path, alive: int) -> None:
+def remove_at_exit(name: str) -> None:
+    """Remove the directory when this process exits, unless another process is a member.
+
+    For the process that starts the API servers: with ``--shutdown-timeout 0``, vLLM's default, it kills them before
+    they can clean up. Forks of this process do not inherit the exit handler.
+    """
+    Finalize(None, _remove_if_abandoned, args=(shared_tempdir_path(name),), exitpriority=_AFTER_CHILDREN)
+
+
+def _leave(path: Path, members: int) -> None:
     try:
-        # Where somebody has tidied up, what is there by now is not ours.
-        if _is_there(alive, path / _ALIVE):
+        # If the directory was deleted meanwhile, another one of that name is not ours to remove.
+        if _is_open_at(members, path / _MEMBERS):
             with contextlib.suppress(FileNotFoundError):
-                _remove_if_free(path, alive)
+                _remove_if_unlocked(path, members)
     finally:
-        os.close(alive)
+        os.close(members)
 
 
-def _is_there(descriptor: int, path: Path) -> bool:
-    """Whether ``path`` still is the file that was opened."""
+def _is_open_at(descriptor: int, path: Path) -> bool:
     try:
         return os.path.samestat(os.fstat(descriptor), path.lstat())
     except FileNotFoundError:
         return False
 
 
-def _remove_if_free(path: Path, alive: int) -> None:
+def _remove_if_unlocked(path: Path, members: int) -> None:
     try:
-        fcntl.flock(alive, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(members, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return
     for entry in path.iterdir():
-        if entry.name != _ALIVE:
+        if entry.name != _MEMBERS:
             entry.unlink(missing_ok=True)
-    (path / _ALIVE).unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # somebody has entered again
+    (path / _MEMBERS).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # another process has joined
         path.rmdir()
 
 
@@ -116,19 +123,10 @@ def _remove_abandoned() -> None:
 
 
 def _remove_if_abandoned(path: Path) -> None:
-    with contextlib.suppress(OSError):  # there is none, or another process is at it
-        alive = os.open(path / _ALIVE, _FLAGS)
+    with contextlib.suppress(OSError):  # it does not exist, or another process is removing it
+        members = os.open(path / _MEMBERS, _FLAGS)
         try:
-            if _is_there(alive, path / _ALIVE):
-                _remove_if_free(path, alive)
+            if _is_open_at(members, path / _MEMBERS):
+                _remove_if_unlocked(path, members)
         finally:
-            os.close(alive)
-
-
-def remove_at_exit(name: str) -> None:
-    """Where this process ends, remove the folder unless another one holds it.
-
-    For the process that starts the API servers: with ``--shutdown-timeout 0``, which is vLLM's default, it kills them
-    before they can end by themselves. A fork of this process does not inherit it.
-    """
-    Finalize(None, _remove_if_abandoned, args=(spool_path(name),), exitpriority=_AFTER_CHILDREN)
+            os.close(members)

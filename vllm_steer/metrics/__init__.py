@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prometheus metrics beside vLLM's own."""
+"""Prometheus metrics: definitions, collectors, and statistics on their way from workers to the front end."""

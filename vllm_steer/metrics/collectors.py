@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table's metrics in ``prometheus_client``'s registry, where vLLM's own are.
+"""Collectors of the metrics in ``prometheus_client``'s default registry, which vLLM uses too.
 
-Collectors belong to the process, as that registry does. They are made where a front end of a steering engine starts;
-everywhere else there are none, and to count is to do nothing. With several API servers vLLM sets
-``PROMETHEUS_MULTIPROC_DIR``: values are then files that any of the processes can put together at ``/metrics``.
+The registry and the collectors belong to the process. Collectors are created when a front end of a steering engine
+starts; in all other processes, counting has no effect. With several API servers, vLLM sets
+``PROMETHEUS_MULTIPROC_DIR``; values are then stored in files, which any of the processes aggregates for ``/metrics``.
 """
 
 from __future__ import annotations
@@ -14,70 +14,77 @@ from typing import Any
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from vllm_steer.metrics.table import BY_SHORT, METRICS, Metric
+from vllm_steer.metrics.definitions import METRICS, METRICS_BY_KEY, Metric
 
 _collectors: dict[str, Any] = {}
-# Those with labels, of which there are few: prometheus_client looks at labels one by one, for every request anew.
+# prometheus_client's labels() validates the labels on every call; the few combinations that occur are cached.
 _children: dict[tuple[str, ...], Any] = {}
 
 
-def start(known: Mapping[str, tuple[str, ...]]) -> None:
-    """Make the collectors, unless there are any, with a zero wherever all values of a metric's labels are known.
+def start(label_values: Mapping[str, tuple[str, ...]]) -> None:
+    """Create the collectors, unless they exist, and set counters and histograms to zero for all known label values.
 
-    ``known``: the values of ``model_name`` and ``engine`` in this process.
+    Gauges are left unset, since an unknown value is not zero.
+
+    Args:
+        label_values: The values of ``model_name`` and ``engine`` in this process.
     """
     for metric in METRICS:
-        if metric.short not in _collectors:
-            _collectors[metric.short] = _make(metric)
+        if metric.key not in _collectors:
+            _collectors[metric.key] = _create(metric)
             _children.clear()
-        values = [given or known.get(label, ()) for label, given in metric.labels.items()]
-        if metric.labels and metric.type != "gauge":  # a gauge that nobody has set is not known to be 0
-            for each in product(*values):
-                _collectors[metric.short].labels(*each)
+        if metric.labels and metric.type != "gauge":
+            values = [given or label_values.get(label, ()) for label, given in metric.labels.items()]
+            for combination in product(*values):
+                _collectors[metric.key].labels(*combination)
 
 
-def _make(metric: Metric) -> Any:
-    about = (metric.name, metric.help, tuple(metric.labels))
+def _create(metric: Metric) -> Any:
+    arguments = (metric.name, metric.help, tuple(metric.labels))
     match metric.type:
         case "counter":
-            return Counter(*about)
+            return Counter(*arguments)
         case "gauge":
-            return Gauge(*about, multiprocess_mode=metric.multiprocess or "mostrecent")
+            return Gauge(*arguments, multiprocess_mode=metric.multiprocess or "mostrecent")
         case "histogram":
-            return Histogram(*about, buckets=metric.buckets)
+            return Histogram(*arguments, buckets=metric.buckets)
 
 
-def child(short: str, **labels: str) -> Any:
-    """The collector of one metric with these labels; None where nothing is counted."""
-    collector = _collectors.get(short)
-    if collector is None:
-        if short not in BY_SHORT:
-            raise KeyError(short)
+def collector(key: str, **labels: str) -> Any:
+    """Return the collector of a metric with these labels, or None if :func:`start` was not called.
+
+    Raises:
+        KeyError: There is no such metric.
+    """
+    parent = _collectors.get(key)
+    if parent is None:
+        if key not in METRICS_BY_KEY:
+            raise KeyError(key)
         return None
     if not labels:
-        return collector
-    key = (short, *labels, *labels.values())
-    if key not in _children:
-        _children[key] = collector.labels(**labels)
-    return _children[key]
+        return parent
+    child_key = (key, *labels, *labels.values())
+    if child_key not in _children:
+        _children[child_key] = parent.labels(**labels)
+    return _children[child_key]
 
 
-def add(short: str, amount: float = 1, **labels: str) -> None:
-    """Count a counter up, or a gauge by ``amount``."""
-    counter = child(short, **labels)
+def add(key: str, amount: float = 1, **labels: str) -> None:
+    """Add ``amount`` to a counter or gauge."""
+    counter = collector(key, **labels)
     if counter is not None:
         counter.inc(amount)
 
 
-def set_gauge(short: str, value: float, **labels: str) -> None:
+def set_gauge(key: str, value: float, **labels: str) -> None:
     """Set a gauge."""
-    gauge = child(short, **labels)
+    gauge = collector(key, **labels)
     if gauge is not None:
         gauge.set(value)
 
 
-def observe(short: str, value: float, **labels: str) -> None:
+def observe(key: str, value: float, **labels: str) -> None:
     """Add an observation to a histogram."""
-    histogram = child(short, **labels)
+    histogram = collector(key, **labels)
     if histogram is not None:
         histogram.observe(value)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far behind a consumer of captures is."""
+"""Metrics of capture consumers."""
 
 from __future__ import annotations
 
 from vllm_steer.metrics.collectors import add, observe, set_gauge
 
 
-class ConsumerMeter:
-    """Of one consumer of one engine client; for any thread."""
+class ConsumerMetrics:
+    """Metrics of one consumer of one engine client. Thread-safe."""
 
     def __init__(self, model_name: str, consumer: str) -> None:
         self._labels = {"model_name": model_name, "consumer": consumer}
@@ -16,11 +16,17 @@ class ConsumerMeter:
             add("consumer_results", 0, **self._labels, status=status)
 
     def queued(self) -> None:
-        """It has been given a capture."""
+        """Count a capture that was queued for the consumer."""
         add("consumer_queue", 1, **self._labels)
 
     def reported(self, status: str, waited: float, worked: float) -> None:
-        """It has reported on one, after these seconds of waiting and of work."""
+        """Count a capture that the consumer has finished.
+
+        Args:
+            status: The consumer's result: "ok", "partial" or "error".
+            waited: Seconds that the capture was queued.
+            worked: Seconds that the consumer worked on it.
+        """
         add("consumer_queue", -1, **self._labels)
         observe("consumer_wait_seconds", waited, **self._labels)
         observe("consumer_seconds", worked, **self._labels)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Named modules and global steering: kept by a front end, and turned into a request's own program when it is admitted.
+"""Named modules and global steering.
 
-Nothing here reaches the engine. A request holds the content of the modules that it names, so a module that is replaced
-or deleted lives on for the requests that run with it, and engines, however many, need no copy of the registry.
+The registry belongs to the front end. When a request is admitted, the content of its modules and of global steering
+becomes part of the request's program. Engines therefore need no copy of the registry, and replacing or deleting a
+module does not affect running requests.
 """

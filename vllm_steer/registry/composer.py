@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request is admitted: global steering, the modules that it names and its own edits, in this order, as one program.
+"""Composition of a request's program from global steering, the modules that it names and its own edits, in this order.
 
-This happens once for each request, in the front end. From then on the request holds content, and nothing that happens
-to the registry can change what it runs with.
+The front end composes each request once, at admission. The result contains the content of the modules, so later
+changes of the registry do not affect the request.
 """
 
 from __future__ import annotations
@@ -24,122 +24,131 @@ from vllm_steer.params import (
     read_specs,
 )
 from vllm_steer.program import Program, compile_program, join, with_source
+from vllm_steer.registry.index import ResolvedModule
 from vllm_steer.registry.module import DIGEST_PREFIX
-from vllm_steer.registry.snapshot import Snapshot, Use
+from vllm_steer.registry.snapshot import Snapshot
 from vllm_steer.spec import CaptureSpec, NamedProjection, Projection
 from vllm_steer.spec.references import MODULES_FIELD, Reference
 
-_MOST_KEPT = 256
-_SMALL = 1 << 14
-"""Bytes of a request's own up to which it is worth a look whether another brought the same: vectors mostly differ."""
+_COMPOSED_KEYS = (EXTRA_KEY, MODULES_KEY, CAPTURE_KEY)
+_CACHE_SIZE = 256
+_MAX_CACHED_BYTES = 1 << 14
+"""Size limit of cached ``extra_args`` values. Larger ones contain vectors, which rarely repeat."""
 
 
 class RequestComposer:
-    """Composes programs; keeps those of requests that bring names and few bytes of their own, which are often equal."""
+    """Composer of request programs. Caches the results for small requests, which are often equal."""
 
     def __init__(self) -> None:
-        self._kept: tuple[Snapshot | None, dict[tuple[bytes | None, ...], dict[str, bytes]]] = (None, {})
+        self._cache: tuple[Snapshot | None, dict[tuple[bytes | None, ...], dict[str, bytes]]] = (None, {})
 
     def compose(self, extra: Mapping[str, Any], snapshot: Snapshot) -> Mapping[str, Any]:
-        """``extra_args`` as the engine gets them: with the whole program, and what was applied beside it.
+        """Return ``extra_args`` for the engine: with the complete program and a description of what was applied.
 
-        The same object where there is nothing to apply, or where it has been applied before.
+        Returns ``extra`` itself if nothing applies, or if it is already composed.
 
         Raises:
-            SteeringError: a module is not there, the parts do not go together, or a client has forged one of our keys.
+            SteeringError: A module is unknown, the parts are incompatible, or a reserved key has an invalid value.
         """
         if APPLIED_KEY in extra:
             if not isinstance(extra[APPLIED_KEY], bytes):
-                raise SteeringError(f"extra_args.{APPLIED_KEY}", "is not for clients")
+                raise SteeringError(f"extra_args.{APPLIED_KEY}", "is reserved for internal use")
             return extra
-        ours = {name: extra[name] for name in (EXTRA_KEY, MODULES_KEY, CAPTURE_KEY) if name in extra}
+        ours = {name: extra[name] for name in _COMPOSED_KEYS if name in extra}
         if EXTRA_KEY not in ours and MODULES_KEY not in ours and snapshot.steering_digest is None:
             return extra
         rest = {name: value for name, value in extra.items() if name not in ours}
-        if not all(isinstance(value, bytes) and len(value) <= _SMALL for value in ours.values()):
-            return {**rest, **_composed(ours, snapshot)}
-        # Together, so that what is found is of this snapshot, whatever another thread does meanwhile.
-        of, kept = self._kept
-        if of is not snapshot or len(kept) >= _MOST_KEPT:
-            kept = {}
-            self._kept = snapshot, kept
-        key = tuple(ours.get(name) for name in (EXTRA_KEY, MODULES_KEY, CAPTURE_KEY))
-        if key not in kept:
-            kept[key] = _composed(ours, snapshot)
-        return {**rest, **kept[key]}
+        if not all(isinstance(value, bytes) and len(value) <= _MAX_CACHED_BYTES for value in ours.values()):
+            return {**rest, **_compose(ours, snapshot)}
+        # One tuple, so that a concurrent thread cannot combine this snapshot with the entries of another.
+        cached_snapshot, cache = self._cache
+        if cached_snapshot is not snapshot or len(cache) >= _CACHE_SIZE:
+            cache = {}
+            self._cache = snapshot, cache
+        key = tuple(ours.get(name) for name in _COMPOSED_KEYS)
+        if key not in cache:
+            cache[key] = _compose(ours, snapshot)
+        return {**rest, **cache[key]}
 
 
 def count_edits(extra: Mapping[str, Any], snapshot: Snapshot) -> int:
-    """How many edits the modules have that ``extra_args`` name, each as often as it is named, before any is joined.
+    """Return the number of edits in the modules that ``extra_args`` names, without joining their programs.
 
     Raises:
-        SteeringError: a module is not there.
+        UnknownModuleError: A module is unknown.
     """
-    uses = _found(read_references(extra) or (), snapshot)
-    return sum(len(snapshot.content(use.digest).program.edits) for use in uses)
+    modules = _resolve(read_references(extra) or (), snapshot)
+    return sum(len(snapshot.content(module.digest).program.edits) for module in modules)
 
 
-def _composed(ours: Mapping[str, Any], snapshot: Snapshot) -> dict[str, bytes]:
-    """What becomes of the keys that are ours."""
-    own = None if EXTRA_KEY not in ours else Program.from_bytes(ours[EXTRA_KEY])
-    references = read_references(ours)
-    uses = _found(references or (), snapshot)
-    composed = {key: value for key, value in ours.items() if key != MODULES_KEY}
-    if own is not None and references is not None and CAPTURE_KEY in ours:
-        specs = with_probes(read_specs(ours), snapshot)
-        composed[CAPTURE_KEY] = encode_specs(specs)
-        # Its directions are known now: what was a read of whole rows may be one of products.
-        paths = [f"capture.{consumer}" for consumer, _ in specs]
-        own = join([own.without_reads(), compile_program([], [spec for _, spec in specs], capture_paths=paths)])
-        composed[EXTRA_KEY] = own.encode_cached()
-    if uses or snapshot.steering_digest is not None:
-        modules = [with_source(snapshot.program(use), f"{MODULES_FIELD}[{i}]") for i, use in enumerate(uses)]
-        steering = snapshot.steering_program
-        everyone = [] if steering is None else [with_source(steering, "global steering")]
-        composed[EXTRA_KEY] = join([*everyone, *modules, *([] if own is None else [own])]).encode_cached()
-    if uses or snapshot.steering_digest is not None or (own is not None and own.edits):
-        composed[APPLIED_KEY] = _applied(snapshot, uses, own)
-    return composed
+def resolve_probes(
+    specs: tuple[tuple[str, CaptureSpec], ...], snapshot: Snapshot
+) -> tuple[tuple[str, CaptureSpec], ...]:
+    """Return ``specs`` with the names of probes replaced by their directions.
 
-
-def _found(references: tuple[Reference, ...], snapshot: Snapshot) -> tuple[Use, ...]:
-    return tuple(snapshot.find(each, f"{MODULES_FIELD}[{i}]")[0] for i, each in enumerate(references))
-
-
-def with_probes(specs: tuple[tuple[str, CaptureSpec], ...], snapshot: Snapshot) -> tuple[tuple[str, CaptureSpec], ...]:
-    """``specs`` with the directions of named probes in the place of their names; raises SteeringError."""
+    Raises:
+        UnknownModuleError: A module is unknown.
+        SteeringError: A module has no probe of that name.
+    """
     return tuple(
-        (consumer, spec.with_reduce(_directions(spec.reduce, snapshot, f"capture.{consumer}.reduce.probes")))
+        (consumer, spec.with_reduce(_projection(spec.reduce, snapshot, f"capture.{consumer}.reduce.probes")))
         if isinstance(spec.reduce, NamedProjection)
         else (consumer, spec)
         for consumer, spec in specs
     )
 
 
-def _directions(named: NamedProjection, snapshot: Snapshot, field: str) -> Projection:
+def _compose(ours: Mapping[str, Any], snapshot: Snapshot) -> dict[str, bytes]:
+    own = None if EXTRA_KEY not in ours else Program.from_bytes(ours[EXTRA_KEY])
+    references = read_references(ours)
+    modules = _resolve(references or (), snapshot)
+    composed = {key: value for key, value in ours.items() if key != MODULES_KEY}
+    if own is not None and references is not None and CAPTURE_KEY in ours:
+        specs = resolve_probes(read_specs(ours), snapshot)
+        composed[CAPTURE_KEY] = encode_specs(specs)
+        # Recompile the reads: now that the directions are known, the engine may be able to compute the projections.
+        paths = [f"capture.{consumer}" for consumer, _ in specs]
+        own = join([own.without_reads(), compile_program([], [spec for _, spec in specs], capture_paths=paths)])
+        composed[EXTRA_KEY] = own.encode_cached()
+    if modules or snapshot.steering_digest is not None:
+        named = [with_source(snapshot.program(each), f"{MODULES_FIELD}[{i}]") for i, each in enumerate(modules)]
+        steering = snapshot.steering_program
+        everyone = [] if steering is None else [with_source(steering, "global steering")]
+        composed[EXTRA_KEY] = join([*everyone, *named, *([] if own is None else [own])]).encode_cached()
+    if modules or snapshot.steering_digest is not None or (own is not None and own.edits):
+        composed[APPLIED_KEY] = _encode_applied(snapshot, modules, own)
+    return composed
+
+
+def _resolve(references: tuple[Reference, ...], snapshot: Snapshot) -> tuple[ResolvedModule, ...]:
+    return tuple(snapshot.find(each, f"{MODULES_FIELD}[{i}]")[0] for i, each in enumerate(references))
+
+
+def _projection(named: NamedProjection, snapshot: Snapshot, field: str) -> Projection:
     directions = []
     for i, probe in enumerate(named.probes):
-        use, _ = snapshot.find(probe.module, f"{field}[{i}]")
-        probes = snapshot.content(use.digest).probes
+        module, _ = snapshot.find(probe.module, f"{field}[{i}]")
+        probes = snapshot.content(module.digest).probes
         if probe.probe not in probes:
-            there = ", ".join(probes) or "none"
-            raise SteeringError(f"{field}[{i}]", f"{probe.module} has no probe {probe.probe}; it has {there}")
+            existing = ", ".join(probes) or "none"
+            problem = f"module {probe.module} has no probe {probe.probe!r}; its probes are: {existing}"
+            raise SteeringError(f"{field}[{i}]", problem)
         directions.append(probes[probe.probe])
     return Projection(directions, field)
 
 
-def _applied(snapshot: Snapshot, uses: tuple[Use, ...], own: Program | None) -> bytes:
-    """As JSON of a `SteeringApplied`: it is made for every request, and mostly read for none."""
+def _encode_applied(snapshot: Snapshot, modules: tuple[ResolvedModule, ...], own: Program | None) -> bytes:
+    """Return the JSON of a `SteeringApplied`, which is encoded for every request but rarely decoded."""
     return msgspec.json.encode(
         {
             "epoch": snapshot.epoch,
             "global": snapshot.steering_digest,
-            "modules": uses,
-            "request": None if own is None or not own.edits else _digest(own),
+            "modules": modules,
+            "request": None if own is None or not own.edits else _edits_digest(own),
         }
     )
 
 
-def _digest(program: Program) -> str:
-    """Of a program's edits: their steps name vectors by content."""
+def _edits_digest(program: Program) -> str:
+    # The steps refer to vectors by digest.
     return DIGEST_PREFIX + hashlib.sha256(msgspec.msgpack.encode(program.edits)).hexdigest()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A state of the registry in words and numbers, as `schema.py` has them."""
+"""Conversion of registry snapshots to the API objects of `schema`."""
 
 from __future__ import annotations
 
@@ -10,31 +10,30 @@ from vllm_steer.registry.snapshot import Snapshot
 from vllm_steer.spec.references import Reference
 
 
-def describe_list(snapshot: Snapshot) -> ModuleList:
-    """All names."""
+def describe_modules(snapshot: Snapshot) -> ModuleList:
+    """Return the description of all modules, ordered by name."""
     names = sorted(snapshot.index.modules)
     return ModuleList(epoch=snapshot.epoch, data=[describe_module(snapshot, Reference(name, None)) for name in names])
 
 
 def describe_module(snapshot: Snapshot, reference: Reference, *, data: bool = False) -> ModuleInfo:
-    """One module; raises UnknownModuleError."""
-    use, version = snapshot.find(reference, "name")
+    """Return the description of one module, with its vectors if ``data``; raises ``UnknownModuleError``."""
+    resolved, version = snapshot.find(reference, "name")
     problem = None
     try:
-        module = snapshot.content(use.digest)
+        module = snapshot.content(resolved.digest)
     except RegistryUnavailableError as error:
         module, problem = Module(), error.problem
-    name = reference.name or next(
-        name for name, versions in snapshot.index.modules.items() if version in versions
-    )  # referred to by digest alone: any name that has it
+    # For a reference by digest alone: any name that has this version.
+    name = reference.name or next(name for name, versions in snapshot.index.modules.items() if version in versions)
     return ModuleInfo(
         epoch=snapshot.epoch,
         name=name,
         digest=version.digest,
         versions=[each.digest for each in snapshot.index.modules[name]],
-        description=version.about.description,
-        model=version.about.model,
-        provenance=version.about.provenance,
+        description=version.metadata.description,
+        model=version.metadata.model,
+        provenance=version.metadata.provenance,
         registered=version.registered,
         width=module.width,
         probes=list(module.probes),
@@ -44,12 +43,16 @@ def describe_module(snapshot: Snapshot, reference: Reference, *, data: bool = Fa
 
 
 def describe_steering(snapshot: Snapshot, *, data: bool = False) -> GlobalSteering:
-    """Global steering; raises RegistryUnavailableError where its content could not be read."""
+    """Return the description of global steering, with its vectors if ``data``.
+
+    Raises:
+        RegistryUnavailableError: The content could not be read.
+    """
     steering = snapshot.index.steering
     return GlobalSteering(
         epoch=snapshot.epoch,
         digest=steering.digest,
-        modules=[ModuleUse(name=use.name, digest=use.digest, scale=use.scale) for use in steering.modules],
+        modules=[ModuleUse(name=each.name, digest=each.digest, scale=each.scale) for each in steering.modules],
         content=_content(Module() if steering.content is None else snapshot.content(steering.content), data),
     )
 

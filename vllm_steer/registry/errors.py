@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors of the registry that are answered otherwise than a wrong request is."""
+"""Errors of the registry that have an HTTP status of their own."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from vllm_steer.errors import SteeringError
 
 
 class UnknownModuleError(SteeringError):
-    """No module, or no version of it, goes by that reference."""
+    """The reference matches no module, or no version of it."""
 
 
 class RegistryFullError(SteeringError):
-    """What is to be registered would take the registry over one of its limits."""
+    """The change would exceed a limit of the registry."""
 
 
 class RegistryUnavailableError(SteeringError):
-    """The registry's folder cannot be read or written now."""
+    """The registry's directory cannot be read or written."""

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A module: edits for the tokens of a request, and probe directions, under one digest of their content."""
+"""Modules: edits and probe directions, identified by a digest of their content."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
@@ -23,8 +23,8 @@ from vllm_steer.spec.references import read_name
 from vllm_steer.spec.scalars import shown
 from vllm_steer.spec.selector import SelectorName
 
-# Tier -> the tokens that its vectors are added to. Edits apply tier by tier in this order, then those of `edits`.
 TIERS: Mapping[str, SelectorName] = MappingProxyType({"base": "all", "prefill": "prompt", "decode": "generated"})
+"""Tokens to which the vectors of a tier are added. The tiers apply in this order, before ``edits``."""
 EDITS, PROBES = "edits", "probes"
 CONTENT_KEYS: tuple[str, ...] = (*TIERS, EDITS, PROBES)
 
@@ -34,75 +34,75 @@ DIGEST_PREFIX = "sha256:"
 
 @dataclass(frozen=True, eq=False)
 class Module:
-    """What a module does; immutable, and the same in every process under the same digest."""
+    """Immutable content of a module. Equal content has the same digest in every process."""
 
     base: tuple[Edit, ...] = ()
-    """Added to every token, each edit at one layer of one point."""
+    """Edits that add to every token; each one applies at one layer of one hook point."""
     prefill: tuple[Edit, ...] = ()
-    """Added to prompt tokens."""
+    """Edits that add to prompt tokens."""
     decode: tuple[Edit, ...] = ()
-    """Added to generated tokens."""
+    """Edits that add to generated tokens."""
     edits: tuple[Edit, ...] = ()
-    """Edits of any kind, each with its own tokens."""
+    """Edits of any kind, each with its own token selector."""
     probes: Mapping[str, Vector] = field(default_factory=lambda: MappingProxyType({}))
-    """Directions to read by, float32 ``[H]``."""
+    """Directions for projections, by name; float32 ``[H]``."""
 
     @property
     def all_edits(self) -> tuple[Edit, ...]:
-        """In the order in which they apply."""
+        """All edits in the order in which they apply."""
         return (*self.base, *self.prefill, *self.decode, *self.edits)
 
     @property
     def vectors(self) -> Iterator[Vector]:
-        """Those of the edits, then the probes."""
+        """Vectors of all edits, followed by the probes."""
         yield from (edit.vector for edit in self.all_edits)
         yield from self.probes.values()
 
     @property
     def width(self) -> int:
-        """Components of each vector; 0 for an empty module."""
+        """Size of each vector; 0 if the module is empty."""
         return next((vector.size for vector in self.vectors), 0)
 
     @cached_property
     def num_bytes(self) -> int:
-        """What the vectors take, each counted as often as it stands there."""
+        """Total size of the vectors in bytes, duplicates included."""
         return sum(vector.nbytes for vector in self.vectors)
 
     @cached_property
     def program(self) -> Program:
-        """The edits, compiled."""
+        """Program compiled from the edits."""
         tiers = [f"{tier}.{edit.point}[{edit.layers[0]}]" for tier in TIERS for edit in getattr(self, tier)]
         return compile_program(self.all_edits, edit_paths=[*tiers, *(f"{EDITS}[{i}]" for i in range(len(self.edits)))])
 
     @cached_property
     def digest(self) -> str:
-        """``sha256:`` and the hash of the canonical bytes: JSON with sorted keys in which each vector is its hash."""
-        canonical = json.dumps(self._written(_hash), sort_keys=True, separators=(",", ":")).encode()
+        """``sha256:`` and the hash of the canonical JSON: sorted keys, and vectors replaced by their hashes."""
+        canonical = json.dumps(self._to_dict(_hash), sort_keys=True, separators=(",", ":")).encode()
         return DIGEST_PREFIX + hashlib.sha256(canonical).hexdigest()
 
     def to_wire(self) -> dict[str, Any]:
-        """As a JSON body gives it, vectors packed, empty parts left out; `parse_module` is the inverse."""
-        return self._written(pack_vector)
+        """Return the JSON form with packed vectors and without empty parts; `parse_module` is the inverse."""
+        return self._to_dict(pack_vector)
 
-    def _written(self, vector: Any) -> dict[str, Any]:
+    def _to_dict(self, encode: Callable[[Vector], Any]) -> dict[str, Any]:
         written: dict[str, Any] = {}
         for tier in TIERS:
             for edit in getattr(self, tier):
-                entry = {"vector": vector(edit.vector), "scale": edit.strength}
+                entry = {"vector": encode(edit.vector), "scale": edit.strength}
                 written.setdefault(tier, {}).setdefault(edit.point, {})[str(edit.layers[0])] = entry
         if self.edits:
-            written[EDITS] = [{**edit.to_wire(), "vector": vector(edit.vector)} for edit in self.edits]
+            written[EDITS] = [{**edit.to_wire(), "vector": encode(edit.vector)} for edit in self.edits]
         if self.probes:
-            written[PROBES] = {name: vector(probe) for name, probe in self.probes.items()}
+            written[PROBES] = {name: encode(probe) for name, probe in self.probes.items()}
         return written
 
     def merged(self, change: Module) -> Module:
-        """This module with ``change`` on top.
+        """Return this module updated with ``change``.
 
-        A vector of a tier takes the place of what its site had in that tier; ``edits`` and probes of ``change``, where
-        there are any, take the place of all those here.
+        In the tiers, each edit of ``change`` replaces the edit of its layer and hook point. ``edits`` and ``probes``
+        are replaced completely if ``change`` has any.
         """
-        tiers = {tier: _merged(getattr(self, tier), getattr(change, tier)) for tier in TIERS}
+        tiers = {tier: _merge_tier(getattr(self, tier), getattr(change, tier)) for tier in TIERS}
         return Module(**tiers, edits=change.edits or self.edits, probes=change.probes or self.probes)
 
     def __eq__(self, other: object) -> bool:
@@ -117,23 +117,22 @@ class Module:
 
 
 def parse_module(content: Mapping[str, Any]) -> Module:
-    """Read what a module does.
+    """Parse the content of a module.
 
     Args:
-        content: values by key, None counting as absent. ``base``, ``prefill`` and ``decode``:
-            ``{point: {layer: vector | {"vector": ..., "scale": ...}}}``. ``edits``: a list of `Edit` or of dicts of its
-            arguments. ``probes``: ``{name: vector}``.
+        content: Values by key; None means absent. ``base``, ``prefill`` and ``decode`` are
+            ``{point: {layer: vector | {"vector": ..., "scale": ...}}}``. ``edits`` is a list of `Edit` objects or of
+            dicts with its arguments. ``probes`` is ``{name: vector}``.
 
     Raises:
-        SteeringError: a key is unknown, a value is wrong, vectors differ in width, or there is nothing at all; its
-            ``field`` is the path of the offending value.
+        SteeringError: A key is unknown, a value is invalid, vectors differ in width, or the module is empty. Its
+            ``field`` is the path of the invalid value.
     """
     unknown = [key for key in content if key not in CONTENT_KEYS]
     if unknown:
-        raise SteeringError(
-            shown(unknown[0]).strip("'") or "''", f"is not a part of a module: {', '.join(CONTENT_KEYS)}"
-        )
-    parts: dict[str, list[tuple[str, Edit]]] = {}
+        key = shown(unknown[0]).strip("'") or "''"
+        raise SteeringError(key, f"unknown module key; use one of {', '.join(CONTENT_KEYS)}")
+    parts: dict[str, list[tuple[str, Edit]]] = {}  # (path in the request, edit)
     for tier, tokens in TIERS.items():
         if content.get(tier) is not None:
             parts[tier] = list(read_vectors(content[tier], tier, tokens))
@@ -142,27 +141,27 @@ def parse_module(content: Mapping[str, Any]) -> Module:
     collect_edits(chain.from_iterable(parts.values()))
     probes = {} if content.get(PROBES) is None else _read_probes(content[PROBES])
     edits = {key: tuple(edit for _, edit in pairs) for key, pairs in parts.items()}
-    tiers = {tier: _merged((), edits.get(tier, ())) for tier in TIERS}
+    tiers = {tier: _merge_tier((), edits.get(tier, ())) for tier in TIERS}
     module = Module(**tiers, edits=edits.get(EDITS, ()), probes=MappingProxyType(probes))
     for name, probe in probes.items():
         if probe.size != module.width:
-            raise SteeringError(f"{PROBES}.{name}", f"has width {probe.size}, other vectors here {module.width}")
+            raise SteeringError(f"{PROBES}.{name}", f"has width {probe.size}; other vectors have {module.width}")
     if not module.width:
-        raise SteeringError("module", f"is empty; give one of {', '.join(CONTENT_KEYS)}")
+        raise SteeringError("module", f"is empty; provide at least one of {', '.join(CONTENT_KEYS)}")
     return module
 
 
 def _read_probes(value: object) -> dict[str, Vector]:
     if not isinstance(value, Mapping) or not value:
-        raise SteeringError(PROBES, f"must be {{name: vector}}, not {shown(value)}; leave it out for none")
+        raise SteeringError(PROBES, f"must be a non-empty {{name: vector}}, not {shown(value)}")
     if len(value) > MAX_PROBES:
-        raise SteeringError(PROBES, f"has {len(value)} probes; a module may have {MAX_PROBES}")
+        raise SteeringError(PROBES, f"has {len(value)} probes; at most {MAX_PROBES} are allowed")
     named = {read_name(name, PROBES): vector for name, vector in value.items()}
     return {name: parse_vector(named[name], f"{PROBES}.{name}") for name in sorted(named)}
 
 
-def _merged(old: Iterable[Edit], new: Iterable[Edit]) -> tuple[Edit, ...]:
-    """One edit for each site, those of ``new`` first in choice, in order of computation."""
+def _merge_tier(old: Iterable[Edit], new: Iterable[Edit]) -> tuple[Edit, ...]:
+    """Return one edit per layer and point in execution order; ``new`` replaces ``old``."""
     by_site = {(edit.layers[0], POINT_NAMES.index(edit.point)): edit for edit in chain(old, new)}
     return tuple(edit for _, edit in sorted(by_site.items()))
 

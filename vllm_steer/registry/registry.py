@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The registry of one front end: modules by name, and global steering."""
+"""The registry of one front end."""
 
 from __future__ import annotations
 
@@ -7,51 +7,71 @@ import builtins
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from vllm_steer import audit
-from vllm_steer.engine.capabilities import Capabilities
 from vllm_steer.errors import SteeringError
-from vllm_steer.metrics.registry_gauges import show_registry
+from vllm_steer.metrics.registry import set_registry_gauges
+from vllm_steer.program import Program
 from vllm_steer.program.magnitude import check_magnitude
-from vllm_steer.registry.about import About, parse_about
 from vllm_steer.registry.composer import RequestComposer
-from vllm_steer.registry.describe import describe_list, describe_module, describe_steering
+from vllm_steer.registry.describe import describe_module, describe_modules, describe_steering
+from vllm_steer.registry.index import RegistryLimits, ResolvedModule
+from vllm_steer.registry.metadata import ModuleMetadata, parse_metadata
 from vllm_steer.registry.module import Module, parse_module
 from vllm_steer.registry.module_files import read_module
 from vllm_steer.registry.schema import Deleted, GlobalSteering, ModuleInfo, ModuleList
-from vllm_steer.registry.snapshot import RegistryLimits, Snapshot, Use
-from vllm_steer.registry.storage import MemoryStore, Store
+from vllm_steer.registry.snapshot import Snapshot
+from vllm_steer.registry.storage import MemoryStore, RegistryStore
 from vllm_steer.spec.references import Reference, parse_reference, parse_references, read_name
 
 DEFAULT_LIMITS = RegistryLimits()
 
 
-class SteeringRegistry:
-    """Named modules and global steering of one engine, checked against what the engine serves.
+class ProgramChecker(Protocol):
+    """Properties of the engine that programs are checked against; implemented by ``Capabilities``."""
 
-    Every change counts the epoch up and applies to requests admitted after it; one that changes nothing does neither.
-    All methods may be called from any thread.
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def max_model_len(self) -> int: ...
+
+    def check(self, program: Program, prompt_len: int | None) -> None:
+        """Raise ``SteeringError`` if the engine cannot serve ``program`` for a prompt of that length."""
+
+
+class SteeringRegistry:
+    """Named modules and global steering of one engine, validated against its capabilities.
+
+    A change increments the epoch and applies to requests admitted afterwards. Repeating a change has no effect.
+    Thread-safe.
     """
 
     def __init__(
         self,
-        capabilities: Capabilities,
-        store: Store | None = None,
+        checker: ProgramChecker,
+        store: RegistryStore | None = None,
         limits: RegistryLimits = DEFAULT_LIMITS,
         model_name: str | None = None,
     ) -> None:
-        """Check what the store has already. ``model_name``: what metrics call the engine; None for none.
+        """Create a registry and validate the global steering that ``store`` already contains.
+
+        Args:
+            checker: Capabilities of the engine.
+            store: Storage of the state; by default the memory of this process.
+            limits: Size limits for changes.
+            model_name: Label of the engine's metrics; None disables metrics.
 
         Raises:
-            SteeringError: its global steering is not for this engine, or cannot be read.
+            SteeringError: The stored global steering cannot be read, or the engine cannot serve it.
         """
-        self._capabilities = capabilities
+        self._checker = checker
         self._store = MemoryStore() if store is None else store
         self._limits = limits
-        self._admission = RequestComposer()
+        self._composer = RequestComposer()
         self._model_name = model_name
-        self._shown: Snapshot | None = None
+        self._reported: Snapshot | None = None
         self._check_global(self.snapshot())
 
     def register(
@@ -67,82 +87,93 @@ class SteeringRegistry:
         model: str | None = None,
         provenance: Mapping[str, str] | None = None,
     ) -> ModuleInfo:
-        """Let ``name`` mean a new module, or a new version of it; requests that hold the old one keep it.
+        """Register a module, or a new version of it. Running requests keep the version they were admitted with.
 
         Args:
             name: 1 to 64 ASCII letters, digits, dots, dashes and underscores.
-            base, prefill, decode: ``{point: {layer: vector | {"vector": ..., "scale": ...}}}``, added to every token,
-                to prompt tokens, to generated tokens. Vectors are ``[H]``, in any form that a request may bring.
-            edits: a list of :class:`vllm_steer.Edit` or of dicts of its arguments, after the tiers.
-            probes: ``{name: vector}``, for captures to project on.
-            description, model, provenance: for people to read.
+            base: ``{point: {layer: vector | {"vector": ..., "scale": ...}}}``, added to every token. Vectors have
+                shape ``[H]`` and any type that requests accept.
+            prefill: Like ``base``, for prompt tokens.
+            decode: Like ``base``, for generated tokens.
+            edits: List of :class:`vllm_steer.Edit` or of dicts with its arguments, applied after the tiers.
+            probes: ``{name: vector}``, directions that captures can project on.
+            description: Free text.
+            model: Model that the vectors were computed for; informational.
+            provenance: Origin of the vectors; informational.
+
+        Returns:
+            Description of the registered version.
 
         Raises:
-            SteeringError: something is wrong, or this engine cannot serve it.
+            SteeringError: A value is invalid, or the engine cannot serve the module.
         """
         content = {"base": base, "prefill": prefill, "decode": decode, "edits": edits, "probes": probes}
-        about = parse_about({"description": description, "model": model, "provenance": provenance})
-        return self.register_module(name, parse_module(content), about)
+        metadata = parse_metadata({"description": description, "model": model, "provenance": provenance})
+        return self.register_module(name, parse_module(content), metadata)
 
     def register_file(self, name: str, source: str | Path | bytes) -> ModuleInfo:
-        """Register the module in a safetensors file, given by its path or as its bytes.
+        """Register the module in a safetensors file, given as a path or as bytes.
 
         Raises:
-            SteeringError: it is no such file, or what is in it cannot be served.
+            SteeringError: The file cannot be read, is invalid, or contains a module that the engine cannot serve.
         """
-        return self.register_module(name, *_of_file(source))
+        return self.register_module(name, *_read_file(source))
 
     def ensure_file(self, name: str, path: str | Path) -> None:
-        """Register a file unless ``name`` has that version already, be it current or not: for the start of a server.
+        """Register a file at server start, unless ``name`` already has that version, current or older.
 
-        What the registry has lost of a current version is there again.
+        A current version whose stored content is damaged is registered again.
         """
-        module, about = _of_file(path)
+        module, metadata = _read_file(path)
         snapshot = self.snapshot()
         digests = [version.digest for version in snapshot.index.modules.get(read_name(name, "name"), ())]
-        lost = module.digest in snapshot.problems and digests[-1:] == [module.digest]
-        if module.digest not in digests or lost:
-            with audit.coming_from(audit.START):
-                self.register_module(name, module, about)
+        damaged = module.digest in snapshot.problems and digests[-1:] == [module.digest]
+        if module.digest not in digests or damaged:
+            with audit.attribute_to(audit.START):
+                self.register_module(name, module, metadata)
 
-    def register_module(self, name: str, module: Module, about: About) -> ModuleInfo:
-        """As `register`, of a module that is parsed."""
+    def register_module(self, name: str, module: Module, metadata: ModuleMetadata) -> ModuleInfo:
+        """Register a parsed module; see `register`."""
         name = read_name(name, "name")
-        self._capabilities.check(module.program, None)
-        check_magnitude(module.program, self._limits.norm)
-        if module.width != self._capabilities.hidden_size:
+        self._checker.check(module.program, None)
+        check_magnitude(module.program, self._limits.max_norm)
+        if module.width != self._checker.hidden_size:
             raise SteeringError(
-                "probes", f"are {module.width} wide, but this model's hidden size is {self._capabilities.hidden_size}"
+                "probes", f"have width {module.width}; the model's hidden size is {self._checker.hidden_size}"
             )
         snapshot = self._change(
             "register",
             name,
-            lambda old: old.with_module(name, module, about, time.time(), self._limits),
+            lambda old: old.with_module(name, module, metadata, time.time(), self._limits),
             lambda _: [module.digest],
         )
         return describe_module(snapshot, Reference(name, module.digest))
 
     def list(self) -> ModuleList:
-        """All modules, by name."""
-        return describe_list(self.snapshot())
+        """Return the descriptions of all modules, ordered by name."""
+        return describe_modules(self.snapshot())
 
     def get(self, reference: str | Reference, *, data: bool = False) -> ModuleInfo:
-        """One module, ``"calm"`` or ``"calm@sha256:..."``, with its vectors if ``data``.
+        """Return the description of one module, ``"calm"`` or ``"calm@sha256:..."``.
+
+        Args:
+            reference: Name, name and digest, or digest of the module.
+            data: Whether to include the vectors.
 
         Raises:
-            UnknownModuleError: there is none.
+            UnknownModuleError: There is no such module.
         """
         return describe_module(self.snapshot(), parse_reference(reference, "name"), data=data)
 
     def delete(self, reference: str | Reference) -> Deleted:
-        """Forget a name, or that version of it; requests that hold it keep it.
+        """Delete a module, or one version of it. Running requests and global steering keep its content.
 
         Raises:
-            UnknownModuleError: there is none.
+            UnknownModuleError: There is no such module.
         """
         wanted = parse_reference(reference, "name")
         if wanted.name is None:
-            raise SteeringError("name", "is missing: what is deleted is a name, or a version of one")
+            raise SteeringError("name", "is missing; give a name, or a name with a digest")
         name, deleted = wanted.name, builtins.list[str]()
 
         def without(old: Snapshot) -> Snapshot:
@@ -163,98 +194,113 @@ class SteeringRegistry:
         modules: Any = None,
         replace: bool = False,
     ) -> GlobalSteering:
-        """Steer every request admitted from now on, ahead of what the request itself brings.
+        """Update global steering, which applies to every newly admitted request before its own steering.
 
-        What is not named stays: a vector takes the place of what its site had in that tier; ``edits`` and ``modules``
-        are lists, each taken as a whole. The order is ``modules``, ``base``, ``prefill``, ``decode``, ``edits``.
+        Parts that are not given stay unchanged. In the tiers, each vector replaces the vector of its layer and point.
+        ``edits`` and ``modules`` are replaced completely. Parts apply in the order ``modules``, ``base``, ``prefill``,
+        ``decode``, ``edits``.
 
         Args:
-            base, prefill, decode, edits: as of `register`.
-            modules: a list as in ``steering_modules``; they are applied as they are now.
-            replace: clear everything that is not named.
+            base: Vectors added to every token, as in `register`.
+            prefill: Vectors added to prompt tokens, as in `register`.
+            decode: Vectors added to generated tokens, as in `register`.
+            edits: List of edits, as in `register`.
+            modules: List of references as in ``steering_modules``. Their current versions are applied; later versions
+                have no effect.
+            replace: Whether to remove all parts that are not given.
 
         Raises:
-            SteeringError: something is wrong, or this engine cannot serve it for prompts of every length.
+            SteeringError: A value is invalid, or the engine cannot serve it for prompts of every length.
         """
         content = {"base": base, "prefill": prefill, "decode": decode, "edits": edits}
         given = {key: value for key, value in content.items() if value is not None}
         if not given and modules is None:
-            raise SteeringError("set", f"names nothing; give one of {', '.join(content)}, modules; or use clear")
+            raise SteeringError("set", f"is empty; provide at least one of {', '.join(content)}, modules, or use clear")
         change = parse_module(given) if given else Module()
         references = None if modules is None else parse_references(modules, "modules")
 
         def with_steering(old: Snapshot) -> Snapshot:
             steering = old.index.steering
-            uses: tuple[Use, ...] = () if replace else steering.modules
+            resolved: tuple[ResolvedModule, ...] = () if replace else steering.modules
             if references is not None:
-                uses = tuple(old.find(each, f"modules[{i}]")[0] for i, each in enumerate(references))
+                resolved = tuple(old.find(each, f"modules[{i}]")[0] for i, each in enumerate(references))
             before = Module() if replace or steering.content is None else old.content(steering.content)
-            new = old.with_steering(uses, before.merged(change), self._limits)
+            new = old.with_steering(resolved, before.merged(change), self._limits)
             self._check_global(new)
             return new
 
         return describe_steering(self._change("set", None, with_steering, _steering_digests))
 
     def clear(self) -> GlobalSteering:
-        """Steer nothing but what requests bring, from the next request on."""
-        cleared = self._change(
-            "clear", None, lambda old: old.with_steering((), Module(), self._limits), _steering_digests
-        )
-        return describe_steering(cleared)
+        """Clear global steering for newly admitted requests."""
+
+        def without_steering(old: Snapshot) -> Snapshot:
+            return old.with_steering((), Module(), self._limits)
+
+        return describe_steering(self._change("clear", None, without_steering, _steering_digests))
 
     def status(self, *, data: bool = False) -> GlobalSteering:
-        """What is applied to every request, with its vectors if ``data``."""
+        """Return the description of global steering, with its vectors if ``data``."""
         return describe_steering(self.snapshot(), data=data)
 
     def snapshot(self) -> Snapshot:
-        """The newest state, also where another process has made it; raises RegistryUnavailableError."""
+        """Return the newest snapshot, including changes by other processes; raises ``RegistryUnavailableError``."""
         snapshot = self._store.refresh() if self._store.is_stale() else self._store.snapshot
-        self._show(snapshot)
+        self._update_gauges(snapshot)
         return snapshot
 
     def is_stale(self) -> bool:
-        """Whether `snapshot` would have to read files."""
+        """Return whether `snapshot` would read files."""
         return self._store.is_stale()
 
-    def admit(self, extra: Mapping[str, Any], snapshot: Snapshot | None = None) -> Mapping[str, Any]:
-        """``extra_args`` of a request as the engine gets them, by ``snapshot`` or the newest state; see
-        `RequestComposer.compose`."""
-        return self._admission.compose(extra, self.snapshot() if snapshot is None else snapshot)
+    def compose(self, extra: Mapping[str, Any], snapshot: Snapshot | None = None) -> Mapping[str, Any]:
+        """Return a request's ``extra_args`` for the engine, by default with the newest snapshot.
+
+        See `RequestComposer.compose`.
+        """
+        return self._composer.compose(extra, self.snapshot() if snapshot is None else snapshot)
 
     def _change(
         self,
         event: str,
         name: str | None,
-        make: Callable[[Snapshot], Snapshot],
+        update: Callable[[Snapshot], Snapshot],
         digests: Callable[[Snapshot], builtins.list[str]],
     ) -> Snapshot:
-        """The state after a change that is kept and recorded; ``digests``: of what was changed, by the new state."""
+        """Store a change and write its audit record, with the digests that ``digests`` returns for the new snapshot."""
         before = 0
 
-        def change(old: Snapshot) -> Snapshot:
+        def update_and_note(old: Snapshot) -> Snapshot:
             nonlocal before
             before = old.epoch
-            return make(old)
+            return update(old)
 
-        after = self._store.change(change)
+        after = self._store.change(update_and_note)
         audit.record(event, before=before, after=after.epoch, name=name, digests=digests(after))
-        self._show(after)
+        self._update_gauges(after)
         return after
 
-    def _show(self, snapshot: Snapshot) -> None:
-        if snapshot is not self._shown and self._model_name is not None:
-            self._shown = snapshot
-            show_registry(self._model_name, snapshot)
+    def _update_gauges(self, snapshot: Snapshot) -> None:
+        if snapshot is self._reported or self._model_name is None:
+            return
+        self._reported = snapshot
+        set_registry_gauges(
+            self._model_name,
+            modules=len(snapshot.index.modules),
+            num_bytes=sum(module.num_bytes for module in snapshot.contents.values()),
+            epoch=snapshot.epoch,
+            global_steering=snapshot.steering_digest is not None,
+        )
 
     def _check_global(self, snapshot: Snapshot) -> None:
-        """Global steering meets prompts of every length: what fails for one fails for the shortest or the longest."""
+        """Raise ``SteeringError`` unless global steering works for every prompt, from the shortest to the longest."""
         program = snapshot.steering_program
         if program is None:
             return
-        check_magnitude(program, self._limits.norm)
-        for prompt_len in (None, 1, max(self._capabilities.max_model_len - 1, 1)):
+        check_magnitude(program, self._limits.max_norm)
+        for prompt_len in (None, 1, max(self._checker.max_model_len - 1, 1)):
             try:
-                self._capabilities.check(program, prompt_len)
+                self._checker.check(program, prompt_len)
             except SteeringError as error:
                 raise SteeringError(error.field, f"{error.problem} (global steering applies to every prompt)") from None
 
@@ -263,7 +309,7 @@ def _steering_digests(snapshot: Snapshot) -> list[str]:
     return [] if snapshot.steering_digest is None else [snapshot.steering_digest]
 
 
-def _of_file(source: str | Path | bytes) -> tuple[Module, About]:
+def _read_file(source: str | Path | bytes) -> tuple[Module, ModuleMetadata]:
     if isinstance(source, bytes):
         return read_module(source)
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is said about modules and global steering, in Python, in HTTP answers and in the OpenAPI document."""
+"""API objects for modules and global steering, shared by Python, HTTP responses and the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -16,118 +16,120 @@ class ModuleUse(_Answer):
     """A module as it is applied."""
 
     name: str | None
-    """Its name, or null where it was referred to by digest alone."""
+    """Name of the module, or null if it was referred to by digest alone."""
     digest: str
-    """`sha256:` and the hash of its content."""
+    """`sha256:` and the hash of the module's content."""
     scale: float
-    """What the strength of each of its edits is multiplied by."""
+    """Factor on the strength of each of the module's edits."""
 
 
 class SteeringApplied(_Answer):
-    """What was applied to one request: first global steering, then modules in order, then the request's own edits."""
+    """Steering applied to one request: global steering, then modules in order, then the request's own edits."""
 
     epoch: int
-    """State of the registry with which the request was admitted; every change of it counts one up."""
+    """Epoch of the registry at which the request was admitted. Every change increments it."""
     global_steering: str | None = Field(alias="global")
-    """Digest of the global steering, or null where there was none."""
+    """Digest of global steering, or null if none was set."""
     modules: tuple[ModuleUse, ...]
-    """The modules that the request named."""
+    """Modules that the request named."""
     request: str | None
-    """Digest of the request's own compiled edits, or null where it brought none."""
+    """Digest of the request's own compiled edits, or null if it had none."""
 
 
 class Content(_Answer):
-    """Which sites some content edits; the vectors themselves are in `data`, where they were asked for."""
+    """Sites that some content edits. The vectors are in `data` if they were requested."""
 
     tiers: dict[str, dict[str, list[int]]]
-    """Layers by point by tier: `base` is for every token, `prefill` for prompt tokens, `decode` for generated ones."""
+    """Layers by tier and point: `base` applies to every token, `prefill` to prompt tokens, `decode` to generated
+    tokens."""
     edits: list[str]
-    """Kind and point of each edit beside the tiers, in the order in which they apply."""
+    """Kind and point of each edit outside the tiers, in the order in which they apply."""
     num_bytes: int
-    """What the vectors take in float32."""
+    """Size of the vectors in float32, in bytes."""
     data: dict[str, Any] | None = None
-    """The whole content, as it can be registered again, with vectors packed; null unless asked for."""
+    """Complete content with packed vectors, in the form in which it can be registered again; null unless requested."""
 
 
 class ModuleInfo(_Answer):
-    """What is known of a module's current version, or of the version that was asked for."""
+    """Description of a module's current version, or of the requested version."""
 
     epoch: int
-    """State of the registry of which this is said."""
+    """Epoch of the registry that this describes."""
     name: str
-    """What requests call it."""
+    """Name by which requests refer to the module."""
     digest: str
-    """`sha256:` and the hash of the content: edits, vectors and probes, nothing else."""
+    """`sha256:` and the hash of the content: edits, vectors and probes, without the descriptive metadata."""
     versions: list[str]
-    """Digests of all versions that can be referred to, oldest first."""
+    """Digests of all versions that requests can refer to, oldest first."""
     description: str
     """Free text."""
     model: str | None
-    """The model that the vectors were made for; for people to read."""
+    """Model that the vectors were computed for; informational."""
     provenance: dict[str, str]
-    """Where the vectors come from; for people to read."""
+    """Origin of the vectors; informational."""
     registered: float
-    """When this version was registered, in seconds since 1970."""
+    """Time at which this version was registered, in seconds since 1970."""
     width: int
-    """Components of each vector."""
+    """Size of each vector."""
     probes: list[str]
-    """Names of its probe directions."""
+    """Names of the probe directions."""
     content: Content
-    """What it edits."""
+    """Sites that the module edits."""
     problem: str | None
-    """Why its content cannot be read from the registry's folder, and requests that name it are refused; or null."""
+    """Reason why the content cannot be read from the registry's directory, or null. Requests that name the module are
+    then rejected."""
 
 
 class ModuleList(_Answer):
-    """All modules by name."""
+    """List of all modules."""
 
     object: Literal["list"] = "list"
     """Always `list`."""
     epoch: int
-    """State of the registry of which this is said."""
+    """Epoch of the registry that this describes."""
     data: list[ModuleInfo]
-    """The modules, in order of their names."""
+    """Modules, ordered by name."""
 
 
 class Deleted(_Answer):
-    """What was deleted; requests that run with it are not disturbed."""
+    """Result of a deletion. Running requests are not affected."""
 
     epoch: int
-    """State of the registry after it."""
+    """Epoch of the registry after the deletion."""
     name: str
-    """The module."""
+    """Name of the module."""
     deleted: list[str]
     """Digests of the versions that can no longer be referred to under this name."""
 
 
 class GlobalSteering(_Answer):
-    """What is applied to every request admitted from now on, ahead of what the request itself brings."""
+    """Steering applied to every newly admitted request, before its modules and its own edits."""
 
     epoch: int
-    """State of the registry; it is part of what each answer says was applied to it."""
+    """Epoch of the registry. Responses report the epoch at which they were admitted."""
     digest: str | None
-    """Digest of the whole, or null where nothing is set."""
+    """Digest of all global steering, or null if none is set."""
     modules: list[ModuleUse]
-    """Modules that apply first, as they were when they were set: another version registered later changes nothing."""
+    """Modules, which apply first. They are the versions at the time of `set`; later versions do not change them."""
     content: Content
-    """What applies after the modules."""
+    """Edits that apply after the modules."""
 
 
 class ErrorDetail(_Answer):
-    """What is wrong, as in OpenAI's answers."""
+    """Description of an error in OpenAI's format."""
 
     message: str
-    """The place and the problem, in words."""
+    """Field and problem in words."""
     type: str
     """Name of the error, e.g. `BadRequestError`."""
     param: str | None
-    """Path of the value that is wrong."""
+    """Path of the invalid value."""
     code: int
-    """The HTTP status."""
+    """HTTP status."""
 
 
 class ErrorAnswer(_Answer):
-    """An error."""
+    """Error response."""
 
     error: ErrorDetail
     """The error."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the state of a registry is kept: in this process, or, for several processes, in a folder."""
+"""The interface of registry storage, and its in-process implementation."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from typing import Protocol
 from vllm_steer.registry.snapshot import Snapshot
 
 
-class Store(Protocol):
-    """The current state, and how it is changed."""
+class RegistryStore(Protocol):
+    """Storage of the current registry state. Implementations are thread-safe."""
 
     @property
     def snapshot(self) -> Snapshot:
-        """The state as this process last saw it."""
+        """Snapshot that this process read last."""
 
     def is_stale(self) -> bool:
-        """Whether another process has changed the state since; cheap enough for every request."""
+        """Return whether another process has changed the state since; cheap enough to call for every request."""
 
     def refresh(self) -> Snapshot:
-        """See the newest state; raises RegistryUnavailableError."""
+        """Return the newest snapshot; raises ``RegistryUnavailableError``."""
 
-    def change(self, make: Callable[[Snapshot], Snapshot]) -> Snapshot:
-        """Replace the newest state by what ``make`` makes of it; when this returns, it is kept and can be seen.
+    def change(self, update: Callable[[Snapshot], Snapshot]) -> Snapshot:
+        """Apply ``update`` to the newest snapshot. When this returns, the result is stored and visible to others.
 
-        ``make`` may raise, or return the state that it was given: nothing is changed then. Raises
-        RegistryUnavailableError.
+        ``update`` may raise an error or return its argument, in which case nothing changes. Raises
+        ``RegistryUnavailableError``.
         """
 
 
 class MemoryStore:
-    """A state that nobody else sees and that ends with the process."""
+    """Storage in the memory of one process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -48,7 +48,7 @@ class MemoryStore:
     def refresh(self) -> Snapshot:
         return self._snapshot
 
-    def change(self, make: Callable[[Snapshot], Snapshot]) -> Snapshot:
+    def change(self, update: Callable[[Snapshot], Snapshot]) -> Snapshot:
         with self._lock:
-            self._snapshot = make(self._snapshot)
+            self._snapshot = update(self._snapshot)
             return self._snapshot

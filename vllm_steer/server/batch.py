@@ -17,7 +17,7 @@ from typing import Any
 from vllm_steer.frontend.context import EngineContext, ensure_engine_context
 from vllm_steer.server.capture_store import CaptureFormat
 from vllm_steer.server.flags import store_limits
-from vllm_steer.server.http.capture_reports import NAME, failed, no_results, reports_of
+from vllm_steer.server.http.capture_reports import RESULTS_FIELD, build_reports, error_report, missing_reports
 from vllm_steer.server.http.field_scanner import find_fields
 from vllm_steer.server.http.request_context import RequestContext, current_request
 from vllm_steer.server.http.request_fields import RequestRefused, refuse_fields
@@ -64,9 +64,9 @@ async def run_request_line(original: Handler, handler: Handler, request: Any, tr
         finally:
             current_request.reset(token)
         if context.consumers and hasattr(response, "choices"):
-            reports = await reports_of(context, batch.inline_bytes, batch.response_bytes, _refuse_to_store)
+            reports = await build_reports(context, batch.inline_bytes, batch.response_bytes, _refuse_to_store)
             for number, choice in enumerate(response.choices):
-                setattr(choice, NAME, reports.get(number) or no_results(context))
+                setattr(choice, RESULTS_FIELD, reports.get(number) or missing_reports(context))
         context.close()
         return response
 
@@ -84,4 +84,4 @@ def _check_fields(body: Any, url: str) -> None:
 
 
 async def _refuse_to_store(size: int, make: Callable[[], bytes], file_format: CaptureFormat) -> dict[str, Any]:
-    return failed(f"{size} bytes are too many for a batch line; raise --capture-inline-kib, or capture to files")
+    return error_report(f"{size} bytes are too many for a batch line; raise --capture-inline-kib, or capture to files")

@@ -20,9 +20,9 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO, Literal
 
-from vllm_steer.fs.shared_tempdir import BOOKKEEPING, SharedTempDir, spool_path
+from vllm_steer.fs.shared_tempdir import LOCK_FILES, SharedTempDir, shared_tempdir_path
 from vllm_steer.metrics.collectors import set_gauge
-from vllm_steer.server.auth.caller import NOBODY
+from vllm_steer.server.auth.current_key import NO_OWNER
 
 CaptureFormat = Literal["safetensors", "json"]
 FORMATS: tuple[CaptureFormat, ...] = ("safetensors", "json")
@@ -67,7 +67,7 @@ class CaptureStore:
             name: Name of its folder; processes that use the same name share the store.
         """
         self.limits = limits
-        self._path = spool_path(name)
+        self._path = shared_tempdir_path(name)
         self._name = name
         self._folder: SharedTempDir | None = None
 
@@ -95,7 +95,7 @@ class CaptureStore:
         return sum(status.st_size for status in mine), max(expires, 0.0)
 
     def put(
-        self, data: bytes, file_format: CaptureFormat, owner: bytes = NOBODY, owner_limit: int | None = None
+        self, data: bytes, file_format: CaptureFormat, owner: bytes = NO_OWNER, owner_limit: int | None = None
     ) -> str:
         """Store ``data``.
 
@@ -119,7 +119,7 @@ class CaptureStore:
         return capture_id
 
     async def put_async(
-        self, data: bytes, file_format: CaptureFormat, owner: bytes = NOBODY, owner_limit: int | None = None
+        self, data: bytes, file_format: CaptureFormat, owner: bytes = NO_OWNER, owner_limit: int | None = None
     ) -> str:
         """Store ``data`` as :meth:`put` does, without blocking the event loop. Deleted if the caller is cancelled."""
         writing = asyncio.ensure_future(asyncio.to_thread(self.put, data, file_format, owner, owner_limit))
@@ -134,7 +134,7 @@ class CaptureStore:
         loop.call_later(delay, loop.run_in_executor, None, self.remove_expired, context=Context())
         return capture_id
 
-    def open(self, capture_id: str, owner: bytes = NOBODY) -> StoredCapture | None:
+    def open(self, capture_id: str, owner: bytes = NO_OWNER) -> StoredCapture | None:
         """Open the capture; None if ``owner`` has no capture of this id, or it has expired."""
         for file_format in FORMATS:
             try:
@@ -147,7 +147,7 @@ class CaptureStore:
             file.close()
         return None
 
-    def delete(self, capture_id: str, owner: bytes = NOBODY) -> bool:
+    def delete(self, capture_id: str, owner: bytes = NO_OWNER) -> bool:
         """Delete the capture. Return whether ``owner`` had a capture of this id."""
         for file_format in FORMATS:
             try:
@@ -180,7 +180,7 @@ class CaptureStore:
 
     def _write(self, path: Path, data: bytes, owner: bytes, owner_limit: int | None) -> None:
         folder = self._folder
-        if folder is None or not folder.is_there():
+        if folder is None or not folder.exists():
             self._folder = folder = SharedTempDir(self._name)
         part = path.with_suffix(_PART)
         with folder.locked():
@@ -212,7 +212,7 @@ class CaptureStore:
 
     def _files(self) -> Iterator[tuple[Path, os.stat_result]]:
         try:
-            paths = [path for path in self._path.iterdir() if path.name not in BOOKKEEPING]
+            paths = [path for path in self._path.iterdir() if path.name not in LOCK_FILES]
         except FileNotFoundError:
             return
         for path in paths:

@@ -18,6 +18,7 @@ from pydantic_core import PydanticSerializationError, to_jsonable_python
 from vllm_steer.config import MULTI_CHOICES, SCHEDULER_CLS, SWITCHES, WORKER_CLS, MultiChoice, Switch, engine_kwargs
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import CONSUMERS_VARIABLE, REGISTRY_VARIABLE, RegistryOptions
+from vllm_steer.fs.private_tempdir import private_tempdir
 from vllm_steer.fs.shared_tempdir import remove_at_exit
 from vllm_steer.limits import (
     ENGINE_LIMITS,
@@ -32,9 +33,8 @@ from vllm_steer.limits import (
     STORE_MIB,
     Limit,
 )
-from vllm_steer.registry.directory import private_folder
-from vllm_steer.registry.snapshot import RegistryLimits
-from vllm_steer.server.auth.keys import read_keys
+from vllm_steer.registry.index import RegistryLimits
+from vllm_steer.server.auth.key_file import read_keys
 from vllm_steer.server.capture_store import StoreLimits
 from vllm_steer.server.quota.limits import value_of
 from vllm_steer.spec.references import read_name
@@ -192,7 +192,7 @@ def apply_flags(args: argparse.Namespace) -> None:
         modules = _modules(given.get(_MODULES_DEST, ()))
         if _REGISTRY_DEST not in given:
             # Made here, in the parent of all processes that serve requests, since it is one for all of them.
-            args.steering_registry = private_folder()
+            args.steering_registry = private_tempdir("vllm-steer-registry-")
         if _KEYS_DEST in given:
             read_keys(Path(args.steering_keys))  # now, for a sentence instead of a server that does not start
             args.steering_keys = str(Path(args.steering_keys).absolute())
@@ -221,7 +221,7 @@ def registry_limits(args: object) -> RegistryLimits:
     return RegistryLimits(
         modules=value_of(args, REGISTRY_MODULES),
         num_bytes=value_of(args, REGISTRY_MIB) << 20,
-        norm=value_of(args, MAX_NORM),
+        max_norm=value_of(args, MAX_NORM),
     )
 
 

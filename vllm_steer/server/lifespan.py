@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import EngineContext, ensure_engine_context
-from vllm_steer.server.auth.authenticator import authenticator_of, warn_if_open
+from vllm_steer.server.auth.authenticator import authenticator_of, warn_if_unprotected
 from vllm_steer.server.http.openapi import add_openapi_fields
 from vllm_steer.server.routes.capabilities import add_capabilities_route
 from vllm_steer.server.routes.captures import capture_store_of
@@ -55,7 +55,7 @@ async def _start(scope: Scope) -> EngineContext | None:
     engine = None if client is None else await ensure_engine_context(client)
     if engine is not None:
         if not has_keys:
-            warn_if_open(getattr(app.state, "args", None))
+            warn_if_unprotected(getattr(app.state, "args", None))
         capture_store_of(app).update_metrics()
         add_capabilities_route(app, engine)
         add_module_routes(app, engine.registry)

@@ -42,7 +42,7 @@ def assign_rows(tables: Tables, layout: BatchLayout, num_padded: int) -> None:
     tables.token_row[tokens:num_padded].zero_()
 
 
-def assign_places(tables: Tables, tokens: int) -> None:
+def assign_arena_offsets(tables: Tables, tokens: int) -> None:
     """Write ``token_base`` for one step whose rows are assigned: captured rows lie in the arena in batch order."""
     counts = tables.row_captures[tables.token_row[:tokens].long()].long()
     tables.token_base[:tokens] = counts.cumsum(0) - counts

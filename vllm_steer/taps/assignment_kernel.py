@@ -44,7 +44,7 @@ def _rows_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["tokens"])  # type: ignore[untyped-decorator, unused-ignore]
-def _places_kernel(token_row, row_captures, token_base, tokens, SCANNED: tl.constexpr):  # type: ignore[no-untyped-def]
+def _arena_offsets_kernel(token_row, row_captures, token_base, tokens, SCANNED: tl.constexpr):  # type: ignore[no-untyped-def]
     before = tl.zeros([], dtype=tl.int64)
     for first in range(0, tokens, SCANNED):
         token = first + tl.arange(0, SCANNED)
@@ -77,10 +77,10 @@ def launch_rows(tables: Tables, layout: BatchLayout, num_padded: int) -> None:
     )
 
 
-def launch_places(tables: Tables, tokens: int) -> None:
-    """The same as :func:`vllm_steer.taps.assignment.assign_places`, as one launch of one program."""
+def launch_arena_offsets(tables: Tables, tokens: int) -> None:
+    """The same as :func:`vllm_steer.taps.assignment.assign_arena_offsets`, as one launch of one program."""
     grid: Any = (1,)
-    _places_kernel[grid](tables.token_row, tables.row_captures, tables.token_base, tokens, SCANNED=_SCANNED)
+    _arena_offsets_kernel[grid](tables.token_row, tables.row_captures, tables.token_base, tokens, SCANNED=_SCANNED)
 
 
 def warm_up(tables: Tables) -> None:
@@ -88,4 +88,4 @@ def warm_up(tables: Tables) -> None:
     device = tables.device
     zero = torch.zeros(1, dtype=torch.int64, device=device)
     launch_rows(tables, BatchLayout(zero, torch.tensor([0, 1], dtype=torch.int32, device=device), zero), 1)
-    launch_places(tables, 1)
+    launch_arena_offsets(tables, 1)

@@ -27,7 +27,7 @@ EAGER = "eager_input_vals"
 """Where torch keeps what a node's arguments were when it was traced (``fx/experimental/proxy_tensor.py``)."""
 
 
-class TapJoining(InductorPass):  # type: ignore[misc]
+class TapFusionPass(InductorPass):  # type: ignore[misc]
     """The pass; what a user had set in its place runs ahead of it."""
 
     def __init__(self, ahead: Any = None) -> None:
@@ -36,24 +36,24 @@ class TapJoining(InductorPass):  # type: ignore[misc]
     def __call__(self, graph: fx.Graph) -> None:
         if self._ahead is not None:
             self._ahead(graph)
-        join_taps(graph)
+        fuse_taps(graph)
 
     def uuid(self) -> str:
         """Part of the keys of compiled code: the pass, the one ahead, and how the code calls taps."""
-        source = self.hash_source(TapJoining, join_taps, _joined, _is_tap)
+        source = self.hash_source(TapFusionPass, fuse_taps, _joined, _is_tap)
         ahead = None if self._ahead is None else str(self._ahead.uuid())
         return str(self.hash_dict({"joining": source, "ahead": ahead, "tap": SCHEMA}))
 
 
-def set_pass(vllm_config: Any) -> None:
+def install_fusion_pass(vllm_config: Any) -> None:
     """Have the engine's compiler join taps, behind a pass that the user set."""
     passes = vllm_config.compilation_config.inductor_compile_config
     key = current_platform.pass_key
-    if not isinstance(passes.get(key), TapJoining):
-        passes[key] = TapJoining(passes.get(key))
+    if not isinstance(passes.get(key), TapFusionPass):
+        passes[key] = TapFusionPass(passes.get(key))
 
 
-def join_taps(graph: fx.Graph) -> None:
+def fuse_taps(graph: fx.Graph) -> None:
     """Join what can be joined, in place."""
     for node in list(graph.nodes):
         if not _is_tap(node) or len(node.users) != 1:

@@ -67,7 +67,7 @@ def _products_kernel(  # type: ignore[no-untyped-def]
     tl.store(sums + at, found, mask=real[:, None] & wanted[None, :])
 
 
-def serves(device: torch.device, dtype: torch.dtype) -> bool:
+def is_supported(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether rows of ``dtype`` and this GPU's tensor cores are what the kernel is for."""
     return device.type == "cuda" and dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) >= (8, 0)
 

@@ -113,7 +113,7 @@ class Tables:
         # Which sites' taps launch, by number. A captured graph replays what was launched when it was captured; wherever
         # Python runs, this follows the step.
         self.no_sites = (False,) * num_sites
-        self.launch: Sequence[object] = self.no_sites
+        self.active_sites: Sequence[object] = self.no_sites
 
     @property
     def num_bytes(self) -> int:

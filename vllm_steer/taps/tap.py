@@ -25,7 +25,7 @@ def _summands(target: torch.Tensor, other: torch.Tensor | None) -> tuple[torch.T
 
 
 def _launches(tables: Tables, head: torch.Tensor, second: torch.Tensor | None) -> bool:
-    launch = tables.launch
+    launch = tables.active_sites
     return bool(launch[int(head.storage_offset())] or (second is not None and launch[int(second.storage_offset())]))
 
 
@@ -48,7 +48,7 @@ _library.impl("tap", _tap_cpu, dispatch_key="CPU")
 _library._register_fake("tap", _tap_fake)
 
 if torch.version.cuda is not None:
-    from vllm_steer.taps.kernel import launch_tap
+    from vllm_steer.taps.tap_kernel import launch_tap
 
     def _tap_cuda(
         target: torch.Tensor, other: torch.Tensor | None, head: torch.Tensor, second: torch.Tensor | None

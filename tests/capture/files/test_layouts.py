@@ -21,10 +21,10 @@ from safetensors.torch import load_file
 from tests.capture.captured import SITES, assert_same, captured
 from vllm_steer.capture import SiteRows
 from vllm_steer.capture.consumers.filesystem import FilesystemConsumer
-from vllm_steer.capture.files import packed
+from vllm_steer.capture.files import packed_file, rotation
 from vllm_steer.capture.files.format import TensorEntry, encode_header
-from vllm_steer.capture.files.layouts import WINDOWS, timestamped_stem
 from vllm_steer.capture.files.reader import open_captures
+from vllm_steer.capture.files.rotation import ROTATION_LIMITS, timestamped_stem
 from vllm_steer.errors import SteeringError
 
 LAYOUTS = ("per_request", "packed", "sharded")
@@ -231,7 +231,7 @@ class TestWindows:
     def test_requests_are_in_order_whatever_the_clock_does(self, tmp_path, monkeypatch, layout, step):
         """From the last moment of a second on."""
         moments = itertools.count(1_795_344_059_999_999_999, step)
-        monkeypatch.setattr(packed.time, "time_ns", lambda: next(moments))
+        monkeypatch.setattr(rotation.time, "time_ns", lambda: next(moments))
         consumer = FilesystemConsumer(root=str(tmp_path), layout=layout, max_requests=1)
         for i in range(8):
             consumer.accept(captured(f"r{i}"))
@@ -268,7 +268,7 @@ class TestWindows:
         assert len(open_captures(tmp_path).files()) == 2
 
     def test_own_limits_of_the_layouts(self):
-        assert {name: (w.max_requests, w.max_size, w.max_seconds) for name, w in WINDOWS.items()} == {
+        assert {name: (w.max_requests, w.max_size, w.max_seconds) for name, w in ROTATION_LIMITS.items()} == {
             "packed": (256, 256 << 20, 10.0),
             "sharded": (None, 1 << 30, 300.0),
         }
@@ -279,7 +279,7 @@ class TestWindows:
 
     def test_a_file_is_complete_when_its_header_is_full(self, tmp_path, monkeypatch):
         """Catches a header that no longer fits, at completing, when it is too late to say so."""
-        monkeypatch.setattr(packed, "MAX_TENSORS", 6)
+        monkeypatch.setattr(packed_file, "MAX_TENSORS", 6)
         consumer = FilesystemConsumer(root=str(tmp_path), layout="sharded")
         requests = [captured(f"r{i}", width=1 + i % 2, rows=1, dtype=torch.float16, sites=SITES[:1]) for i in range(9)]
         for request in requests:
@@ -291,11 +291,11 @@ class TestWindows:
 
     def test_the_header_has_room_for_as_many_tensors_as_it_is_said_to(self):
         far, wide = 10**13, 65536
-        most = packed.MAX_TENSORS + 5
+        most = packed_file.MAX_TENSORS + 5
         runs = [TensorEntry(f"rows.{i}", "BF16", (far // wide, wide), far, far) for i in range(2 * most)]
-        encode_header(runs[:most], {}, packed.HEADER_SIZE)
+        encode_header(runs[:most], {}, packed_file.HEADER_SIZE)
         with pytest.raises(ValueError, match="does not fit"):
-            encode_header(runs, {}, packed.HEADER_SIZE)
+            encode_header(runs, {}, packed_file.HEADER_SIZE)
 
 
 @layouts

@@ -250,7 +250,7 @@ class TestNpz:
 
     def test_nothing_to_export_leaves_no_file(self, tmp_path):
         captures = write(tmp_path / "root", captured())
-        with pytest.raises(ValueError, match="no row"):
+        with pytest.raises(ValueError, match="no rows match"):
             export_npz(captures, tmp_path / "out.npz", layer=7)
         assert not (tmp_path / "out.npz").exists()
 

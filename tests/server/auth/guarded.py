@@ -13,7 +13,8 @@ from fastapi import FastAPI
 from tests.server.application import make_app
 from tests.server.fakes import FakeEngine
 from vllm_steer.server import lifespan
-from vllm_steer.server.auth.keys import changing, make_key
+from vllm_steer.server.auth.key_file import edit_keys
+from vllm_steer.server.auth.keys import generate_key
 from vllm_steer.server.auth.rights import Right
 from vllm_steer.server.http.middleware import SteeringMiddleware
 
@@ -24,8 +25,8 @@ def write_keys(
     path: Path, rights: Mapping[str, Iterable[Right]], limits: Mapping[str, Mapping[str, int]] | None = None
 ) -> dict[str, str]:
     """Write a file of keys; their secrets by name."""
-    made = {name: make_key(name, tuple(each), (limits or {}).get(name, {})) for name, each in rights.items()}
-    with changing(path, make=True) as write:
+    made = {name: generate_key(name, tuple(each), (limits or {}).get(name, {})) for name, each in rights.items()}
+    with edit_keys(path, create=True) as write:
         write(tuple(key for key, _ in made.values()))
     return {name: secret for name, (_, secret) in made.items()}
 

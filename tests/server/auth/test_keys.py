@@ -17,8 +17,9 @@ from tests.server.auth.guarded import client_of, make_guarded_app, start, write_
 from tests.server.test_flags import error_of, parser_of_a_server
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import REGISTRY_VARIABLE
-from vllm_steer.server.auth import key_file
-from vllm_steer.server.auth.keys import PREFIX, changing, digest_of, find, make_key, read_keys
+from vllm_steer.server.auth import key_file_watcher
+from vllm_steer.server.auth.key_file import edit_keys, read_keys
+from vllm_steer.server.auth.keys import PREFIX, find_key, generate_key, hash_secret
 from vllm_steer.server.auth.rights import Right
 from vllm_steer.server.flags import apply_flags
 
@@ -43,30 +44,30 @@ def test_the_file_does_not_have_the_key(path: Path) -> None:
     assert not any(secret in text or secret.removeprefix(PREFIX) in text for secret in secrets.values())
     assert path.stat().st_mode & 0o777 == 0o600
     alice, bob = keys = read_keys(path)
-    assert (alice.sha256, alice.rights) == (digest_of(secrets["alice"]), (Right.STEER,))
+    assert (alice.sha256, alice.rights) == (hash_secret(secrets["alice"]), (Right.STEER,))
     assert alice.cache_salt != bob.cache_salt
-    assert find(keys, secrets["alice"]) == alice
+    assert find_key(keys, secrets["alice"]) == alice
     for wrong in ("", PREFIX, secrets["alice"][:-1], secrets["alice"] + " ", alice.sha256, alice.cache_salt, "\udc80"):
-        assert find(keys, wrong) is None
+        assert find_key(keys, wrong) is None
 
 
 def test_writing_is_all_or_nothing(path: Path) -> None:
     """Catches keys that are lost when a write fails, and files that are left lying about."""
     write_keys(path, {"alice": []})
     before = path.read_bytes()
-    key = make_key("alice", (), {})[0]
-    with pytest.raises(SteeringError, match="same name"), changing(path) as write:
+    key = generate_key("alice", (), {})[0]
+    with pytest.raises(SteeringError, match="same name"), edit_keys(path) as write:
         write((*read_keys(path), key))
     assert path.read_bytes() == before
     assert [each.name for each in path.parent.iterdir()] == [path.name]
-    with pytest.raises(SteeringError, match="No such file"), changing(path.with_name("other")):
+    with pytest.raises(SteeringError, match="No such file"), edit_keys(path.with_name("other")):
         pass
 
 
 KEY = {"name": "me", "sha256": "0" * 64, "cache_salt": "s" * 32}
 WRONG: dict[str, tuple[Any, str]] = {
-    "no JSON": ("{", "no file of keys"),
-    "no object": ([], "no file of keys"),
+    "no JSON": ("{", "not a valid key file"),
+    "no object": ([], "not a valid key file"),
     "a version of tomorrow": ({"version": 2, "keys": []}, "version 2"),
     "a right that is none": ({"version": 1, "keys": [{**KEY, "rights": ["root"]}]}, "root"),
     "a field too many": ({"version": 1, "keys": [{**KEY, "right": []}]}, "right"),
@@ -107,7 +108,7 @@ def test_links_and_folders_are_no_files(path: Path) -> None:
     link, pipe = path.with_name("link"), path.with_name("pipe")
     link.symlink_to(path)
     os.mkfifo(pipe, 0o600)
-    for wrong, words in ((link, "cannot be read"), (path.parent, "cannot be read"), (pipe, "is not a file")):
+    for wrong, words in ((link, "cannot be read"), (path.parent, "cannot be read"), (pipe, "not a regular file")):
         with pytest.raises(SteeringError, match=words):
             read_keys(wrong)
 
@@ -133,7 +134,7 @@ def test_the_flag(path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: p
     assert "--enable-steering" in error_of(capsys, "--steering-keys", str(path))
     assert "no HTTP" in error_of(capsys, "--enable-steering", "--steering-keys", str(path), middleware=False)
     path.write_text("{")
-    assert "no file of keys" in error_of(capsys, "--enable-steering", "--steering-keys", str(path))
+    assert "not a valid key file" in error_of(capsys, "--enable-steering", "--steering-keys", str(path))
     assert "No such file" in error_of(capsys, "--enable-steering", "--steering-keys", str(path) + "x")
 
 
@@ -158,7 +159,7 @@ async def test_a_server_follows_the_file(path: Path, monkeypatch: pytest.MonkeyP
     everybody out, lets everybody in, or is complained of at every request."""
     errors: list[str] = []
     log = SimpleNamespace(error=lambda text, *args: errors.append(text % args), info=lambda *args: None)
-    monkeypatch.setattr(key_file, "logger", log)
+    monkeypatch.setattr(key_file_watcher, "logger", log)
     old = write_keys(path, {"alice": [Right.READ]})["alice"]
     app = await start(make_guarded_app(path))
 
@@ -191,8 +192,8 @@ async def test_a_file_that_cannot_be_read_for_now(number: int, path: Path, monke
     meanwhile."""
     errors: list[str] = []
     log = SimpleNamespace(error=lambda text, *args: errors.append(text % args), info=lambda *args: None)
-    monkeypatch.setattr(key_file, "logger", log)
-    monkeypatch.setattr(key_file, "QUIET_SECONDS", float("inf"))
+    monkeypatch.setattr(key_file_watcher, "logger", log)
+    monkeypatch.setattr(key_file_watcher, "LOG_INTERVAL_SECONDS", float("inf"))
     old = write_keys(path, {"alice": [Right.READ]})["alice"]
     app = await start(make_guarded_app(path))
 
@@ -222,7 +223,7 @@ async def test_a_file_that_cannot_be_read_for_now(number: int, path: Path, monke
 def test_a_file_that_is_wrong_is_read_once(path: Path) -> None:
     """Catches every request reading a file that says the same as before."""
     write_keys(path, {"alice": []})
-    followed = key_file.KeyFile(path)
+    followed = key_file_watcher.KeyFileWatcher(path)
     for make in (lambda: path.write_text("{"), path.unlink, lambda: path.symlink_to("elsewhere")):
         make()
         assert followed.is_stale()
@@ -239,6 +240,6 @@ async def test_a_broken_file_at_the_start(path: Path) -> None:
     path.write_text("{")
     path.chmod(0o600)
     app = make_guarded_app(path)
-    with pytest.raises(SteeringError, match="no file of keys"):
+    with pytest.raises(SteeringError, match="not a valid key file"):
         await start(app)
     assert (await client_of(app).post("/v1/completions", json={})).status_code == 400  # were it asked all the same

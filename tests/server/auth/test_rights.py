@@ -22,9 +22,9 @@ from tests.server.application import make_app
 from tests.server.auth.guarded import EVERYTHING, client_of, make_guarded_app, refused, start, write_keys
 from tests.server.fakes import FakeEngine, vector
 from tests.server.requests import WRONG
-from vllm_steer.server.auth.authenticator import CHANGING, OPEN, warn_if_open
-from vllm_steer.server.auth.caller import acting, caller, salt_request
-from vllm_steer.server.auth.keys import make_key
+from vllm_steer.server.auth.authenticator import ADMIN_PATHS, PUBLIC_PATHS, warn_if_unprotected
+from vllm_steer.server.auth.current_key import current_key_name, salt_request, use_key
+from vllm_steer.server.auth.keys import generate_key
 from vllm_steer.server.auth.rights import Right
 from vllm_steer.server.http.middleware import SteeringMiddleware
 from vllm_steer.server.http.request_fields import RequestRefused, apply_to_params
@@ -88,7 +88,9 @@ async def test_a_route_without_a_right_is_for_nobody(path: Path) -> None:
     secrets = keys_of_each_right(path)
     app = await start(make_guarded_app(path))
     app.add_api_route("/v1/steering/other", lambda: "secret", methods=["GET"])
-    assert "no right" in refused(await client_of(app, secrets["all"]).get("/v1/steering/other"), 403)["message"]
+    assert (
+        "no required right" in refused(await client_of(app, secrets["all"]).get("/v1/steering/other"), 403)["message"]
+    )
     assert (await client_of(app, secrets["all"]).get("/v1/steering/missing")).status_code == 404
     with pytest.raises(KeyError):
         SteeringRoute("/v1/steering/other", lambda: "secret")
@@ -126,7 +128,7 @@ async def test_what_a_key_may_not_do_is_not_looked_at(path: Path) -> None:
     headers = {"content-type": "application/json"}
     for name in ("NaN", "unknown point", "unknown kind", "layer out of range"):
         response = await client.post(ROUTE, content="{" + WRONG[name][0] + "}", headers=headers)
-        assert "takes the right steer" in refused(response, 403)["message"]
+        assert "requires the right 'steer'" in refused(response, 403)["message"]
     there, not_there = [await client.get(f"/v1/steering/modules/{name}") for name in ("calm", "other")]
     assert there.text == not_there.text
 
@@ -172,19 +174,19 @@ async def test_nothing_is_served_without_a_key(path: Path) -> None:
     the server and is for everybody."""
     secrets = keys_of_each_right(path)
     app = make_guarded_app(path)
-    for where in (*OPEN, *CHANGING, "/sleep", "/v1/models"):
+    for where in (*PUBLIC_PATHS, *ADMIN_PATHS, "/sleep", "/v1/models"):
         app.add_api_route(where, lambda: "done", methods=["GET", "POST"])
     await start(app)
     for where in (ROUTE, "/tokenize", "/raw", "/invocations", "/v1/models", "/nowhere", "/sleep", "/openapi.json"):
         error = refused(await client_of(app).post(where, json={}), 401)
         assert error["param"] == "authorization"
         refused(await client_of(app, "wrong").post(where, json={}), 401)
-    for where in OPEN:
+    for where in PUBLIC_PATHS:
         assert (await client_of(app).get(where)).text == '"done"'
     none, admin = client_of(app, secrets["none"]), client_of(app, secrets["only-admin"])
-    for where in (*CHANGING, "/sleep", f"{CHANGING[0]}/", "/raw"):
+    for where in (*ADMIN_PATHS, "/sleep", f"{ADMIN_PATHS[0]}/", "/raw"):
         refused(await none.post(where, json={}), 403)
-    for where in (*CHANGING, "/sleep"):
+    for where in (*ADMIN_PATHS, "/sleep"):
         assert (await admin.post(where, json={})).text == '"done"'
     assert (await none.get("/v1/models")).text == '"done"'
     assert (await client_of(app).get("/v1/steering/set")).headers["www-authenticate"] == "Bearer"
@@ -209,7 +211,7 @@ def test_sockets_need_a_key_too(path: Path) -> None:
 
     @app.websocket("/v1/realtime")
     async def realtime(socket: WebSocket) -> None:
-        names.append(caller.get())
+        names.append(current_key_name())
         await socket.accept()
         await socket.close()
 
@@ -232,7 +234,7 @@ async def test_vllms_own_keys(path: Path) -> None:
 
     @app.post("/v1/seen")
     async def see() -> str | None:
-        return caller.get()
+        return current_key_name()
 
     await start(app)
     for secret in ("old", "older"):
@@ -269,7 +271,7 @@ async def key_of(app: FastAPI, secret: str) -> Any:
 
     @app.get("/v1/me")
     async def me() -> None:
-        from vllm_steer.server.auth.caller import current_key
+        from vllm_steer.server.auth.current_key import current_key
 
         found.append(current_key())
 
@@ -284,11 +286,11 @@ async def test_the_caller_is_known_and_forgotten(path: Path) -> None:
 
     @app.post("/v1/who")
     def who() -> str | None:  # in a thread
-        return caller.get()
+        return current_key_name()
 
     for name in ("alice", "bob", "alice"):
         assert (await client_of(app, secrets[name]).post("/v1/who", json={})).json() == name
-        assert caller.get() is None
+        assert current_key_name() is None
 
 
 def engine_request(salt: str | None = None) -> Any:
@@ -297,7 +299,7 @@ def engine_request(salt: str | None = None) -> Any:
 
 def salted(key: Any, own: str | None) -> str | None:
     request = engine_request(own)
-    with acting(key):
+    with use_key(key):
         salt_request(None, request)
     result: str | None = request.cache_salt
     return result
@@ -306,7 +308,7 @@ def salted(key: Any, own: str | None) -> str | None:
 def test_each_key_has_its_own_salt() -> None:
     """Catches two keys that share prefix-cache blocks, a key that shares none with itself, and a request's own salt
     that is lost, or that makes somebody else's."""
-    (one, _), (other, _) = make_key("one", (), {}), make_key("other", (), {})
+    (one, _), (other, _) = generate_key("one", (), {}), generate_key("other", (), {})
     made = [salted(key, own) for key in (one, other) for own in (None, "x", "y", salted(one, None), one.cache_salt)]
     assert len(set(made)) == len(made)
     assert made == [salted(key, own) for key in (one, other) for own in (None, "x", "y", made[0], one.cache_salt)]
@@ -317,7 +319,7 @@ def test_each_key_has_its_own_salt() -> None:
 def test_answers_in_the_background_are_refused_under_a_key() -> None:
     """Catches a key that runs any number of requests, since each has been answered before the model has run."""
     request = ResponsesRequest(model="tiny", input="abc", background=True)
-    with acting(make_key("me", EVERYTHING, {})[0]):
+    with use_key(generate_key("me", EVERYTHING, {})[0]):
         with pytest.raises(RequestRefused, match="API keys") as refusal:
             apply_to_params(request, SamplingParams())
         apply_to_params(ResponsesRequest(model="tiny", input="abc"), SamplingParams())
@@ -328,10 +330,10 @@ def test_answers_in_the_background_are_refused_under_a_key() -> None:
 @pytest.mark.parametrize(
     ("args", "warned"),
     [
-        ({}, "anybody who can reach it"),
-        ({"host": "0.0.0.0"}, "anybody who can reach it"),
-        ({"host": "::"}, "anybody who can reach it"),
-        ({"host": "my-server"}, "anybody who can reach it"),
+        ({}, "every client"),
+        ({"host": "0.0.0.0"}, "every client"),
+        ({"host": "::"}, "every client"),
+        ({"host": "my-server"}, "every client"),
         ({"host": "10.0.0.1", "api_key": ["k"]}, "--api-key"),
         ({"host": "127.0.0.1"}, None),
         ({"host": "::1"}, None),
@@ -344,7 +346,7 @@ def test_an_open_server_says_so(args: dict[str, Any], warned: str | None, caplog
     logger = logging.getLogger("vllm.vllm_steer.server.auth.authenticator")
     logger.addHandler(caplog.handler)
     try:
-        warn_if_open(SimpleNamespace(**args))
+        warn_if_unprotected(SimpleNamespace(**args))
     finally:
         logger.removeHandler(caplog.handler)
     assert ("--steering-keys" in caplog.text) == (warned is not None)

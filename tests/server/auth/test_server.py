@@ -16,8 +16,7 @@ import pytest
 from tests.server.auth.guarded import EVERYTHING, write_keys
 from tests.server.requests import LIST
 from tests.server.server import HIDDEN, LAYERS, MODEL, run_server, vllm_command
-from vllm_steer.client import Client, ServerError
-from vllm_steer.client.retry import Retry
+from vllm_steer.client import Client, Retry, ServerError
 from vllm_steer.server.auth.rights import Right
 from vllm_steer.server.routes.base import PLUGIN_PREFIXES
 

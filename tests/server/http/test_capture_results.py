@@ -27,7 +27,7 @@ from vllm_steer.capture.results import CaptureResults
 from vllm_steer.server.http import capture_results
 from vllm_steer.server.http.request_context import PROMPT_KEY, current_request, record_results, track_sample
 from vllm_steer.server.http.request_fields import apply_to_params
-from vllm_steer.server.http.row_encoding import inline
+from vllm_steer.server.http.row_encoding import encode_inline
 from vllm_steer.server.routes.captures import capture_store_of
 
 ROUTE = "/v1/completions"
@@ -262,7 +262,7 @@ async def test_a_choice_for_which_the_model_ran_twice_says_so() -> None:
     app = make_capturing_app([{"memory": done(captured())}], runs=2)
     (choice,) = (await answer_of(app))["choices"]
     assert choice["capture_results"]["memory"]["status"] == "error"
-    assert "several runs" in choice["capture_results"]["memory"]["error"]
+    assert "several times" in choice["capture_results"]["memory"]["error"]
 
 
 class Connection:
@@ -360,14 +360,14 @@ async def test_a_client_that_has_left_just_before_the_answer_leaves_nothing(
     Without another look, they do.
     """
     connections: list[Connection] = []
-    hear = capture_results._hear_of_leaving
+    hear = capture_results._yield_to_disconnect
 
     async def leave_and_hear() -> None:
         connections[0].leave()
         if looks:
             await hear()
 
-    monkeypatch.setattr(capture_results, "_hear_of_leaving", leave_and_hear)
+    monkeypatch.setattr(capture_results, "_yield_to_disconnect", leave_and_hear)
     app = make_capturing_app([{"memory": done(captured())}], capture_inline_kib=0)
     connections.append(Late(app, {**BODY, "stream": stream}))
     await asyncio.wait_for(connections[0].task, 10)
@@ -376,6 +376,6 @@ async def test_a_client_that_has_left_just_before_the_answer_leaves_nothing(
 
 def test_positions_are_plain_integers() -> None:
     """Catches numpy's integers, which JSON does not have, in what is inline."""
-    site = inline(captured())["post_block"]["1"]
+    site = encode_inline(captured())["post_block"]["1"]
     assert all(type(position) is int for position in site["positions"])
     assert np.frombuffer(base64.b64decode(site["data"]), "<f4").shape == (3 * HIDDEN,)

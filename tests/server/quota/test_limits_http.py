@@ -23,7 +23,7 @@ from tests.server.http.answers import captured, done, make_capturing_app
 from vllm_steer.frontend.context import REGISTRY_VARIABLE, RegistryOptions
 from vllm_steer.params import compile_fields, program_of
 from vllm_steer.registry import composer
-from vllm_steer.server.auth.keys import digest_of
+from vllm_steer.server.auth.keys import hash_secret
 from vllm_steer.server.flags import registry_limits
 from vllm_steer.server.http.middleware import SteeringMiddleware
 from vllm_steer.server.http.request_context import RequestContext, set_prompt_len
@@ -195,7 +195,7 @@ async def test_modules_are_counted_before_they_are_joined(path: Path, monkeypatc
     assert (await client.post(ROUTE, json={"steering_modules": ["small"] * 2})).status_code == 200
     monkeypatch.setattr(composer, "join", lambda programs: pytest.fail("joined"))
     three = refused(await client.post(ROUTE, json={"steering_modules": ["small"] * 3}), 413)
-    assert "3 edits; 2 is the most" in three["message"]
+    assert "3 edits; at most 2" in three["message"]
     nobody = refused(await client.post(ROUTE, json={"steering_modules": ["small", "nobody"]}), 400)
     assert nobody["param"] == "steering_modules[1]"
     assert set(quota_tracker_of(app).in_use.values()) == {0}
@@ -324,7 +324,7 @@ async def test_a_key_has_its_part_of_the_store(path: Path) -> None:
     assert kept["status"] == "ok", kept
     again = (await one.post(ROUTE, json=body)).json()["choices"][0]["capture_results"]["memory"]
     assert "no room for" in again["error"]
-    whose = bytes.fromhex(digest_of(secrets["one"]))
+    whose = bytes.fromhex(hash_secret(secrets["one"]))
     used, expires = capture_store_of(app).usage(whose)
     capture_store_of(app).put(bytes(MIB - used), "json", whose)
     response = await one.post(ROUTE, json=body)

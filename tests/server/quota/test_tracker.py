@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The books of what keys have going, beside a model that only adds up."""
+"""The tracker of what keys have going, beside a model that only adds up."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.limits import KEY_CAPTURE_MIB, KEY_LIMITS, KEY_REQUESTS, SERVER_LIMITS
 from vllm_steer.program import Program, compile_program
 from vllm_steer.registry.module import parse_module
-from vllm_steer.server.auth.keys import Key, make_key
-from vllm_steer.server.auth.rights import AccessError, KeyLimitError, ServerFullError, TooLargeError
+from vllm_steer.server.access_errors import AccessError, KeyLimitError, ServerFullError, TooLargeError
+from vllm_steer.server.auth.keys import Key, generate_key
 from vllm_steer.server.quota import tracker as tracker_module
 from vllm_steer.server.quota.limits import value_of
 from vllm_steer.server.quota.tracker import QuotaTracker, Reservation
@@ -40,7 +40,7 @@ FLAGS: dict[str, int] = {
 
 
 def key_of(name: str, **limits: int) -> Key:
-    return make_key(name, (), limits)[0]
+    return generate_key(name, (), limits)[0]
 
 
 def program_of(*vectors: int, width: int = WIDTH) -> Program:
@@ -66,7 +66,7 @@ class Machine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.books = QuotaTracker(SimpleNamespace(**FLAGS))
+        self.tracker = QuotaTracker(SimpleNamespace(**FLAGS))
         self.keys: list[Key | None] = [key_of("one"), key_of("other", steering_programs=1, steering_requests=2), None]
         self.going: list[dict[str, Any]] = []
 
@@ -79,9 +79,9 @@ class Machine(RuleBasedStateMachine):
         room = key is None or len(self.of(key)) < (2 if number else 3)
         if not room:
             with pytest.raises(KeyLimitError):
-                self.books.enter(key)
+                self.tracker.reserve(key)
             return
-        self.going.append({"key": key, "hold": self.books.enter(key), "set": None, "rows": 0})
+        self.going.append({"key": key, "reservation": self.tracker.reserve(key), "set": None, "rows": 0})
 
     @rule(data=st.data(), number=st.integers(0, len(SETS) - 1))
     def take_program(self, data: st.DataObject, number: int) -> None:
@@ -90,15 +90,15 @@ class Machine(RuleBasedStateMachine):
         each = data.draw(st.sampled_from(self.going))
         if each["set"] is not None:
             with pytest.raises(SteeringError):
-                each["hold"].take_program(PROGRAMS[number], None, LAYERS)
+                each["reservation"].reserve_program(PROGRAMS[number], None, LAYERS)
             return
         expected = self.refused(each["key"], number)
         if expected is None:
-            each["hold"].take_program(PROGRAMS[number], None, LAYERS)
+            each["reservation"].reserve_program(PROGRAMS[number], None, LAYERS)
             each["set"] = number
         else:
             with pytest.raises(expected):
-                each["hold"].take_program(PROGRAMS[number], None, LAYERS)
+                each["reservation"].reserve_program(PROGRAMS[number], None, LAYERS)
 
     def refused(self, key: Key | None, number: int) -> type[AccessError] | None:
         everywhere = {each["set"] for each in self.going} - {None}
@@ -122,12 +122,12 @@ class Machine(RuleBasedStateMachine):
         together = sum(other["rows"] for other in self.of(each["key"])) + num_bytes
         if each["rows"] + num_bytes > MIB:
             with pytest.raises(TooLargeError):
-                each["hold"].take_rows(num_bytes)
+                each["reservation"].reserve_rows(num_bytes)
         elif together > MIB:
             with pytest.raises(KeyLimitError):
-                each["hold"].take_rows(num_bytes)
+                each["reservation"].reserve_rows(num_bytes)
         else:
-            each["hold"].take_rows(num_bytes)
+            each["reservation"].reserve_rows(num_bytes)
             each["rows"] += num_bytes
 
     @rule(data=st.data(), twice=st.booleans())
@@ -137,13 +137,13 @@ class Machine(RuleBasedStateMachine):
         each = data.draw(st.sampled_from(self.going))
         self.going = [other for other in self.going if other is not each]
         for _ in range(1 + twice):
-            each["hold"].release()
+            each["reservation"].release()
 
     @invariant()
-    def the_books_are_what_requests_hold(self) -> None:
+    def usage_equals_the_reservations(self) -> None:
         keyed = [each for each in self.going if each["key"] is not None]
         vectors = {(id(each["key"]), v) for each in keyed if each["set"] is not None for v in SETS[each["set"]]}
-        assert self.books.in_use == {
+        assert self.tracker.in_use == {
             "requests": len(keyed),
             "programs": len({each["set"] for each in self.going} - {None}),
             "vector_bytes": SIZE * len(vectors),
@@ -153,8 +153,8 @@ class Machine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         for each in self.going:
-            each["hold"].release()
-        assert set(self.books.in_use.values()) == {0}
+            each["reservation"].release()
+        assert set(self.tracker.in_use.values()) == {0}
 
 
 def run_machine() -> None:
@@ -172,29 +172,29 @@ def run_machine() -> None:
 
 
 def test_the_books_are_right() -> None:
-    """Catches a count that is not given back, is given back twice, lets a key over its limit, or books what it has
+    """Catches a count that is not given back, is given back twice, lets a key over its limit, or tracker what it has
     refused."""
     run_machine()
 
 
 @pytest.mark.parametrize("fault", ["vectors stay", "rows stay", "programs stay", "refused is booked", "twice"])
 def test_the_machine_sees_wrong_books(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: books that are wrong in one way each are found out."""
-    give_back = QuotaTracker.give_back
+    """The control: tracker that are wrong in one way each are found out."""
+    release = QuotaTracker.release
     if fault == "vectors stay":
-        without = tracker_module._without
-        monkeypatch.setattr(tracker_module, "_without", lambda counter, item: without(counter, item) and False)
+        decrement = tracker_module._decrement
+        monkeypatch.setattr(tracker_module, "_decrement", lambda counter, item: decrement(counter, item) and False)
     elif fault == "rows stay":
-        monkeypatch.setattr(QuotaTracker, "give_back", lambda s, k, a, load, rows: give_back(s, k, a, load, 0))
+        monkeypatch.setattr(QuotaTracker, "release", lambda s, k, a, load, rows: release(s, k, a, load, 0))
     elif fault == "programs stay":
-        monkeypatch.setattr(QuotaTracker, "give_back", lambda s, k, a, load, rows: give_back(s, k, a, None, rows))
+        monkeypatch.setattr(QuotaTracker, "release", lambda s, k, a, load, rows: release(s, k, a, None, rows))
     elif fault == "refused is booked":
 
-        def book_first(self: QuotaTracker, key: Any, account: Any, num_bytes: int, own: int) -> None:
+        def reserve_first(self: QuotaTracker, key: Any, account: Any, num_bytes: int, own: int) -> None:
             account.row_bytes += num_bytes
             self._check_bytes(KEY_CAPTURE_MIB, key, own + num_bytes, account.row_bytes)
 
-        monkeypatch.setattr(QuotaTracker, "take_rows", book_first)
+        monkeypatch.setattr(QuotaTracker, "reserve_rows", reserve_first)
     else:
         release = Reservation.release
 
@@ -211,35 +211,35 @@ def test_the_machine_sees_wrong_books(fault: str, monkeypatch: pytest.MonkeyPatc
 def test_what_everybody_gets_is_on_nobodys_account() -> None:
     """Catches global steering that fills a key's pool, counts as its edits, or hides those that it brings itself."""
     everybody, own = program_of(0, 1, 2, 3), program_of(0, 1, 2, 3, 4)
-    books = QuotaTracker(SimpleNamespace(**FLAGS, steering_request_edits=1, steering_request_vectors=1))
-    books.enter(key_of("one")).take_program(own, everybody, LAYERS)
-    assert books.in_use["vector_bytes"] == SIZE
-    with pytest.raises(TooLargeError, match="5 edits; 1 is the most"):
-        books.enter(key_of("two")).take_program(own, None, LAYERS)
+    tracker = QuotaTracker(SimpleNamespace(**FLAGS, steering_request_edits=1, steering_request_vectors=1))
+    tracker.reserve(key_of("one")).reserve_program(own, everybody, LAYERS)
+    assert tracker.in_use["vector_bytes"] == SIZE
+    with pytest.raises(TooLargeError, match="5 edits; at most 1"):
+        tracker.reserve(key_of("two")).reserve_program(own, None, LAYERS)
     with pytest.raises(TooLargeError, match="edits"):
-        books.enter(key_of("two")).take_program(program_of(0, 1, 2, 3, 4, 5), everybody, LAYERS)
+        tracker.reserve(key_of("two")).reserve_program(program_of(0, 1, 2, 3, 4, 5), everybody, LAYERS)
 
 
 def test_one_request_is_so_large() -> None:
     """Catches layers that `all` does not count, reads that are free, and vectors that count twice."""
-    books = QuotaTracker(
+    tracker = QuotaTracker(
         SimpleNamespace(steering_request_layers=3, steering_request_vectors=2, steering_request_edits=9)
     )
-    hold = books.enter(None)
+    reservation = tracker.reserve(None)
     some = program_of(0, 0, 1, 1, width=8)
-    hold.take_program(some, None, LAYERS)
-    hold.release()
+    reservation.reserve_program(some, None, LAYERS)
+    reservation.release()
     edit = {"kind": "add", "point": "post_block", "vector": [1.0]}
     for layers, most in (("all", LAYERS), ([0, 1, 2, 3], LAYERS)):
-        with pytest.raises(TooLargeError, match=f"has {most} layers; 3 is the most .--steering-request-layers"):
-            books.enter(None).take_program(
+        with pytest.raises(TooLargeError, match=f"has {most} layers; at most 3 .--steering-request-layers"):
+            tracker.reserve(None).reserve_program(
                 compile_program(parse_fields({"steering": [{**edit, "layers": layers}]})), None, LAYERS
             )
         captures = [spec for _, spec in parse_capture({"memory": {"hooks": {"post_block": layers}}})]
         with pytest.raises(TooLargeError, match="layers"):
-            books.enter(None).take_program(compile_program([], captures), None, LAYERS)
+            tracker.reserve(None).reserve_program(compile_program([], captures), None, LAYERS)
     with pytest.raises(TooLargeError, match="3 vectors"):
-        books.enter(None).take_program(program_of(0, 1, 2, width=8), None, LAYERS)
+        tracker.reserve(None).reserve_program(program_of(0, 1, 2, width=8), None, LAYERS)
 
 
 @pytest.mark.parametrize(("count", "in_engine"), [(6, True), (300, False)])
@@ -250,15 +250,15 @@ def test_directions_count_as_vectors_wherever_products_are_formed(count: int, in
     specs = [spec for _, spec in captures]
     assert isinstance(specs[0].reduce, Projection) and specs[0].reduce.in_engine == in_engine
     program = compile_program([], specs)
-    books = QuotaTracker(SimpleNamespace(**FLAGS, steering_request_vectors=count))
-    hold = books.enter(key_of("one"))
-    hold.take_program(program, None, LAYERS, specs)
-    assert books.in_use["vector_bytes"] == 4 * 512 * count
-    hold.release()
-    assert books.in_use["vector_bytes"] == 0
+    tracker = QuotaTracker(SimpleNamespace(**FLAGS, steering_request_vectors=count))
+    reservation = tracker.reserve(key_of("one"))
+    reservation.reserve_program(program, None, LAYERS, specs)
+    assert tracker.in_use["vector_bytes"] == 4 * 512 * count
+    reservation.release()
+    assert tracker.in_use["vector_bytes"] == 0
     small = QuotaTracker(SimpleNamespace(**FLAGS, steering_request_vectors=count - 1))
-    with pytest.raises(TooLargeError, match=f"has {count} vectors; {count - 1} is the most"):
-        small.enter(key_of("one")).take_program(program, None, LAYERS, specs)
+    with pytest.raises(TooLargeError, match=f"has {count} vectors; at most {count - 1}"):
+        small.reserve(key_of("one")).reserve_program(program, None, LAYERS, specs)
 
 
 @pytest.mark.parametrize(
@@ -283,28 +283,28 @@ def test_the_ceiling_of_norms(edit: dict[str, Any], adds: float) -> None:
     whole = {"point": "post_block", "layers": [1], **edit}
     program = compile_program(parse_fields({"steering": [whole]}))
     for ceiling in (0, 10, 25, 10**6):
-        books = QuotaTracker(SimpleNamespace(steering_max_norm=ceiling))
+        tracker = QuotaTracker(SimpleNamespace(steering_max_norm=ceiling))
         if ceiling and adds > ceiling:
             with pytest.raises(SteeringError, match="--steering-max-norm") as error:
-                books.enter(None).take_program(program, None, LAYERS)
+                tracker.reserve(None).reserve_program(program, None, LAYERS)
             assert not isinstance(error.value, AccessError)
             scaled = {**edit, "strength": 0.0}
             scaled_program = compile_program(parse_fields({"steering": [{**whole, **scaled}]}))
-            books.enter(None).take_program(scaled_program, None, LAYERS)
+            tracker.reserve(None).reserve_program(scaled_program, None, LAYERS)
         else:
-            books.enter(None).take_program(program, None, LAYERS)
+            tracker.reserve(None).reserve_program(program, None, LAYERS)
 
 
 def test_the_registry_has_the_same_ceiling() -> None:
     """Catches a norm that nobody may send and anybody may register, or set for everybody."""
     from tests.registry.modules import CAPABILITIES
+    from vllm_steer.registry.index import RegistryLimits
     from vllm_steer.registry.registry import SteeringRegistry
-    from vllm_steer.registry.snapshot import RegistryLimits
     from vllm_steer.registry.storage import MemoryStore
 
     store = MemoryStore()
     free = SteeringRegistry(CAPABILITIES, store)
-    strict = SteeringRegistry(CAPABILITIES, store, RegistryLimits(norm=10))
+    strict = SteeringRegistry(CAPABILITIES, store, RegistryLimits(max_norm=10))
     large = {"post_block": {"1": [100.0] + [0.0] * (CAPABILITIES.hidden_size - 1)}}
     for change in (lambda: strict.register("calm", base=large), lambda: strict.set(base=large)):
         with pytest.raises(SteeringError, match="--steering-max-norm"):
@@ -323,11 +323,11 @@ def test_processes_share_a_limit(processes: int | None) -> None:
     key = key_of("one", steering_requests=7)
     total = 0
     for _ in range(count):
-        books = QuotaTracker(SimpleNamespace(api_server_count=processes))
+        tracker = QuotaTracker(SimpleNamespace(api_server_count=processes))
         entered = 0
         while True:
             try:
-                books.enter(key)
+                tracker.reserve(key)
             except KeyLimitError as error:
                 assert ("server processes" in str(error)) == (count > 1)
                 break

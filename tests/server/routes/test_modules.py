@@ -16,9 +16,9 @@ from fastapi import FastAPI
 from starlette.routing import Route
 
 from tests.registry.modules import content, module, registry, vector
-from vllm_steer.registry.json_text import parse_json
 from vllm_steer.registry.module_files import write_module
 from vllm_steer.registry.registry import SteeringRegistry
+from vllm_steer.registry.strict_json import parse_json
 from vllm_steer.server.auth.rights import Right
 from vllm_steer.server.http.middleware import SteeringMiddleware
 from vllm_steer.server.http.schemas import JSON, MODULE_BODY, REQUEST_FIELDS, SET_BODY
@@ -154,10 +154,11 @@ WRONG: dict[str, tuple[str, str, str, str]] = {
             "base.post_block[1][0]", "finite"),
     "huge integer": (MODULES, '{"name": "a", "base": {"post_block": {"1": [%s]}}}' % ("9" * 5000), "body", "digits"),
     "deep": (MODULES, '{"name": ' + "[" * 100000, "body", "JSON"),
-    "width": (MODULES, '{"name": "a", "base": {"post_block": {"1": [1, 2]}}}', "base.post_block[1]", "hidden size is 8"),
+    "width": (MODULES, '{"name": "a", "base": {"post_block": {"1": [1, 2]}}}', "base.post_block[1]",
+              "hidden size is 8"),
     "layer": (MODULES, '{"name": "a", "base": {"post_block": {"4": VECTOR}}}', "base.post_block[4]", "layers 0 to 3"),
     "refused site": (MODULES, '{"name": "a", "base": {"post_attn": {"2": VECTOR}}}', "base.post_attn[2]", "parallel"),
-    "set nothing": (SET, "{}", "set", "names nothing"),
+    "set nothing": (SET, "{}", "set", "is empty"),
     "set unknown": (SET, '{"modules": ["x"]}', "modules[0]", "no module x"),
     "set probes": (SET, '{"probes": {}}', "probes", "base, prefill"),
     "set replace": (SET, '{"replace": 1}', "replace", "true or false"),

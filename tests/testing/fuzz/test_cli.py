@@ -37,7 +37,7 @@ def test_nothing_found(made: dict[str, Any], tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     done = CliRunner().invoke(app, ["fuzz", "a-model", "--minutes", "2", "--seed", "5", "--out", str(out)])
     assert done.exit_code == 0, done.output
-    assert "nothing found in 1.5 minutes" in done.output
+    assert "no findings in 1.5 minutes" in done.output
     assert (made["seed"], made["minutes"], made["model"]) == (5, 2.0, "a-model")
     written = json.loads(out.read_text())
     assert written["command"] == "vllm-steer fuzz --minutes 2 --seed 5 --requests 48 --dtype float32"

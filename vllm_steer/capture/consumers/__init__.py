@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where captured rows go: the contract, the built-in consumers, and how others are found."""
+"""Consumers of captured rows: the interface, the built-in consumers, and those of installed packages."""
 
 from vllm_steer.capture.consumers.base import THREAD_PREFIX, Consumer
 from vllm_steer.capture.consumers.discovery import (
     BUILT_IN,
-    GROUP,
+    ENTRY_POINT_GROUP,
     consumer_class,
     consumer_names,
     make_consumer,
@@ -13,7 +13,7 @@ from vllm_steer.capture.consumers.discovery import (
 
 __all__ = [
     "BUILT_IN",
-    "GROUP",
+    "ENTRY_POINT_GROUP",
     "THREAD_PREFIX",
     "Consumer",
     "consumer_class",

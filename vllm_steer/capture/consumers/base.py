@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a consumer of captured rows is: the whole contract."""
+"""The interface of consumers of captured rows."""
 
 from __future__ import annotations
 
@@ -16,73 +16,87 @@ from vllm_steer.spec import CaptureSpec
 from vllm_steer.spec.scalars import shown
 
 THREAD_PREFIX = "capture-"
-"""How the names of threads begin in which consumers work."""
+"""Name prefix of the threads in which consumers run."""
 
 
 class Consumer(ABC):
-    """Where captured rows go.
+    """A destination of captured rows.
 
-    A consumer lives in the process that takes requests: the one that made the ``LLM``, or an API server (each of
-    several has its own). It is made once, when that process starts, and is offered to requests as
-    ``capture={name: spec}``. To add one, subclass this and name the class in an entry point::
+    A consumer is created once per process that accepts requests: the process of the ``LLM``, or each API server.
+    Requests name it as ``capture={name: spec}``. To add one, subclass this class and declare an entry point::
 
         [project.entry-points."vllm_steer.capture_consumers"]
         mine = "my_package:MyConsumer"
 
-    ============== ============================== ==================================== ===============================
-    what           when                           in which thread, may it block        what an exception does
-    ============== ============================== ==================================== ===============================
-    ``__init__``   at the start of the process    the main one; it may                 the process does not start
-    ``check``      for each request that names    the one that takes requests (in a    a SteeringError refuses the
-                   it, before the engine hears    server its event loop); it must not  request; any other one is an
-                   of the request                                                      error of the server (500)
-    ``accept``     for each sample of a request,  one thread of this consumer's own,   this request's status is
-                   when it has finished, or was   one call at a time; it may: only     ``error`` with the exception's
-                   aborted (status ``partial``)   its own captures wait                text; nothing else is touched
-    ``close``      once, after the last           any; it may                          it is logged
-                   ``accept``
-    ============== ============================== ==================================== ===============================
+    ============== ================================= ================================== ==============================
+    method         called                            thread                             exceptions
+    ============== ================================= ================================== ==============================
+    ``__init__``   when the process starts           main thread; may block             the process does not start
+    ``check``      for each request that names the   request thread (a server's event   SteeringError rejects the
+                   consumer, before it reaches the   loop); must not block              request; others are server
+                   engine                                                               errors (500)
+    ``accept``     for each sample of a request      the consumer's own thread, one     the capture's status becomes
+                   that has finished or was aborted  call at a time; may block          ``error``; nothing else is
+                   (status ``partial``)                                                 affected
+    ``close``      once, after the last ``accept``   any thread; may block              logged
+    ============== ================================= ================================== ==============================
 
-    Options of the operator (``--capture-consumers mine:key=value``) are the keyword arguments of ``__init__``; their
-    annotations say what the values are converted to, and unknown ones are refused. Options of a request stand in its
-    spec beside ``hooks``; `spec_options` names them.
+    The operator's options (``--capture-consumers mine:key=value``) are keyword arguments of ``__init__``. Values are
+    converted to the annotated types, and unknown options are rejected. A request's options stand in its spec beside
+    ``hooks`` and must be listed in `spec_options`.
 
-    Rows of a `CapturedRequest` belong to whoever holds it: they are never written to again, and can be kept, but must
-    not be changed, since other consumers may hold the same.
+    The rows of a `CapturedRequest` may be kept but not modified, because several consumers can share them. vllm-steer
+    does not write to them again.
     """
 
     name: ClassVar[str]
-    """What requests call it; the entry point has the same name."""
+    """Name in requests; must equal the name of the entry point."""
     spec_options: ClassVar[Mapping[str, Any]] = MappingProxyType({})
-    """Options that a request's spec may have: name to type, which any annotation that pydantic reads can be."""
+    """Options that a request's spec may set: names and types (any annotation that pydantic supports)."""
 
     def check(self, spec: CaptureSpec, field: str) -> None:
-        """Refuse a spec that this consumer cannot serve.
+        """Reject a spec that this consumer cannot serve. Overrides should call ``super().check``.
 
         Args:
-            spec: already checked as far as it concerns everybody.
-            field: where it stands in the request, e.g. ``capture.memory``.
+            spec: The spec, valid in all other respects.
+            field: Path of the spec in the request, such as ``capture.memory``.
 
         Raises:
-            SteeringError: here, an option that is not in `spec_options`, or of another type.
+            SteeringError: An option is not in `spec_options`, or its value has the wrong type.
         """
         for name, value in spec.options.items():
             if name not in self.spec_options:
-                known = ", ".join(self.spec_options) or "none"
-                raise SteeringError(f"{field}.{name}", f"is no option of {self.name}; it has: {known}")
-            try:
-                TypeAdapter(self.spec_options[name]).validate_python(value, strict=True)
-            except ValidationError as error:
-                problem = error.errors(include_url=False)[0]["msg"]
-                raise SteeringError(f"{field}.{name}", f"{problem}; not {shown(value)}") from None
+                options = ", ".join(self.spec_options) or "none"
+                raise SteeringError(f"{field}.{name}", f"unknown option of {self.name}; options: {options}")
+            convert_option(self.spec_options[name], value, f"{field}.{name}", strict=True)
 
     @abstractmethod
     def accept(self, captured: CapturedRequest) -> Any:
-        """Take the rows of one sample; what is returned becomes `CaptureResult.data`.
+        """Process the rows of one sample.
 
-        For an answer over HTTP it must consist of JSON's types; in process it can be anything.
+        Returns:
+            The value of `CaptureResult.data`. HTTP responses require a JSON-serializable value.
         """
 
     def close(self) -> None:
-        """Finish what is open and free what is held."""
+        """Complete pending output and release resources."""
         return None
+
+
+def convert_option(annotation: Any, value: Any, field: str, *, strict: bool = False) -> Any:
+    """Convert an option's value to its annotated type.
+
+    Args:
+        annotation: Any type that pydantic supports.
+        value: The given value.
+        field: Path of the option, for errors.
+        strict: Whether to reject values of other types instead of converting them.
+
+    Raises:
+        SteeringError: The value does not fit the type.
+    """
+    try:
+        return TypeAdapter(annotation).validate_python(value, strict=strict)
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]["msg"]
+        raise SteeringError(field, f"{problem}; got {shown(value)}") from None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Consumers by name: the built-in ones, and those that installed packages offer by entry point."""
+"""Lookup of consumers by name, and parsing of their options. Installed packages offer consumers by entry point."""
 
 from __future__ import annotations
 
@@ -10,16 +10,14 @@ from importlib.metadata import EntryPoint, entry_points
 from types import MappingProxyType
 from typing import Any, get_type_hints
 
-from pydantic import TypeAdapter, ValidationError
-
-from vllm_steer.capture.consumers.base import Consumer
-from vllm_steer.capture.server_wide import FLAG_KEYS, read_flag_value
+from vllm_steer.capture.consumers.base import Consumer, convert_option
+from vllm_steer.capture.server_wide import FLAG_KEYS, parse_flag_value
 from vllm_steer.errors import SteeringError
 from vllm_steer.spec import parse_capture
 from vllm_steer.spec.scalars import shown
 
-GROUP = "vllm_steer.capture_consumers"
-FLAG = "--capture-consumers"
+ENTRY_POINT_GROUP = "vllm_steer.capture_consumers"
+_FLAG = "--capture-consumers"
 
 BUILT_IN: Mapping[str, str] = MappingProxyType(
     {
@@ -31,100 +29,103 @@ BUILT_IN: Mapping[str, str] = MappingProxyType(
 
 
 def consumer_names() -> tuple[str, ...]:
-    """The names that `consumer_class` knows: the built-in ones, then those of installed packages."""
-    return (*BUILT_IN, *sorted(set(entry_points(group=GROUP).names) - set(BUILT_IN)))
+    """Return the names of all consumers: built-in ones first, then those of installed packages."""
+    return (*BUILT_IN, *sorted(set(entry_points(group=ENTRY_POINT_GROUP).names) - set(BUILT_IN)))
 
 
-def consumer_class(name: str, field: str = FLAG) -> type[Consumer]:
-    """The class of a consumer.
+def consumer_class(name: str, field: str = _FLAG) -> type[Consumer]:
+    """Return the class of a consumer.
+
+    Args:
+        name: Name of the consumer.
+        field: Where the name was given, for errors.
 
     Raises:
-        SteeringError: there is none of that name, several packages offer one, or it cannot be loaded.
+        SteeringError: The consumer does not exist, cannot be loaded, or is offered by several packages.
     """
-    found = tuple(entry_points(group=GROUP, name=name))
+    found = tuple(entry_points(group=ENTRY_POINT_GROUP, name=name))
     if name in BUILT_IN:
         if found:
-            raise SteeringError(field, f"{_package(found[0])} offers a consumer named {name}, which is a built-in one")
+            raise SteeringError(field, f"{_package(found[0])} offers {name!r}, which is a built-in consumer")
         module, _, attribute = BUILT_IN[name].partition(":")
         built_in: type[Consumer] = getattr(import_module(module), attribute)
         return built_in
     if not found:
-        raise SteeringError(field, f"{shown(name)} is no consumer; there are {', '.join(consumer_names())}")
+        raise SteeringError(field, f"unknown consumer {shown(name)}; available: {', '.join(consumer_names())}")
     if len(found) > 1:
-        raise SteeringError(field, f"{' and '.join(map(_package, found))} both offer a consumer named {name}")
+        raise SteeringError(
+            field, f"{' and '.join(map(_package, found))} both offer a consumer {name!r}; uninstall one"
+        )
+    (entry_point,) = found
+    package = _package(entry_point)
     try:
-        offered = found[0].load()
+        offered = entry_point.load()
     except Exception as error:
-        raise SteeringError(field, f"{name} of {_package(found[0])} cannot be loaded: {error}") from error
+        raise SteeringError(field, f"cannot load the consumer {name!r} of {package}: {error}") from error
     if not (inspect.isclass(offered) and issubclass(offered, Consumer)):
-        raise SteeringError(field, f"{found[0].value} of {_package(found[0])} is no subclass of Consumer")
+        raise SteeringError(field, f"{entry_point.value} of {package} is not a subclass of Consumer")
     if getattr(offered, "name", None) != name:
-        raise SteeringError(field, f"{found[0].value} calls itself {shown(getattr(offered, 'name', None))}, not {name}")
+        raise SteeringError(
+            field, f"{entry_point.value} of {package} has name {shown(getattr(offered, 'name', None))}, not {name!r}"
+        )
     return offered
 
 
-def make_consumer(name: str, options: Mapping[str, Any] | None = None, field: str = FLAG) -> Consumer:
-    """A consumer, its options converted to what its ``__init__`` annotates.
+def make_consumer(name: str, options: Mapping[str, Any] | None = None, field: str = _FLAG) -> Consumer:
+    """Create a consumer, with its options converted to the types that its ``__init__`` annotates.
 
     Raises:
-        SteeringError: the consumer or an option is unknown, an option is missing or its value wrong, or the consumer
-            refuses it.
+        SteeringError: The consumer or an option is unknown, or an option is missing or invalid.
     """
     consumer = consumer_class(name, field)
-    return consumer(**_converted(consumer, options or {}, f"{field} {name}"))
+    return consumer(**_convert_options(consumer, options or {}, f"{field} {name}"))
 
 
-def parse_consumer_flag(text: str, field: str = FLAG) -> tuple[str, dict[str, Any]]:
-    """Read ``NAME`` or ``NAME:key=value,key=value``: the name, and its options converted.
+def parse_consumer_flag(text: str, field: str = _FLAG) -> tuple[str, dict[str, Any]]:
+    """Parse ``NAME`` or ``NAME:key=value,key=value``.
 
-    ``hooks``, ``positions``, ``before`` and ``dtype`` are not the consumer's: they make a spec for every request.
+    The keys ``hooks``, ``positions``, ``before`` and ``dtype`` form a spec for every request
+    (`vllm_steer.capture.server_wide`); other keys are options of the consumer.
+
+    Returns:
+        The consumer's name and its converted options.
 
     Raises:
-        SteeringError: as `make_consumer`, but for what only making the consumer can show.
+        SteeringError: As for `make_consumer`, except for errors that only the constructor finds.
     """
     name, colon, rest = text.partition(":")
     consumer = consumer_class(name, field)
+    prefix = f"{field} {name}"
     options: dict[str, Any] = {}
     for item in rest.split(",") if colon else ():
         key, equals, value = item.partition("=")
         if not equals or not key:
             raise SteeringError(
-                f"{field} {name}", f"{shown(item)} is not key=value; a value cannot hold a comma, write {name}:a=1,b=2"
+                prefix, f"{shown(item)} is not key=value; write {name}:a=1,b=2 (values cannot contain a comma)"
             )
         if key in options:
-            raise SteeringError(f"{field} {name}", f"gives {key} twice")
+            raise SteeringError(prefix, f"{key} is given twice")
         options[key] = value
-    spec = {key: read_flag_value(key, options.pop(key), f"{field} {name}") for key in FLAG_KEYS if key in options}
+    spec = {key: parse_flag_value(key, options.pop(key), prefix) for key in FLAG_KEYS if key in options}
     if spec:
         parse_capture({name: spec}, field)
-    return name, {**_converted(consumer, options, f"{field} {name}"), **spec}
+    return name, {**_convert_options(consumer, options, prefix), **spec}
 
 
-def _converted(consumer: type[Consumer], options: Mapping[str, Any], field: str) -> dict[str, Any]:
-    known = _options_of(consumer)
-    unknown = [key for key in options if key not in known]
-    if unknown:
-        raise SteeringError(field, f"unknown option {shown(unknown[0])}; it has: {', '.join(known) or 'none'}")
-    missing = [key for key, parameter in known.items() if parameter.default is parameter.empty and key not in options]
-    if missing:
-        raise SteeringError(f"{field}.{missing[0]}", f"is missing; write {consumer.name}:{missing[0]}=...")
-    hints = get_type_hints(consumer.__init__, include_extras=True)
-    converted = {}
-    for key, value in options.items():
-        try:
-            converted[key] = TypeAdapter(hints.get(key, str)).validate_python(value)
-        except ValidationError as error:
-            problem = error.errors(include_url=False)[0]["msg"]
-            raise SteeringError(f"{field}.{key}", f"{problem}; not {shown(value)}") from None
-    return converted
-
-
-def _options_of(consumer: type[Consumer]) -> dict[str, inspect.Parameter]:
-    return {
+def _convert_options(consumer: type[Consumer], options: Mapping[str, Any], field: str) -> dict[str, Any]:
+    parameters = {
         name: parameter
         for name, parameter in inspect.signature(consumer).parameters.items()
         if parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD)
     }
+    for key in options:
+        if key not in parameters:
+            raise SteeringError(field, f"unknown option {shown(key)}; options: {', '.join(parameters) or 'none'}")
+    for key, parameter in parameters.items():
+        if parameter.default is parameter.empty and key not in options:
+            raise SteeringError(f"{field}.{key}", f"this option is missing; write {consumer.name}:{key}=...")
+    hints = get_type_hints(consumer.__init__, include_extras=True)
+    return {key: convert_option(hints.get(key, str), value, f"{field}.{key}") for key, value in options.items()}
 
 
 def _package(entry_point: EntryPoint) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The consumer for a first look: shapes and norms, as lines of the log."""
+"""Consumer that logs shapes and norms of the rows."""
 
 from __future__ import annotations
 
@@ -15,43 +15,50 @@ logger = logging.getLogger("vllm_steer.capture")
 
 
 class LoggingConsumer(Consumer):
-    """Writes a line per site to the logger ``vllm_steer.capture`` and returns the same numbers; keeps no row."""
+    """Logs one line per site to the logger ``vllm_steer.capture`` and keeps no rows."""
 
     name: ClassVar[str] = "logging"
 
     def __init__(self, *, level: Literal["debug", "info", "warning"] = "info") -> None:
+        """Set the level of the log lines."""
         self._level = logging.getLevelNamesMapping()[level.upper()]
 
     def accept(self, captured: CapturedRequest) -> dict[str, Any]:
-        """Numbers by site, written ``point[layer]``: shape, dtype, and mean, least and greatest norm of a row.
+        """Log the statistics of each site.
 
-        ``not_finite`` counts the rows with a NaN or an infinity, which the norms leave out. No rows, no norms: None.
+        Returns:
+            The statistics by site (``point[layer]``): shape, dtype, and mean, minimum and maximum of the row norms.
+            ``not_finite`` counts rows with NaN or infinity, which the norms exclude. Without rows, norms are None.
         """
-        sites = {f"{point}[{layer}]": _numbers(site.rows) for (point, layer), site in captured.sites.items()}
-        request = f"{captured.request_id[:128]!r}/{captured.sample}"  # quoted: an id may hold line breaks
+        sites = {f"{point}[{layer}]": _statistics(site.rows) for (point, layer), site in captured.sites.items()}
+        request = f"{captured.request_id[:128]!r}/{captured.sample}"  # quoted: ids may contain line breaks
         logger.log(self._level, "capture of %s: %s, %d sites", request, captured.status, len(sites))
-        for name, numbers in sites.items():
+        for name, statistics in sites.items():
             logger.log(
                 self._level,
                 "capture of %s: %s %s %s, norm %s (%s to %s), %d rows not finite",
                 request,
                 name,
-                numbers["shape"],
-                numbers["dtype"],
-                *(numbers[key] for key in ("norm_mean", "norm_min", "norm_max", "not_finite")),
+                statistics["shape"],
+                statistics["dtype"],
+                *(statistics[key] for key in ("norm_mean", "norm_min", "norm_max", "not_finite")),
             )
         return {"sites": sites}
 
 
-def _numbers(rows: torch.Tensor) -> dict[str, Any]:
+def _statistics(rows: torch.Tensor) -> dict[str, Any]:
     norms = torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float32)
     finite = norms[torch.isfinite(norms)]
-    some = finite.numel() > 0
+    norm_mean, norm_min, norm_max = (
+        (float(f"{norm:.6g}") for norm in (finite.mean(), finite.min(), finite.max()))
+        if finite.numel()
+        else (None, None, None)
+    )
     return {
         "shape": list(rows.shape),
         "dtype": str(rows.dtype).removeprefix("torch."),
-        "norm_mean": float(f"{finite.mean():.6g}") if some else None,
-        "norm_min": float(f"{finite.min():.6g}") if some else None,
-        "norm_max": float(f"{finite.max():.6g}") if some else None,
+        "norm_mean": norm_mean,
+        "norm_min": norm_min,
+        "norm_max": norm_max,
         "not_finite": norms.numel() - finite.numel(),
     }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The consumer that gives the rows back with the request's output."""
+"""Consumer that returns the rows with the request's output."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ STREAM = "stream"
 
 
 class MemoryConsumer(Consumer):
-    """Rows come back on ``RequestOutput.capture_results["memory"]``; it keeps nothing itself.
+    """Returns rows on ``RequestOutput.capture_results["memory"]``.
 
-    With the option ``stream``, each piece of a stream (``RequestOutputKind.DELTA``) also has the rows that are new, on
-    ``CompletionOutput.capture_rows["memory"]``, by site.
+    With the option ``stream``, each delta of a stream (``RequestOutputKind.DELTA``) also has its new rows by site on
+    ``CompletionOutput.capture_rows["memory"]``.
     """
 
     name: ClassVar[str] = "memory"
     spec_options: ClassVar[Mapping[str, Any]] = MappingProxyType({STREAM: bool})
 
     def check(self, spec: CaptureSpec, field: str) -> None:
-        """Also refuses a stream of what exists only at the end."""
+        """Also reject streams of reductions, which are only known at the end."""
         super().check(spec, field)
         if spec.options.get(STREAM) and spec.reduce in ("mean", "last"):
-            raise SteeringError(f"{field}.{STREAM}", f"rows that are reduced to their {spec.reduce} come at the end")
+            raise SteeringError(f"{field}.{STREAM}", f"rows with reduce '{spec.reduce}' cannot be streamed")
 
     def accept(self, captured: CapturedRequest) -> CapturedRequest:
-        """The rows themselves."""
+        """Return the rows unchanged."""
         return captured
 
 
 def is_streamed(name: str, spec: CaptureSpec) -> bool:
-    """Whether rows are to come while the request runs."""
+    """Return whether a consumer's rows are requested while the request runs."""
     return name == MemoryConsumer.name and bool(spec.options.get(STREAM))

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stored captures as tables and archives: Arrow, `datasets`, Parquet, and numpy's .npz.
+"""Export of stored captures to Arrow tables, `datasets`, Parquet files and .npz archives.
 
-A table has a line for each row: ``request_id``, ``sample``, ``model``, ``tag``, ``status``, ``point``, ``layer``,
-``position`` and ``token_id`` (null for a mean, which has no one position), and ``row``, a list of fixed length.
+A table has one line per row, with the columns ``request_id``, ``sample``, ``model``, ``tag``, ``status``, ``point``,
+``layer``, ``position``, ``token_id`` and ``row`` (a fixed-size list). A mean has no single position, so its
+``position`` and ``token_id`` are null.
 """
 
 from __future__ import annotations
@@ -11,91 +12,99 @@ import json
 import secrets
 import zipfile
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from vllm_steer.capture.files.reader import StoredRequest
+from vllm_steer.capture.results import Site
+
+_NO_ROWS = "no rows match; check the request, point and layer"
 
 
 def to_arrow(requests: Iterable[StoredRequest], point: str | None = None, layer: int | None = None) -> Any:
-    """A ``pyarrow.Table`` of all rows, or those of one point, or layer.
+    """Return all rows as a ``pyarrow.Table``.
+
+    Args:
+        requests: Stored requests, for instance `Captures`.
+        point: Select one hook point.
+        layer: Select one layer.
 
     Raises:
         ImportError: pyarrow is not installed.
-        ValueError: rows differ in width or dtype, or there are none.
+        ValueError: Rows differ in width or dtype, or no rows match.
     """
-    arrow = _optional("pyarrow")
+    arrow = _import_optional("pyarrow")
     batches = list(_batches(arrow, requests, point, layer))
     if not batches:
-        raise ValueError("no row was captured there")
+        raise ValueError(_NO_ROWS)
     return arrow.Table.from_batches(batches)
 
 
 def to_dataset(requests: Iterable[StoredRequest], point: str | None = None, layer: int | None = None) -> Any:
-    """A ``datasets.Dataset`` of the table of `to_arrow`; raises as it does, and ImportError without ``datasets``."""
-    datasets = _optional("datasets")
-    # Without a fingerprint it would pickle all rows to make one.
+    """Return the table of `to_arrow` as a ``datasets.Dataset``; requires the package ``datasets``."""
+    datasets = _import_optional("datasets")
+    # Without a fingerprint, datasets pickles all rows to compute one.
     return datasets.Dataset(to_arrow(requests, point, layer), fingerprint=secrets.token_hex(8))
 
 
 def export_parquet(
     requests: Iterable[StoredRequest], out: Path, point: str | None = None, layer: int | None = None
 ) -> int:
-    """Write the table of `to_arrow` to a new file, request by request; the number of lines. Raises as `to_arrow`."""
-    arrow, parquet = _optional("pyarrow"), _optional("pyarrow.parquet")
-    lines, writer = 0, None
-    with out.open("xb") as file:
-        try:
-            for batch in _batches(arrow, requests, point, layer):
-                writer = writer or parquet.ParquetWriter(file, batch.schema)
-                writer.write_batch(batch)
-                lines += batch.num_rows
-            if writer is None:
-                raise ValueError("no row was captured there")
-            writer.close()
-        except BaseException:
-            out.unlink()
-            raise
-    return lines
+    """Write the table of `to_arrow` to a new Parquet file, one request at a time.
+
+    Returns:
+        The number of rows written.
+    """
+    arrow, parquet = _import_optional("pyarrow"), _import_optional("pyarrow.parquet")
+    num_rows, writer = 0, None
+    with _new_file(out) as file:
+        for batch in _batches(arrow, requests, point, layer):
+            writer = writer or parquet.ParquetWriter(file, batch.schema)
+            writer.write_batch(batch)
+            num_rows += batch.num_rows
+        if writer is None:
+            raise ValueError(_NO_ROWS)
+        writer.close()
+    return num_rows
 
 
 def export_npz(requests: Iterable[StoredRequest], out: Path, point: str | None = None, layer: int | None = None) -> int:
-    """Write a new .npz archive, site by site; the number of sites.
+    """Write a new .npz archive, one site at a time.
 
-    For request ``i`` it has ``i.point.layer`` (rows; bfloat16 becomes float32), ``i.point.layer.positions`` and
-    ``i.point.layer.token_ids``. ``requests`` is what else is known of the requests, a JSON list as a string.
+    Request ``i`` has the arrays ``i.point.layer`` (rows; bfloat16 becomes float32), ``i.point.layer.positions`` and
+    ``i.point.layer.token_ids``. The array ``requests`` holds the properties of all requests as a JSON list.
+
+    Returns:
+        The number of sites written.
 
     Raises:
-        ValueError: no row was captured there.
+        ValueError: No rows match.
     """
-    sites, about = 0, []
-    with out.open("xb") as file:
-        try:
-            with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
-                for i, request in enumerate(requests):
-                    about.append(describe(request))
-                    for site in _chosen(request, point, layer):
-                        name = f"{i}.{site[0]}.{site[1]}"  # never a client's text: it would be a file name
-                        _add(archive, name, request.numpy(*site))
-                        _add(archive, f"{name}.positions", request.positions(*site).numpy())
-                        _add(archive, f"{name}.token_ids", request.token_ids(*site).numpy())
-                        sites += 1
-                if not sites:
-                    raise ValueError("no row was captured there")
-                _add(archive, "requests", np.array(json.dumps(about)))
-        except BaseException:
-            out.unlink()
-            raise
-    return sites
+    num_sites, descriptions = 0, []
+    with _new_file(out) as file:
+        with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+            for i, request in enumerate(requests):
+                descriptions.append(describe(request))
+                for site in _select_sites(request, point, layer):
+                    name = f"{i}.{site[0]}.{site[1]}"  # no client text: members are file names
+                    _add_array(archive, name, request.numpy(*site))
+                    _add_array(archive, f"{name}.positions", request.positions(*site).numpy())
+                    _add_array(archive, f"{name}.token_ids", request.token_ids(*site).numpy())
+                    num_sites += 1
+            _add_array(archive, "requests", np.array(json.dumps(descriptions)))
+        if not num_sites:
+            raise ValueError(_NO_ROWS)
+    return num_sites
 
 
 def describe(request: StoredRequest) -> dict[str, Any]:
-    """All that is known of a request but its rows, in JSON's types."""
+    """Return all properties of a request except its rows, as JSON types."""
     return {
         "request_id": request.request_id,
         "sample": request.sample,
@@ -114,7 +123,18 @@ def describe(request: StoredRequest) -> dict[str, Any]:
     }
 
 
-def _add(archive: zipfile.ZipFile, name: str, array: npt.NDArray[Any]) -> None:
+@contextmanager
+def _new_file(path: Path) -> Iterator[IO[bytes]]:
+    """Create a file that must not exist yet; remove it if writing fails."""
+    with path.open("xb") as file:
+        try:
+            yield file
+        except BaseException:
+            path.unlink()
+            raise
+
+
+def _add_array(archive: zipfile.ZipFile, name: str, array: npt.NDArray[Any]) -> None:
     with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
         np.lib.format.write_array(member, array, allow_pickle=False)  # type: ignore[no-untyped-call]
 
@@ -122,23 +142,23 @@ def _add(archive: zipfile.ZipFile, name: str, array: npt.NDArray[Any]) -> None:
 def _batches(arrow: Any, requests: Iterable[StoredRequest], point: str | None, layer: int | None) -> Iterator[Any]:
     first: tuple[Any, int] | None = None
     for request in requests:
-        for site in _chosen(request, point, layer):
+        for site in _select_sites(request, point, layer):
             rows = request.numpy(*site)
             if not len(rows):
                 continue
-            kind = rows.dtype, rows.shape[1]
-            first = first or kind
-            if kind != first:
+            row_type = rows.dtype, rows.shape[1]
+            first = first or row_type
+            if row_type != first:
                 raise ValueError(
-                    f"{site[0]}[{site[1]}] of {request.request_id!r} has {kind[1]} x {kind[0]}, rows before it "
-                    f"{first[1]} x {first[0]}; a table has one kind: choose a point and layer, or a request"
+                    f"{site[0]}[{site[1]}] of {request.request_id!r} has {row_type[1]} x {row_type[0]}, earlier rows "
+                    f"{first[1]} x {first[0]}; choose a point and layer, or a request"
                 )
             yield _batch(arrow, request, site, rows)
 
 
-def _batch(arrow: Any, request: StoredRequest, site: tuple[str, int], rows: npt.NDArray[Any]) -> Any:
+def _batch(arrow: Any, request: StoredRequest, site: Site, rows: npt.NDArray[Any]) -> Any:
     n = len(rows)
-    same = {
+    constants = {
         "request_id": arrow.scalar(request.request_id, arrow.string()),
         "sample": arrow.scalar(request.sample, arrow.int32()),
         "model": arrow.scalar(request.model, arrow.string()),
@@ -147,7 +167,7 @@ def _batch(arrow: Any, request: StoredRequest, site: tuple[str, int], rows: npt.
         "point": arrow.scalar(site[0], arrow.string()),
         "layer": arrow.scalar(site[1], arrow.int32()),
     }
-    columns = {name: arrow.repeat(value, n) for name, value in same.items()}
+    columns = {name: arrow.repeat(value, n) for name, value in constants.items()}
     for name, values in (("position", request.positions(*site)), ("token_id", request.token_ids(*site))):
         if request.spec.get("reduce") == "last":
             values = values[-1:]
@@ -158,11 +178,11 @@ def _batch(arrow: Any, request: StoredRequest, site: tuple[str, int], rows: npt.
     return arrow.RecordBatch.from_pydict(columns)
 
 
-def _chosen(request: StoredRequest, point: str | None, layer: int | None) -> list[tuple[str, int]]:
+def _select_sites(request: StoredRequest, point: str | None, layer: int | None) -> list[Site]:
     return [site for site in request.sites if point in (None, site[0]) and layer in (None, site[1])]
 
 
-def _optional(name: str) -> Any:
+def _import_optional(name: str) -> Any:
     try:
         return import_module(name)
     except ImportError as error:

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one file format of captures: safetensors files that hold the rows of one or many requests.
+"""Format of capture files: safetensors files with the rows of one or many requests.
 
-Every file has row tensors of any names and number, ``positions`` and ``token_ids`` (int32 ``[T]``, side by side), and
-an index: the list of its requests as JSON, each site of which names its row tensor and its range of rows there, and its
-range in ``positions`` and ``token_ids``. The index stands in the metadata under ``requests``, or, where it is only
-known when everything else has been written, in a tensor of bytes named ``index``.
+A file has row tensors, the int32 tensors ``positions`` and ``token_ids``, and an index in JSON, which maps each site of
+each request to its ranges in these tensors. The index is in the metadata under ``requests``, or in a byte tensor named
+``index`` if it is only known after the rows have been written. Specification: ``docs/reference/capture-files.md``.
 """
 
 from __future__ import annotations
@@ -24,47 +23,44 @@ from vllm_steer.capture.results import CapturedRequest, SiteRows, Status
 from vllm_steer.spec import CaptureSpec, Projection
 from vllm_steer.spec.capture import POSITIONS as SPEC_POSITIONS
 
-Ints: TypeAlias = npt.NDArray[np.int32]
+Int32Array: TypeAlias = npt.NDArray[np.int32]
 
 FORMAT = "vllm-steer capture"
 VERSION = "1"
 SUFFIX = ".safetensors"
 POSITIONS, TOKEN_IDS, INDEX = "positions", "token_ids", "index"
 ALIGNMENT = 8
-"""Tensors start at multiples of it, so that any dtype can be mapped in place."""
+"""Alignment of tensors in bytes, so that any dtype can be memory-mapped."""
 
 DTYPES: Mapping[torch.dtype, str] = MappingProxyType(
-    {
-        torch.float64: "F64",
-        torch.float32: "F32",
-        torch.float16: "F16",
-        torch.bfloat16: "BF16",
-    }
+    {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 )
+"""Row dtypes and their safetensors names."""
 
-
-# Selector -> what users write for it in a spec.
-_WRITTEN: Mapping[str, str] = MappingProxyType({selector: written for written, selector in SPEC_POSITIONS.items()})
+_POSITION_NAMES: Mapping[str, str] = MappingProxyType({selector: name for name, selector in SPEC_POSITIONS.items()})
 
 
 class CaptureFileError(ValueError):
-    """A file that is no capture file, or a damaged one; the text names it."""
+    """A file is damaged or not a capture file."""
 
 
 class SiteEntry(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Where the rows of one site are in the file; ranges are half-open."""
+    """Location of one site's rows in the file. Ranges are half-open."""
 
     point: str
     layer: int
     dtype: str
+    """Safetensors name of the dtype."""
     tensor: str
+    """Name of the row tensor."""
     rows: tuple[int, int]
+    """Range in the row tensor."""
     tokens: tuple[int, int]
-    """Range in ``positions`` and ``token_ids``: as long as ``rows``, but for a reduction to one row."""
+    """Range in ``positions`` and ``token_ids``; as long as ``rows`` unless the rows were reduced to one."""
 
 
 class RequestEntry(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What the index says of one sample of one request."""
+    """Index entry of one sample of one request."""
 
     request_id: str
     sample: int
@@ -79,63 +75,68 @@ class RequestEntry(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class TensorEntry(msgspec.Struct, frozen=True):
-    """A tensor of the file: its safetensors dtype, and the bytes it takes from the end of the header on."""
+    """A tensor in the safetensors header."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     start: int
+    """First byte, counted from the end of the header."""
     stop: int
 
 
 def encode_header(tensors: Sequence[TensorEntry], metadata: Mapping[str, str], size: int | None = None) -> bytes:
-    """The beginning of a safetensors file, padded to ``size`` bytes or else to the alignment.
+    """Return the safetensors header, padded to ``size`` bytes or to the alignment.
 
     Raises:
-        ValueError: it does not fit.
+        ValueError: The header does not fit into ``size`` bytes.
     """
     table: dict[str, Any] = {"__metadata__": {"format": FORMAT, "version": VERSION, **metadata}}
     for tensor in tensors:
-        table[tensor.name] = {
-            "dtype": tensor.dtype,
-            "shape": tensor.shape,
-            "data_offsets": (tensor.start, tensor.stop),
-        }
+        offsets = tensor.start, tensor.stop
+        table[tensor.name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": offsets}
     text = json.dumps(table, separators=(",", ":")).encode("ascii")
-    whole = -(-(8 + len(text)) // ALIGNMENT) * ALIGNMENT if size is None else size
-    if 8 + len(text) > whole:
-        raise ValueError(f"a header of {8 + len(text)} bytes does not fit into {whole}")
-    return (whole - 8).to_bytes(8, "little") + text.ljust(whole - 8)
+    total = -(-(8 + len(text)) // ALIGNMENT) * ALIGNMENT if size is None else size
+    if 8 + len(text) > total:
+        raise ValueError(f"a header of {8 + len(text)} bytes does not fit into {total} bytes")
+    return (total - 8).to_bytes(8, "little") + text.ljust(total - 8)
 
 
-def raw(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a CPU tensor ``[n, width]`` in row-major order, in place where it is contiguous."""
-    return tensor.contiguous().view(torch.uint8).numpy().data
+def row_bytes(rows: torch.Tensor) -> memoryview:
+    """Return the bytes of CPU rows ``[n, width]`` in row-major order, without a copy if they are contiguous."""
+    return rows.contiguous().view(torch.uint8).numpy().data
 
 
-def checked_dtype(there: SiteRows) -> str:
-    """The safetensors name of a site's dtype; TypeError or ValueError for rows that no capture has."""
-    rows = there.rows
+def dtype_name(site: SiteRows) -> str:
+    """Check a site's rows and return the safetensors name of their dtype.
+
+    Raises:
+        TypeError: The rows are not two-dimensional or not floating point.
+        ValueError: The number of rows does not match the positions.
+    """
+    rows = site.rows
     if rows.dtype not in DTYPES or rows.ndim != 2:
-        raise TypeError(f"captured rows are [n, width] of a floating dtype, not {list(rows.shape)} of {rows.dtype}")
-    if rows.shape[0] not in (1, len(there.positions)):
-        raise ValueError(f"{rows.shape[0]} captured rows do not go with {len(there.positions)} positions")
+        raise TypeError(f"captured rows must be a [n, width] tensor of floats; got {list(rows.shape)} of {rows.dtype}")
+    if rows.shape[0] not in (1, len(site.positions)):
+        raise ValueError(f"got {rows.shape[0]} captured rows for {len(site.positions)} positions")
     return DTYPES[rows.dtype]
 
 
-class Tokens:
-    """The ``positions`` and ``token_ids`` of one request; sites with equal positions share a range.
+class TokenTable:
+    """The ``positions`` and ``token_ids`` of one request. Sites with equal positions share a range."""
 
-    ``start`` is how many the file has already; ``stop`` how many it then has.
-    """
+    def __init__(self, start: int = 0) -> None:
+        """Create an empty table.
 
-    def __init__(self, start: int) -> None:
+        Args:
+            start: Number of tokens that the file holds already.
+        """
         self.stop = start
-        self._arrays: list[tuple[Ints, Ints]] = []
+        self._arrays: list[tuple[Int32Array, Int32Array]] = []
         self._ranges: dict[bytes, tuple[int, int]] = {}
 
     def add(self, captured: CapturedRequest, positions: npt.NDArray[np.int64]) -> tuple[int, int]:
-        """The range of one site's positions."""
+        """Add one site's positions and return their range in the file."""
         key = positions.tobytes()
         if key not in self._ranges:
             self._arrays.append((positions.astype(np.int32), captured.tokens_at(positions).astype(np.int32)))
@@ -143,37 +144,40 @@ class Tokens:
             self.stop += len(positions)
         return self._ranges[key]
 
-    def arrays(self) -> dict[str, Ints]:
-        """Both tensors by name: int32 ``[stop - start]``."""
-        none = np.empty(0, np.int32)
+    def arrays(self) -> dict[str, Int32Array]:
+        """Return both tensors by name, each int32 ``[stop - start]``."""
+        empty = np.empty(0, np.int32)
         return {
-            name: np.concatenate([none, *(pair[i] for pair in self._arrays)])
+            name: np.concatenate([empty, *(pair[i] for pair in self._arrays)])
             for i, name in enumerate((POSITIONS, TOKEN_IDS))
         }
 
 
 def request_entry(captured: CapturedRequest, sites: Sequence[SiteEntry], tag: str | None) -> RequestEntry:
-    """The index entry of a request whose rows are at ``sites``."""
+    """Return the index entry of a request whose rows are at ``sites``."""
     return RequestEntry(
-        request_id=storable(captured.request_id),
+        request_id=escape_surrogates(captured.request_id),
         sample=captured.sample,
-        model=storable(captured.model),
+        model=escape_surrogates(captured.model),
         prompt_tokens=len(captured.prompt_token_ids),
         output_tokens=len(captured.output_token_ids),
         status=captured.status,
-        spec=describe_spec(captured.spec),
+        spec=spec_to_dict(captured.spec),
         sites=tuple(sites),
-        error=None if captured.error is None else storable(captured.error),
-        tag=None if tag is None else storable(tag),
+        error=None if captured.error is None else escape_surrogates(captured.error),
+        tag=None if tag is None else escape_surrogates(tag),
     )
 
 
-def describe_spec(spec: CaptureSpec) -> dict[str, Any]:
-    """A spec as users write it, but of a projection only the shape: its directions may be larger than the rows."""
+def spec_to_dict(spec: CaptureSpec) -> dict[str, Any]:
+    """Return a spec in the form that users write.
+
+    Directions of a projection are replaced by their shape, because they may be larger than the rows.
+    """
     positions, reduce = spec.tokens.to_wire(), spec.reduce
     return {
         "hooks": {point: layers if layers == "all" else list(layers) for point, layers in spec.hooks},
-        "positions": _WRITTEN.get(positions, positions) if isinstance(positions, str) else positions,
+        "positions": _POSITION_NAMES.get(positions, positions) if isinstance(positions, str) else positions,
         "before": spec.before,
         "dtype": spec.dtype,
         "reduce": {"directions": list(reduce.directions.shape)} if isinstance(reduce, Projection) else reduce,
@@ -181,11 +185,11 @@ def describe_spec(spec: CaptureSpec) -> dict[str, Any]:
 
 
 def hashed_stem(request_id: str, sample: int) -> str:
-    """A file name of 32 hexadecimal digits and the sample's number, whatever the client called its request."""
-    digest = hashlib.blake2b(storable(request_id).encode(), digest_size=16).hexdigest()
+    """Return a file name without suffix: the hash of the client's request id, and the sample number."""
+    digest = hashlib.blake2b(escape_surrogates(request_id).encode(), digest_size=16).hexdigest()
     return f"{digest}-{sample}"
 
 
-def storable(text: str) -> str:
-    """``text`` with half surrogate pairs, which a JSON body can hold and UTF-8 cannot, written as escapes."""
+def escape_surrogates(text: str) -> str:
+    """Escape unpaired surrogates, which JSON can carry but UTF-8 cannot."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")

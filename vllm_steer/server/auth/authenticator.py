@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who comes in, where a server has a file of keys; it is outside of everything, vLLM's own authentication included.
+"""Authentication by API key. It runs before everything else, including vLLM's own authentication.
 
-Without a key, nothing is answered but :data:`OPEN`. vLLM's routes that only serve the request itself, :data:`SERVING`,
-are for every key, what our fields ask for is for its rights, and all that is left takes the right ``admin``: most of it
-changes the server.
+On a server with a key file, requests without a key only reach :data:`PUBLIC_PATHS`. Every key may use vLLM's inference
+routes, :data:`INFERENCE_PATHS`. Steering and capture fields, and the steering routes, require the rights of the key.
+All other paths require the right ``admin``, because most of them change the server.
 
-vLLM's own keys (``--api-key``, ``VLLM_API_KEY``) stay good for vLLM's own routes, and for nothing of ours. Towards
-vLLM's authentication, which knows nothing of our keys, a request with one of ours carries one of vLLM's.
+vLLM's own keys (``--api-key``, ``VLLM_API_KEY``) remain valid for vLLM's routes, but have no steering rights. vLLM's
+authentication does not know the keys of the file, so requests with such a key are passed on with one of vLLM's.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ from starlette.routing import BaseRoute, Match
 from starlette.types import Scope
 
 from vllm_steer.log import steering_logger
-from vllm_steer.server.auth.key_file import KeyFile
+from vllm_steer.server.access_errors import ForbiddenError, UnauthorizedError
+from vllm_steer.server.auth.key_file_watcher import KeyFileWatcher
 from vllm_steer.server.auth.keys import Key
-from vllm_steer.server.auth.rights import ForbiddenError, Right, UnauthorizedError
+from vllm_steer.server.auth.rights import Right
 from vllm_steer.server.routes.base import PLUGIN_PREFIXES, SteeringRoute, app_path
 
 FIELD = "authorization"
-OPEN = frozenset({"/health", "/ping", "/metrics", "/version", "/load"})
-"""What whoever watches over a server asks for: these tell of no request."""
-SERVING = (
+PUBLIC_PATHS = frozenset({"/health", "/ping", "/metrics", "/version", "/load"})
+"""Monitoring paths, which contain no information about single requests."""
+INFERENCE_PATHS = (
     "/v1",
     "/v2",
     "/cohere/v2",
@@ -46,91 +47,136 @@ SERVING = (
     "/rerank",
     "/generative_scoring",
 )
-"""Paths, with all below them, of requests that are served and leave nothing behind."""
-CHANGING = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
-"""Paths among these that do."""
-_STATE = "vllm_steer_entrance"
+"""Paths, including those below them, of requests that do not change the server."""
+ADMIN_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+"""Paths below :data:`INFERENCE_PATHS` that change the server."""
+_STATE = "vllm_steer_authenticator"
 logger = steering_logger(__name__)
 
 VLLM_KEY = Key(name="api-key", sha256="", cache_salt="")
-"""Stands for whoever has one of vLLM's own keys: no right of ours, no limit, and vLLM's own prefix cache."""
+"""Stands for any of vLLM's own keys: no rights, no limits, and vLLM's shared prefix cache."""
 
 
 @dataclass(frozen=True)
 class AuthResult:
-    """A request that may come in."""
+    """Result of a successful authentication."""
 
     key: Key | None
-    """None where there are no keys, and for :data:`OPEN`."""
+    """Key of the request; None on a server without a key file and for :data:`PUBLIC_PATHS`."""
     scope: Scope
-    """As the application is to see it."""
+    """ASGI scope to pass on to the application."""
 
     @property
-    def limited(self) -> Key | None:
-        """The key on whose account this goes."""
+    def quota_key(self) -> Key | None:
+        """Key whose limits apply to the request."""
         return None if self.key is VLLM_KEY else self.key
 
 
 class Authenticator:
-    """Lets requests in, by a file of keys."""
+    """Authenticates requests with the keys of a file and with vLLM's own keys."""
 
-    def __init__(self, keys: KeyFile, vllm_keys: tuple[str, ...]) -> None:
+    def __init__(self, keys: KeyFileWatcher, vllm_keys: tuple[str, ...]) -> None:
         self._keys = keys
-        self._vllm_keys = tuple(hashlib.sha256(each.encode()).digest() for each in vllm_keys)
-        self._bearer = f"Bearer {vllm_keys[0]}".encode() if vllm_keys else None
+        self._vllm_key_hashes = tuple(hashlib.sha256(each.encode()).digest() for each in vllm_keys)
+        self._vllm_bearer = f"Bearer {vllm_keys[0]}".encode() if vllm_keys else None
 
-    async def admit(self, scope: Scope) -> AuthResult:
-        """Raises UnauthorizedError, and ForbiddenError where the path alone says that the key may not."""
+    async def authenticate(self, scope: Scope) -> AuthResult:
+        """Authenticate a request, and authorize it as far as its path determines the required right.
+
+        Raises:
+            UnauthorizedError: The request has no valid key.
+            ForbiddenError: The key lacks the right that the path requires.
+        """
         path = app_path(scope)
         preflight = scope["type"] == "http" and scope["method"] == "OPTIONS"  # browsers send these without a key
-        if preflight or path.rstrip("/") in OPEN:
+        if preflight or path.rstrip("/") in PUBLIC_PATHS:
             return AuthResult(None, scope)
         if self._keys.is_stale():
             await asyncio.to_thread(self._keys.refresh)
-        key = self._key_of(Headers(scope=scope))
+        key = self._find_key(Headers(scope=scope))
         if path.startswith(PLUGIN_PREFIXES):
             if key is VLLM_KEY:
                 raise ForbiddenError(
-                    FIELD, "is a key of vLLM's, which has no rights here; vllm-steer keys makes others"
+                    FIELD, "vLLM's own keys have no steering rights; create a key with `vllm-steer keys new`"
                 )
-            if not _states_its_right(scope):
-                raise ForbiddenError(FIELD, "this route states no right, so it is for nobody")
-        elif key is not VLLM_KEY and not _is_served(path) and Right.ADMIN not in key.rights:
-            raise ForbiddenError(FIELD, f"{path[:80]} takes the right admin, which the key {key.name} does not have")
-        return AuthResult(key, scope if key is VLLM_KEY else self._as_vllm_knows_it(scope))
+            if not _declares_right(scope):
+                raise ForbiddenError(FIELD, "this route declares no required right, so access is denied")
+        elif key is not VLLM_KEY and not _is_inference(path) and Right.ADMIN not in key.rights:
+            raise ForbiddenError(
+                FIELD, f"{path[:80]} requires the right 'admin', which the key {key.name!r} does not have"
+            )
+        return AuthResult(key, scope if key is VLLM_KEY else self._with_vllm_key(scope))
 
-    def _key_of(self, headers: Headers) -> Key:
+    def _find_key(self, headers: Headers) -> Key:
         scheme, _, secret = headers.get("authorization", "").partition(" ")
         if not secret or scheme.lower() != "bearer":
-            raise UnauthorizedError(FIELD, "is missing; this server takes API keys, Authorization: Bearer ...")
+            raise UnauthorizedError(FIELD, "missing API key; send the header Authorization: Bearer ...")
         key = self._keys.find(secret)
-        if key is None and self._is_vllms(secret):
+        if key is None and self._is_vllm_key(secret):
             key = VLLM_KEY
         if key is None:
-            raise UnauthorizedError(FIELD, "is no key that this server knows")
+            raise UnauthorizedError(FIELD, "invalid API key")
         return key
 
-    def _is_vllms(self, secret: str) -> bool:
+    def _is_vllm_key(self, secret: str) -> bool:
         digest = hashlib.sha256(secret.encode("utf-8", "surrogatepass")).digest()
-        matches = [hmac.compare_digest(digest, each) for each in self._vllm_keys]  # all of them, whatever is found
+        matches = [hmac.compare_digest(digest, each) for each in self._vllm_key_hashes]  # all, for constant time
         return any(matches)
 
-    def _as_vllm_knows_it(self, scope: Scope) -> Scope:
-        if self._bearer is None:
+    def _with_vllm_key(self, scope: Scope) -> Scope:
+        if self._vllm_bearer is None:
             return scope
         headers = [header for header in scope["headers"] if header[0].lower() != b"authorization"]
-        return {**scope, "headers": [*headers, (b"authorization", self._bearer)]}
+        return {**scope, "headers": [*headers, (b"authorization", self._vllm_bearer)]}
 
 
-def _is_served(path: str) -> bool:
-    def is_under(prefixes: tuple[str, ...]) -> bool:
+def authenticator_of(app: FastAPI) -> Authenticator | None:
+    """Return the authenticator of a server; None without ``--steering-keys``.
+
+    The first call reads the key file, and raises ``SteeringError`` if it is invalid.
+    """
+    authenticator: Authenticator | None = getattr(app.state, _STATE, None)
+    args: Any = getattr(app.state, "args", None)
+    path = getattr(args, "steering_keys", None)
+    if authenticator is None and path is not None:
+        authenticator = Authenticator(KeyFileWatcher(path), vllm_keys_of(args))
+        setattr(app.state, _STATE, authenticator)
+    return authenticator
+
+
+async def authenticate(scope: Scope) -> AuthResult:
+    """Authenticate a request. Accepts every request on a server without a key file; raises ``AccessError``."""
+    authenticator = authenticator_of(scope["app"])
+    return AuthResult(None, scope) if authenticator is None else await authenticator.authenticate(scope)
+
+
+def vllm_keys_of(args: object) -> tuple[str, ...]:
+    """Return the keys that vLLM's own authentication accepts."""
+    from vllm import envs
+
+    return tuple(key for key in (getattr(args, "api_key", None) or [envs.VLLM_API_KEY]) if key)
+
+
+def warn_if_unprotected(args: Any) -> None:
+    """Log a warning if other machines can reach a server that has no key file."""
+    if getattr(args, "uds", None) is None and not _is_loopback(getattr(args, "host", None)):
+        clients = "every client with a key of --api-key" if vllm_keys_of(args) else "every client"
+        logger.warning(
+            "This server accepts connections from other machines without --steering-keys: %s can change global "
+            "steering, replace modules and capture activations. Create keys with `vllm-steer keys new`.",
+            clients,
+        )
+
+
+def _is_inference(path: str) -> bool:
+    def is_below(prefixes: tuple[str, ...]) -> bool:
         return any(path == prefix or path.startswith(f"{prefix}/") for prefix in prefixes)
 
-    return is_under(SERVING) and not is_under(CHANGING)
+    return is_below(INFERENCE_PATHS) and not is_below(ADMIN_PATHS)
 
 
-def _states_its_right(scope: Scope) -> bool:
-    """Whether the route that will answer asks for a right; also where none will, which gets a 404 or 405."""
+def _declares_right(scope: Scope) -> bool:
+    """Return whether the route that will answer is a `SteeringRoute`; True if no route matches (404 or 405)."""
     routes: list[BaseRoute] = scope["app"].routes
     for wanted in (Match.FULL, Match.PARTIAL):
         for route in routes:
@@ -139,45 +185,10 @@ def _states_its_right(scope: Scope) -> bool:
     return True
 
 
-def authenticator_of(app: FastAPI) -> Authenticator | None:
-    """The entrance of a server whose flags name a file of keys; it is read at first. Raises SteeringError."""
-    entrance: Authenticator | None = getattr(app.state, _STATE, None)
-    args: Any = getattr(app.state, "args", None)
-    path = getattr(args, "steering_keys", None)
-    if entrance is None and path is not None:
-        entrance = Authenticator(KeyFile(path), vllm_keys_of(args))
-        setattr(app.state, _STATE, entrance)
-    return entrance
-
-
-def vllm_keys_of(args: object) -> tuple[str, ...]:
-    """The keys that vLLM's own authentication takes."""
-    from vllm import envs
-
-    return tuple(key for key in (getattr(args, "api_key", None) or [envs.VLLM_API_KEY]) if key)
-
-
-def warn_if_open(args: Any) -> None:
-    """Say in the log that everybody may do everything, where others than this machine can ask."""
-    if getattr(args, "uds", None) is None and not _is_loopback(getattr(args, "host", None)):
-        also = "anybody with a key of --api-key" if vllm_keys_of(args) else "anybody who can reach it"
-        logger.warning(
-            "This server can be reached from other machines and has no --steering-keys: %s may steer everybody, "
-            "replace modules and read activations. vllm-steer keys new makes a key.",
-            also,
-        )
-
-
 def _is_loopback(host: str | None) -> bool:
     if host == "localhost":
         return True
     try:
         return ip_address((host or "0.0.0.0").strip("[]")).is_loopback
     except ValueError:
-        return False  # a name, of whatever address
-
-
-async def admit(scope: Scope) -> AuthResult:
-    """Let a request in; without a file of keys, everybody is. Raises an AccessError."""
-    entrance = authenticator_of(scope["app"])
-    return AuthResult(None, scope) if entrance is None else await entrance.admit(scope)
+        return False  # a host name

@@ -1,86 +1,107 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server's view of the file of keys: what it says now, or, while it is broken, what it said last."""
+"""The key file: written by ``vllm-steer keys`` and read by servers.
+
+The file must be a regular file that belongs to its user or to root and that nobody else can write to. Its group may
+read it.
+"""
 
 from __future__ import annotations
 
-import errno
-import threading
-import time
+import contextlib
+import fcntl
+import os
+import stat
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from vllm_steer import audit
+import msgspec
+
 from vllm_steer.errors import SteeringError
-from vllm_steer.log import steering_logger
-from vllm_steer.server.auth.keys import Key, find, read_keys
+from vllm_steer.fs.dirfd import write_atomic
+from vllm_steer.server.auth.keys import Key, check_key
 
-logger = steering_logger(__name__)
-
-QUIET_SECONDS = 5.0
-"""How long a file that cannot be read for now is not complained of again."""
-_NO_FILE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO})
-"""Why nothing is opened where there is no file, or something that is no regular one."""
-_Identity = tuple[int, int, int, int, int]
+VERSION = 1
+MAX_BYTES = 1 << 22
 
 
-class KeyFile:
-    """The keys of one file, followed through its changes. For any thread."""
+class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    version: int
+    keys: tuple[Key, ...]
 
-    def __init__(self, path: str | Path) -> None:
-        """Read it; raises SteeringError."""
-        self._path = Path(path)
-        self._lock = threading.Lock()
-        self._complained = float("-inf")
-        self._seen = self._identity()
-        self._keys = read_keys(self._path)
 
-    def find(self, secret: str) -> Key | None:
-        """The key that ``secret`` is, if it is one."""
-        return find(self._keys, secret)
+def read_keys(path: Path) -> tuple[Key, ...]:
+    """Return the keys of a file.
 
-    def is_stale(self) -> bool:
-        """Whether the file is another than the one that was read; one ``stat``."""
-        return self._identity() != self._seen
+    Raises:
+        SteeringError: The file does not exist, is a link, is writable by others, or is not a valid key file.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        with open(descriptor, "rb") as file:
+            _check_private(os.fstat(descriptor), path)
+            data = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise SteeringError(str(path), f"cannot be read: {error.strerror or error}") from None
+    return _parse(data, str(path))
 
-    def refresh(self) -> None:
-        """Read what is new, or keep the keys that there were.
 
-        A file that is wrong is complained of once, and left alone until it changes. One that cannot be read for now,
-        as where descriptors have run out, may be right: it stays new, and is tried again next time.
-        """
-        with self._lock:
-            # Before it is read: a change that comes in between is seen next time.
-            seen = self._identity()
-            if seen == self._seen:
-                return
-            try:
-                self._keys = read_keys(self._path)
-            except SteeringError as error:
-                if _may_pass(error):
-                    self._complain_at_times(error)
-                    return
-                self._seen = seen
-                logger.error("The file of API keys was not taken over, and the keys stay as they were: %s", error)
-            else:
-                self._seen = seen
-                logger.info("API keys read again: %d", len(self._keys))
-                audit.record_keys(self._path)
+@contextlib.contextmanager
+def edit_keys(path: Path, *, create: bool = False) -> Iterator[Callable[[tuple[Key, ...]], None]]:
+    """Lock the key file and yield a function that replaces its keys.
 
-    def _complain_at_times(self, error: SteeringError) -> None:
-        now = time.monotonic()
-        if now - self._complained >= QUIET_SECONDS:
-            self._complained = now
-            logger.error("The file of API keys has changed and cannot be read; it is tried again: %s", error)
+    Args:
+        path: Path of the file.
+        create: Whether the file may be missing.
 
-    def _identity(self) -> _Identity | None:
+    Raises:
+        SteeringError: The file cannot be read or written, or is invalid before or after the change.
+    """
+    path = path.absolute()
+    try:
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise SteeringError(str(path.parent), f"cannot be opened: {error.strerror or error}") from None
+
+    def write(keys: tuple[Key, ...]) -> None:
+        data = msgspec.json.format(msgspec.json.encode(_File(VERSION, keys)), indent=2) + b"\n"
+        _parse(data, str(path))
         try:
-            status = self._path.lstat()
-        except OSError:
-            return None
-        return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+            write_atomic(path.name, data, folder)
+        except OSError as error:
+            raise SteeringError(str(path), f"cannot be written: {error.strerror or error}") from None
+
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        if not create or os.path.lexists(path):
+            read_keys(path)
+        yield write
+    finally:
+        os.close(folder)
 
 
-def _may_pass(error: SteeringError) -> bool:
-    """Whether `read_keys` met a failure of the system, which says nothing about the file."""
-    # It raises its own error in place of the system's, which is the context then.
-    cause = error.__context__ if error.__suppress_context__ else None
-    return isinstance(cause, OSError) and cause.errno not in _NO_FILE
+def _check_private(status: os.stat_result, path: Path) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise SteeringError(str(path), "is not a regular file")
+    if status.st_uid not in (os.geteuid(), 0):
+        raise SteeringError(str(path), "belongs to another user, who could add keys; use a file of your own")
+    if status.st_mode & (stat.S_IWGRP | stat.S_IRWXO):
+        mode = f"{stat.S_IMODE(status.st_mode):04o}"
+        raise SteeringError(str(path), f"has mode {mode}, which lets others add keys or read secrets; chmod 600 it")
+
+
+def _parse(data: bytes, where: str) -> tuple[Key, ...]:
+    if len(data) > MAX_BYTES:
+        raise SteeringError(where, f"is larger than {MAX_BYTES} bytes")
+    try:
+        file = msgspec.json.decode(data, type=_File)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise SteeringError(where, f"is not a valid key file: {error}") from None
+    if file.version != VERSION:
+        raise SteeringError(where, f"has version {file.version}; this package reads version {VERSION}")
+    for i, key in enumerate(file.keys):
+        check_key(key, f"{where}: keys[{i}]")
+    for field in ("name", "sha256", "cache_salt"):
+        values = [getattr(key, field) for key in file.keys]
+        if len(set(values)) != len(values):
+            raise SteeringError(where, f"contains two keys with the same {field}")
+    return file.keys

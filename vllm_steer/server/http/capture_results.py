@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Putting what was captured into an answer that vLLM's serving code has made without it.
+"""Writer of capture results into the responses of vLLM's routes.
 
-A JSON answer gets ``capture_results`` in each of its choices, or, from the responses API, at its top; a stream gets one
-more event before its end. What is large goes into the store, and the answer says under which id.
+A JSON response gets ``capture_results`` in each choice, or at the top level (responses API). A stream gets one more
+event before its end. Results that are too large are stored, and the response has the id to fetch them.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import Message, Receive, Send
 
 from vllm_steer.server.capture_store import CaptureFormat, CaptureStore, StoreFullError
-from vllm_steer.server.http.capture_reports import NAME, failed, no_results, reports_of
+from vllm_steer.server.http.capture_reports import RESULTS_FIELD, build_reports, error_report, missing_reports
 from vllm_steer.server.http.request_context import RequestContext, ResultsLocation
 
 _DONE = b"data: [DONE]\n\n"
-_TURNS = 10
-"""Turns of the event loop in which a server reads a connection's end and tells whoever waits for it, and to spare."""
+_DISCONNECT_LOOP_TURNS = 10
+"""Turns of the event loop that suffice for a server to report a disconnect."""
 
 
 class CaptureResultWriter:
-    """The answer to one request with captures; :meth:`send` takes the place of the server's own.
+    """Wrapper of one request's ASGI ``send`` that adds capture results to the response.
 
-    Waiting for consumers holds up this answer and nothing else. What was stored for a client that did not stay to
-    the end of the answer is discarded.
+    Waiting for consumers delays this response only. If the client disconnects before the end of the response, its
+    stored results are deleted.
     """
 
     def __init__(self, context: RequestContext, store: CaptureStore, receive: Receive, send: Send) -> None:
@@ -37,12 +37,12 @@ class CaptureResultWriter:
         self._receive, self._send = receive, send
         self._start: Message = {}
         self._is_stream = False
-        self._pieces: list[bytes] = []
-        self._stored: list[str] = []
-        self._delivered = False
+        self._body: list[bytes] = []
+        self._stored_ids: list[str] = []
+        self._results_sent = False
 
     async def send(self, message: Message) -> None:
-        """Take one ASGI message of the application."""
+        """Handle one ASGI message of the application."""
         try:
             if message["type"] == "http.response.start":
                 self._start = message
@@ -50,116 +50,124 @@ class CaptureResultWriter:
                 if self._is_stream:
                     await self._send(message)
             elif self._is_stream:
-                await self._pass_piece(message)
+                await self._send_stream_chunk(message)
             else:
-                self._pieces.append(message.get("body", b""))
+                self._body.append(message.get("body", b""))
                 if not message.get("more_body", False):
-                    await self._answer(b"".join(self._pieces))
+                    await self._send_json(b"".join(self._body))
         except BaseException:
-            self._discard()
+            self._delete_stored()
             raise
 
-    async def _pass_piece(self, message: Message) -> None:
+    async def _send_stream_chunk(self, message: Message) -> None:
         body = message.get("body", b"")
-        at_end = body.endswith(_DONE)
-        if not self._delivered and (at_end or not message.get("more_body", False)):
-            before, after = (body[: -len(_DONE)], _DONE) if at_end else (body, b"")
+        ends_stream = body.endswith(_DONE)
+        if not self._results_sent and (ends_stream or not message.get("more_body", False)):
+            before, after = (body[: -len(_DONE)], _DONE) if ends_stream else (body, b"")
             if before:
                 await self._send({**message, "body": before, "more_body": True})
-            message = {**message, "body": await self._event() + after}
-            await _hear_of_leaving()  # by being cancelled
+            message = {**message, "body": await self._results_event() + after}
+            await _yield_to_disconnect()  # a disconnect cancels this task here
         await self._send(message)
-        self._delivered = self._delivered or at_end
+        self._results_sent = self._results_sent or ends_stream
 
-    async def _answer(self, body: bytes) -> None:
-        made = asyncio.ensure_future(self._fill(body))
-        left = asyncio.ensure_future(self._client_leaves())
+    async def _send_json(self, body: bytes) -> None:
+        building = asyncio.ensure_future(self._add_results(body))
+        disconnected = asyncio.ensure_future(self._wait_for_disconnect())
         try:
-            await asyncio.wait((made, left), return_when=asyncio.FIRST_COMPLETED)
-            await _hear_of_leaving()
-            client_left = left.done()
+            await asyncio.wait((building, disconnected), return_when=asyncio.FIRST_COMPLETED)
+            await _yield_to_disconnect()
+            client_left = disconnected.done()
         finally:
-            left.cancel()
-            if not made.done():
-                made.cancel()
-            await asyncio.gather(left, made, return_exceptions=True)
+            disconnected.cancel()
+            if not building.done():
+                building.cancel()
+            await asyncio.gather(disconnected, building, return_exceptions=True)
         if client_left:
-            self._discard()
+            self._delete_stored()
             return
-        status, filled = made.result()
+        status, body = building.result()
         start = {**self._start, "status": status, "headers": list(self._start["headers"])}
-        MutableHeaders(scope=start)["content-length"] = str(len(filled))
+        MutableHeaders(scope=start)["content-length"] = str(len(body))
         await self._send(start)
-        await self._send({"type": "http.response.body", "body": filled})
+        await self._send({"type": "http.response.body", "body": body})
 
-    async def _fill(self, body: bytes) -> tuple[int, bytes]:
-        found = await asyncio.to_thread(_document, body, self._context.results_in)
-        if found is None:
-            problem = "capture: this route's answer has no choices that could carry what was captured"
+    async def _add_results(self, body: bytes) -> tuple[int, bytes]:
+        """Return status and body of the response with results."""
+        parsed = await asyncio.to_thread(_parse_response, body, self._context.results_in)
+        if parsed is None:
+            problem = "`capture`: the response of this route has no choices that could carry results"
             error = {"message": problem, "type": "InternalServerError", "param": "capture", "code": 500}
             return HTTPStatus.INTERNAL_SERVER_ERROR.value, _encode({"error": error})
-        document, places = found
-        reports = await self._reports()
-        # By place, not by the index that a choice states: the batch route states the conversation's, `n` times.
-        for number, place in enumerate(places):
-            place[NAME] = reports.get(number) or no_results(self._context)
+        document, carriers = parsed
+        reports = await self._build_reports()
+        # By place, not by `index`: the batch route numbers conversations, each with `n` choices.
+        for number, carrier in enumerate(carriers):
+            carrier[RESULTS_FIELD] = reports.get(number) or missing_reports(self._context)
         return self._start["status"], await asyncio.to_thread(_encode, document)
 
-    async def _event(self) -> bytes:
-        """The last event of a stream."""
-        reports = await self._reports()
-        if self._context.results_in == "response":
-            event = {"type": NAME, NAME: reports.get(0) or no_results(self._context)}
-            return b"event: " + NAME.encode() + b"\ndata: " + await asyncio.to_thread(_encode, event) + b"\n\n"
-        # All that were to come, as in a JSON answer: one that ended ahead of its result is not to be missing.
-        there = sorted({*reports, *range(self._context.prompts * self._context.samples)})
-        choices = [{"index": index, NAME: reports.get(index) or no_results(self._context)} for index in there]
-        return b"data: " + await asyncio.to_thread(_encode, {"object": NAME, "choices": choices}) + b"\n\n"
+    async def _results_event(self) -> bytes:
+        """Return the last event of a stream."""
+        context = self._context
+        reports = await self._build_reports()
+        if context.results_in == "response":
+            event: dict[str, Any] = {"type": RESULTS_FIELD, RESULTS_FIELD: reports.get(0) or missing_reports(context)}
+            return b"event: " + RESULTS_FIELD.encode() + b"\ndata: " + await asyncio.to_thread(_encode, event) + b"\n\n"
+        # Report every expected choice, as a JSON response does, even if it ended without a result.
+        numbers = sorted({*reports, *range(context.prompts * context.samples)})
+        choices = [{"index": n, RESULTS_FIELD: reports.get(n) or missing_reports(context)} for n in numbers]
+        event = {"object": RESULTS_FIELD, "choices": choices}
+        return b"data: " + await asyncio.to_thread(_encode, event) + b"\n\n"
 
-    async def _reports(self) -> dict[int, dict[str, Any]]:
+    async def _build_reports(self) -> dict[int, dict[str, Any]]:
         limits = self._store.limits
-        return await reports_of(self._context, limits.inline_bytes, limits.response_bytes, self._keep)
+        return await build_reports(self._context, limits.inline_bytes, limits.response_bytes, self._store_report)
 
-    async def _keep(self, size: int, make: Callable[[], bytes], kind: CaptureFormat) -> dict[str, Any]:
-        """Put what is too large for the answer into the store: how to fetch it, or why not."""
+    async def _store_report(self, size: int, make: Callable[[], bytes], file_format: CaptureFormat) -> dict[str, Any]:
+        """Store data that is too large for the response; return how to fetch it, or the error."""
         try:
             await asyncio.to_thread(self._store.check_room, size)
             data = await asyncio.to_thread(make)
-            handle = await self._store.put_async(data, kind, self._context.owner, self._context.store_bytes)
+            stored_id = await self._store.put_async(data, file_format, self._context.owner, self._context.store_bytes)
         except StoreFullError as error:
-            return failed(str(error))
-        self._stored.append(handle)
-        return {"id": handle, "bytes": len(data), "format": kind, "expires_in": self._store.limits.expiry_seconds}
+            return error_report(str(error))
+        self._stored_ids.append(stored_id)
+        expires_in = self._store.limits.expiry_seconds
+        return {"id": stored_id, "bytes": len(data), "format": file_format, "expires_in": expires_in}
 
-    async def _client_leaves(self) -> None:
+    async def _wait_for_disconnect(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
 
-    def _discard(self) -> None:
-        for handle in self._stored:
-            self._store.delete(handle, self._context.owner)
-        self._stored.clear()
+    def _delete_stored(self) -> None:
+        for stored_id in self._stored_ids:
+            self._store.delete(stored_id, self._context.owner)
+        self._stored_ids.clear()
 
 
-async def _hear_of_leaving() -> None:
-    """Let the event loop tell of a client that left while rows were put together; once sent, they are the client's."""
-    for _ in range(_TURNS):
+async def _yield_to_disconnect() -> None:
+    """Let the event loop report a disconnect that happened while results were built."""
+    for _ in range(_DISCONNECT_LOOP_TURNS):
         await asyncio.sleep(0)
 
 
-def _document(body: bytes, answer: ResultsLocation) -> tuple[dict[str, Any], list[dict[str, Any]]] | None:
-    """A JSON answer and the objects in it that carry results, in order of the choices; None where there are none."""
+def _parse_response(body: bytes, results_in: ResultsLocation) -> tuple[dict[str, Any], list[dict[str, Any]]] | None:
+    """Parse a JSON response.
+
+    Returns:
+        The document and the objects in it that carry results, in choice order; None if there are none.
+    """
     try:
         document = json.loads(body)
     except ValueError:
         return None
     if not isinstance(document, dict):
         return None
-    places = [document] if answer == "response" else document.get("choices")
-    return (document, places) if isinstance(places, list) else None
+    carriers = [document] if results_in == "response" else document.get("choices")
+    return (document, carriers) if isinstance(carriers, list) else None
 
 
 def _encode(document: dict[str, Any]) -> bytes:
     text = json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    # Half surrogate pairs, which UTF-8 cannot express, become JSON escapes.
+    # Unpaired surrogates, which UTF-8 cannot encode, become JSON escapes.
     return text.encode("utf-8", "backslashreplace")

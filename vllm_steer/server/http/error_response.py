@@ -12,7 +12,7 @@ from vllm_steer.metrics.requests import count_refusal
 from vllm_steer.registry.directory import FIELD as REGISTRY_FIELD
 from vllm_steer.registry.errors import RegistryFullError, RegistryUnavailableError, UnknownModuleError
 from vllm_steer.registry.schema import ErrorAnswer, ErrorDetail
-from vllm_steer.server.auth.rights import (
+from vllm_steer.server.access_errors import (
     ForbiddenError,
     KeyLimitError,
     ServerFullError,

@@ -12,8 +12,8 @@ from fastapi import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.server.auth.authenticator import admit
-from vllm_steer.server.auth.caller import acting
+from vllm_steer.server.auth.authenticator import authenticate
+from vllm_steer.server.auth.current_key import use_key
 from vllm_steer.server.http.error_response import error_response
 from vllm_steer.server.http.request_context import current_request
 from vllm_steer.server.http.request_guard import STEERABLE_ROUTES, RequestGuard
@@ -37,13 +37,13 @@ class SteeringMiddleware:
             await self.app(scope, receive, send)
             return
         try:
-            auth = await admit(scope)
-            reservation = quota_tracker_of(scope["app"]).enter(auth.limited)
+            auth = await authenticate(scope)
+            reservation = quota_tracker_of(scope["app"]).reserve(auth.quota_key)
         except SteeringError as error:
             await error_response(error)(scope, receive, send)
             return
         try:
-            with acting(auth.key):
+            with use_key(auth.key):
                 await self._serve(auth.scope, receive, send, reservation)
         finally:
             reservation.release()

@@ -18,7 +18,7 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import EngineContext
 from vllm_steer.frontend.outputs import on_results
 from vllm_steer.params import APPLIED_KEY, EXTRA_KEY
-from vllm_steer.server.auth.caller import NOBODY
+from vllm_steer.server.auth.current_key import NO_OWNER
 from vllm_steer.server.quota.tracker import Reservation
 
 PROMPT_KEY = "steer_prompt"
@@ -39,7 +39,7 @@ class RequestContext:
     """Capabilities and registry of the engine; None if unknown."""
     reservation: Reservation | None = None
     """Resources reserved for this request; None without quotas, as in a batch run."""
-    owner: bytes = NOBODY
+    owner: bytes = NO_OWNER
     """Owner of the captures that this request stores."""
     store_bytes: int | None = None
     """Maximum bytes of stored captures for the owner; None for no limit per owner."""

@@ -31,8 +31,8 @@ from vllm_steer.params import (
 from vllm_steer.program import Program
 from vllm_steer.registry.composer import count_edits
 from vllm_steer.registry.errors import RegistryUnavailableError
-from vllm_steer.server.auth.caller import current_key, require_fields
-from vllm_steer.server.auth.rights import AccessError
+from vllm_steer.server.access_errors import AccessError
+from vllm_steer.server.auth.current_key import current_key, require_field_rights
 from vllm_steer.server.http.confusables import resembles
 from vllm_steer.server.http.request_context import PROMPT_KEY, RequestContext, ResultsLocation, current_request
 from vllm_steer.server.quota.tracker import Reservation
@@ -162,7 +162,7 @@ def _refuse_without_answer(request: Any) -> None:
 def _apply(fields: Mapping[str, Any], params: Any, context: RequestContext, answer: ResultsLocation) -> None:
     compiled = context.compiled
     if compiled is None:
-        require_fields(fields)
+        require_field_rights(fields)
         own = compile_fields(fields)
         # All prompts of a body are admitted together: a change of global steering between them parts none.
         compiled = context.compiled = (
@@ -180,7 +180,7 @@ def _apply(fields: Mapping[str, Any], params: Any, context: RequestContext, answ
         program = program_of(params)
         if context.engine is not None and context.reservation is not None and program is not None:
             most = context.engine.capabilities.most_row_bytes(program, context.prompt_len, params.max_tokens)
-            context.reservation.take_rows(most * params.n)
+            context.reservation.reserve_rows(most * params.n)
         params.extra_args[PROMPT_KEY] = context.prompts
         context.prompts += 1
         context.samples = params.n
@@ -194,10 +194,10 @@ def _admitted(own: Mapping[str, bytes], served: EngineContext, hold: Reservation
     snapshot = served.registry.snapshot()
     if hold is not None:
         # Ahead of joining them: a few names can stand for more edits than a server joins in a moment.
-        hold.books.check_count(REQUEST_EDITS, count_edits(own, snapshot))
-    admitted = {APPLIED_KEY: b"", **served.registry.admit(own, snapshot)}
+        hold.tracker.check_count(REQUEST_EDITS, count_edits(own, snapshot))
+    admitted = {APPLIED_KEY: b"", **served.registry.compose(own, snapshot)}
     if own and hold is not None and EXTRA_KEY in admitted:
         program = Program.from_bytes(admitted[EXTRA_KEY])
         specs = [spec for _, spec in read_specs(admitted)]
-        hold.take_program(program, snapshot.steering_program, served.capabilities.num_layers, specs)
+        hold.reserve_program(program, snapshot.steering_program, served.capabilities.num_layers, specs)
     return admitted

@@ -16,10 +16,10 @@ from starlette.types import Message, Receive, Scope, Send
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import NOT_ENABLED, ensure_engine_context, known_engine_context
 from vllm_steer.limits import KEY_STORE_MIB
-from vllm_steer.metrics.requests import NO_ROOM, count_refusal
+from vllm_steer.metrics.requests import NO_CAPACITY, count_refusal
 from vllm_steer.params import CAPTURE_FIELD
-from vllm_steer.server.auth.caller import owner, require_fields
-from vllm_steer.server.auth.rights import KeyLimitError
+from vllm_steer.server.access_errors import KeyLimitError
+from vllm_steer.server.auth.current_key import current_owner, require_field_rights
 from vllm_steer.server.flags import max_body_bytes
 from vllm_steer.server.http.applied_field import AppliedFieldWriter
 from vllm_steer.server.http.capture_results import CaptureResultWriter
@@ -48,7 +48,9 @@ class RequestGuard:
     refusal."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, reservation: Reservation) -> None:
-        self.context = RequestContext(reservation=reservation, owner=owner(), store_bytes=reservation.store_bytes)
+        self.context = RequestContext(
+            reservation=reservation, owner=current_owner(), store_bytes=reservation.store_bytes
+        )
         self._app = scope["app"]
         self._scope, self._receive = scope, receive
         self._send = AppliedFieldWriter(self.context, send).send
@@ -113,7 +115,7 @@ class RequestGuard:
             self._add_results_writer(start)
         may_have_waited = context.fields_applied or context.has_program
         if start["status"] == HTTPStatus.SERVICE_UNAVAILABLE and may_have_waited and self._refusal is None:
-            count_refusal(start["status"], NO_ROOM)
+            count_refusal(start["status"], NO_CAPACITY)
             MutableHeaders(scope=start).setdefault("retry-after", str(RETRY_AFTER))
 
     def _add_results_writer(self, start: Message) -> None:
@@ -169,7 +171,7 @@ class RequestGuard:
             return
         name = found.fields[0]
         try:
-            require_fields(found.fields)
+            require_field_rights(found.fields)
         except SteeringError as error:
             self._raise(error)
         self.context.fields = found.fields

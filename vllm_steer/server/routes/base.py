@@ -14,7 +14,7 @@ from starlette.types import Scope
 from vllm_steer import audit
 from vllm_steer.errors import SteeringError
 from vllm_steer.registry.schema import ErrorAnswer
-from vllm_steer.server.auth.caller import require
+from vllm_steer.server.auth.current_key import current_key_name, require
 from vllm_steer.server.auth.rights import Right
 from vllm_steer.server.http.error_response import ERRORS, BodyTooLargeError, error_response
 
@@ -44,7 +44,7 @@ class SteeringRoute(APIRoute):
             address = None if request.client is None else request.client.host
             try:
                 require(right)
-                with audit.coming_from(audit.ANONYMOUS, address):
+                with audit.attribute_to(current_key_name() or audit.ANONYMOUS, address):
                     return await handle(request)
             except SteeringError as error:
                 return error_response(error)

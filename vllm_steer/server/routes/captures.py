@@ -15,7 +15,7 @@ from typing import Any
 from fastapi import APIRouter, FastAPI
 from starlette.responses import Response, StreamingResponse
 
-from vllm_steer.server.auth.caller import owner
+from vllm_steer.server.auth.current_key import current_owner
 from vllm_steer.server.auth.rights import Right
 from vllm_steer.server.capture_store import CaptureFormat, CaptureStore, StoredCapture
 from vllm_steer.server.flags import capture_store_name, store_limits
@@ -46,7 +46,7 @@ def make_router(store: CaptureStore) -> APIRouter:
 
     async def fetch(handle: str) -> Response:
         """Fetch the rows as a safetensors file, or a consumer's report as JSON."""
-        capture = await asyncio.to_thread(store.open, handle, owner())
+        capture = await asyncio.to_thread(store.open, handle, current_owner())
         if capture is None:
             raise _unknown()
         headers = {
@@ -58,7 +58,7 @@ def make_router(store: CaptureStore) -> APIRouter:
 
     async def delete(handle: str) -> Response:
         """Delete a capture before it expires."""
-        if not await asyncio.to_thread(store.delete, handle, owner()):
+        if not await asyncio.to_thread(store.delete, handle, current_owner()):
             raise _unknown()
         return Response(status_code=HTTPStatus.NO_CONTENT.value)
 

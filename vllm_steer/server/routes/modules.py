@@ -14,12 +14,12 @@ from fastapi import APIRouter, FastAPI, Path, Query
 from starlette.requests import Request
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.registry.about import ABOUT_KEYS
-from vllm_steer.registry.json_text import parse_json
+from vllm_steer.registry.metadata import METADATA_KEYS
 from vllm_steer.registry.module import CONTENT_KEYS
 from vllm_steer.registry.registry import SteeringRegistry
 from vllm_steer.registry.schema import Deleted, GlobalSteering, ModuleInfo, ModuleList
-from vllm_steer.server.auth.caller import require
+from vllm_steer.registry.strict_json import parse_json
+from vllm_steer.server.auth.current_key import require
 from vllm_steer.server.auth.rights import Right
 from vllm_steer.server.flags import max_body_bytes
 from vllm_steer.server.http.error_response import MediaTypeError
@@ -27,7 +27,7 @@ from vllm_steer.server.http.schemas import BINARY, JSON, MODULE_BODY, SET_BODY
 from vllm_steer.server.routes.base import RESPONSES, SteeringRoute, read_body, requires
 from vllm_steer.spec.scalars import shown
 
-_MODULE_KEYS = ("name", *CONTENT_KEYS, *ABOUT_KEYS)
+_MODULE_KEYS = ("name", *CONTENT_KEYS, *METADATA_KEYS)
 _SET_KEYS = ("base", "prefill", "decode", "edits", "modules", "replace")
 
 Name = Annotated[str, Path(description="Name of a module, or `name@sha256:...` for one of its versions.")]

@@ -127,8 +127,8 @@ def _leak(llm: Any, scheduler: Any) -> str | None:
         return None
     if ledger.in_use != (0, 0, 0):
         return f"the scheduler's books are not empty at the end: {ledger.in_use} rows, instructions, vectors"
-    if scheduler.steering_outbox.num_bytes:
-        return f"{scheduler.steering_outbox.num_bytes} bytes of captured rows are left at the end"
+    if scheduler.steering_row_sender.num_bytes:
+        return f"{scheduler.steering_row_sender.num_bytes} bytes of captured rows are left at the end"
     inbox = getattr(llm.llm_engine.output_processor, ROW_RECEIVER, None)
     if inbox is not None and inbox.num_bytes:
         return f"{inbox.num_bytes} bytes of captured rows are left in the front end at the end"

@@ -19,7 +19,7 @@ import pytest
 from tests.capture.captured import assert_same, captured
 from vllm_steer.capture.consumers.filesystem import FilesystemConsumer
 from vllm_steer.capture.files import directory
-from vllm_steer.capture.files.directory import CaptureWriteError, QuotaError
+from vllm_steer.capture.files.directory import CaptureWriteError, QuotaExceededError
 from vllm_steer.capture.files.reader import open_captures
 from vllm_steer.errors import SteeringError
 
@@ -266,7 +266,7 @@ class TestQuota:
     def test_it_is_never_passed_and_says_so(self, tmp_path, layout):
         consumer = FilesystemConsumer(root=str(tmp_path), layout=layout, quota=200_000)
         accepted = 0
-        with pytest.raises(QuotaError, match=r"quota of 200000 bytes .* used, .* needed"):
+        with pytest.raises(QuotaExceededError, match=r"quota of 200000 bytes .* used, .* needed"):
             for i in range(1000):
                 consumer.accept(captured(f"r{i}"))
                 accepted += 1
@@ -278,7 +278,7 @@ class TestQuota:
     def test_files_that_were_there_count(self, tmp_path, layout):
         (tmp_path / "old").write_bytes(bytes(200_000))
         consumer = FilesystemConsumer(root=str(tmp_path), layout=layout, quota=200_100)
-        with pytest.raises(QuotaError, match="200000 used"):
+        with pytest.raises(QuotaExceededError, match="200000 used"):
             consumer.accept(captured())
         assert left(tmp_path) == ["old"]
         consumer.close()
@@ -290,7 +290,7 @@ class TestQuota:
         old.write_bytes(bytes(200_000))
         consumer = FilesystemConsumer(root=str(tmp_path), layout=layout, quota=200_100)
         monkeypatch.setattr(directory, "_RECOUNT_SECONDS", 0.0)
-        with pytest.raises(QuotaError):
+        with pytest.raises(QuotaExceededError):
             consumer.accept(captured())
         old.unlink()
         consumer.accept(captured())
@@ -319,7 +319,7 @@ class TestQuota:
             except CaptureWriteError:
                 continue
         consumer.close()
-        used = consumer._layout._folder._used
+        used = consumer._layout._directory._used
         assert used == sum(path.stat().st_size for path in tmp_path.iterdir()) > 0
 
 

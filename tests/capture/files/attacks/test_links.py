@@ -11,7 +11,7 @@ import pytest
 
 from tests.capture.captured import assert_same, captured
 from vllm_steer.capture.consumers.filesystem import FilesystemConsumer
-from vllm_steer.capture.files import layouts
+from vllm_steer.capture.files import rotation
 from vllm_steer.capture.files.format import hashed_stem
 from vllm_steer.capture.files.reader import open_captures
 
@@ -58,7 +58,7 @@ def test_neither_is_anything_else(root, make, name):
 
 
 def test_a_link_at_a_shards_name_is_not_followed(root, victim, monkeypatch):
-    monkeypatch.setattr("vllm_steer.capture.files.packed.timestamped_stem", lambda name, moment: "guessed")
+    monkeypatch.setattr("vllm_steer.capture.files.rotation.timestamped_stem", lambda name, time_ns: "guessed")
     (root / "guessed.safetensors").symlink_to(victim)
     (root / ".guessed.safetensors.part").symlink_to(victim)
     consumer = FilesystemConsumer(root=str(root), layout="sharded")
@@ -68,7 +68,7 @@ def test_a_link_at_a_shards_name_is_not_followed(root, victim, monkeypatch):
 
 
 def test_shards_have_names_that_cannot_be_guessed():
-    assert len({layouts.timestamped_stem("sharded", 0)[-8:] for _ in range(100)}) == 100
+    assert len({rotation.timestamped_stem("sharded", 0)[-8:] for _ in range(100)}) == 100
 
 
 def test_a_part_that_was_exchanged_is_not_published(root, victim):

@@ -92,7 +92,7 @@ def test_the_comparison_of_joined_sites() -> None:
 @pytest.mark.parametrize("hidden", [64, 896, 4096, 5120, 32768])
 def test_kernel_matches_the_definition_on_the_gpu(dtype: torch.dtype, hidden: int) -> None:
     """The same comparison where the kernel is compiled."""
-    from vllm_steer.taps.kernel import launch_tap
+    from vllm_steer.taps.tap_kernel import launch_tap
 
     for seed in range(3):
         for with_other in (False, True):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JSON of strangers: what a parser would pass over is refused."""
+"""JSON parsing of untrusted input. Rejects duplicate keys, which ``json`` would silently drop."""
 
 from __future__ import annotations
 
@@ -12,21 +12,23 @@ from vllm_steer.spec.scalars import shown
 
 
 def parse_json(text: str | bytes, field: str) -> Any:
-    """The value of a JSON text; raises SteeringError, naming ``field``.
+    """Return the value of a JSON text.
 
-    Refused beside what is no JSON: a key that stands twice in one object, and nesting and numbers without end.
+    Raises:
+        SteeringError: For ``field``, if the text is not valid JSON, repeats a key in an object, or nests objects or
+            writes numbers beyond the parser's limits.
     """
     try:
         return json.loads(text, object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
         reason = str(error).partition(";")[0]  # the rest is advice to Python programmers
-        raise SteeringError(field, f"cannot be read as JSON: {reason[:200]}") from None
+        raise SteeringError(field, f"cannot be parsed as JSON: {reason[:200]}") from None
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
+    parsed = dict(pairs)
+    if len(parsed) != len(pairs):
         counts = Counter(key for key, _ in pairs)
-        twice = next(key for key, count in counts.items() if count > 1)
-        raise ValueError(f"{shown(twice)} stands twice in one object, and one would be ignored")
-    return made
+        duplicate = next(key for key, count in counts.items() if count > 1)
+        raise ValueError(f"duplicate key {shown(duplicate)} in an object")
+    return parsed

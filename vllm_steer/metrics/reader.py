@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metrics of this process, as vLLM's ``LLM.get_metrics`` gives its own."""
+"""The metrics of this process as vLLM's ``Metric`` objects, for ``LLM.get_metrics``."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 from prometheus_client import REGISTRY
 from vllm.v1.metrics.reader import Counter, Gauge, Histogram, Metric
 
-from vllm_steer.metrics.table import PREFIX
+from vllm_steer.metrics.definitions import PREFIX
 
 
 def read_metrics() -> list[Metric]:
-    """Every metric of the table that has a value, once for each of its labels' values."""
-    found = (family for family in REGISTRY.collect() if family.name.startswith(PREFIX))
-    return [metric for family in found for metric in _metrics(family)]
+    """Return every steering metric that has a value, one object per combination of label values."""
+    families = (family for family in REGISTRY.collect() if family.name.startswith(PREFIX))
+    return [metric for family in families for metric in _metrics(family)]
 
 
 def _metrics(family: Any) -> Iterator[Metric]:
@@ -34,7 +34,7 @@ def _metrics(family: Any) -> Iterator[Metric]:
 def _histograms(family: Any) -> Iterator[Histogram]:
     buckets: dict[str, int] = {}
     count = 0
-    # By labels: first the buckets, then the count, then the sum.
+    # For each combination of labels, prometheus_client yields the buckets, then the count, then the sum.
     for sample in family.samples:
         if sample.name == f"{family.name}_bucket":
             buckets[sample.labels["le"]] = int(sample.value)

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.config.compilation import CUDAGraphMode
 
 from vllm_steer.config import SteeringConfig
-from vllm_steer.engine import graph_sets
-from vllm_steer.engine.graph_sets import GraphSets
+from vllm_steer.engine import cudagraph_sets
+from vllm_steer.engine.cudagraph_sets import CUDAGraphSetManager
 from vllm_steer.taps.tables import Tables
 
 LAYERS, POINTS = 8, 3
@@ -24,7 +25,7 @@ class Step:
     num_tokens: int
 
 
-SMALL, LARGE = Step(graph_sets.SMALL_TOKENS), Step(graph_sets.SMALL_TOKENS + 1)
+SMALL, LARGE = Step(cudagraph_sets.SMALL_BATCH_TOKENS), Step(cudagraph_sets.SMALL_BATCH_TOKENS + 1)
 
 
 class Wrapper:
@@ -40,21 +41,24 @@ class Manager:
 
     def __init__(self, tables: Tables, wrappers: list[Wrapper]) -> None:
         self.graphs: dict[Any, Any] = {}
-        self._capture_descs = {graph_sets.CUDAGraphMode.FULL: [LARGE, SMALL], graph_sets.CUDAGraphMode.PIECEWISE: []}
+        self._capture_descs = {
+            CUDAGraphMode.FULL: [LARGE, SMALL],
+            CUDAGraphMode.PIECEWISE: [],
+        }
         self._tables, self._wrappers = tables, wrappers
         self.plain: Any = None
         self.ran: list[bool] = []
 
     def capture(self, model: str, *, has_lora: bool) -> None:
         assert (model, has_lora) == ("model", False)
-        launched = tuple(bool(site) for site in self._tables.launch)
+        launched = tuple(bool(site) for site in self._tables.active_sites)
         if self.plain is not None:
             self.ran.append(self.plain.tapped)
             assert self.plain.tapped == any(launched)
-        for step in self._capture_descs[graph_sets.CUDAGraphMode.FULL]:
+        for step in self._capture_descs[CUDAGraphMode.FULL]:
             assert step not in self.graphs
             self.graphs[step] = launched
-        if graph_sets.CUDAGraphMode.PIECEWISE in self._capture_descs:
+        if CUDAGraphMode.PIECEWISE in self._capture_descs:
             for wrapper in self._wrappers:
                 if not wrapper.drafter:
                     assert "step" not in wrapper.entries
@@ -76,18 +80,18 @@ class Switched:
     def __init__(self) -> None:
         self.tapped = True
 
-    def switch(self, tapped: bool) -> None:
+    def switch(self, *, tapped: bool) -> None:
         self.tapped = tapped
 
 
 def captured(
     tables: Tables, count: int, monkeypatch: pytest.MonkeyPatch, layers: range = range(LAYERS), plain: Any = None
-) -> tuple[GraphSets, Manager, Wrapper, Wrapper]:
+) -> tuple[CUDAGraphSetManager, Manager, Wrapper, Wrapper]:
     own, drafter = Wrapper(), Wrapper(drafter=True)
-    monkeypatch.setattr(graph_sets, "_wrappers", lambda: [own, drafter])
-    monkeypatch.setattr(graph_sets, "_entries_of", lambda wrapper: "entries")
+    monkeypatch.setattr(cudagraph_sets, "_piecewise_wrappers", lambda: [own, drafter])
+    monkeypatch.setattr(cudagraph_sets, "_entries_attribute", lambda wrapper: "entries")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
-    sets, manager = GraphSets(tables, count, POINTS, layers, plain), Manager(tables, [own, drafter])
+    sets, manager = CUDAGraphSetManager(tables, count, POINTS, layers, plain), Manager(tables, [own, drafter])
     manager.plain = plain
     sets.wrap_capture(manager)
     manager.capture("model", has_lora=False)
@@ -141,9 +145,9 @@ def test_a_step_replays_the_smallest_set_that_has_its_taps(
     """Catches a step whose edit is in no graph, and an idle one that replays taps though there is a set without."""
     sets, manager, own, _ = captured(tables, count, monkeypatch)
     if used is None:
-        sets.idle()
+        sets.select_idle()
     else:
-        sets.busy(used, 1)
+        sets.select(used, 1)
     assert launched_by(manager.graphs[SMALL]) == small
     assert launched_by(manager.graphs[LARGE]) == large
     # A set with some taps has no pieces of its own, and those of all taps do as well.
@@ -153,33 +157,33 @@ def test_a_step_replays_the_smallest_set_that_has_its_taps(
 def test_sets_change_with_the_sites_in_use(tables: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a choice that is remembered beyond the edits that it was made for."""
     sets, manager, _, _ = captured(tables, 6, monkeypatch)
-    sets.busy(using(0), 1)
+    sets.select(using(0), 1)
     assert launched_by(manager.graphs[SMALL]) == set(range(12))
-    sets.busy(using(0, 20), 2)
+    sets.select(using(0, 20), 2)
     assert launched_by(manager.graphs[SMALL]) == BETWEEN
-    sets.idle()
+    sets.select_idle()
     assert launched_by(manager.graphs[SMALL]) == set()
 
 
 def test_a_pipeline_stage_has_stretches_of_its_own_layers(tables: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches sets of layers that another stage has, and taps in a step whose edits are all on another stage."""
     sets, manager, _, _ = captured(tables, 6, monkeypatch, range(4, 8))
-    sets.busy(using(12), 1)
+    sets.select(using(12), 1)
     assert launched_by(manager.graphs[SMALL]) == set(range(12, 18))
-    sets.busy(using(), 2)
+    sets.select(using(), 2)
     assert launched_by(manager.graphs[SMALL]) == set()
 
 
 @pytest.mark.parametrize(("count", "at_least"), [(1, 1), (2, 2), (4, 3.2), (8, 3.8)])
 def test_memory_of_all_sets_is_told(tables: Tables, count: int, at_least: float) -> None:
     """Catches graphs that vLLM is not told of when it sizes its cache."""
-    assert at_least <= GraphSets(tables, count, POINTS, range(LAYERS)).size < at_least + 0.1
+    assert at_least <= CUDAGraphSetManager(tables, count, POINTS, range(LAYERS)).memory_factor < at_least + 0.1
 
 
 def test_graphs_of_others_stay(tables: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a drafter that has lost its graphs, and stages of capture that stay cut down."""
     sets, manager, _, drafter = captured(tables, 6, monkeypatch)
-    sets.busy(using(1), 1)
+    sets.select(using(1), 1)
     assert drafter.entries == {"drafter": "graph"}
     assert len(manager._capture_descs) == 2
     assert "capture" not in vars(manager)
@@ -187,15 +191,15 @@ def test_graphs_of_others_stay(tables: Tables, monkeypatch: pytest.MonkeyPatch) 
 
 def test_where_nothing_is_captured_each_tap_decides_for_itself(tables: Tables) -> None:
     """Catches eager steps that launch at sites where nobody edits or reads."""
-    sets = GraphSets(tables, 2, POINTS, range(LAYERS))
+    sets = CUDAGraphSetManager(tables, 2, POINTS, range(LAYERS))
     used = using(5)
-    sets.busy(used, 1)
-    assert tables.launch is used
-    sets.idle()
-    assert not any(tables.launch)
-    with sets.every_tap():
-        sets.idle()
-        assert all(tables.launch)
+    sets.select(used, 1)
+    assert tables.active_sites is used
+    sets.select_idle()
+    assert not any(tables.active_sites)
+    with sets.capture_all_taps():
+        sets.select_idle()
+        assert all(tables.active_sites)
 
 
 def test_graphs_and_steps_without_taps_are_of_the_plain_code(tables: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,26 +208,26 @@ def test_graphs_and_steps_without_taps_are_of_the_plain_code(tables: Tables, mon
     sets, manager, _, _ = captured(tables, 6, monkeypatch, range(4, 8), plain)
     assert manager.ran == [False, True, True, True, True, True] and plain.tapped
     for act, tapped in (
-        (sets.idle, False),
-        (lambda: sets.busy(using(12), 1), True),
+        (sets.select_idle, False),
+        (lambda: sets.select(using(12), 1), True),
         # All that is edited is on another stage.
-        (lambda: sets.busy(using(), 2), False),
+        (lambda: sets.select(using(), 2), False),
     ):
         act()
         assert plain.tapped is tapped
-        sets.rest()
+        sets.restore_model()
         assert plain.tapped
 
 
 def test_where_nothing_is_captured_idle_steps_run_the_plain_code(tables: Tables) -> None:
     """Catches compiled steps without graphs that run the model without taps though something is edited."""
     plain: Any = Switched()
-    sets = GraphSets(tables, 2, POINTS, range(LAYERS), plain)
-    sets.idle()
+    sets = CUDAGraphSetManager(tables, 2, POINTS, range(LAYERS), plain)
+    sets.select_idle()
     assert not plain.tapped
-    sets.busy(using(5), 1)
+    sets.select(using(5), 1)
     assert plain.tapped
-    sets.idle()
-    with sets.every_tap():
-        sets.idle()
+    sets.select_idle()
+    with sets.capture_all_taps():
+        sets.select_idle()
         assert plain.tapped

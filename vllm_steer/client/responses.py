@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the server's answers are to the client."""
+"""Responses of the server as Python objects."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 
 
 class ServerError(Exception):
-    """The server did not do what it was asked to."""
+    """An error response of the server."""
 
     def __init__(self, status: int, message: str, param: str | None = None, kind: str = "") -> None:
         super().__init__(status, message, param, kind)
         self.status = status
-        """Of HTTP."""
+        """HTTP status."""
         self.message = message
-        """Place and problem, in words."""
+        """What is wrong, and where."""
         self.param = param
-        """Path of the value that is wrong, if one is."""
+        """Path of the invalid value, if there is one."""
         self.kind = kind
-        """Name of the error, e.g. ``BadRequestError``."""
+        """Name of the error type, such as ``BadRequestError``."""
 
     def __str__(self) -> str:
         return f"{self.message} (HTTP {self.status})"
@@ -36,28 +36,28 @@ class ServerError(Exception):
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """The rows of one site."""
+    """Rows of one site."""
 
     positions: torch.Tensor
     """int64 ``[n]``, ascending."""
     rows: torch.Tensor
-    """``[n, hidden]``, or as reduced, on the CPU."""
+    """CPU tensor ``[n, hidden]``, or as reduced."""
 
 
 @dataclass(frozen=True, eq=False)
 class CaptureAnswer:
-    """What one consumer has reported on one choice."""
+    """Report of one consumer for one choice."""
 
     status: str
     """``ok``, ``partial`` or ``error``."""
     error: str | None
-    """Why it is not ``ok``."""
+    """Reason for a status other than ``ok``."""
     id: str | None = None
-    """Under which the rows can be fetched, where they were too large for the answer."""
+    """Id for `Client.fetch` if the rows were too large for the response."""
     data: Any = None
-    """What a consumer other than ``memory`` has reported."""
+    """Report of a consumer other than ``memory``."""
     sites: Mapping[tuple[str, int], Rows] = field(default_factory=dict)
-    """By point and layer, where they are part of the answer."""
+    """Rows by point and layer, if they are part of the response."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,36 +67,36 @@ class Choice:
     text: str
     finish_reason: str | None
     captures: Mapping[str, CaptureAnswer]
-    """By consumer."""
+    """Reports by consumer."""
 
 
 @dataclass(frozen=True, eq=False)
 class Completion:
-    """An answer of the completions or the chat route."""
+    """Response of the completions or the chat route."""
 
     choices: tuple[Choice, ...]
     applied: SteeringApplied | None
-    """What was applied to the request; None where nothing was."""
+    """Steering that was applied to the request; None if there was none."""
     document: Mapping[str, Any]
-    """The whole answer."""
+    """The complete JSON response."""
 
     @property
     def text(self) -> str:
-        """Of the first choice."""
+        """Text of the first choice."""
         return self.choices[0].text
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A piece of a stream, of its first choice."""
+    """One event of a stream, reduced to its first choice."""
 
     text: str
     applied: SteeringApplied | None
-    """On the first piece, what was applied to the request; None where nothing was, and on all others."""
+    """Steering that was applied to the request; only set on the first piece."""
 
 
-def error_of(response: httpx.Response) -> ServerError:
-    """The error that an answer states; its body has been read."""
+def parse_error(response: httpx.Response) -> ServerError:
+    """Parse an error response whose body has been read."""
     try:
         document = response.json()
         error = document.get("error", document)
@@ -106,64 +106,66 @@ def error_of(response: httpx.Response) -> ServerError:
         return ServerError(response.status_code, response.text[:200] or response.reason_phrase)
 
 
-def completion_of(document: Mapping[str, Any]) -> Completion:
-    """From the JSON of either route."""
-    return Completion(
-        choices=tuple(
-            Choice(
-                text=choice["text"] if "text" in choice else choice["message"].get("content") or "",
-                finish_reason=choice.get("finish_reason"),
-                captures={name: _capture(each) for name, each in (choice.get("capture_results") or {}).items()},
-            )
-            for choice in document["choices"]
-        ),
-        applied=_applied(document),
-        document=document,
+def parse_completion(document: Mapping[str, Any]) -> Completion:
+    """Parse the JSON response of the completions or the chat route."""
+    choices = tuple(
+        Choice(
+            text=choice["text"] if "text" in choice else choice["message"].get("content") or "",
+            finish_reason=choice.get("finish_reason"),
+            captures={name: _parse_capture(each) for name, each in (choice.get("capture_results") or {}).items()},
+        )
+        for choice in document["choices"]
     )
+    return Completion(choices, _parse_applied(document), document)
 
 
-def piece_of(event: Mapping[str, Any]) -> Piece:
-    """From one event of a stream; raises ServerError for one that says that it has failed."""
+def parse_piece(event: Mapping[str, Any]) -> Piece:
+    """Parse one event of a stream.
+
+    Raises:
+        ServerError: The event reports an error.
+    """
     if "error" in event:
         error = event["error"]
         raise ServerError(int(error.get("code") or 500), str(error.get("message")), error.get("param"))
-    text = ""
-    for choice in event.get("choices", ()):
-        if choice.get("index", 0) == 0:
-            text += choice.get("text") or (choice.get("delta") or {}).get("content") or ""
-    return Piece(text, _applied(event))
+    text = "".join(
+        choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+        for choice in event.get("choices", ())
+        if choice.get("index", 0) == 0
+    )
+    return Piece(text, _parse_applied(event))
 
 
-def sites_of_file(data: bytes) -> dict[tuple[str, int], Rows]:
-    """The rows in a capture file of one request."""
+def read_capture_file(data: bytes) -> dict[tuple[str, int], Rows]:
+    """Read the rows from the bytes of a capture file with one request."""
     import tempfile
     from pathlib import Path
 
     from vllm_steer.capture.files.reader import open_captures
 
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "capture.safetensors")
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory, "capture.safetensors")
         path.write_bytes(data)
         (request,) = open_captures(path)
-        # Copies: the file that they would be mapped from is about to go.
+        # Copy: the mapped file is about to be deleted.
         return {site: Rows(request.positions(*site).clone(), request.tensor(*site).clone()) for site in request.sites}
 
 
-def _applied(document: Mapping[str, Any]) -> SteeringApplied | None:
-    said = document.get("steering_applied")
-    return None if said is None else SteeringApplied.model_validate(said)
+def _parse_applied(document: Mapping[str, Any]) -> SteeringApplied | None:
+    applied = document.get("steering_applied")
+    return None if applied is None else SteeringApplied.model_validate(applied)
 
 
-def _capture(report: Mapping[str, Any]) -> CaptureAnswer:
+def _parse_capture(report: Mapping[str, Any]) -> CaptureAnswer:
     sites = {
-        (point, int(layer)): _rows(site)
+        (point, int(layer)): _parse_rows(site)
         for point, layers in report.get("sites", {}).items()
         for layer, site in layers.items()
     }
     return CaptureAnswer(report["status"], report["error"], report.get("id"), report.get("data"), sites)
 
 
-def _rows(site: Mapping[str, Any]) -> Rows:
+def _parse_rows(site: Mapping[str, Any]) -> Rows:
     import torch
 
     data = bytearray(base64.b64decode(site["data"]))

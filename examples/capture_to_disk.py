@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write captured rows to files and read them back.
+
+python examples/capture_to_disk.py [MODEL [FOLDER]]
+"""
+
+import sys
+import tempfile
+
+from vllm_steer import LLM, SamplingParams
+from vllm_steer.capture.files.reader import open_captures
+
+PROMPTS = ["The list of", "Return the value of", "class "]
+
+
+def main(model: str = "demo/model", folder: str | None = None) -> None:
+    root = folder or tempfile.mkdtemp()
+    consumers = {"filesystem": {"root": root, "layout": "per_request"}}
+    llm = LLM(model=model, enable_steering=True, enforce_eager=True, capture_consumers=consumers)
+
+    spec = {"hooks": {"post_block": "all"}, "positions": "all_prompt"}
+    for output in llm.generate(PROMPTS, SamplingParams(max_tokens=4, temperature=0, capture={"filesystem": spec})):
+        result = output.capture_results["filesystem"]
+        print(result.status, result.data["path"])
+
+    # The reader maps the files into memory. The same files can be listed with `vllm-steer captures ls FOLDER`.
+    for request in open_captures(root):
+        rows = request.tensor("post_block", 0)
+        print(f"{request.request_id}: {tuple(rows.shape)} at positions {request.positions('post_block', 0).tolist()}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

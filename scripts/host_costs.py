@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sections of docs/reference/performance.md about the host: CPU time, transfers and latency under load."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from steps_page import RESULTS, MakeTable
+
+PINNED = """
+## Transfer of captured rows to the host
+
+Throughput of captured rows in GB/s from the arena to pinned memory, and from there to memory of their own while the next
+step runs (`python -m benchmarks.pinned`, {gpu}, `benchmarks/results/gpu-pinned.json`). Target: 5 GB/s.
+
+"""
+
+LOAD = """
+## Latency of plain requests under load
+
+{clients} clients of one server on {cpus} cores each send {requests_each} requests of {prompt_tokens} tokens one after
+another. The table shows the latency of plain requests relative to the same clients at stock vLLM in the same pair
+(`python -m benchmarks.load`, the demo model, vLLM {vllm}; raw figures in `benchmarks/results/{name}`): the median of
+{pairs} pairs, with minimum and maximum. *Plain*: no request is steered. *Mixed*: a third of the requests each are plain,
+steered with their own vector, and captured at two layers. Clients and servers share the cores, and a request is a few steps
+of a tiny model, so the front end's share is larger than on a GPU. Running at the same time: {beside}.
+
+"""
+
+OWN_VECTORS = "own vectors at 3 sites"
+FRONT_END_TARGETS: Mapping[str, float] = {OWN_VECTORS: 0.3, "a module of 3 sites by name": 0.05}
+"""Targets for the CPU time that steering adds to a request, in milliseconds."""
+
+EARLIER_BUILDS = ("before", "with_sha256")
+"""Earlier builds that were measured on the slower machine."""
+
+
+def cpu_time(table: MakeTable) -> str:
+    """Return the section on the CPU time of the processes around the GPU."""
+    return _front_end(table) + _assembly(table) + _steps(table) + _outputs(table)
+
+
+def _front_end(table: MakeTable) -> str:
+    """Return the part about the front end, from the results of ``front_end.py``."""
+    result = read("front-end.json")
+    slower, busy = result["slower_machine"], result["beside_another_benchmark"]
+    added = [
+        (name, f"{spent:.2f} ms", f"≤ {FRONT_END_TARGETS[name]:g} ms" if name in FRONT_END_TARGETS else "")
+        for name, spent in result["added_ms_per_request"].items()
+    ]
+    builds = (slower, *(slower[name] for name in EARLIER_BUILDS))
+    slower_rows = [
+        (name, *(f"{build['added_ms_per_request'][name]:.2f} ms" for build in builds))
+        for name in slower["added_ms_per_request"]
+    ]
+    return (
+        "\n## CPU time on the host\n\n"
+        "CPU time that steering adds to a request in the front end, for a model with hidden size 4,096, on the host\n"
+        f"{result['host']} (`benchmarks/front_end.py`; {load_of(result)}):\n\n"
+        + table(("request", "added", "target"), added)
+        + f"\nWhile another benchmark ran there, a plain request took {busy['plain_ms']:.3f} ms instead of "
+        f"{result['plain_ms']:.3f} ms, and own vectors\nat 3 sites added {busy['added_ms_per_request'][OWN_VECTORS]:.2f} ms. "
+        f"On a slower machine, a plain request takes {slower['plain_ms']:.3f} ms. The table compares\nthis build with an "
+        "earlier one, which held a request's own vectors twice, and with one that used SHA-256, for which the\nmachine has "
+        "no instructions:\n\n" + table(("request", "added", "earlier build", "with SHA-256"), slower_rows)
+    )
+
+
+def _assembly(table: MakeTable) -> str:
+    """Return the part about captured rows, from the results of ``assembly.py``."""
+    result = read("assembly.json")
+    spent, before = result["microseconds_per_request_and_step"], result["before"]
+    stages = list(next(iter(spent.values())))
+    rows = [
+        (name, *(f"{micros[stage]:.1f} ({before[name][stage]:.1f})" for stage in stages))
+        for name, micros in spent.items()
+    ]
+    ending = [
+        (name, *(f"{each:.1f}" for each in found.values()), f"{before['ending_milliseconds'][name]:.1f}")
+        for name, found in result["ending_milliseconds"].items()
+    ]
+    return (
+        "\nCPU time per captured request and step in each process, for a model with hidden size 4,096, in microseconds\n"
+        f"(`benchmarks/assembly.py` describes the stages; {load_of(result)}). In brackets: an earlier build on a loaded\n"
+        "machine, which split rows in the engine process and projected them on arrival.\n\n"
+        + table(("capture", *stages), rows)
+        + "\nTime in milliseconds that a step in which 256 such requests end blocks the delivery of tokens: with consumers that\n"
+        "start after the step, with consumers that start at once, and in an earlier build, in which each request also\n"
+        "iterated over all steps, however small its rows:\n\n"
+        + table(("capture", "consumers after the step", "consumers at once", "earlier build"), ending)
+    )
+
+
+def _steps(table: MakeTable) -> str:
+    """Return the part about the Python code of a step, from the results of ``step.py``."""
+    result = read("step.json")
+    before = result["before"]
+    rows = [
+        (what, batch, f"{micros:.1f}", f"{before['microseconds'][what][batch]:.1f}")
+        for what, by_batch in result["microseconds"].items()
+        for batch, micros in by_batch.items()
+    ]
+    waves = [
+        (kind, *(f"{micros:.0f} ({before['wave'][kind][part]:.0f})" for part, micros in parts.items()))
+        for kind, parts in result["wave"].items()
+    ]
+    return (
+        "\nPython time that a step takes in addition to stock vLLM's, in microseconds, in the engine process\n"
+        f"(`python -m benchmarks.step`; {load_of(result)}). The earlier build checked the capture room of every request in\n"
+        "each step.\n\n"
+        + table(("step", "batch", "added", "earlier build"), rows)
+        + "\nTime per request of a wave in which 256 requests (16 with 96 sites) arrive together, run their prefill and one\n"
+        "more step, and end; microseconds in total, and in brackets those of the earlier build:\n\n"
+        + table(("wave of", *next(iter(result["wave"].values()))), waves)
+    )
+
+
+def _outputs(table: MakeTable) -> str:
+    """Return the part about outputs in the front end, from the results of ``outputs.py``."""
+    result = read("outputs.json")
+    by_kind = result["microseconds"]
+    rows = [
+        (case, *(f"{found[case] / found['stock vLLM']:.2f}" for found in by_kind.values()))
+        for case in next(iter(by_kind.values()))
+    ]
+    stock = " and ".join(f"{found['stock vLLM']:.1f} µs {kind}" for kind, found in by_kind.items())
+    return (
+        "\nTime of one output in the front end's output processor, relative to stock vLLM, which takes\n"
+        f"{stock} (`python -m benchmarks.outputs`; {load_of(result)}):\n\n" + table(("requests", *by_kind), rows)
+    )
+
+
+def pinned(table: MakeTable) -> str:
+    """Return the section on transfers, from the results of ``pinned.py``."""
+    result = read("gpu-pinned.json")
+    rows = [
+        (rows, f"{found['mib']:.0f}", f"{found['pinned']:.1f}", f"{found['owned']:.1f}")
+        for rows, found in result["gb_per_second"].items()
+    ]
+    return PINNED.format(**result["environment"]) + table(("rows", "MiB", "pinned", "own memory"), rows)
+
+
+def load(name: str, table: MakeTable) -> str:
+    """Return the section on latency under load, from a result of ``load.py``."""
+    result = read(name)
+    percentiles = tuple(next(iter(result["ratios"].values())))
+    rows = [
+        (run, *(f"{median:.2f} ({low:.2f} to {high:.2f})" for median, low, high in (found[p] for p in percentiles)))
+        for run, found in result["ratios"].items()
+    ]
+    about = {**result["setup"], **result["environment"], "pairs": len(result["pairs"]), "name": name}
+    return LOAD.format(**about) + table(("clients", *percentiles), rows)
+
+
+def read(name: str) -> dict[str, Any]:
+    """Return a results file."""
+    result: dict[str, Any] = json.loads((RESULTS / name).read_text())
+    return result
+
+
+def load_of(result: Mapping[str, Any]) -> str:
+    """Return the cores and the load average under which a result was measured."""
+    about = result["environment"]
+    return f"{about['cpus']} cores, load average {about['load_average'][0]:.1f}"

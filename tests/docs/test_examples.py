@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scripts in examples/ run and show what they describe."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from demo import style
+from tests.docs.markdown import links
+from tests.docs.runner import ENGINE_ENVIRONMENT
+from tests.repo.tree import ROOT, files, read
+from tests.server.server import run_server, vllm_command
+from vllm_steer.capture.results import CapturedRequest, SiteRows
+from vllm_steer.spec import CaptureSpec
+
+EXAMPLES = ROOT / "examples"
+
+
+def run_example(name: str, *arguments: str) -> dict[str, str]:
+    """Run an example in a new process and return its output lines of the form ``label: value``."""
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / name, *arguments],
+        env=os.environ | ENGINE_ENVIRONMENT | {"PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return dict(re.findall(r"^([^:\n]+): (.+)$", done.stdout, re.MULTILINE))
+
+
+def captured(rows: torch.Tensor) -> CapturedRequest:
+    """Return a request with these rows at ``post_block`` of layer 1."""
+    return CapturedRequest(
+        request_id="a",
+        sample=0,
+        model="tiny",
+        prompt_token_ids=tuple(range(len(rows))),
+        output_token_ids=(1,),
+        spec=CaptureSpec(hooks={"post_block": [1]}, positions="all"),
+        sites={("post_block", 1): SiteRows(np.arange(len(rows)), rows)},
+        status="ok",
+        error=None,
+    )
+
+
+def test_every_example_is_listed_and_tested() -> None:
+    """Catches an example without a test or without a line in the table."""
+    names = {path.relative_to("examples").parts[0] for path in files() if path.is_relative_to("examples")}
+    assert {link.rstrip("/") for link in links(read("examples/README.md"))} == names - {"README.md"}
+    assert all(name in read("tests/docs/test_examples.py") for name in names)
+
+
+@pytest.mark.slow
+def test_offline_steering_changes_the_style() -> None:
+    """Catches an example that runs unsteered, or whose strengths have no effect."""
+    shown = run_example("offline_steering.py")
+    scores = [style.score("class " + shown[f"strength {strength}"]) for strength in ("0.0", "1.0")]
+    assert scores[0] > 0.5 > scores[1]
+
+
+@pytest.mark.slow
+def test_openai_client_steers_and_captures(tmp_path: Path) -> None:
+    """Catches fields that the openai client no longer passes on or returns."""
+    server = run_server(ROOT / "demo/model", [*vllm_command(), "serve"], ["--enable-steering"], tmp_path / "log")
+    for url in server:
+        shown = run_example("openai_client.py", url)
+    assert shown["capture"] == "ok, shape (1, 256)"
+    assert shown["plain"] != shown["steered"]
+
+
+@pytest.mark.slow
+def test_capture_to_disk_reads_what_it_wrote(tmp_path: Path) -> None:
+    """Catches files that are not written, or that the reader cannot open."""
+    shown = run_example("capture_to_disk.py", "demo/model", str(tmp_path))
+    assert len(list(tmp_path.rglob("*.safetensors"))) == 3
+    assert len(shown) == 3
+    assert all(" at positions [0, 1" in line for line in shown.values())
+
+
+@pytest.mark.slow
+def test_probe_scores_separate_code_from_prose() -> None:
+    """Catches scores of other rows or of another direction."""
+    shown = run_example("probes.py")
+    code, prose = (float(label.removeprefix("mean score ")) for label in shown)
+    assert code > prose
+
+
+@pytest.mark.slow
+def test_global_modules_apply_until_cleared() -> None:
+    """Catches a module without effect, and global steering that does not apply or does not end."""
+    shown = run_example("global_modules.py")
+    assert shown["registered"].startswith("sha256:")
+    assert len({shown["plain"], shown["by name"], shown["global"]}) == 3
+    assert shown["cleared"] == shown["plain"]
+
+
+@pytest.mark.slow
+def test_lora_and_steering_combine() -> None:
+    """Catches an adapter or a vector that is ignored when the other is present."""
+    shown = run_example("lora_and_steering.py")
+    assert len(shown) == len(set(shown.values())) == 4
+
+
+def test_example_consumer_computes_means(tmp_path: Path) -> None:
+    """Catches an example in capture_consumer that no longer fits the consumer interface."""
+    spec = importlib.util.spec_from_file_location("running_mean", EXAMPLES / "capture_consumer/running_mean.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    consumer = module.RunningMean(out=str(tmp_path / "means.safetensors"))
+    rows = [torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[8.0, 0.0]])]
+    for each in rows:
+        report = consumer.accept(captured(each))
+    consumer.close()
+    assert report == {"rows": {"post_block.1": 3}}
+    assert load_file(tmp_path / "means.safetensors")["post_block.1"].tolist() == [4.0, 2.0]

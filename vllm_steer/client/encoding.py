@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Encoding of request fields as JSON types: arrays and tensors are packed, edits and selectors become dicts."""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from vllm_steer.errors import SteeringError
+from vllm_steer.spec import Edit, Reference, Selector, pack_vector, parse_vector
+from vllm_steer.spec.projection import Projection
+
+
+def to_json(value: Any, field: str) -> Any:
+    """Encode a value as JSON types. The server validates its meaning.
+
+    Args:
+        value: Value as users write it.
+        field: Path of the value, for errors.
+
+    Raises:
+        SteeringError: The value has no JSON form.
+    """
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise SteeringError(field, f"{value} cannot be sent as JSON; numbers must be finite")
+        return value
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, (Edit, Selector)):
+        return value.to_wire()
+    if isinstance(value, Reference):
+        return [str(value), value.scale]
+    if isinstance(value, Mapping):
+        encoded = {str(key): to_json(item, f"{field}.{key}") for key, item in value.items()}
+        if len(encoded) != len(value):
+            duplicate = next(key for key, count in Counter(map(str, value)).items() if count > 1)
+            raise SteeringError(field, f"key {duplicate} is given twice, with different types")
+        return encoded
+    if isinstance(value, (list, tuple, range)):
+        if all(isinstance(item, float) and math.isfinite(item) for item in value):
+            return list(value)  # fast path for vectors
+        return [to_json(item, f"{field}[{i}]") for i, item in enumerate(value)]
+    if isinstance(value, np.generic) and not isinstance(value.item(), np.generic):
+        return to_json(value.item(), field)
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return _pack(value, field)
+    raise SteeringError(field, f"a value of type {type(value).__name__} cannot be sent as JSON")
+
+
+def _pack(array: Any, field: str) -> dict[str, object]:
+    if len(array.shape) == 2:
+        directions = Projection(array, field).directions.astype("<f4", copy=False)
+        data = base64.b64encode(directions.tobytes()).decode("ascii")
+        return {"dtype": "float32", "shape": list(directions.shape), "data": data}
+    return pack_vector(parse_vector(array, field))

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Synchronous client."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import httpx
+
+from vllm_steer.client import endpoints
+from vllm_steer.client.endpoints import Endpoint
+from vllm_steer.client.events import iter_events
+from vllm_steer.client.responses import CaptureAnswer, Completion, Piece, Rows, parse_error, parse_piece
+from vllm_steer.client.retry import Retry
+from vllm_steer.registry.schema import Deleted, GlobalSteering, ModuleInfo, ModuleList
+
+T = TypeVar("T")
+
+
+class Client:
+    """Client for modules, global steering, completions and captures.
+
+    Vectors can be lists, numpy arrays or torch tensors; arrays are sent packed. All methods raise
+    :class:`~vllm_steer.client.ServerError` for error responses and ``httpx.TransportError`` if the server cannot be
+    reached. Requests that the server defers (429, 503) are retried, and so are idempotent requests whose connection was
+    lost; ``retry`` sets how often.
+    """
+
+    def __init__(
+        self,
+        url: str = "http://localhost:8000",
+        *,
+        api_key: str | None = None,
+        model: str | None = None,
+        retry: Retry = Retry(),  # noqa: B008 - immutable
+        timeout: float = 600.0,
+        transport: httpx.BaseTransport | None = None,
+    ) -> None:
+        """Create a client. Nothing is sent yet.
+
+        Args:
+            url: URL of the server, without ``/v1``.
+            api_key: Bearer token.
+            model: Model named in requests; the server's first model by default.
+            retry: Retry policy.
+            timeout: Seconds without data after which a connection fails.
+            transport: Replacement for httpx's transport, for tests.
+        """
+        headers = endpoints.auth_headers(api_key)
+        self._http = httpx.Client(base_url=url, headers=headers, timeout=timeout, transport=transport)
+        self._model = model
+        self._retry = retry
+
+    def register(self, name: str, **content: Any) -> ModuleInfo:
+        """Register a module; the arguments are those of `SteeringRegistry.register`."""
+        return self._request(endpoints.register(name, content))
+
+    def register_file(self, name: str, source: str | Path | bytes) -> ModuleInfo:
+        """Register the module in a local safetensors file, given by its path or its bytes."""
+        return self._request(endpoints.register_file(name, source))
+
+    def list(self) -> ModuleList:
+        """Return all modules."""
+        return self._request(endpoints.list_modules())
+
+    def get(self, reference: str, *, data: bool = False) -> ModuleInfo:
+        """Return one module, including its vectors if ``data`` is set."""
+        return self._request(endpoints.get_module(reference, data))
+
+    def delete(self, reference: str) -> Deleted:
+        """Delete a module, or one version of it."""
+        return self._request(endpoints.delete_module(reference))
+
+    def set(self, **change: Any) -> GlobalSteering:
+        """Set global steering; the arguments are those of `SteeringRegistry.set`."""
+        return self._request(endpoints.set_steering(change))
+
+    def clear(self) -> GlobalSteering:
+        """Clear global steering."""
+        return self._request(endpoints.clear_steering())
+
+    def status(self, *, data: bool = False) -> GlobalSteering:
+        """Return the global steering, including its vectors if ``data`` is set."""
+        return self._request(endpoints.get_steering(data))
+
+    def complete(self, prompt: Any, **fields: Any) -> Completion:
+        """Complete a prompt; ``fields`` are further fields of the body, such as steering and capture."""
+        return self._request(endpoints.complete(self.model, prompt, fields))
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], **fields: Any) -> Completion:
+        """Answer a conversation; ``fields`` are further fields of the body, such as steering and capture."""
+        return self._request(endpoints.chat(self.model, messages, fields))
+
+    def stream_chat(self, messages: Sequence[Mapping[str, Any]], **fields: Any) -> Iterator[Piece]:
+        """Answer a conversation as a stream; the arguments are those of `chat`."""
+        endpoint = endpoints.chat(self.model, messages, {**fields, "stream": True})
+        with closing(self._send(endpoint, stream=True)) as response:
+            for event in iter_events(response.iter_bytes()):
+                yield parse_piece(event)
+
+    def fetch(self, capture: CaptureAnswer | str) -> dict[tuple[str, int], Rows]:
+        """Return the rows of a capture that were too large for the response, by point and layer."""
+        return self._request(endpoints.fetch(capture))
+
+    @property
+    def model(self) -> str:
+        """Model that requests name."""
+        if self._model is None:
+            self._model = self._request(endpoints.served_model())
+        return self._model
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._http.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _request(self, endpoint: Endpoint[T]) -> T:
+        return endpoint.parse(self._send(endpoint))
+
+    def _send(self, endpoint: Endpoint[Any], *, stream: bool = False) -> httpx.Response:
+        """Send a request, with retries, until it succeeds or fails for good."""
+        attempt = 0
+        while True:
+            attempt += 1
+            outcome: httpx.Response | httpx.TransportError
+            try:
+                outcome = self._http.send(endpoint.request(self._http), stream=stream)
+                if outcome.is_success:
+                    return outcome
+                outcome.read()
+            except httpx.TransportError as error:
+                outcome = error
+            delay = self._retry.delay(attempt, outcome, endpoint.idempotent)
+            if delay is None:
+                raise outcome if isinstance(outcome, httpx.TransportError) else parse_error(outcome)
+            time.sleep(delay)

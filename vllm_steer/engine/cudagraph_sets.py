@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several sets of CUDA graphs of one model that launch different taps, and the choice of a set for each step.
+
+A CUDA graph replays exactly the launches that it was captured with, and a tap that finds nothing to do still takes
+about a microsecond. The model is therefore captured several times: without taps, with all taps, with the taps between
+layers, with the taps within layers, and with the taps of each of several layer ranges. A step replays the graphs with
+the fewest taps among those that contain every tap the step needs.
+
+vLLM keeps one graph manager. Selecting a set replaces the manager's dictionary of full graphs and the dictionaries of
+the piecewise wrappers. Only the first two sets have piecewise graphs. The sets of layer ranges only have the full
+graphs of small batches, where launch overhead is the largest part of a step.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphWrapper
+from vllm.compilation.cuda_graph import CUDAGraphWrapper
+from vllm.config.compilation import CUDAGraphMode
+
+from vllm_steer.engine.untapped_model import UntappedModel
+from vllm_steer.log import steering_logger
+from vllm_steer.taps.tables import Tables
+
+logger = steering_logger(__name__)
+
+_FULL = CUDAGraphMode.FULL
+SMALL_BATCH_TOKENS = 64
+"""Largest batch, in tokens, for which the sets of layer ranges have graphs."""
+_FULL_SHARE, _SMALL_SHARE = 0.6, 1 / 6
+"""Memory of all full graphs, and of those of small batches, relative to a set that also has piecewise graphs. With
+vLLM's default capture sizes these are 35 and 11 graphs."""
+_BETWEEN_LAYERS = frozenset({"pre_attn", "post_block"})
+"""Points between two layers, where two taps are usually fused into one launch (:mod:`vllm_steer.taps.fusion_pass`)."""
+
+
+@dataclass(eq=False)
+class CUDAGraphSet:
+    """CUDA graphs of the model with some of its taps.
+
+    Attributes:
+        sites: For each site, truthy if the graphs launch its tap.
+        description: Which taps these are, for the log.
+        memory_share: Memory relative to a set that has both full and piecewise graphs.
+        max_tokens: Largest batch, in tokens, that has a graph.
+        full: vLLM's full graphs by batch descriptor.
+        piecewise: Graphs by piecewise wrapper and batch descriptor.
+    """
+
+    sites: Sequence[object]
+    description: str
+    memory_share: float = 1.0
+    max_tokens: float = math.inf
+    full: dict[Any, Any] = field(default_factory=dict)
+    piecewise: dict[Any, dict[Any, Any]] = field(default_factory=dict)
+
+    def covers(self, site_users: Sequence[int]) -> bool:
+        """Return whether the graphs launch the tap of every site that has users."""
+        return all(launched for launched, users in zip(self.sites, site_users, strict=True) if users)
+
+
+class CUDAGraphSetManager:
+    """Captures the sets of one model runner and selects one before each forward pass.
+
+    Args:
+        tables: The rank's device tables.
+        count: Number of sets, the setting ``graph_sets``.
+        points_per_layer: Number of sites per layer.
+        layers: Layers of this pipeline stage.
+        untapped: The model without taps, if there is one.
+    """
+
+    def __init__(
+        self,
+        tables: Tables,
+        count: int,
+        points_per_layer: int,
+        layers: range,
+        untapped: UntappedModel | None = None,
+    ) -> None:
+        self._tables = tables
+        self._untapped = untapped
+        self._all_taps = CUDAGraphSet((True,) * tables.num_sites, "all taps")
+        self._no_taps = CUDAGraphSet(tables.no_sites, "no taps") if count > 1 else self._all_taps
+        self._partial = _partial_sets(tables, count, points_per_layer, layers)
+        self._merged: dict[tuple[CUDAGraphSet, ...], CUDAGraphSet] = {(): self._all_taps}
+        # vLLM's graph manager, once it has captured.
+        self._manager: Any = None
+        self._current = self._no_taps
+        self._capturing: CUDAGraphSet | None = None
+        # The set that was selected last for a step with edits or reads, and the version of the sites it is for.
+        self._selected = (-1, self._all_taps)
+
+    @property
+    def memory_factor(self) -> float:
+        """Memory of all sets as a multiple of the memory of one complete set."""
+        return sum(graphs.memory_share for graphs in self._sets())
+
+    def _sets(self) -> list[CUDAGraphSet]:
+        """Return the distinct sets in capture order. Partial sets share the piecewise graphs of an earlier set."""
+        return list(dict.fromkeys((self._no_taps, self._all_taps, *self._partial)))
+
+    def select_idle(self) -> None:
+        """Prepare a forward pass without edits and reads, or the capture of the set that is being captured."""
+        capturing = self._capturing
+        self._tables.active_sites = self._tables.no_sites if capturing is None else capturing.sites
+        self._select_model(tapped=(capturing or self._no_taps) is not self._no_taps)
+        self._use(self._no_taps)
+
+    def select(self, site_users: Sequence[int], version: int) -> None:
+        """Prepare a forward pass with edits or reads.
+
+        Args:
+            site_users: Number of rows with instructions at each site.
+            version: A number that changes whenever ``site_users`` does.
+        """
+        self._tables.active_sites = site_users
+        self._select_model(tapped=True)
+        if self._manager is None:
+            return
+        if self._selected[0] != version:
+            self._selected = (version, self._smallest(site_users))
+        graphs = self._selected[1]
+        self._select_model(tapped=graphs is not self._no_taps)
+        self._use(graphs)
+
+    def restore_model(self) -> None:
+        """Restore the model's own modules after a forward pass, for code that walks the model between steps."""
+        self._select_model(tapped=True)
+
+    def compile_untapped(self, run: Callable[[int], torch.Tensor | None], max_tokens: int) -> None:
+        """Compile the model without taps, if there is one; see :meth:`UntappedModel.compile`."""
+        if self._untapped is not None:
+            self._untapped.compile(run, max_tokens)
+
+    def _select_model(self, *, tapped: bool) -> None:
+        if self._untapped is not None:
+            self._untapped.switch(tapped=tapped)
+
+    def _smallest(self, site_users: Sequence[int]) -> CUDAGraphSet:
+        if self._no_taps.covers(site_users):
+            # All sites in use are on other pipeline stages.
+            return self._no_taps
+        return self._merge(tuple(graphs for graphs in self._partial if graphs.covers(site_users)))
+
+    def _merge(self, partial: tuple[CUDAGraphSet, ...]) -> CUDAGraphSet:
+        """Return the set of all taps with its graphs replaced by those of ``partial``, later sets taking precedence."""
+        if partial not in self._merged:
+            full = dict(self._all_taps.full)
+            for graphs in partial:
+                full.update(graphs.full)
+            self._merged[partial] = CUDAGraphSet((), "", full=full, piecewise=self._all_taps.piecewise)
+        return self._merged[partial]
+
+    def _use(self, graphs: CUDAGraphSet) -> None:
+        if graphs is self._current or self._manager is None or self._capturing is not None:
+            return
+        self._current = graphs
+        self._manager.graphs = graphs.full
+        for wrapper, entries in graphs.piecewise.items():
+            setattr(wrapper, _entries_attribute(wrapper), entries)
+
+    @contextmanager
+    def capture_all_taps(self) -> Iterator[None]:
+        """Capture graphs with every tap inside the context, for runners that keep a single set."""
+        self._capturing = self._all_taps
+        try:
+            yield
+        finally:
+            self._capturing = None
+
+    def wrap_capture(self, manager: Any) -> None:
+        """Make the next ``manager.capture`` capture every set.
+
+        The original method of vLLM's graph manager (``v1/worker/gpu/cudagraph_utils.py``) is called once per set.
+        Drafters and encoders have managers of their own, whose graphs are captured once as in stock vLLM.
+        """
+        original: Callable[..., None] = manager.capture
+
+        def capture(*args: Any, **kwargs: Any) -> None:
+            del manager.capture
+            all_batches = manager._capture_descs
+            try:
+                for graphs in self._sets():
+                    self._capturing = graphs
+                    if graphs in self._partial:
+                        full = [batch for batch in all_batches.get(_FULL, ()) if batch.num_tokens <= graphs.max_tokens]
+                        manager._capture_descs = {_FULL: full}
+                        graphs.piecewise = self._all_taps.piecewise
+                    self.select_idle()
+                    self._capture(manager, graphs, original, args, kwargs)
+            finally:
+                manager._capture_descs = all_batches
+                self._capturing = None
+            self._manager = manager
+            self._current = graphs
+            self.select_idle()
+            self.restore_model()
+
+        manager.capture = capture
+
+    def _capture(
+        self, manager: Any, graphs: CUDAGraphSet, original: Callable[..., None], args: Any, kwargs: Any
+    ) -> None:
+        started, free = time.perf_counter(), torch.cuda.mem_get_info()[0]
+        manager.graphs = graphs.full
+        before = {wrapper: getattr(wrapper, _entries_attribute(wrapper)) for wrapper in _piecewise_wrappers()}
+        if not graphs.piecewise:
+            for wrapper in before:
+                setattr(wrapper, _entries_attribute(wrapper), {})
+        original(*args, **kwargs)
+        for wrapper in _piecewise_wrappers():
+            captured, earlier = getattr(wrapper, _entries_attribute(wrapper)), before.get(wrapper)
+            if captured and captured is not earlier:
+                graphs.piecewise[wrapper] = captured
+            elif earlier is not None:
+                # A drafter's wrapper, which this manager does not capture.
+                setattr(wrapper, _entries_attribute(wrapper), earlier)
+        logger.info(
+            "CUDA graphs with %s: %d full, %d piecewise, %.1f s, %.0f MiB",
+            graphs.description,
+            len(graphs.full),
+            sum(len(entries) for entries in graphs.piecewise.values()) if graphs not in self._partial else 0,
+            time.perf_counter() - started,
+            (free - torch.cuda.mem_get_info()[0]) / 2**20,
+        )
+
+
+def _partial_sets(tables: Tables, count: int, points_per_layer: int, layers: range) -> list[CUDAGraphSet]:
+    """Return the sets with some of the taps. Later sets have fewer taps, so their graphs take precedence."""
+    sites = range(tables.num_sites)
+    between = tuple(tables.points[site % points_per_layer] in _BETWEEN_LAYERS for site in sites)
+    by_point = [
+        CUDAGraphSet(between, "the taps between layers", _FULL_SHARE),
+        CUDAGraphSet(tuple(not each for each in between), "the taps within layers", _FULL_SHARE),
+    ][: max(count - 2, 0)]
+    by_layer = [
+        CUDAGraphSet(
+            tuple(first <= site // points_per_layer < stop for site in sites),
+            f"the taps of layers {first} to {stop - 1}",
+            _SMALL_SHARE,
+            SMALL_BATCH_TOKENS,
+        )
+        for first, stop in _split_layers(layers, count - 4)
+    ]
+    return [*by_point, *by_layer]
+
+
+def _split_layers(layers: range, count: int) -> list[tuple[int, int]]:
+    """Return ``count`` ranges ``(first, stop)`` of nearly equal length that cover ``layers``, none if ``count`` < 1."""
+    edges = [layers.start + round(i * len(layers) / count) for i in range(count + 1)] if count > 0 else []
+    return [(first, stop) for first, stop in pairwise(edges) if first < stop]
+
+
+def _piecewise_wrappers() -> list[Any]:
+    # vLLM creates wrappers during the first capture, so they are looked up again for each set.
+    return [*CUDAGraphWrapper._all_instances, *BreakableCUDAGraphWrapper._all_instances]
+
+
+def _entries_attribute(wrapper: Any) -> str:
+    return "concrete_cudagraph_entries" if isinstance(wrapper, CUDAGraphWrapper) else "entries"

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Captured rows and worker statistics as attributes of vLLM's model runner outputs.
+
+vLLM pickles a ``ModelRunnerOutput`` with its instance attributes, so attached values reach the scheduler's process
+together with the output of their step.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+from vllm.v1.outputs import AsyncModelRunnerOutput
+
+from vllm_steer.capture.step_rows import StepRows
+from vllm_steer.engine.device_to_host import PendingRows
+from vllm_steer.metrics.worker_stats import WorkerStats
+
+ROWS_ATTRIBUTE = "steering_rows"
+_STATS_ATTRIBUTE = "steering_stats"
+
+
+def attach_rows(output: Any, pending: PendingRows | None) -> Any:
+    """Return ``output`` with a step's captured rows attached.
+
+    An asynchronous output waits for the copy of the rows only in ``get_output``.
+    """
+    if pending is None:
+        return output
+    return _attach(output, ROWS_ATTRIBUTE, pending.wait, wait=pending.event is not None)
+
+
+def attach_stats(output: Any, stats: WorkerStats | None) -> Any:
+    """Return ``output`` with a step's worker statistics attached."""
+    return output if stats is None else _attach(output, _STATS_ATTRIBUTE, lambda: stats, wait=False)
+
+
+def rows_of(output: Any) -> tuple[StepRows, ...]:
+    """Return the captured rows attached to a model runner output."""
+    rows: tuple[StepRows, ...] = getattr(output, ROWS_ATTRIBUTE, ())
+    return rows
+
+
+def stats_of(output: Any) -> WorkerStats | None:
+    """Return the worker statistics attached to a model runner output, or None."""
+    stats: WorkerStats | None = getattr(output, _STATS_ATTRIBUTE, None)
+    return stats
+
+
+class AsyncOutput(AsyncModelRunnerOutput):  # type: ignore[misc]
+    """A synchronous output whose attachment is still being copied, such as that of an earlier pipeline stage."""
+
+    def __init__(self, output: Any) -> None:
+        self._output = output
+
+    def get_output(self) -> Any:
+        return self._output
+
+
+def _attach(output: Any, name: str, value: Callable[[], Any], *, wait: bool) -> Any:
+    """Set ``output.name`` to ``value()``, at once or, if ``value`` has to wait, in ``get_output``."""
+    if output is None:
+        return None
+    if not hasattr(output, "get_output"):
+        # vLLM returns one shared object for all steps of an earlier pipeline stage.
+        output = copy.copy(output)
+        if not wait:
+            setattr(output, name, value())
+            return output
+        output = AsyncOutput(output)
+    original = output.get_output
+
+    def get_output() -> Any:
+        result = original()
+        setattr(result, name, value())
+        return result
+
+    output.get_output = get_output
+    return output

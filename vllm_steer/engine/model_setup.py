@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Set up steering on a loaded model, before its first forward pass."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+
+from vllm_steer.config import SteeringConfig, from_vllm_config
+from vllm_steer.engine.cudagraph_sets import CUDAGraphSetManager
+from vllm_steer.engine.program_store import ProgramStore
+from vllm_steer.engine.untapped_model import UntappedModel, build_untapped_model, modules_with_own_forward
+from vllm_steer.engine.worker_manager import WorkerSteeringManager
+from vllm_steer.errors import SteeringError
+from vllm_steer.log import steering_logger
+from vllm_steer.models.discovery import Decoder, find_decoder
+from vllm_steer.models.install import install_taps
+from vllm_steer.points import POINTS_FLAG, points_on
+from vllm_steer.taps.ops import device_ops
+from vllm_steer.taps.tables import Tables
+from vllm_steer.taps.tap import CONTEXT_KEY
+
+logger = steering_logger(__name__)
+
+
+def set_up_steering(
+    model: nn.Module,
+    vllm_config: Any,
+    device: torch.device,
+    *,
+    max_tokens: int,
+    max_requests: int,
+    separate_idle_graphs: bool,
+) -> WorkerSteeringManager:
+    """Allocate the device tables, install the taps, and return the rank's steering manager.
+
+    Args:
+        model: The loaded model.
+        vllm_config: vLLM's configuration.
+        device: Device of the model.
+        max_tokens: Most tokens of a batch.
+        max_requests: Number of slots for requests.
+        separate_idle_graphs: Whether this runner can run other code in idle steps than in steered ones.
+
+    Raises:
+        SteeringError: The configuration has no steering section.
+        UnsupportedModelError: The model cannot be steered.
+    """
+    started = time.perf_counter()
+    config = from_vllm_config(vllm_config)
+    if config is None:
+        raise SteeringError("additional_config", "has no steering section, but the steering worker is in use")
+    model_config = vllm_config.model_config
+    decoder = find_decoder(model, model_config.hf_text_config, allow_unproven=config.allow_unproven)
+    _log_restrictions(decoder, config)
+    points = points_on(config.points)
+    tables = Tables(
+        config,
+        num_sites=decoder.num_layers * len(points),
+        hidden_size=model_config.get_hidden_size(),
+        max_tokens=max_tokens,
+        max_requests=max_requests,
+        dtype=model_config.dtype,
+        device=device,
+    )
+    own_forward = modules_with_own_forward(model)
+    install_taps(decoder, tables)
+    vllm_config.compilation_config.static_forward_context[CONTEXT_KEY] = tables
+    untapped: UntappedModel | None = None
+    if config.plain_code and separate_idle_graphs:
+        untapped = build_untapped_model(model, decoder, vllm_config, own_forward)
+    elif config.plain_code:
+        logger.warning("--steering-plain-code has no effect: this runner captures one set of CUDA graphs.")
+    manager = WorkerSteeringManager(
+        decoder,
+        ProgramStore(tables, config, decoder.num_layers, decoder.layer_range),
+        CUDAGraphSetManager(tables, config.graph_sets, len(points), decoder.layer_range, untapped),
+        device_ops(tables, model_config.dtype),
+        _facts(model, decoder, model_config),
+        captures=get_tensor_model_parallel_rank() == 0,
+        speculative=vllm_config.speculative_config is not None,
+    )
+    logger.info(
+        "Steering: %d sites on %d layers of %s, tables %.1f MiB, installed in %.0f ms",
+        len(decoder.layers) * len(points),
+        len(decoder.layers),
+        type(model).__name__,
+        tables.num_bytes / 2**20,
+        1000 * (time.perf_counter() - started),
+    )
+    return manager
+
+
+def _log_restrictions(decoder: Decoder, config: SteeringConfig) -> None:
+    for doubt in decoder.unproven:
+        logger.warning("Steering an unproven model because of --steering-allow-unproven: %s.", doubt)
+    refused = decoder.refused(get_tensor_model_parallel_world_size() > 1)
+    for point in config.points:
+        reasons = refused[point]
+        if len(reasons) == len(decoder.layers):
+            # Each request at this point is refused with the reason; tell the operator too.
+            logger.warning("%s %s has no effect on this model: %s.", POINTS_FLAG, point, next(iter(reasons.values())))
+
+
+def _facts(model: nn.Module, decoder: Decoder, model_config: Any) -> dict[str, Any]:
+    tensor_parallel = get_tensor_model_parallel_world_size() > 1
+    return {
+        "num_layers": decoder.num_layers,
+        "hidden_size": model_config.get_hidden_size(),
+        "max_model_len": model_config.max_model_len,
+        "refused": decoder.refused(tensor_parallel),
+        "unread": decoder.unread(tensor_parallel),
+        "dtype": str(model_config.dtype).removeprefix("torch."),
+        "architecture": model_config.architectures[0],
+        "model_class": type(model).__name__,
+        "recipes": decoder.recipes(),
+        "unproven": list(decoder.unproven),
+    }

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steering of one engine rank: what happens before and after each forward pass.
+
+Both model runners describe their batch as a :class:`~vllm_steer.engine.step_batch.StepBatch`; nothing here depends on
+the runner in use.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec
+
+import numpy as np
+
+from vllm_steer.engine.cudagraph_sets import CUDAGraphSetManager
+from vllm_steer.engine.device_to_host import DeviceToHostCopier
+from vllm_steer.engine.program_store import ProgramStore
+from vllm_steer.engine.row_assignment_cache import RowAssignmentCache
+from vllm_steer.engine.row_capture import RowCapture
+from vllm_steer.engine.step_batch import StepBatch
+from vllm_steer.metrics.worker_stats import WorkerStats
+from vllm_steer.models.discovery import Decoder
+from vllm_steer.taps.assignment import BatchLayout, clear_rows
+from vllm_steer.taps.ops import DeviceOps
+
+P = ParamSpec("P")
+
+
+def _timed(
+    method: Callable[Concatenate[WorkerSteeringManager, P], None],
+) -> Callable[Concatenate[WorkerSteeringManager, P], None]:
+    """Add the duration of each call to the step's host time."""
+
+    @wraps(method)
+    def timed(self: WorkerSteeringManager, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        started = time.perf_counter()
+        method(self, *args, **kwargs)
+        self._seconds += time.perf_counter() - started
+
+    return timed
+
+
+class WorkerSteeringManager:
+    """Steering of one engine rank, owned by the model runner.
+
+    Args:
+        decoder: The model's decoder layers on this rank.
+        store: Programs of the running requests and the device tables.
+        graph_sets: CUDA graphs of the model.
+        ops: Functions for the rank's device.
+        facts: What this rank serves, in builtin types.
+        captures: Whether this rank returns captured rows.
+        speculative: Whether the engine decodes speculatively.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        store: ProgramStore,
+        graph_sets: CUDAGraphSetManager,
+        ops: DeviceOps,
+        facts: Mapping[str, Any],
+        *,
+        captures: bool,
+        speculative: bool,
+    ) -> None:
+        self.decoder = decoder
+        self.tables = store.tables
+        self.store = store
+        self.graph_sets = graph_sets
+        self.self_check: dict[str, Any] = {"ran": False, "reason": "the engine is still starting"}
+        copier = DeviceToHostCopier(store.tables.device, ops.products_at)
+        self.capture = RowCapture(store, copier, enabled=captures, speculative=speculative)
+        self._ops = ops
+        self._facts = facts
+        self._speculative = speculative
+        # Tokens whose row on the device may not be 0.
+        self._num_assigned = 0
+        self._assigned = RowAssignmentCache()
+        # Whether the arena offsets on the device belong to the current assignment.
+        self._offsets_assigned = False
+        self._seconds = 0.0
+        self._worked = False
+
+    @property
+    def active(self) -> bool:
+        """Whether any request is steered or captured. If not, a runner need not describe its batch."""
+        return self.store.num_steered > 0
+
+    @_timed
+    def begin_step(self, batch: StepBatch) -> None:
+        """Prepare the forward pass of a real step while :attr:`active`."""
+        self._worked = True
+        store = self.store
+        store.flush()
+        # With draft tokens in flight, the host's first position is an upper bound only.
+        first = np.zeros_like(batch.first) if self._speculative else batch.first
+        stop = batch.first + batch.count
+        settled = not self._speculative and bool((first >= store.last_segment[batch.slot]).all())
+        if not self._assigned.serve(store.changes, batch.num_padded, batch.slot, batch.count, settled=settled):
+            if not store.active.meets(batch.slot, first, stop).any():
+                self.begin_idle_step()
+                return
+            if self._num_assigned > batch.num_padded:
+                clear_rows(self.tables, self._num_assigned)
+            self._assign_rows(batch.layout(), batch.num_padded)
+            self._num_assigned = batch.num_padded
+            self._offsets_assigned = False
+        self.graph_sets.select(self.tables.site_users, store.version)
+        if not store.num_capturing:
+            return
+        capturing = np.flatnonzero(store.reads.meets(batch.slot, first, stop))
+        if len(capturing):
+            if not self._offsets_assigned:
+                self._ops.assign_arena_offsets(self.tables, int(batch.count.sum()))
+                self._offsets_assigned = True
+            self.capture.plan(batch, capturing)
+
+    def _assign_rows(self, layout: BatchLayout, num_padded: int) -> None:
+        self._ops.assign_rows(self.tables, layout, num_padded)
+
+    def begin_idle_step(self) -> None:
+        """Prepare any other forward pass: steps without steered requests, and dummy, profiling and capture runs."""
+        self.store.flush()
+        self._assigned.forget()
+        if self._num_assigned:
+            clear_rows(self.tables, self._num_assigned)
+            self._num_assigned = 0
+        self.graph_sets.select_idle()
+
+    def end_step(self) -> None:
+        """Restore the model and start copying captured rows, after the forward pass and on the same stream."""
+        self.graph_sets.restore_model()
+        self._start_copy()
+
+    @_timed
+    def _start_copy(self) -> None:
+        self.capture.start_copy()
+
+    def take_stats(self) -> WorkerStats | None:
+        """Return the statistics of the last step, once; None if no request was steered or captured."""
+        if not self._worked:
+            return None
+        seconds, self._seconds = self._seconds, 0.0
+        self._worked = False
+        return WorkerStats(seconds, self.capture.num_pinned_bytes)
+
+    def capabilities(self) -> dict[str, Any]:
+        """Return what this rank serves, in builtin types: vLLM sends it to the front end as an RPC result."""
+        tables = {name: value.nbytes for name, value in self.tables.named_tensors()}
+        return {**self._facts, "tables": tables, "self_check": self.self_check}

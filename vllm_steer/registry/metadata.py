@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Descriptive metadata of a module. It has no effect on requests and is not part of the module's digest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from vllm_steer.errors import SteeringError
+from vllm_steer.spec.scalars import shown
+
+METADATA_KEYS: tuple[str, ...] = ("description", "model", "provenance")
+MAX_TEXT = 4096
+MAX_ENTRIES = 32
+
+
+class ModuleMetadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Description of a module for human readers."""
+
+    description: str = ""
+    model: str | None = None
+    """Model that the vectors were computed for."""
+    provenance: dict[str, str] = {}
+    """Origin of the vectors, as free-form keys and values."""
+
+
+def parse_metadata(given: Mapping[str, Any]) -> ModuleMetadata:
+    """Parse ``description``, ``model`` and ``provenance``; other keys of ``given`` are ignored.
+
+    Raises:
+        SteeringError: A value has the wrong type, or exceeds 4096 characters or 32 provenance entries.
+    """
+    description, model, provenance = (given.get(key) for key in METADATA_KEYS)
+    if provenance is None:
+        provenance = {}
+    if not isinstance(provenance, Mapping) or len(provenance) > MAX_ENTRIES:
+        raise SteeringError(
+            "provenance", f"must be {{name: text}} with at most {MAX_ENTRIES} entries, not {shown(provenance)}"
+        )
+    return ModuleMetadata(
+        description="" if description is None else _parse_text(description, "description"),
+        model=None if model is None else _parse_text(model, "model"),
+        provenance={
+            _parse_text(key, "provenance"): _parse_text(text, f"provenance.{shown(key)}")
+            for key, text in provenance.items()
+        },
+    )
+
+
+def _parse_text(value: object, field: str) -> str:
+    if not isinstance(value, str):
+        raise SteeringError(field, f"must be a string, not {shown(value)} ({type(value).__name__})")
+    if len(value) > MAX_TEXT:
+        raise SteeringError(field, f"has {len(value)} characters; at most {MAX_TEXT} are allowed")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise SteeringError(field, "contains an unpaired surrogate, which UTF-8 cannot encode") from None
+    return value

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Choice of the implementations for a device: Triton kernels on CUDA, the plain-torch definitions elsewhere.
+
+The tap itself is a custom op that PyTorch dispatches by device (:mod:`vllm_steer.taps.tap`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from vllm_steer.taps.assignment import BatchLayout, assign_arena_offsets, assign_rows
+from vllm_steer.taps.projection import products_at
+from vllm_steer.taps.tables import Tables
+
+
+@dataclass(frozen=True)
+class DeviceOps:
+    """Functions that run beside the model's forward pass, named after their definitions."""
+
+    assign_rows: Callable[[Tables, BatchLayout, int], None] = assign_rows
+    assign_arena_offsets: Callable[[Tables, int], None] = assign_arena_offsets
+    products_at: Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor] = products_at
+
+
+def device_ops(tables: Tables, dtype: torch.dtype) -> DeviceOps:
+    """Return the functions for the tables' device, with all kernels compiled.
+
+    Kernels are compiled here because vLLM warns about, or with ``--jit-monitor-mode error`` refuses, kernels that are
+    compiled while it serves.
+
+    Args:
+        tables: The rank's device tables.
+        dtype: The model's dtype.
+    """
+    if tables.device.type != "cuda":
+        return DeviceOps()
+    from vllm_steer.taps import assignment_kernel, projection_kernel, tap_kernel
+
+    tap_kernel.warm_up(tables, dtype)
+    assignment_kernel.warm_up(tables)
+    products = products_at
+    if projection_kernel.is_supported(tables.device, dtype):
+        products = projection_kernel.launch_products
+        projection_kernel.warm_up(tables.arena)
+    return DeviceOps(assignment_kernel.launch_rows, assignment_kernel.launch_arena_offsets, products)
