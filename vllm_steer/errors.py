@@ -3,7 +3,7 @@
 
 
 class SteeringError(ValueError):
-    """Raised for a request that cannot be served exactly as specified.
+    """A request that cannot be served exactly as specified.
 
     Attributes:
         field: Path of the invalid value, e.g. ``steering[2].tokens[1]``.

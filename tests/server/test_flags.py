@@ -111,7 +111,8 @@ def test_unknown_points_end_the_start(text: str, capsys: pytest.CaptureFixture[s
     message = error_of(capsys, "--enable-steering", f"--steering-points={text}")
     assert "must be some of attn_out, mlp_in, mlp_out" in message
     with pytest.raises(
-        SteeringError, match=r"steering_config\.points: must be a list of some of attn_out, mlp_in, mlp_out"
+        SteeringError,
+        match=r"steering_config\.points: must be a list of distinct names out of attn_out, mlp_in, mlp_out",
     ):
         SteeringConfig.parse({"points": text.split(",")})
 
