@@ -95,7 +95,7 @@ def decode_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def counted_from_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = SteeringRunnerV1._steer_describe
+    real = SteeringRunnerV1._steer_step_batch
 
     def describe(self: Any, inputs: Any) -> Any:
         batch = real(self, inputs)
@@ -103,7 +103,7 @@ def counted_from_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
         wrong = replace(layout, position=torch.arange(len(layout.position)))
         return replace(batch, layout=lambda: wrong, first=np.zeros_like(batch.first))
 
-    monkeypatch.setattr(SteeringRunnerV1, "_steer_describe", describe)
+    monkeypatch.setattr(SteeringRunnerV1, "_steer_step_batch", describe)
 
 
 def appended(monkeypatch: pytest.MonkeyPatch) -> None:

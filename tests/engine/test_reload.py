@@ -95,7 +95,7 @@ def test_without_the_tables_restored_requests_go_on_unsteered(
     monkeypatch.setattr(CPUWorker, "sleep", discard)
     tables = llm.llm_engine.model_executor.driver_worker.worker.model_runner.steering.tables
     monkeypatch.setattr(type(tables), "restore", lambda self, saved: None)
-    kept = tables.saved()
+    kept = tables.save()
     got = interrupted(llm, lambda: sleep_and_wake(llm))
     monkeypatch.undo()
     tables.restore(kept)

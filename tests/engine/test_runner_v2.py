@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_steer.engine.runner_v2 import SteeringRunnerV2, _describe
+from vllm_steer.engine.runner_v2 import SteeringRunnerV2, _step_batch
 
 
 def test_positions_and_counts_are_what_travels() -> None:
@@ -26,7 +26,7 @@ def test_positions_and_counts_are_what_travels() -> None:
         num_computed_tokens_np=np.array([7, 9, 0], dtype=np.int32),
         num_scheduled_tokens=np.array([4, 1], dtype=np.int32),
     )
-    step = _describe(batch)
+    step = _step_batch(batch)
     assert (step.first.dtype, step.count.dtype) == (np.int64, np.int64)
     assert (step.first.tolist(), step.count.tolist(), step.slot.tolist()) == ([7, 9], [4, 1], [3, 1])
     layout = step.layout()

@@ -187,7 +187,7 @@ def test_self_check_refuses_a_different_untapped_model(granite: Path, monkeypatc
     monkeypatch.setattr(untapped_model, "_shell", shell)
     with pytest.raises(SteeringError, match="plain_code: the model without taps computes other hidden states"):
         make_llm(granite, max_model_len=64, **UNTAPPED)
-    monkeypatch.setattr(self_check, "check_codes", lambda *rows: None)
+    monkeypatch.setattr(self_check, "check_plain_code", lambda *rows: None)
     close(make_llm(granite, max_model_len=64, **UNTAPPED))
 
 

@@ -120,7 +120,7 @@ def test_the_comparison_sees_a_join_across_a_change(launched: list[int], monkeyp
     """Negative control: without the look at what comes between, the edit of the first site is another one."""
 
     def any_two(graph: Any) -> None:
-        one, other = [node for node in graph.nodes if fusion_pass._is_tap(node)]
+        one, other = [node for node in graph.nodes if fusion_pass._is_single_tap(node)]
         other.kwargs = {**other.kwargs, "second": other.kwargs["head"], "head": one.kwargs["head"]}
         (edited,) = one.users
         edited.replace_all_uses_with(one.kwargs["target"])

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steering in vLLM's runner V1 (``v1/worker/gpu_model_runner.py``): the CPU build's runner, and CUDA's fallback.
+"""Steering in vLLM's model runner V1 (``v1/worker/gpu_model_runner.py``), used on CPU and as a fallback on CUDA.
 
-V1 keeps one persistent batch whose order changes, so this keeps slots of its own; slot 0 is that of all plain requests.
+V1 reorders its persistent batch, so steered requests have slots of their own. All plain requests share slot 0.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from vllm_steer.taps.assignment import BatchLayout
 
 
 class SteeringRunnerV1:
-    """Mixed in front of the platform's V1 runner class."""
+    """Mixin ahead of the platform's V1 runner class."""
 
     steering: WorkerSteeringManager
 
@@ -35,15 +35,14 @@ class SteeringRunnerV1:
             self.device,
             max_tokens=self.max_num_tokens,
             max_requests=max_requests + 1,
-            # Its graphs are captured once, with every tap.
+            # V1 captures its CUDA graphs once, with every tap.
             separate_idle_graphs=self.device.type == "cpu",
         )
         if self.device.type == "cpu" and not get_pp_group().is_first_rank and self.intermediate_tensors is None:
-            # vLLM makes this buffer in the profiling run, which its CPU worker leaves out where nothing is compiled.
+            # vLLM creates this buffer in its profiling run, which its CPU worker skips for eager models.
             self.intermediate_tensors = self.get_model().make_empty_intermediate_tensors(
                 batch_size=self.max_num_tokens, dtype=self.model_config.dtype, device=self.device
             )
-        # Preempted requests keep their slots, so there can be more of them than places in a batch.
         self._steer_free = list(range(max_requests, 0, -1))
         self._steer_order: list[str] = []
         self._steer_slots = np.empty(0, dtype=np.int64)
@@ -53,11 +52,11 @@ class SteeringRunnerV1:
 
     def _update_states(self: Any, scheduler_output: Any) -> Any:
         steering: WorkerSteeringManager = self.steering
-        gone = scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set())
-        for request_id in gone:
-            self._steer_release(request_id)
+        removed = scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set())
+        for request_id in removed:
+            self._steer_unbind(request_id)
         for new in scheduler_output.scheduled_new_reqs:
-            self._steer_release(new.req_id)
+            self._steer_unbind(new.req_id)
             prompt_len = length_from_prompt_token_ids_or_embeds(new.prompt_token_ids, new.prompt_embeds)
             self._steer_bind(new.req_id, new.sampling_params, prompt_len)
         result = super()._update_states(scheduler_output)  # type: ignore[misc]
@@ -73,7 +72,7 @@ class SteeringRunnerV1:
         super()._zero_block_ids(block_ids)  # type: ignore[misc]
         groups = self.kv_cache_config.kv_cache_groups
         if self.device.type == "cpu" and not all(isinstance(each.kv_cache_spec, FullAttentionSpec) for each in groups):
-            # vLLM's own leaves out layers with a window.
+            # vLLM zeroes the blocks of full-attention layers only.
             for cache in self.kv_caches:
                 cache.unflatten(0, (self.kv_cache_config.num_blocks, -1))[block_ids] = 0
 
@@ -82,7 +81,7 @@ class SteeringRunnerV1:
             self._steer_free.pop()
             self._steer_order = []
 
-    def _steer_release(self: Any, request_id: str) -> None:
+    def _steer_unbind(self: Any, request_id: str) -> None:
         slot = self.steering.store.remove(request_id)
         if slot is not None:
             self._steer_free.append(slot)
@@ -91,27 +90,27 @@ class SteeringRunnerV1:
     def _model_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         steering: WorkerSteeringManager = self.steering
         if steering.active:
-            steering.begin_step(self._steer_describe(kwargs))
+            steering.begin_step(self._steer_step_batch(kwargs))
         else:
             steering.begin_idle_step()
         output = super()._model_forward(*args, **kwargs)  # type: ignore[misc]
         steering.end_step()
         return output
 
-    def _steer_describe(self: Any, inputs: dict[str, Any]) -> StepBatch:
+    def _steer_step_batch(self: Any, inputs: dict[str, Any]) -> StepBatch:
         ids = self.input_batch.req_ids
         requests = len(ids)
         if ids != self._steer_order:
             slots = np.fromiter((self.steering.store.slot_of(name) or 0 for name in ids), np.int64, requests)
-            staged = torch.from_numpy(slots)
+            host = torch.from_numpy(slots)
             if self.device.type == "cuda":
-                staged = staged.pin_memory()
-            self._steer_batch_slot[:requests].copy_(staged, non_blocking=True)
+                host = host.pin_memory()
+            self._steer_batch_slot[:requests].copy_(host, non_blocking=True)
             self._steer_order, self._steer_slots = list(ids), slots
         tokens = self._steer_tokens
-        given = inputs.get("input_ids")
-        if given is None:
-            given = inputs.get("inputs_embeds")
+        model_input = inputs.get("input_ids")
+        if model_input is None:
+            model_input = inputs.get("inputs_embeds")
         return StepBatch(
             layout=lambda: BatchLayout(
                 slot=self._steer_batch_slot[:requests],
@@ -122,7 +121,7 @@ class SteeringRunnerV1:
             slot=self._steer_slots,
             first=self.input_batch.num_computed_tokens_cpu[:requests].astype(np.int64),
             count=np.fromiter((self._steer_counts[name] for name in ids), np.int64, requests),
-            num_padded=tokens if given is None else given.shape[0],
+            num_padded=tokens if model_input is None else model_input.shape[0],
         )
 
     def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -130,7 +129,6 @@ class SteeringRunnerV1:
         return attach_rows(output, self.steering.capture.take_rows())
 
     def capture_model(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # One set of graphs: V1 is the fallback.
         with self.steering.graph_sets.capture_all_taps():
             return super().capture_model(*args, **kwargs)  # type: ignore[misc]
 

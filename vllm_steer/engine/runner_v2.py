@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steering in vLLM's runner V2 (``v1/worker/gpu/model_runner.py``), the default on CUDA.
+"""Steering in vLLM's model runner V2 (``v1/worker/gpu/model_runner.py``), the default on CUDA.
 
-V2 gives each model a ``ModelState`` with hooks around a step; after loading, the state that the model chose is given a
-subclass of its own class, so that every kind of state (default, hybrid, encoder-decoder, a model's own) is kept.
-Request slots are V2's own. Its dummy batches use slots 0, 1, ..., which belong to real requests: only
-``preprocess_state``, which runs for real batches alone, marks a step as real.
+V2 gives each model a ``ModelState`` with hooks around a step. After loading, the class of that object is replaced by a
+subclass, so every kind of state is supported: default, hybrid, encoder-decoder or a model's own. Requests use V2's
+slots. Dummy batches use slots of real requests too, so a step counts as real only after ``preprocess_state``, which V2
+calls for real batches only.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from vllm_steer.taps.assignment import BatchLayout
 
 
 class SteeringRunnerV2:
-    """Mixed in front of the platform's V2 runner class."""
+    """Mixin ahead of the platform's V2 runner class."""
 
     steering: WorkerSteeringManager
 
@@ -37,8 +37,8 @@ class SteeringRunnerV2:
             separate_idle_graphs=True,
         )
         state = self.model_state
-        chosen: Any = type(state)
-        state.__class__ = _steering_state(chosen)
+        base: Any = type(state)
+        state.__class__ = _steering_state(base)
         state.steering = self.steering
         state.steering_step_is_real = False
 
@@ -49,7 +49,7 @@ class SteeringRunnerV2:
         )
 
     def profile_cudagraph_memory(self: Any) -> Any:
-        # vLLM measures one set.
+        # vLLM measures one set of graphs.
         measured = super().profile_cudagraph_memory()  # type: ignore[misc]
         self.steering.graph_sets.restore_model()
         return int(measured * self.steering.graph_sets.memory_factor)
@@ -71,7 +71,7 @@ class SteeringRunnerV2:
 
 @cache
 def _steering_state(base: Any) -> Any:
-    """A subclass of the model's own state class that keeps programs and rows."""
+    """Return a subclass of a ``ModelState`` class that tracks programs and prepares steps."""
 
     class SteeringModelState(base):  # type: ignore[misc]
         steering: WorkerSteeringManager
@@ -93,7 +93,7 @@ def _steering_state(base: Any) -> Any:
 
         def prepare_inputs(self, input_batch: Any, req_states: Any) -> dict[str, Any]:
             if self.steering_step_is_real and self.steering.active:
-                self.steering.begin_step(_describe(input_batch))
+                self.steering.begin_step(_step_batch(input_batch))
             else:
                 self.steering.begin_idle_step()
             self.steering_step_is_real = False
@@ -108,7 +108,7 @@ def _steering_state(base: Any) -> Any:
     return SteeringModelState
 
 
-def _describe(input_batch: Any) -> StepBatch:
+def _step_batch(input_batch: Any) -> StepBatch:
     requests = input_batch.num_reqs
     return StepBatch(
         layout=lambda: BatchLayout(
@@ -118,7 +118,7 @@ def _describe(input_batch: Any) -> StepBatch:
         ),
         ids=input_batch.req_ids,
         slot=input_batch.idx_mapping_np[:requests],
-        # vLLM's are int32; these travel as the bytes that they are.
+        # vLLM's arrays are int32; the front end decodes int64.
         first=input_batch.num_computed_tokens_np[:requests].astype(np.int64),
         count=input_batch.num_scheduled_tokens[:requests].astype(np.int64),
         num_padded=input_batch.num_tokens_after_padding,

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs at a hook point: the tap, its tables, its definition in plain torch, and its kernel."""
+"""Taps, the modules at the hook points: device tables, definitions in plain torch, and Triton kernels."""

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which row each token of a step takes: a pure function of its request and its absolute position, on the device.
+"""Assignment of table rows and arena offsets to the tokens of a step, on the device.
 
-Positions come from device state. The host's counters run ahead under async scheduling and speculative decoding, and a
-request's prefill length grows after a preemption; position against the segments of the request's *prompt* does neither.
+The row of a token depends only on its request and its absolute position. Positions are read on the device because the
+host's counters run ahead under async scheduling and speculative decoding, and because a request's prefill length grows
+after a preemption.
 
-This is the definition, in plain torch; on CUDA one kernel does the same (:mod:`vllm_steer.taps.assignment_kernel`).
+These functions are the definition. On CUDA, :mod:`vllm_steer.taps.assignment_kernel` replaces them.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from vllm_steer.taps.tables import Tables
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """Where a step's tokens come from, all on the tables' device.
+    """Requests and positions of a step's tokens, on the tables' device.
 
-    ``slot`` ``[requests]`` int64: each request's place in the segment tables, in batch order. ``start``
-    ``[requests + 1]`` int32: its first token in the batch, and the number of tokens last. ``position`` ``[tokens]``
-    int64: absolute positions.
+    Attributes:
+        slot: ``[requests]`` int64, the row of each request in the segment tables, in batch order.
+        start: ``[requests + 1]`` int32, the first token of each request in the batch; the last item is the number of
+            tokens.
+        position: ``[tokens]`` int64, absolute positions.
     """
 
     slot: torch.Tensor
@@ -31,23 +34,23 @@ class BatchLayout:
 
 
 def assign_rows(tables: Tables, layout: BatchLayout, num_padded: int) -> None:
-    """Write ``token_row`` for one step; tokens from the batch's last one up to ``num_padded`` take row 0."""
+    """Write ``token_row`` for one step; padding tokens, up to ``num_padded``, take row 0."""
     tokens = layout.position.shape[0]
     index = torch.arange(tokens, dtype=torch.int32, device=tables.device)
     request = torch.searchsorted(layout.start[1:], index, right=True).clamp_(max=layout.slot.shape[0] - 1)
     slot = layout.slot[request].long()
-    # Starts ascend and the first is 0, so the number of starts at or before a position names its segment.
+    # Segment starts ascend from 0, so the number of starts up to a position gives its segment.
     segment = (tables.segment_start[slot] <= layout.position.unsqueeze(1)).sum(1).sub_(1).clamp_(min=0)
     tables.token_row[:tokens] = tables.segment_row[slot].gather(1, segment.unsqueeze(1)).squeeze(1)
     tables.token_row[tokens:num_padded].zero_()
 
 
 def assign_arena_offsets(tables: Tables, tokens: int) -> None:
-    """Write ``token_base`` for one step whose rows are assigned: captured rows lie in the arena in batch order."""
+    """Write ``token_base`` for one step with assigned rows. The arena holds captured rows in batch order."""
     counts = tables.row_captures[tables.token_row[:tokens].long()].long()
     tables.token_base[:tokens] = counts.cumsum(0) - counts
 
 
 def clear_rows(tables: Tables, num_padded: int) -> None:
-    """Row 0 for every token: padding, dummy and capture steps."""
+    """Assign row 0 to the first ``num_padded`` tokens, as for idle and dummy steps."""
     tables.token_row[:num_padded].zero_()

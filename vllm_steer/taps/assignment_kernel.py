@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Row and place assignment as one Triton kernel each; the definition is :mod:`vllm_steer.taps.assignment`."""
+"""Triton kernels for :mod:`vllm_steer.taps.assignment`, which is the definition."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from vllm_steer.taps.tables import Tables
 _TOKENS, _SCANNED = 64, 1024
 
 
-# Sizes of a batch change from step to step: none of them may compile a kernel of its own while serving.
+# Batch sizes are not specialized, since every specialization would compile another kernel while serving.
 @triton.jit(do_not_specialize=["requests", "tokens", "padded"])  # type: ignore[untyped-decorator, unused-ignore]
 def _rows_kernel(  # type: ignore[no-untyped-def]
     slot, start, position, segment_start, segment_row, token_row,
     requests, tokens, padded, segments,
-    HALVINGS: tl.constexpr, TOKENS: tl.constexpr, SEGMENTS: tl.constexpr,
+    SEARCH_STEPS: tl.constexpr, TOKENS: tl.constexpr, SEGMENTS: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     real = token < tokens
-    # The last request that starts at or before the token.
+    # Binary search for the last request that starts at or before the token.
     low = tl.zeros([TOKENS], dtype=tl.int32)
     high = tl.zeros([TOKENS], dtype=tl.int32) + requests
-    for _ in range(HALVINGS):
+    for _ in range(SEARCH_STEPS):
         middle = (low + high) // 2
         before = tl.load(start + middle, mask=real & (middle < requests), other=2147483647) <= token
         low = tl.where(before, middle, low)
@@ -56,7 +56,7 @@ def _arena_offsets_kernel(token_row, row_captures, token_base, tokens, SCANNED: 
 
 
 def launch_rows(tables: Tables, layout: BatchLayout, num_padded: int) -> None:
-    """The same as :func:`vllm_steer.taps.assignment.assign_rows`, as one launch."""
+    """Run :func:`vllm_steer.taps.assignment.assign_rows` as one kernel."""
     requests, segments = layout.slot.shape[0], tables.segment_start.shape[1]
     grid: Any = (triton.cdiv(num_padded, _TOKENS),)
     _rows_kernel[grid](
@@ -70,21 +70,21 @@ def launch_rows(tables: Tables, layout: BatchLayout, num_padded: int) -> None:
         layout.position.shape[0],
         num_padded,
         segments,
-        # Enough for any batch, so that batches of another size do not compile another kernel.
-        HALVINGS=tables.segment_start.shape[0].bit_length() + 1,
+        # Enough for the largest batch, so that all batch sizes share one kernel.
+        SEARCH_STEPS=tables.segment_start.shape[0].bit_length() + 1,
         TOKENS=_TOKENS,
         SEGMENTS=triton.next_power_of_2(segments),
     )
 
 
 def launch_arena_offsets(tables: Tables, tokens: int) -> None:
-    """The same as :func:`vllm_steer.taps.assignment.assign_arena_offsets`, as one launch of one program."""
+    """Run :func:`vllm_steer.taps.assignment.assign_arena_offsets` as one kernel with one program."""
     grid: Any = (1,)
     _arena_offsets_kernel[grid](tables.token_row, tables.row_captures, tables.token_base, tokens, SCANNED=_SCANNED)
 
 
 def warm_up(tables: Tables) -> None:
-    """Compile what a step launches, so that the first steered or captured request does not wait for it."""
+    """Compile the kernels, so that the first steered request does not wait for it."""
     device = tables.device
     zero = torch.zeros(1, dtype=torch.int64, device=device)
     launch_rows(tables, BatchLayout(zero, torch.tensor([0, 1], dtype=torch.int32, device=device), zero), 1)

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two taps with nothing between them as one launch: a pass over the compiler's graph.
+"""Compiler pass that fuses two adjacent taps into one launch.
 
-``post_block`` of a layer and ``pre_attn`` of the next are two sites at, mostly, one place. What a model's own loop does
-between its layers is its own affair, so no recipe can say whether they may be joined; the graph says it. Where one
-tap's result is taken by the next tap and by nothing else, and both look at the same other summand, nobody can tell one
-launch from two. Where nothing is compiled, taps stay as they are.
+``post_block`` of a layer and ``pre_attn`` of the next are usually adjacent, but a model may compute something between
+its layers, which only the traced graph shows. Two taps are fused if the second one is the only user of the first one's
+result and both have the same other summand. Eager models are not affected.
 
-The pass runs where users' own run (vLLM's ``CompilationConfig.inductor_compile_config``), on a graph without mutations:
-a tap is a node that returns its edited summand.
+The pass runs as vLLM's custom Inductor pass (``CompilationConfig.inductor_compile_config``), on a functionalized graph,
+in which a tap returns its edited summand.
 """
 
 from __future__ import annotations
@@ -22,31 +21,31 @@ from vllm.compilation.passes.inductor_pass import InductorPass
 from vllm.platforms import current_platform
 
 SCHEMA = "tap(Tensor(a!) target, Tensor? other, Tensor head, Tensor? second) -> ()"
-"""How compiled code calls a tap; ``second``: the head of the site that is joined to the first one."""
-EAGER = "eager_input_vals"
-"""Where torch keeps what a node's arguments were when it was traced (``fx/experimental/proxy_tensor.py``)."""
+"""Schema of the tap's custom op; ``second`` is the head of the fused second site."""
+_EAGER_INPUTS = "eager_input_vals"
+"""Key of a node's metadata with its traced arguments (``torch/fx/experimental/proxy_tensor.py``)."""
 
 
 class TapFusionPass(InductorPass):  # type: ignore[misc]
-    """The pass; what a user had set in its place runs ahead of it."""
+    """Fuses taps, after running the pass that the user had configured, if any."""
 
-    def __init__(self, ahead: Any = None) -> None:
-        self._ahead = ahead
+    def __init__(self, previous: Any = None) -> None:
+        self._previous = previous
 
     def __call__(self, graph: fx.Graph) -> None:
-        if self._ahead is not None:
-            self._ahead(graph)
+        if self._previous is not None:
+            self._previous(graph)
         fuse_taps(graph)
 
     def uuid(self) -> str:
-        """Part of the keys of compiled code: the pass, the one ahead, and how the code calls taps."""
-        source = self.hash_source(TapFusionPass, fuse_taps, _joined, _is_tap)
-        ahead = None if self._ahead is None else str(self._ahead.uuid())
-        return str(self.hash_dict({"joining": source, "ahead": ahead, "tap": SCHEMA}))
+        """Return a digest of both passes and the op's schema, a part of the keys of compiled code."""
+        source = self.hash_source(TapFusionPass, fuse_taps, _fused_arguments, _is_single_tap)
+        previous = None if self._previous is None else str(self._previous.uuid())
+        return str(self.hash_dict({"fusion": source, "previous": previous, "tap": SCHEMA}))
 
 
 def install_fusion_pass(vllm_config: Any) -> None:
-    """Have the engine's compiler join taps, behind a pass that the user set."""
+    """Add the pass to an engine's configuration."""
     passes = vllm_config.compilation_config.inductor_compile_config
     key = current_platform.pass_key
     if not isinstance(passes.get(key), TapFusionPass):
@@ -54,35 +53,34 @@ def install_fusion_pass(vllm_config: Any) -> None:
 
 
 def fuse_taps(graph: fx.Graph) -> None:
-    """Join what can be joined, in place."""
+    """Fuse adjacent taps of a functionalized graph, in place."""
     for node in list(graph.nodes):
-        if not _is_tap(node) or len(node.users) != 1:
+        if not _is_single_tap(node) or len(node.users) != 1:
             continue
         (edited,) = node.users
         if edited.target is not operator.getitem or len(edited.users) != 1:
             continue
         (follower,) = edited.users
         if (
-            _is_tap(follower)
+            _is_single_tap(follower)
             and follower.kwargs["target"] is edited
             and follower.kwargs.get("other") is node.kwargs.get("other")
         ):
-            follower.kwargs = _joined(node.kwargs, follower.kwargs)
-            if EAGER in follower.meta:
-                # torch lowers by these, and a tensor that they do not have would be left out of the call.
-                (_, first), (args, second) = node.meta[EAGER], follower.meta[EAGER]
-                follower.meta[EAGER] = (args, _joined(first, second))
+            follower.kwargs = _fused_arguments(node.kwargs, follower.kwargs)
+            if _EAGER_INPUTS in follower.meta:
+                # Inductor lowers the call by its traced arguments; one that is missing there would be dropped.
+                (_, first), (args, second) = node.meta[_EAGER_INPUTS], follower.meta[_EAGER_INPUTS]
+                follower.meta[_EAGER_INPUTS] = (args, _fused_arguments(first, second))
             graph.erase_node(edited)
             graph.erase_node(node)
 
 
-def _joined(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of both taps in one."""
+def _fused_arguments(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
     return {**second, "target": first["target"], "head": first["head"], "second": second["head"]}
 
 
-def _is_tap(node: Any) -> bool:
-    """A tap of one site."""
+def _is_single_tap(node: Any) -> bool:
+    """Return whether ``node`` is a tap of one site."""
     return (
         node.target is auto_functionalized
         and str(node.args[0]) == "vllm_steer.tap.default"

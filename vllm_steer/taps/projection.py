@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products of captured rows with directions, which leave the GPU in the place of the rows: the definition."""
+"""Definition of projections: products of captured rows with directions, sent to the host instead of the rows."""
 
 from __future__ import annotations
 
@@ -11,11 +11,18 @@ _PIECES, _FEW_RESULTS, _MOST_ROWS = 16, 1 << 18, 4096
 
 
 def products(rows: torch.Tensor, directions: torch.Tensor) -> torch.Tensor:
-    """``rows`` ``[n, hidden]`` times ``directions`` ``[k, hidden]`` float32: ``[n, k]`` float32.
+    """Return the products of rows with directions, computed in float32.
 
-    Both in float32, as the front end has it for what it projects itself. A product with few results is taken in pieces
-    of ``hidden``, which are added up: by itself it would keep a few of the GPU's processors busy for long, and its step
-    waits for it. Many rows are made float32 a part at a time: vLLM has left no memory for all.
+    A small product is computed in pieces of ``hidden`` that are summed, since a single matrix product would occupy few
+    of the GPU's processors for a long time. Many rows are converted to float32 in parts, since vLLM leaves little
+    memory.
+
+    Args:
+        rows: ``[n, hidden]``.
+        directions: ``[k, hidden]`` float32.
+
+    Returns:
+        ``[n, k]`` float32.
     """
     if len(rows) > _MOST_ROWS:
         return torch.cat([products(part, directions) for part in rows.split(_MOST_ROWS)])
@@ -28,5 +35,5 @@ def products(rows: torch.Tensor, directions: torch.Tensor) -> torch.Tensor:
 
 
 def products_at(stored: torch.Tensor, places: torch.Tensor | None, directions: torch.Tensor) -> torch.Tensor:
-    """Those of the rows at ``places`` ``[n]`` int64 of ``stored``, None for all."""
+    """Return :func:`products` of the rows of ``stored`` at ``places``, ``[n]`` int64, or of all rows if None."""
     return products(stored if places is None else stored.index_select(0, places), directions)

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products of captured rows with directions as one Triton kernel, for bfloat16 rows.
+"""Triton kernel for :mod:`vllm_steer.taps.projection`, the definition, with bfloat16 rows.
 
-Tensor cores multiply bfloat16 numbers without rounding and add up in float32. A float32 number has 24 significant bits
-and a bfloat16 number 8, so a direction is the sum of three bfloat16 numbers: cut off, not rounded, each third keeps the
-sign, none is larger than the number, and they sum to it exactly (but for what lies below 2^-133, where bfloat16 ends).
-Three products on tensor cores then are the product in float32. The rows are read where they lie in the arena, and their
-width is cut into pieces, so that all of the GPU's processors have some of it. ``benchmarks/products.py`` compares it
-with other ways.
+Tensor cores multiply bfloat16 numbers without rounding and accumulate in float32. A float32 number has 24 significant
+bits and a bfloat16 number 8, so a direction is split into three bfloat16 numbers by truncation. They sum to it exactly,
+except for bits below 2^-133, where bfloat16 ends. Three products on tensor cores thus give the float32 product. Rows
+are read directly from the arena, and their width is split between programs to occupy the whole GPU.
+``benchmarks/products.py`` compares the kernel with alternatives.
 
-The definition is :mod:`vllm_steer.taps.projection`. A row with an infinity, whose products there are infinite or not a
-number, has products here that are not a number.
+The result differs from the definition for rows with infinities: all their products are NaN.
 """
 
 from __future__ import annotations
@@ -25,14 +23,14 @@ from vllm_steer.taps.projection import products_at
 
 _ROWS, _DIRECTIONS, _WIDTH, _PIECE = 64, 16, 64, 256
 _MOST_SUMS = 1 << 22
-"""Sums of pieces, float32: vLLM has left no memory for more."""
+"""Most partial sums, float32, since vLLM leaves little memory."""
 _HIGH = tl.constexpr(-(1 << 16))
-"""The bits of a float32 number that bfloat16 has."""
+"""Mask of the bits of a float32 number that bfloat16 keeps."""
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _cut_off(value, FACTOR: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The next bfloat16 number towards zero, and what is left."""
+def _truncate(value, FACTOR: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the value truncated to bfloat16, and the remainder."""
     bits = value.to(tl.int32, bitcast=True) & _HIGH
     high = bits.to(tl.float32, bitcast=True)
     return high.to(FACTOR), value - high
@@ -57,9 +55,9 @@ def _products_kernel(  # type: ignore[no-untyped-def]
         x = tl.load(stored + at, mask=real[:, None] & inside[None, :], other=0.0).to(FACTOR)
         at = direction[None, :] * hidden + column[:, None]
         v = tl.load(directions + at, mask=wanted[None, :] & inside[:, None], other=0.0)
-        high, left = _cut_off(v, FACTOR)
-        middle, left = _cut_off(left, FACTOR)
-        # The smallest first: they lose least so.
+        high, left = _truncate(v, FACTOR)
+        middle, left = _truncate(left, FACTOR)
+        # Smallest terms first, which rounds least.
         found = tl.dot(x, left.to(FACTOR), found)
         found = tl.dot(x, middle, found)
         found = tl.dot(x, high, found)
@@ -68,7 +66,7 @@ def _products_kernel(  # type: ignore[no-untyped-def]
 
 
 def is_supported(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether rows of ``dtype`` and this GPU's tensor cores are what the kernel is for."""
+    """Return whether the kernel supports rows of ``dtype`` on this device."""
     return device.type == "cuda" and dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
@@ -78,10 +76,16 @@ def launch_products(
     directions: torch.Tensor,
     shape: tuple[int, int, int, int] = (_ROWS, _DIRECTIONS, _WIDTH, _PIECE),
 ) -> torch.Tensor:
-    """The same as :func:`vllm_steer.taps.projection.products_at`, without a sync. ``stored`` is bfloat16 and
-    contiguous.
+    """Run :func:`vllm_steer.taps.projection.products_at` as one kernel, without a sync.
 
-    ``shape``: rows, directions and columns that a program takes at a time, and its columns in all.
+    Args:
+        stored: ``[rows, hidden]`` bfloat16, contiguous.
+        places: ``[n]`` int64 indices of rows, None for all.
+        directions: ``[k, hidden]`` float32.
+        shape: Rows, directions and columns of one block, and columns of one program.
+
+    Returns:
+        ``[n, k]`` float32.
     """
     rows, width, step, piece = shape
     hidden, k = stored.shape[1], len(directions)
@@ -104,7 +108,7 @@ def launch_products(
         DIRECTIONS=width,
         WIDTH=step,
         PIECE=piece,
-        # The interpreter would multiply the bits of bfloat16 numbers.
+        # Triton's interpreter multiplies bfloat16 numbers as integers.
         FACTOR=tl.float32 if knobs.runtime.interpret else tl.bfloat16,
         num_warps=4,
     )
@@ -112,7 +116,7 @@ def launch_products(
 
 
 def warm_up(arena: torch.Tensor) -> None:
-    """Compile what a step launches, so that the first request with probes does not wait for it."""
+    """Compile the kernel, so that the first projected request does not wait for it."""
     rows, directions = arena[:1], torch.zeros(1, arena.shape[1], device=arena.device)
     for places in (None, torch.zeros(1, dtype=torch.int64, device=arena.device)):
         launch_products(rows, places, directions)

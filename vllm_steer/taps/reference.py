@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The definition of every instruction, in plain torch.
+"""Definition of every instruction in plain torch.
 
-This file is the truth: the Triton kernel is tested against it, and it is what runs on CPU. All arithmetic is float32;
-a caller adds the change to its summand and rounds once.
+This is what runs on CPU, and the Triton kernel is tested against it. Arithmetic is float32; the change is added to the
+summand and rounded once.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ import torch
 from vllm_steer.program import instructions as ops
 from vllm_steer.taps.tables import Tables
 
-# Each takes the stream ``x`` [n, hidden], one vector per token ``v`` [n, hidden] (of unit length except for ADD) and
-# ``strength``, ``low``, ``high`` [n, 1], all float32, and returns the new stream.
+# Arguments, all float32: the stream [n, hidden], one vector per token [n, hidden] (unit length except for ADD), and
+# strength, low, high [n, 1]. Returns the new stream.
 Definition = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def add(x: torch.Tensor, v: torch.Tensor, s: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
-    """``x + s v``."""
+    """Return ``x + s v``."""
     return x + s * v
 
 
 def add_normed(
     x: torch.Tensor, v: torch.Tensor, s: torch.Tensor, low: torch.Tensor, high: torch.Tensor
 ) -> torch.Tensor:
-    """``x + s |x| v``: a change of ``s`` times the stream's own length."""
+    """Return ``x + s |x| v``, a change of ``s`` times the stream's norm."""
     length: torch.Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return x + s * length * v
 
 
 def ablate(x: torch.Tensor, v: torch.Tensor, s: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
-    """``x - s (x.v) v``: at ``s = 1`` the component along ``v`` is gone."""
+    """Return ``x - s (x.v) v``; with ``s = 1`` the component along ``v`` is zero."""
     return x - s * (x * v).sum(-1, keepdim=True) * v
 
 
 def clamp(x: torch.Tensor, v: torch.Tensor, s: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
-    """``x + s (clip(c, low, high) - c) v`` with ``c = x.v``: at ``s = 1`` the component lies within the bounds."""
+    """Return ``x + s (clip(c, low, high) - c) v`` with ``c = x.v``; with ``s = 1`` the component is within bounds."""
     c = (x * v).sum(-1, keepdim=True)
     return x + s * (torch.minimum(torch.maximum(c, low), high) - c) * v
 
@@ -47,13 +47,17 @@ DEFINITIONS: dict[int, Definition] = {ops.ADD: add, ops.ADD_NORMED: add_normed, 
 
 
 def apply_tap(target: torch.Tensor, other: torch.Tensor | None, head: torch.Tensor, tables: Tables) -> None:
-    """Run one site's instructions on the stream ``target + other`` and write the change into ``target``, in place.
+    """Run one site's instructions on the stream and add the change to ``target`` in place.
 
-    ``target`` and ``other`` are ``[tokens, hidden]``, the stream's summands in model dtype (``other`` None: the stream
-    is ``target`` alone). ``head`` ``[rows + 1]`` int32 gives each row's first instruction at this site, 0 for none; its
-    row 0 is not looked into, since a token with that row has no instructions.
-    Instructions of a token run in the order in which its request gave them; a CAPTURE stores the stream as it is then
-    in the arena, at ``token_base`` plus the instruction's index, rounded to the arena's dtype.
+    The instructions of a token run in the order of its request. CAPTURE stores the current stream in the arena, at
+    ``token_base`` plus the instruction's index, rounded to the arena's dtype.
+
+    Args:
+        target: ``[tokens, hidden]`` in the model's dtype.
+        other: The stream's second summand, None if ``target`` is the whole stream.
+        head: ``[rows + 1]`` int32, the first instruction of each row at this site, 0 for none. Item 0 is ignored, since
+            row 0 has no instructions.
+        tables: The rank's device tables.
     """
     row = tables.token_row[: target.shape[0]].long()
     current = torch.where(row != 0, head[row].long(), 0)

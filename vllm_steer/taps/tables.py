@@ -1,26 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The device tables that every tap reads.
+"""Device tables that every tap reads.
 
-Allocated once, before the model is traced, and only ever written in place: a CUDA graph holds their addresses.
+They are allocated once, before the model is traced, and only written in place, since CUDA graphs hold their addresses.
 
 ==================  =======================  ==================================================================
 table               shape, dtype             meaning
 ==================  =======================  ==================================================================
-``token_row``       [tokens] int32           row of each token of the running step; 0 means no edit
-``head``            [rows + 1, sites] int32  first instruction of a row at a site, 0 for none; a column for each site
-                                             of this engine, see :attr:`Tables.column`. Row 0, which has no
-                                             instructions: how many rows have any at the site
+``token_row``       [tokens] int32           row of each token of the running step, 0 for none
+``head``            [rows + 1, sites] int32  first instruction of a row at a site, 0 for none; one column per site, see
+                                             :attr:`Tables.column`. Row 0 has no instructions; it holds the number of
+                                             rows that have instructions at the site
 ``instruction``     [n + 1, 4] int32         operation code, vector, next instruction (0 ends), unused
 ``parameter``       [n + 1, 4] float32       strength, low, high, unused
-``vector``          [vectors, hidden] f32    the pool of vectors
-``segment_start``   [requests, k] int32      first position of each segment of a request, ascending; END pads
-``segment_row``     [requests, k] int32      the row of each segment
-``row_captures``    [rows + 1] int32         how many rows of the stream each token with this row stores
-``token_base``      [tokens] int64           where in the arena a token's captured rows begin
-``arena``           [captured, hidden]       the running step's captured rows, token by token, in the model's dtype
+``vector``          [vectors, hidden] f32    pool of vectors
+``segment_start``   [requests, k] int32      first position of each segment of a request, ascending, padded with
+                                             :data:`OPEN_END`
+``segment_row``     [requests, k] int32      row of each segment
+``row_captures``    [rows + 1] int32         number of stream rows that each token with this row captures
+``token_base``      [tokens] int64           arena offset of a token's captured rows
+``arena``           [captured, hidden]       captured rows of the running step, by token, in the model's dtype
 ==================  =======================  ==================================================================
 
-Vectors are float32 whatever the model's dtype: an instruction computes in float32 and rounds once, when it writes.
+Vectors are float32 for every model dtype: instructions compute in float32 and round once, when they write.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from vllm_steer.config import SteeringConfig
 from vllm_steer.points import columns_of, points_on
 
 OPEN_END = 2**31 - 1
+"""Position after the last one of an open-ended segment."""
 
 
 def table_shapes(
@@ -46,7 +48,7 @@ def table_shapes(
     max_requests: int,
     dtype: torch.dtype,
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and dtype of every table of an engine rank."""
+    """Return the shape and dtype of every table of an engine rank."""
     rows, instructions, segments = config.max_rows + 1, config.max_instructions + 1, config.max_segments
     return {
         "token_row": ((max_tokens,), torch.int32),
@@ -63,12 +65,12 @@ def table_shapes(
 
 
 def table_bytes(shapes: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> dict[str, int]:
-    """Bytes of each table."""
+    """Return the size of each table in bytes."""
     return {name: prod(shape) * dtype.itemsize for name, (shape, dtype) in shapes.items()}
 
 
 class Tables:
-    """All tables of one engine rank, and the host-side facts that let a step skip them."""
+    """All tables of one engine rank, and the host-side state that lets a step skip taps."""
 
     token_row: torch.Tensor
     head: torch.Tensor
@@ -94,7 +96,7 @@ class Tables:
     ) -> None:
         self.device = device
         self.num_sites = num_sites
-        # The points that this engine has, and the column of each site: programs number the sites of all points.
+        # Programs number the sites of all points; ``column`` maps them to the columns of this engine's points.
         self.points = points_on(config.points)
         self.column = columns_of(self.points, num_sites // len(self.points))
         shapes = table_shapes(
@@ -105,31 +107,30 @@ class Tables:
             max_requests=max_requests,
             dtype=dtype,
         )
-        for name, (shape, of) in shapes.items():
-            setattr(self, name, torch.zeros(shape, dtype=of, device=device))
+        for name, (shape, table_dtype) in shapes.items():
+            setattr(self, name, torch.zeros(shape, dtype=table_dtype, device=device))
         self.segment_start.fill_(OPEN_END)
-        # How many placed rows have an instruction at each site.
+        # Number of rows with instructions, by column.
         self.site_users = [0] * num_sites
-        # Which sites' taps launch, by number. A captured graph replays what was launched when it was captured; wherever
-        # Python runs, this follows the step.
+        # Truthy for each column whose tap launches. CUDA graphs replay the launches of their capture instead.
         self.no_sites = (False,) * num_sites
         self.active_sites: Sequence[object] = self.no_sites
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tables together."""
+        """Total size in bytes."""
         return sum(table.nbytes for _, table in self.named_tensors())
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tables by name."""
+        """Return the tables by name."""
         return ((name, value) for name, value in vars(self).items() if isinstance(value, torch.Tensor))
 
     def site_head(self, site: int) -> torch.Tensor:
-        """``head`` of one column ``[rows + 1]``: a view, whose storage offset is the column's number."""
+        """Return one column of ``head``, ``[rows + 1]``: a view whose storage offset is the column's number."""
         return self.head[:, site]
 
-    def saved(self) -> dict[str, torch.Tensor]:
-        """A copy of all tables in host memory, by name; without the arena, whose rows belong to a step."""
+    def save(self) -> dict[str, torch.Tensor]:
+        """Return copies of all tables in host memory, except the arena, whose contents belong to one step."""
         return {
             name: value.to("cpu", copy=True)
             for name, value in vars(self).items()
@@ -137,10 +138,10 @@ class Tables:
         }
 
     def restore(self, saved: Mapping[str, torch.Tensor]) -> None:
-        """Write back, in place, what :meth:`saved` returned."""
+        """Restore the contents that :meth:`save` returned, in place."""
         for name, value in saved.items():
             getattr(self, name).copy_(value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tables:
-        """One set of tables per rank: a copied configuration still points to the same ones."""
+        """Return the same object, so that a copy of vLLM's configuration refers to the same tables."""
         return self

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tap: the module at a site, and the custom op through which torch.compile and CUDA graphs see it.
+"""The tap: the module at a site, and its custom op.
 
-The op is opaque to the compiler and mutates one summand of the stream. Its site is an argument tensor (a view into the
-tables), not a number or a name, so that all layers of a model trace to the same graph and share compiled code. The
-tables are found at run time, in vLLM's forward context, so nothing process-global is baked into compiled code.
+The op is opaque to torch.compile and mutates one summand of the stream. It receives its site as a tensor, a view of the
+tables, instead of a number or name, so all layers of a model trace to the same graph and share compiled code. At run
+time it finds the tables in vLLM's forward context, so compiled code refers to no global state.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ CONTEXT_KEY = "vllm_steer.tables"
 
 
 def _summands(target: torch.Tensor, other: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Both as ``[tokens, hidden]``: the Transformers backend runs decoder layers on ``[1, tokens, hidden]``."""
+    """Return both as ``[tokens, hidden]``. The Transformers backend runs layers on ``[1, tokens, hidden]``."""
     return target.view(-1, target.shape[-1]), None if other is None else other.view(-1, other.shape[-1])
 
 
 def _launches(tables: Tables, head: torch.Tensor, second: torch.Tensor | None) -> bool:
-    launch = tables.active_sites
-    return bool(launch[int(head.storage_offset())] or (second is not None and launch[int(second.storage_offset())]))
+    """Return whether one of the sites is active. The storage offset of a site's view is its column in the tables."""
+    active = tables.active_sites
+    return bool(active[int(head.storage_offset())] or (second is not None and active[int(second.storage_offset())]))
 
 
 def _tap_cpu(target: torch.Tensor, other: torch.Tensor | None, head: torch.Tensor, second: torch.Tensor | None) -> None:
@@ -61,18 +62,25 @@ if torch.version.cuda is not None:
 
 
 class Tap(nn.Module):
-    """Edits the stream at one site.
+    """Module that edits and captures the stream at one site.
 
-    ``forward(target, other)``: the stream is ``target + other`` (``other`` None: ``target`` alone); the change is added
-    to ``target`` in place, before whatever consumes the two.
+    Args:
+        tables: The rank's device tables.
+        site: Column of the site in the tables.
     """
 
     head: torch.Tensor
 
     def __init__(self, tables: Tables, site: int) -> None:
         super().__init__()
-        # Not persistent: weight loaders and reloads must not see it.
+        # Not persistent, so that weight loaders ignore it.
         self.register_buffer("head", tables.site_head(site), persistent=False)
 
     def forward(self, target: torch.Tensor, other: torch.Tensor | None = None) -> None:
+        """Apply the edits to the stream in place, ahead of the module that consumes it.
+
+        Args:
+            target: ``[tokens, hidden]`` in the model's dtype; receives the change.
+            other: The stream's second summand, None if ``target`` is the whole stream.
+        """
         torch.ops.vllm_steer.tap(target, other, self.head, None)

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tap as one Triton kernel: a program per token, which leaves at once where its row has nothing to do here.
+"""Triton kernel of the tap; :mod:`vllm_steer.taps.reference` is the definition.
 
-Two sites with nothing between them are one launch: most of what a tap costs is being launched.
-
-The definition is :mod:`vllm_steer.taps.reference`. Arithmetic is float32 with one rounding, when the summand is
-written.
+The kernel has one program per token, which returns early if the token's row has no instructions at the site. One launch
+can serve two adjacent sites, since most of a tap's cost is its launch. Arithmetic is float32, with one rounding when
+the summand is written.
 """
 
 from __future__ import annotations
@@ -22,19 +21,19 @@ from vllm_steer.taps.tables import Tables
 _ADD, _ADD_NORMED, _ABLATE = (tl.constexpr(code) for code in (ops.ADD, ops.ADD_NORMED, ops.ABLATE))
 _CAPTURE = tl.constexpr(ops.CAPTURE)
 _CACHE_HINT = "evict_last"
-"""What the L2 cache is asked to do with the tables: a tap's small loads wait for one another, and between two taps of a
-step, weights of half a layer go through the cache."""
+"""Cache policy of the tables. A tap's small loads depend on one another, and between two taps of a step the weights of
+half a layer pass through the L2 cache."""
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _fetch(instruction, parameter, vector, index, hidden, column, HINT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Code, operand, successor, strength and vector of an instruction; zeros where there is none."""
+    """Load code, operand, successor, strength and vector of an instruction, or zeros for instruction 0."""
     record, real = index.to(tl.int64) * 4, index != 0
     code = tl.load(instruction + record, mask=real, other=0, eviction_policy=HINT)
     which = tl.load(instruction + record + 1, mask=real, other=0, eviction_policy=HINT).to(tl.int64)
     following = tl.load(instruction + record + 2, mask=real, other=0, eviction_policy=HINT)
     strength = tl.load(parameter + record, mask=real, other=0.0, eviction_policy=HINT)
-    # A capture has no vector.
+    # CAPTURE has no vector.
     width = tl.where(real & (code != _CAPTURE), hidden, 0)
     v = tl.load(vector + which * hidden + column, mask=column < width, other=0.0)
     return code, which, following, strength, v
@@ -50,7 +49,7 @@ def _tap_kernel(  # type: ignore[no-untyped-def]
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < hidden
-    # Row 0 of a head says whether any row uses the site: fetched beside the token's row, not after it.
+    # Row 0 of a head counts the rows that use the site. It is loaded together with the token's row, not after it.
     users = tl.load(head, eviction_policy=HINT)
     later_users = users
     if HAS_SECOND:
@@ -58,7 +57,7 @@ def _tap_kernel(  # type: ignore[no-untyped-def]
     row = tl.load(token_row + token, eviction_policy=HINT)
     if (users | later_users) == 0:
         if OVERLAP:
-            # What follows waits for this kernel alone: it must not end before the one in front of it.
+            # The next kernel waits only for this one, so this one must not end before the previous one.
             tl.extra.cuda.gdc_wait()
         return
     first = row.to(tl.int64) * head_stride
@@ -69,14 +68,14 @@ def _tap_kernel(  # type: ignore[no-untyped-def]
         alone = current == 0
         current = tl.where(alone, later, current)
         later = tl.where(alone, 0, later)
-    # The first instructions and their vectors: nothing that the forward pass writes, so these are fetched ahead of it.
+    # The forward pass does not write instructions and vectors, so they are loaded before the previous kernel ends.
     code, which, following, strength, v = _fetch(instruction, parameter, vector, current, hidden, column, HINT)
     if HAS_SECOND:
         later_code, later_which, later_following, later_strength, later_v = _fetch(
             instruction, parameter, vector, later, hidden, column, HINT
         )
     if OVERLAP:
-        # From here on the kernel in front must be done.
+        # Wait for the previous kernel, which writes the stream.
         tl.extra.cuda.gdc_wait()
     if current == 0:
         return
@@ -112,7 +111,7 @@ def _tap_kernel(  # type: ignore[no-untyped-def]
         current = following
         if HAS_SECOND:
             if (current == 0) & (later != 0):
-                # The second site reads what the first one has written: rounded.
+                # The second site reads the rounded output of the first.
                 before = (before + (x - start)).to(target.dtype.element_ty).to(tl.float32)
                 x = before
                 if HAS_OTHER:
@@ -134,8 +133,10 @@ def _tap_kernel(  # type: ignore[no-untyped-def]
 
 @cache
 def _overlaps(device: torch.device) -> bool:
-    """Whether a kernel can be launched while the one in front of it still runs (programmatic dependent launch, from
-    compute capability 9.0 on): most of what a tap with nothing to do costs is the gap between two kernels."""
+    """Return whether the device supports programmatic dependent launch (compute capability 9.0 and later).
+
+    It starts a kernel while the previous one still runs. Most of the cost of an idle tap is the gap between kernels.
+    """
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
@@ -146,10 +147,14 @@ def launch_tap(
     tables: Tables,
     second: torch.Tensor | None = None,
 ) -> None:
-    """The same as :func:`vllm_steer.taps.reference.apply_tap`, as one launch: no sync, no allocation, graph-safe.
+    """Run :func:`vllm_steer.taps.reference.apply_tap` as one kernel, without a sync or an allocation.
 
-    ``target``, ``other`` ``[tokens, hidden]``, rows contiguous, in bf16, fp16 or fp32; hidden at most 65,536.
-    ``second``: the head of a site that follows with nothing in between, whose instructions run after the first one's.
+    Args:
+        target: ``[tokens, hidden]`` with contiguous rows in bf16, fp16 or fp32, hidden at most 65,536.
+        other: The stream's second summand, None if ``target`` is the whole stream.
+        head: First instructions of the site's rows.
+        tables: The rank's device tables.
+        second: Like ``head``, of an adjacent site whose instructions run after those of the first.
     """
     tokens, hidden = target.shape
     if tokens == 0:
@@ -184,7 +189,7 @@ def launch_tap(
 
 
 def warm_up(tables: Tables, dtype: torch.dtype) -> None:
-    """Compile what a step launches, so that the first steered request does not wait for it."""
+    """Compile the kernel in all its variants, so that the first steered request does not wait for it."""
     target = torch.zeros(1, tables.vector.shape[1], dtype=dtype, device=tables.device)
     head = tables.site_head(0)
     for other in (None, target):

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run the self-check's requests in a worker as real steps without a scheduler.
+
+vLLM's dummy runs write no keys and values, so they would leave attention unchecked. vLLM warms up its kernels with
+scheduler-less steps too (``v1/worker/gpu/warmup.py``). All ranks run the same steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+
+from vllm_steer.capture.step_rows import StepRows
+from vllm_steer.config import SteeringConfig
+from vllm_steer.engine.worker_manager import WorkerSteeringManager
+from vllm_steer.models.self_check_plan import NEEDED, TOKENS, Probe, Rows, Site, prompt_of
+from vllm_steer.params import EXTRA_KEY
+from vllm_steer.points import POINT_NAMES
+from vllm_steer.program import compile_program
+
+_MAX_REQUESTS = 32
+"""Most requests of one step."""
+_REQUEST_PREFIX = "_steering_self_check_"
+
+
+def can_disable_connector(worker: Any) -> bool:
+    """Return whether the runner can run steps without its KV connector."""
+    return hasattr(getattr(worker.model_runner, "kv_connector", None), "set_disabled")
+
+
+def allocate_blocks(worker: Any) -> list[tuple[list[int], ...]]:
+    """Return KV block ids by cache group for each request of a step, for as many requests as fit.
+
+    Block 0 is vLLM's null block.
+    """
+    cache = worker.model_runner.kv_cache_config
+    positions = TOKENS + worker.vllm_config.num_lookahead_tokens
+    counts = []
+    for group in cache.kv_cache_groups:
+        spec = group.kv_cache_spec
+        counts.append(-(-positions // spec.block_size) + getattr(spec, "num_speculative_blocks", 0))
+    requests: list[tuple[list[int], ...]] = []
+    free = 1
+    while len(requests) < _MAX_REQUESTS and (not counts or free + sum(counts) <= cache.num_blocks):
+        ids = []
+        for count in counts:
+            ids.append(list(range(free, free + count)))
+            free += count
+        requests.append(tuple(ids))
+    return requests
+
+
+class ProbeRunner:
+    """Runs probes through the worker's own ``execute_model``. Call :meth:`finish` at the end."""
+
+    def __init__(self, worker: Any, steering: WorkerSteeringManager, config: SteeringConfig) -> None:
+        self._worker, self._steering, self._config = worker, steering, config
+        self._vocab_size = worker.vllm_config.model_config.get_vocab_size()
+        self._blocks = allocate_blocks(worker)
+        self._running: set[str] = set()
+        self._num_requests = 0
+
+    def run(self, probes: Sequence[Probe]) -> list[tuple[Probe, dict[Site, Rows]]]:
+        """Run probes in as few steps as the engine's limits allow.
+
+        Returns:
+            Each probe with the rows it read, ``[TOKENS, hidden]`` float64 by site. Sites of other pipeline stages are
+            missing; positions that were not stored are NaN.
+        """
+        size = self._batch_size(probes)
+        batches = [probes[start : start + size] for start in range(0, len(probes), size)]
+        return [result for batch in batches for result in self._step(batch)]
+
+    def run_to_end(self, probe: Probe) -> Rows | None:
+        """Run one probe and return its final hidden states, None on pipeline stages before the last."""
+        found: list[Rows | None] = []
+        self._step([probe], lambda: found.append(self._hidden_states()))
+        return found[0]
+
+    def finish(self) -> None:
+        """Remove the last step's requests from the runner."""
+        output = SchedulerOutput.make_empty()
+        output.finished_req_ids, self._running = self._running, set()
+        self._execute(output)
+
+    def _batch_size(self, probes: Sequence[Probe]) -> int:
+        config, scheduler = self._config, self._worker.vllm_config.scheduler_config
+        reads = max([1, *(len(probe.reads) for probe in probes)])
+        size: int = min(
+            len(self._blocks),
+            scheduler.max_num_seqs,
+            scheduler.max_num_batched_tokens // TOKENS,
+            config.max_rows // NEEDED["max_rows"],
+            config.max_vectors // NEEDED["max_vectors"],
+            config.max_instructions // max(NEEDED["max_instructions"], reads),
+            config.capture_rows // (TOKENS * reads),
+        )
+        return max(size, 1)
+
+    def _step(
+        self, probes: Sequence[Probe], after_forward: Callable[[], None] | None = None
+    ) -> list[tuple[Probe, dict[Site, Rows]]]:
+        names = [f"{_REQUEST_PREFIX}{self._num_requests + n}" for n in range(len(probes))]
+        self._num_requests += len(probes)
+        output = SchedulerOutput.make_empty()
+        output.scheduled_new_reqs = [
+            self._request(name, probe, blocks) for name, probe, blocks in zip(names, probes, self._blocks, strict=False)
+        ]
+        output.num_scheduled_tokens = dict.fromkeys(names, TOKENS)
+        output.total_num_scheduled_tokens = TOKENS * len(names)
+        output.finished_req_ids, self._running = self._running, set(names)
+        output.num_spec_tokens_to_schedule = self._worker.vllm_config.num_speculative_tokens
+        self._steering.tables.arena.fill_(torch.nan)
+        self._execute(output)
+        if after_forward is not None:
+            # Before sampling: a drafter's graphs may share memory with the model's.
+            after_forward()
+        pending = self._steering.capture.take_rows()
+        self._worker.sample_tokens(None)
+        # Probes project nothing, so their rows have one format.
+        (step,) = (None,) if pending is None else pending.wait()
+        return [
+            (probe, {} if step is None else self._rows(step, name)) for name, probe in zip(names, probes, strict=True)
+        ]
+
+    def _hidden_states(self) -> Rows | None:
+        state = self._worker.model_runner.execute_model_state
+        hidden = None if state is None else state.hidden_states
+        return None if hidden is None else hidden[:TOKENS].double().cpu().numpy()
+
+    def _request(self, name: str, probe: Probe, blocks: tuple[list[int], ...]) -> NewRequestData:
+        params = SamplingParams(temperature=0.0, max_tokens=1)
+        if probe.edits or probe.reads:
+            params.extra_args = {EXTRA_KEY: compile_program(probe.edits, probe.captures()).to_bytes()}
+        prompt = prompt_of(self._vocab_size, probe.donor)
+        return NewRequestData(
+            req_id=name,
+            prompt_token_ids=prompt,
+            mm_features=[],
+            sampling_params=params,
+            pooling_params=None,
+            block_ids=blocks,
+            num_computed_tokens=0,
+            lora_request=None,
+            prefill_token_ids=prompt,
+        )
+
+    def _rows(self, step: StepRows, name: str) -> dict[Site, Rows]:
+        dtype = self._steering.tables.arena.dtype
+        found: dict[Site, Rows] = {}
+        for entry in step.index.entries_by_request.get(name, ()):
+            codes, start, count = step.index.codes[entry], int(step.start[entry]), int(step.count[entry])
+            rows = torch.from_numpy(step.rows_of(entry).copy()).view(dtype).double().numpy()
+            rows = rows.reshape(count, len(codes), -1)
+            for index, code in enumerate(codes):
+                layer, point = divmod(code // 2, len(POINT_NAMES))
+                site = POINT_NAMES[point], layer
+                at_site = found.setdefault(site, np.full((TOKENS, rows.shape[-1]), np.nan))
+                at_site[start : start + count] = rows[:, index]
+        return found
+
+    def _execute(self, output: SchedulerOutput) -> None:
+        """Run a step without the KV connector; vLLM's worker handles pipeline stages."""
+        connector: Any = getattr(self._worker.model_runner, "kv_connector", None)
+        if not can_disable_connector(self._worker):
+            self._worker.execute_model(output)
+            return
+        connector.set_disabled(True)
+        try:
+            self._worker.execute_model(output)
+        finally:
+            connector.set_disabled(False)
