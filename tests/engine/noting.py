@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A backend of Dynamo that runs what it is given as it is, and notes it."""
+"""A Dynamo backend that runs graphs unchanged and records their code."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 CODES: list[str] = []
-"""The code of each graph, in the order in which they were compiled."""
+"""Code of each graph, in compilation order."""
 
 
 def noting(graph: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
