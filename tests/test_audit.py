@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every change of the registry is recorded once, with who made it; nothing else is."""
+"""Tests of the audit log: every change is recorded once, with its actor."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ REFUSED: list[tuple[str, str, dict[str, Any]]] = [
 
 @pytest.fixture
 def lines() -> Iterator[list[str]]:
-    """What is written to the documented logger."""
+    """Return the lines written to the documented logger."""
     written: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: written.append(record.getMessage())  # type: ignore[method-assign]
@@ -82,7 +82,7 @@ def ours() -> SteeringRegistry:
 
 
 def with_key(app: ASGIApp, name: str | None) -> ASGIApp:
-    """The application behind a check of keys that let in the one with that name."""
+    """Return the application behind an authentication that accepts a key of that name."""
 
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
         with use_key(None if name is None else Key(name, "0" * 64, "s" * 32, tuple(Right))):
@@ -100,8 +100,8 @@ async def ask(ours: SteeringRegistry, method: str, path: str, key: str | None = 
         return await client.request(method, path.replace("{name}", "there"), **fields)
 
 
-def test_every_route_that_changes_anything_is_here() -> None:
-    """Catches a new way to change something of which these tests know nothing."""
+def test_covers_every_changing_route() -> None:
+    """Catches a new route for changes that the tests of this file do not cover."""
     routes = {(m, r.path) for r in make_router(registry(), 1).routes for m in r.methods}  # type: ignore[attr-defined]
     assert {route for route in routes if route[0] not in ("GET", "HEAD")} == set(CHANGES)
 
@@ -110,10 +110,10 @@ def test_every_route_that_changes_anything_is_here() -> None:
     ("method", "path", "fields"), [(*route, fields) for route, each in CHANGES.items() for fields in each]
 )
 @pytest.mark.parametrize("key", [None, "alice"])
-async def test_a_change_is_recorded_once(
+async def test_records_each_change_once(
     ours: SteeringRegistry, lines: list[str], method: str, path: str, fields: dict[str, Any], key: str | None
 ) -> None:
-    """Catches a change without a record, one with two, and one that says another doer, place, thing or state."""
+    """Catches a missing or repeated record, and one with the wrong actor, address, object or epoch."""
     before = ours.status().epoch
     lines.clear()
     answer = (await ask(ours, method, path, key, **fields)).json()
@@ -128,8 +128,8 @@ async def test_a_change_is_recorded_once(
     assert record["time"].endswith("+00:00")
 
 
-async def test_what_changes_nothing_is_recorded_as_that(ours: SteeringRegistry, lines: list[str]) -> None:
-    """Catches a repeated change that looks like a second one."""
+async def test_records_repeated_change_with_equal_epochs(ours: SteeringRegistry, lines: list[str]) -> None:
+    """Catches a repeated change that is recorded as another change."""
     for _ in range(2):
         await ask(ours, "POST", MODULES, json={"name": "calm", "base": BASE})
     first, second = map(json.loads, lines[-2:])
@@ -137,25 +137,25 @@ async def test_what_changes_nothing_is_recorded_as_that(ours: SteeringRegistry, 
 
 
 @pytest.mark.parametrize(("method", "path", "fields"), REFUSED)
-async def test_a_refusal_is_not_recorded(
+async def test_does_not_record_rejected_changes(
     ours: SteeringRegistry, lines: list[str], method: str, path: str, fields: dict[str, Any]
 ) -> None:
-    """Catches a record of something that never was."""
+    """Catches a record of a change that never happened."""
     lines.clear()
     assert 400 <= (await ask(ours, method, path, **fields)).status_code < 500
     assert lines == []
 
 
 @pytest.mark.parametrize("path", [MODULES, f"{MODULES}/there", SET])
-async def test_to_look_is_not_recorded(ours: SteeringRegistry, lines: list[str], path: str) -> None:
-    """Catches a log in which changes are hard to find."""
+async def test_does_not_record_reads(ours: SteeringRegistry, lines: list[str], path: str) -> None:
+    """Catches a log in which reads hide the changes."""
     lines.clear()
     assert (await ask(ours, "GET", path)).status_code == 200
     assert lines == []
 
 
-def test_changes_without_http(ours: SteeringRegistry, lines: list[str], tmp_path: Path) -> None:
-    """Catches changes that only routes record, and modules of the start that look like somebody's."""
+def test_records_changes_without_http(ours: SteeringRegistry, lines: list[str], tmp_path: Path) -> None:
+    """Catches changes that only routes record, and modules of the server start attributed to a client."""
     path = tmp_path / "calm.safetensors"
     path.write_bytes(write_module(module(5)))
     lines.clear()
@@ -169,8 +169,8 @@ def test_changes_without_http(ours: SteeringRegistry, lines: list[str], tmp_path
     ]
 
 
-async def test_two_callers_at_once_are_told_apart(ours: SteeringRegistry, lines: list[str]) -> None:
-    """Catches a name that is kept for the process, and not for the request."""
+async def test_distinguishes_concurrent_callers(ours: SteeringRegistry, lines: list[str]) -> None:
+    """Catches a name that is stored per process instead of per request."""
     lines.clear()
     names = [f"key-{i}" for i in range(8)]
     bodies = [{"name": name, "base": {"post_block": {"1": pack_vector(vector(i))}}} for i, name in enumerate(names)]
@@ -180,8 +180,8 @@ async def test_two_callers_at_once_are_told_apart(ours: SteeringRegistry, lines:
     assert all(r["who"] == r["name"] for r in records)
 
 
-async def test_nobody_writes_lines_of_their_own(ours: SteeringRegistry, lines: list[str]) -> None:
-    """Catches text of a client that could end a line, or vectors in a log."""
+async def test_escapes_client_text(ours: SteeringRegistry, lines: list[str]) -> None:
+    """Catches client text that ends a line, and vectors in the log."""
     lines.clear()
     about = {"description": 'calm\n{"event":"clear"}\u2028\x1b[2J', "provenance": {"a\r\n": "b"}}
     await ask(ours, "POST", MODULES, "ev\nil\u2028", json={"name": "calm", "base": BASE, **about})
@@ -191,14 +191,14 @@ async def test_nobody_writes_lines_of_their_own(ours: SteeringRegistry, lines: l
     assert len(line) < 400
 
 
-def test_the_guide_has_every_field() -> None:
-    """Catches a record that the guide describes otherwise."""
+def test_guide_documents_every_field() -> None:
+    """Catches a record that differs from its documentation."""
     (table,) = (t for t in tables(read("docs/guides/operating.md")) if t[0] == ["field", "what it says"])
     assert dict(table[1:]) == {name: text.replace("`", "") for name, text in audit.FIELDS.items()}
 
 
-def test_a_changed_file_of_keys_is_recorded(lines: list[str], tmp_path: Path) -> None:
-    """Catches keys that come and go without a record, a broken file that counts as a change, and secrets in a log."""
+def test_records_changed_key_file(lines: list[str], tmp_path: Path) -> None:
+    """Catches unrecorded changes of keys, a broken file recorded as a change, and secrets in the log."""
     path = tmp_path / "keys.json"
     alice, secret = generate_key("alice", (), {})
     bob, _ = generate_key("bob", (), {})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The example of a third party's consumer: its package names it rightly, and it does what it says."""
+"""The example package of a custom consumer."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ FOLDER = Path(__file__).parents[2] / "examples" / "capture_consumer"
 
 
 @pytest.fixture
-def as_installed(monkeypatch):
-    """The entry point of its pyproject, as `importlib.metadata` would show it, and its module on the path."""
+def installed(monkeypatch):
+    """Make the package importable and offer its entry point. Returns the consumer's name."""
     project = tomllib.loads((FOLDER / "pyproject.toml").read_text())["project"]
     ((name, value),) = project["entry-points"][ENTRY_POINT_GROUP].items()
     monkeypatch.syspath_prepend(str(FOLDER))
@@ -27,8 +27,9 @@ def as_installed(monkeypatch):
     return name
 
 
-def test_it_keeps_the_mean_of_all_rows(as_installed, tmp_path):
-    consumer = make_consumer(as_installed, {"out": str(tmp_path / "mean.safetensors")})
+def test_mean_of_all_rows(installed, tmp_path):
+    """Catches means of the last request, and requests without rows counted."""
+    consumer = make_consumer(installed, {"out": str(tmp_path / "mean.safetensors")})
     requests = [captured(f"r{i}", seed=i, rows=rows) for i, rows in enumerate((5, 0, 2))]
     reports = [consumer.accept(request) for request in requests]
     consumer.close()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When consumers start on a finished sample."""
+"""Delivery of finished samples to consumers, and closing of consumers."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ from vllm_steer.capture.row_assembler import RowChunk
 from vllm_steer.spec import CaptureSpec
 
 SPEC = CaptureSpec(hooks={"post_block": [0]})
+TO_FILE = (("filesystem", SPEC),)
 
 
-class Noted:
-    """A consumer that says when it starts."""
+class RecordingConsumer:
+    """A consumer that signals when it starts."""
 
     def __init__(self) -> None:
         self.started = threading.Event()
@@ -37,63 +38,64 @@ class Noted:
         self.started.set()
 
 
-def test_no_consumer_starts_while_outputs_are_processed() -> None:
-    """Catches a consumer's thread that contends with the one that processes outputs, and one that waits for ever after
-    an error there."""
-    desk, noted = CaptureManager(CAPABILITIES, "a model with one consumer", {}), Noted()
-    desk._consumers["memory"] = noted  # type: ignore[assignment]
+def test_pause_consumers() -> None:
+    """Catches a consumer that runs while outputs are processed, and one that never runs after an exception there."""
+    manager, consumer = CaptureManager(CAPABILITIES, "a model with one consumer", {}), RecordingConsumer()
+    manager._consumers["memory"] = consumer  # type: ignore[assignment]
     about = {"request_id": "a", "sample": 0, "prompt_token_ids": (1, 2), "output_token_ids": (3,)}
-    with pytest.raises(RuntimeError), desk.pause_consumers():
-        results = desk.submit(desk.new_assembler(), (("memory", SPEC),), **about)
-        assert not noted.started.wait(0.2)
+    with pytest.raises(RuntimeError), manager.pause_consumers():
+        results = manager.submit(manager.new_assembler(), (("memory", SPEC),), **about)
+        assert not consumer.started.wait(0.2)
         raise RuntimeError
     assert results["memory"].status == "partial"
-    assert noted.started.is_set()
-    desk.close()
+    assert consumer.started.is_set()
+    manager.close()
 
 
-def test_results_can_be_copied_and_sent() -> None:
-    """Catches outputs that vLLM's users send to other processes, and that cannot be where something was captured."""
-    desk = CaptureManager(CAPABILITIES, "a model whose results travel", {})
-    assembler = desk.new_assembler()
+def test_results_can_be_copied_and_pickled() -> None:
+    """Catches vLLM outputs that cannot be sent to another process once they carry results."""
+    manager = CaptureManager(CAPABILITIES, "a model whose results travel", {})
+    assembler = manager.new_assembler()
     width = CAPABILITIES.hidden_size
     rows = np.arange(2 * width, dtype=CAPABILITIES.dtype).reshape(2, width)
     assembler.add([RowChunk("a", 0, 2, (code_of("post_block", 0),), rows.view(np.uint8))])
     spec = CaptureSpec(hooks={"post_block": [0]}, positions="all")
     about = {"request_id": "a", "sample": 0, "prompt_token_ids": (1, 2), "output_token_ids": (3,)}
-    results = desk.submit(assembler, (("memory", spec),), **about)
-    for made in (pickle.loads(pickle.dumps(results)), copy.deepcopy(results)):  # noqa: S301
-        assert made["memory"].status == "ok"
-        assert made["memory"].data.spec == spec
-        assert made["memory"].positions("post_block", 0).tolist() == [0, 1]
-        assert torch.equal(made["memory"].tensor("post_block", 0), torch.from_numpy(rows))
-    desk.close()
+    results = manager.submit(assembler, (("memory", spec),), **about)
+    for copied in (pickle.loads(pickle.dumps(results)), copy.deepcopy(results)):  # noqa: S301
+        assert copied["memory"].status == "ok"
+        assert copied["memory"].data.spec == spec
+        assert copied["memory"].positions("post_block", 0).tolist() == [0, 1]
+        assert torch.equal(copied["memory"].tensor("post_block", 0), torch.from_numpy(rows))
+    manager.close()
 
 
 class Engine:
-    """Something that only the garbage collector ends."""
+    """An object in a reference cycle, which only the garbage collector frees."""
 
     def __init__(self) -> None:
         self.itself = self
 
 
-@pytest.mark.parametrize("busy_with", ["append", "seal"])
-def test_an_engine_may_end_in_a_consumers_thread(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, busy_with: str
+@pytest.mark.parametrize("method_name", ["append", "seal"])
+def test_engine_is_collected_in_a_consumers_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method_name: str
 ) -> None:
-    """Catches a file of many requests that never appears: the garbage collector comes while a consumer's own thread,
-    or its timer's, is at it, and finds there that the engine is to be closed."""
-    options = {"root": str(tmp_path), "layout": "packed", "max_seconds": 1 if busy_with == "seal" else 600}
-    desk = CaptureManager(CAPABILITIES, "a model with files", {"filesystem": options})
+    """Catches a deadlock, and so a file that never appears.
+
+    The garbage collector finalizes the engine in the consumer's thread, or in its timer's, while that writes the file.
+    """
+    options = {"root": str(tmp_path), "layout": "packed", "max_seconds": 1 if method_name == "seal" else 600}
+    manager = CaptureManager(CAPABILITIES, "a model with files", {"filesystem": options})
     engine = Engine()
-    ended = weakref.finalize(engine, desk.close_from_finalizer)
-    method = getattr(PackedFile, busy_with)
-    monkeypatch.setattr(PackedFile, busy_with, lambda *args: (gc.collect(), method(*args))[1])
+    ended = weakref.finalize(engine, manager.close_from_finalizer)
+    method = getattr(PackedFile, method_name)
+    monkeypatch.setattr(PackedFile, method_name, lambda *args: (gc.collect(), method(*args))[1])
     about = {"request_id": "a", "sample": 0, "prompt_token_ids": (1, 2), "output_token_ids": (3,)}
     gc.disable()
     try:
         del engine
-        assert desk.submit(desk.new_assembler(), (("filesystem", SPEC),), **about)["filesystem"].status == "partial"
+        assert manager.submit(manager.new_assembler(), TO_FILE, **about)["filesystem"].status == "partial"
         deadline = time.monotonic() + 20
         while not list(tmp_path.glob("*.safetensors")) and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -101,4 +103,4 @@ def test_an_engine_may_end_in_a_consumers_thread(
         gc.enable()
     assert not ended.alive
     assert [request.request_id for request in open_captures(tmp_path)] == ["a"]
-    assert "is closed" in str(desk.submit(desk.new_assembler(), (("filesystem", SPEC),), **about)["filesystem"].error)
+    assert "is closed" in str(manager.submit(manager.new_assembler(), TO_FILE, **about)["filesystem"].error)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole steps in the front end's process, and what each request takes out of them."""
+"""Splitting of buffered steps by request in the front end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CODES = (4, 10)
 def step(
     position: int, *names: str, codes: tuple[int, ...] = CODES, count: int = 1, projection: bytes = b""
 ) -> StepRows:
-    """A step in which each request stores ``count`` positions; a row says whose it is, where, and of which site."""
+    """Return a step with ``count`` positions per request. Rows identify request, position and site."""
     rows = [(ord(name), position + i, code) for name in names for i in range(count) for code in codes]
     return StepRows(
         RowIndex(names, (codes,) * len(names), projection),
@@ -37,30 +37,30 @@ def step(
     )
 
 
-def carrier(step: StepRows) -> EngineCoreOutput:
+def rows_output(step: StepRows) -> EngineCoreOutput:
     return EngineCoreOutput(ROWS_REQUEST_ID, [], kv_transfer_params=encode_step(step), routed_experts=step.rows)
 
 
 class FrontEnd:
-    """An inbox and the assemblers of the requests that run."""
+    """A receiver and the assemblers of running requests."""
 
-    def __init__(self, *live: str) -> None:
-        self.box = RowReceiver()
-        self.live = {name: RowAssembler(2, 4, torch.float32) for name in live}
-        for name, assembler in self.live.items():
-            self.box.add_request(name, assembler)
+    def __init__(self, *request_ids: str) -> None:
+        self.receiver = RowReceiver()
+        self.assemblers = {name: RowAssembler(2, 4, torch.float32) for name in request_ids}
+        for name, assembler in self.assemblers.items():
+            self.receiver.add_request(name, assembler)
 
     def step(self, *steps: StepRows) -> None:
-        of_a_request = EngineCoreOutput("x", [])
-        assert self.box.receive([*map(carrier, steps), of_a_request]) == [of_a_request]
+        other = EngineCoreOutput("x", [])
+        assert self.receiver.receive([*map(rows_output, steps), other]) == [other]
 
-    def got(self, name: str) -> list[RowChunk]:
-        chunks = self.live[name]._chunks
+    def chunks(self, name: str) -> list[RowChunk]:
+        chunks = self.assemblers[name]._chunks
         return [msgspec.structs.replace(chunk, rows=bytes(memoryview(chunk.rows).cast("B"))) for chunk in chunks]
 
-    def end(self, name: str) -> list[RowChunk]:
-        self.box.finish_request(name)
-        return self.got(name)
+    def finish(self, name: str) -> list[RowChunk]:
+        self.receiver.finish_request(name)
+        return self.chunks(name)
 
 
 def expected(name: str, start: int, count: int, codes: tuple[int, ...] = CODES, projection: bytes = b"") -> RowChunk:
@@ -68,95 +68,94 @@ def expected(name: str, start: int, count: int, codes: tuple[int, ...] = CODES, 
     return RowChunk(name, start, count, codes, rows, projection)
 
 
-def test_a_request_takes_its_own_rows_when_it_ends() -> None:
-    """Catches rows of a neighbour, rows that are lost between steps, and rows that are handed out twice."""
+def test_finished_request_takes_its_rows() -> None:
+    """Catches rows of a neighbour, rows lost between steps, and rows delivered twice."""
     front = FrontEnd("a", "b")
     front.step(step(0, "a", "b", count=3))
     front.step(step(3, "b", "a"))
     front.step(step(4, "a", "b"))
-    assert front.end("a") == [expected("a", 0, 5)]
+    assert front.finish("a") == [expected("a", 0, 5)]
     front.step(step(5, "b"))
-    assert front.end("b") == [expected("b", 0, 6)]
-    assert front.box.num_bytes == 0
+    assert front.finish("b") == [expected("b", 0, 6)]
+    assert front.receiver.num_bytes == 0
 
 
-def test_positions_that_come_again_are_a_chunk_of_their_own() -> None:
-    """Catches rows after a preemption, or of rejected drafts, that are taken for those of later positions."""
+def test_recomputed_positions_start_a_new_chunk() -> None:
+    """Catches recomputed rows (preemption, drafts) attributed to later positions."""
     front = FrontEnd("a")
     front.step(step(0, "a", count=4))
     front.step(step(2, "a", count=2))
     front.step(step(4, "a"))
-    assert front.end("a") == [expected("a", 0, 4), expected("a", 2, 3)]
+    assert front.finish("a") == [expected("a", 0, 4), expected("a", 2, 3)]
 
 
-def test_stages_of_a_pipeline_and_projections_are_joined_apart() -> None:
-    """Catches one stage's rows in the middle of another's, and products among rows."""
+def test_pipeline_stages_and_projections_have_separate_chunks() -> None:
+    """Catches interleaved rows of two pipeline stages, and projections among rows."""
     front = FrontEnd("a")
     for position in range(2):
         steps = step(position, "a", codes=(0,)), step(position, "a", codes=(6,)), step(position, "a", projection=b"p")
         front.step(*steps)
-    assert front.end("a") == [
+    assert front.finish("a") == [
         expected("a", 0, 2, (0,)), expected("a", 0, 2, (6,)), expected("a", 0, 2, projection=b"p")
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize("limit", ["MAX_STEPS", "MAX_BYTES"])
-def test_what_is_kept_is_bounded(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches steps that are kept for as long as one request of them runs."""
+def test_buffer_is_bounded(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches steps that stay in memory as long as one of their requests runs."""
     monkeypatch.setattr(row_receiver, limit, 3)
     front = FrontEnd("a", "b")
     for position in range(10):
         front.step(step(position, "a", "b"))
-        assert len(front.box._steps) <= 3
+        assert len(front.receiver._steps) <= 3
     for name in "ab":
-        assert b"".join(chunk.rows for chunk in front.end(name)) == expected(name, 0, 10).rows
-    assert front.box.num_bytes == 0
+        assert b"".join(chunk.rows for chunk in front.finish(name)) == expected(name, 0, 10).rows
+    assert front.receiver.num_bytes == 0
 
 
-def test_what_a_request_keeps_is_its_own() -> None:
-    """Catches rows that look into a whole step, and with it keep the rows of all others alive."""
+def test_chunks_own_their_memory() -> None:
+    """Catches views that keep the rows of all requests of a step alive."""
     front = FrontEnd("a", "b")
     front.step(step(0, "a", "b"))
-    front.box.finish_request("a")
-    (chunk,) = front.live["a"]._chunks
+    front.receiver.finish_request("a")
+    (chunk,) = front.assemblers["a"]._chunks
     assert chunk.rows.base is None and chunk.rows.nbytes == 3 * len(CODES)
 
 
-def test_steps_of_a_settled_batch_are_brought_together() -> None:
-    """Catches a request that goes through all steps by itself: rows lie together when the first one takes its own."""
+def test_steps_of_a_steady_batch_are_merged() -> None:
+    """Catches a pass over all steps for every finishing request: the first one merges them."""
     front = FrontEnd("a", "b", "c")
     for position in range(6):
         front.step(step(position, "a", "b", "c"))
-    assert front.end("a") == [expected("a", 0, 6)]
-    assert len(front.box._steps) == 1
+    assert front.finish("a") == [expected("a", 0, 6)]
+    assert len(front.receiver._steps) == 1
     front.step(step(6, "b", "c"), step(7, "b", "c"))
-    assert front.end("c") == [expected("c", 0, 8)]
-    assert len(front.box._steps) == 2
-    assert front.end("b") == [expected("b", 0, 8)]
+    assert front.finish("c") == [expected("c", 0, 8)]
+    assert len(front.receiver._steps) == 2
+    assert front.finish("b") == [expected("b", 0, 8)]
 
 
-def together(*steps: StepRows) -> int:
+def num_merged(*steps: StepRows) -> int:
     return len(merge_steps(steps))
 
 
-def test_only_what_follows_is_brought_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches positions that came again taken for later ones, requests in another order, entries of unequal length,
-    other sites, and copies of rows that are large."""
-    entries = step(0, "a", "b").index
+def test_only_consecutive_steps_are_merged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches merging of recomputed positions, other request orders, unequal entries, other sites and large rows."""
+    index = step(0, "a", "b").index
 
     def at(position: int, **about: Any) -> StepRows:
-        return dataclasses.replace(step(position, "a", "b", **about), index=entries)
+        return dataclasses.replace(step(position, "a", "b", **about), index=index)
 
-    assert together(at(0), at(1), at(2)) == 1
-    assert together(at(0), at(2)) == together(at(1), at(1)) == 2
-    assert together(at(0, count=2), at(2)) == 2
-    assert together(at(0), step(1, "b", "a")) == 2
-    assert together(at(0), step(1, "a", codes=(0,)), at(1)) == 3
-    assert together(dataclasses.replace(at(0), start=np.array([0, 5])), at(1)) == 2
-    unlike = dataclasses.replace(at(0), index=RowIndex(("a", "b"), ((4,), (4, 6, 10))))
-    assert together(unlike, dataclasses.replace(unlike, start=unlike.start + 1)) == 2
+    assert num_merged(at(0), at(1), at(2)) == 1
+    assert num_merged(at(0), at(2)) == num_merged(at(1), at(1)) == 2
+    assert num_merged(at(0, count=2), at(2)) == 2
+    assert num_merged(at(0), step(1, "b", "a")) == 2
+    assert num_merged(at(0), step(1, "a", codes=(0,)), at(1)) == 3
+    assert num_merged(dataclasses.replace(at(0), start=np.array([0, 5])), at(1)) == 2
+    unequal = dataclasses.replace(at(0), index=RowIndex(("a", "b"), ((4,), (4, 6, 10))))
+    assert num_merged(unequal, dataclasses.replace(unequal, start=unequal.start + 1)) == 2
     monkeypatch.setattr(step_rows, "_MAX_MERGED_ENTRY_BYTES", 5)
-    assert together(at(0), at(1)) == 2
+    assert num_merged(at(0), at(1)) == 2
 
 
 KINDS = [
@@ -171,34 +170,37 @@ KINDS = [
 STEP = st.tuples(st.sampled_from(KINDS), st.sampled_from((1, 1, 1, 2)), st.integers(0, 2))
 
 
-def served(doings: list[Any]) -> list[dict[tuple[bytes, int, int], bytes]]:
-    """What each request has after these: steps of a kind, of so many positions, that go back so many; or a request that
-    takes what has come for it."""
+def run(actions: list[Any]) -> list[dict[tuple[bytes, int, int], bytes]]:
+    """Run a sequence of actions and return the rows of each request.
+
+    An action is a request id, which flushes that request, or a step: its index, the number of positions, and the number
+    of positions that it goes back.
+    """
     front, position = FrontEnd("a", "b"), 0
-    for number, doing in enumerate(doings):
-        if isinstance(doing, str):
-            front.box.flush(doing)
+    for number, action in enumerate(actions):
+        if isinstance(action, str):
+            front.receiver.flush(action)
             continue
-        kind, count, back = doing
+        kind, count, back = action
         position = max(position - back, 0)
         one, each = np.ones(2, dtype=np.int64), count * int(kind.widths.sum())
         rows = np.stack([np.full(each, number), np.arange(each)], axis=1).astype(np.uint8)
         front.step(StepRows(kind, position * one, count * one, rows))
         position += count
-    return [laid_out(front.end(name)) for name in "ab"]
+    return [last_rows(front.finish(name)) for name in "ab"]
 
 
 @given(st.lists(STEP | st.sampled_from("ab"), max_size=14))
-def test_a_request_gets_the_same_whether_or_not_steps_are_brought_together(doings: list[Any]) -> None:
-    """Catches rows of a neighbour, of another position, site or form, and an order in which an older one counts."""
-    found = served(doings)
+def test_merging_does_not_change_the_rows(actions: list[Any]) -> None:
+    """Catches rows of another request, position, site or format, and an older row that wins."""
+    found = run(actions)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(row_receiver, "merge_steps", list)
-        assert served(doings) == found
+        assert run(actions) == found
 
 
-def laid_out(chunks: list[RowChunk]) -> dict[tuple[bytes, int, int], bytes]:
-    """The row that counts at each position, by form and site: the last one."""
+def last_rows(chunks: list[RowChunk]) -> dict[tuple[bytes, int, int], bytes]:
+    """Return the last row of each position, by format and site."""
     found = {}
     for chunk in chunks:
         rows = np.frombuffer(chunk.rows, np.uint8).reshape(chunk.count, len(chunk.captures), -1)
@@ -208,49 +210,51 @@ def laid_out(chunks: list[RowChunk]) -> dict[tuple[bytes, int, int], bytes]:
     return found
 
 
-def test_rows_as_they_come() -> None:
-    """Catches a stream that gets rows late, or again."""
+def test_flush() -> None:
+    """Catches rows that a stream receives late or twice."""
     front = FrontEnd("a", "b")
     front.step(step(0, "a", "b", count=2))
-    front.box.flush("a")
-    assert front.got("a") == [expected("a", 0, 2)]
+    front.receiver.flush("a")
+    assert front.chunks("a") == [expected("a", 0, 2)]
     front.step(step(2, "a", "b"))
-    front.box.flush("a")
-    assert front.got("a") == [expected("a", 0, 2), expected("a", 2, 1)]
+    front.receiver.flush("a")
+    assert front.chunks("a") == [expected("a", 0, 2), expected("a", 2, 1)]
     front.step(step(3, "a", "b"))
-    assert front.end("a")[2:] == [expected("a", 3, 1)]
-    assert front.end("b") == [expected("b", 0, 4)]
+    assert front.finish("a")[2:] == [expected("a", 3, 1)]
+    assert front.finish("b") == [expected("b", 0, 4)]
 
 
-def test_the_dead_take_nothing_and_leave_nothing() -> None:
-    """Catches the surplus step of asynchronous scheduling, and rows of aborted requests that stay."""
+def test_finished_and_aborted_requests_leave_nothing() -> None:
+    """Catches rows kept from the surplus step of async scheduling, and rows of aborted requests."""
     front = FrontEnd("a")
     front.step(step(0, "a"))
-    front.box.finish_request("a")
+    front.receiver.finish_request("a")
     front.step(step(1, "a"))
-    assert front.box.num_bytes == 0
-    front.live["b"] = RowAssembler(2, 4, torch.float32)
-    front.box.add_request("b", front.live["b"])
+    assert front.receiver.num_bytes == 0
+    front.assemblers["b"] = RowAssembler(2, 4, torch.float32)
+    front.receiver.add_request("b", front.assemblers["b"])
     front.step(step(0, "b"))
-    assert front.box.num_bytes
-    del front.live["b"]  # as an abort does, with vLLM's state of the request
+    assert front.receiver.num_bytes
+    del front.assemblers["b"]  # an abort drops vLLM's request state
     gc.collect()
-    assert (front.box.num_bytes, front.box._assemblers) == (0, {})
+    assert (front.receiver.num_bytes, front.receiver._assemblers) == (0, {})
 
 
-def test_a_request_that_joins_takes_nothing_of_what_was_before() -> None:
-    """Catches the rows of an earlier request of the same id."""
+def test_reused_request_id() -> None:
+    """Catches rows of an earlier request with the same id."""
     front = FrontEnd("a", "b")
     front.step(step(0, "a", "b"))
-    front.box.finish_request("a")
-    front.live["a"] = RowAssembler(2, 4, torch.float32)
-    front.box.add_request("a", front.live["a"])
+    front.receiver.finish_request("a")
+    front.assemblers["a"] = RowAssembler(2, 4, torch.float32)
+    front.receiver.add_request("a", front.assemblers["a"])
     front.step(step(7, "a", "b"))
-    assert front.end("a") == [expected("a", 7, 1)]
+    assert front.finish("a") == [expected("a", 7, 1)]
 
 
-def test_why_rows_are_missing_is_said() -> None:
-    """Catches a reason that is lost, so that the status says only how many rows are missing."""
+def test_missing_reason_is_passed_on() -> None:
+    """Catches a lost reason: the error would only state the number of missing rows."""
     front = FrontEnd("a")
-    front.box.receive([EngineCoreOutput(ROWS_REQUEST_ID, [], kv_transfer_params=encode_missing_reason("a", "no room"))])
-    assert front.live["a"]._missing_reason == "no room"
+    front.receiver.receive(
+        [EngineCoreOutput(ROWS_REQUEST_ID, [], kv_transfer_params=encode_missing_reason("a", "no room"))]
+    )
+    assert front.assemblers["a"]._missing_reason == "no room"

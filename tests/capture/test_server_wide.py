@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Captures of every request: from options and flags to sampling parameters."""
+"""Server-wide captures: parsing of options and flags, and their addition to sampling parameters."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from vllm_steer.engine.capabilities import Capabilities
 from vllm_steer.params import MOST_SPEC_BYTES, capture_specs, program_of
 
 
-def test_a_flag_holds_the_consumers_options_and_a_spec() -> None:
-    """Catches a spec taken for an option, or the other way round."""
+def test_flag_with_options_and_spec() -> None:
+    """Catches keys of the spec passed to the consumer, and options parsed as part of the spec."""
     name, options = parse_consumer_flag(
         "filesystem:root=acts,hooks=post_block:4+12;pre_attn:all,positions=all,before=true"
     )
@@ -44,14 +44,14 @@ def test_a_flag_holds_the_consumers_options_and_a_spec() -> None:
         "memory:hooks=post_block:1,colour=red",
     ],
 )
-def test_a_wrong_flag_is_refused(text: str) -> None:
-    """Catches a server that starts and captures something else."""
+def test_rejects_invalid_flags(text: str) -> None:
+    """Catches a server that starts with a different capture than requested."""
     with pytest.raises(SteeringError):
         parse_consumer_flag(text)
 
 
-def test_every_request_gets_it_and_keeps_its_own() -> None:
-    """Catches a capture that replaces a request's edits or its own spec, and one that changes the caller's object."""
+def test_added_to_requests_that_do_not_name_the_consumer() -> None:
+    """Catches lost edits, a replaced spec of the request, and a modified ``SamplingParams`` of the caller."""
     _, specs = split_options("logging", {"hooks": {"post_block": [1]}})
     plain = SamplingParams(max_tokens=3)
     steered = SamplingParams(
@@ -68,24 +68,24 @@ def test_every_request_gets_it_and_keeps_its_own() -> None:
     assert with_captures(own, specs) is own
 
 
-def test_what_is_kept_of_specs_is_bounded_in_bytes() -> None:
-    """Catches directions of requests that are long over: 64 projections of the largest size were 2 GiB."""
-    sent = [SamplingParams(capture={"memory": {"hooks": {"pre_attn": [0]}, "reduce": {
+def test_spec_cache_is_bounded_in_bytes() -> None:
+    """Catches a cache bounded in entries only: 64 projections of the largest size take 2 GiB."""
+    requests = [SamplingParams(capture={"memory": {"hooks": {"pre_attn": [0]}, "reduce": {
         "directions": np.full((256, 4096), i, "f4")}}}) for i in range(10)]  # fmt: skip
-    gone = []
-    for params in sent:
+    references = []
+    for params in requests:
         ((_, spec),) = capture_specs(params)
         assert capture_specs(params)[0][1] is spec
-        gone.append(weakref.ref(spec))
+        references.append(weakref.ref(spec))
         del spec
     gc.collect()
-    assert 0 < sum(each() is not None for each in gone) <= MOST_SPEC_BYTES // (8 << 20)
+    assert 0 < sum(each() is not None for each in references) <= MOST_SPEC_BYTES // (8 << 20)
     small = SamplingParams(capture={"memory": {"hooks": {"pre_attn": [0]}}})
     assert capture_specs(small) is capture_specs(small)
 
 
-def test_a_capture_that_the_model_cannot_serve_stops_the_start() -> None:
-    """Catches a server on which every single request would be refused."""
+def test_unsupported_capture_prevents_the_start() -> None:
+    """Catches a server that rejects every request."""
     capabilities = Capabilities(4, 64, 128, "float32", {}, SteeringConfig())
     with pytest.raises(SteeringError, match="layer 9"):
         CaptureManager(capabilities, "model", {"memory": {"hooks": {"post_block": [9]}}})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step's rows in all forms in which they leave, from an arena whose every value says whose it is."""
+"""Plans of captured rows, and their transfer in every format. Arena values identify request, position and site."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ HIDDEN, LAYERS, PROMPT = 16, 3, 4
 RNG = np.random.default_rng(5)
 ONE, OTHER = (Projection(RNG.standard_normal((k, HIDDEN)).astype("f4")) for k in (3, 2))
 SPECS: Mapping[str, tuple[CaptureSpec, ...]] = {
-    "whole": (CaptureSpec(hooks={"post_block": "all"}, positions="all"),),
+    "rows": (CaptureSpec(hooks={"post_block": "all"}, positions="all"),),
     "projected": (CaptureSpec(hooks={"post_block": [0, 2]}, positions="all", reduce=ONE),),
-    # One consumer has the rows of a site, two have different products; and one of another point, of the prompt alone.
+    # Rows and two projections of the same site, and a projection of another point for the prompt only.
     "several": (
         CaptureSpec(hooks={"post_block": [1]}, positions="all"),
         CaptureSpec(hooks={"post_block": [1, 2]}, positions="all", reduce=OTHER),
@@ -38,13 +38,13 @@ def resolved(name: str) -> Resolved:
 
 
 def value(name: str, position: int, code: int) -> torch.Tensor:
-    """The row that a request stores of a position and site."""
+    """Return the row that a request stores at a position and site."""
     seed = 1000 * list(SPECS).index(name) + 30 * position + code
     return torch.from_numpy(np.random.default_rng(seed).standard_normal(HIDDEN).astype("f4"))
 
 
 def arena(batch: Mapping[str, tuple[int, int]], room: int = 64) -> torch.Tensor:
-    """What the taps store of a batch, by first position and number of tokens; what is behind it is no number."""
+    """Return the arena after a batch, given by first position and number of tokens; the rest is NaN."""
     rows = []
     for name, (first, count) in batch.items():
         for position in range(first, first + count):
@@ -58,7 +58,7 @@ def arena(batch: Mapping[str, tuple[int, int]], room: int = 64) -> torch.Tensor:
 
 
 def check(steps: tuple[StepRows, ...], batch: Mapping[str, tuple[int, int]]) -> None:
-    """Every form of every position of every request is there, once, with its own values."""
+    """Check that every format of every position of every request is present once, with its own values."""
     found: dict[tuple[str, int, int, bytes], torch.Tensor] = {}
     for step in steps:
         index = decode_row_index(step.index.encoded)
@@ -104,16 +104,15 @@ def capture_batch(batch: Mapping[str, tuple[int, int]]) -> CaptureBatch:
     return CaptureBatch(tuple(batch), tuple(map(resolved, batch)), np.cumsum(count) - count, first, count)
 
 
-CHUNKS = {"whole": (2, 3), "several": (2, 5), "projected": (0, 4)}
-DECODING = {"several": (9, 1), "projected": (4, 1), "whole": (30, 1)}
+CHUNKS = {"rows": (2, 3), "several": (2, 5), "projected": (0, 4)}
+DECODING = {"several": (9, 1), "projected": (4, 1), "rows": (30, 1)}
 
 
 @pytest.mark.parametrize(
-    "batch", [CHUNKS, DECODING, {"projected": (0, 7)}, {"whole": (0, 2)}, {"several": (3, 1), "whole": (0, 1)}]
+    "batch", [CHUNKS, DECODING, {"projected": (0, 7)}, {"rows": (0, 2)}, {"several": (3, 1), "rows": (0, 1)}]
 )
-def test_every_form_of_every_row_leaves_once(batch: Mapping[str, tuple[int, int]]) -> None:
-    """Catches rows of a neighbour under a product, products of rows that were not asked for, and a step's forms mixed
-    up; across a change of segment too."""
+def test_every_format_of_every_row_is_transferred_once(batch: Mapping[str, tuple[int, int]]) -> None:
+    """Catches projections of a neighbour's rows, projections that were not requested, and swapped formats."""
     captures = capture_batch(batch)
     plan = captures.plan_at(captures.first.tolist())
     check(
@@ -124,9 +123,9 @@ def test_every_form_of_every_row_leaves_once(batch: Mapping[str, tuple[int, int]
     )
 
 
-def test_what_has_arrived_is_no_longer_in_the_buffer() -> None:
-    """Catches rows of the step after the next one: buffers are used again as soon as they are released."""
-    batch = {"whole": (0, 2)}
+def test_transferred_rows_do_not_share_the_buffer() -> None:
+    """Catches rows of a later step: buffers are reused as soon as they are released."""
+    batch = {"rows": (0, 2)}
     captures = capture_batch(batch)
     plan = captures.plan_at(captures.first.tolist())
     buffer = arena(batch)[: plan.num_rows].view(torch.uint8)
@@ -138,8 +137,8 @@ def test_what_has_arrived_is_no_longer_in_the_buffer() -> None:
     assert (buffer == 255).all()
 
 
-def test_products_are_made_in_float32() -> None:
-    """Catches products in the model's dtype, whose sums are off by what bfloat16 cannot tell apart."""
+def test_projections_are_computed_in_float32() -> None:
+    """Catches projections that are rounded to bfloat16."""
     batch = {"projected": (0, 4)}
     captures = capture_batch(batch)
     plan = captures.plan_at(captures.first.tolist())
@@ -150,21 +149,21 @@ def test_products_are_made_in_float32() -> None:
     torch.testing.assert_close(rows.view(torch.float32), chosen.float() @ form.directions.T, atol=1e-6, rtol=1e-6)
 
 
-def test_a_steady_batch_is_planned_once() -> None:
-    """Catches places of one step's tokens used for another's, where the numbers of tokens change."""
+def test_steady_batch_with_changing_token_counts() -> None:
+    """Catches a cached plan used for steps with other numbers of tokens."""
     names = tuple(DECODING)
     steady = SteadyCaptureBatch(names, tuple(resolved(name).segments[-1].program for name in names))
     copier = DeviceToHostCopier(torch.device("cpu"))
-    for batch in (DECODING, {"several": (10, 1), "projected": (5, 1), "whole": (31, 1)},
-                  {"several": (11, 3), "projected": (6, 1), "whole": (32, 2)}, DECODING):  # fmt: skip
+    for batch in (DECODING, {"several": (10, 1), "projected": (5, 1), "rows": (31, 1)},
+                  {"several": (11, 3), "projected": (6, 1), "rows": (32, 2)}, DECODING):  # fmt: skip
         first, count = (np.array([each[i] for each in batch.values()], dtype=np.int64) for i in (0, 1))
         plan = steady.plan(first, count)
         check(copier.start(arena(batch)[: plan.num_rows], None, plan, transfers(plan)).wait(), batch)
 
 
-def test_with_drafts_the_devices_positions_decide() -> None:
-    """Catches forms chosen by the host's positions, which run ahead: here the device is still in a prompt."""
-    batch = {"projected": (5, 2), "several": (2, 3), "whole": (1, 2)}
+def test_device_positions_decide_with_drafts() -> None:
+    """Catches formats chosen by the host's positions, which run ahead: here the device is still in the prompt."""
+    batch = {"projected": (5, 2), "several": (2, 3), "rows": (1, 2)}
     ahead = {name: (first + 3, count) for name, (first, count) in batch.items()}
     captures = capture_batch(ahead)
     position = torch.cat([torch.arange(first, first + count) for first, count in batch.values()])

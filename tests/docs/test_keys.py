@@ -21,7 +21,7 @@ GUIDE, MODEL = "docs/guides/keys.md", "docs/design/threat-model.md"
 
 
 def test_guide_commands_create_the_described_keys(tmp_path: Path) -> None:
-    """Catches a command that no longer runs, and a renamed permission or limit."""
+    """Catches a command that no longer runs, and a renamed right or limit."""
     (code,) = (block.code for block in blocks(read(GUIDE)) if block.language == "bash")
     for line in code.splitlines():
         words = [str(tmp_path / word) if word == "keys.json" else word for word in shlex.split(line)[1:]]
@@ -36,9 +36,9 @@ def test_guide_commands_create_the_described_keys(tmp_path: Path) -> None:
 def test_guide_lists_the_protected_paths() -> None:
     """Catches a path whose protection differs from the guide."""
     text = read(GUIDE)
-    (shut,) = re.findall(r"nothing is answered without a key but (.*?);", text, re.DOTALL)
+    (shut,) = re.findall(r"without a key are rejected, except for (.*?);", text, re.DOTALL)
     assert set(re.findall("`(/.*?)`", shut)) == PUBLIC_PATHS
-    (serving,) = re.findall(r"\* (`/v1`.*?) are for every key", text, re.DOTALL)
+    (serving,) = re.findall(r"\* (`/v1`.*?), and the paths below them, are open to every key", text, re.DOTALL)
     assert tuple(re.findall("`(/.*?)`", serving)) == INFERENCE_PATHS
     assert all(f"`{path}`" in text for path in ADMIN_PATHS)
 

@@ -21,9 +21,9 @@ from tests.repo.tree import ROOT, python_files, read
 from vllm_steer import audit
 from vllm_steer.cli import doctor
 from vllm_steer.cli.main import app
+from vllm_steer.frontend.context import CONSUMERS_VARIABLE, REGISTRY_VARIABLE
 from vllm_steer.server.auth.key_file import edit_keys, read_keys
 from vllm_steer.server.auth.rights import RIGHT_DESCRIPTIONS
-from vllm_steer.server.flags import CONSUMERS_VARIABLE, REGISTRY_VARIABLE
 
 GUIDE = "docs/guides/operating.md"
 PREFIX = ".venv/bin/"
@@ -153,7 +153,7 @@ def test_what_it_quotes_is_said() -> None:
     """Catches a sentence of the table that no operator will find in a log or an answer any more."""
     (table,) = (t for t in tables(read(GUIDE)) if t[0][0] == "symptom")
     said = sentences()
-    quotes = [row[1].removesuffix(" in the answer") for row in table[1:] if row[1]]
+    quotes = [row[1].removesuffix(" in the response") for row in table[1:] if row[1]]
     assert len(quotes) > 12
     assert [quote for quote in quotes if quote not in said] == []
     assert "are taken by captures that nobody" not in said  # the search can fail

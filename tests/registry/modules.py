@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules and a registry without an engine."""
+"""Modules and registries without an engine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def vector(seed: int) -> np.ndarray:
 
 
 def content(seed: int = 0) -> dict[str, Any]:
-    """Something in every part of a module."""
+    """Return content for every part of a module."""
     return {
         "base": {"post_block": {"1": {"vector": vector(seed), "scale": 2.0}, "0": vector(seed + 1)}},
         "prefill": {"pre_attn": {2: vector(seed + 2)}},

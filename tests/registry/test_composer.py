@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request is admitted with: composed once for equal requests, anew for any other, and lean on its way out."""
+"""Tests of composing requests: caching, invalidation and the description of what was applied."""
 
 from __future__ import annotations
 
@@ -26,38 +26,38 @@ PROBED = {"memory": {"hooks": {"post_block": [1]}, "reduce": {"probes": ["calm/j
 
 
 @pytest.fixture
-def composed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How often something was composed."""
-    composed: list[int] = []
+def compositions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Record each composition that is not served from the cache."""
+    compositions: list[int] = []
     real = composer._compose
 
     def counted(*args: Any) -> Any:
-        composed.append(1)
+        compositions.append(1)
         return real(*args)
 
     monkeypatch.setattr(composer, "_compose", counted)
-    return composed
+    return compositions
 
 
 def extra(**fields: Any) -> dict[str, Any]:
     return dict(SamplingParams(**fields).extra_args or {})
 
 
-def test_what_names_the_same_is_composed_once(composed: list[int]) -> None:
-    """Catches directions that are read, digested and encoded for every request that names them."""
+def test_equal_requests_are_composed_once(compositions: list[int]) -> None:
+    """Catches directions that are looked up, hashed and encoded again for every request."""
     served = registry()
     served.register("calm", **content())
     first, second = (served.compose({**extra(capture=PROBED), "mine": i}) for i in range(2))
-    assert len(composed) == 1
+    assert len(compositions) == 1
     assert all(first[key] is second[key] for key in (EXTRA_KEY, CAPTURE_KEY))
     assert (first["mine"], second["mine"]) == (0, 1)
     served.compose(extra(capture=PROBED, steering_modules=["calm"]))
     served.compose(extra(steering_modules=["calm"]))
-    assert len(composed) == 3
+    assert len(compositions) == 3
 
 
-def test_what_is_kept_is_of_one_state_of_the_registry() -> None:
-    """Catches a request that is admitted with what its modules were, or without global steering."""
+def test_cache_follows_the_registry() -> None:
+    """Catches requests composed with an outdated module, or without global steering."""
     served = registry()
     served.register("calm", **content())
     wanted = extra(steering_modules=["calm"], capture=PROBED)
@@ -72,8 +72,8 @@ def test_what_is_kept_is_of_one_state_of_the_registry() -> None:
     assert served.compose(wanted)[EXTRA_KEY] == renewed
 
 
-def test_requests_with_vectors_of_their_own_are_not_kept(composed: list[int]) -> None:
-    """Catches a front end that remembers what hardly ever comes again."""
+def test_large_requests_are_not_cached(compositions: list[int]) -> None:
+    """Catches a cache that fills up with vectors, which rarely repeat."""
     served = registry()
     served.register("calm", **content())
     wanted = extra(steering_vectors={"post_block": {i: vector(i) for i in range(4)}}, steering_modules=["calm"])
@@ -81,15 +81,15 @@ def test_requests_with_vectors_of_their_own_are_not_kept(composed: list[int]) ->
     for small, times in ((size, 1), (size - 1, 2)):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(composer, "_MAX_CACHED_BYTES", small)
-            composed.clear()
+            compositions.clear()
             for _ in range(2):
                 served.compose(wanted)
-            assert len(composed) == times
+            assert len(compositions) == times
 
 
 @pytest.mark.parametrize("key", [EXTRA_KEY, MODULES_KEY, CAPTURE_KEY])
-def test_forged_keys_are_refused_again_and_again(key: str) -> None:
-    """Catches a refusal that only the first one gets, and keys that no dictionary takes."""
+def test_rejects_forged_keys_repeatedly(key: str) -> None:
+    """Catches errors that are raised only for the first request, and unhashable cache keys."""
     served = registry()
     served.register("calm", **content())
     wanted = extra(steering_modules=["calm"], capture=PROBED)
@@ -99,8 +99,8 @@ def test_forged_keys_are_refused_again_and_again(key: str) -> None:
                 served.compose({**wanted, key: forged})
 
 
-def test_the_engine_gets_the_program_alone() -> None:
-    """Catches directions that travel twice; the samples of one request share their parameters, which stay."""
+def test_engine_receives_only_the_program() -> None:
+    """Catches directions that are sent to the engine twice, and changes of parameters that samples share."""
     served = registry()
     served.register("calm", **content())
     params = SamplingParams(n=2)
@@ -117,8 +117,8 @@ def test_the_engine_gets_the_program_alone() -> None:
     assert msgspec.msgpack.encode(plain.sampling_params) == before
 
 
-def test_what_was_applied_is_what_the_answer_says() -> None:
-    """Catches JSON that `SteeringApplied` reads otherwise than it was meant, or not at all."""
+def test_applied_json_matches_its_schema() -> None:
+    """Catches JSON that `SteeringApplied` rejects or reads differently."""
     served = registry()
     served.register("calm", **content())
     own = {"steering_vectors": {"post_block": {1: vector(9)}}}
@@ -141,8 +141,8 @@ def test_what_was_applied_is_what_the_answer_says() -> None:
     assert under_global.request == by_own.request != applied(steering_vectors={"post_block": {1: vector(8)}}).request
 
 
-class LookedThrough(dict[str, tuple[ModuleVersion, ...]]):
-    """Counts how often all names are gone through."""
+class CountedIndex(dict[str, tuple[ModuleVersion, ...]]):
+    """Mapping that counts iterations over all names."""
 
     looks = 0
 
@@ -151,11 +151,10 @@ class LookedThrough(dict[str, tuple[ModuleVersion, ...]]):
         return super().values()
 
 
-def test_many_names_are_found_in_one_look_through_the_registry() -> None:
-    """Catches a body of some KiB that keeps an API server busy: each probe of a module named by its digest alone was
-    looked for among all versions of all names."""
+def test_resolves_many_digests_in_one_pass() -> None:
+    """Catches one pass over all versions per probe, which lets a body of some KiB block an API server."""
     about, found = ModuleMetadata(), module()
-    named = LookedThrough({f"n{i}": (ModuleVersion(f"sha256:{i:064x}", about, 0.0),) for i in range(9)})
+    named = CountedIndex({f"n{i}": (ModuleVersion(f"sha256:{i:064x}", about, 0.0),) for i in range(9)})
     named["x"] = (ModuleVersion(found.digest, about, 0.0),)
     snapshot = Snapshot(RegistryIndex(modules=named), {found.digest: found})
     capture = {"hooks": {"post_block": [1]}, "reduce": {"probes": [f"{found.digest}/joy"] * MAX_DIRECTIONS}}

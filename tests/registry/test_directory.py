@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A registry's folder: shared, durable, and not led astray."""
+"""Tests of the registry directory: sharing, durability, limits and hostile content."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def names(found: Any) -> list[str]:
 
 
 def test_processes_see_each_others_changes(root: Path) -> None:
-    """Catches a server that serves the old module after another has acknowledged the new one."""
+    """Catches a server that serves the old module after another one has acknowledged the new one."""
     one, other = registry(DirectoryStore(root)), registry(DirectoryStore(root))
     for i in range(5):
         registered = one.register("calm", base={"post_block": {1: vector(i)}})
@@ -52,8 +52,8 @@ def test_processes_see_each_others_changes(root: Path) -> None:
     assert list((root / "objects").iterdir()) == []
 
 
-def test_what_changes_nothing_counts_no_epoch(root: Path) -> None:
-    """Catches a retry that makes everybody read again, or a start that puts an old version first."""
+def test_repeated_changes_keep_the_epoch(root: Path) -> None:
+    """Catches a repeated registration that creates an epoch, and a start that makes an old version current."""
     one = registry(DirectoryStore(root))
     first = one.register("calm", **content())
     assert one.register("calm", **content()) == first
@@ -67,8 +67,8 @@ def test_what_changes_nothing_counts_no_epoch(root: Path) -> None:
     assert one.get("calm").digest != first.digest
 
 
-def test_a_name_keeps_its_last_versions(root: Path) -> None:
-    """Catches versions without end, and a version that is dropped while its name still has room."""
+def test_keeps_the_last_versions_of_a_name(root: Path) -> None:
+    """Catches an unlimited number of versions, and a version dropped below the limit."""
     one = registry(DirectoryStore(root), versions=3)
     digests = [one.register("calm", base={"post_block": {1: vector(i)}}).digest for i in range(5)]
     assert one.get("calm").versions == digests[2:]
@@ -80,8 +80,8 @@ def test_a_name_keeps_its_last_versions(root: Path) -> None:
     assert len(list((root / "objects").iterdir())) == 2
 
 
-def test_limits(root: Path) -> None:
-    """Catches a registry that takes all memory."""
+def test_rejects_changes_beyond_the_limits(root: Path) -> None:
+    """Catches a registry without limits on names and bytes."""
     one = registry(DirectoryStore(root), modules=2, num_bytes=100)
     for name in ("a", "b"):
         one.register(name, base={"post_block": {1: vector(1)}})  # the same content counts once
@@ -93,13 +93,12 @@ def test_limits(root: Path) -> None:
 
 
 def described(i: int, size: int = 300) -> dict[str, Any]:
-    """Small content with much said about it: each of these characters is six in the index."""
+    """Return small content with a long description: each of its characters takes six in the index."""
     return {"base": {"post_block": {1: vector(i)}}, "description": "\x01" * size}
 
 
-def test_texts_do_not_outgrow_the_index(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches texts that make an index too long to be read again, by which every process loses all modules; and a full
-    registry in which nothing can be deleted."""
+def test_rejects_index_beyond_its_limit(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches an index that grows too large to be read, and a full registry in which nothing can be deleted."""
     monkeypatch.setattr(directory, "MAX_INDEX_BYTES", 10_000)
     monkeypatch.setattr(directory, "MAX_WRITTEN_INDEX_BYTES", 5_000)
     one, other = registry(DirectoryStore(root)), registry(DirectoryStore(root))
@@ -118,8 +117,8 @@ def test_texts_do_not_outgrow_the_index(root: Path, monkeypatch: pytest.MonkeyPa
     assert names(other) == names(registry(DirectoryStore(root))) == ["b", "c"]
 
 
-def test_an_index_beyond_its_room_can_be_made_smaller(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches an index that is too long already, of which nothing can be deleted as what is left is too long, too."""
+def test_can_shrink_an_index_beyond_its_limit(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a rejected deletion because the remaining index is still above the limit."""
     one = registry(DirectoryStore(root))
     for i, name in enumerate("abc"):
         one.register(name, **described(i))
@@ -131,13 +130,13 @@ def test_an_index_beyond_its_room_can_be_made_smaller(root: Path, monkeypatch: p
     assert names(registry(DirectoryStore(root))) == ["a", "c"]
 
 
-def test_what_is_written_can_be_read() -> None:
-    """Catches room for an index that is longer than what is read of one."""
+def test_written_indexes_can_be_read() -> None:
+    """Catches a write limit above the read limit."""
     assert directory.MAX_WRITTEN_INDEX_BYTES < directory.MAX_INDEX_BYTES
 
 
-def test_writers_of_many_processes_lose_nothing(root: Path) -> None:
-    """Catches two writers of whom one undoes the other: each store here stands for a process."""
+def test_concurrent_writers_lose_no_changes(root: Path) -> None:
+    """Catches lost updates between writers. Each store stands for one process."""
     stores = [registry(DirectoryStore(root)) for _ in range(4)]
 
     def write(i: int) -> None:
@@ -166,8 +165,8 @@ for i in range(len(store.snapshot.index.modules), 100000):
 """
 
 
-def test_a_killed_writer_loses_nothing_that_it_acknowledged(root: Path) -> None:
-    """Catches a module that was acknowledged ahead of being kept, and a folder that a killed writer has locked."""
+def test_killed_writer_keeps_acknowledged_changes(root: Path) -> None:
+    """Catches a module acknowledged before it is stored, and a lock that outlives its holder."""
     for round_ in range(4):
         process = subprocess.Popen(
             [sys.executable, "-c", WRITER, str(root)], cwd=ROOT, stdout=subprocess.PIPE, text=True
@@ -189,8 +188,8 @@ def test_a_killed_writer_loses_nothing_that_it_acknowledged(root: Path) -> None:
 
 @pytest.mark.parametrize("step", ["write", "fsync", "rename"])
 @pytest.mark.parametrize("nth", [1, 2])
-def test_a_failed_change_changes_nothing(root: Path, step: str, nth: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a disk that is full half way: the state before it stays, whole."""
+def test_failed_write_changes_nothing(root: Path, step: str, nth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a full disk that leaves a partial state."""
     one = registry(DirectoryStore(root))
     one.register("old", **content())
     real, calls = getattr(os, step), 0
@@ -213,8 +212,8 @@ def test_a_failed_change_changes_nothing(root: Path, step: str, nth: int, monkey
     assert names(other) == ["new", "old"]
 
 
-def test_damaged_content_is_refused_by_name(root: Path) -> None:
-    """Catches other vectors than those that were registered, and one damaged file that takes all modules with it."""
+def test_rejects_damaged_content_by_name(root: Path) -> None:
+    """Catches vectors other than the registered ones, and one damaged file that makes all modules unavailable."""
     one = registry(DirectoryStore(root))
     good, bad = one.register("good", **content()), one.register("bad", **content(100))
     for file, other in (("bad", "good"),):
@@ -233,8 +232,8 @@ def test_damaged_content_is_refused_by_name(root: Path) -> None:
 
 
 @pytest.mark.parametrize("at_start", [False, True])
-def test_registering_it_again_mends_what_is_damaged(at_start: bool, root: Path, tmp_path: Path) -> None:
-    """Catches a module that is answered as registered, and whose name is refused as before."""
+def test_registering_again_repairs_damaged_content(at_start: bool, root: Path, tmp_path: Path) -> None:
+    """Catches a module that is reported as registered but remains unavailable."""
     digest = registry(DirectoryStore(root)).register("calm", **content(100)).digest
     file = root / "objects" / f"{digest[7:]}.safetensors"
     (tmp_path / "calm.safetensors").write_bytes(file.read_bytes())
@@ -253,8 +252,8 @@ def test_registering_it_again_mends_what_is_damaged(at_start: bool, root: Path, 
     assert one.list().epoch == 2
 
 
-def test_an_old_version_that_is_damaged_stays_old(root: Path, tmp_path: Path) -> None:
-    """Catches a start that mends a version and thereby makes it the current one."""
+def test_damaged_old_version_stays_old(root: Path, tmp_path: Path) -> None:
+    """Catches a start that repairs an old version and thereby makes it current."""
     one = registry(DirectoryStore(root))
     old = one.register("calm", **content(100))
     new = one.register("calm", **content(200))
@@ -266,8 +265,8 @@ def test_an_old_version_that_is_damaged_stays_old(root: Path, tmp_path: Path) ->
     assert again.get("calm").digest == new.digest
 
 
-def test_content_that_cannot_be_read_for_now_is_tried_again(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a process that calls a sound module damaged until somebody changes the registry."""
+def test_retries_content_after_a_temporary_error(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a process that reports an intact module as damaged until the registry changes."""
     one, other = registry(DirectoryStore(root)), registry(DirectoryStore(root))
     one.set(base={"post_block": {1: vector(1)}})
     opened = directory.open_readonly
@@ -289,8 +288,8 @@ def test_content_that_cannot_be_read_for_now_is_tried_again(root: Path, monkeypa
     assert not other.is_stale()
 
 
-def test_damaged_global_steering_ends_the_start(root: Path) -> None:
-    """Catches a server that goes on without the steering that it was told to apply to everybody."""
+def test_damaged_global_steering_prevents_start(root: Path) -> None:
+    """Catches a server that continues without its global steering."""
     registry(DirectoryStore(root)).set(base={"post_block": {1: vector(1)}})
     (file,) = (root / "objects").iterdir()
     file.unlink()
@@ -299,16 +298,16 @@ def test_damaged_global_steering_ends_the_start(root: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"version": 99}', '{"modules": {"x": 1}}', '{"epoch": "x"}'])
-def test_a_damaged_index_ends_the_start(root: Path, text: str) -> None:
-    """Catches a registry that begins anew where it cannot read the old."""
+def test_damaged_index_prevents_start(root: Path, text: str) -> None:
+    """Catches a registry that starts empty because its index cannot be read."""
     registry(DirectoryStore(root)).register("calm", **content())
     (root / "index.json").write_text(text)
     with pytest.raises(RegistryUnavailableError, match="index"):
         DirectoryStore(root)
 
 
-def test_links_are_not_followed(root: Path, tmp_path: Path) -> None:
-    """Catches a folder, an index or content somewhere else than in the folder."""
+def test_does_not_follow_links(root: Path, tmp_path: Path) -> None:
+    """Catches a directory, index or content outside of the registry."""
     registry(DirectoryStore(root)).register("calm", **content())
     (tmp_path / "link").symlink_to(root)
     with pytest.raises(SteeringError):
@@ -323,8 +322,8 @@ def test_links_are_not_followed(root: Path, tmp_path: Path) -> None:
         DirectoryStore(root)
 
 
-def test_a_folder_that_others_can_write_to_is_refused(root: Path) -> None:
-    """Catches modules that somebody else on the machine has put there."""
+def test_rejects_directory_writable_by_others(root: Path) -> None:
+    """Catches modules stored by other users of the machine."""
     root.mkdir()
     root.chmod(0o777)
     with pytest.raises(SteeringError, match="others can write"):
@@ -334,8 +333,8 @@ def test_a_folder_that_others_can_write_to_is_refused(root: Path) -> None:
     assert {path.stat().st_mode & 0o077 for path in root.rglob("*") if path.is_file()} == {0}
 
 
-def test_names_are_no_paths(root: Path) -> None:
-    """Catches a name that becomes a file name."""
+def test_names_are_not_used_as_paths(root: Path) -> None:
+    """Catches a module name that becomes a file name."""
     one = registry(DirectoryStore(root))
     with pytest.raises(SteeringError):
         one.register("../../evil", **content())
@@ -343,8 +342,8 @@ def test_names_are_no_paths(root: Path) -> None:
     assert names(registry(DirectoryStore(root))) == ["index.json"]
 
 
-def test_a_private_folder_goes_with_its_process() -> None:
-    """Catches folders that are left behind, and a child process that takes its parent's away."""
+def test_private_tempdir_is_removed_at_exit() -> None:
+    """Catches leftover directories, and a child process that removes the directory of its parent."""
     code = (
         "import os, sys; from vllm_steer.fs.private_tempdir import private_tempdir\n"
         "folder = private_tempdir('steer-')\n"
@@ -357,7 +356,7 @@ def test_a_private_folder_goes_with_its_process() -> None:
     assert not Path(folder).exists()
 
 
-def test_a_private_folder_is_not_cleared_with_old_files() -> None:
-    """Catches a server that refuses everything after a quiet week: systemd-tmpfiles spares what is locked."""
+def test_private_tempdir_is_locked() -> None:
+    """Catches a directory that systemd-tmpfiles removes after days without use, because it skips only locked ones."""
     with pytest.raises(BlockingIOError):
         fcntl.flock(os.open(private_tempdir("steer-"), os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writers of a registry's folder that are killed at any moment."""
+"""Tests of registry writers that are killed at random moments."""
 
 from __future__ import annotations
 
@@ -65,8 +65,7 @@ print(json.dumps([count, lost, dict(snapshot.problems), midway]))
 
 
 def run(root: Path, rounds: int, when: str) -> tuple[int, dict[str, str], dict[str, str], int]:
-    """How many were acknowledged before a kill, which of the last of each name were lost, which cannot be read, and how
-    often a kill met a half-written file."""
+    """Return the number of acknowledged changes, the lost ones, unreadable content, and the kills during a write."""
     arguments = [str(root), str(rounds), str(WRITERS), when]
     done = subprocess.run(
         [sys.executable, "-c", HARNESS, *arguments], cwd=ROOT, capture_output=True, text=True, check=True
@@ -75,8 +74,8 @@ def run(root: Path, rounds: int, when: str) -> tuple[int, dict[str, str], dict[s
     return acknowledged, lost, problems, midway
 
 
-def test_fifty_rounds_of_killed_writers_lose_nothing(tmp_path: Path) -> None:
-    """Catches an acknowledged module that is lost, one that is half there, and a lock that outlives its holder."""
+def test_killed_writers_lose_no_changes(tmp_path: Path) -> None:
+    """Catches a lost or partially written module after its acknowledgement, and a lock that outlives its holder."""
     acknowledged, lost, problems, midway = run(tmp_path / "registry", ROUNDS, "late")
     assert (lost, problems) == ({}, {})
     assert acknowledged > ROUNDS
@@ -88,7 +87,7 @@ def test_fifty_rounds_of_killed_writers_lose_nothing(tmp_path: Path) -> None:
     assert left == []
 
 
-def test_without_waiting_for_the_disk_something_is_lost(tmp_path: Path) -> None:
-    """The control: modules that are acknowledged before they are kept. The rounds above would see it."""
+def test_early_acknowledgement_is_detected(tmp_path: Path) -> None:
+    """Negative control: the test detects modules that are acknowledged before they are stored."""
     _, lost, _, _ = run(tmp_path / "registry", 10, "early")
     assert lost

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a module is, how it is said, and what is no module."""
+"""Tests of parsing modules, references and metadata."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from vllm_steer.spec.references import parse_probe, parse_reference, parse_refer
 DIGEST = "sha256:" + "0123456789abcdef" * 4
 
 
-def test_a_module_goes_through_json() -> None:
-    """Catches a part that is lost on the way out or in."""
+def test_json_round_trip() -> None:
+    """Catches a part of a module that is lost when it is written or parsed."""
     said = json.loads(json.dumps(module().to_wire()))
     again = parse_module(said)
     assert set(said) == {"base", "prefill", "decode", "edits", "probes"}
@@ -27,8 +27,8 @@ def test_a_module_goes_through_json() -> None:
     assert list(again.probes) == ["anger", "joy"]
 
 
-def test_the_digest_is_that_of_the_content() -> None:
-    """Catches a digest that depends on how content is written, and one that misses a part of it."""
+def test_digest_depends_on_content_only() -> None:
+    """Catches a digest that depends on the notation, or that ignores a part of the content."""
     other = content()
     other["base"] = {"post_block": dict(reversed(other["base"]["post_block"].items()))}
     assert parse_module(other).digest == module().digest
@@ -53,8 +53,8 @@ def test_the_digest_is_that_of_the_content() -> None:
     assert len(digests) == 8
 
 
-def test_merging_keeps_what_is_not_named() -> None:
-    """Catches a change that drops another site, or adds to a site in place of replacing it."""
+def test_merge_keeps_unchanged_sites() -> None:
+    """Catches a merge that drops another site, or adds to a site instead of replacing it."""
     change = parse_module({"base": {"post_block": {1: vector(50)}}})
     merged = module().merged(change)
     assert [edit.layers for edit in merged.base] == [(0,), (1,)]
@@ -79,8 +79,8 @@ WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_is_no_module(case: str) -> None:
-    """Catches what is wrong being taken, and an error that does not say where."""
+def test_rejects_invalid_modules(case: str) -> None:
+    """Catches invalid content that is accepted, and errors with the wrong field."""
     given, field, words = WRONG[case]
     with pytest.raises(SteeringError) as refused:
         parse_module(given)
@@ -98,8 +98,8 @@ def test_what_is_no_module(case: str) -> None:
         ((f"a.b-c_D9@{DIGEST}", -2), "a.b-c_D9", DIGEST, -2.0),
     ],
 )
-def test_references(given: Any, name: str | None, digest: str | None, scale: float) -> None:
-    """Catches a reference that means something else."""
+def test_parses_references(given: Any, name: str | None, digest: str | None, scale: float) -> None:
+    """Catches a reference that is parsed as a different one."""
     found = parse_reference(given, "m")
     assert (found.name, found.digest, found.scale) == (name, digest, scale)
     assert parse_reference(found, "m") == found
@@ -115,20 +115,20 @@ NO_NAMES = [
 
 
 @pytest.mark.parametrize("given", NO_NAMES, ids=ascii)
-def test_what_is_no_reference(given: Any) -> None:
-    """Catches path characters, look-alikes of other alphabets and forms that could be read in two ways."""
+def test_rejects_invalid_references(given: Any) -> None:
+    """Catches path characters, characters that resemble ASCII letters, and ambiguous forms."""
     with pytest.raises(SteeringError, match=r"steering_modules\[0\]"):
         parse_references([given])
 
 
 @pytest.mark.parametrize("given", [[], "calm", {"calm": 1}, 1, ["calm"] * 65])
-def test_what_is_no_list_of_references(given: Any) -> None:
-    """Catches a value that is taken for nothing, or a string whose letters are taken for modules."""
+def test_rejects_invalid_reference_lists(given: Any) -> None:
+    """Catches an invalid list read as empty, and a string read as a list of letters."""
     with pytest.raises(SteeringError, match="steering_modules"):
         parse_references(given)
 
 
-def test_probes() -> None:
+def test_parses_probe_references() -> None:
     """Catches a probe that is looked up in another module."""
     probe = parse_probe(f"calm@{DIGEST}/joy", "p")
     assert (probe.module.name, probe.module.digest, probe.probe) == ("calm", DIGEST, "joy")
@@ -148,8 +148,8 @@ def test_probes() -> None:
         ({"provenance": {str(i): "" for i in range(33)}}, "provenance"),
     ],
 )
-def test_what_cannot_be_said_about_a_module(given: Any, field: str) -> None:
-    """Catches texts that cannot be stored, or are a store of their own."""
+def test_rejects_invalid_metadata(given: Any, field: str) -> None:
+    """Catches metadata that cannot be stored, or that are unlimited in size."""
     with pytest.raises(SteeringError) as refused:
         parse_metadata(given)
     assert refused.value.field == field

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules as safetensors files, sound and hostile."""
+"""Tests of reading and writing the safetensors files of modules."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from vllm_steer.registry.module_files import MAX_HEADER_BYTES, read_module, writ
 V = torch.from_numpy(vector(1))
 
 
-def test_a_file_goes_there_and_back() -> None:
-    """Catches a part that is lost in the file."""
+def test_file_round_trip() -> None:
+    """Catches a part of a module that is lost in the file."""
     about = ModuleMetadata("d", "m", {"a": "b"})
     assert read_module(write_module(module(), about)) == (module(), about)
 
 
-def test_a_file_made_by_hand() -> None:
-    """Catches another reading of names, dtypes or metadata than the one that is documented."""
+def test_reads_the_documented_format() -> None:
+    """Catches names, dtypes or metadata that are read differently than documented."""
     tensors = {
         "base.post_block.12": V.to(torch.bfloat16),
         "prefill.pre_attn.0": V.double(),
@@ -106,8 +106,8 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("case", HOSTILE)
-def test_hostile_files_are_refused(case: str) -> None:
-    """Catches a file that is read past its end, numbers nobody can steer by, or a traceback."""
+def test_rejects_hostile_files(case: str) -> None:
+    """Catches reads beyond the end of a file, invalid numbers, and tracebacks."""
     data, words = HOSTILE[case]
     with pytest.raises(SteeringError) as refused:
         read_module(data)
@@ -115,8 +115,8 @@ def test_hostile_files_are_refused(case: str) -> None:
 
 
 @given(st.binary(max_size=400), st.integers(0, 10_000))
-def test_damaged_files_are_refused_or_another_module(noise: bytes, at: int) -> None:
-    """Catches damage that ends in anything but a refusal; a change of numbers alone is another module."""
+def test_damaged_files_never_crash(noise: bytes, at: int) -> None:
+    """Catches damage that causes anything but a rejection or a module with other numbers."""
     data = write_module(module())
     at %= len(data)
     try:

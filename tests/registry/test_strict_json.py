@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JSON of strangers."""
+"""Tests of parsing untrusted JSON."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from vllm_steer.registry.strict_json import parse_json
         ('{"x": [{"c": 1, "\\u0063": 1}]}', "'c'"),
     ],
 )
-def test_a_key_that_stands_twice_is_named(text: str, key: str) -> None:
-    """Catches an object of which a part is passed over, and an error that names another key than the first."""
+def test_rejects_duplicate_keys(text: str, key: str) -> None:
+    """Catches an ignored part of an object, and an error that names a different key than the first duplicate."""
     with pytest.raises(SteeringError, match=f"^body: cannot be parsed as JSON: duplicate key {key}"):
         parse_json(text, "body")
 
 
-class Counted(str):
-    """A key that counts how often one is compared."""
+class CountedKey(str):
+    """Key that counts comparisons."""
 
     compared = 0
 
     def __eq__(self, other: object) -> bool:
-        Counted.compared += 1
+        CountedKey.compared += 1
         return str.__eq__(self, other)
 
     __hash__ = str.__hash__
 
 
-def test_the_key_is_found_without_comparing_each_with_each() -> None:
-    """Catches a search whose work grows with the square of the keys: a body of few bytes holds up a server."""
-    keys = [Counted(f"key {i}") for i in range(1_000)]
-    pairs: list[tuple[str, Any]] = [(key, 0) for key in (*keys, Counted("twice"), Counted("twice"))]
-    Counted.compared = 0
+def test_finds_duplicate_key_in_linear_time() -> None:
+    """Catches a quadratic search for the duplicate, which lets a small body block a server."""
+    keys = [CountedKey(f"key {i}") for i in range(1_000)]
+    pairs: list[tuple[str, Any]] = [(key, 0) for key in (*keys, CountedKey("twice"), CountedKey("twice"))]
+    CountedKey.compared = 0
     with pytest.raises(ValueError, match="duplicate key 'twice'"):
         strict_json._object(pairs)
-    assert Counted.compared < 4 * len(pairs)
+    assert CountedKey.compared < 4 * len(pairs)

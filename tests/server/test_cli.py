@@ -19,7 +19,7 @@ import vllm_steer
 from vllm_steer.cli.main import app
 from vllm_steer.compat.version import TESTED_RANGE
 from vllm_steer.config import SCHEDULER_CLS, WORKER_CLS
-from vllm_steer.server.flags import MIDDLEWARE
+from vllm_steer.server.apply_flags import MIDDLEWARE
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_wrong_flags_are_a_sentence(served: list[argparse.Namespace]) -> None:
     """Catches a traceback, or a server that starts all the same."""
     result = invoke("serve", "some/model", "--steering-max-rows", "none")
     assert result.exit_code == 2
-    assert "--steering-max-rows: must be a whole number" in result.stderr
+    assert "--steering-max-rows: must be an integer" in result.stderr
     assert served == []
 
 

@@ -17,14 +17,9 @@ from vllm_steer.config import SCHEDULER_CLS, SUBSETS, SWITCHES, WORKER_CLS, Stee
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import CONSUMERS_VARIABLE, REGISTRY_VARIABLE, RegistryOptions
 from vllm_steer.limits import ENGINE_LIMITS, MAX_BODY_MIB
-from vllm_steer.server.flags import (
-    MIDDLEWARE,
-    add_flags,
-    apply_flags,
-    capture_store_name,
-    max_body_bytes,
-    store_limits,
-)
+from vllm_steer.server.apply_flags import MIDDLEWARE, apply_flags
+from vllm_steer.server.flags import add_flags
+from vllm_steer.server.settings import capture_store_name, max_body_bytes, store_limits
 
 SIZES = [limit.flag for limit in (*ENGINE_LIMITS.values(), MAX_BODY_MIB)]
 OF_CAPTURE = ["--capture-inline-kib", "--capture-store-mib", "--capture-expiry-s"]
@@ -212,7 +207,7 @@ def test_consumers_reach_the_processes_that_serve() -> None:
 @pytest.mark.parametrize(
     ("texts", "words"),
     [
-        (["s3:bucket=x"], "no consumer"),
+        (["s3:bucket=x"], "unknown consumer"),
         (["filesystem"], "root"),
         (["filesystem:root=/a,rot=/b"], "rot"),
         (["filesystem:root=/a,root=/b"], "twice"),
@@ -220,7 +215,7 @@ def test_consumers_reach_the_processes_that_serve() -> None:
         (["filesystem:root=/a,quota=much"], "quota"),
         (["filesystem:root=/a", "filesystem:root=/b"], "twice"),
         (["memory:size=1"], "size"),
-        ([""], "no consumer"),
+        ([""], "unknown consumer"),
     ],
 )
 def test_wrong_consumers_end_the_start(texts: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -295,7 +290,7 @@ def test_modules_from_files(tmp_path: Path) -> None:
     [
         (["--enable-steering", "--steering-modules", "calm"], "name=path"),
         (["--enable-steering", "--steering-modules", "../calm=/dev/null"], "ASCII"),
-        (["--enable-steering", "--steering-modules", "calm=nowhere"], "there is no file nowhere"),
+        (["--enable-steering", "--steering-modules", "calm=nowhere"], "file not found: nowhere"),
         (["--steering-registry", "x"], "no effect without --enable-steering"),
         (["--steering-modules", "calm=x"], "no effect without --enable-steering"),
     ],

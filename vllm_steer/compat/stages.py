@@ -69,7 +69,7 @@ _STEERING_STATE = "vllm_steer.engine.runner_v2:_steering_state"
 
 STARTUP: tuple[Join, ...] = (
     Join("vllm.engine.arg_utils:EngineArgs.add_cli_args", AFTER, "vllm_steer.server.flags:add_flags"),
-    Join("vllm.engine.arg_utils:EngineArgs.from_cli_args", BEFORE, "vllm_steer.server.flags:apply_flags"),
+    Join("vllm.engine.arg_utils:EngineArgs.from_cli_args", BEFORE, "vllm_steer.server.apply_flags:apply_flags"),
     Join("vllm.engine.arg_utils:EngineArgs.create_engine_config", AROUND, "vllm_steer.compat.plugin:engine_config"),
 )
 """Wrapped in every process of vLLM, when it loads its plugins."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An application behind a file of keys, and clients that each have one of them."""
+"""An application with API keys, and its clients."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EVERYTHING = tuple(Right)
 def write_keys(
     path: Path, rights: Mapping[str, Iterable[Right]], limits: Mapping[str, Mapping[str, int]] | None = None
 ) -> dict[str, str]:
-    """Write a file of keys; their secrets by name."""
+    """Write a key file and return the secrets by name."""
     made = {name: generate_key(name, tuple(each), (limits or {}).get(name, {})) for name, each in rights.items()}
     with edit_keys(path, create=True) as write:
         write(tuple(key for key, _ in made.values()))
@@ -32,7 +32,7 @@ def write_keys(
 
 
 def make_guarded_app(path: Path, **flags: object) -> FastAPI:
-    """vLLM's look-alike with the middleware outermost; our routes come when it starts."""
+    """Return a fake vLLM application with key file and middleware; startup adds the steering routes."""
     app = make_app(FakeEngine())
     vars(app.state.args).update(steering_keys=str(path), **flags)
     app.add_middleware(SteeringMiddleware)
@@ -40,19 +40,19 @@ def make_guarded_app(path: Path, **flags: object) -> FastAPI:
 
 
 async def start(app: FastAPI) -> FastAPI:
-    """What a server does first."""
+    """Run the startup of the server."""
     await lifespan._start({"type": "lifespan", "app": app})
     return app
 
 
 def client_of(app: FastAPI, secret: str | None = None) -> httpx.AsyncClient:
-    """A client with that key, or with none."""
+    """Return a client that sends the secret, if given."""
     headers = {} if secret is None else {"authorization": f"Bearer {secret}"}
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server", headers=headers)
 
 
-def refused(response: httpx.Response, status: int) -> dict[str, Any]:
-    """The error of an answer that must be a refusal, in OpenAI's form."""
+def rejected(response: httpx.Response, status: int) -> dict[str, Any]:
+    """Assert that the response is an error in the format of OpenAI, and return the error."""
     assert response.status_code == status, response.text
     error: dict[str, Any] = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"} and error["code"] == status

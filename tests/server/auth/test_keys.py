@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The file of keys: what is in it, who may write it, and how a server follows it."""
+"""Tests of the key file: content, permissions, and reloading by a server."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from tests.server.auth.guarded import client_of, make_guarded_app, start, write_
 from tests.server.test_flags import error_of, parser_of_a_server
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import REGISTRY_VARIABLE
+from vllm_steer.server.apply_flags import apply_flags
 from vllm_steer.server.auth import key_file_watcher
 from vllm_steer.server.auth.key_file import edit_keys, read_keys
 from vllm_steer.server.auth.keys import PREFIX, find_key, generate_key, hash_secret
 from vllm_steer.server.auth.rights import Right
-from vllm_steer.server.flags import apply_flags
 
 
 @pytest.fixture(autouse=True)
 def no_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What parsing flags puts into the environment is taken out again."""
+    """Remove the environment variable that flag parsing sets."""
     monkeypatch.setenv(REGISTRY_VARIABLE, "")
     monkeypatch.delenv(REGISTRY_VARIABLE)
 
@@ -36,8 +36,8 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "keys.json"
 
 
-def test_the_file_does_not_have_the_key(path: Path) -> None:
-    """Catches a key that whoever reads a backup can use, keys that share a secret, and a file for others to read."""
+def test_key_file_contains_no_secrets(path: Path) -> None:
+    """Catches a file from which keys can be recovered, shared salts, and file modes that let others read it."""
     secrets = write_keys(path, {"alice": [Right.STEER], "bob": []})
     text = path.read_text()
     assert all(secret.startswith(PREFIX) and len(secret) == len(PREFIX) + 43 for secret in secrets.values())
@@ -51,8 +51,8 @@ def test_the_file_does_not_have_the_key(path: Path) -> None:
         assert find_key(keys, wrong) is None
 
 
-def test_writing_is_all_or_nothing(path: Path) -> None:
-    """Catches keys that are lost when a write fails, and files that are left lying about."""
+def test_writes_are_atomic(path: Path) -> None:
+    """Catches keys lost by a failed write, and leftover temporary files."""
     write_keys(path, {"alice": []})
     before = path.read_bytes()
     key = generate_key("alice", (), {})[0]
@@ -82,8 +82,8 @@ WRONG: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize(("content", "words"), WRONG.values(), ids=WRONG)
-def test_a_wrong_file_is_refused(content: Any, words: str, path: Path) -> None:
-    """Catches a file that is read as other rights, or other limits, than it was meant to give."""
+def test_rejects_invalid_files(content: Any, words: str, path: Path) -> None:
+    """Catches an invalid file that is read as other rights or limits."""
     path.write_text(content if isinstance(content, str) else json.dumps(content))
     path.chmod(0o600)
     with pytest.raises(SteeringError, match=words):
@@ -91,8 +91,8 @@ def test_a_wrong_file_is_refused(content: Any, words: str, path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o620, 0o602, 0o622, 0o604, 0o666, 0o640, 0o400])
-def test_who_else_may_write_or_read(mode: int, path: Path) -> None:
-    """Catches a file into which others can put a key, and one that is refused although they cannot."""
+def test_checks_the_file_mode(mode: int, path: Path) -> None:
+    """Catches a file to which others can add keys, and a rejected file with a safe mode."""
     write_keys(path, {"me": []})
     path.chmod(mode)
     if mode in (0o640, 0o400):
@@ -102,8 +102,8 @@ def test_who_else_may_write_or_read(mode: int, path: Path) -> None:
             read_keys(path)
 
 
-def test_links_and_folders_are_no_files(path: Path) -> None:
-    """Catches a link of somebody else's that decides which file is read, and a start that waits for a pipe."""
+def test_rejects_links_directories_and_pipes(path: Path) -> None:
+    """Catches a link that redirects the server to another file, and a start that blocks on a pipe."""
     write_keys(path, {"me": []})
     link, pipe = path.with_name("link"), path.with_name("pipe")
     link.symlink_to(path)
@@ -113,8 +113,8 @@ def test_links_and_folders_are_no_files(path: Path) -> None:
             read_keys(wrong)
 
 
-def test_another_users_file_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches keys that another user of the machine has made up."""
+def test_rejects_file_of_another_user(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches keys made up by another user of the machine."""
     write_keys(path, {"me": []})
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     if path.stat().st_uid:
@@ -124,8 +124,8 @@ def test_another_users_file_is_refused(path: Path, monkeypatch: pytest.MonkeyPat
         assert read_keys(path)  # root's own are everybody's to trust
 
 
-def test_the_flag(path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a server that starts without the keys that it was told of, and a path that means another file later."""
+def test_keys_flag(path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a server that starts without its keys, and a relative path that is resolved again later."""
     write_keys(path, {"me": []})
     monkeypatch.chdir(path.parent)
     assert parser_of_a_server().parse_args(["--enable-steering", "--steering-keys", path.name]).steering_keys == str(
@@ -138,8 +138,8 @@ def test_the_flag(path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: p
     assert "No such file" in error_of(capsys, "--enable-steering", "--steering-keys", str(path) + "x")
 
 
-def test_a_server_that_knows_no_keys_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a front end of vLLM's own that serves everybody, unasked for a key and unsteered."""
+def test_rejects_front_ends_without_authentication(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches front ends of vLLM that serve requests without keys and without steering."""
     write_keys(path, {"me": []})
 
     def args(**more: Any) -> argparse.Namespace:
@@ -154,9 +154,11 @@ def test_a_server_that_knows_no_keys_is_refused(path: Path, monkeypatch: pytest.
     apply_flags(args(grpc=False))
 
 
-async def test_a_server_follows_the_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a revoked key that goes on working, a new one that waits for a restart, and a broken file that locks
-    everybody out, lets everybody in, or is complained of at every request."""
+async def test_server_reloads_the_key_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches revoked keys that stay valid, new keys that need a restart, and mishandled broken files.
+
+    A broken file must not lock clients out, let everyone in, or be logged at every request.
+    """
     errors: list[str] = []
     log = SimpleNamespace(error=lambda text, *args: errors.append(text % args), info=lambda *args: None)
     monkeypatch.setattr(key_file_watcher, "logger", log)
@@ -187,9 +189,8 @@ async def test_a_server_follows_the_file(path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.EIO, errno.ESTALE])
-async def test_a_file_that_cannot_be_read_for_now(number: int, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a revoked key that stays good as its file could not be opened just then, and a log that is flooded
-    meanwhile."""
+async def test_retries_after_temporary_read_errors(number: int, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a revoked key that stays valid after a temporary read error, and a flooded log."""
     errors: list[str] = []
     log = SimpleNamespace(error=lambda text, *args: errors.append(text % args), info=lambda *args: None)
     monkeypatch.setattr(key_file_watcher, "logger", log)
@@ -220,8 +221,8 @@ async def test_a_file_that_cannot_be_read_for_now(number: int, path: Path, monke
     assert [await status(old), await status(new)] == [401, 200]
 
 
-def test_a_file_that_is_wrong_is_read_once(path: Path) -> None:
-    """Catches every request reading a file that says the same as before."""
+def test_reads_an_invalid_file_once(path: Path) -> None:
+    """Catches requests that each read an unchanged invalid file again."""
     write_keys(path, {"alice": []})
     followed = key_file_watcher.KeyFileWatcher(path)
     for make in (lambda: path.write_text("{"), path.unlink, lambda: path.symlink_to("elsewhere")):
@@ -235,8 +236,8 @@ def test_a_file_that_is_wrong_is_read_once(path: Path) -> None:
     assert not followed.is_stale()
 
 
-async def test_a_broken_file_at_the_start(path: Path) -> None:
-    """Catches a server that starts open when it was told to be shut."""
+async def test_broken_key_file_prevents_start(path: Path) -> None:
+    """Catches a server that starts without authentication because its key file is broken."""
     path.write_text("{")
     path.chmod(0o600)
     app = make_guarded_app(path)

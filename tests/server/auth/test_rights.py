@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may do what, behind a file of keys and without one."""
+"""Tests of authorization, with and without a key file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddlew
 from vllm.sampling_params import SamplingParams
 
 from tests.server.application import make_app
-from tests.server.auth.guarded import EVERYTHING, client_of, make_guarded_app, refused, start, write_keys
+from tests.server.auth.guarded import EVERYTHING, client_of, make_guarded_app, rejected, start, write_keys
 from tests.server.fakes import FakeEngine, vector
 from tests.server.requests import WRONG
 from vllm_steer.server.auth.authenticator import ADMIN_PATHS, PUBLIC_PATHS, warn_if_unprotected
@@ -40,7 +40,7 @@ MODULE: dict[str, Any] = {"name": "calm", "base": EDIT, "probes": {"joy": vector
 
 
 def keys_of_each_right(path: Path) -> dict[str, str]:
-    """A key with each right alone, one with all, one with none, and one without each."""
+    """Write keys with each right alone, with all, with none, and with all except each one."""
     rights: dict[str, tuple[Right, ...]] = {"all": EVERYTHING, "none": ()}
     for right in Right:
         rights[f"only-{right}"] = (right,)
@@ -53,8 +53,8 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "keys.json"
 
 
-def ours(app: FastAPI, before: set[int]) -> list[Route]:
-    """The routes that starting has added."""
+def added_routes(app: FastAPI, before: set[int]) -> list[Route]:
+    """Return the routes that the startup has added."""
     return [route for route in app.routes if isinstance(route, Route) and id(route) not in before]
 
 
@@ -62,34 +62,34 @@ def filled(route: Route) -> str:
     return route.path.replace("{name}", "calm").replace("{handle}", "x" * 43)
 
 
-async def test_every_route_that_we_add_asks_for_a_right(path: Path) -> None:
-    """Catches a route that anybody may use: one that states no right, or that states it and does not ask for it."""
+async def test_every_steering_route_requires_its_right(path: Path) -> None:
+    """Catches a route without a required right, and a declared right that is not enforced."""
     secrets = keys_of_each_right(path)
     app = make_guarded_app(path)
     before = {id(route) for route in app.routes}
     await start(app)
-    added = ours(app, before)
+    added = added_routes(app, before)
     assert len(added) >= 10
     for route in added:
         assert isinstance(route, SteeringRoute), f"{route.path} states no right"
         assert (route.openapi_extra or {})["x-steering-right"] in list(Right)
         for method in sorted(route.methods or ()):
             ask = (method, filled(route))
-            refused(await client_of(app).request(*ask), 401)
+            rejected(await client_of(app).request(*ask), 401)
             for name in ("none", f"no-{route.right}"):
-                error = refused(await client_of(app, secrets[name]).request(*ask), 403)
+                error = rejected(await client_of(app, secrets[name]).request(*ask), 403)
                 assert str(route.right) in error["message"] and name in error["message"]
             for name in ("all", f"only-{route.right}"):
                 assert (await client_of(app, secrets[name]).request(*ask)).status_code not in (401, 403), ask
 
 
-async def test_a_route_without_a_right_is_for_nobody(path: Path) -> None:
-    """Catches a route under our paths that was added past the one class that asks: the control of the test above."""
+async def test_denies_routes_without_a_right(path: Path) -> None:
+    """Catches a route below the steering prefixes that bypasses `SteeringRoute`; control of the test above."""
     secrets = keys_of_each_right(path)
     app = await start(make_guarded_app(path))
     app.add_api_route("/v1/steering/other", lambda: "secret", methods=["GET"])
     assert (
-        "no required right" in refused(await client_of(app, secrets["all"]).get("/v1/steering/other"), 403)["message"]
+        "no required right" in rejected(await client_of(app, secrets["all"]).get("/v1/steering/other"), 403)["message"]
     )
     assert (await client_of(app, secrets["all"]).get("/v1/steering/missing")).status_code == 404
     with pytest.raises(KeyError):
@@ -100,8 +100,8 @@ async def test_a_route_without_a_right_is_for_nobody(path: Path) -> None:
     assert (await client_of(free).get("/v1/steering/other")).text == '"secret"'
 
 
-async def test_fields_take_their_right(path: Path) -> None:
-    """Catches a field that reaches the engine without its right, on any route, in any spelling, or behind another."""
+async def test_fields_require_their_right(path: Path) -> None:
+    """Catches a field that reaches the engine without its right, on any route and in any spelling."""
     secrets = keys_of_each_right(path)
     app = await start(make_guarded_app(path))
     modules = {"steering_modules": ["calm"]}
@@ -109,32 +109,32 @@ async def test_fields_take_their_right(path: Path) -> None:
     await client_of(app, secrets["all"]).post("/v1/steering/modules", json=MODULE)
     for route in STEERABLE_ROUTES[:-1]:
         for body, right in ((STEERED, Right.STEER), (modules, Right.STEER), (probes, Right.CAPTURE)):
-            error = refused(await client_of(app, secrets[f"no-{right}"]).post(route, json=body), 403)
+            error = rejected(await client_of(app, secrets[f"no-{right}"]).post(route, json=body), 403)
             assert error["param"] == next(iter(body))
             allowed = await client_of(app, secrets[f"only-{right}"]).post(route, json=body)
             assert "403" not in allowed.text and allowed.status_code != 403, allowed.text
     only_steer = client_of(app, secrets["only-steer"])
-    refused(await only_steer.post(ROUTE, json={**STEERED, **CAPTURED}), 403)
+    rejected(await only_steer.post(ROUTE, json={**STEERED, **CAPTURED}), 403)
     spelled = json.dumps(CAPTURED).replace("capture", "\\u0063apture")
-    refused(await only_steer.post(ROUTE, content=spelled, headers={"content-type": "application/json"}), 403)
+    rejected(await only_steer.post(ROUTE, content=spelled, headers={"content-type": "application/json"}), 403)
     assert (await client_of(app, secrets["none"]).post(ROUTE, json={})).json() == {"steered": False}
 
 
-async def test_what_a_key_may_not_do_is_not_looked_at(path: Path) -> None:
-    """Catches answers that tell a key without the right what would be right."""
+async def test_checks_rights_before_values(path: Path) -> None:
+    """Catches error messages that reveal valid values to a key without the right."""
     secrets = keys_of_each_right(path)
     app = await start(make_guarded_app(path))
     client = client_of(app, secrets["none"])
     headers = {"content-type": "application/json"}
     for name in ("NaN", "unknown point", "unknown kind", "layer out of range"):
         response = await client.post(ROUTE, content="{" + WRONG[name][0] + "}", headers=headers)
-        assert "requires the right 'steer'" in refused(response, 403)["message"]
+        assert "requires the right 'steer'" in rejected(response, 403)["message"]
     there, not_there = [await client.get(f"/v1/steering/modules/{name}") for name in ("calm", "other")]
     assert there.text == not_there.text
 
 
-async def test_vectors_take_a_right_of_their_own(path: Path) -> None:
-    """Catches raw data that the right to read gives away."""
+async def test_vectors_require_the_data_right(path: Path) -> None:
+    """Catches vectors that the right `read` alone can download."""
     secrets = keys_of_each_right(path)
     app = await start(make_guarded_app(path))
     await client_of(app, secrets["all"]).post("/v1/steering/modules", json=MODULE)
@@ -142,13 +142,13 @@ async def test_vectors_take_a_right_of_their_own(path: Path) -> None:
         reader = client_of(app, secrets["no-data"])
         assert (await reader.get(where)).status_code == 200
         for spelled in ("true", "1", "on", "yes"):
-            assert "data" in refused(await reader.get(where, params={"data": spelled}), 403)["message"]
+            assert "data" in rejected(await reader.get(where, params={"data": spelled}), 403)["message"]
         assert (await client_of(app, secrets["all"]).get(where, params={"data": "true"})).status_code == 200
-        refused(await client_of(app, secrets["only-data"]).get(where, params={"data": "true"}), 403)
+        rejected(await client_of(app, secrets["only-data"]).get(where, params={"data": "true"}), 403)
 
 
-async def test_a_url_is_no_vector() -> None:
-    """Catches a server that fetches what a client names."""
+async def test_rejects_urls_as_vectors() -> None:
+    """Catches a server that fetches a URL given by a client."""
     app = make_app(FakeEngine())
     app.add_middleware(SteeringMiddleware)
     await start(app)
@@ -156,36 +156,35 @@ async def test_a_url_is_no_vector() -> None:
         sites = {"post_block": {"1": vector_of}}
         for where, body in ((ROUTE, {"steering_vectors": sites}), ("/v1/steering/set", {"base": sites}),
                             ("/v1/steering/modules", {"name": "calm", "base": sites})):  # fmt: skip
-            assert "post_block[1]" in refused(await client_of(app).post(where, json=body), 400)["param"]
+            assert "post_block[1]" in rejected(await client_of(app).post(where, json=body), 400)["param"]
 
 
-async def test_steering_oneself_is_not_steering_everybody(path: Path) -> None:
-    """Catches a tenant with the right to steer that changes what all others get."""
+async def test_global_steering_requires_its_own_right(path: Path) -> None:
+    """Catches a tenant with the right `steer` that changes global steering."""
     secrets = keys_of_each_right(path)
     app = await start(make_guarded_app(path))
-    refused(await client_of(app, secrets["only-steer"]).post("/v1/steering/set", json={"base": EDIT}), 403)
-    refused(await client_of(app, secrets["only-steer"]).post("/v1/steering/clear"), 403)
+    rejected(await client_of(app, secrets["only-steer"]).post("/v1/steering/set", json={"base": EDIT}), 403)
+    rejected(await client_of(app, secrets["only-steer"]).post("/v1/steering/clear"), 403)
     set_by = await client_of(app, secrets["only-global"]).post("/v1/steering/set", json={"base": EDIT})
     assert set_by.status_code == 200, set_by.text
 
 
-async def test_nothing_is_served_without_a_key(path: Path) -> None:
-    """Catches a route of vLLM's that is left open, one that watches over the server and is shut, and one that changes
-    the server and is for everybody."""
+async def test_paths_require_keys_and_rights(path: Path) -> None:
+    """Catches open vLLM routes, closed monitoring routes, and admin routes open to every key."""
     secrets = keys_of_each_right(path)
     app = make_guarded_app(path)
     for where in (*PUBLIC_PATHS, *ADMIN_PATHS, "/sleep", "/v1/models"):
         app.add_api_route(where, lambda: "done", methods=["GET", "POST"])
     await start(app)
     for where in (ROUTE, "/tokenize", "/raw", "/invocations", "/v1/models", "/nowhere", "/sleep", "/openapi.json"):
-        error = refused(await client_of(app).post(where, json={}), 401)
+        error = rejected(await client_of(app).post(where, json={}), 401)
         assert error["param"] == "authorization"
-        refused(await client_of(app, "wrong").post(where, json={}), 401)
+        rejected(await client_of(app, "wrong").post(where, json={}), 401)
     for where in PUBLIC_PATHS:
         assert (await client_of(app).get(where)).text == '"done"'
     none, admin = client_of(app, secrets["none"]), client_of(app, secrets["only-admin"])
     for where in (*ADMIN_PATHS, "/sleep", f"{ADMIN_PATHS[0]}/", "/raw"):
-        refused(await none.post(where, json={}), 403)
+        rejected(await none.post(where, json={}), 403)
     for where in (*ADMIN_PATHS, "/sleep"):
         assert (await admin.post(where, json={})).text == '"done"'
     assert (await none.get("/v1/models")).text == '"done"'
@@ -194,17 +193,17 @@ async def test_nothing_is_served_without_a_key(path: Path) -> None:
 
 
 @pytest.mark.parametrize("header", ["", "Bearer", "Bearer ", "Basic {}", "{}", "Bearer  {}", "Bearer {} x"])
-async def test_only_a_bearer_is_a_key(header: str, path: Path) -> None:
-    """Catches a header that is read as a key in more ways than one."""
+async def test_accepts_only_bearer_keys(header: str, path: Path) -> None:
+    """Catches other forms of the header that are accepted as a key."""
     secret = write_keys(path, {"me": EVERYTHING})["me"]
     app = make_guarded_app(path)
     client = client_of(app)
-    refused(await client.post(ROUTE, json={}, headers={"authorization": header.format(secret)}), 401)
+    rejected(await client.post(ROUTE, json={}, headers={"authorization": header.format(secret)}), 401)
     assert (await client.post(ROUTE, json={}, headers={"authorization": f"bearer {secret}"})).status_code == 200
 
 
-def test_sockets_need_a_key_too(path: Path) -> None:
-    """Catches a way in that is no HTTP request."""
+def test_websockets_require_a_key(path: Path) -> None:
+    """Catches requests that bypass HTTP authentication, such as WebSockets."""
     secret = write_keys(path, {"me": ()})["me"]
     app = make_guarded_app(path)
     names = []
@@ -225,9 +224,8 @@ def test_sockets_need_a_key_too(path: Path) -> None:
     assert names == ["me"]
 
 
-async def test_vllms_own_keys(path: Path) -> None:
-    """Catches --api-key being a way around rights, keys of the file that vLLM turns away, and clients of the one who
-    are shut out by the other."""
+async def test_vllm_keys_have_no_steering_rights(path: Path) -> None:
+    """Catches --api-key bypassing rights, keys of the file that vLLM rejects, and locked-out clients."""
     secrets = keys_of_each_right(path)
     app = make_guarded_app(path, api_key=["old", "older"])
     app.user_middleware.insert(1, app.user_middleware[0].__class__(AuthenticationMiddleware, tokens=["old", "older"]))
@@ -240,17 +238,17 @@ async def test_vllms_own_keys(path: Path) -> None:
     for secret in ("old", "older"):
         client = client_of(app, secret)
         assert (await client.post(ROUTE, json={})).json() == {"steered": False}
-        refused(await client.post(ROUTE, json=STEERED), 403)
-        refused(await client.get("/v1/steering/set"), 403)
+        rejected(await client.post(ROUTE, json=STEERED), 403)
+        rejected(await client.get("/v1/steering/set"), 403)
     assert (await client_of(app, secrets["only-steer"]).post(ROUTE, json=STEERED)).json()["steered"] is True
     assert (await client_of(app, secrets["only-read"]).get("/v1/steering/set")).status_code == 200
-    refused(await client_of(app, "other").post(ROUTE, json={}), 401)
+    rejected(await client_of(app, "other").post(ROUTE, json={}), 401)
     asked = [await client_of(app, secret).post("/v1/seen", json={}) for secret in ("old", secrets["none"])]
     assert [answer.json() for answer in asked] == ["api-key", "none"]
 
 
-async def test_a_capture_is_for_the_key_that_made_it(path: Path) -> None:
-    """Catches rows that another key fetches or deletes, and an answer from which it learns that they are there."""
+async def test_captures_are_private_to_their_key(path: Path) -> None:
+    """Catches captures that another key can fetch, delete or detect."""
     secrets = write_keys(path, {"alice": [Right.CAPTURE], "bob": [Right.CAPTURE]})
     app = await start(make_guarded_app(path))
     alice, bob = (client_of(app, secret) for secret in secrets.values())
@@ -259,11 +257,11 @@ async def test_a_capture_is_for_the_key_that_made_it(path: Path) -> None:
     for method in ("GET", "DELETE"):
         there = await bob.request(method, f"/v1/captures/{handle}")
         not_there = await bob.request(method, f"/v1/captures/{handle[::-1]}")
-        refused(there, 404)
+        rejected(there, 404)
         assert (there.text, sorted(there.headers)) == (not_there.text, sorted(not_there.headers))
     assert (await alice.get(f"/v1/captures/{handle}")).content == b"rows"
     assert (await alice.delete(f"/v1/captures/{handle}")).status_code == 204
-    refused(await alice.get(f"/v1/captures/{handle}"), 404)
+    rejected(await alice.get(f"/v1/captures/{handle}"), 404)
 
 
 async def key_of(app: FastAPI, secret: str) -> Any:
@@ -279,8 +277,8 @@ async def key_of(app: FastAPI, secret: str) -> Any:
     return found[0]
 
 
-async def test_the_caller_is_known_and_forgotten(path: Path) -> None:
-    """Catches a log that names nobody, or somebody else."""
+async def test_current_key_is_set_per_request(path: Path) -> None:
+    """Catches a missing key name, and the name of another request."""
     secrets = write_keys(path, {"alice": (), "bob": ()})
     app = make_guarded_app(path)
 
@@ -306,8 +304,7 @@ def salted(key: Any, own: str | None) -> str | None:
 
 
 def test_each_key_has_its_own_salt() -> None:
-    """Catches two keys that share prefix-cache blocks, a key that shares none with itself, and a request's own salt
-    that is lost, or that makes somebody else's."""
+    """Catches prefix-cache blocks shared between keys or not shared within one, and an ignored salt of a request."""
     (one, _), (other, _) = generate_key("one", (), {}), generate_key("other", (), {})
     made = [salted(key, own) for key in (one, other) for own in (None, "x", "y", salted(one, None), one.cache_salt)]
     assert len(set(made)) == len(made)
@@ -316,8 +313,8 @@ def test_each_key_has_its_own_salt() -> None:
     assert salted(None, None) is None and salted(None, "x") == "x"
 
 
-def test_answers_in_the_background_are_refused_under_a_key() -> None:
-    """Catches a key that runs any number of requests, since each has been answered before the model has run."""
+def test_rejects_background_responses_with_a_key() -> None:
+    """Catches unlimited requests of a key: background requests are answered before the model runs."""
     request = ResponsesRequest(model="tiny", input="abc", background=True)
     with use_key(generate_key("me", EVERYTHING, {})[0]):
         with pytest.raises(RequestRefused, match="API keys") as refusal:
@@ -341,8 +338,10 @@ def test_answers_in_the_background_are_refused_under_a_key() -> None:
         ({"host": None, "uds": "/tmp/socket"}, None),
     ],
 )
-def test_an_open_server_says_so(args: dict[str, Any], warned: str | None, caplog: pytest.LogCaptureFixture) -> None:
-    """Catches a server that anybody can steer and that starts without a word, and a warning about one's own machine."""
+def test_warns_about_unprotected_servers(
+    args: dict[str, Any], warned: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Catches a missing warning on a reachable server without keys, and a warning on a local one."""
     logger = logging.getLogger("vllm.vllm_steer.server.auth.authenticator")
     logger.addHandler(caplog.handler)
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's own server behind a file of keys: rights, ``--api-key`` beside them, and whose prefix cache is whose."""
+"""Tests of API keys on vLLM's own server: rights, ``--api-key``, and separate prefix caches."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ CAPTURED: dict[str, Any] = {"capture": {"memory": {"hooks": {"post_block": "all"
 
 
 @dataclass
-class Guarded:
-    """A server, and whoever asks it."""
+class GuardedServer:
+    """A server with API keys, and clients for it."""
 
     url: str
     secrets: dict[str, str]
@@ -39,7 +39,7 @@ class Guarded:
 
 
 @pytest.fixture(scope="module")
-def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GuardedServer]:
     path = tmp_path_factory.mktemp("keys") / "keys.json"
     rights = {"alice": EVERYTHING, "bob": EVERYTHING, "plain": (), "few": (Right.STEER, Right.CAPTURE)}
     secrets = write_keys(path, rights, {"few": {"steering_requests": 2, "steering_programs": 1, "capture_mib": 1}})
@@ -47,11 +47,11 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gu
     flags += ["--block-size", str(BLOCK), "--capture-inline-kib", "1"]
     log = tmp_path_factory.mktemp("log") / "server.log"
     for url in run_server(model, [*vllm_command(), "serve"], ["--enable-steering", *flags], log):
-        yield Guarded(url, secrets)
+        yield GuardedServer(url, secrets)
 
 
-def cached(answer: httpx.Response) -> int:
-    """How many tokens of the prompt came from the cache."""
+def cached_tokens(answer: httpx.Response) -> int:
+    """Return the number of prompt tokens served from the cache."""
     assert answer.status_code == 200, answer.text
     usage = answer.json()["usage"]
     details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
@@ -63,14 +63,13 @@ PROMPTS = iter(string.ascii_letters)
 
 
 @pytest.mark.parametrize("fields", [{}, STEERED], ids=["plain", "steered"])
-def test_keys_share_no_prefix_cache(fields: dict[str, Any], server: Guarded) -> None:
-    """Catches a key that learns by timing what another has asked, a key that is shut out of its own cache, and a
-    request's own cache_salt that means nothing, or opens another key's cache."""
+def test_keys_share_no_prefix_cache(fields: dict[str, Any], server: GuardedServer) -> None:
+    """Catches blocks shared between keys or not shared within one, and an ignored or unsafe ``cache_salt``."""
     body = {"model": MODEL, "prompt": next(PROMPTS) * (4 * BLOCK), "max_tokens": 2, "temperature": 0, **fields}
 
     def ask(name: str, **more: Any) -> int:
         with server.as_(name) as client:
-            return cached(client.post(COMPLETIONS, json={**body, **more}))
+            return cached_tokens(client.post(COMPLETIONS, json={**body, **more}))
 
     assert (ask("alice"), ask("alice") >= BLOCK) == (0, True)
     assert (ask("bob"), ask("bob") >= BLOCK) == (0, True)
@@ -82,18 +81,18 @@ def test_keys_share_no_prefix_cache(fields: dict[str, Any], server: Guarded) -> 
     assert ask("alice") >= BLOCK
 
 
-def test_samples_are_salted_like_their_request(server: Guarded) -> None:
-    """Catches one of several samples that is salted twice, or not at all."""
+def test_samples_are_salted_like_their_request(server: GuardedServer) -> None:
+    """Catches a sample that is salted twice or not at all."""
     body = {"model": MODEL, "prompt": next(PROMPTS) * (4 * BLOCK), "max_tokens": 2}
     counts = []
     for name, more in (("alice", {"n": 3}), ("alice", {}), ("bob", {}), ("vllms", {}), ("bob", {"n": 3})):
         with server.as_(name) as client:
-            counts.append(cached(client.post(COMPLETIONS, json={**body, **more})))
+            counts.append(cached_tokens(client.post(COMPLETIONS, json={**body, **more})))
     assert [count >= BLOCK for count in counts[1:]] == [True, False, False, True]
 
 
-def test_no_route_is_a_way_around(server: Guarded) -> None:
-    """Catches a route on which requests are not salted, or a stream that is not."""
+def test_all_routes_salt_requests(server: GuardedServer) -> None:
+    """Catches a route or a stream whose requests are not salted."""
 
     def message() -> dict[str, Any]:
         return {"messages": [{"role": "user", "content": next(PROMPTS) * (4 * BLOCK)}], "max_tokens": 2}
@@ -107,7 +106,7 @@ def test_no_route_is_a_way_around(server: Guarded) -> None:
         counts = []
         for name in ("alice", "alice", "bob", "bob"):
             with server.as_(name) as client:
-                counts.append(cached(client.post(route, json={"model": MODEL, **body})))
+                counts.append(cached_tokens(client.post(route, json={"model": MODEL, **body})))
         assert [count >= BLOCK for count in counts] == [False, True, False, True], (route, counts)
     body = {"model": MODEL, "prompt": next(PROMPTS) * (4 * BLOCK), "max_tokens": 2, "stream": True}
     body["stream_options"] = {"include_usage": True}
@@ -120,8 +119,8 @@ def test_no_route_is_a_way_around(server: Guarded) -> None:
     assert (streamed[0], streamed[1] >= BLOCK, streamed[2]) == (0, True, 0)
 
 
-def test_rights_on_vllms_own_server(server: Guarded) -> None:
-    """Catches a right that vLLM's own routes, errors or authentication pass by."""
+def test_rights_on_vllm_server(server: GuardedServer) -> None:
+    """Catches rights that vLLM's routes, error handling or authentication bypass."""
     body = {"model": MODEL, "prompt": "abc", "max_tokens": 1}
     expected = {
         None: (401, 401, 401),
@@ -153,8 +152,8 @@ def test_rights_on_vllms_own_server(server: Guarded) -> None:
         assert len(ours) >= 10 and all(operation["x-steering-right"] in list(Right) for operation in ours)
 
 
-def test_limits_on_vllms_own_server(server: Guarded) -> None:
-    """Catches a refusal whose status or Retry-After vLLM's error handling replaces, on any route, streams too."""
+def test_limits_on_vllm_server(server: GuardedServer) -> None:
+    """Catches errors whose status or Retry-After vLLM's error handling replaces, on any route and in streams."""
     requests = {COMPLETIONS: {"prompt": "abc" * 20}, CHAT: {"messages": [{"role": "user", "content": "abc" * 20}]}}
     rows = {**CAPTURED, "max_tokens": 200, "n": 30}
     assert 30 * 200 * LAYERS * HIDDEN * 4 > 1 << 20
@@ -167,8 +166,8 @@ def test_limits_on_vllms_own_server(server: Guarded) -> None:
                 assert (error["param"], error["code"], error["type"]) == ("capture", 413, "RequestEntityTooLargeError")
 
 
-def test_a_capture_of_another_key(server: Guarded) -> None:
-    """Catches rows of one key that the other can fetch from vLLM's own server."""
+def test_captures_are_private_to_their_key(server: GuardedServer) -> None:
+    """Catches captures of one key that another key can fetch."""
     body = {"model": MODEL, "prompt": "abc" * 20, "max_tokens": 2, **CAPTURED}
     with server.as_("alice") as alice, server.as_("bob") as bob:
         report = alice.post(COMPLETIONS, json=body).json()["choices"][0]["capture_results"]["memory"]
@@ -176,8 +175,8 @@ def test_a_capture_of_another_key(server: Guarded) -> None:
         assert len(alice.get(f"/v1/captures/{report['id']}").content) == report["bytes"]
 
 
-def test_clients_that_vanish_lock_nobody_out(server: Guarded) -> None:
-    """Catches places that are never given back: a key of two requests and one program vanishes from a dozen."""
+def test_disconnected_clients_release_their_quota(server: GuardedServer) -> None:
+    """Catches leaked reservations: a key limited to two requests disconnects a dozen times."""
     body = {"model": MODEL, "prompt": "abc", "max_tokens": 200, "stream": True, "ignore_eos": True}
     retry = Retry(attempts=20, first=0.05, longest=0.5)
     with Client(server.url, api_key=server.secrets["few"], model=MODEL, retry=retry) as client:

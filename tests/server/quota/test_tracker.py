@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tracker of what keys have going, beside a model that only adds up."""
+"""Model-based tests of the quota tracker."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def key_of(name: str, **limits: int) -> Key:
 
 
 def program_of(*vectors: int, width: int = WIDTH) -> Program:
-    """One that adds these vectors; a vector is known by a number."""
+    """Return a program that adds these vectors, each identified by a number."""
     return compile_program(
         parse_fields(
             {
@@ -61,38 +61,38 @@ SETS: tuple[tuple[int, ...], ...] = ((0,), (1,), (0, 1), (2, 3), (0, 1, 2, 3), (
 PROGRAMS = [program_of(*numbers) for numbers in SETS]
 
 
-class Machine(RuleBasedStateMachine):
-    """Requests of two keys, and of nobody, come, take and go in any order."""
+class TrackerMachine(RuleBasedStateMachine):
+    """Requests of two keys and without a key start, reserve and end in any order."""
 
     def __init__(self) -> None:
         super().__init__()
         self.tracker = QuotaTracker(SimpleNamespace(**FLAGS))
         self.keys: list[Key | None] = [key_of("one"), key_of("other", steering_programs=1, steering_requests=2), None]
-        self.going: list[dict[str, Any]] = []
+        self.active: list[dict[str, Any]] = []
 
-    def of(self, key: Key | None) -> list[dict[str, Any]]:
-        return [each for each in self.going if each["key"] is key]
+    def of_key(self, key: Key | None) -> list[dict[str, Any]]:
+        return [each for each in self.active if each["key"] is key]
 
     @rule(number=st.integers(0, 2))
-    def enter(self, number: int) -> None:
+    def reserve(self, number: int) -> None:
         key = self.keys[number]
-        room = key is None or len(self.of(key)) < (2 if number else 3)
+        room = key is None or len(self.of_key(key)) < (2 if number else 3)
         if not room:
             with pytest.raises(KeyLimitError):
                 self.tracker.reserve(key)
             return
-        self.going.append({"key": key, "reservation": self.tracker.reserve(key), "set": None, "rows": 0})
+        self.active.append({"key": key, "reservation": self.tracker.reserve(key), "set": None, "rows": 0})
 
     @rule(data=st.data(), number=st.integers(0, len(SETS) - 1))
-    def take_program(self, data: st.DataObject, number: int) -> None:
-        if not self.going:
+    def reserve_program(self, data: st.DataObject, number: int) -> None:
+        if not self.active:
             return
-        each = data.draw(st.sampled_from(self.going))
+        each = data.draw(st.sampled_from(self.active))
         if each["set"] is not None:
             with pytest.raises(SteeringError):
                 each["reservation"].reserve_program(PROGRAMS[number], None, LAYERS)
             return
-        expected = self.refused(each["key"], number)
+        expected = self.expected_error(each["key"], number)
         if expected is None:
             each["reservation"].reserve_program(PROGRAMS[number], None, LAYERS)
             each["set"] = number
@@ -100,26 +100,26 @@ class Machine(RuleBasedStateMachine):
             with pytest.raises(expected):
                 each["reservation"].reserve_program(PROGRAMS[number], None, LAYERS)
 
-    def refused(self, key: Key | None, number: int) -> type[AccessError] | None:
-        everywhere = {each["set"] for each in self.going} - {None}
+    def expected_error(self, key: Key | None, number: int) -> type[AccessError] | None:
+        everywhere = {each["set"] for each in self.active} - {None}
         if len(everywhere | {number}) > 3:
             return ServerFullError
         if key is None:
             return None
-        mine = {each["set"] for each in self.of(key)} - {None}
-        if len(mine | {number}) > (1 if key is self.keys[1] else 2):
+        own = {each["set"] for each in self.of_key(key)} - {None}
+        if len(own | {number}) > (1 if key is self.keys[1] else 2):
             return KeyLimitError
         if len(SETS[number]) > 4:
             return TooLargeError
-        return KeyLimitError if len({v for each in (*mine, number) for v in SETS[each]}) > 4 else None
+        return KeyLimitError if len({v for each in (*own, number) for v in SETS[each]}) > 4 else None
 
     @rule(data=st.data(), num_bytes=st.sampled_from([0, MIB // 4, MIB // 2, MIB, MIB + 1]))
-    def take_rows(self, data: st.DataObject, num_bytes: int) -> None:
-        keyed = [each for each in self.going if each["key"] is not None]
+    def reserve_rows(self, data: st.DataObject, num_bytes: int) -> None:
+        keyed = [each for each in self.active if each["key"] is not None]
         if not keyed:
             return
         each = data.draw(st.sampled_from(keyed))
-        together = sum(other["rows"] for other in self.of(each["key"])) + num_bytes
+        together = sum(other["rows"] for other in self.of_key(each["key"])) + num_bytes
         if each["rows"] + num_bytes > MIB:
             with pytest.raises(TooLargeError):
                 each["reservation"].reserve_rows(num_bytes)
@@ -132,38 +132,38 @@ class Machine(RuleBasedStateMachine):
 
     @rule(data=st.data(), twice=st.booleans())
     def release(self, data: st.DataObject, twice: bool) -> None:
-        if not self.going:
+        if not self.active:
             return
-        each = data.draw(st.sampled_from(self.going))
-        self.going = [other for other in self.going if other is not each]
+        each = data.draw(st.sampled_from(self.active))
+        self.active = [other for other in self.active if other is not each]
         for _ in range(1 + twice):
             each["reservation"].release()
 
     @invariant()
     def usage_equals_the_reservations(self) -> None:
-        keyed = [each for each in self.going if each["key"] is not None]
+        keyed = [each for each in self.active if each["key"] is not None]
         vectors = {(id(each["key"]), v) for each in keyed if each["set"] is not None for v in SETS[each["set"]]}
         assert self.tracker.in_use == {
             "requests": len(keyed),
-            "programs": len({each["set"] for each in self.going} - {None}),
+            "programs": len({each["set"] for each in self.active} - {None}),
             "vector_bytes": SIZE * len(vectors),
-            "row_bytes": sum(each["rows"] for each in self.going),
+            "row_bytes": sum(each["rows"] for each in self.active),
             "keys": len({id(each["key"]) for each in keyed}),
         }
 
     def teardown(self) -> None:
-        for each in self.going:
+        for each in self.active:
             each["reservation"].release()
         assert set(self.tracker.in_use.values()) == {0}
 
 
 def run_machine() -> None:
     run_state_machine_as_test(
-        Machine,
+        TrackerMachine,
         settings=settings(
             max_examples=60,
             stateful_step_count=40,
-            phases=[Phase.generate],  # the smallest example is for whoever looks for the fault
+            phases=[Phase.generate],  # no shrinking: the controls fail on purpose
             deadline=None,
             derandomize=True,
             database=None,
@@ -171,24 +171,25 @@ def run_machine() -> None:
     )
 
 
-def test_the_books_are_right() -> None:
-    """Catches a count that is not given back, is given back twice, lets a key over its limit, or tracker what it has
-    refused."""
+def test_usage_is_consistent() -> None:
+    """Catches resources that are never released, released twice or reserved on rejection, and exceeded limits."""
     run_machine()
 
 
-@pytest.mark.parametrize("fault", ["vectors stay", "rows stay", "programs stay", "refused is booked", "twice"])
-def test_the_machine_sees_wrong_books(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: tracker that are wrong in one way each are found out."""
+@pytest.mark.parametrize(
+    "fault", ["vectors leak", "rows leak", "programs leak", "reserved when rejected", "released twice"]
+)
+def test_machine_detects_faults(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: the state machine detects each of these faults."""
     release = QuotaTracker.release
-    if fault == "vectors stay":
+    if fault == "vectors leak":
         decrement = tracker_module._decrement
         monkeypatch.setattr(tracker_module, "_decrement", lambda counter, item: decrement(counter, item) and False)
-    elif fault == "rows stay":
+    elif fault == "rows leak":
         monkeypatch.setattr(QuotaTracker, "release", lambda s, k, a, load, rows: release(s, k, a, load, 0))
-    elif fault == "programs stay":
+    elif fault == "programs leak":
         monkeypatch.setattr(QuotaTracker, "release", lambda s, k, a, load, rows: release(s, k, a, None, rows))
-    elif fault == "refused is booked":
+    elif fault == "reserved when rejected":
 
         def reserve_first(self: QuotaTracker, key: Any, account: Any, num_bytes: int, own: int) -> None:
             account.row_bytes += num_bytes
@@ -208,20 +209,20 @@ def test_the_machine_sees_wrong_books(fault: str, monkeypatch: pytest.MonkeyPatc
         run_machine()
 
 
-def test_what_everybody_gets_is_on_nobodys_account() -> None:
-    """Catches global steering that fills a key's pool, counts as its edits, or hides those that it brings itself."""
-    everybody, own = program_of(0, 1, 2, 3), program_of(0, 1, 2, 3, 4)
+def test_global_steering_does_not_count_for_keys() -> None:
+    """Catches global steering that counts for a key, or that hides the key's own edits."""
+    shared, own = program_of(0, 1, 2, 3), program_of(0, 1, 2, 3, 4)
     tracker = QuotaTracker(SimpleNamespace(**FLAGS, steering_request_edits=1, steering_request_vectors=1))
-    tracker.reserve(key_of("one")).reserve_program(own, everybody, LAYERS)
+    tracker.reserve(key_of("one")).reserve_program(own, shared, LAYERS)
     assert tracker.in_use["vector_bytes"] == SIZE
     with pytest.raises(TooLargeError, match="5 edits; at most 1"):
         tracker.reserve(key_of("two")).reserve_program(own, None, LAYERS)
     with pytest.raises(TooLargeError, match="edits"):
-        tracker.reserve(key_of("two")).reserve_program(program_of(0, 1, 2, 3, 4, 5), everybody, LAYERS)
+        tracker.reserve(key_of("two")).reserve_program(program_of(0, 1, 2, 3, 4, 5), shared, LAYERS)
 
 
-def test_one_request_is_so_large() -> None:
-    """Catches layers that `all` does not count, reads that are free, and vectors that count twice."""
+def test_limits_of_one_request() -> None:
+    """Catches layers ignored for `all`, reads that do not count, and vectors that count twice."""
     tracker = QuotaTracker(
         SimpleNamespace(steering_request_layers=3, steering_request_vectors=2, steering_request_edits=9)
     )
@@ -243,8 +244,8 @@ def test_one_request_is_so_large() -> None:
 
 
 @pytest.mark.parametrize(("count", "in_engine"), [(6, True), (300, False)])
-def test_directions_count_as_vectors_wherever_products_are_formed(count: int, in_engine: bool) -> None:
-    """Catches directions that are on nobody's account: memory of the server that no key's limit bounds."""
+def test_directions_count_as_vectors(count: int, in_engine: bool) -> None:
+    """Catches directions that no limit of a key bounds, wherever the projections are computed."""
     directions = np.eye(count, 512, dtype="f4")
     captures = parse_capture({"memory": {"hooks": {"post_block": [1]}, "reduce": {"directions": directions}}})
     specs = [spec for _, spec in captures]
@@ -278,13 +279,13 @@ def test_directions_count_as_vectors_wherever_products_are_formed(count: int, in
         ({"kind": "ablate", "vector": [3.0, 4.0], "strength": 100.0}, 0.0),
     ],
 )
-def test_the_ceiling_of_norms(edit: dict[str, Any], adds: float) -> None:
-    """Catches a ceiling that a strength, a bound or an overflow passes by, and one that refuses what adds less."""
+def test_norm_limit(edit: dict[str, Any], adds: float) -> None:
+    """Catches a strength, bound or overflow that bypasses the norm limit, and a rejected edit below it."""
     whole = {"point": "post_block", "layers": [1], **edit}
     program = compile_program(parse_fields({"steering": [whole]}))
-    for ceiling in (0, 10, 25, 10**6):
-        tracker = QuotaTracker(SimpleNamespace(steering_max_norm=ceiling))
-        if ceiling and adds > ceiling:
+    for max_norm in (0, 10, 25, 10**6):
+        tracker = QuotaTracker(SimpleNamespace(steering_max_norm=max_norm))
+        if max_norm and adds > max_norm:
             with pytest.raises(SteeringError, match="--steering-max-norm") as error:
                 tracker.reserve(None).reserve_program(program, None, LAYERS)
             assert not isinstance(error.value, AccessError)
@@ -295,8 +296,8 @@ def test_the_ceiling_of_norms(edit: dict[str, Any], adds: float) -> None:
             tracker.reserve(None).reserve_program(program, None, LAYERS)
 
 
-def test_the_registry_has_the_same_ceiling() -> None:
-    """Catches a norm that nobody may send and anybody may register, or set for everybody."""
+def test_registry_applies_the_norm_limit() -> None:
+    """Catches modules or global steering with a norm that requests may not use."""
     from tests.registry.modules import CAPABILITIES
     from vllm_steer.registry.index import RegistryLimits
     from vllm_steer.registry.registry import SteeringRegistry
@@ -317,8 +318,8 @@ def test_the_registry_has_the_same_ceiling() -> None:
 
 
 @pytest.mark.parametrize("processes", [None, 0, 1, 2, 3, 64])
-def test_processes_share_a_limit(processes: int | None) -> None:
-    """Catches a limit that is multiplied by the number of API servers, or that lets nobody in."""
+def test_processes_divide_limits(processes: int | None) -> None:
+    """Catches a limit multiplied by the number of API servers, and a share of zero."""
     count = max(processes or 1, 1)
     key = key_of("one", steering_requests=7)
     total = 0
@@ -337,8 +338,8 @@ def test_processes_share_a_limit(processes: int | None) -> None:
     assert 7 <= total < 7 + count
 
 
-def test_the_table() -> None:
-    """Catches two limits under one name, a default out of its range, and a key's limit that means another one."""
+def test_limit_table() -> None:
+    """Catches duplicate names, a default out of range, and a wrong name among the limits of keys."""
     assert len({limit.dest for limit in SERVER_LIMITS}) == len(SERVER_LIMITS)
     assert all(limit.low <= limit.default <= limit.high for limit in SERVER_LIMITS)
     assert list(KEY_LIMITS) == ["steering_requests", "steering_programs", "steering_pool_mib", "capture_mib",

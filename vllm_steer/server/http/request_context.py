@@ -72,8 +72,11 @@ class RequestContext:
     """Whether the response is complete; later results are dropped."""
 
     def close(self) -> None:
-        """Drop all results. vLLM starts long-lived tasks in the context of the first request; without this, its results
-        would stay in memory as long as the server runs."""
+        """Drop all results.
+
+        vLLM starts long-lived tasks in the context of the first request; without this, its results would stay in memory
+        as long as the server runs.
+        """
         self.closed = True
         self.results.clear()
         self.compiled = self.applied_json = None

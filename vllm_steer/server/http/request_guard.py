@@ -20,7 +20,6 @@ from vllm_steer.metrics.requests import NO_CAPACITY, count_refusal
 from vllm_steer.params import CAPTURE_FIELD
 from vllm_steer.server.access_errors import KeyLimitError
 from vllm_steer.server.auth.current_key import current_owner, require_field_rights
-from vllm_steer.server.flags import max_body_bytes
 from vllm_steer.server.http.applied_field import AppliedFieldWriter
 from vllm_steer.server.http.capture_results import CaptureResultWriter
 from vllm_steer.server.http.error_response import BodyTooLargeError, error_response, error_status
@@ -29,6 +28,7 @@ from vllm_steer.server.http.request_context import RequestContext
 from vllm_steer.server.quota.tracker import Reservation
 from vllm_steer.server.routes.base import app_path
 from vllm_steer.server.routes.captures import capture_store_of
+from vllm_steer.server.settings import max_body_bytes
 
 STEERABLE_ROUTES: tuple[str, ...] = (
     "/v1/completions",
@@ -44,8 +44,7 @@ RETRY_AFTER = 10
 
 
 class RequestGuard:
-    """ASGI ``receive`` and ``send`` of one request: ``receive`` checks the body, ``send`` can replace the response by a
-    refusal."""
+    """ASGI ``receive`` and ``send`` of one request: the first checks the body, the second can send a refusal."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, reservation: Reservation) -> None:
         self.context = RequestContext(

@@ -18,9 +18,9 @@ from starlette.responses import Response, StreamingResponse
 from vllm_steer.server.auth.current_key import current_owner
 from vllm_steer.server.auth.rights import Right
 from vllm_steer.server.capture_store import CaptureFormat, CaptureStore, StoredCapture
-from vllm_steer.server.flags import capture_store_name, store_limits
 from vllm_steer.server.http.error_response import UnknownCaptureError
 from vllm_steer.server.routes.base import RESPONSES, SteeringRoute, requires
+from vllm_steer.server.settings import capture_store_name, store_limits
 
 ROUTE = "/v1/captures/{handle}"
 _STORE = "vllm_steer_captures"

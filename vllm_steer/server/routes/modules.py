@@ -21,10 +21,10 @@ from vllm_steer.registry.schema import Deleted, GlobalSteering, ModuleInfo, Modu
 from vllm_steer.registry.strict_json import parse_json
 from vllm_steer.server.auth.current_key import require
 from vllm_steer.server.auth.rights import Right
-from vllm_steer.server.flags import max_body_bytes
 from vllm_steer.server.http.error_response import MediaTypeError
 from vllm_steer.server.http.schemas import BINARY, JSON, MODULE_BODY, SET_BODY
 from vllm_steer.server.routes.base import RESPONSES, SteeringRoute, read_body, requires
+from vllm_steer.server.settings import max_body_bytes
 from vllm_steer.spec.scalars import shown
 
 _MODULE_KEYS = ("name", *CONTENT_KEYS, *METADATA_KEYS)
@@ -48,8 +48,11 @@ def make_router(registry: SteeringRegistry, max_body: int) -> APIRouter:
 
     @router.post("/modules", summary="Register a module", openapi_extra=requires(Right.REGISTER, MODULE_BODY))
     async def register(request: Request, name: FileName = None) -> ModuleInfo:
-        """Register a module, or a new version of it. The response is sent when the module is on disk; every server
-        process uses it from its next request on. Registering the same content again has no effect."""
+        """Register a module, or a new version of it.
+
+        The response is sent when the module is on disk; every server process uses it from its next request on.
+        Registering the same content again has no effect.
+        """
         media_type = _media_type(request, (JSON, *BINARY))
         body = await read_body(request, max_body)
         if media_type == JSON:
@@ -76,8 +79,10 @@ def make_router(registry: SteeringRegistry, max_body: int) -> APIRouter:
 
     @router.post("/set", summary="Set global steering", openapi_extra=requires(Right.GLOBAL, SET_BODY))
     async def set_steering(request: Request) -> GlobalSteering:
-        """Steer every request admitted from now on, before its own modules and edits. Running requests are not
-        affected."""
+        """Steer every request admitted from now on, before its own modules and edits.
+
+        Running requests are not affected.
+        """
         _media_type(request, (JSON,))
         return await asyncio.to_thread(_set_json, registry, await read_body(request, max_body))
 

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Translation of parsed steering flags into engine arguments, middleware and environment variables."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from pydantic_core import PydanticSerializationError, to_jsonable_python
+
+from vllm_steer.config import SCHEDULER_CLS, WORKER_CLS, engine_kwargs
+from vllm_steer.errors import SteeringError
+from vllm_steer.frontend.context import CONSUMERS_VARIABLE, REGISTRY_VARIABLE, RegistryOptions
+from vllm_steer.fs.private_tempdir import private_tempdir
+from vllm_steer.fs.shared_tempdir import remove_at_exit
+from vllm_steer.server.auth.key_file import read_keys
+from vllm_steer.server.flags import (
+    BATCH_DESTS,
+    CONSUMERS,
+    ENABLE,
+    ENGINE_DESTS,
+    KEYS,
+    LIMIT_DESTS,
+    MODULES,
+    POLICY,
+    REGISTRY,
+    SERVER_DESTS,
+    SUBSET_DESTS,
+    SWITCH_DESTS,
+    dest_of,
+    flag_of,
+)
+from vllm_steer.server.settings import STORE_NAME_DEST, registry_limits
+from vllm_steer.spec.references import read_name
+
+MIDDLEWARE = "vllm_steer.server.http.middleware.SteeringMiddleware"
+
+_REPLACEABLE = {"worker_cls": (WORKER_CLS, "auto", None), "scheduler_cls": (SCHEDULER_CLS, None)}
+"""Engine arguments that steering sets, and the values that it may replace."""
+
+
+def apply_flags(args: argparse.Namespace) -> None:
+    """Set the engine arguments, middleware and environment variables that the flags stand for.
+
+    A second call has no effect. A server without ``--enable-steering`` gets the middleware too, which then refuses
+    steering and capture fields.
+
+    Raises:
+        SteeringError: A flag is wrong; the error names it.
+    """
+    given = {
+        dest: getattr(args, dest) for dest in (*ENGINE_DESTS, *SERVER_DESTS) if getattr(args, dest, None) is not None
+    }
+    enabled = getattr(args, "enable_steering", False)
+    serves_http = hasattr(args, "middleware")
+    if given and not enabled:
+        raise SteeringError(", ".join(map(flag_of, given)), f"has no effect without {ENABLE}; add it")
+    if not serves_http:
+        supported = BATCH_DESTS if hasattr(args, "output_file") else ()
+        unsupported = [flag_of(dest) for dest in given if dest in SERVER_DESTS and dest not in supported]
+        if unsupported:
+            raise SteeringError(", ".join(unsupported), "has no effect here: this command serves no HTTP requests")
+    if enabled:
+        _check_front_end(args)
+        _set_engine_arguments(args, _engine_settings(given))
+        if getattr(args, STORE_NAME_DEST, None) is None:
+            name = secrets.token_hex(8)
+            setattr(args, STORE_NAME_DEST, name)
+            remove_at_exit(name)
+    if serves_http and MIDDLEWARE not in args.middleware:
+        args.middleware = [*args.middleware, MIDDLEWARE]
+    # API server processes inherit the environment of this process.
+    if dest_of(CONSUMERS) in given:
+        os.environ[CONSUMERS_VARIABLE] = _consumers(given[dest_of(CONSUMERS)])
+    if enabled and serves_http:
+        _set_server_options(args, given)
+
+
+def _engine_settings(given: Mapping[str, Any]) -> dict[str, Any]:
+    settings = {limit.name: given[dest] for dest, limit in LIMIT_DESTS.items() if dest in given}
+    settings |= {switch.name: not switch.default for dest, switch in SWITCH_DESTS.items() if given.get(dest)}
+    settings |= {subset.name: given[dest] for dest, subset in SUBSET_DESTS.items() if dest in given}
+    if dest_of(POLICY) in given:
+        settings["capture_policy"] = given[dest_of(POLICY)]
+    return settings
+
+
+def _set_engine_arguments(args: argparse.Namespace, settings: dict[str, Any]) -> None:
+    for name, replaceable in _REPLACEABLE.items():
+        if getattr(args, name, None) not in replaceable:
+            raise SteeringError(flag_of(name), f"conflicts with {ENABLE}, which sets it; remove one of them")
+    additional = getattr(args, "additional_config", None) or {}
+    if not isinstance(additional, dict):
+        raise SteeringError("--additional-config", f"must be a JSON object with {ENABLE}")
+    arguments = engine_kwargs(settings, additional)
+    section = additional.get("steering")
+    if section is not None and section != arguments["additional_config"]["steering"]:
+        raise SteeringError("--additional-config", f"'steering' conflicts with {ENABLE}, which sets it; remove it")
+    for name, value in arguments.items():
+        setattr(args, name, value)
+
+
+def _set_server_options(args: argparse.Namespace, given: Mapping[str, Any]) -> None:
+    modules = _modules(given.get(dest_of(MODULES), ()))
+    if dest_of(REGISTRY) not in given:
+        # Created by the parent process, because all API server processes share it.
+        args.steering_registry = private_tempdir("vllm-steer-registry-")
+    if dest_of(KEYS) in given:
+        read_keys(Path(args.steering_keys))  # fails now, with a message, instead of in every API server process
+        args.steering_keys = str(Path(args.steering_keys).absolute())
+    options = RegistryOptions(str(Path(args.steering_registry).absolute()), modules, registry_limits(args))
+    os.environ[REGISTRY_VARIABLE] = msgspec.json.encode(options).decode()
+
+
+def _check_front_end(args: argparse.Namespace) -> None:
+    """Raise ``SteeringError`` for servers other than vLLM's in Python, which would bypass keys and fields."""
+    from vllm import envs
+
+    reason = f"conflicts with {ENABLE}: it bypasses steering and API keys; remove one of them"
+    if getattr(args, "grpc", False):
+        raise SteeringError("--grpc", reason)
+    if envs.VLLM_USE_RUST_FRONTEND and hasattr(args, "middleware"):
+        raise SteeringError("VLLM_USE_RUST_FRONTEND", reason)
+
+
+def _consumers(texts: Sequence[str]) -> str:
+    """Return ``{name: options}`` as JSON. Raises ``SteeringError`` for wrong and repeated consumers."""
+    from vllm_steer.capture.consumers import parse_consumer_flag  # slow to import, and rarely needed
+
+    consumers: dict[str, dict[str, Any]] = {}
+    for text in texts:
+        name, options = parse_consumer_flag(text, CONSUMERS)
+        if name in consumers:
+            raise SteeringError(CONSUMERS, f"{name} is given twice; a server has at most one of each consumer")
+        consumers[name] = options
+    try:
+        return json.dumps(to_jsonable_python(consumers))
+    except PydanticSerializationError as error:
+        raise SteeringError(CONSUMERS, f"an option cannot be passed to the server's processes: {error}") from None
+
+
+def _modules(texts: Sequence[str]) -> dict[str, str]:
+    """Return absolute paths by module name. Raises ``SteeringError`` for wrong and repeated modules."""
+    modules: dict[str, str] = {}
+    for text in texts:
+        name, equals, path = text.partition("=")
+        if not equals or not path:
+            raise SteeringError(MODULES, f"must be name=path, not {text!r}")
+        if read_name(name, MODULES) in modules:
+            raise SteeringError(MODULES, f"{name} is given twice")
+        if not Path(path).is_file():
+            raise SteeringError(MODULES, f"file not found: {path}")
+        modules[name] = str(Path(path).absolute())
+    return modules
