@@ -14,7 +14,7 @@ import torch
 from tests.engine.answers import logprobs_of, params, prompt, run, tokens_of
 from tests.engine.conftest import close
 from tests.engine.test_off import worker_of
-from tests.engine.test_self_check import taps_put_by
+from tests.engine.test_self_check import replaced_taps
 from tests.tiny import LAYERS, direction, make_llm
 from tests.wrong_taps import after_the_stream, copied_output, other_summand
 from vllm_steer import Edit
@@ -122,7 +122,7 @@ def test_self_check_rejects_wrong_branch_taps(
 ) -> None:
     """Catches a check that passes a branch tap on the other summand, after the stream's tap, or on an unused tensor."""
     monkeypatch.setattr(install, maker, wrong)
-    with taps_put_by(every, install.install_taps) as worker:
+    with replaced_taps(every, install.install_taps) as worker:
         monkeypatch.undo()
         with pytest.raises(SelfCheckError, match=said):
             self_check(worker)

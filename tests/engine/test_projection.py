@@ -12,6 +12,7 @@ import torch
 from tests.engine.answers import params, prompt, run
 from tests.engine.captures import result
 from tests.tiny import HIDDEN
+from vllm_steer.engine.model_output import rows_of
 from vllm_steer.engine.program_store import ProgramStore
 from vllm_steer.engine.row_sender import RowSender
 from vllm_steer.spec import Projection
@@ -62,13 +63,13 @@ def test_comparison_detects_wrong_directions(llm: Any, monkeypatch: pytest.Monke
 def test_worker_sends_k_numbers_per_row(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches projections computed in the front end, except those with many directions."""
     sent: list[tuple[int, bytes]] = []
-    send = RowSender._send
+    collect = RowSender.collect
 
-    def watched(self: Any, client: int, step: Any) -> None:
-        sent.append((step.rows.shape[1], step.index.projection))
-        send(self, client, step)
+    def watched(self: Any, model_output: Any, requests: Any) -> None:
+        sent.extend((step.rows.shape[1], step.index.projection) for step in rows_of(model_output))
+        collect(self, model_output, requests)
 
-    monkeypatch.setattr(RowSender, "_send", watched)
+    monkeypatch.setattr(RowSender, "collect", watched)
     few, many = Projection(directions(1)), Projection(directions(1, HIDDEN))
     assert few.in_engine and not many.in_engine
     whole = run(llm, PROMPTS[:1], [requests(0)])[0]

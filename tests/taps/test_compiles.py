@@ -12,7 +12,7 @@ import pytest
 import torch
 import triton
 
-from tests.taps.run_eager_and_compiled import Compiled
+from tests.taps.compiled import Compiled
 from vllm_steer.config import SteeringConfig
 from vllm_steer.taps import assignment_kernel, projection_kernel, tap_kernel
 from vllm_steer.taps.tables import Tables

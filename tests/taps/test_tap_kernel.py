@@ -88,7 +88,7 @@ def test_comparison_detects_wrong_fused_launches() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("hidden", [64, 896, 4096, 5120, 32768])
 def test_tap_kernel_matches_the_definition_on_the_gpu(dtype: torch.dtype, hidden: int) -> None:
-    """Catches differences of the run_eager_and_compiled kernel."""
+    """Catches differences of the compiled kernel."""
     from vllm_steer.taps.tap_kernel import launch_tap
 
     for seed in range(3):
