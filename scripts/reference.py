@@ -19,7 +19,7 @@ import sections
 from gpu_page import gpu_tests
 
 import vllm_steer.models.proofs
-from vllm_steer.config import SUBSETS, SWITCHES
+from vllm_steer.config import MULTI_CHOICES, SWITCHES
 from vllm_steer.limits import ENGINE_LIMITS, FORMAT_LIMITS, SERVER_LIMITS
 from vllm_steer.metrics.definitions import METRICS, Metric
 from vllm_steer.models.recipe import BLOCK_INPUT, BLOCK_OUTPUT, Recipe
@@ -144,7 +144,10 @@ def limits() -> str:
         + "\n## Choices\n\n"
         + table(
             ("setting", "flag", "values", "meaning"),
-            [(f"`{s.name}`", f"`{s.flag}`", ", ".join(f"`{name}`" for name in s.of), s.help) for s in SUBSETS],
+            [
+                (f"`{s.name}`", f"`{s.flag}`", ", ".join(f"`{name}`" for name in s.choices), s.help)
+                for s in MULTI_CHOICES
+            ],
         )
     )
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Dynamo backend that runs graphs unchanged and records their code."""
+"""A Dynamo backend that records the graphs that it gets and runs them eagerly."""
 
 from __future__ import annotations
 

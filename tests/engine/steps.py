@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversion between a step's rows and per-request chunks, for controls that change rows in the worker."""
+"""Conversion of a step's rows to chunks per request and back, for negative controls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def chunks_of(step: StepRows) -> list[RowChunk]:
 
 
 def step_of(chunks: list[RowChunk], row_bytes: int) -> StepRows:
-    """Return a step with these chunks as its entries."""
+    """Return the step with these chunks."""
     return StepRows(
         RowIndex(tuple(c.request_id for c in chunks), tuple(c.captures for c in chunks)),
         np.array([c.start for c in chunks], dtype=np.int64),

@@ -113,8 +113,8 @@ def test_adjacent_points_capture_the_same_sum(llm: Any) -> None:
         assert found.tensor(*site).norm(dim=1).min() > 0.1
 
 
-def test_plain_neighbours_are_bit_identical(llm: Any) -> None:
-    """Catches a capture that changes its own or a neighbour's outputs."""
+def test_plain_requests_are_bit_identical(llm: Any) -> None:
+    """Catches a read that changes what it reads, or anybody else's."""
     prompts = [prompt(*np.random.default_rng(i).integers(1, VOCAB, 30).tolist()) for i in range(8)]
     read = run(llm, prompts, [params(capture=capture()) if i % 2 else params() for i in range(8)])
     plain = run(llm, prompts, [params(skip_reading_prefix_cache=True) for _ in range(8)])

@@ -189,7 +189,7 @@ def test_without_a_budget_all_rows_are_held(llm: Any, monkeypatch: pytest.Monkey
     def watched(held: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal most
         scheduled = type(scheduler).schedule(held, *args, **kwargs)
-        most = max(most, held.steering_admission.captures_booked)
+        most = max(most, held.steering_admission.reserved_rows)
         return scheduled
 
     monkeypatch.setattr(scheduler, "schedule", lambda *a, **k: watched(scheduler, *a, **k))

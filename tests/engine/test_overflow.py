@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.engine import scheduler_alone
+from tests.engine import scheduler_harness
 from tests.engine.answers import logprobs_of, params, prompt, run
 from tests.engine.conftest import close
 from tests.tiny import HIDDEN, VOCAB, make_llm
@@ -84,18 +84,18 @@ def test_without_zeroing_later_requests_are_affected(crowded: Any, monkeypatch: 
 def test_only_edited_blocks_are_zeroed(tiny_llama: Path) -> None:
     """Catches zeroed blocks of running or cached requests, and edited blocks that are not zeroed."""
     edit = {"post_block": {1: np.ones(HIDDEN)}}
-    scheduler = scheduler_alone.make(scheduler_alone.config(tiny_llama, sequences=4), blocks=9)
+    scheduler = scheduler_harness.make(scheduler_harness.config(tiny_llama, sequences=4), blocks=9)
 
-    def run_and_track_blocks(name: str, length: int, **fields: Any) -> tuple[set[int], list[int]]:
-        """Run a request and return its blocks, and the blocks that were zeroed meanwhile."""
-        scheduler.add_request(scheduler_alone.request(name, list(range(1, length + 1)), 2, **fields))
+    def served(name: str, length: int, **fields: Any) -> tuple[set[int], list[int]]:
+        """The blocks that a request had, and those that were zeroed while it ran."""
+        scheduler.add_request(scheduler_harness.request(name, list(range(1, length + 1)), 2, **fields))
         given: set[int] = set()
         zeroed: list[int] = []
         while scheduler.has_unfinished_requests():
             scheduled = scheduler.schedule()
             zeroed += scheduled.new_block_ids_to_zero or []
             given.update(*(ids for ids in scheduler.kv_cache_manager.get_block_ids(name)))
-            scheduler_alone.answer(scheduler, scheduled)
+            scheduler_harness.finish_step(scheduler, scheduled)
         return given, zeroed
 
     plain, zeroed = run_and_track_blocks("plain", 40)
