@@ -86,7 +86,7 @@ def test_only_edited_blocks_are_zeroed(tiny_llama: Path) -> None:
     edit = {"post_block": {1: np.ones(HIDDEN)}}
     scheduler = scheduler_harness.make(scheduler_harness.config(tiny_llama, sequences=4), blocks=9)
 
-    def served(name: str, length: int, **fields: Any) -> tuple[set[int], list[int]]:
+    def run_and_track_blocks(name: str, length: int, **fields: Any) -> tuple[set[int], list[int]]:
         """The blocks that a request had, and those that were zeroed while it ran."""
         scheduler.add_request(scheduler_harness.request(name, list(range(1, length + 1)), 2, **fields))
         given: set[int] = set()
