@@ -55,7 +55,8 @@ RUNS: dict[str, Run] = {
     "sleep": Run(("tests/gpu/test_sleep.py",), "sleep of level 1 and 2"),
     "recurrent": Run(("tests/gpu/test_recurrent.py",), "recurrent layers, piecewise graphs"),
     "architectures": Run(
-        ("tests/gpu/test_architectures.py",), "architectures with GPU-only kernels, against HF (``architectures-gpu.json``)"
+        ("tests/gpu/test_architectures.py",),
+        "architectures with GPU-only kernels against HF (``architectures-gpu.json``)"
     ),
     "parallel": Run(
         ("tests/gpu/test_parallel.py", "-k", "not two_engines"), "tensor, expert and pipeline parallel", gpus=2
