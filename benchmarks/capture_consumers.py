@@ -7,8 +7,8 @@ There are two kinds of requests with hidden size 4,096 in bfloat16: ``large`` ca
 and ``small`` the last prompt token at 32 sites (256 KiB). Each run writes its requests with `FilesystemConsumer.accept`
 into a new directory, closes the consumer, verifies one tensor and removes the directory. For comparison, each run first
 writes the same number of bytes to a plain file in blocks of a request's size. This shows the speed of the machine at
-that moment, and touches the memory, which dominates first writes on virtual machines. Pending writes are flushed before both
-measurements. All times go to benchmarks/results/capture-consumers.json.
+that moment, and touches the memory, which dominates first writes on virtual machines. Pending writes are flushed before
+both measurements. All times go to benchmarks/results/capture-consumers.json.
 """
 
 from __future__ import annotations

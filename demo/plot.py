@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo's picture: style score against strength, a line per layer, plain sampling as the baseline."""
+"""Plot of the demo: style score against steering strength, one line per layer, with plain sampling as baseline."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from demo.sweep import Cell
 
 
 def plot(cells: list[Cell], path: Path) -> None:
+    """Write the plot of a sweep to ``path``."""
     plain = next(cell for cell in cells if cell.layer is None)
     layers = sorted({cell.layer for cell in cells if cell.layer is not None})
     figure, axes = plt.subplots(figsize=(7.5, 4.6), constrained_layout=True)
     colours = plt.get_cmap("viridis")
     for layer in layers:
         line = sorted((c for c in cells if c.layer == layer), key=lambda c: c.strength)
-        # Strength 0 is plain sampling: no edit is compiled for it.
+        # Strength 0 is plain sampling.
         points = sorted([*((c.strength, c) for c in line), (0.0, plain)], key=lambda p: p[0])
         axes.plot(
             [s for s, _ in points],

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Texts for the demo: openings of each kind, to make the steering vector from, and prompts to try it on.
+"""Prompts of the demo.
 
-The vector of a site is the mean of the stream over CODE less the mean over PROSE, at the tokens of the
-openings; subtract it and code turns towards prose. NEUTRAL prompts are words of both kinds; without steering
-the model takes some of them for code and some for prose.
+The steering vector of a site is the mean stream over the tokens of CODE minus the mean over those of PROSE. NEUTRAL
+prompts are words that occur in both; without steering the model continues some of them as code and some as prose.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``make demo``: a trained model steered from prose to code and back, offline and over HTTP, in a few minutes on a
-CPU."""
+"""``make demo``: steer a small model from prose to code and back, offline and over HTTP, in a few minutes on a CPU."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ OUT = HERE / "out"
 
 
 def show(rows: list[tuple[str, str, str, str]], title: str) -> None:
-    """A table of prompt, prose-steered, plain and code-steered continuations."""
+    """Print a table of prompts and their continuations steered towards prose, plain, and steered towards code."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -29,7 +28,7 @@ def show(rows: list[tuple[str, str, str, str]], title: str) -> None:
 
 def main() -> None:
     started = time.monotonic()
-    # The engine runs in this process and leaves the cores unpinned, since the server of the last part runs beside it.
+    # Run the engine in this process, and do not pin threads to cores: the last part runs a server at the same time.
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -43,16 +42,16 @@ def main() -> None:
     from demo.vector import contrast_vectors
     from vllm_steer import LLM
 
-    say = Console(width=150).print
+    log = Console(width=150).print
     OUT.mkdir(exist_ok=True)
-    say("1. Starting vLLM with taps on every layer")
+    log("1. Starting vLLM with steering enabled")
     llm = LLM(model=str(MODEL), enable_steering=True, enforce_eager=True, dtype="float32", max_model_len=512)
 
-    say("2. A vector per layer: mean stream over code less mean stream over prose, read with capture")
+    log("2. Computing a vector per layer from captured rows: mean over code minus mean over prose")
     vectors = contrast_vectors(llm)
-    say(f"   {len(vectors)} vectors of {vectors.shape[1]} numbers")
+    log(f"   {len(vectors)} vectors of size {vectors.shape[1]}")
 
-    say("3. Sweeping layer and strength; every cell of the sweep is another program in the same batch")
+    log("3. Sweeping layer and strength; every cell is a different program in the same batch")
     cells = sweep(llm, vectors)
     layer = best_layer(cells)
     line = {cell.strength: float(cell.scores.mean()) for cell in cells if cell.layer == layer}
@@ -60,8 +59,8 @@ def main() -> None:
     plain = float(next(cell for cell in cells if cell.layer is None).scores.mean())
     picture = OUT / "style_against_strength.png"
     plot(cells, picture)
-    say(f"   layer {layer} moves the style most: score {line[low]:.2f} at {low:+}, plain {plain:.2f}, ", end="")
-    say(f"{line[high]:.2f} at {high:+}. The picture: {picture}")
+    log(f"   layer {layer} has the largest effect: score {line[low]:.2f} at {low:+}, plain {plain:.2f}, ", end="")
+    log(f"{line[high]:.2f} at {high:+}. Plot: {picture}")
 
     prompts = [PROMPTS[i] for i in (0, 2, 4, 6)]
     wanted = [(low, True), (0.0, False), (high, True)]
@@ -72,12 +71,12 @@ def main() -> None:
     show([(p, *(c[i] for c in columns)) for i, p in enumerate(prompts)], f"LLM.generate, layer {layer}")  # type: ignore[misc]
     del llm
 
-    say("4. The same over HTTP: vllm-steer serve and the openai client")
+    log("4. Repeating it over HTTP with vllm-steer serve and the openai client")
     with running_server(MODEL, OUT / "server.log") as url:
         prompt = prompts[0]
         texts = [complete(url, prompt, vectors[layer] if on else None, layer, s) for s, on in wanted]
     show([(prompt, *texts)], f"POST /v1/completions, layer {layer}")  # type: ignore[arg-type]
-    say(f"Done in {time.monotonic() - started:.0f} s.")
+    log(f"Done in {time.monotonic() - started:.0f} s.")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same edit over HTTP: the real server as a process of its own, and the ``openai`` client unchanged."""
+"""The same edit over HTTP: a server process and the ``openai`` client."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ START_SECONDS = 180
 
 @contextmanager
 def running_server(model_folder: Path, log: Path) -> Iterator[str]:
-    """``vllm-steer serve`` on a free port of the loopback interface; yields its base URL and stops it afterwards."""
+    """Run ``vllm-steer serve`` on a free port of the loopback interface, and yield its base URL."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -32,12 +32,12 @@ def running_server(model_folder: Path, log: Path) -> Iterator[str]:
         sys.executable, "-m", "vllm_steer.cli.main", "serve", str(model_folder), "--served-model-name", "demo",
         "--host", "127.0.0.1", "--port", str(port), "--enforce-eager", "--dtype", "float32", "--max-model-len", "512",
     ]  # fmt: skip
-    # The engine in this process has added libraries of its own to be loaded first (vLLM's platforms/cpu.py).
+    # vLLM's CPU platform has set LD_PRELOAD in this process (platforms/cpu.py).
     environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     with log.open("w") as sink:
         server = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, env=environment)
         try:
-            _wait(f"http://127.0.0.1:{port}/health", server, log)
+            _wait_until_healthy(f"http://127.0.0.1:{port}/health", server, log)
             yield f"http://127.0.0.1:{port}/v1"
         finally:
             server.terminate()
@@ -48,22 +48,22 @@ def running_server(model_folder: Path, log: Path) -> Iterator[str]:
                 server.wait()
 
 
-def _wait(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
+def _wait_until_healthy(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
     end = time.monotonic() + START_SECONDS
     while time.monotonic() < end:
         if server.poll() is not None:
-            raise RuntimeError(f"the server stopped while starting; its last lines are in {log}")
+            raise RuntimeError(f"The server exited during startup; see {log}")
         try:
             if httpx.get(url, timeout=2).status_code == 200:
                 return
         except httpx.TransportError:
             pass
         time.sleep(0.5)
-    raise RuntimeError(f"the server was not ready after {START_SECONDS} s; see {log}")
+    raise RuntimeError(f"The server was not ready after {START_SECONDS} s; see {log}")
 
 
 def complete(base_url: str, prompt: str, vector: np.ndarray | None, layer: int, strength: float) -> str:
-    """One completion; the steering fields travel in the client's ``extra_body``."""
+    """Return one completion. The client's ``extra_body`` carries the steering fields."""
     extra: dict[str, Any] = {}
     if vector is not None:
         site = {"vector": pack_vector(vector), "scale": strength}

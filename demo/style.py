@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much a text looks like code: a score from 0 (prose) to 1 (code), out of counts to check by eye.
+"""A score of how much a text looks like code, from 0 (prose) to 1 (code).
 
     score = logistic(sum of weight x feature)
 
-The features are shares, so a text's length does not matter; the weights are round numbers chosen by hand
-and held to both kinds of text by tests/demo/test_style.py.
+The features are shares, so the score does not depend on a text's length. The weights are round numbers chosen by hand;
+tests/demo/test_style.py checks them on code and prose.
 """
 
 from __future__ import annotations
@@ -29,32 +29,31 @@ _SENTENCE_END = re.compile(r"[a-z)][.!?](?:\s|$)")
 
 @dataclass(frozen=True)
 class Features:
-    """Shares, each in [0, 1]."""
+    """Features of a text, each a share in [0, 1]."""
 
     marks: float
-    """Punctuation of code per character that is not white space."""
+    """Code punctuation per non-space character."""
     statements: float
-    """Lines that begin like a Python statement, per line with text."""
+    """Lines that begin like a Python statement, per non-blank line."""
     indented: float
-    """Lines that start with two or more spaces, per line with text."""
+    """Lines that start with two or more spaces, per non-blank line."""
     function_words: float
-    """`the`, `of`, `is` and the like, per word."""
+    """Function words such as `the`, `of` and `is`, per word."""
     sentences: float
     """Sentence ends per ten words, at most 1."""
 
 
-# At the bias alone, an empty text is undecided.
 WEIGHTS = Features(marks=30.0, statements=3.0, indented=2.0, function_words=-16.0, sentences=-2.0)
 BIAS = -1.0
 
 
 def features(text: str) -> Features:
-    """The counts behind the score."""
+    """Compute the features of a text."""
     lines = [line for line in text.splitlines() if line.strip()]
     words = _WORD.findall(text)
-    solid = sum(not character.isspace() for character in text)
+    visible = sum(not character.isspace() for character in text)
     return Features(
-        marks=_share(len(_MARKS.findall(text)), solid),
+        marks=_share(len(_MARKS.findall(text)), visible),
         statements=_share(sum(bool(_STATEMENT.match(line)) for line in lines), len(lines)),
         indented=_share(sum(line.startswith("  ") for line in lines), len(lines)),
         function_words=_share(len(_FUNCTION_WORD.findall(text)), len(words)),
@@ -63,7 +62,7 @@ def features(text: str) -> Features:
 
 
 def score(text: str) -> float:
-    """From 0 (prose) to 1 (code); 0.5 for a text without any character but white space."""
+    """Return the score of a text; 0.5 for blank text."""
     if not text.strip():
         return 0.5
     found = features(text)

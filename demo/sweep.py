@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sweeping layer and strength: one batch, in which every request has a program of its own."""
+"""Sweep over layers and strengths: one batch in which every cell has its own program."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from demo.prompts import NEUTRAL
 from demo.style import score
 from vllm_steer import Edit, SamplingParams
 
-# Half of them begin like prose and half like code, so that plain sampling is in the middle and either way shows.
+# Half of the prompts begin like prose and half like code, so that steering can move the score both ways.
 PROMPTS: tuple[str, ...] = (*NEUTRAL[:4], "def ", "import ", "class ", "for name in")
 STRENGTHS: tuple[float, ...] = (-1.5, -1.0, -0.5, -0.25, 0.25, 0.5, 1.0, 1.5)
 SAMPLES = 2
@@ -21,7 +21,7 @@ MAX_TOKENS = 48
 
 @dataclass(frozen=True)
 class Cell:
-    """The answers of one layer and strength; ``layer`` None is plain sampling."""
+    """Texts generated for one layer and strength. ``layer`` is None for plain sampling."""
 
     layer: int | None
     strength: float
@@ -33,7 +33,7 @@ class Cell:
 
 
 def steering_params(vector: np.ndarray | None, layer: int, strength: float, **settings: Any) -> Any:
-    """Sampling parameters that add ``strength`` times ``vector`` to the output of block ``layer``, for every token."""
+    """Return parameters that add ``strength`` times ``vector`` to the output of block ``layer`` at every token."""
     edits = (
         [] if vector is None else [Edit(kind="add", point="post_block", layers=layer, vector=vector, strength=strength)]
     )
@@ -43,7 +43,7 @@ def steering_params(vector: np.ndarray | None, layer: int, strength: float, **se
 
 
 def sweep(llm: Any, vectors: np.ndarray) -> list[Cell]:
-    """Plain sampling, then every layer and strength, over all prompts, in one call."""
+    """Generate all prompts with plain sampling and with every layer and strength, in one call."""
     plan: list[tuple[int | None, float]] = [(None, 0.0)]
     plan += [(layer, strength) for layer in range(len(vectors)) for strength in STRENGTHS]
     params = [
@@ -60,7 +60,7 @@ def sweep(llm: Any, vectors: np.ndarray) -> list[Cell]:
 
 
 def best_layer(cells: list[Cell]) -> int:
-    """The layer whose strongest edits move the score furthest apart."""
+    """Return the layer with the widest range of mean scores."""
     spread: dict[int, list[float]] = {}
     for cell in cells:
         if cell.layer is not None:
@@ -69,9 +69,9 @@ def best_layer(cells: list[Cell]) -> int:
 
 
 def gentlest(cells: list[Cell], layer: int, sign: int) -> float:
-    """The smallest strength of that sign that moves the score three quarters of the way that any of that sign does.
+    """Return the smallest strength of a sign that has three quarters of the largest effect of that sign.
 
-    Larger ones move it no further and only spoil the text.
+    Stronger edits mainly degrade the text.
     """
     plain = next(float(cell.scores.mean()) for cell in cells if cell.layer is None)
     moved = {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A steering vector by difference of means: the mean stream over code less the mean stream over prose."""
+"""Steering vectors by difference of means: the mean stream over code minus the mean stream over prose."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ from vllm_steer import capture_hidden_states
 
 
 def contrast_vectors(llm: Any) -> np.ndarray:
-    """``[layers, hidden]`` float32: row ``i`` belongs at ``post_block`` of layer ``i``; read with our own capture.
+    """Compute a steering vector for each layer from captured rows.
 
-    Each text counts alike, however long it is. Position 0 is left out: the first token's stream is a constant of the
-    model, much longer than the others, and says nothing about the text.
+    All texts have equal weight. Position 0 is excluded: the first token's stream does not depend on the text, and its
+    norm is much larger.
+
+    Returns:
+        float32 ``[layers, hidden]``: row ``i`` is the vector for ``post_block`` of layer ``i``.
     """
     prompts = [*CODE, *PROSE]
     states = capture_hidden_states(llm, prompts, hooks={"post_block": "all"}, positions=[[1, None]], dtype="float32")

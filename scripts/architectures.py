@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page docs/reference/architectures.md: what is proven of every architecture in vLLM's registry."""
+"""Page docs/reference/architectures.md: the status of every architecture in vLLM's registry."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ MakeTable = Callable[[tuple[str, ...], list[tuple[str, ...]]], str]
 PROVEN, WRAPPED, REFUSAL, NO_DECODER = "proven", "by its language model", "refused", "no decoder"
 OUTSTANDING = "outstanding"
 POOLS = "pools hidden states and generates nothing"
-DRAFTS = "a drafter: the model that it drafts for is steered"
-BACKEND = "runs the layers of Transformers: as the class of those"
+DRAFTS = "is a drafter; its target model is steered"
+BACKEND = "runs the layers of Transformers, whose class decides"
 
 
 @dataclass(frozen=True)
 class Results:
-    """All results: rows by architecture, every sound row, and the layer classes (short names) that they prove."""
+    """All results: rows by architecture, every proven row, and the layer classes (short names) that they prove."""
 
     about: Row
     rows: Mapping[str, Row]
@@ -39,7 +39,7 @@ class Results:
 
 
 def load() -> Results:
-    """The CPU's results, and the GPU's where there are any; a row that failed proves nothing."""
+    """Return the results of the CPU and, if any, of the GPU, without failed rows."""
     cpu = json.loads((RESULTS / "architectures.json").read_text())
     path = RESULTS / "architectures-gpu.json"
     gpu = json.loads(path.read_text()) if path.exists() else {"rows": []}
@@ -54,7 +54,7 @@ def load() -> Results:
 
 
 def record() -> Record:
-    """What the package says of its proofs: of an architecture the first row, and those with other layer classes."""
+    """Return the record of proofs: per architecture the first row, and those with other layer classes."""
     results = load()
     kept: list[Proof] = []
     for proof in msgspec.convert(results.every, list[Proof]):
@@ -69,7 +69,7 @@ def _short(layer: str) -> str:
 
 
 def status(entry: Row, results: Results) -> tuple[str, str]:
-    """What is said of one name of the registry, and why."""
+    """Return the status of one name of the registry, and the reason."""
     name, layers = entry["architecture"], entry["layers"]
     short = [_short(layer) for layer in layers]
     if name in results.rows:
@@ -92,12 +92,12 @@ def status(entry: Row, results: Results) -> tuple[str, str]:
         missing = ", ".join(f"`{layer}`" for layer in (*unproven, *(_short(o) for o in entry["others"])))
         return REFUSAL, f"no recipe is proven for {missing}"
     if entry["kind"] in ("multimodal", "text"):
-        return WRAPPED, ", ".join(f"`{layer}`" for layer in short) or "whichever its config names"
+        return WRAPPED, ", ".join(f"`{layer}`" for layer in short) or "the one that its config names"
     return REFUSAL, "no recipe is proven for its decoder layers"
 
 
 def page(table: MakeTable) -> str:
-    """The whole page."""
+    """Return the page."""
     results = load()
     found = [(entry, *status(entry, results)) for entry in results.registry]
     count = Counter(kind for _, kind, _ in found)
@@ -110,36 +110,34 @@ def page(table: MakeTable) -> str:
     about = results.about
     return (
         "# Architectures\n\n"
-        f"What is proven of every architecture in the registry of vLLM {about['vllm']}: of {len(found)} names,\n"
-        f"{count[PROVEN]} are proven (and {len(beyond)} more that vLLM runs on its Transformers backend),"
-        f" {count[WRAPPED]} are steered by layers that are proven in other\n"
-        f"models (multimodal wrappers), {count[OUTSTANDING]} wait for a proof on a GPU and are refused until then, {count[REFUSAL]} are refused when the engine starts, and\n"
-        f"{count[NO_DECODER]} have no decoder"
-        f" to steer. Measured on {about['date']} with\n"
-        f"Transformers {about['transformers']} by `make conformance`; what needs a GPU by `tests/gpu/test_architectures.py`.\n\n"
-        "Each model is the real architecture shrunk to four layers, at least one of each kind it has, with random weights.\n"
-        "**HF Transformers**: every captured row and every edit against hooks on HF's modules. **Identities inside vLLM**,\n"
-        "where there is no such model in HF or its numbers differ from vLLM's for reasons of their own: rows against forward\n"
-        "hooks on vLLM's modules, edits against the same change made by such hooks. *Value* is the largest relative distance\n"
-        "of a captured row, *cause* the largest difference of a log-probability under an edit; in bfloat16, edits may differ by\n"
-        "a twentieth of their effect as a rule. `post_attn` is missing where attention and MLP run in parallel. Points on the\n"
-        "branches stand beside the others where the run has proven them; [models](models.md) has what each class serves.\n"
-        "Multimodal models are asked with text alone. On a CPU, Mamba 1's recurrence is its formula in PyTorch and Step 1's\n"
-        "attention bias has no square root, since vLLM's kernels for them need a GPU; all other code is vLLM's own.\n\n"
+        f"Status of every architecture in the registry of vLLM {about['vllm']}. Of {len(found)} names, {count[PROVEN]} are proven\n"
+        f"(and {len(beyond)} more that vLLM runs on its Transformers backend), {count[WRAPPED]} are steered by layers that are proven in\n"
+        f"other models (multimodal wrappers), {count[OUTSTANDING]} need a proof on a GPU and are refused until then, {count[REFUSAL]} are refused\n"
+        f"when the engine starts, and {count[NO_DECODER]} have no decoder to steer. Measured on {about['date']} with Transformers\n"
+        f"{about['transformers']} by `make conformance`; GPU-only architectures by `tests/gpu/test_architectures.py`.\n\n"
+        "Each model is the real architecture shrunk to four layers, with at least one layer of each kind and random weights.\n"
+        "**HF Transformers**: every captured row and every edit is compared with hooks on HF's modules. **Identities inside\n"
+        "vLLM**, if HF has no such model or computes different numbers: rows are compared with forward hooks on vLLM's modules,\n"
+        "edits with the same change made by such hooks. *Value* is the largest relative distance of a captured row, *cause* the\n"
+        "largest difference of a log-probability under an edit. In bfloat16 the median edit may be off by a twentieth of its effect.\n"
+        "`post_attn` is missing if attention and MLP run in parallel. *Points* includes the points on the branches that the run\n"
+        "has proven; [models](models.md) lists what each class serves. Requests to multimodal models contain only text. On a CPU,\n"
+        "Mamba 1's recurrence is its formula in PyTorch and Step 1's attention bias has no square root, since vLLM has only GPU\n"
+        "kernels for them; all other code is vLLM's own.\n\n"
         "## Proven\n\n"
         + table(("architecture", "decoder layers", "family", "points", "proof", "value", "cause", "dtype"), proven)
         + "\n## By their layers\n\n"
-        "Multimodal wrappers (and a few others without a row of their own) are steered in the language model that they wrap,\n"
-        "whose layers are proven above; a tower is never touched. Of a wrapper whose config chooses the language model, the same checks decide when the engine starts.\n\n"
+        "In multimodal wrappers (and a few others without a row of their own) the wrapped language model is steered, whose layers\n"
+        "are proven above; towers never are. If a wrapper's config chooses the language model, the engine checks its layers at start.\n\n"
         + table(("architecture", "decoder layers"), _two(found, WRAPPED))
         + (
-            "\n## Outstanding\n\nTheir recipe needs a GPU to be proven, and such a run failed or was not made. Refused unless\n"
-            "`--steering-allow-unproven` is given, and then with a warning.\n\n"
+            "\n## Outstanding\n\nTheir recipes need a proof on a GPU, and such a run failed or was not made. The engine refuses them\n"
+            "without `--steering-allow-unproven`, and warns with it.\n\n"
             + table(("architecture", "decoder layers"), _two(found, OUTSTANDING))
             if count[OUTSTANDING]
             else ""
         )
-        + "\n## Refused\n\nWhen the engine starts, with this reason.\n\n"
+        + "\n## Refused\n\nThe engine does not start and reports this reason.\n\n"
         + table(("architecture", "why"), _two(found, REFUSAL))
         + "\n## No decoder to steer\n\n"
         + table(("architecture", "why"), _two(found, NO_DECODER))

@@ -2,10 +2,10 @@
 """Prove every architecture that a CPU can run, and write benchmarks/results/architectures.json.
 
     python scripts/conformance.py                 all rows, in two processes
-    python scripts/conformance.py llama zamba2    these rows alone, into the results that are there
+    python scripts/conformance.py llama zamba2    only these rows, merged into the existing results
 
-The page docs/reference/architectures.md is written from the results by scripts/reference.py. The exit status is 1
-where a row is not proven.
+scripts/reference.py writes docs/reference/architectures.md from the results. The exit status is 1 if a row is not
+proven.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ sys.path.insert(0, str(ROOT))
 OUT = ROOT / "benchmarks" / "results" / "architectures.json"
 WORKERS = 2
 TASK = 8
-"""Rows that one process proves one after another: starting a process costs as much as a few of them."""
+"""Rows per process: starting a process takes as long as proving a few rows."""
 
 
 def main(names: Annotated[list[str] | None, typer.Argument(help="Rows; all if none.")] = None) -> None:
-    """Run the rows and write what was found."""
+    """Prove the rows and write the results."""
     from tests.conformance.engine import prepare_environment
 
     prepare_environment()
@@ -55,7 +55,7 @@ def main(names: Annotated[list[str] | None, typer.Argument(help="Rows; all if no
         for done in as_completed([pool.submit(_run, part) for part in parts]):
             found += done.result()
             by_name |= {row["row"]: row for row in found}
-            # Written after each part: what was proven is not lost with what comes after.
+            # Written after each task, so that a later crash loses nothing.
             results = {**_about(), "rows": [by_name[name] for name in known if name in by_name], "registry": registry}
             OUT.write_text(json.dumps(results, indent=1) + "\n")
     failed = [row for row in found if "problem" in row]
@@ -76,7 +76,7 @@ def _about() -> dict[str, Any]:
 
 
 def _run(names: Sequence[str]) -> list[dict[str, Any]]:
-    """One process's share, a row each; a row that fails says so and does not stop the others."""
+    """Prove some rows in this process; a failed row reports its problem and does not stop the others."""
     from tests.conformance.engine import prepare_environment
 
     prepare_environment()

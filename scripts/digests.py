@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes vllm_steer/models/digests.json for the versions installed; with --check, says whether it is up to date.
+"""Write vllm_steer/models/digests.json for the installed versions; with --check, fail if it is out of date.
 
-To be run after a recipe was added and proven, or after the whole of tests/conformance passed on another version of vLLM
-or Transformers, whose digests are added to those of the versions before it.
+Run it after a recipe was added and proven, or after ``make test-all`` has passed on another version of vLLM or
+Transformers; the digests of earlier versions are kept.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tests.conformance.kernels import torchvision_in_name
+from tests.conformance.kernels import torchvision_stub
 from vllm_steer.models import digests
 from vllm_steer.models.recipes import PROVEN
 
@@ -23,10 +23,10 @@ FILE = Path(digests.__file__).with_name(digests.FILE)
 def main() -> None:
     written = json.loads(FILE.read_text()) if FILE.exists() else {}
     table = {version: dict(found) for version, found in written.items()}
-    with torchvision_in_name():
+    with torchvision_stub():
         installed = digests.installed_digests()
     for version, found in installed.items():
-        # What cannot be imported here may have been written elsewhere, and stays.
+        # Digests of classes that cannot be imported here stay.
         table.setdefault(version, {}).update(found)
     table = {version: {name: found[name] for name in found if name in PROVEN} for version, found in table.items()}
     known = {name for found in table.values() for name in found}

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Print how closely every architecture agrees with HF Transformers, point by point.
+"""Print the differences between each architecture and HF Transformers, by hook point.
 
     python scripts/parity_table.py                       every architecture, eager
     python scripts/parity_table.py llama gpt2 --mode compiled
     python scripts/parity_table.py --json benchmarks/results/parity.json
 
 Each number is the largest difference of a log-probability, over the whole vocabulary, all prompt and generated tokens
-and all requests that edit that point. The exit status is 1 where anything disagrees.
+and all requests that edit that point. The exit status is 1 if a number exceeds the tolerance.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main(
     unknown = [name for name in names or () if name not in BY_NAME or BY_NAME[name].gpu_only]
     if unknown:
         steered = ", ".join(name for name, tiny in BY_NAME.items() if not tiny.gpu_only)
-        raise typer.BadParameter(f"no row for the CPU {', '.join(unknown)}; there are {steered}")
+        raise typer.BadParameter(f"no such rows for a CPU: {', '.join(unknown)}; choose from {steered}")
     prepare_environment()
     chosen = [tiny for name, tiny in BY_NAME.items() if (name in names if names else not tiny.gpu_only)]
     with tempfile.TemporaryDirectory() as folder, ReferenceProcess() as reference:
@@ -64,7 +64,7 @@ def main(
 
 
 def table_of(reports: list[Report], mode: str) -> Table:
-    """One line per report."""
+    """Return a table with one line per report."""
     table = Table(title=f"Largest difference from HF Transformers (log-probability, float32, {mode})")
     for column in ("model", "layer class", "recipe", *POINTS, "plain", "requests", "start"):
         table.add_column(column, justify="left" if column in ("model", "layer class", "recipe") else "right")
@@ -84,7 +84,7 @@ def table_of(reports: list[Report], mode: str) -> Table:
 
 
 def figures_of(reports: list[Report], mode: str) -> dict[str, Any]:
-    """The table's figures, and those of captured rows, with what they were measured on."""
+    """Return the figures of the table and of captured rows, with the environment of the measurement."""
     import vllm  # not earlier: it reads the environment
 
     versions = {name: version(name) for name in ("torch", "transformers")}

@@ -19,7 +19,7 @@ import sections
 from gpu_page import gpu_tests
 
 import vllm_steer.models.proofs
-from vllm_steer.config import SUBSETS, SWITCHES
+from vllm_steer.config import MULTI_CHOICES, SWITCHES
 from vllm_steer.limits import ENGINE_LIMITS, FORMAT_LIMITS, SERVER_LIMITS
 from vllm_steer.metrics.definitions import METRICS, Metric
 from vllm_steer.models.recipe import BLOCK_INPUT, BLOCK_OUTPUT, Recipe
@@ -144,7 +144,10 @@ def limits() -> str:
         + "\n## Choices\n\n"
         + table(
             ("setting", "flag", "values", "meaning"),
-            [(f"`{s.name}`", f"`{s.flag}`", ", ".join(f"`{name}`" for name in s.of), s.help) for s in SUBSETS],
+            [
+                (f"`{s.name}`", f"`{s.flag}`", ", ".join(f"`{name}`" for name in s.choices), s.help)
+                for s in MULTI_CHOICES
+            ],
         )
     )
 
@@ -165,10 +168,10 @@ def parity() -> str:
         "# Parity with HF Transformers\n\n"
         f"Tiny models of real architectures, random weights, float32, {figures['mode']}, vLLM {about['vllm']}, Transformers\n"
         f"{about['transformers']}; raw figures in `benchmarks/results/{PARITY.name}`, written by\n"
-        f"`python scripts/parity_table.py --json benchmarks/results/{PARITY.name}`. `tests/conformance` holds every one of them below {figures['tolerance']:.0e}.\n\n"
-        "Edited: the largest difference of a log-probability, over all requests that edit the point, all tokens and the whole\n"
-        "vocabulary; `plain` is that of requests without edits in the same batch. Captured: the largest distance of a row from\n"
-        "HF's, in lengths of HF's row, over all requests, layers and tokens. `refused`: edits there reach nothing.\n\n"
+        f"`python scripts/parity_table.py --json benchmarks/results/{PARITY.name}`. `tests/conformance` requires each to be below {figures['tolerance']:.0e}.\n\n"
+        "*Edited*: the largest difference of a log-probability, over all requests that edit the point, all tokens and the whole\n"
+        "vocabulary. *Plain*: the same for requests without edits in the same batch. *Captured*: the largest distance of a row\n"
+        "from HF's, in lengths of HF's row, over all requests, layers and tokens. `refused`: the engine refuses edits at the point.\n\n"
         + table(
             ("model", "decoder layer", *(f"edited {p}" for p in points), "plain", *(f"captured {p}" for p in points)),
             rows,

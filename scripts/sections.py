@@ -11,6 +11,8 @@ from typing import NamedTuple
 from performance import KEPT, LARGE, cell
 from steps_page import MakeTable
 
+from vllm_steer.compat.stages import WAY
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -73,8 +75,28 @@ def published(table: MakeTable) -> str:
     return table(("project", "setting", "workload", "published figure"), PUBLISHED)
 
 
+def stages(table: MakeTable) -> str:
+    """Return the architecture page's table of the stages that a request passes."""
+    rows = [
+        (
+            stage.name,
+            stage.takes,
+            stage.passes_on,
+            ", ".join(dict.fromkeys(f"`{method_name(join.method)}`" for join in stage.joins)),
+        )
+        for stage in WAY
+    ]
+    return table(("stage", "input", "output", "methods of vLLM joined"), rows)
+
+
+def method_name(path: str) -> str:
+    """Return the last two parts of a method's path, for example ``Scheduler.schedule``."""
+    return ".".join(path.rpartition(":")[2].split(".")[-2:])
+
+
 SECTIONS: Mapping[str, Mapping[str, Callable[[MakeTable], str]]] = {
     "README.md": {"costs": costs},
+    "docs/design/architecture.md": {"stages": stages},
     "docs/explanation/comparison.md": {"published": published},
 }
 

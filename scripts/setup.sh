@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 #
-# Makes .venv: vLLM at its pinned version, vllm_steer in editable form, and the tools for development.
-# Safe to run again: it does nothing while the files that it installs from are unchanged, and writes only to .venv.
+# Creates .venv with the pinned vLLM, vllm_steer in editable form, and the development tools.
+# Does nothing if the files that it installs from are unchanged. Writes only to .venv.
 #
-#   PYTHON=...   the Python to use (default: the first of python3.11, 3.12, 3.13, python3 and python that is fit)
+#   PYTHON=...   the Python to use (default: the first suitable of python3.11, 3.12, 3.13, python3 and python)
 #   LANE=...     cpu (default) or cuda: which build of vLLM
 
 set -euo pipefail
@@ -22,16 +22,16 @@ fail() {
     exit 1
 }
 
-say() { echo "set-up: $1 ($SECONDS s)"; }
+log() { echo "set-up: $1 ($SECONDS s)"; }
 
 case $LANE in
     cpu) SOURCES=(requirements/cpu.txt requirements/vllm-metadata/pyproject.toml) ;;
     cuda) SOURCES=(requirements/cuda.txt) ;;
-    *) fail "LANE is '$LANE'; it can be cpu or cuda." ;;
+    *) fail "LANE is '$LANE'; use cpu or cuda." ;;
 esac
 SOURCES+=(requirements/dev.txt pyproject.toml scripts/setup.sh)
 
-# One line that changes whenever the result of the set-up would. $1: a Python.
+# Prints a line that identifies the result of the set-up. $1: a Python.
 fingerprint() {
     "$1" -c '
 import hashlib, sys
@@ -40,9 +40,9 @@ print(sys.argv[1], sys.version.split()[0], digest.hexdigest(), sys.argv[2])
 ' "$LANE" "$ROOT" "${SOURCES[@]}" 2>/dev/null
 }
 
-# The problem with Python $1 in a few words; nothing when it is fit.
+# Prints why Python $1 is unsuitable, or nothing.
 problem_with() {
-    command -v "$1" >/dev/null || { echo "is not there"; return; }
+    command -v "$1" >/dev/null || { echo "was not found"; return; }
     "$1" -c '
 import sys
 if not (3, 11) <= sys.version_info[:2] <= (3, 13):
@@ -55,7 +55,7 @@ except ImportError as error:
 ' 2>/dev/null || echo "does not run"
 }
 
-# Prints a fit Python, or says what is wrong with those that are there.
+# Prints a suitable Python, or fails with the reasons why the existing ones are unsuitable.
 find_python() {
     local candidate problem seen=""
     if [[ -n ${PYTHON:-} ]]; then
@@ -67,26 +67,26 @@ find_python() {
     for candidate in python3.11 python3.12 python3.13 python3 python; do
         problem=$(problem_with "$candidate")
         [[ -n $problem ]] || { echo "$candidate"; return; }
-        [[ $problem == "is not there" ]] || seen+=" ($candidate $problem)"
+        [[ $problem == "was not found" ]] || seen+=" ($candidate $problem)"
     done
-    fail "no $WANTED was found$seen; install one, or name it: make setup PYTHON=/path/to/python3.11."
+    fail "no $WANTED was found$seen; install one, or set PYTHON: make setup PYTHON=/path/to/python3.11."
 }
 
-# Whether .venv works, was made here (scripts hold absolute paths), by Python version $1, for this lane.
-venv_is_fit() {
+# Succeeds if .venv works and was created in this folder (scripts contain absolute paths) by Python version $1 for this lane.
+venv_is_usable() {
     [[ $("$VENV_PYTHON" -c 'import sys; print(sys.version.split()[0])' 2>/dev/null) == "$1" ]] &&
         head -n 2 .venv/bin/pip 2>/dev/null | grep -qF "$ROOT/.venv/" &&
         [[ $(cat .venv/lane 2>/dev/null || echo "$LANE") == "$LANE" ]]
 }
 
-# Installs exactly what is named, nothing beside it; on failure, one sentence from pip's output. Bytecode is left to the
-# first import: making it for all files takes a minute, and most are never imported.
+# Installs the arguments without their dependencies. On failure, prints one sentence about pip's output. Does not compile
+# bytecode, because compiling all files takes a minute and most are never imported.
 pip_install() {
     "$VENV_PYTHON" -m pip install --disable-pip-version-check --no-input --no-cache-dir --no-compile --no-deps \
         --retries 3 --progress-bar off "$@" >"$LOG" 2>&1 && return
     local reason
     if grep -qE 'connection broken|Max retries|NewConnectionError|NameResolutionError|timed out|SSLError|ProxyError' "$LOG"; then
-        reason="the package index cannot be reached; check the network and what \`pip config list\` says"
+        reason="the package index cannot be reached; check the network and \`pip config list\`"
     elif grep -q 'No space left on device' "$LOG"; then
         reason="the disk is full"
     elif grep -q 'No matching distribution found' "$LOG"; then
@@ -97,15 +97,15 @@ pip_install() {
     fail "$reason; pip's output is in $LOG."
 }
 
-# pip takes a CPU build of torch only where it knows one; a CUDA build does not import without CUDA's libraries, which
-# its metadata ask for. It is removed again, so that the next run does not take it for the one that is wanted.
+# pip installs a CPU build of torch only if an index offers one. A CUDA build, recognised by its requirements, cannot be imported
+# without CUDA's libraries; it is removed again, so that the next run does not keep it.
 check_cpu_torch() {
     "$VENV_PYTHON" -c '
 import importlib.metadata, sys
 sys.exit(any(name.startswith(("cuda-", "nvidia-")) for name in importlib.metadata.requires("torch") or ()))
 ' && return
     "$VENV_PYTHON" -m pip uninstall --yes --quiet torch >>"$LOG" 2>&1 || true
-    fail "pip took a CUDA build of torch; name PyTorch's index of CPU wheels (PIP_EXTRA_INDEX_URL=...) and run it again."
+    fail "pip installed a CUDA build of torch; set PIP_EXTRA_INDEX_URL to PyTorch's index of CPU wheels and try again."
 }
 
 if [[ -f $STAMP && $(fingerprint "${PYTHON:-$VENV_PYTHON}") == "$(cat "$STAMP")" ]]; then
@@ -114,17 +114,17 @@ fi
 
 python=$(find_python)
 version=$("$python" -c 'import sys; print(sys.version.split()[0])')
-if ! venv_is_fit "$version"; then
-    say "making .venv with Python $version"
-    "$python" -m venv --clear .venv || fail "Python $version cannot make a virtual environment in $ROOT."
+if ! venv_is_usable "$version"; then
+    log "creating .venv with Python $version"
+    "$python" -m venv --clear .venv || fail "Python $version cannot create a virtual environment in $ROOT."
 fi
 rm -f "$STAMP"
 echo "$LANE" >.venv/lane
 
 count=$(cat "requirements/$LANE.txt" requirements/dev.txt | grep -c '==')
-say "installing vLLM ($LANE build) and the tools: $count packages, one to three minutes"
+log "installing vLLM ($LANE build) and the tools: $count packages, one to three minutes"
 pip_install -r "requirements/$LANE.txt" -r requirements/dev.txt
-say "installing vllm_steer"
+log "installing vllm_steer"
 shim=()
 if [[ $LANE == cpu ]]; then
     check_cpu_torch
@@ -132,4 +132,4 @@ if [[ $LANE == cpu ]]; then
 fi
 pip_install --no-build-isolation --editable . "${shim[@]}"
 fingerprint "$VENV_PYTHON" >"$STAMP"
-say "done"
+log "done"

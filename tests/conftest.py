@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.conformance import part
 from tests.features import FeatureRecord
 
 # One engine in this very process, small caches, and no pinning of threads to cores that other engines of the same test
@@ -52,6 +53,13 @@ def pytest_runtest_setup() -> None:
         os.environ.pop("LD_PRELOAD", None)
     else:
         os.environ["LD_PRELOAD"] = _PRELOAD
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Report which part of the architectures the conformance tests have proven."""
+    reports = [report for category in terminalreporter.stats.values() for report in category]
+    if any(getattr(report, "nodeid", "").startswith("tests/conformance/") for report in reports):
+        terminalreporter.write_line(part.describe())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

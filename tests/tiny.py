@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny random Llama, saved once per test run, and its engine."""
+"""Tiny models with random weights, and steered engines for them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HIDDEN, LAYERS, VOCAB = 64, 4, 128
 
 
 def code_of(point: PointName, layer: int, *, before: bool = False) -> int:
-    """What names a stored row on its way: the site's number and whether it was read ahead of the site's edits."""
+    """Return the transfer code of a captured row: the number of its site, and whether it was read before its edits."""
     return 2 * (len(POINT_NAMES) * layer + POINT_NAMES.index(point)) + before
 
 
@@ -23,9 +23,9 @@ BF16_MODEL: dict[str, Any] = {
     "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
     "vocab_size": 512, "initializer_range": 0.08,
 }  # fmt: skip
-"""Weights with which rounding to bfloat16 does not decide what attention looks at."""
+"""Settings with which rounding to bfloat16 does not change the attention pattern."""
 BF16_BOUND = 0.08
-"""How far a row that was captured in bfloat16 may be from HF's, in lengths of HF's row: both sum in another order."""
+"""Largest distance of a bfloat16 row from HF's, in lengths of HF's row; the two sum in different orders."""
 
 
 def save_tiny_moe(folder: Path, **overrides: Any) -> Path:
@@ -45,7 +45,7 @@ def save_tiny_moe(folder: Path, **overrides: Any) -> Path:
 
 
 def make_llm(folder: Path, **overrides: Any) -> Any:
-    """An in-process engine with steering, eager and float32 unless told otherwise."""
+    """Return an in-process engine with steering; eager and float32 by default."""
     from vllm_steer import LLM
 
     settings: dict[str, Any] = dict(  # noqa: C408
@@ -56,5 +56,5 @@ def make_llm(folder: Path, **overrides: Any) -> Any:
 
 
 def direction(seed: int, scale: float = 5.0, hidden: int = HIDDEN) -> np.ndarray:
-    """A random vector of a length comparable with the tiny model's stream."""
+    """Return a random vector about as long as the tiny model's stream."""
     return (np.random.default_rng(seed).standard_normal(hidden) * scale).astype("f4")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Activation steering and capture for stock vLLM.
 
-Importing this package makes vLLM's own names accept the same: ``vllm.LLM`` and ``vllm.SamplingParams`` become the
-supersets below. vLLM itself is loaded on first use.
+Importing this package replaces ``vllm.LLM`` and ``vllm.SamplingParams`` by the subclasses below. vLLM itself is
+imported on first use.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = [
     "engine_kwargs",
 ]
 
-_HOMES = {
+_MODULES = {
     "AsyncLLM": "vllm_steer.async_llm",
     "LLM": "vllm_steer.llm",
     "SamplingParams": "vllm_steer.params",
@@ -59,20 +59,23 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
+    if name in _MODULES:
+        return getattr(import_module(_MODULES[name]), name)
     raise AttributeError(f"module {__name__} has no attribute {name}")
 
 
-def _extend(vllm: Any) -> None:
+def _replace_names(vllm: Any) -> None:
     attributes = getattr(vllm, "MODULE_ATTRS", None)
     if isinstance(attributes, dict):
         attributes["LLM"] = "vllm_steer.llm:LLM"
         attributes["SamplingParams"] = "vllm_steer.params:SamplingParams"
 
 
-class _WhenImported:
-    """Extends vLLM when somebody imports it: that takes seconds, which ``vllm-steer --help`` need not wait for."""
+class _VllmImportHook:
+    """Import hook that replaces vLLM's names when vLLM is imported.
+
+    Importing vLLM takes seconds, so importing this package must not do it: ``vllm-steer --help`` would wait for it.
+    """
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name != "vllm":
@@ -84,13 +87,13 @@ class _WhenImported:
 
             def exec_module(module: Any) -> None:
                 execute(module)
-                _extend(module)
+                _replace_names(module)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
 if "vllm" in sys.modules:
-    _extend(sys.modules["vllm"])
+    _replace_names(sys.modules["vllm"])
 else:
-    sys.meta_path.insert(0, _WhenImported())
+    sys.meta_path.insert(0, _VllmImportHook())

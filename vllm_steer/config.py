@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an operator can set, and how it reaches the engine.
+"""Engine settings, and the engine arguments that carry them.
 
 The settings travel in vLLM's ``additional_config["steering"]``, which vLLM hashes into its compile-cache keys
-(``config/vllm.py``, ``VllmConfig.compute_hash``): sizes shape the traced graph or the tables that it reads, so an
-artifact compiled without steering, or with other tables, is never loaded into a steered engine.
+(``config/vllm.py``, ``VllmConfig.compute_hash``). Sizes shape the traced graph and the tables that it reads, so an
+artifact compiled without steering or with other tables must not be loaded into a steered engine.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ EXECUTOR_CLS = "vllm_steer.engine.executor.SteeringExecutor"
 
 @dataclass(frozen=True)
 class Switch:
-    """One yes or no that is settled when the engine starts; the flag turns it to ``not default``."""
+    """A boolean setting that is fixed when the engine starts; the flag sets it to ``not default``."""
 
     name: str
     flag: str
@@ -38,50 +38,50 @@ SWITCHES: tuple[Switch, ...] = (
         "allow_unproven",
         "--steering-allow-unproven",
         False,
-        "run on a decoder-layer class whose source is not the one that its recipe was proven on, with a warning",
+        "run on decoder-layer classes whose source differs from the one that the recipe was proven on, with a warning",
     ),
     Switch(
         "self_check",
         "--steering-skip-self-check",
         True,
-        "start without the forward passes that check the taps on the model itself",
+        "skip the forward passes at start that check the taps on the model itself",
     ),
     Switch(
         "plain_code",
         "--steering-plain-code",
         False,
-        "compile the model without taps besides, for steps with nothing to do: kernels that the compiler makes of an "
-        "addition and the norm behind it stay one there, for a longer start; not yet run on a GPU",
+        "also compile the model without taps, for idle steps: the compiler can then fuse additions with the norms that "
+        "follow, and starting takes longer; not yet tested on a GPU",
     ),
 )
 
 
 @dataclass(frozen=True)
-class Subset:
-    """A choice of several names out of a few; the flag takes them with commas between them."""
+class MultiChoice:
+    """A setting with any number of names out of ``choices``; the flag takes them separated by commas."""
 
     name: str
     flag: str
-    of: tuple[str, ...]
+    choices: tuple[str, ...]
     help: str
 
 
-SUBSETS: tuple[Subset, ...] = (
-    Subset(
+MULTI_CHOICES: tuple[MultiChoice, ...] = (
+    MultiChoice(
         "points",
         POINTS_FLAG,
         OPTIONAL_POINTS,
-        "hook points on the branches, beside those on the stream: a tap and a column of the tables per layer for each",
+        "additional hook points, on the branches; each adds a tap and a table column per layer",
     ),
 )
 
 
 class SteeringConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Sizes of the device tables, switches and choices; :data:`LIMITS`, :data:`SWITCHES` and :data:`SUBSETS` say what
-    each one means.
+    """Settings of an engine with steering.
 
-    ``capture_policy``: what becomes of a request that would take captured rows beyond ``capture_mib``. ``wait`` admits
-    it when others have ended; ``fail`` runs it at once without its capture, whose status is then ``partial``.
+    The tables :data:`~vllm_steer.limits.ENGINE_LIMITS`, :data:`SWITCHES` and :data:`MULTI_CHOICES` describe the fields.
+    ``capture_policy`` applies to a request whose captured rows would exceed ``capture_mib`` together with those of
+    running requests: ``wait`` delays the request, ``fail`` runs it at once and reports its capture as ``partial``.
     """
 
     max_rows: int = ENGINE_LIMITS["max_rows"].default
@@ -103,26 +103,33 @@ class SteeringConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
             value = getattr(self, limit.name)
             if not limit.low <= value <= limit.high:
                 raise SteeringError(
-                    f"steering_config.{limit.name}", f"{value} is outside {limit.low} to {limit.high} ({limit.help})"
+                    f"steering_config.{limit.name}", f"must be {limit.low} to {limit.high}, not {value} ({limit.help})"
                 )
         if self.plain_code and self.graph_sets == 1:
             raise SteeringError(
-                "steering_config.plain_code", "needs graph_sets of 2 or more: with 1, every step has every tap"
+                "steering_config.plain_code", "needs graph_sets of 2 or more; with 1, every step runs all taps"
             )
-        for subset in SUBSETS:
-            given = getattr(self, subset.name)
-            sound = isinstance(given, (list, tuple)) and all(name in subset.of for name in given)
+        for choice in MULTI_CHOICES:
+            given = getattr(self, choice.name)
+            sound = isinstance(given, (list, tuple)) and all(name in choice.choices for name in given)
             if not sound or any(given.count(name) > 1 for name in given):
                 raise SteeringError(
-                    f"steering_config.{subset.name}",
-                    f"must be a list of some of {', '.join(subset.of)}, each once, not {given!r}",
+                    f"steering_config.{choice.name}",
+                    f"must be a list of distinct names out of {', '.join(choice.choices)}, not {given!r}",
                 )
-            # In one order, so that equal settings are equal.
-            msgspec.structs.force_setattr(self, subset.name, tuple(name for name in subset.of if name in given))
+            # In a fixed order, so that equal choices compare equal.
+            msgspec.structs.force_setattr(self, choice.name, tuple(name for name in choice.choices if name in given))
 
     @classmethod
     def parse(cls, value: SteeringConfig | dict[str, Any] | None) -> SteeringConfig:
-        """A checked config from what a user wrote; raises :class:`SteeringError`."""
+        """Return a validated config.
+
+        Args:
+            value: A config, a dict of its fields, or None for the defaults.
+
+        Raises:
+            SteeringError: A setting is unknown or its value is invalid.
+        """
         if value is None:
             return cls()
         if isinstance(value, cls):
@@ -138,9 +145,16 @@ def engine_kwargs(
     steering_config: SteeringConfig | dict[str, Any] | None = None,
     additional_config: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The three engine arguments that switch steering on, for ``EngineArgs`` or ``AsyncEngineArgs``.
+    """Return the engine arguments that enable steering, for ``EngineArgs`` or ``AsyncEngineArgs``.
 
-    ``AsyncEngineArgs(model=..., **vllm_steer.engine_kwargs())`` is ``--enable-steering`` spelled in Python.
+    ``AsyncEngineArgs(model=..., **vllm_steer.engine_kwargs())`` is the Python form of ``--enable-steering``.
+
+    Args:
+        steering_config: Settings of the engine.
+        additional_config: Other entries of vLLM's ``additional_config``.
+
+    Raises:
+        SteeringError: A setting is invalid.
     """
     config = SteeringConfig.parse(steering_config)
     section = {"version": __version__, **msgspec.to_builtins(config)}
@@ -152,10 +166,10 @@ def engine_kwargs(
 
 
 def choose_executor(vllm_config: Any) -> None:
-    """Under pipeline parallelism on one host, have every stage's captured rows collected.
+    """Select the executor that collects captured rows from all pipeline stages of one host.
 
-    Another executor is left as it is, and so is an engine with an encoder-cache connector, which counts answers by the
-    executor's name: :func:`rows_of_all_stages` is then False.
+    Other executors are kept. The executor is also kept if there is an encoder-cache connector, which depends on the
+    executor's name. :func:`rows_of_all_stages` is False in these cases.
     """
     parallel = vllm_config.parallel_config
     if (
@@ -167,13 +181,13 @@ def choose_executor(vllm_config: Any) -> None:
 
 
 def rows_of_all_stages(vllm_config: Any) -> bool:
-    """Whether captured rows of every pipeline stage reach the front end."""
+    """Return whether captured rows of every pipeline stage reach the front end."""
     parallel = vllm_config.parallel_config
     return bool(parallel.pipeline_parallel_size == 1 or parallel.distributed_executor_backend == EXECUTOR_CLS)
 
 
 def from_vllm_config(vllm_config: Any) -> SteeringConfig | None:
-    """The steering settings of an engine, or None where steering is not enabled."""
+    """Return the steering settings of an engine, or None if steering is not enabled."""
     additional = getattr(vllm_config, "additional_config", None)
     section = additional.get("steering") if isinstance(additional, dict) else None
     if section is None:

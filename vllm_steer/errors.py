@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one error that a wrong steering request raises."""
+"""The exception raised for invalid steering and capture requests."""
 
 
 class SteeringError(ValueError):
-    """A steering request that cannot be served as asked.
+    """A request that cannot be served exactly as specified.
 
-    ``field`` is the path of the offending value, e.g. ``steering[2].tokens[1]``; ``problem`` is a
-    sentence that says what is wrong and what to write instead.
+    Attributes:
+        field: Path of the invalid value, e.g. ``steering[2].tokens[1]``.
+        problem: What is wrong with the value and what is allowed.
     """
 
     field: str
     problem: str
 
     def __init__(self, field: str, problem: str) -> None:
-        # Both go into `args`, so that the error survives pickling between processes.
+        """Create an error; ``str(error)`` is ``"field: problem"``."""
+        # Both are passed to the base class, so that the error can be pickled.
         super().__init__(field, problem)
         self.field = field
         self.problem = problem

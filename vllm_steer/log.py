@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logging through vLLM's handlers: they are attached to the logger ``vllm``, and nothing else of a server shows."""
+"""Loggers that write through vLLM's log handlers, the only ones that a vLLM server installs."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from vllm.logger import init_logger
 
 
 def steering_logger(name: str) -> Any:
-    """The logger of one of our modules."""
+    """Return the logger for the module ``name``."""
     return init_logger(f"vllm.{name}")

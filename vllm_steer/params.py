@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sampling parameters that carry steering.
+"""Sampling parameters with steering and capture.
 
 vLLM's ``SamplingParams`` has one free-form field, ``extra_args``, that travels to the scheduler and to every worker.
-The steering fields of a request are parsed here, once, and compiled to bytes under one key of it; nothing else of
+The steering fields of a request are parsed once and compiled to bytes under one key of ``extra_args``. Nothing else in
 vLLM's class changes, so clones, defaults and the wire form are vLLM's own.
 """
 
@@ -22,10 +22,10 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.program import Program, compile_program
 from vllm_steer.program.program_files import ProgramFileCache, fetch_program
 from vllm_steer.spec import (
-    FIELD_NAMES,
     CaptureSpec,
     NamedProjection,
     Reference,
+    RequestForm,
     parse_capture,
     parse_references,
 )
@@ -35,24 +35,31 @@ from vllm_steer.spec.references import MODULES_FIELD
 EXTRA_KEY = "steer"
 CAPTURE_KEY = "steer_capture"
 MODULES_KEY = "steer_modules"
-"""What names registered modules, until the request is admitted."""
+"""References to registered modules, until the request is admitted."""
 APPLIED_KEY = "steer_applied"
-"""What was applied, once the request is admitted: JSON as bytes, empty for nothing."""
+"""The applied steering as JSON, once the request is admitted; empty if nothing applies."""
 CAPTURE_FIELD = "capture"
-FIELDS: tuple[str, ...] = (*FIELD_NAMES, MODULES_FIELD, CAPTURE_FIELD)
+FIELDS: tuple[str, ...] = RequestForm.__struct_fields__
 FILE_KEY = "steer_file"
-"""In the place of the program between the front end and the scheduler: where that reads it."""
-OWN_KEYS: tuple[str, ...] = (EXTRA_KEY, CAPTURE_KEY, MODULES_KEY, APPLIED_KEY, FILE_KEY)
+"""Reference to a file with the program, between the front end and the scheduler."""
+EXTRA_ARGS_KEYS: tuple[str, ...] = (EXTRA_KEY, CAPTURE_KEY, MODULES_KEY, APPLIED_KEY, FILE_KEY)
 
 Specs: TypeAlias = tuple[tuple[str, CaptureSpec], ...]
-MOST_SPEC_BYTES = 64 << 20
-"""Of the specs that are kept as they were decoded: those of a projection have its directions, up to 16 MiB of them."""
+MAX_SPEC_CACHE_BYTES = 64 << 20
+"""Size of the decoded-spec cache. The spec of a projection contains its directions, up to 16 MiB."""
 
 
 def compile_fields(fields: Mapping[str, Any]) -> dict[str, bytes]:
-    """Parse and compile a request's steering and capture fields: what goes into ``extra_args``, empty for none.
+    """Parse and compile the steering and capture fields of a request.
 
-    Raises :class:`SteeringError` naming the field that is wrong.
+    Args:
+        fields: Values by name in :data:`FIELDS`; None counts as absent.
+
+    Returns:
+        Entries for ``extra_args``; empty if no field is given.
+
+    Raises:
+        SteeringError: A field is invalid.
     """
     fields = dict(fields)
     captures = parse_capture(fields.pop(CAPTURE_FIELD, None))
@@ -75,44 +82,45 @@ def compile_fields(fields: Mapping[str, Any]) -> dict[str, bytes]:
 
 
 def attach_steering(params: Any, fields: Mapping[str, Any]) -> None:
-    """Put the compiled fields of a request onto vLLM's ``params``; nothing where none is given.
+    """Compile the fields of a request into the ``extra_args`` of vLLM's ``params``.
 
-    Raises :class:`SteeringError` naming the field that is wrong.
+    Raises:
+        SteeringError: A field is invalid, or ``extra_args`` already contains a compiled program.
     """
     compiled = compile_fields(fields)
     if not compiled:
         return
-    for key in OWN_KEYS:
+    for key in EXTRA_ARGS_KEYS:
         if key in (params.extra_args or {}):
             raise SteeringError(f"extra_args.{key}", "is already set; give the steering fields or the compiled program")
-    # A new dict: the caller's may be shared between several SamplingParams.
+    # A new dict, because several SamplingParams may share the caller's.
     params.extra_args = {**(params.extra_args or {}), **compiled}
 
 
 def program_bytes(params: Any) -> bytes | None:
-    """The compiled program on vLLM's sampling parameters, if there is one."""
+    """Return the compiled program in vLLM's sampling parameters, or None."""
     extra = getattr(params, "extra_args", None)
     return None if not extra else extra.get(EXTRA_KEY)
 
 
 def has_steering(params: Any) -> bool:
-    """Whether these parameters ask for any edit, of their own or of a module, or for a read."""
+    """Return whether the parameters contain edits, modules or captures."""
     return program_bytes(params) is not None or MODULES_KEY in (getattr(params, "extra_args", None) or {})
 
 
 def program_of(params: Any) -> Program | None:
-    """The decoded program, checked; raises :class:`SteeringError` on bytes that this package did not write."""
+    """Return the decoded and verified program, or None; raise SteeringError if the bytes are not a valid program."""
     data = program_bytes(params)
     return None if data is None else Program.from_bytes(data)
 
 
 def encode_specs(specs: Specs) -> bytes:
-    """The capture specs of a request as the bytes that ride in ``extra_args``, for the front end alone."""
+    """Encode capture specs for ``extra_args``; only the front end reads them."""
     return msgspec.msgpack.encode([(name, spec.to_wire()) for name, spec in specs])
 
 
 def capture_specs(params: Any) -> Specs:
-    """Consumer and spec of each capture; raises :class:`SteeringError` on bytes that this package did not write."""
+    """Return consumer and spec of each capture; raise SteeringError if the bytes are not valid specs."""
     return read_specs(getattr(params, "extra_args", None) or {})
 
 
@@ -136,9 +144,10 @@ def strip_for_engine(request: Any, program_files: ProgramFileCache | None = None
 
 
 def restore_program(request: Any) -> None:
-    """The opposite, in the scheduler's process: the program is back in its place.
+    """Replace a reference to a program by the program, in the scheduler's process.
 
-    Raises :class:`SteeringError` where it cannot be had.
+    Raises:
+        SteeringError: The program's file cannot be read.
     """
     extra = getattr(request.sampling_params, "extra_args", None)
     if extra and FILE_KEY in extra:
@@ -146,9 +155,13 @@ def restore_program(request: Any) -> None:
 
 
 def read_references(extra: Mapping[str, Any]) -> tuple[Reference, ...] | None:
-    """The modules that ``extra_args`` name; empty where only probes are named, None where nothing is.
+    """Return the modules named in ``extra_args``.
 
-    Raises :class:`SteeringError` on bytes that this package did not write.
+    Returns:
+        The references; empty if only probes are named, None if neither modules nor probes are.
+
+    Raises:
+        SteeringError: The bytes are not valid references.
     """
     data = extra.get(MODULES_KEY)
     if data is None:
@@ -156,11 +169,13 @@ def read_references(extra: Mapping[str, Any]) -> tuple[Reference, ...] | None:
     try:
         return msgspec.msgpack.decode(data, type=tuple[Reference, ...])
     except (msgspec.MsgspecError, TypeError) as error:
-        raise SteeringError(f"extra_args.{MODULES_KEY}", f"is not ours ({error}); use {MODULES_FIELD}") from None
+        raise SteeringError(
+            f"extra_args.{MODULES_KEY}", f"not compiled references ({error}); use {MODULES_FIELD} instead"
+        ) from None
 
 
 def read_specs(extra: Mapping[str, Any]) -> Specs:
-    """As :func:`capture_specs`, from ``extra_args``."""
+    """Return consumer and spec of each capture in ``extra_args``; raise SteeringError if the bytes are invalid."""
     data = extra.get(CAPTURE_KEY)
     if data is None:
         return ()
@@ -169,22 +184,22 @@ def read_specs(extra: Mapping[str, Any]) -> Specs:
     return _decode_specs(data)
 
 
-# Looked at more than once on a request's way, and mostly the same for many.
-_decoded: LRUCache[bytes, tuple[int, Specs]] = LRUCache(MOST_SPEC_BYTES, getsizeof=itemgetter(0))
+# The specs of a request are decoded several times on its way, and many requests have equal ones.
+_decoded: LRUCache[bytes, tuple[int, Specs]] = LRUCache(MAX_SPEC_CACHE_BYTES, getsizeof=itemgetter(0))
 _decoded_lock = threading.Lock()
 
 
 def _decode_specs(data: bytes) -> Specs:
     with _decoded_lock:
-        kept: tuple[int, Specs] | None = _decoded.get(data)
-    if kept is not None:
-        return kept[1]
+        cached: tuple[int, Specs] | None = _decoded.get(data)
+    if cached is not None:
+        return cached[1]
     try:
         pairs = msgspec.msgpack.decode(data, type=list[tuple[str, dict[str, Any]]])
     except msgspec.MsgspecError as error:
         raise SteeringError(f"extra_args.{CAPTURE_KEY}", f"not compiled specs ({error}); use capture instead") from None
     specs = tuple((name, CaptureSpec.from_wire(wire)) for name, wire in pairs)
-    # Twice: the bytes, and what is made of them; a small spec takes more.
+    # The bytes and the decoded specs, plus an overhead for small ones.
     size = 2 * len(data) + 4096
     if size <= _decoded.maxsize:
         with _decoded_lock:
@@ -193,40 +208,45 @@ def _decode_specs(data: bytes) -> Specs:
 
 
 class _SteeringMeta(type(VllmSamplingParams)):  # type: ignore[misc]
-    """Takes the steering arguments out before vLLM's constructor sees the rest.
+    """Metaclass that removes the steering arguments before vLLM's constructor receives the others.
 
-    vLLM's class is a msgspec Struct: its fields are its wire form and its constructor is not ``__init__``, so neither a
-    new field nor an ``__init__`` would do.
+    vLLM's class is a msgspec Struct. Its fields are its wire form, and its constructor does not call ``__init__``, so a
+    subclass can add neither a field nor an ``__init__``.
     """
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         fields = {name: kwargs.pop(name) for name in FIELDS if name in kwargs}
         params = super().__call__(*args, **kwargs)
-        if fields:  # vLLM clones every request's parameters through here
+        if fields:  # vLLM also clones parameters through this constructor
             attach_steering(params, fields)
         return params
 
     def __instancecheck__(cls, instance: object) -> bool:
-        # vLLM makes and clones plain ones; user code that asks for "our" class means any sampling parameters.
+        # vLLM creates and clones plain instances; user code that checks for this class means any sampling parameters.
         return isinstance(instance, VllmSamplingParams)
 
 
 class SamplingParams(VllmSamplingParams, metaclass=_SteeringMeta):  # type: ignore[misc]
-    """vLLM's ``SamplingParams`` and these arguments; all are checked here, before any engine hears of them.
+    """vLLM's ``SamplingParams`` with steering and capture.
 
-    ``steering_vectors``, ``prefill_steering_vectors``, ``decode_steering_vectors``
-        ``{point: {layer: vector | {"vector": vector, "scale": float}}}``: added to the residual stream of every
-        token, of prompt tokens, of generated tokens. A vector is a list, numpy array or torch tensor of the model's
-        hidden size.
-    ``steering``
-        a list of :class:`vllm_steer.Edit` or of dicts with its fields: the general form.
-    ``steering_modules``
-        registered modules by name, ``["calm", ("terse", 0.5)]``, the number scaling each of a module's edits; they
-        apply ahead of the fields above, and behind the engine's global steering.
-    ``capture``
-        ``{consumer: spec}``: which rows of the stream go where; a spec is a dict or a :class:`vllm_steer.CaptureSpec`.
+    Edits at one site apply in this order: global steering of the engine, modules, ``steering_vectors``,
+    ``prefill_steering_vectors``, ``decode_steering_vectors``, then ``steering`` in the order given. One object can be
+    used for any number of requests.
 
-    Edits at one site apply in this order: ``steering_vectors``, ``prefill_...``, ``decode_...``, then ``steering`` in
-    the order given. One object can be used for any number of requests. Raises :class:`vllm_steer.SteeringError`, a
-    ``ValueError``, naming the field.
+    Args:
+        steering_vectors: Vectors added to the residual stream of every token:
+            ``{point: {layer: vector | {"vector": vector, "scale": float}}}``. A vector is a list, numpy array or torch
+            tensor of the model's hidden size.
+        prefill_steering_vectors: Vectors added at prompt tokens.
+        decode_steering_vectors: Vectors added at generated tokens.
+        steering: A list of :class:`vllm_steer.Edit` or of dicts of its arguments.
+        steering_modules: Registered modules by name, such as ``["calm", ("terse", 0.5)]``. The number scales the
+            module's edits.
+        capture: ``{consumer: spec}``: the rows that each consumer receives. A spec is a
+            :class:`vllm_steer.CaptureSpec` or a dict of its arguments.
+        **kwargs: Arguments of vLLM's ``SamplingParams``.
+
+    Raises:
+        SteeringError: An argument is invalid. Values that depend on the model are checked when the request is
+            submitted.
     """

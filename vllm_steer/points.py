@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hook points of a decoder block: what each one is, on every architecture.
+"""The hook points of a decoder block, defined independently of the architecture.
 
-For block *i*, ``x_in`` is the residual stream that enters it, ``a`` and ``m`` its attention and MLP branches as they
-are added to the stream (after any post-norm and residual multiplier), and ``x_out`` the stream that leaves it.
-``post_block(i)`` and ``pre_attn(i + 1)`` are one place in the stream; edits of ``post_block(i)`` come first.
+For block *i*, ``x_in`` is the residual stream that enters it, ``a`` and ``m`` are its attention and MLP branches as
+they are added to the stream (after any post-norm and residual multiplier), and ``x_out`` is the stream that leaves it.
+``post_block(i)`` and ``pre_attn(i + 1)`` are the same place in the stream; edits of ``post_block(i)`` apply first.
 
-Three points are on the stream, and on in every engine. The others are on a branch, and there in an engine that was
-started with them only (:data:`OPTIONAL_POINTS`).
+Three points are on the stream and available in every engine. The others are on a branch and available only if the
+engine was started with them (:data:`OPTIONAL_POINTS`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,22 +22,22 @@ POINTS_FLAG = "--steering-points"
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One place in a decoder block that is read and edited: on the residual stream, or on a branch of it."""
+    """One place in a decoder block that can be read and edited, on the residual stream or on a branch."""
 
     name: PointName
-    """What users write."""
+    """Name in requests."""
     index: int
-    """Place in the block's order of computation, from 0."""
+    """Position in the block's order of computation, from 0."""
     identity: str
-    """The value at this point, as a formula."""
+    """Formula of the value at this point."""
     seen_by: str
-    """What computes with an edit made here."""
+    """The computations that an edit at this point affects."""
     aliases: Mapping[str, str]
-    """The same value in other libraries, ``i`` being the layer; library name to expression."""
+    """Expression of the same value in other libraries, by library; ``i`` is the layer."""
 
     @property
     def optional(self) -> bool:
-        """Whether it is there only in an engine that was started with it."""
+        """Whether the point is available only if the engine was started with it."""
         return self.name in OPTIONAL_POINTS
 
 
@@ -62,11 +62,11 @@ POINTS: Mapping[PointName, Point] = MappingProxyType(
                 name="attn_out",
                 index=1,
                 identity="a(i) = x_mid(i) - x_in(i)",
-                seen_by="the same as of post_attn; where the two run in parallel, not the MLP of block i",
+                seen_by="as for post_attn; in parallel blocks, everything except the MLP of block i",
                 aliases=MappingProxyType(
                     {
                         "TransformerLens": "blocks.{i}.hook_attn_out",
-                        "HF Transformers": "the output of attention in block i, or of the norm behind it",
+                        "HF Transformers": "the output of attention in block i, or of the norm after it",
                         "nnsight": "model.model.layers[i].self_attn.output[0] (Llama's names)",
                     }
                 ),
@@ -87,12 +87,12 @@ POINTS: Mapping[PointName, Point] = MappingProxyType(
             Point(
                 name="mlp_in",
                 index=3,
-                identity="norm(x_mid(i)), the norm's weight applied",
-                seen_by="the MLP of block i, and through it alone what follows",
+                identity="norm(x_mid(i)), including the norm's weight",
+                seen_by="the MLP of block i and, only through it, everything after it",
                 aliases=MappingProxyType(
                     {
-                        "TransformerLens": "blocks.{i}.ln2.hook_normalized, times the norm's weight where that is "
-                        "folded or comes later; not hook_mlp_in, which is x_mid(i)",
+                        "TransformerLens": "blocks.{i}.ln2.hook_normalized, times the norm's weight if that is "
+                        "folded or applied later; not hook_mlp_in, which is x_mid(i)",
                         "HF Transformers": "the output of the norm before the MLP of block i",
                         "nnsight": "model.model.layers[i].mlp.input (Llama's names)",
                     }
@@ -102,11 +102,11 @@ POINTS: Mapping[PointName, Point] = MappingProxyType(
                 name="mlp_out",
                 index=4,
                 identity="m(i) = x_out(i) - x_mid(i)",
-                seen_by="the same as of post_block",
+                seen_by="as for post_block",
                 aliases=MappingProxyType(
                     {
                         "TransformerLens": "blocks.{i}.hook_mlp_out",
-                        "HF Transformers": "the output of the MLP in block i, or of the norm behind it",
+                        "HF Transformers": "the output of the MLP in block i, or of the norm after it",
                         "nnsight": "model.model.layers[i].mlp.output (Llama's names)",
                     }
                 ),
@@ -119,8 +119,8 @@ POINTS: Mapping[PointName, Point] = MappingProxyType(
                 aliases=MappingProxyType(
                     {
                         "TransformerLens": "blocks.{i}.hook_resid_post",
-                        "HF Transformers": "hidden_states[i + 1], but the last is after the final norm",
-                        "nnsight": "model.model.layers[i].output (its first element, where it is a tuple)",
+                        "HF Transformers": "hidden_states[i + 1], except the last, which is after the final norm",
+                        "nnsight": "model.model.layers[i].output (its first element if it is a tuple)",
                     }
                 ),
             ),
@@ -129,23 +129,23 @@ POINTS: Mapping[PointName, Point] = MappingProxyType(
 )
 
 POINT_NAMES: tuple[PointName, ...] = tuple(POINTS)
-"""All that a request can name, in order of computation. ``layer * len(POINT_NAMES) + index`` numbers the sites of a
-model, in programs and with rows, whichever points an engine was started with."""
+"""All points, in order of computation. A site is numbered ``layer * len(POINT_NAMES) + index`` in programs and rows,
+independently of the points that an engine was started with."""
 OPTIONAL_POINTS: tuple[OptionalPointName, ...] = get_args(OptionalPointName)
-"""Those that an engine has only if it was started with them."""
+"""Points that an engine has only if it was started with them."""
 
 
 def points_on(optional: Sequence[str]) -> tuple[PointName, ...]:
-    """The points of an engine that was started with these optional ones, in order of computation."""
+    """Return the points of an engine that was started with the ``optional`` ones, in order of computation."""
     return tuple(name for name, point in POINTS.items() if not point.optional or name in optional)
 
 
 def how_to_switch_on(name: PointName) -> str:
-    """What to do about an optional point that an engine was started without."""
-    return f'this engine was started without {name}; add {POINTS_FLAG} {name} (SteeringConfig(points=["{name}"]))'
+    """Return the error message for a point that an engine was started without."""
+    return f'this engine was started without {name}; add {POINTS_FLAG} {name} or SteeringConfig(points=["{name}"])'
 
 
 def columns_of(points: Sequence[PointName], num_layers: int) -> dict[int, int]:
-    """Where each site of an engine with these points is in its tables: those of a layer lie side by side."""
+    """Return the table column of each site of an engine with these points; columns of one layer are adjacent."""
     sites = (layer * len(POINT_NAMES) + POINTS[name].index for layer, name in product(range(num_layers), points))
     return {site: column for column, site in enumerate(sites)}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of tokens to train and measure on, kept on the device as one long tensor for each kind and split."""
+"""Training and evaluation rows, stored on the device as one long tensor per kind and split."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from transformers import LlamaForCausalLM
 
 Kind = Literal["code", "prose"]
 KINDS: tuple[Kind, ...] = ("code", "prose")
-MEASURED_ROWS = 64  # of the training text, for the loss beside the held-out one
+MEASURED_ROWS = 64  # rows of training text that the training loss is measured on
 _OPENING = re.compile(r"[A-Za-z_@]")
 _NEWLINES = ("\u010a", "\u010a\u010a")  # byte-level BPE's spelling of one and two line feeds
 
 
 @dataclass(frozen=True)
 class Stream:
-    """Documents end to end, int64 [tokens], and where paragraphs and unindented lines start in them."""
+    """Concatenated documents, int64 [tokens], with the start positions of paragraphs and unindented lines."""
 
     tokens: Tensor
     starts: Tensor
     last_start: int
 
     def rows(self, count: int, random: torch.Generator) -> Tensor:
-        """int64 [count, bpe.CONTEXT + 1]: BOS, then text from a random start on.
+        """Return int64 [count, bpe.CONTEXT + 1]: BOS, then text from a random start position.
 
-        Starting there, and not at any token, shows the model what a prompt looks like: BOS and a beginning. The
-        start is the first one after a uniform position, so that text with many short paragraphs is not favoured.
+        Rows begin at paragraphs and unindented lines, as prompts do. Each start is the first one after a uniform
+        position, so that text with many short paragraphs is not over-represented.
         """
         positions = torch.randint(self.last_start, (count,), generator=random, device=self.tokens.device)
         picks = torch.searchsorted(self.starts, positions)
@@ -44,14 +44,14 @@ class Stream:
         return F.pad(text, (1, 0), value=bpe.BOS_ID)
 
     def in_order(self) -> Tensor:
-        """int64 [n, bpe.CONTEXT + 1]: the stream in rows, each behind a BOS, without a last partial row."""
+        """Return int64 [n, bpe.CONTEXT + 1]: all complete rows of the stream, each after a BOS."""
         whole = len(self.tokens) // bpe.CONTEXT * bpe.CONTEXT
         return F.pad(self.tokens[:whole].view(-1, bpe.CONTEXT), (1, 0), value=bpe.BOS_ID)
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Both kinds, training and held-out."""
+    """Training and held-out streams of both kinds."""
 
     code: Stream
     prose: Stream
@@ -87,7 +87,7 @@ class Corpus:
         return self._measure(self.held_out[kind].in_order(), model)[0]
 
     def final_losses(self, model: LlamaForCausalLM) -> dict[str, dict[str, float]]:
-        """Nats a token and bits a byte, for each kind, on training and held-out text."""
+        """Return nats per token and bits per byte for each kind, on training and held-out text."""
         out = {}
         streams: dict[Kind, Stream] = {"code": self.code, "prose": self.prose}
         for kind, stream in streams.items():
@@ -101,7 +101,7 @@ class Corpus:
     @torch.no_grad()
     def _measure(self, rows: Tensor, model: LlamaForCausalLM) -> tuple[float, float]:
         if not len(rows):
-            raise ValueError("too little text to measure on: not one whole row")
+            raise ValueError("The text is shorter than one row")
         total = 0.0
         for part in rows.split(32):
             logits = model(input_ids=part[:, :-1], use_cache=False).logits.float()

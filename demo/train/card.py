@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model card, written from the training report and the corpus manifest, so that they cannot disagree."""
+"""The model card, generated from the training report and the corpus manifest."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def render(report: dict[str, Any], manifest: dict[str, Any]) -> str:
-    """The card as Markdown."""
+    """Return the card as Markdown."""
     totals = manifest["totals"]
     return "\n".join(
         [

@@ -26,7 +26,7 @@ import tokenizer as bpe
 from tokenizers import Tokenizer
 
 HELD_OUT = 0.02  # share of documents, chosen by the digest of their path
-CODE_LIMIT = 2_500_000  # characters a source may give, so that no one package sets the style
+CODE_LIMIT = 2_500_000  # characters per source, so that no single package dominates
 API_PROSE_LIMIT = 4_000_000
 MIN_DOCUMENT = 200  # characters
 Document = dict[str, str]
@@ -55,14 +55,14 @@ def main() -> None:
 
 
 def collect(downloads: Path) -> Iterator[tuple[sources.Source, list[sources.File]]]:
-    """Every source in the manifest's order, with its files."""
+    """Yield every source in the manifest's order, with its files."""
     yield sources.standard_library()
     for form, path in sources.download(downloads):
         yield sources.open_archive(form, path)
 
 
 def code_documents(files: Iterable[sources.File], seen: python_code.Repeats) -> Iterator[Document]:
-    """Cleaned Python files, up to the limit of one source."""
+    """Yield cleaned Python files, up to the limit of one source."""
     total = 0
     for file in files:
         if not file.path.endswith(".py") or total >= CODE_LIMIT:
@@ -74,7 +74,7 @@ def code_documents(files: Iterable[sources.File], seen: python_code.Repeats) -> 
 
 
 def prose_documents(files: Iterable[sources.File], seen: set[int]) -> Iterator[Document]:
-    """One document per file: its paragraphs of running English that no earlier document had."""
+    """Yield one document per file: its English paragraphs that no earlier document contains."""
     api_total = 0
     for file in files:
         is_api = file.path.endswith(sources.API_SUFFIXES)
@@ -94,7 +94,7 @@ def prose_documents(files: Iterable[sources.File], seen: set[int]) -> Iterator[D
 
 
 def prose_parts(file: sources.File) -> Iterator[str]:
-    """The pieces of a file that may hold prose: docstrings, the whole document, or an API's descriptions."""
+    """Return the parts of a file that may be prose: docstrings, the whole document, or an API's descriptions."""
     if file.path.endswith("pydoc_data/topics.py"):
         yield from _strings(_literal(file.data.decode("utf-8")))
     elif file.path.endswith(".py"):
@@ -163,7 +163,7 @@ def write_tokens(folder: Path, documents: dict[str, list[Document]], manifest: l
 
 
 def encode(tokenizer: Tokenizer, texts: list[str]) -> np.ndarray:
-    """uint16 [tokens]: each text between BOS and EOS."""
+    """Return uint16 [tokens]: each text between BOS and EOS."""
     parts = [
         np.asarray([*row.ids, bpe.EOS_ID], dtype=np.uint16)
         for start in range(0, len(texts), 256)

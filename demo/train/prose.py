@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Running English out of documentation: docstrings, reStructuredText, Markdown and HTML.
+"""Extraction of English prose from documentation: docstrings, reStructuredText, Markdown and HTML.
 
 A paragraph is kept only when it reads like sentences, so code blocks, tables, option lists and
 signatures fall out by the same few counts whatever markup they came in.
@@ -69,7 +69,7 @@ _RULE = re.compile(r"^\s*(?:[-=~^\"'#*+`:.|_]{3,}[-=~^\"'#*+`:.|_ ]*)$")
 
 
 def plain(paragraph: str) -> str:
-    """One paragraph as one line of ASCII text with its markup taken off."""
+    """Return a paragraph as one line of ASCII text without markup."""
     text = html.unescape(paragraph.translate(_ASCII)).translate(_ASCII).strip()
     for pattern, into in _MARKUP:
         text = pattern.sub(into, text)
@@ -77,7 +77,7 @@ def plain(paragraph: str) -> str:
 
 
 def is_running_english(text: str) -> bool:
-    """Whether a cleaned paragraph is whole sentences: capital to full stop, common words, few code marks."""
+    """Return whether a cleaned paragraph consists of sentences: capital to full stop, common words, little code."""
     if not text.isascii() or not text[:1].isupper() or text[-1] not in ".!?":
         return False
     words = _WORD.findall(text)
@@ -96,7 +96,7 @@ def is_running_english(text: str) -> bool:
 
 
 def paragraphs(document: str) -> Iterator[str]:
-    """Cleaned paragraphs of running English, in order, of a reStructuredText, Markdown or plain document."""
+    """Return the cleaned English paragraphs of a reStructuredText, Markdown or plain document, in order."""
     fenced = False
     literal_indent = -1  # >= 0: inside a literal block, directive body or code block deeper than this
     block: list[str] = []
@@ -134,7 +134,7 @@ def paragraphs(document: str) -> Iterator[str]:
 
 
 def docstrings(source: str) -> Iterator[str]:
-    """Docstrings of a Python source, in order; nothing when it does not parse."""
+    """Return the docstrings of a Python source, in order; empty if it does not parse."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -149,5 +149,5 @@ def docstrings(source: str) -> Iterator[str]:
 
 
 def text_of_html(markup: str) -> str:
-    """HTML documentation with its block tags turned into paragraph breaks."""
+    """Return HTML documentation with block tags replaced by paragraph breaks."""
     return re.sub(r"</?(?:p|li|ul|ol|note|important|dl|dt|dd|div|br|h\d|pre)\b[^>]*>", "\n\n", markup)

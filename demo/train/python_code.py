@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Python sources made fit to learn from: plain ASCII, hand-written, no licence headers, short docstrings.
+"""Cleaning of Python sources for training: ASCII, hand-written, no licence headers, short docstrings.
 
 Docstrings, and other strings that stand as statements, are cut to their first line. They are prose, and the
 model is to keep the two kinds apart.
@@ -19,7 +19,7 @@ MAX_REPEATED = 0.4  # share of a file's line pairs that an earlier file already 
 
 
 def clean(source: str) -> str | None:
-    """The source as training text, or None when it is not hand-written Python of the common form."""
+    """Return the source as training text, or None if it does not look like hand-written Python."""
     if not MIN_BYTES <= len(source) <= MAX_BYTES or not source.isascii() or "\t" in source:
         return None
     try:
@@ -67,13 +67,13 @@ def _hand_written(text: str) -> bool:
 
 
 class Repeats:
-    """Remembers pairs of neighbouring lines, to drop files that mostly repeat earlier ones."""
+    """Filter for files that mostly repeat earlier ones, by pairs of neighbouring lines."""
 
     def __init__(self) -> None:
         self._seen: set[int] = set()
 
     def is_new(self, text: str) -> bool:
-        """Whether most of the text is new; its lines count as seen from now on when it is."""
+        """Return whether most of the text is new, and if so, record its lines as seen."""
         lines = [line.strip() for line in text.split("\n") if len(line.strip()) > 8]
         pairs = {hash(pair) for pair in itertools.pairwise(lines)}
         if not pairs or len(pairs & self._seen) > MAX_REPEATED * len(pairs):

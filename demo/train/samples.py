@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the trained model writes after a few openings of each kind."""
+"""Samples of the trained model for the model card."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SAMPLING = {"max_new_tokens": 96, "do_sample": True, "temperature": 0.8, "top_p"
 
 @torch.no_grad()
 def draw(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, seed: int) -> dict[str, list[dict[str, str]]]:
-    """One seeded continuation of each opening, at temperature 0.8 and top-p 0.95."""
+    """Return one seeded continuation of each opening, at temperature 0.8 and top-p 0.95."""
     torch.manual_seed(seed)
     out: dict[str, list[dict[str, str]]] = {}
     for kind, openings in OPENINGS.items():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the corpus comes from: the running interpreter's library and pinned, permissively licensed packages.
+"""Sources of the corpus: the running interpreter's library and pinned, permissively licensed packages.
 
 Packages come through the ordinary `pip download`. One whose metadata does not state a permissive licence is
 refused, so the manifest that goes with the model can be trusted.
@@ -51,7 +51,7 @@ _RESTRICTED = re.compile(r"\b[AL]?GPL|\bMPL|mozilla|gnu general|proprietary", re
 
 
 class CorpusError(RuntimeError):
-    """The corpus cannot be built as described; the message says why."""
+    """Raised when the corpus cannot be built as described."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class File:
 
 
 def download(folder: Path) -> list[tuple[Form, Path]]:
-    """Fetch every pinned package into `folder`, keeping those already there; the archives in order."""
+    """Download every pinned package that is missing in `folder`, and return all archives in order."""
     folder.mkdir(parents=True, exist_ok=True)
     forms: tuple[tuple[Form, tuple[str, ...]], ...] = (("sdist", SDISTS), ("wheel", WHEELS))
     archives: list[tuple[Form, Path]] = []
@@ -107,7 +107,7 @@ def _find(folder: Path, pin: str, form: Form) -> Path | None:
 
 
 def open_archive(form: Form, path: Path) -> tuple[Source, list[File]]:
-    """The manifest row and the useful files of one downloaded package.
+    """Return the manifest row and the useful files of one downloaded package.
 
     Raises:
         CorpusError: the package's metadata names no permissive licence.
@@ -160,7 +160,7 @@ def _useful(path: PurePosixPath) -> bool:
 
 
 def standard_library() -> tuple[Source, list[File]]:
-    """The running interpreter's own library, sources only."""
+    """Return the running interpreter's standard library, sources only."""
     root = Path(sysconfig.get_path("stdlib"))
     files = []
     for path in sorted(root.rglob("*.py")):

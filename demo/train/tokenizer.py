@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model's tokenizer: a small byte-level BPE whose files load with `transformers.AutoTokenizer`."""
+"""The model's tokenizer: a small byte-level BPE that `transformers.AutoTokenizer` can load."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train the demo model on what corpus.py wrote, and save it with its tokenizer, its samples and its card.
+"""Train the demo model on the output of corpus.py, and save it with its tokenizer, samples and card.
 
     python demo/train/train.py --data DIR --out demo/model
 
@@ -83,7 +83,7 @@ def configuration() -> LlamaConfig:
 
 
 def loss_of(model: LlamaForCausalLM, rows: Tensor, dropout: float) -> Tensor:
-    """Mean cross-entropy of int64 [rows, tokens + 1], with dropout of what each block adds to the stream.
+    """Return the mean cross-entropy of int64 [rows, tokens + 1], with dropout on each block's output.
 
     Runs the model's own modules without its mask building, so that attention takes the causal fast path.
     """
@@ -99,7 +99,7 @@ def loss_of(model: LlamaForCausalLM, rows: Tensor, dropout: float) -> Tensor:
 
 
 def rate_at(progress: float, peak: float) -> float:
-    """Linear warm-up, then a cosine down to FINAL_RATE of the peak; progress in [0, 1]."""
+    """Return the rate at a progress in [0, 1]: linear warm-up, then a cosine down to FINAL_RATE of the peak."""
     if progress < WARM_UP:
         return peak * (progress + 1e-3) / (WARM_UP + 1e-3)
     cosine = 0.5 * (1 + math.cos(math.pi * (progress - WARM_UP) / (1 - WARM_UP)))
@@ -114,7 +114,7 @@ def optimiser_of(model: LlamaForCausalLM, chosen: Options) -> torch.optim.AdamW:
 
 
 def fit(model: LlamaForCausalLM, chosen: Options, corpus: batches.Corpus) -> dict[str, object]:
-    """Train in place and return what the card tells about the run."""
+    """Train in place and return the report for the card."""
     optimiser = optimiser_of(model, chosen)
     step_loss = torch.compile(loss_of) if chosen.compile else loss_of
     random = torch.Generator(device=chosen.device).manual_seed(chosen.seed)
@@ -165,7 +165,7 @@ def fit(model: LlamaForCausalLM, chosen: Options, corpus: batches.Corpus) -> dic
 
 
 def save(model: LlamaForCausalLM, chosen: Options) -> None:
-    """Write weights in bf16 and the configuration. The output layer is the embedding, so it is not stored."""
+    """Write bf16 weights and the configuration, without the output layer, which is tied to the embedding."""
     chosen.out.mkdir(parents=True, exist_ok=True)
     weights = {
         name: value.detach().to("cpu", torch.bfloat16).contiguous()
@@ -194,7 +194,7 @@ def main() -> None:
     print(f"{parameters:,} parameters; {corpus.describe()}", flush=True)
     report: dict[str, object] = {"parameters": parameters, **fit(model, chosen, corpus)}
     save(model, chosen)
-    # What is reported is what was saved: the rounded weights, through the library's own forward pass.
+    # Measure the saved weights, rounded to bf16, with the library's own forward pass.
     saved = LlamaForCausalLM.from_pretrained(chosen.out, dtype=torch.float32).to(chosen.device).eval()
     report["losses"] = corpus.final_losses(saved)
     report["samples"] = samples.draw(saved, AutoTokenizer.from_pretrained(chosen.out), chosen.seed)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A consumer that keeps the mean of each site over all rows of all requests, and writes it when the process ends."""
+"""A consumer that averages the rows of all requests per site and writes the means when it is closed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ from vllm_steer.capture.consumers import Consumer
 
 
 class RunningMean(Consumer):
-    """Options: ``out``, a safetensors file with a mean ``[hidden]`` for each site, called ``point.layer``."""
+    """Consumer that writes the mean row of each site to a safetensors file.
+
+    Args:
+        out: Path of the file. Its tensors ``point.layer`` have the shape ``[hidden]``.
+    """
 
     name: ClassVar[str] = "running_mean"
 
@@ -24,7 +28,7 @@ class RunningMean(Consumer):
         self._counts: dict[Site, int] = {}
 
     def accept(self, captured: CapturedRequest) -> dict[str, Any]:
-        """Returns how many rows each site has seen. Called in one thread, so nothing is locked."""
+        """Add a request's rows, and return the number of rows per site. Called from one thread only."""
         for site, there in captured.sites.items():
             self._sums[site] = self._sums.get(site, 0) + there.rows.double().sum(0)
             self._counts[site] = self._counts.get(site, 0) + len(there.rows)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests with random rows, as consumers get them, and the comparison of what comes back."""
+"""Captured requests with random rows, and their comparison with stored requests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def captured(
     model: str = "tiny",
     **spec: object,
 ) -> CapturedRequest:
-    """``rows`` rows at every second position, so that a position is never its row's number."""
+    """Return a request with ``rows`` rows per site, at odd positions, so that positions differ from row numbers."""
     generator = torch.Generator().manual_seed(seed)
     hooks: dict[str, list[int]] = {}
     for point, layer in sites:
@@ -48,15 +48,15 @@ def captured(
 
 
 def assert_same(stored: StoredRequest, request: CapturedRequest) -> None:
-    """Every row, position, token and word of a request came back."""
+    """Check that all rows, positions, tokens and properties of a request were stored."""
     assert (stored.request_id, stored.sample, stored.model) == (request.request_id, request.sample, request.model)
     assert (stored.status, stored.error) == (request.status, request.error)
     assert stored.prompt_tokens == len(request.prompt_token_ids)
     assert stored.output_tokens == len(request.output_token_ids)
     assert set(stored.sites) == set(request.sites)
-    for site, there in request.sites.items():
+    for site, expected in request.sites.items():
         rows = stored.tensor(*site)
-        assert rows.dtype == there.rows.dtype and rows.shape == there.rows.shape
-        assert torch.equal(rows.view(torch.uint8), there.rows.contiguous().view(torch.uint8))
-        assert stored.positions(*site).tolist() == there.positions.tolist()
+        assert rows.dtype == expected.rows.dtype and rows.shape == expected.rows.shape
+        assert torch.equal(rows.view(torch.uint8), expected.rows.contiguous().view(torch.uint8))
+        assert stored.positions(*site).tolist() == expected.positions.tolist()
         assert torch.equal(stored.token_ids(*site), request.token_ids(*site))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm-steer captures``: what it prints, what it writes, and how it fails."""
+"""The commands ``vllm-steer captures``: output, exports and errors."""
 
 from __future__ import annotations
 
@@ -33,12 +33,14 @@ def run(*words, code=0):
 
 
 def test_ls(root):
+    """Catches missing requests and columns."""
     output = run("ls", root)
     assert all(word in output for word in ("first", "second", "tiny", "5+7", "packed-"))
     assert len([line for line in output.splitlines() if "packed-" in line]) == 3
 
 
-def test_a_clients_text_cannot_move_the_cursor(root):
+def test_escapes_control_characters(root):
+    """Catches request ids that control the terminal."""
     for command in ("ls", "show"):
         output = run(command, root)
         assert "\x1b" not in output and "\u202e" not in output
@@ -46,7 +48,8 @@ def test_a_clients_text_cannot_move_the_cursor(root):
     assert printable("gewöhnlich 文") == "gewöhnlich 文"
 
 
-def test_json_has_one_object_to_a_line(root):
+def test_json(root):
+    """Catches missing properties, and JSON that spans lines."""
     for command in ("ls", "show"):
         lines = [json.loads(line) for line in run(command, root, "--json").splitlines()]
         assert [line["request_id"] for line in lines] == ["first", "second", HOSTILE]
@@ -55,24 +58,28 @@ def test_json_has_one_object_to_a_line(root):
 
 
 def test_show(root):
+    """Catches statistics of another request or site."""
     output = run("show", root, "--request-id", "second")
     norm = np.linalg.norm(captured(seed=1).tensor("post_block", 3).numpy(), axis=1).mean()
     assert "request_id: second" in output and "first" not in output
     assert all(word in output for word in ("post_block[3]", "[5, 16]", "1, 3, 5, 7, 9", f"{norm:.3f}"))
 
 
-def test_show_writes_ranges_of_positions():
+def test_format_ranges():
+    """Catches ranges that are off by one or not shortened."""
     assert _format_ranges([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
     assert _format_ranges([]) == "none"
     assert _format_ranges(list(range(0, 100, 2))) == "0, 2, 4, 6, ..., 94, 96, 98"
 
 
-def test_sample_chooses(root):
+def test_sample(root):
+    """Catches an ignored option."""
     assert "second" in run("ls", root, "--sample", 1)
     assert "first" not in run("ls", root, "--sample", 1)
 
 
 def test_export(root, tmp_path):
+    """Catches rows of another request or site."""
     out = tmp_path / "out.npz"
     assert "1 sites" in run("export", root, out, "--request-id", "second", "--point", "post_block", "--layer", 3)
     with np.load(out) as archive:
@@ -80,7 +87,7 @@ def test_export(root, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["ls", "no-such-folder"], "no-such-folder"),
         (["ls", "{root}", "--request-id", "third"], "no captures found"),
@@ -91,10 +98,10 @@ def test_export(root, tmp_path):
         (["export", "{root}", "{bad}"], "unknown suffix"),
     ],
 )
-def test_failures_are_a_sentence(root, tmp_path, words, told):
-    """Catches a traceback in place of an answer."""
+def test_errors_have_no_traceback(root, tmp_path, words, message):
+    """Catches a traceback instead of an error message."""
     bad = tmp_path / "bad.safetensors"
     bad.write_bytes(b"x" * 100)
     output = run(*(word.format(root=root, tmp=tmp_path, bad=bad) for word in words), code=1)
     assert output.startswith("error: ") or "\nerror: " in output
-    assert told in output and "Traceback" not in output
+    assert message in output and "Traceback" not in output

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of consumers, finding them by name, their options; and the two that write no files."""
+"""Consumers: lookup by name, options, and the built-in consumers ``memory`` and ``logging``."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.spec import CaptureSpec
 
 
-class Mine(Consumer):
-    """A third party's."""
+class CustomConsumer(Consumer):
+    """A consumer of an installed package."""
 
     name: ClassVar[str] = "mine"
     spec_options: ClassVar[dict[str, Any]] = {"tag": str, "times": int}
@@ -43,13 +43,13 @@ class Mine(Consumer):
         return None
 
 
-class NotOne:
-    """No consumer."""
+class NotAConsumer:
+    """A class that is not a consumer."""
 
 
 @pytest.fixture
 def offer(monkeypatch):
-    """Pretend that packages are installed which offer these: name to ``module:attribute``."""
+    """Pretend that installed packages offer consumers, given as pairs of name and ``module:attribute``."""
 
     def install(*offers: tuple[str, str]) -> None:
         points = [EntryPoint(name, value, ENTRY_POINT_GROUP) for name, value in offers]
@@ -66,61 +66,68 @@ def offer(monkeypatch):
     return install
 
 
-def refused(call, *words):
+def assert_rejected(call, *words):
     with pytest.raises(SteeringError) as caught:
         call()
     for word in words:
         assert word in str(caught.value)
 
 
-class TestRegistry:
+class TestLookup:
     @pytest.mark.parametrize("name", [*BUILT_IN])
-    def test_built_in_ones_load_under_their_own_name(self, name):
+    def test_built_in_names_match_their_classes(self, name):
+        """Catches a built-in consumer under another name."""
         assert consumer_class(name).name == name
 
     def test_built_in_names(self):
+        """Catches a built-in consumer added or removed by accident."""
         assert tuple(BUILT_IN) == ("memory", "filesystem", "logging")
 
-    def test_an_installed_package_offers_one(self, offer):
-        offer(("mine", f"{__name__}:Mine"))
+    def test_consumer_of_an_installed_package(self, offer):
+        """Catches entry points that are not found, and defaults that are not applied."""
+        offer(("mine", f"{__name__}:CustomConsumer"))
         assert consumer_names() == (*BUILT_IN, "mine")
         assert make_consumer("mine", {"where": "x"}).options == ("x", 1, 0.5, False, "a")
 
-    def test_unknown_lists_the_known(self, offer):
-        offer(("mine", f"{__name__}:Mine"))
-        refused(lambda: consumer_class("yours"), "yours", "memory", "mine")
+    def test_unknown_consumer(self, offer):
+        """Catches an error that does not list the available consumers."""
+        offer(("mine", f"{__name__}:CustomConsumer"))
+        assert_rejected(lambda: consumer_class("yours"), "yours", "memory", "mine")
 
-    def test_a_package_cannot_take_a_built_in_name(self, offer):
-        """Catches a package that would get everybody's rows without being named."""
-        offer(("memory", f"{__name__}:Mine"))
-        refused(lambda: consumer_class("memory"), "built-in")
+    def test_package_cannot_override_a_built_in_consumer(self, offer):
+        """Catches a package that receives rows of requests that did not name it."""
+        offer(("memory", f"{__name__}:CustomConsumer"))
+        assert_rejected(lambda: consumer_class("memory"), "built-in")
 
-    def test_two_packages_of_one_name(self, offer):
-        offer(("mine", f"{__name__}:Mine"), ("mine", "other:Mine"))
-        refused(lambda: consumer_class("mine"), "both")
+    def test_same_name_in_two_packages(self, offer):
+        """Catches an arbitrary choice between two packages."""
+        offer(("mine", f"{__name__}:CustomConsumer"), ("mine", "other:CustomConsumer"))
+        assert_rejected(lambda: consumer_class("mine"), "both")
 
     @pytest.mark.parametrize(
         ("name", "value", "word"),
         [
-            ("mine", "no_such_module:Mine", "no_such_module"),
-            ("mine", f"{__name__}:NotOne", "subclass"),
-            ("yours", f"{__name__}:Mine", "mine"),
+            ("mine", "no_such_module:CustomConsumer", "no_such_module"),
+            ("mine", f"{__name__}:NotAConsumer", "subclass"),
+            ("yours", f"{__name__}:CustomConsumer", "mine"),
         ],
     )
-    def test_what_is_no_consumer(self, offer, name, value, word):
+    def test_invalid_entry_points(self, offer, name, value, word):
+        """Catches an entry point that cannot be imported, is not a Consumer or has another name."""
         offer((name, value))
-        refused(lambda: consumer_class(name), word)
+        assert_rejected(lambda: consumer_class(name), word)
 
 
 class TestOptions:
     def test_flag_converts_by_annotation(self, offer):
-        """Catches text handed on as text: "false" would be true, "10" would sort before "9"."""
-        offer(("mine", f"{__name__}:Mine"))
+        """Catches options passed on as text: "false" would be true, and "10" would sort before "9"."""
+        offer(("mine", f"{__name__}:CustomConsumer"))
         name, options = parse_consumer_flag("mine:where=/a=b:c,count=3,ratio=2,on=false,kind=b")
         assert (name, options) == ("mine", {"where": "/a=b:c", "count": 3, "ratio": 2.0, "on": False, "kind": "b"})
         assert [type(value) for value in options.values()] == [str, int, float, bool, str]
 
     def test_flag_without_options(self):
+        """Catches a flag that requires a colon."""
         assert parse_consumer_flag("memory") == ("memory", {})
         assert parse_consumer_flag("logging:level=debug") == ("logging", {"level": "debug"})
 
@@ -143,23 +150,27 @@ class TestOptions:
             ("nothing:a=1", ["nothing", "memory"]),
         ],
     )
-    def test_refusals(self, text, words):
-        refused(lambda: parse_consumer_flag(text), "--capture-consumers", *words)
+    def test_rejects_invalid_flags(self, text, words):
+        """Catches invalid options that are ignored, and errors that do not name the option."""
+        assert_rejected(lambda: parse_consumer_flag(text), "--capture-consumers", *words)
 
-    def test_sizes_have_units(self):
+    def test_sizes_accept_units(self):
+        """Catches units that are rejected or misread."""
         assert parse_consumer_flag("filesystem:root=a,quota=1.5GiB")[1]["quota"] == 3 << 29
         assert parse_consumer_flag("filesystem:root=a,quota=1000")[1]["quota"] == 1000
 
-    def test_make_converts_and_refuses_as_the_flag_does(self):
-        refused(lambda: make_consumer("memory", {"x": 1}), "x")
-        refused(lambda: make_consumer("logging", {"level": 3}), "level")
+    def test_make_consumer_rejects_invalid_options(self):
+        """Catches options that are only checked in flags."""
+        assert_rejected(lambda: make_consumer("memory", {"x": 1}), "x")
+        assert_rejected(lambda: make_consumer("logging", {"level": 3}), "level")
 
 
 class TestCheck:
     def check(self, **options):
-        Mine(where="x").check(CaptureSpec(hooks={"pre_attn": 1}, options=options), "capture.mine")
+        CustomConsumer(where="x").check(CaptureSpec(hooks={"pre_attn": 1}, options=options), "capture.mine")
 
-    def test_known_options_pass(self):
+    def test_accepts_known_options(self):
+        """Catches valid options that are rejected."""
         self.check()
         self.check(tag="a", times=3)
 
@@ -172,23 +183,26 @@ class TestCheck:
             ({"times": True}, ["capture.mine.times"]),
         ],
     )
-    def test_others_are_refused(self, options, words):
+    def test_rejects_unknown_and_invalid_options(self, options, words):
         """Catches an option that is accepted and ignored."""
-        refused(lambda: self.check(**options), *words)
+        assert_rejected(lambda: self.check(**options), *words)
 
     @pytest.mark.parametrize(("name", "known"), [("memory", "stream"), ("logging", "none")])
-    def test_options_of_others_are_refused(self, name, known):
+    def test_rejects_options_of_other_consumers(self, name, known):
+        """Catches options that every consumer accepts."""
         spec = CaptureSpec(hooks={"pre_attn": 1}, options={"tag": "a"})
-        refused(lambda: make_consumer(name).check(spec, f"capture.{name}"), f"capture.{name}.tag", known)
+        assert_rejected(lambda: make_consumer(name).check(spec, f"capture.{name}"), f"capture.{name}.tag", known)
 
-    def test_filesystem_takes_a_tag_of_bounded_length(self, tmp_path):
+    def test_length_of_tags(self, tmp_path):
+        """Catches tags without a limit, which clients could use to fill the disk."""
         consumer = FilesystemConsumer(root=str(tmp_path))
         consumer.check(CaptureSpec(hooks={"pre_attn": 1}, options={"tag": "a" * 1024}), "f")
         long = CaptureSpec(hooks={"pre_attn": 1}, options={"tag": "a" * 1025})
-        refused(lambda: consumer.check(long, "f"), "f.tag", "1024")
+        assert_rejected(lambda: consumer.check(long, "f"), "f.tag", "1024")
 
 
-def test_memory_gives_the_rows_back():
+def test_memory_returns_the_rows():
+    """Catches copied, reordered or renamed rows."""
     request = captured()
     result = CaptureResult("ok", None, make_consumer("memory").accept(request))
     rows = result.tensor("post_block", 3)
@@ -200,7 +214,8 @@ def test_memory_gives_the_rows_back():
         result.tensor("post_block", 4)
 
 
-def test_result_without_rows_says_why():
+def test_result_without_rows_states_the_reason():
+    """Catches an error that hides why there are no rows."""
     with pytest.raises(RuntimeError, match="disk is full"):
         CaptureResult("error", "disk is full", None).tensor("post_block", 3)
     with pytest.raises(TypeError, match="dict"):
@@ -208,7 +223,8 @@ def test_result_without_rows_says_why():
 
 
 class TestLogging:
-    def test_numbers_are_those_of_the_rows(self, caplog):
+    def test_statistics(self, caplog):
+        """Catches norms along the wrong dimension, and a report that differs from the log."""
         request = captured(sites=(("post_block", 3),), rows=3, width=4)
         site = request.sites["post_block", 3]
         site.rows[:] = torch.tensor([[3.0, 4, 0, 0], [0, 0, 0, 1], [2, 2, 2, 2]])
@@ -228,8 +244,8 @@ class TestLogging:
         }
         assert "post_block[3] [3, 4] float32, norm 3.33333 (1.0 to 5.0)" in caplog.text
 
-    def test_rows_that_are_not_finite_are_counted_apart(self):
-        """Catches a NaN that makes the mean NaN, which is no JSON, and hides the other rows."""
+    def test_rows_that_are_not_finite(self):
+        """Catches a NaN that makes the mean NaN, which is not valid JSON and hides the other rows."""
         request = captured(sites=(("post_block", 3),), rows=3, dtype=torch.bfloat16)
         request.sites["post_block", 3].rows[0, 5] = float("nan")
         request.sites["post_block", 3].rows[2, 0] = float("inf")
@@ -237,16 +253,19 @@ class TestLogging:
         assert numbers["not_finite"] == 2 and numbers["norm_min"] == numbers["norm_max"] > 0
         json.dumps(numbers, allow_nan=False)
 
-    def test_no_rows(self):
+    def test_without_rows(self):
+        """Catches statistics of empty rows that raise."""
         numbers = make_consumer("logging").accept(captured(rows=0))["sites"]["post_block[3]"]
         assert numbers["shape"] == [0, 16] and numbers["norm_mean"] is None
 
     def test_level(self, caplog):
+        """Catches an ignored log level."""
         with caplog.at_level(logging.INFO, "vllm_steer.capture"):
             make_consumer("logging", {"level": "debug"}).accept(captured())
         assert not caplog.records
 
-    def test_an_id_cannot_forge_a_line(self, caplog):
+    def test_request_ids_cannot_forge_log_lines(self, caplog):
+        """Catches line breaks and control characters of request ids in the log."""
         with caplog.at_level(logging.INFO, "vllm_steer.capture"):
             make_consumer("logging").accept(captured("a\nERROR: all is lost\x1b[2J"))
         assert all("\n" not in record.getMessage() and "\x1b" not in record.getMessage() for record in caplog.records)

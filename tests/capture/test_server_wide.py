@@ -14,7 +14,7 @@ from vllm_steer.capture.consumers import parse_consumer_flag
 from vllm_steer.capture.manager import CaptureManager
 from vllm_steer.capture.server_wide import split_options, with_captures
 from vllm_steer.engine.capabilities import Capabilities
-from vllm_steer.params import MOST_SPEC_BYTES, capture_specs, program_of
+from vllm_steer.params import MAX_SPEC_CACHE_BYTES, capture_specs, program_of
 
 
 def test_flag_with_options_and_spec() -> None:
@@ -79,7 +79,7 @@ def test_spec_cache_is_bounded_in_bytes() -> None:
         references.append(weakref.ref(spec))
         del spec
     gc.collect()
-    assert 0 < sum(each() is not None for each in references) <= MOST_SPEC_BYTES // (8 << 20)
+    assert 0 < sum(each() is not None for each in references) <= MAX_SPEC_CACHE_BYTES // (8 << 20)
     small = SamplingParams(capture={"memory": {"hooks": {"pre_attn": [0]}}})
     assert capture_specs(small) is capture_specs(small)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our routes and a model of one sentence, behind a real port of this process."""
+"""A server in this process with our routes and a fake model that answers one sentence."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def make_app() -> FastAPI:
             error = {"message": "unknown module 'nobody'", "type": "BadRequestError", "param": "steering_modules[0]"}
             return JSONResponse({"error": {**error, "code": 400}}, status_code=400)
         words = ["I ", "am ", f"{modules[0][0]}\x1b[2J." if modules else "plain."]
-        said = {"steering_applied": APPLIED} if modules else {}
+        applied = {"steering_applied": APPLIED} if modules else {}
         if not body.get("stream"):
-            return {**said, "choices": [{"message": {"content": "".join(words)}, "finish_reason": "stop"}]}
+            return {**applied, "choices": [{"message": {"content": "".join(words)}, "finish_reason": "stop"}]}
 
         async def events() -> AsyncIterator[str]:
             for i, word in enumerate(words):
                 delta = {"choices": [{"index": 0, "delta": {"content": word}}]}
-                yield f"data: {json.dumps({**(said if i == 0 else {}), **delta})}\n\n"
+                yield f"data: {json.dumps({**(applied if i == 0 else {}), **delta})}\n\n"
             yield "data: [DONE]\n\n"
 
         return StreamingResponse(events(), media_type="text/event-stream")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The clients: what they send, what they make of answers, and when they ask again."""
+"""The clients: requests, parsed responses and retries."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from vllm_steer.client.responses import parse_completion
 from vllm_steer.registry.module_files import write_module
 from vllm_steer.registry.schema import SteeringApplied
 
-QUICK = Retry(attempts=3, first=0.0)
+FAST_RETRY = Retry(attempts=3, first=0.0)
 
 
 def test_modules_and_global_steering(url: str, tmp_path: Path) -> None:
-    """Catches a method that asks for something else, and vectors that arrive as others."""
+    """Catches a method that calls another endpoint, and vectors changed on the way."""
     given = {key: value for key, value in content().items() if key != "edits"}
     edits = [Edit(kind="ablate", point="post_block", layers="all", vector=vector(4)), content()["edits"][1]]
     (tmp_path / "calm.safetensors").write_bytes(write_module(module()))
@@ -51,10 +51,10 @@ def test_modules_and_global_steering(url: str, tmp_path: Path) -> None:
         assert client.clear().digest is None
 
 
-def test_refusals_say_what_the_server_says(url: str) -> None:
-    """Catches an error that loses place and reason on the way."""
+def test_errors_of_the_server(url: str) -> None:
+    """Catches errors without the server's message, parameter or type."""
     with Client(url) as client:
-        with pytest.raises(ServerError, match=r"no module calm.*HTTP 404") as missing:
+        with pytest.raises(ServerError, match=r"unknown module 'calm'.*HTTP 404") as missing:
             client.get("calm")
         assert (missing.value.status, missing.value.param, missing.value.kind) == (404, "name", "NotFoundError")
         with pytest.raises(ServerError, match="layers 0 to 3"):
@@ -65,8 +65,8 @@ def test_refusals_say_what_the_server_says(url: str) -> None:
             client.register("calm", base={"post_block": {1: vector(1) * np.nan}})
 
 
-def test_chat(url: str, app: FastAPI) -> None:
-    """Catches streams that lose pieces, and what was applied being lost on either way."""
+def test_chat_and_stream_chat(url: str, app: FastAPI) -> None:
+    """Catches lost pieces of a stream, and a lost ``steering_applied``."""
     messages = [{"role": "user", "content": "Hi"}]
     with Client(url) as client:
         whole = client.chat(messages, steering_modules=[("calm", 1.0)], steering_vectors={"post_block": {1: vector(1)}})
@@ -82,8 +82,8 @@ def test_chat(url: str, app: FastAPI) -> None:
     assert first["steering_vectors"]["post_block"]["1"]["dtype"] == "float32"
 
 
-async def test_the_asynchronous_client_does_the_same(url: str) -> None:
-    """Catches a method of one client that the other lacks, or that does something else."""
+async def test_async_client_matches_the_client(url: str) -> None:
+    """Catches a method that one client lacks, or that behaves differently."""
     public = [
         {name: list(inspect.signature(method).parameters) for name, method in vars(kind).items()
          if callable(method) and not name.startswith("_") and name != "model"}
@@ -106,13 +106,13 @@ async def test_the_asynchronous_client_does_the_same(url: str) -> None:
             await client.get("calm")
 
 
-def test_packing() -> None:
-    """Catches numbers that are changed by being sent, and a value that is sent as its name."""
-    said = json.loads(json.dumps(to_json({"v": vector(1), "k": np.stack([vector(1), vector(2)]), "l": range(3),
+def test_to_json() -> None:
+    """Catches numbers changed by the encoding, and values sent as their repr."""
+    encoded = json.loads(json.dumps(to_json({"v": vector(1), "k": np.stack([vector(1), vector(2)]), "l": range(3),
                                            "n": np.float32(1.5), "deep": [{"t": torch.ones(2)}]}, "f")))  # fmt: skip
-    assert [said[key]["shape"] for key in ("v", "k")] == [[8], [2, 8]]
-    assert said["deep"][0]["t"]["shape"] == [2]
-    assert (said["l"], said["n"]) == ([0, 1, 2], 1.5)
+    assert [encoded[key]["shape"] for key in ("v", "k")] == [[8], [2, 8]]
+    assert encoded["deep"][0]["t"]["shape"] == [2]
+    assert (encoded["l"], encoded["n"]) == ([0, 1, 2], 1.5)
     with pytest.raises(SteeringError, match=r"f\.a\[1\]: .*cannot be sent"):
         to_json({"a": [1, object()]}, "f")
 
@@ -126,19 +126,19 @@ def test_packing() -> None:
         ({"scale": np.longdouble(1)}, "f.scale"),
     ],
 )
-def test_what_would_be_sent_as_something_else_is_refused(wrong: Any, words: str) -> None:
-    """Catches a vector that is lost on the way, and an error of the JSON module in the place of a sentence."""
+def test_to_json_rejects_values_without_a_json_form(wrong: Any, words: str) -> None:
+    """Catches a lost vector, and errors of the json module."""
     with pytest.raises(SteeringError, match=words):
         to_json(wrong, "f")
 
 
-def test_numbers_of_several_types_are_numbers() -> None:
-    """Catches a vector that is taken for what its first component is."""
+def test_to_json_of_mixed_numbers() -> None:
+    """Catches a list encoded by the type of its first element."""
     assert json.dumps(to_json([0.5, np.float32(1.5), 2, np.float64(0.25)], "f")) == "[0.5, 1.5, 2, 0.25]"
 
 
-def test_rows_of_an_answer() -> None:
-    """Catches rows of another shape, order or dtype than those that were sent."""
+def test_inline_rows() -> None:
+    """Catches rows of another shape, order or dtype."""
     rows = torch.arange(6, dtype=torch.bfloat16).reshape(2, 3)
     data = base64.b64encode(rows.view(torch.uint8).numpy().tobytes()).decode()
     site = {"positions": [4, 7], "dtype": "bfloat16", "shape": [2, 3], "data": data}
@@ -153,7 +153,7 @@ Outcome = Callable[[httpx.Request], httpx.Response]
 
 
 def failing(*outcomes: int | type[Exception]) -> tuple[httpx.MockTransport, list[httpx.Request]]:
-    """A server that fails like this, one after the other, and then answers."""
+    """Return a server that fails with these outcomes in turn and then succeeds, and the requests it received."""
     seen: list[httpx.Request] = []
 
     def handle(request: httpx.Request) -> httpx.Response:
@@ -169,10 +169,10 @@ def failing(*outcomes: int | type[Exception]) -> tuple[httpx.MockTransport, list
 
 
 @pytest.mark.parametrize("outcomes", [(503, 429), (httpx.ConnectError, httpx.ReadError), (httpx.ReadTimeout,)])
-def test_what_can_be_asked_twice_is_asked_again(outcomes: tuple[Any, ...]) -> None:
-    """Catches a client that gives up at the first lost connection."""
+def test_retries_idempotent_requests(outcomes: tuple[Any, ...]) -> None:
+    """Catches a client that gives up after one lost connection."""
     transport, seen = failing(*outcomes)
-    assert Client(transport=transport, retry=QUICK).list().data == []
+    assert Client(transport=transport, retry=FAST_RETRY).list().data == []
     assert len(seen) == len(outcomes) + 1
 
 
@@ -185,22 +185,22 @@ def test_what_can_be_asked_twice_is_asked_again(outcomes: tuple[Any, ...]) -> No
         ((httpx.ConnectError,) * 5, 3),
     ],
 )
-def test_what_stands_is_reported(outcomes: tuple[Any, ...], attempts: int) -> None:
-    """Catches endless attempts, and attempts at what cannot become right."""
+def test_final_errors_are_raised(outcomes: tuple[Any, ...], attempts: int) -> None:
+    """Catches endless retries, and retries of requests that cannot succeed."""
     transport, seen = failing(*outcomes)
     with pytest.raises((ServerError, httpx.TransportError)):
-        Client(transport=transport, retry=QUICK).list()
+        Client(transport=transport, retry=FAST_RETRY).list()
     assert len(seen) == attempts
 
 
-def test_a_completion_is_not_paid_for_twice() -> None:
-    """Catches a generation that is asked for again although the server may be at it."""
+def test_completions_are_not_repeated() -> None:
+    """Catches a repeated completion that the server may still be running."""
     transport, seen = failing(httpx.ReadError)
     with pytest.raises(httpx.ReadError):
-        Client(transport=transport, model="tiny", retry=QUICK).complete("Hi")
+        Client(transport=transport, model="tiny", retry=FAST_RETRY).complete("Hi")
     assert len(seen) == 1
     transport, seen = failing(503, httpx.ConnectError)
-    assert Client(transport=transport, model="tiny", retry=QUICK).complete("Hi").text == "a"
+    assert Client(transport=transport, model="tiny", retry=FAST_RETRY).complete("Hi").text == "a"
     assert len(seen) == 3
 
 
@@ -208,31 +208,34 @@ def test_a_completion_is_not_paid_for_twice() -> None:
     ("outcomes", "attempts"), [((503, 429), 3), ((httpx.ConnectError, 429), 3), ((503,) * 5, 3), ((400,), 1),
                                ((httpx.ReadError,), 1), ((httpx.ConnectTimeout,) * 5, 3)]
 )  # fmt: skip
-async def test_a_stream_that_has_not_begun_is_asked_for_again(outcomes: tuple[Any, ...], attempts: int) -> None:
-    """Catches streams that fail where all else is made again, and answers that are asked for twice."""
+async def test_retries_streams_that_have_not_started(outcomes: tuple[Any, ...], attempts: int) -> None:
+    """Catches streams without retries, and streams requested again after a response started."""
     messages = [{"role": "user", "content": "Hi"}]
-    right = attempts > len(outcomes)
+    succeeds = attempts > len(outcomes)
     transport, seen = failing(*outcomes)
-    with nullcontext() if right else pytest.raises((ServerError, httpx.TransportError)):
-        list(Client(transport=transport, model="tiny", retry=QUICK).stream_chat(messages))
+    with nullcontext() if succeeds else pytest.raises((ServerError, httpx.TransportError)):
+        list(Client(transport=transport, model="tiny", retry=FAST_RETRY).stream_chat(messages))
     assert len(seen) == attempts
     transport, seen = failing(*outcomes)
-    with nullcontext() if right else pytest.raises((ServerError, httpx.TransportError)):
-        _ = [each async for each in AsyncClient(transport=transport, model="tiny", retry=QUICK).stream_chat(messages)]
+    with nullcontext() if succeeds else pytest.raises((ServerError, httpx.TransportError)):
+        _ = [
+            each
+            async for each in AsyncClient(transport=transport, model="tiny", retry=FAST_RETRY).stream_chat(messages)
+        ]
     assert len(seen) == attempts
 
 
 @pytest.mark.parametrize("client", [Client, AsyncClient])
 @pytest.mark.parametrize("key", ["vsk-a\n", "ключ", " vsk-a", "vsk\x00a"])
-def test_a_key_that_no_header_carries(client: Any, key: str) -> None:
-    """Catches an error that has the key in it, and one that is taken for a server which cannot be reached."""
+def test_rejects_keys_that_no_header_can_carry(client: Any, key: str) -> None:
+    """Catches an error that shows the key, and one that looks like an unreachable server."""
     with pytest.raises(SteeringError, match="api_key") as refused:
         client(api_key=key)
     assert "vsk" not in str(refused.value)
 
 
-def test_waits() -> None:
-    """Catches waits that do not grow, or that are shorter than the server asks for."""
+def test_retry_delays() -> None:
+    """Catches delays that do not grow, or that are shorter than ``Retry-After``."""
     retry = Retry(attempts=9, first=1.0, longest=4.0)
     waits = [retry.delay(attempt, httpx.Response(503), True) or 0.0 for attempt in range(1, 6)]
     assert all(low <= wait <= 2 * low for low, wait in zip((0.5, 1, 2, 2, 2), waits, strict=True))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands that talk to a server."""
+"""The commands that connect to a server."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def run(url: str, *arguments: str, stdin: str | None = None, status: int = 0) ->
 
 
 def test_modules(url: str, tmp_path: Path) -> None:
-    """Catches a command that does something else than it says, or says something else than it did."""
+    """Catches a command that calls another endpoint, and output that differs from the result."""
     (tmp_path / "calm.safetensors").write_bytes(write_module(module()))
     (tmp_path / "terse.json").write_text(json.dumps({**BASE, "description": "few \x1b[2Jwords"}))
     assert module().digest in run(url, "modules", "add", "calm", str(tmp_path / "calm.safetensors"))
@@ -42,7 +42,7 @@ def test_modules(url: str, tmp_path: Path) -> None:
 
 
 def test_set_and_status(url: str, tmp_path: Path) -> None:
-    """Catches a scale that is read otherwise, and a status of another moment."""
+    """Catches a misread scale, and a stale status."""
     (tmp_path / "terse.json").write_text(json.dumps(BASE))
     run(url, "modules", "add", "terse", str(tmp_path / "terse.json"))
     assert "terse" in run(url, "set", "terse=-1.5", "--file", str(tmp_path / "terse.json"))
@@ -55,8 +55,8 @@ def test_set_and_status(url: str, tmp_path: Path) -> None:
     assert "set: is empty" in run(url, "set", status=1)
 
 
-def test_a_file_and_the_command_line_do_not_disagree(url: str, tmp_path: Path) -> None:
-    """Catches one of two values being taken and the other ignored, and a traceback for the two of `replace`."""
+def test_file_and_command_line_disagree(url: str, tmp_path: Path) -> None:
+    """Catches one of two values being ignored, and a traceback for two values of ``replace``."""
     module_file, set_file = tmp_path / "terse.json", tmp_path / "set.json"
     module_file.write_text(json.dumps({**BASE, "name": "terse"}))
     assert "name: calm on the command line differs" in run(url, "modules", "add", "calm", str(module_file), status=1)
@@ -71,21 +71,21 @@ def test_a_file_and_the_command_line_do_not_disagree(url: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("command", [("status",), ("modules", "ls"), ("set", "--clear")])
 @pytest.mark.parametrize("body", ["<html>", '{"data": []}', "[]"])
-def test_another_server_than_ours(command: tuple[str, ...], body: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a traceback where the address is that of something else."""
+def test_other_servers(command: tuple[str, ...], body: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a traceback if the address belongs to another server."""
     transport = httpx.MockTransport(lambda request: httpx.Response(200, text=body))
     monkeypatch.setattr("httpx._client.HTTPTransport", lambda **options: transport)
     assert "error: http://here is not a server with vllm-steer" in run("http://here", *command, status=1)
 
 
-def test_a_server_that_is_not_there() -> None:
-    """Catches a traceback in the place of a sentence."""
+def test_unreachable_server() -> None:
+    """Catches a traceback instead of an error message."""
     assert "cannot reach" in run("http://127.0.0.1:9", "status", status=1)
     assert "error: " in run("no url", "status", status=1)
 
 
 def test_chat(url: str, app: FastAPI) -> None:
-    """Catches sides that are swapped, conversations that mix, and a refused question that stays in them."""
+    """Catches swapped sides, mixed conversations, and a rejected question that stays in a conversation."""
     script = (
         "Hello\n/modules terse=2\nAgain\n/modules nobody\nWhat?\n/modules terse=x\n/reset\n/modules\nLast\n/quit\nno\n"
     )
@@ -111,6 +111,6 @@ def test_chat(url: str, app: FastAPI) -> None:
 
 
 @pytest.mark.parametrize("command", ["modules", "set", "status", "chat"])
-def test_help_needs_nothing(command: str) -> None:
-    """Catches help that wants a server."""
+def test_help_needs_no_server(command: str) -> None:
+    """Catches help that connects to a server."""
     assert CliRunner().invoke(commands, [command, "--help"]).exit_code == 0

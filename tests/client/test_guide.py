@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The guide's block of the client runs."""
+"""The client example of the guide on modules."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.docs.runner import client_blocks, run_python
 from tests.registry.modules import vector
 
 
-def test_the_modules_guides_client_runs(url: str) -> None:
+def test_client_example_of_the_modules_guide(url: str) -> None:
     """Catches an example of the client that no longer runs."""
     (block,) = client_blocks("docs/guides/modules.md")
     before = Block("python", f"direction = {vector(1).tolist()}", 1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The requests that every architecture is asked, all in one batch."""
+"""The requests that every architecture runs, all in one batch."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ PROMPTS = (
 )
 NEW_TOKENS = 5
 LAYER = 1
-STREAM_AT = {"pre_attn": "x_in", "post_attn": "x_mid", "post_block": "x_out"}
-TRACED_AT = {**STREAM_AT, **{point: point for point in BRANCHES}}
-"""What of a trace is at each point."""
+STREAM_FIELDS = {"pre_attn": "x_in", "post_attn": "x_mid", "post_block": "x_out"}
+TRACE_FIELDS = {**STREAM_FIELDS, **{point: point for point in BRANCHES}}
+"""Field of a trace that holds the value at each point."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One request; no edits: a plain one, which must come out of the shared batch unchanged."""
+    """One request; without edits, it must come out of the shared batch unchanged."""
 
     name: str
     prompt: tuple[int, ...]
@@ -36,60 +36,64 @@ class Case:
 
     @property
     def points(self) -> set[str]:
-        """The points that it edits."""
+        """Points that the request edits."""
         return {edit.point for edit in self.edits}
 
 
 def cases_for(tiny: TinyModel, plain: Trace, branches: Sequence[str] = ()) -> list[Case]:
-    """The requests for one architecture; ``plain`` is the unedited trace of the first prompt, ``branches`` are the
-    points on the branches that are asked too.
+    """Return the requests for one architecture.
 
-    At a middle layer, every kind at every served point over every selector; then the first and the last layer, all
-    layers at once, several edits in one request, and plain requests in between.
+    At a middle layer, every kind of edit at every served point over every selector; then the first and the last layer,
+    all layers at once, several edits in one request, and plain requests in between.
+
+    Args:
+        tiny: The architecture.
+        plain: The unedited trace of the first prompt.
+        branches: The points on the branches to edit as well.
     """
-    make = Vectors(plain)
-    served = [point for point in STREAM_AT if point not in tiny.refused]
+    make = EditMaker(plain)
+    served = [point for point in STREAM_FIELDS if point not in tiny.refused]
     cases: list[Case] = []
 
-    def ask(name: str, *edits: EditAt) -> None:
+    def add(name: str, *edits: EditAt) -> None:
         cases.append(Case(name, PROMPTS[len(cases) % len(PROMPTS)], edits))
 
     for point, kind in product(served, KINDS):
         for label, tokens in SELECTORS.items():
-            ask(f"{kind} at {point}, {label}", make.edit(kind, point, LAYER, tokens))
-        ask(f"plain after {kind} at {point}")
+            add(f"{kind} at {point}, {label}", make.edit(kind, point, LAYER, tokens))
+        add(f"plain after {kind} at {point}")
     for kind in KINDS:
-        ask(f"{kind} at pre_attn of layer 0", make.edit(kind, "pre_attn", 0))
-        ask(f"{kind} at post_block of the last layer", make.edit(kind, "post_block", LAYERS - 1))
+        add(f"{kind} at pre_attn of layer 0", make.edit(kind, "pre_attn", 0))
+        add(f"{kind} at post_block of the last layer", make.edit(kind, "post_block", LAYERS - 1))
     for point in served:
-        ask(f"add at {point}, every layer", make.edit("add", point, "all", strength=0.3))
-        ask(f"ablate at {point}, two layers", make.edit("ablate", point, (0, LAYERS - 1)))
-        ask(
+        add(f"add at {point}, every layer", make.edit("add", point, "all", strength=0.3))
+        add(f"ablate at {point}, two layers", make.edit("ablate", point, (0, LAYERS - 1)))
+        add(
             f"add then clamp then add_normed at {point}",
             *(make.edit(kind, point, LAYER) for kind in ("add", "clamp", "add_normed")),
         )
-        ask(
+        add(
             f"different edits of prompt and generated tokens at {point}",
             make.edit("add", point, LAYER, "prompt"),
             make.edit("ablate", point, LAYER, "generated"),
         )
-    ask("all served points at once", *(make.edit("add", point, LAYER) for point in served))
-    ask(
+    add("all served points at once", *(make.edit("add", point, LAYER) for point in served))
+    add(
         "add at pre_attn of the next layer, ablate at post_block of this one",
         make.edit("add", "pre_attn", LAYER + 1),
         make.edit("ablate", "post_block", LAYER),
     )
     for point in branches:
         for kind in KINDS:
-            ask(f"{kind} at {point}, all", make.edit(kind, point, LAYER))
-        ask(f"ablate at {point}, positions", make.edit("ablate", point, LAYER, SELECTORS["positions"]))
-        ask(f"add at {point}, every layer, generated", make.edit("add", point, "all", "generated", strength=0.5))
+            add(f"{kind} at {point}, all", make.edit(kind, point, LAYER))
+        add(f"ablate at {point}, positions", make.edit("ablate", point, LAYER, SELECTORS["positions"]))
+        add(f"add at {point}, every layer, generated", make.edit("add", point, "all", "generated", strength=0.5))
     if branches:
-        ask("every point at once", *(make.edit("ablate", point, LAYER) for point in (*served, *branches)))
+        add("every point at once", *(make.edit("ablate", point, LAYER) for point in (*served, *branches)))
     return cases
 
 
-# Absolute positions reach into the generated tokens of the shortest prompt only; the others see prompt positions.
+# In the shortest prompt the absolute positions reach the generated tokens; in the others they are prompt positions.
 SELECTORS: Mapping[str, Tokens] = {
     "all": "all",
     "prompt": "prompt",
@@ -99,8 +103,8 @@ SELECTORS: Mapping[str, Tokens] = {
 }
 
 
-class Vectors:
-    """Edits whose effect is large: vectors as long as the stream that they meet, partly along it."""
+class EditMaker:
+    """Make edits with a large effect: vectors as long as the stream at their point, partly along it."""
 
     def __init__(self, plain: Trace) -> None:
         self._plain = plain
@@ -109,12 +113,12 @@ class Vectors:
     def edit(
         self, kind: str, point: str, layers: int | tuple[int, ...] | str, tokens: Tokens = "all", strength: float = 1.0
     ) -> EditAt:
-        rows: Array = getattr(self._plain, TRACED_AT[point])[layers if isinstance(layers, int) else LAYER]
+        rows: Array = getattr(self._plain, TRACE_FIELDS[point])[layers if isinstance(layers, int) else LAYER]
         length = float(np.linalg.norm(rows, axis=-1).mean())
         noise = self._random.standard_normal(HIDDEN)
         vector = (rows.mean(0) + noise * length / np.linalg.norm(noise)).astype(np.float32)
         along = rows @ (vector / np.linalg.norm(vector))
-        # Bounds that no row meets by itself, on one side or the other.
+        # Bounds beyond all rows, on one side or the other.
         bounds: dict[str, float] = {}
         if kind == "clamp":
             above = bool(self._random.integers(2))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reference process and the models' folder, one of each per test session."""
+"""Fixtures: one reference process and one folder of models per test session."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ prepare_environment()
 
 @pytest.fixture(scope="session")
 def reference_process() -> Iterator[ReferenceProcess]:
-    """HF Transformers, in a process without vLLM."""
+    """Return HF Transformers in a process without vLLM."""
     with ReferenceProcess() as process:
         yield process
 
 
 @pytest.fixture(scope="session")
 def zoo_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the tiny models are written."""
+    """Return the folder of the tiny models."""
     return tmp_path_factory.mktemp("zoo")

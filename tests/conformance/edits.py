@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the edits of a request are, from their published formulas: nothing here comes from the package.
+"""Edits of a request, from their published formulas; nothing here comes from the package.
 
-The reference side of every comparison uses this module only, so that a mistake in the package's own formulas,
-selectors or wire form cannot cancel out.
+The reference side of every comparison uses only this module, so mistakes in the package's formulas, selectors or wire
+form cannot cancel out.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Formula:
 
 @dataclass(frozen=True)
 class EditAt:
-    """One edit of a request, in the words of the public ``Edit``."""
+    """One edit of a request, with the fields of the public ``Edit``."""
 
     formula: Formula
     point: str
@@ -62,7 +62,7 @@ class EditAt:
     tokens: Tokens = "all"
 
     def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of the public ``Edit``."""
+        """Return the keyword arguments of the public ``Edit``."""
         bounds = {"low": self.formula.low, "high": self.formula.high} if self.formula.kind == "clamp" else {}
         return {
             "kind": self.formula.kind,
@@ -75,7 +75,7 @@ class EditAt:
         }
 
     def sugar(self) -> Mapping[str, Any] | None:
-        """The same as one of the ``*_steering_vectors`` fields, or None where only the general form can say it."""
+        """Return the edit as a ``*_steering_vectors`` field, or None if only the general form can express it."""
         if self.formula.kind != "add" or not isinstance(self.layers, int) or not isinstance(self.tokens, str):
             return None
         if self.tokens not in SUGAR:
@@ -84,14 +84,14 @@ class EditAt:
         return {SUGAR[self.tokens]: {self.point: {self.layers: entry}}}
 
     def layer_numbers(self, num_layers: int) -> tuple[int, ...]:
-        """The layers as numbers."""
+        """Return the layer numbers."""
         if self.layers == "all":
             return tuple(range(num_layers))
         return (self.layers,) if isinstance(self.layers, int) else tuple(self.layers)
 
 
 def positions(tokens: Tokens, prompt_len: int, length: int) -> list[int]:
-    """The absolute positions, of a sequence of ``length`` tokens, that a selector covers."""
+    """Return the absolute positions that a selector covers in a sequence of ``length`` tokens."""
     if tokens == "all":
         return list(range(length))
     if tokens == "prompt":
@@ -106,7 +106,7 @@ def positions(tokens: Tokens, prompt_len: int, length: int) -> list[int]:
     for item in tokens:
         first, stop = (item, item + 1) if isinstance(item, int) else item
         begin = first + prompt_len if first < 0 else first
-        # The item -1 is the pair (-1, 0) here: its end is counted from the end of the prompt, as its start is.
+        # The item -1 is the pair (-1, 0) here: its end counts from the end of the prompt, as its start does.
         from_end = stop is not None and (stop < 0 or (stop == 0 and first < 0))
         end = length if stop is None else stop + prompt_len if from_end else stop
         covered.update(range(begin, min(end, length)))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM engines, one after another in this process, and the log-probabilities of every token that they give."""
+"""Steered engines, one after another in this process, and the log-probabilities of every token they return."""
 
 from __future__ import annotations
 
@@ -11,47 +11,49 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
 from tests.conformance.cases import NEW_TOKENS, Case
 from tests.conformance.edits import EditAt
 from tests.conformance.hf_reference import Array
-from tests.conformance.kernels import cpu_kernels, torchvision_in_name
+from tests.conformance.kernels import cpu_kernels, torchvision_stub
 from tests.conformance.model import MAX_POSITIONS, VOCAB, TinyModel
 
 MODES: Mapping[str, Mapping[str, Any]] = {
     "eager": {"enforce_eager": True},
-    # Dynamo traces the model as in a compiled engine, but the graph is run as it is: no C++ to compile. With the
-    # mode left out, vLLM's CPU platform would put inductor in the place of this backend.
+    # Dynamo traces the model as in a compiled engine but runs the graph as it is, without compiling C++. Without an
+    # explicit mode, vLLM's CPU platform would replace this backend by inductor.
     "traced": {"compilation_config": {"mode": "DYNAMO_TRACE_ONCE", "backend": "eager"}},
     "compiled": {},
 }
 
 BACKENDS: Mapping[str, str | None] = {"eager": None, "traced": "eager", "compiled": "inductor"}
-"""The Dynamo backend on which an engine of each mode must run its model, None for no Dynamo at all."""
+"""Dynamo backend that each mode must use; None for no Dynamo."""
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "ERROR",
-    # A graph compiled by an earlier run proves nothing about the code of this one.
+    # A graph compiled by an earlier run proves nothing about the current code.
     "VLLM_DISABLE_COMPILE_CACHE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
 
 
-ON_A_GPU: Mapping[str, Any] = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 30}
-"""Leaves room for others: vLLM would take nearly all that there is."""
+GPU_SETTINGS: Mapping[str, Any] = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 30}
+"""Leave memory for other processes: vLLM would take nearly all of it."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """``token_ids``: prompt and generated. ``logprobs`` ``[tokens - 1, vocab]``: row *t* predicts token *t + 1*.
+    """Result of one request.
 
-    ``streams[point]`` ``[layers, tokens - 1, hidden]``: what was captured, after the edits of the point itself.
+    ``token_ids``: prompt and generated tokens. ``logprobs`` ``[tokens - 1, vocab]``: row *t* predicts token *t + 1*.
+    ``streams[point]`` ``[layers, tokens - 1, hidden]``: captured rows, after the edits of the point itself.
     """
 
     token_ids: tuple[int, ...]
@@ -60,48 +62,46 @@ class Answer:
 
 
 def prepare_environment() -> None:
-    """What vLLM reads from the environment; to be called before it is imported."""
+    """Set the environment variables that vLLM reads; call before importing vLLM."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
 
 
 @contextmanager
-def running(tiny: TinyModel, path: Path, mode: str, branches: Sequence[str] = ()) -> Iterator[Any]:
-    """A steered engine on the model at ``path``, gone when the block is left, also where it did not start.
+def steered_engine(tiny: TinyModel, path: Path, mode: str, branches: Sequence[str] = ()) -> Iterator[Any]:
+    """Run a steered engine on the model at ``path``; release it on exit, even if it did not start.
 
-    ``branches``: the points that it has beside those on the stream.
+    ``branches``: the optional points of the engine.
     """
     import torch
     from vllm.distributed import cleanup_dist_env_and_memory
 
     from vllm_steer import LLM
 
-    with torchvision_in_name():
+    with torchvision_stub():
         _register(path)
-    # Models this small only get slower with more.
+    # More threads make models of this size slower.
     torch.set_num_threads(1)
-    # vLLM collects garbage eight times in an engine's life, half a second each over what is loaded by now. Its clean-up
-    # thaws all of it.
-    gc.freeze()
     llm = None
-    kernels = ExitStack()
+    resources = ExitStack()
+    resources.enter_context(_cheap_collections())
     if mode == "eager":
-        kernels.enter_context(cpu_kernels())
+        resources.enter_context(cpu_kernels())
     try:
         llm = LLM(
             model=str(path),
             enable_steering=True,
-            # What runs on a GPU alone is refused until it is proven there, by these very tests; and the check at start
-            # would refuse wrong taps before these have seen them.
+            # GPU-only classes are refused until these tests have proven them. The check at start would refuse wrong
+            # taps before these tests see them.
             steering_config={"allow_unproven": tiny.gpu_only, "self_check": False, "points": [*branches]},
             skip_tokenizer_init=True,
             dtype=tiny.dtype,
             max_model_len=MAX_POSITIONS,
-            # Less than the batch needs, so that prompts are cut and run beside generated tokens of other requests.
+            # Smaller than the batch, so that prompts are split and run beside generated tokens of other requests.
             max_num_batched_tokens=160,
             max_num_seqs=128,
-            **(ON_A_GPU if torch.cuda.is_available() else {}),
-            # One block per request and to spare: filling a whole GiB with zeros takes longer than loading the model.
+            **(GPU_SETTINGS if torch.cuda.is_available() else {}),
+            # Enough blocks for the batch: filling a whole GiB with zeros takes longer than loading the model.
             num_gpu_blocks_override=256,
             max_logprobs=-1,
             disable_log_stats=True,
@@ -114,34 +114,47 @@ def running(tiny: TinyModel, path: Path, mode: str, branches: Sequence[str] = ()
     finally:
         del llm
         if mode != "eager":
-            # Not after eager engines: vLLM's sampler has compiled functions of its own, which would be lost.
+            # Not after eager engines: it would discard the compiled functions of vLLM's sampler.
             torch._dynamo.reset()
         cleanup_dist_env_and_memory()
-        kernels.close()
+        resources.close()
+
+
+@contextmanager
+def _cheap_collections() -> Iterator[None]:
+    """Exclude the objects that exist now from garbage collection.
+
+    vLLM collects eight times in an engine's life and unfreezes the heap before it does; each of these collections would
+    traverse all loaded modules, which takes longer than the requests.
+    """
+    gc.collect()
+    gc.freeze()
+    with patch.object(gc, "freeze"), patch.object(gc, "unfreeze"):
+        yield
 
 
 def engine_settings(tiny: TinyModel, mode: str) -> dict[str, Any]:
-    """The mode's settings and the row's own; both may have some of the compiler's."""
+    """Merge the settings of the mode and of the row; both may configure the compiler."""
     own = dict(tiny.engine or {})
     merged = {**MODES[mode].get("compilation_config", {}), **own.pop("compilation_config", {})}
     return {**MODES[mode], **own, **({"compilation_config": merged} if merged else {})}
 
 
 def _register(path: Path) -> None:
-    """Hand vLLM the model's class: to look at one that it knows by name only, it starts a process, for ten seconds."""
+    """Register the model's class; vLLM starts a process, for ten seconds, to inspect a class known only by name."""
     from vllm import ModelRegistry
 
     config = json.loads((path / "config.json").read_text())
     architecture = config["architectures"][0]
     if architecture not in ModelRegistry.models:
-        # What vLLM falls back to.
+        # The fallback that vLLM chooses.
         many = any("experts" in name for name in config)
         architecture = "TransformersMoEForCausalLM" if many else "TransformersForCausalLM"
     ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())
 
 
 def _backend(llm: Any) -> str | None:
-    """The backend that has really compiled the model by now, whatever was asked for."""
+    """Return the backend that has compiled the model, whichever was configured."""
     compiled = any(llm.apply_model(_is_compiled))
     return llm.llm_engine.vllm_config.compilation_config.backend if compiled else None
 
@@ -154,7 +167,7 @@ def _is_compiled(model: Any) -> bool:
 
 
 def layer_classes(llm: Any) -> set[str]:
-    """The class names of the modules that carry taps."""
+    """Return the class names of the modules that carry taps."""
     found: list[set[str]] = llm.apply_model(_tapped)
     return set().union(*found)
 
@@ -163,11 +176,8 @@ def _tapped(model: Any) -> set[str]:
     return {type(module).__name__ for module in model.modules() if hasattr(module, "steering_taps")}
 
 
-def ask(llm: Any, cases: Sequence[Case], points: Sequence[str] = (), new_tokens: int = NEW_TOKENS) -> list[Answer]:
-    """Send all cases as one batch, each of which also reads all layers at ``points``.
-
-    Raises what the engine raises; then nothing of the batch is left in it.
-    """
+def generate(llm: Any, cases: Sequence[Case], points: Sequence[str] = (), new_tokens: int = NEW_TOKENS) -> list[Answer]:
+    """Run all cases as one batch; each also captures all layers at ``points``."""
     prompts = [{"prompt_token_ids": list(case.prompt)} for case in cases]
     outputs = llm.generate(prompts, [_params(case.edits, points, new_tokens) for case in cases], use_tqdm=False)
     return [_answer(output) for output in outputs]

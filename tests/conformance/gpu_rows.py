@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows that run on a GPU: those whose kernels exist only there, and one of each family."""
+"""Rows that run on a GPU: all whose kernels exist only there, and one of each family."""
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 """Edits and reads of the residual stream in HF Transformers, by the identities of the hook points.
 
 One forward pass over the whole sequence, without a cache, in float32. HF's blocks keep the stream in one tensor, so the
-three points are a block's input, its output, and its input plus the attention branch; an edit of the latter is
-added to the branch, which is the one place from which both the MLP and the residual sum see it. The branches are what
-lies between these, and the MLP's input is what the norm between them gives.
+three points are a block's input, its output, and its input plus the attention branch. An edit of the latter is added to
+the branch, from which both the MLP and the residual sum read it. The branches are the differences of these points; the
+MLP's input is the output of the norm before it.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class Intervention:
 
 @dataclass(frozen=True)
 class Trace:
-    """What one forward pass gave: ``logprobs`` ``[tokens, vocab]`` and the streams ``[layers, tokens, hidden]``.
+    """Result of one forward pass: ``logprobs`` ``[tokens, vocab]`` and the streams ``[layers, tokens, hidden]``.
 
-    The streams are those with which the model went on, after the edits of their own point; so are the branches, and
-    the input of the MLP, where some norm gives it (else it is not a number).
+    The streams, the branches and the MLP's input are taken after the edits of their own point. The MLP's input is NaN
+    if no norm computes it.
     """
 
     logprobs: Array
@@ -55,7 +55,7 @@ class Trace:
 
 
 def interventions(edits: Sequence[EditAt], num_layers: int, prompt_len: int, length: int) -> list[Intervention]:
-    """A request's edits on a sequence of ``length`` tokens, in the order given."""
+    """Return a request's edits on a sequence of ``length`` tokens, in their order."""
     return [
         Intervention(edit.point, layer, positions(edit.tokens, prompt_len, length), edit.formula)
         for edit in edits
@@ -88,7 +88,7 @@ class Reference:
                 _AS_IN_VLLM[tiny.as_in_vllm](block.get_submodule("mlp"))
 
     def branches(self, number: int) -> list[nn.Module]:
-        """The modules of a block whose outputs make its attention branch, in order; none if it has an MLP alone."""
+        """Return the modules of a block whose outputs sum to its attention branch; none if it has only an MLP."""
         block, names = self.blocks[number], self.tiny.branch
         if number in self.tiny.mlp_blocks:
             return []
@@ -99,7 +99,7 @@ class Reference:
 
     @torch.no_grad()
     def run(self, token_ids: Sequence[int], edits: Sequence[Intervention] = ()) -> Trace:
-        """One pass over ``token_ids``; raises ValueError for an edit at a point that does not exist."""
+        """Run one pass over ``token_ids``; raise ValueError for an edit at a refused point."""
         for edit in edits:
             if edit.point in self.tiny.refused:
                 raise ValueError(f"{self.tiny.name}: no edit at {edit.point} can reach the MLP of this block")
@@ -114,7 +114,7 @@ class Reference:
 
     @torch.no_grad()
     def hidden_states(self, token_ids: Sequence[int]) -> list[Array]:
-        """HF's own ``hidden_states`` of a plain run, each ``[tokens, hidden]``."""
+        """Return HF's own ``hidden_states`` of a plain run, each ``[tokens, hidden]``."""
         ids = torch.tensor([list(token_ids)])
         return [
             _array(states[0]) for states in self.model(ids, use_cache=False, output_hidden_states=True).hidden_states
@@ -123,7 +123,7 @@ class Reference:
     def watch(
         self, layer: int, module: str, token_ids: Sequence[int], edits: Sequence[Intervention] = ()
     ) -> tuple[Array, Array]:
-        """What a module of one block is given and returns during a run, each ``[tokens, hidden]``."""
+        """Return the input and the output of a module of one block during a run, each ``[tokens, hidden]``."""
         seen: list[torch.Tensor] = []
 
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -142,11 +142,11 @@ class Reference:
         for number, block in enumerate(self.blocks):
             here = [edit for edit in edits if edit.layer == number]
             *others, last = self.branches(number) or [None]
-            # The part of the branch that is computed by then.
+            # Outputs of the modules that run before the last one.
             partial: list[torch.Tensor] = []
             handles += [
                 block.register_forward_pre_hook(_before_block(number, here, streams, last is None), with_kwargs=True),
-                *(other.register_forward_hook(_note(partial)) for other in others),
+                *(other.register_forward_hook(_collect(partial)) for other in others),
                 block.register_forward_hook(_after_block(number, here, streams)),
             ]
             if last is not None:
@@ -165,19 +165,19 @@ class Reference:
 _STREAMS = ("x_in", "x_mid", "x_out", *BRANCHES)
 
 
-def _note(partial: list[torch.Tensor]) -> Any:
+def _collect(partial: list[torch.Tensor]) -> Any:
     def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         partial.append(_first(output)[0])
 
     return hook
 
 
-def _before_block(number: int, edits: Sequence[Intervention], streams: dict[str, torch.Tensor], mlp_alone: bool) -> Any:
+def _before_block(number: int, edits: Sequence[Intervention], streams: dict[str, torch.Tensor], only_mlp: bool) -> Any:
     def hook(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = args[0] if args else kwargs["hidden_states"]
         stream = _edited(given[0], "pre_attn", edits)
         streams["x_in"][number] = stream
-        if mlp_alone:
+        if only_mlp:
             stream = _edited(stream, "post_attn", edits)
             streams["x_mid"][number] = stream
         if args:

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Proof of a recipe inside vLLM, for architectures that HF Transformers does not have or that run on a GPU only.
+"""Proof of a recipe inside vLLM, for architectures that HF Transformers does not have or that run only on a GPU.
 
-Two kinds of evidence, none of which uses the package's own idea of where a point is:
+Two kinds of evidence, neither of which uses the package's recipes:
 
-* **values**: captured rows against what forward hooks on vLLM's modules see. A block's input is the sum of the
-  tensors that it is given; ``x_out(i)`` is ``x_in(i + 1)``; ``x_mid - x_in`` is what the attention module returns;
-  ``x_out - x_mid`` is ``mlp_out``, and ``mlp_in`` what the MLP is given.
+* **values**: captured rows against the tensors that forward hooks on vLLM's modules see. A block's input is the sum of
+  its input tensors; ``x_out(i)`` is ``x_in(i + 1)``; ``x_mid - x_in`` is the output of the attention module;
+  ``x_out - x_mid`` is ``mlp_out``, and ``mlp_in`` is the input of the MLP.
 * **causes**: a steered request against a plain one in an engine whose modules are changed by such hooks: a block's
-  arguments, its attention's output, its MLP's input, its return value. And an edit at ``post_block(i)`` against one at
+  arguments, its attention's output, its MLP's input, its return value. Also an edit at ``post_block(i)`` against one at
   ``pre_attn(i + 1)``.
 """
 
@@ -24,39 +24,31 @@ import torch
 from torch import nn
 
 from tests.conformance.branches import served_branches
-from tests.conformance.cases import PROMPTS, STREAM_AT, TRACED_AT, Case, Vectors
+from tests.conformance.cases import PROMPTS, STREAM_FIELDS, TRACE_FIELDS, Case, EditMaker
 from tests.conformance.edits import KINDS, EditAt, Rows
-from tests.conformance.engine import Answer, ask
+from tests.conformance.engine import Answer, generate
 from tests.conformance.hf_reference import Array, Trace
 from tests.conformance.model import LAYERS, TinyModel
 
 BRANCHES = "self_attn|attn|attention|self_attention|mixer|mamba|linear_attn|short_conv"
-"""Where the attention branch is in vLLM's layers, where it is not named as in HF and the row does not say."""
+"""Usual names of the attention branch in vLLM's layers, for rows that do not name it."""
 MLPS = ("mlp", "feed_forward", "ffn", "fc1", "block_sparse_moe", "moe", "share_expert", "shared_mlp")
-"""What computes the MLP branch in vLLM's layers: all of these that a layer has."""
+"""Names of the submodules that compute the MLP branch in vLLM's layers; a layer may have several."""
 BRANCH_KINDS = ("add_normed", "ablate")
-"""What is asked at the points on the branches, which have the taps that the others have."""
+"""Kinds of edit to try at the points on the branches, whose taps are the same as those on the stream."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One comparison. ``effect`` is the change that the edit itself makes, None for a comparison of values."""
+    """One comparison. ``effect`` is the change that the edit makes by itself, None for a comparison of values."""
 
     name: str
     error: float
     effect: float | None = None
 
 
-@dataclass(frozen=True)
-class Seen:
-    """What hooks saw of one forward pass, each ``[layers, tokens, hidden]`` float32."""
-
-    x_in: Array
-    branch: Array
-
-
-class Inside:
-    """The decoder layers of a running engine, with hooks."""
+class HookedModel:
+    """The decoder layers of a running engine, observed and changed by forward hooks."""
 
     def __init__(self, tiny: TinyModel, model: nn.Module) -> None:
         self.tiny = tiny
@@ -68,7 +60,7 @@ class Inside:
         self.scale = float(tiny.settings[scale] if isinstance(scale, str) else scale)
 
     def stream_in(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, str]:
-        """The stream that a call of the layer is given, float32, and the name of the argument that carries it on."""
+        """Return the input stream of a call in float32, and the name of the argument that becomes the residual."""
         names = list(inspect.signature(type(layer).forward).parameters)[1:]
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         hidden, residual = given["hidden_states"], given.get("residual") if self.pair else None
@@ -77,7 +69,7 @@ class Inside:
         return hidden.float() + residual.float(), "residual"
 
     def branch_of(self, number: int) -> nn.Module | None:
-        """The module whose output is the attention branch, None where the block has an MLP alone."""
+        """Return the module whose output is the attention branch, or None if the block has only an MLP."""
         layer = self.layers[number]
         if number in self.tiny.mlp_blocks:
             return None
@@ -91,13 +83,13 @@ class Inside:
         raise AttributeError(f"{self.tiny}: none of {names} in {type(layer).__name__}")
 
     def mlps_of(self, number: int) -> list[nn.Module]:
-        """The modules that are given the input of the MLP."""
+        """Return the modules that read the MLP's input."""
         layer = self.layers[number]
         return [getattr(layer, name) for name in MLPS if getattr(layer, name, None) is not None]
 
     @contextmanager
     def watching(self) -> Iterator[list[dict[str, Any]]]:
-        """The last forward pass of each layer, as hooks see it."""
+        """Record the tensors of the last forward pass of each layer."""
         seen: list[dict[str, Any]] = [{} for _ in self.layers]
         handles = []
         for number, layer in enumerate(self.layers):
@@ -127,14 +119,14 @@ class Inside:
 
     @contextmanager
     def changed(self, point: str, number: int, rows: Rows) -> Iterator[None]:
-        """All tokens of all requests edited by hooks on vLLM's modules."""
+        """Edit all tokens of all requests by hooks on vLLM's modules."""
         layer, streams = self.layers[number], {}
         branch = self.branch_of(number)
         at_entry = point == "pre_attn" or (point == "post_attn" and branch is None)
 
         def enter(module: Any, args: Any, kwargs: Any) -> Any:
             stream, carrier = self.stream_in(module, args, kwargs)
-            # A copy: some layers add to their input in place.
+            # Copied, since some layers add to their input in place.
             streams["x_in"] = stream.clone()
             if not at_entry:
                 return None
@@ -185,13 +177,13 @@ def _plus(tensor: Any, change: Any) -> Any:
 
 
 def _change(rows: Rows, stream: torch.Tensor) -> torch.Tensor:
-    """The change that a formula makes to ``[..., tokens, hidden]``."""
+    """Return the change that a formula makes to ``[..., tokens, hidden]``."""
     flat = stream.reshape(-1, stream.shape[-1]).cpu()
     return (rows(flat) - flat).to(stream.device).reshape(stream.shape)
 
 
 def _branch_output(args: Any, kwargs: Any, out: Any) -> Any:
-    """Some mixers return nothing and write into a tensor that they are given last."""
+    """Return the branch of a mixer; some return nothing and write into their last argument."""
     if out is None:
         return kwargs.get("output", args[-1] if args else None)
     return out[0] if isinstance(out, tuple) else out
@@ -205,55 +197,56 @@ def _replace_branch(kwargs: Any, args: Any, out: Any, new: Any) -> Any:
 
 
 def check_identities(tiny: TinyModel, llm: Any) -> list[Check]:
-    """All comparisons for one running engine; ``tiny`` says where its attention branch is."""
-    inside: list[Inside] = []
-    llm.apply_model(lambda model: inside.append(Inside(tiny, model)))
-    served = [point for point in STREAM_AT if point not in tiny.refused]
+    """Run all comparisons in one engine; ``tiny`` names its attention branch."""
+    hooks: list[HookedModel] = []
+    llm.apply_model(lambda model: hooks.append(HookedModel(tiny, model)))
+    served = [point for point in STREAM_FIELDS if point not in tiny.refused]
     branches = served_branches(tiny)
-    return [*_values(inside[0], llm, served, branches), *_causes(inside[0], llm, served, branches)]
+    return [*_values(hooks[0], llm, served, branches), *_causes(hooks[0], llm, served, branches)]
 
 
-def _values(inside: Inside, llm: Any, served: Sequence[str], branches: Sequence[str]) -> list[Check]:
-    checks = []
-    with inside.watching() as seen:
-        streams = ask(llm, [Case("values", PROMPTS[0])], [*served, *branches], new_tokens=1)[0].streams
+def _values(hooks: HookedModel, llm: Any, served: Sequence[str], branches: Sequence[str]) -> list[Check]:
+    checks: list[Check] = []
+
+    def compare(name: str, ours: Array, theirs: Array) -> None:
+        far = np.linalg.norm(ours - theirs, axis=-1) / np.linalg.norm(theirs, axis=-1)
+        checks.append(Check(name, float(far.max())))
+
+    with hooks.watching() as seen:
+        streams = generate(llm, [Case("values", PROMPTS[0])], [*served, *branches], new_tokens=1)[0].streams
     rows = len(PROMPTS[0])
     for number in range(LAYERS):
-        x_in = streams["pre_attn"][number]
-        hooked = _rows(seen[number]["x_in"], rows)
-        checks.append(Check(f"x_in({number}) is what the block is given", _far(x_in, hooked)))
+        at = {point: stream[number] for point, stream in streams.items()}
+        x_in = _rows(seen[number]["x_in"], rows)
+        compare(f"x_in({number}) is the input of the block", at["pre_attn"], x_in)
         if number:
-            before = streams["post_block"][number - 1]
-            checks.append(Check(f"x_out({number - 1}) is x_in({number})", _far(before, x_in)))
+            compare(f"x_out({number - 1}) is x_in({number})", streams["post_block"][number - 1], at["pre_attn"])
         if "post_attn" in served:
-            branch = _rows(seen[number]["branch"], rows) if "branch" in seen[number] else np.zeros_like(x_in)
-            mid = hooked + inside.scale * branch
-            checks.append(Check(f"x_mid({number}) - x_in is the branch", _far(streams["post_attn"][number], mid)))
+            branch = hooks.scale * _rows(seen[number]["branch"], rows) if "branch" in seen[number] else 0 * x_in
+            compare(f"x_mid({number}) - x_in is the branch", at["post_attn"], x_in + branch)
             if "attn_out" in branches:
-                checks.append(Check(f"attn_out({number})", _far(streams["attn_out"][number], inside.scale * branch)))
+                compare(f"attn_out({number})", at["attn_out"], branch)
             if "mlp_out" in branches:
-                grown = streams["post_block"][number] - mid
-                checks.append(Check(f"mlp_out({number}) is x_out - x_mid", _far(streams["mlp_out"][number], grown)))
+                compare(f"mlp_out({number}) is x_out - x_mid", at["mlp_out"], at["post_block"] - x_in - branch)
         if "mlp_in" in branches:
-            given = _rows(seen[number]["mlp_in"], rows)
-            checks.append(Check(f"mlp_in({number}) is what the MLP is given", _far(streams["mlp_in"][number], given)))
+            compare(f"mlp_in({number}) is the input of the MLP", at["mlp_in"], _rows(seen[number]["mlp_in"], rows))
     return checks
 
 
-def _causes(inside: Inside, llm: Any, served: Sequence[str], branches: Sequence[str]) -> list[Check]:
+def _causes(hooks: HookedModel, llm: Any, served: Sequence[str], branches: Sequence[str]) -> list[Check]:
     plain_cases = [Case(f"plain {index}", prompt) for index, prompt in enumerate(PROMPTS)]
-    plain = ask(llm, plain_cases)
-    streams = ask(llm, [Case("plain", PROMPTS[0])], [*served, *branches], new_tokens=1)[0].streams
-    trace = Trace(plain[0].logprobs, *(streams.get(point, streams["pre_attn"]) for point in TRACED_AT))
-    make = Vectors(trace)
+    plain = generate(llm, plain_cases)
+    streams = generate(llm, [Case("plain", PROMPTS[0])], [*served, *branches], new_tokens=1)[0].streams
+    trace = Trace(plain[0].logprobs, *(streams.get(point, streams["pre_attn"]) for point in TRACE_FIELDS))
+    make = EditMaker(trace)
     checks = []
     places = [(point, number) for point in served for number in (1, 2) if point != "post_block"]
     for point, number in [*places, ("post_block", LAYERS - 1), *((point, 1) for point in branches)]:
         for kind in BRANCH_KINDS if point in branches else KINDS:
             edit = make.edit(kind, point, number)
             ours = _steered(llm, edit)
-            with inside.changed(point, number, edit.formula):
-                theirs = ask(llm, plain_cases)
+            with hooks.changed(point, number, edit.formula):
+                theirs = generate(llm, plain_cases)
             checks.append(_compare(f"{kind} at {point} of layer {number}, by hooks", ours, theirs, plain))
     for number in range(LAYERS - 1):
         for kind in KINDS:
@@ -264,30 +257,26 @@ def _causes(inside: Inside, llm: Any, served: Sequence[str], branches: Sequence[
 
 
 def _steered(llm: Any, edit: EditAt) -> list[Answer]:
-    return ask(llm, [Case(str(index), prompt, (edit,)) for index, prompt in enumerate(PROMPTS)])
+    return generate(llm, [Case(str(index), prompt, (edit,)) for index, prompt in enumerate(PROMPTS)])
 
 
 def _compare(name: str, ours: Sequence[Answer], theirs: Sequence[Answer], plain: Sequence[Answer]) -> Check:
-    """Log-probabilities as far as the tokens are the same: after a near-tie, the answers are about different texts."""
+    """Compare log-probabilities up to the first token that differs; after a near-tie the texts differ."""
     error = effect = 0.0
     for one, other, without in zip(ours, theirs, plain, strict=True):
-        error = max(error, _far_logprobs(one, other))
-        effect = max(effect, _far_logprobs(other, without))
+        error = max(error, _logprob_distance(one, other))
+        effect = max(effect, _logprob_distance(other, without))
     return Check(name, error, effect)
 
 
-def _far_logprobs(one: Answer, other: Answer) -> float:
+def _logprob_distance(one: Answer, other: Answer) -> float:
     same = next(
         (i for i, (a, b) in enumerate(zip(one.token_ids, other.token_ids, strict=True)) if a != b), len(one.token_ids)
     )
-    # Row t predicts token t + 1: the last one of which both have the same past is the row before the fork.
+    # Row t predicts token t + 1, so the last row with a common past is the one before the first difference.
     return float(np.abs(one.logprobs[:same] - other.logprobs[:same]).max())
 
 
 def _rows(tensor: torch.Tensor, count: int) -> Array:
     array: Array = tensor.reshape(-1, tensor.shape[-1])[:count].numpy()
     return array
-
-
-def _far(ours: np.ndarray, theirs: np.ndarray) -> float:
-    return float((np.linalg.norm(ours - theirs, axis=-1) / np.linalg.norm(theirs, axis=-1)).max())

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every architecture of vLLM's registry, and which decoder-layer classes its source can come to.
+"""Every architecture of vLLM's registry, and the decoder-layer classes that its source refers to.
 
-Nothing is imported or built: from the model's class on, the names in each class's source are followed through vLLM's
-own model code, imports included, and so are the registry's names by which wrappers ask for their language model. A
-wrapper that leaves that to the config alone comes to none.
+Nothing is imported or built: starting at the model's class, the names in each class's source are followed through
+vLLM's model code, including imports and the registry names by which wrappers select their language model. A wrapper
+that leaves the language model to its config refers to none.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vllm_steer.models.recipes import RECIPES
 from vllm_steer.models.unsupported import UNSUPPORTED
 
 MODEL_CODE: Final = ("vllm.model_executor.models", "vllm.models")
-# Towers and what every model imports; other platforms' code.
+# Towers, modules that every model imports, and code of other platforms.
 NOT_FOLLOWED: Final = ("utils", "interfaces", "interfaces_base", "registry", "adapters", "vision", "config")
 NOT_HERE: Final = (".amd", ".xpu")
 ROOT: Final = Path(vllm.__file__).parent.parent
@@ -29,9 +29,10 @@ ROOT: Final = Path(vllm.__file__).parent.parent
 
 @dataclass(frozen=True)
 class Entry:
-    """One name of the registry. ``layers``: the classes that its source comes to and that have a recipe or a refusal.
+    """One name of the registry.
 
-    ``others``: classes that look like decoder layers and have neither.
+    ``layers``: the classes with a recipe or a refusal that its source refers to. ``others``: classes that look like
+    decoder layers and have neither.
     """
 
     architecture: str
@@ -43,7 +44,7 @@ class Entry:
 
 
 def inventory() -> list[Entry]:
-    """All of it, in the registry's order, each name once; parsing takes seconds."""
+    """Return all entries in the registry's order, each name once; takes seconds."""
     found: dict[str, Entry] = {}
     for kind, table in tables().items():
         for architecture, place in table.items():
@@ -53,7 +54,7 @@ def inventory() -> list[Entry]:
 
 
 def tables() -> dict[str, dict[str, tuple[str, str]]]:
-    """vLLM's own tables, by what their models are for."""
+    """Return vLLM's tables of models by their purpose."""
     from vllm.model_executor.models import registry
 
     return {
@@ -80,7 +81,7 @@ def _entry(architecture: str, module: str, cls: str, kind: str) -> Entry:
 
 
 def _reached(module: str, cls: str) -> Iterator[tuple[str, str]]:
-    """Every class that the source of one comes to, by module and name."""
+    """Yield every class that the source of a class refers to, by module and name."""
     todo, seen = [(module, cls)], set()
     while todo:
         place = _definition(*todo.pop())
@@ -108,7 +109,7 @@ class Parsed:
 
 
 def _definition(module: str, name: str) -> tuple[str, str] | None:
-    """Where a name of a module is defined, through imports; None if not as a class in vLLM's model code."""
+    """Return where a name is defined, following imports; None if it is not a class in vLLM's model code."""
     for _ in range(5):
         if not module.startswith(MODEL_CODE) or module.rsplit(".", 1)[1] in NOT_FOLLOWED:
             return None
@@ -137,7 +138,7 @@ def _parsed(module: str) -> Parsed:
             start = package[: len(package) - node.level + 1] if node.level else []
             source = ".".join([*start, *([node.module] if node.module else [])])
             for alias in node.names:
-                # Of the same name from several platforms, the first counts: NVIDIA's comes first or alone.
+                # The first of several platforms counts; NVIDIA's comes first.
                 if not any(platform in source for platform in NOT_HERE):
                     imports.setdefault(alias.asname or alias.name, (source, alias.name))
     found = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
@@ -152,13 +153,13 @@ def _parsed(module: str) -> Parsed:
 
 
 def _in_tables(parsed: Parsed, cls: str) -> set[str]:
-    """Names in the module's dicts that a class uses."""
+    """Return the names in those dicts of the module that a class uses."""
     used = _names(parsed.classes[cls]) & parsed.tables.keys()
     return {name for table in used for name in _names(parsed.tables[table])}
 
 
 def _names(tree: ast.AST) -> set[str]:
-    """Names, and strings that may be names of the registry."""
+    """Return names, and strings that may be names of the registry."""
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     return names | {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
 

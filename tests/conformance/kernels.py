@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM's CPU build lacks and a tiny model needs on the way to its blocks, which are what is proven here.
+"""Replacements for parts that vLLM's CPU build lacks and that some tiny models need.
 
-Mamba 1's recurrence is in kernels for a GPU: its published formula stands in for them. Some models import torchvision
-to prepare pictures: where it is not installed, empty names stand in for it, since no picture is sent. Attention on the
-CPU takes the bias of Step 1 without its square root: what attention computes plays no part in where the stream is, and
-both sides of the identities have it so.
+Mamba 1's recurrence has only GPU kernels; its published formula replaces them. Some models import torchvision to
+prepare images; an empty stub replaces it if it is not installed, since no test sends an image. CPU attention takes the
+bias of Step 1 without its square root: the result of attention does not affect where the stream is, and both sides of
+the identities use the same one.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from torch.nn import functional
 
 
 @contextmanager
-def torchvision_in_name() -> Iterator[None]:
-    """``import torchvision`` and any part of it gives empty names, unless it is installed."""
+def torchvision_stub() -> Iterator[None]:
+    """Make ``import torchvision``, and any part of it, succeed with an empty stub unless it is installed."""
     from transformers.utils import is_torchvision_available
 
-    # Transformers looks once, and is to see what is installed.
+    # Transformers caches the answer; let it see the real one.
     is_torchvision_available()
-    finder = _Names()
+    finder = _StubFinder()
     sys.meta_path.append(finder)
     try:
         yield
     finally:
         sys.meta_path.remove(finder)
-        for name in [name for name, module in sys.modules.items() if isinstance(module, _Empty)]:
+        for name in [name for name, module in sys.modules.items() if isinstance(module, _StubModule)]:
             del sys.modules[name]
 
 
-class _Names(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Comes last: what is installed is found before."""
+class _StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finder of the stub; comes last, so installed modules are found first."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> Any:
         if name.partition(".")[0] != "torchvision":
@@ -49,13 +49,13 @@ class _Names(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return importlib.machinery.ModuleSpec(name, self, is_package=True)
 
     def create_module(self, spec: Any) -> ModuleType:
-        return _Empty(spec.name)
+        return _StubModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
         return None
 
 
-class _Empty(ModuleType):
+class _StubModule(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
@@ -64,7 +64,7 @@ class _Empty(ModuleType):
 
 @contextmanager
 def cpu_kernels() -> Iterator[None]:
-    """Engines that start here call the functions below where vLLM's build has no kernel; nothing changes on a GPU."""
+    """Let engines that start here call the functions below for missing kernels; do nothing on a GPU."""
     from vllm import _custom_ops
 
     if hasattr(torch.ops._C, "selective_scan_fwd"):
@@ -74,23 +74,23 @@ def cpu_kernels() -> Iterator[None]:
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 
     product, convolve = _custom_ops.onednn_mm, causal_conv1d.causal_conv1d_update_cpu_vec
-    instead = (
+    replacements = (
         (_custom_ops, "selective_scan_fwd", _selective_scan),
         (_custom_ops, "selective_state_update_cpu", _for_mamba_1(_custom_ops.selective_state_update_cpu)),
-        # These take rows only, and Mamba 1 gives them columns.
+        # These require contiguous rows, and Mamba 1 passes columns.
         (_custom_ops, "onednn_mm", lambda handler, x, bias: product(handler, x.contiguous(), bias)),
         (causal_conv1d, "causal_conv1d_update_cpu_vec", lambda x, *args: convolve(x.contiguous(), *args)),
         (CPUAttentionBackendImpl, "__init__", _without_extras(CPUAttentionBackendImpl.__init__)),
         (CPUAttentionBackend, "supports_alibi_sqrt", classmethod(lambda cls: True)),
     )
     with ExitStack() as stack:
-        for owner, name, function in instead:
+        for owner, name, function in replacements:
             stack.enter_context(patch.object(owner, name, function))
         yield
 
 
 def _for_mamba_1(update: Callable[..., None]) -> Callable[..., None]:
-    """A state space's step of one token per request: vLLM's has one decay per head, and Mamba 1 one per state."""
+    """Wrap the one-token step of a state space: vLLM's has one decay per head, Mamba 1 one per state."""
 
     def step(
         state: Any, x: Any, dt: Any, a: Any, b: Any, c: Any, d: Any, z: Any, bias: Any, softplus: Any, *more: Any
@@ -98,7 +98,7 @@ def _for_mamba_1(update: Callable[..., None]) -> Callable[..., None]:
         if state.dim() == 4:
             update(state, x, dt, a, b, c, d, z, bias, softplus, *more)
             return
-        # A column of numbers, which a cache of states by blocks would make wider.
+        # One column; a block-wise cache of states would have more.
         slots, written, out = more[0].flatten(), more[1].flatten(), more[3]
         time = functional.softplus(dt.float() + bias.float()) if softplus else dt.float() + bias.float()
         grown = (time[..., None] * a).exp() * state[slots].float()
@@ -136,10 +136,10 @@ def _selective_scan(
     ssm_states: torch.Tensor,
     *others: Any,
 ) -> None:
-    """``h(t) = exp(delta a) h(t-1) + delta b u``, ``y = c h + d u``, gated by ``silu(z)``, request by request.
+    """Compute ``h(t) = exp(delta a) h(t-1) + delta b u``, ``y = c h + d u``, gated by ``silu(z)``, for each request.
 
     ``u``, ``delta`` and ``z`` are ``[width, tokens]``, ``a`` ``[width, states]``, ``b`` and ``c``
-    ``[1, states, tokens]``. The result goes into ``z``, without it into ``delta``, the last state into the cache.
+    ``[1, states, tokens]``. Writes the result to ``z`` or, without it, to ``delta``, and the last state to the cache.
     """
     starts = query_start_loc.tolist()
     for request, (start, end) in enumerate(pairwise(starts)):
@@ -148,9 +148,9 @@ def _selective_scan(
         for token in range(start, end):
             step = delta[:, token].float() + (0.0 if delta_bias is None else delta_bias.float())
             step = functional.softplus(step) if delta_softplus else step
-            entered = u[:, token].float()
-            state = (step[:, None] * a).exp() * state + (step * entered)[:, None] * b[0, :, token].float()
-            out = state @ c[0, :, token].float() + (0.0 if d is None else d.float() * entered)
+            value = u[:, token].float()
+            state = (step[:, None] * a).exp() * state + (step * value)[:, None] * b[0, :, token].float()
+            out = state @ c[0, :, token].float() + (0.0 if d is None else d.float() * value)
             if z is None:
                 delta[:, token] = out
             else:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny model: a real architecture, shrunk, with random weights, built from HF's own classes.
+"""Tiny models: real architectures, shrunk, with random weights, built from HF's own classes.
 
 Four layers of width 64. The weights are large enough for each sublayer to matter: with HF's own initialisation
-(std 0.02) the blocks hardly touch the stream, and an edit made one sublayer too late would look like one made in time.
+(std 0.02) the blocks hardly change the stream, and an edit one sublayer too late would look like one in time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_POSITIONS: Final = 64
 WEIGHT_STD: Final = 0.2
 NORM_SPREAD: Final = 0.3
 MAX_PARAMETERS: Final = 20_000_000
-"""A row that was not shrunk enough is an error before it fills the memory."""
+"""Limit that catches a row which was not shrunk enough before it fills the memory."""
 
 SHRUNK: Final[Mapping[str, Any]] = {
     "vocab_size": VOCAB,
@@ -36,7 +36,7 @@ SHRUNK: Final[Mapping[str, Any]] = {
     "pad_token_id": 0,
     "hidden_size": HIDDEN,
     "num_hidden_layers": LAYERS,
-    # Heads of 32: the smallest that vLLM's CPU attention takes.
+    # Heads of 32: the smallest that vLLM's CPU attention supports.
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 32,
@@ -58,7 +58,7 @@ SHRUNK: Final[Mapping[str, Any]] = {
     "qk_rope_head_dim": 32,
     "v_head_dim": 32,
 }
-"""What the settings of every config class become where it has them; the rows name their exceptions."""
+"""Settings of every config class that has them; rows state only their exceptions."""
 
 
 TOWER: Final[Mapping[str, Any]] = {
@@ -74,15 +74,15 @@ TOWER: Final[Mapping[str, Any]] = {
     "d_model": HIDDEN,
     "encoder_hidden_size": HIDDEN,
 }
-"""The same for the configs of towers: no picture or sound reaches one, so that they only have to be small."""
+"""The same for the configs of towers, which only have to be small: no image or sound reaches them."""
 
 DEFAULT: Final = object()
-"""In a row's settings: what the config class itself has there."""
+"""In a row's settings: the default of the config class."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A config inside a wrapper's config: the name of its class, and its arguments beside ``SHRUNK``."""
+    """A config inside a wrapper's config: the name of its class and its arguments besides ``SHRUNK``."""
 
     config: str
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -90,25 +90,23 @@ class Part:
 
 @dataclass(frozen=True)
 class TinyModel:
-    """One architecture: how to build it, where its blocks are in HF, and what the engine owes it.
+    """One row: how to build an architecture, where its blocks are in HF and in vLLM, and what the engine must serve.
 
-    ``config`` is the name of the HF config class and ``settings`` its arguments beside ``SHRUNK`` (``DEFAULT``: the
-    class's own); ``layer`` is the decoder-layer class that vLLM runs (several: joined by ``+``) and ``recipe`` the
-    family it belongs to, both as in the hook-point table. ``refused`` names the points where edits must be refused,
-    ``unread`` those where reads must be as well. A wrapper's settings have a `Part` for its language model; its towers
-    are shrunk without being named.
+    ``config`` is the name of the HF config class and ``settings`` its arguments besides ``SHRUNK`` (``DEFAULT``: the
+    default of the class); ``layer`` is the decoder-layer class that vLLM runs (several: joined by ``+``) and ``recipe``
+    its family. ``refused`` names the points that must refuse edits, ``unread`` those that must refuse reads. The
+    settings of a wrapper have a `Part` for its language model; its towers are shrunk without being named.
 
-    The HF side: ``blocks`` is the path to the list of blocks, ``branch`` the module in a block whose output
-    is the attention branch as it is added to the stream (times ``multiplier``, a number or a field of the config), and
-    ``reads_mid`` the module whose input is the stream between attention and MLP (None: there is no such
-    place). Branches with ``|`` between them: the first that the block has; with ``+``: all of them, in their order
-    of computation. ``one_branch``: its blocks have a mixer or an MLP alone, the latter at the numbers ``mlp_blocks``.
-    ``attention`` names HF's attention code where its default is not the model. ``as_in_vllm`` names what vLLM computes
-    otherwise than HF, which the reference then follows (``hf_reference.py``).
+    HF: ``blocks`` is the path to the list of blocks, ``branch`` the module in a block whose output is the attention
+    branch as it is added to the stream (times ``multiplier``, a number or a field of the config), and ``reads_mid`` the
+    module whose input is the stream between attention and MLP (None: no such module). ``a|b`` is the first that the
+    block has, ``a+b`` both in their order of computation. ``one_branch``: each block has only a mixer or, at the
+    numbers ``mlp_blocks``, only an MLP. ``attention`` names HF's attention implementation if its default is another.
+    ``as_in_vllm`` names what vLLM computes differently from HF; the reference follows vLLM there (``hf_reference.py``).
 
-    The vLLM side: ``architecture`` is its name where it is not the HF class's, ``engine`` its settings for this row,
-    ``branch_in_vllm`` where its attention branch is. ``inside`` says why a model that HF has is proven inside vLLM all
-    the same. ``gpu_only``: its kernels do not exist on a CPU.
+    vLLM: ``architecture`` is its name if it is not the HF class's, ``engine`` holds engine settings for this row, and
+    ``branch_in_vllm`` names its attention branch. ``no_parity`` is the reason why a model that HF has is proven inside
+    vLLM instead. ``gpu_only``: its kernels do not exist on a CPU.
     """
 
     name: str
@@ -127,7 +125,7 @@ class TinyModel:
     auto: str = "AutoModelForCausalLM"
     engine: Mapping[str, Any] | None = None
     as_in_vllm: str | None = None
-    inside: str | None = None
+    no_parity: str | None = None
     dtype: str = "float32"
     branch_in_vllm: str | None = None
     gpu_only: bool = False
@@ -139,17 +137,17 @@ class TinyModel:
 
     @property
     def is_known_to_hf(self) -> bool:
-        """Whether ``config`` names a config class; else it is the model type in a plain config."""
+        """Whether ``config`` names an HF config class; otherwise it is the model type in a plain config."""
         return self.config.endswith("Config")
 
     @property
     def layers(self) -> set[str]:
-        """The decoder-layer classes as a set."""
+        """The decoder-layer classes."""
         return set(self.layer.split("+"))
 
 
 def config_of(tiny: TinyModel) -> PretrainedConfig:
-    """The HF config of a row, with special tokens that lie inside the small vocabulary."""
+    """Return the HF config of a row, with special tokens inside the small vocabulary."""
     return _config(getattr(transformers, tiny.config), tiny.settings, SHRUNK)
 
 
@@ -175,7 +173,7 @@ def _config(cls: type[PretrainedConfig], own: Mapping[str, Any], shrunk: Mapping
 
 
 def build(tiny: TinyModel) -> PreTrainedModel:
-    """The row's model in float32 with seeded random weights, in evaluation mode."""
+    """Return the row's model in float32 with seeded random weights, in evaluation mode."""
     seed = zlib.crc32(tiny.name.encode())
     config, factory = config_of(tiny), getattr(transformers, tiny.auto)
     with torch.device("meta"):
@@ -189,7 +187,7 @@ def build(tiny: TinyModel) -> PreTrainedModel:
 
 
 def save(tiny: TinyModel, folder: Path) -> Path:
-    """Write the row's model (config.json and safetensors) under ``folder``, once, and return its path."""
+    """Save the row's model (config.json and safetensors) under ``folder`` unless it is there, and return its path."""
     path = folder / tiny.name
     if not (path / "config.json").exists():
         build(tiny).save_pretrained(path)
@@ -204,12 +202,12 @@ def _randomise(model: PreTrainedModel, generator: torch.Generator) -> None:
     for name, weight in model.named_parameters():
         noise = torch.randn(weight.shape, generator=generator)
         if name.endswith(("e_score_correction_bias", "expert_bias")):
-            # vLLM's router on the CPU leaves it out where the scores are a softmax.
+            # vLLM's CPU router ignores it if the scores are a softmax.
             weight.zero_()
         elif weight.ndim > 1 or name.endswith("bias"):
             weight.copy_(WEIGHT_STD * noise)
         else:
-            # Norms, around their neutral value: 1 in most models, 0 in those that multiply by 1 + weight.
+            # Norms, around their neutral value: 1 in most models, 0 in models that multiply by 1 + weight.
             weight.add_(NORM_SPREAD * noise.clamp(-1.0, 1.0))
-        # As in real checkpoints: some layers keep a weight in bfloat16 whatever the model's dtype.
+        # Rounded as in real checkpoints: some layers keep a weight in bfloat16 whatever the model's dtype.
         weight.copy_(weight.bfloat16())

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Architectures that HF Transformers does not have: proven inside vLLM, on random weights, by ``identities.py``.
 
-Their config classes come with checkpoints as remote code, which is neither here nor needed: a plain config with the
-fields that vLLM's model reads stands in for them.
+Their config classes are remote code of the checkpoints; a plain config with the fields that vLLM's model reads replaces
+them.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ NO_REFERENCE: Final[tuple[TinyModel, ...]] = (
     _row("BailingMoeV2ForCausalLM", "bailing_moe_v2", "BailingMoeBlock", **_BAILING, use_qk_norm=True),
     _row("ChatGLMModel", "chatglm", "GLMBlock", "UNFUSED", **_GLM, original_rope=True),
     _row("ChatGLMForConditionalGeneration", "chatglm", "GLMBlock", "UNFUSED", **_GLM, original_rope=True),
-    # HF has it, and vLLM 0.32 does not load what HF saves.
+    # HF has it, but vLLM 0.32 does not load the checkpoints that HF saves.
     _row("DbrxForCausalLM", "dbrx", "DbrxBlock", "UNFUSED", branch_in_vllm="norm_attn_norm.attn", d_model=HIDDEN,
          n_heads=2, n_layers=LAYERS, max_seq_len=MAX_POSITIONS,
          attn_config={"kv_n_heads": 1, "clip_qkv": 8.0, "rope_theta": 10000.0},
@@ -95,7 +95,7 @@ NO_REFERENCE: Final[tuple[TinyModel, ...]] = (
     _row("MiniCPMForCausalLM", "minicpm", "MiniCPMDecoderLayer", "UNFUSED*MULT", multiplier=0.7,
          scale_depth=1.4, scale_emb=2.0, dim_model_base=64, num_experts=0),
     _row("MiMoForCausalLM", "mimo", "Qwen2DecoderLayer"),
-    # HF has it, under other names of weights.
+    # HF has it, but names the weights differently.
     _row("OlmoHybridForCausalLM", "olmo_hybrid", "OlmoHybridDecoderLayer", "UNFUSED", name="olmo_hybrid",
          head_dim=32,
          branch_in_vllm="linear_attn|post_attention_layernorm", gpu_only=True,
@@ -113,7 +113,7 @@ NO_REFERENCE: Final[tuple[TinyModel, ...]] = (
          rope_parameters={"rope_type": "default", "rope_theta": 10000.0}),
     _row("Plamo3ForCausalLM", "plamo3", "Plamo3DecoderLayer", branch_in_vllm="post_mixer_norm", **_LOCAL, head_dim=32,
          rope_local_theta=10000.0, interleaved_sliding_window=[8, None] * 2),
-    # Its layers of chunks need a GPU; the blocks are the same.
+    # Its chunked layers need a GPU; the blocks are the same.
     _row("Rnj1ForCausalLM", "rnj1", "Rnj1DecoderLayer", branch_in_vllm=_SANDWICH, head_dim=32, sliding_window=8,
          layer_types=["full_attention"] * LAYERS, attention_bias=False, final_logit_softcapping=None,
          hidden_activation="gelu_pytorch_tanh", query_pre_attn_scalar=32,
@@ -146,7 +146,7 @@ NO_REFERENCE: Final[tuple[TinyModel, ...]] = (
 
 
 def save_config(tiny: TinyModel, folder: Path) -> Path:
-    """Write the row's config.json alone: the weights are dummies."""
+    """Save the row's config.json only, since the weights are dummies."""
     path = folder / tiny.name
     path.mkdir(parents=True, exist_ok=True)
     config = {**PLAIN, **tiny.settings, "model_type": tiny.config, "architectures": [tiny.architecture]}
@@ -156,7 +156,7 @@ def save_config(tiny: TinyModel, folder: Path) -> Path:
 
 @contextmanager
 def random_weights(tiny: TinyModel) -> Iterator[dict[str, Any]]:
-    """Engine settings for dummy weights that matter: vLLM's own are too small for any block to change the stream."""
+    """Yield engine settings for random weights; vLLM's dummy weights are too small for a block to change the stream."""
     from transformers import AutoConfig, PretrainedConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from vllm.model_executor.model_loader import dummy_loader

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One architecture in one mode: ask the engine, run the same in HF Transformers, compare.
+"""Compare one architecture in one mode with HF Transformers on the sequences that the engine generates.
 
 Compared are log-probabilities (natural logarithm) of the whole vocabulary, after each token of the prompt and each
-generated token but the last, on the sequence that the engine generated.
+generated token but the last.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 
 from tests.conformance.branches import BRANCHES, served_branches
-from tests.conformance.cases import LAYER, PROMPTS, STREAM_AT, TRACED_AT, Case, cases_for
+from tests.conformance.cases import LAYER, PROMPTS, STREAM_FIELDS, TRACE_FIELDS, Case, cases_for
 from tests.conformance.edits import EditAt, Formula
-from tests.conformance.engine import Answer, ask, layer_classes, running
+from tests.conformance.engine import Answer, generate, layer_classes, steered_engine
 from tests.conformance.model import HIDDEN, LAYERS, TinyModel
 from tests.conformance.reference_process import ReferenceProcess
 
@@ -41,13 +41,13 @@ class Outcome:
 
     @property
     def agrees(self) -> bool:
-        """Whether the engine gave what HF gives. A missing value is no agreement."""
+        """Whether the engine agrees with HF; a missing value does not count as agreement."""
         return self.error < TOLERANCE
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """How the engine took an edit that it cannot make: the error's text, None where it raised none."""
+    """Reaction of the engine to an edit that it must refuse: the text of the error, or None if it raised none."""
 
     point: str
     error: str | None
@@ -55,7 +55,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Report:
-    """All that was seen of one architecture in one mode."""
+    """Results of one architecture in one mode."""
 
     tiny: TinyModel
     mode: str
@@ -66,11 +66,11 @@ class Report:
     start_seconds: float
 
     def worst(self, point: str) -> float:
-        """Largest error of the cases that edit this point."""
+        """Return the largest error of the cases that edit this point."""
         return max(outcome.error for outcome in self.outcomes if point in outcome.case.points)
 
     def worst_row(self, point: str) -> float:
-        """Largest distance of a row captured at this point, in lengths of HF's row."""
+        """Return the largest distance of a row captured at this point, in lengths of HF's row."""
         return max(outcome.value_errors[point] for outcome in self.outcomes if point in outcome.value_errors)
 
     @property
@@ -87,21 +87,27 @@ def examine(
     keep: Callable[[Case], bool] = lambda case: True,
     with_branches: bool = True,
 ) -> Report:
-    """Run the cases of ``tiny`` that ``keep`` keeps, and every refusal.
+    """Run the cases of ``tiny`` and every refusal.
 
-    ``with_branches``: in an engine that has all points; else in one that has those on the stream.
+    Args:
+        tiny: The architecture.
+        mode: A key of ``engine.MODES``.
+        folder: Where models are saved.
+        reference: The process that runs HF Transformers.
+        keep: Selects cases.
+        with_branches: Whether the engine has the optional points.
     """
     branches = served_branches(tiny) if with_branches else ()
     path = reference.save(tiny.name, folder)
     plain = reference.traces(tiny.name, [(PROMPTS[0], len(PROMPTS[0]), ())])[0]
     cases = [case for case in cases_for(tiny, plain, branches) if keep(case)]
     started = time.perf_counter()
-    with running(tiny, path, mode, BRANCHES if with_branches else ()) as llm:
+    with steered_engine(tiny, path, mode, BRANCHES if with_branches else ()) as llm:
         start_seconds = time.perf_counter() - started
-        answers = ask(llm, cases, (*(point for point in STREAM_AT if point not in tiny.unread), *branches))
+        answers = generate(llm, cases, (*(point for point in STREAM_FIELDS if point not in tiny.unread), *branches))
         refusals = [Refusal(point, _refusal(llm, point)) for point in (*tiny.refused, *(set(BRANCHES) - set(branches)))]
         after = Case("plain after the refusals", PROMPTS[0])
-        answers += ask(llm, [after])
+        answers += generate(llm, [after])
         layers = layer_classes(llm)
     *outcomes, after_refusal = compare(tiny, reference, [*cases, after], answers)
     return Report(tiny, mode, layers, outcomes, refusals, after_refusal, start_seconds)
@@ -110,38 +116,38 @@ def examine(
 def compare(
     tiny: TinyModel, reference: ReferenceProcess, cases: Sequence[Case], answers: Sequence[Answer]
 ) -> list[Outcome]:
-    """Each answer against HF with the same edits on the same tokens, and that against HF without edits."""
+    """Compare each answer with HF under the same edits on the same tokens, and HF with and without the edits."""
     pairs = list(zip(cases, answers, strict=True))
     edited = reference.traces(tiny.name, [(a.token_ids, len(c.prompt), c.edits) for c, a in pairs])
     plain = reference.traces(tiny.name, [(a.token_ids, len(c.prompt), ()) for c, a in pairs])
     return [
         Outcome(
             case,
-            _far(answer.logprobs, with_.logprobs[:-1]),
-            _far(with_.logprobs[:-1], without.logprobs[:-1]),
-            {p: _rows_far(rows, getattr(with_, TRACED_AT[p])[:, :-1]) for p, rows in answer.streams.items()},
+            _distance(answer.logprobs, with_.logprobs[:-1]),
+            _distance(with_.logprobs[:-1], without.logprobs[:-1]),
+            {p: _row_distance(rows, getattr(with_, TRACE_FIELDS[p])[:, :-1]) for p, rows in answer.streams.items()},
         )
         for (case, answer), with_, without in zip(pairs, edited, plain, strict=True)
     ]
 
 
-def _far(one: np.ndarray, other: np.ndarray) -> float:
+def _distance(one: np.ndarray, other: np.ndarray) -> float:
     return float(np.abs(one - other).max())
 
 
-def _rows_far(ours: np.ndarray, theirs: np.ndarray) -> float:
+def _row_distance(ours: np.ndarray, theirs: np.ndarray) -> float:
     return float((np.linalg.norm(ours - theirs, axis=-1) / np.linalg.norm(theirs, axis=-1)).max())
 
 
 def _refusal(llm: object, point: str) -> str | None:
     edit = EditAt(Formula("add", np.ones(HIDDEN, np.float32)), point, LAYER)
     everywhere = EditAt(Formula("add", np.ones(HIDDEN, np.float32)), point, tuple(range(LAYERS)))
-    said = []
+    errors = []
     for refused in (edit, everywhere):
         try:
-            ask(llm, [Case("a plain request in the same call", PROMPTS[1]), Case(point, PROMPTS[0], (refused,))])
+            generate(llm, [Case("a plain request in the same call", PROMPTS[1]), Case(point, PROMPTS[0], (refused,))])
         except ValueError as error:
-            said.append(str(error))
+            errors.append(str(error))
         else:
             return None
-    return said[0]
+    return errors[0]

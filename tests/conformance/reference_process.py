@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The HF reference in a process of its own, into which vLLM is never imported.
+"""The HF reference in a separate process that never imports vLLM.
 
-vLLM's Transformers backend changes HF's model classes in place: it gives them its own ``__init__`` and
-``__call__``. In one process the reference would run on what it is to judge, or not at all. For the same reason
-the models are built and saved here.
+vLLM's Transformers backend replaces ``__init__`` and ``__call__`` of HF's model classes in place. In the same process
+the reference would run the code that it has to judge, or not run at all. The models are built and saved here for the
+same reason.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from tests.conformance.model import LAYERS, build, save
 from tests.conformance.zoo import BY_NAME
 
 Job = tuple[Sequence[int], int, Sequence[EditAt]]
-"""A whole sequence, how many of its tokens are prompt, and the request's edits."""
+"""A whole sequence, the number of its prompt tokens, and the request's edits."""
 
 
 class ReferenceProcess:
-    """Runs jobs on HF models of the zoo, by name. A context manager: the process ends with it."""
+    """Runs jobs on HF models of the zoo, by name. A context manager that ends the process."""
 
     def __init__(self) -> None:
         self._pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=_use_one_core)
 
     def save(self, name: str, folder: Path) -> Path:
-        """Build the model and write it under ``folder``, where it is not there yet; its path."""
+        """Build and save the model under ``folder`` unless it is there; return its path."""
         return self._pool.submit(_save, name, folder).result()
 
     def call(self, name: str, method: str, *args: Any) -> Any:
-        """A method of the model's ``Reference``; errors that it raises are raised here."""
+        """Call a method of the model's ``Reference``; its errors are raised here."""
         return self._pool.submit(_call, name, method, args).result()
 
     def traces(self, name: str, jobs: Sequence[Job]) -> list[Trace]:
-        """One trace per job; errors of the reference are raised here."""
+        """Return one trace per job; errors of the reference are raised here."""
         return self._pool.submit(_traces, name, jobs).result()
 
     def __enter__(self) -> ReferenceProcess:

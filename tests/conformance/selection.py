@@ -1,47 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rows a test run takes: one of each family, and every tenth of the others, another tenth each week.
-
-``CONFORMANCE=all`` takes all of them (``make conformance``), ``CONFORMANCE_SHARD`` a given tenth. A row's tenth comes
-from its name, so that it stays the same when rows are added.
-"""
+"""Rows that a test run proves: one of each family, and the rows of the current part (``part.py``)."""
 
 from __future__ import annotations
 
-import datetime
-import os
-import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from tests.conformance.model import TinyModel
 from tests.conformance.no_reference import NO_REFERENCE
+from tests.conformance.part import selected
 from tests.conformance.zoo import ZOO
 
-EVERYTHING: Final = os.environ.get("CONFORMANCE") == "all"
-SHARDS: Final = 10
 FAMILIES: Final = (
     "llama", "gemma2", "gpt2", "exaone4", "granite", "cohere", "gpt_neox", "olmo2", "mixtral", "mamba2",
     "nemotron_h", "zamba2", "bailingmoe",
 )  # fmt: skip
-"""One row for every way in which taps meet a layer."""
+"""One row for every way in which taps are installed on a layer; every run proves them."""
 
 
-def shard() -> int:
-    """This run's tenth."""
-    given = os.environ.get("CONFORMANCE_SHARD")
-    week = datetime.datetime.now(datetime.UTC).isocalendar().week
-    return (int(given) if given else week) % SHARDS
+def choose(rows: Sequence[TinyModel], in_part: Callable[[str], bool] = selected) -> list[TinyModel]:
+    """Return the rows of the families and of a part, without rows that need a GPU."""
+    return [tiny for tiny in rows if not tiny.gpu_only and (tiny.name in FAMILIES or in_part(tiny.name))]
 
 
-def chosen(rows: Sequence[TinyModel]) -> list[TinyModel]:
-    """Those rows of this run that run on a CPU."""
-    return [
-        tiny
-        for tiny in rows
-        if not tiny.gpu_only
-        and (EVERYTHING or tiny.name in FAMILIES or zlib.crc32(tiny.name.encode()) % SHARDS == shard())
-    ]
-
-
-AGAINST_HF: Final = chosen([tiny for tiny in ZOO if tiny.inside is None])
-INSIDE: Final = chosen([tiny for tiny in (*ZOO, *NO_REFERENCE) if tiny.inside is not None or not tiny.is_known_to_hf])
+HAVE_PARITY: Final = [tiny for tiny in ZOO if tiny.no_parity is None]
+HAVE_IDENTITIES: Final = [
+    tiny for tiny in (*ZOO, *NO_REFERENCE) if tiny.no_parity is not None or not tiny.is_known_to_hf
+]
+PARITY: Final = choose(HAVE_PARITY)
+"""Rows of this run that are compared with HF Transformers."""
+IDENTITIES: Final = choose(HAVE_IDENTITIES)
+"""Rows of this run that are proven inside vLLM."""

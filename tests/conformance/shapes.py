@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings that rows of the zoo share."""
+"""Settings shared by rows of the zoo."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from tests.conformance.model import DEFAULT, HIDDEN, LAYERS, MAX_POSITIONS
 
-# Two heads of 32: the smallest head that vLLM's CPU attention takes.
+# Two heads of 32: the smallest head that vLLM's CPU attention supports.
 WIDTHS: Final = {"hidden_size": HIDDEN, "num_attention_heads": 2, "num_hidden_layers": LAYERS}
 BASE: Final = {**WIDTHS, "intermediate_size": 128}
 MQA: Final = {**BASE, "num_key_value_heads": 1}
@@ -16,10 +16,10 @@ GPT: Final = {"n_embd": HIDDEN, "n_head": 2, "n_layer": LAYERS, "n_positions": M
 OPT: Final = {**WIDTHS, "ffn_dim": 128, "word_embed_proj_dim": HIDDEN}
 FALCON: Final = {**WIDTHS, "ffn_hidden_size": 256, "bias": True}
 FULL: Final = {"sliding_window": None}
-# Half of the layers see eight positions only, so that local and global attention both matter.
+# Half of the layers see only eight positions, so that local and global attention both matter.
 LOCAL: Final = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2)}
-# vLLM lets Cohere 2 see one position more than HF does, so the window is wider than any test's sequence; its
-# local layers still differ from the global ones: only they have rotary positions.
+# In vLLM, Cohere 2's window is one position longer than in HF, so the window here exceeds any test sequence. Its local
+# layers still differ from the global ones: only they have rotary positions.
 COHERE2: Final = {**LOCAL, "sliding_window": MAX_POSITIONS, "head_dim": 32}
 GEMMA: Final = {**GQA, **LOCAL, "query_pre_attn_scalar": 32}
 EXAONE: Final = {**MQA, **FULL, "layer_types": ["full_attention"] * LAYERS}
@@ -32,7 +32,7 @@ SANDWICH: Final[dict[str, Any]] = {
     "branch": "post_attention_layernorm",
     "reads_mid": "pre_feedforward_layernorm",
 }
-# HF's default attention leaves soft capping out.
+# HF's default attention omits soft capping.
 SOFT_CAPS: Final[dict[str, Any]] = {"attention": "eager"}
 POST_NORM: Final[dict[str, Any]] = {"branch": "post_attention_layernorm", "reads_mid": "mlp"}
 FALCON_AT: Final[dict[str, Any]] = {"blocks": "transformer.h", "branch": "self_attention"}
@@ -55,9 +55,9 @@ GDN: Final = {
 }
 BFLOAT16: Final[dict[str, Any]] = {
     "dtype": "bfloat16",
-    "inside": "its kernels for the CPU take bfloat16 alone, which rounds more than the tolerance",
+    "no_parity": "its CPU kernels support only bfloat16, which rounds by more than the tolerance",
 }
-# vLLM's RMSNorm kernel for the CPU takes the rows of a tensor that is a slice of a wider one for contiguous: all but
-# the first come out wrong. A compiled engine does not use it, and neither do these rows.
+# vLLM's CPU RMSNorm kernel assumes that rows are contiguous; for a slice of a wider tensor all but the first row come
+# out wrong. A compiled engine does not use it, and neither do these rows.
 NATIVE: Final[dict[str, Any]] = {"engine": {"compilation_config": {"custom_ops": ["none"]}}}
 ONE_BRANCH: Final[dict[str, Any]] = {"reads_mid": None, "one_branch": True}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Architectures that HF Transformers does not have: values and causes inside vLLM (``identities.py`` says how)."""
+"""Proof of the architectures that HF Transformers does not have, by ``identities.py``."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ import pytest
 
 from tests.conformance.identities import Check
 from tests.conformance.model import TinyModel
-from tests.conformance.proof import Proof, prove_inside
+from tests.conformance.proof import Proof, prove_by_identities
 from tests.conformance.reference_process import ReferenceProcess
-from tests.conformance.selection import INSIDE
+from tests.conformance.selection import IDENTITIES
 
 
-@pytest.fixture(scope="module", params=INSIDE, ids=str)
+@pytest.fixture(scope="module", params=IDENTITIES, ids=str)
 def proven(
     request: pytest.FixtureRequest, reference_process: ReferenceProcess, zoo_folder: Path
 ) -> tuple[TinyModel, Proof]:
-    return request.param, prove_inside(request.param, zoo_folder, reference_process)
+    return request.param, prove_by_identities(request.param, zoo_folder, reference_process)
 
 
 def test_values_and_causes(proven: tuple[TinyModel, Proof]) -> None:
-    """Catches a tap on the wrong side of a sublayer, on one summand of two, or off by one layer; weights under which an
-    engine that does nothing would pass; and a row that proves another class than it says.
+    """Catches a tap on the wrong side of a sublayer, on one summand, or off by one layer.
+
+    Also catches edits without effect and a row that proves another class than it claims.
     """
     tiny, proof = proven
     problems = proof.problems(tiny)
@@ -33,9 +34,11 @@ def test_values_and_causes(proven: tuple[TinyModel, Proof]) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_proof_that_fails_says_so(dtype: str) -> None:
-    """Catches criteria that nothing can miss: a wrong row, an edit that comes late, one without effect, another class
-    and, in bfloat16, numbers that are not HF's, each by itself.
+def test_proof_reports_each_problem(dtype: str) -> None:
+    """Catches criteria that no evidence can fail.
+
+    Each of these must be reported by itself: a wrong row, a late edit, an edit without effect, another class and, in
+    bfloat16, rows that are far from HF's.
     """
     tiny = TinyModel("made_up", "x", {}, "FUSED", "Layer", dtype=dtype)
     sound = Proof("A", "identities inside vLLM", ("Layer",), (Check("row", 1e-6), Check("edit", 1e-6, 1.0)), 0.01)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands in for parts that vLLM's CPU build lacks, by hand."""
+"""Replacements for parts that vLLM's CPU build lacks, checked by hand."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from tests.conformance.kernels import _selective_scan, torchvision_in_name
+from tests.conformance.kernels import _selective_scan, torchvision_stub
 
 SOFTPLUS_1 = 1.3132616875182228
 
@@ -17,7 +17,7 @@ SOFTPLUS_1 = 1.3132616875182228
 def scan(
     u: torch.Tensor, starts: list[int], states: torch.Tensor, known: list[bool], a: float = 0.0, z: bool = False
 ) -> torch.Tensor:
-    """One channel with one state, steps of ``softplus(0 + 1)``, ``b = 2``, ``c = 3``, ``d = 10``."""
+    """Scan one channel with one state, steps of ``softplus(0 + 1)``, ``b = 2``, ``c = 3``, ``d = 10``."""
     tokens = u.shape[-1]
     delta, gate = torch.zeros(1, tokens), torch.ones(1, tokens) if z else None
     _selective_scan(
@@ -28,7 +28,7 @@ def scan(
     return (delta if gate is None else gate)[0]
 
 
-def test_the_scan_by_hand() -> None:
+def test_selective_scan() -> None:
     """Catches a step without its bias or softplus, a state that leaks to the next request, and a forgotten skip."""
     states = torch.full((2, 1, 1), 7.0)
     out = scan(torch.tensor([1.0, 2.0, 5.0]), [0, 2, 3], states, [False, False])
@@ -38,8 +38,8 @@ def test_the_scan_by_hand() -> None:
 
 
 @pytest.mark.parametrize("z", [False, True])
-def test_a_scan_in_two_parts_is_the_scan(z: bool) -> None:
-    """Catches a prompt whose second part starts from nothing, and a gate that is left out of one of them."""
+def test_selective_scan_in_two_parts(z: bool) -> None:
+    """Catches a prompt whose second part starts from a zero state, and a gate that is missing in one part."""
     u = torch.tensor([1.0, -2.0, 0.5, 3.0])
     whole = scan(u, [0, 4], torch.zeros(1, 1, 1), [False], a=-0.4, z=z)
     states = torch.zeros(1, 1, 1)
@@ -50,9 +50,9 @@ def test_a_scan_in_two_parts_is_the_scan(z: bool) -> None:
 
 
 @pytest.mark.skipif(find_spec("torchvision") is not None, reason="torchvision is installed, and is used")
-def test_names_of_torchvision_are_gone_behind_the_block() -> None:
-    """Catches empty names that another test would take for torchvision."""
-    with torchvision_in_name():
+def test_torchvision_stub_is_removed() -> None:
+    """Catches a stub that another test would mistake for torchvision."""
+    with torchvision_stub():
         from torchvision.transforms import v2
 
         assert v2.anything is not None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The HF reference itself: its streams are the model's, and each point is where the identities say."""
+"""The HF reference: its streams are the model's, and each point satisfies its identity."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from tests.conformance.hf_reference import Array, Intervention, Trace
 from tests.conformance.model import HIDDEN, LAYERS, TinyModel
 from tests.conformance.parity import MIN_EFFECT, TOLERANCE
 from tests.conformance.reference_process import ReferenceProcess
-from tests.conformance.selection import AGAINST_HF
+from tests.conformance.selection import PARITY
 
 TOKENS = (5, 9, 17, 33, 60, 2, 11, 90, 41, 7, 28, 66)
 LAYER = 1
 MIDDLE = tuple(range(4, 9))
-SEQUENTIAL = [tiny for tiny in AGAINST_HF if tiny.reads_mid is not None]
-IN_PARALLEL = [tiny for tiny in AGAINST_HF if tiny.recipe == "PARALLEL"]
+SEQUENTIAL = [tiny for tiny in PARITY if tiny.reads_mid is not None]
+IN_PARALLEL = [tiny for tiny in PARITY if tiny.recipe == "PARALLEL"]
 
 
 @dataclass(frozen=True)
 class Subject:
-    """One row's ``Reference``, in its own process."""
+    """One row's ``Reference`` in the reference process."""
 
     tiny: TinyModel
     process: ReferenceProcess
@@ -44,7 +44,7 @@ class Subject:
         return given, returned
 
     def push(self, point: str, layer: int) -> Trace:
-        """A run with a random vector, as long as the stream, added at one place."""
+        """Run with a random vector, as long as the stream, added at one site."""
         stream = self.run().x_mid[LAYER]
         vector = np.random.default_rng(3).standard_normal(HIDDEN).astype(np.float32)
         vector *= np.linalg.norm(stream, axis=-1).mean() / np.linalg.norm(vector)
@@ -61,31 +61,31 @@ def subject(request: pytest.FixtureRequest, reference_process: ReferenceProcess)
     return Subject(request.param, reference_process)
 
 
-def _far(one: Trace, other: Trace) -> float:
+def _distance(one: Trace, other: Trace) -> float:
     return float(np.abs(one.logprobs - other.logprobs).max())
 
 
-@over(AGAINST_HF)
-def test_each_block_starts_from_the_stream_that_the_one_before_it_left(subject: Subject) -> None:
-    """Catches a block output that is not the stream, as where a tuple holds something else first."""
+@over(PARITY)
+def test_block_input_is_the_previous_output(subject: Subject) -> None:
+    """Catches a block output that is not the stream, such as the wrong element of a tuple."""
     trace = subject.run()
     np.testing.assert_array_equal(trace.x_out[:-1], trace.x_in[1:])
     assert np.abs(trace.x_out - trace.x_in).max() > 0.1
 
 
-@over(AGAINST_HF)
-def test_the_streams_are_the_hidden_states_that_hf_itself_returns(subject: Subject) -> None:
+@over(PARITY)
+def test_streams_are_the_hidden_states_of_transformers(subject: Subject) -> None:
     """Catches streams off by one layer."""
     trace, returned = subject.run(), subject.hidden_states()
-    # HF's Mamba notes the stream behind each block, all others note it in front.
+    # HF's Mamba records the stream after each block, all others before it.
     streams = trace.x_out if subject.tiny.blocks == "backbone.layers" else trace.x_in
     for layer in range(LAYERS):
         np.testing.assert_array_equal(streams[layer], returned[layer])
 
 
 @over(SEQUENTIAL)
-def test_what_reads_the_stream_after_attention_is_given_that_stream(subject: Subject) -> None:
-    """Catches a branch taken before its post-norm or its multiplier: an independent look at x_mid, edited."""
+def test_input_of_the_second_norm_is_x_mid(subject: Subject) -> None:
+    """Catches a branch taken before its post-norm or its multiplier, by an independent read of the edited x_mid."""
     edit = Intervention("post_attn", LAYER, MIDDLE, Formula("add", np.full(HIDDEN, 2.0, np.float32)))
     given, _ = subject.watch(subject.tiny.reads_mid or "", edit)
     np.testing.assert_allclose(given, subject.run(edit).x_mid[LAYER], atol=1e-5)
@@ -93,22 +93,22 @@ def test_what_reads_the_stream_after_attention_is_given_that_stream(subject: Sub
 
 
 @over(IN_PARALLEL)
-def test_a_parallel_block_leaves_input_plus_attention_plus_mlp(subject: Subject) -> None:
-    """Catches a wrong x_mid where no module reads it."""
+def test_parallel_block_sums_input_attention_and_mlp(subject: Subject) -> None:
+    """Catches a wrong x_mid in blocks where no module reads it."""
     trace = subject.run()
     _, mlp = subject.watch("mlp")
     np.testing.assert_allclose(trace.x_mid[LAYER] + mlp, trace.x_out[LAYER], atol=1e-5)
 
 
-@over(AGAINST_HF)
-def test_post_block_and_the_next_pre_attn_are_one_place(subject: Subject) -> None:
-    """Catches an output edit that the next block does not see, or an input edit that misses the residual."""
-    assert _far(subject.push("post_block", LAYER), subject.push("pre_attn", LAYER + 1)) == 0.0
+@over(PARITY)
+def test_post_block_equals_the_next_pre_attn(subject: Subject) -> None:
+    """Catches an output edit that the next block does not read, and an input edit that misses the residual."""
+    assert _distance(subject.push("post_block", LAYER), subject.push("pre_attn", LAYER + 1)) == 0.0
 
 
-@over(AGAINST_HF)
-def test_one_edit_at_different_points_gives_plainly_different_answers(subject: Subject) -> None:
-    """Catches weights under which an edit made one sublayer too late would pass for one made in time."""
+@over(PARITY)
+def test_same_edit_at_different_points_differs(subject: Subject) -> None:
+    """Catches weights with which an edit one sublayer too late looks like one in time."""
     served = [point for point in POINTS if point not in subject.tiny.refused]
     if subject.tiny.one_branch:
         # Its post_attn is its pre_attn or its post_block.
@@ -116,11 +116,11 @@ def test_one_edit_at_different_points_gives_plainly_different_answers(subject: S
     runs = [subject.push(point, LAYER) for point in served] + [subject.run()]
     for index, one in enumerate(runs):
         for other in runs[:index]:
-            assert _far(one, other) > MIN_EFFECT
+            assert _distance(one, other) > MIN_EFFECT
 
 
-@over(AGAINST_HF)
-def test_an_edit_leaves_earlier_positions_alone_and_reaches_its_own(subject: Subject) -> None:
+@over(PARITY)
+def test_edits_change_no_earlier_position(subject: Subject) -> None:
     """Catches edits of the wrong rows."""
     for point in ("pre_attn", "post_block"):
         change = np.abs(subject.push(point, LAYER).logprobs - subject.run().logprobs).max(-1)
@@ -129,8 +129,8 @@ def test_an_edit_leaves_earlier_positions_alone_and_reaches_its_own(subject: Sub
 
 
 @over(IN_PARALLEL)
-def test_an_edit_between_attention_and_mlp_of_a_parallel_block_is_an_error(subject: Subject) -> None:
-    """Catches a reference that would take what no engine can do."""
+def test_refuses_post_attn_edits_of_parallel_blocks(subject: Subject) -> None:
+    """Catches a reference that accepts an edit that no engine can make."""
     with pytest.raises(ValueError, match="post_attn"):
         subject.push("post_attn", LAYER)
 
@@ -151,7 +151,7 @@ def _vector(numbers: list[int]) -> Vector:
         (Formula("clamp", _vector([0, 5]), 0.5, 3.0, None), [[1.0, 2.5], [0.0, -1.0]]),
     ],
 )
-def test_formulas_by_hand(formula: Formula, expected: list[list[float]]) -> None:
+def test_formulas(formula: Formula, expected: list[list[float]]) -> None:
     """Catches a formula that is not the published one (strength inside the clamp, a vector not of unit length)."""
     rows = torch.tensor([[1.0, 2.0], [0.0, -5.0]])
     np.testing.assert_allclose(formula(rows).numpy(), expected, rtol=1e-6)
@@ -172,6 +172,6 @@ def test_formulas_by_hand(formula: Formula, expected: list[list[float]]) -> None
         ([(-2, 5)], [2, 3, 4]),
     ],
 )
-def test_selectors_by_hand(tokens: object, expected: list[int]) -> None:
+def test_selectors(tokens: object, expected: list[int]) -> None:
     """Catches positions counted from the wrong end."""
     assert positions(tokens, 4, 6) == expected  # type: ignore[arg-type]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The architectures of the conformance tests that HF Transformers has: one row each, with only its exceptions."""
+"""Architectures of the conformance tests that HF Transformers has: one row each, stating only its exceptions."""
 
 from __future__ import annotations
 

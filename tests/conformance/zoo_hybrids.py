@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoders in which something else than attention mixes the tokens: state spaces, linear attention, convolution."""
+"""Decoders with token mixers other than attention: state spaces, linear attention, convolutions."""
 
 from __future__ import annotations
 
@@ -67,6 +67,6 @@ HYBRIDS: Final[tuple[TinyModel, ...]] = (
               "num_key_value_heads": 4, "intermediate_size": 128, "use_mamba_kernels": False, "adapter_rank": 16,
               "use_mem_rope": True}, "UNFUSED", "Zamba2HybridLayer+Zamba2MambaDecoderLayer",
               branch="mamba|mamba_decoder.mamba", **ONE_BRANCH,
-              inside="sums of its state space in another order move log-probabilities by 2e-4"),
+              no_parity="another order of the sums in its state space changes log-probabilities by 2e-4"),
 )
 # fmt: on

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoders that vLLM has layers of its own for."""
+"""Decoders for which vLLM has its own layers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.conformance.shapes import (
 # fmt: off
 NATIVE: Final[tuple[TinyModel, ...]] = (
     TinyModel("llama", "LlamaConfig", GQA, "FUSED", "LlamaDecoderLayer"),
-    # Other names of the same code, each loaded under its own.
+    # Other names of the same code, each loaded by that name.
     *(TinyModel(name.removesuffix("ForCausalLM").lower() + "_name", "LlamaConfig", GQA, "FUSED", "LlamaDecoderLayer",
                 architecture=name)
       for name in ("LLaMAForCausalLM", "InternLM3ForCausalLM", "IQuestCoderForCausalLM", "TeleChat3ForCausalLM")),
@@ -141,7 +141,7 @@ NATIVE: Final[tuple[TinyModel, ...]] = (
               "add_full_attention_sink_bias": False, "scoring_func": "sigmoid", "topk_method": "noaux_tc",
               "rope_theta": 5_000_000.0, "swa_rope_theta": 10_000.0, "partial_rotary_factor": 0.334,
               "v_head_dim": 32}, "FUSED", "MiMoV2FlashDecoderLayer",
-              inside="the settings of HF's class are not those that vLLM reads"),
+              no_parity="vLLM reads other settings than HF's class has"),
     TinyModel("minimax_m2", "MiniMaxM2Config", {"rotary_dim": 32, "use_routing_bias": True,
               "scoring_func": "sigmoid"}, "FUSED", "MiniMaxM2DecoderLayer", gpu_only=True),
     TinyModel("ministral3", "Ministral3Config", {}, "FUSED", "MistralDecoderLayer"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Multimodal models, whose language model is steered: asked with text alone, so that no tower takes part."""
+"""Multimodal models, of which the language model is steered; requests have only text, so no tower runs."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from tests.conformance.shapes import (
 
 CLIP: Final = Part("CLIPVisionConfig")
 SIGLIP: Final = Part("SiglipVisionConfig")
-# Positions of three axes, which are one and the same in text.
+# Positions have three axes, which are equal in text.
 _AXES: Final[dict[str, Any]] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
 }
-# GLM turns half of a head.
+# GLM rotates half of a head.
 _HALF: Final[dict[str, Any]] = {
     "rope_parameters": {
         "rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3], "partial_rotary_factor": 0.5
@@ -38,7 +38,7 @@ _HALF: Final[dict[str, Any]] = {
 def _row(
     config: str, text: Part, layer: str, recipe: str = "FUSED", tower: Part | None = None, **more: Any
 ) -> TinyModel:
-    """``tower`` where the wrapper's class leaves the kind of its tower open; it has one, of pictures or of sound."""
+    """Return a row; ``tower`` is given if the wrapper's config class does not fix the kind of its tower."""
     name = config.removesuffix("Config").strip("_").lower() + "_wrapper"
     settings = {"text_config": text, **more.pop("settings", {})}
     if tower is not None:
@@ -56,7 +56,7 @@ WRAPPERS: Final[tuple[TinyModel, ...]] = (
     _row("LlavaOnevisionConfig", Part("Qwen2Config", MQA), "Qwen2DecoderLayer", tower=SIGLIP),
     _row("Gemma3Config", Part("Gemma3TextConfig", GEMMA), "Gemma3DecoderLayer", **SANDWICH),
     _row("PaliGemmaConfig", Part("GemmaConfig", GQA), "GemmaDecoderLayer", tower=SIGLIP,
-         inside="HF lets the tokens of a prompt see each other in both directions"),
+         no_parity="in HF the tokens of a prompt attend to each other in both directions"),
     _row("Mistral3Config", Part("MistralConfig", {**GQA, "sliding_window": None}), "MistralDecoderLayer",
          tower=Part("PixtralVisionConfig")),
     _row("Idefics3Config", Part("LlamaConfig", GQA), "LlamaDecoderLayer", blocks="model.text_model.layers"),

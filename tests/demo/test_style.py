@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo's style score, on texts that its weights were not chosen on: the standard library's code and its prose."""
+"""The demo's style score, on the standard library's code and prose, which its weights were not chosen on."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def prose_pieces() -> list[str]:
 
 
 def cut(source: str) -> list[str]:
-    """Runs of LENGTH characters, cut anywhere, as generated text is."""
+    """Return pieces of LENGTH characters, cut anywhere, as generated text is."""
     return [source[start : start + LENGTH] for start in range(0, len(source) - LENGTH, LENGTH)]
 
 
@@ -56,43 +56,43 @@ def test_prose_scores_low(prose_pieces: list[str]) -> None:
     assert sum(scores) / len(scores) < 0.1
 
 
-def test_mixture_lies_between() -> None:
-    """Catches a score that only looks at the first line: code that turns into prose is neither."""
+def test_mixed_text_scores_between() -> None:
+    """Catches a score that depends on the first line only."""
     code, text = "x = f(1)\ny = g(x)\n", "The value of this is shown to the user when it is known.\n"
     assert style.score(text) < style.score(text + code) < style.score(code)
 
 
-def test_length_does_not_matter(code_pieces: list[str], prose_pieces: list[str]) -> None:
-    """Catches features that are counts instead of shares: a text twice over has the score of the text."""
+def test_score_is_independent_of_length(code_pieces: list[str], prose_pieces: list[str]) -> None:
+    """Catches features that are counts instead of shares: a repeated text has the score of the text."""
     for piece in (*code_pieces[:20], *prose_pieces[:20]):
         once, twice = (style.score(text) for text in (piece + "\n", f"{piece}\n{piece}\n"))
         assert once == pytest.approx(twice, abs=0.02)
 
 
 @given(st.text())
-def test_score_is_a_share(text: str) -> None:
-    """Catches a division by zero or a value outside [0, 1] on odd texts."""
+def test_score_is_in_the_unit_interval(text: str) -> None:
+    """Catches a division by zero or a value outside [0, 1] on unusual texts."""
     assert 0.0 <= style.score(text) <= 1.0
 
 
-def test_blank_is_undecided() -> None:
-    """Catches an empty continuation being counted as a success of either kind."""
+def test_blank_text_scores_one_half() -> None:
+    """Catches an empty continuation that counts as code or as prose."""
     assert style.score("") == style.score(" \n\t") == 0.5
 
 
 @pytest.mark.parametrize("opening", prompts.CODE)
 def test_code_openings_are_code(opening: str) -> None:
-    """Catches an opening in the wrong list, which would blur the vector."""
+    """Catches an opening in the wrong list, which would weaken the vector."""
     assert style.score(opening) > 0.5
 
 
 @pytest.mark.parametrize("opening", prompts.PROSE)
 def test_prose_openings_are_prose(opening: str) -> None:
-    """Catches an opening in the wrong list, which would blur the vector."""
+    """Catches an opening in the wrong list, which would weaken the vector."""
     assert style.score(opening) < 0.5
 
 
 def test_lists_are_balanced() -> None:
-    """Catches a repeated opening or lists of unequal length, which would weigh one kind's topics more."""
+    """Catches a repeated opening or lists of unequal length, which would bias the vector."""
     assert len(set(prompts.CODE)) == len(set(prompts.PROSE)) == len(prompts.CODE) == len(prompts.PROSE)
     assert not set(prompts.NEUTRAL) & {*prompts.CODE, *prompts.PROSE}

@@ -16,7 +16,7 @@ from tests.engine.conftest import close
 from tests.engine.test_off import worker_of
 from tests.engine.test_self_check import taps_put_by
 from tests.tiny import LAYERS, direction, make_llm
-from tests.wrong_branches import behind_the_stream, copied, other_summand
+from tests.wrong_taps import after_the_stream, copied_output, other_summand
 from vllm_steer import Edit
 from vllm_steer.engine.self_check import self_check
 from vllm_steer.models import install
@@ -113,8 +113,8 @@ def test_the_check_at_start_covers_them(every: Any) -> None:
     ("maker", "wrong", "said"),
     [
         ("_with_branch", other_summand, "attn_out of layer 0: post_attn of layer 0 is not"),
-        ("_with_branch", behind_the_stream, "attn_out of layer 0: an edit there .* post_attn of layer 0 more"),
-        ("_tap_output", copied, "mlp_in of layer 0: an edit there .* mlp_out of layer 0"),
+        ("_with_branch", after_the_stream, "attn_out of layer 0: an edit there .* post_attn of layer 0 more"),
+        ("_tap_output", copied_output, "mlp_in of layer 0: an edit there .* mlp_out of layer 0"),
     ],
 )
 def test_wrong_taps_on_the_branches_keep_the_engine_from_serving(

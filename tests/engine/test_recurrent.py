@@ -17,7 +17,7 @@ import torch
 from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadataBuilder
 from vllm.v1.attention.backends.short_conv_attn import ShortConvAttentionMetadataBuilder
 
-from tests.conformance.engine import ON_A_GPU, engine_settings
+from tests.conformance.engine import GPU_SETTINGS, engine_settings
 from tests.conformance.model import VOCAB, save
 from tests.conformance.zoo import BY_NAME
 from tests.engine.answers import logprobs_of, params, prompt, run
@@ -53,7 +53,7 @@ def workload() -> tuple[list[Any], list[Any]]:
 
 
 def start(name: str, path: Path, mode: str, settings: Mapping[str, Any], **compilation: Any) -> Any:
-    own = {"enforce_eager": False, **(ON_A_GPU if torch.cuda.is_available() else {})}
+    own = {"enforce_eager": False, **(GPU_SETTINGS if torch.cuda.is_available() else {})}
     own |= engine_settings(BY_NAME[name], mode)
     own["compilation_config"] = {**own.get("compilation_config", {}), **compilation}
     return make_llm(path, max_model_len=64, **own, **settings)

@@ -18,12 +18,12 @@ import pytest
 import torch
 
 from tests.conformance.model import save
-from tests.conformance.test_wrong_taps import WRONG
 from tests.conformance.zoo import BY_NAME
 from tests.engine.answers import params, prompt, run, tokens_of
 from tests.engine.conftest import close
 from tests.engine.test_off import worker_of
 from tests.tiny import make_llm
+from tests.wrong_taps import WRONG
 from vllm_steer.engine.self_check import self_check
 from vllm_steer.models import install
 from vllm_steer.models.self_check_plan import SelfCheckError

@@ -24,7 +24,7 @@ from tests.conformance.engine import prepare_environment
 prepare_environment()
 
 from tests.conformance.gpu_rows import ON_GPU  # noqa: E402
-from tests.conformance.proof import Proof, prove_inside  # noqa: E402
+from tests.conformance.proof import Proof, prove_by_identities  # noqa: E402
 from tests.conformance.reference_process import ReferenceProcess  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -61,7 +61,7 @@ def test_values_and_causes(
 ) -> None:
     """Catches a tap on the wrong side of a sublayer, on one summand of two, or off by one layer."""
     tiny = dataclasses.replace(ON_GPU[name], dtype="bfloat16")
-    proof: Proof = prove_inside(tiny, tmp_path, reference_process)
+    proof: Proof = prove_by_identities(tiny, tmp_path, reference_process)
     problems = proof.problems(tiny)
     assert not problems, "\n".join(problems)
     results.append(proof.as_row(tiny))

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.conformance.test_wrong_taps import WRONG
 from tests.gpu.runner import choose_runner
 from tests.gpu.test_engine import VARIANTS, model
+from tests.wrong_taps import WRONG
 from vllm_steer import LLM
 from vllm_steer.models import install
 from vllm_steer.models.self_check_plan import SelfCheckError

@@ -38,7 +38,7 @@ class Block:
     def unused(self):
         return 1
 '''
-# What every Python must find for BLOCK. A change here makes every digest that was written before worthless.
+# Digest of BLOCK on every version of Python. Changing it invalidates all recorded digests.
 DIGEST = "b9c743450dbb4351be97775c557c5af8dc8b9e5f51f6862cd8b3a4e469a5ad00"
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the self-check concludes from reads, on a model of a few lines whose taps are right, or wrong."""
+"""Conclusions of the self-check, on a model of a few lines with right or wrong taps."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ Noise = Callable[[Rows], Rows]
 
 @dataclass
 class Model:
-    """Each layer mixes tokens, then goes on by itself; ``noise`` is put on all that is read and edited."""
+    """A model whose layers mix tokens and then apply an MLP; ``noise`` is applied to all reads and edits."""
 
     noise: Noise = lambda rows: rows
     own_embedding: float = 0.0
-    """How much of the token itself the MLP adds, past the stream."""
+    """Scale of what the MLP adds for the token itself, independent of the stream."""
     late: Site | None = None
-    """A point whose edits miss the branch that starts there."""
+    """Site whose edits miss the branch that starts there."""
     swapped: Site | None = None
-    """A point on a branch that is put on the other summand."""
+    """Site on a branch whose tap is on the other summand."""
     flips: bool = False
-    """Whether the MLP sends the second token elsewhere in every run."""
+    """Whether the MLP routes the second token differently in every run."""
     random: np.random.Generator = field(default_factory=lambda: np.random.default_rng(1))
 
     def __post_init__(self) -> None:
@@ -89,7 +89,7 @@ class Model:
         return seen
 
     def branch(self, layer: int, which: int, context: Rows, tap: Callable[[Site, Rows], Rows]) -> Rows:
-        """What a sublayer gives; the second computes on what ``mlp_in`` leaves of a norm."""
+        """Return the output of a sublayer; the second one reads a norm through ``mlp_in``."""
         if which:
             normed = context / np.linalg.norm(context, axis=-1, keepdims=True) * HIDDEN**0.5
             edited = tap(("mlp_in", layer), normed)
@@ -106,20 +106,20 @@ def check(model: Model, sites: list[Site] | None = None, epsilon: float = EPSILO
     return check_hops(hops, got, base, donor, epsilon)
 
 
-def test_right_taps_pass() -> None:
-    """Catches a check that accuses a sound model, or that has nothing to compare."""
+def test_accepts_right_taps() -> None:
+    """Catches a check that refuses right taps, or that compares nothing."""
     assert check(Model()) == Verdict(hops=2 * LAYERS, conclusive=2 * LAYERS)
 
 
 @pytest.mark.parametrize("late", [("pre_attn", 0), ("pre_attn", 2), ("post_attn", 1)])
-def test_an_edit_that_its_branch_does_not_see_is_named(late: Site) -> None:
-    """Catches a comparison so coarse that a missed branch drowns in it."""
+def test_names_an_edit_that_misses_its_branch(late: Site) -> None:
+    """Catches a tolerance that hides a missed branch."""
     with pytest.raises(SelfCheckError, match=rf"^{late[0]} of layer {late[1]}: an edit"):
         check(Model(late=late))
 
 
-def test_rounding_is_no_fault_and_no_excuse() -> None:
-    """Catches a tolerance of float32 on bfloat16, and one under which nothing could be wrong."""
+def test_tolerates_rounding_only() -> None:
+    """Catches a float32 tolerance on bfloat16, and a tolerance that accepts everything."""
 
     def rounded(rows: Rows) -> Rows:
         kept = rows.astype(np.float32).view(np.uint32) + np.uint32(0x8000) & np.uint32(0xFFFF0000)
@@ -131,20 +131,20 @@ def test_rounding_is_no_fault_and_no_excuse() -> None:
         check(Model(noise=rounded, late=("post_attn", 1)), epsilon=bfloat16)
 
 
-def test_what_a_model_adds_for_the_token_itself_is_no_fault() -> None:
-    """Catches a check that refuses per-layer embeddings: the donor's first token is another one."""
-    for size in (0.02, 0.5):  # such that the stream remains what it is, and such that it drowns
+def test_accepts_values_added_for_the_token_itself() -> None:
+    """Catches a check that refuses per-layer embeddings: the donor's first token differs."""
+    for size in (0.02, 0.5):  # small beside the stream, and large
         assert check(Model(own_embedding=size)).hops == 2 * LAYERS
     with pytest.raises(SelfCheckError, match="post_attn of layer 1"):
         check(Model(own_embedding=0.02, late=("post_attn", 1)))
 
 
-def test_one_token_that_is_routed_elsewhere_is_no_fault() -> None:
-    """Catches an engine that does not start since rounding sent a token to another expert."""
+def test_accepts_one_token_with_other_experts() -> None:
+    """Catches an engine that does not start because rounding routed a token to another expert."""
     assert check(Model(flips=True)).hops == 2 * LAYERS
 
 
-def test_a_site_without_rows_is_named() -> None:
+def test_names_a_site_without_rows() -> None:
     """Catches a tap that never ran."""
     model, sites = Model(), served_sites(ON_STREAM, range(LAYERS), {})
     base, donor = (dict(model.run(Probe(donor=d))) for d in (False, True))
@@ -153,8 +153,8 @@ def test_a_site_without_rows_is_named() -> None:
         check_plain(sites, base, donor, EPSILON)
 
 
-def test_layers_that_do_not_join_are_named() -> None:
-    """Catches taps that are on other layers than they say."""
+def test_names_layers_that_do_not_join() -> None:
+    """Catches taps on other layers than they claim."""
     model, sites = Model(), served_sites(ON_STREAM, range(LAYERS), {})
     base, donor = (dict(model.run(Probe(donor=d))) for d in (False, True))
     base["pre_attn", 1], base["pre_attn", 2] = base["pre_attn", 2], base["pre_attn", 1]
@@ -162,8 +162,8 @@ def test_layers_that_do_not_join_are_named() -> None:
         check_plain(sites, base, donor, EPSILON)
 
 
-def test_what_is_refused_or_elsewhere_is_left_out() -> None:
-    """Catches a hop across layers, over a point that is not served, or on another stage's layers."""
+def test_skips_refused_points_and_other_stages() -> None:
+    """Catches a hop across layers, to a refused point, or on another stage's layers."""
     sites = served_sites(ON_STREAM, [1, 2], {"post_attn": {"2": "parallel"}})
     assert hops_of(sites) == [
         Hop(("pre_attn", 1), ("post_attn", 1)),
@@ -173,8 +173,8 @@ def test_what_is_refused_or_elsewhere_is_left_out() -> None:
     assert check(Model(), sites).hops == 3
 
 
-def test_a_zero_branch_tells_nothing_and_is_no_fault() -> None:
-    """Catches the refusal of a model whose layer adds nothing."""
+def test_zero_branch_is_inconclusive() -> None:
+    """Catches a refusal of a model with a layer that adds nothing."""
     model = Model()
     model.weights[1, 0] = 0.0
     assert check(model) == Verdict(hops=2 * LAYERS, conclusive=2 * LAYERS - 1)
@@ -183,27 +183,27 @@ def test_a_zero_branch_tells_nothing_and_is_no_fault() -> None:
 EVERYWHERE = served_sites(POINT_NAMES, range(LAYERS), {})
 
 
-def test_points_on_the_branches_are_checked() -> None:
-    """Catches a check that leaves them out: seven hops in each layer, and each tells."""
+def test_checks_points_on_the_branches() -> None:
+    """Catches a check without them: there are seven hops per layer, all conclusive."""
     assert check(Model(), EVERYWHERE) == Verdict(hops=7 * LAYERS, conclusive=7 * LAYERS)
 
 
 @pytest.mark.parametrize("point", ["attn_out", "mlp_out"])
-def test_a_branch_on_the_other_summand_is_named(point: PointName) -> None:
-    """Catches a point that reads, and edits, the stream in the site of what is added to it."""
+def test_names_a_branch_on_the_other_summand(point: PointName) -> None:
+    """Catches a point that reads and edits the stream instead of the branch."""
     with pytest.raises(SelfCheckError, match=rf"^{point} of layer 1: .* is not .* plus what {point} reads"):
         check(Model(swapped=(point, 1)), EVERYWHERE)
 
 
 @pytest.mark.parametrize("point", ["mlp_in"])
-def test_an_edit_that_the_mlp_does_not_see_is_named(point: PointName) -> None:
-    """Catches an edit of the MLP's input that comes when the MLP has run; reads of it are right."""
+def test_names_an_edit_that_misses_the_mlp(point: PointName) -> None:
+    """Catches an edit of the MLP's input after the MLP has run; its reads are right."""
     with pytest.raises(SelfCheckError, match=rf"^{point} of layer 2: an edit .* mlp_out"):
         check(Model(late=(point, 2)), EVERYWHERE)
 
 
-def test_an_edit_behind_the_sum_is_named() -> None:
-    """Catches an edit of a branch that the stream after attention does not have."""
+def test_names_an_edit_after_the_sum() -> None:
+    """Catches an edit of a branch that is missing from the stream after attention."""
 
     class Behind(Model):
         def run(self, probe: Probe) -> dict[Site, Rows]:
@@ -217,8 +217,8 @@ def test_an_edit_behind_the_sum_is_named() -> None:
         check(Behind(), EVERYWHERE)
 
 
-def test_ranks_run_as_many_requests_whatever_they_serve() -> None:
-    """Catches ranks whose batches differ: a collective operation would then wait for ever."""
+def test_all_ranks_run_the_same_number_of_requests() -> None:
+    """Catches ranks whose batches differ, so that a collective operation hangs."""
     refused = {"post_attn": {"1": "parallel"}, "mlp_in": {"1": "parallel"}}
     kinds = [
         hops_of(served_sites(POINT_NAMES, layers, why)) for layers, why in (([0, 1], {}), ([2], {}), ([0, 1], refused))
@@ -230,8 +230,8 @@ def test_ranks_run_as_many_requests_whatever_they_serve() -> None:
     assert len(aligned_hops(on_stream, hops_of(on_stream))) == len(on_stream)
 
 
-def test_beside_attention_the_mlp_starts_from_the_block() -> None:
-    """Catches a block of two branches side by side that is checked as if one came after the other, or not at all."""
+def test_hops_of_a_parallel_block() -> None:
+    """Catches a parallel block that is checked as a sequential one, or not at all."""
     sites = served_sites(POINT_NAMES, [0], {point: {"0": "parallel"} for point in ("post_attn", "mlp_in")})
     assert set(hops_of(sites)) == {
         Hop(("pre_attn", 0), ("post_block", 0)),
@@ -242,8 +242,8 @@ def test_beside_attention_the_mlp_starts_from_the_block() -> None:
     }
 
 
-def test_plain_requests_read_every_site_in_pieces() -> None:
-    """Catches a site that falls between two requests."""
+def test_plain_probes_read_every_site() -> None:
+    """Catches a site that falls between two probes."""
     sites = served_sites(ON_STREAM, range(LAYERS), {})
     probes = plain_probes(sites, 4)
     assert [len(probe.reads) for probe in probes] == [4, 4, 4, 4, 1, 1]
@@ -252,18 +252,18 @@ def test_plain_requests_read_every_site_in_pieces() -> None:
 
 
 def finals(seed: int, scale: float = 1.0) -> list[Rows]:
-    """Last hidden states of both requests."""
+    """Return the last hidden states of both requests."""
     random = np.random.default_rng(seed)
     return [scale * random.standard_normal((TOKENS, HIDDEN)) for _ in range(2)]
 
 
-def test_codes_that_differ_by_rounding_pass() -> None:
-    """Catches an engine that does not start since two kernels round in another order, or one token changes experts."""
+def test_plain_code_may_differ_by_rounding() -> None:
+    """Catches an engine that does not start because kernels sum in another order or one token changes experts."""
     tapped = finals(1)
     check_plain_code(tapped, tapped, EPSILON)
     rounded = [rows + change for rows, change in zip(tapped, finals(2, 1e-3), strict=True)]
     check_plain_code(tapped, rounded, 2**-8)
-    # Also where the two requests come to the same, and nothing but rounding is allowed.
+    # Equal requests: only rounding is tolerated.
     check_plain_code([tapped[0], tapped[0]], [rounded[0], rounded[0]], 2**-8)
     for request, token in np.ndindex(2, TOKENS):
         elsewhere = [rows.copy() for rows in tapped]
@@ -273,8 +273,8 @@ def test_codes_that_differ_by_rounding_pass() -> None:
 
 @pytest.mark.parametrize("tokens", [slice(0, 1), slice(1, None), slice(None)])
 @pytest.mark.parametrize("value", [0.0, np.nan])
-def test_codes_that_compute_something_else_are_refused(tokens: slice, value: float) -> None:
-    """Catches a plain code with other weights, or whose attention reads another cache: first tokens are right then."""
+def test_refuses_plain_code_that_computes_something_else(tokens: slice, value: float) -> None:
+    """Catches plain code with other weights, or whose attention reads another cache (first tokens are right then)."""
     tapped = finals(1)
     plain = [rows.copy() for rows in tapped]
     for rows in plain:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `scripts/setup.sh` says when it cannot do its work: one sentence, and a failure."""
+"""Failures of `scripts/setup.sh`: one sentence and a non-zero exit status."""
 
 import os
 import shutil
@@ -16,7 +16,7 @@ CLOSED_PORT = "http://127.0.0.1:9/simple"
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    """A folder with what the set-up reads; its name has a space in it."""
+    """Return a folder with the files that the set-up reads. Its name contains a space."""
     root = tmp_path / "a clone"
     for name in ("requirements", "scripts"):
         shutil.copytree(ROOT / name, root / name)
@@ -26,7 +26,7 @@ def clone(tmp_path: Path) -> Path:
 
 
 def set_up(root: Path, **settings: str) -> subprocess.CompletedProcess[str]:
-    """Run it with nothing of the caller's pip settings."""
+    """Run the set-up without the caller's pip settings."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
     environment |= {"PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": CLOSED_PORT, **settings}
     return subprocess.run(
@@ -39,8 +39,8 @@ def set_up(root: Path, **settings: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def pretend_python(folder: Path, version: str) -> Path:
-    """A command that is this Python and says that it is another version."""
+def fake_python(folder: Path, version: str) -> Path:
+    """Create a command that runs this Python and reports another version."""
     code = f"import sys; sys.version_info = {version}; exec(sys.argv[1])"
     path = folder / "python"
     path.write_text(f"""#!/bin/sh\nshift\nexec "{sys.executable}" -c '{code}' "$@"\n""")
@@ -58,20 +58,20 @@ def assert_refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
 
 @pytest.mark.parametrize("version", ["(3, 10, 9)", "(3, 14, 0)"])
 def test_wrong_python_is_refused(clone: Path, version: str) -> None:
-    """Catches a set-up that goes on with a Python for which the pins have no wheels."""
-    python = pretend_python(clone, version)
+    """Catches a set-up that continues with a Python without wheels for the pinned packages."""
+    python = fake_python(clone, version)
     shown = ".".join(version.strip("()").split(", ")[:2])
     assert_refused(set_up(clone, PYTHON=str(python)), f"is Python {shown}", "needs Python 3.11, 3.12 or 3.13")
     assert not (clone / ".venv").exists()
 
 
 def test_missing_python_is_refused(clone: Path) -> None:
-    """Catches `PYTHON` of a name that does not exist falling back to another Python without a word."""
-    assert_refused(set_up(clone, PYTHON="python-that-is-not-there"), "python-that-is-not-there is not there")
+    """Catches a missing `PYTHON` that silently falls back to another one."""
+    assert_refused(set_up(clone, PYTHON="python-that-is-not-there"), "python-that-is-not-there was not found")
 
 
 def test_no_python_at_all_is_refused(clone: Path, tmp_path: Path) -> None:
-    """Catches a shell error instead of a sentence where no Python is installed."""
+    """Catches a shell error instead of a message when no Python is installed."""
     tools = tmp_path / "bin"
     tools.mkdir()
     for name in ("bash", "cat", "dirname"):
@@ -80,19 +80,19 @@ def test_no_python_at_all_is_refused(clone: Path, tmp_path: Path) -> None:
 
 
 def test_unknown_lane_is_refused(clone: Path) -> None:
-    """Catches a misspelt lane that installs the default one."""
+    """Catches a misspelt lane that installs the default lane."""
     assert_refused(set_up(clone, LANE="gpu"), "LANE is 'gpu'", "cpu or cuda")
 
 
-def test_no_network_is_a_sentence(clone: Path) -> None:
-    """Catches pip's pages of retries as the only message, and a stamp that calls the failed set-up done."""
+def test_missing_network_is_reported(clone: Path) -> None:
+    """Catches pip's raw output as the only message, and a stamp after a failed set-up."""
     done = set_up(clone, PYTHON=sys.executable)
     assert_refused(done, "the package index cannot be reached", ".venv/setup.log")
     assert not (clone / ".venv/setup.stamp").exists()
 
 
-def test_make_passes_the_failure_on(clone: Path) -> None:
-    """Catches a Makefile that runs the tests in an environment that was not made."""
+def test_make_fails_if_the_setup_fails(clone: Path) -> None:
+    """Catches a Makefile that runs the tests without an environment."""
     done = subprocess.run(
         ["make", "test", "PYTHON=python-that-is-not-there"],
         cwd=clone,
@@ -101,4 +101,4 @@ def test_make_passes_the_failure_on(clone: Path) -> None:
         check=False,
     )
     assert done.returncode != 0
-    assert "python-that-is-not-there is not there" in done.stderr
+    assert "python-that-is-not-there was not found" in done.stderr

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from vllm_steer.config import SCHEDULER_CLS, SUBSETS, SWITCHES, WORKER_CLS, SteeringConfig, Switch
+from vllm_steer.config import MULTI_CHOICES, SCHEDULER_CLS, SWITCHES, WORKER_CLS, SteeringConfig, Switch
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import CONSUMERS_VARIABLE, REGISTRY_VARIABLE, RegistryOptions
 from vllm_steer.limits import ENGINE_LIMITS, MAX_BODY_MIB
@@ -72,7 +72,7 @@ def test_sizes_reach_the_engine() -> None:
 
 def test_every_setting_has_a_flag() -> None:
     """Catches a setting of the engine that the command line lost."""
-    named = (entry.name for entry in (*ENGINE_LIMITS.values(), *SWITCHES, *SUBSETS))
+    named = (entry.name for entry in (*ENGINE_LIMITS.values(), *SWITCHES, *MULTI_CHOICES))
     assert {*named, "capture_policy"} == set(SteeringConfig.__struct_fields__)
 
 
@@ -106,7 +106,8 @@ def test_unknown_points_end_the_start(text: str, capsys: pytest.CaptureFixture[s
     message = error_of(capsys, "--enable-steering", f"--steering-points={text}")
     assert "must be some of attn_out, mlp_in, mlp_out" in message
     with pytest.raises(
-        SteeringError, match=r"steering_config\.points: must be a list of some of attn_out, mlp_in, mlp_out"
+        SteeringError,
+        match=r"steering_config\.points: must be a list of distinct names out of attn_out, mlp_in, mlp_out",
     ):
         SteeringConfig.parse({"points": text.split(",")})
 

@@ -148,11 +148,11 @@ class TestRefusals:
         refused({"memory": spec}, "capture.memory", "hooks")
 
     def test_hooks_missing(self):
-        refused({"memory": {"post_block": [12]}}, "capture.memory.hooks", "missing", "'post_block' goes into hooks")
+        refused({"memory": {"post_block": [12]}}, "capture.memory.hooks", "missing", "'post_block' belongs in hooks")
 
     @pytest.mark.parametrize("hooks", [{}, None, "all", ["post_block"], 12])
     def test_hooks(self, hooks):
-        refused_spec("hooks", "point", hooks=hooks)
+        refused_spec("hooks", "post_block" if hooks == {} else "point", hooks=hooks)
 
     def test_unknown_point_lists_the_known(self):
         refused_spec("hooks", "mlp", *POINT_NAMES, hooks={"mlp": [1]})

@@ -188,12 +188,12 @@ class TestRefused:
 
     @pytest.mark.parametrize("layer", [-1, 4096, 10**5000, np.int64(-1)], ids=["-1", "4096", "huge", "numpy"])
     def test_layer_out_of_range(self, layer):
-        assert_refused("layers", "0 to 4095", layers=layer)
-        assert_refused("layers[1]", "0 to 4095", layers=[0, layer])
+        assert_refused("layers", "between 0 and 4095", layers=layer)
+        assert_refused("layers[1]", "between 0 and 4095", layers=[0, layer])
 
     @pytest.mark.parametrize("layers", [range(-1, 3), range(4090, 4097), range(10**40), range(10**12)])
     def test_range_of_layers_out_of_range(self, layers):
-        assert_refused("layers", "0 to 4095", layers=layers)
+        assert_refused("layers", "between 0 and 4095", layers=layers)
 
     @pytest.mark.parametrize("layers", [[], (), range(0)])
     def test_no_layers(self, layers):
@@ -201,7 +201,7 @@ class TestRefused:
 
     def test_duplicate_layer(self):
         """Catches a layer steered twice, or once where twice was meant."""
-        assert_refused("layers[2]", "layer 1 a second time", layers=[1, 2, np.int64(1)])
+        assert_refused("layers[2]", "repeats layer 1", layers=[1, 2, np.int64(1)])
 
     @pytest.mark.parametrize("name", ["strength", "low", "high"])
     @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ class TestRefused:
     @pytest.mark.parametrize("vector", [[0.0, -0.0], [1e-60, 0.0]], ids=["zero", "zero in float32"])
     def test_zero_vector_has_no_direction(self, kind, vector):
         bounds = {"low": 0.0} if kind == "clamp" else {}
-        assert_refused("vector", "no direction", kind, kind=kind, vector=vector, **bounds)
+        assert_refused("vector", "a direction", kind, kind=kind, vector=vector, **bounds)
 
     def test_vector_and_tokens_name_the_item(self):
         assert_refused("vector[1]", "finite", vector=[1.0, math.nan])

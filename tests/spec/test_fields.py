@@ -137,7 +137,7 @@ class TestShortFields:
 
     @pytest.mark.parametrize("key", [-1, 4096, "4096", "999999999"])
     def test_layer_out_of_range(self, key):
-        assert_refused({"steering_vectors": {"pre_attn": {key: V}}}, "steering_vectors.pre_attn", "0 to 4095")
+        assert_refused({"steering_vectors": {"pre_attn": {key: V}}}, "steering_vectors.pre_attn", "between 0 and 4095")
 
     def test_same_layer_twice(self):
         fields = {"steering_vectors": {"pre_attn": {15: V, "15": W}}}
@@ -219,7 +219,7 @@ class TestSteering:
 
     @pytest.mark.parametrize("key", ["layer", "scale", "", 1, None, "\ud800"])
     def test_unknown_field(self, key):
-        assert_refused({"steering": [EDIT | {key: 1}]}, "steering[0]", "unknown field", "strength")
+        assert_refused({"steering": [EDIT | {key: 1}]}, "steering[0]", "unknown key", "strength")
 
     @pytest.mark.parametrize("name", EDIT)
     def test_missing_field(self, name):

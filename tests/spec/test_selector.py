@@ -105,7 +105,7 @@ class TestIntervals:
     def test_range_is_the_list_of_its_positions(self, start, stop, step, prompt_len):
         listed = range(start, stop, step)
         if not listed:
-            assert_refused(listed, "t", "no token")
+            assert_refused(listed, "t", "is empty")
             return
         if refused_by_definition(listed, prompt_len):
             with pytest.raises(SteeringError):
@@ -255,9 +255,9 @@ class TestRefused:
         ids=lambda n: f"{n:.3g}" if abs(n) < 2**64 else "huge",
     )
     def test_position_beyond_int32(self, position):
-        assert_refused([position], "t[0]", "within")
-        assert_refused([[0, position]], "t[0][1]", "within")
-        assert_refused(range(position, position + 1), "t", "within")
+        assert_refused([position], "t[0]", "between")
+        assert_refused([[0, position]], "t[0][1]", "between")
+        assert_refused(range(position, position + 1), "t", "between")
 
     @pytest.mark.parametrize("value", [range(10**40), range(0, 10**9, 2)], ids=str)
     def test_range_larger_than_memory(self, value):

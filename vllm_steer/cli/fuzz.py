@@ -41,7 +41,7 @@ def fuzz(
             return
         session = Session(
             model, dtype, seed, minutes=minutes, rounds=rounds, requests=requests, graphs=graphs,
-            points=_parse_points(points), keep_going=keep_going, say=_print_progress,
+            points=_parse_points(points), keep_going=keep_going, log=_print_progress,
         )  # fmt: skip
         report = session.run()
     if out is not None:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the hook points are in each model: one recipe per decoder-layer class, and how taps are installed by it."""
+"""Recipes, one per decoder-layer class, that locate the hook points; discovery of the layers; installation of taps."""

@@ -51,7 +51,7 @@ class Decoder:
     layers: tuple[DecoderLayer, ...]
     num_layers: int
     unproven: tuple[str, ...] = ()
-    """Why layer classes are unproven, one sentence each; empty unless ``allow_unproven`` was given."""
+    """Reasons why layer classes are unproven, one sentence each; empty unless ``allow_unproven`` was given."""
 
     def refused(self, tensor_parallel: bool) -> dict[str, dict[str, str]]:
         """Return where edits are refused: ``{point: {layer number: reason}}``."""
@@ -166,7 +166,7 @@ def _find_layers(
 
 
 def recipe_of(layer: nn.Module, allow_unproven: bool) -> Recipe | None:
-    """Return the recipe of a layer's class; if ``allow_unproven``, else that of its nearest registered base class."""
+    """Return the recipe of a layer's class; with ``allow_unproven``, base classes count too."""
     classes = type(layer).__mro__ if allow_unproven else (type(layer),)
     return next((RECIPES[name] for name in map(qualified_name, classes) if name in RECIPES), None)
 

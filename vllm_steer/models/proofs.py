@@ -37,7 +37,7 @@ class Record(msgspec.Struct, frozen=True):
 
 @cache
 def all_proofs() -> tuple[str | None, tuple[Proof, ...]]:
-    """Return the vLLM version of the record and its proofs; ``(None, ())`` if there is no record."""
+    """Return the vLLM version of the record and its proofs; ``(None, ())`` without a record."""
     path = files(__package__) / FILE
     if not path.is_file():
         return None, ()
@@ -46,7 +46,7 @@ def all_proofs() -> tuple[str | None, tuple[Proof, ...]]:
 
 
 def proofs_of(architecture: str | None, layer_classes: Iterable[str]) -> list[Proof]:
-    """Return the proofs of an architecture or, if it has none, those of its layer classes in other architectures."""
+    """Return the proofs of an architecture or, if it has none, of its layer classes in other architectures."""
     names = {name.rpartition(".")[2] for name in layer_classes}
     same_layers = [row for row in all_proofs()[1] if names & set(row.layers)]
     return [row for row in same_layers if row.architecture == architecture] or same_layers

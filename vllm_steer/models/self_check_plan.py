@@ -244,7 +244,7 @@ def check_hops(hops: Sequence[Hop], got: Sequence[Rows], base: Streams, donor: S
         wrong = ~(error <= noise + 0.25 * change)
         conclusive += bool((change > 2 * noise)[1:].any())
         # Fail only if all telling tokens are wrong: rounding may route single tokens to other experts. The first token
-        # alone is no evidence, since a model may add something for the token itself; if it is right, the tap is.
+        # alone proves nothing, since a model may add something for the token itself; if it is right, the tap is.
         if telling[1:].any() and wrong[telling].all():
             _fail(
                 hop.source,

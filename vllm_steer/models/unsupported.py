@@ -11,7 +11,7 @@ from typing import Final
 
 from vllm_steer.models.vllm_layers import MODULES
 
-_STREAMS: Final = "it carries several residual streams and mixes them, so there is no single stream to read or edit"
+_STREAMS: Final = "it carries several residual streams and mixes them, so no single stream can be read or edited"
 _RESIDUALS: Final = (
     "with attention residuals (Kimi-K3) it carries several residual streams and mixes them; without them (Kimi-Linear) "
     "it has one, for which no recipe is proven"

@@ -14,7 +14,7 @@ from vllm_steer.points import OPTIONAL_POINTS
 MODULES: Final = "vllm.model_executor.models."
 
 _TWO_ATTENTIONS: Final = (
-    "{layer} has two attentions and two MLPs, with a mixture of experts beside them, so there is no single stream "
+    "{layer} has two attentions and two MLPs, with a mixture of experts beside them, so no tensor holds a stream "
     "between attention and MLP; use pre_attn or post_block"
 )
 _MULTIPLIED: Final = "{layer} multiplies the branch when it adds it, so no tensor holds what is added to the stream"

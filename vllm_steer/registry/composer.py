@@ -112,8 +112,9 @@ def _compose(ours: Mapping[str, Any], snapshot: Snapshot) -> dict[str, bytes]:
         composed[EXTRA_KEY] = own.encode_cached()
     if modules or snapshot.steering_digest is not None:
         named = [with_source(snapshot.program(each), f"{MODULES_FIELD}[{i}]") for i, each in enumerate(modules)]
-        parts = [snapshot.steering_program, *named, own]
-        composed[EXTRA_KEY] = join([part for part in parts if part is not None]).encode_cached()
+        steering = snapshot.steering_program
+        everyone = [] if steering is None else [with_source(steering, "global steering")]
+        composed[EXTRA_KEY] = join([*everyone, *named, *([] if own is None else [own])]).encode_cached()
     if modules or snapshot.steering_digest is not None or (own is not None and own.edits):
         composed[APPLIED_KEY] = _encode_applied(snapshot, modules, own)
     return composed

@@ -82,8 +82,8 @@ class Snapshot:
         if self.steering_digest is None:
             return None
         unnamed = [] if steering.content is None else [self.content(steering.content).program]
-        modules = [self.program(module) for module in steering.modules]
-        return with_source(join([*modules, *unnamed]), "global steering")
+        modules = [with_source(self.program(use), f"modules[{i}]") for i, use in enumerate(steering.modules)]
+        return join([*modules, *unnamed])
 
     def with_module(
         self, name: str, module: Module, metadata: ModuleMetadata, registered: float, limits: RegistryLimits

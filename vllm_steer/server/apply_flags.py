@@ -28,10 +28,10 @@ from vllm_steer.server.flags import (
     KEYS,
     LIMIT_DESTS,
     MODULES,
+    MULTI_CHOICE_DESTS,
     POLICY,
     REGISTRY,
     SERVER_DESTS,
-    SUBSET_DESTS,
     SWITCH_DESTS,
     dest_of,
     flag_of,
@@ -85,7 +85,7 @@ def apply_flags(args: argparse.Namespace) -> None:
 def _engine_settings(given: Mapping[str, Any]) -> dict[str, Any]:
     settings = {limit.name: given[dest] for dest, limit in LIMIT_DESTS.items() if dest in given}
     settings |= {switch.name: not switch.default for dest, switch in SWITCH_DESTS.items() if given.get(dest)}
-    settings |= {subset.name: given[dest] for dest, subset in SUBSET_DESTS.items() if dest in given}
+    settings |= {choice.name: given[dest] for dest, choice in MULTI_CHOICE_DESTS.items() if dest in given}
     if dest_of(POLICY) in given:
         settings["capture_policy"] = given[dest_of(POLICY)]
     return settings

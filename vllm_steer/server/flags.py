@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from vllm_steer.config import SUBSETS, SWITCHES, Subset, Switch
+from vllm_steer.config import MULTI_CHOICES, SWITCHES, MultiChoice, Switch
 from vllm_steer.errors import SteeringError
 from vllm_steer.limits import ENGINE_LIMITS, INLINE_KIB, RESPONSE_MIB, SERVER_LIMITS, EngineLimit, Limit
 
@@ -32,8 +32,10 @@ def flag_of(dest: str) -> str:
 
 LIMIT_DESTS: Mapping[str, EngineLimit] = MappingProxyType({limit.dest: limit for limit in ENGINE_LIMITS.values()})
 SWITCH_DESTS: Mapping[str, Switch] = MappingProxyType({dest_of(switch.flag): switch for switch in SWITCHES})
-SUBSET_DESTS: Mapping[str, Subset] = MappingProxyType({dest_of(subset.flag): subset for subset in SUBSETS})
-ENGINE_DESTS = (dest_of(POLICY), *SWITCH_DESTS, *SUBSET_DESTS, *LIMIT_DESTS)
+MULTI_CHOICE_DESTS: Mapping[str, MultiChoice] = MappingProxyType(
+    {dest_of(choice.flag): choice for choice in MULTI_CHOICES}
+)
+ENGINE_DESTS = (dest_of(POLICY), *SWITCH_DESTS, *MULTI_CHOICE_DESTS, *LIMIT_DESTS)
 """Flags that become settings of the engine."""
 SERVER_DESTS = (*map(dest_of, (CONSUMERS, REGISTRY, MODULES, KEYS)), *(limit.dest for limit in SERVER_LIMITS))
 """Flags that the API server uses itself."""
@@ -93,9 +95,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     for switch in SWITCHES:
         add(switch.flag, f"{_sentence(switch.help)}.", action="store_const", const=True)
-    for subset in SUBSETS:
-        text = f"{_sentence(subset.help)}. Choices: {', '.join(subset.of)}. Default: none."
-        add(subset.flag, text, type=_names_of(subset), metavar="NAME,...")
+    for choice in MULTI_CHOICES:
+        text = f"{_sentence(choice.help)}. Choices: {', '.join(choice.choices)}. Default: none."
+        add(choice.flag, text, type=_names_of(choice), metavar="NAME,...")
     for limit in (*ENGINE_LIMITS.values(), *SERVER_LIMITS):
         text = f"{_sentence(limit.help)}. {limit.low} to {limit.high}, default {limit.default}."
         add(limit.flag, text, type=_number_within(limit), metavar="N")
@@ -131,11 +133,11 @@ def _number_within(limit: Limit) -> Callable[[str], int]:
     return number
 
 
-def _names_of(subset: Subset) -> Callable[[str], tuple[str, ...]]:
+def _names_of(choice: MultiChoice) -> Callable[[str], tuple[str, ...]]:
     def names(text: str) -> tuple[str, ...]:
         given = tuple(text.split(","))
-        if set(given) <= set(subset.of) and len(set(given)) == len(given):
+        if set(given) <= set(choice.choices) and len(set(given)) == len(given):
             return given
-        raise argparse.ArgumentTypeError(f"must be some of {', '.join(subset.of)}, comma-separated, not {text!r}")
+        raise argparse.ArgumentTypeError(f"must be some of {', '.join(choice.choices)}, comma-separated, not {text!r}")
 
     return names

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request may ask for: parsed and checked once, at the edge, into frozen objects."""
+"""Request fields: their JSON forms, and their parsing and validation to immutable objects."""
 
 from vllm_steer.spec.capture import CaptureSpec, parse_capture
 from vllm_steer.spec.edit import KINDS, Edit, EditKind, KindName
 from vllm_steer.spec.fields import FIELD_NAMES, parse_fields
 from vllm_steer.spec.projection import NamedProjection, Projection, projection_digest
 from vllm_steer.spec.references import Reference, parse_references
+from vllm_steer.spec.request_form import RequestForm
 from vllm_steer.spec.selector import OPEN_END, Selector
 from vllm_steer.spec.vector import Vector, bytes_of, content_digest, pack_vector, parse_vector
 
@@ -20,6 +21,7 @@ __all__ = [
     "NamedProjection",
     "Projection",
     "Reference",
+    "RequestForm",
     "Selector",
     "Vector",
     "bytes_of",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request wants read: which sites, at which positions, in which form, for which consumer."""
+"""Capture specs: the rows that a request captures, and the consumers that receive them."""
 
 import json
 import math
@@ -8,15 +8,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias, get_args
+
+import msgspec
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_CONSUMERS, MAX_OPTIONS_CHARS, MAX_OPTIONS_DEPTH
 from vllm_steer.points import POINT_NAMES, PointName
-from vllm_steer.spec.edit import Layers, LayersInput, read_layers
-from vllm_steer.spec.projection import DirectionsInput, NamedProjection, Projection
+from vllm_steer.spec.edit import Layers, LayersForm, LayersInput, read_layers
+from vllm_steer.spec.json_schema import any_of
+from vllm_steer.spec.projection import DirectionsForm, DirectionsInput, NamedProjection, ProbesForm, Projection
 from vllm_steer.spec.scalars import is_integer, read_choice, shown
-from vllm_steer.spec.selector import Selector, SelectorName, TokensInput
+from vllm_steer.spec.selector import PositionListForm, Selector, SelectorName, TokensInput
 
 PositionsName = Literal["last_prompt", "all_prompt", "all_generated", "all"]
 DtypeName = Literal["float32", "float16", "bfloat16"]
@@ -28,13 +31,12 @@ ReduceInput: TypeAlias = (
     ReduceName | Projection | NamedProjection | Mapping[Literal["directions", "probes"], DirectionsInput] | None
 )
 
-# What users write for `positions` -> the selector it is.
+# Position names of capture specs, and the selectors that they stand for.
 POSITIONS: Mapping[PositionsName, SelectorName] = MappingProxyType(
     {"last_prompt": "last_prompt", "all_prompt": "prompt", "all_generated": "generated", "all": "all"}
 )
-DTYPES: tuple[DtypeName, ...] = ("float32", "float16", "bfloat16")
-REDUCTIONS: tuple[ReduceName, ...] = ("mean", "last")
-SPEC_KEYS = ("hooks", "positions", "before", "dtype", "reduce")
+DTYPES: tuple[DtypeName, ...] = get_args(DtypeName)
+REDUCTIONS: tuple[ReduceName, ...] = get_args(ReduceName)
 
 
 _CONSUMER_NAME = re.compile("[a-z][a-z0-9_-]{0,63}")
@@ -43,25 +45,57 @@ _OPTION_NAME = re.compile("[A-Za-z_][A-Za-z0-9_-]{0,63}")
 _EXAMPLE = '{"memory": {"hooks": {"post_block": [12]}, "positions": "last_prompt"}}'
 
 
+class CaptureForm(msgspec.Struct, kw_only=True):
+    """Rows that one consumer receives. All other keys are options of the consumer."""
+
+    hooks: Annotated[
+        dict[str, LayersForm],
+        msgspec.Meta(
+            min_length=1,
+            description="Layers by hook point.",
+            extra_json_schema={"propertyNames": {"enum": list(POINT_NAMES)}},
+        ),
+    ]
+    positions: Annotated[
+        PositionsName | PositionListForm,
+        msgspec.Meta(description="Tokens to capture: a name, or a list of positions."),
+    ] = "last_prompt"
+    before: Annotated[bool, msgspec.Meta(description="Capture before the edits of the same point apply.")] = False
+    dtype: Annotated[
+        DtypeName | None, msgspec.Meta(description="Type that rows are converted to; null for the model's own.")
+    ] = None
+    reduce: Annotated[
+        Any,
+        any_of(ReduceName | None, DirectionsForm, ProbesForm),
+        msgspec.Meta(
+            description="`mean` or `last` of the rows of a site, or projections of each row on directions: "
+            "`{directions: [[...]]}` or, for probes of registered modules, `{probes: [module/probe]}`."
+        ),
+    ] = None
+
+
+SPEC_KEYS: tuple[str, ...] = CaptureForm.__struct_fields__
+
+
 @dataclass(frozen=True, init=False, repr=False, eq=False)
 class CaptureSpec:
-    """Which rows of the residual stream one consumer gets of a request; checked when made, and immutable.
+    """Rows of the residual stream that one consumer receives, validated on construction and immutable.
 
-    Every argument is by keyword. Equality and hash are by content.
+    All arguments are keyword-only. Equality and hash are by content. :class:`CaptureForm` declares the JSON form.
     """
 
     hooks: Hooks
     """Points in order of computation, each with ascending layer numbers or ``"all"``."""
     tokens: Selector
-    """Which tokens of the request."""
+    """The tokens to capture (argument ``positions``)."""
     before: bool
-    """Whether rows are read ahead of their point's own edits."""
+    """Whether rows are captured before the edits of their point apply."""
     dtype: DtypeName | None
-    """What rows are converted to; None for the model's own."""
+    """Type that rows are converted to; None for the model's own."""
     reduce: Reduce
     """None: n rows ``[n, H]``. ``"mean"``, ``"last"``: ``[1, H]``. A projection on k directions: ``[n, k]``."""
     _options: str
-    # Options as canonical JSON: immutable, comparable, hashable, and safe to send.
+    # Options as canonical JSON: immutable, comparable and hashable.
 
     def __init__(
         self,
@@ -73,21 +107,21 @@ class CaptureSpec:
         reduce: ReduceInput = None,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        """Check and keep the arguments.
+        """Validate the arguments.
 
         Args:
-            hooks: ``{point: layers}``, layers being one number, a list, tuple or range of them, or ``"all"``.
-            positions: ``"last_prompt"``, ``"all_prompt"``, ``"all_generated"``, ``"all"``, or positions as
-                `Selector` takes them: a range, or a list of positions and ``[start, stop)`` pairs, negative ones
-                counting back from the end of the prompt.
-            before: read ahead of the point's own edits; the default reads what they leave.
-            dtype: ``"float32"``, ``"float16"``, ``"bfloat16"``, or None for the model's.
-            reduce: ``"mean"`` or ``"last"`` of the rows of a site, or a `Projection`, also written
-                ``{"directions": ...}``, or ``{"probes": ["calm/anger", ...]}``, directions of registered modules.
-            options: what the consumer takes beside all this, in JSON's types.
+            hooks: ``{point: layers}``; layers are one number, a list, tuple or range of numbers, or ``"all"``.
+            positions: ``"last_prompt"``, ``"all_prompt"``, ``"all_generated"``, ``"all"``, or positions in a form that
+                `Selector` accepts: a range, or a list of positions and ``[start, stop)`` pairs. Negative positions
+                count back from the end of the prompt.
+            before: Capture before the edits of the same point apply. By default rows include these edits.
+            dtype: ``"float32"``, ``"float16"``, ``"bfloat16"``, or None for the model's own.
+            reduce: ``"mean"`` or ``"last"`` of the rows of a site; a `Projection`, also written
+                ``{"directions": ...}``; or ``{"probes": ["calm/anger", ...]}`` for probes of registered modules.
+            options: Options of the consumer, in JSON types.
 
         Raises:
-            SteeringError: a value is wrong; its ``field`` is the argument's name, with a path below it if any.
+            SteeringError: A value is invalid; its ``field`` is the argument's name, with a path below it if any.
         """
         checked = {
             "hooks": _read_hooks(hooks),
@@ -102,12 +136,12 @@ class CaptureSpec:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The consumer's own options; a new dict each time."""
+        """A new dict of the consumer's options."""
         options: dict[str, Any] = json.loads(self._options) if self._options != _NO_OPTIONS else {}
         return options
 
     def with_reduce(self, reduce: Reduce) -> "CaptureSpec":
-        """The same spec with another reduction."""
+        """Return the spec with another reduction."""
         return CaptureSpec(
             hooks=dict(self.hooks),
             positions=self.tokens,
@@ -118,7 +152,7 @@ class CaptureSpec:
         )
 
     def to_wire(self) -> dict[str, object]:
-        """The spec in builtins that msgpack can carry (a projection's data are bytes); `from_wire` is the inverse."""
+        """Return the spec as builtins for msgpack; `from_wire` is the inverse."""
         return {
             "hooks": [[point, layers if layers == "all" else list(layers)] for point, layers in self.hooks],
             "tokens": self.tokens.to_wire(),
@@ -130,13 +164,13 @@ class CaptureSpec:
 
     @classmethod
     def from_wire(cls, obj: object) -> "CaptureSpec":
-        """Inverse of `to_wire`; raises SteeringError on what it did not write."""
+        """Decode the result of `to_wire`; raise SteeringError on anything else."""
         if not isinstance(obj, Mapping) or set(obj) != {"hooks", "tokens", "before", "dtype", "reduce", "options"}:
-            raise SteeringError("capture", "is not a spec in wire form")
+            raise SteeringError("capture", "is not an encoded capture spec")
         try:
             hooks, options, reduce = dict(obj["hooks"]), json.loads(obj["options"]), obj["reduce"]
         except (TypeError, ValueError) as error:
-            raise SteeringError("capture", f"is not a spec in wire form: {shown(str(error))}") from None
+            raise SteeringError("capture", f"is not an encoded capture spec: {shown(str(error))}") from None
         return cls(
             hooks=hooks,
             positions=Selector.from_wire(obj["tokens"]),
@@ -174,30 +208,31 @@ class CaptureSpec:
 
 
 def parse_capture(value: object, field: str = "capture") -> tuple[tuple[str, CaptureSpec], ...]:
-    """Read the ``capture`` field of one request.
+    """Parse the ``capture`` field of a request.
+
+    Whether a consumer exists and accepts its options is checked later.
 
     Args:
-        value: ``{consumer: spec}``, a spec being a `CaptureSpec` or a dict of its arguments, in which every other key
-            is one of the consumer's options; or None.
-        field: where the value stands, for the error.
+        value: ``{consumer: spec}`` or None. A spec is a `CaptureSpec` or a dict of its arguments, in which all other
+            keys are options of the consumer.
+        field: Path of the value, for errors.
 
     Returns:
         Name and spec of each consumer, in the order given; empty for None.
 
     Raises:
-        SteeringError: ``value`` is anything else; its ``field`` is the path of the offending value. Whether a
-            consumer of that name exists, and takes these options, is for others to check.
+        SteeringError: ``value`` has another form; its ``field`` is the path of the invalid value.
     """
     if value is None:
         return ()
     if not isinstance(value, Mapping):
         raise SteeringError(
-            field, f"must be {{consumer: spec}}, e.g. {_EXAMPLE}, not {shown(value)} ({type(value).__name__})"
+            field, f"must be {{consumer: spec}} such as {_EXAMPLE}, not {shown(value)} ({type(value).__name__})"
         )
     if not value:
-        raise SteeringError(field, "is empty; name a consumer, or leave it out")
+        raise SteeringError(field, "is empty; name a consumer, or omit the field")
     if len(value) > MAX_CONSUMERS:
-        raise SteeringError(field, f"names {len(value)} consumers; a request may have {MAX_CONSUMERS}")
+        raise SteeringError(field, f"names {len(value)} consumers; a request may name at most {MAX_CONSUMERS}")
     parsed: dict[str, CaptureSpec] = {}
     for key, spec in value.items():
         name = _read_consumer_name(key, field)
@@ -209,7 +244,7 @@ def _read_consumer_name(key: object, field: str) -> str:
     if not isinstance(key, str) or not _CONSUMER_NAME.fullmatch(key):
         raise SteeringError(
             field,
-            f"{shown(key)} is no name of a consumer: lower-case letters, digits, - and _, beginning with a letter",
+            f"{shown(key)} is not a valid consumer name; use lower-case letters, digits, - and _, a letter first",
         )
     return str(key)
 
@@ -217,19 +252,20 @@ def _read_consumer_name(key: object, field: str) -> str:
 def _spec_of_dict(spec: object, path: str) -> CaptureSpec:
     if not isinstance(spec, Mapping):
         raise SteeringError(
-            path, f'must be a spec, e.g. {{"hooks": {{"post_block": [12]}}}}, not {shown(spec)} ({type(spec).__name__})'
+            path,
+            f'must be a spec such as {{"hooks": {{"post_block": [12]}}}}, not {shown(spec)} ({type(spec).__name__})',
         )
     if "hooks" not in spec:
-        hint = next((f"; {shown(key)} goes into hooks" for key in spec if key in POINT_NAMES), "")
-        raise SteeringError(f"{path}.hooks", f'is missing; name the sites, e.g. {{"post_block": [12]}}{hint}')
+        hint = next((f"; {shown(key)} belongs in hooks" for key in spec if key in POINT_NAMES), "")
+        raise SteeringError(f"{path}.hooks", f'is missing; name the sites, such as {{"post_block": [12]}}{hint}')
     if "tokens" in spec:
-        raise SteeringError(f"{path}.tokens", "is called positions in a capture")
+        raise SteeringError(f"{path}.tokens", "is not a field of a capture; use positions")
     given: dict[str, Any] = {name: spec[name] for name in SPEC_KEYS if name in spec}
     options = {name: value for name, value in spec.items() if name not in SPEC_KEYS}
     try:
         return CaptureSpec(**given, options=options)
     except SteeringError as error:
-        # An option stands beside the spec's own keys where the spec is a dict.
+        # In a dict, options are on the same level as the spec's own keys.
         raise SteeringError(f"{path}.{error.field.removeprefix('options.')}", error.problem) from None
 
 
@@ -237,7 +273,7 @@ def _read_hooks(value: object) -> Hooks:
     if not isinstance(value, Mapping):
         raise SteeringError("hooks", f'must be {{point: layers or "all"}}, not {shown(value)} ({type(value).__name__})')
     if not value:
-        raise SteeringError("hooks", f"is empty; name a point, one of {', '.join(POINT_NAMES)}")
+        raise SteeringError("hooks", f"is empty; name at least one of {', '.join(POINT_NAMES)}")
     by_point: dict[PointName, Layers] = {}
     for key, layers in value.items():
         point = read_choice(key, POINT_NAMES, "hooks")
@@ -251,7 +287,7 @@ def _read_positions(value: object) -> Selector:
     if not isinstance(value, (list, tuple, range, Selector)):
         raise SteeringError(
             "positions",
-            f"must be {', '.join(POSITIONS)}, a range, or a list of positions and [start, stop] pairs, "
+            f"must be one of {', '.join(POSITIONS)}, a range, or a list of positions and [start, stop] pairs, "
             f"not {shown(value)} ({type(value).__name__})",
         )
     return Selector.parse(value, "positions")
@@ -286,16 +322,16 @@ def _read_options(value: object) -> str:
         raise SteeringError("options", f"must be a dict, not {shown(value)} ({type(value).__name__})")
     for name in value:
         if not isinstance(name, str) or not _OPTION_NAME.fullmatch(name):
-            raise SteeringError("options", f"{shown(name)} is no name of an option; use letters, digits, - and _")
+            raise SteeringError("options", f"{shown(name)} is not a valid option name; use letters, digits, - and _")
     plain = {str(name): _plain(item, f"options.{name}", MAX_OPTIONS_DEPTH) for name, item in value.items()}
     text = json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False)
     if len(text) > MAX_OPTIONS_CHARS:
-        raise SteeringError("options", f"take {len(text)} characters of JSON; {MAX_OPTIONS_CHARS} is the most")
+        raise SteeringError("options", f"have {len(text)} characters of JSON; at most {MAX_OPTIONS_CHARS} are allowed")
     return text
 
 
 def _plain(value: object, field: str, depth: int) -> Any:
-    """``value`` in new builtins of JSON; `json.dumps` would take more, and turn other keys into strings."""
+    """Copy ``value``, restricted to JSON types; `json.dumps` accepts more, and turns other keys into strings."""
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, int) and -(2**63) <= value < 2**63:
@@ -307,8 +343,8 @@ def _plain(value: object, field: str, depth: int) -> Any:
     if depth and isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return {key: _plain(item, f"{field}.{shown(key)}", depth - 1) for key, item in value.items()}
     if is_integer(value) or isinstance(value, float):
-        raise SteeringError(field, f"must be finite, and 64 bits if an integer, not {shown(value)}")
+        raise SteeringError(field, f"must be finite and fit into 64 bits, not {shown(value)}")
     raise SteeringError(
         field,
-        f"must be of JSON's types, {MAX_OPTIONS_DEPTH} deep at most, not {shown(value)} ({type(value).__name__})",
+        f"must have JSON types, nested at most {MAX_OPTIONS_DEPTH} levels, not {shown(value)} ({type(value).__name__})",
     )

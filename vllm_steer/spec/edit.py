@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One edit of the residual stream: what is done, where, with which vector, to which tokens."""
+"""Edits of the residual stream."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
+import msgspec
 import numpy as np
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_LAYERS
-from vllm_steer.points import POINT_NAMES, PointName
+from vllm_steer.points import OPTIONAL_POINTS, POINT_NAMES, POINTS_FLAG, PointName
 from vllm_steer.spec.scalars import is_integer, read_choice, read_number, shown
-from vllm_steer.spec.selector import Selector, TokensInput
-from vllm_steer.spec.vector import Vector, VectorInput, pack_vector, parse_vector
+from vllm_steer.spec.selector import PositionListForm, Selector, SelectorName, TokensInput
+from vllm_steer.spec.vector import Vector, VectorForm, VectorInput, pack_vector, parse_vector
 
 KindName = Literal["add", "add_normed", "ablate", "clamp"]
 Layers: TypeAlias = tuple[int, ...] | Literal["all"]
@@ -23,15 +24,15 @@ LayersInput: TypeAlias = int | list[int] | tuple[int, ...] | range | Literal["al
 
 @dataclass(frozen=True, slots=True)
 class EditKind:
-    """What one kind of edit computes and takes."""
+    """Definition of one kind of edit."""
 
     name: KindName
     params: tuple[str, ...]
-    """The parameters of `Edit` that it uses, beside kind, point, layers and tokens."""
+    """The parameters of `Edit` that it uses besides kind, point, layers and tokens."""
     needs_direction: bool
-    """Whether only the direction of the vector counts, so that a zero vector means nothing."""
+    """Whether it uses the direction of the vector, which must not be zero then."""
     formula: str
-    """New value of a row x of the stream; v is the vector, u = v / ||v||, s the strength."""
+    """New value of a row x of the stream. v is the vector, u = v / ||v||, s the strength."""
 
 
 KINDS: Mapping[KindName, EditKind] = MappingProxyType(
@@ -52,25 +53,61 @@ KINDS: Mapping[KindName, EditKind] = MappingProxyType(
 )
 
 
+LayerForm = Annotated[int, msgspec.Meta(ge=0, lt=MAX_LAYERS)]
+LayersForm = Annotated[
+    LayerForm | Annotated[list[LayerForm], msgspec.Meta(min_length=1)] | Literal["all"],
+    msgspec.Meta(description='One layer, a list of layers, or "all".'),
+]
+"""JSON form of layers."""
+
+
+class EditForm(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """One edit of the residual stream."""
+
+    kind: Annotated[
+        KindName,
+        msgspec.Meta(
+            description="New value of a row x; v is the vector, u its direction and s the strength: "
+            + "; ".join(f"`{kind.name}`: {kind.formula}" for kind in KINDS.values())
+            + "."
+        ),
+    ]
+    point: Annotated[
+        PointName, msgspec.Meta(description=f"Hook point; {', '.join(OPTIONAL_POINTS)} need {POINTS_FLAG}.")
+    ]
+    layers: LayersForm
+    vector: VectorForm
+    strength: Annotated[float, msgspec.Meta(description="Multiplies the edit.")] = 1.0
+    tokens: Annotated[
+        SelectorName | PositionListForm, msgspec.Meta(description="Tokens to edit: a name, or a list of positions.")
+    ] = "all"
+    low: Annotated[
+        float | None, msgspec.Meta(description="`clamp` only: lowest projection on the direction; null for no bound.")
+    ] = None
+    high: Annotated[
+        float | None, msgspec.Meta(description="`clamp` only: highest projection on the direction; null for no bound.")
+    ] = None
+
+
 @dataclass(frozen=True, init=False, repr=False, eq=False)
 class Edit:
-    """An edit of the residual stream, checked when it is made and immutable from then on.
+    """An edit of the residual stream, validated on construction and immutable.
 
-    Every argument is by keyword. Equality and hash are by content.
+    All arguments are keyword-only. Equality and hash are by content. :class:`EditForm` declares the JSON form.
     """
 
     kind: KindName
-    """What is computed: a name in `KINDS`."""
+    """The computation: a name in `KINDS`."""
     point: PointName
-    """Where in the block: a name in `vllm_steer.points.POINTS`."""
+    """The hook point: a name in `vllm_steer.points.POINTS`."""
     layers: Layers
     """Ascending layer numbers, or ``"all"``."""
     vector: Vector
-    """float32 ``[H]``, finite, not writeable; not zero where the kind needs a direction."""
+    """float32 ``[H]``, finite, read-only; not zero if the kind needs a direction."""
     strength: float
     """Multiplies the edit."""
     tokens: Selector
-    """Which tokens of the request."""
+    """The tokens to edit."""
     low: float | None
     """``clamp`` only: lowest projection on the vector's direction; None for no bound."""
     high: float | None
@@ -88,21 +125,21 @@ class Edit:
         low: float | None = None,
         high: float | None = None,
     ) -> None:
-        """Check and keep the arguments.
+        """Validate the arguments.
 
         Args:
             kind: ``"add"``, ``"add_normed"``, ``"ablate"`` or ``"clamp"``.
-            point: ``"pre_attn"``, ``"post_attn"`` or ``"post_block"``; in engines that were started with them also
-                ``"attn_out"``, ``"mlp_in"`` and ``"mlp_out"``, where x is not the stream but a row of that branch.
-            layers: one layer, a list, tuple or range of them, or ``"all"``.
-            vector: anything that `parse_vector` reads.
-            strength: finite.
-            tokens: anything that `Selector.parse` reads.
-            low: with ``clamp``, at least one of ``low`` and ``high``; finite, ``low <= high``.
-            high: see ``low``.
+            point: ``"pre_attn"``, ``"post_attn"`` or ``"post_block"``. Engines that were started with them also have
+                ``"attn_out"``, ``"mlp_in"`` and ``"mlp_out"``, which edit a row of that branch instead of the stream.
+            layers: One layer, a list, tuple or range of layers, or ``"all"``.
+            vector: Any form that `parse_vector` accepts.
+            strength: A finite number.
+            tokens: Any form that `Selector` accepts.
+            low: Lower bound of ``clamp``, which needs ``low``, ``high`` or both, with ``low <= high``.
+            high: Upper bound of ``clamp``.
 
         Raises:
-            SteeringError: a value is wrong; its ``field`` is the argument's name, with an index if any.
+            SteeringError: A value is invalid; its ``field`` is the argument's name, with an index if any.
         """
         row = KINDS[read_choice(kind, KINDS, "kind")]
         checked = {
@@ -118,7 +155,7 @@ class Edit:
             object.__setattr__(self, name, value)
 
     def to_wire(self) -> dict[str, object]:
-        """The edit in builtins that JSON can carry, vector packed: an item of the ``steering`` field."""
+        """Return the JSON form (:class:`EditForm`) with the vector packed."""
         wire = self._values() | {
             "layers": self.layers if self.layers == "all" else list(self.layers),
             "vector": pack_vector(self.vector),
@@ -148,37 +185,37 @@ class Edit:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Through the constructor: an unpickled array would come back writeable.
+        # Through the constructor, because an unpickled array would be writeable.
         return partial(Edit, **self._values()), ()
 
 
 def read_layer(value: object, field: str) -> int:
-    """A layer number, 0 to 4095, of a Python or numpy integer type."""
+    """Return a layer number given as a Python or numpy integer; raise SteeringError if it is not 0 to 4095."""
     if not is_integer(value):
         raise SteeringError(field, f"must be a layer number, not {shown(value)} ({type(value).__name__})")
     if not 0 <= value < MAX_LAYERS:
-        raise SteeringError(field, f"must be 0 to {MAX_LAYERS - 1}, not {shown(value)}")
+        raise SteeringError(field, f"must be between 0 and {MAX_LAYERS - 1}, not {shown(value)}")
     return int(value)
 
 
 def read_layers(value: object, field: str) -> Layers:
-    """One layer number, a list, tuple or range of them, or ``"all"``: ascending, none twice."""
+    """Return the layers in ascending order, given as one number, a list, tuple or range of distinct ones, or "all"."""
     if isinstance(value, str) and value == "all":
         return "all"
     if not isinstance(value, (list, tuple, range)):
         if not is_integer(value):
-            raise SteeringError(field, f'must be a layer number, a list of them or "all", not {shown(value)}')
+            raise SteeringError(field, f'must be a layer number, a list of layer numbers or "all", not {shown(value)}')
         return (read_layer(value, field),)
     if not value:
-        raise SteeringError(field, 'is empty; name a layer, or "all"')
-    if isinstance(value, range):  # its ends first: a range can be longer than memory
+        raise SteeringError(field, 'is empty; name a layer or "all"')
+    if isinstance(value, range):  # check the ends first: a range can be longer than memory
         read_layer(value[0], field)
         read_layer(value[-1], field)
     seen: set[int] = set()
     for i, item in enumerate(value):
         layer = read_layer(item, f"{field}[{i}]")
         if layer in seen:
-            raise SteeringError(f"{field}[{i}]", f"names layer {layer} a second time; name each once")
+            raise SteeringError(f"{field}[{i}]", f"repeats layer {layer}; name each layer once")
         seen.add(layer)
     return tuple(sorted(seen))
 
@@ -187,7 +224,7 @@ def _read_direction(value: object, kind: EditKind) -> Vector:
     vector = parse_vector(value)
     if kind.needs_direction and not vector.any():
         raise SteeringError(
-            "vector", f"is zero in float32, so it has no direction, which {kind.name} ({kind.formula}) needs"
+            "vector", f"is zero in float32; {kind.name} ({kind.formula}) needs a vector with a direction"
         )
     return vector
 
@@ -198,10 +235,10 @@ def _read_bounds(low: object, high: object, kind: EditKind) -> dict[str, float |
     for name, bound in bounds.items():
         if bound is not None and name not in kind.params:
             takers = ", ".join(row.name for row in KINDS.values() if name in row.params)
-            raise SteeringError(name, f"is not a parameter of {kind.name}, only of {takers}; leave it out")
+            raise SteeringError(name, f"is not a parameter of {kind.name}, only of {takers}; omit it")
     if "low" in kind.params and "high" in kind.params:
         if bounds["low"] is None and bounds["high"] is None:
             raise SteeringError("low", f"{kind.name} needs low, high or both")
         if bounds["low"] is not None and bounds["high"] is not None and bounds["low"] > bounds["high"]:
-            raise SteeringError("low", f"is {bounds['low']}, above high, {bounds['high']}; swap them")
+            raise SteeringError("low", f"{bounds['low']} is above high, {bounds['high']}; swap them")
     return bounds

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Directions that captured rows are projected on, so that k numbers leave the engine in place of a row."""
+"""Projections of captured rows: the engine returns k numbers per row instead of the row."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -13,7 +14,14 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_COMPONENTS, MAX_DIRECTIONS, MAX_ENGINE_DIRECTIONS, MAX_WIDTH
 from vllm_steer.spec.references import ProbeReference, parse_probe
 from vllm_steer.spec.scalars import is_integer, shown
-from vllm_steer.spec.vector import PACKED_DTYPES, PACKED_KEYS, content_digest, decode_packed, parse_vector
+from vllm_steer.spec.vector import (
+    PackedVector,
+    VectorForm,
+    content_digest,
+    decode_packed,
+    parse_vector,
+    read_packed_dtype,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -23,64 +31,79 @@ DirectionsInput: TypeAlias = (
 )
 
 
+class DirectionsForm(msgspec.Struct, forbid_unknown_fields=True):
+    """Projections on directions."""
+
+    directions: Annotated[list[VectorForm], msgspec.Meta(min_length=1, max_length=MAX_DIRECTIONS)] | PackedVector
+
+
+class ProbesForm(msgspec.Struct, forbid_unknown_fields=True):
+    """Projections on probes of registered modules, each written `module/probe`."""
+
+    probes: Annotated[list[str], msgspec.Meta(min_length=1, max_length=MAX_DIRECTIONS)]
+
+
 @dataclass(frozen=True, init=False, repr=False, eq=False)
 class Projection:
-    """The dot product of every row with each of k directions, computed in the engine in float32.
+    """The dot products of every row with k directions, computed in float32.
 
-    Directions are taken as they are given: a unit vector gives the length of a row along it, a probe's weights
-    give the probe's score. Equality and hash are by content.
+    Directions are not normalized: a unit vector yields the length of a row along it, the weights of a probe yield its
+    score. Equality and hash are by content.
     """
 
     directions: npt.NDArray[np.float32]
-    """float32 ``[k, H]``, C-contiguous, finite, not writeable."""
+    """float32 ``[k, H]``, C-contiguous, finite, read-only."""
 
     def __init__(self, directions: DirectionsInput, field: str = "directions") -> None:
-        """Check and keep the directions.
+        """Validate the directions.
 
         Args:
-            directions: a list of vectors, each what `parse_vector` reads; a numpy array or torch tensor
-                ``[k, H]``; or ``{"dtype": ..., "shape": [k, H], "data": base64}``. 1 to 1024 directions of equal
-                width, of 2^22 components at most together.
-            field: where they stand, for the error.
+            directions: A list of vectors in any form that `parse_vector` accepts; a numpy array or torch tensor
+                ``[k, H]``; or the packed form with shape ``[k, H]``. 1 to 1024 directions of equal width, at most
+                2^22 components in total.
+            field: Path of the value, for errors.
 
         Raises:
-            SteeringError: ``directions`` is anything else.
+            SteeringError: ``directions`` has another form.
         """
         object.__setattr__(self, "directions", _read(directions, field))
 
     @classmethod
     def from_wire(cls, obj: object, field: str = "reduce") -> "Projection":
-        """Inverse of `to_wire`; raises SteeringError on what it did not write."""
+        """Decode the result of `to_wire`; raise SteeringError on anything else."""
         if not isinstance(obj, Mapping) or set(obj) != {"shape", "data"} or not isinstance(obj["data"], bytes):
-            raise SteeringError(field, "is not a projection in wire form")
+            raise SteeringError(field, "is not an encoded projection")
         shape = _shape(obj["shape"], field)
         if len(obj["data"]) != 4 * shape[0] * shape[1]:
             raise SteeringError(field, f"has {len(obj['data'])} bytes of data for shape {list(shape)} in float32")
         return cls(np.frombuffer(obj["data"], "<f4").reshape(shape), field)
 
     def to_wire(self) -> dict[str, object]:
-        """The projection in builtins that msgpack can carry: its shape and its float32 bytes."""
+        """Return the shape and the float32 bytes, as builtins for msgpack."""
         return {"shape": list(self.directions.shape), "data": self.directions.astype("<f4", copy=False).tobytes()}
 
     @cached_property
     def digests(self) -> tuple[bytes, ...]:
-        """Each direction's content digest, as an edit's vector has it."""
+        """The content digest of each direction."""
         return tuple(content_digest(direction) for direction in self.vectors)
 
     @property
     def vectors(self) -> tuple[bytes, ...]:
-        """Each direction as little-endian float32 bytes."""
+        """The little-endian float32 bytes of each direction."""
         return tuple(row.astype("<f4", copy=False).tobytes() for row in self.directions)
 
     @cached_property
     def digest(self) -> bytes:
-        """Of all directions in their order: the name under which products travel."""
+        """Digest of all directions in order; it identifies projected rows in transfers."""
         return projection_digest(self.digests)
 
     @property
     def in_engine(self) -> bool:
-        """Whether products leave the engine in the place of rows: where they are fewer bytes than a 16-bit row, and
-        their directions no more than :data:`MAX_ENGINE_DIRECTIONS`. The others are formed where the rows arrive."""
+        """Whether the engine computes the projection; otherwise it is computed where the rows arrive.
+
+        The engine does so if the result is smaller than a row of 16-bit numbers and there are at most
+        `MAX_ENGINE_DIRECTIONS` directions, each of which takes a vector slot.
+        """
         count, width = self.directions.shape
         return bool(count <= MAX_ENGINE_DIRECTIONS and 2 * count < width)
 
@@ -100,31 +123,31 @@ class Projection:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Through the constructor: an unpickled array would come back writeable.
+        # Through the constructor, because an unpickled array would be writeable.
         return partial(Projection, self.directions), ()
 
 
 def projection_digest(digests: Sequence[bytes]) -> bytes:
-    """The digest of a projection on the directions of these digests."""
+    """Return the digest of a projection from the digests of its directions."""
     return content_digest(b"".join(digests))
 
 
 @dataclass(frozen=True)
 class NamedProjection:
-    """A projection on probe directions of registered modules; becomes a `Projection` when the request is admitted."""
+    """A projection on probes of registered modules; admission of the request replaces it by a `Projection`."""
 
     probes: tuple[ProbeReference, ...]
-    """In the order of the columns of the result."""
+    """Probes in the order of the result's columns."""
 
     @classmethod
     def parse(cls, value: object, field: str = "probes") -> "NamedProjection":
-        """Read a list of 1 to 1024 names like ``"calm/anger"``."""
+        """Parse a list of 1 to 1024 probes such as ``"calm/anger"``."""
         if not isinstance(value, (list, tuple)) or not 1 <= len(value) <= MAX_DIRECTIONS:
-            raise SteeringError(field, f'must be a list of 1 to {MAX_DIRECTIONS} probes, e.g. ["calm/anger"]')
+            raise SteeringError(field, f'must be a list of 1 to {MAX_DIRECTIONS} probes such as ["calm/anger"]')
         return cls(tuple(parse_probe(item, f"{field}[{i}]") for i, item in enumerate(value)))
 
     def to_wire(self) -> dict[str, object]:
-        """The names, in builtins."""
+        """Return the names as builtins."""
         return {"probes": [str(probe) for probe in self.probes]}
 
 
@@ -150,11 +173,11 @@ def _read(value: object, field: str) -> npt.NDArray[np.float32]:
         vectors.append(parse_vector(row, f"{field}[{i}]"))
         if vectors[i].size != vectors[0].size:
             raise SteeringError(
-                f"{field}[{i}]", f"has width {vectors[i].size}, but {field}[0] has {vectors[0].size}; all are [H]"
+                f"{field}[{i}]", f"has width {vectors[i].size}, but {field}[0] has width {vectors[0].size}"
             )
         if (i + 1) * vectors[0].size > MAX_COMPONENTS:
             raise SteeringError(field, f"has more than {MAX_COMPONENTS} components in {len(rows)} directions")
-    # A bytes object underneath makes the array immutable for good.
+    # A view of a bytes object is immutable for good.
     return np.frombuffer(b"".join(vector.tobytes() for vector in vectors), np.float32).reshape(len(vectors), -1)
 
 
@@ -168,18 +191,13 @@ def _shape(shape: object, field: str) -> tuple[int, int]:
     if not 1 <= count <= MAX_DIRECTIONS or not 1 <= width <= MAX_WIDTH or count * width > MAX_COMPONENTS:
         raise SteeringError(
             field,
-            f"has shape {shown([count, width])}; give 1 to {MAX_DIRECTIONS} directions of 1 to {MAX_WIDTH} "
-            f"components, {MAX_COMPONENTS} at most together",
+            f"has shape {shown([count, width])}; allowed are 1 to {MAX_DIRECTIONS} directions of 1 to {MAX_WIDTH} "
+            f"components, at most {MAX_COMPONENTS} in total",
         )
     return count, width
 
 
 def _unpacked(packed: Mapping[Any, object], field: str) -> npt.NDArray[Any]:
-    if set(packed) != PACKED_KEYS:
-        raise SteeringError(field, f"packed directions have the keys dtype, shape and data, not {shown(list(packed))}")
-    name = packed["dtype"]
-    dtype = PACKED_DTYPES.get(name) if isinstance(name, str) else None
-    if dtype is None:
-        raise SteeringError(f"{field}.dtype", f"must be one of {', '.join(PACKED_DTYPES)}, not {shown(name)}")
+    dtype = read_packed_dtype(packed, field)
     shape = _shape(packed["shape"], f"{field}.shape")
     return decode_packed(packed["data"], shape[0] * shape[1], dtype, f"{field}.data").reshape(shape)

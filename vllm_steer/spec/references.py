@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of modules, and how a request refers to them: by name, by content, or by both, with a scale."""
+"""References from requests to registered modules and their probes."""
 
 import re
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
@@ -15,18 +15,28 @@ ReferenceInput: TypeAlias = "str | tuple[str, float] | list[Any] | Reference"
 MODULES_FIELD = "steering_modules"
 NAME_RULE = "1 to 64 ASCII letters, digits, dots, dashes and underscores, beginning with a letter or digit"
 
-# ASCII alone: its compatibility forms (NFKC) are itself, so no two names look alike to a reader and differ to us.
+# ASCII only, so that two different names cannot look alike.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _DIGEST = re.compile("sha256:[0-9a-f]{64}")
 
+ReferencesForm = Annotated[
+    list[str | Annotated[list[str | float], msgspec.Meta(min_length=2, max_length=2)]],
+    msgspec.Meta(
+        max_length=MAX_REFERENCES,
+        description="Registered modules: `name`, `name@sha256:...`, `sha256:...`, or a pair of such a reference and a "
+        "scale that multiplies the strength of the module's edits.",
+    ),
+]
+"""JSON form of a list of module references."""
+
 
 class Reference(msgspec.Struct, frozen=True, array_like=True):
-    """One module that a request wants applied."""
+    """Reference to a module by name, by content, or by both, with a scale."""
 
     name: str | None
-    """None: whatever module has the digest."""
+    """None: any module with the digest."""
     digest: str | None
-    """``sha256:`` and 64 hexadecimal digits; None: the version that the name has now."""
+    """``sha256:`` and 64 hexadecimal digits; None: the current version of the name."""
     scale: float = 1.0
     """Multiplies the strength of every edit of the module."""
 
@@ -35,7 +45,7 @@ class Reference(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ProbeReference(msgspec.Struct, frozen=True, array_like=True):
-    """One probe direction of a module, written ``module/probe``."""
+    """Reference to one probe direction of a module, written ``module/probe``."""
 
     module: Reference
     probe: str
@@ -45,56 +55,57 @@ class ProbeReference(msgspec.Struct, frozen=True, array_like=True):
 
 
 def read_name(value: object, field: str) -> str:
-    """``value`` if it is a name as `NAME_RULE` says."""
+    """Return a module or probe name; raise SteeringError if it violates `NAME_RULE`."""
     if not isinstance(value, str) or not _NAME.fullmatch(value):
-        raise SteeringError(field, f"{shown(value)} is no name; a name is {NAME_RULE}")
+        raise SteeringError(field, f"{shown(value)} is not a valid name; use {NAME_RULE}")
     return str(value)
 
 
 def parse_reference(value: object, field: str) -> Reference:
-    """Read ``"calm"``, ``"calm@sha256:..."``, ``"sha256:..."`` or a pair of one of them and a scale.
+    """Parse ``"calm"``, ``"calm@sha256:..."``, ``"sha256:..."`` or a pair of such a reference and a scale.
 
     Raises:
-        SteeringError: ``value`` is anything else.
+        SteeringError: ``value`` has another form.
     """
     if isinstance(value, Reference):
         value = (str(value), value.scale)
     if isinstance(value, (list, tuple)):
         if len(value) != 2:
-            raise SteeringError(field, f'must be a name or a pair like ["calm", 1.5], not {shown(value)}')
-        return msgspec.structs.replace(_named(value[0], f"{field}[0]"), scale=read_number(value[1], f"{field}[1]"))
-    return _named(value, field)
+            raise SteeringError(field, f'must be a name or a pair such as ["calm", 1.5], not {shown(value)}')
+        reference = _parse_unscaled(value[0], f"{field}[0]")
+        return msgspec.structs.replace(reference, scale=read_number(value[1], f"{field}[1]"))
+    return _parse_unscaled(value, field)
 
 
 def parse_references(value: object, field: str = MODULES_FIELD) -> tuple[Reference, ...]:
-    """Read the ``steering_modules`` of a request: a list of what `parse_reference` reads; None counts as absent."""
+    """Parse the ``steering_modules`` field: a list of references in the forms of `parse_reference`, or None."""
     if value is None:
         return ()
     if not isinstance(value, (list, tuple)):
-        raise SteeringError(field, f'must be a list of modules, e.g. ["calm", ["terse", 0.5]], not {shown(value)}')
+        raise SteeringError(field, f'must be a list of modules such as ["calm", ["terse", 0.5]], not {shown(value)}')
     if not value:
-        raise SteeringError(field, "is empty; name a module, or leave it out")
+        raise SteeringError(field, "is empty; name a module, or omit the field")
     if len(value) > MAX_REFERENCES:
-        raise SteeringError(field, f"names {len(value)} modules; a request may name {MAX_REFERENCES}")
+        raise SteeringError(field, f"names {len(value)} modules; a request may name at most {MAX_REFERENCES}")
     return tuple(parse_reference(item, f"{field}[{i}]") for i, item in enumerate(value))
 
 
 def parse_probe(value: object, field: str) -> ProbeReference:
-    """Read ``"calm/anger"``: the probe ``anger`` of the module ``calm``, which may be written with its digest."""
+    """Parse ``"calm/anger"``: the probe ``anger`` of the module ``calm``, which may have a digest."""
     if isinstance(value, ProbeReference):
         value = str(value)
     if not isinstance(value, str) or "/" not in value:
-        raise SteeringError(field, f'must name a probe of a module, e.g. "calm/anger", not {shown(value)}')
+        raise SteeringError(field, f'must be a probe of a module such as "calm/anger", not {shown(value)}')
     module, _, probe = value.partition("/")
-    return ProbeReference(_named(module, field), read_name(probe, field))
+    return ProbeReference(_parse_unscaled(module, field), read_name(probe, field))
 
 
-def _named(value: object, field: str) -> Reference:
+def _parse_unscaled(value: object, field: str) -> Reference:
     if not isinstance(value, str):
-        raise SteeringError(field, f"must be the name of a module, not {shown(value)} ({type(value).__name__})")
+        raise SteeringError(field, f"must be a module name, not {shown(value)} ({type(value).__name__})")
     name, at, digest = value.partition("@")
     if not at and name.startswith("sha256:"):
         name, digest = "", name
     if (at or digest) and not _DIGEST.fullmatch(digest):
-        raise SteeringError(field, f"{shown(value)} has no digest: that is sha256: and 64 hexadecimal digits")
+        raise SteeringError(field, f"{shown(value)} has an invalid digest; use sha256: and 64 hexadecimal digits")
     return Reference(None if not at and digest else read_name(name, field), digest or None)

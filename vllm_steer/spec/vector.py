@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steering vectors: every accepted form becomes an immutable float32 array.
+"""Steering vectors: parsing of all accepted forms to immutable float32 arrays.
 
-The packed form, for JSON, is ``{"dtype": ..., "shape": [H], "data": ...}`` with the components in
+The packed form for JSON is ``{"dtype": ..., "shape": [H], "data": ...}``. ``data`` holds the components in
 little-endian order, base64-encoded (RFC 4648, with padding, without line breaks).
 """
 
@@ -10,15 +10,16 @@ import binascii
 import sys
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_WIDTH
-from vllm_steer.spec.scalars import FLOAT32_MAX, is_integer, shown
+from vllm_steer.spec.scalars import FLOAT32_MAX, is_integer, read_choice, shown
 
 if TYPE_CHECKING:
     import torch
@@ -26,11 +27,12 @@ if TYPE_CHECKING:
 Vector: TypeAlias = npt.NDArray[np.float32]
 VectorInput: TypeAlias = "Sequence[float] | npt.NDArray[Any] | torch.Tensor | Mapping[str, object]"
 
-_ON_THE_WIRE = np.dtype("<f4")
+PackedDtype = Literal["float32", "float16", "bfloat16", "float64"]
 
+_WIRE_DTYPE = np.dtype("<f4")
 
-# What each packed dtype is stored as. numpy has no bfloat16: it is the upper half of a float32.
-PACKED_DTYPES: Mapping[str, np.dtype[Any]] = MappingProxyType(
+# Storage type of each packed dtype. numpy has no bfloat16, which is the upper half of a float32.
+PACKED_DTYPES: Mapping[PackedDtype, np.dtype[Any]] = MappingProxyType(
     {
         "float32": np.dtype("<f4"),
         "float16": np.dtype("<f2"),
@@ -38,31 +40,46 @@ PACKED_DTYPES: Mapping[str, np.dtype[Any]] = MappingProxyType(
         "float64": np.dtype("<f8"),
     }
 )
-PACKED_KEYS = frozenset({"dtype", "shape", "data"})
+
+
+class PackedVector(msgspec.Struct, forbid_unknown_fields=True):
+    """A packed vector: its components in little-endian order, base64-encoded."""
+
+    dtype: Annotated[PackedDtype, msgspec.Meta(description="Type of the components.")]
+    shape: Annotated[list[int], msgspec.Meta(description="`[H]`, the model's hidden size.")]
+    data: Annotated[str, msgspec.Meta(description="The bytes (RFC 4648, with padding, without line breaks).")]
+
+
+PACKED_KEYS = frozenset(PackedVector.__struct_fields__)
+
+VectorForm = Annotated[
+    Annotated[list[float], msgspec.Meta(min_length=1, max_length=MAX_WIDTH)] | PackedVector,
+    msgspec.Meta(description="A vector of the model's hidden size."),
+]
+"""JSON form of a vector."""
 
 
 def content_digest(data: bytes | memoryview) -> bytes:
-    """The digest of a vector's little-endian float32 bytes, 16 bytes: what it is known by in every process.
+    """Return the 16-byte digest that identifies a vector by its little-endian float32 bytes.
 
-    BLAKE3: every vector of every request passes through it, and many processors have no instructions for SHA-256.
+    Every vector of every request is hashed, so this is BLAKE3: many processors have no instructions for SHA-256.
     """
     return blake3(data).digest(length=16)
 
 
 def parse_vector(value: object, field: str = "vector") -> Vector:
-    """Read one steering vector.
+    """Parse a steering vector.
 
     Args:
-        value: a list or tuple of numbers, a numpy array, a torch tensor on any device, or the packed
-            form. One-dimensional, of 1 to 65536 components, of any real dtype.
-        field: where the vector stands, for the error.
+        value: A list or tuple of numbers, a numpy array, a torch tensor on any device, or the packed form;
+            one-dimensional, 1 to 65536 components, any real dtype.
+        field: Path of the value, for errors.
 
     Returns:
-        A float32 array ``[H]``, C-contiguous, finite, not writeable, sharing no memory that anyone
-        can write to.
+        A float32 array ``[H]``: C-contiguous, finite, read-only, sharing no writeable memory.
 
     Raises:
-        SteeringError: ``value`` is anything else.
+        SteeringError: ``value`` has another form.
     """
     if isinstance(value, np.ndarray):
         array = _checked_array(value, field)
@@ -75,22 +92,22 @@ def parse_vector(value: object, field: str = "vector") -> Vector:
     else:
         raise SteeringError(
             field,
-            "must be a list of numbers, a numpy array, a torch tensor or a packed vector "
-            f"(dtype, shape, data), not {shown(value)} ({type(value).__name__})",
+            "must be a list of numbers, a numpy array, a torch tensor or a packed vector (dtype, shape, data), "
+            f"not {shown(value)} ({type(value).__name__})",
         )
     return _frozen(array, field)
 
 
 def bytes_of(vector: Vector) -> bytes:
-    """The little-endian float32 bytes of a parsed vector: those that it stands on, where it has all of them."""
+    """Return the little-endian float32 bytes of a parsed vector, without a copy if the array is a view of them."""
     base: object = vector.base
-    if vector.dtype == _ON_THE_WIRE and isinstance(base, bytes) and len(base) == vector.nbytes:
+    if vector.dtype == _WIRE_DTYPE and isinstance(base, bytes) and len(base) == vector.nbytes:
         return base
-    return vector.astype(_ON_THE_WIRE).tobytes()
+    return vector.astype(_WIRE_DTYPE).tobytes()
 
 
 def pack_vector(vector: npt.ArrayLike) -> dict[str, object]:
-    """The packed float32 form of a vector ``[H]``, ready for JSON."""
+    """Return the packed float32 form of a vector ``[H]``."""
     array = parse_vector(np.asarray(vector))
     data = base64.b64encode(array.astype("<f4", copy=False).tobytes()).decode("ascii")
     return {"dtype": "float32", "shape": [array.size], "data": data}
@@ -104,14 +121,14 @@ def _frozen(array: npt.NDArray[Any], field: str) -> Vector:
         with np.errstate(over="ignore", invalid="ignore"):
             vector = array.astype(np.float32, order="C")
     finite = np.isfinite(vector)
-    if np.count_nonzero(finite) != finite.size:  # `all` takes longer, and every vector of every request comes here
+    if np.count_nonzero(finite) != finite.size:  # faster than `all`; every vector of every request is checked
         index = int(finite.argmin())
         raise SteeringError(
             f"{field}[{index}]",
-            f"is {vector[index]} in float32; every component must be finite, at most {FLOAT32_MAX:.3g}",
+            f"is {vector[index]} in float32; components must be finite and at most {FLOAT32_MAX:.3g}",
         )
-    # A bytes object underneath makes the array immutable for good: the flag cannot be set back, so
-    # such an array (one of ours, or one like it) can be shared without a copy.
+    # A view of a bytes object is immutable for good, because its writeable flag cannot be set. Such an array can be
+    # shared without a copy.
     base: object = vector.base
     if isinstance(base, bytes):
         return vector
@@ -120,7 +137,9 @@ def _frozen(array: npt.NDArray[Any], field: str) -> Vector:
 
 def _check_shape(shape: tuple[int, ...], field: str) -> None:
     if len(shape) == 2 and shape[0] == 1:
-        raise SteeringError(field, f"has shape {shown(list(shape))}; a vector is [H]: pass its only row, vector[0]")
+        raise SteeringError(
+            field, f"has shape {shown(list(shape))}; a vector has shape [H]; pass its only row, vector[0]"
+        )
     if len(shape) != 1:
         raise SteeringError(field, f"has shape {shown(list(shape))}; a vector has one dimension, [H]")
     if not 1 <= shape[0] <= MAX_WIDTH:
@@ -140,8 +159,8 @@ def _from_numbers(numbers: Sequence[object], field: str) -> npt.NDArray[Any]:
     if len(numbers) > 0 and isinstance(numbers[0], (list, tuple)):
         raise SteeringError(field, "is a nested list; a vector is one flat list of numbers")
     _check_shape((len(numbers),), field)
-    # numpy would turn booleans and numeric strings into numbers without a word. Looking at the set
-    # of types costs far less than looking at each number.
+    # numpy silently converts booleans and numeric strings. Checking the set of types is much cheaper than checking
+    # each number.
     wrong = {kind for kind in set(map(type, numbers)) if not _is_number_type(kind)}
     if wrong:
         index = next(i for i, number in enumerate(numbers) if type(number) in wrong)
@@ -161,7 +180,7 @@ def _is_number_type(kind: type) -> bool:
 
 
 def _is_tensor(value: object) -> bool:
-    # Whoever holds a tensor has imported torch; whoever has not need not wait for it.
+    # A caller that passes a tensor has imported torch; do not import it for others.
     tensor_type = getattr(sys.modules.get("torch"), "Tensor", None)
     return tensor_type is not None and isinstance(value, tensor_type)
 
@@ -181,44 +200,53 @@ def _from_tensor(tensor: Any, field: str) -> npt.NDArray[Any]:
 
 
 def _from_packed(packed: Mapping[Any, object], field: str) -> npt.NDArray[Any]:
-    if set(packed) != PACKED_KEYS:
-        raise SteeringError(
-            field, f"a packed vector has exactly the keys dtype, shape and data, not {shown(list(packed))}"
-        )
-    name, shape, data = packed["dtype"], packed["shape"], packed["data"]
-    dtype = PACKED_DTYPES.get(name) if isinstance(name, str) else None
-    if dtype is None:
-        raise SteeringError(f"{field}.dtype", f"must be one of {', '.join(PACKED_DTYPES)}, not {shown(name)}")
+    dtype = read_packed_dtype(packed, field)
+    shape = packed["shape"]
     if not isinstance(shape, (list, tuple)) or not all(map(is_integer, shape)):
         raise SteeringError(f"{field}.shape", f"must be a list of one integer, [H], not {shown(shape)}")
     _check_shape(tuple(shape), f"{field}.shape")
-    return decode_packed(data, int(shape[0]), dtype, f"{field}.data")
+    return decode_packed(packed["data"], int(shape[0]), dtype, f"{field}.data")
+
+
+def read_packed_dtype(packed: Mapping[Any, object], field: str) -> np.dtype[Any]:
+    """Return the storage type of a packed array; raise SteeringError if its keys or its dtype are invalid."""
+    if set(packed) != PACKED_KEYS:
+        raise SteeringError(field, f"a packed array has the keys dtype, shape and data, not {shown(list(packed))}")
+    name = read_choice(packed["dtype"], PACKED_DTYPES, f"{field}.dtype")
+    return PACKED_DTYPES[name]
 
 
 def decode_packed(data: object, count: int, dtype: np.dtype[Any], field: str) -> npt.NDArray[Any]:
-    """The ``count`` components of a packed form's ``data``, ``dtype`` being a value of `PACKED_DTYPES`.
+    """Decode the ``data`` of a packed array.
 
-    bfloat16 comes back as float32, every other dtype as itself.
+    Args:
+        data: The base64 string.
+        count: Number of components.
+        dtype: A value of `PACKED_DTYPES`.
+        field: Path of the value, for errors.
+
+    Returns:
+        The components; bfloat16 becomes float32.
     """
     size = count * dtype.itemsize
     characters = (size + 2) // 3 * 4
     if not isinstance(data, str):
         raise SteeringError(field, f"must be a base64 string, not {type(data).__name__}")
-    if len(data) != characters:  # before decoding, so that a wrong size costs nothing
+    if len(data) != characters:  # checked before decoding, so that a wrong size costs nothing
         raise SteeringError(
-            field, f"has {len(data)} characters; {size} bytes for this dtype and shape are {characters}"
+            field, f"has {len(data)} characters; {size} bytes of this dtype and shape have {characters}"
         )
     try:
         raw = base64.b64decode(data, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise SteeringError(field, f"is not base64 (RFC 4648, no line breaks): {error}") from None
+        raise SteeringError(field, f"is not valid base64 (RFC 4648, no line breaks): {error}") from None
     if len(raw) != size:
         raise SteeringError(field, f"decodes to {len(raw)} bytes; this dtype and shape need {size}")
     return from_bytes(raw, dtype)
 
 
 def from_bytes(raw: bytes | bytearray, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """Little-endian components as an array, ``dtype`` being a value of `PACKED_DTYPES`; bfloat16 becomes float32."""
+    """Return little-endian components of a type in `PACKED_DTYPES` as an array; bfloat16 becomes float32."""
     array: npt.NDArray[Any] = np.frombuffer(raw, dtype)
     if dtype is PACKED_DTYPES["bfloat16"]:
         return (array.astype(np.uint32) << 16).view(np.float32)

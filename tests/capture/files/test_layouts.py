@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every layout gives back what was written, in files that plain safetensors reads, complete when they should be."""
+"""Layouts: contents, plain safetensors files, and when files are complete."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from vllm_steer.errors import SteeringError
 
 LAYOUTS = ("per_request", "packed", "sharded")
 layouts = pytest.mark.parametrize("layout", LAYOUTS)
-many_to_a_file = pytest.mark.parametrize("layout", LAYOUTS[1:])
+rotating_layouts = pytest.mark.parametrize("layout", LAYOUTS[1:])
 
 
 def names(root: Path) -> list[str]:
@@ -41,7 +41,7 @@ def stored(root: Path) -> list:
 
 
 def assert_aligned(path: Path) -> None:
-    """Tensors that are not would be slow, and some readers refuse them."""
+    """Check the alignment of all tensors; some readers reject unaligned ones."""
     data = path.read_bytes()
     size = int.from_bytes(data[:8], "little")
     assert (8 + size) % 8 == 0
@@ -54,13 +54,13 @@ def assert_aligned(path: Path) -> None:
 def wait_for_file(root: Path) -> None:
     deadline = time.monotonic() + 20
     while not open_captures(root).files():
-        assert time.monotonic() < deadline, "no file has appeared"
+        assert time.monotonic() < deadline, "no file appeared"
         time.sleep(0.01)
 
 
 @layouts
-def test_everything_comes_back(tmp_path, layout):
-    """Catches rows, positions, tokens or words of one request given to another, in the order of writing."""
+def test_round_trip(tmp_path, layout):
+    """Catches rows, positions, tokens or properties stored with another request, and a changed order."""
     consumer = FilesystemConsumer(root=str(tmp_path), layout=layout)
     requests = [
         captured(f"r{i}", seed=i, rows=i % 4, status="partial" if i == 3 else "ok", error="why" if i == 3 else None)
@@ -69,9 +69,9 @@ def test_everything_comes_back(tmp_path, layout):
     reports = [consumer.accept(request) for request in requests]
     consumer.close()
     for request, report in zip(requests, reports, strict=True):
-        (there,) = open_captures(tmp_path).find(request.request_id)
-        assert (str(there.path), there.index) == (report["path"], report["index"])
-        assert_same(there, request)
+        (found,) = open_captures(tmp_path).find(request.request_id)
+        assert (str(found.path), found.index) == (report["path"], report["index"])
+        assert_same(found, request)
         (again,) = [r for r in open_captures(report["path"]) if r.index == report["index"]]
         assert_same(again, request)
     if layout != "per_request":
@@ -80,7 +80,7 @@ def test_everything_comes_back(tmp_path, layout):
 
 kinds = st.tuples(
     st.sampled_from([torch.float64, torch.float32, torch.float16, torch.bfloat16]),
-    st.integers(1, 7),  # width: odd sizes put what follows out of alignment
+    st.integers(1, 7),  # width: odd sizes misalign the following tensor
     st.integers(0, 5),  # rows
     st.integers(0, 3),  # sites
 )
@@ -89,7 +89,8 @@ kinds = st.tuples(
 @layouts
 @settings(deadline=None, max_examples=40)
 @given(st.lists(kinds, min_size=1, max_size=8))
-def test_any_mix_of_dtypes_and_sizes_comes_back(tmp_path_factory, layout, mix):
+def test_round_trip_of_any_dtypes_and_sizes(tmp_path_factory, layout, mix):
+    """Catches wrong offsets and unaligned tensors after a change of dtype or width."""
     root = tmp_path_factory.mktemp("mix")
     consumer = FilesystemConsumer(root=str(root), layout=layout)
     requests = [
@@ -100,15 +101,15 @@ def test_any_mix_of_dtypes_and_sizes_comes_back(tmp_path_factory, layout, mix):
         consumer.accept(request)
     consumer.close()
     for request in requests:
-        (there,) = open_captures(root).find(request.request_id)
-        assert_same(there, request)
+        (found,) = open_captures(root).find(request.request_id)
+        assert_same(found, request)
     for path in root.iterdir():
         assert_aligned(path)
 
 
 @layouts
-def test_sites_of_one_request_may_differ(tmp_path, layout):
-    """Catches one list of positions, or one width, taken for all sites of a request."""
+def test_sites_with_different_positions_and_widths(tmp_path, layout):
+    """Catches one list of positions, or one width, used for all sites of a request."""
     request = captured(rows=4, width=3, dtype=torch.float16)
     sites = dict(request.sites)
     sites["post_block", 3] = SiteRows(np.array([0, 7]), torch.randn(2, 5, dtype=torch.float64))
@@ -117,20 +118,21 @@ def test_sites_of_one_request_may_differ(tmp_path, layout):
     consumer = FilesystemConsumer(root=str(tmp_path), layout=layout)
     consumer.accept(request)
     consumer.close()
-    (there,) = stored(tmp_path)
-    assert_same(there, request)
+    (found,) = stored(tmp_path)
+    assert_same(found, request)
 
 
 @layouts
-def test_a_mean_has_one_row_and_all_its_positions(tmp_path, layout):
+def test_mean_keeps_all_positions(tmp_path, layout):
+    """Catches positions cut to the single row of a mean."""
     request = captured(rows=4, reduce="mean")
-    sites = {site: SiteRows(there.positions, there.rows.mean(0, keepdim=True)) for site, there in request.sites.items()}
+    sites = {site: SiteRows(rows.positions, rows.rows.mean(0, keepdim=True)) for site, rows in request.sites.items()}
     consumer = FilesystemConsumer(root=str(tmp_path), layout=layout)
     consumer.accept(dataclasses.replace(request, sites=sites))
     consumer.close()
-    (there,) = stored(tmp_path)
-    assert there.tensor("pre_attn", 0).shape == (1, 16) and there.positions("pre_attn", 0).tolist() == [1, 3, 5, 7]
-    assert there.spec["reduce"] == "mean"
+    (found,) = stored(tmp_path)
+    assert found.tensor("pre_attn", 0).shape == (1, 16) and found.positions("pre_attn", 0).tolist() == [1, 3, 5, 7]
+    assert found.spec["reduce"] == "mean"
 
 
 @layouts
@@ -144,18 +146,19 @@ def test_a_mean_has_one_row_and_all_its_positions(tmp_path, layout):
     ],
     ids=["transposed", "stepped", "cut", "expanded"],
 )
-def test_rows_that_are_views_of_others(tmp_path, layout, rows):
-    """Catches bytes taken in the order of memory instead of the order of rows."""
+def test_rows_that_are_views(tmp_path, layout, rows):
+    """Catches bytes written in memory order instead of row order."""
     request = dataclasses.replace(captured(rows=4), sites={("pre_attn", 0): SiteRows(np.arange(4), rows)})
     consumer = FilesystemConsumer(root=str(tmp_path), layout=layout)
     consumer.accept(request)
     consumer.close()
-    (there,) = stored(tmp_path)
-    assert_same(there, request)
+    (found,) = stored(tmp_path)
+    assert_same(found, request)
 
 
 class TestPlainSafetensors:
-    def test_a_request_is_readable_without_this_package(self, tmp_path):
+    def test_file_of_one_request(self, tmp_path):
+        """Catches a file that safetensors alone cannot read."""
         request = captured(dtype=torch.bfloat16, options={"tag": "mine"})
         path = FilesystemConsumer(root=str(tmp_path)).accept(request)["path"]
         tensors = load_file(path)
@@ -169,9 +172,9 @@ class TestPlainSafetensors:
         for word in ('"request_id":"request"', '"sample":0', '"model":"tiny"', '"tag":"mine"', '"dtype":"BF16"'):
             assert word in metadata["requests"]
 
-    @many_to_a_file
-    def test_a_file_of_many_is_few_tensors(self, tmp_path, layout):
-        """Catches a tensor to a request, with which the header would have no bound."""
+    @rotating_layouts
+    def test_packed_file_has_few_tensors(self, tmp_path, layout):
+        """Catches one tensor per request, for which no header has room."""
         consumer = FilesystemConsumer(root=str(tmp_path), layout=layout)
         requests = [captured(f"r{i}", seed=i, rows=2) for i in range(50)]
         paths = {consumer.accept(request)["path"] for request in requests}
@@ -182,35 +185,38 @@ class TestPlainSafetensors:
         expected = [request.sites[site].rows for request in requests for site in request.sites]
         assert torch.equal(tensors["rows.0"], torch.cat(expected))
 
-    def test_tensors_are_mapped_in_place(self, tmp_path):
-        """Catches rows copied at opening: a shard is larger than memory."""
+    def test_tensors_are_mapped(self, tmp_path):
+        """Catches rows copied on opening: a shard can exceed the memory."""
         path = FilesystemConsumer(root=str(tmp_path)).accept(captured())["path"]
-        (there,) = open_captures(path)
-        assert there.tensor("pre_attn", 0).data_ptr() == there.tensor("pre_attn", 0).data_ptr()
-        start = there.tensor("pre_attn", 0).data_ptr()
+        (found,) = open_captures(path)
+        assert found.tensor("pre_attn", 0).data_ptr() == found.tensor("pre_attn", 0).data_ptr()
+        start = found.tensor("pre_attn", 0).data_ptr()
         maps = Path("/proc/self/maps").read_text().splitlines()
         spans = [line.split()[0].split("-") for line in maps if line.endswith(path)]
         assert any(int(low, 16) <= start < int(high, 16) for low, high in spans)
 
-    def test_writing_to_a_mapped_tensor_leaves_the_file_alone(self, tmp_path):
+    def test_writing_to_a_mapped_tensor_keeps_the_file(self, tmp_path):
+        """Catches a shared mapping, through which users change the file."""
         request = captured()
         path = FilesystemConsumer(root=str(tmp_path)).accept(request)["path"]
-        (there,) = open_captures(path)
-        there.tensor("pre_attn", 0).zero_()
+        (found,) = open_captures(path)
+        found.tensor("pre_attn", 0).zero_()
         assert_same(next(iter(open_captures(path))), request)
 
 
-class TestWindows:
-    @many_to_a_file
-    def test_nothing_is_seen_before_a_file_is_complete(self, tmp_path, layout):
+class TestRotation:
+    @rotating_layouts
+    def test_open_file_is_invisible(self, tmp_path, layout):
+        """Catches readers that see an incomplete file."""
         consumer = FilesystemConsumer(root=str(tmp_path), layout=layout)
         report = consumer.accept(captured())
         assert not report["sealed"] and not Path(report["path"]).exists() and stored(tmp_path) == []
         consumer.close()
         assert len(stored(tmp_path)) == 1 and names(tmp_path) == [Path(report["path"]).name]
 
-    @many_to_a_file
-    def test_a_file_is_complete_at_its_number_of_requests(self, tmp_path, layout):
+    @rotating_layouts
+    def test_max_requests(self, tmp_path, layout):
+        """Catches files sealed one request too early or too late, and files that cannot be read meanwhile."""
         consumer = FilesystemConsumer(root=str(tmp_path), layout=layout, max_requests=3)
         reports = [consumer.accept(captured(f"r{i}", seed=i)) for i in range(7)]
         assert [report["sealed"] for report in reports] == [False, False, True] * 2 + [False]
@@ -221,15 +227,15 @@ class TestWindows:
         assert len(open_captures(tmp_path).files()) == 3 and len(stored(tmp_path)) == 7
 
     def test_names_sort_by_time(self):
-        """Catches a name made of two looks at the clock, between which a second ends: the later file comes first."""
+        """Catches a name built from two reads of the clock: across a second, the later file sorts first."""
         moments = [0, 1, 999_999_999, 10**9, 1_795_344_059_999_999_999, 1_795_344_060_000_000_000]
         stems = [timestamped_stem("sharded", moment) for moment in moments]
         assert stems == sorted(stems) and stems[3][:-8] == "sharded-19700101t000001-000000000-"
 
-    @many_to_a_file
+    @rotating_layouts
     @pytest.mark.parametrize("step", [0, -(10**9), 10**6], ids=["stands", "is_set_back", "goes_on"])
-    def test_requests_are_in_order_whatever_the_clock_does(self, tmp_path, monkeypatch, layout, step):
-        """From the last moment of a second on."""
+    def test_order_with_any_clock(self, tmp_path, monkeypatch, layout, step):
+        """Catches files out of order if the clock stands still or is set back."""
         moments = itertools.count(1_795_344_059_999_999_999, step)
         monkeypatch.setattr(rotation.time, "time_ns", lambda: next(moments))
         consumer = FilesystemConsumer(root=str(tmp_path), layout=layout, max_requests=1)
@@ -237,15 +243,19 @@ class TestWindows:
             consumer.accept(captured(f"r{i}"))
         assert [request.request_id for request in stored(tmp_path)] == [f"r{i}" for i in range(8)]
 
-    @many_to_a_file
-    def test_a_file_is_complete_at_its_size(self, tmp_path, layout):
-        """One request is 3 sites of 5 rows of 16 float32, 960 bytes, and 5 positions and tokens, 40 bytes."""
+    @rotating_layouts
+    def test_max_size(self, tmp_path, layout):
+        """Catches a size that omits tokens.
+
+        A request takes 960 bytes of rows (3 sites, 5 rows, 16 float32) and 40 bytes of tokens.
+        """
         consumer = FilesystemConsumer(root=str(tmp_path), layout=layout, max_size=2000)
         assert [consumer.accept(captured(f"r{i}"))["sealed"] for i in range(5)] == [False, True, False, True, False]
         consumer.close()
 
-    @many_to_a_file
-    def test_a_file_is_complete_at_its_age_though_nothing_more_comes(self, tmp_path, layout):
+    @rotating_layouts
+    def test_max_seconds_without_further_requests(self, tmp_path, layout):
+        """Catches an age that is only checked when the next request arrives."""
         consumer = FilesystemConsumer(root=str(tmp_path), layout=layout, max_seconds=0.2)
         first = captured("first")
         consumer.accept(first)
@@ -255,8 +265,8 @@ class TestWindows:
         consumer.close()
         assert sorted(request.request_id for request in stored(tmp_path)) == ["first", "second"]
 
-    def test_an_old_timer_does_not_complete_a_later_file(self, tmp_path):
-        """The moment in which a timer has gone off and waits for the write that completes its file."""
+    def test_timer_of_an_earlier_file(self, tmp_path):
+        """Catches a timer that fired while its file was being sealed and then seals the next file."""
         consumer = FilesystemConsumer(root=str(tmp_path), layout="sharded", max_requests=2)
         consumer.accept(captured("a"))
         old = consumer._layout._file
@@ -267,18 +277,20 @@ class TestWindows:
         consumer.close()
         assert len(open_captures(tmp_path).files()) == 2
 
-    def test_own_limits_of_the_layouts(self):
+    def test_default_limits(self):
+        """Catches changed defaults."""
         assert {name: (w.max_requests, w.max_size, w.max_seconds) for name, w in ROTATION_LIMITS.items()} == {
             "packed": (256, 256 << 20, 10.0),
             "sharded": (None, 1 << 30, 300.0),
         }
 
-    def test_limits_are_refused_where_there_is_no_window(self, tmp_path):
+    def test_per_request_rejects_limits(self, tmp_path):
+        """Catches limits that are silently ignored."""
         with pytest.raises(SteeringError, match="max_requests"):
             FilesystemConsumer(root=str(tmp_path), max_requests=3)
 
-    def test_a_file_is_complete_when_its_header_is_full(self, tmp_path, monkeypatch):
-        """Catches a header that no longer fits, at completing, when it is too late to say so."""
+    def test_full_header(self, tmp_path, monkeypatch):
+        """Catches a header that is found too large when the file is sealed, after requests were reported as ok."""
         monkeypatch.setattr(packed_file, "MAX_TENSORS", 6)
         consumer = FilesystemConsumer(root=str(tmp_path), layout="sharded")
         requests = [captured(f"r{i}", width=1 + i % 2, rows=1, dtype=torch.float16, sites=SITES[:1]) for i in range(9)]
@@ -286,10 +298,11 @@ class TestWindows:
             consumer.accept(request)
         consumer.close()
         assert len(open_captures(tmp_path).files()) > 1
-        for request, there in zip(requests, stored(tmp_path), strict=True):
-            assert_same(there, request)
+        for request, found in zip(requests, stored(tmp_path), strict=True):
+            assert_same(found, request)
 
-    def test_the_header_has_room_for_as_many_tensors_as_it_is_said_to(self):
+    def test_header_size_holds_max_tensors(self):
+        """Catches ``MAX_TENSORS`` too large for ``HEADER_SIZE``."""
         far, wide = 10**13, 65536
         most = packed_file.MAX_TENSORS + 5
         runs = [TensorEntry(f"rows.{i}", "BF16", (far // wide, wide), far, far) for i in range(2 * most)]
@@ -308,8 +321,8 @@ class TestWindows:
         (torch.zeros(4, 2), ValueError),
     ],
 )
-def test_rows_that_captures_do_not_have_are_refused_alone(tmp_path, layout, rows, error):
-    """Catches one odd request that costs its neighbours their file."""
+def test_invalid_rows_fail_one_request(tmp_path, layout, rows, error):
+    """Catches an invalid request that destroys the file of its neighbours."""
     consumer = FilesystemConsumer(root=str(tmp_path), layout=layout)
     before, after = captured("before"), captured("after", seed=1)
     consumer.accept(before)
@@ -323,8 +336,8 @@ def test_rows_that_captures_do_not_have_are_refused_alone(tmp_path, layout, rows
 
 
 @layouts
-def test_fsync_comes_before_the_name(tmp_path, layout, monkeypatch):
-    """Catches a name that survives a power cut while its rows do not."""
+def test_fsync_precedes_rename(tmp_path, layout, monkeypatch):
+    """Catches a file name that survives a power failure while its rows do not."""
     calls = []
     for name in ("fsync", "rename"):
         real = getattr(os, name)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading captures back: what is there, what is not, damaged files, tables and archives."""
+"""The reader: properties and rows, missing and damaged files, and exports."""
 
 from __future__ import annotations
 
@@ -33,8 +33,9 @@ def write(root: Path, *requests, layout="per_request"):
     return open_captures(root)
 
 
-class TestReading:
-    def test_words_about_a_request(self, tmp_path):
+class TestReader:
+    def test_properties(self, tmp_path):
+        """Catches properties that are lost, swapped or renamed."""
         request = captured(
             "id",
             sample=2,
@@ -45,12 +46,12 @@ class TestReading:
             reduce={"directions": [[1.0] * 16] * 5},
             options={"tag": "run 3"},
         )
-        (there,) = write(tmp_path, request)
-        assert (there.request_id, there.sample, there.model, there.tag) == ("id", 2, "tiny", "run 3")
-        assert (there.status, there.error) == ("partial", "preempted")
-        assert (there.prompt_tokens, there.output_tokens) == (5, 7)
-        assert there.num_bytes == 3 * 5 * 16 * 2
-        assert there.spec == {
+        (stored,) = write(tmp_path, request)
+        assert (stored.request_id, stored.sample, stored.model, stored.tag) == ("id", 2, "tiny", "run 3")
+        assert (stored.status, stored.error) == ("partial", "preempted")
+        assert (stored.prompt_tokens, stored.output_tokens) == (5, 7)
+        assert stored.num_bytes == 3 * 5 * 16 * 2
+        assert stored.spec == {
             "hooks": {"pre_attn": [0], "post_block": [0, 3]},
             "positions": "all",
             "before": True,
@@ -60,35 +61,38 @@ class TestReading:
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
     def test_numpy(self, tmp_path, dtype):
-        """Catches bfloat16 handed out as integers, and values that a conversion changed."""
+        """Catches bfloat16 returned as integers, and values changed by the conversion."""
         request = captured(dtype=dtype)
-        (there,) = write(tmp_path, request)
-        array = there.numpy("post_block", 3)
+        (stored,) = write(tmp_path, request)
+        array = stored.numpy("post_block", 3)
         assert array.dtype == (np.float16 if dtype == torch.float16 else np.float32)
         np.testing.assert_array_equal(array, request.tensor("post_block", 3).float().numpy())
 
     @pytest.mark.parametrize("positions", ["last_prompt", "all_prompt", "all_generated", "all", [0, [3, None], -2]])
-    def test_a_spec_comes_back_as_it_is_written(self, tmp_path, positions):
-        """Catches a spec that its own parser refuses."""
+    def test_spec_round_trip(self, tmp_path, positions):
+        """Catches a stored spec that its own parser rejects."""
         request = captured()
         spec = CaptureSpec(hooks={"pre_attn": [0], "post_block": "all"}, positions=positions, dtype="float16")
-        (there,) = write(tmp_path, dataclasses.replace(request, spec=spec))
-        assert parse_capture({"memory": there.spec}) == (("memory", spec),)
+        (stored,) = write(tmp_path, dataclasses.replace(request, spec=spec))
+        assert parse_capture({"memory": stored.spec}) == (("memory", spec),)
 
-    def test_unknown_site_lists_the_known(self, tmp_path):
-        (there,) = write(tmp_path, captured())
-        for read in (there.tensor, there.numpy, there.positions, there.token_ids):
+    def test_unknown_site_lists_captured_sites(self, tmp_path):
+        """Catches an error that does not say what was captured."""
+        (stored,) = write(tmp_path, captured())
+        for read in (stored.tensor, stored.numpy, stored.positions, stored.token_ids):
             with pytest.raises(KeyError, match=r"post_attn\[0\] was not captured.*pre_attn\[0\]"):
                 read("post_attn", 0)
 
     @pytest.mark.parametrize("layout", LAYOUTS)
     def test_find(self, tmp_path, layout):
+        """Catches a search by prefix, and samples that are ignored."""
         captures = write(tmp_path, *(captured(f"r{i}", seed=i) for i in range(12)), layout=layout)
-        (there,) = captures.find("r1")
-        assert_same(there, captured("r1", seed=1))
+        (stored,) = captures.find("r1")
+        assert_same(stored, captured("r1", seed=1))
         assert captures.find("r") == [] and captures.find("r1", sample=1) == []
 
-    def test_a_renamed_file_is_found_in(self, tmp_path):
+    def test_find_in_a_renamed_file(self, tmp_path):
+        """Catches a search that trusts the name of a single file."""
         write(tmp_path, captured("id"))
         (path,) = tmp_path.iterdir()
         path.rename(tmp_path / f"{'0' * 32}-0.safetensors")
@@ -97,32 +101,34 @@ class TestReading:
     def test_rows_outlive_the_file(self, tmp_path):
         """Catches a mapping that ends with its reader."""
         request = captured()
-        (there,) = write(tmp_path, request)
-        rows = there.tensor("pre_attn", 0)
-        there.path.unlink()
-        del there
+        (stored,) = write(tmp_path, request)
+        rows = stored.tensor("pre_attn", 0)
+        stored.path.unlink()
+        del stored
         assert torch.equal(rows, request.tensor("pre_attn", 0))
 
-    def test_many_files_are_not_all_kept_open(self, tmp_path):
-        """Catches a mapping for each file of a folder, of which the system allows 65,530."""
+    def test_files_are_not_kept_mapped(self, tmp_path):
+        """Catches one mapping per file of a directory; Linux allows 65,530."""
         held = list(write(tmp_path, *(captured(f"r{i}") for i in range(50))))
         maps = Path("/proc/self/maps").read_text()
         assert len(held) == 50 and str(tmp_path) not in maps
 
-    def test_other_files_in_the_folder_are_left_alone(self, tmp_path):
+    def test_other_files_are_skipped(self, tmp_path):
+        """Catches errors about files that are not captures."""
         (tmp_path / "notes.txt").write_text("x")
         (tmp_path / ".x.safetensors.part").write_text("x")
         (tmp_path / "folder.safetensors").mkdir()
         assert [request.request_id for request in write(tmp_path, captured("own"))] == ["own"]
 
-    def test_nothing_there(self, tmp_path):
+    def test_missing_path_and_empty_directory(self, tmp_path):
+        """Catches a missing path read as an empty directory."""
         with pytest.raises(FileNotFoundError, match="no-such"):
             open_captures(tmp_path / "no-such")
         assert list(open_captures(tmp_path)) == []
 
 
-def spoil_index(path: Path, change) -> None:
-    """Write the file again with another index, of the same length or not."""
+def change_index(path: Path, change) -> None:
+    """Rewrite a file with a changed index."""
     with safe_open(path, "pt") as file:
         tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
         metadata = file.metadata()
@@ -142,29 +148,33 @@ class TestDamage:
             for site in request.sites:
                 request.tensor(*site), request.positions(*site), request.token_ids(*site)
 
-    def test_undamaged_is_read(self, path):
+    def test_undamaged_file(self, path):
+        """Catches a helper that damages every file."""
         self.read(path)
-        spoil_index(path, lambda entry: None)
+        change_index(path, lambda entry: None)
         self.read(path)
 
     @pytest.mark.parametrize("keep", [0, 7, 100, 600, -1])
-    def test_cut_off(self, path, keep):
-        """Catches rows of zeros, or of another request, read from a file that is not whole."""
+    def test_truncated_file(self, path, keep):
+        """Catches zeros, or rows of another request, read from a truncated file."""
         path.write_bytes(path.read_bytes()[:keep])
         with pytest.raises(CaptureFileError, match=path.name):
             self.read(path)
 
     def test_another_safetensors_file(self, path):
+        """Catches another safetensors file read as a capture without requests."""
         save_file({"weight": torch.zeros(3)}, path)
         with pytest.raises(CaptureFileError, match="another safetensors file"):
             self.read(path)
 
     def test_another_version(self, path):
+        """Catches a later format read as this one."""
         save_file({"weight": torch.zeros(3)}, path, {"format": "vllm-steer capture", "version": "2"})
         with pytest.raises(CaptureFileError, match="version 2"):
             self.read(path)
 
-    def test_no_index(self, path):
+    def test_missing_index(self, path):
+        """Catches a KeyError instead of a CaptureFileError."""
         save_file({"weight": torch.zeros(3)}, path, {"format": "vllm-steer capture", "version": "1"})
         with pytest.raises(CaptureFileError, match=path.name):
             self.read(path)
@@ -182,37 +192,37 @@ class TestDamage:
             lambda entry: entry["sites"][0].update(tensor="../../etc/passwd"),
         ],
     )
-    def test_an_index_that_says_what_is_not_there(self, path, change):
-        """Catches a slice that Python shortens, or counts from the end, without a word."""
-        spoil_index(path, change)
+    def test_index_with_invalid_entries(self, path, change):
+        """Catches ranges that Python slices shorten or count from the end."""
+        change_index(path, change)
         with pytest.raises(CaptureFileError, match=path.name):
             self.read(path)
 
     @pytest.mark.parametrize(
-        "spoil",
+        "damage",
         [
-            lambda index: index.replace(b"tiny", b"\xff\xfe\xff\xfe"),
-            lambda index: index.replace(b'"before":false', b'"x":' + b"[" * 9999 + b"]" * 9999),
+            lambda text: text.replace(b"tiny", b"\xff\xfe\xff\xfe"),
+            lambda text: text.replace(b'"before":false', b'"x":' + b"[" * 9999 + b"]" * 9999),
         ],
     )
-    def test_an_index_that_is_no_text(self, tmp_path, spoil):
-        """Catches one damaged byte, and a file made to be deep, that raise what nobody reckons with."""
+    def test_index_with_invalid_json(self, tmp_path, damage):
+        """Catches a UnicodeDecodeError or RecursionError instead of a CaptureFileError."""
         write(tmp_path, captured(), layout="packed")
         (path,) = tmp_path.iterdir()
         with safe_open(path, "pt") as file:
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
             metadata = file.metadata()
-        whole = tensors["index"].numpy().tobytes()
-        spoiled = spoil(whole)
-        assert spoiled != whole
-        save_file({**tensors, "index": torch.tensor(list(spoiled), dtype=torch.uint8)}, path, metadata)
+        index = tensors["index"].numpy().tobytes()
+        damaged = damage(index)
+        assert damaged != index
+        save_file({**tensors, "index": torch.tensor(list(damaged), dtype=torch.uint8)}, path, metadata)
         with pytest.raises(CaptureFileError, match=path.name):
             self.read(path)
 
     @pytest.mark.parametrize("name", ["index", "positions", "token_ids", "rows.0"])
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int16, torch.bool])
-    def test_a_tensor_of_another_kind(self, tmp_path, name, dtype):
-        """Catches bytes of another kind that are taken for rows, and errors of numpy and torch about them."""
+    def test_tensors_of_other_dtypes(self, tmp_path, name, dtype):
+        """Catches bytes of another dtype read as rows, and errors of numpy or torch."""
         write(tmp_path, captured(), layout="packed")
         (path,) = tmp_path.iterdir()
         with safe_open(path, "pt") as file:
@@ -226,7 +236,8 @@ class TestDamage:
 
 class TestNpz:
     @pytest.mark.parametrize("layout", LAYOUTS)
-    def test_everything_is_in_it(self, tmp_path, layout):
+    def test_npz_contents(self, tmp_path, layout):
+        """Catches missing arrays, and member names taken from request ids."""
         requests = [captured(f"../r{i}", seed=i, dtype=torch.bfloat16) for i in range(3)]
         captures = write(tmp_path / "root", *requests, layout=layout)
         assert export_npz(captures, tmp_path / "out.npz") == 9
@@ -242,19 +253,22 @@ class TestNpz:
                     assert archive[f"{name}.token_ids"].tolist() == request.token_ids(point, layer).tolist()
             assert len(archive.files) == 1 + 27
 
-    def test_only_some_sites(self, tmp_path):
+    def test_select_sites(self, tmp_path):
+        """Catches filters that are ignored or combined with or."""
         captures = write(tmp_path / "root", captured())
         assert export_npz(captures, tmp_path / "a.npz", point="post_block") == 2
         assert export_npz(captures, tmp_path / "b.npz", layer=0) == 2
         assert export_npz(captures, tmp_path / "c.npz", "post_block", 3) == 1
 
-    def test_nothing_to_export_leaves_no_file(self, tmp_path):
+    def test_empty_export_leaves_no_file(self, tmp_path):
+        """Catches an empty archive."""
         captures = write(tmp_path / "root", captured())
         with pytest.raises(ValueError, match="no rows match"):
             export_npz(captures, tmp_path / "out.npz", layer=7)
         assert not (tmp_path / "out.npz").exists()
 
-    def test_a_file_that_is_there_stays(self, tmp_path):
+    def test_existing_file_is_kept(self, tmp_path):
+        """Catches an export that overwrites a file."""
         captures = write(tmp_path / "root", captured())
         (tmp_path / "out.npz").write_text("mine")
         with pytest.raises(FileExistsError):
@@ -263,7 +277,8 @@ class TestNpz:
 
 
 class TestArrow:
-    def test_without_pyarrow_a_sentence_says_what_to_install(self, tmp_path, monkeypatch):
+    def test_missing_packages(self, tmp_path, monkeypatch):
+        """Catches an error that does not say what to install."""
         captures = write(tmp_path / "root", captured())
         monkeypatch.setitem(sys.modules, "pyarrow", None)
         monkeypatch.setitem(sys.modules, "datasets", None)
@@ -275,7 +290,8 @@ class TestArrow:
         assert not (tmp_path / "out.parquet").exists()
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-    def test_a_line_for_each_row(self, tmp_path, dtype):
+    def test_table_contents(self, tmp_path, dtype):
+        """Catches columns that do not belong to their row."""
         pytest.importorskip("pyarrow")
         requests = [captured(f"r{i}", seed=i, rows=i, dtype=dtype, options={"tag": "t"}) for i in (2, 0, 3)]
         table = to_arrow(write(tmp_path, *requests, layout="packed"))
@@ -298,27 +314,31 @@ class TestArrow:
         }
 
     def test_parquet(self, tmp_path):
+        """Catches a file that differs from the table."""
         parquet = pytest.importorskip("pyarrow.parquet")
         captures = write(tmp_path / "root", captured("a"), captured("b", seed=1))
         assert export_parquet(captures, tmp_path / "out.parquet") == 30
         assert parquet.read_table(tmp_path / "out.parquet").equals(to_arrow(captures))
 
     @pytest.mark.parametrize(("reduce", "position"), [("mean", None), ("last", 9)])
-    def test_a_reduced_row_has_a_position_only_if_it_is_one_tokens(self, tmp_path, reduce, position):
+    def test_positions_of_reduced_rows(self, tmp_path, reduce, position):
+        """Catches a mean with a position, and a last row without its own."""
         pytest.importorskip("pyarrow")
         request = captured(reduce=reduce)
-        sites = {site: SiteRows(there.positions, there.rows[-1:]) for site, there in request.sites.items()}
+        sites = {site: SiteRows(rows.positions, rows.rows[-1:]) for site, rows in request.sites.items()}
         request = dataclasses.replace(request, sites=sites)
         (line, *_) = to_arrow(write(tmp_path, request)).to_pylist()
         assert line["position"] == position
 
-    def test_rows_of_two_kinds_are_no_table(self, tmp_path):
+    def test_table_rejects_different_widths(self, tmp_path):
+        """Catches rows of different widths in one table."""
         pytest.importorskip("pyarrow")
         captures = write(tmp_path, captured("a"), captured("b", width=3))
         with pytest.raises(ValueError, match="choose"):
             to_arrow(captures)
 
     def test_datasets(self, tmp_path):
+        """Catches a dataset without its columns."""
         pytest.importorskip("datasets")
         data = to_dataset(write(tmp_path, captured()))
         assert len(data) == 15 and set(data.column_names) >= {"row", "position", "request_id"}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was captured, on its way into answers."""
+"""Capture results in HTTP responses: inline, stored, in streams, and after disconnects."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def client_of(app: FastAPI) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server")
 
 
-async def answer_of(app: FastAPI, **fields: Any) -> Any:
+async def response_of(app: FastAPI, **fields: Any) -> Any:
     response = await client_of(app).post(ROUTE, json={**BODY, **fields})
     assert response.status_code == 200, response.text
     assert int(response.headers["content-length"]) == len(response.content)
@@ -46,8 +46,8 @@ async def answer_of(app: FastAPI, **fields: Any) -> Any:
 
 
 @pytest.mark.parametrize("fields", [{}, {"stream": [f"data: {{}}\n\n{DONE}"]}], ids=["JSON", "stream"])
-async def test_rows_end_with_their_answer(fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches rows of a server's first request that stay for ever: vLLM's own tasks start in its context."""
+async def test_results_are_released_after_the_response(fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches rows of the first request that stay in memory: vLLM's own tasks start in its context."""
     contexts: list[Any] = []
 
     def finish(*args: Any) -> Any:
@@ -61,8 +61,8 @@ async def test_rows_end_with_their_answer(fields: dict[str, Any], monkeypatch: p
     assert [context.results for context in contexts] == [{}]
 
 
-async def test_rows_of_a_client_that_left_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches the same of a stream whose generator is only closed, and its request aborted, once the answer is over."""
+async def test_late_results_of_a_disconnected_client_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches rows of a stream whose request vLLM aborts only after the response ended."""
     contexts: list[Any] = []
 
     async def leave_running(body: Any, *args: Any) -> None:
@@ -77,10 +77,10 @@ async def test_rows_of_a_client_that_left_are_not_kept(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-async def test_rows_are_where_their_choice_is(dtype: str) -> None:
-    """Catches results in the order in which samples end, and rows in another dtype or form than stated."""
+async def test_rows_belong_to_their_choice(dtype: str) -> None:
+    """Catches results in the order in which samples finish, and rows in another dtype or form."""
     results = [{"memory": done(captured(value=i, dtype=getattr(torch, dtype)))} for i in range(3)]
-    for i, choice in enumerate((await answer_of(make_capturing_app(results)))["choices"]):
+    for i, choice in enumerate((await response_of(make_capturing_app(results)))["choices"]):
         assert (choice["index"], choice["text"]) == (i, "é")
         result = choice["capture_results"]["memory"]
         assert (result["status"], result["error"]) == ("ok", None)
@@ -90,8 +90,8 @@ async def test_rows_are_where_their_choice_is(dtype: str) -> None:
         assert rows.tolist() == [i] * 3 * HIDDEN
 
 
-async def test_whatever_a_consumer_reports_is_passed_on() -> None:
-    """Catches an error without its reason, a partial result without its rows, and reports that break the answer."""
+async def test_reports_of_all_kinds() -> None:
+    """Catches errors without a reason, partial results without rows, and reports that are not valid JSON."""
     results = {
         "ours": done({"path": "/a/b", "index": 3}),
         "error": done(None, "error", "disk full \udc80"),
@@ -99,7 +99,7 @@ async def test_whatever_a_consumer_reports_is_passed_on() -> None:
         "strange": done(object()),
         "endless": done({"norm": float("inf")}),
     }
-    (choice,) = (await answer_of(make_capturing_app([results])))["choices"]
+    (choice,) = (await response_of(make_capturing_app([results])))["choices"]
     reports = choice["capture_results"]
     assert reports["ours"] == {"status": "ok", "error": None, "data": {"path": "/a/b", "index": 3}}
     assert reports["error"] == {"status": "error", "error": "disk full \udc80"}
@@ -111,22 +111,22 @@ async def test_whatever_a_consumer_reports_is_passed_on() -> None:
 
 
 def values_of(choices: list[Any]) -> list[float | None]:
-    """The number of which each choice's rows consist, None where it has none."""
+    """Return the value of each choice's rows, or None if it has none."""
     reports = [choice["capture_results"]["memory"] for choice in choices]
     sites = [report.get("sites", {}).get("post_block", {}).get("1") for report in reports]
     return [None if s is None else float(np.frombuffer(base64.b64decode(s["data"]), "<f4")[0]) for s in sites]
 
 
 @pytest.mark.failure(18)
-async def test_rows_are_those_of_the_choice_s_own_prompt() -> None:
-    """Catches rows of the first prompt alone, or under another prompt's choices."""
+async def test_rows_belong_to_their_prompt() -> None:
+    """Catches rows of the first prompt only, or rows reported for another prompt."""
     results = [{"memory": done(captured(value=i))} for i in range(6)]
-    assert values_of((await answer_of(make_capturing_app(results, prompts=3)))["choices"]) == [0, 1, 2, 3, 4, 5]
+    assert values_of((await response_of(make_capturing_app(results, prompts=3)))["choices"]) == [0, 1, 2, 3, 4, 5]
 
 
 @pytest.mark.failure(18, control=True)
-async def test_prompts_without_numbers_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: where all prompts count as the first, the others' choices have nothing to show."""
+async def test_unnumbered_prompts_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: if all prompts count as the first, choices of the others have no rows."""
 
     def unnumbered(processor: Any, request: Any) -> None:
         request.sampling_params.extra_args[PROMPT_KEY] = 0
@@ -134,19 +134,19 @@ async def test_prompts_without_numbers_are_seen(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(answers, "track_sample", unnumbered)
     results = [{"memory": done(captured(value=i))} for i in range(6)]
-    values = values_of((await answer_of(make_capturing_app(results, prompts=3)))["choices"])
+    values = values_of((await response_of(make_capturing_app(results, prompts=3)))["choices"])
     assert values[2:] == [None] * 4
 
 
-async def test_a_choice_without_a_result_says_so() -> None:
-    """Catches a choice of an answer that is silent about its capture."""
-    choices = (await answer_of(make_capturing_app([{"memory": done(captured())}]), choices=2))["choices"]
+async def test_choice_without_a_result() -> None:
+    """Catches a choice without any report."""
+    choices = (await response_of(make_capturing_app([{"memory": done(captured())}]), choices=2))["choices"]
     assert choices[0]["capture_results"]["memory"]["status"] == "ok"
     assert choices[1]["capture_results"]["memory"]["status"] == "error"
 
 
-async def test_an_answer_without_choices_is_an_error() -> None:
-    """Catches rows that vanish since there is no place for them."""
+async def test_response_without_choices_is_an_error() -> None:
+    """Catches rows that are dropped silently because no choice can carry them."""
     response = await client_of(make_capturing_app([{"memory": done(captured())}])).post(
         ROUTE, json={**BODY, "choices": 0}
     )
@@ -155,7 +155,7 @@ async def test_an_answer_without_choices_is_an_error() -> None:
 
 
 async def test_errors_and_other_requests_pass_unchanged() -> None:
-    """Catches an error that is rewritten, and answers that are changed for those who capture nothing."""
+    """Catches rewritten errors, and changed responses of requests that capture nothing."""
     app = make_capturing_app([{"memory": done(captured())}])
     response = await client_of(app).post(ROUTE, json={**BODY, "status": 418})
     assert (response.status_code, response.json()) == (418, {"error": {"message": "no"}})
@@ -173,7 +173,7 @@ async def test_errors_and_other_requests_pass_unchanged() -> None:
     ],
 )
 async def test_streams_get_one_more_event(pieces: list[str]) -> None:
-    """Catches an event that comes after the end, twice, or not, where the end does not stand in a piece of its own."""
+    """Catches an event that is missing, duplicated or after the end, wherever the chunks are split."""
     app = make_capturing_app([{"memory": done(captured())}, {"memory": done(captured())}])
     response = await client_of(app).post(ROUTE, json={**BODY, "stream": pieces})
     text = "".join(pieces)
@@ -186,8 +186,8 @@ async def test_streams_get_one_more_event(pieces: list[str]) -> None:
     assert event["choices"][0]["capture_results"]["memory"]["sites"]["post_block"]["1"]["shape"] == [3, HIDDEN]
 
 
-async def test_a_choice_of_a_stream_without_a_result_says_so() -> None:
-    """Catches a stream that failed for one of its prompts, and is silent about that prompt's capture."""
+async def test_stream_choice_without_a_result() -> None:
+    """Catches a failed prompt of a stream without any report."""
     app = make_capturing_app([{"memory": done(captured())}], runs=0)
     response = await client_of(app).post(ROUTE, json={**BODY, "stream": ['data: {"error": {}}\n\n', DONE]})
     event = json.loads(response.text.split("data: ")[2])
@@ -195,8 +195,8 @@ async def test_a_choice_of_a_stream_without_a_result_says_so() -> None:
     assert (choice["index"], choice["capture_results"]["memory"]["status"]) == (0, "error")
 
 
-async def test_encoded_answers_are_refused() -> None:
-    """Catches an answer of compressed bytes that is taken for one without choices, or broken."""
+async def test_compressed_responses_are_rejected() -> None:
+    """Catches a compressed response that is parsed as JSON or damaged."""
     app = make_capturing_app([{"memory": done(captured())}])
     inner = app.user_middleware.pop()
     app.add_middleware(GZipMiddleware, minimum_size=1)
@@ -206,24 +206,23 @@ async def test_encoded_answers_are_refused() -> None:
     assert "gzip" in response.json()["error"]["message"]
 
 
-ROWS = 1024 // (4 * HIDDEN)
-"""Rows of a KiB."""
+ROWS_PER_KIB = 1024 // (4 * HIDDEN)
 
 
-async def test_large_rows_are_fetched() -> None:
-    """Catches a limit that is not one, and a handle that gives other rows or never goes away."""
+async def test_large_rows_are_stored() -> None:
+    """Catches an ignored limit, stored rows that differ, and rows that cannot be deleted."""
     app = make_capturing_app(
-        [{"memory": done(captured(ROWS))}, {"memory": done(captured(ROWS + 1))}], capture_inline_kib=1
+        [{"memory": done(captured(ROWS_PER_KIB))}, {"memory": done(captured(ROWS_PER_KIB + 1))}], capture_inline_kib=1
     )
-    small, large = (choice["capture_results"]["memory"] for choice in (await answer_of(app))["choices"])
+    small, large = (choice["capture_results"]["memory"] for choice in (await response_of(app))["choices"])
     assert "sites" in small
     assert set(large) == {"status", "error", "id", "bytes", "format", "expires_in"}
     assert len(large["id"]) >= 32
     async with client_of(app) as client:
         response = await client.get(f"/v1/captures/{large['id']}")
         tensors = load(response.content)
-        assert tensors["post_block.1"].shape == (ROWS + 1, HIDDEN)
-        assert tensors["positions"].tolist() == list(range(ROWS + 1))
+        assert tensors["post_block.1"].shape == (ROWS_PER_KIB + 1, HIDDEN)
+        assert tensors["positions"].tolist() == list(range(ROWS_PER_KIB + 1))
         assert len(response.content) == int(response.headers["content-length"]) == large["bytes"]
         assert (await client.delete(f"/v1/captures/{large['id']}")).status_code == 204
         for gone in (
@@ -235,20 +234,20 @@ async def test_large_rows_are_fetched() -> None:
     assert len(capture_store_of(app)) == 0
 
 
-async def test_what_cannot_be_stored_is_an_error() -> None:
-    """Catches handles that lead to rows for which there was no room."""
+async def test_full_store_is_an_error() -> None:
+    """Catches ids of rows that were not stored."""
     app = make_capturing_app([{"memory": done(captured())}], capture_inline_kib=0, capture_store_mib=0)
-    result = (await answer_of(app))["choices"][0]["capture_results"]["memory"]
+    result = (await response_of(app))["choices"][0]["capture_results"]["memory"]
     assert result["status"] == "error"
     assert "--capture-store-mib" in result["error"]
     assert len(capture_store_of(app)) == 0
 
 
-async def test_a_report_without_end_is_fetched_too() -> None:
-    """Catches a consumer whose report makes answers of any size, and a short one that is not in the answer."""
+async def test_long_reports_are_stored() -> None:
+    """Catches responses of unbounded size, and short reports that are not inline."""
     long = {"numbers": list(range(20000))}
     app = make_capturing_app([{"long": done(long), "short": done({"path": "/a"})}], capture_inline_kib=0)
-    reports = (await answer_of(app))["choices"][0]["capture_results"]
+    reports = (await response_of(app))["choices"][0]["capture_results"]
     assert reports["short"]["data"] == {"path": "/a"}
     assert "data" not in reports["long"]
     assert reports["long"]["format"] == "json"
@@ -257,75 +256,75 @@ async def test_a_report_without_end_is_fetched_too() -> None:
     assert response.json() == long
 
 
-async def test_a_choice_for_which_the_model_ran_twice_says_so() -> None:
-    """Catches the rows of the last run, which has the right shape, given for those of all."""
+async def test_choice_with_several_model_runs_is_an_error() -> None:
+    """Catches the rows of the last run reported as those of the choice."""
     app = make_capturing_app([{"memory": done(captured())}], runs=2)
-    (choice,) = (await answer_of(app))["choices"]
+    (choice,) = (await response_of(app))["choices"]
     assert choice["capture_results"]["memory"]["status"] == "error"
     assert "several times" in choice["capture_results"]["memory"]["error"]
 
 
 class Connection:
-    """A client of the application that can leave at any time."""
+    """A client that can disconnect at any time."""
 
     def __init__(self, app: FastAPI, body: dict[str, Any]) -> None:
         self.sent: list[dict[str, Any]] = []
         self.stuck = asyncio.Event()
         self.blocked = False
-        self._left = asyncio.Event()
+        self._disconnected = asyncio.Event()
         self._body: bytes | None = json.dumps(body).encode()
         headers = [(b"content-type", b"application/json")]
-        asgi = {"spec_version": "2.3"}  # as uvicorn says
+        asgi = {"spec_version": "2.3"}  # as uvicorn declares
         scope = {"type": "http", "method": "POST", "path": ROUTE, "headers": headers, "query_string": b"", "asgi": asgi}
         self.task = asyncio.create_task(app(scope, self._receive, self._send))
 
-    def leave(self) -> None:
-        self._left.set()
+    def disconnect(self) -> None:
+        self._disconnected.set()
 
     async def _receive(self) -> dict[str, Any]:
         if self._body is not None:
             body, self._body = self._body, None
             return {"type": "http.request", "body": body, "more_body": False}
-        await self._left.wait()
+        await self._disconnected.wait()
         return {"type": "http.disconnect"}
 
     async def _send(self, message: Any) -> None:
         if self.blocked and message.get("body"):
             self.stuck.set()
-            await asyncio.Event().wait()  # as a server does while the client does not read
+            await asyncio.Event().wait()  # as a server blocks while the client does not read
         self.sent.append(message)
 
 
 @pytest.mark.parametrize("stream", [None, [DONE]])
-async def test_a_slow_consumer_holds_up_its_own_request_alone(stream: list[str] | None) -> None:
-    """Catches an event loop that waits for a consumer, and a consumer that is called off when the client has left."""
+async def test_slow_consumer_delays_only_its_request(stream: list[str] | None) -> None:
+    """Catches an event loop that blocks on a consumer, and a consumer cancelled by a disconnect."""
     slow: Future[CaptureResult] = Future()
     apps = [make_capturing_app([{"memory": future}], capture_inline_kib=0) for future in (slow, done(captured()))]
-    connection, leaver = (Connection(apps[0], {**BODY, "stream": stream}) for _ in range(2))
+    connection, leaving = (Connection(apps[0], {**BODY, "stream": stream}) for _ in range(2))
     await asyncio.sleep(0.1)
-    assert (await answer_of(apps[1]))["choices"]
+    assert (await response_of(apps[1]))["choices"]
     assert not connection.task.done()
     assert not any(b"choices" in message.get("body", b"") for message in connection.sent)
-    leaver.leave()
-    await asyncio.wait_for(leaver.task, 10)
+    leaving.disconnect()
+    await asyncio.wait_for(leaving.task, 10)
     assert not slow.cancelled()
     slow.set_result(CaptureResult("ok", None, captured()))
     await asyncio.wait_for(connection.task, 10)
     assert any(b"choices" in message.get("body", b"") for message in connection.sent)
-    assert not any(b"choices" in message.get("body", b"") for message in leaver.sent)
+    assert not any(b"choices" in message.get("body", b"") for message in leaving.sent)
     assert len(capture_store_of(apps[0])) == 1
 
 
-async def test_a_client_that_leaves_at_the_last_event_leaves_nothing() -> None:
-    """Catches rows in the store of which nobody was told."""
+async def test_disconnect_at_the_last_event() -> None:
+    """Catches stored rows whose id no client has received."""
     app = make_capturing_app([{"memory": done(captured())}] * 2, capture_inline_kib=0)
     connection = Connection(app, {**BODY, "stream": ["data: {}\n\n", DONE]})
     store = capture_store_of(app)
     connection.blocked = True
-    # Blocked at the first event already: nothing is stored before the last one.
+    # Already blocked at the first event: nothing is stored before the last one.
     await asyncio.wait_for(connection.stuck.wait(), 10)
     assert len(store) == 0
-    connection.leave()
+    connection.disconnect()
     await asyncio.wait_for(connection.task, 10)
     assert len(store) == 0
 
@@ -333,17 +332,17 @@ async def test_a_client_that_leaves_at_the_last_event_leaves_nothing() -> None:
     connection.blocked = True
     await asyncio.wait_for(connection.stuck.wait(), 10)
     assert len(store) == 2
-    connection.leave()
+    connection.disconnect()
     await asyncio.wait_for(connection.task, 10)
     assert len(store) == 0
 
 
-class Late(Connection):
-    """A client that is gone by the time its answer is made, of which its server hears some turns of its loop later."""
+class LateDisconnect(Connection):
+    """A client whose disconnect the server reports some turns of the event loop later."""
 
     async def _receive(self) -> dict[str, Any]:
         if self._body is None:
-            await self._left.wait()
+            await self._disconnected.wait()
             for _ in range(3):
                 await asyncio.sleep(0)
         return await super()._receive()
@@ -351,31 +350,28 @@ class Late(Connection):
 
 @pytest.mark.failure(20)
 @pytest.mark.parametrize("stream", [None, [DONE], ["data: {}\n\n", DONE]])
-@pytest.mark.parametrize("looks", [True, pytest.param(False, marks=pytest.mark.failure(20, control=True))])
-async def test_a_client_that_has_left_just_before_the_answer_leaves_nothing(
-    stream: list[str] | None, looks: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("yields", [True, pytest.param(False, marks=pytest.mark.failure(20, control=True))])
+async def test_disconnect_just_before_the_response(
+    stream: list[str] | None, yields: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches rows that stay until they expire for a client whose leaving could have been known.
-
-    Without another look, they do.
-    """
+    """Catches rows stored until they expire although the disconnect was known. Negative control: without yielding."""
     connections: list[Connection] = []
-    hear = capture_results._yield_to_disconnect
+    yield_to_disconnect = capture_results._yield_to_disconnect
 
-    async def leave_and_hear() -> None:
-        connections[0].leave()
-        if looks:
-            await hear()
+    async def disconnect_and_yield() -> None:
+        connections[0].disconnect()
+        if yields:
+            await yield_to_disconnect()
 
-    monkeypatch.setattr(capture_results, "_yield_to_disconnect", leave_and_hear)
+    monkeypatch.setattr(capture_results, "_yield_to_disconnect", disconnect_and_yield)
     app = make_capturing_app([{"memory": done(captured())}], capture_inline_kib=0)
-    connections.append(Late(app, {**BODY, "stream": stream}))
+    connections.append(LateDisconnect(app, {**BODY, "stream": stream}))
     await asyncio.wait_for(connections[0].task, 10)
-    assert len(capture_store_of(app)) == (0 if looks else 1)
+    assert len(capture_store_of(app)) == (0 if yields else 1)
 
 
 def test_positions_are_plain_integers() -> None:
-    """Catches numpy's integers, which JSON does not have, in what is inline."""
+    """Catches numpy integers, which are not valid JSON."""
     site = encode_inline(captured())["post_block"]["1"]
     assert all(type(position) is int for position in site["positions"])
     assert np.frombuffer(base64.b64decode(site["data"]), "<f4").shape == (3 * HIDDEN,)

@@ -177,7 +177,7 @@ def test_every_prompt_with_captures_is_numbered(context: RequestContext) -> None
         ({"hooks": {"post_attn": "all"}}, "capture.memory.hooks.post_attn", "layer 3: this branch is a partial sum"),
         ({**HOOKS, "positions": [MAX_MODEL_LEN]}, "capture.memory.positions", "max_model_len"),
         ({**HOOKS, "positions": [-6]}, "capture.memory.positions", "prompt of 5 tokens"),
-        ({**HOOKS, "colour": 1}, "capture.memory.colour", "no option"),
+        ({**HOOKS, "colour": 1}, "capture.memory.colour", "unknown option"),
     ],
 )
 def test_what_cannot_be_captured_is_named(spec: Any, path: str, words: str, context: RequestContext) -> None:
@@ -212,7 +212,7 @@ def test_captures_need_an_answer_that_carries_them(context: RequestContext) -> N
     tool = {"type": "function", "name": "f", "parameters": {}, "strict": False}
     apply_to_params(request_with(ResponsesRequest, tools=[tool], **wanted), SamplingParams())
     assert context.results_in == "response"
-    with pytest.raises(RequestRefused, match="leave background out"):
+    with pytest.raises(RequestRefused, match="omit background"):
         apply_to_params(request_with(ResponsesRequest, background=True, **wanted), SamplingParams())
     with pytest.raises(RequestRefused, match="web_search_preview"):
         apply_to_params(

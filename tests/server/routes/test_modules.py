@@ -154,7 +154,8 @@ WRONG: dict[str, tuple[str, str, str, str]] = {
             "base.post_block[1][0]", "finite"),
     "huge integer": (MODULES, '{"name": "a", "base": {"post_block": {"1": [%s]}}}' % ("9" * 5000), "body", "digits"),
     "deep": (MODULES, '{"name": ' + "[" * 100000, "body", "JSON"),
-    "width": (MODULES, '{"name": "a", "base": {"post_block": {"1": [1, 2]}}}', "base.post_block[1]", "size is 8"),
+    "width": (MODULES, '{"name": "a", "base": {"post_block": {"1": [1, 2]}}}', "base.post_block[1]",
+              "hidden size is 8"),
     "layer": (MODULES, '{"name": "a", "base": {"post_block": {"4": VECTOR}}}', "base.post_block[4]", "layers 0 to 3"),
     "refused site": (MODULES, '{"name": "a", "base": {"post_attn": {"2": VECTOR}}}', "base.post_attn[2]", "parallel"),
     "set nothing": (SET, "{}", "set", "is empty"),
@@ -162,7 +163,7 @@ WRONG: dict[str, tuple[str, str, str, str]] = {
     "set probes": (SET, '{"probes": {}}', "probes", "base, prefill"),
     "set replace": (SET, '{"replace": 1}', "replace", "true or false"),
     "set too far back": (SET, '{"edits": [{"kind": "add", "point": "post_block", "layers": 1, "vector": VECTOR, '
-                         '"tokens": [-2]}]}', "global steering", "every prompt"),
+                         '"tokens": [-2]}]}', "edits[0]", "every prompt"),
 }  # fmt: skip
 
 

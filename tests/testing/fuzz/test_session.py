@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The oracle on a right engine, and on two that are broken; ``vllm-steer fuzz`` runs it for as long as one likes."""
+"""The fuzzer on a correct engine and on two broken ones."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from vllm_steer.engine.runner_v1 import SteeringRunnerV1
 from vllm_steer.testing.fuzz.compare import Tolerance
 from vllm_steer.testing.fuzz.draw import draw_requests
 from vllm_steer.testing.fuzz.drive import Run
-from vllm_steer.testing.fuzz.model import alone, engine, facts_of, save_tiny_llama
+from vllm_steer.testing.fuzz.model import engine, facts_of, reference_settings, save_tiny_llama
 from vllm_steer.testing.fuzz.session import Session
-from vllm_steer.testing.fuzz.shrink import Bench, shrink
+from vllm_steer.testing.fuzz.shrink import Comparator, shrink
 from vllm_steer.testing.fuzz.workload import Request, Settings, Workload
 
 
@@ -28,8 +28,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.timeout(600)
 @pytest.mark.feature("a mix of all that one engine does", "steer", "capture")
-def test_nothing_is_found(model: str) -> None:
-    """Failures 1, 8, 9, 10 and 11: whatever of the engine's doings makes an answer depend on its neighbours."""
+def test_no_finding_on_a_correct_engine(model: str) -> None:
+    """Catches failures 1, 8, 9, 10 and 11: answers that depend on neighbouring requests."""
     report = Session(model, seed=9, rounds=1, requests=36).run()
     assert not report.findings, [finding.problems for finding in report.findings]
     counts = report.counts
@@ -41,13 +41,13 @@ def test_nothing_is_found(model: str) -> None:
     assert min(drawn) > 0, drawn
 
 
-def not_forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys of cache blocks that say nothing of edits."""
+def ignore_edits_in_block_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Break the engine: block hashes ignore edits."""
     monkeypatch.setattr(scheduler_module, "steering_hasher", lambda upstream, *rest: upstream)
 
 
 def prompt_rows_after_preemption(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A preempted request comes back with all its tokens taken for prompt."""
+    """Break the engine: after a preemption, generated tokens count as prompt tokens."""
     original = SteeringRunnerV1._steer_bind
 
     def bind(self: Any, name: str, params: Any, prompt_len: int) -> None:
@@ -64,47 +64,45 @@ TIGHT: dict[str, Any] = {"block_size": 32, "num_gpu_blocks_override": 10, "enabl
 
 @dataclass(frozen=True)
 class Drawn:
-    """A small workload, and what a right engine answers."""
+    """A small workload and the reference answers."""
 
-    bench: Bench
+    comparator: Comparator
     requests: list[Request]
     right: Run
 
     def problems(self, settings: dict[str, Any]) -> dict[str, str]:
-        """What goes wrong in an engine with these settings."""
-        with engine(self.bench.model, self.bench.dtype, Settings(engine=settings)) as llm:
-            return self.bench.judge(llm, self.requests, self.right)
+        """Return the problems in an engine with these settings."""
+        with engine(self.comparator.model, self.comparator.dtype, Settings(engine=settings)) as llm:
+            return self.comparator.judge(llm, self.requests, self.right)
 
 
 @pytest.fixture(scope="module")
 def drawn(model: str) -> Drawn:
-    with engine(model, "float32", alone()) as llm:
+    with engine(model, "float32", reference_settings()) as llm:
         facts = facts_of(llm)
     requests = [
         msgspec.structs.replace(request, n=1, abort_after=None)
         for request in draw_requests(np.random.default_rng(3), 16, facts)
     ]
-    bench = Bench(model, "float32", facts.hidden, Tolerance.of("float32"))
-    return Drawn(bench, *bench.references(requests))
+    comparator = Comparator(model, "float32", facts.hidden, Tolerance.of("float32"))
+    return Drawn(comparator, *comparator.references(requests))
 
 
 @pytest.mark.failure(1, control=True)
 @pytest.mark.timeout(600)
-def test_an_engine_without_forked_keys_is_found_and_the_finding_made_small(
-    drawn: Drawn, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Negative control: the oracle sees it, and those requests are left that it takes."""
-    not_forked(monkeypatch)
+def test_block_hashes_without_edits_are_found_and_shrunk(drawn: Drawn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: the fuzzer finds the failure and keeps only the requests that it needs."""
+    ignore_edits_in_block_hashes(monkeypatch)
     assert drawn.problems(ROOMY)
     workload = Workload(settings=Settings(engine=ROOMY), requests=drawn.requests)
-    small = shrink(drawn.bench, workload, drawn.right, passes=1)
+    small = shrink(drawn.comparator, workload, drawn.right, passes=1)
     assert len(small.requests) <= 4
     assert len(small.to_json()) < len(workload.to_json()) / 4
-    assert drawn.bench.replay(Workload.from_json(small.to_json()))
+    assert drawn.comparator.replay(Workload.from_json(small.to_json()))
 
 
 @pytest.mark.failure(9, control=True)
-def test_an_engine_that_forgets_what_was_generated_is_found(drawn: Drawn, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: nothing else is wrong under this pressure, and after a preemption the oracle sees it."""
+def test_wrong_rows_after_preemption_are_found(drawn: Drawn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: these settings fail only because of the preemption."""
     prompt_rows_after_preemption(monkeypatch)
     assert drawn.problems(TIGHT)

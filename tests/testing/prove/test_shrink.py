@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A configuration made small is still that model's."""
+"""Shrunk configurations keep the structure of the model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import transformers
 
-from vllm_steer.testing.prove.shrink import LAYERS, VOCAB, chosen_layers, shrink
+from vllm_steer.testing.prove.shrink import LAYERS, VOCAB, choose_layers, shrink
 
 
 def shrunk(name: str, **settings: Any) -> Any:
@@ -18,10 +18,10 @@ def shrunk(name: str, **settings: Any) -> Any:
     return config
 
 
-def test_each_kind_of_layer_stays() -> None:
-    """Catches a proof that never saw the one layer in six that attends globally."""
+def test_keeps_each_kind_of_layer() -> None:
+    """Catches a proof without any of the global-attention layers, of which there is one in six."""
     kinds = ["local"] * 5 + ["global"] + ["local"] * 5 + ["global"]
-    assert chosen_layers(kinds) == [0, 1, 2, 5]
+    assert choose_layers(kinds) == [0, 1, 2, 5]
     config = shrunk("Gemma3TextConfig")
     assert config.num_hidden_layers == LAYERS == len(config.layer_types)
     assert set(config.layer_types) == {"sliding_attention", "full_attention"}
@@ -36,8 +36,8 @@ def test_each_kind_of_layer_stays() -> None:
         ("GPT2Config", {}, 1),
     ],
 )
-def test_heads_keep_their_size_and_their_sharing(name: str, settings: dict[str, Any], group: int) -> None:
-    """Catches a head of a size that no kernel takes, and grouped heads that became ungrouped."""
+def test_keeps_head_size_and_groups(name: str, settings: dict[str, Any], group: int) -> None:
+    """Catches a head size that no kernel supports, and grouped heads that become ungrouped."""
     before = getattr(transformers, name)(**settings)
     head = getattr(before, "head_dim", None) or before.hidden_size // before.num_attention_heads
     config = shrunk(name, **settings)
@@ -47,19 +47,19 @@ def test_heads_keep_their_size_and_their_sharing(name: str, settings: dict[str, 
     assert config.vocab_size == VOCAB
 
 
-def test_experts_stay_experts() -> None:
-    """Catches a mixture that became dense, and one that chooses all there are."""
+def test_keeps_experts() -> None:
+    """Catches a mixture of experts that becomes dense, and one that routes to all experts."""
     config = shrunk("Qwen3MoeConfig", num_experts=128, num_experts_per_tok=8)
     assert (config.num_experts, config.num_experts_per_tok) == (4, 2)
 
 
-def test_token_ids_lie_inside_the_vocabulary() -> None:
-    """Catches a model that cannot be built since its padding token is beyond its embeddings."""
+def test_token_ids_are_inside_the_vocabulary() -> None:
+    """Catches a model that cannot be built because its padding token is outside of its embeddings."""
     config = shrunk("LlamaConfig", vocab_size=128256, pad_token_id=128004, bos_token_id=128000)
     assert max(config.pad_token_id, config.bos_token_id) < VOCAB
 
 
-def test_what_has_no_layers_is_refused() -> None:
-    """Catches a failure far from its cause."""
+def test_refuses_configurations_without_layers() -> None:
+    """Catches an error that does not name the configuration."""
     with pytest.raises(ValueError, match="cannot be shrunk"):
         shrink(SimpleNamespace(hidden_size=8))

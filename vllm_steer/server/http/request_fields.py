@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the fields of vLLM's OpenAI request objects to sampling parameters.
+"""Steering and capture fields of vLLM's OpenAI request objects, applied to sampling parameters.
 
-vLLM's request classes keep what they do not know in ``model_extra`` and go on without it. What is refused
-here raises :class:`RequestRefused`, which vLLM answers with HTTP 400 and an OpenAI error object; so it does
-where the answer would be a stream, since sampling parameters are made before a response starts.
+vLLM's request classes keep unknown fields in ``model_extra`` and ignore them. Invalid requests raise
+:class:`RequestRefused`, which vLLM answers with HTTP 400 and an OpenAI error object. Sampling parameters are made
+before a response starts, so this also holds for streamed responses.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.exceptions import VLLMValidationError
@@ -21,9 +21,9 @@ from vllm_steer.limits import REQUEST_EDITS
 from vllm_steer.params import (
     APPLIED_KEY,
     CAPTURE_FIELD,
+    EXTRA_ARGS_KEYS,
     EXTRA_KEY,
     FIELDS,
-    OWN_KEYS,
     compile_fields,
     program_of,
     read_specs,
@@ -36,51 +36,53 @@ from vllm_steer.server.auth.current_key import current_key, require_field_rights
 from vllm_steer.server.http.confusables import resembles
 from vllm_steer.server.http.request_context import PROMPT_KEY, RequestContext, ResultsLocation, current_request
 from vllm_steer.server.quota.tracker import Reservation
-from vllm_steer.spec import CaptureSpec, Edit
 
-POSITIONS = "positions"
-# All others the server runs itself, and asks the model again with what they give.
-_TOOLS_OF_CLIENTS = frozenset({"function", "custom"})
+# The server runs all other tools itself and calls the model again with their results.
+_CLIENT_TOOLS = frozenset({"function", "custom"})
 MEMORY = MemoryConsumer.name
-_OWN_KEYS = (*OWN_KEYS, PROMPT_KEY)
-
-Part: TypeAlias = tuple[str, tuple[Edit, ...], tuple[CaptureSpec, ...]]
-"""A path in a body, and the edits and captures that stand there."""
+_RESERVED_KEYS = (*EXTRA_ARGS_KEYS, PROMPT_KEY)
 
 
 class RequestRefused(VLLMValidationError, SteeringError):  # type: ignore[misc]
-    """A :class:`SteeringError` that vLLM knows for a bad request: HTTP 400, with the field as ``param``."""
+    """A :class:`SteeringError` that vLLM reports as a bad request: HTTP 400 with the field as ``param``."""
 
     def __init__(self, field: str, problem: str) -> None:
-        # Not vLLM's, which would make one argument of it: both have to survive pickling.
+        # vLLM's constructor would join both to one argument; the error must survive pickling.
         SteeringError.__init__(self, field, problem)
         self.parameter = field
         self.value = None
 
-    __str__ = SteeringError.__str__  # vLLM's would name the parameter a second time
+    __str__ = SteeringError.__str__  # vLLM's repeats the parameter
 
 
 def refused(error: SteeringError) -> RequestRefused:
-    """The form in which vLLM takes ``error``; the middleware answers it in ours, with its own status."""
+    """Return ``error`` as an error that vLLM reports as a bad request.
+
+    The middleware replaces vLLM's response by one for the original error if that has another status.
+    """
     answered = RequestRefused(error.field, error.problem)
     context = current_request.get()
     if context is not None:
-        # Of these, the status says whose fault it is, and whether to come again.
-        keeps = isinstance(error, (AccessError, RegistryUnavailableError))
-        context.refusal = error if keeps else answered
+        # These errors have statuses of their own (401, 403, 413, 429, 503).
+        has_status = isinstance(error, (AccessError, RegistryUnavailableError))
+        context.refusal = error if has_status else answered
     return answered
 
 
 def read_fields(request: Any) -> dict[str, Any]:
-    """Our fields of one of vLLM's request objects, as its body had them; null counts as absent."""
+    """Return the steering and capture fields of a vLLM request object; null counts as absent."""
     extra = request.model_extra or {}
     return {name: extra[name] for name in FIELDS if extra.get(name) is not None}
 
 
 def apply_to_params(request: Any, params: Any) -> Any:
-    """``params``, which vLLM made from ``request``, with its steering and captures; raises :class:`RequestRefused`."""
+    """Add the steering and captures of ``request`` to the ``params`` that vLLM made from it.
+
+    Raises:
+        RequestRefused: A field is invalid or cannot be served.
+    """
     try:
-        _refuse_lookalikes(request)
+        _refuse_misspelled(request)
         _refuse_background(request)
         fields = read_fields(request)
         if CAPTURE_FIELD in fields:
@@ -104,29 +106,29 @@ async def as_bad_request(original: Callable[..., Awaitable[Any]], *args: Any, **
 
 
 def refuse_beam_search(request: Any, _max_tokens: int | None = None) -> None:
-    """Raise :class:`RequestRefused` where ``request`` has our fields: vLLM drops them on the way to the beams."""
-    refuse_fields(request, "beam search does not carry it to the beams; use sampling")
+    """Raise :class:`RequestRefused` if ``request`` has steering fields, which vLLM would not apply to the beams."""
+    refuse_fields(request, "is not supported with beam search; use sampling")
 
 
 def refuse_fields(request: Any, reason: str) -> None:
-    """Raise :class:`RequestRefused` where ``request`` has our fields, or what can only be meant as one."""
+    """Raise :class:`RequestRefused` if ``request`` has steering fields or misspelled ones."""
     try:
-        _refuse_lookalikes(request)
+        _refuse_misspelled(request)
         for name in read_fields(request):
             raise SteeringError(name, reason)
     except SteeringError as error:
         raise refused(error) from error
 
 
-def _refuse_lookalikes(request: Any) -> None:
-    """Refuse what can only be meant as steering or capture and would be ignored."""
+def _refuse_misspelled(request: Any) -> None:
+    """Raise SteeringError for names that resemble a field and would be ignored."""
     for name, value in (request.model_extra or {}).items():
         if name not in FIELDS and (resembles(name, "steering") or _looks_like_capture(name, value)):
-            raise SteeringError(name[:80], f"is not a field; the fields are {', '.join(FIELDS)}")
+            raise SteeringError(name[:80], f"unknown field; use one of {', '.join(FIELDS)}")
     for name in getattr(request, "vllm_xargs", None) or {}:
-        if resembles(name, "steering") or name in _OWN_KEYS:
+        if resembles(name, "steering") or name in _RESERVED_KEYS:
             raise SteeringError(
-                f"vllm_xargs.{name[:80]}", f"is not for clients; {', '.join(FIELDS)} go at the body's top"
+                f"vllm_xargs.{name[:80]}", f"is reserved; put {', '.join(FIELDS)} at the top level of the body"
             )
 
 
@@ -137,26 +139,37 @@ def _looks_like_capture(name: str, value: object) -> bool:
 
 
 def _refuse_background(request: Any) -> None:
-    """Under a key, refuse what goes on when it has been answered: it would count for nobody."""
+    """Raise SteeringError for background requests with an API key: quotas cannot count them after the response."""
     if isinstance(request, ResponsesRequest) and request.background and current_key() is not None:
-        raise SteeringError("background", "is not served with API keys: nothing would count it; leave it out")
+        raise SteeringError("background", "is not supported with API keys, because quotas cannot count it; omit it")
 
 
 def _refuse_without_answer(request: Any) -> None:
-    """Refuse captures of which the answer would say nothing, neither rows nor what went wrong."""
+    """Raise SteeringError for captures whose results no response could carry."""
     if isinstance(request, ResponsesRequest):
         if request.background:
-            raise SteeringError(CAPTURE_FIELD, "the answer is sent before the model has run; leave background out")
-        served_tools = sorted({tool.type for tool in request.tools} - _TOOLS_OF_CLIENTS)
+            raise SteeringError(
+                CAPTURE_FIELD,
+                "is not supported in background requests, which are answered before the model runs; omit background",
+            )
+        served_tools = sorted({tool.type for tool in request.tools} - _CLIENT_TOOLS)
         if served_tools:
-            problem = f"with tools of the server ({', '.join(served_tools)}) the model runs several times"
-            raise SteeringError(CAPTURE_FIELD, f"{problem}, and which run is meant is not defined; leave them out")
+            raise SteeringError(
+                CAPTURE_FIELD,
+                f"is not supported with server-side tools ({', '.join(served_tools)}), which run the model several "
+                "times; omit them",
+            )
     memory = (request.model_extra or {}).get(CAPTURE_FIELD, {})
     memory = memory.get(MEMORY) if isinstance(memory, Mapping) else None
     if isinstance(memory, Mapping) and memory.get(STREAM):
-        raise SteeringError(f"{CAPTURE_FIELD}.{MEMORY}.{STREAM}", "is for Python; here rows come in one last event")
+        raise SteeringError(
+            f"{CAPTURE_FIELD}.{MEMORY}.{STREAM}",
+            "is supported in Python only; in HTTP responses, all rows are in the last event",
+        )
     if current_request.get() is None:
-        raise SteeringError(CAPTURE_FIELD, "nothing here carries what is captured; use vllm_steer.LLM, or a server")
+        raise SteeringError(
+            CAPTURE_FIELD, "is not supported here, because no response carries the rows; use vllm_steer.LLM or a server"
+        )
 
 
 def _apply(fields: Mapping[str, Any], params: Any, context: RequestContext, answer: ResultsLocation) -> None:
@@ -164,16 +177,16 @@ def _apply(fields: Mapping[str, Any], params: Any, context: RequestContext, answ
     if compiled is None:
         require_field_rights(fields)
         own = compile_fields(fields)
-        # All prompts of a body are admitted together: a change of global steering between them parts none.
+        # All prompts of a body are composed together, so that they get the same global steering.
         compiled = context.compiled = (
-            own if context.engine is None else _admitted(own, context.engine, context.reservation)
+            own if context.engine is None else _compose(own, context.engine, context.reservation)
         )
     if not compiled:
         return
-    # Now, since the responses route begins its stream ahead of the engine.
+    # Set before the engine sees the request, because the responses route starts its stream earlier.
     context.applied_json = compiled.get(APPLIED_KEY) or None
     params.extra_args = {**(params.extra_args or {}), **compiled}
-    # Not from the middleware (the batch runner): the check is made when the engine is given the request.
+    # Without the middleware (batch runner) there is no engine yet; the check happens when the request is submitted.
     if context.engine is not None:
         context.engine.check(params, context.prompt_len)
     if CAPTURE_FIELD in fields:
@@ -189,15 +202,18 @@ def _apply(fields: Mapping[str, Any], params: Any, context: RequestContext, answ
     context.fields_applied = bool(fields)
 
 
-def _admitted(own: Mapping[str, bytes], served: EngineContext, hold: Reservation | None) -> Mapping[str, bytes]:
-    """With the mark also where nothing applies: the engine's front end is not to look again."""
-    snapshot = served.registry.snapshot()
-    if hold is not None:
-        # Ahead of joining them: a few names can stand for more edits than a server joins in a moment.
-        hold.tracker.check_count(REQUEST_EDITS, count_edits(own, snapshot))
-    admitted = {APPLIED_KEY: b"", **served.registry.compose(own, snapshot)}
-    if own and hold is not None and EXTRA_KEY in admitted:
-        program = Program.from_bytes(admitted[EXTRA_KEY])
-        specs = [spec for _, spec in read_specs(admitted)]
-        hold.reserve_program(program, snapshot.steering_program, served.capabilities.num_layers, specs)
-    return admitted
+def _compose(own: Mapping[str, bytes], engine: EngineContext, reservation: Reservation | None) -> Mapping[str, bytes]:
+    """Return the request's ``extra_args`` with modules and global steering, and reserve what they take.
+
+    The result always has `APPLIED_KEY`, so that the engine's front end does not compose them again.
+    """
+    snapshot = engine.registry.snapshot()
+    if reservation is not None:
+        # Checked before joining: a few names can stand for so many edits that joining them takes long.
+        reservation.tracker.check_count(REQUEST_EDITS, count_edits(own, snapshot))
+    composed = {APPLIED_KEY: b"", **engine.registry.compose(own, snapshot)}
+    if own and reservation is not None and EXTRA_KEY in composed:
+        program = Program.from_bytes(composed[EXTRA_KEY])
+        specs = [spec for _, spec in read_specs(composed)]
+        reservation.reserve_program(program, snapshot.steering_program, engine.capabilities.num_layers, specs)
+    return composed

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The oracle: random workloads through an engine under pressure and through the simplest possible one.
+"""Differential fuzzer: run random workloads on a loaded engine and compare each request with the same request alone.
 
-``vllm-steer fuzz`` runs it. What counts as right is the same request alone, in an eager engine that caches nothing and
-computes each prompt in one step; for requests that ask for nothing, in an engine without steering.
+The reference is an eager engine without prefix cache that runs one request at a time and each prompt in one step. Plain
+requests are compared with stock vLLM. ``vllm-steer fuzz`` runs the fuzzer; ``docs/design/oracle.md`` describes it.
 """

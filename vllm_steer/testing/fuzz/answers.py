@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request returned, put together from whole outputs or from the pieces of a stream."""
+"""Answers of requests, assembled from complete outputs or from the deltas of a stream."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Rows: TypeAlias = Mapping[Site, tuple[tuple[int, ...], torch.Tensor]]
 
 @dataclass(frozen=True)
 class Sample:
-    """One sample of one request. ``top[i]`` are the log-probabilities of the likeliest tokens at place i."""
+    """One sample of a request. ``top[i]`` maps the likeliest tokens of generated token ``i`` to log-probabilities."""
 
     tokens: tuple[int, ...] = ()
     top: tuple[Mapping[int, float], ...] = ()
@@ -29,7 +29,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Answer:
-    """All of one request. ``refused``: why it was not taken at all. ``aborted``: it was ended on the way."""
+    """All samples of a request. ``refused`` is the reason for a refusal, or None."""
 
     samples: tuple[Sample, ...] = ()
     refused: str | None = None
@@ -37,23 +37,22 @@ class Answer:
     cached_tokens: int = 0
 
 
-class Gathering:
-    """The outputs of requests that are still running: a stream has a piece of its sample in each."""
+class AnswerCollector:
+    """Collects the outputs of running requests; streamed outputs are deltas."""
 
     def __init__(self) -> None:
-        self._pieces: dict[str, dict[int, Sample]] = {}
+        self._samples: dict[str, dict[int, Sample]] = {}
 
-    def take(self, output: Any, streamed: bool) -> Answer | None:
-        """Take in one ``RequestOutput``; the whole answer with the last one."""
-        pieces = self._pieces.setdefault(output.request_id, {})
+    def add(self, output: Any, streamed: bool) -> Answer | None:
+        """Add a ``RequestOutput``; return the answer if the request has finished, else None."""
+        samples = self._samples.setdefault(output.request_id, {})
         for each in output.outputs:
-            piece = _sample(each, streamed)
-            pieces[each.index] = _joined(pieces.get(each.index, Sample()), piece) if streamed else piece
+            new = _sample(each, streamed)
+            samples[each.index] = _concatenate(samples.get(each.index, Sample()), new) if streamed else new
         if not output.finished:
             return None
-        samples = tuple(pieces[index] for index in sorted(pieces))
-        del self._pieces[output.request_id]
-        return Answer(samples, cached_tokens=output.num_cached_tokens or 0)
+        del self._samples[output.request_id]
+        return Answer(tuple(samples[index] for index in sorted(samples)), cached_tokens=output.num_cached_tokens or 0)
 
 
 def _sample(each: Any, streamed: bool) -> Sample:
@@ -75,7 +74,7 @@ def _sample(each: Any, streamed: bool) -> Sample:
     )
 
 
-def _joined(before: Sample, new: Sample) -> Sample:
+def _concatenate(before: Sample, new: Sample) -> Sample:
     rows = dict(before.rows)
     for site, (positions, values) in new.rows.items():
         old_positions, old_values = rows.get(site, ((), values[:0]))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether an answer is the one that the same request gets alone.
+"""Compare a request's answer with the answer that the same request gets alone.
 
-Tokens have to agree until the reference itself could not tell the likeliest from the next: there both are right, the
-rest of that sample is another text, and only what stands before is compared. A tie is decided by the reference's
-log-probabilities, never by how the answers look.
+Tokens must agree up to the first tie, a token for which the reference's two best candidates are equally likely within
+a tolerance. After a tie the sample is a different text, so only what precedes it is compared. The reference's
+log-probabilities decide what a tie is.
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ from dataclasses import dataclass
 
 from vllm_steer.testing.fuzz.answers import Answer, Sample
 from vllm_steer.testing.fuzz.drive import Run
-from vllm_steer.testing.fuzz.workload import COLD, Request
+from vllm_steer.testing.fuzz.workload import LOWEST_TEMPERATURE, Request
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """What float arithmetic in another order may change.
+    """Differences that floating-point rounding may cause.
 
-    ``row``: a captured row's distance from the right one, over the right one's length. ``logprob``: a log-probability.
-    ``tie``: how far behind the likeliest token another one may be and still be taken for it.
+    Attributes:
+        row: Distance of a captured row from the reference row, relative to the norm of the reference row.
+        logprob: Absolute difference of a log-probability.
+        tie: Difference in log-probability up to which another token counts as a tie with the likeliest one.
     """
 
     row: float
@@ -29,12 +31,13 @@ class Tolerance:
 
     @classmethod
     def of(cls, dtype: str) -> Tolerance:
+        """Return the tolerance for models of ``dtype``."""
         return cls(2e-3, 1e-2, 1e-2) if dtype == "float32" else cls(0.08, 0.5, 0.5)
 
 
 @dataclass
 class Counts:
-    """What was compared, over all runs."""
+    """Number of compared items, over all runs."""
 
     rounds: int = 0
     engines: int = 0
@@ -54,7 +57,7 @@ class Counts:
 
 
 def compare_runs(requests: list[Request], got: Run, right: Run, tolerance: Tolerance, counts: Counts) -> dict[str, str]:
-    """What is wrong, by request; the empty name is that of the engine as a whole."""
+    """Return the problems by request name; the empty name is the engine itself."""
     counts.engines += 1
     counts.preempted += got.preempted
     counts.steps += got.steps
@@ -77,7 +80,7 @@ def compare_runs(requests: list[Request], got: Run, right: Run, tolerance: Toler
 
 
 def compare(request: Request, got: Answer, right: Answer, tolerance: Tolerance, counts: Counts) -> str | None:
-    """A sentence about the first thing that is wrong, or None."""
+    """Return a description of the first difference, or None."""
     if got.refused is not None:
         if right.refused is not None or "can never fit" in got.refused:
             return None
@@ -88,7 +91,7 @@ def compare(request: Request, got: Answer, right: Answer, tolerance: Tolerance, 
     counts.globally += bool(request.globally)
     counts.streamed += request.stream
     if len(got.samples) != len(right.samples):
-        return f"{len(got.samples)} samples for {len(right.samples)}"
+        return f"{len(got.samples)} samples, expected {len(right.samples)}"
     for number, (sample, reference) in enumerate(zip(got.samples, right.samples, strict=True)):
         problem = _compare_sample(request, sample, reference, tolerance, counts)
         if problem:
@@ -97,23 +100,25 @@ def compare(request: Request, got: Answer, right: Answer, tolerance: Tolerance, 
 
 
 def _compare_sample(request: Request, got: Sample, right: Sample, tolerance: Tolerance, counts: Counts) -> str | None:
-    # A sample drawn at COLD falls on a token that is behind by d with odds of exp(-d / COLD).
-    tie = tolerance.tie if request.n == 1 else tolerance.tie + 25 * COLD
+    # Sampling at this temperature picks a token that is less likely by d with odds of exp(-d / LOWEST_TEMPERATURE).
+    tie = tolerance.tie if request.n == 1 else tolerance.tie + 25 * LOWEST_TEMPERATURE
     agreed = len(right.tokens)
     for i, (token, expected) in enumerate(zip(got.tokens, right.tokens, strict=False)):
         top = right.top[i]
         if token != expected:
             if top.get(token, float("-inf")) < max(top.values()) - tie:
                 behind = f"{max(top.values()) - top[token]:.3g} behind" if token in top else "not among the likeliest"
-                return f"token {i} is {token}, and not {expected}: {behind} in the reference"
+                return f"token {i} is {token}, expected {expected}: {behind} in the reference"
             counts.ties += 1
             agreed = i
             break
         if token in got.top[i] and abs(got.top[i][token] - top[token]) > tolerance.logprob:
-            return f"token {i} has log-probability {got.top[i][token]:.5f} for {top[token]:.5f}"
+            return f"token {i} has log-probability {got.top[i][token]:.5f}, expected {top[token]:.5f}"
     else:
         if len(got.tokens) != len(right.tokens) or got.finish_reason != right.finish_reason:
-            return f"{len(got.tokens)} tokens ({got.finish_reason}) for {len(right.tokens)} ({right.finish_reason})"
+            return (
+                f"{len(got.tokens)} tokens ({got.finish_reason}), expected {len(right.tokens)} ({right.finish_reason})"
+            )
     counts.tokens += agreed
     return _compare_rows(
         request, got, right, len(request.prompt) + agreed, agreed < len(right.tokens), tolerance, counts
@@ -123,14 +128,14 @@ def _compare_sample(request: Request, got: Sample, right: Sample, tolerance: Tol
 def _compare_rows(
     request: Request, got: Sample, right: Sample, stop: int, cut: bool, tolerance: Tolerance, counts: Counts
 ) -> str | None:
-    """Rows up to position ``stop``, from which on another text was computed where ``cut``."""
+    """Compare the rows; if ``cut``, only those before position ``stop``, where the texts start to differ."""
     if got.status != right.status:
-        return f"capture is {got.status} ({got.error}) for {right.status}"
+        return f"capture is {got.status} ({got.error}), expected {right.status}"
     if list(got.rows) != list(right.rows):
-        return f"capture has sites {list(got.rows)} for {list(right.rows)}"
+        return f"capture has sites {list(got.rows)}, expected {list(right.rows)}"
     form = None if request.capture is None else request.capture.reduce
     reduced = form in ("mean", "last")
-    # A projection is shorter than the row whose length its error goes by.
+    # The error of a projection scales with the norm of the row, which is larger than the projection.
     allowed = tolerance.row * (20 if form == "directions" else 1)
     if cut and reduced:
         return None
@@ -141,17 +146,18 @@ def _compare_rows(
             positions, rows = positions[:kept], rows[:kept]
             expected_positions, expected = expected_positions[:kept], expected[:kept]
         if positions != expected_positions:
-            return f"{point}[{layer}] has rows of positions {list(positions)} for {list(expected_positions)}"
+            return f"{point}[{layer}] has rows of positions {list(positions)}, expected {list(expected_positions)}"
         if rows.shape != expected.shape:
-            return f"{point}[{layer}] has shape {list(rows.shape)} for {list(expected.shape)}"
+            return f"{point}[{layer}] has shape {list(rows.shape)}, expected {list(expected.shape)}"
         counts.rows += len(rows)
         if not len(rows):
             continue
         scale = expected.norm(dim=1).clamp(min=1.0)
-        # NaN compares as false: what is not close is wrong.
-        away = (rows - expected).norm(dim=1) / scale
-        bad = (~(away <= allowed)).nonzero().flatten().tolist()
+        # NaN compares as false, so it counts as different.
+        distance = (rows - expected).norm(dim=1) / scale
+        bad = (~(distance <= allowed)).nonzero().flatten().tolist()
         if bad:
             where = "reduced" if reduced else f"position {positions[bad[0]]}"
-            return f"{point}[{layer}] at {where}: row is {float(away[bad[0]]):.3g} of its length away ({len(bad)} such)"
+            difference = f"the row differs by {float(distance[bad[0]]):.3g} of its norm ({len(bad)} such rows)"
+            return f"{point}[{layer}] at {where}: {difference}"
     return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engines that are compared: under test, as reference, and stock; and the model for where none is named."""
+"""Engines for the fuzzer (under test, reference, stock) and its default model."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from vllm_steer.points import POINT_NAMES, points_on
-from vllm_steer.testing.fuzz.draw import MAX_MODEL_LEN, Facts
+from vllm_steer.testing.fuzz.draw import MAX_MODEL_LEN, ModelFacts
 from vllm_steer.testing.fuzz.workload import Settings
 
-IN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"
+_MULTIPROCESSING = "VLLM_ENABLE_V1_MULTIPROCESSING"
 
 
 def save_tiny_llama(folder: Path, **overrides: Any) -> Path:
@@ -35,21 +35,24 @@ def save_tiny_llama(folder: Path, **overrides: Any) -> Path:
     return folder
 
 
-ON_A_GPU: Mapping[str, Any] = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 2 << 30}
-"""Enough for what is asked, and nothing measured: others may use the same GPU."""
+_CUDA_ARGUMENTS: Mapping[str, Any] = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 2 << 30}
+"""Small fixed sizes, so that vLLM does not profile a GPU that other processes use too."""
 
 
 def prepare_environment() -> None:
-    """To be called before vLLM is imported: engines run in this process, where they can be looked into."""
-    os.environ[IN_PROCESS] = "0"
+    """Set the environment for in-process engines. Call before vLLM is imported."""
+    os.environ[_MULTIPROCESSING] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    # Triton multiplies float32 in TF32 by default: attention of two batch shapes then differs by 0.25 % of a row, more
+    # than the tolerance for float32. Models in bfloat16 are not affected.
+    os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
 
 
 @contextmanager
 def engine(model: str, dtype: str, settings: Settings, *, steering: bool = True) -> Iterator[Any]:
-    """An ``LLM`` with these settings, closed at the end so that the next one can start in the same process."""
+    """Start an ``LLM`` with these settings and shut it down on exit, so that the next one can start in this process."""
     from vllm.distributed import cleanup_dist_env_and_memory
     from vllm.platforms import current_platform
 
@@ -59,7 +62,8 @@ def engine(model: str, dtype: str, settings: Settings, *, steering: bool = True)
     given = {
         "dtype": dtype, "max_model_len": MAX_MODEL_LEN, "skip_tokenizer_init": True, "disable_log_stats": True,
         "use_tqdm_on_load": False, "seed": 0, "enforce_eager": True,
-        **(ON_A_GPU if current_platform.is_cuda() else {"gpu_memory_utilization": 0.6}), **settings.engine, **ours,
+        **(_CUDA_ARGUMENTS if current_platform.is_cuda() else {"gpu_memory_utilization": 0.6}),
+        **settings.engine, **ours,
     }  # fmt: skip
     llm = LLM(model=model, **given)
     try:
@@ -71,10 +75,11 @@ def engine(model: str, dtype: str, settings: Settings, *, steering: bool = True)
         cleanup_dist_env_and_memory()
 
 
-def alone(points: Sequence[str] = ()) -> Settings:
-    """The simplest engine: one request at a time, each prompt in one step, eager, nothing cached.
+def reference_settings(points: Sequence[str] = ()) -> Settings:
+    """Return the settings of the reference engine: one request at a time, each prompt in one step, eager, no cache.
 
-    ``points``: those that it has beside the ones on the stream.
+    Args:
+        points: Hook points on the branches to enable in addition to those on the residual stream.
     """
     return Settings(
         engine={
@@ -86,21 +91,25 @@ def alone(points: Sequence[str] = ()) -> Settings:
 
 
 def with_points(points: Sequence[str]) -> dict[str, Any]:
-    """The setting for engines that have these points beside those on the stream."""
+    """Return the steering setting that enables these hook points on the branches."""
     return {"points": list(points)} if points else {}
 
 
-def facts_of(llm: Any) -> Facts:
-    """What workloads have to know of this engine's model, measured on one prompt."""
+def facts_of(llm: Any) -> ModelFacts:
+    """Return the facts that workloads need about this engine's model; row lengths are measured on one prompt.
+
+    Raises:
+        ValueError: The engine was started without steering.
+    """
     from vllm.platforms import current_platform
 
     from vllm_steer.frontend.context import engine_context
     from vllm_steer.params import SamplingParams
 
-    served = engine_context(llm.llm_engine)
-    if served is None:
+    context = engine_context(llm.llm_engine)
+    if context is None:
         raise ValueError("the engine was started without steering")
-    capabilities = served.capabilities
+    capabilities = context.capabilities
     on = points_on(capabilities.config.points)
     points = tuple(point for point in on if not capabilities.refused.get(point))
     vocab = llm.llm_engine.vllm_config.model_config.get_vocab_size()
@@ -109,11 +118,11 @@ def facts_of(llm: Any) -> Facts:
     params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False, capture=capture)
     result = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)[0].capture_results["memory"]
     lengths = {site: float(result.tensor(*site).float().norm(dim=1).median()) for site in result.sites}
-    return Facts(
+    return ModelFacts(
         hidden=capabilities.hidden_size,
         layers=capabilities.num_layers,
         vocab=vocab,
         scale=tuple(lengths.get((p, layer), 1.0) for layer in range(capabilities.num_layers) for p in POINT_NAMES),
-        served=points,
+        points=points,
         cuda=current_platform.is_cuda_alike(),
     )

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a workload that goes wrong to a small one that still does.
+"""Shrink a failing workload.
 
-Requests are left out by halves, settings go back to their defaults one by one, and what is left of each request is made
-plainer, for as long as something stays wrong. A request alone is its own reference, so leaving requests out needs no
-new one; engines are started only where settings or requests change.
+Requests are removed by halves, settings are reset to defaults one by one and the remaining requests are simplified as
+long as the workload still fails. The reference runs each request alone, so removing requests needs no new reference
+run; a new engine starts only if settings or requests change.
 """
 
 from __future__ import annotations
@@ -16,105 +16,109 @@ from typing import Any
 import msgspec
 
 from vllm_steer.testing.fuzz.compare import Counts, Tolerance, compare_runs
-from vllm_steer.testing.fuzz.drive import Run, grown, run
-from vllm_steer.testing.fuzz.model import alone, engine
+from vllm_steer.testing.fuzz.drive import Run, run, run_each_alone
+from vllm_steer.testing.fuzz.model import engine, reference_settings
 from vllm_steer.testing.fuzz.workload import Request, Settings, Workload
 
 PASSES = 4
-"""Most passes over the requests that are left; one pass starts three engines."""
+"""Maximum number of passes over the remaining requests; one pass starts three engines."""
 
 
 @dataclass
-class Bench:
-    """Where workloads are tried: a model, and what counts as equal."""
+class Comparator:
+    """Runs workloads on a model and compares the answers with references."""
 
     model: str
     dtype: str
     hidden: int
     tolerance: Tolerance
     points: tuple[str, ...] = ()
-    """Those of its engines beside the ones on the stream."""
+    """Hook points on the branches to enable."""
 
     def references(self, requests: list[Request]) -> tuple[list[Request], Run]:
-        """Each request alone, plain ones in an engine without steering; and the requests with their whole prompts."""
-        with engine(self.model, self.dtype, alone(self.points)) as llm:
-            whole, right = grown(requests, llm, self.hidden)
-        plain = [request for request in whole if request.plain]
+        """Run each request alone, plain ones on stock vLLM; return requests with resolved prompts, and the answers."""
+        with engine(self.model, self.dtype, reference_settings(self.points)) as llm:
+            resolved, right = run_each_alone(requests, llm, self.hidden)
+        plain = [request for request in resolved if request.plain]
         if plain and not right.broken:
-            with engine(self.model, self.dtype, alone(), steering=False) as llm:
-                _, stock = grown(plain, llm, self.hidden)
+            with engine(self.model, self.dtype, reference_settings(), steering=False) as llm:
+                _, stock = run_each_alone(plain, llm, self.hidden)
             right.answers.update(stock.answers)
             right.broken = stock.broken
-        return whole, right
+        return resolved, right
 
     def judge(self, llm: Any, requests: list[Request], right: Run, counts: Counts | None = None) -> dict[str, str]:
-        """Run ``requests`` together; what is wrong, by request."""
+        """Run ``requests`` together and return the problems by request name."""
         got = run(llm, requests, self.hidden)
         return compare_runs(requests, got, right, self.tolerance, counts or Counts())
 
     def replay(self, workload: Workload) -> dict[str, str]:
-        """Everything anew: the references, then the engine under test. What is wrong, by request."""
-        whole, right = self.references(workload.requests)
+        """Run the references, then the engine under test; return the problems by request name."""
+        resolved, right = self.references(workload.requests)
         if right.broken:
             return {"": f"the reference engine failed: {right.broken}"}
         with engine(self.model, self.dtype, workload.settings) as llm:
-            return self.judge(llm, whole, right)
+            return self.judge(llm, resolved, right)
 
 
 def shrink(
-    bench: Bench, workload: Workload, right: Run, say: Callable[[str], None] = lambda _: None, passes: int = PASSES
+    comparator: Comparator,
+    workload: Workload,
+    right: Run,
+    log: Callable[[str], None] = lambda _: None,
+    passes: int = PASSES,
 ) -> Workload:
-    """The smallest workload found that still goes wrong, and at least as small as ``workload``."""
-    requests = _fewer(bench, workload, right)
-    say(f"{len(requests)} of {len(workload.requests)} requests are enough")
-    settings = _plainer_settings(bench, Workload(settings=workload.settings, requests=requests), right)
-    say(f"{len(settings.engine) + len(settings.steering)} settings are left")
+    """Return the smallest failing workload found; ``workload`` itself if nothing can be removed."""
+    requests = _drop_requests(comparator, workload, right)
+    log(f"{len(requests)} of {len(workload.requests)} requests reproduce it")
+    settings = _drop_settings(comparator, Workload(settings=workload.settings, requests=requests), right)
+    log(f"{len(settings.engine) + len(settings.steering)} settings remain")
     for _ in range(passes):
-        plainer = _plainer_requests(bench, settings, requests)
-        if plainer == requests:
+        simpler = _simplify_requests(comparator, settings, requests)
+        if simpler == requests:
             break
-        requests = plainer
+        requests = simpler
     return Workload(settings=settings, requests=requests)
 
 
-class _Trials:
-    """Trials in one engine, whose cache is emptied between them; a new one is started where one was broken."""
+class _TrialEngine:
+    """An engine for repeated trials: its cache is reset between them, and a broken engine is replaced."""
 
-    def __init__(self, bench: Bench, settings: Settings) -> None:
-        self._bench, self._settings = bench, settings
+    def __init__(self, comparator: Comparator, settings: Settings) -> None:
+        self._comparator, self._settings = comparator, settings
         self._open = ExitStack()
         self._llm: Any = None
 
-    def __enter__(self) -> _Trials:
+    def __enter__(self) -> _TrialEngine:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._open.close()
 
-    def wrong(self, requests: list[Request], right: Run) -> bool:
-        """Whether ``requests`` go wrong together."""
+    def fails(self, requests: list[Request], right: Run) -> bool:
+        """Return whether running ``requests`` together fails."""
         if self._llm is None:
-            self._llm = self._open.enter_context(engine(self._bench.model, self._bench.dtype, self._settings))
+            self._llm = self._open.enter_context(engine(self._comparator.model, self._comparator.dtype, self._settings))
         self._llm.reset_prefix_cache()
-        problems = self._bench.judge(self._llm, requests, right)
+        problems = self._comparator.judge(self._llm, requests, right)
         if "" in problems:
             self._open.close()
             self._llm = None
         return bool(problems)
 
 
-def _fewer(bench: Bench, workload: Workload, right: Run) -> list[Request]:
-    """Requests left out by halves, quarters, ..."""
+def _drop_requests(comparator: Comparator, workload: Workload, right: Run) -> list[Request]:
+    """Remove requests by halves, quarters and so on."""
     requests = list(workload.requests)
-    with _Trials(bench, workload.settings) as trials:
-        if not trials.wrong(requests, right):
-            return requests  # it does not go wrong every time
+    with _TrialEngine(comparator, workload.settings) as trial_engine:
+        if not trial_engine.fails(requests, right):
+            return requests  # the failure is not deterministic
         size = len(requests) // 2
         while size:
             start = 0
             while start < len(requests):
                 fewer = requests[:start] + requests[start + size :]
-                if fewer and trials.wrong(fewer, right):
+                if fewer and trial_engine.fails(fewer, right):
                     requests = fewer
                 else:
                     start += size
@@ -122,39 +126,39 @@ def _fewer(bench: Bench, workload: Workload, right: Run) -> list[Request]:
     return requests
 
 
-def _plainer_settings(bench: Bench, workload: Workload, right: Run) -> Settings:
-    """Each setting left out that is not needed; those that an engine must have to hold its requests stay."""
+def _drop_settings(comparator: Comparator, workload: Workload, right: Run) -> Settings:
+    """Reset each setting that the failure does not need; an engine that cannot start keeps its setting."""
     settings = workload.settings
     for part in ("engine", "steering"):
         for name in list(getattr(settings, part)):
             rest = {key: value for key, value in getattr(settings, part).items() if key != name}
             candidate = msgspec.structs.replace(settings, **{part: rest})
-            if _wrong_in_fresh(bench, candidate, workload.requests, right):
+            if _fails_in_new_engine(comparator, candidate, workload.requests, right):
                 settings = candidate
     return settings
 
 
-def _plainer_requests(bench: Bench, settings: Settings, requests: list[Request]) -> list[Request]:
-    """One pass over all requests: every plainer form of one is tried, with the others as they are."""
-    candidates = [(i, plainer) for i, request in enumerate(requests) for plainer in _plainer(request)]
-    named = [msgspec.structs.replace(plainer, name=f"candidate{i}") for i, (_, plainer) in enumerate(candidates)]
-    _, right = bench.references([*requests, *named])
+def _simplify_requests(comparator: Comparator, settings: Settings, requests: list[Request]) -> list[Request]:
+    """Try every simpler form of each request once, with the other requests unchanged."""
+    candidates = [(i, simpler) for i, request in enumerate(requests) for simpler in _simpler_forms(request)]
+    named = [msgspec.structs.replace(simpler, name=f"candidate{i}") for i, (_, simpler) in enumerate(candidates)]
+    _, right = comparator.references([*requests, *named])
     if right.broken:
         return requests
-    with _Trials(bench, settings) as trials:
-        for (i, plainer), alias in zip(candidates, named, strict=True):
-            if not _weight(plainer) < _weight(requests[i]):
+    with _TrialEngine(comparator, settings) as trial_engine:
+        for (i, simpler), alias in zip(candidates, named, strict=True):
+            if not _size(simpler) < _size(requests[i]):
                 continue
-            trial = [*requests[:i], plainer, *requests[i + 1 :]]
-            answers = {**right.answers, plainer.name: right.answers[alias.name]}
-            if trials.wrong(trial, Run(answers=answers)):
+            trial = [*requests[:i], simpler, *requests[i + 1 :]]
+            answers = {**right.answers, simpler.name: right.answers[alias.name]}
+            if trial_engine.fails(trial, Run(answers=answers)):
                 requests = trial
                 right.answers = answers
     return requests
 
 
-def _plainer(request: Request) -> Iterator[Request]:
-    """Forms of a request with one thing less."""
+def _simpler_forms(request: Request) -> Iterator[Request]:
+    """Yield forms of the request with one property removed."""
 
     def without(**changes: Any) -> Request:
         return msgspec.structs.replace(request, **changes)
@@ -189,14 +193,14 @@ def _plainer(request: Request) -> Iterator[Request]:
             yield without(prompt=request.prompt[:length])
 
 
-def _weight(request: Request) -> int:
-    """How much there is to read of a request in JSON, tokens counted fully."""
+def _size(request: Request) -> int:
+    """Return the size of a request: its JSON length plus the tokens to generate."""
     return len(msgspec.json.encode(request)) + 8 * request.max_tokens
 
 
-def _wrong_in_fresh(bench: Bench, settings: Settings, requests: list[Request], right: Run) -> bool:
+def _fails_in_new_engine(comparator: Comparator, settings: Settings, requests: list[Request], right: Run) -> bool:
     try:
-        with engine(bench.model, bench.dtype, settings) as llm:
-            return bool(bench.judge(llm, requests, right))
+        with engine(comparator.model, comparator.dtype, settings) as llm:
+            return bool(comparator.judge(llm, requests, right))
     except ValueError:
-        return False  # an engine with these settings does not start
+        return False  # The engine does not start with these settings.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A workload as plain data: engine settings and requests, to JSON and back, so that a finding runs again anywhere.
+"""Workloads as plain data: engine settings and requests, with a JSON form so that a finding can be replayed anywhere.
 
-Vectors stand as a seed and a length, prompts as tokens; :func:`sampling_params` makes of a request what a user would
-have written.
+A vector is a seed and a length, a prompt is a list of tokens. :func:`sampling_params` builds the arguments that a user
+would write.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from vllm.sampling_params import RequestOutputKind
 from vllm_steer.params import SamplingParams
 from vllm_steer.spec import Edit
 
-TOP = 5
-"""Log-probabilities asked of every token: enough to tell a tie from a wrong token."""
-COLD = 0.01
-"""The temperature of requests with several samples, which vLLM does not allow to be greedy; its smallest."""
+NUM_LOGPROBS = 5
+"""Number of log-probabilities per token, enough to distinguish a tie from a wrong token."""
+LOWEST_TEMPERATURE = 0.01
+"""Temperature of requests with ``n > 1``, for which vLLM refuses greedy sampling; the smallest value it accepts."""
 NUM_DIRECTIONS = 2
 Tokens: TypeAlias = str | list[int | list[int | None]]
 TIERS = ("steering_vectors", "prefill_steering_vectors", "decode_steering_vectors")
 MODULE = "drawn"
-"""The name under which every request with a module registers its own, so that it means another thing each time."""
+"""Name under which each request with ``module`` registers its edits, so that every request replaces the module."""
 TOKENS_OF = dict(zip(TIERS, ("all", "prompt", "generated"), strict=True))
-"""Which tokens each tier edits."""
+"""Token selector of each tier."""
 IN_MODULE = dict(zip((*TIERS, "steering"), ("base", "prefill", "decode", "edits"), strict=True))
-"""What a module calls the fields of a request."""
+"""Name in a module of each steering field of a request."""
 
 
 class EditCase(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """One edit; ``field`` is the argument that it is written in, ``steering`` or one of :data:`TIERS`."""
+    """One edit. ``field`` is the argument that holds it: ``steering`` or one of :data:`TIERS`."""
 
     field: str
     kind: str
@@ -49,7 +49,7 @@ class EditCase(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class CaptureCase(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """One capture by the consumer ``memory``; ``reduce`` ``directions`` is a projection on seeded ones."""
+    """One capture by the ``memory`` consumer; ``reduce="directions"`` projects on seeded directions."""
 
     hooks: dict[str, str | list[int]]
     positions: Tokens
@@ -59,15 +59,16 @@ class CaptureCase(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """One request, and when it comes and goes.
+    """One request and its arrival.
 
-    ``grows``: the name of a request whose prompt and first ``keep`` generated tokens this one's prompt begins with;
-    once the reference has run, the prompt is whole and ``grows`` only says after which request this one arrives.
-    ``globally``: additions in tiers, the global steering that is in force when it arrives.
-    ``module``: the edits are registered under a name, by which the request calls them. ``stream``: its tokens, and its
-    rows where they are not reduced to one, come in pieces.
-    ``gap``: engine steps between the arrival before it and this one. ``abort_after``: engine steps from its arrival to
-    its abort.
+    Attributes:
+        globally: Global steering in force when the request arrives; additions in tiers.
+        module: Register the edits as a module and use them by its name.
+        stream: Receive tokens, and rows that are not reduced to one, incrementally.
+        gap: Engine steps between the previous arrival and this one.
+        grows: Name of a request that this one continues: the prompt starts with that request's prompt and its first
+            ``keep`` generated tokens. The reference run resolves the prompt; then only the order of arrival remains.
+        abort_after: Engine steps between arrival and abort.
     """
 
     name: str
@@ -88,55 +89,59 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     @property
     def plain(self) -> bool:
-        """Whether nothing of ours is done to it."""
+        """Whether the request is neither steered nor captured."""
         return not self.edits and not self.globally and self.capture is None
 
     @property
-    def by_itself(self) -> Request:
-        """The same with nothing around it and with everything said in it: edits that come from elsewhere are its own.
+    def standalone(self) -> Request:
+        """The equivalent request without neighbours: edits from modules and global steering become its own edits.
 
-        Global additions stand among its own edits, which begin with additions: their order changes nothing.
+        Global additions come first. Tiers only add, so the order of additions does not change the result.
         """
-        ahead = [
+        global_edits = [
             msgspec.structs.replace(edit, field="steering", tokens=TOKENS_OF[edit.field]) for edit in self.globally
         ]
         return msgspec.structs.replace(
-            self, edits=[*ahead, *self.edits], globally=[], module=False, stream=False, gap=0, grows=None,
+            self, edits=[*global_edits, *self.edits], globally=[], module=False, stream=False, gap=0, grows=None,
             abort_after=None,
         )  # fmt: skip
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """Arguments of the engine under test, and the sizes of its tables."""
+    """Arguments of the engine under test and its steering configuration."""
 
     engine: dict[str, Any] = {}
     steering: dict[str, Any] = {}
 
 
 class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """All of one run."""
+    """Settings and requests of one run."""
 
     settings: Settings
     requests: list[Request]
 
     def to_json(self) -> str:
-        """The workload without what is as it is by default."""
+        """Return the workload as JSON, without default values."""
         return msgspec.json.encode(self).decode()
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Workload:
-        """Raises ``msgspec.ValidationError`` on anything that :meth:`to_json` did not write."""
+        """Parse the output of :meth:`to_json`.
+
+        Raises:
+            msgspec.ValidationError: ``text`` is not a workload.
+        """
         return msgspec.json.decode(text, type=cls)
 
 
 def vector(seed: int, length: float, hidden: int) -> npt.NDArray[np.float32]:
-    """A random float32 vector ``[hidden]`` of that length."""
+    """Return a random float32 vector ``[hidden]`` of norm ``length``."""
     drawn = np.random.default_rng(seed).standard_normal(hidden)
     return np.asarray(drawn * (length / np.linalg.norm(drawn)), dtype=np.float32)
 
 
 def sampling_params(request: Request, hidden: int) -> Any:
-    """The request's parameters, through the arguments that users write."""
+    """Return the request's ``SamplingParams``, built from the arguments that users write."""
     fields: dict[str, Any]
     fields = {"steering_modules": [MODULE]} if request.module else _edit_fields(request.edits, hidden)
     if request.capture is not None:
@@ -148,11 +153,11 @@ def sampling_params(request: Request, hidden: int) -> Any:
         fields["capture"] = {"memory": spec}
     return SamplingParams(
         max_tokens=request.max_tokens,
-        temperature=0.0 if request.n == 1 else COLD,
+        temperature=0.0 if request.n == 1 else LOWEST_TEMPERATURE,
         n=request.n,
         ignore_eos=True,
         detokenize=False,
-        logprobs=TOP,
+        logprobs=NUM_LOGPROBS,
         skip_reading_prefix_cache=request.skip_cache,
         output_kind=RequestOutputKind.DELTA if request.stream else RequestOutputKind.CUMULATIVE,
         **fields,
@@ -160,7 +165,7 @@ def sampling_params(request: Request, hidden: int) -> Any:
 
 
 def module_of(edits: Sequence[EditCase], hidden: int) -> dict[str, Any]:
-    """Edits as arguments of ``LLM.steering.register`` and ``set``."""
+    """Return the edits as arguments of ``LLM.steering.register`` and ``set``."""
     return {IN_MODULE[field]: value for field, value in _edit_fields(edits, hidden).items()}
 
 
@@ -180,7 +185,7 @@ def _edit_fields(edits: Sequence[EditCase], hidden: int) -> dict[str, Any]:
 
 
 def prompt_of(request: Request) -> dict[str, Any]:
-    """The request's prompt as vLLM takes it."""
+    """Return the request's prompt in vLLM's form."""
     prompt: dict[str, Any] = {"prompt_token_ids": list(request.prompt)}
     if request.salt is not None:
         prompt["cache_salt"] = request.salt

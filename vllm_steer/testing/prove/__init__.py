@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The proof of one model's hook points on the spot: its own configuration shrunk, random weights, both libraries."""
+"""Prove the hook points of one model: its configuration shrunk, random weights, in vLLM and in HF Transformers."""

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Second half of a proof: the shrunk model in vLLM, its taps checked against each other and, where they are there,
-against the streams of HF Transformers.
+"""Second half of a proof: run the shrunk model in vLLM, check its taps and compare its rows with HF Transformers.
 
-``python -m vllm_steer.testing.prove.engine CONFIG_FOLDER MODEL`` prints a JSON object. Where MODEL has no weights, HF
-does not
-know the model: it gets random ones, and the identities alone are checked.
+``python -m vllm_steer.testing.prove.engine CONFIG_FOLDER MODEL`` prints a JSON object. If HF does not know the model,
+MODEL has no weights: the model then gets random ones, and only the taps are checked.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from vllm_steer.testing.prove.shrink import shrink
 MARK = "vllm_steer.testing.prove: "
 RANDOM_WEIGHTS = "vllm_steer_random"
 TOLERANCE = 1e-4
-"""Largest distance of a row from HF's, in lengths of HF's row, that counts as agreement in float32."""
+"""Largest distance of a float32 row from HF's, in lengths of HF's row, that counts as agreement."""
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -33,7 +31,17 @@ _ENVIRONMENT = {
 
 
 def prove(source: str, model: Path, trust_remote_code: bool = False) -> dict[str, Any]:
-    """What was seen: ``kind`` of proof, the steps of the check, and the errors against HF, None where it has none."""
+    """Prove one model.
+
+    Args:
+        source: Folder with the model's configuration.
+        model: Folder of the shrunk model; written here if HF does not know the model.
+        trust_remote_code: Passed to vLLM and Transformers.
+
+    Returns:
+        The ``kind`` of proof, the hops of the self-check, the errors against HF (None without a reference), and whether
+        everything ``agrees``.
+    """
     from vllm_steer import LLM
     from vllm_steer.models.outline import import_architecture
 
@@ -45,7 +53,7 @@ def prove(source: str, model: Path, trust_remote_code: bool = False) -> dict[str
     llm: Any = LLM(
         model=str(model),
         enable_steering=True,
-        steering_config={"allow_unproven": True},  # as what is to be proven may be
+        steering_config={"allow_unproven": True},  # the model may be unproven
         load_format="auto" if with_reference else RANDOM_WEIGHTS,
         skip_tokenizer_init=True,
         trust_remote_code=trust_remote_code,
@@ -66,7 +74,7 @@ def prove(source: str, model: Path, trust_remote_code: bool = False) -> dict[str
 
 
 def _errors(llm: Any, streams: Any) -> dict[str, float]:
-    """``value_error``: rows of a plain request; ``cause_error``: those behind an edit, with that edit in both."""
+    """Return the errors of the rows of a plain request (``value_error``) and of an edited one (``cause_error``)."""
     from vllm_steer import Edit, SamplingParams
 
     edit = Edit(kind="add", point="post_block", layers=EDITED_LAYER, vector=streams["vector"])
@@ -83,19 +91,19 @@ def _errors(llm: Any, streams: Any) -> dict[str, float]:
     ):
         rows = output.capture_results["memory"]
         errors[name] = max(
-            _far(rows.tensor(point, layer).numpy(), theirs[layer + (point == "post_block")])
+            _distance(rows.tensor(point, layer).numpy(), theirs[layer + (point == "post_block")])
             for layer in range(len(theirs) - 1)
             for point in ("pre_attn", "post_block")
         )
     return errors
 
 
-def _far(ours: np.ndarray, theirs: np.ndarray) -> float:
+def _distance(ours: np.ndarray, theirs: np.ndarray) -> float:
     return float((np.linalg.norm(ours - theirs, axis=-1) / np.linalg.norm(theirs, axis=-1)).max())
 
 
 def _register_random_weights() -> None:
-    """A load format of ours: vLLM's dummy weights are so small that blocks do nothing."""
+    """Register a load format with larger weights: with vLLM's dummy weights the blocks hardly change the stream."""
     import torch
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader

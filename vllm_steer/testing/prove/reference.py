@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""First half of a proof: the shrunk model in HF Transformers, and its streams, plain and edited.
+"""First half of a proof: build the shrunk model in HF Transformers and record its streams, plain and edited.
 
-``python -m vllm_steer.testing.prove.reference CONFIG_FOLDER OUT`` writes the model to OUT and, beside it,
-``streams.npz``. A
-process of its own, without vLLM: vLLM's Transformers backend changes HF's classes in place.
+``python -m vllm_steer.testing.prove.reference CONFIG_FOLDER OUT`` writes the model and ``streams.npz`` to OUT. It runs
+in a process without vLLM, whose Transformers backend changes HF's classes in place.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ _WEIGHT_STD, _NORM_SPREAD = 0.2, 0.3
 
 
 def prompt() -> list[int]:
-    """The tokens of the one request."""
+    """Return the tokens of the request."""
     return [int(token) for token in np.random.default_rng(7).integers(3, VOCAB, PROMPT_LEN)]
 
 
 def make(source: str, out: Path, trust_remote_code: bool = False) -> None:
-    """Write the shrunk model and its streams; raises what HF raises where it does not know the model."""
+    """Write the shrunk model and its streams; raises HF's error if it does not know the model."""
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code).get_text_config()
@@ -50,7 +49,7 @@ def make(source: str, out: Path, trust_remote_code: bool = False) -> None:
 
 @torch.no_grad()
 def randomise(model: nn.Module) -> None:
-    """Weights large enough that every sublayer matters; norms around their neutral value."""
+    """Set weights large enough for every sublayer to matter, and norms around their neutral value."""
     generator = torch.Generator().manual_seed(0)
     for name, weight in model.named_parameters():
         noise = torch.randn(weight.shape, generator=generator).to(weight)
@@ -62,20 +61,20 @@ def randomise(model: nn.Module) -> None:
 
 @torch.no_grad()
 def _streams(model: Any, vector: np.ndarray | None) -> np.ndarray:
-    """``[layers + 1, tokens, hidden]``: the stream that enters each layer, and what the last one leaves.
+    """Return the stream before each layer and after the last one, ``[layers + 1, tokens, hidden]``.
 
-    ``vector`` is added behind one of them.
+    ``vector`` is added after layer ``EDITED_LAYER``.
     """
     seen: dict[int, torch.Tensor] = {}
     blocks = _blocks(model)
 
-    def enters(number: int) -> Any:
+    def record_input(number: int) -> Any:
         def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
             seen[number] = (args[0] if args else kwargs["hidden_states"])[0].clone()
 
         return hook
 
-    def leaves(number: int) -> Any:
+    def record_output(number: int) -> Any:
         def hook(_: nn.Module, args: Any, output: Any) -> Any:
             stream = output[0] if isinstance(output, tuple) else output
             if number == EDITED_LAYER and vector is not None:
@@ -85,8 +84,10 @@ def _streams(model: Any, vector: np.ndarray | None) -> np.ndarray:
 
         return hook
 
-    handles = [block.register_forward_pre_hook(enters(number), with_kwargs=True) for number, block in enumerate(blocks)]
-    handles += [block.register_forward_hook(leaves(number)) for number, block in enumerate(blocks)]
+    handles = []
+    for number, block in enumerate(blocks):
+        handles.append(block.register_forward_pre_hook(record_input(number), with_kwargs=True))
+        handles.append(block.register_forward_hook(record_output(number)))
     model(torch.tensor([prompt()]), use_cache=False)
     for handle in handles:
         handle.remove()

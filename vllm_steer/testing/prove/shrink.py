@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model's own configuration with few and narrow layers, each kind of them still there.
+"""Shrink a model's configuration to a few narrow layers that still include each kind of layer.
 
-Only sizes are changed, and only those whose meaning is known: the head's size, positions, norms, multipliers and layer
-patterns stay. Hidden size and heads keep their ratio.
+Only sizes with a known meaning change. The head size, positions, norms, multipliers and layer patterns stay, and so
+does the ratio of hidden size and heads.
 """
 
 from __future__ import annotations
@@ -32,7 +32,11 @@ _MINIMA = {**dict.fromkeys(_EXPERTS, 4), **dict.fromkeys(_CHOSEN, 2), **dict.fro
 
 
 def shrink(config: Any) -> None:
-    """Change an HF text configuration in place; raises ValueError where it names no layers, width or heads."""
+    """Shrink an HF text configuration in place.
+
+    Raises:
+        ValueError: The configuration has no number of layers, hidden size or number of heads.
+    """
     try:
         layers, hidden, heads = config.num_hidden_layers, config.hidden_size, config.num_attention_heads
     except AttributeError as error:
@@ -65,19 +69,19 @@ def shrink(config: Any) -> None:
         del config.quantization_config
 
 
-def chosen_layers(kinds: list[Any], count: int = LAYERS) -> list[int]:
-    """Which layers stand for all: the first of each kind, then from the start; in ascending order."""
+def choose_layers(kinds: list[Any], count: int = LAYERS) -> list[int]:
+    """Return the layers to keep, ascending: the first of each kind, then the first of the others."""
     first = [index for index, kind in enumerate(kinds) if kind not in kinds[:index]]
     rest = [index for index in range(len(kinds)) if index not in first]
     return sorted((first + rest)[:count])
 
 
 def _shorten(config: Any, layers: int) -> None:
-    """Fewer layers, and every list that has an entry for each of them cut alike."""
+    """Keep a few layers, and their entries in every list that has one entry per layer."""
     lists = {
         name: value for name, value in vars(config).items() if isinstance(value, (list, tuple)) and len(value) == layers
     }
-    kept = chosen_layers([repr(kinds) for kinds in zip(*lists.values(), strict=True)] or [""] * layers)
+    kept = choose_layers([repr(kinds) for kinds in zip(*lists.values(), strict=True)] or [""] * layers)
     config.num_hidden_layers = len(kept)
     for name, value in lists.items():
         setattr(config, name, [value[index] for index in kept])

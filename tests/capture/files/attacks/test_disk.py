@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A disk that is full, gone, read-only or over its quota: the cause is told, no half file stays, and it can recover."""
+"""Full, missing and read-only disks, and quotas: errors state the cause, no partial file stays, writers recover."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ layouts = pytest.mark.parametrize("layout", LAYOUTS)
 
 
 class Disk:
-    """Stands in front of the calls that take disk space; each fails with its turn."""
+    """Wrappers of the system calls that use disk space, which fail at chosen calls."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.fail_at: dict[str, int] = {}
@@ -63,15 +63,15 @@ def ids(root: Path) -> list[str]:
 @layouts
 @pytest.mark.parametrize("call", ["posix_fallocate", "pwritev"])
 def test_full_disk(tmp_path, disk, layout, call):
-    """The second of three requests finds the disk full: it alone is lost."""
+    """Catches (1) a second of three requests that takes others with it and (2) a partial file."""
     consumer = FilesystemConsumer(root=str(tmp_path), layout=layout)
     first, third = captured("first"), captured("third", seed=3)
     consumer.accept(first)
     disk.fail_at[call] = disk.calls[call] + 1
     with pytest.raises(CaptureWriteError, match="No space left on device") as caught:
         consumer.accept(captured("second"))
-    assert str(tmp_path) not in str(caught.value), "a client reads this"
-    assert ids(tmp_path) == ["first"], "what was promised is safe at once"
+    assert str(tmp_path) not in str(caught.value), "clients read this"
+    assert ids(tmp_path) == ["first"], "requests reported as ok must be readable at once"
     assert not any(name.endswith(".part") for name in left(tmp_path))
     consumer.accept(third)
     consumer.close()
@@ -82,7 +82,8 @@ def test_full_disk(tmp_path, disk, layout, call):
 
 @layouts
 @pytest.mark.parametrize("call", ["posix_fallocate", "pwritev"])
-def test_disk_that_is_full_from_the_first_request_on(tmp_path, disk, layout, call):
+def test_disk_full_from_the_first_request(tmp_path, disk, layout, call):
+    """Catches files left behind by failed requests."""
     consumer = FilesystemConsumer(root=str(tmp_path), layout=layout)
     for _ in range(3):
         disk.fail_at[call] = disk.calls.get(call, 0) + 1
@@ -95,7 +96,7 @@ def test_disk_that_is_full_from_the_first_request_on(tmp_path, disk, layout, cal
 @layouts
 @pytest.mark.parametrize("call", ["ftruncate", "rename", "fsync"])
 def test_failure_to_publish(tmp_path, disk, layout, call, caplog):
-    """Catches a file that stays half, or a request that is called ok and is nowhere."""
+    """Catches a partial file that stays, and a lost file that is not logged."""
     disk.code = errno.EIO
     consumer = FilesystemConsumer(
         root=str(tmp_path), layout=layout, fsync=True, max_requests=None if layout == "per_request" else 2
@@ -106,7 +107,7 @@ def test_failure_to_publish(tmp_path, disk, layout, call, caplog):
     with pytest.raises(CaptureWriteError, match="Input/output error"):
         consumer.accept(captured("second"))
     assert left(tmp_path) == []
-    # The first one's status has been told already: the loss of its file is an error in the log.
+    # The first request was reported as ok: the loss of its file is logged as an error.
     lost = [record for record in caplog.records if "lost, with captures of 2 requests" in record.getMessage()]
     assert len(lost) == (0 if layout == "per_request" else 1) and all(r.levelno == logging.ERROR for r in lost)
     consumer.accept(captured("third"))
@@ -115,8 +116,8 @@ def test_failure_to_publish(tmp_path, disk, layout, call, caplog):
 
 
 @layouts
-def test_file_size_limit_of_the_system(tmp_path, layout):
-    """The same with a limit that the kernel enforces, not a stand-in."""
+def test_file_size_limit_of_the_kernel(tmp_path, layout):
+    """Catches errors that only a real system call raises."""
     consumer = FilesystemConsumer(root=str(tmp_path), layout=layout)
     consumer.accept(captured("first"))
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -133,8 +134,8 @@ def test_file_size_limit_of_the_system(tmp_path, layout):
 
 
 @layouts
-def test_a_write_that_takes_less_than_all_goes_on(tmp_path, monkeypatch, layout):
-    """Catches the rest of a short write left out: rows of zeros that look like rows."""
+def test_short_writes(tmp_path, monkeypatch, layout):
+    """Catches the rest of a short write skipped: zeros that look like rows."""
     real = os.pwritev
     monkeypatch.setattr(
         os, "pwritev", lambda fd, buffers, offset: real(fd, [memoryview(buffers[0]).cast("B")[:100]], offset)
@@ -146,7 +147,8 @@ def test_a_write_that_takes_less_than_all_goes_on(tmp_path, monkeypatch, layout)
     assert_same(next(iter(open_captures(tmp_path))), request)
 
 
-def test_more_buffers_than_one_call_takes(tmp_path):
+def test_more_buffers_than_iov_max(tmp_path):
+    """Catches a single ``pwritev`` with more buffers than the kernel accepts."""
     sites = tuple(("post_block", layer) for layer in range(3000))
     request = captured(rows=1, width=2, sites=sites)
     FilesystemConsumer(root=str(tmp_path)).accept(request)
@@ -155,8 +157,8 @@ def test_more_buffers_than_one_call_takes(tmp_path):
 
 class TestRoot:
     @layouts
-    def test_vanished(self, tmp_path, layout, caplog):
-        """A removed root takes along what is in it; what comes after is refused, and served once there is one again."""
+    def test_deleted_root(self, tmp_path, layout, caplog):
+        """Catches a deleted root that is silently created again, and a writer that does not recover."""
         root = tmp_path / "root"
         consumer = FilesystemConsumer(root=str(root), layout=layout)
         consumer.accept(captured("first"))
@@ -172,8 +174,8 @@ class TestRoot:
         assert ids(root) == ["third"] and len(left(root)) == 1
 
     @layouts
-    def test_moved_and_made_anew(self, tmp_path, layout):
-        """As logs are rotated: the old folder keeps what was promised, the new one gets what comes."""
+    def test_root_moved_and_created_again(self, tmp_path, layout):
+        """Catches rows lost by log rotation: the old directory keeps its requests, the new one gets later ones."""
         root, old = tmp_path / "root", tmp_path / "old"
         consumer = FilesystemConsumer(root=str(root), layout=layout)
         consumer.accept(captured("first"))
@@ -185,8 +187,8 @@ class TestRoot:
         assert len(left(old)) == len(left(root)) == 1
 
     @layouts
-    def test_exchanged_for_a_link(self, tmp_path, layout):
-        """Catches rows written to wherever the root's name leads by then."""
+    def test_root_replaced_by_a_link(self, tmp_path, layout):
+        """Catches rows written to the target of the link."""
         root, away, other = tmp_path / "root", tmp_path / "away", tmp_path / "other"
         consumer = FilesystemConsumer(root=str(root), layout=layout)
         consumer.accept(captured("first"))
@@ -199,8 +201,9 @@ class TestRoot:
         assert left(other) == [] and ids(away) == ["first"]
 
     @layouts
-    def test_read_only(self, layout):
-        with unprivileged_folder() as root:
+    def test_read_only_directory(self, layout):
+        """Catches a writer that does not recover after the permissions are restored."""
+        with unprivileged_directory() as root:
             consumer = FilesystemConsumer(root=str(root), layout=layout)
             root.chmod(0o555)
             with pytest.raises(CaptureWriteError, match="Permission denied"):
@@ -212,6 +215,7 @@ class TestRoot:
             assert ids(root) == ["request"]
 
     def test_read_only_file_system(self, tmp_path, monkeypatch):
+        """Catches an error without its cause."""
         consumer = FilesystemConsumer(root=str(tmp_path))
         real = os.open
 
@@ -224,8 +228,9 @@ class TestRoot:
         with pytest.raises(CaptureWriteError, match="Read-only file system"):
             consumer.accept(captured())
 
-    def test_a_root_that_cannot_be_written_is_refused_at_the_start(self, tmp_path):
-        with unprivileged_folder() as root:
+    def test_unwritable_root_is_rejected_at_the_start(self, tmp_path):
+        """Catches a server that starts and loses every capture."""
+        with unprivileged_directory() as root:
             root.chmod(0o555)
             for path in (root, root / "below"):
                 with pytest.raises(SteeringError, match=r"root: .*Permission denied"):
@@ -234,8 +239,8 @@ class TestRoot:
         with pytest.raises(SteeringError, match=r"^root: "):
             FilesystemConsumer(root=str(tmp_path / "file"))
 
-    def test_no_descriptor_is_left_open(self, tmp_path, disk, monkeypatch):
-        """Catches a descriptor lost with each failure: after a thousand of them, nothing more can be opened."""
+    def test_failures_leak_no_descriptor(self, tmp_path, disk, monkeypatch):
+        """Catches a descriptor leaked by each failure: after a thousand, no file can be opened."""
 
         def open_now():
             return len(os.listdir("/proc/self/fd"))
@@ -263,7 +268,8 @@ class TestRoot:
 
 class TestQuota:
     @layouts
-    def test_it_is_never_passed_and_says_so(self, tmp_path, layout):
+    def test_quota_is_never_exceeded(self, tmp_path, layout):
+        """Catches a quota that ignores headers or the index."""
         consumer = FilesystemConsumer(root=str(tmp_path), layout=layout, quota=200_000)
         accepted = 0
         with pytest.raises(QuotaExceededError, match=r"quota of 200000 bytes .* used, .* needed"):
@@ -275,7 +281,8 @@ class TestQuota:
         assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 200_000
 
     @layouts
-    def test_files_that_were_there_count(self, tmp_path, layout):
+    def test_existing_files_count(self, tmp_path, layout):
+        """Catches a quota of the files of this process only."""
         (tmp_path / "old").write_bytes(bytes(200_000))
         consumer = FilesystemConsumer(root=str(tmp_path), layout=layout, quota=200_100)
         with pytest.raises(QuotaExceededError, match="200000 used"):
@@ -284,8 +291,8 @@ class TestQuota:
         consumer.close()
 
     @layouts
-    def test_room_that_was_made_is_found(self, tmp_path, layout, monkeypatch):
-        """Catches a count that only ever grows, so that a server once full stays full."""
+    def test_deleted_files_free_quota(self, tmp_path, layout, monkeypatch):
+        """Catches a count that only grows, so that a full server stays full."""
         old = tmp_path / "old"
         old.write_bytes(bytes(200_000))
         consumer = FilesystemConsumer(root=str(tmp_path), layout=layout, quota=200_100)
@@ -299,7 +306,8 @@ class TestQuota:
 
     @layouts
     @pytest.mark.parametrize("call", ["posix_fallocate", "pwritev"])
-    def test_failures_give_their_bytes_back(self, tmp_path, layout, disk, call):
+    def test_failed_writes_release_quota(self, tmp_path, layout, disk, call):
+        """Catches reserved bytes that stay counted after a failure."""
         consumer = FilesystemConsumer(root=str(tmp_path), layout=layout, quota=400_000)
         for _ in range(100):
             disk.fail_at = {call: disk.calls.get(call, 0) + 1}
@@ -309,8 +317,8 @@ class TestQuota:
         consumer.close()
 
     @layouts
-    def test_what_is_counted_is_what_is_there(self, tmp_path, layout, disk):
-        """Catches space that was reserved and not used, counted for ever, and a file counted twice."""
+    def test_used_bytes_match_the_directory(self, tmp_path, layout, disk):
+        """Catches unused reservations and files counted twice."""
         consumer = FilesystemConsumer(root=str(tmp_path), layout=layout)
         for i in range(30):
             disk.fail_at = {"pwritev": disk.calls.get("pwritev", 0) + (1 if i % 7 == 3 else 10**9)}
@@ -324,8 +332,8 @@ class TestQuota:
 
 
 @contextmanager
-def unprivileged_folder():
-    """A folder whose permissions count: for the superuser they would not, so nobody goes on in its place."""
+def unprivileged_directory():
+    """Yield a directory whose permissions apply; a superuser, for whom they do not, becomes user nobody."""
     root = Path(tempfile.mkdtemp(prefix="captures-"))
     was = os.geteuid()
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whoever can put things into the root cannot have other files written or read through it."""
+"""Users with write access to the root cannot make the server read or write other files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def root(tmp_path):
 
 @pytest.mark.parametrize("name", [NAME, f".{NAME}.part"])
 @pytest.mark.parametrize("dangling", [False, True])
-def test_a_link_at_the_files_name_is_not_followed(root, victim, name, dangling):
+def test_link_at_the_file_name_is_not_followed(root, victim, name, dangling):
+    """Catches a write through a symbolic link."""
     consumer = FilesystemConsumer(root=str(root))
     target = root.parent / "not-there" if dangling else victim
     (root / name).symlink_to(target)
@@ -49,15 +50,16 @@ def test_a_link_at_the_files_name_is_not_followed(root, victim, name, dangling):
 
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo], ids=["folder", "pipe"])
 @pytest.mark.parametrize("name", [NAME, f".{NAME}.part"])
-def test_neither_is_anything_else(root, make, name):
-    """Catches a pipe that is opened and waited for, for ever."""
+def test_other_entries_at_the_file_name(root, make, name):
+    """Catches a writer that blocks on opening a pipe."""
     consumer = FilesystemConsumer(root=str(root))
     make(root / name)
     path = Path(consumer.accept(captured())["path"])
     assert path.is_file() and path.name != NAME
 
 
-def test_a_link_at_a_shards_name_is_not_followed(root, victim, monkeypatch):
+def test_link_at_a_shard_name_is_not_followed(root, victim, monkeypatch):
+    """Catches a write through a link at the name of a shard."""
     monkeypatch.setattr("vllm_steer.capture.files.rotation.timestamped_stem", lambda name, time_ns: "guessed")
     (root / "guessed.safetensors").symlink_to(victim)
     (root / ".guessed.safetensors.part").symlink_to(victim)
@@ -67,12 +69,13 @@ def test_a_link_at_a_shards_name_is_not_followed(root, victim, monkeypatch):
     assert path.is_file() and not path.is_symlink()
 
 
-def test_shards_have_names_that_cannot_be_guessed():
+def test_shard_names_are_unguessable():
+    """Catches names for which links can be prepared."""
     assert len({rotation.timestamped_stem("sharded", 0)[-8:] for _ in range(100)}) == 100
 
 
-def test_a_part_that_was_exchanged_is_not_published(root, victim):
-    """Catches a rename of whatever has the name by then."""
+def test_replaced_part_file_is_not_published(root, victim):
+    """Catches a rename of whatever entry has the name of the part file."""
     consumer = FilesystemConsumer(root=str(root), layout="sharded")
     path = Path(consumer.accept(captured())["path"])
     part = root / f".{path.name}.part"
@@ -83,7 +86,8 @@ def test_a_part_that_was_exchanged_is_not_published(root, victim):
     assert not path.exists() and not path.is_symlink()
 
 
-def test_the_reader_leaves_links_in_the_folder_alone(root, tmp_path):
+def test_reader_skips_links(root, tmp_path):
+    """Catches a reader that follows links out of the directory."""
     outside = FilesystemConsumer(root=str(tmp_path / "outside"))
     secret = outside.accept(captured("secret"))["path"]
     (root / "link.safetensors").symlink_to(secret)
@@ -92,15 +96,16 @@ def test_the_reader_leaves_links_in_the_folder_alone(root, tmp_path):
     assert [request.request_id for request in open_captures(root)] == ["own"]
 
 
-class TestPartsLeftBehind:
-    def test_a_part_whose_writer_is_gone_is_removed_at_the_start(self, root):
+class TestStalePartFiles:
+    def test_stale_part_file_is_removed(self, root):
+        """Catches part files that stay after a crash."""
         part = root / f".{NAME}.part"
         part.write_bytes(b"half")
         FilesystemConsumer(root=str(root))
         assert not part.exists()
 
-    def test_a_part_that_is_being_written_is_not(self, root):
-        """Catches a second server that takes away the first one's open shard."""
+    def test_part_file_of_a_running_writer_stays(self, root):
+        """Catches a second server that deletes the open shard of the first."""
         first = FilesystemConsumer(root=str(root), layout="sharded")
         first.accept(captured())
         FilesystemConsumer(root=str(root))
@@ -108,17 +113,22 @@ class TestPartsLeftBehind:
         assert len(list(open_captures(root))) == 1
 
     @pytest.mark.parametrize("name", ["..part", "notes.part", ".notes.txt", f"{NAME}.part", ".NOTES.safetensors.part"])
-    def test_other_files_are_not(self, root, name):
+    def test_other_files_stay(self, root, name):
+        """Catches a name pattern that matches files of users."""
         (root / name).write_bytes(b"mine")
         FilesystemConsumer(root=str(root))
         assert (root / name).read_bytes() == b"mine"
 
-    def test_a_link_that_looks_like_one_is_not_followed(self, root, victim):
+    def test_link_named_like_a_part_file_is_not_followed(self, root, victim):
+        """Catches the target of a link locked or truncated."""
         (root / f".{NAME}.part").symlink_to(victim)
         FilesystemConsumer(root=str(root))
 
-    def test_a_part_taken_for_stale_while_it_is_made_is_made_again(self, root, monkeypatch):
-        """The moment between making and locking a part, in which another process starts."""
+    def test_part_file_removed_before_it_is_locked(self, root, monkeypatch):
+        """Catches a writer of an unlinked file.
+
+        Another process starts between the creation of the part file and its lock.
+        """
         real, taken = fcntl.flock, []
 
         def flock(fd, how):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a client calls its request decides nothing about where its file is, nor about anybody else's."""
+"""Request ids have no influence on paths, and ids that look alike stay separate."""
 
 from __future__ import annotations
 
@@ -41,19 +41,20 @@ HOSTILE = [
 ]
 
 
-def files_below(folder: Path) -> set[Path]:
+def files_under(folder: Path) -> set[Path]:
     return {Path(where) / name for where, _, names in os.walk(folder) for name in names}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_no_id_leaves_the_root(tmp_path, layout):
+def test_ids_do_not_leave_the_root(tmp_path, layout):
+    """Catches request ids used as paths."""
     root = tmp_path / "deep" / "root"
     consumer = FilesystemConsumer(root=str(root), layout=layout)
     requests = [captured(name, seed=i) for i, name in enumerate(HOSTILE)]
     for request in requests:
         consumer.accept(request)
     consumer.close()
-    written = files_below(tmp_path)
+    written = files_under(tmp_path)
     assert written and all(path.parent == root for path in written)
     assert layout != "per_request" or all(HASHED.fullmatch(path.name) for path in written)
     for request in requests:
@@ -64,7 +65,7 @@ def test_no_id_leaves_the_root(tmp_path, layout):
     assert half.request_id == "\\ud800 half a pair"
 
 
-# Pairs that some normalisation, truncation or prefix search would take for one.
+# Pairs that a normalization, truncation or prefix search would confuse.
 ALIKE = [
     ("req-1", "req-10"),
     ("req-1", "req-1-0"),
@@ -83,7 +84,8 @@ ALIKE = [
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("one", "other"), ALIKE)
-def test_ids_that_look_alike_stay_apart(tmp_path, layout, one, other):
+def test_similar_ids_stay_separate(tmp_path, layout, one, other):
+    """Catches ids that are normalized, truncated or compared by prefix."""
     consumer = FilesystemConsumer(root=str(tmp_path), layout=layout)
     first, second = captured(one, seed=1), captured(other, seed=2)
     consumer.accept(first)
@@ -95,8 +97,8 @@ def test_ids_that_look_alike_stay_apart(tmp_path, layout, one, other):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_same_id_again_overwrites_nothing(tmp_path, layout):
-    """Two clients can choose one id, and one client can use its own twice."""
+def test_reused_ids_overwrite_nothing(tmp_path, layout):
+    """Catches files overwritten by another client, or by another request of the same client."""
     requests = [captured("same", seed=i) for i in range(5)]
     consumers = [FilesystemConsumer(root=str(tmp_path), layout=layout) for _ in range(2)]
     for i, request in enumerate(requests):
@@ -107,7 +109,8 @@ def test_the_same_id_again_overwrites_nothing(tmp_path, layout):
     assert sorted(r.token_ids("pre_attn", 0)[0] for r in there) == [101, 102, 103, 104, 105]
 
 
-def test_samples_of_a_request_have_files_of_their_own(tmp_path):
+def test_samples_have_separate_files(tmp_path):
+    """Catches samples that overwrite each other, and a search for sample 1 that finds 10."""
     consumer = FilesystemConsumer(root=str(tmp_path))
     for sample in (0, 1, 10):
         path = consumer.accept(captured("request", sample=sample, seed=sample))["path"]
@@ -118,10 +121,11 @@ def test_samples_of_a_request_have_files_of_their_own(tmp_path):
     assert len(open_captures(tmp_path).find("request")) == 3
 
 
-def test_an_id_that_is_anothers_file_name_finds_only_its_own(tmp_path):
+def test_id_equal_to_another_file_name(tmp_path):
+    """Catches a lookup by file name that returns the rows of another client."""
     consumer = FilesystemConsumer(root=str(tmp_path))
     stem = Path(consumer.accept(captured("victim"))["path"]).name
-    thief = captured(stem, seed=9)
-    consumer.accept(thief)
+    imitator = captured(stem, seed=9)
+    consumer.accept(imitator)
     (there,) = open_captures(tmp_path).find(stem)
-    assert_same(there, thief)
+    assert_same(there, imitator)
