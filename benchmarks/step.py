@@ -32,13 +32,13 @@ from vllm.v1.request import RequestStatus
 from vllm_steer import SamplingParams
 from vllm_steer.config import SteeringConfig
 from vllm_steer.engine.admission import AdmissionController
-from vllm_steer.engine.arena import ArenaBudget
+from vllm_steer.engine.arena import ArenaBudget, TokenLimiter
 from vllm_steer.engine.cudagraph_sets import CUDAGraphSetManager
 from vllm_steer.engine.model_output import attach_stats
 from vllm_steer.engine.program_store import ProgramStore
 from vllm_steer.engine.row_sender import RowSender
 from vllm_steer.engine.runner_v2 import SteeringRunnerV2, _steering_state
-from vllm_steer.engine.scheduler import steering_scheduler
+from vllm_steer.engine.scheduler import SteeringScheduler
 from vllm_steer.engine.stats_collector import EngineStatsCollector
 from vllm_steer.engine.step_batch import StepBatch
 from vllm_steer.engine.worker_manager import WorkerSteeringManager
@@ -110,10 +110,12 @@ def steering() -> WorkerSteeringManager:
 
 
 def scheduler() -> Any:
-    made: Any = object.__new__(steering_scheduler(Scheduler))
+    made: Any = object.__new__(SteeringScheduler)
     config = SteeringConfig()
-    made.steering_ledger = TableAllocator(config.max_rows, config.max_instructions, config.max_vectors)
-    made.steering_admission = AdmissionController(made.steering_ledger, (config.capture_mib << 20) // (2 * HIDDEN), 600)
+    made.steering_allocator = TableAllocator(config.max_rows, config.max_instructions, config.max_vectors)
+    made.steering_admission = AdmissionController(
+        made.steering_allocator, (config.capture_mib << 20) // (2 * HIDDEN), 600
+    )
     made._row_bytes = 2 * HIDDEN
     made.connector, made.max_model_len = None, 8192
     made._steering_points, made._steering_layers = frozenset(points_on(())), LAYERS
@@ -121,10 +123,11 @@ def scheduler() -> Any:
     made.steering_row_sender, made._steering_stats = RowSender(), EngineStatsCollector(made.steering_admission)
     made._arena = ArenaBudget(config.capture_rows, 0, speculates=False)
     made._steered, made._malformed, made.requests = {}, {}, {}
+    made._token_limiter = TokenLimiter(made._arena, made._steered, None)
     managers = (object.__new__(FullAttentionManager),)
     made.kv_cache_manager = SimpleNamespace(coordinator=SimpleNamespace(single_type_managers=managers))
-    # As on a GPU, where no blocks are zeroed.
-    made._asked, made._edited_blocks, made.scheduler_config = [], None, None
+    # No blocks are zeroed, as on a GPU.
+    made._edited_blocks, made.scheduler_config = None, None
     return made
 
 

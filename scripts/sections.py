@@ -11,7 +11,7 @@ from typing import NamedTuple
 from performance import KEPT, LARGE, cell
 from steps_page import MakeTable
 
-from vllm_steer.compat.stages import WAY
+from vllm_steer.compat.stages import REQUEST_STAGES
 
 ROOT = Path(__file__).parents[1]
 
@@ -84,7 +84,7 @@ def stages(table: MakeTable) -> str:
             stage.passes_on,
             ", ".join(dict.fromkeys(f"`{method_name(join.method)}`" for join in stage.joins)),
         )
-        for stage in WAY
+        for stage in REQUEST_STAGES
     ]
     return table(("stage", "input", "output", "methods of vLLM joined"), rows)
 

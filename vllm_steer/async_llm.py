@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``AsyncLLM`` with the registry of modules beside it."""
+"""``AsyncLLM`` with the registry of modules and global steering."""
 
 from __future__ import annotations
 
@@ -20,61 +20,66 @@ T = TypeVar("T")
 
 
 class AsyncLLM(VllmAsyncLLM):  # type: ignore[misc]
-    """vLLM's ``AsyncLLM``; ``from_engine_args(AsyncEngineArgs(..., **vllm_steer.engine_kwargs()))`` makes one."""
+    """vLLM's ``AsyncLLM`` with :attr:`steering`.
+
+    Create one with ``AsyncLLM.from_engine_args(AsyncEngineArgs(..., **vllm_steer.engine_kwargs()))``.
+    """
 
     @property
     def steering(self) -> AsyncSteering:
-        """Named modules and global steering of this engine."""
+        """Registry of this engine: named modules and global steering."""
         return AsyncSteering(self)
 
     def keep_modules(self, folder: str | Path | None = None, modules: Mapping[str, str | Path] | None = None) -> None:
-        """Where modules are kept (None: in this process), and files of those that are there from the start.
+        """Set where modules are stored. Call this before any other method.
 
-        To be called before anything else is asked of the engine.
+        Args:
+            folder: Folder that stores modules and global steering; None keeps them in memory.
+            modules: Paths of safetensors files to register as modules, by name.
         """
         set_registry(self, RegistryOptions.of(folder, modules))
 
 
 class AsyncSteering:
-    """`SteeringRegistry` for code that must not block: the same methods, each to be awaited."""
+    """Asynchronous methods of :class:`~vllm_steer.registry.registry.SteeringRegistry`, run in a thread."""
 
     def __init__(self, engine: VllmAsyncLLM) -> None:
         self._engine = engine
 
     async def register(self, name: str, **content: Any) -> ModuleInfo:
-        """As `SteeringRegistry.register`."""
+        """Run ``SteeringRegistry.register``."""
         return await self._call(lambda registry: registry.register(name, **content))
 
     async def register_file(self, name: str, source: str | Path | bytes) -> ModuleInfo:
-        """As `SteeringRegistry.register_file`."""
+        """Run ``SteeringRegistry.register_file``."""
         return await self._call(lambda registry: registry.register_file(name, source))
 
     async def list(self) -> ModuleList:
-        """As `SteeringRegistry.list`."""
+        """Run ``SteeringRegistry.list``."""
         return await self._call(lambda registry: registry.list())
 
     async def get(self, reference: str | Reference, *, data: bool = False) -> ModuleInfo:
-        """As `SteeringRegistry.get`."""
+        """Run ``SteeringRegistry.get``."""
         return await self._call(lambda registry: registry.get(reference, data=data))
 
     async def delete(self, reference: str | Reference) -> Deleted:
-        """As `SteeringRegistry.delete`."""
+        """Run ``SteeringRegistry.delete``."""
         return await self._call(lambda registry: registry.delete(reference))
 
     async def set(self, **change: Any) -> GlobalSteering:
-        """As `SteeringRegistry.set`."""
+        """Run ``SteeringRegistry.set``."""
         return await self._call(lambda registry: registry.set(**change))
 
     async def clear(self) -> GlobalSteering:
-        """As `SteeringRegistry.clear`."""
+        """Run ``SteeringRegistry.clear``."""
         return await self._call(lambda registry: registry.clear())
 
     async def status(self, *, data: bool = False) -> GlobalSteering:
-        """As `SteeringRegistry.status`."""
+        """Run ``SteeringRegistry.status``."""
         return await self._call(lambda registry: registry.status(data=data))
 
     async def _call(self, method: Callable[[SteeringRegistry], T]) -> T:
-        served = await ensure_engine_context(self._engine)
-        if served is None:
+        context = await ensure_engine_context(self._engine)
+        if context is None:
             raise SteeringError("steering", NOT_ENABLED)
-        return await asyncio.to_thread(method, served.registry)
+        return await asyncio.to_thread(method, context.registry)

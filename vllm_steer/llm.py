@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``LLM`` with steering: vLLM's own class, five arguments and the registry of modules."""
+"""``LLM`` with steering and capture."""
 
 from __future__ import annotations
 
@@ -19,20 +19,25 @@ from vllm_steer.registry.registry import SteeringRegistry
 
 
 class LLM(VllmLLM):  # type: ignore[misc]
-    """vLLM's ``LLM``; takes the same arguments and these.
+    """vLLM's ``LLM`` with steering and capture.
 
-    ``enable_steering``
-        puts taps on every decoder layer. Without it the engine is stock vLLM, and requests that ask for steering are
-        refused.
-    ``steering_config``
-        a :class:`vllm_steer.SteeringConfig` or a dict of its fields: the sizes of the device tables.
-    ``capture_consumers``
-        ``{name: options}``: where captured rows may go beside ``memory``, e.g. ``{"filesystem": {"root": "acts"}}``.
-    ``steering_registry``
-        a folder in which modules and global steering outlive this object, and that other engines may share; without it
-        they are kept in memory.
-    ``steering_modules``
-        ``{name: path}``: modules that are there from the start, from safetensors files.
+    Args:
+        model: As in vLLM.
+        *args: Further arguments of vLLM's ``LLM``.
+        enable_steering: Install taps on every decoder layer. Without it the engine is stock vLLM, and requests with
+            steering or capture are refused.
+        steering_config: Sizes of the device tables and other limits, as a :class:`vllm_steer.SteeringConfig` or a dict
+            of its fields.
+        capture_consumers: Options of capture consumers beside ``memory``, by name, for example
+            ``{"filesystem": {"root": "acts"}}``.
+        steering_registry: Folder that stores modules and global steering, and that several engines can share. By
+            default they are kept in memory.
+        steering_modules: Paths of safetensors files to register as modules, by name.
+        **kwargs: Further arguments of vLLM's ``LLM``.
+
+    Raises:
+        SteeringError: An argument conflicts with steering or needs ``enable_steering=True``.
+        IncompatibleError: The version or the settings of vLLM do not support steering.
     """
 
     def __init__(
@@ -46,44 +51,53 @@ class LLM(VllmLLM):  # type: ignore[misc]
         steering_modules: Mapping[str, str | Path] | None = None,
         **kwargs: Any,
     ) -> None:
-        ours = {
-            "steering_config": steering_config,
-            "capture_consumers": capture_consumers,
-            "steering_registry": steering_registry,
-            "steering_modules": steering_modules,
-        }
         if enable_steering:
             for name in ("worker_cls", "scheduler_cls"):
                 if kwargs.get(name, "auto") not in ("auto", None):
-                    raise SteeringError(name, "steering brings its own; leave it out, or leave enable_steering out")
+                    raise SteeringError(name, "steering sets its own; remove it or enable_steering")
             kwargs.update(engine_kwargs(steering_config, kwargs.get("additional_config")))
         else:
-            for name, value in ours.items():
+            steering_only = {
+                "steering_config": steering_config,
+                "capture_consumers": capture_consumers,
+                "steering_registry": steering_registry,
+                "steering_modules": steering_modules,
+            }
+            for name, value in steering_only.items():
                 if value is not None:
                     raise SteeringError(name, "has no effect without enable_steering=True")
         super().__init__(model, *args, **kwargs)
         if enable_steering:
-            # Asked now, so that a model that cannot be steered says so at start and not at the first request.
             set_consumers(self.llm_engine, capture_consumers or {})
             set_registry(self.llm_engine, RegistryOptions.of(steering_registry, steering_modules))
+            # Create the context now, so that a wrong consumer or module raises here and not at the first request.
             engine_context(self.llm_engine)
 
     @property
     def steering(self) -> SteeringRegistry:
-        """Named modules and global steering of this engine: ``register``, ``list``, ``get``, ``delete``, ``set``,
-        ``clear``, ``status``."""
-        served = engine_context(self.llm_engine)
-        if served is None:
+        """Registry of this engine: named modules and global steering.
+
+        Raises:
+            SteeringError: Steering is not enabled.
+        """
+        context = engine_context(self.llm_engine)
+        if context is None:
             raise SteeringError("steering", NOT_ENABLED)
-        return served.registry
+        return context.registry
 
     def get_metrics(self) -> list[Metric]:
-        """vLLM's metrics and ours, which begin with ``vllm_steer:``; for an engine with ``disable_log_stats=False``."""
+        """Return vLLM's metrics and those of steering, whose names begin with ``vllm_steer:``.
+
+        Requires ``disable_log_stats=False``.
+        """
         return [*super().get_metrics(), *read_metrics()]
 
     def beam_search(self, prompts: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's beam search; refused with steering, since vLLM drops a request's own settings on the way to its
-        beams."""
+        """Run vLLM's beam search, which does not support steering or capture.
+
+        Raises:
+            SteeringError: ``params`` use steering or capture, which vLLM would drop.
+        """
         if has_steering(params):
-            raise SteeringError("steering", "beam search does not carry it to the beams; use sampling")
+            raise SteeringError("steering", "not supported by beam search; use sampling")
         return super().beam_search(prompts, params, *args, **kwargs)

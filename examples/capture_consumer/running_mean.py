@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A consumer that averages the rows of all requests per site and writes the means when it is closed."""
+"""A consumer that computes the mean of each site over all rows of all requests and saves it when the process ends."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from vllm_steer.capture.consumers import Consumer
 
 
 class RunningMean(Consumer):
-    """Consumer that writes the mean row of each site to a safetensors file.
+    """Mean row of each site.
 
-    Args:
-        out: Path of the file. Its tensors ``point.layer`` have the shape ``[hidden]``.
+    The option ``out`` is the safetensors file of the means; its tensors ``[hidden]`` are named ``point.layer``.
     """
 
     name: ClassVar[str] = "running_mean"
@@ -28,13 +27,13 @@ class RunningMean(Consumer):
         self._counts: dict[Site, int] = {}
 
     def accept(self, captured: CapturedRequest) -> dict[str, Any]:
-        """Add a request's rows, and return the number of rows per site. Called from one thread only."""
-        for site, there in captured.sites.items():
-            self._sums[site] = self._sums.get(site, 0) + there.rows.double().sum(0)
-            self._counts[site] = self._counts.get(site, 0) + len(there.rows)
+        """Add the rows of one sample and return the number of rows so far. Runs in one thread, so needs no lock."""
+        for site, captured_rows in captured.sites.items():
+            self._sums[site] = self._sums.get(site, 0) + captured_rows.rows.double().sum(0)
+            self._counts[site] = self._counts.get(site, 0) + len(captured_rows.rows)
         return {"rows": {f"{point}.{layer}": count for (point, layer), count in self._counts.items()}}
 
     def close(self) -> None:
-        """Write the means."""
+        """Save the means."""
         means = {f"{p}.{n}": total / max(1, self._counts[p, n]) for (p, n), total in self._sums.items()}
         save_file({name: mean.float() for name, mean in means.items()}, self._out)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from vllm_steer.compat.stages import LIFECYCLE, STARTUP, WAY, front_end_joins
+from vllm_steer.compat.stages import LIFECYCLE, REQUEST_STAGES, STARTUP, front_end_joins
 from vllm_steer.compat.wraps import How, Join, load
 
 ALL = (*STARTUP, *front_end_joins(), *LIFECYCLE)
@@ -24,8 +24,8 @@ def test_both_sides_of_a_join_exist(join: Join) -> None:
 
 def test_each_stage_is_described_once() -> None:
     """Catches a stage without a description or listed twice."""
-    assert len({stage.name for stage in WAY}) == len(WAY)
-    assert all(stage.takes and stage.passes_on for stage in WAY)
+    assert len({stage.name for stage in REQUEST_STAGES}) == len(REQUEST_STAGES)
+    assert all(stage.takes and stage.passes_on for stage in REQUEST_STAGES)
 
 
 def overriding_classes() -> dict[Any, Any]:
@@ -43,12 +43,12 @@ def overriding_classes() -> dict[Any, Any]:
     from vllm_steer.engine.executor import RowAggregator, SteeringExecutor
     from vllm_steer.engine.runner_v1 import SteeringRunnerV1
     from vllm_steer.engine.runner_v2 import SteeringRunnerV2, _steering_state
-    from vllm_steer.engine.scheduler import steering_scheduler
+    from vllm_steer.engine.scheduler import SteeringSchedulerMixin
     from vllm_steer.engine.worker import SteeringWorker
 
     return {
         SteeredRequestState: RequestState,
-        steering_scheduler(Scheduler): Scheduler,
+        SteeringSchedulerMixin: Scheduler,
         SteeringWorker: Worker,
         SteeringRunnerV1: RunnerV1,
         SteeringRunnerV2: RunnerV2,

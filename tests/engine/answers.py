@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request returned, in a form that two runs can be compared by."""
+"""Helpers that run requests and return their output in a comparable form."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vllm_steer import SamplingParams
 
 
 def params(max_tokens: int = 6, **fields: Any) -> Any:
-    """Greedy, with the log-probabilities of the whole vocabulary; never stops early."""
+    """Return greedy parameters with log-probabilities of the whole vocabulary that never stop early."""
     settings: dict[str, Any] = dict(  # noqa: C408
         max_tokens=max_tokens, temperature=0, ignore_eos=True, detokenize=False, logprobs=VOCAB
     )
@@ -29,13 +29,13 @@ def tokens_of(output: Any, sample: int = 0) -> list[int]:
 
 
 def logprobs_of(output: Any, sample: int = 0) -> np.ndarray:
-    """``[generated, vocabulary]`` log-probabilities."""
+    """Return log-probabilities ``[generated, vocabulary]``."""
     steps = output.outputs[sample].logprobs
     return np.array([[step[token].logprob for token in range(VOCAB)] for step in steps])
 
 
 def chosen_logprobs(output: Any) -> np.ndarray:
-    """``[generated]`` log-probabilities of the tokens that were chosen."""
+    """Return the log-probabilities ``[generated]`` of the chosen tokens."""
     first = output.outputs[0]
     return np.array([step[token].logprob for token, step in zip(first.token_ids, first.logprobs, strict=True)])
 

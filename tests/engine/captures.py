@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asking for rows in the tests, and comparing what came."""
+"""Helpers that request captures and compare them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def result(output: Any, sample: int = 0) -> Any:
 
 
 def close_to(got: Any, right: Any, name: Any = "", atol: float = 2e-3) -> None:
-    """Two results have the same sites, positions and rows."""
+    """Return whether two results have the same sites, positions and rows."""
     assert list(got.sites) == list(right.sites), name
     for site in got.sites:
         np.testing.assert_array_equal(got.positions(*site), right.positions(*site), err_msg=f"{name} {site}")

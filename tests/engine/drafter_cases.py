@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speculative decoding with models that draft: the target is steered and read, the drafter never touched.
+"""Cases of speculative decoding with draft models: only the target is steered and captured.
 
-Drafts only propose. Whatever a drafter saw (an EAGLE head sees the target's steered stream), the target's own steered
-answer decides, so every method gives what the same request gives without speculation.
+An EAGLE head sees the target's steered stream, but the target decides. Every method gives the output of the same
+request without speculation.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def workload() -> tuple[list[Any], list[Any]]:
 
 
 def save_draft_model(target: Path, folder: Path) -> Path:
-    """The target with noise on its weights: it guesses right often, and often not."""
+    """Save the target with noisy weights, whose drafts are often right and often wrong."""
     folder.mkdir()
     generator = torch.Generator().manual_seed(0)
     weights = load_file(target / "model.safetensors")
@@ -53,7 +53,7 @@ def save_draft_model(target: Path, folder: Path) -> Path:
 
 
 def save_eagle_head(target: Path, folder: Path) -> Path:
-    """One random decoder layer over the target's last stream; embedding and output are the target's."""
+    """Save one random decoder layer on the target's last stream, with the target's embedding and output."""
     folder.mkdir()
     generator = torch.Generator().manual_seed(1)
     weights = load_file(target / "model.safetensors")
@@ -82,10 +82,8 @@ SAVE = {"draft_model": save_draft_model, "eagle": save_eagle_head}
 
 
 @pytest.mark.parametrize("method", list(SAVE))
-def test_outputs_and_rows_are_those_without_speculation(
-    truth: list[Any], tiny_llama: Path, tmp_path: Path, method: str
-) -> None:
-    """Failure: rejected drafts captured as if generated; a drafter that shares the target's class steered with it."""
+def test_matches_decoding_without_speculation(truth: list[Any], tiny_llama: Path, tmp_path: Path, method: str) -> None:
+    """Catches rejected drafts that are captured, and a steered drafter of the target's class."""
     drafter = SAVE[method](tiny_llama, tmp_path / method)
     speculative = {"method": method, "model": str(drafter), "num_speculative_tokens": NUM_DRAFTS}
     llm = make_llm(tiny_llama, **SMALL, speculative_config=speculative)
@@ -110,7 +108,7 @@ def _hooked(model: Any) -> int:
 
 
 def _watch_acceptance(llm: Any) -> list[tuple[int, int]]:
-    """``(drafts, accepted)`` of every verified request of every step from now on."""
+    """Record ``(drafts, accepted)`` of every verified request of every step from now on."""
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     original = scheduler.update_from_output
     seen: list[tuple[int, int]] = []

@@ -36,10 +36,10 @@ def _apply(
 
 
 class ExpertsOfThisRank:
-    """Added to vLLM's worker; to import this module is what makes its experts right."""
+    """Worker extension; importing this module corrects vLLM's experts."""
 
     def add_to_partial_sums(self, layer: int, vector: Any) -> None:
-        """Add ``vector`` to what this rank's experts of one layer give, ahead of the sum over ranks; None: no more."""
+        """Add ``vector`` to the partial sums of this rank's experts of one layer; None stops it."""
         _added.clear()
         if vector is not None:
             experts = self.get_model().model.layers[layer].mlp.experts  # type: ignore[attr-defined]

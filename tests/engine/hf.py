@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tiny Llama in HF Transformers, with a vector added to the stream between attention and MLP of one layer."""
+"""The tiny Llama in HF Transformers, with a vector added after the attention of one layer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def load(folder: Path) -> Any:
 
 
 def forward(model: Any, tokens: Sequence[int], layer: int, vector: np.ndarray | None) -> tuple[list[Any], np.ndarray]:
-    """The streams that enter each block, and log-probabilities ``[tokens, vocabulary]``."""
+    """Return the input stream of each block and log-probabilities ``[tokens, vocabulary]``."""
     added = torch.zeros(HIDDEN) if vector is None else torch.from_numpy(vector)
     attention = model.model.layers[layer].self_attn
     handle = attention.register_forward_hook(lambda module, args, output: (output[0] + added, *output[1:]))
@@ -33,7 +33,7 @@ def forward(model: Any, tokens: Sequence[int], layer: int, vector: np.ndarray | 
 
 
 def agrees(output: Any, model: Any, layer: int, vector: np.ndarray | None) -> None:
-    """A request's rows of ``post_block`` and its log-probabilities are those of ``model`` with that edit."""
+    """Return whether a request's ``post_block`` rows and log-probabilities match ``model`` with that edit."""
     streams, logprobs = forward(model, [*output.prompt_token_ids, *tokens_of(output)[:-1]], layer, vector)
     for number in range(LAYERS - 1):
         torch.testing.assert_close(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny real multimodal model, Idefics 3: a vision tower with as many layers as the language model has."""
+"""A tiny Idefics 3 model whose vision tower has as many layers as its language model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WORDS = VOCAB - len(SPECIAL)
 
 
 def save_tiny_idefics(folder: Path) -> Path:
-    """Model and processor, float32, with random weights large enough that the image matters."""
+    """Save a model and processor in float32, with random weights large enough that the image matters."""
     from transformers import Idefics3Config, Idefics3ForConditionalGeneration
 
     torch.manual_seed(0)
@@ -47,7 +47,7 @@ def save_tiny_idefics(folder: Path) -> Path:
 
 
 def processor() -> Any:
-    """Words ``t0``, ``t1``, ... are the tokens 0, 1, ...; an image becomes one square patch."""
+    """Return a processor for which words ``t0``, ``t1``, ... are tokens 0, 1, ... and an image is one square patch."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import Idefics3ImageProcessorPil, Idefics3Processor, PreTrainedTokenizerFast
 
@@ -63,6 +63,6 @@ def processor() -> Any:
 
 
 def image(seed: int) -> Image.Image:
-    """Noise; no two seeds alike."""
+    """Return noise that depends on the seed."""
     pixels = np.random.default_rng(seed).integers(0, 255, (IMAGE_SIZE, IMAGE_SIZE, 3), dtype=np.uint8)
     return Image.fromarray(pixels)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A backend of Dynamo that runs what it is given as it is, and notes it."""
+"""A Dynamo backend that records the graphs that it gets and runs them eagerly."""
 
 from __future__ import annotations
 

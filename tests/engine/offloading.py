@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A store of key-value blocks behind vLLM's own ``OffloadingConnector``, for an engine on CPU.
+"""A KV block store for vLLM's ``OffloadingConnector`` on CPU.
 
-vLLM's connector, its scheduler side and its manager of keys are used as they are; only its copies between memories need
-a GPU, and are plain copies here. ``OffloadingSpec`` is the place that vLLM has for such a store.
+vLLM's connector, scheduler side and key manager are used as they are. Its copies need a GPU and are plain copies here.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ SETTINGS: dict[str, Any] = {
 
 
 class HostWorker(OffloadingWorker):
-    """Blocks by their place in the manager's books; every copy is done at once."""
+    """Blocks by slot of the manager; every copy is synchronous."""
 
     def __init__(self, kv_caches: Any) -> None:
         self._tensors = [each.tensor for each in kv_caches.tensors]
@@ -54,7 +53,7 @@ class HostWorker(OffloadingWorker):
 
 
 class HostSpec(CPUOffloadingSpec):
-    """vLLM's own, with a worker that needs no GPU."""
+    """vLLM's offloading spec with a worker that needs no GPU."""
 
     def get_worker(self, kv_caches: Any) -> OffloadingWorker:
         if self._worker is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speculative decoding by n-gram: drafts are verified as ordinary tokens, and rejected ones leave nothing behind."""
+"""Cases of n-gram speculative decoding: rejected drafts leave nothing behind."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SPECULATIVE = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_ma
 
 
 def workload() -> tuple[list[Any], list[Any]]:
-    """Repetitive prompts, so that drafts are made; the model's continuations are not, so that many are rejected."""
+    """Return requests with repetitive prompts, so that drafts are made and many are rejected."""
     rng = np.random.default_rng(2)
     prompts = [prompt(*(rng.integers(1, 12, 6).tolist() * 5)) for _ in range(6)]
     wanted = [
@@ -38,7 +38,7 @@ def workload() -> tuple[list[Any], list[Any]]:
 
 @pytest.fixture(scope="module")
 def truth(tiny_llama: Path) -> list[Any]:
-    """Each request alone in an engine without drafts."""
+    """Return each request's output alone in an engine without drafts."""
     plain = make_llm(tiny_llama, max_model_len=128)
     outputs = [run(plain, [p], [w])[0] for p, w in zip(*workload(), strict=True)]
     close(plain)
@@ -52,10 +52,10 @@ def drafting(tiny_llama: Path, truth: list[Any]) -> Iterator[Any]:
     close(llm)
 
 
-def test_rejected_drafts_are_never_rows_and_accepted_ones_are_steered(
+def test_captures_and_steers_accepted_drafts_only(
     drafting: Any, truth: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Failure: rejected draft tokens captured as if generated; rows of a draft kept where another token came."""
+    """Catches rejected drafts that are captured as generated, and rows of a draft kept for another token."""
     seen = []
     scheduler = drafting.llm_engine.engine_core.engine_core.scheduler
     original = type(scheduler).update_from_output
@@ -77,10 +77,8 @@ def test_rejected_drafts_are_never_rows_and_accepted_ones_are_steered(
         close_to(result(got), result(right), i)
 
 
-def test_the_first_row_of_a_position_kept_is_seen(
-    drafting: Any, truth: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Negative control: where the first row of a position counts and not the last, drafts are kept."""
+def test_check_finds_rows_of_rejected_drafts(drafting: Any, truth: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: keeping the first row of a position instead of the last keeps drafts."""
 
     def first_counts(chunks: Any, wanted: Any) -> Any:
         came = np.concatenate([np.arange(each.start, each.start + each.count) for each in chunks])

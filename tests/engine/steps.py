@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step's rows as the chunks of its requests, and back: what controls change on the way out of the worker."""
+"""Conversion of a step's rows to chunks per request and back, for negative controls."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vllm_steer.capture.step_rows import RowIndex, StepRows
 
 
 def chunks_of(step: StepRows) -> list[RowChunk]:
-    """One chunk for each entry of a step."""
+    """Return one chunk per entry of a step."""
     index = step.index
     return [
         RowChunk(name, int(start), int(count), codes, step.rows_of(i).tobytes())
@@ -21,7 +21,7 @@ def chunks_of(step: StepRows) -> list[RowChunk]:
 
 
 def step_of(chunks: list[RowChunk], row_bytes: int) -> StepRows:
-    """The step of which these are the entries."""
+    """Return the step with these chunks."""
     return StepRows(
         RowIndex(tuple(c.request_id for c in chunks), tuple(c.captures for c in chunks)),
         np.array([c.start for c in chunks], dtype=np.int64),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Room for captured rows in a step: who gets how many tokens, by the numbers and in vLLM's scheduler."""
+"""Tests of how many tokens capturing requests get in a step, alone and in vLLM's scheduler."""
 
 from __future__ import annotations
 
@@ -11,30 +11,29 @@ import numpy as np
 import pytest
 from vllm.v1.outputs import DraftTokenIds
 
-from tests.engine import scheduler_alone
-from vllm_steer.engine.arena import ArenaBudget, unsplit_spans
-from vllm_steer.engine.scheduler import LAST_WORD
+from tests.engine import scheduler_harness
+from vllm_steer.engine.arena import ArenaBudget, TokenLimiter, unsplit_spans
 from vllm_steer.program import Resolved, compile_program, resolve
 from vllm_steer.spec import parse_capture
 
 LAYERS, EVERY = 4, 12
-"""Rows of a token that is read everywhere."""
+"""Rows of a token that is captured at every site."""
 EVERYWHERE = {"pre_attn": "all", "post_attn": "all", "post_block": "all"}
 DRAFTS = 3
 NGRAM = {"method": "ngram", "num_speculative_tokens": DRAFTS, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
 
 
-def reads(positions: Any = "all") -> dict[str, Any]:
+def captures(positions: Any = "all") -> dict[str, Any]:
     return {"capture": {"memory": {"hooks": EVERYWHERE, "positions": positions}}}
 
 
 def resolved(positions: Any = "all", prompt_len: int = 60) -> Resolved:
-    specs = [spec for _, spec in parse_capture(reads(positions)["capture"])]
+    specs = [spec for _, spec in parse_capture(captures(positions)["capture"])]
     return resolve(compile_program([], specs), prompt_len, LAYERS)
 
 
-def test_what_must_stay_together_is_not_cut() -> None:
-    """Catches an image of which one step sees a part, under attention that looks at all of it."""
+def test_spans_are_not_split() -> None:
+    """Catches an image that is computed in two steps under attention that needs all of it."""
     arena = ArenaBudget(20 * EVERY, 0, speculates=False)
     image = [(12, 30)]
     assert arena.take(resolved(), 0, 48, False, image) == 12
@@ -43,14 +42,14 @@ def test_what_must_stay_together_is_not_cut() -> None:
     arena.begin_step()
     assert arena.take(resolved(), 0, 48, False, []) == 20
     arena.begin_step()
-    # Taken up in part by another one: the image waits, and leaves what there is.
+    # Another request has taken some of the room: the image waits and leaves the rest.
     assert arena.take(resolved(), 0, 10, False, []) == 10
     assert arena.take(resolved(), 12, 48, False, image) == 0
     assert arena.take(resolved(), 40, 10, False, []) == 10
 
 
-def test_drafts_come_with_their_request_or_not_at_all() -> None:
-    """Catches a request that starts with some of its draft tokens, which ends the engine."""
+def test_starting_drafts_are_all_or_nothing() -> None:
+    """Catches a request that starts with some of its draft tokens, which stops the engine."""
     arena = ArenaBudget(5 * EVERY, DRAFTS, speculates=True)
     assert arena.take(resolved(), 60, 1 + DRAFTS, True, []) == 1 + DRAFTS
     assert arena.take(resolved(), 60, 1 + DRAFTS, True, []) == 0
@@ -58,7 +57,7 @@ def test_drafts_come_with_their_request_or_not_at_all() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "drafts", "spans", "fits"),
+    ("rows", "drafts", "spans", "possible"),
     [
         (4 * EVERY, DRAFTS, [], True),
         (4 * EVERY - 1, DRAFTS, [], False),
@@ -67,51 +66,50 @@ def test_drafts_come_with_their_request_or_not_at_all() -> None:
         (EVERY, 0, [], True),
     ],
 )
-def test_what_can_never_be_computed_does_not_wait_for_ever(
-    rows: int, drafts: int, spans: list[tuple[int, int]], fits: bool
-) -> None:
-    """Catches an image or drafts whose rows no step has room for, and all requests behind that wait with them."""
-    reason = ArenaBudget(rows, drafts, speculates=drafts > 0).why_never(resolved(), spans)
-    assert (reason is None) == fits
-    assert fits or f"room for {rows} " in str(reason)
+def test_rejects_impossible_requests(rows: int, drafts: int, spans: list[tuple[int, int]], possible: bool) -> None:
+    """Catches an image or drafts that fit no step and wait forever, with every request behind them."""
+    reason = ArenaBudget(rows, drafts, speculates=drafts > 0).reason_impossible(resolved(), spans)
+    assert (reason is None) == possible
+    assert possible or f"the engine has {rows} " in str(reason)
 
 
-def test_readers_wait_for_their_turn_and_those_that_do_not_read_yet_do_not() -> None:
-    """Catches a small reader that overtakes a large one for ever, and a prompt that waits for rows it does not take."""
+def test_capturing_requests_start_in_order() -> None:
+    """Catches (1) a small capture that starves a large one and (2) a prompt that waits for rows it does not store."""
     arena = ArenaBudget(EVERY, 0, speculates=False)
     late = resolved("all_generated")
-    assert arena.lets_in(resolved(), 0, []) and arena.lets_in(late, 0, [])
+    assert arena.can_start(resolved(), 0, []) and arena.can_start(late, 0, [])
     arena.take(resolved(), 0, 1, False, [])
-    assert arena.lets_in(late, 0, [])
-    assert not arena.lets_in(resolved(), 0, [])
-    assert not arena.lets_in(late, 0, [])
+    assert arena.can_start(late, 0, [])
+    assert not arena.can_start(resolved(), 0, [])
+    assert not arena.can_start(late, 0, [])
     arena.begin_step()
-    assert arena.lets_in(resolved(), 0, [])
+    assert arena.can_start(resolved(), 0, [])
 
 
-def test_what_must_stay_together_waits_together() -> None:
-    """Catches a prompt that begins with an image and is let in for its first token alone."""
+def test_first_span_needs_room_as_a_whole() -> None:
+    """Catches a prompt that begins with an image and starts with room for one token only."""
     arena = ArenaBudget(20 * EVERY, 0, speculates=False)
     arena.take(resolved(), 40, 3, False, [])
-    assert arena.lets_in(resolved(), 0, [(0, 17)]) and arena.lets_in(resolved(), 0, [(1, 19)])
-    assert not arena.lets_in(resolved(), 0, [(0, 18)])
+    assert arena.can_start(resolved(), 0, [(0, 17)]) and arena.can_start(resolved(), 0, [(1, 19)])
+    assert not arena.can_start(resolved(), 0, [(0, 18)])
 
 
-def test_those_that_have_ended_are_not_counted_on() -> None:
-    """Catches a scheduler that looks at every reader in each step, for room that ended requests would need."""
+def test_removed_requests_are_not_counted() -> None:
+    """Catches a guarantee that still includes the rows of requests that have ended."""
     arena = ArenaBudget(3 * EVERY, 0, speculates=False)
     for name in "abcd":
-        assert arena.sure
-        arena.follow(name, resolved())
-    assert not arena.sure
+        assert arena.guaranteed_tokens
+        arena.add_request(name, resolved())
+    assert not arena.guaranteed_tokens
     for name in "abcd":
-        arena.forget(name)
-    assert arena.sure and not arena.has_readers
+        arena.remove_request(name)
+    assert arena.guaranteed_tokens and not arena.has_requests
 
 
-def test_only_where_the_model_needs_it_are_items_kept_whole() -> None:
-    place = SimpleNamespace(mm_position=SimpleNamespace(offset=3, length=5))
-    request = SimpleNamespace(mm_features=[place])
+def test_spans_follow_the_scheduler_setting() -> None:
+    """Catches images that are kept together for models that can chunk them."""
+    item = SimpleNamespace(mm_position=SimpleNamespace(offset=3, length=5))
+    request = SimpleNamespace(mm_features=[item])
     assert unsplit_spans(request, SimpleNamespace(disable_chunked_mm_input=True)) == [(3, 8)]
     assert unsplit_spans(request, SimpleNamespace(disable_chunked_mm_input=False)) == []
 
@@ -121,64 +119,68 @@ def first_step_of(scheduler: Any, name: str) -> int:
         scheduled = scheduler.schedule()
         if name in scheduled.num_scheduled_tokens:
             return number
-        scheduler_alone.answer(scheduler, scheduled)
-    raise AssertionError(f"{name} never starts")
+        scheduler_harness.finish_step(scheduler, scheduled)
+    raise AssertionError(f"{name} does not start")
 
 
-def test_a_full_arena_is_no_matter_of_those_who_read_nothing(tiny_llama: Path) -> None:
-    """Catches a reader without room at the head of the queue, behind which nobody starts."""
-    made = scheduler_alone.config(tiny_llama, sequences=8, capture_rows=2 * EVERY)
-    scheduler = scheduler_alone.make(made, blocks=60)
+def test_plain_requests_start_while_the_arena_is_full(tiny_llama: Path) -> None:
+    """Catches a capturing request without room that blocks the queue behind it."""
+    made = scheduler_harness.config(tiny_llama, sequences=8, capture_rows=2 * EVERY)
+    scheduler = scheduler_harness.make(made, blocks=60)
     for i in range(2):
-        scheduler.add_request(scheduler_alone.request(f"reads-{i}", list(range(i, i + 48)), 4, **reads()))
-    scheduler.add_request(scheduler_alone.request("plain", list(range(60, 70)), 4))
+        scheduler.add_request(scheduler_harness.request(f"reads-{i}", list(range(i, i + 48)), 4, **captures()))
+    scheduler.add_request(scheduler_harness.request("plain", list(range(60, 70)), 4))
     assert first_step_of(scheduler, "plain") == 0
 
 
 @pytest.mark.parametrize("image", [False, True])
-def test_a_reader_that_could_begin_nowhere_holds_nobody_up(tiny_llama: Path, image: bool) -> None:
-    """Catches a reader whose first token is not read and cached, or begins an image, and finds no room where it does
-    begin: vLLM ends its round there, and whoever is behind waits until another reader has ended."""
-    made = scheduler_alone.config(tiny_llama, sequences=8, capture_rows=(18 if image else 1) * EVERY)
+def test_request_without_room_where_it_starts_does_not_block(tiny_llama: Path, image: bool) -> None:
+    """Catches a check of the first position for a request that starts after cached tokens or with an image.
+
+    vLLM would stop there, and the requests behind would wait until another capture ends.
+    """
+    made = scheduler_harness.config(tiny_llama, sequences=8, capture_rows=(18 if image else 1) * EVERY)
     made.scheduler_config.disable_chunked_mm_input = image
-    scheduler = scheduler_alone.make(made, blocks=60)
+    scheduler = scheduler_harness.make(made, blocks=60)
     prompt = list(range(1, 50))
-    scheduler.add_request(scheduler_alone.request("first", prompt, 1))
+    scheduler.add_request(scheduler_harness.request("first", prompt, 1))
     while scheduler.has_unfinished_requests():
-        scheduler_alone.answer(scheduler, scheduler.schedule())
-    scheduler.add_request(scheduler_alone.request("runs", [7], 20, **reads("all_generated")))
+        scheduler_harness.finish_step(scheduler, scheduler.schedule())
+    scheduler.add_request(scheduler_harness.request("runs", [7], 20, **captures("all_generated")))
     for _ in range(2):
-        scheduler_alone.answer(scheduler, scheduler.schedule())
-    waits = scheduler_alone.request("waits", prompt[::-1] if image else prompt, 2, **reads("all" if image else [48]))
+        scheduler_harness.finish_step(scheduler, scheduler.schedule())
+    waits = scheduler_harness.request(
+        "waits", prompt[::-1] if image else prompt, 2, **captures("all" if image else [48])
+    )
     if image:
         scheduler.max_num_encoder_input_tokens, scheduler.encoder_cache_manager = image_of(waits, 0, 18)
     scheduler.add_request(waits)
-    scheduler.add_request(scheduler_alone.request("plain", list(range(60, 70)), 4))
+    scheduler.add_request(scheduler_harness.request("plain", list(range(60, 70)), 4))
     scheduled = scheduler.schedule().num_scheduled_tokens
     assert scheduled == {"runs": 1, "plain": 10}
 
 
-def test_cached_prompts_that_are_read_do_not_end_the_engine_under_speculation(tiny_llama: Path) -> None:
-    """Catches the assertion in vLLM's scheduler that a request it starts with drafts has got them all."""
-    made = scheduler_alone.config(tiny_llama, sequences=8, capture_rows=5 * EVERY, speculative_config=NGRAM)
-    scheduler = scheduler_alone.make(made, blocks=60)
+def test_captured_cached_prompts_start_with_all_drafts(tiny_llama: Path) -> None:
+    """Catches a failed assertion in vLLM's scheduler, which expects all drafts of a request that it starts."""
+    made = scheduler_harness.config(tiny_llama, sequences=8, capture_rows=5 * EVERY, speculative_config=NGRAM)
+    scheduler = scheduler_harness.make(made, blocks=60)
     prompt = list(range(1, 66))
-    scheduler.add_request(scheduler_alone.request("first", prompt, 1))
+    scheduler.add_request(scheduler_harness.request("first", prompt, 1))
     while scheduler.has_unfinished_requests():
-        scheduler_alone.answer(scheduler, scheduler.schedule())
+        scheduler_harness.finish_step(scheduler, scheduler.schedule())
     for name in ("one", "other"):
-        scheduler.add_request(scheduler_alone.request(name, prompt, 2, **reads("all_generated")))
+        scheduler.add_request(scheduler_harness.request(name, prompt, 2, **captures("all_generated")))
     seen: list[dict[str, int]] = []
     while scheduler.has_unfinished_requests() and len(seen) < 40:
         scheduled = scheduler.schedule()
         seen.append(dict(scheduled.num_scheduled_tokens))
-        scheduler_alone.answer(scheduler, scheduled)
+        scheduler_harness.finish_step(scheduler, scheduled)
     assert not scheduler.has_unfinished_requests()
     assert any(each.get("one") == 1 + DRAFTS for each in seen)
 
 
 def image_of(request: Any, offset: int, length: int) -> tuple[int, Any]:
-    """Put an image into a request; the budget and the cache for it, which a text model's scheduler has not."""
+    """Add an image to a request and return the encoder budget and cache that a text model's scheduler lacks."""
     from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
     from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 
@@ -189,82 +191,91 @@ def image_of(request: Any, offset: int, length: int) -> tuple[int, Any]:
     return 1000, EncoderCacheManager(1000)
 
 
-@pytest.mark.parametrize(("reading", "chunks"), [(False, [48, 12]), (True, [12, 40, 8])])
-def test_an_image_is_one_steps(tiny_llama: Path, reading: bool, chunks: list[int]) -> None:
-    """Catches an image that the arena's limit cuts after vLLM has seen to it that it stays whole."""
-    made = scheduler_alone.config(tiny_llama, sequences=8, capture_rows=40 * EVERY)
+@pytest.mark.parametrize(("capturing", "chunks"), [(False, [48, 12]), (True, [12, 40, 8])])
+def test_image_is_computed_in_one_step(tiny_llama: Path, capturing: bool, chunks: list[int]) -> None:
+    """Catches an arena limit that splits an image which vLLM has kept together."""
+    made = scheduler_harness.config(tiny_llama, sequences=8, capture_rows=40 * EVERY)
     made.scheduler_config.disable_chunked_mm_input = True  # as on CUDA, where attention looks both ways
-    scheduler = scheduler_alone.make(made, blocks=60)
-    request = scheduler_alone.request("r", list(range(60)), 2, **(reads() if reading else {}))
+    scheduler = scheduler_harness.make(made, blocks=60)
+    request = scheduler_harness.request("r", list(range(60)), 2, **(captures() if capturing else {}))
     scheduler.max_num_encoder_input_tokens, scheduler.encoder_cache_manager = image_of(request, 12, 36)
     scheduler.add_request(request)
     seen: list[int] = []
     while sum(seen) < 60:
         scheduled = scheduler.schedule()
         seen.append(scheduled.num_scheduled_tokens.get("r", 0))
-        scheduler_alone.answer(scheduler, scheduled)
+        scheduler_harness.finish_step(scheduler, scheduled)
     assert seen == chunks
 
 
-def test_a_request_whose_drafts_never_fit_ends_with_a_reason(tiny_llama: Path) -> None:
-    """Catches a request that waits for ever, or takes the engine with it."""
-    made = scheduler_alone.config(tiny_llama, sequences=8, capture_rows=2 * EVERY, speculative_config=NGRAM)
-    scheduler = scheduler_alone.make(made, blocks=60)
-    scheduler.add_request(scheduler_alone.request("never", list(range(20)), 2, **reads()))
-    outputs = scheduler_alone.answer(scheduler, scheduler.schedule())
+def test_request_whose_drafts_never_fit_ends_with_a_reason(tiny_llama: Path) -> None:
+    """Catches a request that waits forever or stops the engine."""
+    made = scheduler_harness.config(tiny_llama, sequences=8, capture_rows=2 * EVERY, speculative_config=NGRAM)
+    scheduler = scheduler_harness.make(made, blocks=60)
+    scheduler.add_request(scheduler_harness.request("never", list(range(20)), 2, **captures()))
+    outputs = scheduler_harness.finish_step(scheduler, scheduler.schedule())
     assert [str(output.finish_reason) for output in outputs] == ["error"]
-    assert "room for 24" in outputs[0].stop_reason
+    assert "the engine has 24" in outputs[0].stop_reason
 
 
-READS: tuple[dict[str, Any], ...] = (
+CAPTURES: tuple[dict[str, Any], ...] = (
     {},
-    reads(),
-    reads("all_generated"),
-    reads("last_prompt"),
+    captures(),
+    captures("all_generated"),
+    captures("last_prompt"),
     {"capture": {"memory": {"hooks": {"post_block": [2]}, "positions": [[3, 30]]}}},
 )
 
 
 def arrivals(seed: int) -> list[list[tuple[str, list[int], int, dict[str, Any]]]]:
-    """Requests by the step in which they come: name, prompt, most tokens, and what is read."""
+    """Return random requests by the step in which they arrive: name, prompt, max_tokens and capture."""
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(2, 100, size).tolist() for size in rng.integers(1, 60, 6)]
     return [
         [
-            (f"r{step}-{i}", prompts[rng.integers(6)], int(rng.integers(1, 30)), READS[rng.integers(len(READS))])
+            (f"r{step}-{i}", prompts[rng.integers(6)], int(rng.integers(1, 30)), CAPTURES[rng.integers(len(CAPTURES))])
             for i in range(rng.integers(0, 5) if step % 12 == 0 else 0)
         ]
         for step in range(72)
     ]
 
 
+class ExactLimiter(TokenLimiter):
+    """A limiter that reserves the rows of every request at once."""
+
+    def begin_step(self) -> None:
+        super().begin_step()
+        self._reserve_recorded()
+
+
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 @pytest.mark.parametrize("rows", [2 * (1 + DRAFTS), 12, 40, 200])
 @pytest.mark.parametrize("speculative", [None, NGRAM])
-def test_what_is_looked_at_late_is_what_is_looked_at_at_once(
+def test_recorded_requests_get_the_tokens_of_an_exact_limiter(
     tiny_llama: Path, speculative: Any, rows: int, policy: str
 ) -> None:
-    """Catches a step in which somebody gets other tokens because those before him were only written down."""
-    made = scheduler_alone.config(tiny_llama, sequences=8, capture_rows=rows * EVERY, speculative_config=speculative)
+    """Catches a step in which recording requests instead of reserving their rows changes somebody's tokens."""
+    made = scheduler_harness.config(tiny_llama, sequences=8, capture_rows=rows * EVERY, speculative_config=speculative)
     made.scheduler_config.policy = policy
-    late, settled = 0, 0
+    recorded, exact = 0, 0
     for seed in range(4):
-        both = [scheduler_alone.make(made, blocks=14) for _ in range(2)]
-        both[1]._last_word = lambda upstream: None
+        both = [scheduler_harness.make(made, blocks=14) for _ in range(2)]
+        both[1]._token_limiter.__class__ = ExactLimiter
         coming = arrivals(seed)
         for step in range(400):
             seen = []
             for scheduler in both:
                 rng = np.random.default_rng((seed, step))
-                for name, tokens, most, read in coming[step] if step < len(coming) else ():
-                    request = scheduler_alone.request(name, tokens, most, **read)
+                for name, tokens, most, capture in coming[step] if step < len(coming) else ():
+                    request = scheduler_harness.request(name, tokens, most, **capture)
                     request.priority = int(rng.integers(3))
                     scheduler.add_request(request)
                 scheduled = scheduler.schedule()
-                late += bool(scheduler._asked)
-                settled += scheduler is both[0] and LAST_WORD not in vars(scheduler)
+                limiter = scheduler._token_limiter
+                recorded += bool(limiter._recorded)
+                exact += scheduler is both[0] and not limiter._recordable_tokens
                 seen.append((scheduled.num_scheduled_tokens, scheduled.scheduled_spec_decode_tokens))
-                scheduler_alone.answer(scheduler, scheduled)
+                scheduler_harness.finish_step(scheduler, scheduled)
                 if speculative is not None:
                     names = list(scheduled.num_scheduled_tokens)
                     drafts = [[1] * int(rng.integers(0, DRAFTS + 1)) for _ in names]
@@ -273,5 +284,5 @@ def test_what_is_looked_at_late_is_what_is_looked_at_at_once(
             if step > len(coming) and not both[0].has_unfinished_requests():
                 break
         assert not any(scheduler.has_unfinished_requests() for scheduler in both)
-    assert settled
-    assert late or rows < 12
+    assert exact
+    assert recorded or rows < 12

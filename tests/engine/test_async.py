@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``AsyncLLM``, whose engine runs in a process of its own: streams, and a reader that is slower than the engine."""
+"""Tests of ``AsyncLLM``, whose engine runs in another process: streams, slow clients, sessions."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def generate(
     pieces: list[Any] | None = None,
     **fields: Any,
 ) -> tuple[list[int], Any]:
-    """The tokens of a stream, piece by piece, and the capture results of its last piece; rows go to ``pieces``."""
+    """Return the tokens of a stream by delta and the capture results of the last one; append rows to ``pieces``."""
     params = SamplingParams(
         max_tokens=tokens,
         temperature=0,
@@ -78,9 +78,7 @@ async def engine(tiny_llama: Path) -> AsyncIterator[Any]:
 @pytest.mark.failure(3)
 @pytest.mark.feature("streaming, engine in a process of its own", "steer", "capture")
 async def test_streams_are_steered_and_captured(engine: Any) -> None:
-    """Catches a streamed route that runs unsteered, results lost where pieces are merged for a slow reader, and a
-    refusal that does not reach the caller.
-    """
+    """Catches an unsteered stream, results lost in merged deltas, and an error that does not reach the caller."""
     site = {"post_block": {1: direction(1)}}
     plain, steered, slow = await asyncio.gather(
         generate(engine, "plain"),
@@ -95,15 +93,15 @@ async def test_streams_are_steered_and_captured(engine: Any) -> None:
         found = await asyncio.to_thread(results.__getitem__, "memory")
         assert found.status == "ok", found.error
         assert found.positions("post_block", 2).tolist() == list(range(43))
-    await rows_come_with_the_stream(engine, steered[1])
+    await rows_are_streamed(engine, steered[1])
     with pytest.raises(SteeringError, match="layer 99"):
         await generate(engine, "bad", steering_vectors={"post_block": {99: direction(1)}})
     assert len((await generate(engine, "after"))[0]) == 24
     await modules_are_applied(engine, site, plain[0], steered[0])
 
 
-async def test_a_request_that_finds_no_room_in_time_raises_in_its_caller(engine: Any) -> None:
-    """Catches a client left waiting, and an error that says nothing: four rows are taken up for over a second."""
+async def test_admission_timeout_raises_in_the_caller(engine: Any) -> None:
+    """Catches a caller left waiting, and an error without the reason. Four rows are in use for over a second."""
     long = [
         asyncio.ensure_future(
             generate(engine, f"long{i}", tokens=100_000, steering_vectors={"post_block": {1: direction(i)}})
@@ -120,9 +118,8 @@ async def test_a_request_that_finds_no_room_in_time_raises_in_its_caller(engine:
     assert len((await generate(engine, "after", steering_vectors={"post_block": {1: direction(9)}}))[0]) == 24
 
 
-async def test_a_stop_string_is_no_refusal(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches an answer that ends with a stop string of the client's, and is taken for a request without room: HTTP
-    503 in the place of what was generated."""
+async def test_stop_string_is_not_a_refusal(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches output that ends with a client's stop string and is answered with HTTP 503."""
     from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
     update = IncrementalDetokenizer.update
@@ -134,8 +131,8 @@ async def test_a_stop_string_is_no_refusal(engine: Any, monkeypatch: pytest.Monk
     assert len((await generate(engine, "says it", steering_vectors={"post_block": {1: direction(1)}}))[0]) == 3
 
 
-async def test_what_a_client_that_left_has_captured_is_partial(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches rows that were cut off, in a consumer's dataset among those of requests that were answered."""
+async def test_capture_of_a_disconnected_client_is_partial(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches incomplete rows in a consumer's dataset that count as complete."""
     desk = (await ensure_engine_context(engine)).capture_manager
     submit, delivered = desk.submit, []
     monkeypatch.setattr(desk, "submit", lambda *args, **more: delivered.append(submit(*args, **more)) or delivered[-1])
@@ -152,9 +149,8 @@ async def test_what_a_client_that_left_has_captured_is_partial(engine: Any, monk
     assert len(left.positions("post_block", 2)) > 0
 
 
-async def test_equal_programs_cross_once(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a program that is lost or exchanged on its way by a file, and an engine that ends with a file that
-    somebody has changed."""
+async def test_equal_programs_are_sent_once(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a program that is lost or exchanged in its file, and an engine that stops at a modified file."""
     monkeypatch.setattr(program_files, "MIN_PROGRAM_BYTES", 1)
     sites = [{"post_block": {1: direction(i, 30.0)}} for i in (21, 22)]
     files = (await ensure_engine_context(engine)).program_files
@@ -167,11 +163,11 @@ async def test_equal_programs_cross_once(engine: Any, monkeypatch: pytest.Monkey
     for first, *others in answers:
         assert others == [first, first]
     assert answers[0][0] != answers[1][0]
-    await a_changed_file_ends_its_own_request(engine, monkeypatch)
+    await modified_file_ends_its_request(engine, monkeypatch)
 
 
-async def a_changed_file_ends_its_own_request(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine has not read this file before it is another one's."""
+async def modified_file_ends_its_request(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace a program's file before the engine reads it."""
     site = {"post_block": {1: direction(23, 30.0)}}
     right = (await generate(engine, "new", steering_vectors=site))[0]
     monkeypatch.setattr(program_files, "_digest", lambda data: bytes(32))
@@ -181,14 +177,14 @@ async def a_changed_file_ends_its_own_request(engine: Any, monkeypatch: pytest.M
     assert (await generate(engine, "itself", steering_vectors=site))[0] == right
 
 
-async def test_a_file_is_not_for_clients(engine: Any) -> None:
-    """Catches a client that has the engine read a file of its choice."""
+async def test_rejects_program_files_of_clients(engine: Any) -> None:
+    """Catches a client that makes the engine read any file."""
     with pytest.raises(SteeringError, match="not for clients"):
         await generate(engine, "own", extra_args={FILE_KEY: b"x"})
 
 
 async def session(engine: Any, name: str, whole: dict[str, Any], piece: dict[str, Any]) -> list[int]:
-    """The tokens of a session of two pieces, of which the second has parameters of its own."""
+    """Return the tokens of a session of two pieces, the second with parameters of its own."""
 
     def asked(**fields: Any) -> SamplingParams:
         delta = RequestOutputKind.DELTA
@@ -205,10 +201,12 @@ async def session(engine: Any, name: str, whole: dict[str, Any], piece: dict[str
     return [token async for output in outputs for token in output.outputs[0].token_ids]
 
 
-async def test_a_session_is_refused_as_a_whole_and_by_the_piece(engine: Any) -> None:
-    """Catches streaming input that is steered all the same: what vLLM hands to the check of requests is the signal of
-    a session's end, and not its pieces, whose prompts grow under a program of another length and whose blocks' keys
-    would be those of other blocks."""
+async def test_rejects_steered_sessions_and_pieces(engine: Any) -> None:
+    """Catches steered streaming input.
+
+    vLLM gives the request check only the signal of a session's end. Its pieces extend the prompt, so that the program's
+    prompt length and the block keys would be wrong.
+    """
     plain = await session(engine, "plain", {}, {})
     assert len(plain) == 8
     for number, fields in enumerate(
@@ -229,8 +227,8 @@ async def test_a_session_is_refused_as_a_whole_and_by_the_piece(engine: Any) -> 
     assert await session(engine, "plain again", {}, {}) == plain
 
 
-async def rows_come_with_the_stream(engine: Any, right: Any) -> None:
-    """Catches rows that come twice, late or not, where pieces follow each other and where they are merged."""
+async def rows_are_streamed(engine: Any, right: Any) -> None:
+    """Check that each row arrives once and in time, in separate and in merged deltas."""
     site = {"post_block": {1: direction(1)}}
     fast: list[Any] = []
     merged: list[Any] = []
@@ -255,7 +253,7 @@ async def rows_come_with_the_stream(engine: Any, right: Any) -> None:
 
 
 async def modules_are_applied(engine: Any, site: Any, plain: list[int], steered: list[int]) -> None:
-    """Catches a registry beside which the engine runs as before, or a refusal that does not reach the caller."""
+    """Check that modules steer a request and that errors reach the caller."""
     info = await engine.steering.register("m", base=site)
     assert (await generate(engine, "named", steering_modules=["m"]))[0] == steered
     assert (await engine.steering.set(modules=["m"])).modules[0].digest == info.digest

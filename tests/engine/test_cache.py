@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prefix cache with steered requests, in the engine."""
+"""Tests of the prefix cache with steered requests in the engine."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def cached(llm: Any, p: Any, **fields: Any) -> int:
 
 @pytest.mark.failure(1)
 @pytest.mark.feature("prefix caching", "steer")
-def test_steered_blocks_never_serve_a_plain_request_nor_the_other_way_round(llm: Any) -> None:
-    """Failure: steered KV served to a plain request through the prefix cache."""
+def test_steered_and_plain_requests_share_no_blocks(llm: Any) -> None:
+    """Catches steered KV served to a plain request through the prefix cache, and the reverse."""
     p = fresh_prompt(1)
     run(llm, [p], [params(steering_vectors=SITE)])
     after = run(llm, [p], [params()])[0]
@@ -41,8 +41,8 @@ def test_steered_blocks_never_serve_a_plain_request_nor_the_other_way_round(llm:
 
 
 @pytest.mark.failure(1)
-def test_without_our_keys_the_leak_is_there(llm: Any, monkeypatch: Any) -> None:
-    """Negative control: with vLLM's own keys, the comparison above must see steered KV in a plain request."""
+def test_vllm_keys_alone_leak(llm: Any, monkeypatch: Any) -> None:
+    """Negative control: with vLLM's own keys, the comparison above finds steered KV in a plain request."""
     monkeypatch.setattr(scheduler_module, "steering_hasher", lambda upstream, *rest: upstream)
     p = fresh_prompt(3)
     run(llm, [p], [params(steering_vectors=SITE)])
@@ -53,8 +53,8 @@ def test_without_our_keys_the_leak_is_there(llm: Any, monkeypatch: Any) -> None:
 
 
 @pytest.mark.feature("prefix caching", "steer")
-def test_what_is_shared_and_what_is_not(llm: Any) -> None:
-    """Catches a cache that is forked needlessly: equal edits share, edits of generated tokens share the prompt."""
+def test_shares_blocks_of_equal_edits(llm: Any) -> None:
+    """Catches needless misses: equal edits share blocks, and edits of generated tokens share the prompt."""
     p = fresh_prompt(4)
     assert cached(llm, p) == 0
     whole = cached(llm, p)

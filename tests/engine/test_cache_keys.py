@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefix-cache keys, with vLLM's own hasher and requests: who may share which block with whom."""
+"""Tests of prefix-cache keys with vLLM's own hasher and requests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
-from tests.engine import scheduler_alone
+from tests.engine import scheduler_harness
 from vllm_steer.engine.cache_keys import steering_hasher
 from vllm_steer.program import compile_program, resolve
 from vllm_steer.spec import Edit
@@ -51,51 +51,52 @@ PROMPT, OUTPUT = list(range(10, 20)), list(range(30, 40))
 
 
 def shared(a: list[bytes], b: list[bytes]) -> int:
-    """How many leading blocks two requests share."""
+    """Return how many leading blocks two requests share."""
     equal = [x == y for x, y in zip(a, b, strict=False)]
     return equal.index(False) if False in equal else len(equal)
 
 
-def test_an_edited_prompt_shares_no_block_with_a_plain_one() -> None:
-    """Failure: steered KV served to a plain request through the prefix cache."""
+def test_edited_prompt_shares_no_block_with_a_plain_one() -> None:
+    """Catches steered KV served to a plain request through the prefix cache."""
     assert shared(keys([edit()], PROMPT), keys([], PROMPT)) == 0
     assert not set(keys([edit()], PROMPT, OUTPUT)) & set(keys([], PROMPT, OUTPUT))
 
 
 @pytest.mark.failure(13)
-def test_equal_content_shares_and_other_content_does_not() -> None:
-    """Failure: a name re-registered with other content serving the old content's KV."""
+def test_keys_depend_on_the_content_of_edits() -> None:
+    """Catches old KV served under a name that has been registered again with other content."""
     assert keys([edit(1)], PROMPT, OUTPUT) == keys([edit(1)], PROMPT, OUTPUT)
     assert shared(keys([edit(1)], PROMPT), keys([edit(2)], PROMPT)) == 0
     assert shared(keys([edit(1, layers=0)], PROMPT), keys([edit(1, layers=1)], PROMPT)) == 0
 
 
-def test_edits_of_generated_tokens_share_the_prompt_with_everybody() -> None:
-    """10 prompt tokens, blocks of 4: two whole prompt blocks are shared, the mixed third is not."""
+def test_edits_of_generated_tokens_share_the_prompt() -> None:
+    """Catches a prompt that is not shared. Of 10 prompt tokens in blocks of 4, two blocks are whole."""
     steered = keys([edit(1, "generated")], PROMPT, OUTPUT)
     assert shared(steered, keys([], PROMPT, OUTPUT)) == 2
     assert shared(steered, keys([edit(2, "generated")], PROMPT, OUTPUT)) == 2
 
 
-def test_an_edit_of_late_positions_shares_the_blocks_before_it() -> None:
+def test_shares_the_blocks_before_the_first_edit() -> None:
+    """Catches a key that includes edits of later positions."""
     assert shared(keys([edit(1, [[9, None]])], PROMPT, OUTPUT), keys([], PROMPT, OUTPUT)) == 2
 
 
-def test_prompts_of_other_lengths_share_their_common_edited_prefix() -> None:
-    """Catches a key that holds the prompt's length where nothing depends on it yet."""
+def test_shares_an_edited_prefix_across_prompt_lengths() -> None:
+    """Catches a key that includes the prompt length where nothing depends on it yet."""
     assert shared(keys([edit(1, "prompt")], PROMPT), keys([edit(1, "prompt")], [*PROMPT, 7, 7, 7, 7])) == 2
 
 
-def test_where_the_prompt_ends_is_part_of_the_key_once_it_matters() -> None:
-    """The same tokens and the same edits, but one prompt ends earlier: later blocks differ."""
+def test_keys_depend_on_the_end_of_an_edited_prompt() -> None:
+    """Catches equal keys after the end of the shorter of two edited prompts with the same tokens."""
     short = keys([edit(1, "prompt")], PROMPT[:6], PROMPT[6:] + OUTPUT)
     long = keys([edit(1, "prompt")], PROMPT, OUTPUT)
     assert shared(short, long) == 1
 
 
 @pytest.mark.feature("`cache_salt`", "steer")
-def test_a_users_salt_still_separates() -> None:
-    """Catches a key that replaces vLLM's own extra keys, and one that a plain request's salt could meet."""
+def test_cache_salt_still_separates() -> None:
+    """Catches a key that replaces vLLM's own extra keys, and one that equals a plain request's salted key."""
     assert shared(keys([edit(1)], PROMPT, salt="a"), keys([], PROMPT, salt="a")) == 0
     late = edit(1, [[9, None]])
     assert shared(keys([late], PROMPT, OUTPUT, "a"), keys([], PROMPT, OUTPUT, "a")) == 2
@@ -104,19 +105,20 @@ def test_a_users_salt_still_separates() -> None:
     assert keys([edit(1)], PROMPT, salt="a") == keys([edit(1)], PROMPT, salt="a")
 
 
-def test_edits_that_touch_no_key_or_value_fork_nothing() -> None:
+def test_edits_after_the_last_attention_keep_vllm_keys() -> None:
+    """Catches needless misses for edits that change no keys or values."""
     last = Edit(kind="add", point="post_block", layers=LAYERS - 1, vector=np.ones(4))
     assert keys([last], PROMPT, OUTPUT) == keys([], PROMPT, OUTPUT)
 
 
-def test_blocks_appended_one_by_one_have_the_keys_of_blocks_hashed_at_once() -> None:
-    """Catches a chain that is continued from re-keyed hashes: a follow-up prompt would then never hit."""
+def test_appended_blocks_have_the_keys_of_a_prompt() -> None:
+    """Catches a chain that continues from re-keyed hashes, after which a follow-up prompt never hits."""
     everywhere = edit(1)
     assert keys([everywhere], PROMPT, OUTPUT) == keys([everywhere], PROMPT + OUTPUT)
 
 
-def test_edits_of_the_last_layer_fork_only_where_keys_and_values_are_made_of_them() -> None:
-    """Only ``pre_attn`` of the last layer is ahead of its keys and values."""
+def test_only_pre_attn_of_the_last_layer_changes_keys() -> None:
+    """Catches needless misses for edits after the last layer's attention."""
 
     def at(point: Any) -> list[bytes]:
         vector = np.ones(4)
@@ -127,9 +129,9 @@ def test_edits_of_the_last_layer_fork_only_where_keys_and_values_are_made_of_the
 
 
 @pytest.mark.feature("KV connectors and offloading", "steer")
-def test_a_connector_is_shown_the_same_keys(tiny_llama: Path) -> None:
-    """Catches keys that are changed after a connector has seen a request: it would store steered blocks as plain."""
-    scheduler = scheduler_alone.make(scheduler_alone.config(tiny_llama, sequences=2), blocks=12)
+def test_connectors_see_the_same_keys(tiny_llama: Path) -> None:
+    """Catches keys that change after a connector has seen a request, which would store steered blocks as plain."""
+    scheduler = scheduler_harness.make(scheduler_harness.config(tiny_llama, sequences=2), blocks=12)
     seen: dict[str, list[bytes]] = {}
 
     class Spy:
@@ -139,7 +141,7 @@ def test_a_connector_is_shown_the_same_keys(tiny_llama: Path) -> None:
     scheduler.connector = Spy()
     for name, seed in (("plain", None), ("one", 1), ("same", 1), ("other", 2)):
         fields = {} if seed is None else {"steering_vectors": {"pre_attn": {1: np.full(64, float(seed), "f4")}}}
-        scheduler.add_request(scheduler_alone.request(name, list(range(40)), 4, **fields))
+        scheduler.add_request(scheduler_harness.request(name, list(range(40)), 4, **fields))
     assert seen["one"] == seen["same"]
     assert len({tuple(seen[name]) for name in ("plain", "one", "other")}) == 3
     for name in seen:

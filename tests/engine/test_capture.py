@@ -113,7 +113,7 @@ def test_neighbouring_points_are_one_place_and_the_pair_is_summed(llm: Any) -> N
         assert found.tensor(*site).norm(dim=1).min() > 0.1
 
 
-def test_plain_neighbours_are_bit_identical(llm: Any) -> None:
+def test_plain_requests_are_bit_identical(llm: Any) -> None:
     """Catches a read that changes what it reads, or anybody else's."""
     prompts = [prompt(*np.random.default_rng(i).integers(1, VOCAB, 30).tolist()) for i in range(8)]
     read = run(llm, prompts, [params(capture=capture()) if i % 2 else params() for i in range(8)])

@@ -189,7 +189,7 @@ def test_rows_without_a_budget_are_all_held_at_once(llm: Any, monkeypatch: pytes
     def watched(held: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal most
         scheduled = type(scheduler).schedule(held, *args, **kwargs)
-        most = max(most, held.steering_admission.captures_booked)
+        most = max(most, held.steering_admission.reserved_rows)
         return scheduled
 
     monkeypatch.setattr(scheduler, "schedule", lambda *a, **k: watched(scheduler, *a, **k))

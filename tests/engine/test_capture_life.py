@@ -220,7 +220,7 @@ def test_a_budget_of_host_memory(tiny_llama: Path, policy: str) -> None:
 
         def watched(*args: Any, **kwargs: Any) -> Any:
             scheduled = schedule(*args, **kwargs)
-            most.append(scheduler.steering_admission.captures_booked)
+            most.append(scheduler.steering_admission.reserved_rows)
             return scheduled
 
         scheduler.schedule = watched
@@ -228,7 +228,7 @@ def test_a_budget_of_host_memory(tiny_llama: Path, policy: str) -> None:
         outputs = run(llm, prompts, [params(5, logprobs=None, capture=capture())] * 6)
         plain = run(llm, prompts[:1], [params(5, logprobs=None)])[0]
         assert 0 < max(most) <= 4096
-        assert scheduler.steering_admission.captures_booked == 0
+        assert scheduler.steering_admission.reserved_rows == 0
         found = [output.capture_results["memory"] for output in outputs]
         for output in outputs:
             assert tokens_of(output) == tokens_of(plain)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.conformance.engine import MODES
-from tests.engine import scheduler_alone
+from tests.engine import scheduler_harness
 from tests.engine.answers import logprobs_of, params, prompt, run
 from tests.engine.conftest import close
 from tests.tiny import direction, make_llm
@@ -65,8 +65,8 @@ def test_compiled_artifacts_know_about_steering(tiny_llama: Path, monkeypatch: p
     """Failure: a compile cache that does not know about steering. Its control takes our section out of the key."""
 
     def keys() -> list[str]:
-        configs = [scheduler_alone.config(tiny_llama, sequences=2, **sizes) for sizes in ({}, {}, {"max_rows": 7})]
-        stock = scheduler_alone.config(tiny_llama, sequences=2)
+        configs = [scheduler_harness.config(tiny_llama, sequences=2, **sizes) for sizes in ({}, {}, {"max_rows": 7})]
+        stock = scheduler_harness.config(tiny_llama, sequences=2)
         stock.additional_config = {}
         return [config.compute_hash() for config in (*configs, stock)]
 
@@ -74,8 +74,10 @@ def test_compiled_artifacts_know_about_steering(tiny_llama: Path, monkeypatch: p
     assert first == same
     assert len({first, other, stock}) == 3
 
-    real = scheduler_alone.engine_kwargs
+    real = scheduler_harness.engine_kwargs
     monkeypatch.setattr(
-        scheduler_alone, "engine_kwargs", lambda sizes: {**real(sizes), "additional_config": {}, "scheduler_cls": None}
+        scheduler_harness,
+        "engine_kwargs",
+        lambda sizes: {**real(sizes), "additional_config": {}, "scheduler_cls": None},
     )
     assert len(set(keys())) == 1

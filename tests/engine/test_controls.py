@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Failures of other systems, each with its negative control: a check that passes, and the same check on an engine whose
-protection is off, where it must not.
+"""Tests of failures known from other systems, each with a negative control.
+
+The check passes, and fails in an engine whose protection is removed.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def decode_is_steered_and_prefill_is_not(llm: Any) -> None:
 
 
 def position_0_is_one_token(llm: Any) -> None:
-    """What was generated with an edit of position 0 goes on as it does when all of it is prompt."""
+    """Check that output generated with an edit of position 0 continues as if it were prompt."""
     fields = {"steering": [{"kind": "add", "point": "post_block", "layers": 1, "vector": direction(32), "tokens": [0]}]}
     whole = run(llm, [P], [params(6, skip_reading_prefix_cache=True, **fields)])[0]
     follow = prompt(*P["prompt_token_ids"], *tokens_of(whole)[:5])
@@ -73,7 +74,7 @@ def ids_that_begin_alike_stay_apart(llm: Any) -> None:
 
 
 def other_content_never_serves_old_content(llm: Any) -> None:
-    """As where a name is registered anew: the same place, another vector, the same prompt."""
+    """Check that another vector at the same site, with the same prompt, does not hit the old vector's blocks."""
     p = prompt(*np.random.default_rng(33).integers(1, VOCAB, 300).tolist())
     for seed in (41, 42):
         site = {"pre_attn": {1: direction(seed)}}
@@ -107,7 +108,7 @@ def counted_from_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def appended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows in the order in which they came, whatever their positions."""
+    """Assemble rows in order of arrival instead of by position."""
 
     def choose(chunks: Any, wanted: Any) -> Any:
         return row_assembler._Chosen(np.arange(sum(chunk.count for chunk in chunks)), None)
@@ -125,7 +126,7 @@ def prompt_row_for_all_that_is_computed_again(monkeypatch: pytest.MonkeyPatch) -
 
 
 def found_by_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first running request whose name, as the client gave it, the wanted name begins with."""
+    """Find requests by a prefix of the client's request id."""
 
     def slot_of(self: Any, name: str) -> Any:
         return next(
@@ -136,9 +137,9 @@ def found_by_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def keyed_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = cache_keys.kv_spans
+    real = cache_keys.edit_spans
     monkeypatch.setattr(
-        cache_keys, "kv_spans", lambda r: tuple((start, digest and b"name") for start, digest in real(r))
+        cache_keys, "edit_spans", lambda r: tuple((start, digest and b"name") for start, digest in real(r))
     )
 
 
@@ -159,10 +160,10 @@ CASES: list[tuple[int, Callable[[Any], None], Break]] = [
     ("check", "break_it"),
     [pytest.param(check, br, id=f"{n}-{br.__name__}") for n, check, br in CASES],
 )
-def test_the_check_passes_and_sees_the_failure(
+def test_check_passes_and_finds_the_failure(
     llm: Any, monkeypatch: pytest.MonkeyPatch, check: Callable[[Any], None], break_it: Break
 ) -> None:
-    """Catches the failure that ``check`` names, and a check that could not see it."""
+    """Catches the failure that ``check`` names, and a check that cannot find it."""
     check(llm)
     llm.reset_prefix_cache()
     break_it(monkeypatch)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of several pipeline stages on one output, and the executor that is chosen for it."""
+"""Tests of rows of several pipeline stages on one output, and of the choice of the executor."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def output(*rows: str) -> Any:
 
 
 class Upstream:
-    """A KV connector's aggregator: makes an output of its own."""
+    """A KV connector's aggregator that returns an output of its own."""
 
     def aggregate(self, outputs: list[Any], output_rank: int) -> Any:
         return None if outputs[output_rank] is None else output("of upstream")
 
 
 @pytest.mark.feature("pipeline parallel", "capture")
-def test_rows_of_every_stage_are_on_the_last_ones_output() -> None:
-    """Catches rows of one stage taken for all, and rows that replace a connector's own aggregation."""
+def test_adds_the_rows_of_every_stage() -> None:
+    """Catches rows of one stage taken for all, and lost aggregation of a KV connector."""
     stages = [output("a", "b"), output(), output("c")]
     assert RowAggregator().aggregate(stages, 2) is stages[2]
     assert getattr(stages[2], ROWS_ATTRIBUTE) == ("a", "b", "c")
@@ -43,15 +43,15 @@ def test_rows_of_every_stage_are_on_the_last_ones_output() -> None:
     assert getattr(joined, ROWS_ATTRIBUTE) == ("a", "c")
 
 
-def test_steps_without_rows_pass_unchanged() -> None:
-    """Catches an attribute on every output, and a failure where a step has no output yet."""
+def test_leaves_steps_without_rows_unchanged() -> None:
+    """Catches an attribute on every output, and a failure for a step without output."""
     assert not hasattr(RowAggregator().aggregate([output(), output()], 1), ROWS_ATTRIBUTE)
     for upstream in (None, Upstream()):
         assert RowAggregator(upstream).aggregate([None, None], 1) is None
 
 
-def test_rows_never_land_on_the_output_that_all_steps_share() -> None:
-    """Catches rows of one step on every later empty output of an earlier stage."""
+def test_attaches_no_rows_to_the_shared_empty_output() -> None:
+    """Catches rows of one step on every later empty output."""
     one = np.ones(1, dtype=np.int64)
     plan = CapturePlan((RowStream(RowIndex(("a",), ((0,),)), 0 * one, None),), 0 * one, one, 1)
     rows = torch.ones(1, 4).view(torch.uint8)
@@ -64,7 +64,7 @@ def test_rows_never_land_on_the_output_that_all_steps_share() -> None:
 
 
 class Event:
-    """A copy that has arrived."""
+    """A copy that has completed."""
 
     def synchronize(self) -> None:
         pass
@@ -81,10 +81,10 @@ class Event:
         (2, "mp", object(), "mp", False),
     ],
 )
-def test_the_executor_is_changed_only_where_stages_have_rows_to_send(
+def test_sets_the_executor_for_pipeline_stages_only(
     stages: int, backend: str, connector: Any, chosen: str, complete: bool
 ) -> None:
-    """Catches an executor taken from a user who chose another, and captures let in where stages' rows are lost."""
+    """Catches a replaced executor of the user, and captures accepted where rows of stages are lost."""
     parallel = SimpleNamespace(pipeline_parallel_size=stages, distributed_executor_backend=backend)
     config = SimpleNamespace(parallel_config=parallel, ec_transfer_config=connector)
     choose_executor(config)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts on two ranks: each has half of them, and the stream is whole on both."""
+"""Tests of expert parallelism on two ranks, each with half of the experts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def truth(moe: Path) -> list[Any]:
-    """On one rank."""
+    """Return the outputs of one rank."""
     llm = make_llm(moe)
     try:
         return run(llm, *workload())
@@ -45,13 +45,13 @@ def llm(truth: list[Any], moe: Path) -> Iterator[Any]:
 
 
 @pytest.mark.feature("expert parallel (on CPU with the kernel's ids repaired)", "steer", "capture")
-def test_every_request_is_steered_and_read_as_on_one_rank(llm: Any, truth: list[Any]) -> None:
-    """Catches an edit that each rank adds to its experts' part, and a read of one rank's part."""
+def test_matches_one_rank(llm: Any, truth: list[Any]) -> None:
+    """Catches an edit that each rank adds to its experts' sum, and a capture of one rank's partial sum."""
     as_on_one_rank(run(llm, *workload()), truth)
 
 
-def test_the_comparison_sees_an_edit_of_partial_sums(llm: Any) -> None:
-    """Negative control: a vector added to what each rank's experts give arrives twice."""
+def test_comparison_finds_an_edit_of_partial_sums(llm: Any) -> None:
+    """Negative control: a vector added to each rank's partial sum counts twice."""
     p, vector = prompt(*range(5, 15)), direction(1, 1.0)
     once = run(llm, [p], [params(steering=[Edit(kind="add", point="post_block", layers=LAYER, vector=vector)])])[0]
     found = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine's own doings around a steered request: preemption, chunked prefill, admission, a compiled model."""
+"""Tests of preemption, chunked prefill, admission and aborts of steered requests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def workload() -> tuple[list[Any], list[Any]]:
 
 @pytest.fixture(scope="module")
 def truth(tiny_llama: Path) -> list[Any]:
-    """Each request alone in an eager engine without caches."""
+    """Return the output of each request alone in an eager engine without caches."""
     llm = make_llm(tiny_llama, enable_prefix_caching=False, max_num_seqs=1)
     prompts, wanted = workload()
     outputs = [run(llm, [p], [w])[0] for p, w in zip(prompts, wanted, strict=True)]
@@ -49,7 +49,7 @@ def compare(outputs: list[Any], truth: list[Any]) -> None:
 @pytest.mark.failure(9)
 @pytest.mark.feature("preemption", "steer")
 def test_preemption_in_decode(tiny_llama: Path, truth: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches recomputed generated tokens that take the prompt's row: 8 blocks of cache for 12 requests."""
+    """Catches recomputed tokens that take the prompt's row. 12 requests share 8 cache blocks."""
     llm = make_llm(tiny_llama, num_gpu_blocks_override=8, block_size=32, max_model_len=128, enable_prefix_caching=False)
     scheduler = scheduler_of(llm)
     preempted = []
@@ -62,7 +62,7 @@ def test_preemption_in_decode(tiny_llama: Path, truth: list[Any], monkeypatch: p
     try:
         compare(run(llm, *workload()), truth)
         assert any(request.num_output_tokens > 0 for request in preempted), "no request was preempted in decode"
-        assert scheduler.steering_ledger.in_use == (0, 0, 0)
+        assert scheduler.steering_allocator.in_use == (0, 0, 0)
     finally:
         close(llm)
 
@@ -71,10 +71,10 @@ def test_preemption_in_decode(tiny_llama: Path, truth: list[Any], monkeypatch: p
 @pytest.mark.feature("chunked prefill", "steer")
 @pytest.mark.feature("waiting for a place in the tables", "steer")
 @pytest.mark.parametrize("chunk", [0, 1])
-def test_chunked_prefill_and_a_pool_of_three_rows(tiny_llama: Path, truth: list[Any], chunk: int) -> None:
-    """Catches a boundary that a chunk moves, and requests that are dropped or degraded where they should wait.
+def test_chunked_prefill_with_three_rows(tiny_llama: Path, truth: list[Any], chunk: int) -> None:
+    """Catches a selector boundary that moves with a chunk, and requests that are dropped instead of queued.
 
-    ``chunk``: most tokens of one prompt in a step; 0 for as many as the step has room for.
+    ``chunk``: most tokens of one prompt in a step; 0 for no limit.
     """
     llm = make_llm(
         tiny_llama, max_num_batched_tokens=16, max_num_seqs=8, max_model_len=128, block_size=32,
@@ -83,19 +83,19 @@ def test_chunked_prefill_and_a_pool_of_three_rows(tiny_llama: Path, truth: list[
     )  # fmt: skip
     try:
         most = []
-        ledger = scheduler_of(llm).steering_ledger
-        acquire = ledger.acquire
-        ledger.acquire = lambda rows: (acquire(rows), most.append(ledger.in_use[0]))[0]
+        allocator = scheduler_of(llm).steering_allocator
+        acquire = allocator.acquire
+        allocator.acquire = lambda rows: (acquire(rows), most.append(allocator.in_use[0]))[0]
         compare(run(llm, *workload()), truth)
         assert max(most) <= 3
-        assert ledger.in_use == (0, 0, 0)
+        assert allocator.in_use == (0, 0, 0)
     finally:
         close(llm)
 
 
 @pytest.mark.feature("waiting for a place in the tables", "steer")
-def test_a_pool_of_one_row_serves_everybody_in_turn(tiny_llama: Path) -> None:
-    """Catches a request that is dropped, served unsteered or never let in where only one can be steered at a time."""
+def test_one_row_serves_all_requests_in_turn(tiny_llama: Path) -> None:
+    """Catches a request that is dropped, unsteered or never admitted if only one can be steered at a time."""
     sizes = {"max_rows": 1, "max_vectors": 1, "max_instructions": 1, "max_segments": 1}
     llm = make_llm(tiny_llama, steering_config=sizes)
     p = prompt(*range(5, 12))
@@ -106,19 +106,18 @@ def test_a_pool_of_one_row_serves_everybody_in_turn(tiny_llama: Path) -> None:
             alone = run(llm, [p], [each])[0]
             np.testing.assert_allclose(logprobs_of(got), logprobs_of(alone), atol=1e-4)
         assert np.abs(logprobs_of(together[1]) - logprobs_of(together[2])).max() > 1e-2
-        assert scheduler_of(llm).steering_ledger.in_use == (0, 0, 0)
+        assert scheduler_of(llm).steering_allocator.in_use == (0, 0, 0)
         two_rows = {"prefill_steering_vectors": {"post_block": {1: direction(1)}}}
         two_rows["decode_steering_vectors"] = {"post_block": {1: direction(2)}}
-        with pytest.raises(SteeringError, match="can never fit"):
+        with pytest.raises(SteeringError, match="the engine allows"):
             run(llm, [p], [params(4, **two_rows)])
     finally:
         close(llm)
 
 
 @pytest.mark.feature("waiting for a place in the tables", "steer")
-def test_a_request_that_waits_too_long_ends_with_an_error_and_nobody_else_does(tiny_llama: Path) -> None:
-    """Catches a request that waits for ever, one that is served unsteered instead, a time-out that takes others, and
-    no rows at all that are said to be all that there are."""
+def test_only_the_waiting_request_times_out(tiny_llama: Path) -> None:
+    """Catches a request that waits forever or runs unsteered, and a timeout of others."""
     llm = make_llm(tiny_llama, steering_config={"max_rows": 1, "queue_timeout": 60})
     p = prompt(*range(5, 12))
     site = {"post_block": {1: direction(1)}}
@@ -145,14 +144,14 @@ def test_a_request_that_waits_too_long_ends_with_an_error_and_nobody_else_does(t
         assert list(done["waits"].token_ids) == []
         assert done["plain"].finish_reason == "length"
         assert list(done["runs"].token_ids) == tokens_of(alone)
-        assert scheduler_of(llm).steering_ledger.in_use == (0, 0, 0)
+        assert scheduler_of(llm).steering_allocator.in_use == (0, 0, 0)
     finally:
         close(llm)
 
 
 @pytest.mark.feature("aborts", "steer")
-def test_aborted_requests_give_their_places_back(tiny_llama: Path) -> None:
-    """Catches books that leak on abort, waiting or running."""
+def test_aborted_requests_release_their_room(tiny_llama: Path) -> None:
+    """Catches room that leaks on abort, for waiting and for running requests."""
     llm = make_llm(tiny_llama, max_num_seqs=2, steering_config={"max_rows": 2})
     try:
         engine = llm.llm_engine
@@ -162,12 +161,12 @@ def test_aborted_requests_give_their_places_back(tiny_llama: Path) -> None:
             )
         for _ in range(3):
             engine.step()
-        ledger = scheduler_of(llm).steering_ledger
-        assert ledger.in_use[0] == 2
+        allocator = scheduler_of(llm).steering_allocator
+        assert allocator.in_use[0] == 2
         engine.abort_request([str(i) for i in range(6)])
         while engine.has_unfinished_requests():
             engine.step()
-        assert ledger.in_use == (0, 0, 0)
+        assert allocator.in_use == (0, 0, 0)
         run(llm, [prompt(1, 2, 3)], [params(2)])
         assert llm.llm_engine.model_executor.driver_worker.worker.model_runner.steering.store.num_steered == 0
     finally:

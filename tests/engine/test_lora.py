@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA adapters beside steering and capture: every request of a batch has its own adapter, edits and reads."""
+"""Tests of LoRA adapters beside steering and capture in one batch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ EDITS = (None, {"post_attn": {EDITED: direction(1)}}, {"post_attn": {EDITED: dir
 
 
 def save_adapter(folder: Path, seed: int) -> Path:
-    """A random adapter in PEFT's form, large enough to change what the model says."""
+    """Save a random adapter in PEFT's format, large enough to change the output."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for layer in range(LAYERS):
@@ -64,7 +64,7 @@ def llm(tiny_llama: Path) -> Iterator[Any]:
 
 
 def ask(llm: Any, adapters: dict[str, Path], requests: list[tuple[Any, str | None, Any]]) -> list[Any]:
-    """``(prompt, adapter, parameters)`` of each request, all in one batch."""
+    """Run ``(prompt, adapter, parameters)`` of each request in one batch."""
     from vllm.lora.request import LoRARequest
 
     loras = [
@@ -79,7 +79,7 @@ def ask(llm: Any, adapters: dict[str, Path], requests: list[tuple[Any, str | Non
 
 @pytest.fixture(scope="module")
 def batch(llm: Any, adapters: dict[str, Path]) -> tuple[list[tuple[Any, str | None, Any]], list[Any]]:
-    """Every adapter with every edit, all of them read."""
+    """Return requests with every combination of adapter and edit, all with captures."""
     requests = [
         (prompt(*range(10 + i, 30 + i)), adapter, params(capture=capture(), steering_vectors=edit))
         for i, (adapter, edit) in enumerate((adapter, edit) for adapter in ADAPTERS for edit in EDITS)
@@ -88,8 +88,8 @@ def batch(llm: Any, adapters: dict[str, Path]) -> tuple[list[tuple[Any, str | No
 
 
 @pytest.mark.feature("LoRA", "steer", "capture")
-def test_each_request_is_as_it_is_alone(llm: Any, adapters: dict[str, Path], batch: Any) -> None:
-    """Catches rows or adapters that are mixed up between neighbours."""
+def test_batched_requests_match_requests_alone(llm: Any, adapters: dict[str, Path], batch: Any) -> None:
+    """Catches rows or adapters that are mixed up between requests of a batch."""
     for i, (request, got) in enumerate(zip(*batch, strict=True)):
         alone = ask(llm, adapters, [request])[0]
         assert tokens_of(got) == tokens_of(alone), i
@@ -98,8 +98,8 @@ def test_each_request_is_as_it_is_alone(llm: Any, adapters: dict[str, Path], bat
 
 
 @pytest.mark.feature("LoRA", "steer", "capture")
-def test_rows_and_tokens_are_those_of_merged_weights(tiny_llama: Path, adapters: dict[str, Path], batch: Any) -> None:
-    """Catches an edit on the wrong side of an adapter's own addition, and a batch that ignores its adapters."""
+def test_matches_merged_weights(tiny_llama: Path, adapters: dict[str, Path], batch: Any) -> None:
+    """Catches an edit on the wrong side of an adapter's addition, and a batch without adapters."""
     for adapter in ADAPTERS:
         model = hf.load(tiny_llama)
         if adapter is not None:
@@ -118,8 +118,8 @@ def _merge(model: Any, adapter: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.feature("LoRA", "steer")
-def test_adapters_and_edits_both_fork_the_prefix_cache(llm: Any, adapters: dict[str, Path]) -> None:
-    """Failure: keys and values of one adapter or edit served to a request with another."""
+def test_cache_keys_include_adapters_and_edits(llm: Any, adapters: dict[str, Path]) -> None:
+    """Catches KV of one adapter or edit served to a request with another."""
     cached = _cached_tokens(llm, adapters, first_token=1)
     # Whoever comes first computes; the same adapter and edit hit; every other combination computes for itself.
     assert cached[:9] == [0] * 9
@@ -127,17 +127,15 @@ def test_adapters_and_edits_both_fork_the_prefix_cache(llm: Any, adapters: dict[
 
 
 @pytest.mark.feature("LoRA", "steer")
-def test_without_our_keys_an_adapters_blocks_serve_any_edit(
-    llm: Any, adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Negative control: with vLLM's keys alone, only adapters fork."""
+def test_vllm_keys_alone_ignore_edits(llm: Any, adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: vLLM's keys separate adapters only."""
     monkeypatch.setattr("vllm_steer.engine.scheduler.steering_hasher", lambda upstream, *rest: upstream)
     cached = _cached_tokens(llm, adapters, first_token=2)
     assert [hit > 0 for hit in cached[:9]] == [False, True, True] * 3
 
 
 def _cached_tokens(llm: Any, adapters: dict[str, Path], first_token: int) -> list[int]:
-    """Cached prompt tokens of all combinations, one after the other, and of all of them again."""
+    """Return the cached prompt tokens of all combinations, run twice in sequence."""
     p = prompt(first_token, *np.random.default_rng(8).integers(1, VOCAB, 299).tolist())
     combinations = [(p, adapter, params(1, steering_vectors=edit)) for adapter in ADAPTERS for edit in EDITS]
     return [ask(llm, adapters, [request])[0].num_cached_tokens for request in combinations * 2]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Any mix of programs in one batch: each request gets its own edits, all of them, and nobody else's."""
+"""Tests of batches with many programs: each request gets its own edits and no others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SELECTORS: tuple[Any, ...] = ("all", "prompt", "generated", "last_prompt", [0, -
 
 
 def program(seed: int) -> list[Edit]:
-    """One to three edits; no two seeds give the same program."""
+    """Return one to three edits, different for each seed."""
     rng = np.random.default_rng(seed)
     edits = []
     for i in range(int(rng.integers(1, 4))):
@@ -44,17 +44,17 @@ def workload(count: int) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def mixed(llm: Any) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
-    """64 requests with programs of their own and 32 plain ones between them; and the same batch all plain."""
+    """Return outputs of 64 requests with different programs and 32 plain ones, and of the same batch all plain."""
     prompts = workload(96)
     wanted = [params() if i % 3 == 0 else params(steering=program(i)) for i in range(96)]
     return prompts, wanted, run(llm, prompts, wanted), run(llm, prompts, [params() for _ in prompts])
 
 
 @pytest.mark.feature("continuous batching", "steer")
-def test_64_distinct_programs_each_act_as_they_do_alone(llm: Any, mixed: Any) -> None:
-    """Catches rows credited to the wrong request under continuous batching while lengths look right.
+def test_64_programs_in_a_batch_match_requests_alone(llm: Any, mixed: Any) -> None:
+    """Catches rows assigned to the wrong request under continuous batching.
 
-    Every request runs again among other neighbours in another order, and a sample of them alone.
+    Every request runs again in another order, and a sample of them alone.
     """
     prompts, wanted, together, _ = mixed
     order = np.random.default_rng(3).permutation(96)
@@ -66,23 +66,23 @@ def test_64_distinct_programs_each_act_as_they_do_alone(llm: Any, mixed: Any) ->
         np.testing.assert_allclose(logprobs_of(other), logprobs_of(together[i]), atol=2e-4, err_msg=str(i))
 
 
-def test_every_program_had_an_effect(mixed: Any) -> None:
-    """Catches a no-op, which would pass every comparison of steered with steered."""
+def test_every_program_has_an_effect(mixed: Any) -> None:
+    """Catches a no-op, which would pass every comparison of steered requests."""
     _, _, together, plain = mixed
     for i in range(96):
         if i % 3:
             assert np.abs(logprobs_of(together[i]) - logprobs_of(plain[i])).max() > 1e-2, i
 
 
-def test_plain_neighbours_are_bit_identical(mixed: Any) -> None:
-    """Catches an edit that leaks, and any arithmetic on rows that nobody asked to change."""
+def test_plain_requests_are_bit_identical(mixed: Any) -> None:
+    """Catches an edit that leaks, and any arithmetic on rows of plain requests."""
     _, _, together, plain = mixed
     for i in range(0, 96, 3):
         np.testing.assert_array_equal(logprobs_of(together[i]), logprobs_of(plain[i]))
 
 
-def test_the_comparison_sees_one_requests_rows_given_to_its_neighbour(llm: Any, mixed: Any) -> None:
-    """Negative control: with two requests' slots exchanged, the test above must fail."""
+def test_comparison_finds_exchanged_rows(llm: Any, mixed: Any) -> None:
+    """Negative control: with two exchanged slots, the test above fails."""
     prompts, wanted, together, _ = mixed
     runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
     store = type(runner.steering.store)
@@ -98,8 +98,8 @@ def test_the_comparison_sees_one_requests_rows_given_to_its_neighbour(llm: Any, 
     )
 
 
-def test_several_edits_at_one_site_apply_in_the_order_given(llm: Any) -> None:
-    """Catches a reordering: adding and then ablating along one direction leaves none of it, the reverse all of it."""
+def test_edits_at_one_site_apply_in_order(llm: Any) -> None:
+    """Catches reordered edits: ablating after adding removes the direction; adding after ablating keeps it."""
     v = direction(3)
     add = Edit(kind="add", point="post_block", layers=1, vector=v)
     ablate = Edit(kind="ablate", point="post_block", layers=1, vector=v)
@@ -109,8 +109,8 @@ def test_several_edits_at_one_site_apply_in_the_order_given(llm: Any) -> None:
     assert np.abs(logprobs_of(second) - logprobs_of(only)).max() > 1e-2
 
 
-def test_phases_add_up(llm: Any) -> None:
-    """Catches a phase that is missed: prompt and generated together are all; base and phase add."""
+def test_edits_of_phases_add_up(llm: Any) -> None:
+    """Catches a phase that is skipped: prompt and generated together are all tokens, and base edits add to them."""
     v = direction(4)
     site = {"post_attn": {2: v}}
     half = {"post_attn": {2: {"vector": v, "scale": 0.5}}}
@@ -133,8 +133,8 @@ def test_phases_add_up(llm: Any) -> None:
 
 
 @pytest.mark.failure(10)
-def test_one_object_serves_many_requests(llm: Any) -> None:
-    """Failure: a reused SamplingParams running unsteered the second time, or with another request's vector."""
+def test_sampling_params_can_be_reused(llm: Any) -> None:
+    """Catches a reused SamplingParams that runs unsteered, or with another request's vector."""
     wanted = params(steering_vectors={"pre_attn": {1: direction(5)}})
     p = prompt(*range(20, 30))
     first = run(llm, [p], [wanted])[0]
@@ -146,7 +146,7 @@ def test_one_object_serves_many_requests(llm: Any) -> None:
 
 @pytest.mark.feature("several samples (`n > 1`)", "steer")
 def test_every_sample_is_steered(llm: Any) -> None:
-    """Failure: n > 1 unsteered, or only its first sample steered."""
+    """Catches n > 1 of which no sample, or only the first, is steered."""
     p = prompt(*range(20, 30))
     site = {"post_block": {1: direction(8)}}
     one = run(llm, [p], [params(steering_vectors=site)])[0]
@@ -159,8 +159,8 @@ def test_every_sample_is_steered(llm: Any) -> None:
 
 
 @pytest.mark.failure(10)
-def test_ids_that_are_prefixes_of_each_other_do_not_meet(llm: Any) -> None:
-    """Failure: state keyed by an id that another id begins with."""
+def test_request_ids_with_a_common_prefix_are_distinct(llm: Any) -> None:
+    """Catches state that is looked up by a prefix of the request id."""
     p = prompt(*range(40, 50))
     engine = llm.llm_engine
     wanted = {
@@ -178,8 +178,8 @@ def test_ids_that_are_prefixes_of_each_other_do_not_meet(llm: Any) -> None:
         np.testing.assert_allclose(logprobs_of(done[name]), logprobs_of(alone), atol=1e-4, err_msg=name)
 
 
-def test_vllms_own_class_still_works_beside_ours(llm: Any) -> None:
-    """Catches a superset that breaks plain use, clones, and isinstance."""
+def test_vllm_sampling_params_still_work(llm: Any) -> None:
+    """Catches a subclass that breaks plain use, clones or isinstance."""
     from vllm.sampling_params import SamplingParams as Plain
 
     assert isinstance(params(), Plain)

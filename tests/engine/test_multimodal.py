@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Multimodal wrappers: the language model is steered and read at positions that count image tokens, the tower never."""
+"""Tests of multimodal models: positions count image tokens, and the vision tower is never touched."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ CASES: list[tuple[int | None, Any]] = [
 
 
 @pytest.mark.feature("multimodal", "steer", "capture")
-def test_text_and_image_prompts_are_steered_and_read_as_in_hf(llm: Any, folder: Path) -> None:
-    """Catches positions that count an image as one token, and rows of a neighbour with another image."""
+def test_matches_transformers_for_text_and_images(llm: Any, folder: Path) -> None:
+    """Catches positions that count an image as one token, and rows of another image."""
     from transformers import Idefics3ForConditionalGeneration
 
     prompts = [with_image(seed) if seed else {"prompt": PLAIN_TEXT} for seed, _ in CASES]
@@ -88,7 +88,7 @@ def test_text_and_image_prompts_are_steered_and_read_as_in_hf(llm: Any, folder: 
 
 
 def _reference(model: Any, ids: list[int], seed: int | None, covered: list[int]) -> tuple[list[Any], list[int]]:
-    """Each block's output and the greedy token at each position."""
+    """Return each block's output and the greedy token at each position."""
     pixels = {} if seed is None else dict(processor()(images=[image(seed)], text=IMAGE_TEXT, return_tensors="pt"))
     rows: list[Any] = []
 
@@ -109,8 +109,8 @@ def _reference(model: Any, ids: list[int], seed: int | None, covered: list[int])
 
 
 @pytest.mark.feature("multimodal", "steer")
-def test_images_and_edits_both_fork_the_prefix_cache(llm: Any) -> None:
-    """Failure: keys and values of one image or edit served to a request with another."""
+def test_cache_keys_include_images_and_edits(llm: Any) -> None:
+    """Catches KV of one image or edit served to a request with another."""
     text = IMAGE_TEXT + " t20" * 150
     requests = [(seed, tokens) for seed in (3, 4) for tokens in (None, "all")]
     cached = [
@@ -122,16 +122,16 @@ def test_images_and_edits_both_fork_the_prefix_cache(llm: Any) -> None:
 
 
 @pytest.mark.feature("multimodal", "steer", "capture")
-def test_only_the_language_model_is_hooked(llm: Any) -> None:
-    """Catches taps in the tower, whose blocks have other widths and other tokens."""
+def test_taps_only_the_language_model(llm: Any) -> None:
+    """Catches taps in the vision tower, whose blocks have other widths and tokens."""
     model = llm.llm_engine.model_executor.driver_worker.worker.get_model()
     hooked = [name for name, module in model.named_modules() if hasattr(module, "steering_taps")]
     assert len(hooked) == LAYERS
     assert all("text_model" in name and "vision" not in name for name in hooked)
 
 
-def test_the_tower_would_be_found_if_it_were_searched(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: a list of as many layers stands in the tower, and a search of the whole model meets it."""
+def test_search_of_the_whole_model_finds_the_tower(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: the tower has a list of as many layers."""
     model = llm.llm_engine.model_executor.driver_worker.worker.get_model()
     config = llm.model_config.hf_text_config
     assert len(discovery.find_decoder(model, config).layers) == LAYERS

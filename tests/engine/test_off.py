@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Without enable_steering the engine is stock vLLM: not one of our objects is in it, and steering is refused."""
+"""Tests of an engine without enable_steering: it is stock vLLM and refuses steering."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def scheduler_of(llm: Any) -> Any:
 
 
 def ours(llm: Any) -> list[str]:
-    """Everything in the engine that comes from this package: classes, wrapped methods, context entries."""
+    """Return everything in the engine that comes from this package: classes, wrapped methods, context entries."""
     worker = worker_of(llm)
     config = worker.vllm_config
     found = [type(x).__module__ for x in (worker, worker.model_runner, scheduler_of(llm))]
@@ -45,26 +45,25 @@ def stock(tiny_llama: Path) -> Iterator[Any]:
     close(engine)
 
 
-def test_nothing_of_ours_is_in_a_stock_engine(stock: Any) -> None:
-    """Catches a plug-in that slows or changes everybody's engine by being installed."""
+def test_stock_engine_has_no_objects_of_this_package(stock: Any) -> None:
+    """Catches a plugin that changes every engine once it is installed."""
     assert ours(stock) == []
 
 
-def test_steering_is_refused_and_the_engine_serves_on(stock: Any) -> None:
-    """Failure: steering not enabled, accepted and ignored."""
+def test_rejects_steering_and_keeps_serving(stock: Any) -> None:
+    """Catches steering that is accepted and ignored."""
     with pytest.raises(SteeringError, match="--enable-steering"):
         run(stock, [prompt(1, 2, 3)], [params(steering_vectors={"post_block": {1: direction(1)}})])
     assert len(tokens_of(run(stock, [prompt(1, 2, 3)], [params()])[0])) == 6
 
 
-def test_the_search_finds_our_objects_where_they_are(llm: Any) -> None:
+def test_search_finds_objects_in_a_steering_engine(llm: Any) -> None:
     """Negative control of the first test."""
     assert len(ours(llm)) > 12
 
 
-def test_plain_requests_take_vllms_own_way_in_an_engine_that_steers(llm: Any) -> None:
-    """Catches work of ours for every output, and for every request of every step, of requests that asked for none; and
-    requests that asked, on vLLM's own way, where no result and no limit on captured rows is known."""
+def test_plain_requests_use_vllm_methods(llm: Any) -> None:
+    """Catches (1) work for outputs and scheduling of plain requests and (2) steered requests without it."""
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.output_processor import RequestState
 

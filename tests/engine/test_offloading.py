@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks that left the device and come back through a KV connector: never those of another request's edits."""
+"""Tests of KV blocks that return to the device through a connector: never those of other edits."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FIELDS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def truth(tiny_llama: Path) -> dict[str, Any]:
-    """Each request in an engine that caches nothing."""
+    """Return each request's output in an engine without caches."""
     llm = make_llm(tiny_llama, enable_prefix_caching=False)
     try:
         wanted = [params(4, **fields, capture=capture()) for fields in FIELDS.values()]
@@ -45,13 +45,13 @@ def llm(truth: dict[str, Any], tiny_llama: Path) -> Iterator[Any]:
 
 
 def ask(llm: Any, name: str, **fields: Any) -> Any:
-    """One request; what the device has cached is forgotten first, so that a block can come from the store alone."""
+    """Run one request with an empty device cache, so that blocks come from the store only."""
     assert llm.reset_prefix_cache()
     return run(llm, [PROMPT], [params(4, **FIELDS[name], **fields)])[0]
 
 
-def what_comes_back_is_ones_own(llm: Any, truth: dict[str, Any]) -> None:
-    """Every request twice: the first one stores, the second one is served from the store."""
+def check_store(llm: Any, truth: dict[str, Any]) -> None:
+    """Run every request twice, the second time from the store, and compare it with an engine without caches."""
     for _ in range(2):
         outputs = {name: ask(llm, name) for name in FIELDS}
         for name, output in outputs.items():
@@ -61,13 +61,13 @@ def what_comes_back_is_ones_own(llm: Any, truth: dict[str, Any]) -> None:
 
 @pytest.mark.failure(1)
 @pytest.mark.feature("KV connectors and offloading", "steer")
-def test_the_store_keeps_edits_apart(llm: Any, truth: dict[str, Any]) -> None:
-    """Catches keys that a connector sees without the edits, and a store that is never used."""
-    what_comes_back_is_ones_own(llm, truth)
+def test_store_keys_include_edits(llm: Any, truth: dict[str, Any]) -> None:
+    """Catches keys without edits in a connector, and a store that is never used."""
+    check_store(llm, truth)
 
 
 @pytest.mark.feature("KV connectors and offloading", "capture")
-def test_a_capture_is_whole_though_the_prompt_is_in_the_store(llm: Any, truth: dict[str, Any]) -> None:
+def test_capture_of_a_stored_prompt_is_complete(llm: Any, truth: dict[str, Any]) -> None:
     """Catches rows that are missing because their blocks came from the store."""
     for name in FIELDS:
         assert ask(llm, name).num_cached_tokens == 5 * BLOCK
@@ -75,8 +75,8 @@ def test_a_capture_is_whole_though_the_prompt_is_in_the_store(llm: Any, truth: d
 
 
 @pytest.mark.failure(1, control=True)
-def test_a_store_that_goes_by_tokens_is_seen(llm: Any, truth: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: keys that say nothing of edits give a plain request what was computed under one."""
+def test_check_finds_a_store_keyed_by_tokens(llm: Any, truth: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: keys without edits give edited KV to a plain request."""
     monkeypatch.setattr(scheduler_module, "steering_hasher", lambda upstream, *rest: upstream)
     with pytest.raises(AssertionError, match="one"):
-        what_comes_back_is_ones_own(llm, truth)
+        check_store(llm, truth)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.engine import scheduler_alone
+from tests.engine import scheduler_harness
 from tests.engine.answers import logprobs_of, params, prompt, run
 from tests.engine.conftest import close
 from tests.tiny import HIDDEN, VOCAB, make_llm
@@ -84,18 +84,18 @@ def test_blocks_that_nobody_zeroes(crowded: Any, monkeypatch: pytest.MonkeyPatch
 def test_only_blocks_that_were_edited_are_zeroed(tiny_llama: Path) -> None:
     """Catches blocks of a running or a cached request that are zeroed, edited ones that are not, and any others."""
     edit = {"post_block": {1: np.ones(HIDDEN)}}
-    scheduler = scheduler_alone.make(scheduler_alone.config(tiny_llama, sequences=4), blocks=9)
+    scheduler = scheduler_harness.make(scheduler_harness.config(tiny_llama, sequences=4), blocks=9)
 
     def served(name: str, length: int, **fields: Any) -> tuple[set[int], list[int]]:
         """The blocks that a request had, and those that were zeroed while it ran."""
-        scheduler.add_request(scheduler_alone.request(name, list(range(1, length + 1)), 2, **fields))
+        scheduler.add_request(scheduler_harness.request(name, list(range(1, length + 1)), 2, **fields))
         given: set[int] = set()
         zeroed: list[int] = []
         while scheduler.has_unfinished_requests():
             scheduled = scheduler.schedule()
             zeroed += scheduled.new_block_ids_to_zero or []
             given.update(*(ids for ids in scheduler.kv_cache_manager.get_block_ids(name)))
-            scheduler_alone.answer(scheduler, scheduled)
+            scheduler_harness.finish_step(scheduler, scheduled)
         return given, zeroed
 
     plain, zeroed = served("plain", 40)

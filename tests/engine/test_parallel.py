@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two ranks on CPU: tensor and pipeline parallel engines steer and read what one rank does."""
+"""Tests of tensor, pipeline and data parallelism on two CPU ranks against one rank."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.skipif(len(CORES) < 2, reason="vLLM's CPU workers want 
 
 
 def workload() -> tuple[list[Any], list[Any]]:
-    """Requests with programs of their own, on both sides of the border between the stages, half of them read."""
+    """Return requests with different programs on both pipeline stages, half of them with captures."""
     rng = np.random.default_rng(4)
     prompts = [prompt(*rng.integers(1, VOCAB, int(rng.integers(6, 40))).tolist()) for _ in range(12)]
     border = [
@@ -55,7 +55,7 @@ def as_on_one_rank(outputs: list[Any], truth: list[Any]) -> None:
 
 @contextmanager
 def two_ranks(folder: Path, **settings: Any) -> Iterator[Any]:
-    """A small engine of two workers on two cores."""
+    """Return a small engine with two workers."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(map(str, CORES)))
         patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
@@ -83,13 +83,13 @@ def llm(request: pytest.FixtureRequest, truth: list[Any], tiny_llama: Path) -> I
 
 @pytest.mark.feature("tensor parallel", "steer", "capture")
 @pytest.mark.feature("pipeline parallel", "steer", "capture")
-def test_every_request_is_steered_and_read_as_on_one_rank(llm: Any, truth: list[Any]) -> None:
-    """Catches an edit that each rank adds, a read of a partial sum, and a layer of a stage under another's number."""
+def test_matches_one_rank(llm: Any, truth: list[Any]) -> None:
+    """Catches an edit that each rank adds, a capture of a partial sum, and wrong layer numbers of a stage."""
     as_on_one_rank(run(llm, *workload()), truth)
 
 
-def test_a_row_is_delivered_once(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches rows that every rank sends, and those of another stage's layers sent as garbage."""
+def test_delivers_each_row_once(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches rows that every rank sends, and garbage for layers of another stage."""
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     sent: list[tuple[int, int]] = []
     original = type(scheduler.steering_row_sender).collect
@@ -108,8 +108,8 @@ def test_a_row_is_delivered_once(llm: Any, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.feature("idle steps of data parallel ranks", "steer", "capture")
-def test_dummy_batches_between_steps_change_nothing(llm: Any, truth: list[Any]) -> None:
-    """Catches a dummy batch that steers, stores rows, or leaves its rows to the next real step."""
+def test_dummy_batches_change_nothing(llm: Any, truth: list[Any]) -> None:
+    """Catches a dummy batch that steers, captures, or leaves its rows to the next real step."""
     engine = llm.llm_engine
     for i, (p, wanted) in enumerate(zip(*workload(), strict=True)):
         engine.add_request(str(i), p, wanted)
@@ -124,8 +124,8 @@ def test_dummy_batches_between_steps_change_nothing(llm: Any, truth: list[Any]) 
 
 
 @pytest.mark.parametrize("llm", [KINDS["tensor"]], ids=["tensor"], indirect=True)
-def test_the_comparison_sees_an_edit_of_partial_sums(llm: Any) -> None:
-    """Negative control: a vector added where each rank has part of the sum arrives twice."""
+def test_comparison_finds_an_edit_of_partial_sums(llm: Any) -> None:
+    """Negative control: a vector added to each rank's partial sum counts twice."""
     p, vector = prompt(*range(5, 15)), direction(1, 1.0)
     once = run(llm, [p], [params(steering=[Edit(kind="add", point="post_attn", layers=1, vector=vector)])])[0]
     try:
@@ -151,8 +151,8 @@ def _add_to_partial_sums(worker: Any, vector: Any) -> None:
 
 
 @pytest.mark.parametrize("llm", [KINDS["pipeline"]], ids=["pipeline"], indirect=True)
-def test_without_the_aggregator_rows_of_earlier_stages_are_missed(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: the last stage's answer alone holds half of the layers, and the status says so."""
+def test_rows_of_earlier_stages_need_the_aggregator(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: the last stage's output has half of the layers, and the status is partial."""
     executor = llm.llm_engine.engine_core.engine_core.model_executor
     monkeypatch.setattr(executor, "kv_output_aggregator", None)
     output = run(llm, [prompt(*range(5, 15))], [params(2, capture=capture())])[0]
@@ -164,12 +164,12 @@ def test_without_the_aggregator_rows_of_earlier_stages_are_missed(llm: Any, monk
 @pytest.mark.failure(19)
 @pytest.mark.failure(19, control=True)
 @pytest.mark.feature("data parallel", "steer", "capture")
-async def test_both_engines_of_two_steer_and_read(
+async def test_both_data_parallel_engines_steer_and_capture(
     truth: list[Any], tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Failure: with data parallelism, results only from engine 0.
+    """Catches captures from engine 0 only.
 
-    Negative control: an RPC, which is how rows could have been fetched, is answered by one engine.
+    Negative control: only one engine answers an RPC.
     """
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM

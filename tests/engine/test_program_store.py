@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the device is told of running requests, ahead of a step."""
+"""Tests of the device tables that hold the programs of running requests."""
 
 from __future__ import annotations
 
@@ -33,12 +33,14 @@ def made() -> tuple[Tables, ProgramStore]:
 
 
 def in_use(store: ProgramStore) -> tuple[int, int, int]:
-    return store._ledger.in_use
+    return store._allocator.in_use
 
 
-def test_the_device_knows_which_sites_rows_use() -> None:
-    """Catches a site that is told to be of no use while a row edits there: on a GPU its tap would leave at once, and
-    the request go on unsteered without an error. On a CPU nothing looks at it."""
+def test_counts_the_users_of_each_site() -> None:
+    """Catches a site that counts as unused while a row edits it.
+
+    On a GPU its tap would return early and the request would run unsteered without an error.
+    """
     tables, store = made()
 
     def users() -> dict[int, int]:
@@ -51,7 +53,7 @@ def test_the_device_knows_which_sites_rows_use() -> None:
     assert users() == {first: 1}
     store.add("b", 1, steered(1, 2.0), 5)
     store.add("c", 2, steered(3, 2.0), 5)
-    store.add("d", 3, steered(1, 1.0), 5)  # the row of the first
+    store.add("d", 3, steered(1, 1.0), 5)  # shares the row of "a"
     assert users() == {first: 2, other: 1}
     store.remove("a")
     store.remove("c")
@@ -64,9 +66,11 @@ def test_the_device_knows_which_sites_rows_use() -> None:
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["one_object", "decoded_again"])
-def test_equal_programs_hold_their_places_until_the_last_goes(monkeypatch: pytest.MonkeyPatch, again: bool) -> None:
-    """Catches a request that goes and takes the row of one that runs, and places that nobody gives back; also where
-    the programs are two objects, since the first is kept no longer when the second comes."""
+def test_equal_programs_share_entries_until_the_last_ends(monkeypatch: pytest.MonkeyPatch, again: bool) -> None:
+    """Catches (1) a request that ends and frees the row of a running one and (2) entries that are never freed.
+
+    Also for equal programs that are distinct objects, because the first has left the program cache.
+    """
     tables, store = made()
     ones = [1.0] * HIDDEN
 
@@ -85,15 +89,15 @@ def test_equal_programs_hold_their_places_until_the_last_goes(monkeypatch: pytes
         store.remove(name)
         assert in_use(store) == (1, 1, 1) and rows()[slot] == 0 and rows()[2] == place
         (vector,) = store.resolved_of("b").token_programs[0].vectors
-        assert tables.vector[store._ledger.vector_slot(vector)].tolist() == ones
+        assert tables.vector[store._allocator.vector_slot(vector)].tolist() == ones
     store.remove("b")
     assert in_use(store) == (0, 0, 0) and rows() == [0] * 4 and store.num_steered == 0
     store.add("d", 3, steered(1, 1.0), 5)
     assert in_use(store) == (1, 1, 1) and rows()[:3] == [0] * 3 and rows()[3]
 
 
-def test_equal_programs_of_other_lengths_have_segments_of_their_own() -> None:
-    """Catches a prompt that is edited up to where another one ends."""
+def test_segments_depend_on_the_prompt_length() -> None:
+    """Catches a prompt that is edited up to the end of another prompt."""
     tables, store = made()
     first = SamplingParams(prefill_steering_vectors={"post_block": {1: np.ones(HIDDEN)}})
     for slot, length in enumerate((5, 9, 5)):
@@ -101,11 +105,11 @@ def test_equal_programs_of_other_lengths_have_segments_of_their_own() -> None:
     store.flush()
     assert tables.segment_start[:3, 1].tolist() == [5, 9, 5]
     assert in_use(store) == (1, 1, 1)
-    assert store.active.meets(np.arange(3, dtype="i4"), np.full(3, 5), np.full(3, 6)).tolist() == [False, True, False]
+    assert store.active.overlap(np.arange(3, dtype="i4"), np.full(3, 5), np.full(3, 6)).tolist() == [False, True, False]
 
 
-def test_a_projection_is_kept_until_its_last_request_goes() -> None:
-    """Catches directions that leave with the first of two requests, in the middle of the other one."""
+def test_keeps_a_projection_until_its_last_request_ends() -> None:
+    """Catches directions that are freed while a second request still uses them."""
     _, store = made()
     wanted = SamplingParams(
         capture={"memory": {"hooks": {"post_block": [1]}, "reduce": {"directions": np.eye(2, HIDDEN)}}}

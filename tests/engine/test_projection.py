@@ -88,7 +88,7 @@ def test_the_books_are_by_what_leaves(llm: Any, monkeypatch: pytest.MonkeyPatch)
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         scheduled = schedule(*args, **kwargs)
-        booked.append((scheduler.steering_admission.captures_booked, scheduler.steering_ledger.in_use[2]))
+        booked.append((scheduler.steering_admission.reserved_rows, scheduler.steering_allocator.in_use[2]))
         return scheduled
 
     monkeypatch.setattr(scheduler, "schedule", watched)
@@ -98,4 +98,4 @@ def test_the_books_are_by_what_leaves(llm: Any, monkeypatch: pytest.MonkeyPatch)
         run(llm, PROMPTS[:1], [asked(0, **spec)])
         # One vector of the edit, and five directions.
         assert max(booked) == (most, 6 if spec else 1)
-    assert scheduler.steering_ledger.in_use == (0, 0, 0)
+    assert scheduler.steering_allocator.in_use == (0, 0, 0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a running engine refuses: before it hears of the request, with a sentence, and it serves on."""
+"""Tests of what a running engine refuses."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", list(BAD))
-def test_refused_by_name_and_the_engine_serves_on(llm: Any, name: str) -> None:
-    """Catches a bad field that reaches the engine, where it would take every request down."""
+def test_rejects_bad_fields_and_keeps_serving(llm: Any, name: str) -> None:
+    """Catches a bad field that reaches the engine, where it would fail every request."""
     fields, said = BAD[name]
     with pytest.raises(SteeringError, match=said):
         run(llm, [prompt(1, 2, 3)], [params(**fields)])
     assert len(tokens_of(run(llm, [prompt(1, 2, 3)], [params()])[0])) == 6
 
 
-def test_a_bad_request_does_not_take_its_neighbours(llm: Any) -> None:
-    """Failure: one request's error taking its neighbours' answers."""
+def test_bad_request_does_not_affect_others(llm: Any) -> None:
+    """Catches an error of one request that ends others."""
     with pytest.raises(SteeringError):
         run(llm, [prompt(1, 2, 3)] * 2, [params(), params(steering_vectors={"post_block": {99: V}})])
     assert not llm.llm_engine.has_unfinished_requests()
@@ -56,16 +56,16 @@ def test_a_bad_request_does_not_take_its_neighbours(llm: Any) -> None:
 
 
 @pytest.mark.feature("beam search (refused with steering)", "steer", "capture")
-def test_beam_search_is_refused(llm: Any) -> None:
-    """Catches beams that run unsteered, and captures that never come."""
+def test_rejects_beam_search(llm: Any) -> None:
+    """Catches beams that run unsteered, and captures that never arrive."""
     for fields in ({"steering_vectors": {"post_block": {1: V}}}, {"capture": capture()}):
         with pytest.raises(SteeringError, match="beam search"):
             llm.beam_search([prompt(1, 2, 3)], params(**fields))
 
 
 @pytest.mark.feature("streaming input (refused with steering)", "steer", "capture")
-def test_streaming_input_is_refused_with_steering_and_plain_sessions_are_not(llm: Any) -> None:
-    """Catches a session whose outputs become prompt, and whose prompt tokens would then be edited anew."""
+def test_rejects_steered_streaming_input_only(llm: Any) -> None:
+    """Catches a steered session, whose outputs become prompt and would be edited again."""
     from vllm_steer.frontend.requests import check_engine_request
 
     def session(**fields: Any) -> Any:
@@ -111,8 +111,8 @@ def test_scheduler_ends_only_the_request_with_a_malformed_program(llm: Any) -> N
 
 
 @pytest.mark.parametrize("point", OPTIONAL_POINTS)
-def test_an_engine_without_a_branch_point_says_which_flag_it_needs(llm: Any, point: Any) -> None:
-    """Catches a point that is accepted and ignored; the engine serves on."""
+def test_rejects_disabled_points_with_the_flag(llm: Any, point: Any) -> None:
+    """Catches a point that is accepted and ignored. The engine keeps serving."""
     for fields in (
         {"steering_vectors": {point: {1: V}}},
         {"steering": edit(point=point, kind="ablate", layers="all")},
@@ -125,8 +125,8 @@ def test_an_engine_without_a_branch_point_says_which_flag_it_needs(llm: Any, poi
     assert len(tokens_of(run(llm, [prompt(1, 2, 3)], [params()])[0])) == 6
 
 
-def test_an_engine_without_branch_points_pays_nothing_for_them(llm: Any) -> None:
-    """Catches a tap, or a column of the tables, that is there unasked."""
+def test_disabled_points_have_no_taps(llm: Any) -> None:
+    """Catches a tap or a table column of a disabled point."""
     assert worker_of(llm).model_runner.steering.tables.num_sites == LAYERS * len(points_on(()))
     taps = llm.apply_model(lambda model: [len(m.steering_taps) for m in model.modules() if hasattr(m, "steering_taps")])
     assert taps == [[3] * LAYERS]
@@ -140,8 +140,8 @@ def test_scheduler_ends_only_the_request_at_a_disabled_point(llm: Any) -> None:
     assert "--steering-points" in done["bad"].outputs[0].stop_reason
 
 
-def test_settings_are_refused_at_start() -> None:
-    """Catches limits that mean nothing, and our arguments beside a user's own worker."""
+def test_rejects_bad_settings_at_start() -> None:
+    """Catches meaningless limits, and steering settings beside a user's own worker."""
     for settings, said in (
         ({"steering_config": {"max_rows": 0}}, "max_rows"),
         ({"steering_config": {"rows": 5}}, "rows"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules and global steering of an engine: what a request runs with, in numbers."""
+"""Tests of modules and global steering in an engine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def add(vector: np.ndarray, strength: float = 1.0) -> Edit:
 
 
 def scores(llm: Any, **fields: Any) -> np.ndarray:
-    """Log-probabilities of every token at every step: equal for equal programs, and for no others."""
+    """Return the log-probabilities of every token at every step. Only equal programs give equal scores."""
     return logprobs_of(run(llm, [PROMPT], [params(**fields)])[0])
 
 
@@ -41,8 +41,8 @@ def empty(llm: Any) -> Iterator[None]:
 
 
 @pytest.mark.feature("modules by name and global steering", "steer")
-def test_a_module_is_what_is_in_it(llm: Any) -> None:
-    """Catches tiers that are mixed up, a scale that is dropped or applied to some edits only, an order that is lost."""
+def test_module_equals_its_edits(llm: Any) -> None:
+    """Catches mixed-up tiers, a scale that is dropped or partly applied, and a lost order."""
     llm.steering.register("m", base=SITE, prefill={"pre_attn": {2: B}}, decode={"pre_attn": {3: C}}, edits=[clamp(B)])
     inline = scores(
         llm,
@@ -57,7 +57,7 @@ def test_a_module_is_what_is_in_it(llm: Any) -> None:
 
 
 def test_order_is_global_then_modules_then_request(llm: Any) -> None:
-    """Catches another order: clamps on directions that are not orthogonal do not commute, as the control shows."""
+    """Catches another order. Clamps on directions that are not orthogonal do not commute, as the control shows."""
     parts = {name: clamp(direction(seed), low=6.0) for name, seed in (("set", 4), ("one", 5), ("two", 6), ("own", 7))}
     llm.steering.register("one", edits=[parts["one"]])
     llm.steering.register("two", edits=[parts["two"]])
@@ -71,7 +71,7 @@ def test_order_is_global_then_modules_then_request(llm: Any) -> None:
 
 @pytest.mark.feature("modules by name and global steering", "steer")
 def test_global_steering_reaches_plain_requests(llm: Any) -> None:
-    """Catches plain requests that pass by global steering, and one that outlives its clearing in the prefix cache."""
+    """Catches plain requests without global steering, and cached blocks that outlive it."""
     plain = scores(llm)
     llm.steering.set(base=SITE)
     assert np.array_equal(scores(llm), scores_of_inline := scores_inline(llm, plain))
@@ -82,9 +82,8 @@ def test_global_steering_reaches_plain_requests(llm: Any) -> None:
     assert np.array_equal(scores(llm), plain)
 
 
-def test_a_request_that_is_made_already_gets_what_others_get(llm: Any) -> None:
-    """Catches an engine request that a caller has made, which runs unsteered under global steering: vLLM takes such a
-    one with the parameters that are in it."""
+def test_global_steering_reaches_engine_requests(llm: Any) -> None:
+    """Catches an EngineCoreRequest of a caller that runs without global steering."""
     engine = llm.llm_engine
     llm.steering.register("m", base={"post_block": {1: C}})
     llm.steering.set(base=SITE)
@@ -100,7 +99,7 @@ def test_a_request_that_is_made_already_gets_what_others_get(llm: Any) -> None:
 
 
 def scores_inline(llm: Any, plain: np.ndarray) -> np.ndarray:
-    """What SITE gives when a request brings it, global steering being off for that long."""
+    """Return the scores of a request with SITE inline, without global steering."""
     llm.steering.clear()
     inline = scores(llm, steering_vectors=SITE)
     llm.steering.set(base=SITE)
@@ -108,8 +107,8 @@ def scores_inline(llm: Any, plain: np.ndarray) -> np.ndarray:
     return inline
 
 
-def test_a_request_keeps_what_it_was_admitted_with(llm: Any) -> None:
-    """Catches running requests that follow a change: the engine is stepped by hand, and everything changes between."""
+def test_running_requests_keep_their_program(llm: Any) -> None:
+    """Catches running requests that follow a change of global steering or modules."""
     llm.steering.register("m", base=SITE)
     wanted = scores(llm, steering_modules=["m"])
     engine = llm.llm_engine
@@ -125,8 +124,8 @@ def test_a_request_keeps_what_it_was_admitted_with(llm: Any) -> None:
     assert np.array_equal(logprobs_of(held), wanted)
 
 
-def test_what_was_applied_is_said(llm: Any) -> None:
-    """Catches silence, or other content than what the request ran with."""
+def test_outputs_report_what_was_applied(llm: Any) -> None:
+    """Catches a missing report, or one that differs from what the request ran with."""
     first = llm.steering.register("m", base=SITE)
     status = llm.steering.set(modules=[("m", 2.0)], base={"post_block": {2: B}})
     second = llm.steering.register("m", base={"post_block": {1: B}})
@@ -147,8 +146,8 @@ def test_what_was_applied_is_said(llm: Any) -> None:
     assert run(llm, [PROMPT], [old])[0].steering_applied.request == said.request
 
 
-def test_parameters_are_not_changed_by_their_use(llm: Any) -> None:
-    """Catches a request's program left on the caller's object: the second use would apply global steering twice."""
+def test_does_not_modify_sampling_params(llm: Any) -> None:
+    """Catches a program left on the caller's object, with which global steering would apply twice."""
     llm.steering.register("m", base=SITE)
     mine = params(steering_modules=["m"])
     once = logprobs_of(run(llm, [PROMPT], [mine])[0])
@@ -158,7 +157,7 @@ def test_parameters_are_not_changed_by_their_use(llm: Any) -> None:
     assert np.array_equal(logprobs_of(run(llm, [PROMPT], [mine])[0]), once)
 
 
-def test_samples_of_one_request_are_all_steered(llm: Any) -> None:
+def test_modules_steer_every_sample(llm: Any) -> None:
     """Catches `n` of which only the first sample has the module."""
     llm.steering.register("m", base=SITE)
     wanted = tokens_of(run(llm, [PROMPT], [params(steering_modules=["m"])])[0])
@@ -169,7 +168,7 @@ def test_samples_of_one_request_are_all_steered(llm: Any) -> None:
 
 @pytest.mark.feature("modules by name and global steering", "capture")
 def test_probes_of_modules_project_captures(llm: Any) -> None:
-    """Catches columns in another order, and a projection that is not on the module's direction."""
+    """Catches columns in another order, and a projection on another direction."""
     llm.steering.register("emotions", probes={"joy": A, "anger": B})
     spec: dict[str, Any] = {"hooks": {"post_block": [2]}, "positions": "all_prompt"}
     named = {**spec, "reduce": {"probes": ["emotions/joy", "emotions/anger"]}}
@@ -192,8 +191,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_the_engine_cannot_serve_is_not_registered(llm: Any, case: str) -> None:
-    """Catches a module that is taken and then fails its first request."""
+def test_rejects_modules_that_the_engine_cannot_serve(llm: Any, case: str) -> None:
+    """Catches a module that registers and then fails its first request."""
     content, said = REFUSED[case]
     with pytest.raises(SteeringError, match=said):
         llm.steering.register("m", **content)
@@ -201,24 +200,24 @@ def test_what_the_engine_cannot_serve_is_not_registered(llm: Any, case: str) -> 
 
 
 @pytest.mark.parametrize("tokens", [[-2], [[-1, 5]], [[3, -1]], list(range(0, 80, 2))])
-def test_global_steering_is_for_prompts_of_every_length(llm: Any, tokens: Any) -> None:
-    """Catches global steering under which other people's short, or long, plain requests would be refused."""
+def test_rejects_global_steering_that_depends_on_the_prompt_length(llm: Any, tokens: Any) -> None:
+    """Catches global steering under which short or long plain requests would be refused."""
     edit = Edit(kind="add", point="post_block", layers=1, vector=A, tokens=tokens)
     with pytest.raises(SteeringError, match="every prompt"):
         llm.steering.set(edits=[edit])
     assert llm.steering.status().digest is None
 
 
-def test_forged_arguments_are_refused(llm: Any) -> None:
-    """Catches a client that passes global steering by with a mark of ours."""
+def test_rejects_forged_arguments(llm: Any) -> None:
+    """Catches a client that bypasses global steering with an internal key."""
     llm.steering.set(base=SITE)
     for key in ("steer_applied", "steer_modules"):
         with pytest.raises(SteeringError, match=key):
             run(llm, [PROMPT], [params(extra_args={key: {"epoch": 1}})])
 
 
-def test_a_folder_outlives_its_engine(llm: Any, tmp_path: Path) -> None:
-    """Catches what is acknowledged and lost when the registry is opened again."""
+def test_registry_folder_outlives_its_engine(llm: Any, tmp_path: Path) -> None:
+    """Catches acknowledged changes that are lost when the registry is opened again."""
     from vllm_steer.frontend.context import engine_context
     from vllm_steer.registry.directory import DirectoryStore
     from vllm_steer.registry.registry import SteeringRegistry

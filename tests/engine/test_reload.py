@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an operator does to a running engine: cache resets, weight reloads and sleep leave running requests right."""
+"""Tests of cache resets, weight reloads and sleep with running requests."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ EDIT = {"post_attn": {LAYER: VECTOR}}
 
 
 def workload() -> tuple[list[Any], list[Any]]:
-    """Two requests that are steered and read, and a plain one."""
+    """Return two steered requests with captures and a plain one."""
     prompts = [prompt(*range(first, first + 30)) for first in (5, 20, 35)]
     steered = [params(12, steering_vectors={"post_block": {1: direction(i)}}, capture=capture()) for i in range(2)]
     return prompts, [*steered, params(12)]
 
 
 def interrupted(llm: Any, act: Callable[[], Any]) -> list[Any]:
-    """Run the workload, with ``act`` after the fourth step; nobody takes blocks from an earlier run."""
+    """Run the workload with ``act`` after the fourth step, without blocks of an earlier run."""
     llm.reset_prefix_cache()
     for i, (p, wanted) in enumerate(zip(*workload(), strict=True)):
         llm.llm_engine.add_request(str(i), p, wanted)
@@ -57,8 +57,8 @@ def truth(llm: Any) -> list[Any]:
 
 
 @pytest.mark.feature("reset_prefix_cache", "steer", "capture")
-def test_running_requests_survive_a_reset_of_the_prefix_cache(llm: Any, truth: list[Any]) -> None:
-    """Catches a request that lost its rows when the reset sent it back to the queue, and rows that come twice."""
+def test_requests_survive_a_cache_reset(llm: Any, truth: list[Any]) -> None:
+    """Catches lost or duplicate rows of a request that the reset preempts."""
     got = interrupted(llm, lambda: llm.llm_engine.reset_prefix_cache(reset_running_requests=True))
     assert same(got, truth)
     for i in range(2):
@@ -66,7 +66,7 @@ def test_running_requests_survive_a_reset_of_the_prefix_cache(llm: Any, truth: l
 
 
 def discard(worker: Any, level: int = 1) -> None:
-    """What level 2 does on a GPU: memory of the weights' pool comes back empty. Weights themselves are left alone."""
+    """Empty the tensors of the weights' memory pool, as sleep level 2 does on a GPU, but keep the weights."""
     for value in vars(worker.model_runner.steering.tables).values():
         if isinstance(value, torch.Tensor):
             value.zero_()
@@ -79,8 +79,8 @@ def sleep_and_wake(llm: Any) -> None:
 
 
 @pytest.mark.feature("sleep and wake", "steer", "capture")
-def test_tables_come_back_from_level_2(llm: Any, truth: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches tables that are lost with the weights' memory: running requests would go on unsteered."""
+def test_tables_survive_sleep_level_2(llm: Any, truth: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches tables that are lost with the weights' memory, after which requests run unsteered."""
     monkeypatch.setattr(CPUWorker, "sleep", discard)
     got = interrupted(llm, lambda: sleep_and_wake(llm))
     assert same(got, truth)
@@ -88,10 +88,8 @@ def test_tables_come_back_from_level_2(llm: Any, truth: list[Any], monkeypatch: 
         close_to(result(got[i]), result(truth[i]), i)
 
 
-def test_without_the_tables_restored_requests_go_on_unsteered(
-    llm: Any, truth: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Negative control: the comparison above sees the loss."""
+def test_comparison_finds_lost_tables(llm: Any, truth: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: the comparison above finds the loss."""
     monkeypatch.setattr(CPUWorker, "sleep", discard)
     tables = llm.llm_engine.model_executor.driver_worker.worker.model_runner.steering.tables
     monkeypatch.setattr(type(tables), "restore", lambda self, saved: None)
@@ -103,8 +101,8 @@ def test_without_the_tables_restored_requests_go_on_unsteered(
 
 
 @pytest.mark.feature("weight reload", "steer", "capture")
-def test_reloaded_weights_are_steered_and_read(llm: Any, truth: list[Any], tiny_llama: Path, tmp_path: Path) -> None:
-    """Catches taps or tables that a reload of the weights takes away, also from requests that are running."""
+def test_reloaded_weights_keep_their_taps(llm: Any, truth: list[Any], tiny_llama: Path, tmp_path: Path) -> None:
+    """Catches taps or tables that a weight reload removes, also from running requests."""
     reload = lambda folder: llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})  # noqa: E731
     got = interrupted(llm, lambda: reload(tiny_llama))
     assert same(got, truth)

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request may ask of vLLM besides: penalties, seeds, log-probabilities, a prompt of embeddings.
+"""Tests of steering beside penalties, seeds, log-probabilities, grammars and prompt embeddings.
 
-All of it starts from log-probabilities as the model gives them: those of a steered request come from the edited stream,
-and penalties and seeds have to act on them as on any others.
+All of these start from log-probabilities, which in a steered request come from the edited stream.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ SITE = {"post_block": {1: direction(1, 1.0, 256)}}
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[Any]:
-    """The demo model, whose tokens are words."""
+    """Return the demo model, whose tokens are words."""
     engine = make_llm(MODEL, skip_tokenizer_init=False, max_model_len=128, max_num_seqs=16, max_logprobs=-1,
                       enable_prompt_embeds=True)  # fmt: skip
     yield engine
@@ -43,13 +42,13 @@ def params(max_tokens: int = 8, **fields: Any) -> Any:
 
 
 def rows_of(steps: Any) -> np.ndarray:
-    """``[steps, vocabulary]`` log-probabilities."""
+    """Return log-probabilities ``[steps, vocabulary]``."""
     return np.array([[step[token].logprob for token in range(len(step))] for step in steps])
 
 
 @pytest.mark.feature("log-probabilities, of prompt and answer", "steer", "capture")
-def test_prompt_logprobs_are_those_that_were_generated(llm: Any) -> None:
-    """Catches logits of a prompt that are computed past the edits, or reads that change them."""
+def test_prompt_logprobs_match_generation(llm: Any) -> None:
+    """Catches prompt logits that bypass the edits, or captures that change them."""
     output = run(llm, [TEXT], [params(steering_vectors=SITE)])[0]
     whole = {"prompt_token_ids": [*output.prompt_token_ids, *tokens_of(output)]}
     asked = [
@@ -65,8 +64,8 @@ def test_prompt_logprobs_are_those_that_were_generated(llm: Any) -> None:
 
 
 @pytest.mark.feature("penalties and logit bias", "steer", "capture")
-def test_penalties_count_what_the_steered_request_said(llm: Any) -> None:
-    """Catches penalties that act on other logits than the steered ones, or that count a neighbour's tokens."""
+def test_penalties_use_steered_logits(llm: Any) -> None:
+    """Catches penalties on other logits than the steered ones, or for another request's tokens."""
     settings = {"presence_penalty": 1.5, "frequency_penalty": 0.5, "logit_bias": {11: 2.0}}
     plain, steered = run(
         llm, [TEXT] * 2, [params(16, **settings), params(16, steering_vectors=SITE, capture=capture(), **settings)]
@@ -86,8 +85,8 @@ def test_penalties_count_what_the_steered_request_said(llm: Any) -> None:
 
 
 @pytest.mark.feature("grammars", "steer", "capture")
-def test_a_grammar_masks_what_the_steered_stream_says(llm: Any) -> None:
-    """Catches a grammar that masks a neighbour's logits or the plain stream's, and rows that are lost beside it."""
+def test_grammars_mask_steered_logits(llm: Any) -> None:
+    """Catches a grammar that masks another request's or unsteered logits, and rows that are lost beside it."""
     letters, length = ("abcdefghijklm ", "nopqrstuvwxyz "), 14
     words = [word.replace("\u0120", " ") for word in llm.get_tokenizer().convert_ids_to_tokens(range(4096))]
     asked = [(own, ours) for ours in ({}, {"steering_vectors": SITE, "capture": capture()}) for own in letters]
@@ -124,8 +123,8 @@ def test_a_grammar_masks_what_the_steered_stream_says(llm: Any) -> None:
 
 
 @pytest.mark.feature("seeded sampling", "steer", "capture")
-def test_a_seed_draws_the_same_alone_and_beside_others(llm: Any) -> None:
-    """Catches draws that depend on neighbours, and reads that take one."""
+def test_seeded_draws_do_not_depend_on_the_batch(llm: Any) -> None:
+    """Catches draws that depend on other requests, and captures that consume one."""
 
     def wanted(seed: int) -> Any:
         return params(
@@ -143,8 +142,8 @@ def test_a_seed_draws_the_same_alone_and_beside_others(llm: Any) -> None:
 
 
 @pytest.mark.feature("prompts of embeddings", "steer", "capture")
-def test_a_prompt_of_embeddings_is_the_prompt_of_its_tokens(llm: Any) -> None:
-    """Catches edits and reads that count a prompt's positions by tokens that are not there."""
+def test_prompt_embeddings_match_tokens(llm: Any) -> None:
+    """Catches edits and captures that count positions by missing token ids."""
     asked = params(steering_vectors=SITE, prefill_steering_vectors={"pre_attn": {2: SITE["post_block"][1]}},
                    capture=capture())  # fmt: skip
     by_tokens, plain = run(llm, [TEXT] * 2, [asked, params()])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows stay on the device for the next step where nothing that they depend on has changed, and only there."""
+"""Tests of when the row assignment on the device is reused."""
 
 from __future__ import annotations
 
@@ -16,37 +16,39 @@ from vllm_steer.engine.row_assignment_cache import RowAssignmentCache
 from vllm_steer.engine.worker_manager import WorkerSteeringManager
 
 STEP: dict[str, Any] = {
-    "changes": 4, "num_padded": 8, "slot": np.array([3, 0, 5], np.int32), "count": np.array([1, 1, 1]), "settled": True,
+    "version": 4, "num_padded": 8, "slot": np.array([3, 0, 5], np.int32), "count": np.array([1, 1, 1]),
+    "in_last_segments": True,
 }  # fmt: skip
 OTHERS: list[dict[str, Any]] = [
-    {"changes": 5},
+    {"version": 5},
     {"num_padded": 16},
     {"slot": np.array([3, 5, 0], np.int32)},
     {"count": np.array([1, 2, 1])},
     {"slot": np.array([3, 0], np.int32), "count": np.array([1, 1])},
-    {"settled": False},
+    {"in_last_segments": False},
 ]
 
 
-def test_the_same_step_again_is_served() -> None:
+def test_equal_steps_reuse_the_assignment() -> None:
+    """Catches an assignment that is never reused, or reused after an idle step cleared it."""
     assigned = RowAssignmentCache()
-    assert [assigned.serve(**STEP) for _ in range(3)] == [False, True, True]
-    assigned.forget()
-    assert [assigned.serve(**STEP) for _ in range(2)] == [False, True]
+    assert [assigned.is_valid(**STEP) for _ in range(3)] == [False, True, True]
+    assigned.invalidate()
+    assert [assigned.is_valid(**STEP) for _ in range(2)] == [False, True]
 
 
 @pytest.mark.parametrize("other", OTHERS, ids=lambda other: next(iter(other)))
-def test_another_step_is_not(other: dict[str, Any]) -> None:
+def test_different_steps_do_not(other: dict[str, Any]) -> None:
     """Catches rows of a request that has gone, of other places, of other positions, and without padding; also in the
     step after the other one."""
     assigned = RowAssignmentCache()
-    assigned.serve(**STEP)
-    assert not assigned.serve(**{**STEP, **other})
-    assert not assigned.serve(**STEP)
+    assigned.is_valid(**STEP)
+    assert not assigned.is_valid(**{**STEP, **other})
+    assert not assigned.is_valid(**STEP)
 
 
-def edits_end_and_requests_change(llm: Any) -> list[list[np.ndarray]]:
-    """Answers in batches whose rows change while they decode, and the same requests alone."""
+def run_changing_batch(llm: Any) -> list[list[np.ndarray]]:
+    """Return logprobs of requests whose rows change while they decode, batched and alone."""
     edits: list[list[Edit]] = [
         [],
         [Edit(kind="add", point="post_block", layers=[1], vector=direction(61))],
@@ -61,9 +63,11 @@ def edits_end_and_requests_change(llm: Any) -> list[list[np.ndarray]]:
     return [[np.array(logprobs_of(each)) for each in answers] for answers in (together, alone)]
 
 
-def test_answers_are_those_of_rows_assigned_in_every_step(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches rows kept too long, in batches in which edits begin and end and requests come and go; and sees
-    (negative control) rows that are kept whatever happens."""
+def test_reuse_does_not_change_outputs(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches an assignment that is reused too long while edits and requests start and end.
+
+    Negative control: always reusing it changes the outputs.
+    """
     launched: list[int] = []
     real = WorkerSteeringManager._assign_rows
 
@@ -72,22 +76,22 @@ def test_answers_are_those_of_rows_assigned_in_every_step(llm: Any, monkeypatch:
         real(self, *args)
 
     monkeypatch.setattr(WorkerSteeringManager, "_assign_rows", counted)
-    together, alone = edits_end_and_requests_change(llm)
+    together, alone = run_changing_batch(llm)
     for one, other in zip(together, alone, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-4)
     kept = len(launched)
     launched.clear()
     never: Callable[..., bool] = lambda self, *args, **kwargs: False  # noqa: E731
-    monkeypatch.setattr(RowAssignmentCache, "serve", never)
-    edits_end_and_requests_change(llm)
+    monkeypatch.setattr(RowAssignmentCache, "is_valid", never)
+    run_changing_batch(llm)
     assert kept < 0.7 * len(launched)
 
     def always(self: Any, *args: Any, **kwargs: Any) -> bool:
-        self._of, before = "rows", self._of
+        self._key, before = "rows", self._key
         return before is not None
 
-    monkeypatch.setattr(RowAssignmentCache, "serve", always)
-    together, _ = edits_end_and_requests_change(llm)
+    monkeypatch.setattr(RowAssignmentCache, "is_valid", always)
+    together, _ = run_changing_batch(llm)
     with pytest.raises(AssertionError):
         for one, other in zip(together, alone, strict=True):
             np.testing.assert_allclose(one, other, atol=1e-4)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speculative decoding, in a process of its own.
+"""Tests of speculative decoding, in a process of its own.
 
 After an n-gram proposer, vLLM 0.32 cannot start another engine in the same process on CPU: its kernel registry
-(``triton_utils/dispatcher.py``) looks through all modules and stumbles over numba's.
+(``triton_utils/dispatcher.py``) inspects all modules and fails at numba's.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.failure(17, control=True)
 @pytest.mark.feature("speculative decoding, n-gram", "steer", "capture")
 def test_n_gram() -> None:
-    """Runs ``speculation_cases.py``, whose tests say what they catch."""
+    """Run ``speculation_cases.py``, whose tests name what they catch."""
     _run("speculation_cases.py", 2)
 
 
 @pytest.mark.feature("speculative decoding, draft model and EAGLE", "steer", "capture")
 @pytest.mark.feature("drafters (never hooked)", "steer", "capture")
-def test_models_that_draft() -> None:
-    """Runs ``drafter_cases.py``, whose tests say what they catch."""
+def test_draft_models() -> None:
+    """Run ``drafter_cases.py``, whose tests name what they catch."""
     _run("drafter_cases.py", 2)
 
 

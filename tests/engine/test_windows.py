@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads beside the prefix cache of a model whose attention has a window: of a cached prefix only the end is kept."""
+"""Tests of captures beside the prefix cache of a sliding-window model, which keeps only the end of a hit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.engine import scheduler_alone
+from tests.engine import scheduler_harness
 from tests.engine.answers import logprobs_of, params, prompt, run
 from tests.engine.captures import result
 from tests.engine.conftest import close
@@ -39,31 +39,35 @@ def windowed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("window", "kept"), [(None, 48), (WINDOW, 0)])
-def test_what_a_resumed_request_finds_of_itself(tiny_llama: Path, window: int | None, kept: int) -> None:
-    """Catches a request that reads what it generates and, computed again after a preemption, finds its own blocks up to
-    behind the first of these: without a window the blocks in front of it serve, with one there is nothing in them."""
-    made = scheduler_alone.config(tiny_llama, sequences=4)
-    scheduler = scheduler_alone.make(made, blocks=60, window=window)
+def test_resumed_request_computes_its_captured_tokens(tiny_llama: Path, window: int | None, kept: int) -> None:
+    """Catches a preempted request that finds its own blocks beyond the first position that it captures.
+
+    With full attention the earlier blocks still serve; with a window they are empty.
+    """
+    made = scheduler_harness.config(tiny_llama, sequences=4)
+    scheduler = scheduler_harness.make(made, blocks=60, window=window)
     tokens = list(range(1, 86))
-    scheduler.add_request(scheduler_alone.request("cached", tokens, 1))
+    scheduler.add_request(scheduler_harness.request("cached", tokens, 1))
     while scheduler.has_unfinished_requests():
-        scheduler_alone.answer(scheduler, scheduler.schedule())
+        scheduler_harness.finish_step(scheduler, scheduler.schedule())
     read = {"memory": {"hooks": {"post_block": "all"}, "positions": "all_generated"}}
-    resumed = scheduler_alone.request("resumed", tokens[:50], 60, capture=read)
+    resumed = scheduler_harness.request("resumed", tokens[:50], 60, capture=read)
     scheduler.add_request(resumed)
     resumed.append_output_token_ids(tokens[50:])
-    plain = scheduler_alone.request("plain", tokens, 1)
+    plain = scheduler_harness.request("plain", tokens, 1)
     assert scheduler._get_local_prefix_cache_hit(plain)[1] == 80
     blocks, hit, *_ = scheduler._get_local_prefix_cache_hit(resumed)
     assert hit == kept
     assert all(not block.is_null for group in blocks.blocks for block in group)
-    assert sum(len(group) for group in blocks.blocks) == kept // scheduler_alone.BLOCK
+    assert sum(len(group) for group in blocks.blocks) == kept // scheduler_harness.BLOCK
 
 
 @pytest.mark.feature("prefix caching", "capture")
-def test_a_read_behind_the_beginning_of_a_cached_prompt(windowed: Any) -> None:
-    """Catches a cached prefix that is cut in front of the window which is all that was kept of it: rows of another
-    context, and the same keys and values served to plain requests afterwards."""
+def test_capture_within_a_cached_prompt(windowed: Any) -> None:
+    """Catches a hit that is cut before the only window that was kept.
+
+    Rows would come from another context, and plain requests would get the same KV.
+    """
     whole, reads = prompt(*CONVERSATION), {"memory": {"hooks": {"post_block": [3]}, "positions": [[128, 199]]}}
     truth = run(windowed, [whole], [params(3, capture=reads, skip_reading_prefix_cache=True)])[0]
     windowed.reset_prefix_cache()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is kept for an engine client, and how long."""
+"""Tests of the context of an engine client and its lifetime."""
 
 from __future__ import annotations
 
@@ -16,39 +16,42 @@ from vllm_steer.frontend.context import ensure_engine_context
 from vllm_steer.program.program_files import MIN_PROGRAM_BYTES
 
 
-async def test_consumers_are_closed_with_their_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches files of many requests that are lost at the end of a script, since nobody completes them."""
+async def test_closes_consumers_with_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches files of several requests that are never completed at the end of a script."""
     closed: list[CaptureManager] = []
-    monkeypatch.setattr(CaptureManager, "close", lambda desk: closed.append(desk))
+    monkeypatch.setattr(CaptureManager, "close", lambda manager: closed.append(manager))
     engine = FakeEngine()
-    served = await ensure_engine_context(engine)
+    engine_context = await ensure_engine_context(engine)
     gc.collect()
-    assert served is not None and closed == []
+    assert engine_context is not None and closed == []
     del engine
     gc.collect()
-    assert closed == [served.capture_manager]
+    assert closed == [engine_context.capture_manager]
 
 
-async def test_files_of_programs_go_with_their_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches vectors that stay on the disk when an engine is gone and its process is not."""
+async def test_removes_program_files_with_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches vectors that stay on disk after the engine is deleted."""
     monkeypatch.setattr(context, "_shares_files", lambda engine: True)
     engine = FakeEngine()
-    served = await ensure_engine_context(engine)
-    assert served is not None and served.program_files is not None
+    engine_context = await ensure_engine_context(engine)
+    assert engine_context is not None and engine_context.program_files is not None
     program = bytes(MIN_PROGRAM_BYTES)
-    served.program_files.reference(program)
-    assert served.program_files.reference(program) is not None and served.program_files._directory is not None
-    folder = served.program_files._directory.path
+    engine_context.program_files.reference(program)
+    assert (
+        engine_context.program_files.reference(program) is not None
+        and engine_context.program_files._directory is not None
+    )
+    folder = engine_context.program_files._directory.path
     assert folder.is_dir()
     del engine
     gc.collect()
     assert not folder.exists()
 
 
-async def test_an_engine_in_this_process_or_on_another_host_gets_no_files() -> None:
-    """Catches a name sent to where the file is not."""
-    served = await ensure_engine_context(FakeEngine())
-    assert served is not None and served.program_files is None
+async def test_passes_files_to_local_processes_only() -> None:
+    """Catches a path sent to an engine that cannot read it."""
+    engine_context = await ensure_engine_context(FakeEngine())
+    assert engine_context is not None and engine_context.program_files is None
     client = object.__new__(MPClient)
     for size, local, backend, shared in ((1, 1, "mp", True), (2, 2, "mp", True), (2, 1, "mp", False),
                                          (1, 0, "mp", False), (2, 2, "ray", False)):  # fmt: skip

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from tests.engine import scheduler_alone
+from tests.engine import scheduler_harness
 from tests.tiny import HIDDEN, code_of, direction, save_tiny_llama
 from vllm_steer.capture.step_rows import RowIndex, StepRows
 from vllm_steer.engine.model_output import attach_stats
@@ -27,14 +27,14 @@ WHOLE_STREAM = {"capture": {"memory": {"hooks": EVERYWHERE, "positions": "all"}}
 @pytest.fixture(scope="module")
 def vllm_config(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = save_tiny_llama(tmp_path_factory.mktemp("model"))
-    return scheduler_alone.config(folder, sequences=8, max_rows=2, max_vectors=2, capture_mib=1, queue_timeout=30)
+    return scheduler_harness.config(folder, sequences=8, max_rows=2, max_vectors=2, capture_mib=1, queue_timeout=30)
 
 
 class Engine:
     """A scheduler whose model answers at once."""
 
     def __init__(self, vllm_config: Any, *, log_stats: bool = True) -> None:
-        self.scheduler = scheduler_alone.make(vllm_config, blocks=200, log_stats=log_stats)
+        self.scheduler = scheduler_harness.make(vllm_config, blocks=200, log_stats=log_stats)
         self.clock = 0.0
         self.scheduler.steering_admission._now = lambda: self.clock
         self.made = 0
@@ -42,13 +42,13 @@ class Engine:
     def add(self, *, tokens: int = 4, prompt: int = 4, **fields: Any) -> str:
         self.made += 1
         name = f"request-{self.made}"
-        self.scheduler.add_request(scheduler_alone.request(name, list(range(2, 2 + prompt)), tokens, **fields))
+        self.scheduler.add_request(scheduler_harness.request(name, list(range(2, 2 + prompt)), tokens, **fields))
         return name
 
     def step(self, rows: tuple[StepRows, ...] = (), worker: WorkerStats | None = None) -> Any:
         """vLLM's statistics of one step, as they leave the engine's process."""
         scheduled = self.scheduler.schedule()
-        output = attach_stats(scheduler_alone.model_output(self.scheduler, scheduled, rows), worker)
+        output = attach_stats(scheduler_harness.model_output(self.scheduler, scheduled, rows), worker)
         outputs = self.scheduler.update_from_output(scheduled, output)
         found = [each.scheduler_stats for each in outputs.values() if each.scheduler_stats is not None]
         assert len(found) <= 1

@@ -23,7 +23,10 @@ T = TypeVar("T")
 
 
 class AsyncClient:
-    """Asynchronous counterpart of :class:`~vllm_steer.client.Client`; all methods are coroutines."""
+    """Asynchronous counterpart of :class:`~vllm_steer.client.Client`.
+
+    Methods are coroutines; `stream_chat` is an asynchronous iterator.
+    """
 
     def __init__(
         self,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way of a request through vLLM and this package, stage by stage, in the order in which a request takes it.
+"""The path of a request through vLLM and this package, stage by stage, in order.
 
 Each row names a method of vLLM, the function of ours that joins it, and what that function gets and passes on. This is
 the complete list: :func:`vllm_steer.compat.wraps.install` wraps exactly the methods listed here, and a test compares
@@ -34,7 +34,7 @@ BEFORE, AFTER, RESULT, AROUND, OVERRIDE = How.BEFORE, How.AFTER, How.RESULT, How
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage of a request's way."""
+    """One stage of a request's path."""
 
     name: str
     takes: str
@@ -62,7 +62,7 @@ _FRONT_END = "vllm_steer.compat.front_end"
 _REQUESTS = "vllm_steer.frontend.requests"
 _OUTPUTS = "vllm_steer.frontend.outputs"
 _STEERED_STATE = "vllm_steer.compat.request_state:SteeredRequestState"
-_STEERING_SCHEDULER = "vllm_steer.engine.scheduler:steering_scheduler"
+_STEERING_SCHEDULER = "vllm_steer.engine.scheduler:SteeringSchedulerMixin"
 _STEERING_V1 = "vllm_steer.engine.runner_v1:SteeringRunnerV1"
 _STEERING_V2 = "vllm_steer.engine.runner_v2:SteeringRunnerV2"
 _STEERING_STATE = "vllm_steer.engine.runner_v2:_steering_state"
@@ -74,7 +74,7 @@ STARTUP: tuple[Join, ...] = (
 )
 """Wrapped in every process of vLLM, when it loads its plugins."""
 
-WAY: tuple[Stage, ...] = (
+REQUEST_STAGES: tuple[Stage, ...] = (
     Stage(
         "parameters",
         "the steering and capture fields of a request body",
@@ -134,7 +134,7 @@ WAY: tuple[Stage, ...] = (
         "a SchedulerOutput: requests that have room in the device tables, with steering in their block hashes",
         (
             *(
-                Join(f"{_SCHEDULER}.{name}", OVERRIDE, _STEERING_SCHEDULER)
+                Join(f"{_SCHEDULER}.{name}", OVERRIDE, f"{_STEERING_SCHEDULER}.{name}")
                 for name in (
                     "add_request",
                     "set_pause_state",
@@ -192,7 +192,7 @@ WAY: tuple[Stage, ...] = (
                 "vllm_steer.engine.executor:RowAggregator.aggregate",
             ),
             *(
-                Join(f"{_SCHEDULER}.{name}", OVERRIDE, _STEERING_SCHEDULER)
+                Join(f"{_SCHEDULER}.{name}", OVERRIDE, f"{_STEERING_SCHEDULER}.{name}")
                 for name in ("update_from_output", "_free_request")
             ),
         ),
@@ -248,4 +248,4 @@ LIFECYCLE: tuple[Join, ...] = (
 
 def front_end_joins() -> tuple[Join, ...]:
     """Return the joins of all stages in order."""
-    return tuple(chain.from_iterable(stage.joins for stage in WAY))
+    return tuple(chain.from_iterable(stage.joins for stage in REQUEST_STAGES))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may start: places in the device tables and host memory for captured rows, first come first served.
+"""Admission of requests: room in the device tables and in host memory for captured rows, first come first served.
 
-The scheduler asks for every waiting request, in the order of its queue. What does not fit waits, and from the first one
-that waits on, nobody who needs places is let in during that step: a small request cannot overtake a large one for ever.
-Requests that need no places are never asked about and pass.
+The scheduler offers every waiting request in the order of its queue. A request that does not fit waits, and so does
+every later request that needs room in that step, so that small requests cannot starve a large one. Requests that need
+no room are never offered.
 """
 
 from __future__ import annotations
@@ -15,120 +15,128 @@ from collections.abc import Callable
 from vllm_steer.program import Resolved, TableAllocator
 
 REFUSED = "steering: "
-"""How the ``stop_reason`` of a request begins that the scheduler ended with an error; the reason follows."""
+"""Prefix of the ``stop_reason`` of a request that the scheduler ended with an error; the reason follows."""
 
 
 class AdmissionController:
-    """The books of one scheduler, by request.
+    """Room reserved by the admitted requests of one scheduler.
 
-    ``capture_rows``: how many captured rows all running requests may come to. ``timeout``: seconds that a request may
-    wait for its places; 0 for no limit. ``now``: a monotonic clock.
+    Args:
+        allocator: Allocator of the device tables.
+        capture_rows: Most captured rows of all running requests.
+        timeout: Seconds that a request may wait; 0 for no limit.
+        now: Monotonic clock.
     """
 
     def __init__(
-        self, ledger: TableAllocator, capture_rows: int, timeout: float, now: Callable[[], float] = time.monotonic
+        self, allocator: TableAllocator, capture_rows: int, timeout: float, now: Callable[[], float] = time.monotonic
     ) -> None:
-        self.ledger = ledger
+        self.allocator = allocator
+        self._capture_rows = capture_rows
         self._timeout = timeout
         self._now = now
-        self._capture_rows = capture_rows
-        self._captures: dict[str, int] = {}
-        self.captures_booked = 0
-        """Captured rows that running requests may come to."""
         self._admitted: dict[str, Resolved] = {}
+        self._reserved: dict[str, int] = {}
+        self.reserved_rows = 0
+        """Captured rows reserved for running requests."""
         self._waiting_since: dict[str, float] = {}
         self._waiting_for: dict[str, str] = {}
         self._closed = False
-        self._stopped: float | None = None
-        self.changes = 0
-        """Counts up whenever any of the books changes."""
+        self._paused_since: float | None = None
+        self.version = 0
+        """Incremented whenever a reservation or a reason to wait changes."""
 
     def begin_step(self) -> None:
-        """A new step: the queue is asked about from its head again."""
+        """Start a new step, in which the scheduler offers its queue from the head again."""
         self._closed = False
 
-    def has(self, request_id: str) -> bool:
-        """Whether the request holds its places; it does from its admission to its end, through preemptions."""
+    def is_admitted(self, request_id: str) -> bool:
+        """Return whether the request has its room."""
         return request_id in self._admitted
 
-    def has_room_for_captures(self, rows: int) -> bool:
-        """Whether ``rows`` captured rows fit beside those of running requests; also true of a step that is closed."""
-        return self._closed or not rows or self.captures_booked + rows <= self._capture_rows
+    def has_capture_room(self, rows: int) -> bool:
+        """Return whether ``rows`` captured rows fit beside those of running requests.
+
+        Also True if the step is closed: the request then waits whatever its size.
+        """
+        return self._closed or not rows or self.reserved_rows + rows <= self._capture_rows
 
     def admit(self, request_id: str, resolved: Resolved, capture_rows: int) -> bool:
-        """Book the request's places, or let it and all after it wait in this step."""
+        """Reserve the request's room, or make it and all later requests wait in this step."""
         reason = self._reason_to_wait(resolved, capture_rows)
         if reason is not None:
             self._closed = True
             self._waiting_since.setdefault(request_id, self._now())
             if self._waiting_for.get(request_id) != reason:
                 self._waiting_for[request_id] = reason
-                self.changes += 1
+                self.version += 1
             return False
-        self.ledger.acquire(resolved.token_programs)
+        self.allocator.acquire(resolved.token_programs)
         self._admitted[request_id] = resolved
         if capture_rows:
-            self._captures[request_id] = capture_rows
-            self.captures_booked += capture_rows
+            self._reserved[request_id] = capture_rows
+            self.reserved_rows += capture_rows
         self._waiting_since.pop(request_id, None)
         self._waiting_for.pop(request_id, None)
-        self.changes += 1
+        self.version += 1
         return True
 
     def _reason_to_wait(self, resolved: Resolved, capture_rows: int) -> str | None:
         if self._closed:
             return "turn"
-        if not self.has_room_for_captures(capture_rows):
+        if not self.has_capture_room(capture_rows):
             return "capture"
-        return self.ledger.shortage(resolved.token_programs)
+        return self.allocator.shortage(resolved.token_programs)
 
     def release(self, request_id: str) -> None:
-        """The request has ended, admitted or not; its places are free."""
+        """Free the room of a request that has ended, admitted or not."""
         self._waiting_since.pop(request_id, None)
         if self._waiting_for.pop(request_id, None) is not None:
-            self.changes += 1
-        self.captures_booked -= self._captures.pop(request_id, 0)
+            self.version += 1
+        self.reserved_rows -= self._reserved.pop(request_id, 0)
         resolved = self._admitted.pop(request_id, None)
         if resolved is not None:
-            self.ledger.release(resolved.token_programs)
-            self.changes += 1
+            self.allocator.release(resolved.token_programs)
+            self.version += 1
 
-    def stop_clock(self, stopped: bool) -> None:
-        """While the engine is paused nobody is let in, whatever room there is: that time is nobody's waiting."""
-        if stopped:
-            self._stopped = self._now() if self._stopped is None else self._stopped
-        elif self._stopped is not None:
-            gone, self._stopped = self._now() - self._stopped, None
-            self._waiting_since = {request_id: since + gone for request_id, since in self._waiting_since.items()}
+    def pause(self, paused: bool) -> None:
+        """Pause or resume the waiting times; a paused engine admits nothing."""
+        if paused:
+            self._paused_since = self._now() if self._paused_since is None else self._paused_since
+        elif self._paused_since is not None:
+            pause, self._paused_since = self._now() - self._paused_since, None
+            self._waiting_since = {request_id: since + pause for request_id, since in self._waiting_since.items()}
 
-    def overdue(self) -> dict[str, str]:
-        """Requests that have waited for their places too long, and what to tell each."""
+    def timed_out(self) -> dict[str, str]:
+        """Return the error message of each request that has waited too long, by request id."""
         if not self._timeout or not self._waiting_since:
             return {}
         latest = self._now() - self._timeout
         return {
-            request_id: f"waited {self._timeout:g} s (--steering-queue-timeout) for room in the steering tables or the "
-            "capture budget, which running requests take up; try again later"
+            request_id: f"waited {self._timeout:g} s (--steering-queue-timeout) for room in the steering tables or "
+            "the capture budget; try again later"
             for request_id, since in self._waiting_since.items()
             if since <= latest
         }
 
     @property
     def num_admitted(self) -> int:
-        """Requests that hold places."""
+        """Number of requests that have their room."""
         return len(self._admitted)
 
     @property
     def is_busy(self) -> bool:
-        """Whether any request holds places or waits for some."""
+        """Whether any request has room or waits for it."""
         return bool(self._admitted or self._waiting_since)
-
-    def waiting(self) -> dict[str, int]:
-        """How many requests wait, by what there was too little of when they were last asked about: ``rows``,
-        ``instructions``, ``vectors``, ``capture``; ``turn``: behind another one that waits."""
-        return dict(Counter(self._waiting_for.values()))
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for places, as far as the queue has been asked about."""
+        """Number of requests that have been offered and wait."""
         return len(self._waiting_since)
+
+    def waiting_by_reason(self) -> dict[str, int]:
+        """Return the number of waiting requests by what they wait for.
+
+        Reasons are ``rows``, ``instructions``, ``vectors``, ``capture``, and ``turn`` (behind another waiting request).
+        """
+        return dict(Counter(self._waiting_for.values()))

@@ -1,132 +1,211 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Room for captured rows in one step: how many tokens a request that reads may have.
+"""How many tokens a capturing request may have in one step.
 
-Requests are asked in the order in which vLLM schedules them, those that run first. One that waits and whose next token
-finds no room is passed over, so that requests that read nothing go on; but no other reader overtakes it in that step.
+The arena is the device buffer that holds the captured rows of one step. The scheduler offers requests in its own order,
+running ones first. A waiting request whose next token finds no room is skipped, so that requests that capture nothing
+still start, but no other capturing request overtakes it in that step.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
+
+from vllm.v1.request import RequestStatus
 
 from vllm_steer.program import Resolved
 
+Spans = list[tuple[int, int]]
+"""Positions ``[start, stop)`` that must be computed in one step."""
+
 
 class ArenaBudget:
-    """What is left of ``rows`` rows of the arena in the step that is being scheduled.
+    """Rows of the arena that are free in the step that is being scheduled.
 
-    ``drafts``: most draft tokens of a request in a step. With drafts, where a request's next tokens stand is only
-    known on the device, so each counts as one of those that store most.
+    Args:
+        rows: Size of the arena.
+        drafts: Most draft tokens of a request in a step.
+        speculates: Whether the engine uses speculative decoding. The positions of a request's next tokens are then
+            known on the device only, so each token counts with the most rows that any token of the request stores.
     """
 
     def __init__(self, rows: int, drafts: int, speculates: bool) -> None:
         self._rows, self._drafts, self._speculates = rows, drafts, speculates
-        self._left = rows
+        self._free = rows
         self._closed = False
-        self._most: dict[str, int] = {}
-        self._all = 0
+        self._rows_per_token: dict[str, int] = {}
+        self._total_per_token = 0
 
-    def follow(self, request_id: str, resolved: Resolved) -> None:
-        """A request has been admitted, and may be asked about."""
+    def add_request(self, request_id: str, resolved: Resolved) -> None:
+        """Count an admitted request."""
         if resolved.max_captures:
-            self._most[request_id] = resolved.max_captures
-            self._all += resolved.max_captures
+            self._rows_per_token[request_id] = resolved.max_captures
+            self._total_per_token += resolved.max_captures
 
-    def forget(self, request_id: str) -> None:
-        """A request has ended."""
-        self._all -= self._most.pop(request_id, 0)
-
-    @property
-    def has_readers(self) -> bool:
-        """Whether anybody who may be asked about reads."""
-        return bool(self._most)
+    def remove_request(self, request_id: str) -> None:
+        """Forget a request that has ended."""
+        self._total_per_token -= self._rows_per_token.pop(request_id, 0)
 
     @property
-    def sure(self) -> int:
-        """How many tokens each of them can have in one step if nobody has more; 0 for less than a decoding request's,
-        with its drafts."""
-        most = 1 + self._drafts
-        return most if self._all * most <= self._rows else 0
+    def has_requests(self) -> bool:
+        """Whether any admitted request captures."""
+        return bool(self._rows_per_token)
+
+    @property
+    def guaranteed_tokens(self) -> int:
+        """Number of tokens that all capturing requests can have in one step together: a decoding step's, or 0."""
+        tokens = 1 + self._drafts
+        return tokens if self._total_per_token * tokens <= self._rows else 0
 
     def begin_step(self) -> None:
-        """Everything is free again."""
-        self._left, self._closed = self._rows, False
+        """Free the whole arena."""
+        self._free, self._closed = self._rows, False
 
-    def why_never(self, resolved: Resolved, spans: list[tuple[int, int]]) -> str | None:
-        """Why a request can never have its tokens, or None. ``spans``: positions ``[start, stop)`` that vLLM computes
-        in one step or not at all."""
+    def reason_impossible(self, resolved: Resolved, spans: Spans) -> str | None:
+        """Return why a request can never be computed, or None if it can."""
         needed = resolved.max_captures * (1 + self._drafts)
         for start, stop in spans:
-            needed = max(needed, self._in_one_step(resolved, start, stop))
+            needed = max(needed, self._rows_of(resolved, start, stop))
         if needed <= self._rows:
             return None
-        return f"captures {needed} rows in one step, and there is room for {self._rows} (--steering-capture-rows)"
+        return f"needs {needed} rows in one step; the engine has {self._rows} (--steering-capture-rows)"
 
-    def fits_anywhere(self, resolved: Resolved, spans: list[tuple[int, int]]) -> bool:
-        """Whether a request that waits can have its next token, wherever it would begin."""
-        return not self._closed and not spans and resolved.max_captures * (1 + self._drafts) <= self._left
+    def fits_anywhere(self, resolved: Resolved, spans: Spans) -> bool:
+        """Return whether a waiting request can have its next token, at whichever position it starts."""
+        return not self._closed and not spans and resolved.max_captures * (1 + self._drafts) <= self._free
 
-    def lets_in(self, resolved: Resolved, position: int, spans: list[tuple[int, int]]) -> bool:
-        """Whether a request that waits, and would begin at ``position``, can have its next token, or all that must be
-        computed with it; no reader can in the rest of a step in which one cannot."""
-        needed = self._in_one_step(resolved, position, position + 1) * (1 + self._drafts)
+    def can_start(self, resolved: Resolved, position: int, spans: Spans) -> bool:
+        """Return whether a waiting request that starts at ``position`` can have its next token.
+
+        If a span begins there, it needs room as a whole. If there is none, no other capturing request can start in this
+        step.
+        """
+        needed = self._rows_of(resolved, position, position + 1) * (1 + self._drafts)
         for start, stop in spans:
             if start == position:
-                needed = max(needed, self._in_one_step(resolved, start, stop))
-        self._closed = self._closed or needed > self._left
+                needed = max(needed, self._rows_of(resolved, start, stop))
+        self._closed = self._closed or needed > self._free
         return not self._closed
 
-    def take(self, resolved: Resolved, start: int, tokens: int, whole: bool, spans: list[tuple[int, int]]) -> int:
-        """How many of ``tokens`` tokens from ``start`` on the request gets, whose rows are taken.
+    def take(self, resolved: Resolved, start: int, tokens: int, whole: bool, spans: Spans) -> int:
+        """Reserve the rows of up to ``tokens`` tokens from ``start`` on.
 
-        ``whole``: all of them or none. ``spans``: none of these is cut into two.
+        Args:
+            resolved: Program of the request.
+            start: Position of the first token.
+            tokens: Number of tokens that vLLM wants to compute.
+            whole: Reserve all of them or none.
+            spans: Spans of the request, none of which is split.
+
+        Returns:
+            The number of tokens whose rows have been reserved.
         """
         if start >= resolved.read_range[1] and not self._speculates:
             return tokens
-        if tokens == 1 and resolved.max_captures <= self._left:
-            # Decoding, which is nearly always: what one token can store at most.
-            self._left -= resolved.max_captures
+        if tokens == 1 and resolved.max_captures <= self._free:
+            # Hot path: a decoding request, counted with the most that one token can store.
+            self._free -= resolved.max_captures
             return tokens
-        given, rows = self._fitting(resolved, start, tokens)
-        if given < tokens:
-            end = 0 if whole else _ahead_of(spans, start, start + given) - start
-            given, rows = self._fitting(resolved, start, max(end, 0))
-        self._left -= rows
-        return given
+        fitting, rows = self._fitting(resolved, start, tokens)
+        if fitting < tokens:
+            end = 0 if whole else _before_split(spans, start, start + fitting) - start
+            fitting, rows = self._fitting(resolved, start, max(end, 0))
+        self._free -= rows
+        return fitting
 
     def _fitting(self, resolved: Resolved, start: int, tokens: int) -> tuple[int, int]:
-        """The most of ``tokens`` tokens from ``start`` on whose rows fit what is left, and those rows."""
+        """Return how many of ``tokens`` tokens fit the free rows, and how many rows they take."""
         if self._speculates:
-            tokens = min(tokens, self._left // resolved.max_captures)
+            tokens = min(tokens, self._free // resolved.max_captures)
             return tokens, tokens * resolved.max_captures
         taken = rows = 0
-        for from_, to, segment in resolved.spans(start, start + tokens):
-            count = to - from_
+        for first, stop, segment in resolved.spans(start, start + tokens):
+            count = stop - first
             if segment.num_captures:
-                count = min(count, (self._left - rows) // segment.num_captures)
+                count = min(count, (self._free - rows) // segment.num_captures)
             taken += count
             rows += count * segment.num_captures
-            if count < to - from_:
+            if count < stop - first:
                 break
         return taken, rows
 
-    def _in_one_step(self, resolved: Resolved, start: int, stop: int) -> int:
+    def _rows_of(self, resolved: Resolved, start: int, stop: int) -> int:
         if self._speculates:
             return (stop - start) * resolved.max_captures
-        return sum((to - from_) * segment.num_captures for from_, to, segment in resolved.spans(start, stop))
+        return sum((last - first) * segment.num_captures for first, last, segment in resolved.spans(start, stop))
 
 
-def unsplit_spans(request: Any, scheduler_config: Any) -> list[tuple[int, int]]:
-    """The positions of each image and the like of a request, where the model's attention needs it in one step.
+class TokenLimiter:
+    """Limits the tokens of vLLM's requests to what an :class:`ArenaBudget` has room for.
 
-    vLLM sees to that (``Scheduler._try_schedule_encoder_inputs``) ahead of its last word on a request's tokens.
+    In most steps the next tokens of all capturing requests fit together (:attr:`ArenaBudget.guaranteed_tokens`).
+    Requests are then only recorded. Their rows are reserved (:meth:`_reserve_recorded`) when a capturing request wants
+    more tokens or wants to start.
+    """
+
+    def __init__(self, arena: ArenaBudget, steered: Mapping[str, Resolved], scheduler_config: Any) -> None:
+        self._arena, self._steered, self._scheduler_config = arena, steered, scheduler_config
+        self._recorded: list[tuple[Any, int, int]] = []
+        self._recordable_tokens = 0
+
+    def begin_step(self) -> None:
+        """Free the arena."""
+        self._arena.begin_step()
+        self._recorded.clear()
+        self._recordable_tokens = self._arena.guaranteed_tokens
+
+    def reason_impossible(self, request: Any, resolved: Resolved) -> str | None:
+        """Return why a request can never be computed, or None if it can."""
+        return self._arena.reason_impossible(resolved, self._spans(request)) if resolved.max_captures else None
+
+    def limit(self, request: Any, start: int, tokens: int) -> int:
+        """Return how many of ``tokens`` tokens from position ``start`` on a request gets."""
+        if tokens <= self._recordable_tokens:
+            self._recorded.append((request, start, tokens))
+            return tokens
+        resolved = self._steered.get(request.request_id)
+        if resolved is None or not resolved.max_captures:
+            return tokens
+        self._reserve_recorded()
+        return self._take(request, resolved, start, tokens)
+
+    def can_start(self, request: Any, resolved: Resolved, cached_tokens: Callable[[], int]) -> bool:
+        """Return whether there is room for a waiting request where it starts, which may be after its cached tokens."""
+        self._reserve_recorded()
+        start, spans = request.num_computed_tokens, self._spans(request)
+        if not start and not self._arena.fits_anywhere(resolved, spans):
+            start = cached_tokens()
+        return self._arena.can_start(resolved, start, spans)
+
+    def _reserve_recorded(self) -> None:
+        """Reserve the rows of all recorded requests, and from now on in this step those of each request at once."""
+        self._recordable_tokens = 0
+        for request, start, tokens in self._recorded:
+            resolved = self._steered.get(request.request_id)
+            if resolved is not None and resolved.max_captures:
+                self._take(request, resolved, start, tokens)
+        self._recorded.clear()
+
+    def _take(self, request: Any, resolved: Resolved, start: int, tokens: int) -> int:
+        # vLLM asserts that a request which it starts with draft tokens gets all of them.
+        has_drafts = request.status != RequestStatus.RUNNING and start + tokens > request.num_tokens
+        return self._arena.take(resolved, start, tokens, has_drafts, self._spans(request))
+
+    def _spans(self, request: Any) -> Spans:
+        return unsplit_spans(request, self._scheduler_config) if request.mm_features else []
+
+
+def unsplit_spans(request: Any, scheduler_config: Any) -> Spans:
+    """Return the positions of each multimodal item that the model's attention needs in one step.
+
+    vLLM keeps these together (``Scheduler._try_schedule_encoder_inputs``) before its last limit on a request's tokens.
     """
     if not scheduler_config.disable_chunked_mm_input:
         return []
-    places = [feature.mm_position for feature in request.mm_features]
-    return [(place.offset, place.offset + place.length) for place in places]
+    positions = [feature.mm_position for feature in request.mm_features]
+    return [(position.offset, position.offset + position.length) for position in positions]
 
 
-def _ahead_of(spans: list[tuple[int, int]], start: int, end: int) -> int:
-    """``end``, or the beginning of what it would cut into two."""
+def _before_split(spans: Spans, start: int, end: int) -> int:
+    """Return ``end``, or the start of the span that it would split."""
     return min([end, *(first for first, last in spans if start <= first < end < last)])

@@ -1,24 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefix-cache keys: a KV block computed under an edit never serves a request without it, nor the other way round.
+"""Prefix-cache keys that include edits, so that edited and unedited requests never share a KV block by mistake.
 
-vLLM's own hash chain runs on, untouched, on a shadow list (so its salts, LoRA and multimodal keys keep working); a
-block from the first edited position on gets a key made of vLLM's hash and the content of the edits up to that block.
-Blocks before it keep vLLM's hash and are shared with everybody; equal content gives equal keys.
+vLLM's hash chain continues unchanged on a separate list, with its salts, LoRA and multimodal keys. From the first
+edited position on, a block's key combines vLLM's hash with the digests of the edits up to that block. Earlier blocks
+keep vLLM's hash and are shared by all requests. Equal edits give equal keys.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeAlias
 
 from vllm_steer.program import Resolved
 
-Hasher = Callable[[Any], list[Any]]
+Hasher: TypeAlias = Callable[[Any], list[Any]]
+EditSpans: TypeAlias = tuple[tuple[int, bytes | None], ...]
+"""``(start, digest)`` of each span of positions; the digest is None where keys and values are unedited."""
 
 
-def kv_spans(resolved: Resolved) -> tuple[tuple[int, bytes | None], ...]:
-    """``(start, digest)`` of each stretch of positions whose keys and values are edited alike; None where they are
-    not."""
+def edit_spans(resolved: Resolved) -> EditSpans:
+    """Return the spans of positions whose keys and values are edited alike."""
     spans: list[tuple[int, bytes | None]] = []
     for segment in resolved.segments:
         if not spans or spans[-1][1] != segment.kv_digest:
@@ -27,16 +28,19 @@ def kv_spans(resolved: Resolved) -> tuple[tuple[int, bytes | None], ...]:
 
 
 def rekey(
-    block_hashes: Iterable[Any],
-    first: int,
-    block_size: int,
-    spans: tuple[tuple[int, bytes | None], ...],
-    hash_fn: Callable[[Any], bytes],
+    block_hashes: Iterable[Any], first: int, block_size: int, spans: EditSpans, hash_fn: Callable[[Any], bytes]
 ) -> list[Any]:
-    """Keys of consecutive blocks, the first of which is block ``first`` of the request.
+    """Return the keys of consecutive blocks.
 
-    A block's key covers every span that starts before the block ends, because its keys and values depend on all earlier
-    tokens. Spans' ends are not part of it: only starts before the block's end can have had an effect.
+    A key includes every span that starts before the end of its block, because keys and values depend on all earlier
+    tokens.
+
+    Args:
+        block_hashes: vLLM's hashes of the blocks.
+        first: Index of the first block within the request.
+        block_size: Tokens per block.
+        spans: Spans of the request.
+        hash_fn: vLLM's hash function.
     """
     keys = []
     for number, block_hash in enumerate(block_hashes, first):
@@ -48,20 +52,20 @@ def rekey(
 
 
 def steering_hasher(upstream: Hasher, resolved: Resolved, block_size: int, hash_fn: Callable[[Any], bytes]) -> Hasher:
-    """A request's block hasher that re-keys edited blocks; to be installed with an empty ``request.block_hashes``."""
-    spans = kv_spans(resolved)
-    shadow: list[Any] = []
+    """Return a block hasher that re-keys edited blocks. Install it with an empty ``request.block_hashes``."""
+    spans = edit_spans(resolved)
+    unedited: list[Any] = []
 
     def hasher(request: Any) -> list[Any]:
-        # The upstream hasher continues the chain from request.block_hashes (v1/core/kv_cache_utils.py,
-        # get_request_block_hasher), so it must see its own hashes there, not ours.
-        ours, request.block_hashes = request.block_hashes, shadow
+        # The upstream hasher continues the chain in request.block_hashes (get_request_block_hasher in
+        # v1/core/kv_cache_utils.py), so it has to find its own hashes there.
+        keys, request.block_hashes = request.block_hashes, unedited
         try:
             new = upstream(request)
         finally:
-            request.block_hashes = ours
-        keys = rekey(new, len(shadow), block_size, spans, hash_fn)
-        shadow.extend(new)
-        return keys
+            request.block_hashes = keys
+        new_keys = rekey(new, len(unedited), block_size, spans, hash_fn)
+        unedited.extend(new)
+        return new_keys
 
     return hasher

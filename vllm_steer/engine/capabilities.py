@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a running engine serves, and the check of one request against it."""
+"""What a running engine supports, and the check of a program against it."""
 
 from __future__ import annotations
 
@@ -11,21 +11,32 @@ from weakref import WeakValueDictionary
 from vllm_steer.config import SteeringConfig
 from vllm_steer.engine.report import merge_facts
 from vllm_steer.errors import SteeringError
+from vllm_steer.limits import ENGINE_LIMITS
 from vllm_steer.points import POINT_NAMES, POINTS, PointName, how_to_switch_on
 from vllm_steer.program import Program, Resolved, resolve
 from vllm_steer.program.instructions import KIND_OF
 from vllm_steer.program.program import CompiledEdit, CompiledRead
 
+EXCEEDS = "the engine allows"
+"""Part of the message about a request that exceeds a limit of the engine."""
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Facts of the model and the tables of an engine that steers.
+    """Facts about the model and the limits of an engine with steering.
 
-    ``refused[point][layer]`` is the reason why edits are refused there, ``unread[point][layer]`` why reads are; what is
-    not named is served. ``no_capture`` is the reason why this engine reads nothing at all, or None. ``facts`` is what
-    the workers said beside this, for reports. ``drafts``: tokens that a request may have beside its next one in a step.
+    Attributes:
+        num_layers: Number of decoder layers.
+        hidden_size: Width of the residual stream.
+        max_model_len: vLLM's ``max_model_len``.
+        dtype: Name of the model's dtype.
+        refused: Reasons why edits are refused, by point and layer. Other sites can be edited.
+        config: Limits of the engine.
+        no_capture: Reason why the engine captures nothing, or None.
+        unread: Reasons why captures are refused, by point and layer. Other sites can be captured.
+        facts: Further facts from the workers, for reports.
+        drafts: Most draft tokens of a request in a step.
     """
 
     num_layers: int
@@ -38,16 +49,16 @@ class Capabilities:
     unread: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
     drafts: int = 0
-    _placed: WeakValueDictionary[int, Program] = field(
+    _checked: WeakValueDictionary[int, Program] = field(
         default_factory=WeakValueDictionary, init=False, repr=False, compare=False
     )
-    """Programs by their ids, as long as they are there, that have been found to act only where that is served."""
+    """Live programs, by id, whose sites and positions have been checked."""
 
     @classmethod
     def merge(
         cls, ranks: Iterable[Mapping[str, Any]], config: SteeringConfig, no_capture: str | None = None, drafts: int = 0
     ) -> Capabilities:
-        """From every rank's own report: pipeline stages know only their layers."""
+        """Return an engine's capabilities from its ranks' reports; a pipeline stage reports its own layers."""
         reports = list(ranks)
         first = reports[0]
         return cls(
@@ -55,30 +66,34 @@ class Capabilities:
             first["hidden_size"],
             first["max_model_len"],
             first["dtype"],
-            _joined(report["refused"] for report in reports),
+            _merge_reasons(report["refused"] for report in reports),
             config,
             no_capture,
-            _joined(report["unread"] for report in reports),
-            merge_facts(reports) | {key: _joined(report[key] for report in reports) for key in ("refused", "unread")},
+            _merge_reasons(report["unread"] for report in reports),
+            merge_facts(reports)
+            | {key: _merge_reasons(report[key] for report in reports) for key in ("refused", "unread")},
             drafts,
         )
 
     def check(self, program: Program, prompt_len: int | None, max_tokens: int | None = None) -> None:
-        """Raise :class:`SteeringError` where this engine cannot serve ``program`` exactly as asked.
+        """Raise :class:`SteeringError` unless this engine serves ``program`` exactly as written.
 
-        ``prompt_len`` or ``max_tokens`` None: not known yet, and what depends on them is checked later.
+        Args:
+            program: A decoded program.
+            prompt_len: Length of the prompt in tokens. None skips the checks that depend on it.
+            max_tokens: Most generated tokens. None skips the check of the capture budget.
         """
-        # Requests with equal programs share the program: where it acts is looked at once.
-        if self._placed.get(id(program)) is not program:
-            self._check_places(program)
-            self._placed[id(program)] = program
+        # Requests with equal programs share the object, so its sites are checked once.
+        if self._checked.get(id(program)) is not program:
+            self._check_sites(program)
+            self._checked[id(program)] = program
         if prompt_len is not None:
             resolved = resolve(program, prompt_len, self.num_layers, max_segments=self.config.max_segments)
             self._check_size(resolved)
             if max_tokens is not None and resolved.max_captures:
                 self._check_budget(self._most_bytes(resolved, prompt_len, max_tokens))
 
-    def _check_places(self, program: Program) -> None:
+    def _check_sites(self, program: Program) -> None:
         if program.vectors and program.width != self.hidden_size:
             raise SteeringError(
                 program.edit_source(0) if program.edits else "capture.reduce.directions",
@@ -94,8 +109,8 @@ class Capabilities:
             self._check_readable(read, hooks)
 
     def most_row_bytes(self, program: Program, prompt_len: int | None, max_tokens: int | None) -> int:
-        """What the captured rows of one sample may come to; ``program`` is checked."""
-        # Where the prompt's length is not known, the most is at one of the two ends.
+        """Return the most bytes of captured rows that one sample of a checked program can store."""
+        # The maximum over all prompt lengths is at the shortest or the longest prompt.
         lengths = (1, self.max_model_len - 1) if prompt_len is None else (prompt_len,)
         return max(self._most_bytes(resolve(program, each, self.num_layers), each, max_tokens) for each in lengths)
 
@@ -121,9 +136,9 @@ class Capabilities:
         for layer in edit.layers or range(self.num_layers):
             if layer in refused:
                 raise SteeringError(
-                    field, f"{KIND_OF[edit.code]} at {point} is not served at layer {layer}: {refused[layer]}"
+                    field, f"{KIND_OF[edit.code]} at {point} is not supported at layer {layer}: {refused[layer]}"
                 )
-        self._check_on(point, field)
+        self._check_enabled(point, field)
 
     def _check_readable(self, read: CompiledRead, field: str) -> None:
         if self.no_capture is not None:
@@ -131,11 +146,10 @@ class Capabilities:
         unread = self.unread.get(POINT_NAMES[read.point], {})
         for layer in read.layers or range(self.num_layers):
             if layer in unread:
-                raise SteeringError(field, f"not read at layer {layer}: {unread[layer]}")
-        self._check_on(POINT_NAMES[read.point], field)
+                raise SteeringError(field, f"capture is not supported at layer {layer}: {unread[layer]}")
+        self._check_enabled(POINT_NAMES[read.point], field)
 
-    def _check_on(self, point: PointName, field: str) -> None:
-        """What a model cannot serve is said first, since no flag helps there."""
+    def _check_enabled(self, point: PointName, field: str) -> None:
         if POINTS[point].optional and point not in self.config.points:
             raise SteeringError(field, how_to_switch_on(point))
 
@@ -148,8 +162,8 @@ class Capabilities:
         if mib > self.config.capture_mib:
             raise SteeringError(
                 "capture",
-                f"may come to {mib:.0f} MiB of rows, but this engine was started with capture_mib "
-                f"{self.config.capture_mib}: it can never fit; read fewer layers or positions, or set max_tokens",
+                f"needs up to {mib:.0f} MiB; {EXCEEDS} {self.config.capture_mib} (--steering-capture-mib). "
+                "Capture fewer layers or positions, or set max_tokens",
             )
 
     def _check_size(self, resolved: Resolved) -> None:
@@ -163,15 +177,14 @@ class Capabilities:
         for name, count in needed.items():
             limit = getattr(self.config, name)
             if count > limit:
-                raise SteeringError(
-                    "steering", f"needs {count} of {name}, but this engine was started with {limit}: it can never fit"
-                )
+                flag = ENGINE_LIMITS[name].flag
+                raise SteeringError("steering", f"needs {count} of {name}; {EXCEEDS} {limit} ({flag})")
 
 
-def _joined(reports: Iterable[Mapping[str, Mapping[str, str]]]) -> dict[str, dict[int, str]]:
-    """By point and layer, of all ranks; layers are strings in a report, as JSON's keys are."""
-    joined: dict[str, dict[int, str]] = {}
+def _merge_reasons(reports: Iterable[Mapping[str, Mapping[str, str]]]) -> dict[str, dict[int, str]]:
+    """Return the reasons of all ranks by point and layer; reports have layers as strings."""
+    merged: dict[str, dict[int, str]] = {}
     for report in reports:
         for point, layers in report.items():
-            joined.setdefault(point, {}).update({int(layer): reason for layer, reason in layers.items()})
-    return joined
+            merged.setdefault(point, {}).update({int(layer): reason for layer, reason in layers.items()})
+    return merged

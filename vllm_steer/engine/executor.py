@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Captured rows of all pipeline stages: each stage answers a step with its own rows, and they are put together here.
+"""Collection of captured rows from all pipeline stages.
 
-vLLM takes a step's output from the last stage alone, unless an output aggregator is set, as KV connectors do; then
-every worker answers. Rows go that way from their stage to the scheduler: nothing passes through later stages, and
-nobody has to ask for them.
+vLLM takes the output of a step from the last stage only, unless an output aggregator is set, as KV connectors do. With
+an aggregator every worker sends its output, so each stage sends its own rows straight to the scheduler.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from vllm_steer.engine.model_output import ROWS_ATTRIBUTE, rows_of
 
 
 class RowAggregator:
-    """What vLLM asks to make one output of all workers' outputs of a step."""
+    """Output aggregator that adds the captured rows of every stage to the output of a step."""
 
     def __init__(self, upstream: Any = None) -> None:
         self._upstream = upstream
 
     def aggregate(self, outputs: Sequence[Any], output_rank: int = 0) -> Any:
-        """The output of ``output_rank``, or what ``upstream`` makes of all, with the rows of every stage."""
+        """Return the output of ``output_rank``, or ``upstream``'s aggregate, with the rows of all stages."""
         result = outputs[output_rank] if self._upstream is None else self._upstream.aggregate(outputs, output_rank)
         rows = tuple(step for output in outputs for step in rows_of(output))
         if rows and result is not None:
@@ -32,7 +31,7 @@ class RowAggregator:
 
 
 class SteeringExecutor(MultiprocExecutor):  # type: ignore[misc]
-    """vLLM's executor of local worker processes, with every stage's rows. Named by ``distributed_executor_backend``."""
+    """vLLM's ``MultiprocExecutor`` with the rows of every stage, set as ``distributed_executor_backend``."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker's side of the books: what each running request's program occupies in the device tables.
+"""Programs of running requests in the device tables of a worker.
 
-Everything is uploaded once: a vector when the first request that uses it is admitted, a row likewise, a request's
-segments when it joins. What requests change between two steps goes up together; a step in which none comes or goes
-uploads nothing here. All writes are enqueued on the stream on which the model runs, so a step that is still in flight
-never sees a later one's tables.
+A vector or a table row is uploaded when the first request that uses it starts, and a request's segments when it starts.
+The changes between two steps are uploaded together; a step in which no request starts or ends uploads nothing. All
+writes are enqueued on the model's stream, so a step in flight never sees the tables of a later one.
 """
 
 from __future__ import annotations
@@ -25,9 +24,11 @@ from vllm_steer.taps.tables import OPEN_END, Tables
 
 
 @dataclass
-class _Bound:
-    """A program's segments in the tables: requests with equal programs and prompts of one length share them, so that of
-    many only the first takes places. ``starts`` and ``rows`` are int32 ``[max_segments]``."""
+class _PlacedSegments:
+    """Segments of a program in the tables, shared by requests with equal programs and prompt lengths.
+
+    ``starts`` and ``rows`` are int32 ``[max_segments]``.
+    """
 
     resolved: Resolved
     starts: npt.NDArray[np.int32]
@@ -38,12 +39,12 @@ class _Bound:
 @dataclass(frozen=True)
 class _Running:
     slot: int
-    bound: _Bound
+    segments: _PlacedSegments
 
 
 @dataclass
 class _Directions:
-    """A projection that running requests use: the digests of its directions, and these on the device."""
+    """Directions of a projection that running requests use, and their tensor on the device."""
 
     digests: tuple[bytes, ...]
     users: int = 0
@@ -51,8 +52,7 @@ class _Directions:
 
 
 class Spans:
-    """For each slot a span of positions, ``[low, high)``, empty where there is none; host-side, for a whole batch at
-    once."""
+    """A span of positions ``[low, high)`` per slot, empty by default. Kept on the host for whole batches."""
 
     def __init__(self, num_slots: int) -> None:
         self._low = np.full(num_slots, OPEN_END, dtype=np.int64)
@@ -64,40 +64,40 @@ class Spans:
     def clear(self, slot: int) -> None:
         self.set(slot, OPEN_END, 0)
 
-    def meets(
+    def overlap(
         self, slot: npt.NDArray[np.int64], first: npt.NDArray[np.int64], stop: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.bool_]:
-        """Whether the positions ``first`` up to ``stop`` of the requests in these slots touch their spans."""
-        meets: npt.NDArray[np.bool_] = (stop > self._low[slot]) & (first < self._high[slot])
-        return meets
+        """Return for each slot whether the positions ``[first, stop)`` overlap its span."""
+        overlap: npt.NDArray[np.bool_] = (stop > self._low[slot]) & (first < self._high[slot])
+        return overlap
 
 
-def _projected(resolved: Resolved) -> list[RowFormat]:
-    """The forms in which rows leave projected, each projection once."""
+def _projections(resolved: Resolved) -> list[RowFormat]:
+    """Return the row formats with a projection, each projection once."""
     forms = {form.projection: form for row in resolved.token_programs for form in row.row_formats if form.directions}
     return list(forms.values())
 
 
 class ProgramStore:
-    """Places programs in :class:`Tables`; refuses nothing, since the scheduler's ledger admitted all it is given."""
+    """Programs of running requests, placed in :class:`Tables`. The scheduler only sends requests that fit."""
 
     def __init__(self, tables: Tables, config: SteeringConfig, num_layers: int, own: range | None = None) -> None:
         self.tables = tables
         self._num_layers = num_layers
-        # Where one stage has all layers, what the scheduler has resolved is what this stage would.
+        # A stage with all layers resolves programs like the scheduler and shares its cache.
         self._own = None if own == range(num_layers) else own
         self._max_segments = config.max_segments
-        self._ledger = TableAllocator(config.max_rows, config.max_instructions, config.max_vectors)
+        self._allocator = TableAllocator(config.max_rows, config.max_instructions, config.max_vectors)
         self._running: dict[str, _Running] = {}
-        self._bound: dict[int, _Bound] = {}
+        self._placed: dict[int, _PlacedSegments] = {}
         self._directions: dict[bytes, _Directions] = {}
         self._capturing = 0
         num_slots = tables.segment_start.shape[0]
-        # Where a request's tokens have a row at all, and where that row reads: by slot.
+        # By slot: the positions that are steered or captured, and those that are captured.
         self.active, self.reads = Spans(num_slots), Spans(num_slots)
-        # Where the last segment of a request begins: by slot.
+        # By slot: the start of the last segment.
         self.last_segment = np.zeros(num_slots, dtype=np.int64)
-        # Changes whenever the sites in use may have changed, and whenever a request came or went.
+        # Incremented when the sites in use may have changed, and when a request starts or ends.
         self.version = self.changes = self._flushed = 0
         self._no_rows = np.zeros(self._max_segments, dtype=np.int32)
         self._staged = tuple(
@@ -124,24 +124,24 @@ class ProgramStore:
 
     @property
     def num_steered(self) -> int:
-        """Requests in the engine whose tokens may take a row other than 0."""
+        """Number of running requests that are steered or captured."""
         return len(self._running)
 
     @property
     def num_capturing(self) -> int:
-        """Requests in the engine some of whose tokens store rows."""
+        """Number of running requests that capture."""
         return self._capturing
 
     def resolved_of(self, request_id: str) -> Resolved:
-        """The program of a request that holds a slot."""
-        return self._running[request_id].bound.resolved
+        """Return the resolved program of a request that has a slot."""
+        return self._running[request_id].segments.resolved
 
     def slot_of(self, request_id: str) -> int | None:
         running = self._running.get(request_id)
         return None if running is None else running.slot
 
     def add(self, request_id: str, slot: int, sampling_params: Any, prompt_len: int) -> bool:
-        """Bind a request to ``slot`` of the segment tables; False where it asks for no edit and needs no slot."""
+        """Place the program of a request and return True, or return False if it has none and needs no slot."""
         data = program_bytes(sampling_params)
         if data is None:
             return False
@@ -149,13 +149,13 @@ class ProgramStore:
         resolved = resolve(program, prompt_len, self._num_layers, self._own)
         if not resolved.token_programs:
             return False
-        bound = self._bound.get(id(resolved))
-        if bound is None:
-            bound = self._bound[id(resolved)] = self._place(resolved, program)
-        bound.users += 1
-        self._segment_start.put(slot, bound.starts)
-        self._segment_row.put(slot, bound.rows)
-        self._running[request_id] = _Running(slot, bound)
+        placed = self._placed.get(id(resolved))
+        if placed is None:
+            placed = self._placed[id(resolved)] = self._place(resolved, program)
+        placed.users += 1
+        self._segment_start.put(slot, placed.starts)
+        self._segment_row.put(slot, placed.rows)
+        self._running[request_id] = _Running(slot, placed)
         self._capturing += resolved.max_captures > 0
         self.changes += 1
         self.active.set(slot, *resolved.active_range)
@@ -164,15 +164,15 @@ class ProgramStore:
         return True
 
     def remove(self, request_id: str) -> int | None:
-        """Forget a request; its slot takes row 0 from now on. Returns the slot, or None where it held none."""
+        """Remove a request, reset its slot to row 0, and return the slot, or None if it had none."""
         running = self._running.pop(request_id, None)
         if running is None:
             return None
-        bound = running.bound
-        self._capturing -= bound.resolved.max_captures > 0
-        bound.users -= 1
-        if not bound.users:
-            self._displace(bound.resolved)
+        placed = running.segments
+        self._capturing -= placed.resolved.max_captures > 0
+        placed.users -= 1
+        if not placed.users:
+            self._release(placed.resolved)
         self.active.clear(running.slot)
         self.reads.clear(running.slot)
         self.last_segment[running.slot] = 0
@@ -181,21 +181,21 @@ class ProgramStore:
         return running.slot
 
     def directions(self, projection: bytes) -> torch.Tensor:
-        """The directions ``[k, hidden]`` float32, on the device, of a projection that a running request uses.
+        """Return the directions of a projection of a running request, float32 ``[k, hidden]`` on the device.
 
-        They are gathered once from the pool of vectors, on the current stream: the forward pass's, on which they were
-        written.
+        They are gathered once from the vector table, on the current stream. That is the model's stream, on which they
+        were written.
         """
         held = self._directions[projection]
         if held.gathered is None:
-            places = torch.tensor([self._ledger.vector_slot(digest) for digest in held.digests])
+            places = torch.tensor([self._allocator.vector_slot(digest) for digest in held.digests])
             if self.tables.device.type == "cuda":
                 places = places.pin_memory().to(self.tables.device, non_blocking=True)
             held.gathered = self.tables.vector.index_select(0, places)
         return held.gathered
 
     def flush(self) -> None:
-        """Before a step: write to the tables what has changed since the last one."""
+        """Write the changes since the last step to the tables."""
         if self._flushed == self.changes:
             return
         self._flushed = self.changes
@@ -203,39 +203,39 @@ class ProgramStore:
         for staged in self._staged:
             staged.flush()
 
-    def _place(self, resolved: Resolved, program: Program) -> _Bound:
-        """Take places for a program, and write to them."""
-        new_rows, new_vectors = self._ledger.acquire(resolved.token_programs)
+    def _place(self, resolved: Resolved, program: Program) -> _PlacedSegments:
+        """Reserve table entries for a program and write them."""
+        new_rows, new_vectors = self._allocator.acquire(resolved.token_programs)
         for digest, place in new_vectors.items():
             self._vector.put(place, program.vector(program.by_digest[digest]))
         for placed in new_rows:
             self._put_row(placed)
-        for form in _projected(resolved):
+        for form in _projections(resolved):
             self._directions.setdefault(form.projection, _Directions(form.directions)).users += 1
         starts, rows = np.full(self._max_segments, OPEN_END, dtype=np.int32), self._no_rows.copy()
         for i, segment in enumerate(resolved.segments):
             starts[i] = segment.start
-            rows[i] = self._ledger.row_of(segment.program)
-        return _Bound(resolved, starts, rows)
+            rows[i] = self._allocator.row_of(segment.program)
+        return _PlacedSegments(resolved, starts, rows)
 
-    def _displace(self, resolved: Resolved) -> None:
-        """Give a program's places back."""
-        del self._bound[id(resolved)]
-        for form in _projected(resolved):
+    def _release(self, resolved: Resolved) -> None:
+        """Release the table entries of a program."""
+        del self._placed[id(resolved)]
+        for form in _projections(resolved):
             held = self._directions[form.projection]
             held.users -= 1
             if not held.users:
                 del self._directions[form.projection]
         for row in resolved.token_programs:
-            self._ledger.release([row])
-            if not self._ledger.holds(row):
+            self._allocator.release([row])
+            if not self._allocator.holds(row):
                 self._count_users(row.instructions, -1)
 
     def _put_row(self, placed: PlacedProgram) -> None:
         heads = np.zeros(self.tables.num_sites, dtype=np.int32)
         following: dict[int, int] = {}
         pairs = list(zip(placed.instruction_slots, placed.program.instructions, strict=True))
-        # From the last to the first: each then knows the one that comes after it at its site.
+        # In reverse order, because each instruction refers to the next one at its site.
         for place, each in reversed(pairs):
             self._instruction.put(place, (each.code, self._argument(each), following.get(each.site, 0), 0))
             self._parameter.put(place, (each.strength, each.low, each.high, 0.0))
@@ -247,7 +247,7 @@ class ProgramStore:
     def _argument(self, instruction: Instruction) -> int:
         if instruction.code == CAPTURE:
             return instruction.index
-        return self._ledger.vector_slot(instruction.vector)
+        return self._allocator.vector_slot(instruction.vector)
 
     def _count_users(self, instructions: Any, change: int) -> None:
         for site in {instruction.site for instruction in instructions}:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model or an engine serves, as one report: ``vllm-steer doctor`` and ``GET /v1/steering/capabilities`` give it.
+"""Report of what a model or an engine supports, for ``vllm-steer doctor`` and ``GET /v1/steering/capabilities``.
 
-The facts come from a worker, or from :mod:`vllm_steer.models.outline`, in builtins; names, formulas, reasons and limits
-from the tables in which the code has them.
+The facts come from the workers or from :mod:`vllm_steer.models.outline`. Names, formulas, reasons and limits come from
+the tables that the code itself uses.
 """
 
 from __future__ import annotations
@@ -21,106 +21,112 @@ from vllm_steer.points import POINTS, POINTS_FLAG, Point
 from vllm_steer.spec import KINDS
 
 
-class _Part(BaseModel):
+class _Report(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class PointReport(_Part):
+class PointReport(_Report):
     """One hook point on this model."""
 
     name: str
     value: str
     seen_by: str
     names_elsewhere: dict[str, str]
-    """The same value in other libraries, ``i`` being the layer."""
-    switched_on_by: str | None = Field(description="The flag without which the engine has no such point.")
-    on: bool = Field(description="Whether this engine has it.")
-    edits: bool = Field(description="Whether it is edited on every layer.")
-    reads: bool = Field(description="Whether it is read on every layer.")
+    """Names of the same value in other libraries; ``i`` is the layer."""
+    switched_on_by: str | None = Field(description="Flag that enables the point, or null.")
+    on: bool = Field(description="Whether the point is enabled.")
+    edits: bool = Field(description="Whether every layer can be edited.")
+    reads: bool = Field(description="Whether every layer can be captured.")
     refused: dict[int, str]
-    """The reason, by layer, where it is not edited."""
+    """Reasons why layers cannot be edited."""
     unread: dict[int, str]
-    """The reason, by layer, where it is not read."""
+    """Reasons why layers cannot be captured."""
 
 
-class RecipeReport(_Part):
-    """How the layers of one class are reached."""
+class RecipeReport(_Report):
+    """Where the taps of the layers of one class are."""
 
     layer_class: str
     layers: list[int]
     stream: str
-    """``pair``: two summands, ``single``: one tensor."""
+    """``pair``: the stream is the sum of two tensors; ``single``: one tensor."""
     post_attn_in_front_of: str | None
-    """The submodule that consumes the stream after attention; None where there is no such place."""
+    """Submodule that consumes the stream after attention, or None."""
 
 
-class ProofReport(_Part):
-    """A model of the conformance tests that stands for this one."""
+class ProofReport(_Report):
+    """A conformance test result for this architecture or its layer class."""
 
     architecture: str
     kind: str
     value_error: float | None
     cause_error: float | None
     dtype: str
-    """In which the two were measured."""
+    """Dtype in which the errors were measured."""
 
 
-class ConflictReport(_Part):
-    """A setting of vLLM that steering does not go with."""
+class ConflictReport(_Report):
+    """A setting of vLLM that conflicts with steering."""
 
     setting: str
     reason: str
     present: bool
 
 
-class CapabilityReport(_Part):
-    """All that can be said ahead of a request. Bytes are those of one rank."""
+class CapabilityReport(_Report):
+    """What a model or an engine supports. Sizes in bytes are per rank."""
 
     vllm_steer: str = __version__
     vllm: str
     vllm_tested: str = TESTED_RANGE
     vllm_is_tested: bool
     architecture: str | None
-    """As the model's own configuration names it."""
+    """Architecture in the model's configuration."""
     model_class: str | None
-    """What vLLM runs for it."""
+    """Class of the model in vLLM."""
     problem: str | None = None
-    """Why the model is not served at all."""
+    """Reason why the model is not supported, or None."""
     num_layers: int | None = None
     hidden_size: int | None = None
     max_model_len: int | None = None
     dtype: str | None = None
     points: list[PointReport] = []
-    edits: dict[str, str] = Field(default={}, description="Kind of edit to its formula.")
+    edits: dict[str, str] = Field(default={}, description="Formula of each kind of edit.")
     no_capture: str | None = None
-    """Why nothing is read at all."""
+    """Reason why nothing can be captured, or None."""
     recipes: list[RecipeReport] = []
     unproven: list[str] = []
-    """Why layer classes are not the ones that were proven; the user allowed them."""
+    """How layer classes differ from the proven ones, if the user allowed them."""
     proofs: list[ProofReport] = []
     conflicts: list[ConflictReport] = []
     limits: dict[str, int] = {}
     table_bytes: dict[str, int] = {}
     self_checks: list[dict[str, Any]] = []
-    """What the check of the taps at start found, rank by rank; none where no engine runs."""
+    """Results of the self-check at start, by rank; empty without an engine."""
 
 
 def merge_facts(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One model's facts from its ranks' own: tensor-parallel ranks say the same, pipeline stages know their layers."""
+    """Return the facts of a model from those of its ranks; a pipeline stage reports its own layers."""
     recipes: dict[tuple[str, str, str | None], dict[str, Any]] = {}
     for recipe in (recipe for rank in ranks for recipe in rank.get("recipes", [])):
-        about = recipes.setdefault((recipe["layer"], recipe["stream"], recipe["mid"]), {**recipe, "layers": []})
-        about["layers"] = sorted({*about["layers"], *recipe["layers"]})
+        merged = recipes.setdefault((recipe["layer"], recipe["stream"], recipe["mid"]), {**recipe, "layers": []})
+        merged["layers"] = sorted({*merged["layers"], *recipe["layers"]})
     return {
         **ranks[0],
         "recipes": list(recipes.values()),
-        "unproven": sorted({doubt for rank in ranks for doubt in rank.get("unproven", [])}),
+        "unproven": sorted({reason for rank in ranks for reason in rank.get("unproven", [])}),
         "self_checks": [rank["self_check"] for rank in ranks if "self_check" in rank],
     }
 
 
 def make_report(facts: Mapping[str, Any], config: SteeringConfig, *, no_capture: str | None = None) -> CapabilityReport:
-    """The report of ``facts``: those of the workers of an engine, merged, or of an outline of a model."""
+    """Return the report of a model.
+
+    Args:
+        facts: Merged facts of an engine's workers, or the facts of a model outline.
+        config: Limits of the engine.
+        no_capture: Reason why nothing can be captured, or None.
+    """
     refused, unread = (
         {point: {int(n): why for n, why in by.items()} for point, by in facts.get(key, {}).items()}
         for key in ("refused", "unread")
@@ -134,9 +140,9 @@ def make_report(facts: Mapping[str, Any], config: SteeringConfig, *, no_capture:
         )
         for recipe in facts.get("recipes", [])
     ]
-    served = facts.get("problem") is None
+    supported = facts.get("problem") is None
 
-    def on(point: Point) -> bool:
+    def enabled(point: Point) -> bool:
         return not point.optional or point.name in config.points
 
     return CapabilityReport(
@@ -156,17 +162,17 @@ def make_report(facts: Mapping[str, Any], config: SteeringConfig, *, no_capture:
                 seen_by=point.seen_by,
                 names_elsewhere=dict(point.aliases),
                 switched_on_by=f"{POINTS_FLAG} {point.name}" if point.optional else None,
-                on=on(point),
-                edits=on(point) and not refused.get(point.name),
-                reads=on(point) and not unread.get(point.name) and no_capture is None,
+                on=enabled(point),
+                edits=enabled(point) and not refused.get(point.name),
+                reads=enabled(point) and not unread.get(point.name) and no_capture is None,
                 refused=refused.get(point.name, {}),
                 unread=unread.get(point.name, {}),
             )
             for point in POINTS.values()
         ]
-        if served
+        if supported
         else [],
-        edits={kind.name: kind.formula for kind in KINDS.values()} if served else {},
+        edits={kind.name: kind.formula for kind in KINDS.values()} if supported else {},
         no_capture=no_capture,
         recipes=recipes,
         unproven=list(facts.get("unproven", [])),

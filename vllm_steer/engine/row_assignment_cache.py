@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the rows on the device are still those of the step that comes: then nothing is launched for them.
+"""Reuse of the token-to-row assignment on the device while it does not change.
 
-A decoding batch takes the same rows step after step, once every request has come to its last segment. Which rows those
-are depends on nothing but what is compared here: the programs in the tables, who has which place in the batch, and how
-many tokens each has.
+When every request of a decoding batch has reached its last segment, the batch takes the same rows in every step. The
+assignment then depends only on the programs in the tables, the place of each request in the batch, and the number of
+its tokens.
 """
 
 from __future__ import annotations
@@ -15,30 +15,34 @@ import numpy.typing as npt
 
 
 class RowAssignmentCache:
-    """What the rows on the device were assigned for."""
+    """Key of the last row assignment; an equal key means that the device tables are still valid."""
 
     def __init__(self) -> None:
-        self._of: Hashable = None
+        self._key: Hashable = None
 
-    def serve(
+    def is_valid(
         self,
-        changes: int,
+        version: int,
         num_padded: int,
         slot: npt.NDArray[np.int64],
         count: npt.NDArray[np.int64],
         *,
-        settled: bool,
+        in_last_segments: bool,
     ) -> bool:
-        """Whether they serve this step too; if not, they are about to be assigned for it.
+        """Return whether the last assignment is valid for this step. If not, the caller assigns rows for this step.
 
-        ``changes`` differs whenever a steered request has come or gone. ``settled``: all tokens of the step lie in the
-        last segments of their requests.
+        Args:
+            version: Version of the program store, which changes with every steered request that starts or ends.
+            num_padded: Number of tokens that the model runs on.
+            slot: Slots of the requests, in batch order.
+            count: Number of tokens of each request.
+            in_last_segments: Whether all tokens are in the last segments of their requests.
         """
-        of = (changes, num_padded, slot.tobytes(), count.tobytes()) if settled else None
-        serves = of is not None and of == self._of
-        self._of = of
-        return serves
+        key = (version, num_padded, slot.tobytes(), count.tobytes()) if in_last_segments else None
+        valid = key is not None and key == self._key
+        self._key = key
+        return valid
 
-    def forget(self) -> None:
-        """They have been cleared."""
-        self._of = None
+    def invalidate(self) -> None:
+        """Drop the assignment after the rows on the device have been cleared."""
+        self._key = None

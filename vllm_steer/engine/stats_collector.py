@@ -23,7 +23,7 @@ class EngineStatsCollector:
     def __init__(self, admission: AdmissionController) -> None:
         self._admission = admission
         self._staging_bytes = 0
-        self._reported_changes = 0
+        self._reported_version = 0
         self._was_busy = False
         self.seconds = 0.0
         self.timed_out = 0
@@ -65,9 +65,12 @@ class EngineStatsCollector:
 
     def _changed_usage(self) -> TableUsage | None:
         admission = self._admission
-        if admission.changes == self._reported_changes:
+        if admission.version == self._reported_version:
             return None
-        self._reported_changes = admission.changes
+        self._reported_version = admission.version
         return TableUsage(
-            admission.ledger.in_use, admission.num_admitted, admission.captures_booked, admission.waiting()
+            admission.allocator.in_use,
+            admission.num_admitted,
+            admission.reserved_rows,
+            admission.waiting_by_reason(),
         )

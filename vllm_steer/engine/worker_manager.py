@@ -98,9 +98,11 @@ class WorkerSteeringManager:
         # With draft tokens in flight, the host's first position is an upper bound only.
         first = np.zeros_like(batch.first) if self._speculative else batch.first
         stop = batch.first + batch.count
-        settled = not self._speculative and bool((first >= store.last_segment[batch.slot]).all())
-        if not self._assigned.serve(store.changes, batch.num_padded, batch.slot, batch.count, settled=settled):
-            if not store.active.meets(batch.slot, first, stop).any():
+        in_last_segments = not self._speculative and bool((first >= store.last_segment[batch.slot]).all())
+        if not self._assigned.is_valid(
+            store.changes, batch.num_padded, batch.slot, batch.count, in_last_segments=in_last_segments
+        ):
+            if not store.active.overlap(batch.slot, first, stop).any():
                 self.begin_idle_step()
                 return
             if self._num_assigned > batch.num_padded:
@@ -111,7 +113,7 @@ class WorkerSteeringManager:
         self.graph_sets.select(self.tables.site_users, store.version)
         if not store.num_capturing:
             return
-        capturing = np.flatnonzero(store.reads.meets(batch.slot, first, stop))
+        capturing = np.flatnonzero(store.reads.overlap(batch.slot, first, stop))
         if len(capturing):
             if not self._offsets_assigned:
                 self._ops.assign_arena_offsets(self.tables, int(batch.count.sum()))
@@ -124,7 +126,7 @@ class WorkerSteeringManager:
     def begin_idle_step(self) -> None:
         """Prepare any other forward pass: steps without steered requests, and dummy, profiling and capture runs."""
         self.store.flush()
-        self._assigned.forget()
+        self._assigned.invalidate()
         if self._num_assigned:
             clear_rows(self.tables, self._num_assigned)
             self._num_assigned = 0

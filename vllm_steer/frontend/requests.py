@@ -27,10 +27,10 @@ from vllm_steer.spec.references import MODULES_FIELD
 
 
 def complete_params(context: EngineContext | None, params: Any) -> Any:
-    """Return ``params`` with everything that the engine client adds: global steering, the modules that the request
-    names, and the captures made of every request.
+    """Return ``params`` with everything that the engine client adds.
 
-    Returns ``params`` itself if there is nothing to add, otherwise a copy.
+    That is global steering, the modules that the request names, and the server-wide captures. Returns ``params`` itself
+    if there is nothing to add, otherwise a copy.
 
     Raises:
         SteeringError: A module does not exist, or the combined edits exceed a limit.

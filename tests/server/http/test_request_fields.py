@@ -257,7 +257,7 @@ def test_many_prompts_are_compiled_once(context: RequestContext, monkeypatch: py
 
 
 @pytest.mark.parametrize("of", [CompletionRequest, ChatCompletionRequest])
-def test_beam_search_is_refused(of: type[Any]) -> None:
+def test_rejects_beam_search(of: type[Any]) -> None:
     """Catches beams that are made without the request's edits."""
     wrap_front_end()
     with pytest.raises(RequestRefused, match="beam search"):

@@ -124,11 +124,11 @@ def _set_global_steering(llm: Any, edits: Sequence[EditCase], hidden: int) -> No
 
 def _find_leak(llm: Any, scheduler: Any) -> str | None:
     """Return a description of resources that the idle engine still holds, or None."""
-    ledger = getattr(scheduler, "steering_ledger", None)
-    if ledger is None:
+    allocator = getattr(scheduler, "steering_allocator", None)
+    if allocator is None:
         return None
-    if ledger.in_use != (0, 0, 0):
-        return f"the steering tables are not empty at the end: {ledger.in_use} rows, instructions, vectors"
+    if allocator.in_use != (0, 0, 0):
+        return f"the steering tables are not empty at the end: {allocator.in_use} rows, instructions, vectors"
     if scheduler.steering_row_sender.num_bytes:
         return f"{scheduler.steering_row_sender.num_bytes} bytes of captured rows remain in the scheduler at the end"
     receiver = getattr(llm.llm_engine.output_processor, ROW_RECEIVER, None)

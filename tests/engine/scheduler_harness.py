@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's scheduler with steering and without an engine: steps whose model output is made up."""
+"""vLLM's scheduler with steering but without an engine; the model output of each step is made up."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BLOCK, MAX_LEN = 16, 128
 
 
 def config(folder: Path, *, sequences: int, speculative_config: Any = None, **steering: Any) -> Any:
-    """vLLM's configuration of an engine for ``sequences`` requests, with these sizes of its steering tables."""
+    """Return the configuration of an engine for ``sequences`` requests; ``steering`` sets the steering limits."""
     from vllm.engine.arg_utils import EngineArgs
 
     arguments = EngineArgs(
@@ -29,7 +29,7 @@ def config(folder: Path, *, sequences: int, speculative_config: Any = None, **st
 
 
 def make(vllm_config: Any, blocks: int, window: int | None = None, **settings: Any) -> Any:
-    """A new scheduler over ``blocks`` key-value blocks of 16 tokens, of layers whose attention may have a window."""
+    """Return a new scheduler with ``blocks`` KV blocks of 16 tokens; ``window`` is the attention window."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
     from vllm.v1.structured_output import StructuredOutputManager
 
@@ -46,7 +46,7 @@ def make(vllm_config: Any, blocks: int, window: int | None = None, **settings: A
 
 
 def request(name: str, prompt: list[int], max_tokens: int, **fields: Any) -> Any:
-    """An engine request as it reaches the scheduler."""
+    """Return an engine request as the scheduler receives it."""
     from vllm.utils.hashing import get_hash_fn_by_name
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
     from vllm.v1.request import Request
@@ -57,14 +57,14 @@ def request(name: str, prompt: list[int], max_tokens: int, **fields: Any) -> Any
     return Request(name, prompt, params, None, block_hasher=get_request_block_hasher(BLOCK, hash_fn))
 
 
-def answer(scheduler: Any, scheduled: Any, rows: tuple[StepRows, ...] = ()) -> list[Any]:
-    """All outputs of a scheduled step; see :func:`model_output`."""
+def finish_step(scheduler: Any, scheduled: Any, rows: tuple[StepRows, ...] = ()) -> list[Any]:
+    """Give the scheduler the output of a scheduled step and return the request outputs; see :func:`model_output`."""
     outputs = scheduler.update_from_output(scheduled, model_output(scheduler, scheduled, rows))
     return [output for client in outputs.values() for output in client.outputs]
 
 
 def model_output(scheduler: Any, scheduled: Any, rows: tuple[StepRows, ...] = ()) -> Any:
-    """What a worker answers to a scheduled step, whose model samples token 1 for everybody and captures ``rows``."""
+    """Return a worker's output for a scheduled step that samples token 1 for every request and captures ``rows``."""
     from vllm.v1.outputs import ModelRunnerOutput
 
     names = list(scheduled.num_scheduled_tokens)

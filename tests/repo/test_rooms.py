@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests of the order of the package's rooms: imports point down, and offline use loads no web framework."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "vllm_steer"
+
+ROOMS: tuple[tuple[str, ...], ...] = (
+    ("_version", "errors"),
+    ("points", "log", "fs", "limits", "compat.version"),
+    ("config",),
+    ("spec",),
+    ("program",),
+    ("params",),
+    ("taps",),
+    ("models",),
+    ("metrics",),
+    ("capture",),
+    ("audit",),
+    ("engine",),
+    ("registry",),
+    ("frontend",),
+    ("llm", "async_llm"),
+    ("compat",),
+    ("server",),
+    ("client",),
+    ("testing",),
+    ("cli",),
+)
+"""Rooms from low to high. A module imports its own room and the rooms in the tuples before it."""
+
+EXCEPTIONS: frozenset[tuple[str, str]] = frozenset()
+"""Pairs of a module and a module of a higher room that it imports."""
+
+LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
+
+
+def room_of(module: str) -> str:
+    """Return the room of a module, named relative to the package."""
+    return module if module in LEVEL else module.partition(".")[0]
+
+
+def imports_of(source: str, modules: set[str]) -> Iterator[str]:
+    """Yield the modules of the package that ``source`` imports, also within functions."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            inside = name.removeprefix("vllm_steer.")
+            if inside != name:
+                yield inside if inside in modules else inside.rpartition(".")[0] or inside
+
+
+def upward_imports(sources: dict[str, str]) -> set[tuple[str, str]]:
+    """Return the pairs of importing and imported module that violate the order."""
+    return {
+        (module, imported)
+        for module, source in sources.items()
+        for imported in imports_of(source, set(sources))
+        if room_of(imported) in LEVEL
+        and room_of(imported) != room_of(module)
+        and LEVEL[room_of(imported)] >= LEVEL[room_of(module)]
+    }
+
+
+def package_sources() -> dict[str, str]:
+    """Return the source of each module of the package but ``__init__.py`` at its top."""
+    named = {
+        ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in PACKAGE.rglob("*.py")
+    }
+    return {name: path.read_text() for name, path in named.items() if name != "__init__"}
+
+
+def test_every_module_has_a_room() -> None:
+    """Catches a new module at the top of the package that the order does not know."""
+    assert {name for name in package_sources() if room_of(name) not in LEVEL} == set()
+
+
+def test_imports_point_down() -> None:
+    """Catches an import of a higher room, and an exception that is no longer needed."""
+    assert upward_imports(package_sources()) == set(EXCEPTIONS)
+
+
+def test_upward_imports_are_found() -> None:
+    """Negative control: finds imports at the top, within functions, and of a package's attribute."""
+    sources = {
+        "spec.edit": "from vllm_steer.engine.worker import Worker",
+        "taps.tap": "def f():\n    import vllm_steer.server.flags",
+        "engine.worker": "from vllm_steer.compat.version import TESTED\nfrom vllm_steer import errors",
+        "models.layers": "from vllm_steer.server import flags",
+        "compat.version": "",
+        "errors": "",
+        "server.flags": "from vllm_steer.spec.edit import Edit",
+    }
+    assert upward_imports(sources) == {
+        ("spec.edit", "engine.worker"),
+        ("taps.tap", "server.flags"),
+        ("models.layers", "server.flags"),
+    }
+
+
+@pytest.mark.parametrize("statement", ["import vllm_steer", "from vllm_steer import Edit, SteeringConfig, CaptureSpec"])
+def test_import_loads_no_web_framework(statement: str) -> None:
+    """Catches an import that makes offline scripts load FastAPI."""
+    script = f"{statement}\nimport sys\nprint([n for n in ('fastapi', 'starlette') if n in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
