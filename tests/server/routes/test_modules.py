@@ -98,7 +98,7 @@ async def test_a_module_can_be_looked_at_and_deleted(client: httpx.AsyncClient) 
     assert (await client.get(f"{MODULES}/a")).json()["versions"] == [digests[0]]
     assert (await client.delete(f"{MODULES}/a")).status_code == 200
     for response in (await client.get(f"{MODULES}/a"), await client.delete(f"{MODULES}/a")):
-        assert "no module a" in refused(response, 404)["message"]
+        assert "unknown module 'a'" in refused(response, 404)["message"]
 
 
 async def test_global_steering(client: httpx.AsyncClient) -> None:
@@ -148,8 +148,8 @@ WRONG: dict[str, tuple[str, str, str, str]] = {
     "look-alike": (MODULES, '{"name": "c\\u0430lm", "base": {"post_block": {"1": VECTOR}}}', "name", "ASCII"),
     "nothing in it": (MODULES, '{"name": "a"}', "module", "empty"),
     "unknown field": (MODULES, '{"name": "a", "steering_vectors": {}}', "steering_vectors", "base, prefill"),
-    "key twice": (MODULES, '{"name": "a", "name": "b"}', "body", "twice"),
-    "layer twice": (MODULES, '{"name": "a", "base": {"post_block": {"1": [1], "1": [2]}}}', "body", "twice"),
+    "key twice": (MODULES, '{"name": "a", "name": "b"}', "body", "duplicate key"),
+    "layer twice": (MODULES, '{"name": "a", "base": {"post_block": {"1": [1], "1": [2]}}}', "body", "duplicate key"),
     "NaN": (MODULES, '{"name": "a", "base": {"post_block": {"1": [NaN, 1]}}}',
             "base.post_block[1][0]", "finite"),
     "huge integer": (MODULES, '{"name": "a", "base": {"post_block": {"1": [%s]}}}' % ("9" * 5000), "body", "digits"),
@@ -159,7 +159,7 @@ WRONG: dict[str, tuple[str, str, str, str]] = {
     "layer": (MODULES, '{"name": "a", "base": {"post_block": {"4": VECTOR}}}', "base.post_block[4]", "layers 0 to 3"),
     "refused site": (MODULES, '{"name": "a", "base": {"post_attn": {"2": VECTOR}}}', "base.post_attn[2]", "parallel"),
     "set nothing": (SET, "{}", "set", "is empty"),
-    "set unknown": (SET, '{"modules": ["x"]}', "modules[0]", "no module x"),
+    "set unknown": (SET, '{"modules": ["x"]}', "modules[0]", "unknown module 'x'"),
     "set probes": (SET, '{"probes": {}}', "probes", "base, prefill"),
     "set replace": (SET, '{"replace": 1}', "replace", "true or false"),
     "set too far back": (SET, '{"edits": [{"kind": "add", "point": "post_block", "layers": 1, "vector": VECTOR, '
