@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page docs/reference/bad-input.md: what a server is sent that it has to refuse, counted from the tests' own corpus."""
+"""Writer of docs/reference/bad-input.md: the invalid requests that the tests send, counted from their corpus."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ MakeTable = Callable[[tuple[str, ...], list[tuple[str, ...]]], str]
 
 HEAD = """# Bad input
 
-`tests/server/hostile` sends a running server what it has to refuse: to every route that carries our fields, whether the
-answer would be a stream or not, and to every route of ours. Each request has to end in a status from 400 to 499 with an
-error in OpenAI's form, short, with a `message` and with the name of the offending field as `param`; the server has to be
-healthy afterwards, to have registered nothing, and to answer a plain greedy request as it did before.
+`tests/server/hostile` sends invalid requests to a running server: to every route that accepts steering fields, streamed
+or not, and to every steering route. Each request must end with a status from 400 to 499 and a short error in OpenAI's
+form, with a `message` and with the name of the invalid field as `param`. Afterwards the server must be healthy, must have
+registered nothing, and must answer a plain greedy request as before.
 
 """
 
 TAIL = """
-What no route of ours sees is answered as the server's framework or vLLM does: 404 and 405 for paths and methods that are
-not there, and, for bodies of vLLM's own routes that are no JSON, an error whose `param` may be null. Compressed bodies are
-not decoded, so they are no JSON.
+The web framework and vLLM answer requests that reach no steering route: 404 and 405 for unknown paths and methods. For
+bodies of vLLM's own routes that are not JSON, `param` may be null. Compressed bodies are not decoded, so they count as
+invalid JSON.
 
 ## Requests from the OpenAPI document
 
-Schemathesis makes requests from the server's own document, right and wrong ones, for every route of ours and for our fields
-in completion, chat and responses bodies. None may end in HTTP 500; of our routes, every answer has to be of a status, type
-and schema that the document has, and what contradicts the document has to be refused. The tests draw a few with fixed
-seeds; as many as one likes are drawn at random by
+Schemathesis generates valid and invalid requests from the server's OpenAPI document, for every steering route and for the
+steering fields of completion, chat and responses bodies. No request may end in HTTP 500. On steering routes, every
+response must have a status, type and schema from the document, and requests that contradict the document must be refused.
+The tests draw a few requests with fixed seeds. To draw more at random, run
 
     python -m pytest tests/server/hostile/test_document.py --hostile 400
 
@@ -42,12 +42,11 @@ seeds; as many as one likes are drawn at random by
 | --- | --- |
 | an API server or an engine is killed while modules are registered at all API servers, and the server is started again | `tests/server/test_server_modules.py` |
 | writers of a registry's folder are killed at any moment, fifty times | `tests/registry/test_kills.py` |
-| a thousand clients vanish in the middle of a capture: rows, vectors, memory and files are all given back | `tests/server/test_api_servers.py` |
-| a client has left by the time its answer is made | `tests/server/http/test_capture_results.py` |
+| a thousand clients disconnect during a capture: all rows, vectors, memory and files are released | `tests/server/test_api_servers.py` |
+| a client disconnects before its response is made | `tests/server/http/test_capture_results.py` |
 
-Rows that are too large for an answer are the client's from the moment at which the answer is sent: they stay until it
-deletes them or they expire. A client that vanishes before is found out when its answer is about to be sent, and its rows
-are deleted at once.
+Rows that are too large for a response are stored from the moment the response is sent until the client deletes them or
+they expire. If the client disconnects earlier, the server notices when it sends the response and deletes the rows.
 """
 
 

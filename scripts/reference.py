@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the pages of docs/reference from the tables in the code and the results, and from the latter the package's
-record of proofs, too; with --check, says whether they are up to date."""
+"""Writer of the generated pages of docs/reference and of the package's record of proofs.
+
+The pages derive from tables in the code and from benchmarks/results. ``--check`` fails if a page is out of date.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +34,9 @@ from vllm_steer.server.routes import capabilities, captures
 from vllm_steer.server.routes.base import SteeringRoute
 from vllm_steer.server.routes.modules import make_router
 from vllm_steer.spec import KINDS
+from vllm_steer.spec.capture import CaptureForm
+from vllm_steer.spec.edit import EditForm
+from vllm_steer.spec.json_schema import json_schema
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "reference"
@@ -83,20 +88,37 @@ def points() -> str:
     ]
     libraries = tuple(next(iter(POINTS.values())).aliases)
     return (
-        "# Hook points\n\nIn order of computation. Those that are not always on are on a branch, and there in engines\n"
-        f'that were started with them: `{POINTS_FLAG} {",".join(OPTIONAL_POINTS)}`, or `steering_config={{"points": [...]}}`.\n'
-        "Where a model does not serve one of them, requests at it are refused with the reason ([models](models.md)).\n\n"
-        + table(("point", "on", "value", "who sees an edit", *libraries), rows)
+        "# Hook points\n\nHook points in order of computation. Points on a branch exist only in engines that were started with\n"
+        f'them: `{POINTS_FLAG} {",".join(OPTIONAL_POINTS)}` or `steering_config={{"points": [...]}}`.\n'
+        "Requests at a point that the model does not support are refused with the reason ([models](models.md)).\n\n"
+        + table(("point", "available", "value", "an edit affects", *libraries), rows)
     )
+
+
+def form_rows(form: type[msgspec.Struct]) -> list[tuple[str, ...]]:
+    """Return name, default and description of each field of a JSON form."""
+    schema = json_schema(form)
+    return [
+        (
+            f"`{name}`",
+            "required" if name in schema["required"] else f"`{json.dumps(field['default'])}`",
+            field.get("description", ""),
+        )
+        for name, field in schema["properties"].items()
+    ]
 
 
 def edits() -> str:
     rows = [(f"`{k.name}`", ", ".join(f"`{p}`" for p in k.params), f"`{k.formula}`") for k in KINDS.values()]
     return (
         "# Edits\n\n`x` is a token's row of the residual stream, `v` the vector, `u = v / |v|`, `s` the strength.\n"
-        "All arithmetic is float32, with one rounding to the model's dtype at the end. Several edits at one site apply in the order\n"
-        "given: `steering_vectors`, `prefill_steering_vectors`, `decode_steering_vectors`, then `steering`.\n\n"
-        + table(("kind", "takes", "new value"), rows)
+        "Edits are computed in float32 and rounded once to the model's dtype. Edits at one site apply in this order:\n"
+        "`steering_vectors`, `prefill_steering_vectors`, `decode_steering_vectors`, then `steering` in the order given.\n\n"
+        + table(("kind", "parameters", "new value"), rows)
+        + "\n## Fields of an edit\n\n"
+        + table(("field", "default", "meaning"), form_rows(EditForm))
+        + "\n## Fields of a capture spec\n\nAll other keys are options of the consumer.\n\n"
+        + table(("field", "default", "meaning"), form_rows(CaptureForm))
     )
 
 
@@ -213,14 +235,16 @@ def cache() -> str:
     ]
     return (
         "# Prefix cache\n\n"
-        f"{setup['requests']} requests with the same {setup['shared_prefix']:,} tokens in front and {setup['own_tokens']} of "
-        f"their own behind, one after another, in blocks of\n{setup['block_size']} tokens; tokens of all prompts but the first "
-        "(`benchmarks/cache_hits.py`):\n\n" + table(("requests", "cached prompt tokens", "hit rate"), rows) + "\n"
-        "A block's key holds the content of the edits that can have changed it, from the first edited token on. Blocks in front\n"
-        "of that token, and all blocks where only the last layer is edited behind its attention, keep vLLM's own keys.\n"
-        "A request's `cache_salt` goes into the same keys. Reads fork nothing, but what is read has to be computed: a request\n"
-        "takes no block from the cache from the first position on that it reads, and none at all where layers have a window or\n"
-        "a state and it reads its prompt.\n"
+        f"Hit rates of {setup['requests']} requests with a common prefix of {setup['shared_prefix']:,} tokens and "
+        f"{setup['own_tokens']} tokens of their own, one after\nanother, in blocks of {setup['block_size']} tokens. The first "
+        "request is not counted (`benchmarks/cache_hits.py`).\n\n"
+        + table(("requests", "cached prompt tokens", "hit rate"), rows)
+        + "\n"
+        "A block's key contains the content of the edits that can have changed the block, from the first edited token on. Blocks\n"
+        "ahead of that token keep vLLM's own keys, and so do all blocks if only the last layer is edited after its attention.\n"
+        "A request's `cache_salt` is part of the same keys.\n\n"
+        "Captures do not change keys, but captured positions must be computed: a request uses no cached block from its first\n"
+        "captured position on, and none at all if it captures its prompt and a layer has a window or a state.\n"
     )
 
 

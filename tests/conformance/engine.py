@@ -112,7 +112,9 @@ def steered_engine(tiny: TinyModel, path: Path, mode: str, branches: Sequence[st
             raise RuntimeError(f"{tiny}: the {mode} engine runs its model on the backend {backend}")
         yield llm
     finally:
-        del llm
+        if llm is not None:
+            # Here and not when the caller drops its reference, after the collections have become expensive again.
+            llm.llm_engine.engine_core.shutdown()
         if mode != "eager":
             # Not after eager engines: it would discard the compiled functions of vLLM's sampler.
             torch._dynamo.reset()

@@ -159,7 +159,7 @@ async def test_equal_programs_are_sent_once(engine: Any, monkeypatch: pytest.Mon
         [(await generate(engine, f"{i}-{again}", steering_vectors=site))[0] for again in range(3)]
         for i, site in enumerate(sites)
     ]
-    assert len(files._shelved) == 2
+    assert len(files._files) == 2
     for first, *others in answers:
         assert others == [first, first]
     assert answers[0][0] != answers[1][0]
@@ -179,7 +179,7 @@ async def modified_file_ends_its_request(engine: Any, monkeypatch: pytest.Monkey
 
 async def test_rejects_program_files_of_clients(engine: Any) -> None:
     """Catches a client that makes the engine read any file."""
-    with pytest.raises(SteeringError, match="not for clients"):
+    with pytest.raises(SteeringError, match="reserved for internal use"):
         await generate(engine, "own", extra_args={FILE_KEY: b"x"})
 
 

@@ -39,8 +39,7 @@ def test_equal_steps_reuse_the_assignment() -> None:
 
 @pytest.mark.parametrize("other", OTHERS, ids=lambda other: next(iter(other)))
 def test_different_steps_do_not(other: dict[str, Any]) -> None:
-    """Catches rows of a request that has gone, of other places, of other positions, and without padding; also in the
-    step after the other one."""
+    """Catches rows of another batch that are reused, also in the step after it."""
     assigned = RowAssignmentCache()
     assigned.is_valid(**STEP)
     assert not assigned.is_valid(**{**STEP, **other})

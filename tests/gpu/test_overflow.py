@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On a GPU: edits that take the stream beyond what its dtype holds spoil their own request, and nobody behind it.
+"""GPU: edits that overflow the stream's dtype affect their own request and no later one.
 
-On a CPU blocks of edited requests are zeroed before others get them (``engine/edited_blocks.py``). On a GPU they are
-not: its attention is to leave out what lies in a block behind a sequence's end, whatever that is.
+On CPU, blocks of edited requests are zeroed before reuse (``engine/edited_blocks.py``). On a GPU they are not, since
+its attention kernels must ignore whatever lies in a block after a sequence's end.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def crowded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     close(llm)
 
 
-def test_blocks_of_numbers_are_given_on(crowded: Any) -> None:
+def test_reused_blocks_hold_finite_values(crowded: Any) -> None:
     """Catches keys and values that are no numbers in what is left of a block behind another request's tokens."""
     plain = [params(logprobs=1)] * 3
     crowded.reset_prefix_cache()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine decodes without computing digests again is still a program that it can use."""
+"""Structure checks of programs that an engine decodes without verifying digests."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ UNSOUND = {
 }
 
 
-def test_a_sound_program_passes() -> None:
-    """Catches a check that refuses what the front end sends."""
+def test_accepts_valid_program() -> None:
+    """Catches checks that refuse programs from the front end."""
     assert Program.from_trusted_bytes(SOUND.to_bytes()) == SOUND
 
 
 @pytest.mark.parametrize("part", UNSOUND)
-def test_parts_that_do_not_fit_are_refused(part: str) -> None:
-    """Catches an index that would raise in the scheduler, which ends the engine."""
+def test_rejects_inconsistent_parts(part: str) -> None:
+    """Catches an invalid index that would raise in the scheduler and end the engine."""
     for read in (Program.from_trusted_bytes, Program.from_bytes):
         with pytest.raises(SteeringError):
             read(msgspec.structs.replace(SOUND, **UNSOUND[part]).to_bytes())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs out of programs are those of their edits."""
+"""Joined and scaled programs against programs compiled from the same edits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.program import Program, compile_program, join, scaled
+from vllm_steer.program import Program, compile_program, join, resolve, scaled, with_source
 from vllm_steer.spec import CaptureSpec, Edit
 
 
@@ -28,8 +28,8 @@ parts = st.lists(st.lists(st.integers(0, 5), max_size=4), min_size=1, max_size=4
 
 
 @given(parts, st.lists(st.sampled_from([0, 1]), max_size=2))
-def test_joined_programs_are_the_program_of_all_edits(seeds: list[list[int]], reads: list[int]) -> None:
-    """Catches an order that is lost, a step that takes another's vector, a read that is there twice or not at all."""
+def test_join_equals_compiling_all_edits(seeds: list[list[int]], reads: list[int]) -> None:
+    """Catches a changed order, an edit with another edit's vector, and reads that are lost or duplicated."""
     programs = [compile_program([edit(seed) for seed in part], [READS[i] for i in reads]) for part in seeds]
     whole = compile_program([edit(seed) for part in seeds for seed in part], [READS[i] for i in reads])
     assert join(programs) == whole
@@ -37,19 +37,37 @@ def test_joined_programs_are_the_program_of_all_edits(seeds: list[list[int]], re
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=4), st.sampled_from([1.0, -2.0, 0.5, 0.0]))
-def test_a_scaled_program_is_that_of_scaled_edits(seeds: list[int], scale: float) -> None:
-    """Catches a digest that is still that of the other strength: requests would share rows and cached blocks."""
+def test_scaled_equals_compiling_scaled_edits(seeds: list[int], scale: float) -> None:
+    """Catches a digest of the unscaled edit: requests would share table rows and cached blocks."""
     found = scaled(compile_program([edit(seed, 3.0) for seed in seeds]), scale)
     wanted = compile_program([edit(seed, 3.0 * scale) for seed in seeds])
     assert found.edits == wanted.edits
     assert Program.from_bytes(found.to_bytes()) == found
 
 
-def test_what_does_not_go_together() -> None:
-    """Catches vectors of two widths in one program, and a strength that is infinite on the device."""
+def test_rejects_mixed_widths_and_overflow() -> None:
+    """Catches vectors of two widths in one program, and strengths that are infinite in float32."""
     wide = compile_program([edit(0, vector=np.ones(5))])
     with pytest.raises(SteeringError, match="4, 5"):
         join([compile_program([edit(0)]), wide])
     with pytest.raises(SteeringError, match="scale"):
         scaled(compile_program([edit(0, 1e38)]), 10.0)
     assert join([wide, compile_program([])]) == wide
+
+
+def test_sources_follow_their_edits_and_reads() -> None:
+    """Catches an error that names the field of another edit after joining, scaling or dropping reads."""
+    off = compile_program([edit(0, strength=0.0), edit(1), edit(2, 1e-30)], edit_paths=["a", "b", "c"])
+    assert off.sources == ("b", "c")
+    assert scaled(off, 1e-300).sources == ("b",) and scaled(off, 2.0).sources == ("b", "c")
+    read = compile_program([edit(3)], READS, edit_paths=["d"], capture_paths=["capture.x", "capture.y"])
+    whole = join([with_source(off, "modules[0]"), read, compile_program([edit(4)])])
+    assert [whole.edit_source(i) for i in range(4)] == ["modules[0]", "modules[0]", "d", "steering"]
+    assert [whole.read_source(i) for i in range(2)] == ["capture.x", "capture.y"]
+    assert whole.without_reads().sources == whole.sources[:4]
+    assert Program.from_bytes(whole.to_bytes()).sources == whole.sources
+    assert whole.edits == join([off, read, compile_program([edit(4)])]).edits, "sources are not content"
+    late = compile_program([edit(0), edit(1, tokens=[-9])], edit_paths=["steering[0]", "steering[1]"])
+    with pytest.raises(SteeringError) as raised:
+        resolve(late, 3, 8)
+    assert raised.value.field == "steering[1]"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs that are not decoded and checked again, and those that are."""
+"""Program cache: which programs are decoded and verified again."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def empty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program, "PROGRAM_CACHE", ProgramCache(1 << 16))
 
 
-def test_what_was_compiled_here_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a front end that decodes and digests what it has just compiled."""
+def test_compiled_program_is_not_decoded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a front end that decodes and verifies a program that it has just compiled."""
     one = made(1)
     data = one.encode_cached()
     decoded, checked = [], []
@@ -40,8 +40,8 @@ def test_what_was_compiled_here_is_not_read_again(monkeypatch: pytest.MonkeyPatc
     assert not decoded and not checked
 
 
-def test_vectors_of_a_kept_program_are_held_once() -> None:
-    """Catches a process that holds each vector twice: as it was given, and in the bytes that are sent."""
+def test_vectors_are_views_of_the_encoded_bytes() -> None:
+    """Catches a process that holds each vector twice: as given and in the encoded bytes."""
     for there, data in (
         (Program.from_bytes(made(1).encode_cached()), made(1).encode_cached()),
         _decoded(made(2).to_bytes()),
@@ -49,8 +49,8 @@ def test_vectors_of_a_kept_program_are_held_once() -> None:
         assert there.vectors and all(vector.obj is data for vector in there.vectors)
 
 
-def test_equal_programs_have_one_copy_of_their_bytes() -> None:
-    """Catches a look at a program that compares all its bytes with those of the one before."""
+def test_equal_programs_share_their_bytes() -> None:
+    """Catches comparisons of all bytes for every equal program."""
     first = made(1).encode_cached()
     there = Program.from_bytes(first)
     second = made(1).encode_cached()
@@ -59,8 +59,8 @@ def test_equal_programs_have_one_copy_of_their_bytes() -> None:
     assert made(2).encode_cached() != first
 
 
-def test_bytes_that_differ_where_nobody_looks_first_are_two_programs() -> None:
-    """Catches a program that is taken for another with the same digests, forged ones for instance."""
+def test_programs_with_equal_cache_keys_are_distinguished() -> None:
+    """Catches a program that is mistaken for another with the same digests, such as a forged one."""
     wide = compile_program(
         [Edit(kind="add", point="post_block", layers=1, vector=np.random.default_rng(3).standard_normal(8192))]
     )
@@ -74,8 +74,8 @@ def test_bytes_that_differ_where_nobody_looks_first_are_two_programs() -> None:
     assert Program.from_bytes(data).vectors == wide.vectors
 
 
-def test_programs_that_differ_at_a_late_site_are_both_kept() -> None:
-    """Catches many requests with much in common, such as global steering, that push each other out."""
+def test_programs_that_differ_in_a_late_site_are_both_cached() -> None:
+    """Catches requests with much in common, such as global steering, that evict each other."""
     vectors = [np.full(8, layer + 1.0) for layer in range(96)]
     both = []
     for vector in (-1.0, -2.0):
@@ -88,8 +88,8 @@ def test_programs_that_differ_at_a_late_site_are_both_kept() -> None:
     assert [(each.program, each.verified) for each in found if each] == [(one, True) for one in both]
 
 
-def test_what_comes_from_outside_is_checked_although_an_engine_has_read_it() -> None:
-    """Catches a program that counts as checked because it was decoded."""
+def test_untrusted_bytes_are_verified_after_a_trusted_decode() -> None:
+    """Catches a program that counts as verified because it was decoded."""
     forged = msgspec.structs.replace(made(2), digests=(b"x" * 16,)).to_bytes()
     assert Program.from_trusted_bytes(forged).digests == (b"x" * 16,)
     for _ in range(2):
@@ -97,8 +97,8 @@ def test_what_comes_from_outside_is_checked_although_an_engine_has_read_it() -> 
             Program.from_bytes(forged)
 
 
-def test_what_is_kept_is_bounded() -> None:
-    """Catches a process that remembers every vector it was ever sent."""
+def test_cache_size_is_bounded() -> None:
+    """Catches a cache without limit."""
     kept = program.PROGRAM_CACHE
     for seed in range(40):
         made(seed).encode_cached()
@@ -107,8 +107,8 @@ def test_what_is_kept_is_bounded() -> None:
     assert kept.get(made(0).to_bytes()) is None
 
 
-def test_each_length_and_stage_has_its_own_segments() -> None:
-    """Catches the segments of another prompt, or of another stage's layers."""
+def test_resolutions_are_cached_per_length_and_stage() -> None:
+    """Catches segments of another prompt length or of another stage."""
     read = compile_program([], [CaptureSpec(hooks={"post_block": "all"}, positions="last_prompt")])
     assert [resolve(read, length, 4).first_captured_position for length in (5, 9, 5)] == [4, 8, 4]
     assert resolve(read, 5, 4) is resolve(read, 5, 4)
@@ -118,9 +118,8 @@ def test_each_length_and_stage_has_its_own_segments() -> None:
     assert len(read.resolve_cache) <= 64
 
 
-def test_places_are_known_by_the_object_and_held_with_it() -> None:
-    """Catches bytes that get the place of others, which stood at the same address before, and a process that holds
-    every program it was ever sent."""
+def test_cache_keys_are_remembered_by_object() -> None:
+    """Catches keys of other bytes at a reused address, and a process that holds all bytes it has seen."""
     keys = program_cache._CacheKeys()
     for i in range(5000):
         data = i.to_bytes(8, "little") * 4096

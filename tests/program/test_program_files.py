@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Large programs that cross to the engine once: what is fetched is what was sent, or nothing is."""
+"""Program files: the engine reads the program that was sent, or refuses it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ SIZE = 2 * MIN_PROGRAM_BYTES
 
 
 def program(seed: int, size: int = SIZE) -> bytes:
-    """Bytes that differ in the middle only: all have the same place."""
+    """Return bytes that differ only in the middle, so that all have the same cache key."""
     return b"h" * (size // 2) + bytes([seed]) + b"t" * (size - size // 2 - 1)
 
 
 def elsewhere(seed: int, size: int = SIZE) -> bytes:
-    """Bytes that differ in the head."""
+    """Return bytes that differ at the start."""
     return bytes([seed]) + b"t" * (size - 1)
 
 
@@ -40,7 +40,7 @@ def nothing_fetched() -> None:
 
 
 def sent(files: ProgramFileCache, data: bytes) -> bytes:
-    """The reference for what has been sent once before."""
+    """Send ``data`` twice and return the reference."""
     files.reference(data)
     reference = files.reference(data)
     assert reference is not None
@@ -51,8 +51,8 @@ def path_of(reference: bytes) -> Path:
     return Path(msgspec.msgpack.decode(reference, type=ProgramRef).path)
 
 
-def test_what_comes_for_the_second_time_is_sent_by_name(files: ProgramFileCache) -> None:
-    """Catches a file for every program that comes once, and bytes that cross again and again."""
+def test_repeated_program_is_sent_by_reference(files: ProgramFileCache) -> None:
+    """Catches a file for every program, and repeated programs that are sent in full."""
     data = elsewhere(1)
     assert files.reference(data) is None
     reference = files.reference(data)
@@ -61,20 +61,20 @@ def test_what_comes_for_the_second_time_is_sent_by_name(files: ProgramFileCache)
     assert fetch_program(reference) == data and fetch_program(reference) is fetch_program(reference)
 
 
-def test_small_ones_are_sent(files: ProgramFileCache) -> None:
+def test_small_programs_are_sent_in_full(files: ProgramFileCache) -> None:
     assert [files.reference(elsewhere(1, MIN_PROGRAM_BYTES - 1)) for _ in range(3)] == [None] * 3
 
 
-def test_programs_that_are_alike_are_not_mixed_up(files: ProgramFileCache) -> None:
-    """Catches the vectors of another request: found by place and not compared."""
+def test_programs_with_equal_cache_keys_are_distinguished(files: ProgramFileCache) -> None:
+    """Catches vectors of another request, found by key and not compared."""
     reference = sent(files, program(1))
     assert [files.reference(program(2)) for _ in range(3)] == [None] * 3
     assert fetch_program(reference) == program(1) and files.reference(program(1)) == reference
 
 
 @pytest.mark.parametrize("change", ["gone", "other", "cut", "empty"])
-def test_a_file_that_is_not_what_was_written_is_refused(files: ProgramFileCache, change: str) -> None:
-    """Catches an edit with other vectors than were asked for, and an error that is not the request's."""
+def test_rejects_changed_files(files: ProgramFileCache, change: str) -> None:
+    """Catches edits with wrong vectors, and errors other than SteeringError."""
     reference = sent(files, elsewhere(1))
     path = path_of(reference)
     if change == "gone":
@@ -87,21 +87,21 @@ def test_a_file_that_is_not_what_was_written_is_refused(files: ProgramFileCache,
 
 
 @pytest.mark.parametrize("reference", [b"", b"x", "text", None, 3, msgspec.msgpack.encode(["\0", 1, b""])])
-def test_what_is_no_ticket_is_refused(reference: object) -> None:
+def test_rejects_invalid_references(reference: object) -> None:
     """Catches an exception that would end the scheduler."""
     with pytest.raises(SteeringError):
         fetch_program(reference)
 
 
-def test_a_file_that_was_tidied_up_is_written_again(files: ProgramFileCache) -> None:
-    """Catches tickets for a file that is no longer there, for as long as the server runs."""
+def test_removed_file_is_written_again(files: ProgramFileCache) -> None:
+    """Catches references to a removed file for as long as the server runs."""
     data = elsewhere(1)
     path_of(sent(files, data)).unlink()
     assert fetch_program(sent(files, data)) == data
 
 
-def test_files_have_a_limit_and_make_room_when_they_have_rested(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a disk that fills, and a file that is taken away while the scheduler may still read it."""
+def test_total_size_is_limited_and_old_files_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a full disk, and a file removed while the scheduler may still read it."""
     now = 1000.0
     monkeypatch.setattr(module.time, "monotonic", lambda: now)
     files = ProgramFileCache(2 * SIZE)
@@ -112,7 +112,7 @@ def test_files_have_a_limit_and_make_room_when_they_have_rested(monkeypatch: pyt
         assert files.reference(elsewhere(1)) == first
         now += module.MIN_FILE_AGE / 2
         third = sent(files, elsewhere(3))
-        # The second had rested; the first was sent for in between.
+        # The second file is old enough; the first one was used in between.
         assert (
             not path_of(second).exists()
             and fetch_program(first) == elsewhere(1)
@@ -123,14 +123,14 @@ def test_files_have_a_limit_and_make_room_when_they_have_rested(monkeypatch: pyt
         files.close()
 
 
-def test_only_the_owner_can_look(files: ProgramFileCache) -> None:
-    """Catches vectors that other users of the machine can read or change."""
+def test_files_are_private_to_the_owner(files: ProgramFileCache) -> None:
+    """Catches files that other users can read or change."""
     path = path_of(sent(files, elsewhere(1)))
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def test_nothing_stays_when_it_is_closed(files: ProgramFileCache) -> None:
+def test_close_removes_the_files(files: ProgramFileCache) -> None:
     data = elsewhere(1)
     folder = path_of(sent(files, data)).parent
     files.close()
@@ -138,7 +138,7 @@ def test_nothing_stays_when_it_is_closed(files: ProgramFileCache) -> None:
     assert [files.reference(data) for _ in range(3)] == [None] * 3
 
 
-def test_without_a_place_for_files_all_is_sent_and_said_once(
+def test_full_disk_is_logged_once_and_programs_are_sent_in_full(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Catches a full disk that fails requests."""

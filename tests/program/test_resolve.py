@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Segments against the plain meaning of selectors: for each position, the edits that name it, in order."""
+"""Segments against a per-position definition of selectors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def edit(seed: int, tokens: object = "all", point: str = "post_block", layers: o
 
 
 def names(entry: object, position: int, prompt_len: int) -> bool:
-    """Whether one entry of a selector names a position."""
+    """Return whether one entry of a selector covers a position."""
     if isinstance(entry, str):
         return {
             "all": True,
@@ -53,8 +53,8 @@ def names(entry: object, position: int, prompt_len: int) -> bool:
 
 
 @given(st.lists(selectors, max_size=4), st.integers(4, 20))
-def test_every_position_gets_exactly_the_edits_that_name_it(chosen: list[object], prompt_len: int) -> None:
-    """Catches off-by-one at every boundary, a wrong order of edits, and generated tokens taken for prompt."""
+def test_each_position_gets_the_edits_that_select_it(chosen: list[object], prompt_len: int) -> None:
+    """Catches off-by-one errors at boundaries, a wrong order of edits, and generated tokens treated as prompt."""
     edits = [edit(i, tokens) for i, tokens in enumerate(chosen)]
     program = compile_program(edits)
     resolved = resolve(program, prompt_len, LAYERS)
@@ -77,14 +77,14 @@ def test_every_position_gets_exactly_the_edits_that_name_it(chosen: list[object]
     [("all", [0]), ("prompt", [0, 5]), ("generated", [0, 5]), ([[2, None]], [0, 2]), ([1, [3, 7]], [0, 1, 2, 3, 7])],
     ids=str,
 )
-def test_segments_are_as_many_as_there_are(tokens: object, starts: list[int]) -> None:
+def test_segment_starts(tokens: object, starts: list[int]) -> None:
     """Catches a segment that begins where no position is: a request would need one place more than it uses."""
     resolved = resolve(compile_program([edit(0, tokens)]), 5, LAYERS)
     assert [segment.start for segment in resolved.segments] == starts
 
 
 @pytest.fixture
-def rows_made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def programs_made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows by one for each row that is made."""
     made: list[int] = []
     real = module._token_program
@@ -98,41 +98,39 @@ def rows_made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("edits", [1, 8])
-def test_a_list_of_thousands_of_positions_is_refused_before_each_is_looked_at(rows_made: list[int], edits: int) -> None:
-    """Catches a request of some KiB that keeps an API server busy for seconds, and everybody at it waiting."""
+def test_rejects_too_many_boundaries_early(programs_made: list[int], edits: int) -> None:
+    """Catches a request of a few KiB that blocks an API server for seconds."""
     program = compile_program([edit(i, list(range(i, 30_000, 2))) for i in range(edits)])
     with pytest.raises(SteeringError, match="more than 2048 positions") as refused:
         resolve(program, 4, LAYERS)
     assert refused.value.field == "steering"
-    assert rows_made == []
+    assert programs_made == []
 
 
-def test_no_more_segments_are_made_than_are_wanted(rows_made: list[int]) -> None:
-    """Catches a thousand rows that are made for an engine that takes 32; and a request that has been looked at before
-    and is let through for that."""
+def test_rejects_too_many_segments_early(programs_made: list[int]) -> None:
+    """Catches (1) a thousand token programs made for a limit of 32 and (2) a cached resolution above the limit."""
     program = compile_program([edit(0, list(range(1, 2001, 2)))])
     with pytest.raises(SteeringError, match="more than 32 token segments"):
         resolve(program, 4, LAYERS, max_segments=32)
-    assert len(rows_made) <= 33
+    assert len(programs_made) <= 33
     small = compile_program([edit(0, [1, 3])])
     assert len(resolve(small, 4, LAYERS, max_segments=5).segments) == 5
     with pytest.raises(SteeringError, match="more than 4 token segments"):
         resolve(small, 4, LAYERS, max_segments=4)
 
 
-def test_edits_that_go_on_where_equal_ones_end_are_one_segment(rows_made: list[int]) -> None:
-    """Catches a bound that is taken for a segment: two halves of one edit fit where it does. And a row that is made at
-    each of two thousand bounds, beside all the other edits, of a program that has few segments."""
+def test_equal_adjacent_edits_are_one_segment(programs_made: list[int]) -> None:
+    """Catches segments, and token programs, made at each of two thousand boundaries between equal edits."""
     program = compile_program([edit(0, [[0, 5]]), edit(0, [[5, None]])])
     assert len(resolve(program, 4, LAYERS, max_segments=1).segments) == 1
-    rows_made.clear()
+    programs_made.clear()
     turns = [edit(0, [[i, i + 1] for i in range(first, 2000, 2)]) for first in (0, 1)]
     program = compile_program([*turns, edit(1, [[0, None]])])
     assert [each.start for each in resolve(program, 4, LAYERS, max_segments=2).segments] == [0, 2000]
-    assert len(rows_made) == 2
+    assert len(programs_made) == 2
 
 
-def test_the_same_edits_of_two_requests_share_their_row() -> None:
+def test_equal_edits_share_a_token_program() -> None:
     """Catches rows keyed by request: content that is equal must not take space twice."""
     first = resolve(compile_program([edit(0), edit(1, "generated")]), 5, LAYERS)
     second = resolve(compile_program([edit(0), edit(1, "generated")]), 9, LAYERS)
@@ -141,7 +139,7 @@ def test_the_same_edits_of_two_requests_share_their_row() -> None:
     assert swapped.token_programs[1].digest != first.token_programs[1].digest, "order is content"
 
 
-def test_counting_back_beyond_the_prompt_is_refused() -> None:
+def test_rejects_positions_before_the_prompt() -> None:
     """Catches a negative position that wraps around to the end."""
     with pytest.raises(SteeringError, match="-4"):
         resolve(compile_program([edit(0, [-4])]), 3, LAYERS)
@@ -164,13 +162,13 @@ def test_counting_back_beyond_the_prompt_is_refused() -> None:
         ("post_block", "all", True),
     ],
 )
-def test_only_edits_that_reach_a_later_key_or_value_fork_the_cache(point: str, layers: object, forks: bool) -> None:
+def test_kv_digest_covers_edits_that_change_keys_or_values(point: str, layers: object, forks: bool) -> None:
     """Catches a cache forked for nothing, and one shared that must not be (3 layers: layer 2 is the last)."""
     resolved = resolve(compile_program([edit(0, "all", point, layers)]), 5, LAYERS)
     assert (resolved.segments[0].kv_digest is not None) is forks
 
 
-def test_all_layers_expand_in_order_at_every_layer() -> None:
+def test_all_layers_expand_in_order() -> None:
     """Catches "all" that misses the first or last layer."""
     resolved = resolve(
         compile_program([edit(0, layers="all", point="pre_attn"), edit(1, layers=2, point="pre_attn")]), 5, LAYERS
@@ -178,7 +176,7 @@ def test_all_layers_expand_in_order_at_every_layer() -> None:
     assert [i.site for i in resolved.token_programs[0].instructions] == [0, 6, 12, 12]
 
 
-def test_programs_survive_the_wire_and_refuse_what_did_not_come_from_it() -> None:
+def test_wire_round_trip_and_forgeries() -> None:
     """Catches a program whose bytes were changed on the way, or made by hand."""
     program = compile_program([edit(0), edit(1, [0, [2, None]], kind="ablate")])
     data = program.to_bytes()
@@ -191,19 +189,19 @@ def test_programs_survive_the_wire_and_refuse_what_did_not_come_from_it() -> Non
 
 
 @given(st.binary(max_size=200))
-def test_random_bytes_are_refused_and_nothing_else_happens(data: bytes) -> None:
+def test_rejects_random_bytes(data: bytes) -> None:
     """Catches any exception but ours."""
     with pytest.raises(SteeringError):
         Program.from_bytes(data)
 
 
-def test_an_edit_of_strength_zero_is_no_edit() -> None:
+def test_edits_of_strength_zero_are_dropped() -> None:
     """Catches a row, and a forked cache, for a request that changes nothing."""
     nothing = Edit(kind="add", point="post_block", layers=1, vector=np.ones(4), strength=0.0)
     assert resolve(compile_program([nothing]), 5, LAYERS).token_programs == ()
 
 
-def test_stages_hold_their_own_part_of_the_same_rows() -> None:
+def test_stages_split_the_same_token_programs() -> None:
     """Catches a stage with another stage's instruction, a capture that two stages send, and books that disagree."""
     edits = [edit(0, layers="all"), edit(1, "generated", layers=[0, 2]), edit(2, [3], point="pre_attn", layers=1)]
     reads = [CaptureSpec(hooks={"post_block": "all", "pre_attn": [1]}, positions="all_prompt")]

@@ -74,7 +74,7 @@ Books.TestCase.settings = settings(max_examples=60, stateful_step_count=40, dead
 TestBooks = Books.TestCase
 
 
-def test_released_places_are_used_again() -> None:
+def test_released_slots_are_reused() -> None:
     """Catches a leak: the same small pool must serve any number of requests one after another."""
     ledger = TableAllocator(1, 1, 1)
     for seed in range(50):

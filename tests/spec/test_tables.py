@@ -8,12 +8,17 @@ import sys
 import typing
 from pathlib import Path
 
+import jsonschema
+import msgspec
 import pytest
 
 import vllm_steer
 from vllm_steer.errors import SteeringError
 from vllm_steer.points import OPTIONAL_POINTS, POINT_NAMES, POINTS, PointName, columns_of, points_on
-from vllm_steer.spec import KINDS, Edit, KindName
+from vllm_steer.spec import KINDS, CaptureSpec, Edit, KindName
+from vllm_steer.spec.capture import CaptureForm
+from vllm_steer.spec.edit import EditForm
+from vllm_steer.spec.request_form import request_schemas
 from vllm_steer.spec.selector import NAMED, SelectorName
 
 
@@ -95,3 +100,20 @@ except ValueError:
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(("cls", "form"), [(Edit, EditForm), (CaptureSpec, CaptureForm)])
+def test_constructors_take_the_fields_of_their_forms(cls: type, form: type) -> None:
+    """Catches an argument that the JSON form, and with it the OpenAPI document, lacks, or with another default."""
+    arguments = {n: p.default for n, p in inspect.signature(cls).parameters.items() if n != "options"}
+    declared = {f.name: f.default if f.default is not msgspec.NODEFAULT else inspect.Parameter.empty
+                for f in msgspec.structs.fields(form)}  # fmt: skip
+    assert arguments == declared
+
+
+def test_encoded_edits_conform_to_the_form() -> None:
+    """Catches a wire form that the published JSON Schema does not allow."""
+    edit = Edit(kind="clamp", point="mlp_in", layers=[3, 1], vector=[1.0, 2.0], low=-1, tokens=[1, (-3, None)])
+    assert jsonschema.Draft202012Validator(request_schemas()["steering"]).is_valid([edit.to_wire()])
+    wrong = {**edit.to_wire(), "layers": []}
+    assert not jsonschema.Draft202012Validator(request_schemas()["steering"]).is_valid([wrong])

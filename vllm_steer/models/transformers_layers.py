@@ -17,7 +17,7 @@ def _sequential(model: str, layer: str, post_attn: str = "post_attention_layerno
 
 
 def _post_norm(model: str, layer: str) -> Recipe:
-    """A block that normalizes its branches and whose MLP reads the stream itself."""
+    """Return the row of a block that normalizes its branches and whose MLP reads the stream itself."""
     norms = "post_attention_layernorm", "post_feedforward_layernorm"
     return Recipe(_qualified(model, layer), "single", "mlp", *norms)
 

@@ -40,7 +40,7 @@ def _single(layer: str, post_attn: str | None = "post_attention_layernorm", **mo
 
 
 def _derived(layer: str, base: str) -> Recipe:
-    """A class whose ``forward`` is its base's; every other field is copied from the base's row."""
+    """Return the row of a class that inherits ``forward``; its other fields are the base's."""
     return Recipe(MODULES + layer, "pair", inherits=MODULES + base)
 
 

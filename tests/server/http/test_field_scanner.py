@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is found out about a body before it is parsed for good."""
+"""Detection of fields and duplicate keys in raw bodies."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ values = st.recursive(leaves, lambda inner: st.lists(inner) | st.dictionaries(st
 
 
 @given(name=names, value=values, others=st.dictionaries(st.text(), values), data=st.data())
-def test_no_spelling_of_a_name_is_missed(
-    name: str, value: object, others: dict[str, object], data: st.DataObject
-) -> None:
+def test_escaped_names_are_found(name: str, value: object, others: dict[str, object], data: st.DataObject) -> None:
     """Catches a field that goes past the search because some of its letters are escapes."""
     escaped = data.draw(st.sets(st.integers(0, len(name) - 1)))
     hexadecimal = data.draw(st.sampled_from(["04x", "04X"]))
@@ -32,7 +30,7 @@ def test_no_spelling_of_a_name_is_missed(
 
 
 @given(document=st.dictionaries(st.text(), values))
-def test_ordinary_bodies_hold_nothing(document: dict[str, object]) -> None:
+def test_bodies_without_fields(document: dict[str, object]) -> None:
     """Catches a search that takes steering fields from bodies that have none."""
     body = json.dumps(document).encode()
     expected = tuple(name for name in FIELDS if document.get(name) is not None)
@@ -41,7 +39,7 @@ def test_ordinary_bodies_hold_nothing(document: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize("text", ["steering", "my steering wheel", "prefill_steering_vectors", "café ü 漢字", "a\\b"])
-def test_words_in_a_prompt_do_not_make_fields(text: str) -> None:
+def test_names_in_prompts_are_not_fields(text: str) -> None:
     """Catches a refusal of a plain request that only talks about steering."""
     assert find_fields(json.dumps({"prompt": text, "steering": None}).encode()).fields == ()
 
@@ -71,7 +69,7 @@ def test_words_in_a_prompt_do_not_make_fields(text: str) -> None:
         ('{"capture": {"m": {"an_option": [1, [{"a": {"b": 1, "b": 1}}]]}}}', "capture.m.an_option[1][0].a"),
     ],
 )
-def test_a_key_that_stands_twice_is_found(body: str, path: str) -> None:
+def test_duplicate_keys_are_found(body: str, path: str) -> None:
     """Catches one of two values being taken and the other ignored, as JSON parsers do."""
     problem = find_fields(body.encode()).problem
     assert problem is not None
@@ -79,14 +77,14 @@ def test_a_key_that_stands_twice_is_found(body: str, path: str) -> None:
     assert "twice" in problem.problem
 
 
-def test_duplicates_elsewhere_are_not_ours() -> None:
+def test_duplicates_outside_the_fields_are_ignored() -> None:
     """Catches a refusal of what vLLM accepts."""
     body = b'{"prompt": 1, "prompt": 2, "metadata": {"a": 1, "a": 2}, "steering": [{"kind": "add"}]}'
     assert find_fields(body).problem is None
 
 
 @pytest.mark.parametrize("place", ["extra_body", "sampling_params", "sampling_params.extra_args", "vllm_xargs"])
-def test_fields_in_the_wrong_object_are_found(place: str) -> None:
+def test_rejects_fields_in_wrong_objects(place: str) -> None:
     """Catches fields that vLLM drops since they are one level too deep."""
     inner: dict[str, object] = {"steering": []}
     for key in reversed(place.split(".")):
@@ -97,7 +95,7 @@ def test_fields_in_the_wrong_object_are_found(place: str) -> None:
 
 
 @pytest.mark.parametrize("place", ["extra_body", "sampling_params", "vllm_xargs"])
-def test_captures_of_others_are_not_ours(place: str) -> None:
+def test_unrelated_capture_keys_are_ignored(place: str) -> None:
     """Catches a refusal of somebody else's `capture`, and ours going unnoticed where it is dropped."""
     assert find_fields(json.dumps({place: {"capture": "yes"}}).encode()).problem is None
     problem = find_fields(json.dumps({place: {"capture": {"memory": {}}}}).encode()).problem
@@ -106,14 +104,14 @@ def test_captures_of_others_are_not_ours(place: str) -> None:
 
 
 @pytest.mark.parametrize("body", ['{"prompt": "say \\"capture\\""}', '{"captured": {}}', '{"prompt": "capture"}'])
-def test_words_about_capture_are_cheap(body: str) -> None:
+def test_names_in_text_need_no_parsing(body: str) -> None:
     """Catches bodies that are parsed twice for a word in their prompt."""
     assert may_hold_fields(body.encode()) == (body == '{"prompt": "capture"}')
     assert find_fields(body.encode()).fields == ()
 
 
 @pytest.mark.parametrize("text", ["1" * 5000, "[" * 100_000 + "]" * 100_000])
-def test_what_no_parser_reads_is_a_sentence(text: str) -> None:
+def test_unreadable_json_is_reported(text: str) -> None:
     """Catches an exception from the depths of the JSON module."""
     problem = find_fields(f'{{"steering": {text}}}'.encode()).problem
     assert problem is not None
@@ -121,14 +119,14 @@ def test_what_no_parser_reads_is_a_sentence(text: str) -> None:
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b'{"steering": [1}', b"[1]", b'"steering"', b"null", b'{"steering"}'])
-def test_malformed_bodies_are_left_to_the_route(body: bytes) -> None:
+def test_malformed_bodies_have_no_fields(body: bytes) -> None:
     """Catches a refusal in words other than vLLM's, and an exception."""
     assert find_fields(body).fields == ()
     assert find_fields(body).problem is None
 
 
 @pytest.mark.parametrize("name", FIELDS)
-def test_no_single_escape_hides_a_name(name: str) -> None:
+def test_single_escapes_are_found(name: str) -> None:
     """Catches one letter of which the escaped form goes past the search: the underscore is the likely one."""
     for i, letter in enumerate(name):
         assert may_hold_fields(f'{{"{name[:i]}\\u{ord(letter):04x}{name[i + 1 :]}": []}}'.encode())
@@ -148,7 +146,7 @@ class Counted(str):
         return super().__eq__(other)
 
 
-def test_many_duplicates_cost_no_more_than_reading_them() -> None:
+def test_many_duplicates_are_reported_once() -> None:
     """Catches a search that is quadratic in the number of keys: one request would stop the server."""
     pairs = [(Counted(i), 0) for i in range(2_000) for _ in range(2)]
     Counted.looks = 0
@@ -157,7 +155,7 @@ def test_many_duplicates_cost_no_more_than_reading_them() -> None:
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le"])
-def test_other_encodings_are_recognised(encoding: str) -> None:
+def test_other_encodings_are_detected(encoding: str) -> None:
     """Catches fields hidden from the search in an encoding that JSON parsers accept."""
     body = '{"steering": []}'.encode(encoding)
     assert not is_utf8(body)
@@ -165,7 +163,7 @@ def test_other_encodings_are_recognised(encoding: str) -> None:
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
-def test_utf8_is_utf8(encoding: str) -> None:
+def test_utf8_is_detected(encoding: str) -> None:
     """Catches every ordinary body being parsed twice."""
     assert is_utf8('{"prompt": "ü"}'.encode(encoding))
 
@@ -178,14 +176,14 @@ def test_form_fields_are_found(name: str, quote: str) -> None:
     assert form_field(part) == name
 
 
-def test_form_contents_are_not_field_names() -> None:
+def test_form_values_are_not_fields() -> None:
     """Catches a refusal of an upload whose text speaks of steering."""
     part = b'--x\r\nContent-Disposition: form-data; name="prompt"\r\n\r\nname="steering" steering\r\n--x--'
     assert form_field(part) is None
 
 
 @pytest.mark.parametrize("piece", [b"form-data;", b'form-data; name="', b"form-data;name="])
-def test_a_form_is_gone_through_once(piece: bytes) -> None:
+def test_forms_are_scanned_once(piece: bytes) -> None:
     """Catches a search that is quadratic in a line, each part of which would be looked through to the line's end: small
     pieces of an upload would stop the server."""
     form = b"steering" + piece * 1_000

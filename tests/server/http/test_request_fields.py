@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's own request objects, with steering fields, to sampling parameters."""
+"""Steering fields of vLLM's request objects in sampling parameters."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def context() -> Iterator[RequestContext]:
 
 
 @classes
-def test_fields_become_a_program(of: type[Any]) -> None:
+def test_fields_compile_to_a_program(of: type[Any]) -> None:
     """Catches a field that one of the request classes loses, and an edit that becomes another one."""
     params = apply_to_params(request_with(of, **FIELD_VALUES), SamplingParams())
     expected = compile_program(parse_fields(FIELD_VALUES))
@@ -65,14 +65,14 @@ def test_fields_become_a_program(of: type[Any]) -> None:
 
 
 @classes
-def test_vllm_itself_calls_us(of: type[Any]) -> None:
+def test_vllm_calls_the_wrapped_methods(of: type[Any]) -> None:
     """Catches wrapped methods that are not the ones which vLLM calls."""
     wrap_front_end()
     assert program_of(request_with(of, **FIELD_VALUES).to_sampling_params(4, {})) is not None
     assert program_of(request_with(of).to_sampling_params(4, {})) is None
 
 
-def test_every_conversation_of_a_batch_is_steered() -> None:
+def test_batch_chat_conversations_are_steered() -> None:
     """Catches the batch route, which makes requests of its own from the one that came in, dropping fields."""
     wrap_front_end()
     batch = BatchChatCompletionRequest.model_validate({"messages": [MESSAGES], **FIELD_VALUES})
@@ -80,7 +80,7 @@ def test_every_conversation_of_a_batch_is_steered() -> None:
     assert program_of(single.to_sampling_params(4, {})) is not None
 
 
-def test_other_extra_args_stay(context: RequestContext) -> None:
+def test_other_extra_args_are_kept(context: RequestContext) -> None:
     """Catches steering that drops a user's `vllm_xargs`, and steering that writes into the request itself."""
     request = request_with(vllm_xargs={"mine": 1}, steering=FIELD_VALUES["steering"])
     for _ in range(2):
@@ -90,7 +90,7 @@ def test_other_extra_args_stay(context: RequestContext) -> None:
 
 
 @pytest.mark.parametrize("name", FIELDS)
-def test_null_is_absent(name: str, context: RequestContext) -> None:
+def test_null_counts_as_absent(name: str, context: RequestContext) -> None:
     """Catches clients that send every optional field being refused."""
     request = CompletionRequest.model_validate({"prompt": "hi", name: None})
     assert read_fields(request) == {}
@@ -102,7 +102,7 @@ def test_null_is_absent(name: str, context: RequestContext) -> None:
     "name",
     ["steering_vector", "prefill_steering", "steering_config", "Xsteering", "decode_steering_vectors "],
 )
-def test_names_that_are_nearly_ours_are_refused(of: type[Any], name: str) -> None:
+def test_rejects_misspelled_fields(of: type[Any], name: str) -> None:
     """Catches the fluent, unsteered answer to a misspelt field."""
     with pytest.raises(RequestRefused) as refused:
         apply_to_params(request_with(of, **{name: {}}), SamplingParams())
@@ -111,7 +111,7 @@ def test_names_that_are_nearly_ours_are_refused(of: type[Any], name: str) -> Non
 
 @classes
 @pytest.mark.parametrize("name", ["steer", "steer_capture", "steer_prompt", "steering", "steering_vectors"])
-def test_vllm_xargs_are_no_way_in(of: type[Any], name: str) -> None:
+def test_rejects_fields_in_vllm_xargs(of: type[Any], name: str) -> None:
     """Catches steering that is accepted where it is ignored, or that goes past the checks."""
     with pytest.raises(RequestRefused) as refused:
         apply_to_params(request_with(of, vllm_xargs={name: "x"}), SamplingParams())
@@ -145,10 +145,8 @@ EDIT = {"kind": "add", "point": "post_block", "layers": 1, "vector": vector()}
         ({"steering": [EDIT, EDIT, {**EDIT, "tokens": [-6]}]}, "steering[2]", "prompt of 5 tokens"),
     ],
 )
-def test_what_the_model_cannot_serve_is_named(
-    fields: dict[str, Any], path: str, words: str, context: RequestContext
-) -> None:
-    """Catches an error that does not say which edit is meant, or that comes after a stream has started."""
+def test_rejection_names_the_edit(fields: dict[str, Any], path: str, words: str, context: RequestContext) -> None:
+    """Catches an error without the path of the edit, or after a stream has started."""
     set_prompt_len(5)
     with pytest.raises(RequestRefused) as refused:
         apply_to_params(request_with(**fields), SamplingParams())
@@ -160,7 +158,7 @@ def test_what_the_model_cannot_serve_is_named(
 HOOKS = {"hooks": {"post_block": [1]}}
 
 
-def test_every_prompt_with_captures_is_numbered(context: RequestContext) -> None:
+def test_prompts_with_captures_are_numbered(context: RequestContext) -> None:
     """Catches samples of a second prompt that are taken for the first one's."""
     request = request_with(capture={"memory": HOOKS}, n=3, temperature=1)
     set_prompt_len(5)
@@ -180,8 +178,8 @@ def test_every_prompt_with_captures_is_numbered(context: RequestContext) -> None
         ({**HOOKS, "colour": 1}, "capture.memory.colour", "unknown option"),
     ],
 )
-def test_what_cannot_be_captured_is_named(spec: Any, path: str, words: str, context: RequestContext) -> None:
-    """Catches an error that does not say which consumer's spec is meant, or blames an edit beside it."""
+def test_rejection_names_the_capture(spec: Any, path: str, words: str, context: RequestContext) -> None:
+    """Catches an error with the path of another consumer or of an edit."""
     set_prompt_len(5)
     with pytest.raises(RequestRefused) as refused:
         apply_to_params(request_with(capture={"memory": spec}, steering=[EDIT]), SamplingParams())
@@ -193,7 +191,7 @@ def test_what_cannot_be_captured_is_named(spec: Any, path: str, words: str, cont
 @pytest.mark.parametrize("of", list(REQUESTS), ids=lambda of: of.__name__)
 @pytest.mark.parametrize("value", [HOOKS, {"memory": HOOKS}])
 @pytest.mark.parametrize("name", ["captures", "Capture", "capture_hidden"])
-def test_captures_misspelt_are_refused(name: str, value: Any, of: type[Any]) -> None:
+def test_rejects_misspelled_captures(name: str, value: Any, of: type[Any]) -> None:
     """Catches an answer without the rows that were asked for."""
     with pytest.raises(RequestRefused) as refused:
         apply_to_params(request_with(of, **{name: value}), SamplingParams())
@@ -201,12 +199,12 @@ def test_captures_misspelt_are_refused(name: str, value: Any, of: type[Any]) -> 
 
 
 @pytest.mark.parametrize("fields", [{"captures": 3}, {"capture_id": "x"}, {"screen_capture": {"fps": 3}}])
-def test_fields_of_others_pass(fields: dict[str, Any]) -> None:
+def test_accepts_unrelated_fields(fields: dict[str, Any]) -> None:
     """Catches a refusal of what stock vLLM serves."""
     assert apply_to_params(request_with(**fields), SamplingParams()).extra_args is None
 
 
-def test_captures_need_an_answer_that_carries_them(context: RequestContext) -> None:
+def test_rejects_captures_that_no_response_carries(context: RequestContext) -> None:
     """Catches captures whose answer is sent before there are any, or comes from several runs, or from nowhere."""
     wanted: dict[str, Any] = {"capture": {"memory": HOOKS}}
     tool = {"type": "function", "name": "f", "parameters": {}, "strict": False}
@@ -223,15 +221,15 @@ def test_captures_need_an_answer_that_carries_them(context: RequestContext) -> N
         apply_to_params(request_with(capture={"memory": HOOKS}), SamplingParams())
 
 
-def test_what_fits_alone_and_not_together_is_refused(context: RequestContext) -> None:
-    """Catches the search for the guilty edit swallowing an error of which no single edit is guilty."""
+def test_rejects_edits_that_only_fit_separately(context: RequestContext) -> None:
+    """Catches per-edit checks that miss a limit on all edits together."""
     set_prompt_len(5)
     edits = [{**EDIT, "vector": vector(i + 1), "tokens": [[i, None]]} for i in range(40)]
     with pytest.raises(RequestRefused, match="max_segments"):
         apply_to_params(request_with(steering=edits), SamplingParams())
 
 
-def test_the_prompt_of_each_request_counts(context: RequestContext) -> None:
+def test_each_prompt_is_checked_with_its_own_length(context: RequestContext) -> None:
     """Catches the first prompt's length being used for the second one's check."""
     request = request_with(steering=[{**EDIT, "tokens": [-4]}])
     set_prompt_len(5)
@@ -241,7 +239,7 @@ def test_the_prompt_of_each_request_counts(context: RequestContext) -> None:
         apply_to_params(request, SamplingParams())
 
 
-def test_many_prompts_are_compiled_once(context: RequestContext, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fields_of_a_body_are_compiled_once(context: RequestContext, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a thousand prompts with one vector costing a thousand times its parsing."""
     parsed = []
 
@@ -265,7 +263,7 @@ def test_rejects_beam_search(of: type[Any]) -> None:
     refuse_beam_search(request_with(of, steering=None))
 
 
-def test_a_refusal_is_a_bad_request_to_vllm_and_ours_to_us() -> None:
+def test_request_refused_is_both_error_types() -> None:
     """Catches HTTP 500 for a client's mistake, and an error that loses its field between processes."""
     refused = pickle.loads(pickle.dumps(RequestRefused("steering[2].layers", "is wrong")))  # noqa: S301
     assert isinstance(refused, SteeringError)
@@ -277,14 +275,14 @@ def test_a_refusal_is_a_bad_request_to_vllm_and_ours_to_us() -> None:
     )
 
 
-def test_without_a_server_the_check_waits_for_the_engine() -> None:
+def test_without_middleware_the_engine_checks() -> None:
     """Catches the batch runner, which has no middleware, failing on every steered request."""
     wrong = {"post_block": {"99": [1.0] * (HIDDEN + 1)}}
     assert program_of(apply_to_params(request_with(steering_vectors=wrong), SamplingParams())) is not None
 
 
-def test_what_is_wrong_with_a_module_is_said_of_its_place(context: RequestContext) -> None:
-    """Catches a refusal that names a field which the request does not have."""
+def test_rejection_names_the_module(context: RequestContext) -> None:
+    """Catches an error with the path of a field inside the module."""
     assert context.engine is not None
     edits = [{**EDIT, "tokens": [-4]}]
     context.engine.registry.register("late", edits=edits)
@@ -295,7 +293,7 @@ def test_what_is_wrong_with_a_module_is_said_of_its_place(context: RequestContex
     assert refused.value.field == "steering_modules[1]"
 
 
-def test_a_body_is_admitted_once(context: RequestContext) -> None:
+def test_prompts_of_a_body_get_the_same_global_steering(context: RequestContext) -> None:
     """Catches prompts of one body of which some have the global steering of before, and some that of after."""
     assert context.engine is not None
     request = request_with()

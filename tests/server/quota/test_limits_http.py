@@ -352,4 +352,4 @@ async def test_response_size_limit() -> None:
 def test_a_context_without_quotas_has_no_reservation() -> None:
     """Catches a batch run, which has no books, that fails for want of them."""
     assert RequestContext().reservation is None
-    assert QuotaTracker(None).enter(None).store_bytes is None
+    assert QuotaTracker(None).reserve(None).store_bytes is None
