@@ -235,14 +235,16 @@ def cache() -> str:
     ]
     return (
         "# Prefix cache\n\n"
-        f"{setup['requests']} requests with the same {setup['shared_prefix']:,} tokens in front and {setup['own_tokens']} of "
-        f"their own behind, one after another, in blocks of\n{setup['block_size']} tokens; tokens of all prompts but the first "
-        "(`benchmarks/cache_hits.py`):\n\n" + table(("requests", "cached prompt tokens", "hit rate"), rows) + "\n"
-        "A block's key holds the content of the edits that can have changed it, from the first edited token on. Blocks in front\n"
-        "of that token, and all blocks where only the last layer is edited behind its attention, keep vLLM's own keys.\n"
-        "A request's `cache_salt` goes into the same keys. Reads fork nothing, but what is read has to be computed: a request\n"
-        "takes no block from the cache from the first position on that it reads, and none at all where layers have a window or\n"
-        "a state and it reads its prompt.\n"
+        f"Hit rates of {setup['requests']} requests with a common prefix of {setup['shared_prefix']:,} tokens and "
+        f"{setup['own_tokens']} tokens of their own, one after\nanother, in blocks of {setup['block_size']} tokens. The first "
+        "request is not counted (`benchmarks/cache_hits.py`).\n\n"
+        + table(("requests", "cached prompt tokens", "hit rate"), rows)
+        + "\n"
+        "A block's key contains the content of the edits that can have changed the block, from the first edited token on. Blocks\n"
+        "ahead of that token keep vLLM's own keys, and so do all blocks if only the last layer is edited after its attention.\n"
+        "A request's `cache_salt` is part of the same keys.\n\n"
+        "Captures do not change keys, but captured positions must be computed: a request uses no cached block from its first\n"
+        "captured position on, and none at all if it captures its prompt and a layer has a window or a state.\n"
     )
 
 
