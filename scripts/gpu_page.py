@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Of the page docs/reference/features.md, what was run on a GPU, where CI runs nothing."""
+"""Section of docs/reference/features.md about tests that ran on a GPU, which CI does not have."""
 
 from __future__ import annotations
 

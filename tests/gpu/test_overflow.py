@@ -26,8 +26,8 @@ BEYOND = {"post_block": {0: {"vector": np.full(BF16_MODEL["hidden_size"], 3e38, 
 
 @pytest.fixture(scope="module", params=[None, "TRITON_ATTN"])
 def crowded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """So few blocks that each is soon another request's; vLLM's own choice of attention, and one of its own kernels."""
-    # Of fewer than 1,024 tokens runner V2's sampler may draw one that is none from logits that are no numbers
+    """Return an engine whose few blocks are soon reused, with vLLM's default attention backend and with Triton's."""
+    # With fewer than 1,024 tokens, runner V2's sampler may return an invalid token for NaN logits
     # (v1/worker/gpu/sample/gumbel.py).
     llm = LLM(
         model=str(save_tiny_llama(tmp_path_factory.mktemp("tiny"), **{**BF16_MODEL, "vocab_size": 2048})),
