@@ -8,7 +8,7 @@ HERE := env -u PYTHONDONTWRITEBYTECODE XDG_CACHE_HOME="$(CURDIR)/.cache" XDG_CON
 PYTEST := $(HERE) $(PYTHON_HERE) -m pytest -q
 IN_PARALLEL := -n 2 --dist loadfile
 # Folders of tests that start no engine.
-FAST := tests/benchmarks tests/demo tests/metrics tests/models tests/program tests/registry tests/repo \
+FAST := tests/demo tests/metrics tests/models tests/program tests/registry tests/repo \
 	tests/server/auth tests/server/http tests/server/quota tests/spec tests/taps
 
 .DEFAULT_GOAL := help

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time of captured rows on their way through the processes, per captured request and step, on a CPU.
+"""CPU time for transferring captured rows between the processes, per captured request and step.
 
     python benchmarks/assembly.py --out benchmarks/results/assembly.json
 
-Measured without a model: 64 requests that decode one token each and read one layer, or all 32, or 16 probes at 4
-layers, of a model 4,096 wide. ``worker`` makes a step's rows its own when they have arrived, ``engine`` passes them on
-and encodes the message, ``arrive`` decodes and keeps it, ``assemble`` makes each request's tensors of what it has when
-all have ended. The first two can delay the engine's next step, the others cannot.
+No model runs. 64 requests decode one token per step and capture one layer, all 32 layers, or 16 probes at 4 layers,
+with hidden size 4,096. ``worker`` copies the rows of a step after they arrive, ``engine`` forwards them and encodes the
+message, ``arrive`` decodes and stores the message, and ``assemble`` builds the tensors of finished requests. The
+first two stages can delay the engine's next step.
 
-``ending`` is what the outputs of a step take in which 256 such requests end and are handed to their consumer:
-milliseconds, median of several such steps. Nothing else of the outputs' way is there. *At once*: the consumer's thread
-starts as it would without :meth:`CaptureManager.pause_consumers`.
+``ending`` is the time to process the outputs of a step in which 256 such requests finish and are passed to their
+consumer, in milliseconds, as the median of several steps. *At once*: the consumer's thread starts immediately, as it
+would without :meth:`CaptureManager.pause_consumers`.
 """
 
 from __future__ import annotations
@@ -44,89 +44,89 @@ from vllm_steer.program import compile_program, resolve
 from vllm_steer.spec import CaptureSpec, Projection
 
 LAYERS, HIDDEN, REQUESTS, STEPS = 32, 4096, 64, 50
-ENDING, ROUNDS = 256, 5
+FINISHED, ROUNDS = 256, 5
 
 
-def decoding(layers: Any, reduce: Projection | None, count: int) -> tuple[CaptureSpec, SteadyCaptureBatch]:
-    """A batch of ``count`` requests that all read the same."""
+def make_batch(layers: Any, reduce: Projection | None, count: int) -> tuple[CaptureSpec, SteadyCaptureBatch]:
+    """Return a batch of ``count`` requests with the same capture."""
     spec = CaptureSpec(hooks={"post_block": layers}, positions="all", reduce=reduce)
     (last,) = resolve(compile_program([], [spec]), 10, LAYERS).segments
     return spec, SteadyCaptureBatch(tuple(f"request-{i}" for i in range(count)), (last.program,) * count)
 
 
 def measure(layers: Any, reduce: Projection | None = None) -> dict[str, float]:
-    """Microseconds per captured request and step of each place."""
-    spec, steady = decoding(layers, reduce, REQUESTS)
+    """Return microseconds per captured request and step, for each stage."""
+    spec, steady = make_batch(layers, reduce, REQUESTS)
     names, one = steady.request_ids, np.ones(REQUESTS, dtype=np.int64)
     arena = torch.zeros(steady.plan(one, one).num_rows, HIDDEN, dtype=torch.bfloat16)
     directions = None if reduce is None else torch.from_numpy(reduce.directions.copy())
     requests = {name: SimpleNamespace(client_index=0) for name in names}
-    outbox, inbox = RowSender(), RowReceiver()
+    sender, receiver = RowSender(), RowReceiver()
     encoder, decoder = MsgpackEncoder(), MsgpackDecoder(EngineCoreOutputs)
     assemblers = {name: RowAssembler(LAYERS, HIDDEN, torch.bfloat16) for name in names}
     for name, assembler in assemblers.items():
-        inbox.add_request(name, assembler)
+        receiver.add_request(name, assembler)
     spent: dict[str, list[float]] = {"worker": [], "engine": [], "arrive": []}
     for step in range(STEPS):
         plan = steady.plan(one * (10 + step), one)
-        forms = tuple(Transfer(each.index.projection, each.arena_rows, directions) for each in plan.streams)
-        on_the_way = DeviceToHostCopier(arena.device).start(arena, None, plan, forms)
+        transfers = tuple(Transfer(each.index.projection, each.arena_rows, directions) for each in plan.streams)
+        transfer = DeviceToHostCopier(arena.device).start(arena, None, plan, transfers)
         began = time.perf_counter()
-        arrived = PendingRows(plan, on_the_way.rows, release=lambda: None).wait()
+        arrived = PendingRows(plan, transfer.rows, release=lambda: None).wait()
         owned = time.perf_counter()
-        outbox.collect(SimpleNamespace(**{ROWS_ATTRIBUTE: arrived}), requests)
+        sender.collect(SimpleNamespace(**{ROWS_ATTRIBUTE: arrived}), requests)
         outputs = {0: EngineCoreOutputs()}
-        outbox.attach_to(outputs)
+        sender.attach_to(outputs)
         message = encoder.encode(outputs[0])
         passed = time.perf_counter()
-        # What a socket delivers is in memory of its own.
+        # Copy, as a socket would.
         received = [bytes(frame) for frame in message]
         delivered = time.perf_counter()
-        inbox.receive(decoder.decode(received).outputs)
+        receiver.receive(decoder.decode(received).outputs)
         kept = time.perf_counter()
         for name, seconds in zip(spent, (owned - began, passed - owned, kept - delivered), strict=True):
             spent[name].append(seconds * 1e6 / REQUESTS)
     began = time.perf_counter()
     for name, assembler in assemblers.items():
-        inbox.finish_request(name)
+        receiver.finish_request(name)
         assembler.assemble(spec, 10, 10 + STEPS + 1)
     assembled = (time.perf_counter() - began) * 1e6 / REQUESTS / STEPS
-    # The mean: most of what the front end does happens in the few steps in which rows are split off.
+    # The mean: most of the front end's work happens in the few steps in which it splits rows.
     return {name: statistics.mean(values) for name, values in spent.items()} | {"assemble": assembled}
 
 
-def ending(layers: Any, reduce: Projection | None, *, at_once: bool) -> float:
-    """Milliseconds of one step in which all requests end."""
-    spec, steady = decoding(layers, reduce, ENDING)
-    names, one = steady.request_ids, np.ones(ENDING, dtype=np.int64)
-    desk = CaptureManager(Capabilities(LAYERS, HIDDEN, 4096, "bfloat16", {}, SteeringConfig()), "a model", {})
+def measure_finish(layers: Any, reduce: Projection | None, *, at_once: bool) -> float:
+    """Return the milliseconds of one step in which all requests finish."""
+    spec, steady = make_batch(layers, reduce, FINISHED)
+    names, one = steady.request_ids, np.ones(FINISHED, dtype=np.int64)
+    manager = CaptureManager(Capabilities(LAYERS, HIDDEN, 4096, "bfloat16", {}, SteeringConfig()), "a model", {})
     specs = (("memory", spec),)
     spent = []
     for _ in range(ROUNDS):
-        inbox, outbox = RowReceiver(), RowSender()
-        assemblers = {name: desk.new_assembler() for name in names}
+        receiver, sender = RowReceiver(), RowSender()
+        assemblers = {name: manager.new_assembler() for name in names}
         for name, assembler in assemblers.items():
-            inbox.add_request(name, assembler)
+            receiver.add_request(name, assembler)
         for step in range(STEPS):
             plan = steady.plan(one * (10 + step), one)
             rows = {
                 each.index.projection: torch.zeros(plan.num_rows, 2 * HIDDEN if reduce is None else 4 * 16).byte()
                 for each in plan.streams
             }
-            outbox.collect(
+            sender.collect(
                 SimpleNamespace(**{ROWS_ATTRIBUTE: PendingRows(plan, rows).wait()}),
                 {name: SimpleNamespace(client_index=0) for name in names},
             )
             outputs: dict[int, Any] = {}
-            outbox.attach_to(outputs)
-            inbox.receive(outputs[0].outputs)
+            sender.attach_to(outputs)
+            receiver.receive(outputs[0].outputs)
         results = []
         began = time.perf_counter()
-        with nullcontext() if at_once else desk.pause_consumers():
+        with nullcontext() if at_once else manager.pause_consumers():
             for name, assembler in assemblers.items():
-                inbox.finish_request(name)
+                receiver.finish_request(name)
                 results.append(
-                    desk.submit(
+                    manager.submit(
                         assembler, specs, request_id=name, sample=0, prompt_token_ids=(1,) * 10,
                         output_token_ids=(1,) * (STEPS + 1),
                     )
@@ -135,7 +135,7 @@ def ending(layers: Any, reduce: Projection | None, *, at_once: bool) -> float:
         for each in results:
             if each["memory"].status == "error":
                 raise RuntimeError(each["memory"].error)
-    desk.close()
+    manager.close()
     return statistics.median(spent)
 
 
@@ -158,7 +158,10 @@ def main() -> None:
         },
         "microseconds_per_request_and_step": {name: measure(*case) for name, case in cases.items()},
         "ending_milliseconds": {
-            name: {"held back": ending(*cases[name], at_once=False), "at once": ending(*cases[name], at_once=True)}
+            name: {
+                "held back": measure_finish(*cases[name], at_once=False),
+                "at once": measure_finish(*cases[name], at_once=True),
+            }
             for name in ("one layer", "16 probes at 4 layers")
         },
     }

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which code a result is of: a digest of each part of the package, without its comments and docstrings.
+"""Digests of the package's code, without comments and docstrings, which results store to identify their code.
 
-python -m benchmarks.build                      every result that says which code it is of, and what changed since
+Run ``python -m benchmarks.build`` to list the results and the parts of the package that have changed since.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ PACKAGE = ROOT / "vllm_steer"
 RESULTS = ROOT / "benchmarks" / "results"
 
 
-def meaning(source: str) -> str:
-    """The lines that run: without docstrings, other texts that stand alone, and lines of comments.
+def code_lines(source: str) -> str:
+    """Return the source without docstrings, other string statements and comment lines.
 
-    Not the syntax tree: that of the same code differs between versions of Python, and GPU hosts have another one.
+    The digest covers lines, because syntax trees differ between the Python versions of the development and GPU hosts.
     """
     lines = source.splitlines()
     for node in ast.walk(ast.parse(source)):
@@ -31,25 +31,25 @@ def meaning(source: str) -> str:
 
 
 def digests(package: Path = PACKAGE) -> dict[str, str]:
-    """Name of each subpackage, and of each module beside them: a short digest of its code."""
+    """Return a short code digest for each subpackage and each top-level module."""
     parts: dict[str, list[Path]] = {}
     for path in sorted(package.rglob("*.py")):
         parts.setdefault(path.relative_to(package).parts[0].removesuffix(".py"), []).append(path)
     return {
         part: hashlib.sha256(
-            "\n".join(f"{path.relative_to(package)}\n{meaning(path.read_text())}" for path in paths).encode()
+            "\n".join(f"{path.relative_to(package)}\n{code_lines(path.read_text())}" for path in paths).encode()
         ).hexdigest()[:12]
         for part, paths in parts.items()
     }
 
 
-def changed(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """The parts that are others now, or were not there, or are gone."""
-    return sorted(part for part in {*then, *now} if then.get(part) != now.get(part))
+def changed(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Return the parts that were changed, added or removed."""
+    return sorted(part for part in {*before, *now} if before.get(part) != now.get(part))
 
 
 def builds_in(result: object) -> list[Mapping[str, str]]:
-    """Every ``build`` in a result, wherever it stands."""
+    """Return every ``build`` entry in a result, at any depth."""
     found: list[Mapping[str, str]] = []
     if isinstance(result, Mapping):
         if isinstance(result.get("build"), Mapping):

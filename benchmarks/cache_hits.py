@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of the prefix cache steered requests share: hit rates behind a common prefix of 1,500 tokens.
+"""Prefix-cache hit rates of steered requests with a common prefix of 1,500 tokens.
 
     python benchmarks/cache_hits.py --out benchmarks/results/cache-hits.json
 
-Sixteen requests with the same 1,500 tokens in front and 20 of their own behind, one after another, on a small random
-Llama with blocks of 32 tokens. The rate is that of prompt tokens of all requests but the first. Nothing here depends on
-speed or on the model, so the figures hold everywhere.
+Sixteen requests run one after the other on a small random Llama with blocks of 32 tokens. Their prompts share 1,500
+tokens and end with 20 tokens of their own. The rate counts the prompt tokens of all requests except the first. The
+figures depend neither on speed nor on the model.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _capture(positions: str) -> dict[str, Any]:
 
 
 def measure(llm: Any, number: int, fields: Callable[[int], dict[str, Any]]) -> dict[str, Any]:
-    """Prompt tokens of all requests but the first, how many of them the cache had, and the same as a rate."""
+    """Return prompt tokens, cached tokens and hit rate of all requests except the first."""
     from vllm_steer import SamplingParams
 
     rng = np.random.default_rng(number)

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast the filesystem consumer writes, by layout: into the page cache of a local disk.
+"""Write throughput of the filesystem consumer by file layout, into the page cache of a local disk.
 
     python benchmarks/capture_consumers.py
 
-Two kinds of request: ``large``, 2,048 tokens at 4 sites of a model of hidden size 4,096 in bfloat16 (64 MiB), and
-``small``, the last prompt token at 32 sites (256 KiB). Each run writes them through `FilesystemConsumer.accept` into a
-new folder, closes the consumer, reads a tensor back and compares it, and removes the folder. Ahead of each, and for
-comparison, as many bytes go into one plain file in blocks of a request's size, with no format at all: it shows what the
-machine can do at that moment, and leaves its memory touched, which on a virtual machine is most of a first write's
-time. What is still to be written to the disk is flushed before either, outside the time. All times go to
-benchmarks/results/capture-consumers.json.
+There are two kinds of requests with hidden size 4,096 in bfloat16: ``large`` captures 2,048 tokens at 4 sites (64 MiB),
+and ``small`` the last prompt token at 32 sites (256 KiB). Each run writes its requests with `FilesystemConsumer.accept`
+into a new directory, closes the consumer, verifies one tensor and removes the directory. For comparison, each run first
+writes the same number of bytes to a plain file in blocks of a request's size. This shows the speed of the machine at
+that moment, and touches the memory, which dominates first writes on virtual machines. Pending writes are flushed before
+both measurements. All times go to benchmarks/results/capture-consumers.json.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ RESULTS = Path(__file__).parent / "results" / "capture-consumers.json"
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of request, and how many of them make a run."""
+    """Size of a request, and number of requests per run."""
 
     name: str
     tokens: int
@@ -56,7 +55,7 @@ LAYOUTS = ("per_request", *ROTATION_LIMITS)
 
 
 def make_request(kind: Kind) -> CapturedRequest:
-    """Rows as the front end hands them over: a tensor for each site, contiguous, not shared."""
+    """Return a request as the front end passes it on: one contiguous, unshared tensor per site."""
     layers = range(kind.layers)
     positions = np.arange(2048 - kind.tokens, 2048)
     rows = [torch.randn(kind.tokens, HIDDEN).to(torch.bfloat16) for _ in layers]
@@ -74,7 +73,7 @@ def make_request(kind: Kind) -> CapturedRequest:
 
 
 def run(kind: Kind, layout: Any, where: Path) -> dict[str, float]:
-    """Write one run; seconds of all ``accept`` calls and of ``close``."""
+    """Write one run and return the seconds of all ``accept`` calls and of ``close``."""
     request = make_request(kind)
     folder = Path(tempfile.mkdtemp(prefix="captures-", dir=where))
     try:
@@ -90,7 +89,7 @@ def run(kind: Kind, layout: Any, where: Path) -> dict[str, float]:
         stored = list(open_captures(folder))
         site = ("post_block", kind.layers - 1)
         if len(stored) != kind.requests or not torch.equal(stored[-1].tensor(*site), request.tensor(*site)):
-            raise RuntimeError(f"{layout}: what was read back is not what was written")
+            raise RuntimeError(f"{layout}: the data read back differ from the data written")
         files = len(list(folder.iterdir()))
     finally:
         shutil.rmtree(folder)
@@ -98,7 +97,7 @@ def run(kind: Kind, layout: Any, where: Path) -> dict[str, float]:
 
 
 def write_plain(kind: Kind, path: Path) -> float:
-    """Seconds to write the bytes of a run, and no more, to a file, which is then removed."""
+    """Return the seconds to write the bytes of a run to a plain file, and remove it."""
     block = memoryview(np.random.default_rng(0).bytes(kind.layers * kind.tokens * HIDDEN * 2))
     os.sync()
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
@@ -115,7 +114,7 @@ def write_plain(kind: Kind, path: Path) -> float:
 
 
 def environment(where: Path) -> dict[str, Any]:
-    """What the figures depend on."""
+    """Return the properties of the machine that affect the figures."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     models = {line.partition(":")[2].strip() for line in lines if line.startswith("model name")}
     mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
@@ -136,7 +135,7 @@ def environment(where: Path) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--where", type=Path, default=Path(tempfile.gettempdir()), help="folder to write in")
+    parser.add_argument("--where", type=Path, default=Path(tempfile.gettempdir()), help="directory to write to")
     parser.add_argument("--runs", type=int, default=5, help="runs of each kind and layout")
     parser.add_argument("--out", type=Path, default=RESULTS, help="file for the results")
     args = parser.parse_args()
@@ -144,7 +143,7 @@ def main() -> None:
     results = {"environment": environment(args.where), "cases": cases}
     for kind in KINDS:
         size = kind.requests * kind.layers * kind.tokens * HIDDEN * 2
-        run(kind, LAYOUTS[0], args.where)  # not counted: memory and code are touched for the first time
+        run(kind, LAYOUTS[0], args.where)  # warm-up
         for layout in LAYOUTS:
             runs = [run(kind, layout, args.where) for _ in range(args.runs)]
             seconds = statistics.median(r["accept_s"] + r["close_s"] for r in runs)

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many kernels the compiler makes of a decoder: of stock vLLM's, of the one with taps, and of the plain code.
+"""Number of kernels that the compiler generates for a decoder: stock, with taps, and with plain code in addition.
 
     python -m benchmarks.compiled --out benchmarks/results/compiled.json
 
-Inductor's choice of what becomes one kernel, for a CPU: tiny models of four layers in bfloat16, of real architectures.
-An op of a tap is no kernel in this count; where the compiler can no longer join what is ahead of one with what is
-behind it, there is one more.
+Counts Inductor's kernels on a CPU for tiny bfloat16 models of real architectures with four layers. The ops of taps are
+not counted as kernels. A tap adds a kernel if it prevents the compiler from fusing the code before and after it.
 """
 
 from __future__ import annotations
@@ -39,14 +38,14 @@ KINDS: dict[str, dict[str, Any]] = {
     "with taps": {"enable_steering": True},
     "with taps, and plain": {"enable_steering": True, "steering_config": {"plain_code": True}},
 }
-"""The last one compiles both."""
+"""Engine settings. The last ones compile both the tapped and the plain code."""
 
 
 def count(model: dict[str, Any], settings: dict[str, Any], pipe: Any) -> None:
-    """A child process: starts an engine and sends how many kernels were made."""
+    """Start an engine in a child process and send the number of generated kernels through ``pipe``."""
     os.environ.update(
         VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind",
-        # What an earlier run has compiled is not counted.
+        # Kernels from a cache would not be counted.
         VLLM_DISABLE_COMPILE_CACHE="1", TORCHINDUCTOR_FORCE_DISABLE_CACHES="1",
     )  # fmt: skip
     from torch._inductor import metrics

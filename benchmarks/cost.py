@@ -3,15 +3,16 @@
 
     python -m benchmarks.cost --shapes llama-8b --out benchmarks/results/gpu-cost-{shape}.json
 
-A stock engine and a steered one live side by side on the same GPU, each in processes of its own, and take turns: every
-repeat of every variant is measured next to a repeat of stock. Of each pair the ratio counts; the median over the pairs
-is reported, and all raw times are kept; first tokens are the mean of several runs. Random weights, greedy, no end of
-sequence, prefix cache off. The engines of several shapes start together and are measured one shape after the other.
+A stock engine and a steered engine run on the same GPU in separate processes and take turns: every repetition of every
+variant is measured next to a repetition of stock. The script reports the median ratio over these pairs and stores all
+raw times. Times to the first token are means of several runs. The models have random weights, decoding is greedy and
+ignores the end of sequence, and the prefix cache is off. The engines of all shapes start together, and the shapes are
+measured one after the other.
 
-With ``--control`` a second stock engine is measured as if it were a steered one: "stock again" is how far two engines
-that do the same are apart. ``--pairs`` of engines, measured one after the other, make less of that. A batch of more
-than 256 is a queue: so many short prompts at once, of which 256 run at a time; of it only the throughput is measured.
-``--lots`` names what is to be measured, in which order, and with how much memory, in ``benchmarks/lots.py``.
+With ``--control``, a second stock engine is measured in the place of the steered one: "stock again" shows how far two
+identical engines differ. Several ``--pairs`` of engines reduce this error. A batch above 256 is a queue:
+only 256 of its short prompts run at a time, and only its throughput is measured. ``--groups`` selects groups of
+measurements from ``benchmarks/groups.py``.
 """
 
 from __future__ import annotations
@@ -29,19 +30,19 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks.lots import CONTROL, LOTS, PREFILL, Lot
+from benchmarks.groups import CONTROL, GROUPS, PREFILL, BenchmarkGroup
 from benchmarks.shapes import SHAPES, environment, save_shape
 from benchmarks.variants import register, variants
 from vllm_steer import SteeringConfig
 
 AT_ONCE = 256
 FIRST_TOKENS = 5
-"""Runs of one token each that are one figure together: single ones of an engine are up to a third apart."""
+"""Number of runs of one token that are averaged, because single runs of an engine differ by up to a third."""
 PREFILLED = ("idle", "one site")
 
 
 def serve(who: str, model: str, settings: dict[str, Any], pipe: Any) -> None:
-    """A child process: an engine that runs what it is told and answers with seconds."""
+    """Run an engine in a child process: execute the runs received through ``pipe`` and send back their seconds."""
     try:
         started = time.perf_counter()
         steered = who == "steered"
@@ -58,8 +59,8 @@ def serve(who: str, model: str, settings: dict[str, Any], pipe: Any) -> None:
         if steered:
             register(llm.steering, config.get_hidden_size())
         pipe.send({"started": time.perf_counter() - started})
-        while (told := pipe.recv()) is not None:
-            variant, batch, prompt, generated, times = told
+        while (command := pipe.recv()) is not None:
+            variant, batch, prompt, generated, times = command
             make = chosen[variant]["fields"] if steered else lambda i: {}
             prompts = [{"prompt_token_ids": [(7 * i + j) % 1000 + 2 for j in range(prompt)]} for i in range(batch)]
             params = [
@@ -75,12 +76,12 @@ def serve(who: str, model: str, settings: dict[str, Any], pipe: Any) -> None:
             problems = sorted({str(result.error) for result in results if result.status != "ok"})
             pipe.send({"seconds": seconds, "captured": len(results), "problems": problems})
             del outputs, results
-    except Exception:  # whatever it is, it ends this process, and the one that waits at the pipe has to hear of it
+    except Exception:  # any failure ends this process; report it to the parent
         pipe.send({"failed": traceback.format_exc()})
 
 
 class Engine:
-    """A child process and the pipe to it."""
+    """Engine in a child process, controlled through a pipe."""
 
     def __init__(self, who: str, model: str, settings: dict[str, Any]) -> None:
         context = multiprocessing.get_context("spawn")
@@ -90,7 +91,7 @@ class Engine:
         self._name = who
 
     def wait(self) -> None:
-        """Until it has started."""
+        """Wait until the engine has started."""
         print(self._name, "engine:", self._answer(), flush=True)
 
     def _answer(self) -> dict[str, Any]:
@@ -100,7 +101,7 @@ class Engine:
         return answer
 
     def run(self, variant: str, batch: int, prompt: int, generated: int, times: int = 1) -> float:
-        """Seconds of a run, of so many the mean."""
+        """Return the seconds of a run, averaged over ``times`` runs."""
         self._pipe.send((variant, batch, prompt, generated, times))
         answer = self._answer()
         if answer["problems"]:
@@ -116,10 +117,10 @@ class Engine:
 def compare(
     stock: list[Engine], steered: list[Engine], name: str, batch: int, prompt: int, generated: int, repeats: int
 ) -> Any:
-    """Alternating runs of three lengths, of each pair of engines; the ratios run by run.
+    """Return the ratios of alternating runs with three output lengths, for each pair of engines.
 
-    Time per output token is the difference between the longest run and one of a quarter of its length: by then every
-    request has been admitted. Throughput is that of the longest run, admission included.
+    The time per output token is computed from the longest run and one of a quarter of its length, after every request
+    has been admitted. The throughput is that of the longest run, including admission.
     """
     queued = batch > AT_ONCE
     lengths = [generated] if queued else [1, generated // 4, generated] if generated > 1 else [1]
@@ -130,12 +131,12 @@ def compare(
             order = [("stock", one), ("steered", other)]
             for who, engine in order if repeat % 2 else order[::-1]:
                 if not queued:
-                    # One that has waited while the other ran is slower at first.
+                    # Warm up: an engine is slower after it has waited for the other one.
                     engine.run(name, batch, prompt, 1)
                 seconds = [
                     engine.run(name, batch, prompt, length, FIRST_TOKENS if length == 1 else 1) for length in lengths
                 ]
-                # The first round warms up and is not kept.
+                # The first round is a warm-up.
                 if repeat:
                     raw[who].append(seconds)
     pairs = list(zip(raw["steered"], raw["stock"], strict=True))
@@ -159,11 +160,14 @@ def compare(
 
 
 def first_token(raw: dict[str, list[list[float]]], pairs: int = 1) -> float:
-    """The ratio of times to the first token, from the seconds of each run of so many pairs of engines.
+    """Return the median ratio of times to the first token.
 
-    An engine that has waited while the other ran is slower at first, by up to a third where no run was made ahead, and
-    that is the one or the other by turns: so each repeat counts together with the next one, in which they ran in the
-    other order.
+    An engine is slower after it has waited for the other one, by up to a third without a warm-up. The order alternates
+    between repetitions, so each repetition is averaged with the next one, which has the opposite order.
+
+    Args:
+        raw: Seconds of each run, by engine.
+        pairs: Number of pairs of engines in ``raw``.
     """
     ratios = [a[0] / b[0] for a, b in zip(raw["steered"], raw["stock"], strict=True)]
     repeats = len(ratios) // pairs
@@ -172,22 +176,22 @@ def first_token(raw: dict[str, list[list[float]]], pairs: int = 1) -> float:
     return statistics.median(together or ratios)
 
 
-def measure(lot: Lot, engines: dict[str, list[Engine]], result: dict[str, Any], out: Path) -> None:
-    """The cells of a lot, into the result and its file: what has been measured is there if time runs out."""
-    for wanted in lot.cells:
+def measure(group: BenchmarkGroup, engines: dict[str, list[Engine]], result: dict[str, Any], out: Path) -> None:
+    """Measure the cells of a group. The file is written after each cell, so an aborted run keeps its results."""
+    for wanted in group.cells:
         name, _, batches = wanted.partition("@")
         pairs = engines["stock"], engines["control" if name == CONTROL else "steered"], name
         for batch in batches.split(","):
             if batch == PREFILL:
-                found = compare(*pairs, 1, 8192, 1, lot.repeats)
-                _note(result, out, name, "prefill 8192", found)
+                found = compare(*pairs, 1, 8192, 1, group.repeats)
+                record(result, out, name, "prefill 8192", found)
             else:
-                found = compare(*pairs, int(batch), 16, lot.generated, lot.repeats)
-                _note(result, out, name, batch, found)
+                found = compare(*pairs, int(batch), 16, group.generated, group.repeats)
+                record(result, out, name, batch, found)
 
 
-def _note(result: dict[str, Any], out: Path, name: str, batch: str, found: dict[str, Any]) -> None:
-    """Into the result, its file and the log."""
+def record(result: dict[str, Any], out: Path, name: str, batch: str, found: dict[str, Any]) -> None:
+    """Add a measurement to the result, its file and the log."""
     result["variants"].setdefault(name, {})[batch] = found
     out.write_text(json.dumps(result, indent=1) + "\n")
     shown = {key: [round(each, 3) for each in value] if isinstance(value, list) else round(value, 4)
@@ -195,16 +199,16 @@ def _note(result: dict[str, Any], out: Path, name: str, batch: str, found: dict[
     print(f"{result['shape']:12} {name:42} {batch:12} {shown}", flush=True)
 
 
-def lots_of(arguments: argparse.Namespace) -> list[Lot]:
-    """Those that are asked for by name, or one of each shape with what else is asked for."""
-    if arguments.lots:
-        return [LOTS[name] for name in arguments.lots]
+def select_groups(arguments: argparse.Namespace) -> list[BenchmarkGroup]:
+    """Return the groups selected by name, or one group per shape built from the other options."""
+    if arguments.groups:
+        return [GROUPS[name] for name in arguments.groups]
     named = arguments.only or [*variants(2, 8), *([CONTROL] if arguments.control else [])]
     cells = tuple(
         each if "@" in each else f"{each}@{','.join(usual_batches(each, arguments.batches))}" for each in named
     )
     return [
-        Lot(
+        BenchmarkGroup(
             shape, arguments.kv_gib, cells, pairs=arguments.pairs, repeats=arguments.repeats,
             generated=arguments.generated, tensor_parallel=arguments.tensor_parallel,
         )
@@ -213,78 +217,80 @@ def lots_of(arguments: argparse.Namespace) -> list[Lot]:
 
 
 def usual_batches(variant: str, batches: list[str]) -> list[str]:
-    """Of those that are asked for the ones that the variant is measured at; prefill besides, where it is."""
+    """Return the selected batches at which the variant is measured, plus prefill for some variants."""
     if variant == "capture all layers, all tokens":
         return [batch for batch in batches if int(batch) <= 128]
     return [*batches, *([PREFILL] if variant in PREFILLED else [])]
 
 
-def engines_of(lot: Lot) -> Lot:
-    """What its engines depend on: lots that are equal in it are measured with the same ones."""
-    return lot._replace(cells=(), repeats=0, generated=0)
+def engine_settings(group: BenchmarkGroup) -> BenchmarkGroup:
+    """Return the engine settings of a group. Groups with equal settings share their engines."""
+    return group._replace(cells=(), repeats=0, generated=0)
 
 
-def start(lots: list[Lot], steering: dict[str, Any], folder: Path) -> dict[str, list[Engine]]:
-    """The engines of lots that have the same ones, which are starting when this returns."""
-    lot = lots[0]
-    model = str(save_shape(lot.shape, folder / lot.shape))
+def start(groups: list[BenchmarkGroup], steering: dict[str, Any], folder: Path) -> dict[str, list[Engine]]:
+    """Start the engines that these groups share, without waiting for them."""
+    group = groups[0]
+    model = str(save_shape(group.shape, folder / group.shape))
     settings: dict[str, Any] = {
         "max_model_len": 8448, "max_num_seqs": AT_ONCE, "max_num_batched_tokens": 8192, "enable_prefix_caching": False,
-        # A fixed cache lets all start at once: vLLM's measuring of free memory would see the other engines.
-        "gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": int(lot.kv_gib * 2**30),
-        "tensor_parallel_size": lot.tensor_parallel, "steering_config": steering,
+        # With a fixed cache size, all engines can start at once: vLLM does not measure the free memory.
+        "gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": int(group.kv_gib * 2**30),
+        "tensor_parallel_size": group.tensor_parallel, "steering_config": steering,
     }  # fmt: skip
-    control = any(cell.startswith(CONTROL) for each in lots for cell in each.cells)
-    kinds = {"stock": lot.pairs, "steered": lot.pairs, "control": lot.pairs if control else 0}
+    control = any(cell.startswith(CONTROL) for each in groups for cell in each.cells)
+    kinds = {"stock": group.pairs, "steered": group.pairs, "control": group.pairs if control else 0}
     return {who: [Engine(who, model, dict(settings)) for _ in range(count)] for who, count in kinds.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="with {shape} in its name")
-    parser.add_argument("--lots", nargs="+", choices=list(LOTS), help="of benchmarks/lots.py; else what follows counts")
+    parser.add_argument("--out", type=Path, required=True, help="output file; {shape} is replaced")
+    parser.add_argument(
+        "--groups", nargs="+", choices=list(GROUPS), help="groups of benchmarks/groups.py, instead of the options below"
+    )
     parser.add_argument("--shapes", nargs="+", choices=sorted(SHAPES), default=["llama-8b"])
     parser.add_argument("--batches", nargs="+", default=["1", "8", "32", "128", "256"])
-    parser.add_argument("--only", nargs="+", help="some of the variants, as NAME or NAME@BATCH,BATCH,prefill")
+    parser.add_argument("--only", nargs="+", help="variants to measure, as NAME or NAME@BATCH,BATCH,prefill")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--generated", type=int, default=256)
     parser.add_argument("--graph-sets", type=int, default=SteeringConfig().graph_sets)
     parser.add_argument("--plain-code", action="store_true", help="the setting plain_code")
     parser.add_argument("--tensor-parallel", type=int, default=1)
-    parser.add_argument("--kv-gib", type=float, default=12, help="key-value cache of each engine, on each GPU")
-    parser.add_argument("--pairs", type=int, default=1, help="pairs of engines of each shape")
-    parser.add_argument("--control", action="store_true", help="a second stock engine beside the first")
-    parser.add_argument("--after", type=Path, help="do not measure before this file is there")
+    parser.add_argument("--kv-gib", type=float, default=12, help="KV cache of each engine on each GPU, in GiB")
+    parser.add_argument("--pairs", type=int, default=1, help="number of engine pairs per shape")
+    parser.add_argument("--control", action="store_true", help="measure a second stock engine, too")
+    parser.add_argument("--after", type=Path, help="start measuring when this file exists")
     arguments = parser.parse_args()
-    lots = lots_of(arguments)
-    started: dict[Lot, dict[str, list[Engine]]] = {}
+    groups = select_groups(arguments)
+    started: dict[BenchmarkGroup, dict[str, list[Engine]]] = {}
     results: dict[Path, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
         try:
-            for kind in dict.fromkeys(map(engines_of, lots)):
-                alike = [lot for lot in lots if engines_of(lot) == kind]
+            for kind in dict.fromkeys(map(engine_settings, groups)):
+                sharing = [group for group in groups if engine_settings(group) == kind]
                 steering = {"graph_sets": arguments.graph_sets, "plain_code": arguments.plain_code}
-                started[kind] = start(alike, steering, Path(folder))
-            # Nothing is measured beside an engine that is still starting.
-            for engine in every_one(started):
+                started[kind] = start(sharing, steering, Path(folder))
+            # A starting engine would disturb the measurements.
+            for engine in all_engines(started):
                 engine.wait()
             while arguments.after is not None and not arguments.after.exists():
                 time.sleep(0.1)
-            for i, lot in enumerate(lots):
-                out = Path(str(arguments.out).format(shape=lot.shape))
+            for i, group in enumerate(groups):
+                out = Path(str(arguments.out).format(shape=group.shape))
                 result = results.setdefault(out, {
-                    "shape": lot.shape, "graph_sets": arguments.graph_sets, "plain_code": arguments.plain_code,
-                    "tensor_parallel": lot.tensor_parallel,
-                    "lots": [], "environment": environment(), "variants": {},
+                    "shape": group.shape, "graph_sets": arguments.graph_sets, "plain_code": arguments.plain_code,
+                    "tensor_parallel": group.tensor_parallel,
+                    "groups": [], "environment": environment(), "variants": {},
                 })  # fmt: skip
-                result["lots"] += arguments.lots[i : i + 1] if arguments.lots else []
-                measure(lot, started[engines_of(lot)], result, out)
+                result["groups"] += arguments.groups[i : i + 1] if arguments.groups else []
+                measure(group, started[engine_settings(group)], result, out)
         finally:
-            for engine in every_one(started):
+            for engine in all_engines(started):
                 engine.close()
 
 
-def every_one(started: dict[Lot, dict[str, list[Engine]]]) -> list[Engine]:
+def all_engines(started: dict[BenchmarkGroup, dict[str, list[Engine]]]) -> list[Engine]:
     return [engine for by_kind in started.values() for each in by_kind.values() for engine in each]
 
 

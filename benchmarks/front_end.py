@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CPU time that steering costs the front end per request, from the request's fields to the message for the engine.
+"""CPU time that steering adds in the front end per request, from the request's fields to the engine message.
 
     python benchmarks/front_end.py --out benchmarks/results/front-end.json
 
-No engine runs: vectors are parsed and compiled, the request is admitted and checked, cloned as vLLM does, and encoded
-with vLLM's encoder; what the same request costs without steering is taken off. Every request brings vectors of its own,
-except where all are equal. Milliseconds of CPU, median over the requests, for a model 4,096 wide.
+No engine runs. The script parses and compiles the vectors, composes and checks the request, clones it as vLLM does and
+encodes it with vLLM's encoder. The time of the same request without steering is subtracted. Every request has its own
+vectors, except in the cases with equal vectors. Times are CPU milliseconds, as the median over the requests, for hidden
+size 4,096.
 """
 
 from __future__ import annotations
@@ -47,17 +48,17 @@ def vectors(layers: int, seed: int) -> dict[str, dict[int, np.ndarray]]:
 
 
 def probes() -> np.ndarray:
-    """Sixteen directions."""
+    """Return sixteen directions."""
     return np.random.default_rng(2).standard_normal((len(PROBES), HIDDEN), dtype="f4")
 
 
 def projected(**reduce: Any) -> dict[str, Any]:
-    """A request for products at four layers."""
+    """Return the fields of a capture with projections at four layers."""
     hooks = {"post_block": [LAYERS * k // 4 for k in range(4)]}
     return {"capture": {"memory": {"hooks": hooks, "positions": "all", "reduce": reduce}}}
 
 
-def serve() -> EngineContext:
+def make_context() -> EngineContext:
     capabilities = Capabilities(LAYERS, HIDDEN, 8192, "bfloat16", {}, SteeringConfig())
     registry = SteeringRegistry(capabilities, None)
     registry.register("calm", base=vectors(1, 0))
@@ -67,21 +68,21 @@ def serve() -> EngineContext:
     )
 
 
-def measure(fields: Callable[[int], dict[str, Any]], served: EngineContext) -> float:
-    """Milliseconds per request."""
-    processor = SimpleNamespace(_steering_context=served)
+def measure(fields: Callable[[int], dict[str, Any]], context: EngineContext) -> float:
+    """Return the milliseconds per request."""
+    processor = SimpleNamespace(_steering_context=context)
     encoder = MsgpackEncoder()
     spent: list[float] = []
     for i in range(REQUESTS):
         given = fields(i)
         started = time.process_time()
-        params = complete_params(served, SamplingParams(max_tokens=16, temperature=0, **given)).clone()
+        params = complete_params(context, SamplingParams(max_tokens=16, temperature=0, **given)).clone()
         request = EngineCoreRequest(
             request_id=f"request-{i}", prompt_token_ids=[1] * 16, mm_features=None, sampling_params=params,
             pooling_params=None, arrival_time=0.0, lora_request=None, cache_salt=None, data_parallel_rank=None,
         )  # fmt: skip
         check_engine_request(processor, request)
-        strip_for_engine(request, served.program_files)
+        strip_for_engine(request, context.program_files)
         encoder.encode(request)
         spent.append(time.process_time() - started)
     return 1000 * statistics.median(spent[WARM_UP:])
@@ -91,7 +92,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
-    served = serve()
+    context = make_context()
     equal, directions = vectors(LAYERS, 1), probes()
     cases: dict[str, Callable[[int], dict[str, Any]]] = {
         "own vectors at 3 sites": lambda i: {"steering_vectors": vectors(1, i + 10)},
@@ -101,8 +102,8 @@ def main() -> None:
         "16 probes at 4 layers": lambda i: projected(directions=directions),
         "16 probes by name": lambda i: projected(probes=[f"bench/{name}" for name in PROBES]),
     }
-    plain = measure(lambda i: {}, served)
-    found = {name: measure(fields, served) - plain for name, fields in cases.items()}
+    plain = measure(lambda i: {}, context)
+    found = {name: measure(fields, context) - plain for name, fields in cases.items()}
     environment = {
         "cpus": os.cpu_count(),
         "load_average": os.getloadavg(),

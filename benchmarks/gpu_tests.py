@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tests that need a GPU, and the fuzzer, run beside each other on a GPU host; what came of each.
+"""Runner of the GPU tests and the fuzzer on a GPU host, in parallel, which records their outcomes.
 
     python -m benchmarks.gpu_tests --out benchmarks/results/gpu-tests.json
     python -m benchmarks.gpu_tests --out benchmarks/results/gpu-tests.json --only kernels "fuzz bfloat16" --gpus 0
 
-Each run is a process of its own with a log in the folder ``--logs``, and takes little of a GPU's memory: other engines
-may have most of it. A run that is left out keeps what the file has of it; one that failed or ran out of time says so.
-The file is written after each run, with the code that it was of (``benchmarks.build`` says what changed since).
+Each run is a separate process with a log in the directory ``--logs``. It needs little GPU memory, so other engines can
+run beside it. The file keeps the previous outcomes of runs that are not selected, and also records failures and
+timeouts. It is written after each run and identifies the tested code (see ``benchmarks.build``).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from benchmarks.build import ROOT
 
 
 class Run(NamedTuple):
-    """A group of tests, or a session of the fuzzer: what follows ``python -m pytest`` or ``vllm-steer fuzz``."""
+    """Arguments of one run of ``python -m pytest`` or ``vllm-steer fuzz``."""
 
     arguments: tuple[str, ...]
     covers: str
@@ -39,23 +39,24 @@ class Run(NamedTuple):
 
 _FUZZ = ("--minutes", "5", "--graphs", "--keep-going")
 RUNS: dict[str, Run] = {
-    "kernels": Run(("tests/taps",), "taps, rows and products as kernels against their definitions; controls"),
+    "kernels": Run(("tests/taps",), "kernels of taps, captures and projections against their definitions; controls"),
     "engine": Run(("tests/gpu/test_engine.py",), "runner V2 with CUDA graphs, V2 eager, V1 with CUDA graphs agree"),
     "capture": Run(("tests/gpu/test_capture.py",), "captures against HF, graphs and eager, asynchronous, small cache"),
     "collect": Run(
-        ("tests/gpu/test_device_to_host.py",), "rows that leave on a side stream while the next step stores"
+        ("tests/gpu/test_device_to_host.py",), "rows copied on a side stream while the next step writes"
     ),
-    "staged": Run(("tests/engine/test_pinned_writer.py",), "values through pinned memory into a table"),
-    "self-check": Run(("tests/gpu/test_self_check.py",), "right and wrong taps"),
-    "warm-up": Run(("tests/gpu/test_warm_up.py",), "no kernel is compiled once vLLM watches for that"),
+    "staged": Run(("tests/engine/test_pinned_writer.py",), "values written through pinned memory into a table"),
+    "self-check": Run(("tests/gpu/test_self_check.py",), "correct and incorrect taps"),
+    "warm-up": Run(("tests/gpu/test_warm_up.py",), "no kernel is compiled after the warm-up"),
     "plain code": Run(
-        ("tests/gpu/test_untapped_model.py",), "idle steps with stock vLLM's kernels, both codes' graphs"
+        ("tests/gpu/test_untapped_model.py",), "idle steps run stock vLLM's kernels, with both sets of graphs"
     ),
-    "overflow": Run(("tests/gpu/test_overflow.py",), "blocks of requests whose edits left the dtype, in others' hands"),
+    "overflow": Run(("tests/gpu/test_overflow.py",), "cache blocks of overflowed requests, reused by other requests"),
     "sleep": Run(("tests/gpu/test_sleep.py",), "sleep of level 1 and 2"),
-    "recurrent": Run(("tests/gpu/test_recurrent.py",), "layers with a state, graphs in pieces"),
+    "recurrent": Run(("tests/gpu/test_recurrent.py",), "recurrent layers, piecewise graphs"),
     "architectures": Run(
-        ("tests/gpu/test_architectures.py",), "those whose kernels need a GPU, against HF (``architectures-gpu.json``)"
+        ("tests/gpu/test_architectures.py",),
+        "architectures with GPU-only kernels against HF (``architectures-gpu.json``)"
     ),
     "parallel": Run(
         ("tests/gpu/test_parallel.py", "-k", "not two_engines"), "tensor, expert and pipeline parallel", gpus=2
@@ -68,8 +69,8 @@ _PYTEST = ("-m", "pytest", "-c", os.devnull, "--rootdir", ".", "-p", "no:cachepr
            "ignore", "-m", "gpu")  # fmt: skip
 
 
-def command_of(run: Run, seed: int) -> tuple[list[str], str]:
-    """What to execute, without where its report goes, and how one would write it."""
+def command_for(run: Run, seed: int) -> tuple[list[str], str]:
+    """Return the command without its report option, and its form for documentation."""
     if run.fuzz:
         arguments = [*run.arguments, "--seed", str(seed)]
         return [sys.executable, "-c", _CLI, "fuzz", *arguments], " ".join(["vllm-steer fuzz", *arguments])
@@ -78,7 +79,7 @@ def command_of(run: Run, seed: int) -> tuple[list[str], str]:
 
 
 def outcome_of_tests(report: Path) -> dict[str, Any]:
-    """What pytest's report in JUnit's format says: how many passed and were skipped, and which did not pass."""
+    """Return passed, skipped and failed tests of a JUnit report."""
     cases = list(ElementTree.parse(report).iter("testcase"))
     states = [{child.tag for child in case} & {"failure", "error", "skipped"} for case in cases]
     bad = [f"{case.get('classname')}::{case.get('name')}" for case, state in zip(cases, states, strict=True)
@@ -89,14 +90,14 @@ def outcome_of_tests(report: Path) -> dict[str, Any]:
 
 
 def outcome_of_fuzzer(report: Path) -> dict[str, Any]:
-    """What the fuzzer's report says: how much it compared, and every finding."""
+    """Return the counts and the findings of a fuzzer report."""
     found = json.loads(report.read_text())
     return {"counts": found["counts"], "failed": [problem for each in found["findings"]
                                                   for problem in each["problems"].values()]}  # fmt: skip
 
 
-def in_words(found: Mapping[str, Any]) -> str:
-    """How many passed, or were compared, and each that did not."""
+def summarize(found: Mapping[str, Any]) -> str:
+    """Return a one-line summary of an outcome, with every failure."""
     if "counts" in found:
         parts = [f"{found['counts']['requests']} requests compared"]
     else:
@@ -105,8 +106,8 @@ def in_words(found: Mapping[str, Any]) -> str:
     return "; ".join([*parts, *(f"**failed**: {each}" for each in found["failed"])])
 
 
-def wait_for(command: list[str], env: dict[str, str], log: Path, limit: float) -> str:
-    """How it ended; what it has started ends with it, also where time ran out."""
+def run_command(command: list[str], env: dict[str, str], log: Path, limit: float) -> str:
+    """Run a command and return how it ended. Its child processes are killed at the end and on timeout."""
     with log.open("w") as file:
         process = subprocess.Popen(
             command, stdout=file, stderr=subprocess.STDOUT, env=env, cwd=ROOT, start_new_session=True
@@ -121,15 +122,15 @@ def wait_for(command: list[str], env: dict[str, str], log: Path, limit: float) -
         process.wait()
 
 
-def carry_out(name: str, run: Run, gpus: Sequence[int], logs: Path, seed: int, limit: float) -> dict[str, Any]:
-    """Run it, and say what came of it; ``failed`` is empty where all is well."""
-    command, shown = command_of(run, seed)
+def execute(name: str, run: Run, gpus: Sequence[int], logs: Path, seed: int, limit: float) -> dict[str, Any]:
+    """Execute a run and return its outcome; ``failed`` is empty on success."""
+    command, shown = command_for(run, seed)
     report = logs / f"{name.replace(' ', '-')}.{'json' if run.fuzz else 'xml'}"
     report.unlink(missing_ok=True)
     command += ["--out", str(report)] if run.fuzz else [f"--junitxml={report}"]
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
     started = time.monotonic()
-    status = wait_for(command, env, report.with_suffix(".log"), limit)
+    status = run_command(command, env, report.with_suffix(".log"), limit)
     found: dict[str, Any] = {"failed": [f"no report: {status}"]}
     if report.exists():
         found = outcome_of_fuzzer(report) if run.fuzz else outcome_of_tests(report)
@@ -139,8 +140,8 @@ def carry_out(name: str, run: Run, gpus: Sequence[int], logs: Path, seed: int, l
     }  # fmt: skip
 
 
-def chosen(gpus: Sequence[int], only: Sequence[str] | None) -> dict[str, list[int]]:
-    """Name of each run that is wanted and can be made: the GPUs it gets, in turn."""
+def assign_gpus(gpus: Sequence[int], only: Sequence[str] | None) -> dict[str, list[int]]:
+    """Return the GPUs of each selected run, assigned in rotation. Runs that need more GPUs are left out."""
     wanted = {name: run for name, run in RUNS.items() if only is None or name in only}
     return {
         name: [gpus[(i + k) % len(gpus)] for k in range(run.gpus)]
@@ -156,20 +157,20 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=list(RUNS))
     parser.add_argument("--gpus", nargs="+", type=int, default=[0])
     parser.add_argument("--at-once", type=int, default=len(RUNS))
-    parser.add_argument("--seed", type=int, default=int(time.time()) % 100_000, help="of the fuzzer")
-    parser.add_argument("--limit", type=float, default=570, help="seconds that a run may take")
+    parser.add_argument("--seed", type=int, default=int(time.time()) % 100_000, help="seed of the fuzzer")
+    parser.add_argument("--limit", type=float, default=570, help="time limit of a run in seconds")
     arguments = parser.parse_args()
     arguments.logs.mkdir(parents=True, exist_ok=True)
 
-    from benchmarks.shapes import environment  # CUDA in this process, once the arguments are known to be right
+    from benchmarks.shapes import environment  # initializes CUDA, so only after parsing the arguments
 
     runs: dict[str, Any] = json.loads(arguments.out.read_text())["runs"] if arguments.out.exists() else {}
     about = environment()
     failed = False
     with ThreadPoolExecutor(arguments.at_once) as pool:
         waited = {
-            pool.submit(carry_out, name, RUNS[name], gpus, arguments.logs, arguments.seed, arguments.limit): name
-            for name, gpus in chosen(arguments.gpus, arguments.only).items()
+            pool.submit(execute, name, RUNS[name], gpus, arguments.logs, arguments.seed, arguments.limit): name
+            for name, gpus in assign_gpus(arguments.gpus, arguments.only).items()
         }
         for done in as_completed(waited):
             name, found = waited[done], done.result()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Of the page docs/reference/features.md, what was run on a GPU, where CI runs nothing."""
+"""Section of docs/reference/features.md about tests that ran on a GPU, which CI does not have."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_tests import in_words
+from benchmarks.gpu_tests import summarize
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 MakeTable = Callable[[tuple[str, ...], list[tuple[str, ...]]], str]
@@ -26,7 +26,7 @@ benchmarks.gpu_tests`, {gpu}, vLLM {vllm}, torch {torch}, Triton {triton}; `benc
 def gpu_tests(table: MakeTable) -> str:
     runs: dict[str, dict[str, Any]] = json.loads((RESULTS / "gpu-tests.json").read_text())["runs"]
     rows = [
-        (found["covers"].replace("``", "`"), f"`{found['command']}`", in_words(found), found.get("note", ""))
+        (found["covers"].replace("``", "`"), f"`{found['command']}`", summarize(found), found.get("note", ""))
         for found in runs.values()
     ]
     environment = next(iter(runs.values()))["environment"]

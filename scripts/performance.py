@@ -258,8 +258,8 @@ def _section(result: Mapping[str, Any], name: str, table: MakeTable) -> str:
 
 def _title(result: Mapping[str, Any]) -> str:
     """Return what distinguishes a result from others of its shape: its title, or the names of its groups."""
-    lots = [what for _, _, what in (name.partition(", ") for name in result.get("lots", ())) if what]
-    return str(result.get("title", " and ".join(lots)))
+    groups = [what for _, _, what in (name.partition(", ") for name in result.get("groups", ())) if what]
+    return str(result.get("title", " and ".join(groups)))
 
 
 def _marked(by_batch: Mapping[str, Any]) -> Sequence[tuple[bool, tuple[str, Any]]]:

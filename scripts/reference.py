@@ -213,14 +213,14 @@ def features() -> str:
                 note = OUTCOMES.get(entry["outcome"], f" ({entry['outcome']})")
                 proofs.setdefault(name, {}).setdefault(side, []).append(f"`{test.removeprefix('tests/')}`{note}")
     rows = [
-        (name, *("<br>".join(sides.get(side, ["not proven by a test"])) for side in ("steer", "capture")))
+        (name, *("<br>".join(sides.get(side, ["no test"])) for side in ("steer", "capture")))
         for name, sides in sorted(proofs.items(), key=lambda item: item[0].strip("`").lower())
     ]
     return (
         "# Features of the engine\n\n"
-        "Under each of these a request gets, steered or read, what it gets alone in an eager engine without caches; or it is\n"
-        "refused with a reason, and the row says so. The tests that prove it, as they last ended\n"
-        "(`benchmarks/results/features.json`; all passed where nothing else is said):\n\n"
+        "With each of these engine features, a steered or captured request gives the same result as alone in an eager engine\n"
+        "without caches, or it is refused, as the row says. The table lists the tests that prove it with their last outcome\n"
+        "(`benchmarks/results/features.json`; passed unless noted):\n\n"
         + table(("feature", "steer", "capture"), rows)
         + gpu_tests(table)
     )
@@ -235,14 +235,16 @@ def cache() -> str:
     ]
     return (
         "# Prefix cache\n\n"
-        f"{setup['requests']} requests with the same {setup['shared_prefix']:,} tokens in front and {setup['own_tokens']} of "
-        f"their own behind, one after another, in blocks of\n{setup['block_size']} tokens; tokens of all prompts but the first "
-        "(`benchmarks/cache_hits.py`):\n\n" + table(("requests", "cached prompt tokens", "hit rate"), rows) + "\n"
-        "A block's key holds the content of the edits that can have changed it, from the first edited token on. Blocks in front\n"
-        "of that token, and all blocks where only the last layer is edited behind its attention, keep vLLM's own keys.\n"
-        "A request's `cache_salt` goes into the same keys. Reads fork nothing, but what is read has to be computed: a request\n"
-        "takes no block from the cache from the first position on that it reads, and none at all where layers have a window or\n"
-        "a state and it reads its prompt.\n"
+        f"Hit rates of {setup['requests']} requests with a common prefix of {setup['shared_prefix']:,} tokens and "
+        f"{setup['own_tokens']} tokens of their own, one after\nanother, in blocks of {setup['block_size']} tokens. The first "
+        "request is not counted (`benchmarks/cache_hits.py`).\n\n"
+        + table(("requests", "cached prompt tokens", "hit rate"), rows)
+        + "\n"
+        "A block's key contains the content of the edits that can have changed the block, from the first edited token on. Blocks\n"
+        "ahead of that token keep vLLM's own keys, and so do all blocks if only the last layer is edited after its attention.\n"
+        "A request's `cache_salt` is part of the same keys.\n\n"
+        "Captures do not change keys, but captured positions must be computed: a request uses no cached block from its first\n"
+        "captured position on, and none at all if it captures its prompt and a layer has a window or a state.\n"
     )
 
 
@@ -255,19 +257,19 @@ def http() -> str:
         for cls, status, kind in ERRORS
     ]
     fields = [(f"`{name}`", field["description"]) for name, field in REQUEST_FIELDS.items()]
-    said = [(f"`{name}`", field["description"]) for name, field in ANSWER_FIELDS.items()]
+    response_fields = [(f"`{name}`", field["description"]) for name, field in ANSWER_FIELDS.items()]
     return (
-        "# HTTP\n\nThe server's own document, `/openapi.json`, has every field.\n\n## Routes\n\n"
-        + table(("method", "path", "right", "does"), rows)
+        "# HTTP\n\n`/openapi.json` of a running server documents every field.\n\n## Routes\n\n"
+        + table(("method", "path", "right", "purpose"), rows)
         + "\n## Rights\n\n"
-        "What a key of `--steering-keys` may be allowed. Steering fields of a body take `steer`, `capture` takes `capture`.\n\n"
+        "Rights of the keys in `--steering-keys`. Steering fields require `steer`, the field `capture` requires `capture`.\n\n"
         + table(("right", "to"), [(f"`{right}`", text) for right, text in RIGHT_DESCRIPTIONS.items()])
         + "\n## Errors of these routes\n\n"
         + table(("status", "type", "when"), answers)
-        + "\n## Fields of completion, chat and responses bodies\n\n"
-        + table(("field", "what"), fields)
-        + "\n## Fields of their answers\n\n"
-        + table(("field", "what"), said)
+        + "\n## Fields of completion, chat and responses requests\n\n"
+        + table(("field", "description"), fields)
+        + "\n## Fields of their responses\n\n"
+        + table(("field", "description"), response_fields)
     )
 
 

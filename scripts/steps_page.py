@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Of the page docs/reference/performance.md, what the GPU does in a step: kernels, profiles, forward passes."""
+"""Sections of docs/reference/performance.md about GPU steps: kernels, profiles, forward passes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ MakeTable = Callable[[tuple[str, ...], list[tuple[str, ...]]], str]
 
 _NUMBER = re.compile(r"_\d+$")
 _PRODUCTS = ("_products_kernel", "gemm_f32f32", "direct_copy_k", "at::native::reduce_kernel<128, 4")
-"""Kernels that stock vLLM's greedy step has none of: the product, or rows to float32 and the product; the sum of its
-pieces."""
+"""Name parts of the kernels of projections, which stock vLLM's greedy step does not run."""
 
 KERNELS = """
 ## What the GPU does in a step
@@ -75,7 +74,7 @@ def kernels_of(result: Mapping[str, Any], name: str, table: MakeTable) -> str:
 
 
 def spent_on_taps_and_products(found: Mapping[str, Any]) -> tuple[float, float]:
-    """Milliseconds of a step in the kernels of taps, and in those of products: what stock vLLM's step has none of."""
+    """Return the milliseconds per step in the kernels of taps and in those of projections."""
     more = found["more kernels"]
     return (
         sum(spent for name, spent in more.items() if "_tap_kernel" in name),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A result says which code it is of."""
+"""Tests of the code digests in benchmark results."""
 
 from __future__ import annotations
 
@@ -41,33 +41,33 @@ def package(folder: Path, source: str) -> Path:
         (SOURCE.replace("LIMIT = 3", "LIMIT = 4"), ["taps"]),
     ],
 )
-def test_code_that_changed_is_told_from_words_that_did(tmp_path: Path, source: str, parts: list[str]) -> None:
-    """Catches a result taken for one of this code after a kernel was changed, or thrown away for a comment."""
+def test_digest_ignores_comments_and_docstrings(tmp_path: Path, source: str, parts: list[str]) -> None:
+    """Catches an unchanged digest after a code change, and a changed one after a comment."""
     then, now = digests(package(tmp_path / "then", SOURCE)), digests(package(tmp_path / "now", source))
     assert changed(then, now) == parts
 
 
-def test_parts_that_come_and_go_are_changes(tmp_path: Path) -> None:
-    """Catches a module that was moved from one part to another, or away, and is not missed."""
+def test_moved_modules_are_changes(tmp_path: Path) -> None:
+    """Catches a module that moves between parts without being reported."""
     folder = package(tmp_path, SOURCE)
     then = digests(folder)
     (folder / "taps" / "kernel.py").rename(folder / "kernel.py")
     assert changed(then, digests(folder)) == ["kernel", "taps"]
 
 
-def test_this_package_has_its_parts() -> None:
-    """Catches digests of another folder, or of nothing."""
+def test_digests_cover_the_package() -> None:
+    """Catches digests of another directory, or of nothing."""
     assert {"taps", "engine", "capture", "params"} <= digests().keys()
 
 
-def test_builds_are_found_where_they_stand() -> None:
-    """Catches a file whose cells are each of a build of their own, of which none is compared."""
+def test_finds_builds_at_any_depth() -> None:
+    """Catches nested builds that are not compared."""
     result = {"build": {"taps": "a"}, "runs": [{"x": 1, "build": {"taps": "b"}}, {"cells": {"y": {"build": {}}}}]}
     assert builds_in(result) == [{"taps": "a"}, {"taps": "b"}, {}]
 
 
-def test_every_script_is_in_the_readme() -> None:
-    """Catches a benchmark that nobody runs again, since nothing says that it is there."""
+def test_readme_lists_every_script() -> None:
+    """Catches a benchmark that is not documented."""
     text = read("benchmarks/README.md")
     scripts = [path.stem for path in python_files("benchmarks") if "def main(" in read(path)]
     assert len(scripts) > 10

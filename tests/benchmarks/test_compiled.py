@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is counted of which engine: the counts themselves need a compiler and minutes."""
+"""Tests of ``benchmarks/compiled.py`` without the compiler."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from benchmarks import compiled
 from vllm_steer.config import SteeringConfig
 
 
-def test_each_model_is_counted_as_each_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a count that stands beside another model's or kind's name."""
+def test_counts_every_model_and_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a count reported for another model or setting."""
     numbers = {"llama": 100, "granite": 200, "gpt2": 300}
 
     def counted(model: dict[str, Any], settings: dict[str, Any]) -> int:
@@ -33,8 +33,8 @@ def test_each_model_is_counted_as_each_kind(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("name", list(compiled.MODELS))
-def test_models_and_kinds_are_what_they_say(name: str) -> None:
-    """Catches a config that Transformers reads otherwise, and a plain code that is not asked for."""
+def test_models_and_settings_are_valid(name: str) -> None:
+    """Catches a config that Transformers parses differently, and a missing setting `plain_code`."""
     model = compiled.MODELS[name]
     config = AutoConfig.for_model(**model)
     assert (config.num_hidden_layers, config.hidden_size, config.num_attention_heads) == (compiled.LAYERS, 64, 2)

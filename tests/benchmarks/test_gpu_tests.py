@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What came of tests on a GPU is what their reports say, and a run without one has failed."""
+"""Tests of the GPU test runner: a report without passed tests is a failure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import gpu_tests
-from benchmarks.gpu_tests import RUNS, Run, carry_out, chosen, command_of, in_words
+from benchmarks.gpu_tests import RUNS, Run, assign_gpus, command_for, execute, summarize
 from tests.repo.tree import python_files, read
 from vllm_steer.cli.main import app
 
@@ -38,25 +38,23 @@ def suite(tmp_path: Path) -> Path:
     return path
 
 
-def test_every_test_is_counted_as_what_it_was(tmp_path: Path, suite: Path) -> None:
-    """Catches a test that failed, or could not begin, among those that passed; one that was skipped, too."""
-    found = carry_out("x", Run((str(suite),), ""), [0], tmp_path, 0, 120)
+def test_counts_every_outcome(tmp_path: Path, suite: Path) -> None:
+    """Catches failures, errors and skips counted as passed."""
+    found = execute("x", Run((str(suite),), ""), [0], tmp_path, 0, 120)
     assert (found["passed"], found["skipped"]) == (1, 1)
     assert [name.rpartition("::")[2] for name in found["failed"]] == ["test_bad", "test_error"]
-    words = in_words(found)
+    words = summarize(found)
     assert words.startswith("1 passed; 1 skipped; **failed**: ") and words.count("**failed**") == 2
 
 
 @pytest.mark.parametrize("left", ["test_left_out", "nothing"])
-def test_a_run_without_a_test_has_not_passed(tmp_path: Path, suite: Path, left: str) -> None:
-    """Catches tests that all skip, as where there is one GPU and two are needed, that stand there as passed."""
-    assert carry_out("x", Run((str(suite), "-k", left), ""), [0], tmp_path, 0, 120)["failed"] == ["no test ran"]
+def test_run_without_tests_fails(tmp_path: Path, suite: Path, left: str) -> None:
+    """Catches a run whose tests are all skipped, for example for lack of GPUs, counted as passed."""
+    assert execute("x", Run((str(suite), "-k", left), ""), [0], tmp_path, 0, 120)["failed"] == ["no test ran"]
 
 
-def test_a_run_that_takes_too_long_has_failed_and_leaves_no_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Catches an earlier report taken for this run's, and engines that go on beside the runs after it."""
+def test_timeout_fails_and_kills_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches an outdated report used for this run, and child processes that survive it."""
     pid = tmp_path / "pid"
     child = """
 import subprocess, sys
@@ -64,9 +62,9 @@ child = subprocess.Popen(["sleep", "600"])
 open(sys.argv[1], "w").write(str(child.pid))
 child.wait()
 """
-    monkeypatch.setattr(gpu_tests, "command_of", lambda run, seed: ([sys.executable, "-c", child, str(pid)], "sleep"))
+    monkeypatch.setattr(gpu_tests, "command_for", lambda run, seed: ([sys.executable, "-c", child, str(pid)], "sleep"))
     (tmp_path / "x.xml").write_text("<testsuite><testcase classname='a' name='b'/></testsuite>")
-    assert carry_out("x", Run((), ""), [0], tmp_path, 0, 5)["failed"] == ["no report: ended after 5 s"]
+    assert execute("x", Run((), ""), [0], tmp_path, 0, 5)["failed"] == ["no report: ended after 5 s"]
     for _ in range(100):
         if not running(int(pid.read_text())):
             return
@@ -75,47 +73,47 @@ child.wait()
 
 
 def running(pid: int) -> bool:
-    """A process that ended and that nobody has asked after does not count."""
+    """Return whether the process runs; zombies do not count."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
 
 
-def test_findings_of_the_fuzzer_are_failures(tmp_path: Path) -> None:
-    """Catches a finding that stands beside the counts of a run that is taken for a good one."""
+def test_fuzzer_findings_are_failures(tmp_path: Path) -> None:
+    """Catches a run with findings reported as successful."""
     report = {"counts": {"requests": 3}, "findings": [{"round": 1, "problems": {"r1": "other tokens"}, "workload": ""}]}
     path = tmp_path / "report.json"
     path.write_text(json.dumps(report))
     found = gpu_tests.outcome_of_fuzzer(path)
     assert found == {"counts": {"requests": 3}, "failed": ["other tokens"]}
-    assert in_words(found) == "3 requests compared; **failed**: other tokens"
+    assert summarize(found) == "3 requests compared; **failed**: other tokens"
 
 
-def test_runs_are_spread_over_gpus_and_those_for_two_get_both() -> None:
-    """Catches all runs on the first GPU, and one for two GPUs that is started with one and skips."""
-    one, two = chosen([3], None), chosen([0, 1], None)
+def test_assigns_gpus() -> None:
+    """Catches all runs on the first GPU, and a run for two GPUs that gets one."""
+    one, two = assign_gpus([3], None), assign_gpus([0, 1], None)
     assert "parallel" not in one and set(map(tuple, one.values())) == {(3,)}
     assert sorted(two["parallel"]) == [0, 1]
     assert {name for name, gpus in two.items() if gpus == [0]} and {name for name, gpus in two.items() if gpus == [1]}
-    assert list(chosen([0], ["kernels"])) == ["kernels"]
+    assert list(assign_gpus([0], ["kernels"])) == ["kernels"]
 
 
 @pytest.mark.parametrize("name", list(RUNS))
-def test_what_is_run_is_there(name: str) -> None:
-    """Catches a file of tests that moved, and an option that the fuzzer does not know, found out on a GPU."""
+def test_runs_are_valid(name: str) -> None:
+    """Catches a moved test file and an unknown option of the fuzzer, which would only fail on a GPU host."""
     run = RUNS[name]
     if run.fuzz:
         from typer.testing import CliRunner
 
         known = CliRunner().invoke(app, ["fuzz", "--help"], env={"COLUMNS": "200", "NO_COLOR": "1"}).output
-        assert all(each in known for each in command_of(run, 1)[0] if each.startswith("--"))
+        assert all(each in known for each in command_for(run, 1)[0] if each.startswith("--"))
     else:
         assert (gpu_tests.ROOT / run.arguments[0]).exists()
 
 
-def test_every_test_that_needs_a_gpu_is_in_a_run() -> None:
-    """Catches a new file of GPU tests that no run takes: what is never run cannot fail."""
+def test_runs_cover_every_gpu_test() -> None:
+    """Catches a file of GPU tests that no run contains."""
     marked = [
         path for path in python_files("tests") if "pytest.mark.gpu" in read(path) and path.name != Path(__file__).name
     ]

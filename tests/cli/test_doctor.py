@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm-steer doctor``, on models that are a configuration and nothing else."""
+"""``vllm-steer doctor`` on models of which only the configuration exists."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def reported(*words: str) -> CapabilityReport:
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> CapabilityReport:
-    """Of a parallel model, whose file has a name of its own."""
+    """Return the report on a model with parallel blocks, whose configuration file has another name."""
     folder = tmp_path_factory.mktemp("cohere")
     CohereConfig(**SMALL, architectures=["CohereForCausalLM"]).save_pretrained(folder)
     return reported(str((folder / "config.json").rename(folder / "other.json")))
@@ -49,12 +49,13 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> CapabilityReport:
 
 @pytest.fixture
 def known(report: CapabilityReport, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has the command say it again, without another look."""
+    """Make the command return ``report`` without examining the model again."""
     monkeypatch.setattr(command, "examine", lambda model, settings, engine: report)
 
 
-def test_a_configuration_alone_tells_what_is_served_and_what_is_not(report: CapabilityReport) -> None:
-    """Catches a point that is promised where its edits are refused, and a file that is only read under one name."""
+def test_reports_points_from_the_configuration(report: CapabilityReport) -> None:
+    """Catches (1) a point reported as editable whose edits are refused and (2) a configuration accepted under one file
+    name only."""
     assert (report.architecture, report.num_layers, report.hidden_size) == ("CohereForCausalLM", LAYERS, HIDDEN)
     points = {point.name: point for point in report.points}
     assert [points[name].edits for name in ("pre_attn", "post_attn", "post_block")] == [True, False, True]
@@ -69,8 +70,8 @@ def test_a_configuration_alone_tells_what_is_served_and_what_is_not(report: Capa
 
 
 @pytest.mark.usefixtures("known")
-def test_the_text_has_the_refusal_and_the_settings() -> None:
-    """Catches an answer for people that leaves out what the answer for programs has."""
+def test_prints_refusals_and_conflicting_settings() -> None:
+    """Catches text output that lacks parts of the JSON output."""
     result = invoke("demo/model")
     assert result.exit_code == 0
     assert f"post_attn cannot be edited on {LAYERS} layers: attention and MLP of CohereDecoderLayer" in result.stdout
@@ -82,8 +83,8 @@ def test_the_text_has_the_refusal_and_the_settings() -> None:
         assert conflict.setting in result.stdout
 
 
-def test_a_model_without_proof_is_a_sentence_and_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a model that doctor lets pass and the engine refuses."""
+def test_fails_for_an_unproven_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a model that doctor accepts and the engine refuses."""
     # Doctor looks at the model in a process of its own.
     nothing_proven = "from vllm_steer.models import digests\ndigests.proven_digests = dict\n"
     (tmp_path / "sitecustomize.py").write_text(nothing_proven)
@@ -96,23 +97,23 @@ def test_a_model_without_proof_is_a_sentence_and_a_failure(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize("words", [("none/here",), ("demo/model", "--max-rows", "0")])
-def test_a_wrong_question_is_a_sentence(words: tuple[str, ...]) -> None:
-    """Catches a traceback, or a search on the network."""
+def test_reports_wrong_arguments(words: tuple[str, ...]) -> None:
+    """Catches a traceback, or a download attempt, for a wrong argument."""
     result = invoke(*words)
     assert result.exit_code == 2
     assert words[0] in result.stderr or "max_rows" in result.stderr
 
 
-def test_every_limit_can_be_given() -> None:
-    """Catches a limit whose cost cannot be asked for; the others are of time, and of graphs."""
+def test_has_an_option_for_each_memory_limit() -> None:
+    """Catches a memory limit without an option; the other limits are timeouts and graph sets."""
     text = invoke("--help").stdout
     of_memory = [name for name in ENGINE_LIMITS if name.startswith(("max_", "capture_"))]
     assert len(of_memory) == len(ENGINE_LIMITS) - 2
     assert all(f"--{name.replace('_', '-')}" in text for name in of_memory)
 
 
-def test_memory_is_what_the_engine_takes(tmp_path: Path) -> None:
-    """Catches a formula that has gone another way than the tables: one engine is asked for its own."""
+def test_table_sizes_match_an_engine(tmp_path: Path) -> None:
+    """Catches a memory formula that differs from the tables of a real engine."""
     save_tiny_llama(tmp_path)
     limits = {"max_rows": 50, "max_vectors": 60, "max_instructions": 70, "max_segments": 8, "capture_rows": 90}
     words = [word for name, value in limits.items() for word in (f"--{name.replace('_', '-')}", str(value))]
@@ -128,8 +129,9 @@ def test_memory_is_what_the_engine_takes(tmp_path: Path) -> None:
     assert report.limits["max_rows"] == 50
 
 
-def test_proofs_are_those_of_the_architecture_or_else_of_the_class(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches another model's proof that is shown where the model has its own, and none where its layers have one."""
+def test_prefers_proofs_of_the_same_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches (1) another model's proof shown for a model that has its own and (2) a missing proof of its layer
+    class."""
     rows = tuple(Proof(name, ("LlamaDecoderLayer",), "HF Transformers", 1e-6, 2e-6) for name in ("A", "B"))
     monkeypatch.setattr(proofs, "all_proofs", lambda: ("0.32.0", rows))
     names = ["vllm.model_executor.models.llama.LlamaDecoderLayer"]
@@ -143,8 +145,8 @@ def test_proofs_are_those_of_the_architecture_or_else_of_the_class(monkeypatch: 
 
 
 @pytest.mark.usefixtures("known")
-def test_the_kind_of_proof_of_a_proven_architecture_is_named(report: CapabilityReport) -> None:
-    """Catches a record of proofs that is not in the package, or is not read."""
+def test_prints_the_kind_of_proof(report: CapabilityReport) -> None:
+    """Catches proof records that are missing from the package or not read."""
     (proof,) = report.proofs
     assert (proof.architecture, proof.kind, proof.dtype) == ("CohereForCausalLM", "HF Transformers", "float32")
     assert 0 < (proof.value_error or 0) < 1e-4
@@ -152,8 +154,8 @@ def test_the_kind_of_proof_of_a_proven_architecture_is_named(report: CapabilityR
     assert "proof: HF Transformers on CohereForCausalLM (rows within " in invoke("demo/model").stdout
 
 
-def test_a_layer_class_without_proof_has_no_record(capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches a class that nobody has proven and that is shown with another one's proof."""
+def test_prints_no_proof_for_an_unknown_layer_class(capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches another class's proof shown for an unproven class."""
     facts = {"vllm": "0.32.0", "architecture": "NewForCausalLM", "recipes": [
         {"layer": "vllm.model_executor.models.new.NewDecoderLayer", "stream": "pair", "mid": "norm", "layers": [0]}
     ]}  # fmt: skip
@@ -162,7 +164,7 @@ def test_a_layer_class_without_proof_has_no_record(capsys: pytest.CaptureFixture
 
 
 def test_every_proven_layer_class_has_a_proof() -> None:
-    """Catches a class that is served as proven, and no row of the record is about it."""
+    """Catches a class listed as proven that has no proof record."""
     rows = {layer for row in proofs.all_proofs()[1] for layer in row.layers}
     short = {name.rpartition(".")[2]: name for name in PROVEN}
     inherited = {name.rpartition(".")[2] for name, recipe in RECIPES.items() if recipe.inherits}
@@ -170,8 +172,8 @@ def test_every_proven_layer_class_has_a_proof() -> None:
 
 
 @pytest.mark.slow
-def test_a_proof_on_the_spot(tmp_path: Path) -> None:
-    """Catches a proof that compares nothing, or that fails on a sound model: a real configuration, shrunk."""
+def test_prove_compares_a_shrunk_model(tmp_path: Path) -> None:
+    """Catches a proof that compares nothing, or that fails on a correct model."""
     LlamaConfig(architectures=["LlamaForCausalLM"], num_key_value_heads=8).save_pretrained(tmp_path)
     result = invoke(str(tmp_path), "--prove", "--json")
     proof = json.loads(result.stdout)["proof_now"]
@@ -182,8 +184,8 @@ def test_a_proof_on_the_spot(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("known")
-def test_a_proof_that_fails_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a command that exits with 0 on wrong taps."""
+def test_a_failed_proof_sets_the_exit_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches exit status 0 after a failed proof."""
     wrong = {"kind": "HF Transformers", "hops": 4, "conclusive": 4, "value_error": 1.0, "cause_error": 1.0}
     monkeypatch.setattr(command, "prove", lambda model, trust: {**wrong, "agrees": False})
     result = invoke("demo/model", "--prove")

@@ -23,8 +23,8 @@ def run(file: Path, *words: str) -> Result:
     return CliRunner().invoke(app, ["keys", *words, "--file", str(file)])
 
 
-def test_a_key_is_made_shown_once_and_revoked(file: Path) -> None:
-    """Catches a key that does not work, one that can be had a second time, and one that cannot be taken back."""
+def test_creates_lists_and_revokes_keys(file: Path) -> None:
+    """Catches a key that does not work, a secret shown a second time, and a key that cannot be revoked."""
     made = run(file, "new", "alice", "--right", "steer", "-r", "read", "-r", "steer", "--limit", "steering_requests=8")
     assert made.exit_code == 0, made.output
     secret = made.stdout.strip()
@@ -53,8 +53,8 @@ def test_a_key_is_made_shown_once_and_revoked(file: Path) -> None:
         (("revoke", "bob"), 1, "has no key bob"),
     ],
 )
-def test_what_cannot_be_changes_nothing(words: tuple[str, ...], status: int, said: str, file: Path) -> None:
-    """Catches a command that fails and leaves the file changed, or succeeds without a word."""
+def test_errors_leave_the_file_unchanged(words: tuple[str, ...], status: int, said: str, file: Path) -> None:
+    """Catches a failed command that changes the file, and an invalid command that succeeds."""
     run(file, "new", "alice")
     before = file.read_bytes()
     result = run(file, *words)
@@ -64,8 +64,8 @@ def test_what_cannot_be_changes_nothing(words: tuple[str, ...], status: int, sai
 
 
 @pytest.mark.parametrize("command", [("new", "bob"), ("list",), ("revoke", "alice")])
-def test_a_file_that_others_may_write_is_refused(command: tuple[str, ...], file: Path) -> None:
-    """Catches a command that hands on keys which somebody else has put there."""
+def test_refuses_a_file_writable_by_others(command: tuple[str, ...], file: Path) -> None:
+    """Catches keys accepted from a file that another user could have changed."""
     run(file, "new", "alice")
     before = file.read_bytes()
     file.chmod(0o660)
@@ -79,8 +79,8 @@ def test_a_file_that_others_may_write_is_refused(command: tuple[str, ...], file:
     assert file.read_bytes() == before and link.is_symlink()
 
 
-def test_a_missing_file_is_made_by_new_alone(file: Path) -> None:
-    """Catches a mistyped path that is listed as if there were no keys."""
+def test_only_new_creates_the_file(file: Path) -> None:
+    """Catches a mistyped path treated as an empty key file."""
     for command in (("list",), ("revoke", "alice")):
         result = run(file, *command)
         assert result.exit_code == 1 and "No such file" in result.stderr

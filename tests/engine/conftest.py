@@ -19,7 +19,7 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def close(llm: Any) -> None:
-    """Free an in-process engine, so that the next one can start in the same process."""
+    """Shut down an in-process engine, so that the next one can start in the same process."""
     from vllm.distributed import cleanup_dist_env_and_memory
 
     llm.llm_engine.engine_core.shutdown()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 CODES: list[str] = []
-"""The code of each graph, in the order in which they were compiled."""
+"""Code of each graph, in compilation order."""
 
 
 def noting(graph: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The points on the branches, in engines that were started with them (test_refusals.py has one that was not)."""
+"""The points on the attention and MLP branches, in engines that have them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from tests.engine.answers import logprobs_of, params, prompt, run, tokens_of
 from tests.engine.conftest import close
 from tests.engine.test_off import worker_of
-from tests.engine.test_self_check import taps_put_by
+from tests.engine.test_self_check import replaced_taps
 from tests.tiny import LAYERS, direction, make_llm
 from tests.wrong_taps import after_the_stream, copied_output, other_summand
 from vllm_steer import Edit
@@ -28,8 +28,8 @@ V = direction(3)
 
 
 @pytest.fixture(scope="module")
-def one(tiny_llama: Path) -> Iterator[Any]:
-    """What an engine with one of the points answers; closed before the others start."""
+def single_point_outputs(tiny_llama: Path) -> Iterator[Any]:
+    """Return the outputs of an engine with one of the points. It is closed before other engines start."""
     llm = make_llm(tiny_llama, steering_config={"points": ["mlp_out"]})
     answers = run(llm, [P] * 2, [asking("mlp_out"), asking("pre_attn", "mlp_out", edits=[edit("mlp_out", "ablate")])])
     columns = worker_of(llm).model_runner.steering.tables.num_sites
@@ -38,7 +38,7 @@ def one(tiny_llama: Path) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def every(one: Any, tiny_llama: Path) -> Iterator[Any]:
+def every(single_point_outputs: Any, tiny_llama: Path) -> Iterator[Any]:
     llm = make_llm(tiny_llama, steering_config={"points": list(OPTIONAL_POINTS)})
     yield llm
     close(llm)
@@ -58,8 +58,8 @@ def rows_of(output: Any, point: Any, layer: int) -> torch.Tensor:
     return rows
 
 
-def test_the_stream_grows_by_the_branches(every: Any) -> None:
-    """Catches a branch that is read from the other summand, before a norm behind it, or off by one layer."""
+def test_stream_grows_by_the_captured_branches(every: Any) -> None:
+    """Catches a branch read from the other summand, before its post-norm, or in the wrong layer."""
     (output,) = run(every, [P], [asking(*POINT_NAMES)])
     for layer in range(LAYERS):
         at = {point: rows_of(output, point, layer) for point in POINT_NAMES}
@@ -69,8 +69,8 @@ def test_the_stream_grows_by_the_branches(every: Any) -> None:
 
 
 @pytest.mark.parametrize(("branch", "stream"), [("attn_out", "post_attn"), ("mlp_out", "post_block")])
-def test_what_is_added_to_a_branch_is_added_to_the_stream(every: Any, branch: str, stream: str) -> None:
-    """Catches an edit of a branch that comes when the branch has been added, or is added twice."""
+def test_branch_edits_reach_the_stream_once(every: Any, branch: str, stream: str) -> None:
+    """Catches a branch edit that is applied too late, or twice."""
     ours, theirs, plain = run(
         every, [P] * 3, [params(steering=edits) for edits in ([edit(branch)], [edit(stream)], None)]
     )
@@ -79,8 +79,8 @@ def test_what_is_added_to_a_branch_is_added_to_the_stream(every: Any, branch: st
 
 
 @pytest.mark.parametrize("point", OPTIONAL_POINTS)
-def test_other_edits_act_on_the_branch_alone(every: Any, point: str) -> None:
-    """Catches a component that is taken out of the stream in the place of the branch, and reads on the wrong side."""
+def test_ablation_acts_on_the_branch_alone(every: Any, point: str) -> None:
+    """Catches a component removed from the stream instead of the branch, and captures on the wrong side of the edit."""
     after, before = run(
         every, [P] * 2, [asking(*POINT_NAMES, edits=[edit(point, "ablate")], before=b) for b in (False, True)]
     )
@@ -91,9 +91,9 @@ def test_other_edits_act_on_the_branch_alone(every: Any, point: str) -> None:
     assert (rows_of(after, "post_block", 1) @ unit).abs().max() > 0.01
 
 
-def test_an_engine_with_one_of_them_answers_as_one_with_all(one: Any, every: Any) -> None:
-    """Catches columns that are counted as if all points were there: edits and reads of one at another's place."""
-    answers, columns = one
+def test_engine_with_one_point_equals_engine_with_all(single_point_outputs: Any, every: Any) -> None:
+    """Catches table columns counted as if the engine had all points."""
+    answers, columns = single_point_outputs
     assert columns == LAYERS * 4
     again = run(every, [P] * 2, [asking("mlp_out"), asking("pre_attn", "mlp_out", edits=[edit("mlp_out", "ablate")])])
     for ours, theirs in zip(answers, again, strict=True):
@@ -102,7 +102,7 @@ def test_an_engine_with_one_of_them_answers_as_one_with_all(one: Any, every: Any
             torch.testing.assert_close(rows_of(ours, "mlp_out", layer), rows_of(theirs, "mlp_out", layer))
 
 
-def test_the_check_at_start_covers_them(every: Any) -> None:
+def test_self_check_covers_the_branch_points(every: Any) -> None:
     """Catches points that are served unchecked."""
     (report,) = every.collective_rpc("steering_capabilities")
     found = report["self_check"]
@@ -117,12 +117,12 @@ def test_the_check_at_start_covers_them(every: Any) -> None:
         ("_tap_output", copied_output, "mlp_in of layer 0: an edit there .* mlp_out of layer 0"),
     ],
 )
-def test_wrong_taps_on_the_branches_keep_the_engine_from_serving(
+def test_self_check_rejects_wrong_branch_taps(
     maker: str, wrong: Any, said: str, every: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches a check that passes a tap on the other summand, behind the stream's, or on what nobody reads."""
+    """Catches a check that passes a branch tap on the other summand, after the stream's tap, or on an unused tensor."""
     monkeypatch.setattr(install, maker, wrong)
-    with taps_put_by(every, install.install_taps) as worker:
+    with replaced_taps(every, install.install_taps) as worker:
         monkeypatch.undo()
         with pytest.raises(SelfCheckError, match=said):
             self_check(worker)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading the stream in the engine: which rows, in which form, and what is refused."""
+"""Capture in the engine: which rows are captured, in which format, and what is refused."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from vllm_steer import Edit, SteeringError, capture_hidden_states
 
 @pytest.mark.failure(1)
 @pytest.mark.feature("prefix caching", "capture")
-def test_a_cache_hit_shortens_no_capture_and_is_still_used(llm: Any) -> None:
-    """Failure: capture cut short by a prefix-cache hit."""
+def test_prefix_cache_hit_does_not_shorten_a_capture(llm: Any) -> None:
+    """Catches a capture cut short by a prefix-cache hit, and a cache that captures disable."""
     p = prompt(*np.random.default_rng(31).integers(1, VOCAB, 400).tolist())
     first = run(llm, [p], [params(2, capture=capture(positions="all_prompt"))])[0]
     again = run(llm, [p], [params(2, capture=capture(positions="all_prompt"))])[0]
@@ -34,8 +34,8 @@ def test_a_cache_hit_shortens_no_capture_and_is_still_used(llm: Any) -> None:
 
 
 @pytest.mark.feature("`cache_salt`", "capture")
-def test_a_salt_changes_no_row(llm: Any) -> None:
-    """Catches rows that are cut short where blocks of one's own salt, or of another's, are in the cache."""
+def test_cache_salt_changes_no_row(llm: Any) -> None:
+    """Catches rows cut short by cached blocks of the same or another salt."""
     tokens = np.random.default_rng(19).integers(1, VOCAB, 150).tolist()
     right = result(run(llm, [prompt(*tokens)], [params(2, capture=capture())])[0])
     for salt in ("a", "a", "b"):
@@ -45,8 +45,8 @@ def test_a_salt_changes_no_row(llm: Any) -> None:
 
 
 @pytest.mark.failure(1, control=True)
-def test_without_the_cut_a_hit_shortens_the_capture(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: with vLLM's own hit, rows are missing, and the status says so instead of "ok"."""
+def test_unlimited_cache_hit_is_reported_as_partial(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: with vLLM's own cache hit, rows are missing and the status is not ok."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     scheduler = type(llm.llm_engine.engine_core.engine_core.scheduler)
@@ -61,7 +61,7 @@ def test_without_the_cut_a_hit_shortens_the_capture(llm: Any, monkeypatch: pytes
 @pytest.mark.failure(11)
 @pytest.mark.feature("several samples (`n > 1`)", "capture")
 def test_every_sample_has_its_own_rows(llm: Any) -> None:
-    """Failure: n > 1, nothing captured, or the same rows for every sample."""
+    """Catches n > 1 without captures, or with the same rows for every sample."""
     p = prompt(*range(20, 40))
     output = run(llm, [p], [params(8, n=3, temperature=1.5, seed=3, logprobs=None, capture=capture())])[0]
     assert len({tuple(tokens_of(output, s)) for s in range(3)}) == 3
@@ -74,8 +74,8 @@ def test_every_sample_has_its_own_rows(llm: Any) -> None:
 
 
 @pytest.mark.failure(5)
-def test_rows_do_not_change_after_they_were_captured(llm: Any) -> None:
-    """Failure: a captured tensor changed later by an in-place kernel or the next step."""
+def test_captured_rows_do_not_change(llm: Any) -> None:
+    """Catches a captured tensor that a kernel or the next step overwrites."""
     p = prompt(*range(20, 40))
     found = result(run(llm, [p], [params(4, capture=capture())])[0])
     kept = {site: found.tensor(*site).clone() for site in found.sites}
@@ -84,8 +84,8 @@ def test_rows_do_not_change_after_they_were_captured(llm: Any) -> None:
         assert torch.equal(found.tensor(*site), rows)
 
 
-def test_before_and_after_an_edit(llm: Any) -> None:
-    """Catches a read on the wrong side of its point's own edits."""
+def test_captures_before_and_after_an_edit(llm: Any) -> None:
+    """Catches a capture on the wrong side of its point's own edits."""
     v = direction(3)
     edit = Edit(kind="add", point="post_block", layers=1, vector=v, tokens="prompt")
     p = prompt(*range(20, 40))
@@ -104,8 +104,8 @@ def test_before_and_after_an_edit(llm: Any) -> None:
 
 @pytest.mark.failure(4)
 @pytest.mark.failure(7)
-def test_neighbouring_points_are_one_place_and_the_pair_is_summed(llm: Any) -> None:
-    """Failure: one half of the (hidden, residual) pair taken for the stream."""
+def test_adjacent_points_capture_the_same_sum(llm: Any) -> None:
+    """Catches one summand of the (hidden, residual) pair captured as the stream."""
     found = result(run(llm, [prompt(*range(20, 40))], [params(3, capture=capture())])[0])
     for layer in range(LAYERS - 1):
         torch.testing.assert_close(found.tensor("post_block", layer), found.tensor("pre_attn", layer + 1))
@@ -140,7 +140,7 @@ def test_reductions_and_dtypes(llm: Any) -> None:
     torch.testing.assert_close(mean, whole.mean(0, keepdim=True))
     torch.testing.assert_close(last, whole[-1:])
     directions = torch.from_numpy(probes).double()
-    # As many roundings of the largest partial sum as there are terms: what float32 can be off by in any order.
+    # Bound of float32 summation in any order: one rounding of the largest partial sum per term.
     bound = HIDDEN * 2**-24 * (whole.double().abs() @ directions.abs().T)
     off = (scores.double() - whole.double() @ directions.T).abs()
     assert scores.shape == (20, 3)
@@ -149,8 +149,8 @@ def test_reductions_and_dtypes(llm: Any) -> None:
 
 
 @pytest.mark.failure(17)
-def test_the_last_sampled_token_is_never_there(llm: Any) -> None:
-    """Failure: the surplus step after a stop; a row for a token that was never forwarded."""
+def test_last_sampled_token_has_no_row(llm: Any) -> None:
+    """Catches rows of the surplus step after a stop, and a row for a token that was never forwarded."""
     p = prompt(*range(20, 40))
     found = result(run(llm, [p], [params(5, capture=capture(positions="all_generated"))])[0])
     assert found.positions("post_block", 0).tolist() == [20, 21, 22, 23]
@@ -172,8 +172,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.failure(12)
 @pytest.mark.parametrize("name", list(BAD))
-def test_a_bad_capture_is_refused_by_name_and_the_engine_serves_on(llm: Any, name: str) -> None:
-    """Failure: an unknown name accepted and ignored, or taking the engine down."""
+def test_invalid_captures_are_refused(llm: Any, name: str) -> None:
+    """Catches an unknown name that is ignored, or that takes the engine down."""
     spec, said = BAD[name]
     with pytest.raises(SteeringError, match=said):
         run(llm, [prompt(1, 2, 3)], [params(capture=spec)])
@@ -182,8 +182,8 @@ def test_a_bad_capture_is_refused_by_name_and_the_engine_serves_on(llm: Any, nam
 
 @pytest.mark.failure(20)
 @pytest.mark.feature("aborts", "capture")
-def test_aborted_captures_leave_nothing(llm: Any) -> None:
-    """Failure: rows kept until somebody collects them."""
+def test_aborted_captures_are_released(llm: Any) -> None:
+    """Catches rows that are kept until garbage collection."""
     engine = llm.llm_engine
     for i in range(4):
         engine.add_request(f"gone-{i}", prompt(*range(1, 30)), params(200, logprobs=None, capture=capture()))
@@ -199,8 +199,8 @@ def test_aborted_captures_leave_nothing(llm: Any) -> None:
     assert engine.model_executor.driver_worker.worker.model_runner.steering.store.num_capturing == 0
 
 
-def test_hidden_states_of_many_prompts_are_stacked_in_order(llm: Any) -> None:
-    """Catches rows of one prompt taken for another's where lengths differ."""
+def test_hidden_states_are_stacked_in_prompt_order(llm: Any) -> None:
+    """Catches rows attributed to another prompt if lengths differ."""
     prompts = [prompt(*range(5, 5 + n)) for n in (3, 9, 6)]
     last = capture_hidden_states(llm, prompts, hooks={"post_block": [0, 2]}, use_tqdm=False)
     every = capture_hidden_states(llm, prompts, hooks={"post_block": 2}, positions="all_prompt", use_tqdm=False)

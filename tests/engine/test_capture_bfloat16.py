@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Captured rows in bfloat16 against HF Transformers, within a stated bound that tells rows apart."""
+"""Captured rows of a bfloat16 model against HF Transformers, within a bound that separates neighbouring rows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def captured(model: Path) -> Iterator[list[tuple[Any, list[int]]]]:
-    """Each request's rows and the tokens that were forwarded."""
+    """Return each request's capture result and its forwarded tokens."""
     llm = make_llm(model, dtype="bfloat16", max_num_batched_tokens=64, max_num_seqs=8)
     rng = np.random.default_rng(0)
     prompts = [prompt(*rng.integers(1, BF16_MODEL["vocab_size"], n).tolist()) for n in (5, 90, 33, 60)]
@@ -42,7 +42,7 @@ def captured(model: Path) -> Iterator[list[tuple[Any, list[int]]]]:
 
 @pytest.fixture(scope="module")
 def streams(model: Path, captured: list[tuple[Any, list[int]]]) -> list[Streams]:
-    """HF's stream at every point and layer, computed in bfloat16 as well, `[tokens, hidden]`."""
+    """Return HF's bfloat16 stream at every point and layer, ``[tokens, hidden]``."""
     from transformers import LlamaForCausalLM
 
     reference = LlamaForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
@@ -65,12 +65,12 @@ def streams(model: Path, captured: list[tuple[Any, list[int]]]) -> list[Streams]
 
 
 def distance(rows: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """`[tokens]`: how far each row is from the right one, in lengths of that one."""
+    """Return the relative distance of each row from the expected one, ``[tokens]``."""
     return (rows.float() - right).norm(dim=1) / right.norm(dim=1)
 
 
-def test_every_row_is_within_the_bound(captured: list[tuple[Any, list[int]]], streams: list[Streams]) -> None:
-    """Catches a row of another token, layer or point, and rows that were rounded more than once on their way."""
+def test_rows_match_hf_within_the_bound(captured: list[tuple[Any, list[int]]], streams: list[Streams]) -> None:
+    """Catches a row of another token, layer or point, and rows that were rounded twice."""
     worst = 0.0
     for (rows, tokens), right in zip(captured, streams, strict=True):
         assert len(rows.sites) == len(POINTS) * LAYERS
@@ -81,8 +81,8 @@ def test_every_row_is_within_the_bound(captured: list[tuple[Any, list[int]]], st
     assert worst < BF16_BOUND, worst
 
 
-def test_the_bound_tells_rows_apart(captured: list[tuple[Any, list[int]]], streams: list[Streams]) -> None:
-    """Negative control: the rows of the next token, point and layer are outside of the bound."""
+def test_neighbouring_rows_exceed_the_bound(captured: list[tuple[Any, list[int]]], streams: list[Streams]) -> None:
+    """Negative control: rows of the next token, point and layer are outside of the bound."""
     for (rows, _), right in zip(captured, streams, strict=True):
         for point, layer in rows.sites:
             found = rows.tensor(point, layer)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Failures of capture that need more than one request, each beside its negative control; all in one engine.
+"""Failures of capture with several requests, each with its negative control, in one engine.
 
-The truth is the same request alone in the same engine. Controls put something in the place of our own code for the time
-of one run; what they break is the content of rows, never the engine.
+The expected result is that of the same request alone in the same engine. Controls replace our own code for one run and
+only change the contents of rows.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def prompts(count: int) -> list[Any]:
 
 
 def change_chunks(monkeypatch: pytest.MonkeyPatch, change: Rename) -> None:
-    """Change what leaves the worker in every step; ``change`` also gets the names of the step's requests."""
+    """Apply ``change`` to the row chunks that leave the worker in every step. It also gets the step's request ids."""
     arrived = device_to_host.PendingRows.wait
 
     def changed(self: Any) -> Any:
@@ -49,8 +49,8 @@ def alone(llm: Any, wanted: Any, asked: list[Any]) -> list[Any]:
 
 
 @pytest.mark.failure(8, control=True)
-def test_positions_counted_from_the_chunk_are_seen(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: where each step counts its positions from 0, every generated token is position 0."""
+def test_comparison_detects_positions_relative_to_the_step(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: if each step counts positions from 0, every generated token has position 0."""
     wanted, asked = params(6, logprobs=None, capture=capture()), prompts(2)
     right = alone(llm, wanted, asked)
     change_chunks(monkeypatch, lambda chunk, _: msgspec.structs.replace(chunk, start=0))
@@ -60,8 +60,8 @@ def test_positions_counted_from_the_chunk_are_seen(llm: Any, monkeypatch: pytest
             close_to(result(got), result(true))
 
 
-def add_named(llm: Any, asked: dict[str, Any], wanted: Any) -> dict[str, Any]:
-    """Outputs by the names under which the requests were added."""
+def run_named(llm: Any, asked: dict[str, Any], wanted: Any) -> dict[str, Any]:
+    """Run requests under the given ids and return their outputs by id."""
     for name, each in asked.items():
         llm.llm_engine.add_request(name, each, wanted)
     outputs: dict[str, Any] = {}
@@ -74,19 +74,19 @@ NAMES = ("1", "11", "111", "1-", "1-1")
 
 
 @pytest.mark.failure(10)
-def test_names_that_begin_alike_and_one_object_for_all(llm: Any) -> None:
-    """Catches rows kept under the beginning of an id, and parameters that capture once and then no more."""
+def test_ids_with_a_common_prefix_and_shared_parameters(llm: Any) -> None:
+    """Catches rows stored by an id's prefix, and shared parameters that capture only once."""
     wanted, asked = params(6, logprobs=None, capture=capture()), prompts(len(NAMES))
     right = alone(llm, wanted, asked)
     for _ in range(2):
-        found = add_named(llm, dict(zip(NAMES, asked, strict=True)), wanted)
+        found = run_named(llm, dict(zip(NAMES, asked, strict=True)), wanted)
         for name, true in zip(NAMES, right, strict=True):
             close_to(result(found[name]), result(true), name)
 
 
 @pytest.mark.failure(10, control=True)
-def test_rows_kept_under_the_beginning_of_an_id_are_seen(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: each chunk goes to the first request whose id is the beginning of its own, or begins alike."""
+def test_comparison_detects_ids_matched_by_prefix(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: each chunk goes to the first request whose id is a prefix of its own or has it as a prefix."""
     wanted, asked = params(6, logprobs=None, capture=capture()), prompts(len(NAMES))
     right = alone(llm, wanted, asked)
 
@@ -95,7 +95,7 @@ def test_rows_kept_under_the_beginning_of_an_id_are_seen(llm: Any, monkeypatch: 
         return msgspec.structs.replace(chunk, request_id=alike[0])
 
     change_chunks(monkeypatch, to_the_first)
-    found = add_named(llm, dict(zip(NAMES, asked, strict=True)), wanted)
+    found = run_named(llm, dict(zip(NAMES, asked, strict=True)), wanted)
     wrong = 0
     for name, true in zip(NAMES, right, strict=True):
         try:
@@ -106,8 +106,8 @@ def test_rows_kept_under_the_beginning_of_an_id_are_seen(llm: Any, monkeypatch: 
 
 
 @pytest.mark.failure(11, control=True)
-def test_rows_of_one_sample_for_all_are_seen(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: every sample is given the rows of the one that was sampled first."""
+def test_comparison_detects_shared_rows_of_samples(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: all samples get the rows of the first one."""
     p = prompts(1)[0]
     wanted = params(8, n=3, temperature=1.5, seed=3, logprobs=None, capture=capture())
     first: dict[tuple[int, int], RowChunk] = {}
@@ -131,7 +131,7 @@ def test_rows_of_one_sample_for_all_are_seen(llm: Any, monkeypatch: pytest.Monke
     assert wrong >= 2
 
 
-def raising_for(llm: Any, monkeypatch: pytest.MonkeyPatch, tokens: tuple[int, ...]) -> None:
+def failing_consumer(llm: Any, monkeypatch: pytest.MonkeyPatch, tokens: tuple[int, ...]) -> None:
     """Make the consumer ``memory`` raise for the request with this prompt."""
     desk = llm.llm_engine.output_processor._steering_context.capture_manager
     accept = desk._consumers["memory"].accept
@@ -145,11 +145,11 @@ def raising_for(llm: Any, monkeypatch: pytest.MonkeyPatch, tokens: tuple[int, ..
 
 
 @pytest.mark.failure(12)
-def test_a_consumer_that_raises_costs_one_request_its_capture(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches an error that ends the step, the neighbours' captures or the tokens of the request itself."""
+def test_consumer_error_affects_one_capture(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches an error that ends the step, captures of neighbours, or the request's own tokens."""
     wanted, asked = params(6, logprobs=None, capture=capture()), prompts(3)
     right = alone(llm, wanted, asked)
-    raising_for(llm, monkeypatch, tuple(asked[1]["prompt_token_ids"]))
+    failing_consumer(llm, monkeypatch, tuple(asked[1]["prompt_token_ids"]))
     found = run(llm, asked, [wanted] * 3)
     assert [tokens_of(each) for each in found] == [tokens_of(each) for each in right]
     bad = found[1].capture_results["memory"]
@@ -159,10 +159,10 @@ def test_a_consumer_that_raises_costs_one_request_its_capture(llm: Any, monkeypa
 
 
 @pytest.mark.failure(12, control=True)
-def test_a_consumer_called_in_the_step_takes_its_neighbours_along(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: without a thread and a guard of its own, a consumer's error is everybody's."""
+def test_consumer_error_without_a_thread_affects_all(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: a consumer that runs in the step, unguarded, fails all requests."""
     wanted, asked = params(6, logprobs=None, capture=capture()), prompts(3)
-    raising_for(llm, monkeypatch, tuple(asked[1]["prompt_token_ids"]))
+    failing_consumer(llm, monkeypatch, tuple(asked[1]["prompt_token_ids"]))
 
     def in_the_step(self: Any, name: str, spec: Any, assembler: Any, about: Any) -> Any:
         sites, _ = assembler.assemble(spec, len(about["prompt_token_ids"]), 26)
@@ -181,8 +181,8 @@ def test_a_consumer_called_in_the_step_takes_its_neighbours_along(llm: Any, monk
 
 
 @pytest.mark.failure(20, control=True)
-def test_rows_without_a_budget_are_all_held_at_once(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: what the budget of host memory counts grows with the requests where nothing holds them back."""
+def test_without_a_budget_all_rows_are_held(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: without admission control, host memory for captures grows with the number of requests."""
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     most = 0
 
@@ -206,8 +206,8 @@ def test_rows_without_a_budget_are_all_held_at_once(llm: Any, monkeypatch: pytes
 
 
 @pytest.mark.failure(5)
-def test_the_arena_is_free_to_be_written_again_when_a_step_has_ended(llm: Any) -> None:
-    """Catches rows that look into the arena, which every step writes over."""
+def test_rows_are_copied_from_the_arena(llm: Any) -> None:
+    """Catches rows that are views of the arena, which every step overwrites."""
     tables = llm.llm_engine.model_executor.driver_worker.worker.model_runner.steering.tables
     output = run(llm, prompts(1), [params(4, logprobs=None, capture=capture())])[0]
     kept = {site: result(output).tensor(*site).clone() for site in result(output).sites}
@@ -216,8 +216,8 @@ def test_the_arena_is_free_to_be_written_again_when_a_step_has_ended(llm: Any) -
 
 
 @pytest.mark.failure(5, control=True)
-def test_rows_that_are_views_of_the_arena_are_seen(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: a step's rows that leave one step later, uncopied, are those of the step after."""
+def test_comparison_detects_views_of_the_arena(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: if rows are sent one step late without a copy, they are those of the later step."""
     wanted, asked = params(6, logprobs=None, capture=capture()), prompts(2)
     right = alone(llm, wanted, asked)
     start = device_to_host.DeviceToHostCopier.start
@@ -225,7 +225,7 @@ def test_rows_that_are_views_of_the_arena_are_seen(llm: Any, monkeypatch: pytest
     def uncopied(self: Any, stored: torch.Tensor, *rest: Any) -> Any:
         pending = start(self, stored, *rest)
         object.__setattr__(pending, "rows", {b"": stored.view(torch.uint8)})
-        stored.copy_(stored.flip(0))  # what a next step would do before these have left
+        stored.copy_(stored.flip(0))  # the next step overwrites the arena before the rows are sent
         return pending
 
     monkeypatch.setattr(device_to_host.DeviceToHostCopier, "start", uncopied)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Captures through the engine's own doings: batching, chunks, preemption; every row against a run alone.
+"""Captures under batching, chunked prefill and preemption: every row equals that of the request run alone.
 
-Engines of one process share vLLM's process groups, so the shared engine is made after the one that gives the truth, and
-tests with engines of their own come last.
+Engines of one process share vLLM's process groups. The shared engine is created after the engine of the expected
+results, and tests with their own engines run last.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from vllm_steer.frontend.context import capture_manager_of
 
 
 def workload(count: int, generated: int) -> tuple[list[Any], list[Any]]:
-    """Every fourth request is plain, every fourth steered and read; the others are read at positions of their own."""
+    """Return requests: a quarter plain, a quarter steered and captured, half captured at various positions."""
     rng = np.random.default_rng(5)
     prompts = [prompt(*rng.integers(1, VOCAB, int(rng.integers(20, 60))).tolist()) for _ in range(count)]
     wanted = []
@@ -46,16 +46,16 @@ def workload(count: int, generated: int) -> tuple[list[Any], list[Any]]:
 
 
 @pytest.fixture(scope="module")
-def truth(tiny_llama: Path) -> list[Any]:
-    """Each request alone in an eager engine without caches."""
+def expected(tiny_llama: Path) -> list[Any]:
+    """Return the outputs of each request alone in an eager engine without caches."""
     llm = make_llm(tiny_llama, enable_prefix_caching=False, max_num_seqs=1)
     outputs = [run(llm, [p], [w])[0] for p, w in zip(*workload(12, 24), strict=True)]
     close(llm)
     return outputs
 
 
-def compare(outputs: list[Any], truth: list[Any]) -> None:
-    for i, (got, right) in enumerate(zip(outputs, truth, strict=True)):
+def compare(outputs: list[Any], expected: list[Any]) -> None:
+    for i, (got, right) in enumerate(zip(outputs, expected, strict=True)):
         assert tokens_of(got) == tokens_of(right), i
         if i % 4:
             close_to(result(got), result(right), i)
@@ -65,14 +65,14 @@ def compare(outputs: list[Any], truth: list[Any]) -> None:
 
 @pytest.mark.failure(2)
 @pytest.mark.feature("continuous batching", "steer", "capture")
-def test_a_mixed_batch_gives_each_request_its_own_rows(truth: list[Any], llm: Any) -> None:
-    """Failure: rows credited to the wrong request under continuous batching while lengths look right."""
-    compare(run(llm, *workload(12, 24)), truth)
+def test_a_mixed_batch_gives_each_request_its_own_rows(expected: list[Any], llm: Any) -> None:
+    """Catches rows attributed to the wrong request of a batch although their number is right."""
+    compare(run(llm, *workload(12, 24)), expected)
 
 
 @pytest.mark.failure(2, control=True)
-def test_the_comparison_sees_rows_of_a_neighbour(truth: list[Any], llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: with the requests' names exchanged on the way out, the test above must fail."""
+def test_comparison_detects_rows_of_a_neighbour(expected: list[Any], llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: with exchanged request ids in the worker, the comparison must fail."""
     real = device_to_host.PendingRows.wait
 
     def exchanged(self: Any) -> Any:
@@ -87,13 +87,13 @@ def test_the_comparison_sees_rows_of_a_neighbour(truth: list[Any], llm: Any, mon
     outputs = run(llm, prompts[1:4], wanted[1:4])
     with pytest.raises(AssertionError):
         for i, output in enumerate(outputs, 1):
-            close_to(result(output), result(truth[i]))
+            close_to(result(output), result(expected[i]))
 
 
-def begun_meanwhile(llm: Any, monkeypatch: pytest.MonkeyPatch) -> int:
-    """How many consumers begin while the outputs of the step that ends their samples are processed, and take long."""
+def consumers_started_in_step(llm: Any, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Return how many slow consumers start while the outputs of the final step are being processed."""
     desk = capture_manager_of(llm.llm_engine.output_processor)
-    # What other tests did not wait for is not counted.
+    # Results that other tests did not wait for are not counted.
     desk._threads["memory"].submit(int).result()
     submit, deliver = desk.submit, desk._deliver
     begun: list[str] = []
@@ -117,30 +117,30 @@ def begun_meanwhile(llm: Any, monkeypatch: pytest.MonkeyPatch) -> int:
     return max(seen)
 
 
-def test_consumers_wait_until_a_steps_outputs_are_processed(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches consumers that contend with what hands out tokens; they do where nothing holds them back."""
-    assert begun_meanwhile(llm, monkeypatch) == 0
+def test_consumers_start_after_the_outputs_of_a_step(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches consumers that compete with output processing. Negative control: they do if nothing pauses them."""
+    assert consumers_started_in_step(llm, monkeypatch) == 0
     monkeypatch.setattr(CaptureManager, "pause_consumers", lambda self: nullcontext())
-    assert begun_meanwhile(llm, monkeypatch) > 0
+    assert consumers_started_in_step(llm, monkeypatch) > 0
 
 
 @pytest.mark.failure(8)
 @pytest.mark.parametrize("rows", [12, 37])
 @pytest.mark.feature("chunked prefill", "steer", "capture")
-def test_chunked_prefill_of_any_size(tiny_llama: Path, truth: list[Any], rows: int) -> None:
-    """Failure: positions wrong under chunked prefill. An arena of 12 rows takes one token a step: chunks of one."""
+def test_chunked_prefill_of_any_size(tiny_llama: Path, expected: list[Any], rows: int) -> None:
+    """Catches wrong positions under chunked prefill. With an arena of 12 rows, chunks have one token."""
     llm = make_llm(
         tiny_llama, max_num_batched_tokens=16, max_num_seqs=8, max_model_len=128, steering_config={"capture_rows": rows}
     )
     try:
-        compare(run(llm, *workload(12, 24)), truth)
+        compare(run(llm, *workload(12, 24)), expected)
     finally:
         close(llm)
 
 
 @pytest.fixture(scope="module")
-def crowded(tiny_llama: Path, truth: list[Any]) -> Iterator[tuple[Any, list[Any]]]:
-    """An engine with 8 blocks of cache for 12 requests, and the list of requests that it has preempted."""
+def crowded(tiny_llama: Path, expected: list[Any]) -> Iterator[tuple[Any, list[Any]]]:
+    """Return an engine with 8 cache blocks for 12 requests, and the list of requests that it preempts."""
     llm = make_llm(tiny_llama, num_gpu_blocks_override=8, block_size=32, max_model_len=128)
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     preempted: list[Any] = []
@@ -152,19 +152,19 @@ def crowded(tiny_llama: Path, truth: list[Any]) -> Iterator[tuple[Any, list[Any]
 
 @pytest.mark.feature("preemption", "steer", "capture")
 @pytest.mark.failure(9)
-def test_preemption_repeats_no_row(crowded: tuple[Any, list[Any]], truth: list[Any]) -> None:
-    """Failure: rows recomputed and appended twice; right shape, wrong rows."""
+def test_preemption_repeats_no_row(crowded: tuple[Any, list[Any]], expected: list[Any]) -> None:
+    """Catches recomputed rows that are appended twice: right shape, wrong rows."""
     llm, preempted = crowded
-    compare(run(llm, *workload(12, 24)), truth)
+    compare(run(llm, *workload(12, 24)), expected)
     assert preempted
     assert llm.llm_engine.engine_core.engine_core.scheduler.steering_row_sender.num_bytes == 0
 
 
 @pytest.mark.failure(9, control=True)
-def test_rows_in_the_order_in_which_they_come_are_seen(
-    crowded: tuple[Any, list[Any]], truth: list[Any], monkeypatch: pytest.MonkeyPatch
+def test_comparison_detects_rows_joined_by_arrival(
+    crowded: tuple[Any, list[Any]], expected: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Negative control: rows joined as they come, as many as there are positions, are of the wrong tokens."""
+    """Negative control: rows joined in order of arrival belong to the wrong tokens."""
     keyed = row_assembler._choose
 
     def joined(chunks: Any, wanted: Any) -> Any:
@@ -177,11 +177,11 @@ def test_rows_in_the_order_in_which_they_come_are_seen(
     outputs = run(llm, *workload(12, 24))
     assert preempted
     with pytest.raises(AssertionError):
-        compare(outputs, truth)
+        compare(outputs, expected)
 
 
-def test_a_capture_that_can_never_fit_is_refused(tiny_llama: Path) -> None:
-    """Catches a request that would wait for ever: one token stores 12 rows, the arena has 11."""
+def test_capture_larger_than_the_arena_is_refused(tiny_llama: Path) -> None:
+    """Catches a request that would wait forever: one token stores 12 rows, the arena has 11."""
     llm = make_llm(tiny_llama, steering_config={"capture_rows": 11})
     try:
         with pytest.raises(SteeringError, match="capture_rows"):
@@ -190,8 +190,8 @@ def test_a_capture_that_can_never_fit_is_refused(tiny_llama: Path) -> None:
         close(llm)
 
 
-def test_captures_of_every_request(tiny_llama: Path) -> None:
-    """Catches a server-wide capture that misses plain requests, or changes what they answer."""
+def test_server_wide_captures(tiny_llama: Path) -> None:
+    """Catches a server-wide capture that misses plain requests or changes their outputs."""
     wide = {"memory": {"hooks": {"post_block": [1]}, "positions": "all_prompt"}}
     llm = make_llm(tiny_llama, capture_consumers=wide)
     try:
@@ -206,10 +206,10 @@ def test_captures_of_every_request(tiny_llama: Path) -> None:
 @pytest.mark.failure(20)
 @pytest.mark.parametrize("policy", ["wait", "fail"])
 @pytest.mark.feature("waiting for a place in the tables", "capture")
-def test_a_budget_of_host_memory(tiny_llama: Path, policy: str) -> None:
-    """Catches rows beyond the budget, a capture that is dropped where it should wait, and one dropped without a word.
+def test_capture_budget(tiny_llama: Path, policy: str) -> None:
+    """Catches rows beyond the budget, and captures dropped although they should wait, or dropped silently.
 
-    1 MiB is 4,096 rows; each request stores up to 12 x 113, so two fit at a time.
+    1 MiB is 4,096 rows. Each request stores up to 12 x 113, so two fit at a time.
     """
     config = {"capture_mib": 1, "capture_policy": policy}
     llm = make_llm(tiny_llama, max_model_len=128, steering_config=config)

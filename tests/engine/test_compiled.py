@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A compiled model reads strengths and vectors anew for each request, and its artifacts know about steering."""
+"""Compiled models read strengths and vectors at run time, and compile-cache keys include steering."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from vllm_steer.engine.program_store import ProgramStore
 
 @pytest.fixture(scope="module")
 def traced(tiny_llama: Path) -> Iterator[Any]:
-    """Traced as for compilation, once, and then run as a graph."""
+    """Return an engine whose model is traced once, as for compilation, and then run as a graph."""
     llm = make_llm(tiny_llama, **{"enforce_eager": False, **MODES["traced"]})
     yield llm
     close(llm)
 
 
-def strengths_count(llm: Any) -> None:
-    """A strength is a factor of the vector, whatever strengths were traced or used before."""
+def assert_strengths_apply(llm: Any) -> None:
+    """Check that a strength scales its vector, whatever strengths were traced or used before."""
     p = prompt(*range(20, 40))
     v = direction(51)
     found = []
@@ -44,9 +44,9 @@ def strengths_count(llm: Any) -> None:
 @pytest.mark.failure(6)
 @pytest.mark.failure(6, control=True)
 @pytest.mark.feature("`torch.compile`", "steer")
-def test_strengths_are_no_constants_of_the_graph(traced: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Failure: a strength baked into a compiled graph. Its control keeps the strengths that were there first."""
-    strengths_count(traced)
+def test_strengths_are_not_constants_of_the_graph(traced: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a strength baked into a compiled graph. Negative control: tables that keep their first strengths."""
+    assert_strengths_apply(traced)
     real = ProgramStore.flush
 
     def baked(self: Any) -> None:
@@ -56,13 +56,13 @@ def test_strengths_are_no_constants_of_the_graph(traced: Any, monkeypatch: pytes
 
     monkeypatch.setattr(ProgramStore, "flush", baked)
     with pytest.raises(AssertionError):
-        strengths_count(traced)
+        assert_strengths_apply(traced)
 
 
 @pytest.mark.failure(6)
 @pytest.mark.failure(6, control=True)
-def test_compiled_artifacts_know_about_steering(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Failure: a compile cache that does not know about steering. Its control takes our section out of the key."""
+def test_compile_cache_key_includes_steering(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches compiled code shared with unsteered engines. Negative control: a key without our section."""
 
     def keys() -> list[str]:
         configs = [scheduler_harness.config(tiny_llama, sequences=2, **sizes) for sizes in ({}, {}, {"max_rows": 7})]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which set of graphs a step replays: with a manager and wrappers that only note what they are given."""
+"""Choice of the CUDA graphs that a step replays, with stand-ins for vLLM's graph manager and wrappers."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ LAYERS, POINTS = 8, 3
 
 
 @dataclass(frozen=True)
-class Step:
-    """In the place of what vLLM knows a full graph by."""
+class Batch:
+    """Stand-in for vLLM's descriptor of a full graph."""
 
     num_tokens: int
 
 
-SMALL, LARGE = Step(cudagraph_sets.SMALL_BATCH_TOKENS), Step(cudagraph_sets.SMALL_BATCH_TOKENS + 1)
+SMALL, LARGE = Batch(cudagraph_sets.SMALL_BATCH_TOKENS), Batch(cudagraph_sets.SMALL_BATCH_TOKENS + 1)
 
 
 class Wrapper:
-    """In the place of a piecewise graph's wrapper; a drafter's is never captured by the model's manager."""
+    """Stand-in for a piecewise wrapper. The model's manager never captures a drafter's wrapper."""
 
     def __init__(self, drafter: bool = False) -> None:
         self.entries: dict[str, Any] = {"drafter": "graph"} if drafter else {}
@@ -37,7 +37,7 @@ class Wrapper:
 
 
 class Manager:
-    """In the place of vLLM's: "captures" what launches, as full graph and, where asked, as a piece of each wrapper."""
+    """Stand-in for vLLM's graph manager: records the taps that each full graph and piece launches."""
 
     def __init__(self, tables: Tables, wrappers: list[Wrapper]) -> None:
         self.graphs: dict[Any, Any] = {}
@@ -46,15 +46,15 @@ class Manager:
             CUDAGraphMode.PIECEWISE: [],
         }
         self._tables, self._wrappers = tables, wrappers
-        self.plain: Any = None
+        self.untapped: Any = None
         self.ran: list[bool] = []
 
     def capture(self, model: str, *, has_lora: bool) -> None:
         assert (model, has_lora) == ("model", False)
         launched = tuple(bool(site) for site in self._tables.active_sites)
-        if self.plain is not None:
-            self.ran.append(self.plain.tapped)
-            assert self.plain.tapped == any(launched)
+        if self.untapped is not None:
+            self.ran.append(self.untapped.tapped)
+            assert self.untapped.tapped == any(launched)
         for step in self._capture_descs[CUDAGraphMode.FULL]:
             assert step not in self.graphs
             self.graphs[step] = launched
@@ -74,8 +74,8 @@ def tables() -> Tables:
     )  # fmt: skip
 
 
-class Switched:
-    """In the place of the two codes of a model: which of them would run."""
+class FakeUntappedModel:
+    """Stand-in for the untapped model that records the selected model."""
 
     def __init__(self) -> None:
         self.tapped = True
@@ -85,14 +85,14 @@ class Switched:
 
 
 def captured(
-    tables: Tables, count: int, monkeypatch: pytest.MonkeyPatch, layers: range = range(LAYERS), plain: Any = None
+    tables: Tables, count: int, monkeypatch: pytest.MonkeyPatch, layers: range = range(LAYERS), untapped: Any = None
 ) -> tuple[CUDAGraphSetManager, Manager, Wrapper, Wrapper]:
     own, drafter = Wrapper(), Wrapper(drafter=True)
     monkeypatch.setattr(cudagraph_sets, "_piecewise_wrappers", lambda: [own, drafter])
     monkeypatch.setattr(cudagraph_sets, "_entries_attribute", lambda wrapper: "entries")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
-    sets, manager = CUDAGraphSetManager(tables, count, POINTS, layers, plain), Manager(tables, [own, drafter])
-    manager.plain = plain
+    sets, manager = CUDAGraphSetManager(tables, count, POINTS, layers, untapped), Manager(tables, [own, drafter])
+    manager.untapped = untapped
     sets.wrap_capture(manager)
     manager.capture("model", has_lora=False)
     return sets, manager, own, drafter
@@ -134,7 +134,7 @@ FIRST, SECOND = set(range(12)), set(range(12, 24))
         (6, using(4, 12), EVERY, EVERY),
     ],
 )  # fmt: skip
-def test_a_step_replays_the_smallest_set_that_has_its_taps(
+def test_selects_the_smallest_set_with_all_taps(
     tables: Tables,
     monkeypatch: pytest.MonkeyPatch,
     count: int,
@@ -142,7 +142,7 @@ def test_a_step_replays_the_smallest_set_that_has_its_taps(
     small: set[int],
     large: set[int],
 ) -> None:
-    """Catches a step whose edit is in no graph, and an idle one that replays taps though there is a set without."""
+    """Catches a step whose edits are in no graph, and an idle step that replays taps."""
     sets, manager, own, _ = captured(tables, count, monkeypatch)
     if used is None:
         sets.select_idle()
@@ -150,12 +150,12 @@ def test_a_step_replays_the_smallest_set_that_has_its_taps(
         sets.select(used, 1)
     assert launched_by(manager.graphs[SMALL]) == small
     assert launched_by(manager.graphs[LARGE]) == large
-    # A set with some taps has no pieces of its own, and those of all taps do as well.
+    # Partial sets use the piecewise graphs of all taps.
     assert launched_by(own.entries["step"]) == (EVERY if large else set())
 
 
-def test_sets_change_with_the_sites_in_use(tables: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a choice that is remembered beyond the edits that it was made for."""
+def test_selection_follows_the_sites_in_use(tables: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a selection that outlives the edits it was made for."""
     sets, manager, _, _ = captured(tables, 6, monkeypatch)
     sets.select(using(0), 1)
     assert launched_by(manager.graphs[SMALL]) == set(range(12))
@@ -165,8 +165,8 @@ def test_sets_change_with_the_sites_in_use(tables: Tables, monkeypatch: pytest.M
     assert launched_by(manager.graphs[SMALL]) == set()
 
 
-def test_a_pipeline_stage_has_stretches_of_its_own_layers(tables: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches sets of layers that another stage has, and taps in a step whose edits are all on another stage."""
+def test_layer_ranges_cover_the_own_stage(tables: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches sets of another stage's layers, and taps in a step whose edits are all on another stage."""
     sets, manager, _, _ = captured(tables, 6, monkeypatch, range(4, 8))
     sets.select(using(12), 1)
     assert launched_by(manager.graphs[SMALL]) == set(range(12, 18))
@@ -175,13 +175,13 @@ def test_a_pipeline_stage_has_stretches_of_its_own_layers(tables: Tables, monkey
 
 
 @pytest.mark.parametrize(("count", "at_least"), [(1, 1), (2, 2), (4, 3.2), (8, 3.8)])
-def test_memory_of_all_sets_is_told(tables: Tables, count: int, at_least: float) -> None:
-    """Catches graphs that vLLM is not told of when it sizes its cache."""
+def test_memory_factor(tables: Tables, count: int, at_least: float) -> None:
+    """Catches graphs that vLLM does not count when it sizes its cache."""
     assert at_least <= CUDAGraphSetManager(tables, count, POINTS, range(LAYERS)).memory_factor < at_least + 0.1
 
 
-def test_graphs_of_others_stay(tables: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a drafter that has lost its graphs, and stages of capture that stay cut down."""
+def test_drafter_keeps_its_graphs(tables: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a drafter without its graphs, and capture sizes that stay reduced."""
     sets, manager, _, drafter = captured(tables, 6, monkeypatch)
     sets.select(using(1), 1)
     assert drafter.entries == {"drafter": "graph"}
@@ -189,8 +189,8 @@ def test_graphs_of_others_stay(tables: Tables, monkeypatch: pytest.MonkeyPatch) 
     assert "capture" not in vars(manager)
 
 
-def test_where_nothing_is_captured_each_tap_decides_for_itself(tables: Tables) -> None:
-    """Catches eager steps that launch at sites where nobody edits or reads."""
+def test_eager_steps_launch_only_used_taps(tables: Tables) -> None:
+    """Catches eager steps that launch taps at unused sites."""
     sets = CUDAGraphSetManager(tables, 2, POINTS, range(LAYERS))
     used = using(5)
     sets.select(used, 1)
@@ -202,32 +202,32 @@ def test_where_nothing_is_captured_each_tap_decides_for_itself(tables: Tables) -
         assert all(tables.active_sites)
 
 
-def test_graphs_and_steps_without_taps_are_of_the_plain_code(tables: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches idle graphs of the model with taps, and steps or graphs with edits of the one without."""
-    plain = Switched()
-    sets, manager, _, _ = captured(tables, 6, monkeypatch, range(4, 8), plain)
-    assert manager.ran == [False, True, True, True, True, True] and plain.tapped
+def test_graphs_without_taps_run_the_untapped_model(tables: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches idle graphs of the model with taps, and edited steps of the untapped model."""
+    untapped = FakeUntappedModel()
+    sets, manager, _, _ = captured(tables, 6, monkeypatch, range(4, 8), untapped)
+    assert manager.ran == [False, True, True, True, True, True] and untapped.tapped
     for act, tapped in (
         (sets.select_idle, False),
         (lambda: sets.select(using(12), 1), True),
-        # All that is edited is on another stage.
+        # All edits are on another stage.
         (lambda: sets.select(using(), 2), False),
     ):
         act()
-        assert plain.tapped is tapped
+        assert untapped.tapped is tapped
         sets.restore_model()
-        assert plain.tapped
+        assert untapped.tapped
 
 
-def test_where_nothing_is_captured_idle_steps_run_the_plain_code(tables: Tables) -> None:
-    """Catches compiled steps without graphs that run the model without taps though something is edited."""
-    plain: Any = Switched()
-    sets = CUDAGraphSetManager(tables, 2, POINTS, range(LAYERS), plain)
+def test_idle_steps_without_graphs_run_the_untapped_model(tables: Tables) -> None:
+    """Catches compiled steps without graphs that run the untapped model although there are edits."""
+    untapped: Any = FakeUntappedModel()
+    sets = CUDAGraphSetManager(tables, 2, POINTS, range(LAYERS), untapped)
     sets.select_idle()
-    assert not plain.tapped
+    assert not untapped.tapped
     sets.select(using(5), 1)
-    assert plain.tapped
+    assert untapped.tapped
     sets.select_idle()
     with sets.capture_all_taps():
         sets.select_idle()
-        assert plain.tapped
+        assert untapped.tapped

@@ -109,7 +109,7 @@ def test_one_row_serves_all_requests_in_turn(tiny_llama: Path) -> None:
         assert scheduler_of(llm).steering_allocator.in_use == (0, 0, 0)
         two_rows = {"prefill_steering_vectors": {"post_block": {1: direction(1)}}}
         two_rows["decode_steering_vectors"] = {"post_block": {1: direction(2)}}
-        with pytest.raises(SteeringError, match="the engine allows"):
+        with pytest.raises(SteeringError, match="more than 1 token segments"):
             run(llm, [p], [params(4, **two_rows)])
     finally:
         close(llm)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Edits that take the stream beyond what its dtype holds spoil their own request, and nobody who comes after it."""
+"""Edits that overflow the stream's dtype affect their own request and no later one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vllm_steer.engine.edited_blocks import EditedBlocks
 
 BEYOND = {"post_block": {0: {"vector": np.full(HIDDEN, 3e38, "f4"), "scale": 1e3}}}
 FEW: dict[str, Any] = {"block_size": 32, "max_model_len": 64, "max_num_seqs": 4, "num_gpu_blocks_override": 8}
-"""So few blocks that each is soon another request's."""
+"""So few blocks that each is soon reused by another request."""
 
 
 @pytest.fixture(scope="module", params=["whole", "window"])
@@ -48,8 +48,8 @@ def prompts(seed: int, count: int = 3) -> list[Any]:
     return [prompt(*rng.integers(1, VOCAB, int(rng.integers(20, 50))).tolist()) for _ in range(count)]
 
 
-def after_an_overflow(llm: Any) -> tuple[list[Any], list[Any]]:
-    """What plain requests get before and after requests whose keys and values are no numbers have had all blocks."""
+def outputs_around_overflow(llm: Any) -> tuple[list[Any], list[Any]]:
+    """Return outputs of plain requests before and after requests with non-finite keys and values used all blocks."""
     llm.reset_prefix_cache()
     first = run(llm, prompts(1), [params()] * 3)
     spoilt = run(llm, prompts(2, 6), [params(steering_vectors=BEYOND)] * 6)
@@ -58,13 +58,13 @@ def after_an_overflow(llm: Any) -> tuple[list[Any], list[Any]]:
     return first, run(llm, prompts(1), [params()] * 3)
 
 
-def test_blocks_of_numbers_are_given_on(crowded: Any) -> None:
-    """Catches keys and values that are no numbers in what is left of a block behind another request's tokens."""
-    for before, after in zip(*after_an_overflow(crowded), strict=True):
+def test_reused_blocks_hold_finite_values(crowded: Any) -> None:
+    """Catches non-finite keys and values in the unused part of another request's block."""
+    for before, after in zip(*outputs_around_overflow(crowded), strict=True):
         np.testing.assert_allclose(logprobs_of(after), logprobs_of(before), atol=1e-3)
 
 
-def test_a_neighbour_in_the_batch(crowded: Any) -> None:
+def test_neighbours_in_the_batch_are_unaffected(crowded: Any) -> None:
     """Catches an overflow that spreads to other tokens of its step."""
     alone = run(crowded, prompts(1), [params()] * 3)
     crowded.reset_prefix_cache()
@@ -74,19 +74,19 @@ def test_a_neighbour_in_the_batch(crowded: Any) -> None:
         np.testing.assert_allclose(logprobs_of(after), logprobs_of(before), atol=1e-3)
 
 
-def test_blocks_that_nobody_zeroes(crowded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: vLLM gives blocks on as they are."""
+def test_without_zeroing_later_requests_are_affected(crowded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: vLLM reuses blocks without zeroing them."""
     monkeypatch.setattr(EditedBlocks, "to_zero", lambda self, new: None)
-    _, after = after_an_overflow(crowded)
+    _, after = outputs_around_overflow(crowded)
     assert any(np.isnan(logprobs_of(each)).any() for each in after)
 
 
-def test_only_blocks_that_were_edited_are_zeroed(tiny_llama: Path) -> None:
-    """Catches blocks of a running or a cached request that are zeroed, edited ones that are not, and any others."""
+def test_only_edited_blocks_are_zeroed(tiny_llama: Path) -> None:
+    """Catches zeroed blocks of running or cached requests, and edited blocks that are not zeroed."""
     edit = {"post_block": {1: np.ones(HIDDEN)}}
     scheduler = scheduler_harness.make(scheduler_harness.config(tiny_llama, sequences=4), blocks=9)
 
-    def served(name: str, length: int, **fields: Any) -> tuple[set[int], list[int]]:
+    def run_and_track_blocks(name: str, length: int, **fields: Any) -> tuple[set[int], list[int]]:
         """The blocks that a request had, and those that were zeroed while it ran."""
         scheduler.add_request(scheduler_harness.request(name, list(range(1, length + 1)), 2, **fields))
         given: set[int] = set()
@@ -98,19 +98,19 @@ def test_only_blocks_that_were_edited_are_zeroed(tiny_llama: Path) -> None:
             scheduler_harness.finish_step(scheduler, scheduled)
         return given, zeroed
 
-    plain, zeroed = served("plain", 40)
+    plain, zeroed = run_and_track_blocks("plain", 40)
     assert (len(plain), zeroed) == (3, [])
-    edited, zeroed = served("edited", 40, steering_vectors=edit)
+    edited, zeroed = run_and_track_blocks("edited", 40, steering_vectors=edit)
     assert (len(edited), zeroed) == (3, [])
-    again, zeroed = served("again", 40, steering_vectors=edit)
-    # Two blocks are the other's, whose keys and values it takes from the cache.
+    again, zeroed = run_and_track_blocks("again", 40, steering_vectors=edit)
+    # Two blocks are cached blocks of the other request.
     assert len(again & edited) >= 2
     assert set(zeroed) <= edited
     assert len(zeroed) <= 1
-    everything, zeroed = served("everything", 126)
+    everything, zeroed = run_and_track_blocks("everything", 126)
     assert len(everything) == 8
     assert sorted(zeroed) == sorted((edited | again) & everything)
-    assert served("more", 126)[1] == []
-    # Reading alone leaves numbers.
+    assert run_and_track_blocks("more", 126)[1] == []
+    # Captures leave finite values.
     read = {"capture": {"memory": {"hooks": {"post_block": [1]}}}}
-    assert served("read", 126, **read)[1] == served("last", 126)[1] == []
+    assert run_and_track_blocks("read", 126, **read)[1] == run_and_track_blocks("last", 126)[1] == []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values on their way to a device table."""
+"""Batched writes to device tables through pinned memory."""
 
 from __future__ import annotations
 
@@ -29,23 +29,20 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
     ],
     ids=["vectors", "instructions", "parameters", "numbers"],
 )
-def test_values_come_to_their_places(
-    device: str, shape: tuple[int, ...], dtype: torch.dtype, values: list[Any]
-) -> None:
-    """Catches values that are swapped, rounded or written elsewhere, one for a place that has had a later one, and a
-    table that is written to before its step."""
+def test_writes_rows_at_flush(device: str, shape: tuple[int, ...], dtype: torch.dtype, values: list[Any]) -> None:
+    """Catches swapped or rounded values, wrong rows, an overwritten value that wins, and writes before the flush."""
     table = torch.full((6, *shape), 77, dtype=dtype, device=device)
-    staged = PinnedTableWriter(table)
-    staged.put(4, values[1])
-    staged.put(1, values[0])
-    staged.put(4, values[2])
-    staged.put(0, values[1])
+    writer = PinnedTableWriter(table)
+    writer.put(4, values[1])
+    writer.put(1, values[0])
+    writer.put(4, values[2])
+    writer.put(0, values[1])
     assert (table == 77).all()
-    staged.flush()
-    right = torch.full((6, *shape), 77, dtype=dtype)
-    for place, value in ((1, values[0]), (4, values[2]), (0, values[1])):
-        right[place] = torch.tensor(np.array(value), dtype=dtype)
-    assert torch.equal(table.cpu(), right)
+    writer.flush()
+    expected = torch.full((6, *shape), 77, dtype=dtype)
+    for row, value in ((1, values[0]), (4, values[2]), (0, values[1])):
+        expected[row] = torch.tensor(np.array(value), dtype=dtype)
+    assert torch.equal(table.cpu(), expected)
     table.fill_(0)
-    staged.flush()
+    writer.flush()
     assert not table.any()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trunks that carry a state from token to token: whole prompts and cut ones, beside others and alone, give the same.
+"""Recurrent models: chunked prompts, in batches and alone, give the same outputs.
 
-Graphs in pieces exist on a GPU alone (``tests/gpu/test_recurrent.py``); here the whole model is one traced graph.
+Piecewise graphs exist on GPUs only (``tests/gpu/test_recurrent.py``); here the whole model is one traced graph.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from tests.engine.test_mixing import program
 from tests.tiny import make_llm
 
 MODELS = ("mamba2", "lfm2")
-"""State spaces; and short convolutions beside attention."""
+"""A state-space model, and one with short convolutions and attention."""
 ALONE: Mapping[str, Any] = {"max_num_seqs": 1, "enable_prefix_caching": False}
 PRESSED: Mapping[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 16}
-"""Prompts are cut, and their pieces run beside generated tokens of others."""
+"""Prompts are chunked, and chunks share steps with generated tokens of other requests."""
 
 
 @dataclass(frozen=True)
-class Trunk:
-    """An engine under pressure, and what the same requests get alone in the simplest one."""
+class Engine:
+    """Engine under pressure, and the outputs of the same requests alone in the simplest engine."""
 
     llm: Any
     truth: list[Any]
 
 
 def workload() -> tuple[list[Any], list[Any]]:
-    """Prompts of 5 to 50 tokens; two of three are edited, half of them read at all places."""
+    """Return prompts of 5 to 50 tokens; two thirds are edited, half are captured at all sites."""
     rng = np.random.default_rng(16)
     prompts = [prompt(*rng.integers(1, VOCAB, int(rng.integers(5, 50))).tolist()) for _ in range(9)]
     wanted = [
@@ -68,11 +68,11 @@ def answers_alone(name: str, path: Path) -> list[Any]:
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def trunk(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trunk]:
+def trunk(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     path = save(BY_NAME[request.param], tmp_path_factory.mktemp(request.param))
     truth = answers_alone(request.param, path)
     llm = start(request.param, path, "traced", PRESSED)
-    yield Trunk(llm, truth)
+    yield Engine(llm, truth)
     close(llm)
     torch._dynamo.reset()
 
@@ -86,14 +86,14 @@ def as_alone(llm: Any, truth: list[Any], atol: float = 2e-3) -> None:
 
 @pytest.mark.failure(16)
 @pytest.mark.feature("recurrent layers", "steer", "capture")
-def test_prompts_that_are_cut_are_computed_as_whole_ones(trunk: Trunk) -> None:
-    """Catches taps in a graph that lose a recurrent layer's state, or put another request's in its place."""
+def test_chunked_prompts_equal_whole_prompts(trunk: Engine) -> None:
+    """Catches taps in a graph that lose a recurrent layer's state or replace it by another request's."""
     as_alone(trunk.llm, trunk.truth)
 
 
 @pytest.mark.failure(16, control=True)
-def test_a_state_that_is_lost_between_two_pieces_is_seen(trunk: Trunk, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: every piece of a prompt starts from an empty state, as the first one does."""
+def test_comparison_detects_a_lost_state(trunk: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: every chunk of a prompt starts from an empty state."""
     for builder in (Mamba2AttentionMetadataBuilder, ShortConvAttentionMetadataBuilder):
         monkeypatch.setattr(builder, "build", _without_states(builder.build))
     with pytest.raises(AssertionError, match="request"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM's workers ask of runner V1, which on a GPU is the fallback."""
+"""Steering's overrides of runner V1."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vllm_steer.engine.runner_v1 import SteeringRunnerV1
 
 
 class Runner:
-    """In the place of vLLM's: notes its profiling run and what else it runs."""
+    """Stand-in for vLLM's runner that records its profiling run and dummy runs."""
 
     max_num_tokens = 512
 
@@ -34,8 +34,8 @@ class Runner:
         return "hidden states", "of samples"
 
 
-def test_the_profiling_run_is_what_the_gpu_worker_asks_for() -> None:
-    """Catches an argument that does not get through, without which an engine on a GPU does not start."""
+def test_profile_run_forwards_arguments() -> None:
+    """Catches a dropped argument, without which an engine on a GPU does not start."""
     compiled: list[Any] = []
     runner: Any = type("Steered", (SteeringRunnerV1, Runner), {})(compiled)
     runner.profile_run(randomize_inputs=True)
@@ -46,6 +46,6 @@ def test_the_profiling_run_is_what_the_gpu_worker_asks_for() -> None:
 
 
 @pytest.mark.parametrize("runner", [RunnerV1, RunnerV2])
-def test_a_profiling_run_takes_what_is_handed_on(runner: Any) -> None:
-    """Catches a profiling run of another vLLM that has other arguments than the runners here stand in for."""
+def test_profile_run_signature(runner: Any) -> None:
+    """Catches a vLLM version whose profiling run takes other arguments than the stand-ins here."""
     assert list(inspect.signature(runner.profile_run).parameters) == ["self", "randomize_inputs"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is made of a batch of vLLM's runner V2, which runs on GPUs alone: arrays as it has them."""
+"""Steering's overrides of runner V2, which runs on GPUs only, with arrays as that runner has them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 from vllm_steer.engine.runner_v2 import SteeringRunnerV2, _step_batch
 
 
-def test_positions_and_counts_are_what_travels() -> None:
-    """Catches int32 counts, which the front end reads as half as many int64 ones. vLLM has room beyond the batch."""
+def test_step_batch_is_trimmed_and_int64() -> None:
+    """Catches int32 counts, which the front end would decode as int64, and arrays longer than the batch."""
     batch = SimpleNamespace(
         num_reqs=2,
         num_tokens=5,
@@ -34,7 +34,7 @@ def test_positions_and_counts_are_what_travels() -> None:
 
 
 class Runner:
-    """In the place of vLLM's: notes its profiling run and what else it runs."""
+    """Stand-in for vLLM's runner that records its profiling run and dummy runs."""
 
     max_num_tokens = 512
 
@@ -59,8 +59,8 @@ class Runner:
         return "hidden states", "of samples"
 
 
-def test_the_plain_code_is_compiled_after_the_profiling_run() -> None:
-    """Catches a second code that is compiled first, whose memory would be what vLLM measures, or in a small batch."""
+def test_untapped_model_is_compiled_after_the_profiling_run() -> None:
+    """Catches an untapped model compiled before vLLM measures memory, or with a small batch."""
     compiled: list[Any] = []
     runner: Any = type("Steered", (SteeringRunnerV2, Runner), {})(compiled)
     runner.profile_run(randomize_inputs=True)
@@ -70,8 +70,8 @@ def test_the_plain_code_is_compiled_after_the_profiling_run() -> None:
     assert runner.ran[1:] == [(7, {"skip_attn": True, "is_profile": True})]
 
 
-def test_graphs_are_measured_with_the_models_own_modules_back_in_place() -> None:
-    """Catches the memory of one set for that of all, and a model that is left without its taps between steps."""
+def test_graph_memory_covers_all_sets() -> None:
+    """Catches the memory of a single set, and a model without its taps after profiling."""
     runner: Any = type("Steered", (SteeringRunnerV2, Runner), {})([])
     assert runner.profile_cudagraph_memory() == 250
     assert runner.ran == ["graphs", "rest"]

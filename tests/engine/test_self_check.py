@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The check of the taps at start: right ones pass, each of the usual wrong ones keeps the engine from serving.
+"""The self-check at engine start: right taps pass, and each kind of wrong taps prevents the start.
 
-Most wrong taps are put into an engine that runs, and its worker's check is asked again; one engine is started on them.
+Most wrong taps are installed in a running engine, whose worker then repeats the check.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=["llama", "gpt2"])
 def engine(request: pytest.FixtureRequest, tiny_llama: Path, gpt2: Path) -> Iterator[tuple[str, Any]]:
-    """A layer of two summands, and one of one."""
+    """Return an engine whose layers have two summands, and one whose layers have one."""
     path = tiny_llama if request.param == "llama" else gpt2
     llm = make_llm(path, max_model_len=64)
     yield request.param, llm
@@ -44,26 +44,26 @@ def engine(request: pytest.FixtureRequest, tiny_llama: Path, gpt2: Path) -> Iter
 
 
 @contextmanager
-def taps_put_by(llm: Any, put: Callable[[Any, Any], None]) -> Iterator[Any]:
-    """The engine's worker, its taps taken off and put on again by ``put``; the right ones are back afterwards."""
+def replaced_taps(llm: Any, put: Callable[[Any, Any], None]) -> Iterator[Any]:
+    """Replace a worker's taps by those that ``put`` installs, and restore them afterwards."""
     worker = worker_of(llm)
     steering = worker.model_runner.steering
     try:
-        _take_off(worker)
+        _remove_taps(worker)
         put(steering.decoder, steering.tables)
         yield worker
     finally:
-        _take_off(worker)
+        _remove_taps(worker)
         install.install_taps(steering.decoder, steering.tables)
 
 
-def _take_off(worker: Any) -> None:
+def _remove_taps(worker: Any) -> None:
     for module in worker.model_runner.get_model().modules():
         vars(module).pop("forward", None)
 
 
-def test_right_taps_pass_and_every_step_tells(engine: tuple[str, Any]) -> None:
-    """Catches a check that refuses what is right, and one that passes since it compares nothing."""
+def test_right_taps_pass_with_all_hops_conclusive(engine: tuple[str, Any]) -> None:
+    """Catches a check that rejects right taps, and one that compares nothing."""
     _, llm = engine
     (report,) = llm.collective_rpc("steering_capabilities")
     found = report["self_check"]
@@ -72,7 +72,7 @@ def test_right_taps_pass_and_every_step_tells(engine: tuple[str, Any]) -> None:
 
 
 def test_the_check_leaves_nothing_behind(engine: tuple[str, Any]) -> None:
-    """Catches requests of the check that stay in the runner, or change what the engine answers."""
+    """Catches requests of the check that remain in the runner or change outputs."""
     _, llm = engine
     before = tokens_of(run(llm, [prompt(1, 2, 3)], [params()])[0])
     worker = worker_of(llm)
@@ -82,9 +82,8 @@ def test_the_check_leaves_nothing_behind(engine: tuple[str, Any]) -> None:
     assert tokens_of(run(llm, [prompt(1, 2, 3)], [params()])[0]) == before
 
 
-def test_draws_after_the_check_are_those_without_it(engine: tuple[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches requests without a seed that draw other tokens than stock vLLM's with the same engine seed: runner V2
-    draws a seed for each request of the check too, from NumPy."""
+def test_check_preserves_random_states(engine: tuple[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches unseeded requests that sample other tokens than in stock vLLM with the same engine seed."""
     _, llm = engine
     worker = worker_of(llm)
     steps = worker.execute_model
@@ -107,26 +106,26 @@ def test_draws_after_the_check_are_those_without_it(engine: tuple[str, Any], mon
     seed()
     monkeypatch.setattr(worker, "execute_model", execute)
     self_check(worker)
-    # The check has drawn, as many times as it made a step, and nothing of that is seen.
+    # The check drew random numbers in each step, which did not change the state afterwards.
     assert drawn[0] == first and len(set(drawn)) == len(drawn) > 1
     assert draw() == first
 
 
-def test_taps_in_the_usual_wrong_places_are_refused(engine: tuple[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a check that looks at values only: a tap one sublayer late reads the right ones."""
+def test_rejects_taps_in_wrong_places(engine: tuple[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a check that only compares values: a tap one sublayer late reads the right ones."""
     name, llm = engine
     wrongs = [wrong for wrong in WRONG if wrong.model == name]
     assert wrongs
     for wrong in wrongs:
         with monkeypatch.context() as patch:
             patch.setattr(install, wrong.replaces, wrong.maker)
-            with taps_put_by(llm, install.install_taps) as worker:
+            with replaced_taps(llm, install.install_taps) as worker:
                 patch.undo()
                 with pytest.raises(SelfCheckError, match=f"{wrong.point} of layer 0"):
                     self_check(worker)
 
 
-def test_taps_of_another_layer_are_refused(engine: tuple[str, Any]) -> None:
+def test_rejects_taps_of_another_layer(engine: tuple[str, Any]) -> None:
     """Catches layers counted from another number."""
     _, llm = engine
 
@@ -134,24 +133,30 @@ def test_taps_of_another_layer_are_refused(engine: tuple[str, Any]) -> None:
         layers = [replace(layer, number=(layer.number + 1) % decoder.num_layers) for layer in decoder.layers]
         install.install_taps(replace(decoder, layers=tuple(layers)), tables)
 
-    with taps_put_by(llm, shifted) as worker, pytest.raises(SelfCheckError, match="pre_attn of layer 1: does not read"):
+    with (
+        replaced_taps(llm, shifted) as worker,
+        pytest.raises(SelfCheckError, match="pre_attn of layer 1: does not read"),
+    ):
         self_check(worker)
 
 
-def test_a_layer_that_runs_without_its_taps_is_refused(engine: tuple[str, Any]) -> None:
-    """Catches a layer that is skipped, or that runs by another way than its forward."""
+def test_rejects_a_layer_that_bypasses_its_taps(engine: tuple[str, Any]) -> None:
+    """Catches a layer that is skipped or does not run through its ``forward``."""
     _, llm = engine
 
     def all_but_layer_2(decoder: Any, tables: Any) -> None:
         install.install_taps(decoder, tables)
         del decoder.layers[2].module.forward
 
-    with taps_put_by(llm, all_but_layer_2) as worker, pytest.raises(SelfCheckError, match=r"of layer 2: .*did not run"):
+    with (
+        replaced_taps(llm, all_but_layer_2) as worker,
+        pytest.raises(SelfCheckError, match=r"of layer 2: .*did not run"),
+    ):
         self_check(worker)
 
 
-def test_a_tap_that_runs_twice_is_refused(engine: tuple[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches edits that are applied twice; a read of them is right."""
+def test_rejects_a_tap_that_runs_twice(engine: tuple[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches edits that are applied twice; captures are right in that case."""
     _, llm = engine
 
     def doubly(maker: Callable[..., Any]) -> Callable[..., Any]:
@@ -166,16 +171,16 @@ def test_a_tap_that_runs_twice_is_refused(engine: tuple[str, Any], monkeypatch: 
 
     for name in ("_pair_mid", "_single_mid"):
         monkeypatch.setattr(install, name, doubly(getattr(install, name)))
-    with taps_put_by(llm, install.install_taps) as worker:
+    with replaced_taps(llm, install.install_taps) as worker:
         monkeypatch.undo()
         with pytest.raises(SelfCheckError, match="post_attn of layer 0"):
             self_check(worker)
 
 
-def test_small_limits_leave_the_check_out_and_say_so(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches an engine that does not start on small tables, and a check that is left out without a word.
+def test_check_is_skipped_with_a_reason(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches small tables that prevent the start, and a check that is skipped silently.
 
-    The same engine is the one that starts with wrong taps where the check is left out, and does not where it is not.
+    With wrong taps, the engine starts only if the check is skipped.
     """
     monkeypatch.setattr(install, "_pair_mid", next(w.maker for w in WRONG if w.replaces == "_pair_mid"))
     with pytest.raises(SelfCheckError, match=r"LlamaForCausalLM cannot be steered.*--steering-skip-self-check"):
@@ -188,8 +193,8 @@ def test_small_limits_leave_the_check_out_and_say_so(tiny_llama: Path, monkeypat
         assert said in report["self_check"]["reason"]
 
 
-def test_the_check_fits_into_the_least_that_it_says_it_needs(tiny_llama: Path) -> None:
-    """Catches a check that overflows small tables: one request to a step, and one site to a request."""
+def test_check_fits_into_the_smallest_tables(tiny_llama: Path) -> None:
+    """Catches a check that overflows small tables: one request per step, one site per request."""
     least = {"max_rows": 3, "max_vectors": 3, "max_instructions": 6, "max_segments": 4, "capture_rows": 3}
     llm = make_llm(tiny_llama, steering_config=least, max_num_seqs=1)
     (report,) = llm.collective_rpc("steering_capabilities")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each file's engines have the runner that it names (``RUNNER``), or V2, which users of GPUs have."""
+"""Selects the runner that each test file names as ``RUNNER``; the default is V2, as in vLLM on GPUs."""
 
 from __future__ import annotations
 

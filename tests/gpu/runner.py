@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of vLLM's two model runners an engine of these tests gets, whatever ran before it in the same process."""
+"""Selection of one of vLLM's two model runners, independent of earlier tests in the same process."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ V1, V2 = "vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner"
 
 
 def choose_runner(patch: pytest.MonkeyPatch, version: str) -> None:
-    """``version``: what ``VLLM_USE_V2_MODEL_RUNNER`` is set to, "1" or "0"."""
+    """Set ``VLLM_USE_V2_MODEL_RUNNER`` to ``version``, "1" or "0"."""
     from vllm.compilation.monitor import set_cudagraph_capturing_enabled
 
     patch.setenv("VLLM_USE_V2_MODEL_RUNNER", version)
-    # V1 forbids the process to capture graphs when it has its own; V2, which never asks, would fail.
+    # V1 disables graph capture in the process after its own capture, and V2 would then fail.
     set_cudagraph_capturing_enabled(True)
 
 
 def runner_of(llm: Any) -> str:
-    """The module of vLLM's runner class below ours."""
+    """Return the module of the vLLM runner class that ours extends."""
     return str(type(llm.llm_engine.model_executor.driver_worker.worker.model_runner).__mro__[2].__module__)

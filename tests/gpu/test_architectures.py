@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Architectures whose kernels exist on a GPU only, in bfloat16, and one of each family for the comparison.
+"""GPU: proofs of architectures whose kernels exist on GPUs only, and of one per family, in bfloat16.
 
-Value and cause are proven inside vLLM (``tests/conformance/identities.py``). Where HF Transformers has the model, both
-sides have the same weights and the captured rows are compared with HF's too, in float32 on the CPU there: loosely,
-since bfloat16 rounds every sum (``Proof.problems``). The figures go to ``benchmarks/results/architectures-gpu.json``
-(or $ARCHITECTURES_OUT).
+Value and cause are proven inside vLLM (``tests/conformance/identities.py``). If HF Transformers has the model, captured
+rows are also compared with HF's in float32 on the CPU, loosely, since bfloat16 rounds every sum (``Proof.problems``).
+Results are written to ``benchmarks/results/architectures-gpu.json`` or $ARCHITECTURES_OUT.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from tests.conformance.reference_process import ReferenceProcess  # noqa: E402
 pytestmark = pytest.mark.gpu
 
 RUNNER = "0"
-"""The one that serves every architecture; test_engine.py compares the two."""
+"""Runner V1 supports every architecture; test_engine.py compares both runners."""
 OUT = Path(os.environ.get("ARCHITECTURES_OUT", "benchmarks/results/architectures-gpu.json"))
 
 

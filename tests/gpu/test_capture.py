@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Captures on a GPU, under runner V2 with CUDA graphs and asynchronous scheduling: the rows are the model's own."""
+"""GPU: captured rows under runner V2 with CUDA graphs and async scheduling equal HF's hidden states."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=[False, True], ids=["graphs", "eager"])
 def outputs(request: pytest.FixtureRequest, model: Path) -> Iterator[list[Any]]:
-    """40 requests of mixed lengths, every second one read, through a small cache so that some are preempted."""
+    """Return outputs of 40 requests, every second one captured, with a cache so small that some are preempted."""
     llm = LLM(
         model=str(model), enable_steering=True, dtype="bfloat16", max_model_len=256, skip_tokenizer_init=True,
         gpu_memory_utilization=0.02, kv_cache_memory_bytes=1 << 30, max_num_seqs=32, enforce_eager=request.param,
@@ -54,8 +54,8 @@ def outputs(request: pytest.FixtureRequest, model: Path) -> Iterator[list[Any]]:
 
 
 @pytest.mark.feature("CUDA graphs, both runners, async scheduling (GPU)", "capture")
-def test_every_row_is_hfs_hidden_state_at_its_position(outputs: list[Any], model: Path) -> None:
-    """Catches a row of another token, layer or step, and one that the next step stored over."""
+def test_rows_equal_hf_hidden_states(outputs: list[Any], model: Path) -> None:
+    """Catches a row of another token, layer or step, and a row overwritten by the next step."""
     from transformers import AutoModelForCausalLM
 
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).cuda()
@@ -76,5 +76,6 @@ def test_every_row_is_hfs_hidden_state_at_its_position(outputs: list[Any], model
         )
 
 
-def test_plain_requests_have_none(outputs: list[Any]) -> None:
+def test_plain_requests_have_no_results(outputs: list[Any]) -> None:
+    """Catches capture results of plain requests."""
     assert all(output.capture_results is None for output in outputs[::2])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows on their way out of the arena while the next step stores over it."""
+"""GPU: copies of captured rows while the next step overwrites the arena."""
 
 from __future__ import annotations
 
@@ -20,29 +20,31 @@ ROWS, HIDDEN, LATE = 64, 256, 200_000_000
 FORMS = {"rows": b"", "some rows": b"", "products": b"products"}
 
 
-def agree(form: str, *, late: str) -> bool:
-    """Whether a step's rows arrive as they were, though the stream ``late`` is and the next step stores over them and
-    takes what memory is free."""
+def rows_arrive_unchanged(form: str, *, late: str) -> bool:
+    """Return whether a step's rows arrive unchanged although one stream is delayed.
+
+    The next step overwrites the arena and reuses all free memory. ``late`` names the delayed stream.
+    """
     arena = torch.randn(ROWS, HIDDEN, device="cuda").bfloat16()
     right = arena.clone()
     directions = torch.randn(4, HIDDEN, device="cuda")
     places = np.arange(0, ROWS, 3) if form == "some rows" else None
-    departures = DeviceToHostCopier(arena.device, launch_products)
+    copier = DeviceToHostCopier(arena.device, launch_products)
     entries = RowIndex(("request",), ((0,),), FORMS[form])
     one = np.zeros(1, dtype=np.int64)
     plan = CapturePlan((RowStream(entries, one, places),), one, np.array([ROWS]), ROWS)
     forms = (Transfer(FORMS[form], places, directions if form == "products" else None),)
-    # A step before, of other rows: to make pinned memory would wait for the device.
-    before = departures.start(torch.zeros_like(arena), None, plan, forms)
+    # An earlier step allocates the pinned memory, which would wait for the device.
+    before = copier.start(torch.zeros_like(arena), None, plan, forms)
     before.event.synchronize()
     before.release()
     torch.cuda.synchronize()
     size = len(before.rows[FORMS[form]]) * before.rows[FORMS[form]].shape[1]
-    with torch.cuda.stream(departures._stream if late == "leaving" else torch.cuda.current_stream()):
+    with torch.cuda.stream(copier._stream if late == "copy" else torch.cuda.current_stream()):
         torch.cuda._sleep(LATE)
-    pending = departures.start(arena, None, plan, forms)
+    pending = copier.start(arena, None, plan, forms)
     arena.fill_(0)
-    # Of the same size: they take the memory of what is leaving as soon as the allocator gives it back.
+    # Tensors of the same size reuse the memory of the copy's source as soon as the allocator frees it.
     others = [torch.zeros(size, dtype=torch.uint8, device="cuda") for _ in range((4 << 20) // size)]
     pending.event.synchronize()
     torch.cuda.synchronize()
@@ -53,20 +55,19 @@ def agree(form: str, *, late: str) -> bool:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_rows_leave_when_they_are_there(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a transfer that does not wait for the step whose rows it takes; without the wait others arrive."""
-    assert agree(form, late="main")
+def test_copy_waits_for_the_step(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a copy that does not wait for its step. Negative control: without the wait, other rows arrive."""
+    assert rows_arrive_unchanged(form, late="main")
     monkeypatch.setattr(torch.cuda.Stream, "wait_stream", lambda self, other: None)
-    assert not agree(form, late="main")
+    assert not rows_arrive_unchanged(form, late="main")
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_memory_is_not_used_again_while_rows_leave(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches rows of another step, whose memory was that of rows that waited to leave; as without the note of who
-    reads it."""
-    assert agree(form, late="leaving")
+def test_memory_is_not_reused_during_the_copy(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches source memory that is reused before its copy. Negative control: without ``record_stream``, it is."""
+    assert rows_arrive_unchanged(form, late="copy")
 
     def forgotten(self: Any, stream: Any) -> None: ...
 
     monkeypatch.setattr(torch.Tensor, "record_stream", forgotten)
-    assert not agree(form, late="leaving")
+    assert not rows_arrive_unchanged(form, late="copy")

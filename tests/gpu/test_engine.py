@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On a GPU: runner V2 and V1, CUDA graphs and eager, steer each request of a mixed batch as it is steered alone."""
+"""GPU: under both runners, with CUDA graphs and eager, requests of a mixed batch are steered as they are alone."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def requests(count: int = 48) -> tuple[list[dict[str, Any]], list[SamplingParams]]:
-    """Every third request is plain; the others have programs of their own: all kinds, points, layers and selectors."""
+    """Return requests: a third is plain, the others have programs of all kinds, points, layers and selectors."""
     rng = np.random.default_rng(0)
     prompts, params = [], []
     for i in range(count):
@@ -69,7 +69,10 @@ def answers(llm: LLM, prompts: Any, params: Any) -> list[tuple[list[int], list[f
 
 
 def agreement(ours: Any, theirs: Any, tolerance: float) -> float:
-    """Share of requests whose first token's log-probability agrees: greedy text forks on the first near-tie in bf16."""
+    """Return the share of requests whose first log-probability agrees.
+
+    Greedy text diverges at the first near-tie in bf16, so later tokens are not compared.
+    """
     return float(np.mean([abs(a[1][0] - b[1][0]) < tolerance for a, b in zip(ours, theirs, strict=True)]))
 
 
@@ -99,7 +102,7 @@ def results(model: Path) -> dict[str, Any]:
     return found
 
 
-def test_the_variants_are_what_they_say(results: dict[str, Any]) -> None:
+def test_variants_use_their_runner(results: dict[str, Any]) -> None:
     """Catches a comparison of one runner with itself."""
     assert [results[f"{name}-runner"] for name in VARIANTS] == [V2, V2, V1]
 
@@ -107,19 +110,19 @@ def test_the_variants_are_what_they_say(results: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", ["v2-eager", "v1-graphs"])
 @pytest.mark.feature("CUDA graphs, both runners, async scheduling (GPU)", "steer")
 def test_graphs_and_runners_agree(results: dict[str, Any], name: str) -> None:
-    """Catches taps that a graph froze or lost, and rows that one runner assigns otherwise."""
+    """Catches taps that a graph froze or lost, and rows that one runner assigns differently."""
     assert agreement(results["v2-graphs"], results[name], 0.15) >= 0.97
 
 
 @pytest.mark.parametrize("name", list(VARIANTS))
 def test_each_request_is_steered_as_it_is_alone(results: dict[str, Any], name: str) -> None:
-    """Catches a neighbour's row."""
+    """Catches the row of a neighbour."""
     assert agreement(results[name][:12], results[name + "-alone"], 0.15) >= 0.9
 
 
 @pytest.mark.parametrize("name", list(VARIANTS))
 def test_steered_requests_differ_and_plain_ones_do_not(results: dict[str, Any], name: str) -> None:
-    """Catches a no-op, and an edit that leaks to plain neighbours."""
+    """Catches edits without effect, and edits that leak to plain neighbours."""
     steered, plain = results[name], results[name + "-plain"]
     same = [a[0] == b[0] for a, b in zip(steered, plain, strict=True)]
     assert np.mean(same[::3]) >= 0.9, "plain neighbours"

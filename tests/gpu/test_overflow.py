@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On a GPU: edits that take the stream beyond what its dtype holds spoil their own request, and nobody behind it.
+"""GPU: edits that overflow the stream's dtype affect their own request and no later one.
 
-On a CPU blocks of edited requests are zeroed before others get them (``engine/edited_blocks.py``). On a GPU they are
-not: its attention is to leave out what lies in a block behind a sequence's end, whatever that is.
+On CPU, blocks of edited requests are zeroed before reuse (``engine/edited_blocks.py``). On a GPU they are not, since
+its attention kernels must ignore whatever lies in a block after a sequence's end.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ BEYOND = {"post_block": {0: {"vector": np.full(BF16_MODEL["hidden_size"], 3e38, 
 
 @pytest.fixture(scope="module", params=[None, "TRITON_ATTN"])
 def crowded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """So few blocks that each is soon another request's; vLLM's own choice of attention, and one of its own kernels."""
-    # Of fewer than 1,024 tokens runner V2's sampler may draw one that is none from logits that are no numbers
+    """Return an engine whose few blocks are soon reused, with vLLM's default attention backend and with Triton's."""
+    # With fewer than 1,024 tokens, runner V2's sampler may return an invalid token for NaN logits
     # (v1/worker/gpu/sample/gumbel.py).
     llm = LLM(
         model=str(save_tiny_llama(tmp_path_factory.mktemp("tiny"), **{**BF16_MODEL, "vocab_size": 2048})),
@@ -39,7 +39,7 @@ def crowded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     close(llm)
 
 
-def test_blocks_of_numbers_are_given_on(crowded: Any) -> None:
+def test_reused_blocks_hold_finite_values(crowded: Any) -> None:
     """Catches keys and values that are no numbers in what is left of a block behind another request's tokens."""
     plain = [params(logprobs=1)] * 3
     crowded.reset_prefix_cache()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recurrent trunks under CUDA graphs in pieces, for which each layer's prefill is another piece than its taps."""
+"""GPU: recurrent models with piecewise CUDA graphs, in which a layer's prefill and its taps are separate pieces."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.failure(16)
 @pytest.mark.parametrize("name", MODELS)
-def test_prompts_that_are_cut_are_computed_as_whole_ones(name: str, tmp_path: Path) -> None:
+def test_chunked_prompts_equal_whole_prompts(name: str, tmp_path: Path) -> None:
     """Catches a wrong prefill of a recurrent layer between two pieces of a graph."""
     path = save(BY_NAME[name], tmp_path / name)
     truth = answers_alone(name, path)
     llm = start(name, path, "compiled", PRESSED, cudagraph_mode="PIECEWISE")
     try:
-        # Recurrent kernels multiply in TF32, in other chunks: up to 2.6e-3 was seen. A lost state is off by far more.
+        # Recurrent kernels multiply in TF32 with other chunk sizes; the largest error seen is 2.6e-3. A lost state
+        # is far outside of the tolerance.
         as_alone(llm, truth, atol=1e-2)
     finally:
         close(llm)

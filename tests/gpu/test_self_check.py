@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On a GPU: the check of the taps at start, on both runners, with CUDA graphs and without."""
+"""GPU: the self-check at engine start, on both runners, with and without CUDA graphs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def engine(model: Path, variant: str, monkeypatch: pytest.MonkeyPatch, dtype: st
 
     settings = dict(VARIANTS[variant])
     choose_runner(monkeypatch, str(settings.pop("runner", "1")))
-    # Wrong taps of one test are not to be found compiled by the next.
+    # Keep wrong taps of one test out of the compile cache of the next.
     monkeypatch.setenv("VLLM_DISABLE_COMPILE_CACHE", "1")
     llm = None
     try:
@@ -48,7 +48,7 @@ def engine(model: Path, variant: str, monkeypatch: pytest.MonkeyPatch, dtype: st
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("variant", list(VARIANTS))
 def test_right_taps_pass(variant: str, dtype: str, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a check that refuses what is right under rounding, or that captured graphs make meaningless."""
+    """Catches a check that rejects right taps because of rounding, or that graphs make ineffective."""
     with engine(model, variant, monkeypatch, dtype) as llm:
         (report,) = llm.collective_rpc("steering_capabilities")
     found: dict[str, Any] = report["self_check"]
@@ -57,8 +57,8 @@ def test_right_taps_pass(variant: str, dtype: str, model: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("wrong", [each for each in WRONG if each.model == "llama"], ids=str)
-def test_wrong_taps_are_refused(wrong: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a check that a captured graph passes with any taps."""
+def test_wrong_taps_are_rejected(wrong: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a check that passes any taps once they are captured in a graph."""
     monkeypatch.setattr(install, wrong.replaces, wrong.maker)
     with (
         pytest.raises(SelfCheckError, match=f"{wrong.point} of layer 0"),

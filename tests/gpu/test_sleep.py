@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On a GPU, whose memory really goes: requests after sleep of level 1 and 2 are steered and read as before."""
+"""GPU: after sleep of level 1 and 2, which frees memory, requests are steered and captured as before."""
 
 from __future__ import annotations
 
@@ -71,14 +71,14 @@ def sleep_and_wake(llm: Any, model: Path, level: int) -> None:
 
 
 def test_vllm_counts_the_tables_before_it_sizes_the_kv_cache(llm: Any) -> None:
-    """Catches memory of the tables given to the KV cache once more: the tiny model's own is a tenth of the arena."""
+    """Catches table memory that vLLM gives to the KV cache. The tiny model's own is a tenth of the arena."""
     runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
     assert runner.model_memory_usage > ARENA_ROWS * HIDDEN * 2
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_requests_after_sleep_are_steered_and_read_as_before(llm: Any, model: Path, level: int) -> None:
-    """Catches tables that came back empty or as garbage."""
+def test_requests_after_sleep_are_steered_and_captured_as_before(llm: Any, model: Path, level: int) -> None:
+    """Catches tables that are empty or invalid after waking up."""
     before = llm.generate(*requests(), use_tqdm=False)
     sleep_and_wake(llm, model, level)
     after = llm.generate(*requests(), use_tqdm=False)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On a GPU: our kernels are compiled while the engine starts, and none once vLLM watches for kernels that are not."""
+"""GPU: our kernels are compiled during engine start, and none after vLLM starts to watch for compilations."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ KERNELS = (
 
 
 @pytest.fixture
-def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Names of kernels that were compiled after vLLM's monitor had begun (vllm/utils/jit_monitor.py)."""
+def compiled_late(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Record the names of kernels that are compiled after vLLM's monitor starts (vllm/utils/jit_monitor.py)."""
     from triton import knobs
     from vllm.utils import jit_monitor
 
@@ -39,7 +39,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         if jit_monitor.is_active():
             names.append(fn.name.rpartition(".")[2])
 
-    # As in a process of its own: the monitor of an engine before this one goes on, and so does what it compiled.
+    # Reset the state that an earlier engine of this process left in the monitor and the kernel caches.
     monkeypatch.setattr(jit_monitor, "_active", False)
     monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", compiled)
     for each in KERNELS:
@@ -48,8 +48,10 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 def serve(folder: Path) -> None:
-    """A start with its self-check, then edits of every kind, and reads with and without directions. With graphs: in
-    eager engines vLLM does not watch."""
+    """Start an engine with CUDA graphs and run edits of every kind, and captures with and without directions.
+
+    vLLM does not watch eager engines.
+    """
     from vllm.distributed import cleanup_dist_env_and_memory
 
     llm = LLM(
@@ -71,14 +73,14 @@ def serve(folder: Path) -> None:
         cleanup_dist_env_and_memory()
 
 
-def ours(late: list[str]) -> set[str]:
-    return set(late) & {each.__name__ for each in KERNELS}
+def ours(compiled_late: list[str]) -> set[str]:
+    return set(compiled_late) & {each.__name__ for each in KERNELS}
 
 
-def test_no_kernel_of_ours_is_compiled_while_serving(model: Path, late: list[str]) -> None:
+def test_no_kernel_of_ours_is_compiled_while_serving(model: Path, compiled_late: list[str]) -> None:
     """Catches a first request that waits for a compiler, and an engine that ``--jit-monitor-mode error`` ends."""
     serve(model)
-    assert ours(late) == set()
+    assert ours(compiled_late) == set()
 
 
 @pytest.mark.parametrize(
@@ -86,10 +88,10 @@ def test_no_kernel_of_ours_is_compiled_while_serving(model: Path, late: list[str
     [(assignment_kernel, "_arena_offsets_kernel"), (projection_kernel, "_products_kernel")],
     ids=["rows", "products"],
 )
-def test_a_kernel_that_is_not_warmed_up_is_seen(
-    module: Any, name: str, model: Path, late: list[str], monkeypatch: pytest.MonkeyPatch
+def test_detects_a_kernel_without_warm_up(
+    module: Any, name: str, model: Path, compiled_late: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Negative control."""
+    """Negative control: a kernel that is not compiled at start."""
     monkeypatch.setattr(module, "warm_up", lambda *_: None)
     serve(model)
-    assert name in ours(late)
+    assert name in ours(compiled_late)

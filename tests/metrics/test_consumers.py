@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A consumer's queue, while it works and when it has."""
+"""Metrics of a consumer's queue."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ def value(short: str, **labels: str) -> float | None:
     return REGISTRY.get_sample_value(PREFIX + short, {"model_name": MODEL, "consumer": "memory", **labels})
 
 
-def test_a_queue_is_as_long_as_what_is_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a queue that only grows, one that misses what the consumer has in its hands, and a failure that is
-    counted as a success."""
+def test_queue_counts_waiting_and_running_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a queue that never shrinks or omits the running capture, and a failure counted as a success."""
     start({})
     go = threading.Event()
     statuses = iter(["ok", "error", "ok"])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The dashboard and the alerts name metrics and labels that there are, and nothing that is measured is out of sight."""
+"""The dashboard and the alerts use existing metrics and labels, and show every metric."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def expressions() -> Iterator[str]:
     yield from (rule["expr"] for group in ALERTS for rule in group["rules"])
 
 
-def faults(expression: str) -> list[str]:
-    """What `expression` names that is not in the table."""
+def unknown_names(expression: str) -> list[str]:
+    """Return the metrics and labels in ``expression`` that are not defined."""
     found = []
     known: set[str] = set()
     for name, matchers in _SERIES.findall(expression):
@@ -58,10 +58,10 @@ def faults(expression: str) -> list[str]:
 
 
 @pytest.mark.parametrize("expression", [*expressions()])
-def test_an_expression_names_what_there_is(expression: str) -> None:
-    """Catches a panel or an alert that stays empty for ever, since its metric or label has another name."""
+def test_expressions_use_defined_names(expression: str) -> None:
+    """Catches a panel or alert that stays empty because a metric or label has another name."""
     assert _SERIES.search(expression)
-    assert faults(expression) == []
+    assert unknown_names(expression) == []
 
 
 @pytest.mark.parametrize(
@@ -74,25 +74,25 @@ def test_an_expression_names_what_there_is(expression: str) -> None:
         "sum by (le, part) (vllm_steer:step_seconds_sum)",
     ],
 )
-def test_faults_are_seen(expression: str) -> None:
-    """Catches a search that passes everything."""
-    assert len(faults(expression)) == 1
+def test_unknown_names_are_found(expression: str) -> None:
+    """Negative control: expressions with one unknown name each."""
+    assert len(unknown_names(expression)) == 1
 
 
-def test_every_metric_is_shown() -> None:
-    """Catches a metric that is collected and that no operator sees."""
+def test_dashboard_shows_every_metric() -> None:
+    """Catches a metric that is collected but not shown."""
     shown = {name for panel in panels() for t in panel["targets"] for name, _ in _SERIES.findall(t["expr"])}
     assert [metric.name for metric in METRICS if not shown & set(metric.series)] == []
 
 
-def test_panels_can_be_told_apart() -> None:
-    """Catches panels of one number or at one place, of which Grafana shows one."""
+def test_panels_have_distinct_ids_and_positions() -> None:
+    """Catches panels with the same id or position, of which Grafana shows only one."""
     ids = [panel["id"] for panel in DASHBOARD["panels"]]
     places = [(p["gridPos"]["x"], p["gridPos"]["y"]) for p in DASHBOARD["panels"]]
     assert len(set(ids)) == len(set(places)) == len(ids)
 
 
-def test_the_guide_has_every_alert() -> None:
-    """Catches an alert that wakes somebody who finds nothing about it."""
+def test_guide_documents_every_alert() -> None:
+    """Catches an alert without documentation."""
     alerts = [rule["alert"] for group in ALERTS for rule in group["rules"]]
     assert alerts and [name for name in alerts if f"`{name}`" not in GUIDE] == []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler's numbers, step by step, without an engine: what is sent, and what is left of vLLM's statistics."""
+"""Statistics of the scheduler, step by step without an engine, and what remains in vLLM's statistics."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def vllm_config(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 class Engine:
-    """A scheduler whose model answers at once."""
+    """Scheduler with a model that returns at once."""
 
     def __init__(self, vllm_config: Any, *, log_stats: bool = True) -> None:
         self.scheduler = scheduler_harness.make(vllm_config, blocks=200, log_stats=log_stats)
@@ -46,7 +46,7 @@ class Engine:
         return name
 
     def step(self, rows: tuple[StepRows, ...] = (), worker: WorkerStats | None = None) -> Any:
-        """vLLM's statistics of one step, as they leave the engine's process."""
+        """Run one step and return vLLM's statistics as they leave the engine's process."""
         scheduled = self.scheduler.schedule()
         output = attach_stats(scheduler_harness.model_output(self.scheduler, scheduled, rows), worker)
         outputs = self.scheduler.update_from_output(scheduled, output)
@@ -54,7 +54,7 @@ class Engine:
         assert len(found) <= 1
         return found[0] if found else None
 
-    def news(self, *args: Any, **kwargs: Any) -> EngineStats | None:
+    def step_stats(self, *args: Any, **kwargs: Any) -> EngineStats | None:
         return pop_stats(self.step(*args, **kwargs))
 
 
@@ -63,29 +63,28 @@ def engine(vllm_config: Any) -> Engine:
     return Engine(vllm_config)
 
 
-def test_what_waits_says_for_what(engine: Engine) -> None:
-    """Catches a reason that is always the same, one that stays when the request has run, and a count of rows that
-    forgets who holds them."""
+def test_counts_waiting_requests_by_reason(engine: Engine) -> None:
+    """Catches a constant reason, a reason that remains after the request ran, and miscounted tables."""
     for fields in STEER:
         engine.add(**fields)
     engine.add(**STEER[0])
     engine.add()
-    news = engine.news()
-    assert news is not None
-    books = news.usage
-    assert books is not None
-    assert (books.tables, books.admitted, books.waiting) == ((2, 2, 2), 2, {"rows": 1, "turn": 1})
+    stats = engine.step_stats()
+    assert stats is not None
+    usage = stats.usage
+    assert usage is not None
+    assert (usage.tables, usage.admitted, usage.waiting) == ((2, 2, 2), 2, {"rows": 1, "turn": 1})
     while engine.scheduler.requests:
-        later = engine.news()
-        books = books if later is None or later.usage is None else later.usage
-    assert (books.tables, books.admitted, books.waiting) == ((0, 0, 0), 0, {})
+        later = engine.step_stats()
+        usage = usage if later is None or later.usage is None else later.usage
+    assert (usage.tables, usage.admitted, usage.waiting) == ((0, 0, 0), 0, {})
 
 
 @pytest.mark.parametrize(
     ("sizes", "reason"), [({"max_vectors": 1}, "vectors"), ({"max_instructions": 1}, "instructions")]
 )
-def test_other_tables_have_their_own_reasons(vllm_config: Any, sizes: dict[str, int], reason: str) -> None:
-    """Catches a shortage that is reported as one of rows."""
+def test_reason_names_the_full_table(vllm_config: Any, sizes: dict[str, int], reason: str) -> None:
+    """Catches a shortage of vectors or instructions reported as a shortage of rows."""
     old = vllm_config.additional_config["steering"]
     vllm_config.additional_config["steering"] = {**old, **sizes}
     try:
@@ -94,34 +93,34 @@ def test_other_tables_have_their_own_reasons(vllm_config: Any, sizes: dict[str, 
         vllm_config.additional_config["steering"] = old
     small.add(**STEER[0])
     small.add(**STEER[1])
-    news = small.news()
-    assert news is not None and news.usage is not None and news.usage.waiting == {reason: 1}
+    stats = small.step_stats()
+    assert stats is not None and stats.usage is not None and stats.usage.waiting == {reason: 1}
 
 
-def test_captures_wait_for_their_bytes(engine: Engine) -> None:
-    """Catches a capture budget that is mistaken for a table, and booked rows that are not those of the request."""
+def test_capture_budget_is_a_reason_to_wait(engine: Engine) -> None:
+    """Catches (1) the capture budget counted as a table and (2) reserved rows attributed to the wrong request."""
     rows_of_one = 12 * (4 + 100 - 1)
     most = (1 << 20) // ROW_BYTES // rows_of_one
     for _ in range(most + 1):
         engine.add(tokens=100, **WHOLE_STREAM)
-    news = engine.news()
-    assert news is not None and news.usage is not None
-    assert news.usage.capture_rows == most * rows_of_one
-    assert news.usage.waiting == {"capture": 1}
+    stats = engine.step_stats()
+    assert stats is not None and stats.usage is not None
+    assert stats.usage.capture_rows == most * rows_of_one
+    assert stats.usage.waiting == {"capture": 1}
 
 
-def test_a_time_out_is_counted_once(engine: Engine) -> None:
-    """Catches a count that is repeated with every step, and one that gets lost."""
+def test_counts_each_timeout_once(engine: Engine) -> None:
+    """Catches a count that is repeated in every step or lost."""
     for fields in STEER:
         engine.add(tokens=20, **fields)
-    engine.news()
+    engine.step_stats()
     engine.clock = 31.0
-    counts = [each.timed_out for each in (engine.news() for _ in range(3)) if each is not None]
+    counts = [each.timed_out for each in (engine.step_stats() for _ in range(3)) if each is not None]
     assert counts == [1, 0, 0]
 
 
-def test_rows_are_counted_as_they_come(engine: Engine) -> None:
-    """Catches rows that are counted by request or by step, and buffers that are gone when nothing is said of them."""
+def test_counts_captured_rows(engine: Engine) -> None:
+    """Catches rows counted per request or step, and a buffer size that resets in steps without worker statistics."""
     name = engine.add(tokens=2, **CAPTURE)
     entries = RowIndex((name,), ((code_of("post_block", 1),),))
 
@@ -129,33 +128,33 @@ def test_rows_are_counted_as_they_come(engine: Engine) -> None:
         data = np.zeros((count, ROW_BYTES), np.uint8)
         return (StepRows(entries, np.array([start]), np.array([count]), data),)
 
-    first = engine.news(rows(0, 4), WorkerStats(0.25, 4096))
-    second = engine.news(rows(4, 1))
+    first = engine.step_stats(rows(0, 4), WorkerStats(0.25, 4096))
+    second = engine.step_stats(rows(4, 1))
     assert first is not None and second is not None
     assert (first.captured_rows, first.captured_bytes) == (4, 4 * ROW_BYTES)
     assert (second.captured_rows, second.captured_bytes) == (1, ROW_BYTES)
     assert (first.worker_seconds, second.worker_seconds) == (0.25, None)
     assert first.scheduler_seconds > 0
-    # What the worker keeps does not go away because it had nothing to say.
+    # The buffers still exist in a step for which the worker sends no statistics.
     assert (first.staging_bytes, second.staging_bytes) == (4096, 4096)
 
 
-def test_plain_requests_send_nothing(engine: Engine) -> None:
-    """Catches numbers that travel with every step of an engine that nobody steers."""
+def test_plain_requests_send_no_statistics(engine: Engine) -> None:
+    """Catches statistics sent with every step while no request is steered."""
     engine.add(tokens=3)
     while engine.scheduler.requests:
         assert engine.step().kv_connector_stats is None
 
 
-def test_without_statistics_nothing_is_sent(vllm_config: Any) -> None:
-    """Catches statistics that are made although they were switched off."""
+def test_disable_log_stats_sends_no_statistics(vllm_config: Any) -> None:
+    """Catches statistics that are collected although vLLM's are disabled."""
     silent = Engine(vllm_config, log_stats=False)
     silent.add(**STEER[0])
     assert silent.step() is None
 
 
-def test_a_connectors_own_numbers_are_left_to_it(engine: Engine) -> None:
-    """Catches a connector's statistics that ours take the place of, change, or stay in when they should be out."""
+def test_keeps_statistics_of_the_kv_connector(engine: Engine) -> None:
+    """Catches a connector's statistics that ours replace, change or remain part of."""
     engine.add(**STEER[0])
     stats = engine.step()
     theirs = {"transfers": 3}
@@ -166,8 +165,8 @@ def test_a_connectors_own_numbers_are_left_to_it(engine: Engine) -> None:
     assert pop_stats(stats) is None
 
 
-def test_the_numbers_survive_vllms_wire(engine: Engine) -> None:
-    """Catches a form that only works within one process."""
+def test_statistics_survive_vllms_serialization(engine: Engine) -> None:
+    """Catches statistics that can only be read in the same process."""
     from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
@@ -181,7 +180,7 @@ def test_the_numbers_survive_vllms_wire(engine: Engine) -> None:
 
 @pytest.fixture
 def manager(vllm_config: Any) -> Any:
-    """What gives each step's numbers to vLLM's loggers and to ours."""
+    """Return vLLM's stat logger manager with our logger installed."""
     from vllm.v1.metrics.loggers import LoggingStatLogger, StatLoggerManager
 
     from vllm_steer.compat.plugin import wrap_front_end
@@ -190,8 +189,8 @@ def manager(vllm_config: Any) -> Any:
     return StatLoggerManager(vllm_config, engine_idxs=[0], custom_stat_loggers=[LoggingStatLogger])
 
 
-def test_vllms_loggers_never_see_our_numbers(engine: Engine, manager: Any) -> None:
-    """Catches a logger behind vLLM's: they take what is in that field for a KV connector's, and fail."""
+def test_vllms_loggers_never_see_our_statistics(engine: Engine, manager: Any) -> None:
+    """Catches a logger behind vLLM's, which would parse our statistics as a KV connector's and fail."""
     engine.add(**STEER[0])
     manager.record(engine.step(), None, engine_idx=0)
     unseen = engine.step()
@@ -200,7 +199,7 @@ def test_vllms_loggers_never_see_our_numbers(engine: Engine, manager: Any) -> No
             logger.record(unseen, None, engine_idx=0)
 
 
-def test_without_steering_there_is_no_logger_of_ours(vllm_config: Any, manager: Any) -> None:
+def test_no_stat_logger_without_steering(vllm_config: Any, manager: Any) -> None:
     """Catches a stock engine that runs our code."""
     stock = type("Stock", (), {"__getattr__": lambda _, name: getattr(vllm_config, name)})()
     stock.additional_config = {}
@@ -208,8 +207,8 @@ def test_without_steering_there_is_no_logger_of_ours(vllm_config: Any, manager: 
     assert not [each for each in type(manager)(stock).stat_loggers if type(each).__module__.startswith("vllm_steer")]
 
 
-def test_a_report_is_small(engine: Engine) -> None:
-    """Catches statistics that grow with the number of requests: they are sent with every step."""
+def test_size_does_not_depend_on_the_number_of_requests(engine: Engine) -> None:
+    """Catches statistics that grow with the number of requests, since they are sent with every step."""
     for seed in (0, 1) * 3:
         engine.add(**STEER[seed])
     assert len(msgspec.msgpack.encode(engine.step().kv_connector_stats)) < 200

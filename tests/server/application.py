@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A FastAPI application that keeps unknown fields and ignores them, as vLLM does."""
+"""A FastAPI application that accepts and ignores unknown fields, like vLLM."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="allow")
 
 
-def answer_refusals(app: FastAPI) -> None:
-    """As vLLM's server does it."""
+def add_error_handler(app: FastAPI) -> None:
+    """Return refusals as vLLM's server does."""
 
     async def answer(request: Request, error: Exception) -> JSONResponse:
         made = create_error_response(error)
@@ -35,7 +35,7 @@ def answer_refusals(app: FastAPI) -> None:
 
 def make_app(engine: FakeEngine | None, *, root_path: str = "", max_body_mib: int = 1) -> FastAPI:
     app = FastAPI(root_path=root_path)
-    answer_refusals(app)
+    add_error_handler(app)
     app.state.args = SimpleNamespace(steering_max_body_mib=max_body_mib)
     if engine is not None:
         app.state.engine_client = engine

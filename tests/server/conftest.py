@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model of the server tests, and the one steering server that most of them share."""
+"""Model and servers shared by the server tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.server.server import run_server, save_model, vllm_command
 
 @pytest.fixture(autouse=True)
 def temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stores of applications in this process leave nothing where others would find it."""
+    """Redirect temporary files of in-process applications to the test's folder."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
@@ -26,7 +26,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def capture_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the server's consumer ``filesystem`` writes."""
+    """Return the folder of the server's ``filesystem`` consumer."""
     return tmp_path_factory.mktemp("captures")
 
 

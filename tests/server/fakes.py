@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine without a model: what the front end asks of one, and no more."""
+"""A fake engine without a model, with the attributes that the front end reads."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ REPORT: dict[str, Any] = {
 
 
 class FakeEngine:
-    """Answers the one RPC, and counts how often."""
+    """Engine that responds to the one RPC and records its calls."""
 
     def __init__(self, *, steering: bool = True) -> None:
         additional = engine_kwargs()["additional_config"] if steering else {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A vector in its forms, and the wrong requests that a server has to refuse."""
+"""A vector in its wire forms, and wrong requests that a server must refuse."""
 
 from __future__ import annotations
 

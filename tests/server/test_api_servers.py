@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two API servers on one port: whichever a client's connection reaches has what the other one keeps."""
+"""Two API server processes on one port: clients can use either of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import load
 
-from tests.server.hostile.leaving import ROUND_BYTES, Leavers, resident
+from tests.server.hostile.leaving import ROUND_BYTES, DisconnectingClients, resident_bytes
 from tests.server.server import HIDDEN, MODEL, run_server, vllm_command
 from vllm_steer import audit
 from vllm_steer.fs.shared_tempdir import LOCK_FILES
@@ -32,13 +32,13 @@ LARGE = {"memory": {"hooks": {"post_block": "all"}, "positions": "all_prompt"}}
 
 @pytest.fixture(scope="module")
 def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the server's processes write."""
+    """Return the log file of the server's processes."""
     return tmp_path_factory.mktemp("log") / "server.log"
 
 
 @pytest.fixture(scope="module")
 def server(model: Path, log: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
-    """The server's address, and its folder for temporary files, of which it must leave nothing."""
+    """Yield the server's URL and its folder of temporary files, which must be empty afterwards."""
     temporary = tmp_path_factory.mktemp("temporary")
     flags = ["--enable-steering", "--api-server-count", "2", "--capture-inline-kib", "0", "--capture-expiry-s", "600"]
     limits = {"max-rows": ROWS, "max-vectors": ROWS, "max-segments": 2 * ROWS, "capture-mib": CAPTURE_MIB}
@@ -51,14 +51,14 @@ def server(model: Path, log: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         patch.setenv("VLLM_LOGGING_LEVEL", "INFO")
         running = run_server(model, [*vllm_command(), "serve"], flags, log)
         url = next(running)
-    both_answer(url)
+    wait_for_both_servers(url)
     yield url, temporary
     running.close()  # type: ignore[attr-defined]
     assert not list(temporary.glob("vllm-steer-*"))
 
 
-def over_a_connection(method: str, url: str, **fields: Any) -> tuple[int, httpx.Response]:
-    """A request over a connection of its own, which the kernel gives to one of the two: the process, and its answer."""
+def request_on_new_connection(method: str, url: str, **fields: Any) -> tuple[int, httpx.Response]:
+    """Send a request on a new connection and return the process that served it, with its response."""
     with httpx.Client(timeout=60) as client, client.stream(method, url, **fields) as response:
         client_port = response.extensions["network_stream"].get_extra_info("client_addr")[1]
         (process,) = (
@@ -70,24 +70,24 @@ def over_a_connection(method: str, url: str, **fields: Any) -> tuple[int, httpx.
     return process, response
 
 
-def both_answer(url: str) -> None:
-    """Wait for the second server: until it is up the first one answers everything, for long on a busy machine."""
+def wait_for_both_servers(url: str) -> None:
+    """Wait for the second process; on a busy machine it starts much later than the first."""
     processes: set[int] = set()
     for _ in range(600):
-        processes.add(over_a_connection("GET", f"{url}/health")[0])
+        processes.add(request_on_new_connection("GET", f"{url}/health")[0])
         if len(processes) == 2:
             return
         time.sleep(0.2)
     raise AssertionError(f"only one server has answered: {processes}")
 
 
-def test_a_handle_is_good_at_every_api_server(server: tuple[str, Path]) -> None:
-    """Catches rows that only the process which answered the request can give, expire or delete."""
+def test_captures_are_available_at_every_api_server(server: tuple[str, Path]) -> None:
+    """Catches stored captures that only the process that wrote them can return, expire or delete."""
     url, temporary = server
     body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 1, "temperature": 0, "capture": LARGE}
     kept_by: dict[str, int] = {}
     while len(set(kept_by.values())) < 2:
-        process, response = over_a_connection("POST", f"{url}/v1/completions", json=body)
+        process, response = request_on_new_connection("POST", f"{url}/v1/completions", json=body)
         result = response.json()["choices"][0]["capture_results"]["memory"]
         assert result["status"] == "ok", result
         kept_by[result["id"]] = process
@@ -95,15 +95,17 @@ def test_a_handle_is_good_at_every_api_server(server: tuple[str, Path]) -> None:
     for handle, writer in kept_by.items():
         readers: set[int] = set()
         while readers <= {writer}:
-            reader, response = over_a_connection("GET", f"{url}/v1/captures/{handle}")
+            reader, response = request_on_new_connection("GET", f"{url}/v1/captures/{handle}")
             assert response.status_code == 200
             assert load(response.content)["post_block.2"].shape[0] == len(PROMPT)
             readers.add(reader)
     (folder,) = (path for path in temporary.glob("vllm-steer-*") if "registry" not in path.name)
     assert folder.stat().st_mode & 0o777 == 0o700
     for handle in kept_by:
-        assert over_a_connection("DELETE", f"{url}/v1/captures/{handle}")[1].status_code == 204
-        assert {over_a_connection("GET", f"{url}/v1/captures/{handle}")[1].status_code for _ in range(6)} == {404}
+        assert request_on_new_connection("DELETE", f"{url}/v1/captures/{handle}")[1].status_code == 204
+        assert {request_on_new_connection("GET", f"{url}/v1/captures/{handle}")[1].status_code for _ in range(6)} == {
+            404
+        }
 
 
 SHOWN = (PREFIX, "vllm:request_success")
@@ -111,7 +113,7 @@ Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
 def samples_of(text: str) -> Samples:
-    """Values by name and labels, without those labels that are the same everywhere here."""
+    """Return values by name and labels, without labels that are the same for all samples."""
     found: Samples = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -121,12 +123,12 @@ def samples_of(text: str) -> Samples:
 
 
 def scrape_both(url: str) -> Samples:
-    """What each of the two processes says of both, once that is the same: the last step's numbers come a moment later
-    than its answer."""
+    """Return the metrics once both processes report the same; the last step's metrics arrive shortly after its
+    response."""
     for _ in range(50):
         found: dict[int, Samples] = {}
         while len(found) < 2:
-            process, response = over_a_connection("GET", f"{url}/metrics")
+            process, response = request_on_new_connection("GET", f"{url}/metrics")
             found[process] = {k: v for k, v in samples_of(response.text).items() if k[0].startswith(SHOWN)}
         one, other = found.values()
         if one == other:
@@ -138,9 +140,9 @@ def counted(samples: Samples, short: str, suffix: str = "", **labels: str) -> fl
     return samples.get((METRICS_BY_KEY[short].name + suffix, tuple(sorted(labels.items()))), 0.0)
 
 
-def test_one_scrape_shows_what_both_api_servers_did(server: tuple[str, Path]) -> None:
-    """Catches metrics of one process only, gauges that are summed over processes or are of the one that knows less, and
-    numbers of the engine that are lost or counted twice, since each step's go to one of the two."""
+def test_metrics_cover_both_api_servers(server: tuple[str, Path]) -> None:
+    """Catches (1) metrics of one process only, (2) gauges summed over processes or taken from the wrong one, and (3)
+    engine metrics lost or counted twice, because each step's are sent to one of the two."""
     url, _ = server
     before = scrape_both(url)
     steering = {"steering_vectors": {"post_block": {"1": [1.0] * HIDDEN}}}
@@ -151,17 +153,17 @@ def test_one_scrape_shows_what_both_api_servers_did(server: tuple[str, Path]) ->
         processes: set[int] = set()
         while len(processes) < 2:
             body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 2, "temperature": 0, **fields}
-            process, response = over_a_connection("POST", f"{url}/v1/completions", json=body)
+            process, response = request_on_new_connection("POST", f"{url}/v1/completions", json=body)
             assert response.status_code == 200, response.text
             processes.add(process)
             number[kind] += 1
     wrong = {"model": MODEL, "prompt": PROMPT, "steering_vectors": {"post_block": {"99": [1.0] * HIDDEN}}}
-    refusals = [over_a_connection("POST", f"{url}/v1/completions", json=wrong)[1].status_code for _ in range(3)]
+    refusals = [request_on_new_connection("POST", f"{url}/v1/completions", json=wrong)[1].status_code for _ in range(3)]
     assert refusals == [400] * 3
     body = {"base": {"post_block": {"1": [0.5] * HIDDEN}}}
-    epoch = over_a_connection("POST", f"{url}/v1/steering/set", json=body)[1].json()["epoch"]
+    epoch = request_on_new_connection("POST", f"{url}/v1/steering/set", json=body)[1].json()["epoch"]
     one = scrape_both(url)
-    epoch_cleared = over_a_connection("POST", f"{url}/v1/steering/clear")[1].json()["epoch"]
+    epoch_cleared = request_on_new_connection("POST", f"{url}/v1/steering/clear")[1].json()["epoch"]
 
     assert one["vllm:request_success_total", (("finished_reason", "length"),)] > 0
 
@@ -186,13 +188,15 @@ def test_one_scrape_shows_what_both_api_servers_did(server: tuple[str, Path]) ->
     assert counted(one, "table_size", table="rows") == ROWS
 
 
-def test_changes_are_in_the_log_once(server: tuple[str, Path], log: Path) -> None:
-    """Catches a change that both processes record, or neither, and a record without its client, or of the proxy."""
+def test_logs_each_change_once(server: tuple[str, Path], log: Path) -> None:
+    """Catches a change logged by both processes or by none, and a record with a wrong client address."""
     url, _ = server
     content = {"name": "logged", "base": {"post_block": {"1": [1.0] * HIDDEN}}}
-    digest = over_a_connection("POST", f"{url}/v1/steering/modules", json=content)[1].json()["digest"]
+    digest = request_on_new_connection("POST", f"{url}/v1/steering/modules", json=content)[1].json()["digest"]
     behind = {"x-forwarded-for": "192.0.2.9"}  # a proxy on the same host is believed
-    assert over_a_connection("DELETE", f"{url}/v1/steering/modules/logged", headers=behind)[1].status_code == 200
+    assert (
+        request_on_new_connection("DELETE", f"{url}/v1/steering/modules/logged", headers=behind)[1].status_code == 200
+    )
     lines = [line[line.index('{"time"') :] for line in log.read_text().splitlines() if '{"time"' in line]
     records = [record for record in map(json.loads, lines) if record["name"] == "logged"]
     assert [(r["event"], r["who"], r["address"], r["digests"]) for r in records] == [
@@ -202,14 +206,14 @@ def test_changes_are_in_the_log_once(server: tuple[str, Path], log: Path) -> Non
     assert records[1]["epoch_after"] == records[0]["epoch_after"] + 1 == records[0]["epoch_before"] + 2
 
 
-def kept(temporary: Path) -> list[str]:
-    """Names of the files that wait to be fetched."""
+def stored_files(temporary: Path) -> list[str]:
+    """Return the names of the files in the capture store."""
     names = [path.name for path in temporary.glob("vllm-steer-*/*") if "registry" not in path.parent.name]
     return [name for name in names if name not in LOCK_FILES]
 
 
 def whole_table(seed: int) -> dict[str, Any]:
-    """A request that needs every row and every vector of the engine's tables: another vector at each of its tokens."""
+    """Return a request that needs every row and vector of the engine's tables: another vector at each token."""
     vectors = np.random.default_rng(seed).standard_normal((ROWS, HIDDEN)).astype("f4")
     edits = [
         {"kind": "add", "point": "post_block", "layers": 1, "vector": pack_vector(vector), "tokens": [token]}
@@ -220,18 +224,18 @@ def whole_table(seed: int) -> dict[str, Any]:
 
 @pytest.mark.failure(20)
 @pytest.mark.timeout(900)
-async def test_a_thousand_clients_that_vanish_leave_nothing(server: tuple[str, Path]) -> None:
-    """Catches rows, vectors, memory or files that stay with a server for clients that vanished in mid-capture.
+async def test_disconnects_leave_nothing_behind(server: tuple[str, Path]) -> None:
+    """Catches rows, vectors, memory or files not released after clients disconnect during a capture.
 
-    More clients at a time as the rounds go on, so that they vanish while they wait for room as well.
+    Later rounds have more clients at a time, so that some disconnect while they wait for room.
     """
     url, temporary = server
     port = httpx.URL(url).port
     assert port is not None
-    leavers = Leavers(url)
+    leavers = DisconnectingClients(url)
     for first, last, concurrency in ((0, 100, 2), (100, 300, 8), (300, ROUNDS // 2, 24)):
         await leavers.rounds(first, last, concurrency)
-    half_way = resident(port)
+    half_way = resident_bytes(port)
     await leavers.rounds(ROUNDS // 2, ROUNDS, 24)
     with httpx.Client(base_url=url, timeout=120) as client:
         # All rows and vectors are free: else these wait until they are refused.
@@ -242,11 +246,11 @@ async def test_a_thousand_clients_that_vanish_leave_nothing(server: tuple[str, P
         body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 1, "temperature": 0, "capture": LARGE}
         result = client.post("/v1/completions", json=body).json()["choices"][0]["capture_results"]["memory"]
         assert result["status"] == "ok"
-        assert len(kept(temporary)) > 0, "this looks in the wrong folder"
+        assert len(stored_files(temporary)) > 0, "this looks in the wrong folder"
         assert client.delete(f"/v1/captures/{result['id']}").status_code == 204
     # An answer may be sent between a client's leaving and the turn of the server's event loop that hears of it. How
     # many these are depends on the machine: none to 17 of a thousand clients have been seen.
-    assert len(kept(temporary)) <= ROUNDS // 10, (leavers.answered, leavers.crossed)
+    assert len(stored_files(temporary)) <= ROUNDS // 10, (leavers.answered, leavers.crossed)
     assert leavers.answered < ROUNDS // 2, "most clients were too slow to vanish"
     # The prompt's rows of one round in two, in any process: with heaps of their own, allocators alone did half of that.
-    assert resident(port) - half_way < ROUNDS // 2 * ROUND_BYTES // 2
+    assert resident_bytes(port) - half_way < ROUNDS // 2 * ROUND_BYTES // 2

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm run-batch``: its own functions over a fake engine, and the real command over a file."""
+"""``vllm run-batch``: vLLM's functions with a fake engine, and the real command."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ MESSAGES = [{"role": "user", "content": "hi"}]
 FIELD = {"post_block": {"1": vector()}}
 
 
-async def answers_of(lines: list[tuple[str, dict[str, Any]]], *, data: Any = None, **flags: int) -> list[Any]:
-    """The answers to lines (url, body) as `run_batch` makes them, with handlers that would answer anything."""
+async def responses_to(lines: list[tuple[str, dict[str, Any]]], *, data: Any = None, **flags: int) -> list[Any]:
+    """Return the responses of ``run_batch`` to lines (url, body); the fake handlers accept any body."""
     wrap_front_end()
     requests = [
         run_batch.BatchRequestInput(custom_id=str(i), method="POST", url=url, body=body)
@@ -54,19 +54,19 @@ async def answers_of(lines: list[tuple[str, dict[str, Any]]], *, data: Any = Non
     return [json.loads(answer.model_dump_json()) for answer in made]
 
 
-async def test_what_was_captured_stands_in_the_line() -> None:
-    """Catches a line whose captures are made and lost, and one that carries another line's."""
+async def test_captured_rows_are_in_the_line() -> None:
+    """Catches captures that are lost, and rows in another line."""
     lines = [(CHAT, {"messages": MESSAGES, "capture": {"memory": SPEC}}), (CHAT, {"messages": MESSAGES})]
-    first, second = await answers_of(lines)
+    first, second = await responses_to(lines)
     (choice,) = first["response"]["body"]["choices"]
     assert choice["capture_results"]["memory"]["sites"]["post_block"]["1"]["positions"] == [0, 1, 2]
     assert "capture_results" not in second["response"]["body"]["choices"][0]
 
 
-async def test_rows_too_many_for_a_line_say_so() -> None:
-    """Catches lines of any size, and a handle that nobody will ever answer."""
+async def test_reports_rows_too_large_for_a_line() -> None:
+    """Catches lines of unlimited size, and an id that no server can resolve."""
     lines = [(CHAT, {"messages": MESSAGES, "capture": {"memory": SPEC}})]
-    (answer,) = await answers_of(lines, data=captured(5000), capture_inline_kib=8)
+    (answer,) = await responses_to(lines, data=captured(5000), capture_inline_kib=8)
     result = answer["response"]["body"]["choices"][0]["capture_results"]["memory"]
     assert result["status"] == "error"
     assert "--capture-inline-kib" in result["error"]
@@ -92,25 +92,25 @@ OTHERS: dict[str, dict[str, Any]] = {
         ({"extra_body": {"capture": {"memory": SPEC}}}, "extra_body.capture"),
     ],
 )
-async def test_other_lines_are_refused_by_name(url: str, fields: dict[str, Any], param: str) -> None:
-    """Catches a line that is answered as if it had asked for nothing; without fields it passes."""
-    refused, plain = await answers_of([(url, {**OTHERS[url], **fields}), (url, OTHERS[url])])
+async def test_refuses_fields_for_other_urls(url: str, fields: dict[str, Any], param: str) -> None:
+    """Catches fields that are ignored for other URLs; without fields such a line passes."""
+    refused, plain = await responses_to([(url, {**OTHERS[url], **fields}), (url, OTHERS[url])])
     assert refused["response"]["status_code"] == 400
     assert refused["error"]["error"]["param"] == param
     assert plain["error"] is None
 
 
-async def test_wrong_fields_of_a_line_are_that_lines_error() -> None:
-    """Catches a wrong line that is ignored, or that takes the others with it."""
+async def test_wrong_fields_fail_only_their_line() -> None:
+    """Catches a wrong line that is ignored, or that fails other lines."""
     wrong = {"messages": MESSAGES, "capture": {"memory": {"hooks": {"post_block": [99]}}}}
-    bad, good = await answers_of([(CHAT, wrong), (CHAT, {"messages": MESSAGES, "capture": {"memory": SPEC}})])
+    bad, good = await responses_to([(CHAT, wrong), (CHAT, {"messages": MESSAGES, "capture": {"memory": SPEC}})])
     assert bad["response"]["status_code"] == 400
     assert bad["error"]["error"]["param"] == "capture.memory.hooks.post_block"
     assert good["error"] is None
 
 
-def test_the_command_steers_captures_and_refuses(model: Path, tmp_path: Path) -> None:
-    """Catches wrapped functions that are not the ones which the command calls, and files left incomplete at its end."""
+def test_the_run_batch_command(model: Path, tmp_path: Path) -> None:
+    """Catches wraps of functions that the command does not call, and files left incomplete at its end."""
     body = {"model": MODEL, "messages": MESSAGES, "max_tokens": 4, "temperature": 0}
     memory = {"memory": {"hooks": {"post_block": [1]}, "positions": "last_prompt"}}
     edits = [{"kind": "add", "point": "post_block", "layers": 1, "vector": [3.0] * HIDDEN}]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where rows wait to be fetched, and who may fetch them."""
+"""Storage of captures that are too large for a response."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from vllm_steer.server.routes.captures import capture_store_of
 
 
 class Rows:
-    """What a request's context has, as long as anything holds that."""
+    """Stands for the rows in a request's context."""
 
 
 request: ContextVar[Rows] = ContextVar("request")
@@ -39,7 +39,7 @@ request: ContextVar[Rows] = ContextVar("request")
 
 @pytest.fixture
 def name() -> str:
-    """Of a folder of this test's own."""
+    """Return the name of this test's store."""
     return "test"
 
 
@@ -55,8 +55,8 @@ def content(store: CaptureStore, handle: str) -> bytes | None:
         return file.read()
 
 
-def test_the_budget_is_all_there_is_for_all_processes(name: str) -> None:
-    """Catches a budget that leaks: what was deleted and still counts, or what another process's store does not see."""
+def test_processes_share_the_budget(name: str) -> None:
+    """Catches deleted captures that still count, and captures of other processes that do not."""
     one, other = store_of_name(name), store_of_name(name)
     first = one.put(b"x" * 60, "safetensors")
     with pytest.raises(StoreFullError, match="60 of 100"):
@@ -71,8 +71,8 @@ def test_the_budget_is_all_there_is_for_all_processes(name: str) -> None:
         one.put(b"x", "json")
 
 
-def test_many_writers_stay_within_the_budget(name: str) -> None:
-    """Catches a check and a write between which another writer comes."""
+def test_concurrent_writers_stay_within_the_budget(name: str) -> None:
+    """Catches a race between the check of the budget and the write."""
     stores = [store_of_name(name, budget=500) for _ in range(4)]
 
     def write(number: int) -> bool:
@@ -87,8 +87,8 @@ def test_many_writers_stay_within_the_budget(name: str) -> None:
     assert len(stores[0]) == 10
 
 
-async def test_rows_go_by_themselves(name: str) -> None:
-    """Catches an idle server that keeps its last captures until somebody asks for them."""
+async def test_captures_expire_without_requests(name: str) -> None:
+    """Catches an idle server that keeps expired captures until the next request."""
     store = store_of_name(name, expiry=0.05)
     await store.put_async(b"x" * 100, "safetensors")
     for _ in range(100):
@@ -99,8 +99,8 @@ async def test_rows_go_by_themselves(name: str) -> None:
     store.put(b"x" * 100, "safetensors")
 
 
-async def test_what_is_kept_keeps_nothing_of_its_request(name: str) -> None:
-    """Catches rows that stay in memory as long as on the disk: a timer holds the context in which it was set."""
+async def test_timers_hold_no_request_context(name: str) -> None:
+    """Catches rows kept in memory until their file expires, because the timer holds the request's context."""
     store = store_of_name(name)
 
     async def answer() -> weakref.ref[Rows]:
@@ -119,8 +119,8 @@ async def test_what_is_kept_keeps_nothing_of_its_request(name: str) -> None:
     assert len(store) == 1
 
 
-def test_what_has_expired_is_not_given_nor_counted(name: str) -> None:
-    """Catches rows of a process that was killed, which would fill the store for ever."""
+def test_expired_captures_are_neither_returned_nor_counted(name: str) -> None:
+    """Catches files of killed processes that fill the store forever."""
     store = store_of_name(name)
     handle = store.put(b"x" * 100, "safetensors")
     (path,) = (path for path in shared_tempdir_path(name).iterdir() if path.suffix == ".safetensors")
@@ -135,7 +135,7 @@ def test_what_has_expired_is_not_given_nor_counted(name: str) -> None:
 
 @pytest.mark.parametrize("handle", ["../secret", "/etc/passwd", "a" * 5000, "", "\udc80", "alive", "\0"])
 def test_an_id_is_never_a_path(name: str, handle: str, tmp_path: Path) -> None:
-    """Catches a client that reads or deletes other files than rows."""
+    """Catches a client that reads or deletes files outside of the store."""
     (tmp_path / "secret").write_text("secret")
     store = store_of_name(name)
     kept = store.put(b"x", "safetensors")
@@ -144,8 +144,8 @@ def test_an_id_is_never_a_path(name: str, handle: str, tmp_path: Path) -> None:
     assert (content(store, kept), (tmp_path / "secret").read_text()) == (b"x", "secret")
 
 
-def test_nobody_else_can_look_into_the_folder(name: str) -> None:
-    """Catches rows that any user of the machine can read, also by knowing the id of none."""
+def test_other_users_cannot_read_the_folder(name: str) -> None:
+    """Catches captures readable by other users of the machine, and ids in file names."""
     store = store_of_name(name)
     handle = store.put(b"x", "safetensors")
     modes = {path.name: path.stat().st_mode & 0o777 for path in shared_tempdir_path(name).iterdir()}
@@ -155,15 +155,15 @@ def test_nobody_else_can_look_into_the_folder(name: str) -> None:
 
 
 @pytest.mark.parametrize("make", [lambda path: path.mkdir(0o755), lambda path: path.symlink_to("/tmp")])
-def test_a_folder_that_somebody_else_prepared_is_not_used(name: str, make: Callable[[Path], None]) -> None:
-    """Catches rows written where another user of the machine lies in wait for them."""
+def test_refuses_a_prepared_folder(name: str, make: Callable[[Path], None]) -> None:
+    """Catches captures written into a folder that another user has prepared."""
     make(shared_tempdir_path(name))
     with pytest.raises(StoreFullError, match=r"only this user|Not a directory"):
         store_of_name(name).put(b"x", "safetensors")
 
 
-def test_the_last_one_to_close_removes_the_folder(name: str) -> None:
-    """Catches rows that outlive their server, and a server whose rows go with the first process that ends."""
+def test_the_last_process_removes_the_folder(name: str) -> None:
+    """Catches captures that outlive their server, and captures deleted when the first of its processes ends."""
     one, other = store_of_name(name), store_of_name(name)
     handle = one.put(b"x", "safetensors")
     other.put(b"y", "safetensors")
@@ -175,9 +175,9 @@ def test_the_last_one_to_close_removes_the_folder(name: str) -> None:
 
 
 @pytest.mark.parametrize("tidy", [shutil.rmtree, lambda path: (path / "alive").unlink()])
-def test_a_folder_that_was_tidied_up_is_made_again(name: str, tidy: Callable[[Path], None]) -> None:
-    """Catches a server that has run for longer than its system keeps temporary files, and keeps no row from then on;
-    and one that, as it ends, takes along what others have kept since."""
+def test_recreates_a_removed_folder(name: str, tidy: Callable[[Path], None]) -> None:
+    """Catches (1) a store that stops working after the system has cleaned up temporary files and (2) a closing process
+    that deletes captures stored since."""
     old, other = store_of_name(name), store_of_name(name)
     old.put(b"x", "safetensors")
     tidy(shared_tempdir_path(name))
@@ -192,8 +192,8 @@ def test_a_folder_that_was_tidied_up_is_made_again(name: str, tidy: Callable[[Pa
 
 
 @pytest.mark.parametrize("call", ["ftruncate", "utime"])
-def test_a_disk_that_refuses_leaves_nothing(name: str, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches descriptors and half files of what could not be kept, until nothing can be opened any more."""
+def test_a_full_disk_leaves_nothing_behind(name: str, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches leaked descriptors and incomplete files after a failed write."""
     store = store_of_name(name)
     store.put(b"x", "safetensors")
     gc.collect()  # those of earlier tests
@@ -207,8 +207,8 @@ def test_a_disk_that_refuses_leaves_nothing(name: str, call: str, monkeypatch: p
     assert len(store) == 1
 
 
-def test_a_folder_that_goes_meanwhile_is_no_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches rows that are not kept since another server of this user ended in the same moment."""
+def test_tolerates_a_folder_removed_concurrently(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a failed write because another server of this user ended at the same time."""
     store = store_of_name(name)
     with monkeypatch.context() as listed:
         listed.setattr(Path, "glob", lambda folder, pattern: [folder / "vllm-steer-gone"])
@@ -216,8 +216,8 @@ def test_a_folder_that_goes_meanwhile_is_no_error(name: str, monkeypatch: pytest
     assert content(store, handle) == b"x"
 
 
-def test_a_process_that_ends_by_itself_leaves_nothing(name: str) -> None:
-    """Catches a process whose end is not that of its server, such as a script's, which leaves rows behind."""
+def test_a_process_without_shutdown_leaves_nothing_behind(name: str) -> None:
+    """Catches files left by a process that exits without closing the store, such as a script."""
     script = (
         "import sys, tempfile; tempfile.tempdir = sys.argv[1]\n"
         "from vllm_steer.fs.shared_tempdir import remove_at_exit\n"
@@ -230,8 +230,8 @@ def test_a_process_that_ends_by_itself_leaves_nothing(name: str) -> None:
     assert not shared_tempdir_path("ends").exists()
 
 
-def test_the_folder_of_a_killed_server_goes_with_the_next_one(name: str) -> None:
-    """Catches temporary files that pile up with every crash; and the removal of those of a server that lives."""
+def test_removes_the_folder_of_a_killed_server(name: str) -> None:
+    """Catches temporary files that accumulate with every crash, and the removal of a running server's files."""
     script = (
         "import sys, tempfile; tempfile.tempdir = sys.argv[1]\n"
         "from vllm_steer.server.capture_store import CaptureStore, StoreLimits\n"
@@ -250,8 +250,8 @@ def test_the_folder_of_a_killed_server_goes_with_the_next_one(name: str) -> None
     assert shared_tempdir_path("first").exists()
 
 
-async def test_what_nobody_waits_for_is_not_kept(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches rows whose id was never told to anybody, written just as the client left."""
+async def test_cancelled_writes_are_deleted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches stored captures whose id no client received, because the request was cancelled."""
     store = store_of_name(name)
     entered, go_on = threading.Event(), threading.Event()
     write = CaptureStore._write
@@ -275,8 +275,8 @@ async def test_what_nobody_waits_for_is_not_kept(name: str, monkeypatch: pytest.
     assert len(store) == 0
 
 
-async def test_authentication_stands_before_the_rows() -> None:
-    """Catches rows that are given, or deleted, to whoever has no key of the server."""
+async def test_captures_require_authentication() -> None:
+    """Catches captures returned to, or deleted by, clients without a key of the server."""
     app = make_capturing_app([{"memory": done(captured())}])
     ours = app.user_middleware.pop()
 

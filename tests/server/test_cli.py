@@ -23,8 +23,8 @@ from vllm_steer.server.apply_flags import MIDDLEWARE
 
 
 @pytest.fixture
-def served(monkeypatch: pytest.MonkeyPatch) -> list[argparse.Namespace]:
-    """The flags with which `vllm serve` would have started."""
+def started_servers(monkeypatch: pytest.MonkeyPatch) -> list[argparse.Namespace]:
+    """Return the parsed flags of each started server."""
     started: list[argparse.Namespace] = []
     monkeypatch.setattr(ServeSubcommand, "cmd", staticmethod(started.append))
     monkeypatch.setattr(sys, "argv", ["vllm-steer"])
@@ -36,19 +36,19 @@ def invoke(*words: str) -> Any:
     return CliRunner().invoke(app, words, catch_exceptions=False)
 
 
-def test_serve_is_vllm_serve_with_steering(served: list[argparse.Namespace]) -> None:
-    """Catches flags that are eaten on the way to vLLM, and a server that starts without steering."""
+def test_serve_enables_steering(started_servers: list[argparse.Namespace]) -> None:
+    """Catches flags lost on the way to vLLM, and a server that starts without steering."""
     words = ["some/model", "--steering-max-rows", "9", "--max-model-len=77", "-tp", "2", "--port", "8123"]
     assert invoke("serve", *words).exit_code == 0
-    (args,) = served
+    (args,) = started_servers
     assert (args.model_tag, args.max_model_len, args.tensor_parallel_size, args.port) == ("some/model", 77, 2, 8123)
     assert (args.worker_cls, args.scheduler_cls) == (WORKER_CLS, SCHEDULER_CLS)
     assert args.additional_config["steering"]["max_rows"] == 9
     assert args.middleware == [MIDDLEWARE]
 
 
-def test_serve_works_where_the_vllm_command_does_not(
-    served: list[argparse.Namespace], monkeypatch: pytest.MonkeyPatch
+def test_serve_needs_no_distribution_named_vllm(
+    started_servers: list[argparse.Namespace], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches a dependence on the metadata of a distribution named vllm, which the CPU build does not have."""
     version = importlib.metadata.version
@@ -60,31 +60,31 @@ def test_serve_works_where_the_vllm_command_does_not(
 
     monkeypatch.setattr(importlib.metadata, "version", version_without_vllm)
     assert invoke("serve", "some/model", "--enable-steering").exit_code == 0
-    assert len(served) == 1
+    assert len(started_servers) == 1
 
 
 @pytest.mark.parametrize(
     ("listed", "expected"), [("", "steering"), ("other", "other,steering"), ("steering", "steering")]
 )
-def test_serve_lists_the_plugin(
-    listed: str, expected: str, served: list[argparse.Namespace], monkeypatch: pytest.MonkeyPatch
+def test_serve_allows_the_plugin(
+    listed: str, expected: str, started_servers: list[argparse.Namespace], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches API server processes that do not load the plug-in since VLLM_PLUGINS names others."""
+    """Catches API server processes that do not load the plugin because VLLM_PLUGINS lists others."""
     monkeypatch.setenv("VLLM_PLUGINS", listed)
     invoke("serve", "some/model")
     assert os.environ["VLLM_PLUGINS"] == expected
 
 
-def test_wrong_flags_are_a_sentence(served: list[argparse.Namespace]) -> None:
-    """Catches a traceback, or a server that starts all the same."""
+def test_serve_reports_wrong_flags(started_servers: list[argparse.Namespace]) -> None:
+    """Catches a traceback, or a server that starts despite a wrong flag."""
     result = invoke("serve", "some/model", "--steering-max-rows", "none")
     assert result.exit_code == 2
     assert "--steering-max-rows: must be an integer" in result.stderr
-    assert served == []
+    assert started_servers == []
 
 
 def test_version() -> None:
-    """Catches a version that is written down in a second place."""
+    """Catches a version number that is maintained in a second place."""
     result = invoke("version")
     assert result.exit_code == 0
     assert result.stdout.splitlines() == [

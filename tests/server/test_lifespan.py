@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Consumers begin and end with the server."""
+"""Start and shutdown of API servers: consumers, registry and store."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Server:
         return await asyncio.wait_for(self.sent.get(), 10)
 
 
-async def test_consumers_complete_their_files_before_the_server_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches files of many requests that are lost since the process ends before they are complete."""
+async def test_shutdown_completes_consumer_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a process that exits before its consumers have completed their files."""
     closed = []
 
     def close(desk: CaptureManager) -> None:
@@ -47,8 +47,8 @@ async def test_consumers_complete_their_files_before_the_server_ends(monkeypatch
     await asyncio.wait_for(server.task, 10)
 
 
-async def test_a_consumer_that_cannot_work_ends_the_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Catches a server whose captures all fail, or that answers HTTP 500 to the first, for a wrong flag."""
+async def test_a_broken_consumer_fails_the_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Catches a server that starts although all its captures would fail."""
     (tmp_path / "file").write_text("")
     options = {"filesystem": {"root": str(tmp_path / "file")}}
     monkeypatch.setenv(CONSUMERS_VARIABLE, json.dumps(options))
@@ -57,8 +57,8 @@ async def test_a_consumer_that_cannot_work_ends_the_start(monkeypatch: pytest.Mo
     assert "cannot write captures to" in message["message"]
 
 
-async def test_a_registry_that_cannot_be_used_ends_the_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Catches a server that keeps modules where others can change them, or goes without those that it was told of."""
+async def test_a_broken_registry_fails_the_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Catches a registry that other users can change, and modules from the command line that are dropped."""
     tmp_path.chmod(0o777)
     monkeypatch.setenv(REGISTRY_VARIABLE, json.dumps({"folder": str(tmp_path)}))
     message = await Server(make_capturing_app([])).tell("startup")
@@ -72,8 +72,8 @@ async def test_a_registry_that_cannot_be_used_ends_the_start(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("engine", [None, FakeEngine(steering=False)])
-async def test_other_servers_start_and_end(engine: FakeEngine | None) -> None:
-    """Catches a stock server, or one without an engine, that does not start for our sake."""
+async def test_servers_without_steering_start_and_stop(engine: FakeEngine | None) -> None:
+    """Catches a stock server, or one without an engine, that our code prevents from starting."""
     app = make_capturing_app([])
     app.state.engine_client = engine
     server = Server(app)

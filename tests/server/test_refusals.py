@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is refused over HTTP is counted once, under labels of the table."""
+"""The metric of refused HTTP requests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NAME = f"{METRICS_BY_KEY['refused_requests'].name}_total"
 
 
 def counts() -> Counter[tuple[str, str]]:
-    """Refusals so far, by status and field."""
+    """Return the current counts by status and field."""
     found: Counter[tuple[str, str]] = Counter()
     for family in REGISTRY.collect():
         for sample in family.samples:
@@ -59,10 +59,8 @@ def app() -> FastAPI:
         ("/v1/steering/modules", {"name": "a/b", "base": {"post_block": {"1": vector()}}}, 400, "name"),
     ],
 )
-async def test_a_refusal_is_counted_once(
-    app: FastAPI, path: str, body: dict[str, Any], status: int, field: str
-) -> None:
-    """Catches refusals that nobody counts, that two places count, and a field that is not the one that was wrong."""
+async def test_counts_each_refusal_once(app: FastAPI, path: str, body: dict[str, Any], status: int, field: str) -> None:
+    """Catches refusals that are not counted or counted twice, and a wrong field."""
     before = counts()
     transport = httpx.ASGITransport(app=app)
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
@@ -71,8 +69,8 @@ async def test_a_refusal_is_counted_once(
     assert counts() - before == Counter({(str(status), field): 1})
 
 
-async def test_what_is_served_is_not_counted(app: FastAPI) -> None:
-    """Catches a count of everything."""
+async def test_counts_no_successful_requests(app: FastAPI) -> None:
+    """Catches successful requests counted as refusals."""
     before = counts()
     transport = httpx.ASGITransport(app=app)
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
@@ -94,8 +92,8 @@ async def test_what_is_served_is_not_counted(app: FastAPI) -> None:
         ("", "other"),
     ],
 )
-def test_clients_make_no_labels(field: str, label: str) -> None:
-    """Catches a client who fills a server's memory with labels, each a time series of its own."""
+def test_label_values_are_bounded(field: str, label: str) -> None:
+    """Catches a client that creates a time series per request with names of its own."""
     start({})
     before = counts()
     count_refusal(400, field)

@@ -35,8 +35,8 @@ def responses_body(**fields: Any) -> dict[str, Any]:
     return {"model": MODEL, "temperature": 0, "max_output_tokens": 8, "input": PROMPT, **fields}
 
 
-def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    """Whether two completions are the same text with the same probabilities."""
+def same_completion(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    """Return whether two completions have the same text with the same probabilities."""
     pairs = (a["logprobs"]["token_logprobs"], b["logprobs"]["token_logprobs"])
     return a["text"] == b["text"] and bool(np.allclose(*pairs, atol=1e-4))
 
@@ -52,10 +52,10 @@ def steered(client: httpx.Client) -> dict[str, Any]:
 
 
 @pytest.mark.feature("OpenAI server", "steer")
-def test_a_vector_changes_the_answer(plain: dict[str, Any], steered: dict[str, Any]) -> None:
-    """Catches the fluent, unsteered answer."""
+def test_a_vector_changes_the_completion(plain: dict[str, Any], steered: dict[str, Any]) -> None:
+    """Catches a fluent but unsteered response."""
     assert steered["text"] != plain["text"]
-    assert not same(steered, plain)
+    assert not same_completion(steered, plain)
 
 
 @pytest.mark.parametrize(
@@ -76,9 +76,11 @@ def test_a_vector_changes_the_answer(plain: dict[str, Any], steered: dict[str, A
     ],
     ids=["packed", "packed and scale", "scale", "prefill and decode", "two halves", "edit", "pre_attn of the next"],
 )  # fmt: skip
-def test_other_ways_to_say_the_same(fields: dict[str, Any], client: httpx.Client, steered: dict[str, Any]) -> None:
-    """Catches a form that is read differently: a scale or a phase that is dropped, an edit that counts twice."""
-    assert same(complete(client, **fields), steered)
+def test_equivalent_fields_give_the_same_completion(
+    fields: dict[str, Any], client: httpx.Client, steered: dict[str, Any]
+) -> None:
+    """Catches a form that is parsed differently: a dropped scale or phase, or an edit applied twice."""
+    assert same_completion(complete(client, **fields), steered)
 
 
 @pytest.mark.parametrize(
@@ -94,23 +96,21 @@ def test_other_ways_to_say_the_same(fields: dict[str, Any], client: httpx.Client
     ],
     ids=["scale 0", "zeros", "null", "there and back"],
 )  # fmt: skip
-def test_steering_by_nothing_is_no_steering(
-    fields: dict[str, Any], client: httpx.Client, plain: dict[str, Any]
-) -> None:
-    """Catches steering that changes more than it is asked to."""
-    assert same(complete(client, **fields), plain)
+def test_zero_steering_changes_nothing(fields: dict[str, Any], client: httpx.Client, plain: dict[str, Any]) -> None:
+    """Catches effects beyond those of the edits."""
+    assert same_completion(complete(client, **fields), plain)
 
 
-def test_prefill_is_not_decode(client: httpx.Client, plain: dict[str, Any], steered: dict[str, Any]) -> None:
-    """Catches phases that are mixed up: the first token sees only the prompt's edits."""
+def test_prefill_and_decode_phases(client: httpx.Client, plain: dict[str, Any], steered: dict[str, Any]) -> None:
+    """Catches swapped phases: only the prompt's edits affect the first token."""
     prefill = complete(client, prefill_steering_vectors=STEERED["steering_vectors"])
     decode = complete(client, decode_steering_vectors=STEERED["steering_vectors"])
     first = [choice["logprobs"]["token_logprobs"][0] for choice in (plain, decode, steered, prefill)]
     assert first[0] == pytest.approx(first[1], abs=1e-4)
     assert first[2] == pytest.approx(first[3], abs=1e-4)
     assert first[0] != pytest.approx(first[2], abs=1e-3)
-    assert not same(prefill, steered)
-    assert not same(decode, plain)
+    assert not same_completion(prefill, steered)
+    assert not same_completion(decode, plain)
 
 
 def streamed(client: httpx.Client, route: str, body: dict[str, Any]) -> list[dict[str, Any]]:
@@ -119,7 +119,7 @@ def streamed(client: httpx.Client, route: str, body: dict[str, Any]) -> list[dic
         return [json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {")]
 
 
-def test_completions_stream(client: httpx.Client, steered: dict[str, Any]) -> None:
+def test_streamed_completions(client: httpx.Client, steered: dict[str, Any]) -> None:
     """Catches streams that lose the fields."""
     events = streamed(client, "/v1/completions", {"prompt": PROMPT, **GREEDY, **STEERED})
     assert "".join(event["choices"][0]["text"] for event in events) == steered["text"]
@@ -132,14 +132,14 @@ def chat_text(client: httpx.Client, **fields: Any) -> str:
 
 
 def test_chat(client: httpx.Client) -> None:
-    """Catches a chat, streamed or not, that loses the fields."""
+    """Catches chat completions, streamed or not, that lose the fields."""
     steered = chat_text(client, **STEERED)
     assert steered != chat_text(client)
     events = streamed(client, "/v1/chat/completions", chat_body(**STEERED))
     assert "".join(event["choices"][0]["delta"].get("content") or "" for event in events) == steered
 
 
-def test_a_batch_of_chats(client: httpx.Client) -> None:
+def test_chat_batch(client: httpx.Client) -> None:
     """Catches the batch route, which builds its own requests, losing the fields."""
     messages = [[{"role": "user", "content": text}] for text in (PROMPT, "other")]
     response = client.post("/v1/chat/completions/batch", json=chat_body(messages=messages, **STEERED))
@@ -162,13 +162,13 @@ def test_responses(client: httpx.Client) -> None:
 
 
 def test_invocations(client: httpx.Client, steered: dict[str, Any]) -> None:
-    """Catches the route of SageMaker, which dispatches to the others, losing the fields."""
+    """Catches SageMaker's route, which dispatches to the others, losing the fields."""
     response = client.post("/invocations", json={"prompt": PROMPT, **GREEDY, **STEERED})
     assert response.json()["choices"][0]["text"] == steered["text"]
 
 
 def test_every_choice_is_steered(client: httpx.Client) -> None:
-    """Catches `n` of which only the first choice is steered."""
+    """Catches `n` choices of which only the first is steered."""
     body = {"prompt": PROMPT, **GREEDY, "max_tokens": 1, "temperature": 1, "n": 4, "logprobs": 20}
     tops = []
     for fields in ({}, STEERED):
@@ -181,7 +181,7 @@ def test_every_choice_is_steered(client: httpx.Client) -> None:
 
 
 def test_echo_and_prompt_logprobs(client: httpx.Client, plain: dict[str, Any], steered: dict[str, Any]) -> None:
-    """Catches probabilities of the prompt that are computed without the edits, or taken from a cache."""
+    """Catches prompt probabilities computed without the edits, or taken from a cache."""
     both = [complete(client, echo=True), complete(client, echo=True, **STEERED)]
     for echoed, alone in zip(both, (plain, steered), strict=True):
         assert echoed["text"] == PROMPT + alone["text"]
@@ -196,15 +196,17 @@ def test_many_prompts(client: httpx.Client, steered: dict[str, Any]) -> None:
     assert texts[1:] == [steered["text"]] * 2
 
 
-def test_requests_do_not_touch_each_other(client: httpx.Client, plain: dict[str, Any], steered: dict[str, Any]) -> None:
-    """Catches a vector that reaches another request of the same batch."""
+def test_concurrent_requests_are_independent(
+    client: httpx.Client, plain: dict[str, Any], steered: dict[str, Any]
+) -> None:
+    """Catches a vector applied to another request of the same batch."""
     with ThreadPoolExecutor(8) as pool:
         choices = list(pool.map(lambda i: complete(client, **(STEERED if i % 2 else {})), range(16)))
     assert [choice["text"] for choice in choices] == [plain["text"], steered["text"]] * 8
 
 
 def test_the_openai_client(url: str, steered: dict[str, Any]) -> None:
-    """Catches fields that OpenAI's own client cannot send, and errors that it does not understand."""
+    """Catches fields that OpenAI's client cannot send, and errors that it cannot parse."""
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
     body: Any = {"steering_vectors": {"post_block": {"1": PACKED}}}
     answer = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=8, temperature=0, extra_body=body)
@@ -228,15 +230,15 @@ def refusal(response: httpx.Response, status: int = 400) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_wrong_requests_are_refused(wrong: str, client: httpx.Client, plain: dict[str, Any]) -> None:
-    """Catches what is wrong being ignored, streams that start with HTTP 200, and an engine that does not survive."""
+def test_refuses_wrong_requests(wrong: str, client: httpx.Client, plain: dict[str, Any]) -> None:
+    """Catches ignored errors, streams that start with HTTP 200, and an engine that stops after an error."""
     fields, param, words = WRONG[wrong]
     for stream in (False, True):
         error = refusal(post(client, fields, {"prompt": PROMPT, "stream": stream, **GREEDY}))
         assert error["param"] == param
         assert error["message"].startswith(f"{param}: ")
         assert words in error["message"]
-    assert same(complete(client), plain)
+    assert same_completion(complete(client), plain)
 
 
 LATE = ["before the prompt", "too narrow", "layer twice", "unknown field"]
@@ -244,23 +246,23 @@ LATE = ["before the prompt", "too narrow", "layer twice", "unknown field"]
 
 @pytest.mark.parametrize("wrong", LATE)
 @pytest.mark.parametrize("stream", [False, True])
-def test_wrong_requests_are_refused_on_every_route(wrong: str, stream: bool, client: httpx.Client) -> None:
-    """Catches a route whose checks come after its answer has started."""
+def test_refuses_wrong_requests_on_every_route(wrong: str, stream: bool, client: httpx.Client) -> None:
+    """Catches a route that starts its response before the checks."""
     fields, param, _ = WRONG[wrong]
     for route, body in (("chat/completions", chat_body()), ("responses", responses_body())):
         assert refusal(post(client, fields, {**body, "stream": stream}, f"/v1/{route}"))["param"] == param
 
 
-def test_large_bodies_are_refused(client: httpx.Client, plain: dict[str, Any]) -> None:
-    """Catches a limit that is not enforced, and one that plain requests have to keep as well."""
+def test_refuses_large_bodies(client: httpx.Client, plain: dict[str, Any]) -> None:
+    """Catches a limit that is not enforced, or is enforced for plain requests."""
     pad = "x" * (1 << 20)
     error = refusal(post(client, at("1", LIST), {"prompt": PROMPT, "pad": pad, **GREEDY}), 413)
     assert "--steering-max-body-mib" in error["message"]
-    assert same(complete(client, pad=pad), plain)
+    assert same_completion(complete(client, pad=pad), plain)
 
 
-def test_beam_search(client: httpx.Client) -> None:
-    """Catches beams without the edits, and beam search that is lost to those who do not steer."""
+def test_refuses_beam_search_with_fields(client: httpx.Client) -> None:
+    """Catches beams without the edits, and beam search refused for plain requests."""
     body = {"prompt": PROMPT, **GREEDY, "use_beam_search": True, "n": 2}
     assert "beam search" in refusal(client.post("/v1/completions", json={**body, **STEERED}))["message"]
     assert client.post("/v1/completions", json=body).status_code == 200
@@ -280,8 +282,8 @@ def test_beam_search(client: httpx.Client) -> None:
         "/v1/responses/render",
     ],
 )
-def test_routes_that_cannot_steer_refuse(route: str, client: httpx.Client) -> None:
-    """Catches a route that answers as if it had been asked for nothing."""
+def test_refuses_fields_on_unsupported_routes(route: str, client: httpx.Client) -> None:
+    """Catches a route that ignores the fields."""
     error = refusal(client.post(route, json={**chat_body(), "prompt": PROMPT, **STEERED}))
     assert error["param"] == "steering_vectors"
     assert route in error["message"]
@@ -296,7 +298,7 @@ def test_routes_that_cannot_steer_refuse(route: str, client: httpx.Client) -> No
         ({"extra_args": {"steer": "x"}}, 400),
     ],
 )
-def test_tokens_in_tokens_out(params: dict[str, Any], status: int, client: httpx.Client) -> None:
-    """Catches a way in that takes sampling parameters as they come, with steering that nobody checked."""
+def test_refuses_fields_in_raw_sampling_params(params: dict[str, Any], status: int, client: httpx.Client) -> None:
+    """Catches unchecked steering in the route that accepts raw sampling parameters."""
     body = {"model": MODEL, "token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 2, **params}}
     assert client.post("/inference/v1/generate", json=body).status_code == status

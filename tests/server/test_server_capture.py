@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Captures of a real server, over HTTP: inline to 16 KiB, a store of 1 MiB, 15 s; see `conftest.py`."""
+"""Captures of a real server over HTTP: 16 KiB per response, a store of 1 MiB, expiry after 15 s (``conftest.py``)."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def events_of(client: httpx.Client, route: str, body: dict[str, Any]) -> list[st
 
 @pytest.fixture(scope="module")
 def stream_of_prompt(model: Path) -> tuple[torch.Tensor, ...]:
-    """Transformers' residual stream after each block, ``[tokens, hidden]``, the embedding first."""
+    """Return Transformers' residual stream after each block, ``[tokens, hidden]``, starting with the embedding."""
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     ids = AutoTokenizer.from_pretrained(model)(PROMPT, return_tensors="pt").input_ids
     with torch.no_grad():
@@ -57,8 +57,10 @@ def stream_of_prompt(model: Path) -> tuple[torch.Tensor, ...]:
 
 
 @pytest.mark.feature("OpenAI server", "capture")
-def test_small_rows_are_part_of_the_answer(client: httpx.Client, stream_of_prompt: tuple[torch.Tensor, ...]) -> None:
-    """Catches rows of other sites or positions, bytes in another order, and an answer that waits for a fetch."""
+def test_small_captures_are_part_of_the_response(
+    client: httpx.Client, stream_of_prompt: tuple[torch.Tensor, ...]
+) -> None:
+    """Catches rows of other sites or positions, a wrong byte order, and small captures sent to the store."""
     (choice,) = choices_of(client, SMALL)
     assert len(choice["text"]) > 0
     result = choice["capture_results"]["memory"]
@@ -71,8 +73,8 @@ def test_small_rows_are_part_of_the_answer(client: httpx.Client, stream_of_promp
         np.testing.assert_allclose(rows_of(site), stream_of_prompt[int(layer) + 1], atol=1e-3, rtol=1e-3)
 
 
-def test_captures_leave_the_answer_alone(client: httpx.Client) -> None:
-    """Catches an answer that is changed beyond what is added to it."""
+def test_captures_change_nothing_else_in_the_response(client: httpx.Client) -> None:
+    """Catches changes of the response besides the added field."""
     body = {**GREEDY, "prompt": "héllo 漢字", "logprobs": 3}
     plain, captured = (client.post(COMPLETIONS, json={**body, **extra}).json() for extra in ({}, {"capture": SMALL}))
     for choice in captured["choices"]:
@@ -82,8 +84,8 @@ def test_captures_leave_the_answer_alone(client: httpx.Client) -> None:
     assert captured == plain
 
 
-def test_large_rows_are_fetched(client: httpx.Client, tmp_path: Path) -> None:
-    """Catches a handle that leads to other rows than those asked for, or to what no reader opens."""
+def test_large_captures_are_fetched(client: httpx.Client, tmp_path: Path) -> None:
+    """Catches an id that resolves to other rows, or to a file that the reader cannot open."""
     (choice,) = choices_of(client, LARGE)
     result = choice["capture_results"]["memory"]
     assert result["status"] == "ok"
@@ -108,8 +110,8 @@ def test_large_rows_are_fetched(client: httpx.Client, tmp_path: Path) -> None:
     assert client.delete(f"/v1/captures/{result['id']}").status_code == 404
 
 
-def test_handles_expire(client: httpx.Client) -> None:
-    """Catches rows that stay for ever, and an unknown handle that is a server error."""
+def test_captures_expire(client: httpx.Client) -> None:
+    """Catches captures that never expire, and an unknown id that is a server error."""
     handle = choices_of(client, LARGE)[0]["capture_results"]["memory"]["id"]
     deadline = time.monotonic() + 40
     while client.get(f"/v1/captures/{handle}").status_code == 200:
@@ -121,8 +123,8 @@ def test_handles_expire(client: httpx.Client) -> None:
 
 
 @pytest.mark.failure(20)
-def test_a_full_store_says_so(client: httpx.Client) -> None:
-    """Catches a store that grows without end, and rows that are dropped without a word."""
+def test_reports_a_full_store(client: httpx.Client) -> None:
+    """Catches a store without a limit, and rows that are silently dropped."""
     prompt = "x" * 150  # 12 sites of 157 rows of 256 bytes: 471 KiB, of which the store has room for two
     results = [choices_of(client, LARGE, prompt)[0]["capture_results"]["memory"] for _ in range(3)]
     assert [result["status"] for result in results] == ["ok", "ok", "error"]
@@ -134,8 +136,8 @@ def test_a_full_store_says_so(client: httpx.Client) -> None:
 
 
 @pytest.mark.failure(18)
-def test_every_choice_has_its_own(client: httpx.Client) -> None:
-    """Catches results of one sample or prompt that stand under another; and `n` of which only one has any."""
+def test_every_choice_has_its_own_rows(client: httpx.Client) -> None:
+    """Catches results attributed to another sample or prompt, and `n` choices of which only one has results."""
     prompts = [PROMPT, "other, and longer"]
     spec = {"memory": {"hooks": {"post_block": [1]}, "positions": "all"}}
     # The same seed for every sample would give the same text: rows could not tell samples apart.
@@ -158,7 +160,7 @@ def chat_body(**fields: Any) -> dict[str, Any]:
 
 
 def test_chat(client: httpx.Client) -> None:
-    """Catches chats whose answers lack what was captured."""
+    """Catches chat completions without their captures."""
     for route, messages in ((CHAT, chat_body()["messages"]), (f"{CHAT}/batch", [chat_body()["messages"]] * 2)):
         response = client.post(route, json=chat_body(messages=messages, capture=SMALL))
         assert response.status_code == 200, response.text
@@ -170,13 +172,13 @@ def test_chat(client: httpx.Client) -> None:
 
 
 def test_invocations(client: httpx.Client) -> None:
-    """Catches the route of SageMaker, which dispatches to the others, losing what was captured."""
+    """Catches SageMaker's route, which dispatches to the others, losing captures."""
     response = client.post("/invocations", json={**GREEDY, "prompt": PROMPT, "capture": SMALL})
     assert response.json()["choices"][0]["capture_results"]["memory"]["status"] == "ok"
 
 
 def test_responses(client: httpx.Client) -> None:
-    """Catches the responses route losing what was captured, streamed or not, or giving other rows than chat does."""
+    """Catches the responses route, streamed or not, losing captures or returning other rows than chat does."""
     body = {"model": MODEL, "temperature": 0, "input": PROMPT, "max_output_tokens": TOKENS, "capture": SMALL}
     answer = client.post("/v1/responses", json=body)
     assert answer.status_code == 200, answer.text
@@ -194,8 +196,8 @@ def test_responses(client: httpx.Client) -> None:
 @pytest.mark.failure(18)
 @pytest.mark.parametrize("route", [COMPLETIONS, CHAT])
 @pytest.mark.parametrize("usage", [False, True])
-def test_streams_end_with_what_was_captured(route: str, usage: bool, client: httpx.Client) -> None:
-    """Catches a stream without the event, with it after the end, or with a sample's rows under another index."""
+def test_streams_end_with_capture_results(route: str, usage: bool, client: httpx.Client) -> None:
+    """Catches a stream without the event, with it after the end, or with rows under another index."""
     body = chat_body() if route == CHAT else {**GREEDY, "prompt": [PROMPT, "two"]}
     body |= {"n": 2, "temperature": 1, "capture": SMALL, "stream_options": {"include_usage": usage}}
     events = events_of(client, route, body)
@@ -213,8 +215,8 @@ def test_streams_end_with_what_was_captured(route: str, usage: bool, client: htt
     assert "capture_results" not in "".join(events_of(client, route, body))
 
 
-def test_captures_and_steering_meet(client: httpx.Client) -> None:
-    """Catches rows that are read ahead of the request's own edits, or past them."""
+def test_captures_see_the_requests_edits(client: httpx.Client) -> None:
+    """Catches rows read before the request's own edits, or `before` ignored."""
     vector = [3.0] * HIDDEN
     steering = [{"kind": "add", "point": "post_block", "layers": 1, "vector": vector, "tokens": "all"}]
     before, after = (
@@ -225,8 +227,8 @@ def test_captures_and_steering_meet(client: httpx.Client) -> None:
     np.testing.assert_allclose(rows[1] - rows[0], np.broadcast_to(3.0, rows[0].shape), atol=2e-3)
 
 
-def test_files(client: httpx.Client, capture_root: Path) -> None:
-    """Catches a second consumer of the same request that is forgotten, or whose file is not there when it says so."""
+def test_capture_to_files(client: httpx.Client, capture_root: Path) -> None:
+    """Catches a second consumer that is skipped, and a file reported before it is complete."""
     (choice,) = choices_of(client, {**SMALL, "filesystem": {**SMALL["memory"], "tag": "mine"}})
     results = choice["capture_results"]
     assert results["filesystem"]["status"] == "ok", results
@@ -262,8 +264,8 @@ WRONG: dict[str, tuple[Any, str, str]] = {
 
 @pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("stream", [False, True])
-def test_wrong_specs_are_refused(wrong: str, stream: bool, client: httpx.Client) -> None:
-    """Catches a spec that is ignored, an error that does not say what is meant, and a stream that starts with 200."""
+def test_refuses_wrong_specs(wrong: str, stream: bool, client: httpx.Client) -> None:
+    """Catches an ignored spec, an error without the field's path, and a stream that starts with HTTP 200."""
     capture, param, words = WRONG[wrong]
     for route, body in ((COMPLETIONS, {**GREEDY, "prompt": PROMPT}), (CHAT, chat_body())):
         response = client.post(route, json={**body, "capture": capture, "stream": stream})
@@ -281,18 +283,18 @@ def test_wrong_specs_are_refused(wrong: str, stream: bool, client: httpx.Client)
         (COMPLETIONS, {"prompt": PROMPT, "use_beam_search": True, "n": 2}, "beam search"),
     ],
 )
-def test_answers_without_a_place_for_rows_are_refused(
+def test_refuses_captures_without_a_response_to_carry_them(
     route: str, body: dict[str, Any], words: str, client: httpx.Client
 ) -> None:
-    """Catches captures that are made, or not, and never spoken of."""
+    """Catches captures whose results the response cannot carry."""
     response = client.post(route, json={"model": MODEL, **body, "capture": SMALL})
     assert response.status_code == 400, response.text
     assert response.json()["error"]["param"] == "capture"
     assert words in response.json()["error"]["message"]
 
 
-def test_keys_of_our_own_are_no_way_in(client: httpx.Client) -> None:
-    """Catches bytes from a client that reach the code which reads our own."""
+def test_refuses_internal_keys(client: httpx.Client) -> None:
+    """Catches client data that reaches the decoder of our internal keys."""
     for key in ("steer_capture", "steer_prompt"):
         body = {**GREEDY, "prompt": PROMPT, "vllm_xargs": {key: "x"}}
         response = client.post(COMPLETIONS, json=body)
@@ -301,10 +303,10 @@ def test_keys_of_our_own_are_no_way_in(client: httpx.Client) -> None:
 
 
 @pytest.mark.failure(20)
-def test_clients_that_leave(client: httpx.Client) -> None:
-    """Catches rows that stay, for clients that will never ask: then there is no room for those who do.
+def test_disconnected_clients_free_the_store(client: httpx.Client) -> None:
+    """Catches captures kept for disconnected clients, which would fill the store.
 
-    What was complete when its client was found to be gone may stay until it expires, and no longer.
+    A capture that was complete when the disconnect was detected may stay until it expires.
     """
     prompt = "x" * 150
     long = {"max_tokens": 90, "capture": LARGE}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our client and our commands against the real server."""
+"""The Python client and commands against a real server."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SMALL = {"memory": {"hooks": {"post_block": [1]}, "positions": "all_prompt"}}
 
 
 def test_steering_and_captures(url: str) -> None:
-    """Catches rows that are lost or changed between the engine and the client, inline or fetched."""
+    """Catches rows lost or changed between engine and client, in the response or fetched."""
     fields = {"temperature": 0, "max_tokens": 8}
     with Client(url) as client:
         plain = client.complete(PROMPT, **fields)
@@ -44,7 +44,7 @@ def test_steering_and_captures(url: str) -> None:
 
 
 def test_the_chat_command(url: str) -> None:
-    """Catches a command that works with a fake server only: one turn, both sides, in a process of its own."""
+    """Catches a command that works only with a fake server: one turn of both conversations."""
     with Client(url) as client:
         client.register("calm", base={"post_block": {1: V}})
         messages = [{"role": "user", "content": "Hello"}]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real server of two API processes: modules, global steering, and what each answer says of them."""
+"""A real server with two API processes: modules, global steering and ``steering_applied``."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CONNECTIONS = 12
 
 @pytest.fixture(scope="module")
 def start(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Iterator[str]]:
-    """Starts the server of this module, again over the same registry."""
+    """Return a function that starts the server, each time with the same registry."""
     folder = tmp_path_factory.mktemp("modules")
     save_file({"base.post_block.1": V}, folder / "file.safetensors")
     flags = ["--enable-steering", "--enable-scale-out", "--steering-registry", str(folder / "registry")]
@@ -52,7 +52,7 @@ def url(start: Callable[..., Iterator[str]]) -> Iterator[str]:
 
 @pytest.fixture
 def clients(url: str) -> Iterator[list[httpx.Client]]:
-    """Clients that keep a connection each, so together they reach both processes."""
+    """Yield clients with a connection each, so that together they reach both processes."""
     made = [httpx.Client(base_url=url, timeout=60) for _ in range(CONNECTIONS)]
     yield made
     made[0].post("/v1/steering/clear").raise_for_status()
@@ -75,45 +75,45 @@ def numbers(answer: dict[str, Any]) -> list[float]:
     return found
 
 
-def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
+def same_completion(a: dict[str, Any], b: dict[str, Any]) -> bool:
     return bool(np.allclose(numbers(a), numbers(b), atol=1e-4))
 
 
-def test_every_process_uses_what_one_has_registered(clients: list[httpx.Client]) -> None:
-    """Catches a process that does not know, or serves the version before, after another has answered."""
+def test_registered_modules_reach_every_process(clients: list[httpx.Client]) -> None:
+    """Catches a process that does not know a module, or uses its previous version, after another has registered it."""
     plain, inline = complete(clients[0]), complete(clients[0], steering_vectors=SITE)
     minus = complete(clients[0], steering_vectors={"post_block": {"1": (-V).tolist()}})
-    assert not same(plain, inline) and not same(inline, minus)
+    assert not same_completion(plain, inline) and not same_completion(inline, minus)
     for i, client in enumerate(clients[:6]):
         wanted, vector = (inline, LIST) if i % 2 else (minus, (-V).tolist())
         registered = answered(client.post(MODULES, json={"name": "calm", "base": {"post_block": {"1": vector}}}))
         for other in clients:
             used = complete(other, steering_modules=["calm"])
-            assert same(used, wanted)
+            assert same_completion(used, wanted)
             assert used["steering_applied"]["modules"][0]["digest"] == registered["digest"]
 
 
-def test_a_module_from_a_file(clients: list[httpx.Client]) -> None:
-    """Catches a flag that only one process reads, or that reads something else."""
+def test_modules_from_the_command_line(clients: list[httpx.Client]) -> None:
+    """Catches a flag that only one process applies."""
     inline = complete(clients[0], steering_vectors={"post_block": {"1": (V / 2).tolist()}})
-    assert all(same(complete(client, steering_modules=[["from-file", 0.5]]), inline) for client in clients)
+    assert all(same_completion(complete(client, steering_modules=[["from-file", 0.5]]), inline) for client in clients)
 
 
-def test_global_steering_at_every_process(clients: list[httpx.Client]) -> None:
-    """Catches plain requests that one process steers and the other does not, and answers that keep silent about it."""
+def test_global_steering_reaches_every_process(clients: list[httpx.Client]) -> None:
+    """Catches plain requests that one process steers and the other does not, and responses that do not report it."""
     plain, inline = complete(clients[0]), complete(clients[0], steering_vectors=SITE)
     assert "steering_applied" not in plain
     for setter in clients[:4]:
         status = answered(setter.post("/v1/steering/set", json={"base": SITE}))
         for client in clients:
             answer = complete(client)
-            assert same(answer, inline)
+            assert same_completion(answer, inline)
             assert answer["steering_applied"] == {
                 "epoch": status["epoch"], "global": status["digest"], "modules": [], "request": None
             }  # fmt: skip
         cleared = answered(setter.post("/v1/steering/clear"))
         assert cleared["epoch"] == status["epoch"] + 1
-        assert all(same(complete(client), plain) for client in clients)
+        assert all(same_completion(complete(client), plain) for client in clients)
 
 
 def events(client: httpx.Client, route: str, body: dict[str, Any]) -> list[dict[str, Any]]:
@@ -131,8 +131,9 @@ ROUTES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", ROUTES)
-def test_every_answer_says_what_was_applied(name: str, clients: list[httpx.Client]) -> None:
-    """Catches a route, streamed or not, whose answer is silent; the last takes no fields, but is steered like all."""
+def test_every_response_reports_what_was_applied(name: str, clients: list[httpx.Client]) -> None:
+    """Catches a route, streamed or not, without `steering_applied`; the last one takes no fields but is steered
+    globally."""
     route, body = ROUTES[name]
     status = answered(clients[0].post("/v1/steering/set", json={"base": SITE}))
     fields: dict[str, Any] = {} if name == "messages" else {"steering_modules": [["from-file", 2]]}
@@ -145,8 +146,8 @@ def test_every_answer_says_what_was_applied(name: str, clients: list[httpx.Clien
     assert not any("steering_applied" in event for event in streamed)
 
 
-def test_what_is_refused(clients: list[httpx.Client]) -> None:
-    """Catches a reference that is ignored, a stream that starts with HTTP 200, and a plain request that is told on."""
+def test_refuses_unknown_modules_and_forged_reports(clients: list[httpx.Client]) -> None:
+    """Catches an ignored reference, a stream that starts with HTTP 200, and a forged `steering_applied`."""
     narrow = {"steering_modules": ["nobody"]}
     for stream in (False, True):
         for route, body in list(ROUTES.values())[:3]:
@@ -160,7 +161,7 @@ def test_what_is_refused(clients: list[httpx.Client]) -> None:
 
 
 def test_named_probes(clients: list[httpx.Client]) -> None:
-    """Catches a projection on something else than the module's direction."""
+    """Catches a projection on other directions than the module's."""
     answered(clients[0].post(MODULES, json={"name": "emotions", "probes": {"joy": LIST}}))
     spec = {"hooks": {"post_block": [1]}, "positions": "last_prompt"}
     rows = []
@@ -172,7 +173,7 @@ def test_named_probes(clients: list[httpx.Client]) -> None:
 
 
 def test_the_openai_client(url: str, clients: list[httpx.Client]) -> None:
-    """Catches references that OpenAI's own client cannot send, and answers that it cannot read."""
+    """Catches references that OpenAI's client cannot send, and responses that it cannot parse."""
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
     inline = complete(clients[0], steering_vectors=SITE)
     body: Any = {"steering_modules": ["from-file"]}
@@ -186,8 +187,8 @@ def test_the_openai_client(url: str, clients: list[httpx.Client]) -> None:
     assert next(iter(chat)).model_extra["steering_applied"]["modules"][0]["scale"] == 1.0
 
 
-def test_the_document(clients: list[httpx.Client]) -> None:
-    """Catches routes and fields that the server has and its OpenAPI document lacks."""
+def test_the_openapi_document(clients: list[httpx.Client]) -> None:
+    """Catches routes and fields missing from the OpenAPI document."""
     document = answered(clients[0].get("/openapi.json"))
     assert {MODULES, f"{MODULES}/{{name}}", "/v1/steering/set", "/v1/steering/clear"} <= set(document["paths"])
     schemas = document["components"]["schemas"]
@@ -205,9 +206,9 @@ def children(pid: int) -> list[int]:
 
 
 def descendants(title: bytes) -> list[int]:
-    """This process's descendants that call themselves so, the one that started last at the end.
+    """Return this process's descendants with this title, the most recently started last.
 
-    By their start and not by their numbers, which begin anew: another server, of other tests, may be there too.
+    Ordered by start time, because process ids are reused.
     """
     found, pending = [], children(os.getpid())
     while pending:
@@ -215,18 +216,20 @@ def descendants(title: bytes) -> list[int]:
         with contextlib.suppress(OSError):
             pending += children(pid)
             if title in Path(f"/proc/{pid}/cmdline").read_bytes():
-                found.append((started(pid), pid))
+                found.append((start_time(pid), pid))
     return [pid for _, pid in sorted(found)]
 
 
-def started(pid: int) -> int:
-    """Clock ticks since boot: behind the name, in parentheses, which may have any character (proc(5))."""
+def start_time(pid: int) -> int:
+    """Return a process's start time in clock ticks since boot (proc(5))."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
 
 
-def registered_until_dead(url: str, victim: int, seed: int) -> dict[str, str]:
-    """Digests by name of the last modules that were acknowledged to four streams of registrations, in whose midst
-    ``victim`` is killed. Each registration is on a connection of its own, so that they go to all processes."""
+def register_until_killed(url: str, victim: int, seed: int) -> dict[str, str]:
+    """Return the digests of the last acknowledged modules of four streams, during which ``victim`` is killed.
+
+    Each registration uses a new connection, so that all processes receive some.
+    """
     acknowledged: dict[str, str] = {}
 
     def stream(number: int) -> None:
@@ -248,18 +251,17 @@ def registered_until_dead(url: str, victim: int, seed: int) -> dict[str, str]:
 
 
 @pytest.mark.timeout(900)  # three starts of a server
-def test_killed_processes_and_restarts_lose_nothing(url: str, start: Callable[..., Iterator[str]]) -> None:
-    """Catches an acknowledged module that is gone or damaged.
+def test_a_killed_server_loses_no_modules(url: str, start: Callable[..., Iterator[str]]) -> None:
+    """Catches an acknowledged module that is lost or damaged when a process is killed.
 
-    An API server, and then an engine, is killed while modules are registered at both API servers. vLLM ends the whole
-    server for either; the next one over the same folder has every module, and global steering.
-
-    The last test of this module: its server is gone then.
+    Kills an API server, and later an engine, during registrations at both API servers. vLLM then stops the whole
+    server; the next one with the same registry must have every module, and global steering. The last test of this
+    module, because it stops the server.
     """
     assert len(descendants(b"APIServer")) == PROCESSES
     with httpx.Client(base_url=url, timeout=20) as client:
         status = answered(client.post("/v1/steering/set", json={"base": SITE}))
-    acknowledged = registered_until_dead(url, descendants(b"APIServer")[-1], seed=0)
+    acknowledged = register_until_killed(url, descendants(b"APIServer")[-1], seed=0)
     for processes, victim in ((PROCESSES, b"EngineCore"), (1, None)):
         for again in start(processes=processes):
             with httpx.Client(base_url=again, timeout=60) as client:
@@ -272,4 +274,4 @@ def test_killed_processes_and_restarts_lose_nothing(url: str, start: Callable[..
                 assert answer["steering_applied"]["global"] == status["digest"]
                 assert answer["steering_applied"]["modules"][0]["digest"] == acknowledged[name]
             if victim is not None:
-                acknowledged |= registered_until_dead(again, descendants(victim)[-1], seed=1)
+                acknowledged |= register_until_killed(again, descendants(victim)[-1], seed=1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real `vllm serve` without steering, where the plug-in is installed all the same."""
+"""A real `vllm serve` without steering, with the plugin installed."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def url(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("route", BODIES)
-def test_fields_are_refused_and_others_served(route: str, stream: bool, url: str) -> None:
-    """Catches the fluent, unsteered answer of a server that was started without steering."""
+def test_a_stock_server_refuses_fields(route: str, stream: bool, url: str) -> None:
+    """Catches a fluent but unsteered response of a server without steering."""
     body = {"model": MODEL, "stream": stream, **BODIES[route]}
     for name, value in FIELDS.items():
         refused = httpx.post(f"{url}{route}", json={**body, name: value}, timeout=60)
@@ -43,8 +43,9 @@ def test_fields_are_refused_and_others_served(route: str, stream: bool, url: str
     assert httpx.post(f"{url}{route}", json=body, timeout=60).status_code == 200
 
 
-def test_sizes_without_the_switch_end_the_start(tmp_path: Path) -> None:
-    """Catches a server that starts unsteered with a command line about steering; and `vllm` not knowing our flags."""
+def test_a_stock_server_refuses_limits(tmp_path: Path) -> None:
+    """Catches a server that starts unsteered although its command line sets a steering limit, and flags unknown to
+    `vllm`."""
     command = [*vllm_command(), "serve", str(tmp_path), "--steering-max-rows", "8"]
     result = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=120)
     assert result.returncode == 2

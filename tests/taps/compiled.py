@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels compiled for GPUs that are not here, from the arguments that they are launched with."""
+"""Compilation of kernels for GPUs that are not present, from their launch arguments."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OPTIONS = ("num_warps", "num_stages", "launch_pdl")
 
 
 class Compiled:
-    """In a kernel's place: what would be launched is compiled, for ``capability``."""
+    """Stand-in for a kernel that compiles each launch for ``capability``."""
 
     def __init__(self, jit: Any, capability: int) -> None:
         self.jit, self.capability, self.sizes = jit, capability, []

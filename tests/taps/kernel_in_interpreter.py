@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run by test_kernel.py with TRITON_INTERPRET=1: the kernels' arithmetic against their definitions, on CPU."""
+"""Script run by test_tap_kernel.py with TRITON_INTERPRET=1: compares the kernels with their definitions on CPU."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import sys
 import torch
 
 from tests.taps.random_batches import compare_rows
-from tests.taps.random_projections import OFF_BY, SIZES, off_by
-from tests.taps.random_tables import compare, compare_joined
+from tests.taps.random_projections import OFF_BY, SIZES, max_error
+from tests.taps.random_tables import compare, compare_fused
 from vllm_steer.taps.projection_kernel import launch_products
 from vllm_steer.taps.tap_kernel import launch_tap
 
@@ -22,14 +22,14 @@ def main() -> None:
                 for with_other in (False, True):
                     drawn = (seed, hidden, dtype, with_other, torch.device("cpu"))
                     worst = max(worst, compare(launch_tap, *drawn))
-                    different += [said for said in (compare_joined(launch_tap, *drawn),) if said]
+                    different += [problem for problem in (compare_fused(launch_tap, *drawn),) if problem]
     different += [said for seed in range(6) if (said := compare_rows(seed, torch.device("cpu"), 12, 9))]
     for size in SIZES:
         for picked in (False, True):
-            if not (off := off_by(launch_products, size, picked, torch.device("cpu"))) < OFF_BY:
+            if not (off := max_error(launch_products, size, picked, torch.device("cpu"))) < OFF_BY:
                 different.append(f"products {size}, picked {picked}: off by {off:.1e}")
     print(f"worst {worst:.3f}", *different)
-    # Sums in another order differ by a few roundings; a wrong formula differs by thousands.
+    # Another order of summation differs by a few roundings, a wrong formula by thousands.
     sys.exit(0 if worst < 64 and not different else 1)
 
 

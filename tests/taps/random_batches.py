@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random segment tables and batches, and the comparison of the row kernels with their definition on them."""
+"""Random segment tables and batches, to compare the assignment kernels with their definitions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SLOTS, ROWS, POISON = 70, 9, 77
 
 
 def compare_rows(seed: int, device: torch.device, max_requests: int = 60, max_tokens: int = 40) -> str:
-    """What the kernels did differently from the definition on one random batch; empty for nothing."""
+    """Return how the kernels differ from the definitions on one random batch, empty if they agree."""
     rng = np.random.default_rng(seed)
     config = SteeringConfig(max_rows=ROWS, max_vectors=1, max_instructions=1, max_segments=int(rng.integers(1, 7)))
     counts = rng.integers(1, max_tokens, int(rng.integers(1, max_requests)))

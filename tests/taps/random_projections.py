@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random rows and directions, and how far a launch's products are off from the definition's."""
+"""Random rows and directions, to compare projections with their definition."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from benchmarks import products
 
 OFF_BY = products.OFF_BY
 SIZES = ((1, 1, 64), (5, 3, 80), (70, 17, 600), (33, 16, 256), (200, 33, 96))
-"""Rows, directions, width: less than the kernel takes at a time, more, and what its pieces do not divide."""
+"""Rows, directions and width: below and above the block sizes, and not divisible by them."""
 Launch = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor]
 
 
-def off_by(launch: Launch, size: tuple[int, int, int], picked: bool, device: torch.device) -> float:
-    """The greatest error of a product, as :func:`benchmarks.products.off_by` has it. ``picked``: of some rows, in an
-    order of their own; the others are not numbers, and must not be read."""
+def max_error(launch: Launch, size: tuple[int, int, int], picked: bool, device: torch.device) -> float:
+    """Return the largest error of a product, as :func:`benchmarks.products.off_by` defines it.
+
+    With ``picked``, the launch gets indices of some rows in random order; all other rows are NaN and must not be read.
+    """
     n, k, hidden = size
     generator = torch.Generator().manual_seed(n * 1000 + k)
-    # Of every magnitude, also where to round a direction would make it infinite.
+    # All magnitudes, including those that become infinite when rounded up to bfloat16.
     directions = torch.randn(k, hidden, generator=generator) * 10.0 ** torch.linspace(-30, 38.5, k)[:, None]
     directions = directions.clamp(-3.4028e38, 3.4028e38)
     rows = (torch.randn(n, hidden, generator=generator) * 1e-3).bfloat16()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random tables with linked instruction sequences, and the comparison of kernel and definition on them."""
+"""Random tables with linked instructions, to compare the tap kernel with its definition."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vllm_steer.taps.reference import apply_tap
 from vllm_steer.taps.tables import Tables
 
 NUM_SITES = 4
-# Enough for most seeds and too few for some: rows that do not fit must be dropped, not written elsewhere.
+# Too small for some seeds: rows that do not fit must be dropped, not written elsewhere.
 ARENA_ROWS = 60
 POISON = -7.75
 
@@ -23,7 +23,7 @@ POISON = -7.75
 def random_tables(
     seed: int, hidden: int, device: torch.device, tokens: int = 24, rows: int = 6, dtype: torch.dtype = torch.float32
 ) -> Tables:
-    """Each row has 0 to 4 random edits at each site, and captures among them; half of the tokens take a row."""
+    """Return tables whose rows have up to 4 random edits per site, and captures. Half of the tokens have a row."""
     rng = np.random.default_rng(seed)
     config = SteeringConfig(
         max_rows=rows, max_vectors=8, max_instructions=rows * NUM_SITES * 6, max_segments=2, capture_rows=ARENA_ROWS
@@ -62,9 +62,9 @@ def random_tables(
 def compare(
     launch: object, seed: int, hidden: int, dtype: torch.dtype, with_other: bool, device: torch.device
 ) -> float:
-    """Largest difference between ``launch`` and the definition, over all sites, in units of ``dtype``'s rounding.
+    """Return the largest difference between ``launch`` and the definition over all sites, in roundings of ``dtype``.
 
-    Raises AssertionError where a token without instructions was touched at all.
+    Raises AssertionError if a token without instructions changed.
     """
     tables = random_tables(seed, hidden, device, dtype=dtype)
     generator = torch.Generator().manual_seed(seed)
@@ -82,7 +82,7 @@ def compare(
             raise AssertionError("other rows of the arena were written")
         stored_scale = torch.finfo(dtype).eps * stored.float().abs().clamp(min=1.0)
         worst = max(worst, float(((stored.float() - tables.arena.float()).abs() / stored_scale).max()))
-        idle = _first(tables, site) == 0
+        idle = _first_instruction(tables, site) == 0
         if not torch.equal(got[idle], target[idle]):
             raise AssertionError("a token without instructions was changed")
         scale = torch.finfo(dtype).eps * expected.float().abs().clamp(min=1.0)
@@ -90,18 +90,17 @@ def compare(
     return worst
 
 
-def _first(tables: Tables, site: int) -> torch.Tensor:
-    """Each token's first instruction at a site."""
+def _first_instruction(tables: Tables, site: int) -> torch.Tensor:
+    """Return each token's first instruction at a site."""
     return torch.where(tables.token_row != 0, tables.site_head(site)[tables.token_row.long()], 0)
 
 
-def compare_joined(
+def compare_fused(
     launch: Callable[..., None], seed: int, hidden: int, dtype: torch.dtype, with_other: bool, device: torch.device
 ) -> str:
-    """What differs between two sites in one launch and the same two in one each; empty where nothing does, to the
-    bit."""
+    """Return how one launch for two sites differs from two launches, empty if they are bitwise equal."""
     tables = random_tables(seed, hidden, device, dtype=dtype)
-    # Nobody uses the last site: what stands in its column is of rows that are gone.
+    # The last site is unused; its column holds stale values from freed rows.
     tables.head[0, NUM_SITES - 1] = 0
     generator = torch.Generator().manual_seed(seed)
     for site in range(NUM_SITES):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which row a token takes, from its position and its request's segments."""
+"""Assignment of rows to tokens by position and segment."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def make_tables() -> Tables:
     )
 
 
-def layout_of(requests: list[tuple[int, int, int]], device: str = "cpu") -> BatchLayout:
-    """Of a batch of ``(slot, first position, tokens)``."""
+def batch_layout(requests: list[tuple[int, int, int]], device: str = "cpu") -> BatchLayout:
+    """Return the layout of a batch of ``(slot, first position, tokens)``."""
     counts = [count for _, _, count in requests]
     return BatchLayout(
         slot=torch.tensor([slot for slot, _, _ in requests], device=device),
@@ -36,8 +36,8 @@ def layout_of(requests: list[tuple[int, int, int]], device: str = "cpu") -> Batc
 
 
 @given(st.data())
-def test_rows_follow_the_segments_of_each_tokens_own_request(data: st.DataObject) -> None:
-    """Catches neighbours' rows, off-by-one at a boundary, and padding that is steered."""
+def test_assigns_rows_by_the_segments_of_the_own_request(data: st.DataObject) -> None:
+    """Catches rows of a neighbour, off-by-one segment boundaries, and steered padding."""
     tables = make_tables()
     segments = {}
     for slot in range(5):
@@ -51,14 +51,14 @@ def test_rows_follow_the_segments_of_each_tokens_own_request(data: st.DataObject
     requests = [(slot, data.draw(st.integers(0, 45)), data.draw(st.integers(1, 8))) for slot in order]
     tokens = [(slot, first + i) for slot, first, count in requests for i in range(count)]
     tables.token_row.fill_(7)
-    assign_rows(tables, layout_of(requests), num_padded=len(tokens) + 3)
+    assign_rows(tables, batch_layout(requests), num_padded=len(tokens) + 3)
     expected = [[row for start, row in segments[slot] if start <= position][-1] for slot, position in tokens]
     assert tables.token_row[: len(tokens)].tolist() == expected
     assert tables.token_row[len(tokens) : len(tokens) + 3].tolist() == [0, 0, 0]
 
 
-def test_cleared_rows_are_zero() -> None:
-    """Catches a dummy step that runs with the last step's rows."""
+def test_clear_rows() -> None:
+    """Catches a dummy step that runs with the rows of the last step."""
     tables = make_tables()
     tables.token_row.fill_(3)
     clear_rows(tables, 10)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every kernel is compiled to machine code for GPUs that are not here: the interpreter takes what the compiler does
-not, such as a type that changes in a loop."""
+"""Kernels compile to machine code for GPUs that are not present.
+
+The interpreter accepts code that the compiler rejects, such as a variable that changes its type in a loop.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,8 @@ def in_place_of(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, capabil
 
 
 @pytest.mark.parametrize(("capability", "dtype"), [(80, torch.float16), (90, torch.bfloat16)])
-def test_taps_compile(monkeypatch: pytest.MonkeyPatch, capability: int, dtype: torch.dtype) -> None:
-    """Catches a tap that compiles for one summand or one site alone, or without programmatic dependent launch alone."""
+def test_tap_kernel_compiles(monkeypatch: pytest.MonkeyPatch, capability: int, dtype: torch.dtype) -> None:
+    """Catches a tap kernel that compiles only for one summand, for one site, or with programmatic dependent launch."""
     found = in_place_of(monkeypatch, tap_kernel, "_tap_kernel", capability)
     monkeypatch.setattr(tap_kernel, "_overlaps", lambda device: capability >= 90)
     tap_kernel.warm_up(tables(dtype), dtype)
@@ -41,8 +43,8 @@ def test_taps_compile(monkeypatch: pytest.MonkeyPatch, capability: int, dtype: t
 
 
 @pytest.mark.parametrize("capability", [80, 90])
-def test_row_kernels_compile(monkeypatch: pytest.MonkeyPatch, capability: int) -> None:
-    """Catches a search or a running sum that changes its type on the way."""
+def test_assignment_kernels_compile(monkeypatch: pytest.MonkeyPatch, capability: int) -> None:
+    """Catches a binary search or running sum whose type changes in the loop."""
     found = [
         in_place_of(monkeypatch, assignment_kernel, name, capability)
         for name in ("_rows_kernel", "_arena_offsets_kernel")
@@ -52,15 +54,15 @@ def test_row_kernels_compile(monkeypatch: pytest.MonkeyPatch, capability: int) -
 
 
 @pytest.mark.parametrize("capability", [80, 90])
-def test_products_compile(monkeypatch: pytest.MonkeyPatch, capability: int) -> None:
-    """Catches products that no tensor core takes, with places or without."""
+def test_projection_kernel_compiles(monkeypatch: pytest.MonkeyPatch, capability: int) -> None:
+    """Catches a projection kernel without tensor-core instructions, with row indices or without."""
     found = in_place_of(monkeypatch, projection_kernel, "_products_kernel", capability)
     projection_kernel.warm_up(tables(torch.bfloat16).arena)
     assert len(found.sizes) == 2
 
 
-def test_what_the_compiler_does_not_take_is_seen() -> None:
-    """Negative control: a kernel that the interpreter runs, and that is no GPU's."""
+def test_rejects_code_that_only_the_interpreter_runs() -> None:
+    """Negative control: a kernel that the interpreter runs and the compiler rejects."""
 
     @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
     def changing(out, n):  # type: ignore[no-untyped-def]

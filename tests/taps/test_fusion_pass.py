@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Taps are joined where nothing can tell, and nowhere else; seen in what torch.compile makes of them."""
+"""Fusion of adjacent taps in the graphs of torch.compile."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from vllm_steer.taps.tap import CONTEXT_KEY, Tap
 Taps = list[Tap]
 
 
-def nothing_between(taps: Taps, x: torch.Tensor, y: torch.Tensor) -> Any:
+def adjacent_taps(taps: Taps, x: torch.Tensor, y: torch.Tensor) -> Any:
     x = x * 2
     taps[0](x, y)
     taps[1](x, y)
     return x + y
 
 
-def three_in_a_row(taps: Taps, x: torch.Tensor, y: torch.Tensor) -> Any:
+def three_adjacent_taps(taps: Taps, x: torch.Tensor, y: torch.Tensor) -> Any:
     x = x * 2
     for tap in taps[:3]:
         tap(x, y)
     return x + y
 
 
-def a_change_between(taps: Taps, x: torch.Tensor, y: torch.Tensor) -> Any:
+def change_between_taps(taps: Taps, x: torch.Tensor, y: torch.Tensor) -> Any:
     x = x * 2
     taps[0](x, y)
     x = x + 1
@@ -42,8 +42,8 @@ def a_change_between(taps: Taps, x: torch.Tensor, y: torch.Tensor) -> Any:
     return x + y
 
 
-def a_look_between(taps: Taps, x: torch.Tensor, y: torch.Tensor) -> Any:
-    """What a loop does that hands hidden states to a drafter."""
+def read_between_taps(taps: Taps, x: torch.Tensor, y: torch.Tensor) -> Any:
+    """Read the stream between two taps, as models that hand hidden states to a drafter do."""
     x = x * 2
     taps[0](x, y)
     seen = x + y
@@ -51,14 +51,14 @@ def a_look_between(taps: Taps, x: torch.Tensor, y: torch.Tensor) -> Any:
     return x + y, seen
 
 
-def another_summand(taps: Taps, x: torch.Tensor, y: torch.Tensor) -> Any:
+def different_second_summands(taps: Taps, x: torch.Tensor, y: torch.Tensor) -> Any:
     x = x * 2
     taps[0](x, y)
     taps[1](x, y + 1)
     return x + y
 
 
-def alone_and_beside(taps: Taps, x: torch.Tensor, y: torch.Tensor) -> Any:
+def one_and_two_summands(taps: Taps, x: torch.Tensor, y: torch.Tensor) -> Any:
     x = x * 2
     taps[0](x)
     taps[1](x, y)
@@ -66,22 +66,24 @@ def alone_and_beside(taps: Taps, x: torch.Tensor, y: torch.Tensor) -> Any:
 
 
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many sites each launch had."""
-    launched: list[int] = []
+def sites_per_launch(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that records the number of sites of each launch."""
+    sites_per_launch: list[int] = []
     real = fusion_pass.fuse_taps
 
-    def join(graph: Any) -> None:
+    def fuse(graph: Any) -> None:
         real(graph)
         nodes = [node for node in graph.nodes if node.op == "call_function" and "vllm_steer.tap" in str(node.args[:1])]
-        launched.extend(1 if node.kwargs.get("second") is None else 2 for node in nodes)
+        sites_per_launch.extend(1 if node.kwargs.get("second") is None else 2 for node in nodes)
 
-    monkeypatch.setattr(fusion_pass, "fuse_taps", join)
-    return launched
+    monkeypatch.setattr(fusion_pass, "fuse_taps", fuse)
+    return sites_per_launch
 
 
-def compiled(model: Callable[..., Any], tables: Tables, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
-    """What the model gives as written, and compiled by inductor with the pass."""
+def run_eager_and_compiled(
+    model: Callable[..., Any], tables: Tables, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Any, Any]:
+    """Return the outputs of the model, eager and compiled by Inductor with the pass."""
     taps = [Tap(tables, site) for site in range(NUM_SITES)]
     context = SimpleNamespace(no_compile_layers={CONTEXT_KEY: tables})
     monkeypatch.setattr(forward_context, "_forward_context", context)
@@ -99,25 +101,25 @@ def compiled(model: Callable[..., Any], tables: Tables, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("model", "expected"),
     [
-        (nothing_between, [2]),
-        (three_in_a_row, [2, 1]),
-        (a_change_between, [1, 1]),
-        (a_look_between, [1, 1]),
-        (another_summand, [1, 1]),
-        (alone_and_beside, [1, 1]),
+        (adjacent_taps, [2]),
+        (three_adjacent_taps, [2, 1]),
+        (change_between_taps, [1, 1]),
+        (read_between_taps, [1, 1]),
+        (different_second_summands, [1, 1]),
+        (one_and_two_summands, [1, 1]),
     ],
 )
-def test_what_is_joined(
-    model: Callable[..., Any], expected: list[int], launched: list[int], monkeypatch: pytest.MonkeyPatch
+def test_fuses_only_adjacent_taps(
+    model: Callable[..., Any], expected: list[int], sites_per_launch: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches a join across something that reads or changes the stream, and none where one is possible."""
-    before, after = compiled(model, random_tables(2, 64, torch.device("cpu")), monkeypatch)
-    assert launched == expected
+    """Catches a fusion across code that reads or changes the stream, and a missing fusion."""
+    before, after = run_eager_and_compiled(model, random_tables(2, 64, torch.device("cpu")), monkeypatch)
+    assert sites_per_launch == expected
     torch.testing.assert_close(after, before, atol=1e-5, rtol=1e-5)
 
 
-def test_the_comparison_sees_a_join_across_a_change(launched: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: without the look at what comes between, the edit of the first site is another one."""
+def test_comparison_detects_a_wrong_fusion(sites_per_launch: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: a pass that ignores code between the taps changes the output."""
 
     def any_two(graph: Any) -> None:
         one, other = [node for node in graph.nodes if fusion_pass._is_single_tap(node)]
@@ -128,20 +130,20 @@ def test_the_comparison_sees_a_join_across_a_change(launched: list[int], monkeyp
         graph.erase_node(one)
 
     monkeypatch.setattr(fusion_pass, "fuse_taps", any_two)
-    before, after = compiled(a_look_between, random_tables(2, 64, torch.device("cpu")), monkeypatch)
+    before, after = run_eager_and_compiled(read_between_taps, random_tables(2, 64, torch.device("cpu")), monkeypatch)
     with pytest.raises(AssertionError):
         torch.testing.assert_close(after, before, atol=1e-5, rtol=1e-5)
 
 
-def test_a_pass_that_the_user_set_runs_too() -> None:
-    """Catches a pass that takes another's place, twice, or without it in the keys of compiled code."""
+def test_keeps_the_pass_of_the_user() -> None:
+    """Catches a user's pass that is replaced, runs twice, or is missing in the compile-cache key."""
     ran: list[str] = []
     theirs = SimpleNamespace(uuid=lambda: "theirs")
     config = SimpleNamespace(compilation_config=SimpleNamespace(inductor_compile_config={}))
     install_fusion_pass(config)
     (alone,) = config.compilation_config.inductor_compile_config.values()
     (key,) = config.compilation_config.inductor_compile_config
-    config.compilation_config.inductor_compile_config[key] = _Ahead(ran, theirs.uuid())
+    config.compilation_config.inductor_compile_config[key] = _UserPass(ran, theirs.uuid())
     install_fusion_pass(config)
     install_fusion_pass(config)
     both = config.compilation_config.inductor_compile_config[key]
@@ -150,7 +152,7 @@ def test_a_pass_that_the_user_set_runs_too() -> None:
     assert alone.uuid() != both.uuid()
 
 
-class _Ahead:
+class _UserPass:
     def __init__(self, ran: list[str], name: str) -> None:
         self._ran, self._name = ran, name
 

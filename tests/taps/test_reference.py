@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The definitions against the formulas in the docs, computed token by token in float64."""
+"""The definitions in plain torch against the documented formulas, computed per token in float64."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from vllm_steer.taps.reference import apply_tap
 from vllm_steer.taps.tables import Tables
 
 
-def token_by_token(
+def run_token(
     x: np.ndarray, row: int, site: int, tables: Tables, stored: dict[int, np.ndarray] | None = None, base: int = 0
 ) -> np.ndarray:
-    """One token's stream after its row's instructions, by the formulas alone; what it captures goes into ``stored``."""
+    """Return one token's stream after its instructions by the formulas; captured rows go to ``stored``."""
     place = int(tables.head[row, site]) if row else 0
     while place:
         code, vector, following, _ = tables.instruction[place].tolist()
@@ -42,23 +42,23 @@ def token_by_token(
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("with_other", [False, True])
-def test_each_token_gets_its_own_rows_instructions_in_order(seed: int, with_other: bool) -> None:
-    """Catches a wrong formula, a wrong order, another token's row, and a summand that is not the whole stream."""
+def test_runs_each_tokens_instructions_in_order(seed: int, with_other: bool) -> None:
+    """Catches a wrong formula or order, the row of another token, and a single summand used as the stream."""
     tables = random_tables(seed, 64, torch.device("cpu"))
     torch.manual_seed(seed)
     for site in range(tables.num_sites):
         target = torch.randn(24, 64)
         other = torch.randn(24, 64) if with_other else torch.zeros(24, 64)
         expected = [
-            token_by_token((target[t] + other[t]).double().numpy(), int(tables.token_row[t]), site, tables)
+            run_token((target[t] + other[t]).double().numpy(), int(tables.token_row[t]), site, tables)
             for t in range(24)
         ]
         apply_tap(target, other if with_other else None, tables.site_head(site), tables)
         np.testing.assert_allclose((target + other).numpy(), np.stack(expected), atol=2e-5)
 
 
-def test_only_the_target_is_written() -> None:
-    """Catches an edit that lands on the branch, which tensor-parallel ranks hold in part."""
+def test_writes_only_the_target() -> None:
+    """Catches an edit added to the branch, which tensor-parallel ranks hold as partial sums."""
     tables = random_tables(1, 64, torch.device("cpu"))
     target, other = torch.randn(24, 64), torch.randn(24, 64)
     kept = other.clone()
@@ -66,8 +66,8 @@ def test_only_the_target_is_written() -> None:
     assert torch.equal(other, kept)
 
 
-def test_captures_store_the_stream_before_and_after_the_edits_where_their_token_begins() -> None:
-    """Catches the wrong summand, a value ahead of its edits, and rows stored in another token's place."""
+def test_capture_stores_the_stream_before_and_after_edits() -> None:
+    """Catches the wrong summand, a value from before the edits, and rows stored at another token's offset."""
     tables = random_tables(3, 64, torch.device("cpu"))
     counts = [int(tables.row_captures[row]) for row in tables.token_row.tolist()]
     bases = np.cumsum([0, *counts])
@@ -77,7 +77,7 @@ def test_captures_store_the_stream_before_and_after_the_edits_where_their_token_
         stored: dict[int, np.ndarray] = {}
         for t in range(24):
             stream = (target[t] + other[t]).double().numpy()
-            token_by_token(stream, int(tables.token_row[t]), site, tables, stored, int(bases[t]))
+            run_token(stream, int(tables.token_row[t]), site, tables, stored, int(bases[t]))
         tables.arena.fill_(0.5)
         apply_tap(target, other, tables.site_head(site), tables)
         for place in range(tables.arena.shape[0]):

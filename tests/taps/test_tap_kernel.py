@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton kernel computes what the definition says, whatever the instruction sequence."""
+"""The Triton kernels compute what their definitions say, for random instruction sequences."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.taps.random_tables import compare, compare_joined
+from tests.taps.random_tables import compare, compare_fused
 from vllm_steer.taps.reference import apply_tap
 from vllm_steer.taps.tables import Tables
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_kernel_matches_the_definition_in_the_interpreter() -> None:
-    """Catches a kernel whose arithmetic, masks or linking differ. A process of its own: Triton reads the switch
-    once."""
+def test_kernels_match_their_definitions_in_the_interpreter() -> None:
+    """Catches wrong arithmetic, masks or links. Runs in a new process, since Triton reads its switch at import."""
     environment = {
         **os.environ,
         "TRITON_INTERPRET": "1",
@@ -34,8 +33,8 @@ def test_kernel_matches_the_definition_in_the_interpreter() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_comparison_rejects_a_kernel_that_skips_the_second_instruction() -> None:
-    """Negative control: a launch that follows no links must be far outside the tolerance."""
+def test_comparison_detects_skipped_instructions() -> None:
+    """Negative control: a launch that ignores links is far outside of the tolerance."""
 
     def first_only(target: torch.Tensor, other: torch.Tensor | None, head: torch.Tensor, tables: Tables) -> None:
         links = tables.instruction[:, 2].clone()
@@ -47,8 +46,8 @@ def test_the_comparison_rejects_a_kernel_that_skips_the_second_instruction() -> 
         compare(first_only, 0, 64, torch.float32, True, torch.device("cpu"))
 
 
-def test_the_comparison_rejects_a_kernel_with_a_wrong_strength() -> None:
-    """Negative control: edits of half their strength must be far outside the tolerance."""
+def test_comparison_detects_a_wrong_strength() -> None:
+    """Negative control: edits of half the strength are far outside of the tolerance."""
 
     def half(target: torch.Tensor, other: torch.Tensor | None, head: torch.Tensor, tables: Tables) -> None:
         tables.parameter[:, 0] *= 0.5
@@ -58,9 +57,8 @@ def test_the_comparison_rejects_a_kernel_with_a_wrong_strength() -> None:
     assert compare(half, 0, 64, torch.float32, True, torch.device("cpu")) > 1000
 
 
-def joined_as(wrong: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Callable[..., None]:
-    """A launch of two sites of which the second one starts from what ``wrong`` makes of the first one's summand before
-    and after."""
+def wrong_fusion(wrong: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Callable[..., None]:
+    """Return a launch of two sites whose second site starts from ``wrong(before, after)`` of the first."""
 
     def launch(
         target: torch.Tensor,
@@ -78,32 +76,31 @@ def joined_as(wrong: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Ca
     return launch
 
 
-def test_the_comparison_of_joined_sites() -> None:
-    """It finds nothing in the definition, and sees (negative controls) a second site that misses the first one's edit,
-    and one that reads another rounding of it."""
+def test_comparison_detects_wrong_fused_launches() -> None:
+    """Negative controls: a second site that misses the first edit or rounds it differently."""
     drawn = (0, 64, torch.float16, True, torch.device("cpu"))
-    assert compare_joined(joined_as(lambda before, after: after), *drawn) == ""
-    assert compare_joined(joined_as(lambda before, after: before), *drawn) != ""
-    assert compare_joined(joined_as(lambda before, after: after.bfloat16().half()), *drawn) != ""
+    assert compare_fused(wrong_fusion(lambda before, after: after), *drawn) == ""
+    assert compare_fused(wrong_fusion(lambda before, after: before), *drawn) != ""
+    assert compare_fused(wrong_fusion(lambda before, after: after.bfloat16().half()), *drawn) != ""
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("hidden", [64, 896, 4096, 5120, 32768])
-def test_kernel_matches_the_definition_on_the_gpu(dtype: torch.dtype, hidden: int) -> None:
-    """The same comparison where the kernel is compiled."""
+def test_tap_kernel_matches_the_definition_on_the_gpu(dtype: torch.dtype, hidden: int) -> None:
+    """Catches differences of the compiled kernel."""
     from vllm_steer.taps.tap_kernel import launch_tap
 
     for seed in range(3):
         for with_other in (False, True):
             drawn = (seed, hidden, dtype, with_other, torch.device("cuda"))
             assert compare(launch_tap, *drawn) < 64
-            assert compare_joined(launch_tap, *drawn) == ""
+            assert compare_fused(launch_tap, *drawn) == ""
 
 
 @pytest.mark.gpu
-def test_row_kernels_match_their_definition_on_the_gpu() -> None:
-    """Catches a neighbour's segment, an edge off by one, padding with a row, and places that overlap."""
+def test_assignment_kernels_match_their_definitions_on_the_gpu() -> None:
+    """Catches a neighbour's segment, off-by-one boundaries, padding with a row, and overlapping arena offsets."""
     from tests.taps.random_batches import compare_rows
 
     assert [said for seed in range(30) if (said := compare_rows(seed, torch.device("cuda")))] == []

@@ -67,16 +67,18 @@ class CaptureBatch:
 
     def projections(self) -> tuple[bytes, ...]:
         """Return every format in which rows can leave, for any first positions."""
-        formats = (each for resolved in self.resolved for row in resolved.token_programs for each in row.row_formats)
+        formats = (
+            each for resolved in self.resolved for program in resolved.token_programs for each in program.row_formats
+        )
         return tuple(dict.fromkeys(each.projection for each in formats))
 
     def plan_at(self, first: Sequence[int]) -> CapturePlan:
         """Return the plan for the given first positions, one per request."""
         spans = list(self._spans(first))
-        request_ids, rows, start, count = zip(*spans, strict=True) if spans else ((), (), (), ())
+        request_ids, programs, start, count = zip(*spans, strict=True) if spans else ((), (), (), ())
         counts = np.array(count, dtype=np.int64)
-        streams = make_row_streams(request_ids, rows, counts)
-        return CapturePlan(streams, np.array(start, dtype=np.int64), counts, int(counts @ _rows_per_token(rows)))
+        streams = make_row_streams(request_ids, programs, counts)
+        return CapturePlan(streams, np.array(start, dtype=np.int64), counts, int(counts @ _rows_per_token(programs)))
 
     def _spans(self, first: Sequence[int]) -> Iterator[tuple[str, TokenProgram, int, int]]:
         requests = zip(self.request_ids, self.resolved, first, self.count.tolist(), strict=True)
@@ -91,51 +93,53 @@ class SteadyCaptureBatch:
     """A batch whose capturing requests have all reached their last segment, so that one plan serves every position."""
 
     request_ids: tuple[str, ...]
-    rows: tuple[TokenProgram | None, ...]
+    programs: tuple[TokenProgram | None, ...]
     """Program of each request's last segment, in batch order."""
 
     @cached_property
     def _rows_per_token(self) -> IntArray:
-        return _rows_per_token(self.rows)
+        return _rows_per_token(self.programs)
 
     @cached_property
     def _decode_streams(self) -> tuple[RowStream, ...]:
-        return make_row_streams(self.request_ids, self.rows, np.ones(len(self.request_ids), dtype=np.int64))
+        return make_row_streams(self.request_ids, self.programs, np.ones(len(self.request_ids), dtype=np.int64))
 
     def plan(self, first: IntArray, count: IntArray) -> CapturePlan:
         """Return the plan for ``count`` tokens of each request from the positions ``first`` on, both ``[requests]``."""
         streams = self._decode_streams
         if any(stream.arena_rows is not None for stream in streams) and (count != 1).any():
-            streams = make_row_streams(self.request_ids, self.rows, count)
+            streams = make_row_streams(self.request_ids, self.programs, count)
         return CapturePlan(streams, first, count, int(count @ self._rows_per_token))
 
 
 def make_row_streams(
-    request_ids: Sequence[str], rows: Sequence[TokenProgram | None], count: IntArray
+    request_ids: Sequence[str], programs: Sequence[TokenProgram | None], count: IntArray
 ) -> tuple[RowStream, ...]:
     """Group spans by row format.
 
     Args:
         request_ids: Request of each span.
-        rows: Program of each span's tokens; None stores nothing.
+        programs: Program of each span's tokens; None stores nothing.
         count: Number of tokens of each span, ``[spans]``.
     """
     by_format: dict[bytes, list[tuple[int, RowFormat]]] = {}
-    for span, row in enumerate(rows):
-        for row_format in () if row is None else row.row_formats:
+    for span, program in enumerate(programs):
+        for row_format in () if program is None else program.row_formats:
             by_format.setdefault(row_format.projection, []).append((span, row_format))
     return tuple(
         RowStream(
             RowIndex(tuple(request_ids[span] for span, _ in found), tuple(each.codes for _, each in found), projection),
             np.array([span for span, _ in found], dtype=np.int64),
-            None if len(by_format) == 1 else _arena_rows(found, _rows_per_token(rows), count),
+            None if len(by_format) == 1 else _arena_rows(found, _rows_per_token(programs), count),
         )
         for projection, found in by_format.items()
     )
 
 
-def _rows_per_token(rows: Sequence[TokenProgram | None]) -> IntArray:
-    return np.fromiter((0 if row is None else len(row.captures) for row in rows), np.int64, len(rows))
+def _rows_per_token(programs: Sequence[TokenProgram | None]) -> IntArray:
+    return np.fromiter(
+        (0 if program is None else len(program.captures) for program in programs), np.int64, len(programs)
+    )
 
 
 def _arena_rows(found: Sequence[tuple[int, RowFormat]], per_token: IntArray, count: IntArray) -> IntArray | None:

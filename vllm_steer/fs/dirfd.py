@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""File operations relative to an open directory descriptor. They keep working when the directory's path changes, and
-never follow a symbolic link in the last path component."""
+"""File operations relative to an open directory descriptor.
+
+They keep working when the directory's path changes, and never follow a symbolic link in the last path component.
+"""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ class TooLargeError(AccessError):
 
 
 class KeyLimitError(AccessError):
-    """The requests of one API key together would exceed a limit; ``Retry-After`` says when to retry."""
+    """The requests of one API key together would exceed a limit; retry after `Retry-After` seconds."""
 
     def __init__(self, field: str, problem: str, retry_after: int = 1) -> None:
         super().__init__(field, problem)
@@ -32,4 +32,4 @@ class KeyLimitError(AccessError):
 
 
 class ServerFullError(AccessError):
-    """The requests of all keys together would exceed a limit; ``Retry-After`` says when to retry."""
+    """The requests of all keys together would exceed a limit; retry after `Retry-After` seconds."""

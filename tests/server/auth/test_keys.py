@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.server.auth.guarded import client_of, make_guarded_app, start, write_keys
-from tests.server.test_flags import error_of, parser_of_a_server
+from tests.server.test_flags import error_of, server_parser
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import REGISTRY_VARIABLE
 from vllm_steer.server.apply_flags import apply_flags
@@ -128,9 +128,7 @@ def test_keys_flag(path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: 
     """Catches a server that starts without its keys, and a relative path that is resolved again later."""
     write_keys(path, {"me": []})
     monkeypatch.chdir(path.parent)
-    assert parser_of_a_server().parse_args(["--enable-steering", "--steering-keys", path.name]).steering_keys == str(
-        path
-    )
+    assert server_parser().parse_args(["--enable-steering", "--steering-keys", path.name]).steering_keys == str(path)
     assert "--enable-steering" in error_of(capsys, "--steering-keys", str(path))
     assert "no HTTP" in error_of(capsys, "--enable-steering", "--steering-keys", str(path), middleware=False)
     path.write_text("{")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An application that answers as vLLM does, and what was captured for its answers."""
+"""An application that responds like vLLM, with prepared capture results."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def done(data: Any, status: Any = "ok", error: str | None = None) -> Future[Capt
 def make_capturing_app(
     results: list[dict[str, Future[CaptureResult]]], *, prompts: int = 1, runs: int = 1, **flags: int
 ) -> FastAPI:
-    """`/v1/completions` with a choice for each of `results`, and their end already reached `runs` times.
+    """Return an app whose ``/v1/completions`` returns one choice per entry of ``results``.
 
-    Samples end in the order of the list reversed, and outside of the request, as they do in vLLM.
+    Samples finish in reverse order and outside of the request's context, as in vLLM; ``runs`` times each.
     """
     app = FastAPI()
     app.state.args = SimpleNamespace(**flags)

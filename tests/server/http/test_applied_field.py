@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``steering_applied`` goes into answers, and changes nothing else of them."""
+"""``steering_applied`` is inserted into responses, which otherwise stay unchanged."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def body(messages: list[Any]) -> bytes:
 
 
 @pytest.mark.parametrize("pieces", [[b'{"a": 1}'], [b"", b'{"a"', b": 1}"], [b"{}"]])
-async def test_json(pieces: list[bytes]) -> None:
-    """Catches an answer that is no JSON any more, and a length that is that of another."""
+async def test_inserts_the_field_into_json(pieces: list[bytes]) -> None:
+    """Catches invalid JSON and a stale content-length."""
     messages = await sent(JSON, pieces)
     assert json.loads(body(messages)) == {"steering_applied": APPLIED, **json.loads(b"".join(pieces))}
     assert dict(messages[0]["headers"])[b"content-length"] == str(len(body(messages))).encode()
@@ -54,8 +54,8 @@ async def test_json(pieces: list[bytes]) -> None:
         [b"data: {}\n\n", b'data: {"a": 2}\n\n'],
     ],
 )
-async def test_streams(pieces: list[bytes]) -> None:
-    """Catches a stream of which no event, each event or the wrong line says it."""
+async def test_inserts_the_field_into_the_first_event(pieces: list[bytes]) -> None:
+    """Catches the field in no event, in every event, or in the wrong line."""
     out = body(await sent(STREAM, pieces))
     events = [json.loads(line[6:]) for line in out.split(b"\n") if line.startswith(b"data: {")]
     assert events[0].pop("steering_applied") == APPLIED
@@ -74,6 +74,6 @@ async def test_streams(pieces: list[bytes]) -> None:
         (JSON, [b"{\x1f\x8b"], {"content-encoding": "gzip"}),
     ],
 )
-async def test_other_answers_pass_as_they_are(kind: str, pieces: list[bytes], more: dict[str, Any]) -> None:
-    """Catches bytes put where there is no JSON object, and answers of plain requests that are touched."""
+async def test_leaves_other_responses_unchanged(kind: str, pieces: list[bytes], more: dict[str, Any]) -> None:
+    """Catches changes to responses that are not JSON objects, and to responses of plain requests."""
     assert body(await sent(kind, pieces, **more)) == b"".join(pieces)

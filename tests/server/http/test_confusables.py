@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys that look like ours."""
+"""Detection of keys that look like our fields."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from vllm_steer.server.http.confusables import resembles
         "ﬆeering", "ﷺring\u200bsteerinɡ", "\u200b" * 10_000 + "stееring", "ж" * 10_000 + "steering",
     ],
 )  # fmt: skip
-def test_what_reads_as_our_word(name: str) -> None:
-    """Catches a key that is passed over although somebody has written it to be ours."""
+def test_detects_confusable_names(name: str) -> None:
+    """Catches a name ignored although a reader takes it for ours."""
     assert resembles(name, "steering")
 
 
@@ -32,8 +32,8 @@ def test_what_reads_as_our_word(name: str) -> None:
     ["", "s", "temperature", "steeri", "steersing", "рулевое управление", "本文検索機能追加", "große", "ééééé",
      "ﷺring", "stжжжжжg", "ste\nжжring", "ﷺ" * 10_000, "sжжжж" * 10_000],
 )  # fmt: skip
-def test_what_does_not(name: str) -> None:
-    """Catches a check that refuses other people's keys, in whatever alphabet."""
+def test_accepts_unrelated_names(name: str) -> None:
+    """Catches refusals of unrelated names in any alphabet."""
     assert not resembles(name, "steering")
 
 
@@ -48,8 +48,8 @@ LONG = {
 
 @pytest.mark.parametrize("case", LONG)
 @pytest.mark.parametrize("word", ["steering", "capture"])
-def test_a_long_name_is_not_gone_through_in_python(case: str, word: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a key of a plain request that holds up the event loop: a step or a normalisation for each character."""
+def test_long_names_take_few_python_calls(case: str, word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches Python calls per character, which would block the event loop."""
     monkeypatch.setattr(confusables, "_SKELETONS", confusables._SkeletonCache())
     resembles("é", word)  # compiles the pattern
     steps = 0
@@ -68,8 +68,8 @@ def test_a_long_name_is_not_gone_through_in_python(case: str, word: str, monkeyp
     assert steps < 500
 
 
-def test_characters_are_kept_in_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a memory that strangers fill, and names that are read otherwise when it is full."""
+def test_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a cache that clients can fill without limit, and wrong results after it is cleared."""
     seen = confusables._SkeletonCache()
     monkeypatch.setattr(confusables, "_SKELETONS", seen)
     assert not resembles("".join(map(chr, range(0x80, 0x80 + 2 * seen.MAX_SIZE))), "steering")

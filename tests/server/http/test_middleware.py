@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The middleware, before a FastAPI application that keeps unknown fields and ignores them, as vLLM does."""
+"""The middleware in front of an application that accepts and ignores unknown fields, like vLLM."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ def refusal(response: httpx.Response, status: int = 400) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("route", STEERABLE_ROUTES[:-1])
-async def test_fields_pass_where_they_are_applied(route: str, client: httpx.AsyncClient) -> None:
-    """Catches a refusal of what is served."""
+async def test_accepts_fields_on_steerable_routes(route: str, client: httpx.AsyncClient) -> None:
+    """Catches a refusal on a supported route."""
     response = await client.post(route, json=FIELDS)
     assert response.json()["steered"] is True
 
 
-async def test_requests_without_fields_pass(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_passes_requests_without_fields(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     """Catches a plain request that is refused, or that waits for the engine."""
     for body in ({}, {"prompt": '"steering" is "steering_vectors"'}, {"steering": None}):
         assert (await client.post(ROUTE, json=body)).json() == {"steered": False}
@@ -77,7 +77,7 @@ async def test_requests_without_fields_pass(client: httpx.AsyncClient, engine: F
     assert engine.calls == []
 
 
-async def test_the_engine_is_asked_once(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_queries_the_engine_once(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     """Catches an RPC to every worker for every steered request."""
     for _ in range(3):
         await client.post(ROUTE, json=FIELDS)
@@ -85,8 +85,8 @@ async def test_the_engine_is_asked_once(client: httpx.AsyncClient, engine: FakeE
 
 
 @pytest.mark.parametrize("name", ["steering_vectors", "steering"])
-async def test_other_routes_refuse(name: str, engine: FakeEngine) -> None:
-    """Catches a route that ignores the fields and answers, or that does its work before it is refused."""
+async def test_refuses_fields_on_other_routes(name: str, engine: FakeEngine) -> None:
+    """Catches a route that ignores the fields, or that runs before the refusal."""
     app = make_app(engine)
     error = refusal(await client_of(app).post("/tokenize", json={name: [1]}))
     assert error["param"] == name
@@ -94,14 +94,14 @@ async def test_other_routes_refuse(name: str, engine: FakeEngine) -> None:
     assert app.state.tokenized == 0
 
 
-async def test_a_route_that_drops_the_fields_after_all_is_caught(client: httpx.AsyncClient) -> None:
+async def test_refuses_responses_of_routes_that_drop_the_fields(client: httpx.AsyncClient) -> None:
     """Catches fields that pass every check and are then not applied."""
     assert refusal(await client.post("/invocations", json=FIELDS))["param"] == "steering_vectors"
     assert (await client.post("/invocations", json={"a": 1})).json() == {"unsteered": ["a"]}
 
 
-async def test_an_engine_without_steering_refuses() -> None:
-    """Catches steering that is ignored since the server was started without it."""
+async def test_refuses_fields_without_enable_steering() -> None:
+    """Catches fields ignored by a server that runs without steering."""
     client = client_of(make_app(FakeEngine(steering=False)))
     for route in (ROUTE, "/tokenize"):
         refusal(await client.post(route, json=FIELDS))
@@ -110,8 +110,8 @@ async def test_an_engine_without_steering_refuses() -> None:
     assert (await client.post(ROUTE, json={"steering": None})).json() == {"steered": False}
 
 
-async def test_a_server_without_an_engine_refuses() -> None:
-    """Catches the render server, which has no engine, failing with HTTP 500 or ignoring the fields."""
+async def test_refuses_fields_without_an_engine() -> None:
+    """Catches HTTP 500 or ignored fields on the render server, which has no engine."""
     refusal(await client_of(make_app(None)).post(ROUTE, json=FIELDS))
 
 
@@ -124,15 +124,15 @@ async def test_a_server_without_an_engine_refuses() -> None:
         ('{"steering": ' + "1" * 5000 + "}", "body"),
     ],
 )
-async def test_what_parsing_would_hide_is_refused(body: str, param: str, client: httpx.AsyncClient) -> None:
-    """Catches one of two values being taken and the other ignored."""
+async def test_refuses_what_json_parsing_hides(body: str, param: str, client: httpx.AsyncClient) -> None:
+    """Catches one of two duplicate values silently ignored."""
     response = await client.post(ROUTE, content=body, headers={"content-type": "application/json"})
     assert refusal(response)["param"] == param
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-32-be"])
-async def test_encodings_are_no_way_around(encoding: str, client: httpx.AsyncClient) -> None:
-    """Catches fields that JSON parsers see and the search does not."""
+async def test_finds_fields_in_other_encodings(encoding: str, client: httpx.AsyncClient) -> None:
+    """Catches fields that JSON parsers see and the byte search does not."""
     body = json.dumps(FIELDS).encode(encoding)
     response = await client.post("/tokenize", content=body, headers={"content-type": "application/json"})
     assert refusal(response)["param"] == "steering_vectors"
@@ -147,8 +147,8 @@ def pieces_of(body: bytes, size: int) -> Callable[[], AsyncIterator[bytes]]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 11])
-async def test_bodies_come_in_pieces(size: int, client: httpx.AsyncClient) -> None:
-    """Catches a name that is missed since it is cut in two, and a body that is put together wrongly."""
+async def test_finds_fields_across_chunks(size: int, client: httpx.AsyncClient) -> None:
+    """Catches a name split between two chunks, and a wrongly assembled body."""
     headers = {"content-type": "application/json"}
     body = json.dumps({"decode_steering_vectors": {"post_block": {"1": vector()}}}).encode()
     response = await client.post("/tokenize", content=pieces_of(body, size)(), headers=headers)
@@ -161,9 +161,8 @@ MEBIBYTE = 1 << 20
 
 
 @pytest.mark.parametrize("first", [True, False])
-async def test_large_bodies_with_fields_are_refused(first: bool, client: httpx.AsyncClient) -> None:
-    """Catches a limit that holds only where the fields come first, or last; and an answer that a client which
-    is still sending never sees."""
+async def test_refuses_large_bodies_with_fields(first: bool, client: httpx.AsyncClient) -> None:
+    """Catches a limit enforced for only one order of the fields, and a response sent before the client has finished."""
     parts = [("pad", "x" * MEBIBYTE), *FIELDS.items()]
     body = json.dumps(dict(reversed(parts) if first else parts)).encode()
     taken = 0
@@ -179,15 +178,15 @@ async def test_large_bodies_with_fields_are_refused(first: bool, client: httpx.A
     assert taken == len(body) + MEBIBYTE
 
 
-async def test_the_limit_is_not_for_others(client: httpx.AsyncClient) -> None:
-    """Catches a plain request (with images, say) that stock vLLM serves and we refuse, or cut."""
+async def test_accepts_large_bodies_without_fields(client: httpx.AsyncClient) -> None:
+    """Catches plain requests (with images, say) that are refused or truncated."""
     response = await client.post("/raw", content=b"x" * (3 * MEBIBYTE))
     assert response.json() == {"length": 3 * MEBIBYTE}
     assert (await client.post(ROUTE, json={"prompt": "x" * (3 * MEBIBYTE)})).status_code == 200
 
 
-async def test_bodies_up_to_the_limit_pass(client: httpx.AsyncClient) -> None:
-    """Catches a limit that is smaller than it says."""
+async def test_accepts_bodies_up_to_the_limit(client: httpx.AsyncClient) -> None:
+    """Catches a limit smaller than configured."""
     body = json.dumps({**FIELDS, "pad": ""})
     body = body[:-2] + "x" * (MEBIBYTE - len(body)) + body[-2:]
     assert len(body) == MEBIBYTE
@@ -195,8 +194,8 @@ async def test_bodies_up_to_the_limit_pass(client: httpx.AsyncClient) -> None:
     assert response.json()["steered"] is True
 
 
-async def test_uploads_with_fields_are_refused(client: httpx.AsyncClient) -> None:
-    """Catches steering fields of an audio upload being dropped; and an upload without them being refused."""
+async def test_refuses_fields_in_uploads(client: httpx.AsyncClient) -> None:
+    """Catches fields of an audio upload being ignored, and an upload without fields being refused."""
     upload = {"file": ("a.wav", b"RIFF" * 100_000)}
     response = await client.post("/v1/audio/transcriptions", files=upload, data={"steering_vectors": "{}"})
     assert refusal(response)["param"] == "steering_vectors"
@@ -205,7 +204,7 @@ async def test_uploads_with_fields_are_refused(client: httpx.AsyncClient) -> Non
 
 
 async def post_raw(app: FastAPI, route: str, receive: Callable[[], Awaitable[Any]]) -> list[dict[str, Any]]:
-    """The messages that the application sends, which httpx would put together."""
+    """Return the ASGI messages of the response, which httpx would merge."""
     app.add_middleware(SteeringMiddleware)
     sent: list[dict[str, Any]] = []
 
@@ -218,7 +217,7 @@ async def post_raw(app: FastAPI, route: str, receive: Callable[[], Awaitable[Any
     return sent
 
 
-async def test_streams_pass_piece_by_piece(engine: FakeEngine) -> None:
+async def test_passes_streams_unbuffered(engine: FakeEngine) -> None:
     """Catches a stream that is held back until its end."""
     messages: list[dict[str, Any]] = [{"type": "http.request", "body": b"{}", "more_body": False}]
 
@@ -232,8 +231,8 @@ async def test_streams_pass_piece_by_piece(engine: FakeEngine) -> None:
     assert pieces == [b"data: 0\n\n", b"data: 1\n\n", b"data: 2\n\n"]
 
 
-async def test_strangers_are_turned_away_unread(engine: FakeEngine) -> None:
-    """Catches the middleware, which stands before vLLM's authentication, doing work for anyone."""
+async def test_reads_no_body_before_authentication(engine: FakeEngine) -> None:
+    """Catches body checks for clients that vLLM's authentication rejects."""
     app = make_app(engine)
 
     class Authentication:
@@ -255,8 +254,8 @@ async def test_strangers_are_turned_away_unread(engine: FakeEngine) -> None:
     assert taken == []
 
 
-async def test_a_refusal_keeps_the_headers_of_the_answer(engine: FakeEngine) -> None:
-    """Catches a browser that is not shown the reason, since the headers that allow it are lost."""
+async def test_refusals_keep_response_headers(engine: FakeEngine) -> None:
+    """Catches lost CORS headers, without which a browser hides the error."""
     app = make_app(engine)
     app.add_middleware(CORSMiddleware, allow_origins=["http://me"])
     response = await client_of(app).post("/tokenize", json=FIELDS, headers={"origin": "http://me"})
@@ -265,8 +264,8 @@ async def test_a_refusal_keeps_the_headers_of_the_answer(engine: FakeEngine) -> 
     assert int(response.headers["content-length"]) == len(response.content)
 
 
-async def test_other_middlewares_may_read_the_body(engine: FakeEngine) -> None:
-    """Catches HTTP 500 where a user's own middleware reads bodies before any route does."""
+async def test_supports_middleware_that_reads_the_body(engine: FakeEngine) -> None:
+    """Catches HTTP 500 if a user's middleware reads the body before the route."""
     app = make_app(engine)
 
     class Reader:
@@ -289,7 +288,7 @@ async def test_other_middlewares_may_read_the_body(engine: FakeEngine) -> None:
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_rejects_websocket_events_with_fields(nested: bool, engine: FakeEngine) -> None:
-    """Catches a realtime session whose events name steering, and that goes on unsteered."""
+    """Catches a realtime session that ignores steering fields and continues."""
     app = make_app(engine)
     seen: list[str] = []
 
@@ -318,14 +317,14 @@ def test_rejects_websocket_events_with_fields(nested: bool, engine: FakeEngine) 
     assert [json.loads(each) for each in seen] == [plain]
 
 
-async def test_a_root_path_is_not_part_of_the_route(engine: FakeEngine) -> None:
-    """Catches every steered request being refused behind a proxy."""
+async def test_ignores_the_root_path(engine: FakeEngine) -> None:
+    """Catches refusals of all steered requests behind a proxy."""
     client = client_of(make_app(engine, root_path="/behind"))
     assert (await client.post(f"/behind{ROUTE}", json=FIELDS)).json()["steered"] is True
 
 
-async def test_a_client_that_leaves_ends_the_request(engine: FakeEngine) -> None:
-    """Catches a loop that waits for the rest of a body that never comes."""
+async def test_a_disconnect_ends_the_request(engine: FakeEngine) -> None:
+    """Catches waiting for the rest of a body after the client has disconnected."""
     start: dict[str, Any] = {"type": "http.request", "body": b'{"steer', "more_body": True}
     messages: list[dict[str, Any]] = [{"type": "http.disconnect"}, start]
 
@@ -336,8 +335,8 @@ async def test_a_client_that_leaves_ends_the_request(engine: FakeEngine) -> None
     assert messages == []
 
 
-async def test_a_steered_request_that_found_no_room_may_be_tried_again(engine: FakeEngine) -> None:
-    """Catches a 503 that does not say when to come back, and one of the server's own that is taken for ours."""
+async def test_admission_timeouts_have_retry_after(engine: FakeEngine) -> None:
+    """Catches HTTP 503 without Retry-After, and Retry-After on the server's own HTTP 503."""
     app = FastAPI()
     app.state.args = SimpleNamespace(steering_max_body_mib=1)
     app.state.engine_client = engine
@@ -357,8 +356,8 @@ async def test_a_steered_request_that_found_no_room_may_be_tried_again(engine: F
 
 
 @pytest.mark.parametrize("route", [ROUTE, "/v1/messages"])
-async def test_so_may_one_that_everybodys_steering_or_capture_kept_waiting(route: str, engine: FakeEngine) -> None:
-    """Catches a 503 for want of room that says so only to those who asked for something themselves."""
+async def test_admission_timeouts_of_global_steering_have_retry_after(route: str, engine: FakeEngine) -> None:
+    """Catches Retry-After missing for requests that are steered or captured only by server-wide settings."""
     app = FastAPI()
     app.state.args = SimpleNamespace(steering_max_body_mib=1)
     app.state.engine_client = engine
@@ -375,8 +374,8 @@ async def test_so_may_one_that_everybodys_steering_or_capture_kept_waiting(route
     assert "retry-after" not in (await client.post(route, json={})).headers
 
 
-async def test_a_registry_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches an answer that leaves global steering out, or HTTP 500, when the folder of the registry is gone."""
+async def test_an_unreadable_registry_is_http_503(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches responses without global steering, or HTTP 500, if the registry's folder is gone."""
     engine = FakeEngine()
     await ensure_engine_context(engine)
 
@@ -392,10 +391,10 @@ async def test_a_registry_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("fields", [{}, {"steering_modules": ["calm"]}])
-async def test_content_that_cannot_be_read_is_nobodys_bad_request(
+async def test_damaged_modules_are_http_503(
     fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches a 400, which nobody tries again and no alert counts, for a damaged file of the registry."""
+    """Catches HTTP 400, which clients do not retry and alerts do not count, for a damaged registry file."""
     counted: list[tuple[int, str]] = []
     monkeypatch.setattr(error_response, "count_refusal", lambda *what: counted.append(what))
     engine, elsewhere = FakeEngine(), registry(DirectoryStore(tmp_path / "registry"))

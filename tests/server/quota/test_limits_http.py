@@ -16,7 +16,7 @@ from fastapi import FastAPI
 from starlette.responses import StreamingResponse
 from vllm.sampling_params import SamplingParams
 
-from tests.server.application import Body, answer_refusals
+from tests.server.application import Body, add_error_handler
 from tests.server.auth.guarded import EVERYTHING, client_of, make_guarded_app, rejected, start, write_keys
 from tests.server.fakes import HIDDEN, LAYERS, MAX_MODEL_LEN, FakeEngine, engine_context, vector
 from tests.server.http.answers import captured, done, make_capturing_app
@@ -47,7 +47,7 @@ class BlockingApp:
 
     def __init__(self, path: Path | None, **flags: object) -> None:
         self.app = FastAPI()
-        answer_refusals(self.app)
+        add_error_handler(self.app)
         self.app.state.args = SimpleNamespace(**flags, **({} if path is None else {"steering_keys": str(path)}))
         self.app.state.engine_client = FakeEngine()
         self.inside = asyncio.Semaphore(0)
@@ -352,4 +352,4 @@ async def test_response_size_limit() -> None:
 def test_a_context_without_quotas_has_no_reservation() -> None:
     """Catches a batch run, which has no books, that fails for want of them."""
     assert RequestContext().reservation is None
-    assert QuotaTracker(None).enter(None).store_bytes is None
+    assert QuotaTracker(None).reserve(None).store_bytes is None

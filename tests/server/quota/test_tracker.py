@@ -232,7 +232,7 @@ def test_limits_of_one_request() -> None:
     reservation.release()
     edit = {"kind": "add", "point": "post_block", "vector": [1.0]}
     for layers, most in (("all", LAYERS), ([0, 1, 2, 3], LAYERS)):
-        with pytest.raises(TooLargeError, match=f"has {most} layers; at most 3 .--steering-request-layers"):
+        with pytest.raises(TooLargeError, match=f"has {most} layers; at most 3 are allowed .--steering-request-layers"):
             tracker.reserve(None).reserve_program(
                 compile_program(parse_fields({"steering": [{**edit, "layers": layers}]})), None, LAYERS
             )

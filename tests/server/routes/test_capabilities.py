@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``GET /v1/steering/capabilities``, on an application of our own and on vLLM's server."""
+"""``GET /v1/steering/capabilities``, on a small application and on vLLM's server."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def ask(engine: FakeEngine) -> httpx.Response:
         return await client.get(ROUTE)
 
 
-async def test_a_refused_layer_is_named_with_its_reason() -> None:
+async def test_reports_refused_layers_with_reasons() -> None:
     """Catches a report that promises what requests are then refused."""
     report = (await ask(FakeEngine())).json()
     points = {point["name"]: point for point in report["points"]}
@@ -40,8 +40,8 @@ async def test_a_refused_layer_is_named_with_its_reason() -> None:
     assert set(report["limits"]) == set(ENGINE_LIMITS)
 
 
-async def test_an_engine_that_reads_nothing_says_so() -> None:
-    """Catches points that claim reads under pipeline parallelism, where every capture is refused."""
+async def test_reports_missing_capture_support() -> None:
+    """Catches points reported as readable under pipeline parallelism, where every capture is refused."""
     engine = FakeEngine()
     engine.vllm_config.parallel_config.pipeline_parallel_size = 2
     report = CapabilityReport.model_validate((await ask(engine)).json())
@@ -50,8 +50,8 @@ async def test_an_engine_that_reads_nothing_says_so() -> None:
     assert report.points[0].edits
 
 
-def test_ranks_are_one_model() -> None:
-    """Catches layers of a later pipeline stage that are lost, and a failed check of one rank behind another's."""
+def test_merges_the_facts_of_all_ranks() -> None:
+    """Catches layers of later pipeline stages that are lost, and a failed self-check hidden by another rank's."""
     recipe = {"layer": "a.Layer", "stream": "pair", "mid": "norm", "layers": [0, 1]}
     ranks = [
         {**REPORT, "recipes": [recipe], "self_check": {"ran": True}},
@@ -63,8 +63,8 @@ def test_ranks_are_one_model() -> None:
     assert facts["self_checks"] == [{"ran": True}, {"ran": False}]
 
 
-def test_a_server_says_what_it_serves(client: httpx.Client) -> None:
-    """Catches a route that a real server lacks, and facts that got lost on their way to it."""
+def test_reports_the_capabilities_of_a_real_server(client: httpx.Client) -> None:
+    """Catches a route that a real server lacks, and facts lost on the way to it."""
     response = client.get(ROUTE)
     assert response.status_code == 200
     report = CapabilityReport.model_validate(response.json())

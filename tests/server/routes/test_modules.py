@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``/v1/steering`` without an engine: what comes in, what goes out, and where it is documented."""
+"""``/v1/steering`` without an engine: bodies, responses and OpenAPI document."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def refused(response: httpx.Response, status: int = 400) -> dict[str, Any]:
     return error
 
 
-async def test_three_ways_in_are_one_module(client: httpx.AsyncClient) -> None:
-    """Catches a transport that reads other numbers, or loses a part."""
+async def test_all_body_forms_register_the_same_module(client: httpx.AsyncClient) -> None:
+    """Catches a body form that changes numbers or loses a part."""
     body = json.loads(json.dumps(module().to_wire()))
     body["prefill"]["pre_attn"]["2"]["vector"] = content()["prefill"]["pre_attn"][2].tolist()
     first = await client.post(MODULES, json={"name": "a", "description": "d", "provenance": {"k": "v"}, **body})
@@ -74,8 +74,8 @@ async def test_three_ways_in_are_one_module(client: httpx.AsyncClient) -> None:
     assert listed["epoch"] == 3
 
 
-async def test_vectors_are_given_when_asked_for(client: httpx.AsyncClient) -> None:
-    """Catches raw data in answers that nobody asked them of, and data that cannot be registered again."""
+async def test_returns_vectors_only_with_data(client: httpx.AsyncClient) -> None:
+    """Catches vectors in responses without `data`, and data that cannot be registered again."""
     await client.post(MODULES, json={"name": "a", **module().to_wire()})
     for response in (await client.get(MODULES), await client.get(f"{MODULES}/a")):
         assert pack_vector(vector(0))["data"] not in response.text
@@ -87,8 +87,8 @@ async def test_vectors_are_given_when_asked_for(client: httpx.AsyncClient) -> No
     assert "base" in (await client.get(SET, params={"data": True})).json()["content"]["data"]
 
 
-async def test_a_module_can_be_looked_at_and_deleted(client: httpx.AsyncClient) -> None:
-    """Catches references that do not survive a URL, and a deletion that takes more than it names."""
+async def test_gets_and_deletes_versions(client: httpx.AsyncClient) -> None:
+    """Catches references that a URL breaks, and deletion of more than was named."""
     digests = [(await client.post(MODULES, json={"name": "a", "base": base})).json()["digest"]
                for base in (BASE, {"post_block": {"2": vector(1).tolist()}})]  # fmt: skip
     assert (await client.get(f"{MODULES}/a")).json()["digest"] == digests[1]
@@ -98,11 +98,11 @@ async def test_a_module_can_be_looked_at_and_deleted(client: httpx.AsyncClient) 
     assert (await client.get(f"{MODULES}/a")).json()["versions"] == [digests[0]]
     assert (await client.delete(f"{MODULES}/a")).status_code == 200
     for response in (await client.get(f"{MODULES}/a"), await client.delete(f"{MODULES}/a")):
-        assert "no module a" in refused(response, 404)["message"]
+        assert "unknown module 'a'" in refused(response, 404)["message"]
 
 
-async def test_global_steering(client: httpx.AsyncClient) -> None:
-    """Catches a change that is not what was asked for, and an epoch that does not count it."""
+async def test_sets_and_clears_global_steering(client: httpx.AsyncClient) -> None:
+    """Catches a wrong change, and an epoch that does not count it."""
     empty = (await client.get(SET)).json()
     await client.post(MODULES, json={"name": "a", "base": BASE})
     first = (await client.post(SET, json={"modules": [["a", 2]], "base": BASE})).json()
@@ -123,10 +123,8 @@ async def test_global_steering(client: httpx.AsyncClient) -> None:
     assert len({each["digest"] for each in (empty, first, second, third)}) == 4
 
 
-async def test_bodies_are_parsed_beside_the_event_loop(
-    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Catches a large body that nothing else is served beside while it is parsed."""
+async def test_parses_bodies_in_a_thread(client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a large body that blocks the event loop."""
     threads: list[int] = []
 
     def parse(text: str | bytes, field: str) -> Any:
@@ -148,8 +146,8 @@ WRONG: dict[str, tuple[str, str, str, str]] = {
     "look-alike": (MODULES, '{"name": "c\\u0430lm", "base": {"post_block": {"1": VECTOR}}}', "name", "ASCII"),
     "nothing in it": (MODULES, '{"name": "a"}', "module", "empty"),
     "unknown field": (MODULES, '{"name": "a", "steering_vectors": {}}', "steering_vectors", "base, prefill"),
-    "key twice": (MODULES, '{"name": "a", "name": "b"}', "body", "twice"),
-    "layer twice": (MODULES, '{"name": "a", "base": {"post_block": {"1": [1], "1": [2]}}}', "body", "twice"),
+    "key twice": (MODULES, '{"name": "a", "name": "b"}', "body", "duplicate key"),
+    "layer twice": (MODULES, '{"name": "a", "base": {"post_block": {"1": [1], "1": [2]}}}', "body", "duplicate key"),
     "NaN": (MODULES, '{"name": "a", "base": {"post_block": {"1": [NaN, 1]}}}',
             "base.post_block[1][0]", "finite"),
     "huge integer": (MODULES, '{"name": "a", "base": {"post_block": {"1": [%s]}}}' % ("9" * 5000), "body", "digits"),
@@ -159,7 +157,7 @@ WRONG: dict[str, tuple[str, str, str, str]] = {
     "layer": (MODULES, '{"name": "a", "base": {"post_block": {"4": VECTOR}}}', "base.post_block[4]", "layers 0 to 3"),
     "refused site": (MODULES, '{"name": "a", "base": {"post_attn": {"2": VECTOR}}}', "base.post_attn[2]", "parallel"),
     "set nothing": (SET, "{}", "set", "is empty"),
-    "set unknown": (SET, '{"modules": ["x"]}', "modules[0]", "no module x"),
+    "set unknown": (SET, '{"modules": ["x"]}', "modules[0]", "unknown module 'x'"),
     "set probes": (SET, '{"probes": {}}', "probes", "base, prefill"),
     "set replace": (SET, '{"replace": 1}', "replace", "true or false"),
     "set too far back": (SET, '{"edits": [{"kind": "add", "point": "post_block", "layers": 1, "vector": VECTOR, '
@@ -168,8 +166,8 @@ WRONG: dict[str, tuple[str, str, str, str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-async def test_wrong_bodies(case: str, client: httpx.AsyncClient, ours: SteeringRegistry) -> None:
-    """Catches what is wrong being taken in part, and an error that does not say where."""
+async def test_refuses_wrong_bodies(case: str, client: httpx.AsyncClient, ours: SteeringRegistry) -> None:
+    """Catches wrong content applied in part, and errors that do not name the field."""
     route, body, param, words = WRONG[case]
     body = body.replace("VECTOR", json.dumps(vector(0).tolist()))
     response = await client.post(route, content=body, headers={"content-type": "application/json"})
@@ -179,8 +177,8 @@ async def test_wrong_bodies(case: str, client: httpx.AsyncClient, ours: Steering
     assert ours.snapshot().epoch == 0
 
 
-async def test_wrong_uploads(client: httpx.AsyncClient) -> None:
-    """Catches a body that is read as what it is not, or without end."""
+async def test_refuses_wrong_uploads(client: httpx.AsyncClient) -> None:
+    """Catches a body parsed as another media type, and bodies without a size limit."""
     data = write_module(module())
     assert refused(await client.post(MODULES, content=data, headers=FILE))["param"] == "name"
     assert refused(await client.post(MODULES, params={"name": "a"}, content=data[:-1], headers=FILE))["param"] == "file"
@@ -195,8 +193,8 @@ async def test_wrong_uploads(client: httpx.AsyncClient) -> None:
     assert refused(await client.post(MODULES, params={"name": "b"}, json={"name": "a"}))["param"] == "name"
 
 
-async def test_a_full_registry(client: httpx.AsyncClient) -> None:
-    """Catches a limit that is answered as if the request were malformed."""
+async def test_a_full_registry_is_http_507(client: httpx.AsyncClient) -> None:
+    """Catches a full registry reported as a malformed request."""
     full = httpx.ASGITransport(app=make_app(registry(modules=0)))
     async with httpx.AsyncClient(transport=full, base_url="http://server") as other:
         refused(await other.post(MODULES, json={"name": "a", "base": BASE}), 507)
@@ -206,8 +204,8 @@ def our_routes(app: FastAPI) -> list[Route]:
     return [route for route in app.routes if isinstance(route, Route) and route.path.startswith(STEERING_PREFIX)]
 
 
-async def test_every_route_has_a_right_and_is_documented(client: httpx.AsyncClient) -> None:
-    """Catches a route that bypasses the one place where rights and errors are seen to, or that nobody can look up."""
+async def test_every_route_declares_a_right_and_is_documented(client: httpx.AsyncClient) -> None:
+    """Catches a route without permission check or error handling, and undocumented routes."""
     app = make_app(registry())
     rights = {(route.path.removeprefix(STEERING_PREFIX), *sorted(route.methods or ())): route.right
               for route in our_routes(app) if isinstance(route, SteeringRoute)}  # fmt: skip
@@ -229,7 +227,7 @@ async def test_every_route_has_a_right_and_is_documented(client: httpx.AsyncClie
 
 
 def undescribed(document: dict[str, Any]) -> list[str]:
-    """Properties without a description, in the schemas of answers and of bodies."""
+    """Return properties without a description in the schemas of responses and bodies."""
     found = []
     schemas = {name: schema for name, schema in document["components"]["schemas"].items() if "Validation" not in name}
     for path, operations in document["paths"].items():
@@ -248,8 +246,8 @@ def conforms(body: Any, schema: dict[str, Any]) -> bool:
     return jsonschema.Draft202012Validator(schema).is_valid(json.loads(json.dumps(body)))
 
 
-def test_the_documents_forms_are_those_that_are_read() -> None:
-    """Catches a document by which a right body is wrong, or that says nothing at all."""
+def test_schemas_match_the_parsers() -> None:
+    """Catches schemas that reject valid bodies or accept everything."""
     of_module, of_set = (body["content"][JSON]["schema"] for body in (MODULE_BODY, SET_BODY))
     whole = module().to_wire()
     assert conforms({"name": "a", **whole, "provenance": {"k": "v"}, "model": None}, of_module)

@@ -193,7 +193,7 @@ class QuotaTracker:
 
     def _describe(self, limit: ServerLimit, key: Key) -> str:
         shared = f", divided among {self._processes} server processes" if self._processes > 1 else ""
-        return f"the limit of key {key.name} is {self.configured(limit, key)}: {limit.help} ({limit.flag}{shared})"
+        return f"the limit of the key {key.name} is {self.configured(limit, key)}: {limit.help} ({limit.flag}{shared})"
 
 
 class Reservation:
