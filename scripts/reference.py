@@ -213,14 +213,14 @@ def features() -> str:
                 note = OUTCOMES.get(entry["outcome"], f" ({entry['outcome']})")
                 proofs.setdefault(name, {}).setdefault(side, []).append(f"`{test.removeprefix('tests/')}`{note}")
     rows = [
-        (name, *("<br>".join(sides.get(side, ["not proven by a test"])) for side in ("steer", "capture")))
+        (name, *("<br>".join(sides.get(side, ["no test"])) for side in ("steer", "capture")))
         for name, sides in sorted(proofs.items(), key=lambda item: item[0].strip("`").lower())
     ]
     return (
         "# Features of the engine\n\n"
-        "Under each of these a request gets, steered or read, what it gets alone in an eager engine without caches; or it is\n"
-        "refused with a reason, and the row says so. The tests that prove it, as they last ended\n"
-        "(`benchmarks/results/features.json`; all passed where nothing else is said):\n\n"
+        "With each of these engine features, a steered or captured request gives the same result as alone in an eager engine\n"
+        "without caches, or it is refused, as the row says. The table lists the tests that prove it with their last outcome\n"
+        "(`benchmarks/results/features.json`; passed unless noted):\n\n"
         + table(("feature", "steer", "capture"), rows)
         + gpu_tests(table)
     )
@@ -257,19 +257,19 @@ def http() -> str:
         for cls, status, kind in ERRORS
     ]
     fields = [(f"`{name}`", field["description"]) for name, field in REQUEST_FIELDS.items()]
-    said = [(f"`{name}`", field["description"]) for name, field in ANSWER_FIELDS.items()]
+    response_fields = [(f"`{name}`", field["description"]) for name, field in ANSWER_FIELDS.items()]
     return (
-        "# HTTP\n\nThe server's own document, `/openapi.json`, has every field.\n\n## Routes\n\n"
-        + table(("method", "path", "right", "does"), rows)
+        "# HTTP\n\n`/openapi.json` of a running server documents every field.\n\n## Routes\n\n"
+        + table(("method", "path", "right", "purpose"), rows)
         + "\n## Rights\n\n"
-        "What a key of `--steering-keys` may be allowed. Steering fields of a body take `steer`, `capture` takes `capture`.\n\n"
+        "Rights of the keys in `--steering-keys`. Steering fields require `steer`, the field `capture` requires `capture`.\n\n"
         + table(("right", "to"), [(f"`{right}`", text) for right, text in RIGHT_DESCRIPTIONS.items()])
         + "\n## Errors of these routes\n\n"
         + table(("status", "type", "when"), answers)
-        + "\n## Fields of completion, chat and responses bodies\n\n"
-        + table(("field", "what"), fields)
-        + "\n## Fields of their answers\n\n"
-        + table(("field", "what"), said)
+        + "\n## Fields of completion, chat and responses requests\n\n"
+        + table(("field", "description"), fields)
+        + "\n## Fields of their responses\n\n"
+        + table(("field", "description"), response_fields)
     )
 
 

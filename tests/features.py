@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which test proves what of ours under which feature of the engine: marks in the tests, and a record of how they ended.
+"""Record of the tests that prove steering and capture with each engine feature (``pytest.mark.feature``).
 
     python -m pytest -m feature --features benchmarks/results/features.json
 
-brings the record up to date; ``scripts/reference.py`` makes the table of ``docs/reference/features.md`` from it.
+updates the record; ``scripts/reference.py`` generates ``docs/reference/features.md`` from it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ RECORD = ROOT / "benchmarks" / "results" / "features.json"
 
 
 class FeatureRecord:
-    """Notes how marked tests end, and writes it over what the file says of the same tests; of others it says what it
-    said, or that they were not run."""
+    """Pytest plugin that writes the outcomes of marked tests to the record; tests that did not run keep their entry."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -44,7 +43,7 @@ class FeatureRecord:
     def pytest_sessionfinish(self) -> None:
         record = json.loads(self.path.read_text()) if self.path.exists() else {}
         for name, outcomes in self.outcomes.items():
-            # Skipped: another machine's kind; what is known of it stays.
+            # Skipped on this machine: keep the outcome from another one.
             if outcomes == {"skipped"} and name in record:
                 continue
             worst = next(outcome for outcome in ("failed", "skipped", "passed") if outcome in outcomes)
@@ -57,12 +56,12 @@ class FeatureRecord:
 
 
 def _function(nodeid: str) -> str:
-    """A test without its parameters."""
+    """Return a test's id without its parameters."""
     return nodeid.partition("[")[0]
 
 
 def marked_tests() -> dict[str, list[list[str]]]:
-    """All marked test functions with their marks, read from the source."""
+    """Return all marked test functions with their marks, read from the source."""
     return dict(_marked())
 
 

@@ -16,7 +16,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import load
 
-from tests.server.hostile.leaving import ROUND_BYTES, Leavers, resident
+from tests.server.hostile.leaving import ROUND_BYTES, DisconnectingClients, resident_bytes
 from tests.server.server import HIDDEN, MODEL, run_server, vllm_command
 from vllm_steer import audit
 from vllm_steer.fs.shared_tempdir import LOCK_FILES
@@ -232,10 +232,10 @@ async def test_disconnects_leave_nothing_behind(server: tuple[str, Path]) -> Non
     url, temporary = server
     port = httpx.URL(url).port
     assert port is not None
-    leavers = Leavers(url)
+    leavers = DisconnectingClients(url)
     for first, last, concurrency in ((0, 100, 2), (100, 300, 8), (300, ROUNDS // 2, 24)):
         await leavers.rounds(first, last, concurrency)
-    half_way = resident(port)
+    half_way = resident_bytes(port)
     await leavers.rounds(ROUNDS // 2, ROUNDS, 24)
     with httpx.Client(base_url=url, timeout=120) as client:
         # All rows and vectors are free: else these wait until they are refused.
@@ -253,4 +253,4 @@ async def test_disconnects_leave_nothing_behind(server: tuple[str, Path]) -> Non
     assert len(stored_files(temporary)) <= ROUNDS // 10, (leavers.answered, leavers.crossed)
     assert leavers.answered < ROUNDS // 2, "most clients were too slow to vanish"
     # The prompt's rows of one round in two, in any process: with heaps of their own, allocators alone did half of that.
-    assert resident(port) - half_way < ROUNDS // 2 * ROUND_BYTES // 2
+    assert resident_bytes(port) - half_way < ROUNDS // 2 * ROUND_BYTES // 2

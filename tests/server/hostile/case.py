@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One hostile request, how it is sent, and what is wrong with an answer to it."""
+"""A hostile request, how it is sent, and the check of its response."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _PIECE = 1 << 16
 
 @dataclass(frozen=True)
 class Case:
-    """A request that has to be refused."""
+    """A request that must be refused."""
 
     name: str
     method: str
@@ -52,7 +52,7 @@ class Case:
 
 
 def send(client: httpx.Client, case: Case) -> httpx.Response:
-    """The answer to a case, over a connection of ``client``."""
+    """Send a case on a connection of ``client`` and return the response."""
     headers = dict(case.headers)
     if case.content_type is not None:
         headers["content-type"] = case.content_type
@@ -67,7 +67,7 @@ def _pieces(body: bytes) -> Iterator[bytes]:
 
 
 def fault(case: Case, response: httpx.Response) -> str | None:
-    """What is wrong with the answer, or None: it is 4xx, in OpenAI's form, and says what and where."""
+    """Return what is wrong with the response, or None if it is 4xx in OpenAI's form with reason and field."""
     if not 400 <= response.status_code < 500:
         return f"{case}: HTTP {response.status_code}: {response.text[:300]}"
     if case.answer == "framework":
@@ -88,7 +88,7 @@ def fault(case: Case, response: httpx.Response) -> str | None:
 
 
 def greedy(client: httpx.Client) -> dict[str, Any]:
-    """A plain greedy answer, less what differs between any two."""
+    """Return a plain greedy completion without the parts that differ between any two."""
     body = {"model": MODEL, "prompt": PROMPT, "temperature": 0, "max_tokens": 8, "logprobs": 5}
     response = client.post("/v1/completions", json=body)
     assert response.status_code == 200, response.text

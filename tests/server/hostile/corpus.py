@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All hostile requests, by category: the tests send them, and the page docs/reference/bad-input.md counts them."""
+"""All hostile requests by category. The tests send them, and docs/reference/bad-input.md counts them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ _NEEDS_A_PROMPT = frozenset({"tokens: before the prompt", "tokens: more stretche
 
 
 def in_bodies(hostile: fragments.Fragments) -> Iterator[Case]:
-    """Each fragment in a body of every route that carries our fields, and of our own where it can mean something."""
+    """Yield each fragment in a body of every route that supports our fields, and of our routes where it has a
+    meaning."""
     streams = itertools.cycle((False, True))
     for name, text in hostile.items():
         broken = _is_broken(text)  # vLLM's own error, for a route that reads its body itself, names no field
@@ -60,7 +61,7 @@ def _files() -> Iterator[Case]:
 
 @dataclass(frozen=True)
 class Category:
-    """One kind of hostility."""
+    """One kind of hostile input."""
 
     what: str
     """For the page."""
@@ -110,5 +111,5 @@ CATEGORIES: dict[str, Category] = {
 
 
 def counts() -> dict[str, int]:
-    """How many requests each category has."""
+    """Return the number of requests per category."""
     return {name: sum(1 for _ in category.make()) for name, category in CATEGORIES.items()}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hostile safetensors files, and files that are something else."""
+"""Hostile safetensors files, and files of other formats."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GOOD = save({"base.post_block.1": _VECTOR})
 
 
 def file_of(header: object, data: bytes = _VECTOR.tobytes(), size: int | None = None) -> bytes:
-    """A file with that header, as text or as what JSON makes of it; ``size``: what it claims its header's length is."""
+    """Return a file with this header, as text or as JSON; ``size`` is the header length that it claims."""
     text = header.encode("utf-8", "surrogatepass") if isinstance(header, str) else json.dumps(header).encode()
     return (len(text) if size is None else size).to_bytes(8, "little") + text + data
 
@@ -28,12 +28,12 @@ def tensor(**parts: Any) -> dict[str, Any]:
 
 
 def one(name: str = "base.post_block.1", **parts: Any) -> bytes:
-    """A file of one tensor, with ``parts`` in the place of what is right."""
+    """Return a file of one tensor, with ``parts`` replacing the correct ones."""
     return file_of({name: tensor(**parts)})
 
 
 def about(**metadata: Any) -> bytes:
-    """A right file but for its metadata."""
+    """Return a correct file except for its metadata."""
     return file_of({"__metadata__": metadata, "base.post_block.1": tensor()})
 
 

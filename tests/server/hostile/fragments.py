@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hostile values of our fields, as the inside of a JSON object; vectors aside, which `vectors.py` has."""
+"""Hostile values of our fields, as the inside of a JSON object. Vectors are in `vectors.py`."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def at(vector: str = GOOD, layer: str = "1", point: str = "post_block", field: s
 
 
 def edit(vector: str = GOOD, **parts: object) -> str:
-    """``steering`` with one edit; ``parts`` in the place of what is right."""
+    """Return ``steering`` with one edit, with ``parts`` replacing the correct ones."""
     given = {"kind": "add", "point": "post_block", "layers": 1, **parts}
     return f'"steering": [{{{json.dumps(given)[1:-1]}, "vector": {vector}}}]'
 
@@ -81,7 +81,7 @@ def capture(consumer: str = "memory", **parts: object) -> str:
 
 
 def holding(vectors: dict[str, str]) -> Fragments:
-    """Each vector in one of the places that vectors have, in turn."""
+    """Place each vector in one of the fields that take vectors, in turn."""
     places = itertools.cycle(_PLACES)
     return {name: next(places)(vector) for name, vector in vectors.items()}
 
@@ -105,14 +105,14 @@ FIELDS = (
 
 
 def whole_fields() -> Fragments:
-    """A value of the wrong type in the place of a whole field."""
+    """Return values of a wrong type in place of a whole field."""
     return {
         f"{field} is {name}": f'"{field}": {text}' for field in FIELDS for name, text in _SCALARS.items()
     }  # fmt: skip
 
 
 def duplicates() -> Fragments:
-    """A key twice in one object, at every depth."""
+    """Return objects with a duplicate key, at every depth."""
     good, spec = at(), '{"hooks": {"post_block": [1]}}'
     return {
         "a field": f"{good}, {good}",
@@ -139,7 +139,7 @@ def duplicates() -> Fragments:
 
 
 def names() -> Fragments:
-    """Hostile names wherever a name stands."""
+    """Return hostile names in every field that takes a name."""
     found: Fragments = {}
     for i, (name, text) in enumerate(NAMES.items()):
         found[f"module: {name}"] = json.dumps({"steering_modules": [text if i % 2 else [text, 1.5]]})[1:-1]
@@ -164,7 +164,7 @@ def names() -> Fragments:
 
 
 def lookalikes() -> Fragments:
-    """Keys that a reader takes for one of ours: they would be ignored, so they have to be refused."""
+    """Return keys that look like our fields and must be refused because they would be ignored."""
     keys = {
         "a letter too few": "steering_vector", "a letter too many": "steering_vectorss", "a dash": "steering-vectors",
         "a space behind": "steering_vectors ", "capitals": "Steering_Vectors", "all capitals": "STEERING",
@@ -183,7 +183,7 @@ def lookalikes() -> Fragments:
 
 
 def places() -> Fragments:
-    """Our fields and our own inner keys where they would be ignored, or are not for clients."""
+    """Return our fields in places where they would be ignored, and internal keys."""
     good = f"{{{at()}}}"
     inner = ("steer", "steer_capture", "steer_modules", "steer_applied", "steer_prompt")
     return {
@@ -211,7 +211,7 @@ _INTEGERS: dict[str, object] = {
 
 
 def selectors() -> Fragments:
-    """Hostile layers and tokens."""
+    """Return hostile layers and tokens."""
     found = {f"layers: {name}": edit(layers=value) for name, value in _INTEGERS.items()}
     found |= {
         f"hooks: {name}": json.dumps({"capture": {"memory": {"hooks": {"pre_attn": value}}}})[1:-1]
@@ -232,7 +232,7 @@ def selectors() -> Fragments:
 
 
 def parts() -> Fragments:
-    """Hostile parts of edits, references and specs."""
+    """Return hostile parts of edits, references and specs."""
     numbers: dict[str, object] = {
         "a word": "1", "true": True, "a list": [1], "an object": {}, "1e39": 1e39, "10 ** 400": 10**400,
         "NaN": float("nan"), "-Infinity": float("-inf"),

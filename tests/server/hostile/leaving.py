@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients that vanish in the middle of a steered request with captures, each in one of many ways."""
+"""Clients that disconnect during a steered request with captures, in many ways."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _HANDLE = re.compile(rb'"id": ?"([\w-]{43})"')
 
 
 @dataclass
-class Leavers:
-    """Rounds of clients that leave; what they were given is theirs, and they delete it.
+class DisconnectingClients:
+    """Rounds of clients that disconnect. They delete the captures that they received.
 
-    An answer may cross with a leaving: it is sent when the client has gone, before the server knows. Most say farewell
-    and then read what still comes, so that this is known, however slow the machine is. Who leaves without a farewell
-    reads what has come in the instant before; only what comes in that instant is not known.
+    A response can cross with a disconnect: it is sent before the server detects it. Most clients shut down their side
+    first and then read what arrives, so that such responses are counted on any machine. A client that closes at once
+    reads only what arrived before.
     """
 
     url: str
@@ -117,8 +117,8 @@ def _request(where: httpx.URL, body: dict[str, Any]) -> bytes:
     return f"{head}content-length: {len(data)}\r\n\r\n".encode() + data
 
 
-def resident(port: int) -> int:
-    """Bytes in memory of all processes of the server on ``port``: API servers, engines, and their parent."""
+def resident_bytes(port: int) -> int:
+    """Return the memory in bytes of all processes of the server on ``port``: API servers, engines, and their parent."""
     mains = [process for process in psutil.Process().children(recursive=True) if str(port) in _command(process)]
     processes = {process.pid: process for main in mains for process in (main, *main.children(recursive=True))}
     return sum(process.memory_info().rss for process in processes.values())

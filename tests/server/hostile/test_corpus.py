@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hostile requests to a real server: each is refused in words, and the server goes on as before."""
+"""Hostile requests to a real server: it refuses each with a reason and keeps working."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ MOST_SHOWN = 20
 
 @pytest.mark.failure(14)
 @pytest.mark.parametrize("name", CATEGORIES)
-def test_a_category_is_refused(name: str, client: httpx.Client) -> None:
-    """Catches a request that is served, or ends in HTTP 500, or in an error that does not say what is wrong and where;
-    and a server that answers otherwise afterwards."""
+def test_refuses_every_request_of_a_category(name: str, client: httpx.Client) -> None:
+    """Catches accepted requests, HTTP 500, errors without reason or field, and a server whose later responses
+    differ."""
     before = greedy(client)
     faults = [problem for case in CATEGORIES[name].make() if (problem := fault(case, send(client, case)))]
     assert not faults, "\n".join([f"{len(faults)} of them:", *faults[:MOST_SHOWN]])
@@ -26,8 +26,8 @@ def test_a_category_is_refused(name: str, client: httpx.Client) -> None:
     assert greedy(client) == before
 
 
-def test_the_corpus_is_large_and_reaches_every_route() -> None:
-    """Catches a category that has become empty, and a carrying route that no hostile body is sent to."""
+def test_the_corpus_covers_every_route() -> None:
+    """Catches a category that has become empty, and a steerable route without hostile bodies."""
     cases = {name: list(category.make()) for name, category in CATEGORIES.items()}
     assert min(len(made) for made in cases.values()) >= 50
     assert sum(len(made) for made in cases.values()) >= 1000
@@ -35,8 +35,8 @@ def test_the_corpus_is_large_and_reaches_every_route() -> None:
     assert set(CARRYING) == set(STEERABLE_ROUTES)
 
 
-def test_what_is_served_is_a_fault() -> None:
-    """Catches a judge that lets everything pass: answers as a broken server would give them."""
+def test_the_check_rejects_broken_responses() -> None:
+    """Catches a check that accepts responses of a broken server."""
     case = Case("x", "POST", SET)
     good = {"message": "x: is wrong", "type": "BadRequestError", "param": "x", "code": 400}
     assert fault(case, httpx.Response(400, json={"error": good})) is None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that are hostile around their fields: types, encodings, sizes, methods and paths."""
+"""Requests with hostile media types, encodings, sizes, methods and paths."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _of(route: str) -> Answer:
 
 
 def media_types() -> Iterator[Case]:
-    """Bodies that are right, under a type that is not theirs."""
+    """Yield correct bodies with a wrong media type."""
     types = (
         None, "", "text/plain", "text/json", "application/x-www-form-urlencoded", "multipart/form-data", "*/*",
         "multipart/form-data; boundary=x", "application/pickle", "application/x-python-serialize", "application/zip",
@@ -52,7 +52,7 @@ def media_types() -> Iterator[Case]:
 
 
 def encodings() -> Iterator[Case]:
-    """Bodies whose bytes are not what they are said to be, or that are cut short."""
+    """Yield bodies with a wrong or truncated encoding."""
     bomb = gzip.compress(bytes(1 << 26))
     for route, body in RIGHT.items():
         text = body.encode()
@@ -91,7 +91,7 @@ def encodings() -> Iterator[Case]:
 
 
 def sizes() -> Iterator[Case]:
-    """Bodies over the limit, with and without their length, and within it with very much in them."""
+    """Yield bodies over the limit, with and without a length, and bodies within it with many entries."""
     spaces = b" " * (LIMIT + 1)
     for route, body in RIGHT.items():
         text = body.encode()
@@ -113,7 +113,7 @@ def sizes() -> Iterator[Case]:
 
 
 def paths() -> Iterator[Case]:
-    """Names, handles, queries and methods that lead nowhere."""
+    """Yield unknown names, ids, queries and methods."""
     for name, text in NAMES.items():
         raw = text.encode("utf-8", "surrogatepass")
         part = quote(raw, safe="") or "%20"

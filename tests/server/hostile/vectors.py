@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hostile vectors, as JSON text: wrong in shape, in number, in packing, in depth, in size."""
+"""Hostile vectors as JSON text: wrong shape, numbers, packing, depth or size."""
 
 from __future__ import annotations
 
