@@ -199,8 +199,8 @@ def made_requests(extra: list[dict[str, bytes]]) -> list[Any]:
     """With these ``extra_args``, as they reach the scheduler."""
     return [
         SimpleNamespace(
-            request_id=f"request-{i}", sampling_params=SimpleNamespace(extra_args=each), num_prompt_tokens=PROMPT, resumable=False,
-            max_tokens=256, _block_hasher=None, mm_features=(), num_computed_tokens=0,
+            request_id=f"request-{i}", sampling_params=SimpleNamespace(extra_args=each), num_prompt_tokens=PROMPT,
+            max_tokens=256, _block_hasher=None, mm_features=(), num_computed_tokens=0, resumable=False,
         )
         for i, each in enumerate(extra)
     ]  # fmt: skip
