@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,3 +26,8 @@ def reference_process() -> Iterator[ReferenceProcess]:
 def zoo_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of the tiny models."""
     return tmp_path_factory.mktemp("zoo")
+
+
+def pytest_sessionfinish() -> None:
+    """Unfreeze the heap that the engines froze, so that extension modules report no leaks at exit."""
+    gc.unfreeze()
