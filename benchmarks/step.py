@@ -200,7 +200,7 @@ def made_requests(extra: list[dict[str, bytes]]) -> list[Any]:
     return [
         SimpleNamespace(
             request_id=f"request-{i}", sampling_params=SimpleNamespace(extra_args=each), num_prompt_tokens=PROMPT,
-            max_tokens=256, _block_hasher=None, mm_features=(), num_computed_tokens=0,
+            max_tokens=256, _block_hasher=None, mm_features=(), num_computed_tokens=0, resumable=False,
         )
         for i, each in enumerate(extra)
     ]  # fmt: skip

@@ -193,7 +193,7 @@ async def test_escapes_client_text(ours: SteeringRegistry, lines: list[str]) -> 
 
 def test_guide_documents_every_field() -> None:
     """Catches a record that differs from its documentation."""
-    (table,) = (t for t in tables(read("docs/guides/operating.md")) if t[0] == ["field", "what it says"])
+    (table,) = (t for t in tables(read("docs/guides/operating.md")) if t[0] == ["field", "content"])
     assert dict(table[1:]) == {name: text.replace("`", "") for name, text in audit.FIELDS.items()}
 
 

@@ -19,15 +19,16 @@ from vllm.logger import init_logger
 
 LOGGER = "vllm.steering.audit"
 FIELDS: Mapping[str, str] = {
-    "time": "time at which the change was stored: UTC, ISO 8601",
-    "event": "`register`, `delete`, `set`, `clear`; `keys`: an API server has read a changed key file",
-    "who": "name of the API key; `anonymous` on a server without keys; `start` for modules of `--steering-modules`; "
-    "`offline` for a change that was not made over HTTP",
-    "address": "address of the HTTP client as the server sees it; otherwise null",
+    "time": "time of the change: UTC, ISO 8601",
+    "event": "`register`, `delete`, `set`, `clear`; `keys` if an API server has reloaded the key file",
+    "who": "name of the API key; `anonymous` without a key file; `start` for `--steering-modules`; `offline` "
+    "for a change without HTTP",
+    "address": "the client's address as the server sees it; null without HTTP",
     "epoch_before": "epoch of the registry before the change; null for `keys`",
     "epoch_after": "epoch after the change; the same number if the change had no effect",
     "name": "name of the module, or path of the key file; null for global steering",
-    "digests": "digests that were registered or deleted; for global steering, the digest of all of it, none if cleared",
+    "digests": "digests of the modules that were registered or deleted; for global steering its digest, or "
+    "none if it was cleared",
 }
 """Fields of every record, in order, with their descriptions."""
 

@@ -76,7 +76,7 @@ def test_neighbours_in_the_batch_are_unaffected(crowded: Any) -> None:
 
 def test_without_zeroing_later_requests_are_affected(crowded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: vLLM reuses blocks without zeroing them."""
-    monkeypatch.setattr(EditedBlocks, "to_zero", lambda self, new: None)
+    monkeypatch.setattr(EditedBlocks, "take_reused", lambda self, new: None)
     _, after = outputs_around_overflow(crowded)
     assert any(np.isnan(logprobs_of(each)).any() for each in after)
 
