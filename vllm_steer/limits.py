@@ -140,7 +140,7 @@ ENGINE_LIMITS: Mapping[str, EngineLimit] = MappingProxyType(
                 600,
                 0,
                 1 << 24,
-                "seconds that a request may wait for room in the tables before it fails; 0 for no limit",
+                "seconds that a request may wait for room in the tables or for captured rows before it fails; 0 for no limit",
             ),
         )
     }
@@ -159,7 +159,7 @@ REQUEST_EDITS = ServerLimit(
     1024,
     1,
     1 << 20,
-    "edits of one request, including those of the modules that it names",
+    "edits of one request, including those of the modules that it names; its own fields may contain 4,096",
     status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
 )
 REQUEST_VECTORS = ServerLimit(
@@ -175,7 +175,7 @@ REQUEST_LAYERS = ServerLimit(
     4096,
     1,
     1 << 16,
-    "distinct layers that one request edits or reads",
+    "distinct layers that one request edits or captures; binds only below 4,096, which the request format allows",
     status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
 )
 MAX_NORM = ServerLimit(
@@ -202,7 +202,7 @@ KEY_PROGRAMS = ServerLimit(
     128,
     1,
     1 << 20,
-    "distinct programs (edits and reads) of a key in flight",
+    "distinct programs (edits and captures) of a key in flight",
     scope="key",
     status=HTTPStatus.TOO_MANY_REQUESTS,
 )
