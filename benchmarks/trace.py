@@ -39,7 +39,7 @@ def begin(worker: Any) -> None:
 def end(worker: Any, first: int, last: int) -> dict[str, Any]:
     """Stop the profiler and return the summary of steps ``first`` to ``last``. Call this in a worker.
 
-    The result also has the CPU seconds since :func:`begin`, of the calling thread and of its process. If the worker runs
+    The result also has the CPU seconds of the calling thread and of its process since :func:`begin`. If the worker runs
     in the engine's process, the calling thread is the engine's.
     """
     profiler, thread, process = getattr(worker, _PROFILER_ATTRIBUTE)
