@@ -129,8 +129,8 @@ def make_scheduler() -> Any:
     made._capture_policy = config.capture_policy
     made.steering_row_sender, made._steering_stats = RowSender(), EngineStatsCollector(made.steering_admission)
     made._arena = ArenaBudget(config.capture_rows, 0, speculates=False)
-    made._steered, made._malformed, made.requests = {}, {}, {}
-    made._token_limiter = TokenLimiter(made._arena, made._steered, None)
+    made._with_program, made._malformed, made.requests = {}, {}, {}
+    made._token_limiter = TokenLimiter(made._arena, made._with_program, None)
     managers = (object.__new__(FullAttentionManager),)
     made.kv_cache_manager = SimpleNamespace(coordinator=SimpleNamespace(single_type_managers=managers))
     # As on a GPU, no blocks are zeroed.
