@@ -8,7 +8,16 @@ from typing import Any, NamedTuple
 
 import torch
 from host_costs import FRONT_END_TARGETS, cpu_time, load, pinned, read
-from steps_page import RESULTS, MakeTable, compiled, kernels_of, second_stream, spent_on_taps_and_products, timeline
+from steps_page import (
+    RESULTS,
+    MakeTable,
+    compiled,
+    kernels_of,
+    plain_code_kernels,
+    second_stream,
+    spent_on_taps_and_products,
+    timeline,
+)
 
 from benchmarks.cost import first_token
 from benchmarks.shapes import SHAPES
@@ -113,7 +122,7 @@ LIMITS = """
 
 * Idle steps run one kernel more than stock vLLM: the embedding is written before the first layer, where it can be edited and
   captured, instead of being fused into the first norm. In layers with a single tensor (Granite, GPT-2) the compiler no longer
-  fuses an addition with the following norm; `--steering-plain-code` is meant to avoid that.
+  fuses an addition with the following norm; `--steering-plain-code` avoids both.
 * The host limits models whose GPU steps are shorter than their Python code, such as a 0.6 B model at batch 1.
 * Steered sites add launches of neighbouring taps without work. Each launch takes, in µs,
   {idle_taps} (`benchmarks/results/gpu-taps.json`).
@@ -139,6 +148,7 @@ def page(table: MakeTable) -> str:
             _aims(table),
             *(_section(_costs(name), name, table) for name in costs),
             *(kernels_of(read(name), name, table) for name in kernels),
+            plain_code_kernels(table),
             *(timeline(read(name), name, table) for name in timelines),
             second_stream(table),
             compiled(table),

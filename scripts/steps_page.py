@@ -26,6 +26,12 @@ The compiler numbers its kernels in the order in which it makes them; the number
 
 """
 
+PLAIN_CODE = """
+With `--steering-plain-code`, an idle step runs a second compilation of the model, which has no taps. Its list on an
+{gpu}, compared with stock vLLM's (`benchmarks/results/gpu-kernels-plain-code-*.json`):
+
+"""
+
 TIMELINE = """
 ## Where a step's time goes, {title}
 
@@ -50,8 +56,8 @@ COMPILED = """
 
 Kernels that Inductor makes of the decoder of a model of {layers} layers, for a CPU (`python -m benchmarks.compiled`,
 torch {torch}, vLLM {vllm}, `benchmarks/results/compiled.json`). The op of a tap is none of them; it keeps the compiler
-from making one kernel of what is ahead of it and what is behind it. *Plain*: what `--steering-plain-code` runs in steps
-with nothing to do; it has not been measured on a GPU.
+from making one kernel of what is ahead of it and what is behind it. *Plain*: what `--steering-plain-code` runs in idle
+steps.
 
 """
 
@@ -71,6 +77,21 @@ def kernels_of(result: Mapping[str, Any], name: str, table: MakeTable) -> str:
     ]
     about = {"name": name, "count": count, **result}
     return KERNELS.format(**about) + table(("step", "kernel", "per step"), rows)
+
+
+def plain_code_kernels(table: MakeTable) -> str:
+    """Return the comparison of idle steps with stock vLLM's under ``--steering-plain-code``, for each shape."""
+    results = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("gpu-kernels-plain-code-*.json"))]
+    rows = [
+        (
+            result["shape"],
+            str(sum(number for stream in result["stock"] for number in stream[1::2]) // result["steps"]),
+            "equal" if result["variants"]["idle"]["equal"] else "different",
+        )
+        for result in results
+    ]
+    heads = ("shape", "kernels and copies per step", "idle step")
+    return PLAIN_CODE.format(**results[0]["environment"]) + table(heads, rows)
 
 
 def spent_on_taps_and_products(found: Mapping[str, Any]) -> tuple[float, float]:
