@@ -21,11 +21,15 @@ REPORTS = {
 }
 
 
+async def respond() -> None:
+    """Handle a route whose response is not documented, like vLLM's."""
+
+
 def test_openapi_document_has_response_fields() -> None:
     """Catches capture results that the document lacks or has at another place than the response."""
     app = FastAPI()
     for route in ROUTES:
-        app.post(route)(dict)
+        app.post(route)(respond)
     add_openapi_fields(app)
     paths = app.openapi()["paths"]
     for route in ROUTES:
