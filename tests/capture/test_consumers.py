@@ -215,7 +215,7 @@ def test_memory_returns_the_rows():
 
 
 def test_result_without_rows_states_the_reason():
-    """Catches an error that hides why there are no rows."""
+    """Catches an error that hides the reason for missing rows."""
     with pytest.raises(RuntimeError, match="disk is full"):
         CaptureResult("error", "disk is full", None).tensor("post_block", 3)
     with pytest.raises(TypeError, match="dict"):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM 0.32 lacks for expert parallelism on CPU. Imported in workers and never by a test.
+"""Replacements for parts that vLLM 0.32 lacks for expert parallelism on CPU. Only workers import this module.
 
-vLLM's CPU kernel is given the ids of all experts and the weights of a rank's own, and nothing that says which those
-are: it reads beyond them, and the worker ends with signal 11, in vLLM alone as well:
+vLLM's CPU kernel gets the ids of all experts but only the weights of the rank's own experts, without a mapping. It reads
+beyond the weights, and the worker ends with signal 11, also in vLLM without this package:
 
     VLLM_PLUGINS="" VLLM_CPU_OMP_THREADS_BIND="0|1" vllm bench latency --model MOE --dtype float32 --enforce-eager
         --tensor-parallel-size 2 --enable-expert-parallel

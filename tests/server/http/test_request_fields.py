@@ -47,7 +47,7 @@ def request_with(of: type[Any] = CompletionRequest, **fields: Any) -> Any:
 
 @pytest.fixture
 def context() -> Iterator[RequestContext]:
-    """What the middleware leaves for the request that is being served."""
+    """Set the context that the middleware sets for the current request."""
     context = RequestContext(engine=engine_context())
     token = current_request.set(context)
     yield context
