@@ -121,6 +121,24 @@ def test_rejects_invalid_references(given: Any) -> None:
         parse_references([given])
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["calm:1.5"], 'steering_modules[0]: \'calm:1.5\' is not a valid name; a scale is the second item of a pair: '
+                       '["calm", 1.5]'),
+        (["x", "calm=-0.5"], 'a scale is the second item of a pair: ["calm", -0.5]'),
+        (("calm", 1.5), "steering_modules: is a pair; write a list of pairs: [('calm', 1.5)]"),
+        (["calm", 2], "write a list of pairs: [('calm', 2)]"),
+        ([f"sha256:{1:064}5"], "has an invalid digest"),
+    ],
+)  # fmt: skip
+def test_errors_show_how_to_give_a_scale(given: Any, message: str) -> None:
+    """Catches the command line's form and a bare pair refused without the valid form."""
+    with pytest.raises(SteeringError) as caught:
+        parse_references(given)
+    assert message in str(caught.value)
+
+
 @pytest.mark.parametrize("given", [[], "calm", {"calm": 1}, 1, ["calm"] * 65])
 def test_rejects_invalid_reference_lists(given: Any) -> None:
     """Catches an invalid list read as empty, and a string read as a list of letters."""
