@@ -39,7 +39,7 @@ def test_lists_settings_only_for_unknown_names():
 @pytest.mark.parametrize("value", [3, "max_rows=5", ["max_rows"]])
 def test_rejects_other_types(value):
     """Catches a value without settings that counts as the defaults."""
-    with pytest.raises(SteeringError, match="must be a SteeringConfig or a dict of its fields"):
+    with pytest.raises(SteeringError, match="must be a SteeringConfig or a dict of settings"):
         SteeringConfig.parse(value)
 
 

@@ -146,7 +146,7 @@ class SteeringConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
             return value
         if not isinstance(value, dict):
             raise SteeringError(
-                "steering_config", f"must be a SteeringConfig or a dict of its fields, not {shown(value)}"
+                "steering_config", f"must be a SteeringConfig or a dict of settings, not {shown(value)}"
             )
         for name in value:
             if name not in cls.__struct_fields__:

@@ -70,7 +70,7 @@ WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
     "point": ({"prefill": {"mlp": {1: [1.0]}}}, "prefill", "pre_attn"),
     "NaN": ({"decode": {"pre_attn": {1: [float("nan")]}}}, "decode.pre_attn[1][0]", "finite"),
     "widths in tiers": ({"base": {"pre_attn": {1: [1]}}, "decode": {"pre_attn": {1: [1, 2]}}},
-                        "decode.pre_attn[1]", "base.pre_attn[1] one of 1"),
+                        "decode.pre_attn[1]", "base.pre_attn[1] has width 1"),
     "width of a probe": ({"base": {"pre_attn": {1: [1]}}, "probes": {"p": [1, 2]}}, "probes.p", "width 2"),
     "probes": ({"probes": []}, "probes", "name: vector"),
     "name of a probe": ({"probes": {"a/b": [1]}}, "probes", "ASCII"),

@@ -170,10 +170,6 @@ class TestRefusals:
         refused_spec("hooks", "'hook_resid_pre' is not a hook point; it is pre_attn here", hooks={"hook_resid_pre": 1})
         refused_spec("hooks", "the outer keys are hook points and the inner ones layers", hooks={"12": ["post_block"]})
 
-    def test_unknown_reduction(self):
-        """Catches an error that omits directions and probes."""
-        refused_spec("reduce", "mean, last", "directions", "probes", "not 'max'", reduce="max")
-
     def test_hooks_missing(self):
         refused({"memory": {"post_block": [12]}}, "capture.memory.hooks", "missing", "'post_block' belongs in hooks")
 
@@ -231,7 +227,8 @@ class TestRefusals:
         refused_spec("reduce", "directions", reduce=reduce)
 
     def test_unknown_reduction(self):
-        refused_spec("reduce", "sum", *REDUCTIONS, reduce="sum")
+        """Catches an error that omits directions and probes."""
+        refused_spec("reduce", "not 'sum'", *REDUCTIONS, '{"directions": ', '{"probes": ', reduce="sum")
 
     @pytest.mark.parametrize(
         ("directions", "path"),

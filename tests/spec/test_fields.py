@@ -99,7 +99,7 @@ class TestShortFields:
             {"steering_vectors": {"pre_attn": {1: V}, "post_attn": {}}}, "steering_vectors.post_attn", "empty"
         )
 
-    @pytest.mark.parametrize("point", ["post_mlp", "", "PRE_ATTN", 1, None, ("pre_attn",)])
+    @pytest.mark.parametrize("point", ["post_mlp", "", "PRE_ATTN", True, None, ("pre_attn",)])
     def test_unknown_point_is_answered_with_the_known_ones(self, point):
         assert_refused(
             {"decode_steering_vectors": {point: {1: V}}},
@@ -114,7 +114,8 @@ class TestShortFields:
             " 15",
             "15 ",
             "+15",
-            "-1",
+            "-0",
+            "-01",
             "015",
             "00",
             "1e1",
@@ -135,7 +136,7 @@ class TestShortFields:
     def test_layer_key_of_another_type(self, key):
         assert_refused({"steering_vectors": {"pre_attn": {key: V}}}, "steering_vectors.pre_attn", "layer number")
 
-    @pytest.mark.parametrize("key", [-1, 4096, "4096", "999999999"])
+    @pytest.mark.parametrize("key", [-1, "-1", 4096, "4096", "999999999"])
     def test_layer_out_of_range(self, key):
         assert_refused({"steering_vectors": {"pre_attn": {key: V}}}, "steering_vectors.pre_attn", "between 0 and 4095")
 
