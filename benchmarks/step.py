@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What steering adds to the host's work for a step: the Python around the forward pass and the scheduler's.
+"""Measure the CPU time that steering adds to a step, in the worker and in the scheduler.
 
     python -m benchmarks.step --out benchmarks/results/step.json
 
-Without a model: the parts that wrap vLLM's runner V2 and its scheduler stand around methods that do nothing, and what
-those take alone is taken off. Microseconds per step, the least of several runs. *Idle*: nobody steers. *Settled*: each
-request of a batch has one vector, and decodes with the rows of the step before; in the scheduler, where decoding with a
-vector is nothing, each is read at one layer. *Waves*: requests with equal reads, or with vectors of their own, come at
-once, have the step of their prompts and one more, and are gone.
+No model runs. Steering wraps stand-ins for vLLM's runner V2 and scheduler whose methods do nothing, and the time of the
+stand-ins alone is subtracted. Results are microseconds per step, the minimum of several runs.
+
+* *Idle*: no request steers or captures.
+* *Settled*: every request of a batch has one vector and decodes with the table rows of the previous step. In the
+  scheduler, where decoding with a vector costs nothing, every request captures one layer.
+* *Waves*: many requests with equal captures, or with different vectors, arrive at once, run their prompt's step and one
+  decoding step, and end.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ from vllm_steer.engine.model_output import attach_stats
 from vllm_steer.engine.program_store import ProgramStore
 from vllm_steer.engine.row_sender import RowSender
 from vllm_steer.engine.runner_v2 import SteeringRunnerV2, _steering_state
-from vllm_steer.engine.scheduler import SteeringScheduler
+from vllm_steer.engine.scheduler import SteeringSchedulerMixin
 from vllm_steer.engine.stats_collector import EngineStatsCollector
 from vllm_steer.engine.step_batch import StepBatch
 from vllm_steer.engine.worker_manager import WorkerSteeringManager
@@ -53,8 +56,8 @@ from vllm_steer.taps.tables import Tables
 LAYERS, HIDDEN, RUNS, STEPS, WAVES, PROMPT = 32, 4096, 7, 5000, 21, 16
 
 
-class Runner:
-    """In the place of vLLM's runner and of its model state."""
+class StubRunner:
+    """Stand-in for vLLM's runner and its model state."""
 
     def execute_model(self, *args: Any) -> None: ...
 
@@ -66,8 +69,8 @@ class Runner:
         return OUTPUT
 
 
-class Scheduler:
-    """In the place of vLLM's scheduler."""
+class StubScheduler:
+    """Stand-in for vLLM's scheduler."""
 
     pause_state = PauseState.UNPAUSED
 
@@ -87,11 +90,15 @@ class Scheduler:
     def _free_request(self, request: Any) -> None: ...
 
 
+class SteeringStubScheduler(SteeringSchedulerMixin, StubScheduler):
+    """Steering over the stand-in for vLLM's scheduler."""
+
+
 OUTPUT = SimpleNamespace(get_output=lambda: None)
 
 
-def steering() -> WorkerSteeringManager:
-    """As an engine rank has it, without a model."""
+def make_manager() -> WorkerSteeringManager:
+    """Return the steering manager of a worker, without a model."""
     config, cpu = SteeringConfig(), torch.device("cpu")
     tables = Tables(
         config, num_sites=3 * LAYERS, hidden_size=HIDDEN, max_tokens=512, max_requests=256, dtype=torch.bfloat16,
@@ -109,8 +116,8 @@ def steering() -> WorkerSteeringManager:
     )
 
 
-def scheduler() -> Any:
-    made: Any = object.__new__(SteeringScheduler)
+def make_scheduler() -> Any:
+    made: Any = object.__new__(SteeringStubScheduler)
     config = SteeringConfig()
     made.steering_allocator = TableAllocator(config.max_rows, config.max_instructions, config.max_vectors)
     made.steering_admission = AdmissionController(
@@ -122,17 +129,16 @@ def scheduler() -> Any:
     made._capture_policy = config.capture_policy
     made.steering_row_sender, made._steering_stats = RowSender(), EngineStatsCollector(made.steering_admission)
     made._arena = ArenaBudget(config.capture_rows, 0, speculates=False)
-    made._steered, made._malformed, made.requests = {}, {}, {}
-    made._token_limiter = TokenLimiter(made._arena, made._steered, None)
+    made._with_program, made._malformed, made.requests = {}, {}, {}
+    made._token_limiter = TokenLimiter(made._arena, made._with_program, None)
     managers = (object.__new__(FullAttentionManager),)
     made.kv_cache_manager = SimpleNamespace(coordinator=SimpleNamespace(single_type_managers=managers))
-    # No blocks are zeroed, as on a GPU.
+    # As on a GPU, no blocks are zeroed.
     made._edited_blocks, made.scheduler_config = None, None
     return made
 
 
-def seconds(step: Callable[[], None]) -> float:
-    """Of one step."""
+def seconds_per_call(step: Callable[[], None]) -> float:
     least = float("inf")
     for _ in range(RUNS):
         started = time.perf_counter()
@@ -142,18 +148,18 @@ def seconds(step: Callable[[], None]) -> float:
     return least
 
 
-def worker(batch: int) -> float:
-    """Microseconds that a step of ``batch`` steered requests adds; 0: nobody steers."""
-    ours = steering()
-    state = _steering_state(Runner)()
-    state.steering = ours
-    runner = type("Steered", (SteeringRunnerV2, Runner), {})()
-    runner.steering = ours
+def measure_worker(batch: int) -> float:
+    """Return the microseconds that steering adds to a step of ``batch`` steered requests; 0 is an idle step."""
+    manager = make_manager()
+    state = _steering_state(StubRunner)()
+    state.steering = manager
+    runner = type("SteeringStubRunner", (SteeringRunnerV2, StubRunner), {})()
+    runner.steering = manager
     vector = {"post_block": {3: np.ones(HIDDEN, "f4")}}
     for slot in range(batch):
-        ours.store.add(f"request-{slot}", slot, SamplingParams(steering_vectors=vector), 8)
+        manager.store.add(f"request-{slot}", slot, SamplingParams(steering_vectors=vector), 8)
     size = max(batch, 1)
-    described = SimpleNamespace(
+    inputs = SimpleNamespace(
         num_reqs=size, num_tokens=size, num_tokens_after_padding=size, req_ids=[f"request-{i}" for i in range(size)],
         idx_mapping=torch.arange(size), idx_mapping_np=np.arange(size, dtype=np.int32),
         query_start_loc=torch.arange(size + 1), positions=torch.full((size,), 20),
@@ -162,60 +168,60 @@ def worker(batch: int) -> float:
 
     def step() -> None:
         runner.execute_model(None)
-        state.preprocess_state(described)
-        state.prepare_inputs(described, None)
-        attach_stats(runner.sample_tokens(None), ours.take_stats())
+        state.preprocess_state(inputs)
+        state.prepare_inputs(inputs, None)
+        attach_stats(runner.sample_tokens(None), manager.take_stats())
 
-    def bare() -> None:
-        plain.execute_model(None)
-        plain.preprocess_state(described)
-        plain.prepare_inputs(described, None)
-        plain.sample_tokens(None)
+    def stub_step() -> None:
+        stub.execute_model(None)
+        stub.preprocess_state(inputs)
+        stub.prepare_inputs(inputs, None)
+        stub.sample_tokens(None)
 
-    plain = Runner()
+    stub = StubRunner()
     OUTPUT.get_output = lambda: None
-    return 1e6 * (seconds(step) - seconds(bare))
+    return 1e6 * (seconds_per_call(step) - seconds_per_call(stub_step))
 
 
-def scheduling(batch: int, *, reading: bool = False) -> float:
-    """Microseconds that a decoding step of ``batch`` requests, all read or all plain, adds in the scheduler."""
-    ours, plain, output = scheduler(), Scheduler(), SimpleNamespace()
-    requests = made_requests(programs("one layer", batch, 0) if reading else [{}] * batch)
+def measure_scheduler(batch: int, *, capture: bool = False) -> float:
+    """Return the microseconds that steering adds to the scheduling of a decoding step of ``batch`` requests."""
+    steering, stub, output = make_scheduler(), StubScheduler(), SimpleNamespace()
+    requests = make_requests(make_programs("one layer", batch, 0) if capture else [{}] * batch)
     for request in requests:
-        ours.add_request(request)
-        ours._handle_blocked_waiting_request(request)
+        steering.add_request(request)
+        steering._handle_blocked_waiting_request(request)
         request.status, request.num_tokens = RequestStatus.RUNNING, PROMPT + 1
 
-    def step(of: Any) -> None:
-        of.schedule()
+    def step(scheduler: Any) -> None:
+        scheduler.schedule()
         for request in requests:
-            of._reserve_prefill_lookahead(request, PROMPT, 1)
-        of.update_from_output(None, output)
+            scheduler._reserve_prefill_lookahead(request, PROMPT, 1)
+        scheduler.update_from_output(None, output)
 
-    return 1e6 * (seconds(lambda: step(ours)) - seconds(lambda: step(plain)))
+    return 1e6 * (seconds_per_call(lambda: step(steering)) - seconds_per_call(lambda: step(stub)))
 
 
-def made_requests(extra: list[dict[str, bytes]]) -> list[Any]:
-    """With these ``extra_args``, as they reach the scheduler."""
+def make_requests(extra_args: list[dict[str, bytes]]) -> list[Any]:
+    """Return one request for each item of ``extra_args``, with the attributes that the scheduler reads."""
     return [
         SimpleNamespace(
             request_id=f"request-{i}", sampling_params=SimpleNamespace(extra_args=each), num_prompt_tokens=PROMPT,
             max_tokens=256, _block_hasher=None, mm_features=(), num_computed_tokens=0, resumable=False,
         )
-        for i, each in enumerate(extra)
+        for i, each in enumerate(extra_args)
     ]  # fmt: skip
 
 
-def programs(kind: str, count: int, seed: int) -> list[dict[str, bytes]]:
-    """``extra_args`` of as many requests; of probes one object, as the engine has where many ask for the same."""
+def make_programs(kind: str, count: int, seed: int) -> list[dict[str, bytes]]:
+    """Return the ``extra_args`` of ``count`` requests. Large equal programs share one object, as in an engine."""
     rng = np.random.default_rng(seed)
     if kind.startswith("own vectors"):
         points, layers = (points_on(()), range(LAYERS)) if "96" in kind else (("post_block",), (3,))
-        given = [
+        vectors = [
             {point: {layer: rng.standard_normal(HIDDEN, dtype="f4") for layer in layers} for point in points}
             for _ in range(count)
         ]
-        return [{EXTRA_KEY: compile_program(parse_fields({"steering_vectors": each})).to_bytes()} for each in given]
+        return [{EXTRA_KEY: compile_program(parse_fields({"steering_vectors": each})).to_bytes()} for each in vectors]
     spec: dict[str, Any] = {"hooks": {"post_block": [3]}, "positions": "all"}
     if kind == "16 probes at 4 layers":
         hooks = {"post_block": [LAYERS * k // 4 for k in range(4)]}
@@ -225,42 +231,42 @@ def programs(kind: str, count: int, seed: int) -> list[dict[str, bytes]]:
     return [{EXTRA_KEY: data if len(data) >= MIN_PROGRAM_BYTES else bytes(bytearray(data))} for _ in range(count)]
 
 
-def wave(kind: str, batch: int) -> dict[str, float]:
-    """Microseconds per request, in the scheduler and in the worker, of a wave of ``batch`` requests."""
-    ours, there = scheduler(), steering()
+def measure_wave(kind: str, batch: int) -> dict[str, float]:
+    """Return the microseconds per request, in the scheduler and in the worker, for a wave of ``batch`` requests."""
+    scheduler, manager = make_scheduler(), make_manager()
     spent: dict[str, list[float]] = {"scheduler": [], "worker": []}
     gc.collect()
     gc.freeze()  # as vLLM does
     for number in range(WAVES):
-        requests = made_requests(programs(kind, batch, number))
+        requests = make_requests(make_programs(kind, batch, number))
         slots = np.arange(batch, dtype=np.int32)
         started = time.perf_counter()
         for request in requests:
-            ours.add_request(request)
-        ours.schedule()
+            scheduler.add_request(request)
+        scheduler.schedule()
         for request in requests:
-            if not ours._handle_blocked_waiting_request(request):
+            if not scheduler._handle_blocked_waiting_request(request):
                 raise RuntimeError(f"{request.request_id} waits")
-        arrived = time.perf_counter()
+        admitted = time.perf_counter()
         for slot, request in enumerate(requests):
-            there.store.add(request.request_id, slot, request.sampling_params, PROMPT)
+            manager.store.add(request.request_id, slot, request.sampling_params, PROMPT)
         for first, count in ((0, PROMPT), (PROMPT, 1)):
-            there.begin_step(
+            manager.begin_step(
                 StepBatch(
                     layout=lambda: None, ids=[request.request_id for request in requests], slot=slots,
                     first=np.full(batch, first), count=np.full(batch, count), num_padded=batch * count,
                 )
             )  # fmt: skip
-            there.capture._stored = None
+            manager.capture._stored = None
         for request in requests:
-            there.store.remove(request.request_id)
-        there.store.flush()
-        gone = time.perf_counter()
+            manager.store.remove(request.request_id)
+        manager.store.flush()
+        removed = time.perf_counter()
         for request in requests:
-            ours._free_request(request)
-        ended = time.perf_counter()
-        spent["scheduler"].append(arrived - started + ended - gone)
-        spent["worker"].append(gone - arrived)
+            scheduler._free_request(request)
+        freed = time.perf_counter()
+        spent["scheduler"].append(admitted - started + freed - removed)
+        spent["worker"].append(removed - admitted)
     gc.unfreeze()
     return {part: 1e6 * min(seconds) / batch for part, seconds in spent.items()}
 
@@ -270,13 +276,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     found = {
-        "idle, worker": {str(batch): worker(0) for batch in (1,)},
-        "idle, scheduler": {str(batch): scheduling(batch) for batch in (1, 256)},
-        "settled, scheduler": {str(batch): scheduling(batch, reading=True) for batch in (1, 256)},
-        "settled, worker": {str(batch): worker(batch) for batch in (1, 256)},
+        "idle, worker": {"1": measure_worker(0)},
+        "idle, scheduler": {str(batch): measure_scheduler(batch) for batch in (1, 256)},
+        "settled, scheduler": {str(batch): measure_scheduler(batch, capture=True) for batch in (1, 256)},
+        "settled, worker": {str(batch): measure_worker(batch) for batch in (1, 256)},
     }
-    waves = {kind: wave(kind, 256) for kind in ("own vectors", "one layer", "16 probes at 4 layers")}
-    waves["own vectors at 96 sites"] = wave("own vectors at 96 sites", 16)
+    waves = {kind: measure_wave(kind, 256) for kind in ("own vectors", "one layer", "16 probes at 4 layers")}
+    waves["own vectors at 96 sites"] = measure_wave("own vectors at 96 sites", 16)
     environment = {
         "cpus": os.cpu_count(), "load_average": os.getloadavg(), "machine": platform.machine(),
         "python": platform.python_version(),

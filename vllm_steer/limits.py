@@ -175,7 +175,7 @@ REQUEST_LAYERS = ServerLimit(
     4096,
     1,
     1 << 16,
-    "distinct layers that one request edits or reads",
+    "distinct layers that one request edits or captures",
     status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
 )
 MAX_NORM = ServerLimit(
@@ -202,7 +202,7 @@ KEY_PROGRAMS = ServerLimit(
     128,
     1,
     1 << 20,
-    "distinct programs (edits and reads) of a key in flight",
+    "distinct programs (edits and captures) of a key in flight",
     scope="key",
     status=HTTPStatus.TOO_MANY_REQUESTS,
 )

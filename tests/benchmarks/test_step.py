@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The host's part of a step is measured with the scheduler and the runner that there are."""
+"""Tests that benchmarks.step works with the current scheduler and worker."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks import step
 
 
 @pytest.fixture(autouse=True)
-def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def short_runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name, count in (("WAVES", 2), ("STEPS", 2), ("RUNS", 1)):
         monkeypatch.setattr(step, name, count)
     yield
@@ -20,14 +20,14 @@ def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("kind", ["one layer", "16 probes at 4 layers", "own vectors at one site"])
-def test_waves_are_served(kind: str) -> None:
-    """Catches a stand-in for vLLM's parts that lacks what ours now ask it for."""
-    assert min(step.wave(kind, 4).values()) > 0
+def test_measures_waves(kind: str) -> None:
+    """Catches a stand-in for vLLM's runner or scheduler that lacks an attribute that steering reads."""
+    assert min(step.measure_wave(kind, 4).values()) > 0
 
 
-def test_steps_are_made() -> None:
-    """Catches the same in idle and settled steps."""
-    assert step.scheduling(4) != 0
-    assert step.scheduling(4, reading=True) != 0
-    assert step.worker(0) != 0
-    assert step.worker(4) != 0
+def test_measures_idle_and_settled_steps() -> None:
+    """Catches the same outside of waves."""
+    assert step.measure_scheduler(4) != 0
+    assert step.measure_scheduler(4, capture=True) != 0
+    assert step.measure_worker(0) != 0
+    assert step.measure_worker(4) != 0

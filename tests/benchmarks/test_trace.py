@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a profile of the GPU is read as."""
+"""Tests of the summary of a GPU profile."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ def event(name: str, start: float, duration: float, stream: int) -> dict[str, An
     return {"name": name, "ts": start, "dur": duration, "args": {"stream": stream}}
 
 
-def test_a_step_is_from_one_sampling_to_the_next() -> None:
-    """Catches time in which the main stream waits that is counted as busy because another stream is, kernels that
-    overlap counted twice, and first steps, in which requests still join, taken into the median."""
+def test_a_step_ends_with_sampling() -> None:
+    """Catches waiting time counted as busy, overlapping kernels counted twice, and warm-up steps in the median."""
     work = [event("warm up", -4000, 100, 7), event(f"void {ONCE_A_STEP}", -3000, 100, 7)]
     for i in range(6):
         begin = 1000.0 * i

@@ -64,7 +64,7 @@ def test_added_to_requests_that_do_not_name_the_consumer() -> None:
     assert [name for name, _ in capture_specs(both)] == ["memory", "logging"]
     program = program_of(both)
     assert program is not None
-    assert (len(program.edits), len(program.reads)) == (1, 2)
+    assert (len(program.edits), len(program.captures)) == (1, 2)
     assert with_captures(own, specs) is own
 
 

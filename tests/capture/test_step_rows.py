@@ -167,7 +167,7 @@ def test_device_positions_decide_with_drafts() -> None:
     ahead = {name: (first + 3, count) for name, (first, count) in batch.items()}
     captures = capture_batch(ahead)
     position = torch.cat([torch.arange(first, first + count) for first, count in batch.values()])
-    stored = arena(batch)[: captures.max_rows()]
+    stored = arena(batch)[: captures.max_captured_rows()]
     check(DeviceToHostCopier(torch.device("cpu")).start(stored, position, captures, transfers(captures)).wait(), batch)
     wrong = captures.plan_at(captures.first.tolist())
     with pytest.raises(AssertionError):

@@ -54,8 +54,7 @@ def known(report: CapabilityReport, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_reports_points_from_the_configuration(report: CapabilityReport) -> None:
-    """Catches (1) a point reported as editable whose edits are refused and (2) a configuration accepted under one file
-    name only."""
+    """Catches a point reported as editable whose edits are refused, and support for one configuration file only."""
     assert (report.architecture, report.num_layers, report.hidden_size) == ("CohereForCausalLM", LAYERS, HIDDEN)
     points = {point.name: point for point in report.points}
     assert [points[name].edits for name in ("pre_attn", "post_attn", "post_block")] == [True, False, True]
@@ -130,8 +129,7 @@ def test_table_sizes_match_an_engine(tmp_path: Path) -> None:
 
 
 def test_prefers_proofs_of_the_same_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches (1) another model's proof shown for a model that has its own and (2) a missing proof of its layer
-    class."""
+    """Catches another model's proof shown for a model with its own, and a missing proof of its layer class."""
     rows = tuple(Proof(name, ("LlamaDecoderLayer",), "HF Transformers", 1e-6, 2e-6) for name in ("A", "B"))
     monkeypatch.setattr(proofs, "all_proofs", lambda: ("0.32.0", rows))
     names = ["vllm.model_executor.models.llama.LlamaDecoderLayer"]

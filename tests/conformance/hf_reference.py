@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Edits and reads of the residual stream in HF Transformers, by the identities of the hook points.
+"""Edits and captures of the residual stream in HF Transformers, by the identities of the hook points.
 
 One forward pass over the whole sequence, without a cache, in float32. HF's blocks keep the stream in one tensor, so the
 three points are a block's input, its output, and its input plus the attention branch. An edit of the latter is added to

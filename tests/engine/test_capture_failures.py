@@ -196,7 +196,7 @@ def test_without_a_budget_all_rows_are_held(llm: Any, monkeypatch: pytest.Monkey
     wanted, asked = params(6, logprobs=None, capture=capture()), prompts(8)
     budgets = {}
     for budget in (2 * 12 * 25, 2**40):
-        monkeypatch.setattr(scheduler.steering_admission, "_capture_rows", budget)
+        monkeypatch.setattr(scheduler.steering_admission, "_reserved_rows_limit", budget)
         most = 0
         run(llm, asked, [wanted] * 8)
         budgets[budget] = most

@@ -184,7 +184,7 @@ def test_capture_larger_than_the_arena_is_refused(tiny_llama: Path) -> None:
     """Catches a request that would wait forever: one token stores 12 rows, the arena has 11."""
     llm = make_llm(tiny_llama, steering_config={"capture_rows": 11})
     try:
-        with pytest.raises(SteeringError, match="capture_rows"):
+        with pytest.raises(SteeringError, match="needs 12 captured rows for one token; the engine allows 11 "):
             run(llm, [prompt(1, 2, 3)], [params(capture=capture())])
     finally:
         close(llm)

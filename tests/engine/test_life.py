@@ -168,6 +168,6 @@ def test_aborted_requests_release_their_room(tiny_llama: Path) -> None:
             engine.step()
         assert allocator.in_use == (0, 0, 0)
         run(llm, [prompt(1, 2, 3)], [params(2)])
-        assert llm.llm_engine.model_executor.driver_worker.worker.model_runner.steering.store.num_steered == 0
+        assert llm.llm_engine.model_executor.driver_worker.worker.model_runner.steering.store.num_with_program == 0
     finally:
         close(llm)

@@ -91,7 +91,7 @@ def test_equal_programs_share_entries_until_the_last_ends(monkeypatch: pytest.Mo
         (vector,) = store.resolved_of("b").token_programs[0].vectors
         assert tables.vector[store._allocator.vector_slot(vector)].tolist() == ones
     store.remove("b")
-    assert in_use(store) == (0, 0, 0) and rows() == [0] * 4 and store.num_steered == 0
+    assert in_use(store) == (0, 0, 0) and rows() == [0] * 4 and store.num_with_program == 0
     store.add("d", 3, steered(1, 1.0), 5)
     assert in_use(store) == (1, 1, 1) and rows()[:3] == [0] * 3 and rows()[3]
 

@@ -122,7 +122,7 @@ def models_run(llm: Any, patch: pytest.MonkeyPatch, wanted: list[Any]) -> list[s
 
 
 def test_only_idle_steps_run_the_untapped_model(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches (1) edits or reads in a step without taps and (2) idle steps with taps."""
+    """Catches (1) edits or captures in a step without taps and (2) idle steps with taps."""
     first = {"post_block": {1: direction(1)}}
     assert set(models_run(engine, monkeypatch, [params(3)])) == {"untapped"}
     assert set(models_run(engine, monkeypatch, [params(3, steering_vectors=first), params(3)])) == {"tapped"}

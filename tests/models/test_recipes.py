@@ -156,15 +156,15 @@ def test_partial_streams_are_not_read_under_tensor_parallelism() -> None:
     partial = {
         short(recipe.layer)
         for recipe in RECIPES.values()
-        if recipe.refusal("post_attn", reading=True) is None
-        and recipe.refusal("post_attn", reading=True, tensor_parallel=True) is not None
+        if recipe.refusal("post_attn", capturing=True) is None
+        and recipe.refusal("post_attn", capturing=True, tensor_parallel=True) is not None
     }
     assert partial == {"FalconDecoderLayer", "CohereDecoderLayer"}
 
 
 def test_parallel_block_without_attention_output_is_not_read() -> None:
     """Catches reads that no tap answers."""
-    assert Recipe("Block", "single", None).refusal("post_attn", reading=True) == PARALLEL
+    assert Recipe("Block", "single", None).refusal("post_attn", capturing=True) == PARALLEL
 
 
 def test_locations() -> None:

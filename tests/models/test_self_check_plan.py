@@ -12,8 +12,8 @@ import pytest
 from vllm_steer.errors import SteeringError
 from vllm_steer.models.self_check_plan import (
     TOKENS,
+    CheckRequest,
     Hop,
-    Probe,
     Rows,
     SelfCheckError,
     Site,
@@ -23,9 +23,9 @@ from vllm_steer.models.self_check_plan import (
     check_hops,
     check_plain,
     check_plain_code,
-    hop_probe,
+    hop_request,
     hops_of,
-    plain_probes,
+    plain_requests,
     prompt_of,
     served_sites,
 )
@@ -54,13 +54,13 @@ class Model:
     def __post_init__(self) -> None:
         self.weights = np.random.default_rng(0).standard_normal((LAYERS, 2, HIDDEN, HIDDEN)) / HIDDEN**0.5
 
-    def run(self, probe: Probe) -> dict[Site, Rows]:
-        ids = prompt_of(70, probe.donor)
+    def run(self, request: CheckRequest) -> dict[Site, Rows]:
+        ids = prompt_of(70, request.donor)
         x = np.random.default_rng(5).standard_normal((70, HIDDEN))[ids]
         seen: dict[Site, Rows] = {}
 
         def tap(site: Site, x: Rows) -> Rows:
-            for edit in probe.edits:
+            for edit in request.edits:
                 if (edit.point, edit.layers[0]) == site:
                     rows = [position for position, _ in edit.tokens.intervals(TOKENS)]
                     x = x.copy()
@@ -99,10 +99,10 @@ class Model:
 
 def check(model: Model, sites: list[Site] | None = None, epsilon: float = EPSILON) -> Verdict:
     sites = served_sites(ON_STREAM, range(LAYERS), {}) if sites is None else sites
-    base, donor = (model.run(Probe(donor=d)) for d in (False, True))
+    base, donor = (model.run(CheckRequest(donor=d)) for d in (False, True))
     check_plain(sites, base, donor, epsilon)
     hops = hops_of(sites)
-    got = [model.run(hop_probe(hop, base, donor))[hop.target] for hop in hops]
+    got = [model.run(hop_request(hop, base, donor))[hop.target] for hop in hops]
     return check_hops(hops, got, base, donor, epsilon)
 
 
@@ -147,7 +147,7 @@ def test_accepts_one_token_with_other_experts() -> None:
 def test_names_a_site_without_rows() -> None:
     """Catches a tap that never ran."""
     model, sites = Model(), served_sites(ON_STREAM, range(LAYERS), {})
-    base, donor = (dict(model.run(Probe(donor=d))) for d in (False, True))
+    base, donor = (dict(model.run(CheckRequest(donor=d))) for d in (False, True))
     donor[("post_attn", 2)] = np.full((TOKENS, HIDDEN), np.nan)
     with pytest.raises(SelfCheckError, match=r"^post_attn of layer 2: stored no finite row"):
         check_plain(sites, base, donor, EPSILON)
@@ -156,7 +156,7 @@ def test_names_a_site_without_rows() -> None:
 def test_names_layers_that_do_not_join() -> None:
     """Catches taps on other layers than they claim."""
     model, sites = Model(), served_sites(ON_STREAM, range(LAYERS), {})
-    base, donor = (dict(model.run(Probe(donor=d))) for d in (False, True))
+    base, donor = (dict(model.run(CheckRequest(donor=d))) for d in (False, True))
     base["pre_attn", 1], base["pre_attn", 2] = base["pre_attn", 2], base["pre_attn", 1]
     with pytest.raises(SelfCheckError, match=r"^pre_attn of layer 1: does not read.*layer 0"):
         check_plain(sites, base, donor, EPSILON)
@@ -206,11 +206,11 @@ def test_names_an_edit_after_the_sum() -> None:
     """Catches an edit of a branch that is missing from the stream after attention."""
 
     class Behind(Model):
-        def run(self, probe: Probe) -> dict[Site, Rows]:
-            seen = super().run(probe)
-            for edit in probe.edits:
+        def run(self, request: CheckRequest) -> dict[Site, Rows]:
+            seen = super().run(request)
+            for edit in request.edits:
                 if (edit.point, edit.layers[0]) == ("attn_out", 1):
-                    seen["post_attn", 1] = super().run(Probe(donor=False))["post_attn", 1]
+                    seen["post_attn", 1] = super().run(CheckRequest(donor=False))["post_attn", 1]
             return seen
 
     with pytest.raises(SelfCheckError, match=r"^attn_out of layer 1: an edit .* more by as much"):
@@ -243,11 +243,11 @@ def test_hops_of_a_parallel_block() -> None:
 
 
 def test_plain_probes_read_every_site() -> None:
-    """Catches a site that falls between two probes."""
+    """Catches a site that falls between two requests."""
     sites = served_sites(ON_STREAM, range(LAYERS), {})
-    probes = plain_probes(sites, 4)
-    assert [len(probe.reads) for probe in probes] == [4, 4, 4, 4, 1, 1]
-    streams: Streams = {site: np.zeros(1) for probe in probes if probe.donor for site in probe.reads}
+    requests = plain_requests(sites, 4)
+    assert [len(request.captures) for request in requests] == [4, 4, 4, 4, 1, 1]
+    streams: Streams = {site: np.zeros(1) for request in requests if request.donor for site in request.captures}
     assert list(streams) == sites
 
 

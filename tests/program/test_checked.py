@@ -9,7 +9,7 @@ import pytest
 
 from vllm_steer import Edit, SteeringError
 from vllm_steer.program import Program, compile_program
-from vllm_steer.program.program import CompiledRead
+from vllm_steer.program.program import CompiledCapture
 
 SOUND = compile_program([Edit(kind="add", point="post_block", layers=[1], vector=np.ones(8, "f4"), strength=1.0)])
 UNSOUND = {
@@ -17,7 +17,7 @@ UNSOUND = {
     "point": {"edits": (msgspec.structs.replace(SOUND.edits[0], point=77),)},
     "code": {"edits": (msgspec.structs.replace(SOUND.edits[0], code=99),)},
     "layer": {"edits": (msgspec.structs.replace(SOUND.edits[0], layers=(2**40,)),)},
-    "layer of a read": {"reads": (CompiledRead(0, (2**40,), False, "all"),)},
+    "layer of a capture": {"captures": (CompiledCapture(0, (2**40,), False, "all"),)},
     "width": {"width": 9},
     "digests": {"digests": ()},
 }

@@ -63,8 +63,8 @@ def test_sources_follow_their_edits_and_reads() -> None:
     read = compile_program([edit(3)], READS, edit_paths=["d"], capture_paths=["capture.x", "capture.y"])
     whole = join([with_source(off, "modules[0]"), read, compile_program([edit(4)])])
     assert [whole.edit_source(i) for i in range(4)] == ["modules[0]", "modules[0]", "d", "steering"]
-    assert [whole.read_source(i) for i in range(2)] == ["capture.x", "capture.y"]
-    assert whole.without_reads().sources == whole.sources[:4]
+    assert [whole.capture_source(i) for i in range(2)] == ["capture.x", "capture.y"]
+    assert whole.without_captures().sources == whole.sources[:4]
     assert Program.from_bytes(whole.to_bytes()).sources == whole.sources
     assert whole.edits == join([off, read, compile_program([edit(4)])]).edits, "sources are not content"
     late = compile_program([edit(0), edit(1, tokens=[-9])], edit_paths=["steering[0]", "steering[1]"])

@@ -25,7 +25,7 @@ from vllm_steer.spec import pack_vector
 
 PROMPT = "Hello there"
 ROWS, CAPTURE_MIB = 32, 8
-"""What the engine has room for, few enough to be used up by what a few clients in a hundred would leave behind."""
+"""Size of the engine's tables. If a few clients in a hundred leaked their rows, the tables would fill up."""
 ROUNDS = 1000
 LARGE = {"memory": {"hooks": {"post_block": "all"}, "positions": "all_prompt"}}
 
@@ -123,8 +123,7 @@ def samples_of(text: str) -> Samples:
 
 
 def scrape_both(url: str) -> Samples:
-    """Return the metrics once both processes report the same; the last step's metrics arrive shortly after its
-    response."""
+    """Return the metrics once both processes agree. The metrics of a step arrive shortly after its response."""
     for _ in range(50):
         found: dict[int, Samples] = {}
         while len(found) < 2:
@@ -141,8 +140,10 @@ def counted(samples: Samples, short: str, suffix: str = "", **labels: str) -> fl
 
 
 def test_metrics_cover_both_api_servers(server: tuple[str, Path]) -> None:
-    """Catches (1) metrics of one process only, (2) gauges summed over processes or taken from the wrong one, and (3)
-    engine metrics lost or counted twice, because each step's are sent to one of the two."""
+    """Catches metrics of one process only, wrong gauges, and engine metrics lost or counted twice.
+
+    The engine sends the metrics of each step to one of the two processes. Gauges must not be summed over processes.
+    """
     url, _ = server
     before = scrape_both(url)
     steering = {"steering_vectors": {"post_block": {"1": [1.0] * HIDDEN}}}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Storage of captures that are too large for a response."""
+"""Tests of the store for captures that are too large for a response."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from vllm_steer.server.routes.captures import capture_store_of
 
 
 class Rows:
-    """Stands for the rows in a request's context."""
+    """Stand-in for the rows in a request's context."""
 
 
 request: ContextVar[Rows] = ContextVar("request")
@@ -176,8 +176,7 @@ def test_the_last_process_removes_the_folder(name: str) -> None:
 
 @pytest.mark.parametrize("tidy", [shutil.rmtree, lambda path: (path / "alive").unlink()])
 def test_recreates_a_removed_folder(name: str, tidy: Callable[[Path], None]) -> None:
-    """Catches (1) a store that stops working after the system has cleaned up temporary files and (2) a closing process
-    that deletes captures stored since."""
+    """Catches a store that fails after a clean-up of temporary files, and a closing process that deletes captures."""
     old, other = store_of_name(name), store_of_name(name)
     old.put(b"x", "safetensors")
     tidy(shared_tempdir_path(name))
@@ -196,7 +195,7 @@ def test_a_full_disk_leaves_nothing_behind(name: str, call: str, monkeypatch: py
     """Catches leaked descriptors and incomplete files after a failed write."""
     store = store_of_name(name)
     store.put(b"x", "safetensors")
-    gc.collect()  # those of earlier tests
+    gc.collect()  # close descriptors that earlier tests left open
     before = len(os.listdir("/proc/self/fd"))
     with monkeypatch.context() as full:
         full.setattr(os, call, Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))

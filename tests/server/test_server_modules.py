@@ -132,8 +132,10 @@ ROUTES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", ROUTES)
 def test_every_response_reports_what_was_applied(name: str, clients: list[httpx.Client]) -> None:
-    """Catches a route, streamed or not, without `steering_applied`; the last one takes no fields but is steered
-    globally."""
+    """Catches a route, streamed or not, without `steering_applied`.
+
+    The last route takes no steering fields, but global steering applies to it.
+    """
     route, body = ROUTES[name]
     status = answered(clients[0].post("/v1/steering/set", json={"base": SITE}))
     fields: dict[str, Any] = {} if name == "messages" else {"steering_modules": [["from-file", 2]]}

@@ -44,8 +44,7 @@ def test_a_stock_server_refuses_fields(route: str, stream: bool, url: str) -> No
 
 
 def test_a_stock_server_refuses_limits(tmp_path: Path) -> None:
-    """Catches a server that starts unsteered although its command line sets a steering limit, and flags unknown to
-    `vllm`."""
+    """Catches a server that ignores a steering limit on its command line, and flags unknown to `vllm`."""
     command = [*vllm_command(), "serve", str(tmp_path), "--steering-max-rows", "8"]
     result = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=120)
     assert result.returncode == 2

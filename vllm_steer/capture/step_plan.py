@@ -61,7 +61,7 @@ class CaptureBatch:
     count: IntArray
     """Number of tokens of each request, ``[requests]``."""
 
-    def max_rows(self) -> int:
+    def max_captured_rows(self) -> int:
         """Return an upper bound of the stored rows that holds for any first positions."""
         return sum(n * each.max_captures for n, each in zip(self.count.tolist(), self.resolved, strict=True))
 

@@ -23,16 +23,20 @@ class AdmissionController:
 
     Args:
         allocator: Allocator of the device tables.
-        capture_rows: Most captured rows of all running requests.
+        reserved_rows_limit: Most captured rows of all running requests.
         timeout: Seconds that a request may wait; 0 for no limit.
         now: Monotonic clock.
     """
 
     def __init__(
-        self, allocator: TableAllocator, capture_rows: int, timeout: float, now: Callable[[], float] = time.monotonic
+        self,
+        allocator: TableAllocator,
+        reserved_rows_limit: int,
+        timeout: float,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.allocator = allocator
-        self._capture_rows = capture_rows
+        self._reserved_rows_limit = reserved_rows_limit
         self._timeout = timeout
         self._now = now
         self._admitted: dict[str, Resolved] = {}
@@ -59,7 +63,7 @@ class AdmissionController:
 
         Also True if the step is closed: the request then waits whatever its size.
         """
-        return self._closed or not rows or self.reserved_rows + rows <= self._capture_rows
+        return self._closed or not rows or self.reserved_rows + rows <= self._reserved_rows_limit
 
     def admit(self, request_id: str, resolved: Resolved, capture_rows: int) -> bool:
         """Reserve the request's room, or make it and all later requests wait in this step."""

@@ -100,7 +100,7 @@ class ArenaBudget:
         Returns:
             The number of tokens whose rows have been reserved.
         """
-        if start >= resolved.read_range[1] and not self._speculates:
+        if start >= resolved.captured_range[1] and not self._speculates:
             return tokens
         if tokens == 1 and resolved.max_captures <= self._free:
             # Hot path: a decoding request, counted with the most that one token can store.
@@ -143,8 +143,8 @@ class TokenLimiter:
     more tokens or wants to start.
     """
 
-    def __init__(self, arena: ArenaBudget, steered: Mapping[str, Resolved], scheduler_config: Any) -> None:
-        self._arena, self._steered, self._scheduler_config = arena, steered, scheduler_config
+    def __init__(self, arena: ArenaBudget, with_program: Mapping[str, Resolved], scheduler_config: Any) -> None:
+        self._arena, self._with_program, self._scheduler_config = arena, with_program, scheduler_config
         self._recorded: list[tuple[Any, int, int]] = []
         self._recordable_tokens = 0
 
@@ -163,7 +163,7 @@ class TokenLimiter:
         if tokens <= self._recordable_tokens:
             self._recorded.append((request, start, tokens))
             return tokens
-        resolved = self._steered.get(request.request_id)
+        resolved = self._with_program.get(request.request_id)
         if resolved is None or not resolved.max_captures:
             return tokens
         self._reserve_recorded()
@@ -181,7 +181,7 @@ class TokenLimiter:
         """Reserve the rows of all recorded requests, and from now on in this step those of each request at once."""
         self._recordable_tokens = 0
         for request, start, tokens in self._recorded:
-            resolved = self._steered.get(request.request_id)
+            resolved = self._with_program.get(request.request_id)
             if resolved is not None and resolved.max_captures:
                 self._take(request, resolved, start, tokens)
         self._recorded.clear()

@@ -15,7 +15,7 @@ from vllm_steer.limits import ENGINE_LIMITS
 from vllm_steer.points import POINT_NAMES, POINTS, PointName, how_to_switch_on
 from vllm_steer.program import Program, Resolved, resolve
 from vllm_steer.program.instructions import KIND_OF
-from vllm_steer.program.program import CompiledEdit, CompiledRead
+from vllm_steer.program.program import CompiledCapture, CompiledEdit
 
 EXCEEDS = "the engine allows"
 """Part of the message about a request that exceeds a limit of the engine."""
@@ -103,10 +103,10 @@ class Capabilities:
             source = program.edit_source(i)
             self._check_range(edit, source, source)
             self._check_editable(edit, source)
-        for i, read in enumerate(program.reads):
-            hooks = f"{program.read_source(i)}.hooks.{POINT_NAMES[read.point]}"
-            self._check_range(read, hooks, f"{program.read_source(i)}.positions")
-            self._check_readable(read, hooks)
+        for i, capture in enumerate(program.captures):
+            hooks = f"{program.capture_source(i)}.hooks.{POINT_NAMES[capture.point]}"
+            self._check_range(capture, hooks, f"{program.capture_source(i)}.positions")
+            self._check_capturable(capture, hooks)
 
     def most_row_bytes(self, program: Program, prompt_len: int | None, max_tokens: int | None) -> int:
         """Return the most bytes of captured rows that one sample of a checked program can store."""
@@ -118,7 +118,7 @@ class Capabilities:
         left = self.max_model_len - prompt_len
         return resolved.total_bytes(prompt_len, left if max_tokens is None else min(max_tokens, left), self._row_bytes)
 
-    def _check_range(self, part: CompiledEdit | CompiledRead, layers_field: str, tokens_field: str) -> None:
+    def _check_range(self, part: CompiledEdit | CompiledCapture, layers_field: str, tokens_field: str) -> None:
         for layer in part.layers:
             if layer >= self.num_layers:
                 raise SteeringError(
@@ -140,14 +140,14 @@ class Capabilities:
                 )
         self._check_enabled(point, field)
 
-    def _check_readable(self, read: CompiledRead, field: str) -> None:
+    def _check_capturable(self, capture: CompiledCapture, field: str) -> None:
         if self.no_capture is not None:
             raise SteeringError("capture", self.no_capture)
-        unread = self.unread.get(POINT_NAMES[read.point], {})
-        for layer in read.layers or range(self.num_layers):
+        unread = self.unread.get(POINT_NAMES[capture.point], {})
+        for layer in capture.layers or range(self.num_layers):
             if layer in unread:
                 raise SteeringError(field, f"capture is not supported at layer {layer}: {unread[layer]}")
-        self._check_enabled(POINT_NAMES[read.point], field)
+        self._check_enabled(POINT_NAMES[capture.point], field)
 
     def _check_enabled(self, point: PointName, field: str) -> None:
         if POINTS[point].optional and point not in self.config.points:
@@ -168,17 +168,18 @@ class Capabilities:
 
     def _check_size(self, resolved: Resolved) -> None:
         rows = resolved.token_programs
-        needed = {
-            "max_rows": len(rows),
-            "max_instructions": sum(row.num_instructions for row in rows),
-            "capture_rows": resolved.max_captures * (1 + self.drafts),
-            "max_vectors": len({vector for row in rows for vector in row.vectors}),
-        }
-        for name, count in needed.items():
+        captured = resolved.max_captures * (1 + self.drafts)
+        needed = (
+            ("max_rows", "steering", len(rows), "table rows"),
+            ("max_instructions", "steering", sum(row.num_instructions for row in rows), "instructions"),
+            ("capture_rows", "capture", captured, "captured rows for one token"),
+            ("max_vectors", "steering", len({vector for row in rows for vector in row.vectors}), "vectors"),
+        )
+        for name, field_name, count, unit in needed:
             limit = getattr(self.config, name)
             if count > limit:
                 flag = ENGINE_LIMITS[name].flag
-                raise SteeringError("steering", f"needs {count} of {name}; {EXCEEDS} {limit} ({flag})")
+                raise SteeringError(field_name, f"needs {count} {unit}; {EXCEEDS} {limit} ({flag})")
 
 
 def _merge_reasons(reports: Iterable[Mapping[str, Mapping[str, str]]]) -> dict[str, dict[int, str]]:

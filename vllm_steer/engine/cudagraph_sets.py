@@ -96,7 +96,7 @@ class CUDAGraphSetManager:
         self._manager: Any = None
         self._current = self._no_taps
         self._capturing: CUDAGraphSet | None = None
-        # The set that was selected last for a step with edits or reads, and the version of the sites it is for.
+        # The set that was selected last for a step with edits or captures, and the version of the sites it is for.
         self._selected = (-1, self._all_taps)
 
     @property
@@ -109,14 +109,14 @@ class CUDAGraphSetManager:
         return list(dict.fromkeys((self._no_taps, self._all_taps, *self._partial)))
 
     def select_idle(self) -> None:
-        """Prepare a forward pass without edits and reads, or the capture of the set that is being captured."""
+        """Prepare a forward pass without edits and captured rows, or the recording of the current set."""
         capturing = self._capturing
         self._tables.active_sites = self._tables.no_sites if capturing is None else capturing.sites
         self._select_model(tapped=(capturing or self._no_taps) is not self._no_taps)
         self._use(self._no_taps)
 
     def select(self, site_users: Sequence[int], version: int) -> None:
-        """Prepare a forward pass with edits or reads.
+        """Prepare a forward pass with edits or captures.
 
         Args:
             site_users: Number of rows with instructions at each site.

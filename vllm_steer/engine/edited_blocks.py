@@ -24,13 +24,13 @@ class EditedBlocks:
         for manager in managers:
             manager._record_new_block_ids = True
 
-    def record(self, scheduled: Any, steered: Mapping[str, Resolved]) -> None:
+    def record(self, scheduled: Any, with_program: Mapping[str, Resolved]) -> None:
         """Record the blocks that a scheduled step has given to edited requests."""
         new_blocks = [(new.req_id, new.block_ids) for new in scheduled.scheduled_new_reqs]
         cached = scheduled.scheduled_cached_reqs
         new_blocks += zip(cached.req_ids, cached.new_block_ids, strict=True)
         for request_id, groups in new_blocks:
-            resolved = steered.get(request_id)
+            resolved = with_program.get(request_id)
             if groups and resolved is not None and resolved.has_edits:
                 self._ids.update(*groups)
 

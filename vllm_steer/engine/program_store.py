@@ -94,7 +94,7 @@ class ProgramStore:
         self._capturing = 0
         num_slots = tables.segment_start.shape[0]
         # By slot: the positions that are steered or captured, and those that are captured.
-        self.active, self.reads = Spans(num_slots), Spans(num_slots)
+        self.active, self.captured = Spans(num_slots), Spans(num_slots)
         # By slot: the start of the last segment.
         self.last_segment = np.zeros(num_slots, dtype=np.int64)
         # Incremented when the sites in use may have changed, and when a request starts or ends.
@@ -123,7 +123,7 @@ class ProgramStore:
         ) = self._staged
 
     @property
-    def num_steered(self) -> int:
+    def num_with_program(self) -> int:
         """Number of running requests that are steered or captured."""
         return len(self._running)
 
@@ -159,7 +159,7 @@ class ProgramStore:
         self._capturing += resolved.max_captures > 0
         self.changes += 1
         self.active.set(slot, *resolved.active_range)
-        self.reads.set(slot, *resolved.read_range)
+        self.captured.set(slot, *resolved.captured_range)
         self.last_segment[slot] = resolved.segments[-1].start
         return True
 
@@ -174,7 +174,7 @@ class ProgramStore:
         if not placed.users:
             self._release(placed.resolved)
         self.active.clear(running.slot)
-        self.reads.clear(running.slot)
+        self.captured.clear(running.slot)
         self.last_segment[running.slot] = 0
         self.changes += 1
         self._segment_row.put(running.slot, self._no_rows)

@@ -77,7 +77,7 @@ class RowCapture:
         token = (np.cumsum(batch.count) - batch.count)[capturing]
         captures = CaptureBatch(ids, tuple(store.resolved_of(name) for name in ids), token, first, count)
         if self._speculative:
-            return captures, captures.max_rows(), batch.layout().position
+            return captures, captures.max_captured_rows(), batch.layout().position
         plan = captures.plan_at(first.tolist())
         return plan, plan.num_rows, None
 

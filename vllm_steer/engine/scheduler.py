@@ -54,7 +54,7 @@ class SteeringSchedulerMixin:
         self._steering_layers = layer_count(model_config.hf_text_config)
         self._steering_points = frozenset(points_on(config.points))
         self._steering_hash = get_hash_fn_by_name(self.vllm_config.cache_config.prefix_caching_hash_algo)
-        self._steered: dict[str, Resolved] = {}
+        self._with_program: dict[str, Resolved] = {}
         self._malformed: dict[str, str] = {}
         self._row_bytes = int(model_config.get_hidden_size() * model_config.dtype.itemsize)
         self._capture_policy = config.capture_policy
@@ -65,7 +65,7 @@ class SteeringSchedulerMixin:
         self._arena = ArenaBudget(
             config.capture_rows, self.num_spec_tokens, self.vllm_config.speculative_config is not None
         )
-        self._token_limiter = TokenLimiter(self._arena, self._steered, self.scheduler_config)
+        self._token_limiter = TokenLimiter(self._arena, self._with_program, self.scheduler_config)
         self.steering_row_sender = RowSender()
         self._steering_stats = EngineStatsCollector(self.steering_admission)
         self._edited_blocks: EditedBlocks | None = None
@@ -109,7 +109,7 @@ class SteeringSchedulerMixin:
         impossible = self._token_limiter.reason_impossible(request, resolved)
         if impossible is not None:
             raise SteeringError("capture", impossible)
-        self._steered[request.request_id] = resolved
+        self._with_program[request.request_id] = resolved
         if self._needs_whole_prompt(resolved, request):
             request.skip_reading_prefix_cache = True
         upstream = request._block_hasher
@@ -141,7 +141,7 @@ class SteeringSchedulerMixin:
     def _get_local_prefix_cache_hit(self: Any, request: Any) -> Any:
         """Return vLLM's hit, shortened to the first captured position: cached tokens are not computed."""
         blocks, hit, *rest = super()._get_local_prefix_cache_hit(request)  # type: ignore[misc]
-        resolved = self._steered.get(request.request_id)
+        resolved = self._with_program.get(request.request_id)
         first = None if resolved is None else resolved.first_captured_position
         if first is None or hit <= first:
             return (blocks, hit, *rest)
@@ -165,8 +165,8 @@ class SteeringSchedulerMixin:
             # Hot path, called for every request: call vLLM's method directly while no request captures.
             self._reserve_prefill_lookahead = super()._reserve_prefill_lookahead  # type: ignore[misc]
         scheduled = super().schedule(*args, **kwargs)  # type: ignore[misc]
-        if self._edited_blocks is not None and self._steered:
-            self._edited_blocks.record(scheduled, self._steered)
+        if self._edited_blocks is not None and self._with_program:
+            self._edited_blocks.record(scheduled, self._with_program)
         return scheduled
 
     def _reserve_prefill_lookahead(self: Any, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
@@ -180,13 +180,13 @@ class SteeringSchedulerMixin:
             return False
         if not super()._handle_blocked_waiting_request(request):  # type: ignore[misc]
             return False
-        resolved = self._steered.get(request.request_id)
+        resolved = self._with_program.get(request.request_id)
         if resolved is None:
             return True
         if not self.steering_admission.is_admitted(request.request_id):
             if not self._admit(request, resolved):
                 return False
-            resolved = self._steered[request.request_id]
+            resolved = self._with_program[request.request_id]
         if not resolved.max_captures:
             return True
         # vLLM stops scheduling waiting requests at the first one that gets no tokens, so check for room here.
@@ -222,18 +222,18 @@ class SteeringSchedulerMixin:
         return -(-num_bytes // int(self._row_bytes))
 
     def _drop_capture(self: Any, request: Any) -> Resolved:
-        """Remove the reads from a request's program (``capture_policy`` ``fail``).
+        """Remove the captures from a request's program (``capture_policy`` ``fail``).
 
         The workers get the new program too, because the request has not been sent to them yet.
         """
-        program = Program.from_trusted_bytes(program_bytes(request.sampling_params) or b"").without_reads()
+        program = Program.from_trusted_bytes(program_bytes(request.sampling_params) or b"").without_captures()
         params = copy.copy(request.sampling_params)
         params.extra_args = {**params.extra_args, EXTRA_KEY: program.to_bytes()}
         request.sampling_params = params
         self.steering_row_sender.report_missing(request, CAPTURE_SKIPPED)
         self._steering_stats.given_up += 1
         resolved = resolve(program, request.num_prompt_tokens, self._steering_layers)
-        self._steered[request.request_id] = resolved
+        self._with_program[request.request_id] = resolved
         return resolved
 
     def set_pause_state(self: Any, pause_state: Any) -> None:
@@ -272,7 +272,7 @@ class SteeringSchedulerMixin:
             outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(output)
 
     def _free_request(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        self._steered.pop(request.request_id, None)
+        self._with_program.pop(request.request_id, None)
         self._arena.remove_request(request.request_id)
         self.steering_admission.release(request.request_id)
         return super()._free_request(request, *args, **kwargs)  # type: ignore[misc]

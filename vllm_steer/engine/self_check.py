@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Self-check of the taps at engine start, on the model and code path that will serve.
 
-:mod:`vllm_steer.models.self_check_plan` explains what is checked; :mod:`vllm_steer.engine.probe_runner` runs the
+:mod:`vllm_steer.models.self_check_plan` explains what is checked; :mod:`vllm_steer.engine.self_check_runner` runs the
 requests.
 """
 
@@ -18,21 +18,21 @@ import torch
 from vllm.logger import init_logger
 
 from vllm_steer.config import SteeringConfig, from_vllm_config
-from vllm_steer.engine.probe_runner import ProbeRunner, allocate_blocks, can_disable_connector
+from vllm_steer.engine.self_check_runner import SelfCheckRunner, allocate_blocks, can_disable_connector
 from vllm_steer.engine.worker_manager import WorkerSteeringManager
 from vllm_steer.models.self_check_plan import (
     NEEDED,
     TOKENS,
-    Probe,
+    CheckRequest,
     SelfCheckError,
     Site,
     aligned_hops,
     check_hops,
     check_plain,
     check_plain_code,
-    hop_probe,
+    hop_request,
     hops_of,
-    plain_probes,
+    plain_requests,
     served_sites,
 )
 
@@ -63,11 +63,11 @@ def self_check(worker: Any) -> dict[str, Any]:
     started = time.perf_counter()
     try:
         with _preserve_random_state(worker.device):
-            result = _check(ProbeRunner(worker, steering, config), steering, config)
+            result = _check(SelfCheckRunner(worker, steering, config), steering, config)
     except SelfCheckError as error:
         raise SelfCheckError(
-            f"{model} cannot be steered: the self-check of its taps failed at {error}. Edits and reads would be wrong, "
-            f"so the engine does not start. To start it anyway, use {_DISABLE}."
+            f"{model} cannot be steered: the self-check of its taps failed at {error}. Edits and captures would be "
+            f"wrong, so the engine does not start. To start it anyway, use {_DISABLE}."
         ) from None
     seconds = time.perf_counter() - started
     logger.info(
@@ -113,7 +113,7 @@ def _skip_reason(worker: Any, config: SteeringConfig | None) -> str | None:
     return None
 
 
-def _check(runner: ProbeRunner, steering: WorkerSteeringManager, config: SteeringConfig) -> dict[str, Any]:
+def _check(runner: SelfCheckRunner, steering: WorkerSteeringManager, config: SteeringConfig) -> dict[str, Any]:
     """Run the plain requests, then the requests with edits derived from their rows."""
     epsilon = float(torch.finfo(steering.tables.arena.dtype).eps)
     refused = steering.capabilities()["refused"]
@@ -123,17 +123,17 @@ def _check(runner: ProbeRunner, steering: WorkerSteeringManager, config: Steerin
     sites = served_sites(points, [layer.number for layer in steering.decoder.layers], refused)
     with steering.capture.enabled_on_every_rank():
         try:
-            plain = runner.run(plain_probes(all_sites, min(config.capture_rows // TOKENS, config.max_instructions)))
+            plain = runner.run(plain_requests(all_sites, min(config.capture_rows // TOKENS, config.max_instructions)))
             base, donor = (
-                {site: rows for probe, found in plain if probe.donor is is_donor for site, rows in found.items()}
+                {site: rows for request, found in plain if request.donor is is_donor for site, rows in found.items()}
                 for is_donor in (False, True)
             )
             check_plain(sites, base, donor, epsilon)
             # Every rank runs the same number of requests. Requests are plain on ranks that do not own their layers.
             aligned = list(aligned_hops(all_sites, hops_of(sites)))
-            probes = [Probe(donor=False) if hop is None else hop_probe(hop, base, donor) for hop in aligned]
+            requests = [CheckRequest(donor=False) if hop is None else hop_request(hop, base, donor) for hop in aligned]
             hops = [hop for hop in aligned if hop is not None]
-            found = [rows for probe, rows in runner.run(probes) if probe.reads]
+            found = [rows for request, rows in runner.run(requests) if request.captures]
             targets = [rows[hop.target] for hop, rows in zip(hops, found, strict=True)]
             verdict = check_hops(hops, targets, base, donor, epsilon)
             if config.plain_code:
@@ -143,13 +143,14 @@ def _check(runner: ProbeRunner, steering: WorkerSteeringManager, config: Steerin
     return {"hops": verdict.hops, "conclusive": verdict.conclusive, "sites": len(sites)}
 
 
-def _compare_untapped(runner: ProbeRunner, reads: Sequence[Site], epsilon: float) -> None:
-    """Compare the final hidden states of both requests with a read, which runs the taps, and without one.
+def _compare_untapped(runner: SelfCheckRunner, captured: Sequence[Site], epsilon: float) -> None:
+    """Compare the final hidden states of both requests with a capture, which runs the taps, and without one.
 
     Pipeline stages before the last have no final hidden states; the last stage's depend on theirs.
     """
     tapped, untapped = (
-        [runner.run_to_end(Probe(donor, reads=tuple(sites))) for donor in (False, True)] for sites in (reads, ())
+        [runner.run_to_end(CheckRequest(donor, captures=tuple(sites))) for donor in (False, True)]
+        for sites in (captured, ())
     )
     found = [rows for rows in (*tapped, *untapped) if rows is not None]
     if len(found) == 4:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A second compiled copy of the model without taps, for steps without edits and reads (``--steering-plain-code``).
+"""A second compiled copy of the model without taps, for steps without edits and captures (``--steering-plain-code``).
 
 A tap that is not launched costs nothing by itself, but the compiler cannot fuse kernels across it. The copy avoids
 this. It consists of shells: new objects for the modules that have taps or contain one that does, with the ``forward``

@@ -87,7 +87,7 @@ class WorkerSteeringManager:
     @property
     def active(self) -> bool:
         """Whether any request is steered or captured. If not, a runner need not describe its batch."""
-        return self.store.num_steered > 0
+        return self.store.num_with_program > 0
 
     @_timed
     def begin_step(self, batch: StepBatch) -> None:
@@ -113,7 +113,7 @@ class WorkerSteeringManager:
         self.graph_sets.select(self.tables.site_users, store.version)
         if not store.num_capturing:
             return
-        capturing = np.flatnonzero(store.reads.overlap(batch.slot, first, stop))
+        capturing = np.flatnonzero(store.captured.overlap(batch.slot, first, stop))
         if len(capturing):
             if not self._offsets_assigned:
                 self._ops.assign_arena_offsets(self.tables, int(batch.count.sum()))

@@ -31,7 +31,7 @@ def count_request(model_name: str, sampling_params: Any) -> None:
     if program is None:
         add("requests", model_name=model_name, kind="plain")
         return
-    kind = "_".join(name for name, parts in (("steered", program.edits), ("captured", program.reads)) if parts)
+    kind = "_".join(name for name, parts in (("steered", program.edits), ("captured", program.captures)) if parts)
     add("requests", model_name=model_name, kind=kind or "plain")
     for edit, number in Counter(KIND_OF[step.code] for step in program.edits).items():
         add("edits", number, model_name=model_name, kind=edit)

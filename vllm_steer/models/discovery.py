@@ -38,9 +38,9 @@ class DecoderLayer:
     module: nn.Module
     recipe: Recipe
 
-    def refusal(self, point: PointName, *, reading: bool, tensor_parallel: bool) -> str | None:
+    def refusal(self, point: PointName, *, capturing: bool, tensor_parallel: bool) -> str | None:
         """Return why a point is refused on this layer, or None."""
-        reason = self.recipe.refusal(point, reading=reading, tensor_parallel=tensor_parallel)
+        reason = self.recipe.refusal(point, capturing=capturing, tensor_parallel=tensor_parallel)
         return None if reason is None else reason.format(layer=type(self.module).__name__)
 
 
@@ -58,15 +58,15 @@ class Decoder:
         return self._refusals(False, tensor_parallel)
 
     def unread(self, tensor_parallel: bool) -> dict[str, dict[str, str]]:
-        """Return where reads are refused, in the same form."""
+        """Return where captures are refused, in the same form."""
         return self._refusals(True, tensor_parallel)
 
-    def _refusals(self, reading: bool, tensor_parallel: bool) -> dict[str, dict[str, str]]:
+    def _refusals(self, capturing: bool, tensor_parallel: bool) -> dict[str, dict[str, str]]:
         return {
             point: {
                 str(layer.number): reason
                 for layer in self.layers
-                if (reason := layer.refusal(point, reading=reading, tensor_parallel=tensor_parallel)) is not None
+                if (reason := layer.refusal(point, capturing=capturing, tensor_parallel=tensor_parallel)) is not None
             }
             for point in _REFUSABLE
         }

@@ -9,7 +9,7 @@ vLLM's decoder layers pass the residual stream on in one of two shapes:
   their residual, so an in-place edit reaches both the MLP and the residual sum.
 
 A parallel block, which computes attention and MLP from the same input, never holds the stream after attention. Such a
-block refuses edits at ``post_attn``; reads return the block's input plus the attention branch.
+block refuses edits at ``post_attn``; captures return the block's input plus the attention branch.
 """
 
 from __future__ import annotations
@@ -94,16 +94,16 @@ class Recipe:
         """Whether attention and MLP read the same input and ``post_attn`` can be computed from the attention branch."""
         return self.post_attn is None and bool(self.attn_out)
 
-    def refusal(self, point: PointName, *, reading: bool = False, tensor_parallel: bool = False) -> str | None:
+    def refusal(self, point: PointName, *, capturing: bool = False, tensor_parallel: bool = False) -> str | None:
         """Return why a point is refused, or None.
 
         Args:
             point: The hook point.
-            reading: Whether the point is read; otherwise it is edited.
+            capturing: Whether the point is captured; otherwise it is edited.
             tensor_parallel: Whether the layer is split over several ranks.
         """
         if point == "post_attn" and self.post_attn is None:
-            if reading and self.parallel:
+            if capturing and self.parallel:
                 return PARTIAL_STREAM if self.partial_sums and tensor_parallel else None
             return self.refused.get(point, PARALLEL)
         if point not in OPTIONAL_POINTS:

@@ -64,18 +64,18 @@ class SelfCheckError(ValueError):
 
 
 @dataclass(frozen=True)
-class Probe:
-    """One request of the check: the base or the donor, optionally with edits and reads."""
+class CheckRequest:
+    """One request of the check: the base or the donor, optionally with edits and captures."""
 
     donor: bool
     edits: tuple[Edit, ...] = ()
-    reads: tuple[Site, ...] = ()
+    captures: tuple[Site, ...] = ()
 
-    def captures(self) -> list[CaptureSpec]:
-        """Return the capture specs for ``reads``."""
+    def capture_specs(self) -> list[CaptureSpec]:
+        """Return the capture specs for ``captures``."""
         hooks: dict[PointName, LayersInput] = {}
         for point in POINTS:
-            if layers := [layer for name, layer in self.reads if name == point]:
+            if layers := [layer for name, layer in self.captures if name == point]:
                 hooks[point] = layers
         return [CaptureSpec(hooks=hooks, positions="all_prompt")] if hooks else []
 
@@ -165,16 +165,16 @@ def aligned_hops(every: Sequence[Site], hops: Sequence[Hop]) -> list[Hop | None]
     return found
 
 
-def plain_probes(sites: Sequence[Site], size: int) -> list[Probe]:
+def plain_requests(sites: Sequence[Site], size: int) -> list[CheckRequest]:
     """Return both requests without edits, reading all ``sites``; several of each if one may read only ``size``."""
     return [
-        Probe(donor, reads=tuple(sites[start : start + size]))
+        CheckRequest(donor, captures=tuple(sites[start : start + size]))
         for start in range(0, len(sites), size)
         for donor in (False, True)
     ]
 
 
-def hop_probe(hop: Hop, base: Streams, donor: Streams) -> Probe:
+def hop_request(hop: Hop, base: Streams, donor: Streams) -> CheckRequest:
     """Return the base request with the donor's stream at ``hop.source``."""
     point, layer = hop.source
     changes = (donor[hop.source] - base[hop.source]).astype(np.float32)
@@ -183,7 +183,7 @@ def hop_probe(hop: Hop, base: Streams, donor: Streams) -> Probe:
         for position, change in enumerate(changes)
         if change.any()
     )
-    return Probe(donor=False, edits=edits, reads=(hop.target,))
+    return CheckRequest(donor=False, edits=edits, captures=(hop.target,))
 
 
 def check_plain(sites: Sequence[Site], base: Streams, donor: Streams, epsilon: float) -> None:

@@ -15,8 +15,8 @@ from vllm_steer.program.program import (
     ALL_LAYERS,
     NO_PROJECTION,
     WIRE_VERSION,
+    CompiledCapture,
     CompiledEdit,
-    CompiledRead,
     Program,
 )
 from vllm_steer.spec import KINDS, CaptureSpec, Edit, Projection, bytes_of, content_digest
@@ -32,7 +32,7 @@ def compile_program(
 ) -> Program:
     """Compile edits and capture specs.
 
-    Edits of strength 0 change nothing and are left out. Equal reads appear once.
+    Edits of strength 0 change nothing and are left out. Equal captures appear once.
 
     Args:
         edits: the edits, in the order in which they apply.
@@ -44,29 +44,29 @@ def compile_program(
         SteeringError: the directions of a capture differ in width from the vectors of the edits or of another capture.
     """
     vectors = _VectorTable(len(edits[0].vector) if edits else 0)
-    compiled: dict[int, CompiledEdit] = {
+    compiled_edits: dict[int, CompiledEdit] = {
         number: _compile_edit(edit, vectors) for number, edit in enumerate(edits) if edit.strength != 0.0
     }
     projections: dict[tuple[int, ...], int] = {}
-    reads: dict[bytes, tuple[CompiledRead, int]] = {}
+    compiled_captures: dict[bytes, tuple[CompiledCapture, int]] = {}
     for number, spec in enumerate(captures):
         projection = NO_PROJECTION
         if isinstance(spec.reduce, Projection) and spec.reduce.in_engine:
             indices = vectors.add_directions(spec.reduce)
             projection = projections.setdefault(indices, len(projections))
-        for read in _compile_reads(spec, projection):
-            reads.setdefault(msgspec.msgpack.encode(read), (read, number))
+        for capture in _compile_captures(spec, projection):
+            compiled_captures.setdefault(msgspec.msgpack.encode(capture), (capture, number))
     sources: tuple[str, ...] = ()
     if edit_paths or capture_paths:
         sources = (
-            *(edit_paths[number] for number in compiled),
-            *(capture_paths[number] for _, number in reads.values()),
+            *(edit_paths[number] for number in compiled_edits),
+            *(capture_paths[number] for _, number in compiled_captures.values()),
         )
     return Program(
         version=WIRE_VERSION,
         width=vectors.width,
-        edits=tuple(compiled.values()),
-        reads=tuple(read for read, _ in reads.values()),
+        edits=tuple(compiled_edits.values()),
+        captures=tuple(capture for capture, _ in compiled_captures.values()),
         digests=tuple(vectors.entries),
         vectors=tuple(memoryview(data) for _, data in vectors.entries.values()),
         projections=tuple(projections),
@@ -119,9 +119,9 @@ def _compile_edit(edit: Edit, vectors: _VectorTable) -> CompiledEdit:
     return compiled.with_strength(compiled.strength, digest)
 
 
-def _compile_reads(spec: CaptureSpec, projection: int) -> list[CompiledRead]:
+def _compile_captures(spec: CaptureSpec, projection: int) -> list[CompiledCapture]:
     return [
-        CompiledRead(
+        CompiledCapture(
             point=POINT_NAMES.index(point),
             layers=_compile_layers(layers),
             before=spec.before,

@@ -9,12 +9,12 @@ import msgspec
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.program.compiler import compile_program
-from vllm_steer.program.program import NO_PROJECTION, CompiledEdit, CompiledRead, Program
+from vllm_steer.program.program import NO_PROJECTION, CompiledCapture, CompiledEdit, Program
 from vllm_steer.spec.scalars import read_number
 
 
 def join(programs: Sequence[Program]) -> Program:
-    """Concatenate programs; shared vectors and equal reads appear once.
+    """Concatenate programs; shared vectors and equal captures appear once.
 
     Raises:
         SteeringError: the programs' vectors differ in width.
@@ -28,7 +28,7 @@ def join(programs: Sequence[Program]) -> Program:
         )
     vectors: dict[bytes, tuple[int, memoryview]] = {}
     edits: list[CompiledEdit] = []
-    reads: dict[bytes, tuple[CompiledRead, str]] = {}
+    captures: dict[bytes, tuple[CompiledCapture, str]] = {}
     projections: dict[tuple[int, ...], int] = {}
     for program in programs:
         for digest, data in zip(program.digests, program.vectors, strict=True):
@@ -36,20 +36,20 @@ def join(programs: Sequence[Program]) -> Program:
         edits += [
             msgspec.structs.replace(edit, vector=vectors[program.digests[edit.vector]][0]) for edit in program.edits
         ]
-        for number, read in enumerate(program.reads):
-            if read.projection != NO_PROJECTION:
-                indices = tuple(vectors[digest][0] for digest in program.directions(read.projection))
-                read = msgspec.structs.replace(read, projection=projections.setdefault(indices, len(projections)))
-            reads.setdefault(msgspec.msgpack.encode(read), (read, program.read_source(number)))
+        for number, capture in enumerate(program.captures):
+            if capture.projection != NO_PROJECTION:
+                indices = tuple(vectors[digest][0] for digest in program.directions(capture.projection))
+                capture = msgspec.structs.replace(capture, projection=projections.setdefault(indices, len(projections)))
+            captures.setdefault(msgspec.msgpack.encode(capture), (capture, program.capture_source(number)))
     sources: tuple[str, ...] = ()
     if any(program.sources for program in programs):
         edit_sources = (program.edit_source(i) for program in programs for i in range(len(program.edits)))
-        sources = (*edit_sources, *(source for _, source in reads.values()))
+        sources = (*edit_sources, *(source for _, source in captures.values()))
     return msgspec.structs.replace(
         compile_program([]),
         width=max(widths, default=0),
         edits=tuple(edits),
-        reads=tuple(read for read, _ in reads.values()),
+        captures=tuple(capture for capture, _ in captures.values()),
         digests=tuple(vectors),
         vectors=tuple(data for _, data in vectors.values()),
         projections=tuple(projections),
@@ -58,8 +58,8 @@ def join(programs: Sequence[Program]) -> Program:
 
 
 def with_source(program: Program, source: str) -> Program:
-    """Return the program with ``source`` as the path of all its edits and reads."""
-    return msgspec.structs.replace(program, sources=(source,) * (len(program.edits) + len(program.reads)))
+    """Return the program with ``source`` as the path of all its edits and captures."""
+    return msgspec.structs.replace(program, sources=(source,) * (len(program.edits) + len(program.captures)))
 
 
 def scaled(program: Program, scale: float) -> Program:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request's edits and reads in the form that travels from the front end to every process of the engine.
+"""A request's edits and captures in the form that travels from the front end to every process of the engine.
 
 A :class:`Program` is immutable and content-addressed. Vectors appear once, by digest, as float32 bytes. Equal edits of
 two requests have equal digests and therefore share vectors, table rows and prefix-cache blocks in the engine.
@@ -24,7 +24,7 @@ from vllm_steer.spec import Selector, content_digest, projection_digest
 WIRE_VERSION = 6
 ALL_LAYERS: tuple[int, ...] = ()
 NO_PROJECTION = -1
-"""``projection`` of a read whose rows are sent unprojected."""
+"""``projection`` of a capture whose rows are sent unprojected."""
 
 _FIELD = "extra_args.steer"
 _NOT_A_PROGRAM = "not a compiled program; use steering_vectors or steering instead"
@@ -57,8 +57,8 @@ class CompiledEdit(msgspec.Struct, frozen=True, array_like=True):
         return msgspec.structs.replace(self, strength=strength, digest=_edit_digest(self, strength, vector_digest))
 
 
-class CompiledRead(msgspec.Struct, frozen=True, array_like=True):
-    """One read: the stream at a point of some layers, on some tokens, before or after the edits of that point.
+class CompiledCapture(msgspec.Struct, frozen=True, array_like=True):
+    """One capture: the stream at a point of some layers, on some tokens, before or after the edits of that point.
 
     ``projection`` is an index into the program's projections, or :data:`NO_PROJECTION`. Consumer, dtype and reduction
     are handled by the front end and are not part of the program.
@@ -72,22 +72,22 @@ class CompiledRead(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def selector(self) -> Selector:
-        """The tokens that are read."""
+        """The captured tokens."""
         return Selector.from_wire(self.tokens)
 
 
 class Program(msgspec.Struct, frozen=True, array_like=True, dict=True, weakref=True):
-    """The edits of one request, in the order in which they apply, and its reads.
+    """The edits of one request, in the order in which they apply, and its captures.
 
     ``vectors[i]`` holds ``width`` little-endian float32 values and ``digests[i]`` their content digest. A projection is
-    a tuple of indices into the vectors. ``sources`` are the paths of the request fields that the edits, then the reads,
-    come from, for error messages; it is empty if they are unknown.
+    a tuple of indices into the vectors. ``sources`` are the paths of the request fields that the edits, then the
+    captures, come from, for error messages; it is empty if they are unknown.
     """
 
     version: int
     width: int
     edits: tuple[CompiledEdit, ...]
-    reads: tuple[CompiledRead, ...]
+    captures: tuple[CompiledCapture, ...]
     digests: tuple[bytes, ...]
     vectors: tuple[memoryview, ...]
     projections: tuple[tuple[int, ...], ...] = ()
@@ -135,21 +135,21 @@ class Program(msgspec.Struct, frozen=True, array_like=True, dict=True, weakref=T
 
     @cached_property
     def points(self) -> frozenset[PointName]:
-        """The points that are edited or read."""
-        numbers = {edit.point for edit in self.edits} | {read.point for read in self.reads}
+        """The points that are edited or captured."""
+        numbers = {edit.point for edit in self.edits} | {capture.point for capture in self.captures}
         return frozenset(POINT_NAMES[number] for number in numbers)
 
     def edit_source(self, index: int) -> str:
         """Return the path of the request field that edit ``index`` comes from."""
         return self.sources[index] if self.sources else "steering"
 
-    def read_source(self, index: int) -> str:
-        """Return the path of the capture spec that read ``index`` comes from."""
+    def capture_source(self, index: int) -> str:
+        """Return the path of the capture spec that capture ``index`` comes from."""
         return self.sources[len(self.edits) + index] if self.sources else "capture"
 
-    def without_reads(self) -> Program:
+    def without_captures(self) -> Program:
         """Return the program with its edits only."""
-        return msgspec.structs.replace(self, reads=(), projections=(), sources=self.sources[: len(self.edits)])
+        return msgspec.structs.replace(self, captures=(), projections=(), sources=self.sources[: len(self.edits)])
 
     def directions(self, projection: int) -> tuple[bytes, ...]:
         """Return the digests of a projection's directions, in order."""
@@ -176,7 +176,7 @@ class Program(msgspec.Struct, frozen=True, array_like=True, dict=True, weakref=T
 
     def _verify_structure(self) -> None:
         """Raise SteeringError if an index, size or selector would make the engine fail."""
-        parts: tuple[CompiledEdit | CompiledRead, ...] = (*self.edits, *self.reads)
+        parts: tuple[CompiledEdit | CompiledCapture, ...] = (*self.edits, *self.captures)
         num_vectors = len(self.vectors)
         sound = (
             len(self.digests) == num_vectors
@@ -187,7 +187,7 @@ class Program(msgspec.Struct, frozen=True, array_like=True, dict=True, weakref=T
                 for part in parts
             )
             and all(edit.code in KIND_OF and 0 <= edit.vector < num_vectors for edit in self.edits)
-            and all(NO_PROJECTION <= read.projection < len(self.projections) for read in self.reads)
+            and all(NO_PROJECTION <= capture.projection < len(self.projections) for capture in self.captures)
             and all(indices and 0 <= min(indices) <= max(indices) < num_vectors for indices in self.projections)
         )
         if not sound:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Resolution of a program for a prompt length: token positions to segments, each with one token program.
 
-The selectors of a request cut its positions ``0, 1, 2, ...`` into segments. Within a segment the same edits and reads
-apply to every token. Scheduler and workers resolve the same bytes with the same function, so their tables agree. A
-pipeline stage resolves for its own layers: it gets the same segments with the instructions of its layers only.
+The selectors of a request cut its positions ``0, 1, 2, ...`` into segments. Within a segment the same edits and
+captures apply to every token. Scheduler and workers resolve the same bytes with the same function, so their tables
+agree. A pipeline stage resolves for its own layers: it gets the same segments with the instructions of its layers only.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from itertools import chain, islice
 from vllm_steer.errors import SteeringError
 from vllm_steer.limits import ENGINE_LIMITS, MAX_BOUNDARIES, MAX_SEGMENTS
 from vllm_steer.points import POINT_NAMES
-from vllm_steer.program.program import NO_PROJECTION, CompiledEdit, CompiledRead, Program
+from vllm_steer.program.program import NO_PROJECTION, CompiledCapture, CompiledEdit, Program
 from vllm_steer.program.token_program import (
     N_POINTS,
     UNPROJECTED,
@@ -40,7 +40,7 @@ class Segment:
 
     start: int
     program: TokenProgram | None
-    """What each token runs; None if it is neither edited nor read."""
+    """What each token runs; None if it is neither edited nor captured."""
     kv_digest: bytes | None
     """Digest of the edits that can change keys and values of these tokens; None if there are none."""
 
@@ -77,17 +77,17 @@ class Resolved:
 
     @cached_property
     def max_captures(self) -> int:
-        """Largest number of rows that one token captures; 0 for a request without reads."""
+        """Largest number of rows that one token captures; 0 for a request without captures."""
         return max((segment.num_captures for segment in self.segments), default=0)
 
     @cached_property
     def active_range(self) -> tuple[int, int]:
-        """Smallest range of positions ``[start, stop)`` that contains all edited and read tokens."""
+        """Smallest range of positions ``[start, stop)`` that contains all edited and captured tokens."""
         return self._range_of([segment.program is not None for segment in self.segments])
 
     @cached_property
-    def read_range(self) -> tuple[int, int]:
-        """Smallest range of positions ``[start, stop)`` that contains all read tokens."""
+    def captured_range(self) -> tuple[int, int]:
+        """Smallest range of positions ``[start, stop)`` that contains all captured tokens."""
         return self._range_of([segment.num_captures > 0 for segment in self.segments])
 
     def _range_of(self, included: list[bool]) -> tuple[int, int]:
@@ -99,7 +99,7 @@ class Resolved:
 
     @cached_property
     def first_captured_position(self) -> int | None:
-        """First position that is read; None for a request without reads."""
+        """First position that is captured; None for a request without captures."""
         return next((segment.start for segment in self.segments if segment.num_captures), None)
 
     def spans(self, start: int, stop: int) -> Iterator[tuple[int, int, Segment]]:
@@ -178,18 +178,20 @@ def _segments(program: Program, prompt_len: int, num_layers: int, stage_layers: 
         if content == last:
             continue
         edits = tuple(program.edits[part] for part in parts[:split])
-        reads = tuple(program.reads[part - num_edits] for part in parts[split:])
-        token_program = _token_program(edits, reads, program, num_layers, stage_layers) if parts else None
+        captures = tuple(program.captures[part - num_edits] for part in parts[split:])
+        token_program = _token_program(edits, captures, program, num_layers, stage_layers) if parts else None
         if previous is None or _digest_of(previous.program) != _digest_of(token_program):
             previous = Segment(start, token_program, _kv_digest(edits, num_layers))
             yield previous
 
 
 def _boundaries(program: Program, prompt_len: int) -> dict[int, set[int]]:
-    """Return, for each position, the parts (edits, then reads) that begin or cease to cover it there."""
+    """Return, for each position, the parts (edits, then captures) that begin or cease to cover it there."""
     boundaries: dict[int, set[int]] = {0: set()}
     selectors = [(edit.selector, program.edit_source(i)) for i, edit in enumerate(program.edits)]
-    selectors += [(read.selector, f"{program.read_source(i)}.positions") for i, read in enumerate(program.reads)]
+    selectors += [
+        (capture.selector, f"{program.capture_source(i)}.positions") for i, capture in enumerate(program.captures)
+    ]
     for part, (selector, field) in enumerate(selectors):
         # The intervals of one selector do not touch, so no boundary is added twice.
         for position in chain.from_iterable(selector.intervals(prompt_len, field)):
@@ -198,7 +200,7 @@ def _boundaries(program: Program, prompt_len: int) -> dict[int, set[int]]:
         if len(boundaries) > MAX_BOUNDARIES:
             raise SteeringError(
                 field,
-                f"edits and reads of the request begin or end at more than {MAX_BOUNDARIES} positions; "
+                f"edits and captures of the request begin or end at more than {MAX_BOUNDARIES} positions; "
                 "replace neighbouring positions by [start, stop] pairs",
             )
     return boundaries
@@ -210,25 +212,25 @@ def _digest_of(program: TokenProgram | None) -> bytes | None:
 
 def _token_program(
     edits: tuple[CompiledEdit, ...],
-    reads: tuple[CompiledRead, ...],
+    captures: tuple[CompiledCapture, ...],
     program: Program,
     num_layers: int,
     stage_layers: range | None,
 ) -> TokenProgram:
     every = range(num_layers)
     wanted = {
-        (layer * N_POINTS + read.point, read.before, read.projection)
-        for read in reads
-        for layer in layers_of(read, every)
+        (layer * N_POINTS + capture.point, capture.before, capture.projection)
+        for capture in captures
+        for layer in layers_of(capture, every)
     }
-    captures = tuple(CaptureSite(site, before) for site, before in sorted({each[:2] for each in wanted}))
+    captured_sites = tuple(CaptureSite(site, before) for site, before in sorted({each[:2] for each in wanted}))
     names = {NO_PROJECTION: UNPROJECTED, **dict(enumerate(program.projection_digests))}
     content = [edit.digest for edit in edits]
     content += sorted(b"read%d:%d:%s" % (site, before, names[projection]) for site, before, projection in wanted)
     digest = hashlib.blake2b(b"|".join(content), digest_size=16).digest()
     if stage_layers is not None:
-        captures = tuple(captured for captured in captures if captured.site // N_POINTS in stage_layers)
-    index_of = {captured: index for index, captured in enumerate(captures)}
+        captured_sites = tuple(captured for captured in captured_sites if captured.site // N_POINTS in stage_layers)
+    index_of = {captured: index for index, captured in enumerate(captured_sites)}
     row_formats: list[RowFormat] = []
     directions: list[bytes] = []
     for projection in sorted({each[2] for each in wanted}):
@@ -241,7 +243,7 @@ def _token_program(
             row_formats.append(RowFormat(names[projection], needed, indices, codes))
     vectors = (*(program.digests[edit.vector] for edit in edits), *dict.fromkeys(directions))
     layers = every if stage_layers is None else stage_layers
-    return TokenProgram(digest, edits, vectors, captures, layers, tuple(row_formats))
+    return TokenProgram(digest, edits, vectors, captured_sites, layers, tuple(row_formats))
 
 
 def _kv_digest(edits: tuple[CompiledEdit, ...], num_layers: int) -> bytes | None:

@@ -10,7 +10,7 @@ import msgspec
 
 from vllm_steer.points import POINT_NAMES
 from vllm_steer.program.instructions import CAPTURE
-from vllm_steer.program.program import CompiledEdit, CompiledRead
+from vllm_steer.program.program import CompiledCapture, CompiledEdit
 
 N_POINTS = len(POINT_NAMES)
 NO_VECTOR = UNPROJECTED = b""
@@ -101,6 +101,6 @@ class TokenProgram:
         return (*before, *edits, *after)
 
 
-def layers_of(part: CompiledEdit | CompiledRead, layers: range) -> range | tuple[int, ...]:
-    """Return the layers of an edit or read that are in ``layers``."""
+def layers_of(part: CompiledEdit | CompiledCapture, layers: range) -> range | tuple[int, ...]:
+    """Return the layers of an edit or capture that are in ``layers``."""
     return tuple(layer for layer in part.layers if layer in layers) if part.layers else layers

@@ -106,9 +106,9 @@ def _compose(ours: Mapping[str, Any], snapshot: Snapshot) -> dict[str, bytes]:
     if own is not None and references is not None and CAPTURE_KEY in ours:
         specs = resolve_probes(read_specs(ours), snapshot)
         composed[CAPTURE_KEY] = encode_specs(specs)
-        # Recompile the reads: now that the directions are known, the engine may be able to compute the projections.
+        # Recompile the captures: now that the directions are known, the engine may be able to compute the projections.
         paths = [f"capture.{consumer}" for consumer, _ in specs]
-        own = join([own.without_reads(), compile_program([], [spec for _, spec in specs], capture_paths=paths)])
+        own = join([own.without_captures(), compile_program([], [spec for _, spec in specs], capture_paths=paths)])
         composed[EXTRA_KEY] = own.encode_cached()
     if modules or snapshot.steering_digest is not None:
         named = [with_source(snapshot.program(each), f"{MODULES_FIELD}[{i}]") for i, each in enumerate(modules)]

@@ -22,8 +22,7 @@ _NEEDS_A_PROMPT = frozenset({"tokens: before the prompt", "tokens: more stretche
 
 
 def in_bodies(hostile: fragments.Fragments) -> Iterator[Case]:
-    """Yield each fragment in a body of every route that supports our fields, and of our routes where it has a
-    meaning."""
+    """Yield each fragment in a body of every route that supports our fields, and of our own routes where it applies."""
     streams = itertools.cycle((False, True))
     for name, text in hostile.items():
         broken = _is_broken(text)  # vLLM's own error, for a route that reads its body itself, names no field

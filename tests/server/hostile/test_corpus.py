@@ -16,8 +16,7 @@ MOST_SHOWN = 20
 @pytest.mark.failure(14)
 @pytest.mark.parametrize("name", CATEGORIES)
 def test_refuses_every_request_of_a_category(name: str, client: httpx.Client) -> None:
-    """Catches accepted requests, HTTP 500, errors without reason or field, and a server whose later responses
-    differ."""
+    """Catches accepted requests, HTTP 500, errors without reason or field, and changed responses afterwards."""
     before = greedy(client)
     faults = [problem for case in CATEGORIES[name].make() if (problem := fault(case, send(client, case)))]
     assert not faults, "\n".join([f"{len(faults)} of them:", *faults[:MOST_SHOWN]])

@@ -96,7 +96,7 @@ def test_rejects_fields_in_wrong_objects(place: str) -> None:
 
 @pytest.mark.parametrize("place", ["extra_body", "sampling_params", "vllm_xargs"])
 def test_unrelated_capture_keys_are_ignored(place: str) -> None:
-    """Catches a refusal of somebody else's `capture`, and ours going unnoticed where it is dropped."""
+    """Catches a refused `capture` key of another API, and our own `capture` field silently dropped."""
     assert find_fields(json.dumps({place: {"capture": "yes"}}).encode()).problem is None
     problem = find_fields(json.dumps({place: {"capture": {"memory": {}}}}).encode()).problem
     assert problem is not None
@@ -184,8 +184,7 @@ def test_form_values_are_not_fields() -> None:
 
 @pytest.mark.parametrize("piece", [b"form-data;", b'form-data; name="', b"form-data;name="])
 def test_forms_are_scanned_once(piece: bytes) -> None:
-    """Catches a search that is quadratic in a line, each part of which would be looked through to the line's end: small
-    pieces of an upload would stop the server."""
+    """Catches a search that is quadratic in the length of a line, with which a small upload could block the server."""
     form = b"steering" + piece * 1_000
     assert form_field(form) is None
     assert len(_FORM_PART.findall(form)) == 1

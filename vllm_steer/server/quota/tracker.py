@@ -32,7 +32,7 @@ from vllm_steer.limits import (
 )
 from vllm_steer.program import Program
 from vllm_steer.program.magnitude import check_magnitude
-from vllm_steer.program.program import CompiledEdit, CompiledRead
+from vllm_steer.program.program import CompiledCapture, CompiledEdit
 from vllm_steer.server.access_errors import KeyLimitError, ServerFullError, TooLargeError
 from vllm_steer.server.auth.keys import Key
 from vllm_steer.server.quota.limits import processes_of, share_of, value_of
@@ -118,13 +118,13 @@ class QuotaTracker:
                 used.update((digest, 4 * spec.reduce.directions.shape[1]) for digest in spec.reduce.digests)
         shared_vectors = {} if shared is None else shared.by_digest
         vectors = {digest: size for digest, size in used.items() if digest not in shared_vectors}
-        parts: list[CompiledEdit | CompiledRead] = [*edits, *program.reads]
+        parts: list[CompiledEdit | CompiledCapture] = [*edits, *program.captures]
         layers = {layer for part in parts for layer in part.layers or range(num_layers)}
         self.check_count(REQUEST_EDITS, len(edits))
         self.check_count(REQUEST_VECTORS, len(vectors))
         self.check_count(REQUEST_LAYERS, len(layers))
         check_magnitude(program, self.limit(MAX_NORM, None), len(program.edits) - len(edits))
-        content = msgspec.msgpack.encode((program.edits, program.reads, program.digests))
+        content = msgspec.msgpack.encode((program.edits, program.captures, program.digests))
         return ProgramUsage(hashlib.blake2b(content, digest_size=16).digest(), vectors)
 
     def check_count(self, limit: ServerLimit, count: int) -> None:

@@ -100,6 +100,8 @@ def draw_settings(rng: Random, facts: ModelFacts, graphs: bool = False) -> Setti
     """Return settings that put the engine under pressure (little cache, small steps, small tables).
 
     Args:
+        rng: Source of the random choices.
+        facts: Properties of the model and its device.
         graphs: Draw engines with compilation and CUDA graphs too.
     """
     block = 16 if facts.cuda else 32

@@ -18,7 +18,7 @@ from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm_steer.capture.step_rows import StepRows
 from vllm_steer.config import SteeringConfig
 from vllm_steer.engine.worker_manager import WorkerSteeringManager
-from vllm_steer.models.self_check_plan import NEEDED, TOKENS, Probe, Rows, Site, prompt_of
+from vllm_steer.models.self_check_plan import NEEDED, TOKENS, CheckRequest, Rows, Site, prompt_of
 from vllm_steer.params import EXTRA_KEY
 from vllm_steer.points import POINT_NAMES
 from vllm_steer.program import compile_program
@@ -55,8 +55,8 @@ def allocate_blocks(worker: Any) -> list[tuple[list[int], ...]]:
     return requests
 
 
-class ProbeRunner:
-    """Runs probes through the worker's own ``execute_model``. Call :meth:`finish` at the end."""
+class SelfCheckRunner:
+    """Runs requests through the worker's own ``execute_model``. Call :meth:`finish` at the end."""
 
     def __init__(self, worker: Any, steering: WorkerSteeringManager, config: SteeringConfig) -> None:
         self._worker, self._steering, self._config = worker, steering, config
@@ -65,21 +65,21 @@ class ProbeRunner:
         self._running: set[str] = set()
         self._num_requests = 0
 
-    def run(self, probes: Sequence[Probe]) -> list[tuple[Probe, dict[Site, Rows]]]:
-        """Run probes in as few steps as the engine's limits allow.
+    def run(self, requests: Sequence[CheckRequest]) -> list[tuple[CheckRequest, dict[Site, Rows]]]:
+        """Run requests in as few steps as the engine's limits allow.
 
         Returns:
-            Each probe with the rows it read, ``[TOKENS, hidden]`` float64 by site. Sites of other pipeline stages are
-            missing; positions that were not stored are NaN.
+            Each request with its captured rows, ``[TOKENS, hidden]`` float64 by site. Sites of other pipeline stages
+            are missing; positions that were not stored are NaN.
         """
-        size = self._batch_size(probes)
-        batches = [probes[start : start + size] for start in range(0, len(probes), size)]
+        size = self._batch_size(requests)
+        batches = [requests[start : start + size] for start in range(0, len(requests), size)]
         return [result for batch in batches for result in self._step(batch)]
 
-    def run_to_end(self, probe: Probe) -> Rows | None:
-        """Run one probe and return its final hidden states, None on pipeline stages before the last."""
+    def run_to_end(self, request: CheckRequest) -> Rows | None:
+        """Run one request and return its final hidden states, None on pipeline stages before the last."""
         found: list[Rows | None] = []
-        self._step([probe], lambda: found.append(self._hidden_states()))
+        self._step([request], lambda: found.append(self._hidden_states()))
         return found[0]
 
     def finish(self) -> None:
@@ -88,28 +88,29 @@ class ProbeRunner:
         output.finished_req_ids, self._running = self._running, set()
         self._execute(output)
 
-    def _batch_size(self, probes: Sequence[Probe]) -> int:
+    def _batch_size(self, requests: Sequence[CheckRequest]) -> int:
         config, scheduler = self._config, self._worker.vllm_config.scheduler_config
-        reads = max([1, *(len(probe.reads) for probe in probes)])
+        captures = max([1, *(len(request.captures) for request in requests)])
         size: int = min(
             len(self._blocks),
             scheduler.max_num_seqs,
             scheduler.max_num_batched_tokens // TOKENS,
             config.max_rows // NEEDED["max_rows"],
             config.max_vectors // NEEDED["max_vectors"],
-            config.max_instructions // max(NEEDED["max_instructions"], reads),
-            config.capture_rows // (TOKENS * reads),
+            config.max_instructions // max(NEEDED["max_instructions"], captures),
+            config.capture_rows // (TOKENS * captures),
         )
         return max(size, 1)
 
     def _step(
-        self, probes: Sequence[Probe], after_forward: Callable[[], None] | None = None
-    ) -> list[tuple[Probe, dict[Site, Rows]]]:
-        names = [f"{_REQUEST_PREFIX}{self._num_requests + n}" for n in range(len(probes))]
-        self._num_requests += len(probes)
+        self, requests: Sequence[CheckRequest], after_forward: Callable[[], None] | None = None
+    ) -> list[tuple[CheckRequest, dict[Site, Rows]]]:
+        names = [f"{_REQUEST_PREFIX}{self._num_requests + n}" for n in range(len(requests))]
+        self._num_requests += len(requests)
         output = SchedulerOutput.make_empty()
         output.scheduled_new_reqs = [
-            self._request(name, probe, blocks) for name, probe, blocks in zip(names, probes, self._blocks, strict=False)
+            self._request(name, request, blocks)
+            for name, request, blocks in zip(names, requests, self._blocks, strict=False)
         ]
         output.num_scheduled_tokens = dict.fromkeys(names, TOKENS)
         output.total_num_scheduled_tokens = TOKENS * len(names)
@@ -122,10 +123,11 @@ class ProbeRunner:
             after_forward()
         pending = self._steering.capture.take_rows()
         self._worker.sample_tokens(None)
-        # Probes project nothing, so their rows have one format.
+        # The requests project nothing, so their rows have one format.
         (step,) = (None,) if pending is None else pending.wait()
         return [
-            (probe, {} if step is None else self._rows(step, name)) for name, probe in zip(names, probes, strict=True)
+            (request, {} if step is None else self._rows(step, name))
+            for name, request in zip(names, requests, strict=True)
         ]
 
     def _hidden_states(self) -> Rows | None:
@@ -133,11 +135,11 @@ class ProbeRunner:
         hidden = None if state is None else state.hidden_states
         return None if hidden is None else hidden[:TOKENS].double().cpu().numpy()
 
-    def _request(self, name: str, probe: Probe, blocks: tuple[list[int], ...]) -> NewRequestData:
+    def _request(self, name: str, request: CheckRequest, blocks: tuple[list[int], ...]) -> NewRequestData:
         params = SamplingParams(temperature=0.0, max_tokens=1)
-        if probe.edits or probe.reads:
-            params.extra_args = {EXTRA_KEY: compile_program(probe.edits, probe.captures()).to_bytes()}
-        prompt = prompt_of(self._vocab_size, probe.donor)
+        if request.edits or request.captures:
+            params.extra_args = {EXTRA_KEY: compile_program(request.edits, request.capture_specs()).to_bytes()}
+        prompt = prompt_of(self._vocab_size, request.donor)
         return NewRequestData(
             req_id=name,
             prompt_token_ids=prompt,
