@@ -93,8 +93,8 @@ def taps_of(way: Way | None, tables: Tables) -> Callable[[int, torch.Tensor, tor
         if way is None or (way.joined and site % 3 == 0 and site):
             return
         follows = way.joined and site % 3 == 2 and site + 1 < 3 * LAYERS
-        second = tables.site_head(site + 1) if follows else None
-        tap_kernel.launch_tap(residual, summand, tables.site_head(site), tables, second)
+        second = tables.head_column(site + 1) if follows else None
+        tap_kernel.launch_tap(residual, summand, tables.head_column(site), tables, second)
 
     return tap
 
