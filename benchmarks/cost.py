@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What steering and capture cost on a GPU, as ratios to stock vLLM in paired runs.
+"""Measure the cost of steering and capture on a GPU, as ratios to stock vLLM in paired runs.
 
     python -m benchmarks.cost --shapes llama-8b --out benchmarks/results/gpu-cost-{shape}.json
 
@@ -120,7 +120,7 @@ def compare(
     """Return the ratios of alternating runs with three output lengths, for each pair of engines.
 
     The time per output token is computed from the longest run and one of a quarter of its length, after every request
-    has been admitted. The throughput is that of the longest run, including admission.
+    has been admitted. The throughput is taken from the longest run and includes admission.
     """
     queued = batch > AT_ONCE
     lengths = [generated] if queued else [1, generated // 4, generated] if generated > 1 else [1]

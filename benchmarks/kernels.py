@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the GPU is told to do in decode steps: every kernel and copy, in order, of stock vLLM and of ours.
+"""Compare the kernels and copies of a decode step between stock vLLM and vLLM with steering.
 
     python -m benchmarks.kernels --shape llama-8b --out benchmarks/results/gpu-kernels.json
 
-Each engine runs in a process of its own, with CUDA graphs and all defaults; a steady batch decodes, and the profiler
-(CUPTI, which sees into graphs) lists what runs on each stream. An idle step of ours must have stock vLLM's list.
+Each engine runs in its own process, with CUDA graphs and default settings. While a fixed batch decodes, the profiler
+(CUPTI, which records the kernels inside graphs) lists the work of each stream. An idle step with steering must have the
+same list as a step of stock vLLM.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ STEPS = 4
 
 
 def record(variant: str, model: str, batch: int, plain_code: bool, pipe: Any) -> None:
-    """A child process: sends the names of what ran in ``STEPS`` decode steps, stream by stream, in order."""
+    """Send the names of the kernels and copies in ``STEPS`` decode steps, per stream in order, from a child process."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from torch.profiler import ProfilerActivity, profile
 
@@ -49,7 +50,7 @@ def record(variant: str, model: str, batch: int, plain_code: bool, pipe: Any) ->
         if variant == "stock"
         else variants(config.get_total_num_hidden_layers(), config.get_hidden_size())[variant]["fields"]
     )
-    # The first round is for what is made once.
+    # The first round compiles and captures.
     for number in range(2):
         for i in range(batch):
             params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True, detokenize=False, **fields(i))
@@ -69,14 +70,15 @@ def record(variant: str, model: str, batch: int, plain_code: bool, pipe: Any) ->
     pipe.close()
 
 
-def recorded(variant: str, model: str, batch: int, plain_code: bool = False) -> list[list[str]]:
+def record_in_process(variant: str, model: str, batch: int, plain_code: bool = False) -> list[list[str]]:
+    """Run :func:`record` in a child process and return its result."""
     context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=record, args=(variant, model, batch, plain_code, theirs))
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=record, args=(variant, model, batch, plain_code, sender))
     process.start()
-    theirs.close()
+    sender.close()
     try:
-        streams: list[list[str]] = ours.recv()
+        streams: list[list[str]] = receiver.recv()
     finally:
         process.join(60)
         process.kill()
@@ -93,26 +95,28 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = str(save_shape(arguments.shape, Path(folder, arguments.shape)))
-        stock = recorded("stock", model, arguments.batch)
+        stock = record_in_process("stock", model, arguments.batch)
         result: dict[str, Any] = {
             "shape": arguments.shape, "batch": arguments.batch, "steps": STEPS, "plain_code": arguments.plain_code,
-            "stock": _runs(stock), "variants": {},
+            "stock": _count_names(stock), "variants": {},
         }  # fmt: skip
         for variant in arguments.variants:
-            streams = recorded(variant, model, arguments.batch, arguments.plain_code)
-            more = Counter(name for stream in streams for name in stream)
-            more.subtract(Counter(name for stream in stock for name in stream))
-            changed = {name: count for name, count in sorted(more.items()) if count}
-            found: dict[str, Any] = {"equal": streams == stock, "difference": changed}
-            result["variants"][variant] = found
-            print(variant, found, flush=True)
+            streams = record_in_process(variant, model, arguments.batch, arguments.plain_code)
+            difference = Counter(name for stream in streams for name in stream)
+            difference.subtract(Counter(name for stream in stock for name in stream))
+            comparison: dict[str, Any] = {
+                "equal": streams == stock,
+                "difference": {name: count for name, count in sorted(difference.items()) if count},
+            }
+            result["variants"][variant] = comparison
+            print(variant, comparison, flush=True)
             arguments.out.write_text(json.dumps(result, indent=1))
     result["environment"] = environment()
     arguments.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def _runs(streams: list[list[str]]) -> list[list[str | int]]:
-    """For each stream the names of what ran there, each followed by how often it did."""
+def _count_names(streams: list[list[str]]) -> list[list[str | int]]:
+    """Return for each stream the names of its work, each followed by its count."""
     return [[item for name, count in Counter(stream).items() for item in (name, count)] for stream in streams]
 
 

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long plain requests take at a server that 200 clients share with steered and captured ones, beside stock vLLM.
+"""Measure the latency of plain requests while 200 clients share a server with steered and captured requests.
 
     python -m benchmarks.load --out benchmarks/results/load.json
 
-Two servers over the demo model live side by side on this machine and take turns: one without the plug-in, at which all
-clients send plain requests, and one with steering, at which they do the same ("plain") or a third each sends plain,
-steered and captured requests ("mixed"). Each client sends its requests one after another, each with a prompt of its
-own; latency is from sending a request until its whole answer is read. Clients and servers share the machine's cores, so
-only the ratio of two runs that were made one after the other means something.
+Two servers of the demo model run on this machine and take turns. To the stock server, without the plug-in, all clients
+send plain requests. To the steering server they do the same ("plain"), or a third of the clients each sends plain,
+steered and captured requests ("mixed"). Each client sends its requests one after another with different prompts. The
+latency of a request ends when its whole response has been read. Clients and servers share the machine's cores, so only
+ratios of consecutive runs are meaningful.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ DEMO = Path(__file__).parents[1] / "demo" / "model"
 MODEL, HIDDEN, LAYERS = "demo", 256, 6
 CLIENTS, EACH, PAIRS, TOKENS = 200, 3, 5, 16
 KINDS = ("plain", "steered", "captured")
-# Name of a run -> server, and the kinds of request that its clients send.
+# Name of a run -> its server and the kinds of requests that its clients send.
 RUNS: dict[str, tuple[str, tuple[str, ...]]] = {
     "stock": ("stock", ("plain",)),
     "plain": ("steering", ("plain",)),
@@ -49,11 +49,11 @@ PERCENTILES = (50, 95, 99)
 START_SECONDS = 300
 
 
-def body_of(kind: str, client: int, number: int) -> dict[str, Any]:
-    """A client's request; steered ones have a vector of their own, captured ones read two layers at all tokens."""
-    words = np.random.default_rng((client, number)).integers(2, 4000, 48).tolist()
+def make_body(kind: str, client: int, number: int) -> dict[str, Any]:
+    """Return a request body. A steered request has its client's vector; a captured one captures two layers."""
+    prompt = np.random.default_rng((client, number)).integers(2, 4000, 48).tolist()
     body: dict[str, Any] = {
-        "model": MODEL, "prompt": words, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True
+        "model": MODEL, "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True
     }  # fmt: skip
     if kind == "steered":
         vector = np.random.default_rng(client).standard_normal(HIDDEN).astype("f4")
@@ -65,10 +65,10 @@ def body_of(kind: str, client: int, number: int) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def server(steering: bool, folder: Path) -> Iterator[str]:
-    """A running `vllm serve`; yields its address."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    """Run ``vllm serve`` and yield its URL."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(DEMO), "--served-model-name", MODEL]
     command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager"]
     command += ["--max-num-seqs", "256", "--uvicorn-log-level", "warning"]
@@ -79,7 +79,7 @@ def server(steering: bool, folder: Path) -> Iterator[str]:
     if steering:
         command.append("--enable-steering")
     else:
-        env["VLLM_PLUGINS"] = "none"  # no plug-in of that name: this one is not loaded
+        env["VLLM_PLUGINS"] = "none"  # not the name of a plug-in, so none is loaded
     with (folder / f"{steering}.log").open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env)
     try:
@@ -90,15 +90,15 @@ def server(steering: bool, folder: Path) -> Iterator[str]:
                     break
             time.sleep(0.5)
         else:
-            raise RuntimeError(f"no server: {(folder / f'{steering}.log').read_text()[-4000:]}")
+            raise RuntimeError(f"The server did not start: {(folder / f'{steering}.log').read_text()[-4000:]}")
         yield f"http://127.0.0.1:{port}"
     finally:
         process.terminate()
         process.wait(60)
 
 
-async def load(url: str, kinds: tuple[str, ...]) -> tuple[dict[str, list[float]], float]:
-    """Milliseconds of each request by kind, and seconds of the whole run."""
+async def run_clients(url: str, kinds: tuple[str, ...]) -> tuple[dict[str, list[float]], float]:
+    """Return the latency of each request in milliseconds, by kind, and the duration of the run in seconds."""
     spent: dict[str, list[float]] = {kind: [] for kind in kinds}
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as client:
@@ -106,7 +106,7 @@ async def load(url: str, kinds: tuple[str, ...]) -> tuple[dict[str, list[float]]
         async def work(number: int) -> None:
             kind = kinds[number % len(kinds)]
             for i in range(EACH):
-                body = body_of(kind, number, i)
+                body = make_body(kind, number, i)
                 started = time.perf_counter()
                 response = await client.post("/v1/completions", json=body)
                 spent[kind].append(1000 * (time.perf_counter() - started))
@@ -117,16 +117,16 @@ async def load(url: str, kinds: tuple[str, ...]) -> tuple[dict[str, list[float]]
     return spent, time.perf_counter() - started
 
 
-def figures(spent: dict[str, list[float]], seconds: float) -> dict[str, Any]:
-    """Of one run: milliseconds by kind and percentile, and requests per second."""
+def summarize(spent: dict[str, list[float]], seconds: float) -> dict[str, Any]:
+    """Return the latency percentiles of one run in milliseconds, by kind, and its requests per second."""
     by_kind = {
         kind: {f"p{p}": round(float(np.percentile(times, p)), 1) for p in PERCENTILES} for kind, times in spent.items()
     }
     return {"requests_per_second": round(sum(map(len, spent.values())) / seconds, 1), "milliseconds": by_kind}
 
 
-def ratios(pairs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of plain requests to those of stock in the same pair: median, least and greatest over the pairs."""
+def latency_ratios(pairs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the latency of plain requests relative to stock vLLM in the same pair: median, minimum and maximum."""
     found: dict[str, Any] = {}
     for run in RUNS:
         for p in (f"p{p}" for p in PERCENTILES):
@@ -139,19 +139,19 @@ def ratios(pairs: list[dict[str, Any]]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--beside", default="nothing", help="what else ran on the machine")
+    parser.add_argument("--beside", default="nothing", help="other work that ran on the machine")
     arguments = parser.parse_args()
     pairs: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         urls = {kind: stack.enter_context(server(kind == "steering", Path(name))) for kind in ("stock", "steering")}
-        for where, kinds in RUNS.values():  # what is made at the first request is made
-            asyncio.run(load(urls[where], kinds))
+        for server_name, kinds in RUNS.values():  # warm up
+            asyncio.run(run_clients(urls[server_name], kinds))
         for number in range(PAIRS):
             order = list(RUNS) if number % 2 else list(reversed(RUNS))
             pair: dict[str, Any] = {}
             for run in order:
-                where, kinds = RUNS[run]
-                pair[run] = figures(*asyncio.run(load(urls[where], kinds)))
+                server_name, kinds = RUNS[run]
+                pair[run] = summarize(*asyncio.run(run_clients(urls[server_name], kinds)))
             pairs.append({"load_average": round(os.getloadavg()[0], 2), **{run: pair[run] for run in RUNS}})
             print(json.dumps(pairs[-1]), flush=True)
     environment = {
@@ -159,7 +159,7 @@ def main() -> None:
         "beside": arguments.beside,
     }  # fmt: skip
     setup = {"clients": CLIENTS, "requests_each": EACH, "prompt_tokens": 48, "generated_tokens": TOKENS}
-    result = {"environment": environment, "setup": setup, "ratios": ratios(pairs), "pairs": pairs}
+    result = {"environment": environment, "setup": setup, "ratios": latency_ratios(pairs), "pairs": pairs}
     arguments.out.write_text(json.dumps(result, indent=1) + "\n")
 
 

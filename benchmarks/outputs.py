@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an output costs the front end, with vLLM's own output processor and with ours around it.
+"""Measure the front end's time for one output, with vLLM's own output processor and with ours around it.
 
     python -m benchmarks.outputs --out benchmarks/results/outputs.json
 
-Without an engine: outputs of one token each for 256 requests go through ``OutputProcessor.process_outputs``.
-Microseconds of one output, the least of several steps; what is wrapped is wrapped for a whole process, so each case has
-its own.
+No engine runs: outputs of one token each for 256 requests pass through ``OutputProcessor.process_outputs``. Results are
+microseconds per output, the minimum of several steps. Wraps apply to a whole process, so each case runs in its own.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ KINDS = {"streamed": "DELTA", "at the end": "FINAL_ONLY"}
 
 
 def measure(case: str, kind: str, pipe: Any) -> None:
-    """A child process: sends microseconds per output."""
+    """Measure in a child process and send the microseconds per output."""
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
     from vllm.v1.engine.output_processor import OutputProcessor
@@ -61,14 +60,15 @@ def measure(case: str, kind: str, pipe: Any) -> None:
     pipe.send(1e6 * least / REQUESTS)
 
 
-def measured(case: str, kind: str) -> float:
+def measure_in_process(case: str, kind: str) -> float:
+    """Run :func:`measure` in a child process and return its result."""
     context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=measure, args=(case, kind, theirs))
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=measure, args=(case, kind, sender))
     process.start()
-    theirs.close()
+    sender.close()
     try:
-        return float(ours.recv())
+        return float(receiver.recv())
     finally:
         process.join()
 
@@ -77,7 +77,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
-    found = {name: {case: measured(case, kind) for case in CASES} for name, kind in KINDS.items()}
+    found = {name: {case: measure_in_process(case, kind) for case in CASES} for name, kind in KINDS.items()}
     environment = {"cpus": os.cpu_count(), "load_average": os.getloadavg(), "machine": platform.machine()}
     arguments.out.write_text(json.dumps({"environment": environment, "microseconds": found}, indent=1) + "\n")
     print(json.dumps(found, indent=1))

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast captured rows leave the GPU: a step's rows from the arena into pinned memory, and into memory of their own.
+"""Measure how fast captured rows move from the GPU into pinned memory, and on into pageable memory.
 
     python -m benchmarks.pinned --out benchmarks/results/gpu-pinned.json
 
-What the worker does after a step whose rows leave as they are (``engine/device_to_host.py``), for steps of several
-sizes, one
-after the other and with the next one started before the last one has arrived, as under asynchronous scheduling.
+Measures the worker's copy of unreduced rows after a step (``engine/device_to_host.py``) for several step sizes: one
+copy after the other, and with the next copy started before the previous one has ended, as in asynchronous scheduling.
 """
 
 from __future__ import annotations
@@ -30,41 +29,41 @@ ROWS = (256, 2048, 8192)
 STEPS = 40
 
 
-def plan_of(rows: int) -> CapturePlan:
-    """One request that stores one row per token."""
-    entries = RowIndex(("request",), ((0,),))
+def make_plan(rows: int) -> CapturePlan:
+    """Return the plan of one request that stores one row per token."""
+    index = RowIndex(("request",), ((0,),))
     one = np.zeros(1, dtype=np.int64)
-    return CapturePlan((RowStream(entries, one, None),), one, np.array([rows]), rows)
+    return CapturePlan((RowStream(index, one, None),), one, np.array([rows]), rows)
 
 
 def measure(rows: int) -> dict[str, float]:
-    """GB/s over :data:`STEPS` steps: until the rows are in pinned memory, and until they own their memory."""
+    """Return the GB/s over :data:`STEPS` steps, until rows are in pinned memory and until in pageable memory."""
     device = torch.device("cuda")
     arena = torch.randn(rows, HIDDEN, device=device).bfloat16()
-    departures, plan, form = DeviceToHostCopier(device), plan_of(rows), (Transfer(b"", None, None),)
+    copier, plan, transfers = DeviceToHostCopier(device), make_plan(rows), (Transfer(b"", None, None),)
     pinned: list[float] = []
     size = arena.nbytes / 1e9
 
-    def leave() -> PendingRows:
-        return departures.start(arena, None, plan, form)
+    def start_copy() -> PendingRows:
+        return copier.start(arena, None, plan, transfers)
 
     for _ in range(5):
-        leave().wait()
+        start_copy().wait()
     for _ in range(STEPS):
         torch.cuda.synchronize()
         started = time.perf_counter()
-        pending = leave()
+        pending = start_copy()
         pending.event.synchronize()
         pinned.append(time.perf_counter() - started)
         pending.wait()
     torch.cuda.synchronize()
     started = time.perf_counter()
-    before = leave()
+    pending = start_copy()
     for _ in range(STEPS - 1):
-        following = leave()
-        before.wait()
-        before = following
-    before.wait()
+        following = start_copy()
+        pending.wait()
+        pending = following
+    pending.wait()
     owned = (time.perf_counter() - started) / STEPS
     return {"mib": arena.nbytes / 2**20, "pinned": size / statistics.median(pinned), "owned": size / owned}
 

@@ -1,21 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ways to make the products of a step's captured rows with directions: the definition, the engine's kernel, and others.
+"""Compare methods to multiply captured rows with directions: the definition, the engine's kernel, and others.
 
     python -m benchmarks.products --out benchmarks/results/gpu-products.json
-    TRITON_INTERPRET=1 python -m benchmarks.products --check     # on a CPU: that all ways agree
+    TRITON_INTERPRET=1 python -m benchmarks.products --check     # on a CPU: compare the results only
 
-Microseconds of the GPU for bfloat16 rows 4,096 wide and float32 directions, medians of graphs of one call each; the
-directions are as many as a request's probes. *Definition* is :func:`vllm_steer.taps.projection.products`; *matrix
-product* undivided. *Thirds* are three bfloat16 numbers whose sum is the direction's float32 number, for tensor cores;
-with them, *kernel* is what the engine launches for bfloat16 models, in several shapes: rows, directions and columns at
-a time, and a piece's columns. *Float32 kernels* multiply the directions as they are: *by row* as they are gathered, *by
-column* as they would be if they were kept transposed, so that threads beside each other read numbers beside each other.
-No way counts whose products are off by more than float32 is.
+Results are median microseconds of GPU time for bfloat16 rows of width 4,096 and float32 directions. The number of
+directions is that of a request's probes.
+
+* *definition*: :func:`vllm_steer.taps.projection.products`.
+* *matrix product*: one float32 matrix product.
+* *matrix product of thirds*: each float32 component is split into three bfloat16 numbers, for tensor cores.
+* *kernel*: the engine's kernel for bfloat16 models, which splits too. Its shape is rows, directions and columns per
+  iteration, and columns per piece.
+* *float32 by row*, *float32 by column*: kernels that multiply the float32 directions without a split. Directions are
+  stored as ``[k, hidden]``, or transposed for coalesced reads.
+
+A method with an error above that of float32 ends the benchmark.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 from collections.abc import Callable
@@ -36,13 +42,13 @@ SHAPES = (
     (64, 16, 64, 256), (64, 16, 64, 512), (64, 16, 128, 256), (64, 32, 64, 256), (64, 64, 64, 256), (128, 16, 64, 256),
     (32, 16, 64, 256), (16, 16, 64, 256),
 )  # fmt: skip
-"""Of the engine's kernel, which has the first one."""
+"""Shapes of the engine's kernel; the engine uses the first one."""
 FLOAT_SHAPES = ((16, 16, 64, 256), (32, 16, 64, 512), (64, 16, 64, 256))
-OFF_BY = 1e-6
-"""Of the sum of a product's absolute terms: float32 is off by less, TF32 by more."""
+MAX_ERROR = 1e-6
+"""Relative to the sum of a product's absolute terms. The error of float32 is smaller, that of TF32 larger."""
 
 
-Way: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Method: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @triton.jit(do_not_specialize=["n", "k"])  # type: ignore[untyped-decorator, unused-ignore]
@@ -62,17 +68,17 @@ def float_kernel(  # type: ignore[no-untyped-def]
         x = tl.load(rows + at, mask=real[:, None] & inside[None, :], other=0.0)
         at = column[:, None] * along + direction[None, :] * across
         v = tl.load(directions + at, mask=inside[:, None] & wanted[None, :], other=0.0)
-        # In float32 as it is ("ieee"): tensor cores would round the directions.
+        # "ieee" avoids tensor cores, which would round the directions.
         found = tl.dot(x.to(tl.float32), v, found, input_precision="ieee")
     at = (piece * n + row)[:, None] * k + direction[None, :]
     tl.store(sums + at, found, mask=real[:, None] & wanted[None, :])
 
 
-def by_float_kernel(shape: tuple[int, int, int, int], by_column: bool) -> Way:
-    """``directions`` are ``[k, hidden]``, or with ``by_column`` ``[hidden, k]``."""
+def by_float_kernel(shape: tuple[int, int, int, int], by_column: bool) -> Method:
+    """Return a method over ``directions[k, hidden]``, or with ``by_column`` over ``directions[hidden, k]``."""
     height, width, step, piece = shape
 
-    def make(rows: torch.Tensor, directions: torch.Tensor) -> torch.Tensor:
+    def multiply(rows: torch.Tensor, directions: torch.Tensor) -> torch.Tensor:
         n, hidden = rows.shape
         along, across = directions.stride() if by_column else directions.T.stride()
         k = directions.shape[by_column]
@@ -85,27 +91,27 @@ def by_float_kernel(shape: tuple[int, int, int, int], by_column: bool) -> Way:
         )  # fmt: skip
         return sums.sum(0)
 
-    return make
+    return multiply
 
 
-def of_thirds(rows: torch.Tensor, directions: torch.Tensor) -> torch.Tensor:
-    """Their making is counted: four small kernels, which an engine could save by keeping them."""
+def multiply_thirds(rows: torch.Tensor, directions: torch.Tensor) -> torch.Tensor:
+    """Multiply with directions split into thirds. Includes the split: four small kernels that a cache could save."""
     high = directions.bfloat16()
-    left = directions - high.float()
-    middle = left.bfloat16()
-    low = (left - middle.float()).bfloat16()
+    rest = directions - high.float()
+    middle = rest.bfloat16()
+    low = (rest - middle.float()).bfloat16()
     parts = torch.mm(rows, torch.cat((low, middle, high)).T, out_dtype=torch.float32)
     return parts.view(len(rows), 3, len(directions)).sum(1)
 
 
-def ways() -> dict[str, tuple[bool, Way]]:
-    """By name: whether the directions are ``[hidden, k]``, and what makes the products."""
-    found: dict[str, tuple[bool, Way]] = {
+def methods() -> dict[str, tuple[bool, Method]]:
+    """Return the methods by name, each with whether it takes the directions as ``[hidden, k]``."""
+    found: dict[str, tuple[bool, Method]] = {
         "definition": (False, products),
         "matrix product": (False, lambda rows, directions: rows.float() @ directions.T),
     }
     if torch.cuda.is_available():
-        found["matrix product of thirds"] = (False, of_thirds)
+        found["matrix product of thirds"] = (False, multiply_thirds)
     for shape in SHAPES:
         found[f"kernel {', '.join(map(str, shape))}"] = (
             False, lambda rows, directions, shape=shape: launch_products(rows, None, directions, shape),
@@ -117,20 +123,20 @@ def ways() -> dict[str, tuple[bool, Way]]:
     return found
 
 
-def off_by(found: torch.Tensor, rows: torch.Tensor, directions: torch.Tensor) -> float:
-    """As a share of the sum of a product's absolute terms, at most; infinite where something is not a number."""
-    right, terms = rows.double() @ directions.double().T, rows.double().abs() @ directions.double().abs().T
-    return float(((found - right).abs() / terms).nan_to_num(nan=torch.inf).max())
+def relative_error(found: torch.Tensor, rows: torch.Tensor, directions: torch.Tensor) -> float:
+    """Return the largest error relative to the sum of a product's absolute terms; infinity if any result is NaN."""
+    expected, terms = rows.double() @ directions.double().T, rows.double().abs() @ directions.double().abs().T
+    return float(((found - expected).abs() / terms).nan_to_num(nan=torch.inf).max())
 
 
-def microseconds(make: Callable[[], torch.Tensor]) -> float:
-    """Of the GPU, for one call, in a graph: nothing of the host is in it."""
-    make()
+def measure_microseconds(multiply: Callable[[], torch.Tensor]) -> float:
+    """Return the median GPU time of one call, measured in a CUDA graph so that host time does not count."""
+    multiply()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(REPEATS):
-            make()
+            multiply()
     spent = []
     for _ in range(REPEATS):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -145,7 +151,7 @@ def microseconds(make: Callable[[], torch.Tensor]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--check", action="store_true", help="compare only, on a CPU")
+    parser.add_argument("--check", action="store_true", help="compare the results only, on a CPU")
     arguments = parser.parse_args()
     device = torch.device("cpu" if arguments.check else "cuda")
     sizes, hidden = (((5, 3), (33, 17)), 600) if arguments.check else (SIZES, HIDDEN)
@@ -154,13 +160,13 @@ def main() -> None:
         rows = torch.randn(n, hidden, device=device).bfloat16()
         directions = torch.randn(k, hidden, device=device)
         columns = directions.T.contiguous()
-        for name, (by_column, make) in ways().items():
+        for name, (by_column, multiply) in methods().items():
             given = columns if by_column else directions
-            off = off_by(make(rows, given), rows, directions)
-            if not off < OFF_BY:
-                raise SystemExit(f"{name}, {n} rows, {k} directions: off by {off:.1e}")
+            error = relative_error(multiply(rows, given), rows, directions)
+            if not error < MAX_ERROR:
+                raise SystemExit(f"{name}, {n} rows, {k} directions: relative error {error:.1e}")
             if not arguments.check:
-                spent = microseconds(lambda make=make, rows=rows, given=given: make(rows, given))  # type: ignore[misc]
+                spent = measure_microseconds(functools.partial(multiply, rows, given))
                 found.setdefault(name, {})[f"{n} x {k}"] = spent
                 print(f"{name}, {n} rows, {k} directions: {spent:.1f}", flush=True)
     if arguments.out:

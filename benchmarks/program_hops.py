@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CPU time that a request's program costs on its way to the engine's process, as bytes and as a name.
+"""Measure the CPU time to send a request's program to the engine's process, as bytes and as a file name.
 
     python -m benchmarks.program_hops --out benchmarks/results/program-hops.json
 
-vLLM's encoder, a pair of its sockets' kind, and its decoder, in one process; microseconds of CPU, median.
+vLLM's encoder and decoder run in one process, connected by the same kind of ZMQ sockets. Results are median
+microseconds of CPU time.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ ROUNDS, WARM_UP = 200, 50
 
 
 def measure(size: int, sender: Any, receiver: Any) -> dict[str, float]:
-    """By stage; ``size`` bytes travel in ``extra_args``."""
+    """Return the microseconds by stage for a request with ``size`` bytes in ``extra_args``."""
     encoder, decoder = MsgpackEncoder(), MsgpackDecoder(EngineCoreRequest)
     params = SamplingParams(max_tokens=16, extra_args={"steer": os.urandom(size)})
     request = EngineCoreRequest(
@@ -47,9 +48,9 @@ def measure(size: int, sender: Any, receiver: Any) -> dict[str, float]:
         times.append(time.process_time())
         sender.send_multipart(frames, copy=False)
         times.append(time.process_time())
-        arrived = receiver.recv_multipart(copy=False)
+        received = receiver.recv_multipart(copy=False)
         times.append(time.process_time())
-        decoder.decode(arrived)
+        decoder.decode(received)
         times.append(time.process_time())
         for stage, start, end in zip(spent, times, times[1:], strict=False):
             spent[stage].append(1e6 * (end - start))

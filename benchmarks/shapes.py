@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shapes of the models that are measured: real configurations, random weights, no tokenizer."""
+"""Shapes of the benchmarked models: real configurations, random weights, no tokenizer."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def save_shape(name: str, folder: Path) -> Path:
-    """Write ``config.json`` of a shape; vLLM fills the weights itself (``load_format="dummy"``)."""
+    """Write the ``config.json`` of a shape. vLLM creates the weights (``load_format="dummy"``)."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({**_COMMON, **SHAPES[name]}))
     return folder
 
 
 def environment() -> dict[str, Any]:
-    """What the figures depend on, the code included."""
+    """Return the GPU, the package versions and the digests of the code, on which results depend."""
     import torch
     import triton
     import vllm

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What taps cost a step of the GPU by themselves: the matrix products of a Llama-8B with taps between them, in a graph.
+"""Measure the GPU time of taps alone, in a CUDA graph of the matrix products of a Llama-8B step.
 
     python -m benchmarks.taps --out benchmarks/results/gpu-taps.json
 
-Attention is left out; norms and activations are kernels of their own, as the compiler makes them. Variants are replayed
-in random order, and what each adds to the graph without taps is the difference of their medians. *Apart*: 96 launches;
-*joined*: ``post_block`` of a layer with ``pre_attn`` of the next; with and without programmatic dependent launch, and
-without asking the L2 cache to keep the tables.
+The graph has no attention. Norms and activations are separate kernels, as the compiler generates them. The variants are
+replayed in random order; the time that a variant adds is the difference of its median and the median without taps.
+
+* *apart*: 96 launches.
+* *joined*: ``post_block`` of a layer and ``pre_attn`` of the next layer share a launch.
+* *no overlap*: without programmatic dependent launch.
+* *no hint*: without the hint to keep the tables in the L2 cache.
 """
 
 from __future__ import annotations
@@ -31,26 +34,30 @@ from vllm_steer.taps.tables import Tables
 LAYERS, HIDDEN, INNER, QKV = 32, 4096, 14336, 6144
 DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
 BATCHES, ROUNDS = (1, 32, 128, 256), 30
-# Row 0: nobody is steered; 1: every site of every token; 2: one site.
+# Table row of all tokens. Row 0 has no edits, row 1 an edit at every site, row 2 an edit at one site.
 TAPS = {"idle": 0, "one busy": 2, "all busy": 1}
 
 
-class Way(NamedTuple):
-    """How the taps are launched."""
+class LaunchOptions(NamedTuple):
+    """Options of the launches of taps."""
 
     joined: bool
     overlap: bool = True
     hint: str = tap_kernel._CACHE_HINT
 
 
-VARIANTS: dict[str, Way | None] = {
-    "none": None, "apart": Way(False), "joined": Way(True), "apart, no overlap": Way(False, overlap=False),
-    "joined, no overlap": Way(True, overlap=False), "apart, no hint": Way(False, hint=""),
-    "joined, no hint": Way(True, hint=""),
-}  # fmt: skip
+VARIANTS: dict[str, LaunchOptions | None] = {
+    "none": None,
+    "apart": LaunchOptions(False),
+    "joined": LaunchOptions(True),
+    "apart, no overlap": LaunchOptions(False, overlap=False),
+    "joined, no overlap": LaunchOptions(True, overlap=False),
+    "apart, no hint": LaunchOptions(False, hint=""),
+    "joined, no hint": LaunchOptions(True, hint=""),
+}
 
 
-def tables_of(tokens: int) -> Tables:
+def make_tables(tokens: int) -> Tables:
     tables = Tables(
         SteeringConfig(), num_sites=3 * LAYERS, hidden_size=HIDDEN, max_tokens=tokens, max_requests=tokens, dtype=DTYPE,
         device=DEVICE,
@@ -65,7 +72,7 @@ def tables_of(tokens: int) -> Tables:
 
 
 class Model:
-    """The products of the decoder layers, and what stands between them."""
+    """Matrix products of the decoder layers, with the norms and activations between them."""
 
     def __init__(self) -> None:
         shapes = ((QKV, HIDDEN), (HIDDEN, HIDDEN), (2 * INNER, HIDDEN), (HIDDEN, INNER))
@@ -74,7 +81,7 @@ class Model:
         self._act = torch.compile(lambda x: torch.nn.functional.silu(x[:, :INNER]) * x[:, INNER:])
 
     def run(self, x: torch.Tensor, tap: Callable[[int, torch.Tensor, torch.Tensor], None]) -> torch.Tensor:
-        """``tap(site, residual, x)`` is called at each site in order."""
+        """Run a step and call ``tap(site, residual, x)`` at each site in order."""
         residual = torch.zeros_like(x)
         linear = torch.nn.functional.linear
         for layer, (qkv, out, up, down) in enumerate(self._weights):
@@ -86,13 +93,13 @@ class Model:
         return x + residual
 
 
-def taps_of(way: Way | None, tables: Tables) -> Callable[[int, torch.Tensor, torch.Tensor], None]:
-    """What launches the taps of a step, each called at its site in order."""
+def make_tap(options: LaunchOptions | None, tables: Tables) -> Callable[[int, torch.Tensor, torch.Tensor], None]:
+    """Return the function that launches the tap of a site; call it for each site of a step in order."""
 
     def tap(site: int, residual: torch.Tensor, summand: torch.Tensor) -> None:
-        if way is None or (way.joined and site % 3 == 0 and site):
+        if options is None or (options.joined and site % 3 == 0 and site):
             return
-        follows = way.joined and site % 3 == 2 and site + 1 < 3 * LAYERS
+        follows = options.joined and site % 3 == 2 and site + 1 < 3 * LAYERS
         second = tables.head_column(site + 1) if follows else None
         tap_kernel.launch_tap(residual, summand, tables.head_column(site), tables, second)
 
@@ -100,22 +107,22 @@ def taps_of(way: Way | None, tables: Tables) -> Callable[[int, torch.Tensor, tor
 
 
 @contextmanager
-def launched(way: Way | None) -> Iterator[None]:
-    """The kernel is launched that way."""
+def use_options(options: LaunchOptions | None) -> Iterator[None]:
+    """Launch the kernel with these options."""
     real = tap_kernel._overlaps, tap_kernel._CACHE_HINT
-    if way is not None:
-        tap_kernel._overlaps = lambda device: way.overlap  # type: ignore[assignment]
-        tap_kernel._CACHE_HINT = way.hint
+    if options is not None:
+        tap_kernel._overlaps = lambda device: options.overlap  # type: ignore[assignment]
+        tap_kernel._CACHE_HINT = options.hint
     try:
         yield
     finally:
         tap_kernel._overlaps, tap_kernel._CACHE_HINT = real
 
 
-def captured(model: Model, tables: Tables, x: torch.Tensor, way: Way | None) -> torch.cuda.CUDAGraph:
-    """A graph of one step."""
-    tap = taps_of(way, tables)
-    with launched(way):
+def capture_graph(model: Model, tables: Tables, x: torch.Tensor, options: LaunchOptions | None) -> torch.cuda.CUDAGraph:
+    """Return a graph of one step."""
+    tap = make_tap(options, tables)
+    with use_options(options):
         for _ in range(2):
             model.run(x, tap)
         torch.cuda.synchronize()
@@ -126,8 +133,8 @@ def captured(model: Model, tables: Tables, x: torch.Tensor, way: Way | None) -> 
 
 
 def measure(model: Model, tokens: int) -> list[dict[str, Any]]:
-    tables, x = tables_of(tokens), torch.randn(tokens, HIDDEN, dtype=DTYPE, device=DEVICE)
-    graphs = {name: captured(model, tables, x, way) for name, way in VARIANTS.items()}
+    tables, x = make_tables(tokens), torch.randn(tokens, HIDDEN, dtype=DTYPE, device=DEVICE)
+    graphs = {name: capture_graph(model, tables, x, options) for name, options in VARIANTS.items()}
     rows = []
     for what, row in TAPS.items():
         tables.token_row.fill_(row)

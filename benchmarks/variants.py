@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the requests of a batch ask for, in each of the variants that are measured on a GPU."""
+"""Variants that are measured on a GPU, with the fields of their requests."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ NAMES = [f"bench/p{i}" for i in range(16)]
 
 
 def variants(layers: int, hidden: int) -> dict[str, dict[str, Any]]:
-    """Name of each variant: its kind, and what makes the request fields of the i-th request of a batch."""
+    """Return each variant by name. Its ``fields(i)`` returns the steering fields of the i-th request of a batch."""
     rng = np.random.default_rng(0)
     middle = layers // 2
-    # Nearly all rounded away, so that tokens stay: others are other work, for a mixture of experts above all.
+    # Rounding removes nearly all of these vectors, so that the tokens, and with them the routed experts, stay the same.
     own = (rng.standard_normal((256, hidden)) * 1e-9).astype("f4")
     several = (rng.standard_normal((3 * layers, hidden)) * 1e-9).astype("f4")
     probes = rng.standard_normal((16, hidden)).astype("f4")
@@ -41,6 +41,6 @@ def variants(layers: int, hidden: int) -> dict[str, dict[str, Any]]:
 
 
 def register(steering: Any, hidden: int) -> None:
-    """The module whose probes are used by name."""
+    """Register the module whose probes the variants use by name."""
     rng = np.random.default_rng(1)
     steering.register("bench", probes={name.partition("/")[2]: rng.standard_normal(hidden, "f4") for name in NAMES})

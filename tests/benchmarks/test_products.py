@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ways to make products that only a GPU can compare in time agree, and compile for one."""
+"""Tests that the methods of benchmarks.products agree and compile for a GPU."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from vllm_steer.taps import projection_kernel
 ROOT = Path(__file__).parents[2]
 
 
-def test_all_ways_agree() -> None:
-    """Catches a way that is quick since it leaves something out."""
+def test_all_methods_agree() -> None:
+    """Catches a method that is fast because it omits part of the work."""
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.products", "--check"],
@@ -29,18 +29,18 @@ def test_all_ways_agree() -> None:
 
 
 @pytest.mark.parametrize("hidden", [64, 4096])
-def test_a_way_that_rounds_is_seen(hidden: int) -> None:
-    """Negative control: directions as tensor cores would round them, and a column left out."""
+def test_detects_rounded_directions(hidden: int) -> None:
+    """Negative control: rounds the directions as tensor cores would, and omits a column."""
     rows, directions = torch.randn(40, hidden).bfloat16(), torch.randn(5, hidden)
     rounded = ((directions.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
-    assert products.off_by(rows.float() @ directions.T, rows, directions) < products.OFF_BY
+    assert products.relative_error(rows.float() @ directions.T, rows, directions) < products.MAX_ERROR
     for wrong in (rows.float() @ rounded.T, rows[:, 1:].float() @ directions[:, 1:].T):
-        assert products.off_by(wrong, rows, directions) > products.OFF_BY
+        assert products.relative_error(wrong, rows, directions) > products.MAX_ERROR
 
 
 @pytest.mark.parametrize("by_column", [False, True])
 def test_the_kernel_compiles(monkeypatch: pytest.MonkeyPatch, by_column: bool) -> None:
-    """Catches a benchmark that ends on the GPU at its first kernel."""
+    """Catches a kernel that does not compile on a GPU."""
     found = Compiled(products.float_kernel, 90)
     monkeypatch.setattr(products, "float_kernel", found)
     directions = torch.zeros(3, 256)
@@ -50,8 +50,8 @@ def test_the_kernel_compiles(monkeypatch: pytest.MonkeyPatch, by_column: bool) -
     assert len(found.sizes) == 1
 
 
-def test_shapes_of_the_engines_kernel_compile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same for the other shapes that it is measured in."""
+def test_all_kernel_shapes_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a shape with which the engine's kernel does not compile."""
     found = Compiled(projection_kernel._products_kernel, 90)
     monkeypatch.setattr(projection_kernel, "_products_kernel", found)
     for shape in products.SHAPES:

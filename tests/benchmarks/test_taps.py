@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ways to launch taps that are measured against each other are what their names say."""
+"""Tests of the variants of benchmarks.taps."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from benchmarks.taps import LAYERS, VARIANTS, launched, taps_of
+from benchmarks.taps import LAYERS, VARIANTS, make_tap, use_options
 from tests.taps.compiled import Compiled
 from vllm_steer.config import SteeringConfig
 from vllm_steer.taps import tap_kernel
@@ -25,12 +25,12 @@ def tables() -> Tables:
 
 
 @pytest.mark.parametrize("name", list(VARIANTS))
-def test_a_way_is_what_is_compiled(monkeypatch: pytest.MonkeyPatch, tables: Tables, name: str) -> None:
-    """Catches two names for the same kernel, and a way that stays for the ones after it."""
+def test_variants_compile_with_their_options(monkeypatch: pytest.MonkeyPatch, tables: Tables, name: str) -> None:
+    """Catches two variants with the same kernel, and options that stay set for later variants."""
     found = Compiled(tap_kernel._tap_kernel, 90)
     monkeypatch.setattr(tap_kernel, "_tap_kernel", found)
     before = tap_kernel._overlaps, tap_kernel._CACHE_HINT
-    with launched(VARIANTS[name]):
+    with use_options(VARIANTS[name]):
         if name == "none":
             assert (tap_kernel._overlaps, tap_kernel._CACHE_HINT) == before
             return
@@ -41,8 +41,8 @@ def test_a_way_is_what_is_compiled(monkeypatch: pytest.MonkeyPatch, tables: Tabl
 
 
 @pytest.mark.parametrize("name", list(VARIANTS))
-def test_every_site_has_its_tap_once(monkeypatch: pytest.MonkeyPatch, tables: Tables, name: str) -> None:
-    """Catches sites that a joined launch leaves out or acts at twice."""
+def test_launches_each_site_once(monkeypatch: pytest.MonkeyPatch, tables: Tables, name: str) -> None:
+    """Catches sites that a joined launch omits or repeats."""
     sites: list[int] = []
     heads = {tables.head_column(site).data_ptr(): site for site in range(3 * LAYERS)}
 
@@ -50,7 +50,7 @@ def test_every_site_has_its_tap_once(monkeypatch: pytest.MonkeyPatch, tables: Ta
         sites.extend(heads[each.data_ptr()] for each in (head, second) if each is not None)
 
     monkeypatch.setattr(tap_kernel, "launch_tap", launch)
-    tap, x = taps_of(VARIANTS[name], tables), torch.zeros(4, HIDDEN)
+    tap, x = make_tap(VARIANTS[name], tables), torch.zeros(4, HIDDEN)
     for site in range(3 * LAYERS):
         tap(site, x, x)
     assert sites == ([] if name == "none" else list(range(3 * LAYERS)))

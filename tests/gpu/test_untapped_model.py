@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.kernels import recorded
+from benchmarks.kernels import record_in_process
 from tests.conformance.model import save
 from tests.conformance.zoo import BY_NAME
 from tests.gpu.test_engine import agreement, answers, requests
@@ -29,9 +29,9 @@ def granite(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.feature("plain code for idle steps", "steer")
 def test_idle_step_runs_stock_kernels(granite: str) -> None:
     """Catches additional or split kernels. Negative control: without the untapped model there are some."""
-    stock = recorded("stock", granite, 4)
-    assert recorded("idle", granite, 4, plain_code=True) == stock
-    assert recorded("idle", granite, 4) != stock
+    stock = record_in_process("stock", granite, 4)
+    assert record_in_process("idle", granite, 4, plain_code=True) == stock
+    assert record_in_process("idle", granite, 4) != stock
 
 
 def test_graphs_of_both_models_equal_eager_steps(model: Path) -> None:

@@ -8,7 +8,7 @@ import sys
 import torch
 
 from tests.taps.random_batches import compare_rows
-from tests.taps.random_projections import OFF_BY, SIZES, max_error
+from tests.taps.random_projections import MAX_ERROR, SIZES, max_error
 from tests.taps.random_tables import compare, compare_fused
 from vllm_steer.taps.projection_kernel import launch_products
 from vllm_steer.taps.tap_kernel import launch_tap
@@ -26,7 +26,7 @@ def main() -> None:
     different += [said for seed in range(6) if (said := compare_rows(seed, torch.device("cpu"), 12, 9))]
     for size in SIZES:
         for picked in (False, True):
-            if not (off := max_error(launch_products, size, picked, torch.device("cpu"))) < OFF_BY:
+            if not (off := max_error(launch_products, size, picked, torch.device("cpu"))) < MAX_ERROR:
                 different.append(f"products {size}, picked {picked}: off by {off:.1e}")
     print(f"worst {worst:.3f}", *different)
     # Another order of summation differs by a few roundings, a wrong formula by thousands.

@@ -9,14 +9,14 @@ import torch
 
 from benchmarks import products
 
-OFF_BY = products.OFF_BY
+MAX_ERROR = products.MAX_ERROR
 SIZES = ((1, 1, 64), (5, 3, 80), (70, 17, 600), (33, 16, 256), (200, 33, 96))
 """Rows, directions and width: below and above the block sizes, and not divisible by them."""
 Launch = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor]
 
 
 def max_error(launch: Launch, size: tuple[int, int, int], picked: bool, device: torch.device) -> float:
-    """Return the largest error of a product, as :func:`benchmarks.products.off_by` defines it.
+    """Return the largest error of a product, as :func:`benchmarks.products.relative_error` defines it.
 
     With ``picked``, the launch gets indices of some rows in random order; all other rows are NaN and must not be read.
     """
@@ -35,4 +35,4 @@ def max_error(launch: Launch, size: tuple[int, int, int], picked: bool, device: 
     found = launch(stored.to(device), places, directions.to(device)).cpu()
     if found.shape != (n, k) or found.dtype != torch.float32:
         raise AssertionError(f"{found.shape} {found.dtype}")
-    return products.off_by(found, rows, directions)
+    return products.relative_error(found, rows, directions)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.taps.random_projections import OFF_BY, SIZES, max_error
+from tests.taps.random_projections import MAX_ERROR, SIZES, max_error
 from vllm_steer.taps import projection as module
 from vllm_steer.taps import projection_kernel
 from vllm_steer.taps.projection_kernel import launch_products
@@ -48,7 +48,7 @@ def test_comparison_detects_inexact_products(size: tuple[int, int, int], picked:
     These are directions without their last part, rounded instead of truncated parts (which turn the largest directions
     infinite), other rows than requested, and a missing column.
     """
-    assert max_error(module.products_at, size, picked, CPU) < OFF_BY
+    assert max_error(module.products_at, size, picked, CPU) < MAX_ERROR
 
     def two_thirds(stored: torch.Tensor, places: torch.Tensor | None, directions: torch.Tensor) -> torch.Tensor:
         high, middle, _ = thirds(directions)
@@ -64,7 +64,7 @@ def test_comparison_detects_inexact_products(size: tuple[int, int, int], picked:
         return module.products_at(stored[:, 1:], places, directions[:, 1:])
 
     for wrong in (two_thirds, rounded, beside, narrow):
-        assert max_error(wrong, size, picked, CPU) > OFF_BY, wrong.__name__
+        assert max_error(wrong, size, picked, CPU) > MAX_ERROR, wrong.__name__
 
 
 def test_three_bfloat16_parts_are_exact() -> None:
@@ -110,4 +110,4 @@ def test_is_supported(
 @pytest.mark.parametrize("picked", [False, True])
 def test_kernel_matches_the_definition_on_the_gpu(size: tuple[int, int, int], picked: bool) -> None:
     """Catches what the interpreter cannot show: rounding tensor cores and wrong fragment layouts."""
-    assert max_error(launch_products, size, picked, torch.device("cuda")) < OFF_BY
+    assert max_error(launch_products, size, picked, torch.device("cuda")) < MAX_ERROR
