@@ -34,7 +34,7 @@ from vllm_steer.server.routes import capabilities, captures
 from vllm_steer.server.routes.base import SteeringRoute
 from vllm_steer.server.routes.modules import make_router
 from vllm_steer.spec import KINDS
-from vllm_steer.spec.capture import CaptureForm
+from vllm_steer.spec.capture_form import CaptureForm
 from vllm_steer.spec.edit import EditForm
 from vllm_steer.spec.json_schema import json_schema
 
