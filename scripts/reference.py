@@ -111,7 +111,7 @@ def form_rows(form: type[msgspec.Struct]) -> list[tuple[str, ...]]:
 def edits() -> str:
     rows = [(f"`{k.name}`", ", ".join(f"`{p}`" for p in k.params), f"`{k.formula}`") for k in KINDS.values()]
     return (
-        "# Edits\n\n`x` is a token's row of the residual stream, `v` the vector, `u = v / |v|`, `s` the strength.\n"
+        "# Edits\n\n`x` is a token's row of the residual stream, `v` the vector, `u = v / ||v||`, `s` the strength.\n"
         "Edits are computed in float32 and rounded once to the model's dtype. Edits at one site apply in this order:\n"
         "`steering_vectors`, `prefill_steering_vectors`, `decode_steering_vectors`, then `steering` in the order given.\n\n"
         + table(("kind", "parameters", "new value"), rows)
