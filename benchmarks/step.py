@@ -253,7 +253,7 @@ def measure_wave(kind: str, batch: int) -> dict[str, float]:
         for first, count in ((0, PROMPT), (PROMPT, 1)):
             manager.begin_step(
                 StepBatch(
-                    layout=lambda: None, ids=[request.request_id for request in requests], slot=slots,
+                    layout=lambda: None, ids=[request.request_id for request in requests], request_slot=slots,
                     first=np.full(batch, first), count=np.full(batch, count), num_padded=batch * count,
                 )
             )  # fmt: skip

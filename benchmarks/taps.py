@@ -100,8 +100,8 @@ def make_tap(options: LaunchOptions | None, tables: Tables) -> Callable[[int, to
         if options is None or (options.joined and site % 3 == 0 and site):
             return
         follows = options.joined and site % 3 == 2 and site + 1 < 3 * LAYERS
-        second = tables.site_head(site + 1) if follows else None
-        tap_kernel.launch_tap(residual, summand, tables.site_head(site), tables, second)
+        second = tables.head_column(site + 1) if follows else None
+        tap_kernel.launch_tap(residual, summand, tables.head_column(site), tables, second)
 
     return tap
 

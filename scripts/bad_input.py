@@ -51,7 +51,7 @@ they expire. If the client disconnects earlier, the server notices when it sends
 
 
 def page(table: MakeTable) -> str:
-    """The whole page."""
+    """Return the page."""
     found = counts()
-    rows = [(name, category.what, f"{found[name]:,}") for name, category in CATEGORIES.items()]
+    rows = [(name, category.description, f"{found[name]:,}") for name, category in CATEGORIES.items()]
     return HEAD + table(("category", "what", "requests"), [*rows, ("all", "", f"{sum(found.values()):,}")]) + TAIL

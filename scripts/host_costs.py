@@ -112,7 +112,7 @@ def _steps(table: MakeTable) -> str:
         "each step.\n\n"
         + table(("step", "batch", "added", "earlier build"), rows)
         + "\nTime per request of a wave in which 256 requests (16 with 96 sites) arrive together, run their prefill and one\n"
-        "more step, and end; microseconds in total, and in brackets those of the earlier build:\n\n"
+        "more step, and end; microseconds in total, with the earlier build in brackets:\n\n"
         + table(("wave of", *next(iter(result["wave"].values()))), waves)
     )
 

@@ -35,7 +35,7 @@ from vllm_steer.server.routes import capabilities, captures
 from vllm_steer.server.routes.base import SteeringRoute
 from vllm_steer.server.routes.modules import make_router
 from vllm_steer.spec import KINDS
-from vllm_steer.spec.capture import CaptureForm
+from vllm_steer.spec.capture_form import CaptureForm
 from vllm_steer.spec.edit import EditForm
 from vllm_steer.spec.json_schema import json_schema
 
@@ -112,7 +112,8 @@ def form_rows(form: type[msgspec.Struct]) -> list[tuple[str, ...]]:
 def edits() -> str:
     rows = [(f"`{k.name}`", ", ".join(f"`{p}`" for p in k.params), f"`{k.formula}`") for k in KINDS.values()]
     return (
-        '# Edits\n\n`x` is a token\'s row of the residual stream, `v` the vector, `u = v / ||v||` its direction, `s` the strength\n(called `scale` in the short form `{"vector": ..., "scale": ...}` and in references to modules).\n'
+        "# Edits\n\n`x` is a token's row of the residual stream, `v` the vector, `u = v / ||v||` its direction, `s` the strength\n"
+        '(called `scale` in the short form `{"vector": ..., "scale": ...}` and in references to modules).\n'
         "Edits are computed in float32 and rounded once to the model's dtype. Edits at one site apply in this order: after global\n"
         "steering and the request's modules ([order](../guides/modules.md#order)), `steering_vectors`,\n"
         "`prefill_steering_vectors`, `decode_steering_vectors`, then `steering` in the order given.\n\n"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings that must stand before vLLM is imported, and the skip of GPU tests where there is no GPU."""
+"""Environment variables that must be set before vLLM is imported, and the skip of GPU tests without a GPU."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ CHANGES: dict[tuple[str, str], list[dict[str, Any]]] = {
     ("POST", "/v1/steering/set"): [{"json": {"base": BASE}}, {"json": {"base": OTHER, "replace": True}}],
     ("POST", "/v1/steering/clear"): [{}],
 }
-"""What every route that changes anything takes."""
+"""Valid bodies for every route that changes state."""
 EVENTS = {"modules": "register", "{name}": "delete", "set": "set", "clear": "clear"}
 
 REFUSED: list[tuple[str, str, dict[str, Any]]] = [

@@ -9,7 +9,7 @@ artifact compiled without steering or with other tables must not be loaded into 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -17,10 +17,14 @@ from vllm_steer._version import __version__
 from vllm_steer.errors import SteeringError
 from vllm_steer.limits import ENGINE_LIMITS
 from vllm_steer.points import OPTIONAL_POINTS, POINTS_FLAG
+from vllm_steer.spec.scalars import read_choice, shown
 
 WORKER_CLS = "vllm_steer.engine.worker.SteeringWorker"
 SCHEDULER_CLS = "vllm_steer.engine.scheduler.make_scheduler"
 EXECUTOR_CLS = "vllm_steer.engine.executor.SteeringExecutor"
+
+CapturePolicy = Literal["wait", "fail"]
+CAPTURE_POLICIES: tuple[CapturePolicy, ...] = get_args(CapturePolicy)
 
 
 @dataclass(frozen=True)
@@ -92,7 +96,7 @@ class SteeringConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     graph_sets: int = ENGINE_LIMITS["graph_sets"].default
     capture_mib: int = ENGINE_LIMITS["capture_mib"].default
     queue_timeout: int = ENGINE_LIMITS["queue_timeout"].default
-    capture_policy: Literal["wait", "fail"] = "wait"
+    capture_policy: CapturePolicy = "wait"
     allow_unproven: bool = False
     self_check: bool = True
     plain_code: bool = False
@@ -100,11 +104,17 @@ class SteeringConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
     def __post_init__(self) -> None:
         for limit in ENGINE_LIMITS.values():
-            value = getattr(self, limit.name)
-            if not limit.low <= value <= limit.high:
+            value: object = getattr(self, limit.name)
+            if not isinstance(value, int) or isinstance(value, bool) or not limit.low <= value <= limit.high:
                 raise SteeringError(
-                    f"steering_config.{limit.name}", f"must be {limit.low} to {limit.high}, not {value} ({limit.help})"
+                    f"steering_config.{limit.name}",
+                    f"must be {limit.low} to {limit.high}, not {shown(value)}",
                 )
+        for switch in SWITCHES:
+            value = getattr(self, switch.name)
+            if not isinstance(value, bool):
+                raise SteeringError(f"steering_config.{switch.name}", f"must be true or false, not {shown(value)}")
+        read_choice(self.capture_policy, CAPTURE_POLICIES, "steering_config.capture_policy")
         if self.plain_code and self.graph_sets == 1:
             raise SteeringError(
                 "steering_config.plain_code", "needs graph_sets of 2 or more; with 1, every step runs all taps"
@@ -134,11 +144,15 @@ class SteeringConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
             return cls()
         if isinstance(value, cls):
             return value
-        try:
-            return msgspec.convert(value, cls)
-        except msgspec.ValidationError as error:
-            known = ", ".join(cls.__struct_fields__)
-            raise SteeringError("steering_config", f"{error}; known settings: {known}") from None
+        if not isinstance(value, dict):
+            raise SteeringError(
+                "steering_config", f"must be a SteeringConfig or a dict of settings, not {shown(value)}"
+            )
+        for name in value:
+            if name not in cls.__struct_fields__:
+                known = ", ".join(cls.__struct_fields__)
+                raise SteeringError("steering_config", f"{shown(name)} is not a setting; known settings: {known}")
+        return cls(**value)
 
 
 def engine_kwargs(

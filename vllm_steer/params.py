@@ -31,6 +31,7 @@ from vllm_steer.spec import (
 )
 from vllm_steer.spec.fields import parse_fields_with_paths
 from vllm_steer.spec.references import MODULES_FIELD
+from vllm_steer.spec.scalars import closest
 
 EXTRA_KEY = "steer"
 CAPTURE_KEY = "steer_capture"
@@ -216,7 +217,14 @@ class _SteeringMeta(type(VllmSamplingParams)):  # type: ignore[misc]
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         fields = {name: kwargs.pop(name) for name in FIELDS if name in kwargs}
-        params = super().__call__(*args, **kwargs)
+        try:
+            params = super().__call__(*args, **kwargs)
+        except TypeError as error:
+            for name in kwargs:
+                similar = None if name in cls.__struct_fields__ else closest(name, FIELDS)
+                if similar is not None:
+                    raise TypeError(f"{error}; did you mean {similar}?") from error
+            raise
         if fields:  # vLLM also clones parameters through this constructor
             attach_steering(params, fields)
         return params

@@ -146,6 +146,6 @@ def how_to_switch_on(name: PointName) -> str:
 
 
 def columns_of(points: Sequence[PointName], num_layers: int) -> dict[int, int]:
-    """Return the table column of each site of an engine with these points; columns of one layer are adjacent."""
-    sites = (layer * len(POINT_NAMES) + POINTS[name].index for layer, name in product(range(num_layers), points))
-    return {site: column for column, site in enumerate(sites)}
+    """Return the table column of each site number of an engine with these points; columns of one layer are adjacent."""
+    site_numbers = (layer * len(POINT_NAMES) + POINTS[name].index for layer, name in product(range(num_layers), points))
+    return {number: column for column, number in enumerate(site_numbers)}

@@ -34,7 +34,7 @@ def test_variants_compile_with_their_options(monkeypatch: pytest.MonkeyPatch, ta
         if name == "none":
             assert (tap_kernel._overlaps, tap_kernel._CACHE_HINT) == before
             return
-        tap_kernel.launch_tap(torch.zeros(4, HIDDEN, dtype=torch.bfloat16), None, tables.site_head(0), tables)
+        tap_kernel.launch_tap(torch.zeros(4, HIDDEN, dtype=torch.bfloat16), None, tables.head_column(0), tables)
     assert (tap_kernel._overlaps, tap_kernel._CACHE_HINT) == before
     assert ("griddepcontrol.wait" in found.assembly[0]) == ("no overlap" not in name)
     assert ("evict_last" in found.assembly[0]) == ("no hint" not in name)
@@ -44,7 +44,7 @@ def test_variants_compile_with_their_options(monkeypatch: pytest.MonkeyPatch, ta
 def test_launches_each_site_once(monkeypatch: pytest.MonkeyPatch, tables: Tables, name: str) -> None:
     """Catches sites that a joined launch omits or repeats."""
     sites: list[int] = []
-    heads = {tables.site_head(site).data_ptr(): site for site in range(3 * LAYERS)}
+    heads = {tables.head_column(site).data_ptr(): site for site in range(3 * LAYERS)}
 
     def launch(target: object, other: object, head: torch.Tensor, of: Tables, second: torch.Tensor | None) -> None:
         sites.extend(heads[each.data_ptr()] for each in (head, second) if each is not None)

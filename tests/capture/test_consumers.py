@@ -164,6 +164,40 @@ class TestOptions:
         assert_rejected(lambda: make_consumer("memory", {"x": 1}), "x")
         assert_rejected(lambda: make_consumer("logging", {"level": 3}), "level")
 
+    def test_errors_name_the_origin_of_options(self, tmp_path):
+        """Catches errors about a flag that was not given, and errors of a constructor without the consumer's name."""
+        field = "capture_consumers"
+        assert_rejected(
+            lambda: make_consumer("filesystem", {}, field),
+            'capture_consumers.filesystem.root: is missing; write {"filesystem": {"root": ...}}',
+        )
+        assert_rejected(
+            lambda: make_consumer("filesystem", {"root": str(tmp_path), "max_requests": 3}, field),
+            "capture_consumers.filesystem.max_requests: has no effect with layout per_request; use packed or sharded",
+        )
+        assert_rejected(
+            lambda: make_consumer("memory", {"x": 1}, field), "capture_consumers.memory: unknown option 'x'"
+        )
+
+    @pytest.mark.parametrize(
+        ("text", "path"),
+        [
+            ("filesystem", "--capture-consumers.filesystem.root: is missing; write filesystem:root=..."),
+            ("filesystem:root=a,layout=zip", "--capture-consumers.filesystem.layout: "),
+            ("memory:hooks=post_block:x", "--capture-consumers.memory.hooks: "),
+            ("memory:hooks=post_block:1,positions=x", "--capture-consumers.memory.positions: "),
+        ],
+    )
+    def test_paths_in_flags_have_one_form(self, text, path):
+        """Catches the consumer's name separated by a space in some errors and by a dot in others."""
+        assert_rejected(lambda: parse_consumer_flag(text), path)
+
+    def test_comma_between_layers(self):
+        """Catches an error that does not say how layers are separated in a flag."""
+        assert_rejected(
+            lambda: parse_consumer_flag("memory:hooks=post_block:4,5"), "'5'", "join layers with +: post_block:4+5"
+        )
+
 
 class TestCheck:
     def check(self, **options):
@@ -186,6 +220,20 @@ class TestCheck:
     def test_rejects_unknown_and_invalid_options(self, options, words):
         """Catches an option that is accepted and ignored."""
         assert_rejected(lambda: self.check(**options), *words)
+
+    @pytest.mark.parametrize(
+        ("option", "meant"), [("position", "; did you mean positions?"), ("strem", "; did you mean stream?"), ("x", "")]
+    )
+    def test_unknown_option_that_resembles_a_field(self, option, meant):
+        """Catches a misspelt field of the spec that is reported as an option, without the field that was meant."""
+        spec = CaptureSpec(hooks={"pre_attn": 1}, options={option: True})
+        with pytest.raises(SteeringError) as caught:
+            make_consumer("memory").check(spec, "capture.memory")
+        assert caught.value.field == f"capture.memory.{option}"
+        assert caught.value.problem == (
+            "is neither a field of a capture spec (hooks, positions, before, dtype, reduce) nor an option of memory "
+            f"(stream){meant}"
+        )
 
     @pytest.mark.parametrize(("name", "known"), [("memory", "stream"), ("logging", "none")])
     def test_rejects_options_of_other_consumers(self, name, known):
@@ -215,7 +263,7 @@ def test_memory_returns_the_rows():
 
 
 def test_result_without_rows_states_the_reason():
-    """Catches an error that hides why there are no rows."""
+    """Catches an error that hides the reason for missing rows."""
     with pytest.raises(RuntimeError, match="disk is full"):
         CaptureResult("error", "disk is full", None).tensor("post_block", 3)
     with pytest.raises(TypeError, match="dict"):

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM 0.32 lacks for expert parallelism on CPU. Imported in workers and never by a test.
+"""Replacements for parts that vLLM 0.32 lacks for expert parallelism on CPU. Only workers import this module.
 
-vLLM's CPU kernel is given the ids of all experts and the weights of a rank's own, and nothing that says which those
-are: it reads beyond them, and the worker ends with signal 11, in vLLM alone as well:
+vLLM's CPU kernel gets the ids of all experts but only the weights of the rank's own experts, without a mapping. It
+reads beyond the weights, and the worker ends with signal 11, also in vLLM without this package:
 
     VLLM_PLUGINS="" VLLM_CPU_OMP_THREADS_BIND="0|1" vllm bench latency --model MOE --dtype float32 --enforce-eager
         --tensor-parallel-size 2 --enable-expert-parallel
 
-with any mixture of experts for ``MOE``. :class:`ExpertsOfThisRank` is what workers are extended with in the tests
-(``worker_extension_cls``): the import of its module hands the kernel a rank's own ids, and weight 0 for experts that
-are elsewhere. Which rank has which experts, and the sum over ranks, are vLLM's.
+with any mixture-of-experts model for ``MOE``. The tests extend workers with :class:`ExpertsOfThisRank`
+(``worker_extension_cls``). Importing this module makes the kernel receive the rank's own ids, and weight 0 for experts
+of other ranks. vLLM still assigns experts to ranks and sums over ranks.
 """
 
 from __future__ import annotations

@@ -254,7 +254,7 @@ class ExactLimiter(TokenLimiter):
 def test_recorded_requests_get_the_tokens_of_an_exact_limiter(
     tiny_llama: Path, speculative: Any, rows: int, policy: str
 ) -> None:
-    """Catches a step in which recording requests instead of reserving their rows changes somebody's tokens."""
+    """Catches a step in which recording requests without reserving their rows changes the tokens of a request."""
     made = scheduler_harness.config(tiny_llama, sequences=8, capture_rows=rows * EVERY, speculative_config=speculative)
     made.scheduler_config.policy = policy
     recorded, exact = 0, 0

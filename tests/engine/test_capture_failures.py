@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Failures of capture with several requests, each with its negative control, in one engine.
 
-The expected result is that of the same request alone in the same engine. Controls replace our own code for one run and
+The expected result comes from the same request alone in the same engine. Controls replace our own code for one run and
 only change the contents of rows.
 """
 
@@ -217,7 +217,7 @@ def test_rows_are_copied_from_the_arena(llm: Any) -> None:
 
 @pytest.mark.failure(5, control=True)
 def test_comparison_detects_views_of_the_arena(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: if rows are sent one step late without a copy, they are those of the later step."""
+    """Negative control: rows sent one step late without a copy contain the rows of the later step."""
     wanted, asked = params(6, logprobs=None, capture=capture()), prompts(2)
     right = alone(llm, wanted, asked)
     start = device_to_host.DeviceToHostCopier.start

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Captures under batching, chunked prefill and preemption: every row equals that of the request run alone.
+"""Captures under batching, chunked prefill and preemption: every row equals the row of the same request alone.
 
 Engines of one process share vLLM's process groups. The shared engine is created after the engine of the expected
 results, and tests with their own engines run last.

@@ -130,7 +130,8 @@ def found_by_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def slot_of(self: Any, name: str) -> Any:
         return next(
-            (each.slot for other, each in self._running.items() if name.startswith(other.rsplit("-", 1)[0])), None
+            (each.request_slot for other, each in self._running.items() if name.startswith(other.rsplit("-", 1)[0])),
+            None,
         )
 
     monkeypatch.setattr(ProgramStore, "slot_of", slot_of)

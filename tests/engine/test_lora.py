@@ -121,7 +121,7 @@ def _merge(model: Any, adapter: dict[str, torch.Tensor]) -> None:
 def test_cache_keys_include_adapters_and_edits(llm: Any, adapters: dict[str, Path]) -> None:
     """Catches KV of one adapter or edit served to a request with another."""
     cached = _cached_tokens(llm, adapters, first_token=1)
-    # Whoever comes first computes; the same adapter and edit hit; every other combination computes for itself.
+    # The first request of each combination computes. Requests with an equal adapter and edit hit its cache.
     assert cached[:9] == [0] * 9
     assert min(cached[9:]) >= 256
 

@@ -136,8 +136,8 @@ def test_search_of_the_whole_model_finds_the_tower(llm: Any, monkeypatch: pytest
     config = llm.model_config.hf_text_config
     assert len(discovery.find_decoder(model, config).layers) == LAYERS
     tower = model.model.vision_model.encoder.layers[0]
-    recipe = replace(next(iter(RECIPES.values())), layer=qualified_name(type(tower)))
-    monkeypatch.setitem(RECIPES, recipe.layer, recipe)
+    recipe = replace(next(iter(RECIPES.values())), layer_class=qualified_name(type(tower)))
+    monkeypatch.setitem(RECIPES, recipe.layer_class, recipe)
     assert len(discovery.find_decoder(model, config).layers) == LAYERS
     monkeypatch.setattr(discovery, "supports_multimodal", lambda model: False)
     with pytest.raises(discovery.UnsupportedModelError, match="2 lists of 4 decoder layers"):

@@ -89,7 +89,7 @@ def test_equal_programs_share_entries_until_the_last_ends(monkeypatch: pytest.Mo
         store.remove(name)
         assert in_use(store) == (1, 1, 1) and rows()[slot] == 0 and rows()[2] == place
         (vector,) = store.resolved_of("b").token_programs[0].vectors
-        assert tables.vector[store._allocator.vector_slot(vector)].tolist() == ones
+        assert tables.vector[store._allocator.vector_index(vector)].tolist() == ones
     store.remove("b")
     assert in_use(store) == (0, 0, 0) and rows() == [0] * 4 and store.num_with_program == 0
     store.add("d", 3, steered(1, 1.0), 5)
@@ -105,7 +105,8 @@ def test_segments_depend_on_the_prompt_length() -> None:
     store.flush()
     assert tables.segment_start[:3, 1].tolist() == [5, 9, 5]
     assert in_use(store) == (1, 1, 1)
-    assert store.active.overlap(np.arange(3, dtype="i4"), np.full(3, 5), np.full(3, 6)).tolist() == [False, True, False]
+    overlap = store.active_ranges.overlap(np.arange(3, dtype="i4"), np.full(3, 5), np.full(3, 6))
+    assert overlap.tolist() == [False, True, False]
 
 
 def test_keeps_a_projection_until_its_last_request_ends() -> None:

@@ -96,7 +96,7 @@ def test_grammars_mask_steered_logits(llm: Any) -> None:
     ]
     decided = 0
     for (own, ours), output in zip(asked, run(llm, [TEXT] * 4, given), strict=True):
-        # vLLM's log-probabilities of a request with a grammar are masked; those of its text as a prompt are not.
+        # vLLM masks the log-probabilities of a request with a grammar, but not of its text as a prompt.
         answer, start = tokens_of(output), len(output.prompt_token_ids)
         whole = {"prompt_token_ids": [*output.prompt_token_ids, *answer]}
         free, other = run(

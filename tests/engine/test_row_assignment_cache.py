@@ -16,15 +16,15 @@ from vllm_steer.engine.row_assignment_cache import RowAssignmentCache
 from vllm_steer.engine.worker_manager import WorkerSteeringManager
 
 STEP: dict[str, Any] = {
-    "version": 4, "num_padded": 8, "slot": np.array([3, 0, 5], np.int32), "count": np.array([1, 1, 1]),
+    "version": 4, "num_padded": 8, "request_slot": np.array([3, 0, 5], np.int32), "count": np.array([1, 1, 1]),
     "in_last_segments": True,
 }  # fmt: skip
 OTHERS: list[dict[str, Any]] = [
     {"version": 5},
     {"num_padded": 16},
-    {"slot": np.array([3, 5, 0], np.int32)},
+    {"request_slot": np.array([3, 5, 0], np.int32)},
     {"count": np.array([1, 2, 1])},
-    {"slot": np.array([3, 0], np.int32), "count": np.array([1, 1])},
+    {"request_slot": np.array([3, 0], np.int32), "count": np.array([1, 1])},
     {"in_last_segments": False},
 ]
 

@@ -28,7 +28,7 @@ def test_step_batch_is_trimmed_and_int64() -> None:
     )
     step = _step_batch(batch)
     assert (step.first.dtype, step.count.dtype) == (np.int64, np.int64)
-    assert (step.first.tolist(), step.count.tolist(), step.slot.tolist()) == ([7, 9], [4, 1], [3, 1])
+    assert (step.first.tolist(), step.count.tolist(), step.request_slot.tolist()) == ([7, 9], [4, 1], [3, 1])
     layout = step.layout()
     assert (layout.start.tolist(), len(layout.position), step.num_padded) == ([0, 4, 5], 5, 8)
 

@@ -40,7 +40,7 @@ def crowded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def test_reused_blocks_hold_finite_values(crowded: Any) -> None:
-    """Catches keys and values that are no numbers in what is left of a block behind another request's tokens."""
+    """Catches NaN or infinite keys and values in the unused part of a block after another request's tokens."""
     plain = [params(logprobs=1)] * 3
     crowded.reset_prefix_cache()
     first = run(crowded, prompts(1), plain)

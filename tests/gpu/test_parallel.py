@@ -157,7 +157,7 @@ def test_two_gpus_give_what_one_does(
     agree(generate(model, VARIANTS[name], requests())[0], one_gpu[0])
 
 
-def test_the_comparison_sees_an_engine_that_does_not_steer(one_gpu: list[Any]) -> None:
-    """Negative control: the same requests unsteered have as many rows, at the same positions, and are told apart."""
+def test_comparison_detects_an_unsteered_engine(one_gpu: list[Any]) -> None:
+    """Negative control: unsteered requests have rows at the same positions but different values."""
     with pytest.raises(AssertionError):
         agree(one_gpu[1], one_gpu[0])

@@ -158,7 +158,7 @@ def test_digest_covers_inner_classes_with_hook_points(monkeypatch: pytest.Monkey
     """Catches a changed sum inside DBRX's submodule, and a recipe that taps a module which no digest covers."""
     for recipe in RECIPES.values():
         inside = "." in f"{recipe.post_attn or ''}{recipe.attn_out}{recipe.mlp_out}"
-        assert inside == bool(recipe.inner_class), recipe.layer
+        assert inside == bool(recipe.inner_class), recipe.layer_class
     assert digests.why_unproven(dbrx.DbrxBlock) is None
     monkeypatch.setattr(dbrx, "DbrxFusedNormAttention", block(BLOCK, tmp_path))
     assert "differs from the proven one" in (digests.why_unproven(dbrx.DbrxBlock) or "")
@@ -203,7 +203,7 @@ def test_derived_class_is_refused_unless_allowed() -> None:
     ):
         find_decoder(model_of(Derived), TWO_LAYERS)
     decoder = find_decoder(model_of(Derived), TWO_LAYERS, allow_unproven=True)
-    assert decoder.layers[0].recipe.layer.endswith("LlamaDecoderLayer")
+    assert decoder.layers[0].recipe.layer_class.endswith("LlamaDecoderLayer")
     assert decoder.unproven
 
 

@@ -106,7 +106,7 @@ def test_each_point_has_a_location_or_a_reason() -> None:
         for point in ("post_attn", *OPTIONAL_POINTS):
             reason = recipe.refusal(point)
             if reason is not None:
-                assert "{layer}" in reason, recipe.layer
+                assert "{layer}" in reason, recipe.layer_class
             elif point in ("post_attn", "mlp_in"):
                 assert recipe.post_attn is not None
                 assert point == "post_attn" or recipe.post_attn != "mlp"
@@ -154,7 +154,7 @@ def test_partial_branches_are_refused_under_tensor_parallelism() -> None:
 def test_partial_streams_are_not_read_under_tensor_parallelism() -> None:
     """Catches rows that hold one rank's share of the attention: their shape is right and their values are wrong."""
     partial = {
-        short(recipe.layer)
+        short(recipe.layer_class)
         for recipe in RECIPES.values()
         if recipe.refusal("post_attn", capturing=True) is None
         and recipe.refusal("post_attn", capturing=True, tensor_parallel=True) is not None

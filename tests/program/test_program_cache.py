@@ -36,7 +36,7 @@ def test_compiled_program_is_not_decoded_again(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(Program, "_verify_content", lambda self: checked.append(self))
     there = Program.from_bytes(data)
     assert there == one and Program.from_bytes(data) is there
-    assert Program.from_bytes(one.to_bytes()) is there  # equal bytes, whoever sent them
+    assert Program.from_bytes(one.to_bytes()) is there  # equal bytes from any sender
     assert not decoded and not checked
 
 

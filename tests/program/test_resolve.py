@@ -173,7 +173,7 @@ def test_all_layers_expand_in_order() -> None:
     resolved = resolve(
         compile_program([edit(0, layers="all", point="pre_attn"), edit(1, layers=2, point="pre_attn")]), 5, LAYERS
     )
-    assert [i.site for i in resolved.token_programs[0].instructions] == [0, 6, 12, 12]
+    assert [i.site_number for i in resolved.token_programs[0].instructions] == [0, 6, 12, 12]
 
 
 def test_wire_round_trip_and_forgeries() -> None:
@@ -212,7 +212,7 @@ def test_stages_split_the_same_token_programs() -> None:
         assert stage.starts == whole.starts
         assert [segment.kv_digest for segment in stage.segments] == [segment.kv_digest for segment in whole.segments]
     for rows in zip(whole.token_programs, *(stage.token_programs for stage in stages), strict=True):
-        everything, *parts = ({(i.site, i.code, i.vector) for i in row.instructions} for row in rows)
+        everything, *parts = ({(i.site_number, i.code, i.vector) for i in row.instructions} for row in rows)
         assert set.union(*parts) == everything
         assert sum(map(len, parts)) == len(everything)
         assert [row.num_instructions for row in rows] == [len(row.instructions) for row in rows]

@@ -136,7 +136,7 @@ def test_written_indexes_can_be_read() -> None:
 
 
 def test_concurrent_writers_lose_no_changes(root: Path) -> None:
-    """Catches lost updates between writers. Each store stands for one process."""
+    """Catches lost updates between writers. Each store represents one process."""
     stores = [registry(DirectoryStore(root)) for _ in range(4)]
 
     def write(i: int) -> None:

@@ -70,7 +70,7 @@ WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
     "point": ({"prefill": {"mlp": {1: [1.0]}}}, "prefill", "pre_attn"),
     "NaN": ({"decode": {"pre_attn": {1: [float("nan")]}}}, "decode.pre_attn[1][0]", "finite"),
     "widths in tiers": ({"base": {"pre_attn": {1: [1]}}, "decode": {"pre_attn": {1: [1, 2]}}},
-                        "decode.pre_attn[1]", "base.pre_attn[1] one of 1"),
+                        "decode.pre_attn[1]", "base.pre_attn[1] has width 1"),
     "width of a probe": ({"base": {"pre_attn": {1: [1]}}, "probes": {"p": [1, 2]}}, "probes.p", "width 2"),
     "probes": ({"probes": []}, "probes", "name: vector"),
     "name of a probe": ({"probes": {"a/b": [1]}}, "probes", "ASCII"),
@@ -119,6 +119,24 @@ def test_rejects_invalid_references(given: Any) -> None:
     """Catches path characters, characters that resemble ASCII letters, and ambiguous forms."""
     with pytest.raises(SteeringError, match=r"steering_modules\[0\]"):
         parse_references([given])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["calm:1.5"], 'steering_modules[0]: \'calm:1.5\' is not a valid name; a scale is the second item of a pair: '
+                       '["calm", 1.5]'),
+        (["x", "calm=-0.5"], 'a scale is the second item of a pair: ["calm", -0.5]'),
+        (("calm", 1.5), "steering_modules: is a pair; write a list of pairs: [('calm', 1.5)]"),
+        (["calm", 2], "write a list of pairs: [('calm', 2)]"),
+        ([f"sha256:{1:064}5"], "has an invalid digest"),
+    ],
+)  # fmt: skip
+def test_errors_show_how_to_give_a_scale(given: Any, message: str) -> None:
+    """Catches the command line's form and a bare pair refused without the valid form."""
+    with pytest.raises(SteeringError) as caught:
+        parse_references(given)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize("given", [[], "calm", {"calm": 1}, 1, ["calm"] * 65])

@@ -16,8 +16,8 @@ PACKAGE = Path(__file__).parents[2] / "vllm_steer"
 ROOMS: tuple[tuple[str, ...], ...] = (
     ("_version", "errors"),
     ("points", "log", "fs", "limits", "compat.version"),
-    ("config",),
     ("spec",),
+    ("config",),
     ("program",),
     ("params",),
     ("taps",),

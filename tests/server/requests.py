@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A vector in its wire forms, and wrong requests that a server must refuse."""
+"""A vector in its wire forms, and invalid requests that a server must refuse."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def at(layer: str, vector: object, point: str = "post_block") -> str:
     return f'"steering_vectors": {{"{point}": {{"{layer}": {json.dumps(vector)}}}}}'
 
 
-# Fields of a body as JSON text; the path that the error has to name; words that it has to say.
-WRONG: dict[str, tuple[str, str, str]] = {
+# Name -> fields of a body as JSON text, the expected `param` of the error, and a part of its message.
+INVALID_FIELDS: dict[str, tuple[str, str, str]] = {
     "too narrow": (at("1", LIST[1:]), "steering_vectors.post_block[1]", "hidden size is 64"),
     "too wide": (at("1", [*LIST, 0.0]), "steering_vectors.post_block[1]", "hidden size is 64"),
     "NaN": (at("1", [float("nan"), *LIST[1:]]), "steering_vectors.post_block[1][0]", "finite"),

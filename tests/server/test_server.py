@@ -12,7 +12,7 @@ import numpy as np
 import openai
 import pytest
 
-from tests.server.requests import LIST, PACKED, WRONG, V, at
+from tests.server.requests import INVALID_FIELDS, LIST, PACKED, V, at
 from tests.server.server import HIDDEN, MODEL
 
 PROMPT = "Hello there"
@@ -97,7 +97,7 @@ def test_equivalent_fields_give_the_same_completion(
     ids=["scale 0", "zeros", "null", "there and back"],
 )  # fmt: skip
 def test_zero_steering_changes_nothing(fields: dict[str, Any], client: httpx.Client, plain: dict[str, Any]) -> None:
-    """Catches effects beyond those of the edits."""
+    """Catches effects other than the effects of the edits."""
     assert same_completion(complete(client, **fields), plain)
 
 
@@ -229,10 +229,10 @@ def refusal(response: httpx.Response, status: int = 400) -> dict[str, Any]:
     return error
 
 
-@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("wrong", INVALID_FIELDS)
 def test_refuses_wrong_requests(wrong: str, client: httpx.Client, plain: dict[str, Any]) -> None:
     """Catches ignored errors, streams that start with HTTP 200, and an engine that stops after an error."""
-    fields, param, words = WRONG[wrong]
+    fields, param, words = INVALID_FIELDS[wrong]
     for stream in (False, True):
         error = refusal(post(client, fields, {"prompt": PROMPT, "stream": stream, **GREEDY}))
         assert error["param"] == param
@@ -248,7 +248,7 @@ LATE = ["before the prompt", "too narrow", "layer twice", "unknown field"]
 @pytest.mark.parametrize("stream", [False, True])
 def test_refuses_wrong_requests_on_every_route(wrong: str, stream: bool, client: httpx.Client) -> None:
     """Catches a route that starts its response before the checks."""
-    fields, param, _ = WRONG[wrong]
+    fields, param, _ = INVALID_FIELDS[wrong]
     for route, body in (("chat/completions", chat_body()), ("responses", responses_body())):
         assert refusal(post(client, fields, {**body, "stream": stream}, f"/v1/{route}"))["param"] == param
 

@@ -17,7 +17,8 @@ from tests.spec.test_any_input import json_values
 from vllm_steer.errors import SteeringError
 from vllm_steer.points import POINT_NAMES
 from vllm_steer.spec import CaptureSpec, Projection, Selector, pack_vector, parse_capture
-from vllm_steer.spec.capture import DTYPES, POSITIONS, REDUCTIONS, DtypeName, PositionsName, ReduceName
+from vllm_steer.spec.capture_form import DTYPES, REDUCTIONS, DtypeName, ReduceName
+from vllm_steer.spec.selector import POSITIONS, PositionsName
 
 HOOKS = {"post_block": [12]}
 DIRECTIONS = [[1.0, 2.0, 3.0], [0.0, -1.0, 0.5]]
@@ -147,6 +148,28 @@ class TestRefusals:
     def test_spec_that_is_no_mapping(self, spec):
         refused({"memory": spec}, "capture.memory", "hooks")
 
+    def test_spec_without_a_consumer(self):
+        """Catches a spec whose keys are reported as misspelt consumers, and a consumer named hooks that is refused."""
+        spec = {"hooks": HOOKS}
+        refused(spec, "capture", 'needs a consumer around the spec: {"memory": {"hooks": ...}}')
+        refused(spec | {"positions": "all"}, "capture", "needs a consumer")
+        assert parse_capture({"hooks": spec}) == parse_capture({"hooks": CaptureSpec(hooks=HOOKS)})
+
+    def test_selector_names_of_edits_get_their_counterpart(self):
+        """Catches an error for "generated" that does not lead to "all_generated"."""
+        refused_spec("positions", "'generated' is not valid; it is all_generated here", positions="generated")
+        refused_spec("positions", "it is all_prompt here", positions="prompt")
+
+    def test_hints_for_positions(self):
+        """Catches a number or an array refused without the valid form."""
+        refused_spec("positions", "write [-1] for one position", positions=-1)
+        refused_spec("positions", "convert it with .tolist()", positions=np.arange(3))
+
+    def test_keys_of_hooks(self):
+        """Catches a name of TransformerLens and swapped keys refused without the valid form."""
+        refused_spec("hooks", "'hook_resid_pre' is not a hook point; it is pre_attn here", hooks={"hook_resid_pre": 1})
+        refused_spec("hooks", "the outer keys are hook points and the inner ones layers", hooks={"12": ["post_block"]})
+
     def test_hooks_missing(self):
         refused({"memory": {"post_block": [12]}}, "capture.memory.hooks", "missing", "'post_block' belongs in hooks")
 
@@ -204,7 +227,8 @@ class TestRefusals:
         refused_spec("reduce", "directions", reduce=reduce)
 
     def test_unknown_reduction(self):
-        refused_spec("reduce", "sum", *REDUCTIONS, reduce="sum")
+        """Catches an error that omits directions and probes."""
+        refused_spec("reduce", "not 'sum'", *REDUCTIONS, '{"directions": ', '{"probes": ', reduce="sum")
 
     @pytest.mark.parametrize(
         ("directions", "path"),

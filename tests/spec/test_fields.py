@@ -99,7 +99,7 @@ class TestShortFields:
             {"steering_vectors": {"pre_attn": {1: V}, "post_attn": {}}}, "steering_vectors.post_attn", "empty"
         )
 
-    @pytest.mark.parametrize("point", ["post_mlp", "", "PRE_ATTN", 1, None, ("pre_attn",)])
+    @pytest.mark.parametrize("point", ["post_mlp", "", "PRE_ATTN", True, None, ("pre_attn",)])
     def test_unknown_point_is_answered_with_the_known_ones(self, point):
         assert_refused(
             {"decode_steering_vectors": {point: {1: V}}},
@@ -114,7 +114,8 @@ class TestShortFields:
             " 15",
             "15 ",
             "+15",
-            "-1",
+            "-0",
+            "-01",
             "015",
             "00",
             "1e1",
@@ -135,9 +136,39 @@ class TestShortFields:
     def test_layer_key_of_another_type(self, key):
         assert_refused({"steering_vectors": {"pre_attn": {key: V}}}, "steering_vectors.pre_attn", "layer number")
 
-    @pytest.mark.parametrize("key", [-1, 4096, "4096", "999999999"])
+    @pytest.mark.parametrize("key", [-1, "-1", 4096, "4096", "999999999"])
     def test_layer_out_of_range(self, key):
         assert_refused({"steering_vectors": {"pre_attn": {key: V}}}, "steering_vectors.pre_attn", "between 0 and 4095")
+
+    def test_hints_for_keys(self):
+        """Catches refusals of common keys that do not lead to the valid form."""
+        field = "steering_vectors"
+        for key in (-1, "-1"):
+            hint = "negative numbers are not supported"
+            assert_refused({field: {"pre_attn": {key: V}}}, f"{field}.pre_attn", "layers count from 0", hint)
+        hint = 'for all layers use steering=[{"layers": "all", ...}]'
+        assert_refused({field: {"pre_attn": {"all": V}}}, f"{field}.pre_attn", hint)
+        for key in (1, "1"):
+            assert_refused({field: {key: {"pre_attn": V}}}, field, "the outer keys are hook points")
+
+    @pytest.mark.parametrize(
+        ("name", "point"),
+        [("hook_resid_post", "post_block"), ("resid_mid", "post_attn"), ("hook_mlp_out", "mlp_out")],
+    )
+    def test_names_of_transformer_lens(self, name, point):
+        """Catches an error that does not translate the name, or translates it to another point."""
+        assert_refused(
+            {"steering_vectors": {name: {1: V}}},
+            "steering_vectors",
+            f"'{name}' is not a hook point; it is {point} here",
+        )
+
+    def test_factor_under_the_name_of_the_other_form(self):
+        """Catches a strength or scale refused without the name that is valid there."""
+        given = {"vector": V, "strength": 2.0}
+        path = "steering_vectors.pre_attn[1]"
+        assert_refused({"steering_vectors": {"pre_attn": {1: given}}}, path, "strength is called scale here")
+        assert_refused({"steering": [EDIT | {"scale": 2.0}]}, "steering[0]", "scale is called strength here")
 
     def test_same_layer_twice(self):
         fields = {"steering_vectors": {"pre_attn": {15: V, "15": W}}}

@@ -265,3 +265,23 @@ class TestRefused:
 
     def test_list_too_long(self):
         assert_refused([0] * 65537, "t", "65537")
+
+    def test_hints(self):
+        """Catches refusals of common values that do not lead to the valid form."""
+        assert_refused(-1, "t", "write [-1] for one position")
+        assert_refused(np.arange(3), "t", "convert it with .tolist()")
+        assert_refused("all_prompt", "t", "'all_prompt' is not valid; it is prompt here")
+
+    @pytest.mark.parametrize(
+        ("pair", "words"),
+        [
+            ([3, -1], ["[3, -1] is empty", "starts at 3 and stops before 3", "null means no end"]),
+            ([-2, 1], ["[-2, 1] is empty", "starts at 2 and stops before 1"]),
+        ],
+    )
+    def test_pair_that_is_empty_for_the_prompt(self, pair, words):
+        """Catches an error that does not show how the pair was resolved."""
+        with pytest.raises(SteeringError) as caught:
+            Selector([pair]).intervals(4)
+        assert all(word in caught.value.problem for word in words)
+        assert ("null" in caught.value.problem) == (pair[1] < 0)

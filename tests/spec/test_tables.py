@@ -16,7 +16,7 @@ import vllm_steer
 from vllm_steer.errors import SteeringError
 from vllm_steer.points import OPTIONAL_POINTS, POINT_NAMES, POINTS, PointName, columns_of, points_on
 from vllm_steer.spec import KINDS, CaptureSpec, Edit, KindName
-from vllm_steer.spec.capture import CaptureForm
+from vllm_steer.spec.capture_form import CaptureForm
 from vllm_steer.spec.edit import EditForm
 from vllm_steer.spec.request_form import request_schemas
 from vllm_steer.spec.selector import NAMED, SelectorName

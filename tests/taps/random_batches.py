@@ -31,7 +31,7 @@ def compare_rows(seed: int, device: torch.device, max_requests: int = 60, max_to
     tables.segment_row.copy_(torch.from_numpy(rng.integers(0, ROWS + 1, starts.shape).astype("i4")))
     tables.row_captures[1:].copy_(torch.from_numpy(rng.integers(0, 4, ROWS).astype("i4")))
     layout = BatchLayout(
-        slot=torch.from_numpy(rng.permutation(SLOTS)[: len(counts)]).to(device),
+        request_slot=torch.from_numpy(rng.permutation(SLOTS)[: len(counts)]).to(device),
         start=torch.from_numpy(np.concatenate([[0], np.cumsum(counts)]).astype("i4")).to(device),
         position=torch.from_numpy(np.concatenate([rng.integers(0, 180) + np.arange(n) for n in counts])).to(device),
     )

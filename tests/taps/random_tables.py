@@ -74,10 +74,10 @@ def compare(
         other = torch.randn(24, hidden, generator=generator).to(dtype).to(device) if with_other else None
         expected, got = target.clone(), target.clone()
         tables.arena.fill_(POISON)
-        apply_tap(expected, other, tables.site_head(site), tables)
+        apply_tap(expected, other, tables.head_column(site), tables)
         stored = tables.arena.clone()
         tables.arena.fill_(POISON)
-        launch(got, other, tables.site_head(site), tables)  # type: ignore[operator]
+        launch(got, other, tables.head_column(site), tables)  # type: ignore[operator]
         if not torch.equal(stored == POISON, tables.arena == POISON):
             raise AssertionError("other rows of the arena were written")
         stored_scale = torch.finfo(dtype).eps * stored.float().abs().clamp(min=1.0)
@@ -92,7 +92,7 @@ def compare(
 
 def _first_instruction(tables: Tables, site: int) -> torch.Tensor:
     """Return each token's first instruction at a site."""
-    return torch.where(tables.token_row != 0, tables.site_head(site)[tables.token_row.long()], 0)
+    return torch.where(tables.token_row != 0, tables.head_column(site)[tables.token_row.long()], 0)
 
 
 def compare_fused(
@@ -104,7 +104,7 @@ def compare_fused(
     tables.head[0, NUM_SITES - 1] = 0
     generator = torch.Generator().manual_seed(seed)
     for site in range(NUM_SITES):
-        head, second = tables.site_head(site), tables.site_head((site + 1) % NUM_SITES)
+        head, second = tables.head_column(site), tables.head_column((site + 1) % NUM_SITES)
         target = torch.randn(24, hidden, generator=generator).to(dtype).to(device)
         other = torch.randn(24, hidden, generator=generator).to(dtype).to(device) if with_other else None
         apart, joined = target.clone(), target.clone()

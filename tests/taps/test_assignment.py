@@ -29,7 +29,7 @@ def batch_layout(requests: list[tuple[int, int, int]], device: str = "cpu") -> B
     """Return the layout of a batch of ``(slot, first position, tokens)``."""
     counts = [count for _, _, count in requests]
     return BatchLayout(
-        slot=torch.tensor([slot for slot, _, _ in requests], device=device),
+        request_slot=torch.tensor([slot for slot, _, _ in requests], device=device),
         start=torch.tensor([sum(counts[:i]) for i in range(len(counts) + 1)], dtype=torch.int32, device=device),
         position=torch.tensor([first + i for _, first, count in requests for i in range(count)], device=device),
     )

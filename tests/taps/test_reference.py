@@ -53,7 +53,7 @@ def test_runs_each_tokens_instructions_in_order(seed: int, with_other: bool) -> 
             run_token((target[t] + other[t]).double().numpy(), int(tables.token_row[t]), site, tables)
             for t in range(24)
         ]
-        apply_tap(target, other if with_other else None, tables.site_head(site), tables)
+        apply_tap(target, other if with_other else None, tables.head_column(site), tables)
         np.testing.assert_allclose((target + other).numpy(), np.stack(expected), atol=2e-5)
 
 
@@ -62,7 +62,7 @@ def test_writes_only_the_target() -> None:
     tables = random_tables(1, 64, torch.device("cpu"))
     target, other = torch.randn(24, 64), torch.randn(24, 64)
     kept = other.clone()
-    apply_tap(target, other, tables.site_head(0), tables)
+    apply_tap(target, other, tables.head_column(0), tables)
     assert torch.equal(other, kept)
 
 
@@ -79,7 +79,7 @@ def test_capture_stores_the_stream_before_and_after_edits() -> None:
             stream = (target[t] + other[t]).double().numpy()
             run_token(stream, int(tables.token_row[t]), site, tables, stored, int(bases[t]))
         tables.arena.fill_(0.5)
-        apply_tap(target, other, tables.site_head(site), tables)
+        apply_tap(target, other, tables.head_column(site), tables)
         for place in range(tables.arena.shape[0]):
             expected = stored.get(place, np.full(64, 0.5))
             np.testing.assert_allclose(tables.arena[place].numpy(), expected, atol=2e-5)

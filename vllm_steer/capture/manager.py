@@ -69,7 +69,7 @@ class CaptureManager:
         for name, given in {"memory": {}, **options}.items():
             own, specs = split_options(name, given)
             self.server_wide += specs
-            self._consumers[name] = make_consumer(name, own)
+            self._consumers[name] = make_consumer(name, own, "capture_consumers")
             self._threads[name] = ThreadPoolExecutor(1, thread_name_prefix=f"{THREAD_PREFIX}{name}")
             self._meters[name] = ConsumerMetrics(model, name)
 

@@ -34,7 +34,7 @@ class RowChunk(msgspec.Struct, frozen=True):
     count: int
     """Number of positions."""
     captures: tuple[int, ...]
-    """Rows stored per position, as codes ``2 * site + before``."""
+    """Rows stored per position, as codes ``2 * site_number + before``."""
     rows: Any
     """Buffer of ``count * len(captures)`` rows, ordered by position, that nothing else shares."""
     projection: bytes = b""

@@ -33,7 +33,7 @@ class RowIndex:
     request_ids: tuple[str, ...]
     """Request of each entry."""
     codes: tuple[tuple[int, ...], ...]
-    """Rows stored per token of each entry, as codes ``2 * site + before``."""
+    """Rows stored per token of each entry, as codes ``2 * site_number + before``."""
     projection: bytes = b""
     """Digest of the directions that the rows were projected on; empty for rows of the stream."""
 

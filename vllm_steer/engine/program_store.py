@@ -18,7 +18,7 @@ import torch
 from vllm_steer.config import SteeringConfig
 from vllm_steer.engine.pinned_writer import PinnedTableWriter
 from vllm_steer.params import program_bytes
-from vllm_steer.program import Instruction, PlacedProgram, Program, Resolved, RowFormat, TableAllocator, resolve
+from vllm_steer.program import Instruction, PlacedTokenProgram, Program, Resolved, RowFormat, TableAllocator, resolve
 from vllm_steer.program.instructions import CAPTURE
 from vllm_steer.taps.tables import OPEN_END, Tables
 
@@ -38,7 +38,7 @@ class _PlacedSegments:
 
 @dataclass(frozen=True)
 class _Running:
-    slot: int
+    request_slot: int
     segments: _PlacedSegments
 
 
@@ -51,8 +51,8 @@ class _Directions:
     gathered: torch.Tensor | None = None
 
 
-class Spans:
-    """A span of positions ``[low, high)`` per slot, empty by default. Kept on the host for whole batches."""
+class RequestRanges:
+    """A range of positions ``[low, high)`` per request slot, empty by default. Kept on the host for whole batches."""
 
     def __init__(self, num_slots: int) -> None:
         self._low = np.full(num_slots, OPEN_END, dtype=np.int64)
@@ -67,7 +67,7 @@ class Spans:
     def overlap(
         self, slot: npt.NDArray[np.int64], first: npt.NDArray[np.int64], stop: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.bool_]:
-        """Return for each slot whether the positions ``[first, stop)`` overlap its span."""
+        """Return for each request whether the positions ``[first, stop)`` overlap its range."""
         overlap: npt.NDArray[np.bool_] = (stop > self._low[slot]) & (first < self._high[slot])
         return overlap
 
@@ -93,9 +93,9 @@ class ProgramStore:
         self._directions: dict[bytes, _Directions] = {}
         self._capturing = 0
         num_slots = tables.segment_start.shape[0]
-        # By slot: the positions that are steered or captured, and those that are captured.
-        self.active, self.captured = Spans(num_slots), Spans(num_slots)
-        # By slot: the start of the last segment.
+        # By request slot: the positions that are steered or captured, and those that are captured.
+        self.active_ranges, self.captured_ranges = RequestRanges(num_slots), RequestRanges(num_slots)
+        # By request slot: the start of the last segment.
         self.last_segment = np.zeros(num_slots, dtype=np.int64)
         # Incremented when the sites in use may have changed, and when a request starts or ends.
         self.version = self.changes = self._flushed = 0
@@ -133,15 +133,15 @@ class ProgramStore:
         return self._capturing
 
     def resolved_of(self, request_id: str) -> Resolved:
-        """Return the resolved program of a request that has a slot."""
+        """Return the resolved program of a request that has a request slot."""
         return self._running[request_id].segments.resolved
 
     def slot_of(self, request_id: str) -> int | None:
         running = self._running.get(request_id)
-        return None if running is None else running.slot
+        return None if running is None else running.request_slot
 
-    def add(self, request_id: str, slot: int, sampling_params: Any, prompt_len: int) -> bool:
-        """Place the program of a request and return True, or return False if it has none and needs no slot."""
+    def add(self, request_id: str, request_slot: int, sampling_params: Any, prompt_len: int) -> bool:
+        """Place the program of a request and return True, or return False if it has none and needs no request slot."""
         data = program_bytes(sampling_params)
         if data is None:
             return False
@@ -153,18 +153,18 @@ class ProgramStore:
         if placed is None:
             placed = self._placed[id(resolved)] = self._place(resolved, program)
         placed.users += 1
-        self._segment_start.put(slot, placed.starts)
-        self._segment_row.put(slot, placed.rows)
-        self._running[request_id] = _Running(slot, placed)
+        self._segment_start.put(request_slot, placed.starts)
+        self._segment_row.put(request_slot, placed.rows)
+        self._running[request_id] = _Running(request_slot, placed)
         self._capturing += resolved.max_captures > 0
         self.changes += 1
-        self.active.set(slot, *resolved.active_range)
-        self.captured.set(slot, *resolved.captured_range)
-        self.last_segment[slot] = resolved.segments[-1].start
+        self.active_ranges.set(request_slot, *resolved.active_range)
+        self.captured_ranges.set(request_slot, *resolved.captured_range)
+        self.last_segment[request_slot] = resolved.segments[-1].start
         return True
 
     def remove(self, request_id: str) -> int | None:
-        """Remove a request, reset its slot to row 0, and return the slot, or None if it had none."""
+        """Remove a request, reset its request slot to row 0, and return the slot, or None if it had none."""
         running = self._running.pop(request_id, None)
         if running is None:
             return None
@@ -173,12 +173,12 @@ class ProgramStore:
         placed.users -= 1
         if not placed.users:
             self._release(placed.resolved)
-        self.active.clear(running.slot)
-        self.captured.clear(running.slot)
-        self.last_segment[running.slot] = 0
+        self.active_ranges.clear(running.request_slot)
+        self.captured_ranges.clear(running.request_slot)
+        self.last_segment[running.request_slot] = 0
         self.changes += 1
-        self._segment_row.put(running.slot, self._no_rows)
-        return running.slot
+        self._segment_row.put(running.request_slot, self._no_rows)
+        return running.request_slot
 
     def directions(self, projection: bytes) -> torch.Tensor:
         """Return the directions of a projection of a running request, float32 ``[k, hidden]`` on the device.
@@ -188,10 +188,10 @@ class ProgramStore:
         """
         held = self._directions[projection]
         if held.gathered is None:
-            places = torch.tensor([self._allocator.vector_slot(digest) for digest in held.digests])
+            indices = torch.tensor([self._allocator.vector_index(digest) for digest in held.digests])
             if self.tables.device.type == "cuda":
-                places = places.pin_memory().to(self.tables.device, non_blocking=True)
-            held.gathered = self.tables.vector.index_select(0, places)
+                indices = indices.pin_memory().to(self.tables.device, non_blocking=True)
+            held.gathered = self.tables.vector.index_select(0, indices)
         return held.gathered
 
     def flush(self) -> None:
@@ -206,8 +206,8 @@ class ProgramStore:
     def _place(self, resolved: Resolved, program: Program) -> _PlacedSegments:
         """Reserve table entries for a program and write them."""
         new_rows, new_vectors = self._allocator.acquire(resolved.token_programs)
-        for digest, place in new_vectors.items():
-            self._vector.put(place, program.vector(program.by_digest[digest]))
+        for digest, index in new_vectors.items():
+            self._vector.put(index, program.vector(program.by_digest[digest]))
         for placed in new_rows:
             self._put_row(placed)
         for form in _projections(resolved):
@@ -231,15 +231,15 @@ class ProgramStore:
             if not self._allocator.holds(row):
                 self._count_users(row.instructions, -1)
 
-    def _put_row(self, placed: PlacedProgram) -> None:
+    def _put_row(self, placed: PlacedTokenProgram) -> None:
         heads = np.zeros(self.tables.num_sites, dtype=np.int32)
         following: dict[int, int] = {}
-        pairs = list(zip(placed.instruction_slots, placed.program.instructions, strict=True))
+        pairs = list(zip(placed.instruction_indices, placed.program.instructions, strict=True))
         # In reverse order, because each instruction refers to the next one at its site.
-        for place, each in reversed(pairs):
-            self._instruction.put(place, (each.code, self._argument(each), following.get(each.site, 0), 0))
-            self._parameter.put(place, (each.strength, each.low, each.high, 0.0))
-            heads[self.tables.column[each.site]] = following[each.site] = place
+        for index, each in reversed(pairs):
+            self._instruction.put(index, (each.code, self._argument(each), following.get(each.site_number, 0), 0))
+            self._parameter.put(index, (each.strength, each.low, each.high, 0.0))
+            heads[self.tables.column[each.site_number]] = following[each.site_number] = index
         self._head.put(placed.row, heads)
         self._row_captures.put(placed.row, len(placed.program.captures))
         self._count_users(placed.program.instructions, 1)
@@ -247,9 +247,9 @@ class ProgramStore:
     def _argument(self, instruction: Instruction) -> int:
         if instruction.code == CAPTURE:
             return instruction.index
-        return self._allocator.vector_slot(instruction.vector)
+        return self._allocator.vector_index(instruction.vector)
 
     def _count_users(self, instructions: Any, change: int) -> None:
-        for site in {instruction.site for instruction in instructions}:
-            self.tables.site_users[self.tables.column[site]] += change
+        for site_number in {instruction.site_number for instruction in instructions}:
+            self.tables.site_users[self.tables.column[site_number]] += change
         self.version += 1

@@ -24,7 +24,7 @@ class RowAssignmentCache:
         self,
         version: int,
         num_padded: int,
-        slot: npt.NDArray[np.int64],
+        request_slot: npt.NDArray[np.int64],
         count: npt.NDArray[np.int64],
         *,
         in_last_segments: bool,
@@ -34,11 +34,11 @@ class RowAssignmentCache:
         Args:
             version: Version of the program store, which changes with every steered request that starts or ends.
             num_padded: Number of tokens that the model runs on.
-            slot: Slots of the requests, in batch order.
+            request_slot: Slots of the requests, in batch order.
             count: Number of tokens of each request.
             in_last_segments: Whether all tokens are in the last segments of their requests.
         """
-        key = (version, num_padded, slot.tobytes(), count.tobytes()) if in_last_segments else None
+        key = (version, num_padded, request_slot.tobytes(), count.tobytes()) if in_last_segments else None
         valid = key is not None and key == self._key
         self._key = key
         return valid

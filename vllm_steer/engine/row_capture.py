@@ -71,7 +71,7 @@ class RowCapture:
         first, count = batch.first[capturing], batch.count[capturing]
         everyone = len(capturing) == len(batch.ids)
         ids = tuple(batch.ids) if everyone else tuple(batch.ids[i] for i in capturing.tolist())
-        if not self._speculative and (first >= store.last_segment[batch.slot[capturing]]).all():
+        if not self._speculative and (first >= store.last_segment[batch.request_slot[capturing]]).all():
             plan = self._steady_batch(ids).plan(first, count)
             return plan, plan.num_rows, None
         token = (np.cumsum(batch.count) - batch.count)[capturing]

@@ -113,12 +113,12 @@ class SteeringRunnerV1:
             model_input = inputs.get("inputs_embeds")
         return StepBatch(
             layout=lambda: BatchLayout(
-                slot=self._steer_batch_slot[:requests],
+                request_slot=self._steer_batch_slot[:requests],
                 start=self.query_start_loc.gpu[: requests + 1],
                 position=self.positions[:tokens],
             ),
             ids=ids,
-            slot=self._steer_slots,
+            request_slot=self._steer_slots,
             first=self.input_batch.num_computed_tokens_cpu[:requests].astype(np.int64),
             count=np.fromiter((self._steer_counts[name] for name in ids), np.int64, requests),
             num_padded=tokens if model_input is None else model_input.shape[0],

@@ -112,12 +112,12 @@ def _step_batch(input_batch: Any) -> StepBatch:
     requests = input_batch.num_reqs
     return StepBatch(
         layout=lambda: BatchLayout(
-            slot=input_batch.idx_mapping[:requests],
+            request_slot=input_batch.idx_mapping[:requests],
             start=input_batch.query_start_loc[: requests + 1],
             position=input_batch.positions[: input_batch.num_tokens],
         ),
         ids=input_batch.req_ids,
-        slot=input_batch.idx_mapping_np[:requests],
+        request_slot=input_batch.idx_mapping_np[:requests],
         # vLLM's arrays are int32; the front end decodes int64.
         first=input_batch.num_computed_tokens_np[:requests].astype(np.int64),
         count=input_batch.num_scheduled_tokens[:requests].astype(np.int64),

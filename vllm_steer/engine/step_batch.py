@@ -19,7 +19,7 @@ class StepBatch:
     Attributes:
         layout: Returns the slots and positions on the device. Called only if they are needed.
         ids: Request ids.
-        slot: Row of each request in the segment tables.
+        request_slot: Row of each request in the segment tables.
         first: First position of each request in this step. With speculative decoding it may be ahead of the device's,
             since the host does not know yet which draft tokens were accepted.
         count: Number of tokens of each request in this step.
@@ -28,7 +28,7 @@ class StepBatch:
 
     layout: Callable[[], BatchLayout]
     ids: Sequence[str]
-    slot: npt.NDArray[np.int64]
+    request_slot: npt.NDArray[np.int64]
     first: npt.NDArray[np.int64]
     count: npt.NDArray[np.int64]
     num_padded: int

@@ -98,11 +98,11 @@ class WorkerSteeringManager:
         # With draft tokens in flight, the host's first position is an upper bound only.
         first = np.zeros_like(batch.first) if self._speculative else batch.first
         stop = batch.first + batch.count
-        in_last_segments = not self._speculative and bool((first >= store.last_segment[batch.slot]).all())
+        in_last_segments = not self._speculative and bool((first >= store.last_segment[batch.request_slot]).all())
         if not self._assigned.is_valid(
-            store.changes, batch.num_padded, batch.slot, batch.count, in_last_segments=in_last_segments
+            store.changes, batch.num_padded, batch.request_slot, batch.count, in_last_segments=in_last_segments
         ):
-            if not store.active.overlap(batch.slot, first, stop).any():
+            if not store.active_ranges.overlap(batch.request_slot, first, stop).any():
                 self.begin_idle_step()
                 return
             if self._num_assigned > batch.num_padded:
@@ -113,7 +113,7 @@ class WorkerSteeringManager:
         self.graph_sets.select(self.tables.site_users, store.version)
         if not store.num_capturing:
             return
-        capturing = np.flatnonzero(store.captured.overlap(batch.slot, first, stop))
+        capturing = np.flatnonzero(store.captured_ranges.overlap(batch.request_slot, first, stop))
         if len(capturing):
             if not self._offsets_assigned:
                 self._ops.assign_arena_offsets(self.tables, int(batch.count.sum()))

@@ -128,7 +128,7 @@ def find_decoder(model: nn.Module, hf_text_config: Any, *, allow_unproven: bool 
                     "recipe unproven."
                 )
             unproven[doubt] = None
-        if (reason := recipe.unsupported(module)) is not None:
+        if (reason := recipe.why_unsupported(module)) is not None:
             raise refuse(f": {name} with {reason}")
         layers.append(DecoderLayer(number, module, recipe.of(module)))
     return Decoder(tuple(layers), num_layers, tuple(unproven))
@@ -173,5 +173,5 @@ def recipe_of(layer: nn.Module, allow_unproven: bool) -> Recipe | None:
 
 def _override_hint(layers: Iterable[nn.Module]) -> str:
     """Return the hint to ``allow_unproven`` if a base class of a layer has a recipe."""
-    bases = sorted({recipe.layer for layer in layers if (recipe := recipe_of(layer, True)) is not None})
+    bases = sorted({recipe.layer_class for layer in layers if (recipe := recipe_of(layer, True)) is not None})
     return f" (derived from {', '.join(bases)}: {ALLOW} to use its recipe unproven)" if bases else ""

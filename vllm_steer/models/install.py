@@ -194,7 +194,7 @@ def _read_parallel(layer: Any, forward: Forward, recipe: Recipe, post_attn: Tap)
 
     def read(*args: Any, **kwargs: Any) -> Any:
         out = attend(*args, **kwargs)
-        post_attn(inputs[-1], recipe.attn_value(out))
+        post_attn(inputs[-1], recipe.attn_added(out))
         return out
 
     layer.forward, attention.forward = remember_input, read

@@ -55,9 +55,12 @@ def _first(output: Any) -> Any:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Locations of the hook points in one decoder-layer class; its fields are named after the points."""
+    """Locations of the hook points in one decoder-layer class.
 
-    layer: str
+    The fields ``post_attn``, ``attn_out`` and ``mlp_out`` locate the points of these names.
+    """
+
+    layer_class: str
     """Qualified name of the class."""
     shape: Literal["pair", "single"]
     post_attn: str | None = "post_attention_layernorm"
@@ -67,15 +70,15 @@ class Recipe:
     """Shape ``single``: the submodule that outputs the attention branch. ``a|b`` is the first that the layer has."""
     mlp_out: str = ""
     """Shape ``single``: the submodule that outputs the MLP branch, in the same form."""
-    attn_value: Callable[[Any], Any] = _first
+    attn_added: Callable[[Any], Any] = _first
     """Parallel blocks: what the output of ``attn_out`` adds to the stream."""
     partial_sums: bool = False
     """Parallel blocks: whether each tensor-parallel rank holds only its part of the branches."""
-    refused: Reasons = field(default_factory=dict)
+    refused_points: Reasons = field(default_factory=dict)
     """Points that are refused although the rules of the shape would allow them."""
     variant: Callable[[Any], Mapping[str, Any]] = lambda layer: {}
-    """Return the fields that differ for a layer instance, by its settings; ``refused`` is merged."""
-    unsupported: Callable[[Any], str | None] = lambda layer: None
+    """Return the fields that differ for a layer instance, by its settings; ``refused_points`` is merged."""
+    why_unsupported: Callable[[Any], str | None] = lambda layer: None
     """Return why a layer instance cannot be steered, by its settings, or None."""
     inherits: str = ""
     """Qualified name of the base class whose ``forward`` this class runs and whose recipe it shares."""
@@ -87,7 +90,7 @@ class Recipe:
     def of(self, layer: nn.Module) -> Recipe:
         """Return the recipe of a layer instance, with its variant applied."""
         changes = dict(self.variant(layer))
-        return replace(self, refused={**self.refused, **changes.pop("refused", {})}, **changes)
+        return replace(self, refused_points={**self.refused_points, **changes.pop("refused_points", {})}, **changes)
 
     @property
     def parallel(self) -> bool:
@@ -105,11 +108,11 @@ class Recipe:
         if point == "post_attn" and self.post_attn is None:
             if capturing and self.parallel:
                 return PARTIAL_STREAM if self.partial_sums and tensor_parallel else None
-            return self.refused.get(point, PARALLEL)
+            return self.refused_points.get(point, PARALLEL)
         if point not in OPTIONAL_POINTS:
             return None
-        if point in self.refused:
-            return self.refused[point]
+        if point in self.refused_points:
+            return self.refused_points[point]
         if self.post_attn in (BLOCK_INPUT, BLOCK_OUTPUT):
             return ONE_BRANCH
         if point == "mlp_in":

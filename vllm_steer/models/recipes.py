@@ -14,10 +14,10 @@ from vllm_steer.models.recipe import Recipe
 from vllm_steer.models.transformers_layers import TRANSFORMERS_LAYERS
 from vllm_steer.models.vllm_layers import VLLM_LAYERS
 
-_ROWS: Final = {recipe.layer: recipe for recipe in (*VLLM_LAYERS, *TRANSFORMERS_LAYERS)}
+_ROWS: Final = {recipe.layer_class: recipe for recipe in (*VLLM_LAYERS, *TRANSFORMERS_LAYERS)}
 
 RECIPES: Final[Mapping[str, Recipe]] = {
-    name: replace(_ROWS[row.inherits], layer=name, inherits=row.inherits) if row.inherits else row
+    name: replace(_ROWS[row.inherits], layer_class=name, inherits=row.inherits) if row.inherits else row
     for name, row in _ROWS.items()
 }
 """Recipes by the qualified name of the class."""

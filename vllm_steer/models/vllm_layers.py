@@ -47,7 +47,8 @@ def _derived(layer: str, base: str) -> Recipe:
 def _falcon(layer: Any) -> Mapping[str, Any]:
     parallel = layer.config.new_decoder_architecture or layer.config.parallel_attn
     refused = dict.fromkeys(("attn_out", "mlp_out"), _OUTER_BIAS) if layer.config.bias else {}
-    return {"refused": refused} if parallel else {"refused": refused, "post_attn": "post_attention_layernorm"}
+    post_attn = {} if parallel else {"post_attn": "post_attention_layernorm"}
+    return {"refused_points": refused, **post_attn}
 
 
 def _falcon_attention(output: Any) -> Any:
@@ -56,12 +57,12 @@ def _falcon_attention(output: Any) -> Any:
 
 
 def _gemma4(layer: Any) -> Mapping[str, Any]:
-    return {"refused": {"mlp_in": _TWO_NORMS}} if layer.enable_moe_block else {}
+    return {"refused_points": {"mlp_in": _TWO_NORMS}} if layer.enable_moe_block else {}
 
 
 def _mistral(layer: Any) -> Mapping[str, Any]:
     adapted = getattr(layer, "ada_rms_norm_t_cond", None) is not None
-    return {"refused": {"mlp_in": _SECOND_INPUT}} if adapted else {}
+    return {"refused_points": {"mlp_in": _SECOND_INPUT}} if adapted else {}
 
 
 def _olmo_hybrid(layer: Any) -> Mapping[str, Any]:
@@ -76,7 +77,7 @@ def _opt(layer: Any) -> Mapping[str, Any]:
     if layer.do_layer_norm_before:
         return {}
     # OPT-350m normalizes the sum and keeps the result as its residual: an edit before that norm reaches both.
-    return {"post_attn": "self_attn_layer_norm", "refused": dict.fromkeys(OPTIONAL_POINTS, _NORMS_SUM)}
+    return {"post_attn": "self_attn_layer_norm", "refused_points": dict.fromkeys(OPTIONAL_POINTS, _NORMS_SUM)}
 
 
 def _post_norm_residual(layer: Any) -> str | None:
@@ -101,12 +102,12 @@ def _scaled_in_float16(layer: Any) -> str | None:
 
 VLLM_LAYERS: Final[tuple[Recipe, ...]] = (
     # Attention, then MLP: pairs.
-    _pair("AXK1.AXK1DecoderLayer", unsupported=_scaled_in_float16),
+    _pair("AXK1.AXK1DecoderLayer", why_unsupported=_scaled_in_float16),
     _pair("afmoe.AfmoeDecoderLayer", "pre_mlp_layernorm"),
     _pair("apertus.ApertusDecoderLayer", "feedforward_layernorm"),
     _derived("aria.AriaTextDecoderLayer", "llama.LlamaDecoderLayer"),
     _pair("bailing_moe.BailingMoeBlock"),
-    _pair("deepseek_v2.DeepseekV2DecoderLayer", unsupported=_scaled_in_float16),
+    _pair("deepseek_v2.DeepseekV2DecoderLayer", why_unsupported=_scaled_in_float16),
     _pair("ernie45_moe.Ernie4_5_MoeDecoderLayer"),
     _pair("exaone.ExaoneDecoderLayer", "ln_2"),
     _pair("exaone_moe.ExaoneMoeDecoderLayer"),
@@ -124,14 +125,14 @@ VLLM_LAYERS: Final[tuple[Recipe, ...]] = (
     _pair("llama.LlamaDecoderLayer"),
     _pair("llama4.Llama4DecoderLayer"),
     _pair("longcat_flash.FlashDecoderLayer", None,
-          refused=dict.fromkeys(("post_attn", *OPTIONAL_POINTS), _TWO_ATTENTIONS)),
+          refused_points=dict.fromkeys(("post_attn", *OPTIONAL_POINTS), _TWO_ATTENTIONS)),
     _pair("mimo_v2.MiMoV2FlashDecoderLayer"),
     _pair("minimax_m2.MiniMaxM2DecoderLayer"),
     _pair("mistral.MistralDecoderLayer", variant=_mistral),
     _pair("mixtral.MixtralDecoderLayer"),
     _pair("nemotron.NemotronDecoderLayer"),
     _pair("olmoe.OlmoeDecoderLayer"),
-    _pair("openpangu.OpenPanguDecoderLayer", variant=_openpangu, unsupported=_scaled_in_float16),
+    _pair("openpangu.OpenPanguDecoderLayer", variant=_openpangu, why_unsupported=_scaled_in_float16),
     _pair("param2moe.Param2MoEDecoderLayer"),
     _pair("plamo3.Plamo3DecoderLayer", "pre_mlp_norm"),
     _pair("qwen2.Qwen2DecoderLayer"),
@@ -145,15 +146,15 @@ VLLM_LAYERS: Final[tuple[Recipe, ...]] = (
     _pair("step1.StepDecoderLayer"),
     _pair("step3_text.Step3TextDecoderLayer"),
     # Other token mixers instead of, or beside, attention: pairs.
-    _pair("bailing_moe_linear.BailingMoeV25DecoderLayer", refused={"mlp_out": _BFLOAT16_ONLY}),
+    _pair("bailing_moe_linear.BailingMoeV25DecoderLayer", refused_points={"mlp_out": _BFLOAT16_ONLY}),
     _pair("jamba.JambaAttentionDecoderLayer", "pre_ff_layernorm"),
     _pair("jamba.JambaMambaDecoderLayer", "pre_ff_layernorm"),
     _pair("lfm2.Lfm2AttentionDecoderLayer", "ffn_norm"),
     _pair("lfm2.Lfm2ShortConvDecoderLayer", "ffn_norm"),
     _pair("lfm2_moe.Lfm2MoeAttentionDecoderLayer", "ffn_norm"),
     _pair("lfm2_moe.Lfm2MoeShortConvDecoderLayer", "ffn_norm"),
-    _pair("qwen3_5.Qwen3_5DecoderLayer", unsupported=_sequence_parallel),
-    _pair("qwen3_next.Qwen3NextDecoderLayer", unsupported=_sequence_parallel),
+    _pair("qwen3_5.Qwen3_5DecoderLayer", why_unsupported=_sequence_parallel),
+    _pair("qwen3_next.Qwen3NextDecoderLayer", why_unsupported=_sequence_parallel),
     # Blocks with one branch: pairs.
     _pair("mamba.MambaDecoderLayer", BLOCK_OUTPUT),
     _pair("mamba2.Mamba2DecoderLayer", BLOCK_OUTPUT),
@@ -162,21 +163,22 @@ VLLM_LAYERS: Final[tuple[Recipe, ...]] = (
     _pair("nemotron_h.NemotronHMLPDecoderLayer", BLOCK_INPUT),
     _pair("nemotron_h.NemotronHMoEDecoderLayer", BLOCK_INPUT),
     # Attention, then MLP: single tensors.
-    _single("bloom.BloomBlock", **_SELF_ATTENTION, unsupported=_post_norm_residual),
-    _single("chatglm.GLMBlock", **_SELF_ATTENTION, unsupported=_post_norm_residual),
+    _single("bloom.BloomBlock", **_SELF_ATTENTION, why_unsupported=_post_norm_residual),
+    _single("chatglm.GLMBlock", **_SELF_ATTENTION, why_unsupported=_post_norm_residual),
     _single("dbrx.DbrxBlock", "norm_attn_norm.norm_2", attn_out="norm_attn_norm.attn", mlp_out="ffn",
             inner_class="DbrxFusedNormAttention"),
     _single("exaone4.Exaone4DecoderLayer", "mlp", **_POST_NORMS),
     _single("gemma4.Gemma4DecoderLayer", "pre_feedforward_layernorm", attn_out="post_attention_layernorm",
-            refused={"mlp_out": _RESCALED}, variant=_gemma4),
+            refused_points={"mlp_out": _RESCALED}, variant=_gemma4),
     _single("gpt2.GPT2Block", "ln_2", attn_out="attn", mlp_out="mlp"),
-    _single("granite.GraniteDecoderLayer", refused=_BOTH_MULTIPLIED),
-    _single("granitemoe.GraniteMoeDecoderLayer", refused=_BOTH_MULTIPLIED),
-    _single("granitemoeshared.GraniteMoeSharedDecoderLayer", refused=_BOTH_MULTIPLIED),
-    _single("hyperclovax.HyperCLOVAXDecoderLayer", refused=_BOTH_MULTIPLIED),
-    _single("minicpm.MiniCPMDecoderLayer", refused=_BOTH_MULTIPLIED),
-    _single("minicpm3.MiniCPM3DecoderLayer", refused=_BOTH_MULTIPLIED),
-    _single("muse_glimmer.MuseGlimmerDecoderLayer", "pre_feedforward_layernorm", refused={"mlp_in": NO_SUBMODULE}),
+    _single("granite.GraniteDecoderLayer", refused_points=_BOTH_MULTIPLIED),
+    _single("granitemoe.GraniteMoeDecoderLayer", refused_points=_BOTH_MULTIPLIED),
+    _single("granitemoeshared.GraniteMoeSharedDecoderLayer", refused_points=_BOTH_MULTIPLIED),
+    _single("hyperclovax.HyperCLOVAXDecoderLayer", refused_points=_BOTH_MULTIPLIED),
+    _single("minicpm.MiniCPMDecoderLayer", refused_points=_BOTH_MULTIPLIED),
+    _single("minicpm3.MiniCPM3DecoderLayer", refused_points=_BOTH_MULTIPLIED),
+    _single("muse_glimmer.MuseGlimmerDecoderLayer", "pre_feedforward_layernorm",
+            refused_points={"mlp_in": NO_SUBMODULE}),
     _single("opt.OPTDecoderLayer", "final_layer_norm", attn_out="self_attn", mlp_out="fc2", variant=_opt),
     _single("orion.OrionDecoderLayer", **_SELF_ATTN),
     _single("phimoe.PhiMoEDecoderLayer", attn_out="self_attn", mlp_out="block_sparse_moe"),
@@ -184,17 +186,17 @@ VLLM_LAYERS: Final[tuple[Recipe, ...]] = (
     _single("step3p5.Step3p5DecoderLayer", attn_out="self_attn", mlp_out="moe|mlp"),
     # Other token mixers instead of, or beside, attention: single tensors.
     _single("falcon_h1.FalconH1ParallelHybrid", "pre_ff_layernorm", mlp_out="feed_forward",
-            refused={"attn_out": _MULTIPLIED}),
-    _single("granitemoehybrid.GraniteMoeHybridAttentionDecoderLayer", refused=_BOTH_MULTIPLIED),
-    _single("granitemoehybrid.GraniteMoeHybridMambaDecoderLayer", refused=_BOTH_MULTIPLIED),
-    _single("olmo_hybrid.OlmoHybridDecoderLayer", refused={"mlp_in": NO_SUBMODULE}, variant=_olmo_hybrid),
+            refused_points={"attn_out": _MULTIPLIED}),
+    _single("granitemoehybrid.GraniteMoeHybridAttentionDecoderLayer", refused_points=_BOTH_MULTIPLIED),
+    _single("granitemoehybrid.GraniteMoeHybridMambaDecoderLayer", refused_points=_BOTH_MULTIPLIED),
+    _single("olmo_hybrid.OlmoHybridDecoderLayer", refused_points={"mlp_in": NO_SUBMODULE}, variant=_olmo_hybrid),
     # The shared attention and MLP of a hybrid layer are a branch of its mixer's input.
     _single("zamba2.Zamba2HybridLayer", BLOCK_OUTPUT),
     _single("zamba2.Zamba2MambaDecoderLayer", BLOCK_OUTPUT),
     # Attention and MLP in parallel.
     _single("cohere2_moe.Cohere2MoeDecoderLayer", None),
     _single("commandr.CohereDecoderLayer", None, **_SELF_ATTN, partial_sums=True),
-    _single("falcon.FalconDecoderLayer", None, **_SELF_ATTENTION, partial_sums=True, attn_value=_falcon_attention,
+    _single("falcon.FalconDecoderLayer", None, **_SELF_ATTENTION, partial_sums=True, attn_added=_falcon_attention,
             variant=_falcon),
     _single("gpt_j.GPTJBlock", None, attn_out="attn", mlp_out="mlp"),
 )  # fmt: skip

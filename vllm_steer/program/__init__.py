@@ -5,13 +5,13 @@ from vllm_steer.program.compiler import compile_program
 from vllm_steer.program.compose import join, scaled, with_source
 from vllm_steer.program.program import Program
 from vllm_steer.program.resolve import Resolved, Segment, resolve
-from vllm_steer.program.table_allocator import PlacedProgram, TableAllocator
+from vllm_steer.program.table_allocator import PlacedTokenProgram, TableAllocator
 from vllm_steer.program.token_program import CaptureSite, Instruction, RowFormat, TokenProgram
 
 __all__ = [
     "CaptureSite",
     "Instruction",
-    "PlacedProgram",
+    "PlacedTokenProgram",
     "Program",
     "Resolved",
     "RowFormat",

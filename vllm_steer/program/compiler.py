@@ -20,7 +20,7 @@ from vllm_steer.program.program import (
     Program,
 )
 from vllm_steer.spec import KINDS, CaptureSpec, Edit, Projection, bytes_of, content_digest
-from vllm_steer.spec.edit import Layers
+from vllm_steer.spec.sites import Layers
 
 
 def compile_program(

@@ -223,13 +223,15 @@ def _token_program(
         for capture in captures
         for layer in layers_of(capture, every)
     }
-    captured_sites = tuple(CaptureSite(site, before) for site, before in sorted({each[:2] for each in wanted}))
+    captured_sites = tuple(CaptureSite(number, before) for number, before in sorted({each[:2] for each in wanted}))
     names = {NO_PROJECTION: UNPROJECTED, **dict(enumerate(program.projection_digests))}
     content = [edit.digest for edit in edits]
-    content += sorted(b"read%d:%d:%s" % (site, before, names[projection]) for site, before, projection in wanted)
+    content += sorted(b"read%d:%d:%s" % (number, before, names[projection]) for number, before, projection in wanted)
     digest = hashlib.blake2b(b"|".join(content), digest_size=16).digest()
     if stage_layers is not None:
-        captured_sites = tuple(captured for captured in captured_sites if captured.site // N_POINTS in stage_layers)
+        captured_sites = tuple(
+            captured for captured in captured_sites if captured.site_number // N_POINTS in stage_layers
+        )
     index_of = {captured: index for index, captured in enumerate(captured_sites)}
     row_formats: list[RowFormat] = []
     directions: list[bytes] = []

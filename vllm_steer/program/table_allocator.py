@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Allocation of table rows, instruction slots and vector slots to token programs.
+"""Allocation of table rows, instructions and vectors to token programs.
 
 The scheduler has one allocator to decide admission, and each worker one to place the admitted programs. Nothing has to
 be contiguous (instructions are linked lists), so counts alone decide whether a program fits, and the allocators of
@@ -15,30 +15,30 @@ from vllm_steer.program.token_program import TokenProgram
 
 
 @dataclass
-class _Slot:
+class _Entry:
     index: int
     users: int
 
 
 @dataclass
-class PlacedProgram:
-    """A token program that is new on the device, with its table row and instruction slots."""
+class PlacedTokenProgram:
+    """A token program that is new on the device, with its table row and the indices of its instructions."""
 
     program: TokenProgram
     row: int
-    instruction_slots: list[int]
+    instruction_indices: list[int]
 
 
 class TableAllocator:
-    """Reference counts and free slots of the device tables. Row 0 and instruction 0 are reserved for "nothing"."""
+    """Reference counts and free entries of the device tables. Row 0 and instruction 0 are reserved for "nothing"."""
 
     def __init__(self, max_rows: int, max_instructions: int, max_vectors: int) -> None:
         self._max_instructions = max_instructions
         self._free_rows = list(range(max_rows, 0, -1))
         self._free_instructions = list(range(max_instructions, 0, -1))
         self._free_vectors = list(range(max_vectors - 1, -1, -1))
-        self._rows: dict[bytes, _Slot] = {}
-        self._vectors: dict[bytes, _Slot] = {}
+        self._rows: dict[bytes, _Entry] = {}
+        self._vectors: dict[bytes, _Entry] = {}
         self._instructions_of: dict[bytes, list[int]] = {}
 
     def fits(self, programs: Iterable[TokenProgram]) -> bool:
@@ -57,11 +57,11 @@ class TableAllocator:
             return "instructions"
         return "vectors" if len(vectors) > len(self._free_vectors) else None
 
-    def acquire(self, programs: Iterable[TokenProgram]) -> tuple[list[PlacedProgram], dict[bytes, int]]:
+    def acquire(self, programs: Iterable[TokenProgram]) -> tuple[list[PlacedTokenProgram], dict[bytes, int]]:
         """Take one reference on each program.
 
         Returns:
-            The programs that are new on the device, and the slots of new vectors by digest.
+            The programs that are new on the device, and the indices of new vectors by digest.
 
         Raises:
             MemoryError: the programs do not fit; call :meth:`fits` first.
@@ -69,7 +69,7 @@ class TableAllocator:
         programs = list(programs)
         if not self.fits(programs):
             raise MemoryError("the steering tables are full; admission must not let this request run")
-        placed: list[PlacedProgram] = []
+        placed: list[PlacedTokenProgram] = []
         new_vectors: dict[bytes, int] = {}
         for program in programs:
             row = self._rows.get(program.digest)
@@ -79,17 +79,17 @@ class TableAllocator:
             for digest in program.vectors:
                 vector = self._vectors.get(digest)
                 if vector is None:
-                    vector = self._vectors[digest] = _Slot(self._free_vectors.pop(), 0)
+                    vector = self._vectors[digest] = _Entry(self._free_vectors.pop(), 0)
                     new_vectors[digest] = vector.index
                 vector.users += 1
-            row = self._rows[program.digest] = _Slot(self._free_rows.pop(), 1)
-            slots = [self._free_instructions.pop() for _ in range(program.num_instructions)]
-            self._instructions_of[program.digest] = slots
-            placed.append(PlacedProgram(program, row.index, slots))
+            row = self._rows[program.digest] = _Entry(self._free_rows.pop(), 1)
+            indices = [self._free_instructions.pop() for _ in range(program.num_instructions)]
+            self._instructions_of[program.digest] = indices
+            placed.append(PlacedTokenProgram(program, row.index, indices))
         return placed, new_vectors
 
     def release(self, programs: Iterable[TokenProgram]) -> None:
-        """Drop one reference on each program; the last one frees its slots."""
+        """Drop one reference on each program; the last one frees its entries."""
         for program in programs:
             row = self._rows[program.digest]
             row.users -= 1
@@ -113,8 +113,8 @@ class TableAllocator:
         """Return the table row of a program; 0 for None."""
         return 0 if program is None else self._rows[program.digest].index
 
-    def vector_slot(self, digest: bytes) -> int:
-        """Return the slot of a vector."""
+    def vector_index(self, digest: bytes) -> int:
+        """Return the index of a vector."""
         return self._vectors[digest].index
 
     @property

@@ -22,7 +22,7 @@ class Instruction(msgspec.Struct, frozen=True):
     ``vector`` is a digest. For a CAPTURE, ``index`` is the index of the captured row among those of its token.
     """
 
-    site: int
+    site_number: int
     code: int
     vector: bytes
     strength: float
@@ -34,13 +34,13 @@ class Instruction(msgspec.Struct, frozen=True):
 class CaptureSite(msgspec.Struct, frozen=True):
     """A row that a token captures: the stream at a site, before or after the edits of the site."""
 
-    site: int
+    site_number: int
     before: bool
 
     @property
     def code(self) -> int:
         """The number that identifies the row in transfers."""
-        return 2 * self.site + self.before
+        return 2 * self.site_number + self.before
 
 
 @dataclass(frozen=True)
@@ -86,9 +86,9 @@ class TokenProgram:
 
     @cached_property
     def instructions(self) -> tuple[Instruction, ...]:
-        """All instructions, in order of execution within each site; a site is ``layer * N_POINTS + point``."""
+        """All instructions, in order of execution within each site; site numbers are ``layer * N_POINTS + point``."""
         captures = [
-            (captured.before, Instruction(captured.site, CAPTURE, NO_VECTOR, 0.0, 0.0, 0.0, index))
+            (captured.before, Instruction(captured.site_number, CAPTURE, NO_VECTOR, 0.0, 0.0, 0.0, index))
             for index, captured in enumerate(self.captures)
         ]
         edits = [

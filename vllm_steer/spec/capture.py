@@ -2,28 +2,22 @@
 """Capture specs: the rows that a request captures, and the consumers that receive them."""
 
 import json
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
-from typing import Annotated, Any, Literal, TypeAlias, get_args
-
-import msgspec
+from typing import Any, Literal, TypeAlias
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.limits import MAX_CONSUMERS, MAX_OPTIONS_CHARS, MAX_OPTIONS_DEPTH
+from vllm_steer.limits import MAX_CONSUMERS
 from vllm_steer.points import POINT_NAMES, PointName
-from vllm_steer.spec.edit import Layers, LayersForm, LayersInput, read_layers
-from vllm_steer.spec.json_schema import any_of
-from vllm_steer.spec.projection import DirectionsForm, DirectionsInput, NamedProjection, ProbesForm, Projection
-from vllm_steer.spec.scalars import is_integer, read_choice, shown
-from vllm_steer.spec.selector import PositionListForm, Selector, SelectorName, TokensInput
+from vllm_steer.spec.capture_form import DTYPES, REDUCTIONS, SPEC_KEYS, DtypeName, ReduceName
+from vllm_steer.spec.consumer_options import NO_OPTIONS, read_options
+from vllm_steer.spec.projection import DirectionsInput, NamedProjection, Projection
+from vllm_steer.spec.scalars import read_choice, shown
+from vllm_steer.spec.selector import POSITIONS, PositionsName, Selector, TokensInput, selector_form_error
+from vllm_steer.spec.sites import Layers, LayersInput, read_layers, read_point
 
-PositionsName = Literal["last_prompt", "all_prompt", "all_generated", "all"]
-DtypeName = Literal["float32", "float16", "bfloat16"]
-ReduceName = Literal["mean", "last"]
 Hooks: TypeAlias = tuple[tuple[PointName, Layers], ...]
 PositionsInput: TypeAlias = PositionsName | TokensInput
 Reduce: TypeAlias = ReduceName | Projection | NamedProjection | None
@@ -31,50 +25,8 @@ ReduceInput: TypeAlias = (
     ReduceName | Projection | NamedProjection | Mapping[Literal["directions", "probes"], DirectionsInput] | None
 )
 
-# Position names of capture specs, and the selectors that they stand for.
-POSITIONS: Mapping[PositionsName, SelectorName] = MappingProxyType(
-    {"last_prompt": "last_prompt", "all_prompt": "prompt", "all_generated": "generated", "all": "all"}
-)
-DTYPES: tuple[DtypeName, ...] = get_args(DtypeName)
-REDUCTIONS: tuple[ReduceName, ...] = get_args(ReduceName)
-
-
 _CONSUMER_NAME = re.compile("[a-z][a-z0-9_-]{0,63}")
-_NO_OPTIONS = "{}"
-_OPTION_NAME = re.compile("[A-Za-z_][A-Za-z0-9_-]{0,63}")
 _EXAMPLE = '{"memory": {"hooks": {"post_block": [12]}, "positions": "last_prompt"}}'
-
-
-class CaptureForm(msgspec.Struct, kw_only=True):
-    """Rows that one consumer receives. All other keys are options of the consumer."""
-
-    hooks: Annotated[
-        dict[str, LayersForm],
-        msgspec.Meta(
-            min_length=1,
-            description="Layers by hook point.",
-            extra_json_schema={"propertyNames": {"enum": list(POINT_NAMES)}},
-        ),
-    ]
-    positions: Annotated[
-        PositionsName | PositionListForm,
-        msgspec.Meta(description="Tokens to capture: a name, or a list of positions."),
-    ] = "last_prompt"
-    before: Annotated[bool, msgspec.Meta(description="Capture before the edits of the same point apply.")] = False
-    dtype: Annotated[
-        DtypeName | None, msgspec.Meta(description="Type that rows are converted to; null for the model's own.")
-    ] = None
-    reduce: Annotated[
-        Any,
-        any_of(ReduceName | None, DirectionsForm, ProbesForm),
-        msgspec.Meta(
-            description="`mean` or `last` of the rows of a site, or projections of each row on directions: "
-            "`{directions: [[...]]}` or, for probes of registered modules, `{probes: [module/probe]}`."
-        ),
-    ] = None
-
-
-SPEC_KEYS: tuple[str, ...] = CaptureForm.__struct_fields__
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
@@ -129,7 +81,7 @@ class CaptureSpec:
             "before": _read_flag(before, "before"),
             "dtype": None if dtype is None else read_choice(dtype, DTYPES, "dtype"),
             "reduce": _read_reduce(reduce),
-            "_options": _read_options(options),
+            "_options": read_options(options),
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
@@ -137,7 +89,7 @@ class CaptureSpec:
     @property
     def options(self) -> dict[str, Any]:
         """A new dict of the consumer's options."""
-        options: dict[str, Any] = json.loads(self._options) if self._options != _NO_OPTIONS else {}
+        options: dict[str, Any] = json.loads(self._options) if self._options != NO_OPTIONS else {}
         return options
 
     def with_reduce(self, reduce: Reduce) -> "CaptureSpec":
@@ -233,11 +185,17 @@ def parse_capture(value: object, field: str = "capture") -> tuple[tuple[str, Cap
         raise SteeringError(field, "is empty; name a consumer, or omit the field")
     if len(value) > MAX_CONSUMERS:
         raise SteeringError(field, f"names {len(value)} consumers; a request may name at most {MAX_CONSUMERS}")
+    if "hooks" in value and not _is_spec(value["hooks"]):
+        raise SteeringError(field, 'needs a consumer around the spec: {"memory": {"hooks": ...}}')
     parsed: dict[str, CaptureSpec] = {}
     for key, spec in value.items():
         name = _read_consumer_name(key, field)
         parsed[name] = spec if isinstance(spec, CaptureSpec) else _spec_of_dict(spec, f"{field}.{name}")
     return tuple(parsed.items())
+
+
+def _is_spec(value: object) -> bool:
+    return isinstance(value, CaptureSpec) or (isinstance(value, Mapping) and "hooks" in value)
 
 
 def _read_consumer_name(key: object, field: str) -> str:
@@ -276,20 +234,17 @@ def _read_hooks(value: object) -> Hooks:
         raise SteeringError("hooks", f"is empty; name at least one of {', '.join(POINT_NAMES)}")
     by_point: dict[PointName, Layers] = {}
     for key, layers in value.items():
-        point = read_choice(key, POINT_NAMES, "hooks")
+        point = read_point(key, "hooks", '{"post_block": [12]}')
         by_point[point] = read_layers(layers, f"hooks.{point}")
     return tuple((point, by_point[point]) for point in POINT_NAMES if point in by_point)
 
 
 def _read_positions(value: object) -> Selector:
     if isinstance(value, str):
-        return Selector(POSITIONS[read_choice(value, POSITIONS, "positions")])
+        aliases = {selector: name for name, selector in POSITIONS.items()}
+        return Selector(POSITIONS[read_choice(value, POSITIONS, "positions", aliases=aliases)])
     if not isinstance(value, (list, tuple, range, Selector)):
-        raise SteeringError(
-            "positions",
-            f"must be one of {', '.join(POSITIONS)}, a range, or a list of positions and [start, stop] pairs, "
-            f"not {shown(value)} ({type(value).__name__})",
-        )
+        raise selector_form_error(value, POSITIONS, "positions")
     return Selector.parse(value, "positions")
 
 
@@ -302,7 +257,7 @@ def _read_flag(value: object, field: str) -> bool:
 def _read_reduce(value: object) -> Reduce:
     if value is None or isinstance(value, (Projection, NamedProjection)):
         return value
-    if isinstance(value, str):
+    if isinstance(value, str) and value in REDUCTIONS:
         return read_choice(value, REDUCTIONS, "reduce")
     if isinstance(value, Mapping) and set(value) == {"directions"}:
         return Projection(value["directions"], "reduce.directions")
@@ -312,39 +267,4 @@ def _read_reduce(value: object) -> Reduce:
         "reduce",
         f'must be {", ".join(REDUCTIONS)}, {{"directions": [[...], ...]}} or {{"probes": ["module/probe", ...]}}, '
         f"not {shown(value)}",
-    )
-
-
-def _read_options(value: object) -> str:
-    if value is None:
-        return _NO_OPTIONS
-    if not isinstance(value, Mapping):
-        raise SteeringError("options", f"must be a dict, not {shown(value)} ({type(value).__name__})")
-    for name in value:
-        if not isinstance(name, str) or not _OPTION_NAME.fullmatch(name):
-            raise SteeringError("options", f"{shown(name)} is not a valid option name; use letters, digits, - and _")
-    plain = {str(name): _plain(item, f"options.{name}", MAX_OPTIONS_DEPTH) for name, item in value.items()}
-    text = json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    if len(text) > MAX_OPTIONS_CHARS:
-        raise SteeringError("options", f"have {len(text)} characters of JSON; at most {MAX_OPTIONS_CHARS} are allowed")
-    return text
-
-
-def _plain(value: object, field: str, depth: int) -> Any:
-    """Copy ``value``, restricted to JSON types; `json.dumps` accepts more, and turns other keys into strings."""
-    if value is None or isinstance(value, (bool, str)):
-        return value
-    if isinstance(value, int) and -(2**63) <= value < 2**63:
-        return int(value)
-    if isinstance(value, float) and math.isfinite(value):
-        return float(value)
-    if depth and isinstance(value, (list, tuple)):
-        return [_plain(item, f"{field}[{i}]", depth - 1) for i, item in enumerate(value)]
-    if depth and isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return {key: _plain(item, f"{field}.{shown(key)}", depth - 1) for key, item in value.items()}
-    if is_integer(value) or isinstance(value, float):
-        raise SteeringError(field, f"must be finite and fit into 64 bits, not {shown(value)}")
-    raise SteeringError(
-        field,
-        f"must have JSON types, nested at most {MAX_OPTIONS_DEPTH} levels, not {shown(value)} ({type(value).__name__})",
     )

@@ -5,21 +5,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import partial
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.limits import MAX_LAYERS
-from vllm_steer.points import OPTIONAL_POINTS, POINT_NAMES, POINTS_FLAG, PointName
-from vllm_steer.spec.scalars import is_integer, read_choice, read_number, shown
+from vllm_steer.points import OPTIONAL_POINTS, POINTS_FLAG, PointName
+from vllm_steer.spec.scalars import read_choice, read_number
 from vllm_steer.spec.selector import PositionListForm, Selector, SelectorName, TokensInput
+from vllm_steer.spec.sites import Layers, LayersForm, LayersInput, read_layers, read_point
 from vllm_steer.spec.vector import Vector, VectorForm, VectorInput, pack_vector, parse_vector
 
 KindName = Literal["add", "add_normed", "ablate", "clamp"]
-Layers: TypeAlias = tuple[int, ...] | Literal["all"]
-LayersInput: TypeAlias = int | list[int] | tuple[int, ...] | range | Literal["all"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +49,6 @@ KINDS: Mapping[KindName, EditKind] = MappingProxyType(
         )
     }
 )
-
-
-LayerForm = Annotated[int, msgspec.Meta(ge=0, lt=MAX_LAYERS)]
-LayersForm = Annotated[
-    LayerForm | Annotated[list[LayerForm], msgspec.Meta(min_length=1)] | Literal["all"],
-    msgspec.Meta(description='One layer, a list of layers, or "all".'),
-]
-"""JSON form of layers."""
 
 
 class EditForm(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -141,15 +131,15 @@ class Edit:
         Raises:
             SteeringError: A value is invalid; its ``field`` is the argument's name, with an index if any.
         """
-        row = KINDS[read_choice(kind, KINDS, "kind")]
+        definition = KINDS[read_choice(kind, KINDS, "kind")]
         checked = {
-            "kind": row.name,
-            "point": read_choice(point, POINT_NAMES, "point"),
+            "kind": definition.name,
+            "point": read_point(point, "point"),
             "layers": read_layers(layers, "layers"),
-            "vector": _read_direction(vector, row),
+            "vector": _read_direction(vector, definition),
             "strength": read_number(strength, "strength"),
             "tokens": Selector.parse(tokens),
-            **_read_bounds(low, high, row),
+            **_read_bounds(low, high, definition),
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
@@ -189,37 +179,6 @@ class Edit:
         return partial(Edit, **self._values()), ()
 
 
-def read_layer(value: object, field: str) -> int:
-    """Return a layer number given as a Python or numpy integer; raise SteeringError if it is not 0 to 4095."""
-    if not is_integer(value):
-        raise SteeringError(field, f"must be a layer number, not {shown(value)} ({type(value).__name__})")
-    if not 0 <= value < MAX_LAYERS:
-        raise SteeringError(field, f"must be between 0 and {MAX_LAYERS - 1}, not {shown(value)}")
-    return int(value)
-
-
-def read_layers(value: object, field: str) -> Layers:
-    """Return the layers in ascending order, given as one number, a list, tuple or range of distinct ones, or "all"."""
-    if isinstance(value, str) and value == "all":
-        return "all"
-    if not isinstance(value, (list, tuple, range)):
-        if not is_integer(value):
-            raise SteeringError(field, f'must be a layer number, a list of layer numbers or "all", not {shown(value)}')
-        return (read_layer(value, field),)
-    if not value:
-        raise SteeringError(field, 'is empty; name a layer or "all"')
-    if isinstance(value, range):  # check the ends first: a range can be longer than memory
-        read_layer(value[0], field)
-        read_layer(value[-1], field)
-    seen: set[int] = set()
-    for i, item in enumerate(value):
-        layer = read_layer(item, f"{field}[{i}]")
-        if layer in seen:
-            raise SteeringError(f"{field}[{i}]", f"repeats layer {layer}; name each layer once")
-        seen.add(layer)
-    return tuple(sorted(seen))
-
-
 def _read_direction(value: object, kind: EditKind) -> Vector:
     vector = parse_vector(value)
     if kind.needs_direction and not vector.any():
@@ -234,7 +193,7 @@ def _read_bounds(low: object, high: object, kind: EditKind) -> dict[str, float |
     bounds = {k: None if v is None else read_number(v, k) for k, v in given.items()}
     for name, bound in bounds.items():
         if bound is not None and name not in kind.params:
-            takers = ", ".join(row.name for row in KINDS.values() if name in row.params)
+            takers = ", ".join(other.name for other in KINDS.values() if name in other.params)
             raise SteeringError(name, f"is not a parameter of {kind.name}, only of {takers}; omit it")
     if "low" in kind.params and "high" in kind.params:
         if bounds["low"] is None and bounds["high"] is None:

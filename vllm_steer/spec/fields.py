@@ -10,10 +10,10 @@ import msgspec
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_EDITS
-from vllm_steer.points import POINT_NAMES
-from vllm_steer.spec.edit import Edit, EditForm, read_layer
+from vllm_steer.spec.edit import Edit, EditForm
 from vllm_steer.spec.scalars import read_choice, read_number, shown
 from vllm_steer.spec.selector import Selector, SelectorName
+from vllm_steer.spec.sites import read_layer, read_point
 from vllm_steer.spec.vector import PACKED_KEYS
 
 # Vector fields, and the tokens that their edits cover.
@@ -29,7 +29,7 @@ FIELD_NAMES: tuple[str, ...] = (*SHORT_FIELDS, GENERAL_FIELD)
 
 _EDIT_KEYS = EditForm.__struct_fields__
 _REQUIRED_KEYS = tuple(field.name for field in msgspec.structs.fields(EditForm) if field.required)
-_DECIMAL = re.compile("0|[1-9][0-9]{0,8}")
+_DECIMAL = re.compile("0|-?[1-9][0-9]{0,8}")
 
 
 def parse_fields(fields: Mapping[str, Any]) -> tuple[Edit, ...]:
@@ -90,7 +90,7 @@ def read_vectors(value: object, field: str, tokens: SelectorName) -> Iterator[tu
     """Yield an edit, with its path, for each vector of ``{point: {layer: vector}}``."""
     selector = Selector(tokens)
     for point_key, by_layer in _items(value, field, "{point: {layer: vector}}"):
-        point = read_choice(point_key, POINT_NAMES, field)
+        point = read_point(point_key, field, '{"post_block": {"12": vector}}')
         at_point = f"{field}.{point}"
         seen: set[int] = set()
         for layer_key, given in _items(by_layer, at_point, "{layer: vector}"):
@@ -118,7 +118,8 @@ def _items(value: object, field: str, form: str) -> Iterator[tuple[object, objec
 def _read_layer_key(key: object, field: str) -> int:
     if isinstance(key, str):
         if not _DECIMAL.fullmatch(key):
-            raise SteeringError(field, f'layer keys must be decimal integers such as "15", not {shown(key)}')
+            hint = '; for all layers use steering=[{"layers": "all", ...}]' if key == "all" else ""
+            raise SteeringError(field, f'layer keys must be decimal integers such as "15", not {shown(key)}{hint}')
         key = int(key)
     return read_layer(key, field)
 
@@ -132,7 +133,8 @@ def _vector_and_scale(given: object, path: str) -> tuple[Any, str, float]:
         raise SteeringError(
             path,
             'must be a vector, {"vector": ..., "scale": ...} or a packed vector (dtype, shape, data); '
-            + (f"unknown keys: {shown(unknown)}" if unknown else "vector is missing"),
+            + (f"unknown keys: {shown(unknown)}" if unknown else "vector is missing")
+            + ("; strength is called scale here" if "strength" in unknown else ""),
         )
     return given["vector"], f"{path}.vector", read_number(given.get("scale", 1.0), f"{path}.scale")
 
@@ -155,7 +157,8 @@ def _read_edit(item: object, path: str) -> Edit:
         raise SteeringError(path, f"must be an Edit or a dict of its arguments, not {shown(item)}")
     unknown = [key for key in item if key not in _EDIT_KEYS]
     if unknown:
-        raise SteeringError(path, f"unknown key {shown(unknown[0])}; an edit has {', '.join(_EDIT_KEYS)}")
+        hint = "; scale is called strength here" if "scale" in unknown else ""
+        raise SteeringError(path, f"unknown key {shown(unknown[0])}; an edit has {', '.join(_EDIT_KEYS)}{hint}")
     missing = [name for name in _REQUIRED_KEYS if name not in item]
     if missing:
         raise SteeringError(f"{path}.{missing[0]}", f"is missing; an edit needs {', '.join(_REQUIRED_KEYS)}")

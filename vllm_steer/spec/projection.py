@@ -102,7 +102,7 @@ class Projection:
         """Whether the engine computes the projection; otherwise it is computed where the rows arrive.
 
         The engine does so if the result is smaller than a row of 16-bit numbers and there are at most
-        `MAX_ENGINE_DIRECTIONS` directions, each of which takes a vector slot.
+        `MAX_ENGINE_DIRECTIONS` directions, each of which takes an entry of the vector table.
         """
         count, width = self.directions.shape
         return bool(count <= MAX_ENGINE_DIRECTIONS and 2 * count < width)

@@ -17,6 +17,7 @@ NAME_RULE = "1 to 64 ASCII letters, digits, dots, dashes and underscores, beginn
 
 # ASCII only, so that two different names cannot look alike.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_SCALED_NAME = re.compile(r"(?!sha256:)([A-Za-z0-9][A-Za-z0-9._-]{0,63})[:=](-?[0-9]{1,9}(?:\.[0-9]{1,9})?)")
 _DIGEST = re.compile("sha256:[0-9a-f]{64}")
 
 ReferencesForm = Annotated[
@@ -74,6 +75,10 @@ def parse_reference(value: object, field: str) -> Reference:
             raise SteeringError(field, f'must be a name or a pair such as ["calm", 1.5], not {shown(value)}')
         reference = _parse_unscaled(value[0], f"{field}[0]")
         return msgspec.structs.replace(reference, scale=read_number(value[1], f"{field}[1]"))
+    if isinstance(value, str) and (scaled := _SCALED_NAME.fullmatch(value)):
+        raise SteeringError(
+            field, f'{value!r} is not a valid name; a scale is the second item of a pair: ["{scaled[1]}", {scaled[2]}]'
+        )
     return _parse_unscaled(value, field)
 
 
@@ -87,6 +92,8 @@ def parse_references(value: object, field: str = MODULES_FIELD) -> tuple[Referen
         raise SteeringError(field, "is empty; name a module, or omit the field")
     if len(value) > MAX_REFERENCES:
         raise SteeringError(field, f"names {len(value)} modules; a request may name at most {MAX_REFERENCES}")
+    if len(value) == 2 and isinstance(value[0], str) and isinstance(value[1], (int, float)):
+        raise SteeringError(field, f"is a pair; write a list of pairs: [{shown(tuple(value))}]")
     return tuple(parse_reference(item, f"{field}[{i}]") for i, item in enumerate(value))
 
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import msgspec
 
 from vllm_steer.points import POINT_NAMES
-from vllm_steer.spec.capture import CaptureForm
+from vllm_steer.spec.capture_form import CaptureForm
 from vllm_steer.spec.edit import EditForm
 from vllm_steer.spec.json_schema import Schema, any_of, json_schema
 from vllm_steer.spec.references import ReferencesForm

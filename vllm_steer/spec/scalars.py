@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parsers for numbers and names, and formatting of values in error messages."""
 
+import difflib
 import math
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, TypeGuard, TypeVar
 
 import numpy as np
@@ -14,6 +16,9 @@ from vllm_steer.errors import SteeringError
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 Name = TypeVar("Name", bound=str)
+
+_NO_ALIASES: Mapping[str, str] = MappingProxyType({})
+_MAX_COMPARED_CHARS = 64
 
 
 def shown(value: object) -> str:
@@ -46,9 +51,36 @@ def read_number(value: Any, field: str) -> float:
     return number
 
 
-def read_choice(value: object, names: Iterable[Name], field: str) -> Name:
-    """Return the name that equals ``value``; raise SteeringError if there is none."""
+def closest(name: object, names: Iterable[str]) -> str | None:
+    """Return the most similar of ``names`` if ``name`` could be a misspelling of it."""
+    if not isinstance(name, str) or len(name) > _MAX_COMPARED_CHARS:  # comparing takes quadratic time
+        return None
+    return next(iter(difflib.get_close_matches(name, names, 1, 0.75)), None)
+
+
+def read_choice(
+    value: object,
+    names: Iterable[Name],
+    field: str,
+    *,
+    what: str = "valid",
+    aliases: Mapping[Any, str] = _NO_ALIASES,
+) -> Name:
+    """Return the name that equals ``value``.
+
+    Args:
+        value: Any object.
+        names: The valid names.
+        field: Path of the value, for errors.
+        what: What the names are, for errors: "valid" or a noun with its article.
+        aliases: Valid names by names that other interfaces use, for errors.
+
+    Raises:
+        SteeringError: ``value`` is not one of the names.
+    """
     known = tuple(names)
     if isinstance(value, str) and value in known:
         return known[known.index(value)]  # the plain string, even if `value` is a member of a str enum
-    raise SteeringError(field, f"{shown(value)} is not valid; use one of {', '.join(known)}")
+    name = aliases.get(value) if isinstance(value, str) else None
+    hint = f"it is {name} here; " if name else ""
+    raise SteeringError(field, f"{shown(value)} is not {what}; {hint}use one of {', '.join(known)}")

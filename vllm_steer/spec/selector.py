@@ -15,6 +15,7 @@ from vllm_steer.spec.scalars import is_integer, read_choice, shown
 
 Interval: TypeAlias = tuple[int, int]
 SelectorName = Literal["all", "prompt", "generated", "last_prompt"]
+PositionsName = Literal["last_prompt", "all_prompt", "all_generated", "all"]
 TokensInput: TypeAlias = "SelectorName | Sequence[int | Sequence[int | None]] | range | Selector"
 
 PositionListForm = Annotated[
@@ -40,6 +41,11 @@ NAMED: Mapping[SelectorName, Callable[[int], Interval]] = MappingProxyType(
     }
 )
 """Named selectors: functions from the number of prompt tokens to the interval covered."""
+
+POSITIONS: Mapping[PositionsName, SelectorName] = MappingProxyType(
+    {"last_prompt": "last_prompt", "all_prompt": "prompt", "all_generated": "generated", "all": "all"}
+)
+"""Position names of capture specs, and the selectors that they stand for."""
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -112,20 +118,30 @@ def _read(tokens: object, field: str) -> SelectorName | tuple[Interval, ...]:
     if isinstance(tokens, Selector):
         return tokens._where
     if isinstance(tokens, str):
-        return read_choice(tokens, NAMED, field)
+        return read_choice(tokens, NAMED, field, aliases=POSITIONS)
     if isinstance(tokens, range):
         return _canonical(_range_intervals(tokens, field))
     if isinstance(tokens, tuple):
         raise SteeringError(field, "a tuple is ambiguous; write [3, 7] for two tokens or [(3, 7)] for tokens 3 to 6")
     if not isinstance(tokens, list):
-        raise SteeringError(
-            field,
-            f"must be one of {', '.join(NAMED)}, a range, or a list of positions and [start, stop] pairs, "
-            f"not {shown(tokens)} ({type(tokens).__name__})",
-        )
+        raise selector_form_error(tokens, NAMED, field)
     if not 1 <= len(tokens) <= MAX_SELECTOR_ITEMS:
         raise SteeringError(field, f"has {len(tokens)} items; list 1 to {MAX_SELECTOR_ITEMS} positions or pairs")
     return _canonical(_item_interval(item, f"{field}[{i}]") for i, item in enumerate(tokens))
+
+
+def selector_form_error(value: object, names: Iterable[str], field: str) -> SteeringError:
+    """Return the error for a value that is not a selector in any form; ``names`` are the named ones."""
+    hint = ""
+    if is_integer(value):
+        hint = f"; write [{shown(value)}] for one position"
+    elif hasattr(value, "tolist"):
+        hint = "; convert it with .tolist()"
+    return SteeringError(
+        field,
+        f"must be one of {', '.join(names)}, a range, or a list of positions and [start, stop] pairs, "
+        f"not {shown(value)} ({type(value).__name__}){hint}",
+    )
 
 
 def _item_interval(item: object, field: str) -> Interval:
@@ -199,11 +215,15 @@ def _resolved(interval: Interval, prompt_len: int, field: str) -> Interval:
     start = interval[0] if interval[0] >= 0 else interval[0] + prompt_len
     stop = interval[1] if interval[1] > 0 else interval[1] + prompt_len
     if start < 0 or stop < 0:
-        raise SteeringError(
-            field, f"{shown(_written(interval))} reaches before the start of a prompt of {prompt_len} tokens"
-        )
+        items = ", ".join(map(shown, _written(interval)))
+        raise SteeringError(field, f"{items} reaches before the start of a prompt of {prompt_len} tokens")
     if start >= stop:
-        raise SteeringError(field, f"{shown(_written(interval))} is empty for a prompt of {prompt_len} tokens")
+        hint = "; a negative stop counts from the prompt's end, null means no end" if interval[1] < 0 else ""
+        raise SteeringError(
+            field,
+            f"[{interval[0]}, {interval[1]}] is empty for a prompt of {prompt_len} tokens: "
+            f"it starts at {start} and stops before {stop}{hint}",
+        )
     return start, stop
 
 

@@ -22,13 +22,13 @@ class BatchLayout:
     """Requests and positions of a step's tokens, on the tables' device.
 
     Attributes:
-        slot: ``[requests]`` int64, the row of each request in the segment tables, in batch order.
+        request_slot: ``[requests]`` int64, the row of each request in the segment tables, in batch order.
         start: ``[requests + 1]`` int32, the first token of each request in the batch; the last item is the number of
             tokens.
         position: ``[tokens]`` int64, absolute positions.
     """
 
-    slot: torch.Tensor
+    request_slot: torch.Tensor
     start: torch.Tensor
     position: torch.Tensor
 
@@ -37,8 +37,8 @@ def assign_rows(tables: Tables, layout: BatchLayout, num_padded: int) -> None:
     """Write ``token_row`` for one step; padding tokens, up to ``num_padded``, take row 0."""
     tokens = layout.position.shape[0]
     index = torch.arange(tokens, dtype=torch.int32, device=tables.device)
-    request = torch.searchsorted(layout.start[1:], index, right=True).clamp_(max=layout.slot.shape[0] - 1)
-    slot = layout.slot[request].long()
+    request = torch.searchsorted(layout.start[1:], index, right=True).clamp_(max=layout.request_slot.shape[0] - 1)
+    slot = layout.request_slot[request].long()
     # Segment starts ascend from 0, so the number of starts up to a position gives its segment.
     segment = (tables.segment_start[slot] <= layout.position.unsqueeze(1)).sum(1).sub_(1).clamp_(min=0)
     tables.token_row[:tokens] = tables.segment_row[slot].gather(1, segment.unsqueeze(1)).squeeze(1)

@@ -57,10 +57,10 @@ def _arena_offsets_kernel(token_row, row_captures, token_base, tokens, SCANNED: 
 
 def launch_rows(tables: Tables, layout: BatchLayout, num_padded: int) -> None:
     """Run :func:`vllm_steer.taps.assignment.assign_rows` as one kernel."""
-    requests, segments = layout.slot.shape[0], tables.segment_start.shape[1]
+    requests, segments = layout.request_slot.shape[0], tables.segment_start.shape[1]
     grid: Any = (triton.cdiv(num_padded, _TOKENS),)
     _rows_kernel[grid](
-        layout.slot,
+        layout.request_slot,
         layout.start,
         layout.position,
         tables.segment_start,

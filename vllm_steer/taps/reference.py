@@ -25,22 +25,22 @@ def add(x: torch.Tensor, v: torch.Tensor, s: torch.Tensor, low: torch.Tensor, hi
 
 
 def add_normed(
-    x: torch.Tensor, v: torch.Tensor, s: torch.Tensor, low: torch.Tensor, high: torch.Tensor
+    x: torch.Tensor, u: torch.Tensor, s: torch.Tensor, low: torch.Tensor, high: torch.Tensor
 ) -> torch.Tensor:
-    """Return ``x + s |x| v``, a change of ``s`` times the stream's norm."""
+    """Return ``x + s ||x|| u``, a change of ``s`` times the stream's norm."""
     length: torch.Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return x + s * length * v
+    return x + s * length * u
 
 
-def ablate(x: torch.Tensor, v: torch.Tensor, s: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
-    """Return ``x - s (x.v) v``; with ``s = 1`` the component along ``v`` is zero."""
-    return x - s * (x * v).sum(-1, keepdim=True) * v
+def ablate(x: torch.Tensor, u: torch.Tensor, s: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+    """Return ``x - s (x.u) u``; with ``s = 1`` the component along ``u`` is zero."""
+    return x - s * (x * u).sum(-1, keepdim=True) * u
 
 
-def clamp(x: torch.Tensor, v: torch.Tensor, s: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
-    """Return ``x + s (clip(c, low, high) - c) v`` with ``c = x.v``; with ``s = 1`` the component is within bounds."""
-    c = (x * v).sum(-1, keepdim=True)
-    return x + s * (torch.minimum(torch.maximum(c, low), high) - c) * v
+def clamp(x: torch.Tensor, u: torch.Tensor, s: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+    """Return ``x + s (clip(c, low, high) - c) u`` with ``c = x.u``; with ``s = 1`` the component is within bounds."""
+    c = (x * u).sum(-1, keepdim=True)
+    return x + s * (torch.minimum(torch.maximum(c, low), high) - c) * u
 
 
 DEFINITIONS: dict[int, Definition] = {ops.ADD: add, ops.ADD_NORMED: add_normed, ops.ABLATE: ablate, ops.CLAMP: clamp}

@@ -125,9 +125,9 @@ class Tables:
         """Return the tables by name."""
         return ((name, value) for name, value in vars(self).items() if isinstance(value, torch.Tensor))
 
-    def site_head(self, site: int) -> torch.Tensor:
+    def head_column(self, column: int) -> torch.Tensor:
         """Return one column of ``head``, ``[rows + 1]``: a view whose storage offset is the column's number."""
-        return self.head[:, site]
+        return self.head[:, column]
 
     def save(self) -> dict[str, torch.Tensor]:
         """Return copies of all tables in host memory, except the arena, whose contents belong to one step."""

@@ -66,15 +66,15 @@ class Tap(nn.Module):
 
     Args:
         tables: The rank's device tables.
-        site: Column of the site in the tables.
+        column: Column of the site in the tables.
     """
 
     head: torch.Tensor
 
-    def __init__(self, tables: Tables, site: int) -> None:
+    def __init__(self, tables: Tables, column: int) -> None:
         super().__init__()
         # Not persistent, so that weight loaders ignore it.
-        self.register_buffer("head", tables.site_head(site), persistent=False)
+        self.register_buffer("head", tables.head_column(column), persistent=False)
 
     def forward(self, target: torch.Tensor, other: torch.Tensor | None = None) -> None:
         """Apply the edits to the stream in place, ahead of the module that consumes it.

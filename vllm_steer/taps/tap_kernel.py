@@ -191,7 +191,7 @@ def launch_tap(
 def warm_up(tables: Tables, dtype: torch.dtype) -> None:
     """Compile the kernel in all its variants, so that the first steered request does not wait for it."""
     target = torch.zeros(1, tables.vector.shape[1], dtype=dtype, device=tables.device)
-    head = tables.site_head(0)
+    head = tables.head_column(0)
     for other in (None, target):
         for second in (None, head):
             launch_tap(target, other, head, tables, second)

@@ -121,7 +121,7 @@ def test_rejects_file_of_another_user(path: Path, monkeypatch: pytest.MonkeyPatc
         with pytest.raises(SteeringError, match="another user"):
             read_keys(path)
     else:
-        assert read_keys(path)  # root's own are everybody's to trust
+        assert read_keys(path)  # files of root are trusted
 
 
 def test_keys_flag(path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from vllm.sampling_params import SamplingParams
 from tests.server.application import make_app
 from tests.server.auth.guarded import EVERYTHING, client_of, make_guarded_app, rejected, start, write_keys
 from tests.server.fakes import FakeEngine, vector
-from tests.server.requests import WRONG
+from tests.server.requests import INVALID_FIELDS
 from vllm_steer.server.auth.authenticator import ADMIN_PATHS, PUBLIC_PATHS, warn_if_unprotected
 from vllm_steer.server.auth.current_key import current_key_name, salt_request, use_key
 from vllm_steer.server.auth.keys import generate_key
@@ -127,7 +127,7 @@ async def test_checks_rights_before_values(path: Path) -> None:
     client = client_of(app, secrets["none"])
     headers = {"content-type": "application/json"}
     for name in ("NaN", "unknown point", "unknown kind", "layer out of range"):
-        response = await client.post(ROUTE, content="{" + WRONG[name][0] + "}", headers=headers)
+        response = await client.post(ROUTE, content="{" + INVALID_FIELDS[name][0] + "}", headers=headers)
         assert "requires the right 'steer'" in rejected(response, 403)["message"]
     there, not_there = [await client.get(f"/v1/steering/modules/{name}") for name in ("calm", "other")]
     assert there.text == not_there.text

@@ -18,7 +18,7 @@ GOOD = save({"base.post_block.1": _VECTOR})
 
 
 def file_of(header: object, data: bytes = _VECTOR.tobytes(), size: int | None = None) -> bytes:
-    """Return a file with this header, as text or as JSON; ``size`` is the header length that it claims."""
+    """Return a file with this header (text, or an object for JSON); ``size`` replaces the length of the header."""
     text = header.encode("utf-8", "surrogatepass") if isinstance(header, str) else json.dumps(header).encode()
     return (len(text) if size is None else size).to_bytes(8, "little") + text + data
 
@@ -28,12 +28,12 @@ def tensor(**parts: Any) -> dict[str, Any]:
 
 
 def one(name: str = "base.post_block.1", **parts: Any) -> bytes:
-    """Return a file of one tensor, with ``parts`` replacing the correct ones."""
+    """Return a file of one tensor; ``parts`` replace its valid attributes."""
     return file_of({name: tensor(**parts)})
 
 
-def about(**metadata: Any) -> bytes:
-    """Return a correct file except for its metadata."""
+def with_metadata(**metadata: Any) -> bytes:
+    """Return a valid file with this metadata."""
     return file_of({"__metadata__": metadata, "base.post_block.1": tensor()})
 
 
@@ -50,7 +50,7 @@ def _archive(kind: str) -> bytes:
     return buffer.getvalue()
 
 
-_TWICE = '"base.post_block.1": ' + json.dumps(tensor())
+_ENTRY = '"base.post_block.1": ' + json.dumps(tensor())
 FILES: dict[str, bytes] = {
     "nothing": b"",
     "seven bytes": GOOD[:7],
@@ -73,7 +73,7 @@ FILES: dict[str, bytes] = {
     "a header with a byte-order mark": file_of("\ufeff" + json.dumps({"base.post_block.1": tensor()})),
     "a header 50,000 deep": file_of('{"a": ' * 50_000 + "1" + "}" * 50_000),
     "metadata 50,000 deep": file_of('{"__metadata__": ' + "[" * 50_000 + "]" * 50_000 + "}"),
-    "a name twice": file_of("{" + _TWICE + ", " + _TWICE + "}"),
+    "a name twice": file_of("{" + _ENTRY + ", " + _ENTRY + "}"),
     "offsets twice": file_of('{"base.post_block.1": {"dtype": "F32", "shape": [64], "data_offsets": [0, 256], '
                              '"data_offsets": [0, 256]}}'),
     "NaN in the header": file_of('{"base.post_block.1": {"dtype": "F32", "shape": [NaN], "data_offsets": [0, 256]}}'),
@@ -93,7 +93,7 @@ FILES: dict[str, bytes] = {
     "offsets of 2 ** 64": one(data_offsets=[0, 2**64]),
     "negative offsets": one(data_offsets=[-_SIZE, 0]),
     "fractional offsets": one(data_offsets=[0.0, float(_SIZE)]),
-    "offsets in words": one(data_offsets=["0", "256"]),
+    "offsets as strings": one(data_offsets=["0", "256"]),
     "one offset": one(data_offsets=[0]),
     "three offsets": one(data_offsets=[0, 128, 256]),
     "no offsets": file_of({"base.post_block.1": {"dtype": "F32", "shape": [WIDTH]}}),
@@ -104,7 +104,7 @@ FILES: dict[str, bytes] = {
     "a shape of 2 ** 64": one(shape=[2**64 + WIDTH]),
     "a negative shape": one(shape=[-WIDTH]),
     "a fractional shape": one(shape=[64.0]),
-    "a shape of words": one(shape=["64"]),
+    "a shape of strings": one(shape=["64"]),
     "no shape": file_of({"base.post_block.1": {"dtype": "F32", "data_offsets": [0, _SIZE]}}),
     "a matrix": one(shape=[8, 8]),
     "a scalar": file_of({"base.post_block.1": tensor(shape=[], data_offsets=[0, 4])}, bytes(4)),
@@ -126,42 +126,42 @@ FILES: dict[str, bytes] = {
     "NaN": save({"base.post_block.1": np.full(WIDTH, np.nan, np.float32)}),
     "Infinity": save({"base.post_block.1": np.full(WIDTH, np.inf, np.float32)}),
     "beyond float32": save({"base.post_block.1": np.full(WIDTH, 1e300, np.float64)}),
-    "a name of nothing": one(""),
-    "a name of a path": one("../../etc/passwd"),
+    "an empty name": one(""),
+    "a path as name": one("../../etc/passwd"),
     "a name of dots": one("base..1"),
     "a tier alone": one("base"),
     "an unknown tier": one("always.post_block.1"),
     "an unknown point": one("base.mlp.1"),
-    "a layer that is not there": one("base.post_block.4"),
+    "a layer out of range": one("base.post_block.4"),
     "a negative layer": one("base.post_block.-1"),
     "a layer of full-width digits": one("base.post_block.１"),
     "a layer of 100,000 digits": one("base.post_block." + "1" * 100_000),
-    "a name of a NUL": one("base.post_block.1\0"),
+    "a NUL in a name": one("base.post_block.1\0"),
     "a name that runs right to left": one("base.post_block.\u202e1"),
     "a look-alike tier": one("bаse.post_block.1"),
     "a probe without a name": one("probes."),
     "a probe of a path": one("probes.../../evil"),
     "half a surrogate pair in a name": file_of('{"probes.\\ud800": ' + json.dumps(tensor()) + "}"),
-    "an edit that nobody names": one("edits.0"),
-    "unknown metadata": about(__reduce__="x"),
-    "metadata that is a number": about(description=1),
+    "a vector that no edit refers to": one("edits.0"),
+    "unknown metadata": with_metadata(__reduce__="x"),
+    "metadata that is a number": with_metadata(description=1),
     "metadata that is a list": file_of({"__metadata__": ["x"], "base.post_block.1": tensor()}),
-    "a description of 100,000 letters": about(description="x" * 100_000),
-    "half a surrogate pair in a description": about(description="\ud800"),
-    "provenance that is no JSON": about(provenance="{"),
-    "provenance that is a list": about(provenance="[]"),
-    "provenance of numbers": about(provenance='{"x": 1}'),
-    "provenance twice": about(provenance='{"x": "1", "x": "2"}'),
-    "provenance 50,000 deep": about(provenance="[" * 50_000),
-    "scales of NaN": about(scales='{"base.post_block.1": NaN}'),
-    "scales of what is not there": about(scales='{"base.post_block.2": 1}'),
-    "scales that are a list": about(scales="[1]"),
-    "scales in words": about(scales='{"base.post_block.1": "2"}'),
-    "edits that name nothing": about(edits='[{"kind": "add", "vector": "edits.9"}]'),
-    "edits that name a path": about(edits='[{"kind": "add", "vector": "/etc/passwd"}]'),
-    "edits that are numbers": about(edits="[1]"),
-    "edits with a vector of their own": about(edits='[{"kind": "add", "vector": [1]}]'),
-    "edits 50,000 deep": about(edits="[" * 50_000 + "]" * 50_000),
+    "a description of 100,000 letters": with_metadata(description="x" * 100_000),
+    "half a surrogate pair in a description": with_metadata(description="\ud800"),
+    "provenance that is not JSON": with_metadata(provenance="{"),
+    "provenance that is a list": with_metadata(provenance="[]"),
+    "provenance of numbers": with_metadata(provenance='{"x": 1}'),
+    "provenance twice": with_metadata(provenance='{"x": "1", "x": "2"}'),
+    "provenance 50,000 deep": with_metadata(provenance="[" * 50_000),
+    "scales of NaN": with_metadata(scales='{"base.post_block.1": NaN}'),
+    "a scale of an unknown tensor": with_metadata(scales='{"base.post_block.2": 1}'),
+    "scales that are a list": with_metadata(scales="[1]"),
+    "scales as strings": with_metadata(scales='{"base.post_block.1": "2"}'),
+    "edits with an unknown vector": with_metadata(edits='[{"kind": "add", "vector": "edits.9"}]'),
+    "edits with a path as vector": with_metadata(edits='[{"kind": "add", "vector": "/etc/passwd"}]'),
+    "edits that are numbers": with_metadata(edits="[1]"),
+    "edits with a vector of their own": with_metadata(edits='[{"kind": "add", "vector": [1]}]'),
+    "edits 50,000 deep": with_metadata(edits="[" * 50_000 + "]" * 50_000),
     "JSON": b'{"base": {"post_block": {"1": [1]}}}',
     "a pickle": b"\x80\x04\x95\x1a\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x94\x8c\x06system\x94\x93\x94.",
     "numpy's file": _archive("npy"),

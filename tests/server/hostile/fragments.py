@@ -9,9 +9,9 @@ import json
 from tests.server.hostile.vectors import GOOD
 
 Fragments = dict[str, str]
-"""By name."""
+"""Fragments by name."""
 
-# Names that are none of ours, and are after something.
+# Invalid names, most of them attacks.
 NAMES: dict[str, str] = {
     "nothing": "",
     "a parent folder": "../../etc/passwd",
@@ -71,7 +71,7 @@ def at(vector: str = GOOD, layer: str = "1", point: str = "post_block", field: s
 
 
 def edit(vector: str = GOOD, **parts: object) -> str:
-    """Return ``steering`` with one edit, with ``parts`` replacing the correct ones."""
+    """Return ``steering`` with one edit; ``parts`` replace its valid attributes."""
     given = {"kind": "add", "point": "post_block", "layers": 1, **parts}
     return f'"steering": [{{{json.dumps(given)[1:-1]}, "vector": {vector}}}]'
 
@@ -81,7 +81,7 @@ def capture(consumer: str = "memory", **parts: object) -> str:
 
 
 def holding(vectors: dict[str, str]) -> Fragments:
-    """Place each vector in one of the fields that take vectors, in turn."""
+    """Return a fragment for each vector, in each of the fields that accept vectors in turn."""
     places = itertools.cycle(_PLACES)
     return {name: next(places)(vector) for name, vector in vectors.items()}
 
@@ -156,7 +156,7 @@ def names() -> Fragments:
             lambda text: json.dumps({"capture": {"memory": {"hooks": {text: [1]}}}})[1:-1],
         )
     )
-    # Twice over, so that each place sees many of them.
+    # Twice, so that each place gets many names.
     for name, text in (*NAMES.items(), *reversed(NAMES.items())):
         made = next(places)(text)
         found[f"{made[1 : made.index(chr(34), 1)]}: {name}, {len(found)}"] = made
@@ -193,13 +193,13 @@ def places() -> Fragments:
         "in vllm_xargs": f'"vllm_xargs": {{{at(GOOD)}}}',
         "capture in extra_body": f'"extra_body": {{{capture()}}}',
         **{f"{key} in vllm_xargs": f'"vllm_xargs": {{"{key}": "x"}}' for key in inner},
-        "rows in pieces": capture(stream=True),
-        "a file of one's own": capture("filesystem", root="/etc"),
+        "a stream of rows": capture(stream=True),
+        "a root folder": capture("filesystem", root="/etc"),
         "a file by path": capture("filesystem", path="../../etc/passwd"),
         "a tag of 100,000 letters": capture("filesystem", tag="x" * 100_000),
-        "a tag that is no text": capture("filesystem", tag=["x"]),
+        "a tag that is not a string": capture("filesystem", tag=["x"]),
         "a tag of half a surrogate pair": capture("filesystem", tag="\ud800"),
-        "a consumer that is not there": capture("webhook", url="http://127.0.0.1/"),
+        "an unknown consumer": capture("webhook", url="http://127.0.0.1/"),
     }
 
 
@@ -219,20 +219,20 @@ def selectors() -> Fragments:
     }
     spans: dict[str, object] = {
         "a number": 1, "true": True, "a word": "everything", "empty": [], "an empty pair": [[5, 5]],
-        "a pair that runs back": [[5, 3]], "a pair of one": [[1]], "a pair of three": [[1, 2, 3]], "nested": [[[1, 2]]],
+        "a reversed pair": [[5, 3]], "a pair of one": [[1]], "a pair of three": [[1, 2, 3]], "nested": [[[1, 2]]],
         "floats": [0.5], "booleans": [True], "null": [None], "a pair from null": [[None, 3]], "words": ["0"],
         "2 ** 31": [2**31 - 1], "10 ** 30": [10**30], "-10 ** 30": [-(10**30)], "before the prompt": [-500],
         "beyond the model": [256], "a stop of 0": [[-3, 0]], "an object": {"start": 0},
-        "100,000 positions": list(range(100_000)), "more stretches than a request may have": list(range(0, 160, 2)),
+        "100,000 positions": list(range(100_000)), "more ranges than a request may have": list(range(0, 160, 2)),
     }  # fmt: skip
     found |= {f"tokens: {name}": edit(tokens=value) for name, value in spans.items()}
-    allowed = ("more stretches than a request may have",)
+    allowed = ("more ranges than a request may have",)
     found |= {f"positions: {name}": capture(positions=value) for name, value in spans.items() if name not in allowed}
     return found
 
 
 def parts() -> Fragments:
-    """Return hostile parts of edits, references and specs."""
+    """Return hostile attributes of edits, module references and capture specs."""
     numbers: dict[str, object] = {
         "a word": "1", "true": True, "a list": [1], "an object": {}, "1e39": 1e39, "10 ** 400": 10**400,
         "NaN": float("nan"), "-Infinity": float("-inf"),
@@ -245,9 +245,9 @@ def parts() -> Fragments:
     zero = json.dumps([0.0] * 64)
     return found | {
         "no bound": edit(kind="clamp"),
-        "bounds the wrong way": edit(kind="clamp", low=2, high=1),
+        "swapped bounds": edit(kind="clamp", low=2, high=1),
         "bounds of an add": edit(low=1),
-        "no direction": edit(zero, kind="ablate"),
+        "a zero direction": edit(zero, kind="ablate"),
         "a direction that underflows": edit(json.dumps([1e-60] * 64), kind="ablate"),
         "no kind": f'"steering": [{{"point": "post_block", "layers": 1, "vector": {GOOD}}}]',
         "no vector": '"steering": [{"kind": "add", "point": "post_block", "layers": 1}]',
@@ -260,11 +260,11 @@ def parts() -> Fragments:
         "a pair of one": '"steering_modules": [["calm"]]',
         "a pair of three": '"steering_modules": [["calm", 1, 1]]',
         "a module that is an object": '"steering_modules": [{"name": "calm"}]',
-        "a module that is not there": '"steering_modules": ["nobody"]',
-        "a digest that is not there": json.dumps({"steering_modules": ["sha256:" + "0" * 64]})[1:-1],
+        "an unknown module": '"steering_modules": ["nobody"]',
+        "an unknown digest": json.dumps({"steering_modules": ["sha256:" + "0" * 64]})[1:-1],
         "17 consumers": json.dumps({"capture": {f"c{i}": {"hooks": {"post_block": [1]}} for i in range(17)}})[1:-1],
         "no hooks": '"capture": {"memory": {}}',
-        "before as a word": capture(before="no"),
+        "before as a string": capture(before="no"),
         "dtype int8": capture(dtype="int8"),
         "dtype of a list": capture(dtype=["float32"]),
         "reduce to a sum": capture(reduce="sum"),
@@ -277,7 +277,7 @@ def parts() -> Fragments:
         "packed directions of 10 ** 12": capture(
             reduce={"directions": {"dtype": "float32", "shape": [10**6, 10**6], "data": "AAAA"}}
         ),
-        "probes that are no list": capture(reduce={"probes": "calm/joy"}),
+        "probes that are not a list": capture(reduce={"probes": "calm/joy"}),
         "a probe without a module": capture(reduce={"probes": ["joy"]}),
         "options 20 deep": capture("filesystem", tag=json.loads("[" * 20 + "]" * 20)),
         "20,000 characters of options": capture("filesystem", **{f"o{i}": "x" * 100 for i in range(200)}),

@@ -6,11 +6,11 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from tests.server.hostile.case import CARRYING, MODULES, SET, Case, fault, greedy, send
+from tests.server.hostile.case import MODULES, SET, VALID_BODIES, Case, find_fault, greedy, send
 from tests.server.hostile.corpus import CATEGORIES
 from vllm_steer.server.http.request_guard import STEERABLE_ROUTES
 
-MOST_SHOWN = 20
+MAX_SHOWN = 20
 
 
 @pytest.mark.failure(14)
@@ -18,27 +18,27 @@ MOST_SHOWN = 20
 def test_refuses_every_request_of_a_category(name: str, client: httpx.Client) -> None:
     """Catches accepted requests, HTTP 500, errors without reason or field, and changed responses afterwards."""
     before = greedy(client)
-    faults = [problem for case in CATEGORIES[name].make() if (problem := fault(case, send(client, case)))]
-    assert not faults, "\n".join([f"{len(faults)} of them:", *faults[:MOST_SHOWN]])
+    faults = [problem for case in CATEGORIES[name].make() if (problem := find_fault(case, send(client, case)))]
+    assert not faults, "\n".join([f"{len(faults)} faults:", *faults[:MAX_SHOWN]])
     assert client.get("/health").status_code == 200
     assert client.get(MODULES).json()["data"] == []
     assert greedy(client) == before
 
 
 def test_the_corpus_covers_every_route() -> None:
-    """Catches a category that has become empty, and a steerable route without hostile bodies."""
+    """Catches an empty category, and a steerable route without hostile bodies."""
     cases = {name: list(category.make()) for name, category in CATEGORIES.items()}
     assert min(len(made) for made in cases.values()) >= 50
     assert sum(len(made) for made in cases.values()) >= 1000
     assert {*STEERABLE_ROUTES, MODULES, SET} <= {case.target for made in cases.values() for case in made}
-    assert set(CARRYING) == set(STEERABLE_ROUTES)
+    assert set(VALID_BODIES) == set(STEERABLE_ROUTES)
 
 
 def test_the_check_rejects_broken_responses() -> None:
-    """Catches a check that accepts responses of a broken server."""
+    """Negative control: checks responses of a broken server."""
     case = Case("x", "POST", SET)
     good = {"message": "x: is wrong", "type": "BadRequestError", "param": "x", "code": 400}
-    assert fault(case, httpx.Response(400, json={"error": good})) is None
+    assert find_fault(case, httpx.Response(400, json={"error": good})) is None
     for status, body in (
         (200, {"error": good}),
         (500, {"error": {**good, "code": 500}}),
@@ -48,4 +48,4 @@ def test_the_check_rejects_broken_responses() -> None:
         (400, {"detail": "x"}),
         (404, {"error": good}),
     ):
-        assert fault(case, httpx.Response(status, json=body)) is not None, body
+        assert find_fault(case, httpx.Response(status, json=body)) is not None, body

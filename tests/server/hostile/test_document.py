@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests made from the server's own OpenAPI document, right and wrong ones.
+"""Valid and invalid requests generated from the server's OpenAPI document.
 
-None ends in HTTP 500, and every answer of our routes is of a form that the document has.
-
-A short run with fixed seeds; `pytest tests/server/hostile/test_document.py --hostile 2000` draws as many at random.
+No request ends in HTTP 500, and every response of a steering route matches the document. By default the tests draw a
+few requests with fixed seeds; `pytest tests/server/hostile/test_document.py --hostile 2000` draws 2,000 at random.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from tests.server.hostile.case import CARRYING, CLEAR, MODULES, PROMPT, SET, greedy
+from tests.server.hostile.case import CLEAR, MODULES, PROMPT, SET, VALID_BODIES, greedy
 from tests.server.server import MODEL
 from vllm_steer.params import FIELDS
 
@@ -36,12 +35,12 @@ OURS = [
     ("post", SET), ("get", SET), ("post", CLEAR), ("get", "/v1/steering/capabilities"),
     ("get", "/v1/captures/{handle}"), ("delete", "/v1/captures/{handle}"),
 ]  # fmt: skip
-# Nothing can be wrong in these: they have no query and no body, and any text is right in a path.
-BARE = {
+# Operations without query and body. Any text is valid in their paths, so they have no invalid requests.
+ALWAYS_VALID = {
     ("get", MODULES), ("delete", f"{MODULES}/{{name}}"), ("post", CLEAR), ("get", "/v1/steering/capabilities"),
     ("get", "/v1/captures/{handle}"), ("delete", "/v1/captures/{handle}"),
 }  # fmt: skip
-# Route -> the schema that vLLM gives its body, and what of it a body needs.
+# Route -> the name of its body's schema, and required fields of a body.
 BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     "/v1/completions": ("CompletionRequest", {"prompt": PROMPT, "max_tokens": 1}),
     "/v1/chat/completions": (
@@ -52,19 +51,19 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 
 
-def narrowed(document: dict[str, Any]) -> dict[str, Any]:
-    """The document with our routes alone, and of vLLM's bodies our fields alone: the rest of them is vLLM's to test."""
+def steering_part(document: dict[str, Any]) -> dict[str, Any]:
+    """Return the document reduced to steering routes, and to steering fields in the bodies of vLLM's routes."""
     paths = {path: item for path, item in document["paths"].items() if path in {path for _, path in OURS}}
     for route, (name, needed) in BODIES.items():
         properties = document["components"]["schemas"][name]["properties"]
-        right = {"model": MODEL, **needed}
+        required = {"model": MODEL, **needed}
         schema = {
             "type": "object",
             "properties": {
-                **{key: {"const": value} for key, value in right.items()},
+                **{key: {"const": value} for key, value in required.items()},
                 **{field: properties[field] for field in FIELDS},
             },
-            "required": list(right),
+            "required": list(required),
             "additionalProperties": False,
         }
         body = {"required": True, "content": {"application/json": {"schema": schema}}}
@@ -79,14 +78,14 @@ def document(client: httpx.Client) -> Any:
 
 @pytest.fixture(scope="module")
 def schema(document: Any, url: str) -> Any:
-    made = schemathesis.openapi.from_dict(narrowed(document))
+    made = schemathesis.openapi.from_dict(steering_part(document))
     made.config.update(base_url=url)
     return made
 
 
 @pytest.fixture(autouse=True)
-def left_as_it_was(client: httpx.Client) -> Iterator[None]:
-    """Of what was rightly registered and set, nothing stays; and the server answers as it did."""
+def clean_up(client: httpx.Client) -> Iterator[None]:
+    """Remove modules and global steering, and check that the server responds as before."""
     before = greedy(client)
     yield
     assert client.post(CLEAR).status_code == 200
@@ -95,21 +94,21 @@ def left_as_it_was(client: httpx.Client) -> Iterator[None]:
     assert greedy(client) == before
 
 
-ASKED = [
+OPERATIONS = [
     pytest.param(method, path, mode, id=f"{method}-{path}-{mode.value}")
     for method, path in (*OURS, *(("post", route) for route in BODIES))
     for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)
-    if mode is GenerationMode.POSITIVE or (method, path) not in BARE
+    if mode is GenerationMode.POSITIVE or (method, path) not in ALWAYS_VALID
 ]
 
 
-@pytest.mark.parametrize(("method", "path", "mode"), ASKED)
-def test_an_operation(
+@pytest.mark.parametrize(("method", "path", "mode"), OPERATIONS)
+def test_responses_match_the_document(
     method: str, path: str, mode: GenerationMode, schema: Any, url: str, request: pytest.FixtureRequest
 ) -> None:
-    """Catches HTTP 500, an answer that the document does not know, and a wrong request that is served."""
+    """Catches HTTP 500, a response that is not in the document, and an accepted invalid request."""
     operation = schema[path][method]
-    assert bool(operation.query or operation.body) == ((method, path) not in BARE)
+    assert bool(operation.query or operation.body) == ((method, path) not in ALWAYS_VALID)
     ours = (method, path) in OURS
     checks = [*CHECKS, negative_data_rejection] if ours else [not_a_server_error]
     count = request.config.getoption("--hostile")
@@ -118,10 +117,10 @@ def test_an_operation(
         max_examples=count or EXAMPLES, derandomize=not count, database=None, suppress_health_check=list(HealthCheck)
     )
     @given(operation.as_strategy(generation_mode=mode))
-    def ask(case: Any) -> None:
+    def check(case: Any) -> None:
         case.call_and_validate(base_url=url, checks=checks)
 
-    ask()
+    check()
 
 
 _WORDS = (
@@ -138,23 +137,23 @@ _VALUES = st.recursive(
 
 @pytest.mark.parametrize("route", BODIES)
 def test_any_json_in_our_fields(route: str, client: httpx.Client, request: pytest.FixtureRequest) -> None:
-    """Catches a value of whatever form that ends in HTTP 500, or in an error without a field's name."""
+    """Catches a JSON value that ends in HTTP 500, or in an error without the name of a field."""
     count = request.config.getoption("--hostile")
 
     @settings(max_examples=count or EXAMPLES, derandomize=not count, database=None)
     @given(st.dictionaries(st.sampled_from(FIELDS), _VALUES, min_size=1))
-    def ask(fields: dict[str, Any]) -> None:
+    def check(fields: dict[str, Any]) -> None:
         body = json.dumps({"model": MODEL, **BODIES[route][1], **fields})
         response = client.post(route, content=body, headers={"content-type": "application/json"})
-        given_none = all(value is None for value in fields.values())
-        assert response.status_code == 200 if given_none else response.status_code in (200, 400, 404), response.text
+        all_null = all(value is None for value in fields.values())
+        assert response.status_code == 200 if all_null else response.status_code in (200, 400, 404), response.text
         assert response.status_code == 200 or response.json()["error"]["param"], response.text
 
-    ask()
+    check()
 
 
-def test_the_operations_are_those_of_the_document(document: Any) -> None:
-    """Catches a route of ours that is documented and not tested here."""
+def test_covers_every_documented_operation(document: Any) -> None:
+    """Catches a documented steering route that these tests omit."""
     documented = {
         (method, path)
         for path, item in document["paths"].items()
@@ -162,6 +161,6 @@ def test_the_operations_are_those_of_the_document(document: Any) -> None:
         for method in item
     }
     assert documented == set(OURS)
-    assert set(BODIES) == {route for route in CARRYING if route in document["paths"]} - {"/invocations"} - {
+    assert set(BODIES) == {route for route in VALID_BODIES if route in document["paths"]} - {"/invocations"} - {
         "/v1/chat/completions/batch"
     }

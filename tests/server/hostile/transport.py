@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Iterator
 from urllib.parse import quote
 
-from tests.server.hostile.case import CARRYING, CLEAR, JSON, MODULES, SET, Answer, Case
+from tests.server.hostile.case import CLEAR, JSON, MODULES, SET, VALID_BODIES, Case, ErrorForm
 from tests.server.hostile.files import GOOD as FILE
 from tests.server.hostile.fragments import NAMES, at
 from tests.server.hostile.vectors import GOOD
@@ -18,17 +18,17 @@ LIMIT = 1 << 20
 """Bytes of a body: the server's ``--steering-max-body-mib 1``."""
 BINARY = "application/octet-stream"
 _MODULE = f'"name": "calm", {at(GOOD, field="base")}'
-# What every route that reads a body is given, less what is hostile.
-RIGHT: dict[str, str] = {
-    **{route: f"{{{inside}, {at()}}}" for route, inside in CARRYING.items()},
+# Route that reads a body -> a valid body.
+VALID: dict[str, str] = {
+    **{route: f"{{{inside}, {at()}}}" for route, inside in VALID_BODIES.items()},
     MODULES: f"{{{_MODULE}}}",
     SET: f"{{{at(GOOD, field='base')}}}",
 }
 _OWN = (MODULES, SET)
 
 
-def _of(route: str) -> Answer:
-    """Who answers where our fields are not seen."""
+def _error_form(route: str) -> ErrorForm:
+    """Return the form of errors for bodies in which steering fields are not recognized."""
     return "named" if route in _OWN else "openai"
 
 
@@ -42,8 +42,8 @@ def media_types() -> Iterator[Case]:
     )  # fmt: skip
     for kind in types:
         sent = None if kind is None else kind.encode("ascii", "replace").decode()
-        for route, body in RIGHT.items():
-            yield Case(f"{str(kind)[:40]}", "POST", route, body.encode(), sent, answer=_of(route))
+        for route, body in VALID.items():
+            yield Case(f"{str(kind)[:40]}", "POST", route, body.encode(), sent, error_form=_error_form(route))
         if sent is not None:
             yield Case(f"a file as {sent[:40]}", "POST", f"{MODULES}?name=calm", FILE, sent)
     for route in _OWN:
@@ -54,23 +54,25 @@ def media_types() -> Iterator[Case]:
 def encodings() -> Iterator[Case]:
     """Yield bodies with a wrong or truncated encoding."""
     bomb = gzip.compress(bytes(1 << 26))
-    for route, body in RIGHT.items():
+    for route, body in VALID.items():
         text = body.encode()
-        # What vLLM's routes cannot decode as text, their framework refuses.
-        unseen: Answer = "framework" if _of(route) == "openai" and route != "/invocations" else _of(route)
+        # The HTTP framework refuses bodies of vLLM's routes that cannot be decoded as text.
+        undecoded: ErrorForm = (
+            "framework" if _error_form(route) == "openai" and route != "/invocations" else _error_form(route)
+        )
         for name, data in {"gzip": gzip.compress(text), "deflate": zlib.compress(text), "64 MiB, gzip": bomb}.items():
             coding = (("content-encoding", name.rpartition(" ")[2]),)
-            yield Case(name, "POST", route, data, headers=coding, answer=unseen)
+            yield Case(name, "POST", route, data, headers=coding, error_form=undecoded)
         for name, data in {
             "cut in the middle": text[: len(text) // 2],
             "cut at the end": text[:-1],
             "two bodies": text + text,
-            "rubbish behind": text + b"\0",
-            "rubbish in front": b")]}',\n" + text,
+            "a trailing NUL": text + b"\0",
+            "a JSON-hijacking prefix": b")]}',\n" + text,
             "no bytes": b"",
             "one space": b" ",
             "a NUL": b"\0",
-            "bytes that are no UTF-8": text.replace(b"post_block", b"post\xff\xfeblock"),
+            "invalid UTF-8": text.replace(b"post_block", b"post\xff\xfeblock"),
             "an overlong slash": text.replace(b"post_block", b"\xc0\xaf"),
             "a surrogate in UTF-8": text.replace(b"post_block", b"\xed\xa0\x80"),
             "single quotes": text.replace(b'"', b"'"),
@@ -85,7 +87,7 @@ def encodings() -> Iterator[Case]:
             "a form": b"steering=1",
             "XML": b'<?xml version="1.0"?><!DOCTYPE x [<!ENTITY a "b">]><x>&a;</x>',
         }.items():
-            yield Case(name, "POST", route, data, answer=_of(route))
+            yield Case(name, "POST", route, data, error_form=_error_form(route))
         for encoding in ("utf-16", "utf-32"):
             yield Case(encoding, "POST", route, body.replace("post_block", "nowhere").encode(encoding))
 
@@ -93,7 +95,7 @@ def encodings() -> Iterator[Case]:
 def sizes() -> Iterator[Case]:
     """Yield bodies over the limit, with and without a length, and bodies within it with many entries."""
     spaces = b" " * (LIMIT + 1)
-    for route, body in RIGHT.items():
+    for route, body in VALID.items():
         text = body.encode()
         for chunked in (False, True):
             how = "in chunks" if chunked else "with its length"
@@ -120,23 +122,23 @@ def paths() -> Iterator[Case]:
         if len(part) > 30_000:
             part = part[:30_000]
         for method in ("GET", "DELETE"):
-            # A slash, however encoded, leads to another route, or to none.
-            answer: Answer = "framework" if "/" in text else "named"
-            yield Case(f"module: {name}", method, f"{MODULES}/{part}", content_type=None, answer=answer)
-            yield Case(f"capture: {name}", method, f"/v1/captures/{part}", content_type=None, answer=answer)
-        good = RIGHT[MODULES].replace('"calm"', json.dumps(text), 1)
+            # A path with a slash, encoded or not, belongs to another route or to none.
+            form: ErrorForm = "framework" if "/" in text else "named"
+            yield Case(f"module: {name}", method, f"{MODULES}/{part}", content_type=None, error_form=form)
+            yield Case(f"capture: {name}", method, f"/v1/captures/{part}", content_type=None, error_form=form)
+        good = VALID[MODULES].replace('"calm"', json.dumps(text), 1)
         yield Case(f"to register: {name}", "POST", MODULES, good.encode())
         yield Case(f"in the query: {name}", "POST", f"{MODULES}?name={part}", FILE, BINARY)
-        yield Case(f"in body and query: {name}", "POST", f"{MODULES}?name={part}", RIGHT[MODULES].encode())
+        yield Case(f"in body and query: {name}", "POST", f"{MODULES}?name={part}", VALID[MODULES].encode())
     for value in ("maybe", "2", "", "null", "%00", "x" * 1000):
         for route in (SET, f"{MODULES}/calm"):
-            yield Case(f"data={value[:20]}", "GET", f"{route}?data={value}", content_type=None, answer="openai")
+            yield Case(f"data={value[:20]}", "GET", f"{route}?data={value}", content_type=None, error_form="openai")
     for method in ("PUT", "PATCH", "DELETE", "TRACE", "BREW"):
         for route in (MODULES, SET, CLEAR, "/v1/steering/capabilities"):
-            yield Case(f"{method}", method, route, RIGHT[MODULES].encode(), answer="framework")
+            yield Case(f"{method}", method, route, VALID[MODULES].encode(), error_form="framework")
     for target in (
         "/v1/steering/", "/v1/steering/../steering/nothing", "/v1/steering/%2e%2e/set/x",
         "/v1/steering//modules", "/v1/steering/modules/calm/data", "/v1//steering/modules", "/V1/STEERING/MODULES",
         "/v1/captures/", "/v1/captures/a/b", "/v1/captures/%2e%2e%2f%2e%2e%2fetc%2fpasswd",
     ):  # fmt: skip
-        yield Case("a path beside ours", "POST", target, RIGHT[MODULES].encode(), answer="framework")
+        yield Case("an unknown path", "POST", target, VALID[MODULES].encode(), error_form="framework")

@@ -18,7 +18,7 @@ _DATA = base64.b64encode(_BYTES).decode()
 
 
 def _first(text: str) -> str:
-    """A vector with ``text`` as its first component."""
+    """Return a vector with ``text`` as its first component."""
     return f"[{text}{_REST}]"
 
 
@@ -68,8 +68,8 @@ NUMBERS: dict[str, str] = {
     "-10 ** 400": _first(str(-(10**400))),
     "5,000 digits": _first("1" * 5000),
     "500,000 digits": _first("1" * 500_000),
-    "the word NaN": _first('"NaN"'),
-    "the word 1": _first('"1"'),
+    "NaN as a string": _first('"NaN"'),
+    "1 as a string": _first('"1"'),
     "null": _first("null"),
     "true": _first("true"),
     "a list": _first("[1]"),
@@ -92,7 +92,7 @@ PACKED: dict[str, str] = {
     "a shape of two dimensions": packed(shape=[8, 8]),
     "a shape of 20,000 dimensions": packed(shape=[1] * 20_000),
     "a fractional shape": packed(shape=[64.0]),
-    "a shape in words": packed(shape=["64"]),
+    "a shape of strings": packed(shape=["64"]),
     "a shape of true": packed(shape=[True]),
     "a shape of null": packed(shape=[None]),
     "a shape that is a number": packed(shape=WIDTH),

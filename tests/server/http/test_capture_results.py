@@ -257,7 +257,7 @@ async def test_long_reports_are_stored() -> None:
 
 
 async def test_choice_with_several_model_runs_is_an_error() -> None:
-    """Catches the rows of the last run reported as those of the choice."""
+    """Catches the rows of the last run reported as the rows of the choice."""
     app = make_capturing_app([{"memory": done(captured())}], runs=2)
     (choice,) = (await response_of(app))["choices"]
     assert choice["capture_results"]["memory"]["status"] == "error"

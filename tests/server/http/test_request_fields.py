@@ -47,7 +47,7 @@ def request_with(of: type[Any] = CompletionRequest, **fields: Any) -> Any:
 
 @pytest.fixture
 def context() -> Iterator[RequestContext]:
-    """What the middleware leaves for the request that is being served."""
+    """Set the context that the middleware sets for the current request."""
     context = RequestContext(engine=engine_context())
     token = current_request.set(context)
     yield context
@@ -175,7 +175,7 @@ def test_prompts_with_captures_are_numbered(context: RequestContext) -> None:
         ({"hooks": {"post_attn": "all"}}, "capture.memory.hooks.post_attn", "layer 3: this branch is a partial sum"),
         ({**HOOKS, "positions": [MAX_MODEL_LEN]}, "capture.memory.positions", "max_model_len"),
         ({**HOOKS, "positions": [-6]}, "capture.memory.positions", "prompt of 5 tokens"),
-        ({**HOOKS, "colour": 1}, "capture.memory.colour", "unknown option"),
+        ({**HOOKS, "colour": 1}, "capture.memory.colour", "nor an option of memory"),
     ],
 )
 def test_rejection_names_the_capture(spec: Any, path: str, words: str, context: RequestContext) -> None:

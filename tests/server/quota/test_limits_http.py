@@ -155,7 +155,7 @@ async def test_limits_per_request(path: Path) -> None:
         in rejected(await one.post(ROUTE, json={"steering": [{**edit, "layers": [0, 1, 3]}]}), 413)["message"]
     )
     assert "--steering-max-norm" in rejected(await one.post(ROUTE, json=adding(1000.0)), 400)["message"]
-    # As many as these for so narrow a model are in no program: their products are formed where rows arrive.
+    # With as many directions as the hidden size, the front end computes the products, not the engine.
     directions = [[1.0, float(i), *[0.0] * (HIDDEN - 2)] for i in range(HIDDEN)]
     probing = {"capture": {"memory": {"hooks": {"post_block": [1]}, "reduce": {"directions": directions}}}}
     assert f"{HIDDEN} vectors" in rejected(await one.post(ROUTE, json=probing), 413)["message"]

@@ -19,7 +19,7 @@ SMALL = Workload(settings=Settings(), requests=[Request(name="r1", prompt=[1, 2]
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What sessions are made with; each finds what stands under ``findings``."""
+    """Record the arguments of sessions. Each session returns ``made["findings"]``."""
     seen: dict[str, Any] = {"findings": []}
 
     def run(self: session.Session) -> session.Report:

@@ -13,7 +13,8 @@ from pydantic import TypeAdapter, ValidationError
 from vllm_steer.capture.results import CapturedRequest
 from vllm_steer.errors import SteeringError
 from vllm_steer.spec import CaptureSpec
-from vllm_steer.spec.scalars import shown
+from vllm_steer.spec.capture_form import SPEC_KEYS
+from vllm_steer.spec.scalars import closest, shown
 
 THREAD_PREFIX = "capture-"
 """Name prefix of the threads in which consumers run."""
@@ -66,8 +67,12 @@ class Consumer(ABC):
         """
         for name, value in spec.options.items():
             if name not in self.spec_options:
-                options = ", ".join(self.spec_options) or "none"
-                raise SteeringError(f"{field}.{name}", f"unknown option of {self.name}; options: {options}")
+                similar = closest(name, (*SPEC_KEYS, *self.spec_options))
+                raise SteeringError(
+                    f"{field}.{name}",
+                    f"is neither a field of a capture spec ({', '.join(SPEC_KEYS)}) nor an option of {self.name} "
+                    f"({', '.join(self.spec_options) or 'none'})" + (f"; did you mean {similar}?" if similar else ""),
+                )
             convert_option(self.spec_options[name], value, f"{field}.{name}", strict=True)
 
     @abstractmethod

@@ -74,11 +74,20 @@ def consumer_class(name: str, field: str = _FLAG) -> type[Consumer]:
 def make_consumer(name: str, options: Mapping[str, Any] | None = None, field: str = _FLAG) -> Consumer:
     """Create a consumer, with its options converted to the types that its ``__init__`` annotates.
 
+    Args:
+        name: Name of the consumer.
+        options: Options by name.
+        field: Where the consumer was configured, for errors: the flag or an argument of the ``LLM``.
+
     Raises:
         SteeringError: The consumer or an option is unknown, or an option is missing or invalid.
     """
     consumer = consumer_class(name, field)
-    return consumer(**_convert_options(consumer, options or {}, f"{field} {name}"))
+    converted = _convert_options(consumer, options or {}, field)
+    try:
+        return consumer(**converted)
+    except SteeringError as error:
+        raise SteeringError(f"{field}.{name}.{error.field}", error.problem) from error
 
 
 def parse_consumer_flag(text: str, field: str = _FLAG) -> tuple[str, dict[str, Any]]:
@@ -95,24 +104,24 @@ def parse_consumer_flag(text: str, field: str = _FLAG) -> tuple[str, dict[str, A
     """
     name, colon, rest = text.partition(":")
     consumer = consumer_class(name, field)
-    prefix = f"{field} {name}"
+    prefix = f"{field}.{name}"
     options: dict[str, Any] = {}
     for item in rest.split(",") if colon else ():
         key, equals, value = item.partition("=")
         if not equals or not key:
-            raise SteeringError(
-                prefix, f"{shown(item)} is not key=value; write {name}:a=1,b=2 (values cannot contain a comma)"
-            )
+            hint = "join layers with +: post_block:4+5" if "hooks" in options else f"write {name}:a=1,b=2"
+            raise SteeringError(prefix, f"{shown(item)} is not key=value, and values cannot contain a comma; {hint}")
         if key in options:
             raise SteeringError(prefix, f"{key} is given twice")
         options[key] = value
     spec = {key: parse_flag_value(key, options.pop(key), prefix) for key in FLAG_KEYS if key in options}
     if spec:
         parse_capture({name: spec}, field)
-    return name, {**_convert_options(consumer, options, prefix), **spec}
+    return name, {**_convert_options(consumer, options, field), **spec}
 
 
 def _convert_options(consumer: type[Consumer], options: Mapping[str, Any], field: str) -> dict[str, Any]:
+    path = f"{field}.{consumer.name}"
     parameters = {
         name: parameter
         for name, parameter in inspect.signature(consumer).parameters.items()
@@ -120,12 +129,13 @@ def _convert_options(consumer: type[Consumer], options: Mapping[str, Any], field
     }
     for key in options:
         if key not in parameters:
-            raise SteeringError(field, f"unknown option {shown(key)}; options: {', '.join(parameters) or 'none'}")
+            raise SteeringError(path, f"unknown option {shown(key)}; options: {', '.join(parameters) or 'none'}")
     for key, parameter in parameters.items():
         if parameter.default is parameter.empty and key not in options:
-            raise SteeringError(f"{field}.{key}", f"this option is missing; write {consumer.name}:{key}=...")
+            example = f"{consumer.name}:{key}=..." if field == _FLAG else f'{{"{consumer.name}": {{"{key}": ...}}}}'
+            raise SteeringError(f"{path}.{key}", f"is missing; write {example}")
     hints = get_type_hints(consumer.__init__, include_extras=True)
-    return {key: convert_option(hints.get(key, str), value, f"{field}.{key}") for key, value in options.items()}
+    return {key: convert_option(hints.get(key, str), value, f"{path}.{key}") for key, value in options.items()}
 
 
 def _package(entry_point: EntryPoint) -> str:

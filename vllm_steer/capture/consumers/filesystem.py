@@ -70,7 +70,7 @@ class FilesystemConsumer(Consumer):
         limits = {"max_requests": max_requests, "max_size": max_size, "max_seconds": max_seconds}
         given: dict[str, Any] = {name: limit for name, limit in limits.items() if limit is not None}
         if layout == "per_request" and given:
-            raise SteeringError(next(iter(given)), "layout per_request has no limits; use packed or sharded")
+            raise SteeringError(next(iter(given)), "has no effect with layout per_request; use packed or sharded")
         directory = CaptureDirectory(root, fsync=fsync, quota=quota)
         self._layout: FileLayout
         if layout == "per_request":

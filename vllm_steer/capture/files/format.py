@@ -21,7 +21,7 @@ import torch
 
 from vllm_steer.capture.results import CapturedRequest, SiteRows, Status
 from vllm_steer.spec import CaptureSpec, Projection
-from vllm_steer.spec.capture import POSITIONS as SPEC_POSITIONS
+from vllm_steer.spec.selector import POSITIONS as SPEC_POSITIONS
 
 Int32Array: TypeAlias = npt.NDArray[np.int32]
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What clients, other users of the folder and failing disks can try against the filesystem consumer."""
+"""Attacks and faults of clients, other users of the folder, and disks against the filesystem consumer."""

@@ -333,7 +333,7 @@ class TestQuota:
 
 @contextmanager
 def unprivileged_directory():
-    """Yield a directory whose permissions apply; a superuser, for whom they do not, becomes user nobody."""
+    """Yield a directory whose permissions apply. A superuser switches to an unprivileged user."""
     root = Path(tempfile.mkdtemp(prefix="captures-"))
     was = os.geteuid()
     try:

@@ -24,10 +24,10 @@ PROMPT = "x" * 150
 ROW_BYTES = 4 * HIDDEN
 CAPTURE = {"memory": {"hooks": dict.fromkeys(("pre_attn", "post_attn", "post_block"), "all"), "positions": "all"}}
 ROUND_BYTES = 3 * LAYERS * len(PROMPT) * ROW_BYTES
-"""What the rows of a round's prompt alone take."""
-_PIECE = 1 << 20
+"""Size in bytes of the captured rows of one request's prompt."""
+_RECV_BYTES = 1 << 20
 _CLOSING_SECONDS = 60
-"""In which a server hears of a leaving and closes the connection, on the slowest machine."""
+"""Longest time in which a server detects a disconnect and closes the connection."""
 _HANDLE = re.compile(rb'"id": ?"([\w-]{43})"')
 
 
@@ -42,13 +42,13 @@ class DisconnectingClients:
 
     url: str
     answered: int = 0
-    """Clients that had their whole answer before they left."""
+    """Number of clients that received the whole response before they disconnected."""
     crossed: int = 0
-    """Clients whose whole answer came when they had said farewell."""
+    """Number of clients that received the whole response after they shut down their side."""
     handles: list[str] = field(default_factory=list)
 
     async def rounds(self, first: int, last: int, concurrency: int) -> None:
-        """Rounds ``first`` to ``last``, so many at a time."""
+        """Run rounds ``first`` to ``last``, ``concurrency`` at a time."""
         numbers = iter(range(first, last))
 
         async def work() -> None:
@@ -61,31 +61,31 @@ class DisconnectingClients:
                 await client.delete(f"/v1/captures/{self.handles.pop()}")
 
     async def _round(self, number: int) -> None:
-        loop, draw, where = asyncio.get_running_loop(), random.Random(number), httpx.URL(self.url)
-        stream = draw.random() < 0.5
-        request = _request(where, _body(number, stream))
-        if cut := draw.random() < 0.1:  # some leave in the middle of their own body
-            request = request[: draw.randrange(len(request))]
+        loop, rng, url = asyncio.get_running_loop(), random.Random(number), httpx.URL(self.url)
+        stream = rng.random() < 0.5
+        request = _request(url, _body(number, stream))
+        if cut := rng.random() < 0.1:  # some disconnect in the middle of their request
+            request = request[: rng.randrange(len(request))]
         with socket.socket() as client:
             client.setblocking(False)
-            await loop.sock_connect(client, (where.host, where.port))
+            await loop.sock_connect(client, (url.host, url.port))
             await loop.sock_sendall(client, request)
             received = b""
-            if stream and not cut and draw.random() < 0.7:
-                lines = draw.randrange(1, 12)  # headers, then events
-                while received.count(b"\n") < lines and (piece := await loop.sock_recv(client, _PIECE)):
+            if stream and not cut and rng.random() < 0.7:
+                lines = rng.randrange(1, 12)  # headers, then events
+                while received.count(b"\n") < lines and (piece := await loop.sock_recv(client, _RECV_BYTES)):
                     received += piece
-            elif draw.random() < 0.8:
-                await asyncio.sleep(draw.random() * 0.05)
-            received += _what_has_come(client)
+            elif rng.random() < 0.8:
+                await asyncio.sleep(rng.random() * 0.05)
+            received += _receive_available(client)
             late = b""
-            if draw.random() < 0.3:  # without a farewell: from here on no turn of the event loop
+            if rng.random() < 0.3:  # close at once; no `await` from here on
                 client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                 client.close()
             else:
                 client.shutdown(socket.SHUT_WR)
                 async with asyncio.timeout(_CLOSING_SECONDS):
-                    while piece := await loop.sock_recv(client, _PIECE):
+                    while piece := await loop.sock_recv(client, _RECV_BYTES):
                         late += piece
         if handle := _HANDLE.search(received + late):
             self.handles.append(handle[1].decode())
@@ -95,10 +95,10 @@ class DisconnectingClients:
                 self.crossed += 1
 
 
-def _what_has_come(client: socket.socket) -> bytes:
+def _receive_available(client: socket.socket) -> bytes:
     received = b""
     with contextlib.suppress(BlockingIOError):
-        while piece := client.recv(_PIECE):
+        while piece := client.recv(_RECV_BYTES):
             received += piece
     return received
 
@@ -111,9 +111,9 @@ def _body(number: int, stream: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _request(where: httpx.URL, body: dict[str, Any]) -> bytes:
+def _request(url: httpx.URL, body: dict[str, Any]) -> bytes:
     data = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: {where.host}\r\ncontent-type: application/json\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: {url.host}\r\ncontent-type: application/json\r\n"
     return f"{head}content-length: {len(data)}\r\n\r\n".encode() + data
 
 
@@ -127,5 +127,5 @@ def resident_bytes(port: int) -> int:
 def _command(process: psutil.Process) -> list[str]:
     try:
         return process.cmdline()
-    except psutil.ZombieProcess:  # one that an earlier test ended, not of this server
+    except psutil.ZombieProcess:  # ended by an earlier test
         return []

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""JSON form of capture specs."""
+
+from typing import Annotated, Any, Literal, get_args
+
+import msgspec
+
+from vllm_steer.points import POINT_NAMES
+from vllm_steer.spec.json_schema import any_of
+from vllm_steer.spec.projection import DirectionsForm, ProbesForm
+from vllm_steer.spec.selector import PositionListForm, PositionsName
+from vllm_steer.spec.sites import LayersForm
+
+DtypeName = Literal["float32", "float16", "bfloat16"]
+ReduceName = Literal["mean", "last"]
+DTYPES: tuple[DtypeName, ...] = get_args(DtypeName)
+REDUCTIONS: tuple[ReduceName, ...] = get_args(ReduceName)
+
+
+class CaptureForm(msgspec.Struct, kw_only=True):
+    """Rows that one consumer receives. All other keys are options of the consumer."""
+
+    hooks: Annotated[
+        dict[str, LayersForm],
+        msgspec.Meta(
+            min_length=1,
+            description="Layers by hook point.",
+            extra_json_schema={"propertyNames": {"enum": list(POINT_NAMES)}},
+        ),
+    ]
+    positions: Annotated[
+        PositionsName | PositionListForm,
+        msgspec.Meta(description="Tokens to capture: a name, or a list of positions."),
+    ] = "last_prompt"
+    before: Annotated[bool, msgspec.Meta(description="Capture before the edits of the same point apply.")] = False
+    dtype: Annotated[
+        DtypeName | None, msgspec.Meta(description="Type that rows are converted to; null for the model's own.")
+    ] = None
+    reduce: Annotated[
+        Any,
+        any_of(ReduceName | None, DirectionsForm, ProbesForm),
+        msgspec.Meta(
+            description="`mean` or `last` of the rows of a site, or projections of each row on directions: "
+            "`{directions: [[...]]}` or, for probes of registered modules, `{probes: [module/probe]}`."
+        ),
+    ] = None
+
+
+SPEC_KEYS: tuple[str, ...] = CaptureForm.__struct_fields__
