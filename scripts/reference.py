@@ -28,6 +28,7 @@ from vllm_steer.models.recipe import BLOCK_INPUT, BLOCK_OUTPUT, Recipe
 from vllm_steer.models.recipes import RECIPES
 from vllm_steer.points import OPTIONAL_POINTS, POINTS, POINTS_FLAG
 from vllm_steer.server.auth.rights import RIGHT_DESCRIPTIONS
+from vllm_steer.server.flags import POLICIES, POLICY, POLICY_HELP
 from vllm_steer.server.http.error_response import ERRORS
 from vllm_steer.server.http.schemas import ANSWER_FIELDS, REQUEST_FIELDS
 from vllm_steer.server.routes import capabilities, captures
@@ -111,9 +112,11 @@ def form_rows(form: type[msgspec.Struct]) -> list[tuple[str, ...]]:
 def edits() -> str:
     rows = [(f"`{k.name}`", ", ".join(f"`{p}`" for p in k.params), f"`{k.formula}`") for k in KINDS.values()]
     return (
-        "# Edits\n\n`x` is a token's row of the residual stream, `v` the vector, `u = v / ||v||`, `s` the strength.\n"
-        "Edits are computed in float32 and rounded once to the model's dtype. Edits at one site apply in this order:\n"
-        "`steering_vectors`, `prefill_steering_vectors`, `decode_steering_vectors`, then `steering` in the order given.\n\n"
+        "# Edits\n\n`x` is a token's row of the residual stream, `v` the vector, `u = v / ||v||` its direction, `s` the strength\n"
+        '(called `scale` in the short form `{"vector": ..., "scale": ...}` and in references to modules).\n'
+        "Edits are computed in float32 and rounded once to the model's dtype. Edits at one site apply in this order: after global\n"
+        "steering and the request's modules ([order](../guides/modules.md#order)), `steering_vectors`,\n"
+        "`prefill_steering_vectors`, `decode_steering_vectors`, then `steering` in the order given.\n\n"
         + table(("kind", "parameters", "new value"), rows)
         + "\n## Fields of an edit\n\n"
         + table(("field", "default", "meaning"), form_rows(EditForm))
@@ -167,8 +170,11 @@ def limits() -> str:
         + table(
             ("setting", "flag", "values", "meaning"),
             [
-                (f"`{s.name}`", f"`{s.flag}`", ", ".join(f"`{name}`" for name in s.choices), s.help)
-                for s in MULTI_CHOICES
+                ("`capture_policy`", f"`{POLICY}`", ", ".join(f"`{name}`" for name in POLICIES), POLICY_HELP),
+                *(
+                    (f"`{s.name}`", f"`{s.flag}`", ", ".join(f"`{name}`" for name in s.choices), s.help)
+                    for s in MULTI_CHOICES
+                ),
             ],
         )
     )

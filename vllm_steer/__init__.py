@@ -16,29 +16,50 @@ from vllm_steer._version import __version__
 
 if TYPE_CHECKING:
     from vllm_steer.async_llm import AsyncLLM
+    from vllm_steer.capture.consumers import Consumer
+    from vllm_steer.capture.files.format import CaptureFileError
+    from vllm_steer.capture.files.reader import open_captures
     from vllm_steer.capture.hidden_states import HiddenStates, capture_hidden_states
+    from vllm_steer.capture.results import CapturedRequest, CaptureResult
     from vllm_steer.client import AsyncClient, Client, ServerError
+    from vllm_steer.client.responses import Completion
+    from vllm_steer.compat.request_state import CapacityError
+    from vllm_steer.compat.version import IncompatibleError
     from vllm_steer.config import SteeringConfig, engine_kwargs
     from vllm_steer.errors import SteeringError
     from vllm_steer.llm import LLM
     from vllm_steer.params import SamplingParams
+    from vllm_steer.registry.registry import SteeringRegistry
     from vllm_steer.spec import CaptureSpec, Edit
+    from vllm_steer.spec.projection import Projection
+    from vllm_steer.spec.selector import Selector
 
 __all__ = [
     "LLM",
     "AsyncClient",
     "AsyncLLM",
+    "CapacityError",
+    "CaptureFileError",
+    "CaptureResult",
     "CaptureSpec",
+    "CapturedRequest",
     "Client",
+    "Completion",
+    "Consumer",
     "Edit",
     "HiddenStates",
+    "IncompatibleError",
+    "Projection",
     "SamplingParams",
+    "Selector",
     "ServerError",
     "SteeringConfig",
     "SteeringError",
+    "SteeringRegistry",
     "__version__",
     "capture_hidden_states",
     "engine_kwargs",
+    "open_captures",
 ]
 
 _MODULES = {
@@ -55,6 +76,17 @@ _MODULES = {
     "SteeringConfig": "vllm_steer.config",
     "engine_kwargs": "vllm_steer.config",
     "SteeringError": "vllm_steer.errors",
+    "CaptureFileError": "vllm_steer.capture.files.format",
+    "CaptureResult": "vllm_steer.capture.results",
+    "CapturedRequest": "vllm_steer.capture.results",
+    "Consumer": "vllm_steer.capture.consumers",
+    "open_captures": "vllm_steer.capture.files.reader",
+    "CapacityError": "vllm_steer.compat.request_state",
+    "Completion": "vllm_steer.client.responses",
+    "IncompatibleError": "vllm_steer.compat.version",
+    "Projection": "vllm_steer.spec.projection",
+    "Selector": "vllm_steer.spec.selector",
+    "SteeringRegistry": "vllm_steer.registry.registry",
 }
 
 

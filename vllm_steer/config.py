@@ -54,8 +54,8 @@ SWITCHES: tuple[Switch, ...] = (
         "plain_code",
         "--steering-plain-code",
         False,
-        "also compile the model without taps, for idle steps: the compiler can then fuse additions with the norms that "
-        "follow, and starting takes longer; not yet tested on a GPU",
+        "compile the model a second time without taps and run that copy in steps without edits and captures, so that "
+        "the compiler can fuse additions with the norms that follow; start takes longer; not yet tested on a GPU",
     ),
 )
 

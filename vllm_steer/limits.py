@@ -128,9 +128,9 @@ ENGINE_LIMITS: Mapping[str, EngineLimit] = MappingProxyType(
                 8,
                 1,
                 64,
-                "sets of CUDA graphs: 1 has every tap in every step; 2 adds one without taps, for idle steps; 3 one "
-                "with pre_attn and post_block only, 4 one with the other points; each further set has the taps of a "
-                "range of layers, for small steps that touch no others",
+                "sets of CUDA graphs that launch different taps; each step runs the smallest set that covers its "
+                "edits and captures. 1: all taps; 2: also no taps; 3: also pre_attn and post_block; 4: also the other "
+                "points; above 4: also ranges of layers",
             ),
             EngineLimit(
                 "capture_mib", 4096, 1, 1 << 24, "captured rows of all running requests together, in MiB of host memory"
@@ -140,7 +140,8 @@ ENGINE_LIMITS: Mapping[str, EngineLimit] = MappingProxyType(
                 600,
                 0,
                 1 << 24,
-                "seconds that a request may wait for room in the tables before it fails; 0 for no limit",
+                "seconds that a request may wait for room in the tables or for captured rows before it fails; 0 for no "
+                "limit",
             ),
         )
     }
@@ -159,7 +160,7 @@ REQUEST_EDITS = ServerLimit(
     1024,
     1,
     1 << 20,
-    "edits of one request, including those of the modules that it names",
+    "edits of one request, including those of the modules that it names; its own fields may contain 4,096",
     status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
 )
 REQUEST_VECTORS = ServerLimit(
@@ -175,7 +176,7 @@ REQUEST_LAYERS = ServerLimit(
     4096,
     1,
     1 << 16,
-    "distinct layers that one request edits or captures",
+    "distinct layers that one request edits or captures; binds only below 4,096, which the request format allows",
     status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
 )
 MAX_NORM = ServerLimit(

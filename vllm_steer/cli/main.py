@@ -47,14 +47,18 @@ def doctor(
     allow_unproven: Annotated[bool, typer.Option(help="Same as --steering-allow-unproven of the server.")] = False,
     trust_remote_code: Annotated[bool, typer.Option(help="Run code that comes with the model.")] = False,
     points: Annotated[str | None, typer.Option(help="Same as --steering-points of the server.")] = None,
-    max_rows: Annotated[int | None, typer.Option(help="Limits of the server, for the size of its tables.")] = None,
-    max_vectors: int | None = None,
-    max_instructions: int | None = None,
-    max_segments: int | None = None,
-    capture_rows: int | None = None,
-    capture_mib: int | None = None,
-    max_num_batched_tokens: int | None = None,
-    max_num_seqs: int | None = None,
+    max_rows: Annotated[int | None, typer.Option(help="Same as --steering-max-rows of the server.")] = None,
+    max_vectors: Annotated[int | None, typer.Option(help="Same as --steering-max-vectors of the server.")] = None,
+    max_instructions: Annotated[
+        int | None, typer.Option(help="Same as --steering-max-instructions of the server.")
+    ] = None,
+    max_segments: Annotated[int | None, typer.Option(help="Same as --steering-max-segments of the server.")] = None,
+    capture_rows: Annotated[int | None, typer.Option(help="Same as --steering-capture-rows of the server.")] = None,
+    capture_mib: Annotated[int | None, typer.Option(help="Same as --steering-capture-mib of the server.")] = None,
+    max_num_batched_tokens: Annotated[
+        int | None, typer.Option(help="Same as --max-num-batched-tokens of the server.")
+    ] = None,
+    max_num_seqs: Annotated[int | None, typer.Option(help="Same as --max-num-seqs of the server.")] = None,
 ) -> None:
     """Report what a model supports, refuses and costs, from its configuration alone."""
     from vllm_steer.cli.doctor import run

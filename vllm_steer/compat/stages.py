@@ -222,7 +222,8 @@ REQUEST_STAGES: tuple[Stage, ...] = (
         (),
     ),
 )
-"""Wrapped in front ends, when an engine's configuration is made. Engine and worker processes wrap nothing."""
+"""Stages of a request, in order. ``OVERRIDE`` rows are subclasses and wrap nothing; the others are wrapped in front
+ends when an engine's configuration is made. Engine and worker processes wrap nothing."""
 
 LIFECYCLE: tuple[Join, ...] = (
     *(

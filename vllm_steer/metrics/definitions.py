@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Definitions of all metrics: the collectors, the reference page, the dashboard and the alerts derive from this table.
+"""Definitions of all metrics.
+
+The collectors and the reference page derive from this table; the dashboard and the alerts are tested against it.
 
 Metric names follow vLLM's form with the prefix ``vllm_steer:``. It differs from vLLM's prefix because vLLM unregisters
 every collector named ``vllm:...`` when another engine starts in the same process.

@@ -18,6 +18,11 @@ REGISTRY = "--steering-registry"
 MODULES = "--steering-modules"
 KEYS = "--steering-keys"
 POLICY = "--steering-capture-policy"
+POLICIES = ("wait", "fail")
+POLICY_HELP = (
+    "what happens to a request whose captured rows exceed capture_mib together with those of running requests: wait "
+    "delays it; fail runs it at once and reports its capture as partial"
+)
 
 
 def dest_of(flag: str) -> str:
@@ -88,11 +93,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "without it, every client may use all of them.",
         metavar="FILE",
     )
-    add(
-        POLICY,
-        "Whether a request whose captured rows do not fit waits, or runs without its capture.",
-        choices=("wait", "fail"),
-    )
+    add(POLICY, f"{_sentence(POLICY_HELP)}. Default: wait.", choices=POLICIES)
     for switch in SWITCHES:
         add(switch.flag, f"{_sentence(switch.help)}.", action="store_const", const=True)
     for choice in MULTI_CHOICES:

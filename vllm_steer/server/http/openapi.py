@@ -3,16 +3,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from fastapi import FastAPI
 
 from vllm_steer.registry.schema import ModuleUse
-from vllm_steer.server.http.schemas import ANSWER_FIELDS, REQUEST_FIELDS
+from vllm_steer.server.http.request_context import ResultsLocation
+from vllm_steer.server.http.schemas import REQUEST_FIELDS, response_properties
 
 REQUESTS = ("CompletionRequest", "ChatCompletionRequest", "ResponsesRequest")
-ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
+ROUTES: Mapping[str, ResultsLocation] = MappingProxyType(
+    {"/v1/completions": "choices", "/v1/chat/completions": "choices", "/v1/responses": "response"}
+)
 
 
 def add_openapi_fields(app: FastAPI) -> None:
@@ -26,12 +30,13 @@ def add_openapi_fields(app: FastAPI) -> None:
         schemas = document.get("components", {}).get("schemas", {})
         for name in REQUESTS:
             schemas.get(name, {}).setdefault("properties", {}).update(REQUEST_FIELDS)
-        for route in ROUTES:
+        for route, results_in in ROUTES.items():
             # vLLM documents only the media type of its responses.
             responses = document.get("paths", {}).get(route, {}).get("post", {}).get("responses", {})
             for body in responses.get("200", {}).get("content", {}).values():
                 schema = body.setdefault("schema", {})
-                schema.update({"type": "object", "properties": {**schema.get("properties", {}), **ANSWER_FIELDS}})
+                properties = {**schema.get("properties", {}), **response_properties(results_in)}
+                schema.update({"type": "object", "properties": properties})
         schemas.setdefault(ModuleUse.__name__, ModuleUse.model_json_schema())
         return document
 

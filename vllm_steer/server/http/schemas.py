@@ -6,11 +6,13 @@ They derive from the forms in :mod:`vllm_steer.spec`. The parsers in ``spec/`` a
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from vllm_steer.registry.schema import SteeringApplied
+from vllm_steer.server.http.capture_reports import RESULTS_FIELD
+from vllm_steer.server.http.request_context import ResultsLocation
 from vllm_steer.spec.json_schema import Schema, json_schema
 from vllm_steer.spec.references import NAME_RULE, ReferencesForm
 from vllm_steer.spec.request_form import (
@@ -69,14 +71,65 @@ class GlobalSteeringForm(SteeringForm, kw_only=True, forbid_unknown_fields=True)
     ] = False
 
 
+class SiteRowsForm(msgspec.Struct):
+    """Captured rows of one site."""
+
+    positions: Annotated[list[int], msgspec.Meta(description="Position of each row.")]
+    dtype: Annotated[str, msgspec.Meta(description="Type of the numbers, such as `float32`.")]
+    shape: Annotated[list[int], msgspec.Meta(description="Shape of the rows; the first number counts the rows.")]
+    data: Annotated[str, msgspec.Meta(description="The rows: base64 of the little-endian bytes, row-major.")]
+
+
+class CaptureReportForm(msgspec.Struct):
+    """Report of one consumer for one choice."""
+
+    status: Annotated[Literal["ok", "partial", "error"], msgspec.Meta(description="Whether all rows are present.")]
+    error: Annotated[str | None, msgspec.Meta(description="Reason for a status other than `ok`.")]
+    sites: (
+        Annotated[
+            dict[str, dict[str, SiteRowsForm]],
+            msgspec.Meta(description="Rows by hook point and layer, if they are small enough for the response."),
+        ]
+        | msgspec.UnsetType
+    ) = msgspec.UNSET
+    data: Annotated[Any, msgspec.Meta(description="The consumer's own report, if it is not `memory`.")] = msgspec.UNSET
+    id: (
+        Annotated[str, msgspec.Meta(description="Id for `GET /v1/captures/{id}`, if rows or report are larger.")]
+        | msgspec.UnsetType
+    ) = msgspec.UNSET
+    bytes: Annotated[int, msgspec.Meta(description="With `id`: size of the file.")] | msgspec.UnsetType = msgspec.UNSET
+    format: (
+        Annotated[Literal["safetensors", "json"], msgspec.Meta(description="With `id`: format of the file.")]
+        | msgspec.UnsetType
+    ) = msgspec.UNSET
+    expires_in: (
+        Annotated[int, msgspec.Meta(description="With `id`: seconds until the file is deleted.")] | msgspec.UnsetType
+    ) = msgspec.UNSET
+
+
 REQUEST_FIELDS: dict[str, Schema] = request_schemas()
 """Schemas of the fields of completion, chat and responses bodies, by name."""
 
 _APPLIED = SteeringApplied.model_json_schema(ref_template="#/components/schemas/{model}")
 ANSWER_FIELDS: dict[str, Schema] = {
     "steering_applied": {key: value for key, value in _APPLIED.items() if key != "$defs"},
+    RESULTS_FIELD: {
+        **json_schema(dict[str, CaptureReportForm]),
+        "description": "Captures by consumer: of each choice, or at the top level of the responses API. A stream has "
+        f"them in one more event: an object `{RESULTS_FIELD}` with `choices` before `[DONE]`, or an event of type "
+        f"`{RESULTS_FIELD}` after `response.completed`.",
+    },
 }
 """Schemas of the fields added to responses, by name."""
+
+
+def response_properties(results_in: ResultsLocation) -> dict[str, Schema]:
+    """Return the schemas of the fields added to a response, with the results where the route has them."""
+    if results_in == "response":
+        return ANSWER_FIELDS
+    choice = {"type": "object", "properties": {RESULTS_FIELD: ANSWER_FIELDS[RESULTS_FIELD]}}
+    others = {name: schema for name, schema in ANSWER_FIELDS.items() if name != RESULTS_FIELD}
+    return {**others, "choices": {"type": "array", "items": choice}}
 
 
 def _body(form: type[msgspec.Struct], **binary: Schema) -> Schema:

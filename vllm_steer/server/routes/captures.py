@@ -10,9 +10,10 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping
 from http import HTTPStatus
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, FastAPI
+from fastapi import Path as PathParameter
 from starlette.responses import Response, StreamingResponse
 
 from vllm_steer.server.auth.current_key import current_owner
@@ -22,7 +23,8 @@ from vllm_steer.server.http.error_response import UnknownCaptureError
 from vllm_steer.server.routes.base import RESPONSES, SteeringRoute, requires
 from vllm_steer.server.settings import capture_store_name, store_limits
 
-ROUTE = "/v1/captures/{handle}"
+ROUTE = "/v1/captures/{id}"
+CaptureId = Annotated[str, PathParameter(alias="id")]
 _STORE = "vllm_steer_captures"
 _CHUNK = 1 << 20
 _MEDIA_TYPES: Mapping[CaptureFormat, str] = MappingProxyType(
@@ -44,9 +46,9 @@ def capture_store_of(app: FastAPI) -> CaptureStore:
 def make_router(store: CaptureStore) -> APIRouter:
     """Return the routes that serve ``store``."""
 
-    async def fetch(handle: str) -> Response:
+    async def fetch(capture_id: CaptureId) -> Response:
         """Fetch the rows as a safetensors file, or a consumer's report as JSON."""
-        capture = await asyncio.to_thread(store.open, handle, current_owner())
+        capture = await asyncio.to_thread(store.open, capture_id, current_owner())
         if capture is None:
             raise _unknown()
         headers = {
@@ -56,9 +58,9 @@ def make_router(store: CaptureStore) -> APIRouter:
         }
         return StreamingResponse(_chunks(capture), media_type=_MEDIA_TYPES[capture.format], headers=headers)
 
-    async def delete(handle: str) -> Response:
+    async def delete(capture_id: CaptureId) -> Response:
         """Delete a capture before it expires."""
-        if not await asyncio.to_thread(store.delete, handle, current_owner()):
+        if not await asyncio.to_thread(store.delete, capture_id, current_owner()):
             raise _unknown()
         return Response(status_code=HTTPStatus.NO_CONTENT.value)
 
