@@ -69,7 +69,7 @@ def branches(recipe: Recipe) -> str:
 
 
 def models() -> str:
-    rows = [(f"`{r.layer}`", r.shape, post_attn(r), branches(r)) for r in RECIPES.values()]
+    rows = [(f"`{r.layer_class}`", r.shape, post_attn(r), branches(r)) for r in RECIPES.values()]
     return (
         "# Models\n\n"
         "vllm-steer supports a model if its decoder layers are of the classes below. [Architectures](architectures.md) says\n"
