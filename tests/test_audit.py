@@ -53,9 +53,9 @@ REFUSED: list[tuple[str, str, dict[str, Any]]] = [
     ("POST", MODULES, {"json": {"name": "calm", "base": {"post_block": {"99": pack_vector(vector(0))}}}}),
     ("POST", MODULES, {"content": b"{", "headers": {"content-type": "application/json"}}),
     ("POST", MODULES, {"content": b"0" * 20, "headers": FILE, "params": {"name": "calm"}}),
-    ("DELETE", f"{MODULES}/nobody", {}),
+    ("DELETE", f"{MODULES}/missing", {}),
     ("POST", SET, {"json": {}}),
-    ("POST", SET, {"json": {"modules": ["nobody"]}}),
+    ("POST", SET, {"json": {"modules": ["missing"]}}),
 ]
 
 

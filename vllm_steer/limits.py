@@ -59,7 +59,7 @@ class ServerLimit(Limit):
     prefix: Literal["steering", "capture"] = "steering"
     """The first word of its flag."""
     scope: Scope = "request"
-    """What is counted: one request, everything in flight for one API key, or the whole server."""
+    """Scope of the count: one request, all requests in flight of one API key, or the whole server."""
     status: HTTPStatus | None = None
     """Status of the response to a request that exceeds it; None if the request is served as ``help`` describes."""
 

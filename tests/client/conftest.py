@@ -36,8 +36,8 @@ def make_app() -> FastAPI:
         body = await request.json()
         app.state.bodies.append(body)
         modules = body.get("steering_modules")
-        if modules and modules[0][0] == "nobody":
-            error = {"message": "unknown module 'nobody'", "type": "BadRequestError", "param": "steering_modules[0]"}
+        if modules and modules[0][0] == "missing":
+            error = {"message": "unknown module 'missing'", "type": "BadRequestError", "param": "steering_modules[0]"}
             return JSONResponse({"error": {**error, "code": 400}}, status_code=400)
         words = ["I ", "am ", f"{modules[0][0]}\x1b[2J." if modules else "plain."]
         applied = {"steering_applied": APPLIED} if modules else {}

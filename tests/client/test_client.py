@@ -59,8 +59,8 @@ def test_errors_of_the_server(url: str) -> None:
         assert (missing.value.status, missing.value.param, missing.value.kind) == (404, "name", "NotFoundError")
         with pytest.raises(ServerError, match="layers 0 to 3"):
             client.register("calm", base={"post_block": {9: vector(1)}})
-        with pytest.raises(ServerError, match="nobody"):
-            list(client.stream_chat([{"role": "user", "content": "Hi"}], steering_modules=[("nobody", 1.0)]))
+        with pytest.raises(ServerError, match="missing"):
+            list(client.stream_chat([{"role": "user", "content": "Hi"}], steering_modules=[("missing", 1.0)]))
         with pytest.raises(SteeringError, match="finite"):
             client.register("calm", base={"post_block": {1: vector(1) * np.nan}})
 

@@ -87,7 +87,7 @@ def test_unreachable_server() -> None:
 def test_chat(url: str, app: FastAPI) -> None:
     """Catches swapped sides, mixed conversations, and a rejected question that stays in a conversation."""
     script = (
-        "Hello\n/modules terse=2\nAgain\n/modules nobody\nWhat?\n/modules terse=x\n/reset\n/modules\nLast\n/quit\nno\n"
+        "Hello\n/modules terse=2\nAgain\n/modules missing\nWhat?\n/modules terse=x\n/reset\n/modules\nLast\n/quit\nno\n"
     )
     shown = run(url, "chat", "calm=1.5", "--system", "Be brief.", stdin=script)
     answers = [line for line in shown.splitlines() if line.startswith("[")]
@@ -97,11 +97,11 @@ def test_chat(url: str, app: FastAPI) -> None:
         "[plain] I am plain.",
         "[terse=2] I am terse\\x1b[2J.",
     ]
-    assert "error: unknown module 'nobody'" in shown
+    assert "error: unknown module 'missing'" in shown
     assert answers[-2:] == ["[plain] I am plain.", "[no modules] I am plain."]
     system = {"role": "system", "content": "Be brief."}
     steered = [body for body in app.state.bodies if "steering_modules" in body]
-    assert [body["steering_modules"] for body in steered] == [[["calm", 1.5]], [["terse", 2.0]], [["nobody", 1.0]]]
+    assert [body["steering_modules"] for body in steered] == [[["calm", 1.5]], [["terse", 2.0]], [["missing", 1.0]]]
     assert steered[0]["messages"] == [system, {"role": "user", "content": "Hello"}]
     assert [each["content"] for each in steered[1]["messages"]] == ["Be brief.", "Hello", "I am calm\x1b[2J.", "Again"]
     assert [each["content"] for each in steered[2]["messages"]][-2:] == ["I am terse\x1b[2J.", "What?"]

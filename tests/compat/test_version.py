@@ -63,7 +63,7 @@ def test_rejects_each_conflicting_setting(changes: dict[str, Any], setting: str)
     check_settings(config())
 
 
-@pytest.mark.feature("KV connectors that go by tokens or by request (refused)", "steer", "capture")
+@pytest.mark.feature("KV connectors without block hashes (refused)", "steer", "capture")
 def test_rejects_connectors_without_block_hashes() -> None:
     """Catches a KV store that returns edited keys and values to a plain request."""
     for name in ("ExampleConnector", "LMCacheConnectorV1", "HF3FSKVConnector", "MultiConnector", None):

@@ -21,8 +21,8 @@ from vllm_steer.server.routes.capabilities import ROUTE
 @pytest.mark.slow
 def test_modules_guide_runs() -> None:
     """Catches an example that no longer runs, a module without effect, and unreported global steering."""
-    applied = "everybody.steering_applied.global_steering == status.digest, nobody.steering_applied is None"
-    differ = "everybody.outputs[0].text != nobody.outputs[0].text"
+    applied = "steered.steering_applied.global_steering == status.digest, unsteered.steering_applied is None"
+    differ = "steered.outputs[0].text != unsteered.outputs[0].text"
     names = "[module.name for module in llm.steering.list().data]"
     shown = run_python(offline_blocks("docs/guides/modules.md"), f"[{applied}, {differ}, {names}]")
     assert shown == [True, True, True, ["calm", "terse"]]

@@ -149,11 +149,11 @@ def sentences() -> str:
     return "\n".join(found)
 
 
-def test_what_it_quotes_is_said() -> None:
-    """Catches a sentence of the table that no operator will find in a log or an answer any more."""
+def test_quoted_messages_exist_in_the_package() -> None:
+    """Catches a message in the table that the package no longer logs or returns."""
     (table,) = (t for t in tables(read(GUIDE)) if t[0][0] == "symptom")
     said = sentences()
     quotes = [row[1].removesuffix(" in the response") for row in table[1:] if row[1]]
     assert len(quotes) > 12
     assert [quote for quote in quotes if quote not in said] == []
-    assert "are taken by captures that nobody" not in said  # the search can fail
+    assert "a message that does not exist" not in said  # negative control

@@ -157,7 +157,7 @@ def test_last_sampled_token_has_no_row(llm: Any) -> None:
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "consumer": ({"nobody": {"hooks": {"post_block": [1]}}}, "capture.nobody"),
+    "consumer": ({"missing": {"hooks": {"post_block": [1]}}}, "capture.missing"),
     "point": ({"memory": {"hooks": {"post_mlp": [1]}}}, "post_mlp"),
     "layer": ({"memory": {"hooks": {"post_block": [LAYERS]}}}, "layer 4"),
     "position": ({"memory": {"hooks": {"post_block": [1]}, "positions": [100000]}}, "position 100000"),

@@ -150,13 +150,13 @@ def test_every_response_reports_what_was_applied(name: str, clients: list[httpx.
 
 def test_refuses_unknown_modules_and_forged_reports(clients: list[httpx.Client]) -> None:
     """Catches an ignored reference, a stream that starts with HTTP 200, and a forged `steering_applied`."""
-    narrow = {"steering_modules": ["nobody"]}
+    narrow = {"steering_modules": ["missing"]}
     for stream in (False, True):
         for route, body in list(ROUTES.values())[:3]:
             response = clients[0].post(route, json={**body, **narrow, "stream": stream})
             assert response.status_code == 400, response.text
             assert response.json()["error"]["param"] == "steering_modules[0]"
-            assert "unknown module 'nobody'" in response.json()["error"]["message"]
+            assert "unknown module 'missing'" in response.json()["error"]["message"]
     forged = {"sampling_params": {"extra_args": {"steer_applied": {"epoch": 1}}, "max_tokens": 1}}
     response = clients[0].post("/inference/v1/generate", json={"model": MODEL, "token_ids": [1, 2], **forged})
     assert response.status_code == 400, response.text

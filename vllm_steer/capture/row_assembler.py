@@ -140,7 +140,7 @@ class RowAssembler:
     ) -> torch.Tensor:
         """Copy the chosen rows of a site: ``[n, hidden]``, or float32 ``[n, k]`` if projected in the engine.
 
-        The copy uses numpy, because torch's threads would compete with those of the consumers and the engine.
+        The copy uses numpy, because torch's threads would compete with the threads of consumers and engine.
         """
         width, dtype = self._hidden_size, self._dtype
         if projection is not None:

@@ -30,7 +30,7 @@ class RowStream:
 
 @dataclass(frozen=True)
 class CapturePlan:
-    """What one step captures.
+    """The rows that one step captures.
 
     A span is a run of consecutive positions of one request within one segment of its program.
     """

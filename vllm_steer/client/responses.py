@@ -24,7 +24,7 @@ class ServerError(Exception):
         self.status = status
         """HTTP status."""
         self.message = message
-        """What is wrong, and where."""
+        """Message of the server, with the path of the invalid value."""
         self.param = param
         """Path of the invalid value, if there is one."""
         self.kind = kind

@@ -38,9 +38,9 @@ class Stage:
 
     name: str
     takes: str
-    """What comes in."""
+    """Input of the stage."""
     passes_on: str
-    """What goes on to the next stage."""
+    """Output to the next stage."""
     joins: tuple[Join, ...]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a running engine supports, and the check of a program against it."""
+"""Capabilities of a running engine, and the check of a program against them."""
 
 from __future__ import annotations
 

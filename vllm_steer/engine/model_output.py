@@ -49,7 +49,7 @@ def stats_of(output: Any) -> WorkerStats | None:
 
 
 class AsyncOutput(AsyncModelRunnerOutput):  # type: ignore[misc]
-    """A synchronous output whose attachment is still being copied, such as that of an earlier pipeline stage."""
+    """A synchronous output whose attachment is still being copied, for example on an earlier pipeline stage."""
 
     def __init__(self, output: Any) -> None:
         self._output = output

@@ -44,7 +44,7 @@ class PointReport(_Report):
 
 
 class RecipeReport(_Report):
-    """Where the taps of the layers of one class are."""
+    """Tap positions in the layers of one class."""
 
     layer_class: str
     layers: list[int]
@@ -74,7 +74,7 @@ class ConflictReport(_Report):
 
 
 class CapabilityReport(_Report):
-    """What a model or an engine supports. Sizes in bytes are per rank."""
+    """Capabilities of a model or an engine. Sizes in bytes are per rank."""
 
     vllm_steer: str = __version__
     vllm: str
@@ -106,7 +106,7 @@ class CapabilityReport(_Report):
 
 
 def merge_facts(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the facts of a model from those of its ranks; a pipeline stage reports its own layers."""
+    """Merge the facts of all ranks into the facts of the model. A pipeline stage reports its own layers."""
     recipes: dict[tuple[str, str, str | None], dict[str, Any]] = {}
     for recipe in (recipe for rank in ranks for recipe in rank.get("recipes", [])):
         merged = recipes.setdefault((recipe["layer"], recipe["stream"], recipe["mid"]), {**recipe, "layers": []})

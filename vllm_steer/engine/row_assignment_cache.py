@@ -32,7 +32,7 @@ class RowAssignmentCache:
         """Return whether the last assignment is valid for this step. If not, the caller assigns rows for this step.
 
         Args:
-            version: Version of the program store, which changes with every steered request that starts or ends.
+            version: Version of the program store, which changes with every request with a program that starts or ends.
             num_padded: Number of tokens that the model runs on.
             request_slot: Slots of the requests, in batch order.
             count: Number of tokens of each request.

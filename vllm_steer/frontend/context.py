@@ -45,7 +45,7 @@ _REGISTRY_OPTIONS = "_steering_registry_options"
 
 
 class RegistryOptions(msgspec.Struct, frozen=True):
-    """Where modules are stored, and which modules exist from the start."""
+    """Location of the registry, and the modules that it contains at start."""
 
     folder: str | None = None
     """Folder of the registry; None keeps it in the memory of this process."""
@@ -63,7 +63,7 @@ class RegistryOptions(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class EngineContext:
-    """What one engine client checks requests against, and where its captures and modules are."""
+    """Capabilities, captures and modules of one engine client."""
 
     capabilities: Capabilities
     capture_manager: CaptureManager

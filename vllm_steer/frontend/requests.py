@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the front end does with a request before the engine gets it: complete its parameters, check it, strip it."""
+"""Preparation of a request in the front end: complete its parameters, check it, and strip front-end data."""
 
 from __future__ import annotations
 

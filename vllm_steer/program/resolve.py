@@ -40,7 +40,7 @@ class Segment:
 
     start: int
     program: TokenProgram | None
-    """What each token runs; None if it is neither edited nor captured."""
+    """Program of each token; None if it is neither edited nor captured."""
     kv_digest: bytes | None
     """Digest of the edits that can change keys and values of these tokens; None if there are none."""
 

@@ -63,7 +63,7 @@ class RowFormat:
 
 @dataclass(frozen=True)
 class TokenProgram:
-    """What the engine does to each token of a segment; equal content has an equal digest in all requests."""
+    """Edits and captures of each token of a segment. Equal content has an equal digest in all requests."""
 
     digest: bytes
     edits: tuple[CompiledEdit, ...]

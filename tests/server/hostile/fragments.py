@@ -260,7 +260,7 @@ def parts() -> Fragments:
         "a pair of one": '"steering_modules": [["calm"]]',
         "a pair of three": '"steering_modules": [["calm", 1, 1]]',
         "a module that is an object": '"steering_modules": [{"name": "calm"}]',
-        "an unknown module": '"steering_modules": ["nobody"]',
+        "an unknown module": '"steering_modules": ["missing"]',
         "an unknown digest": json.dumps({"steering_modules": ["sha256:" + "0" * 64]})[1:-1],
         "17 consumers": json.dumps({"capture": {f"c{i}": {"hooks": {"post_block": [1]}} for i in range(17)}})[1:-1],
         "no hooks": '"capture": {"memory": {}}',

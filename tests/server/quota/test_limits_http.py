@@ -199,8 +199,8 @@ async def test_modules_are_counted_before_joining(path: Path, monkeypatch: pytes
     monkeypatch.setattr(composer, "join", lambda programs: pytest.fail("joined"))
     three = rejected(await client.post(ROUTE, json={"steering_modules": ["small"] * 3}), 413)
     assert "3 edits; at most 2" in three["message"]
-    nobody = rejected(await client.post(ROUTE, json={"steering_modules": ["small", "nobody"]}), 400)
-    assert nobody["param"] == "steering_modules[1]"
+    unknown = rejected(await client.post(ROUTE, json={"steering_modules": ["small", "missing"]}), 400)
+    assert unknown["param"] == "steering_modules[1]"
     assert set(quota_tracker_of(app).in_use.values()) == {0}
 
 

@@ -212,5 +212,5 @@ def _read_index(path: Path) -> list[RequestEntry]:
                 text = index.numpy().tobytes()
         return msgspec.json.decode(text, type=list[RequestEntry])
     except (SafetensorError, msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        # UnicodeError: a damaged byte. RecursionError: JSON nested without bound by whoever wrote the file.
+        # UnicodeError: a damaged byte. RecursionError: JSON nested too deeply.
         raise CaptureFileError(f"{path} cannot be read as a capture file: {error}") from None

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The key file: written by ``vllm-steer keys`` and read by servers.
 
-The file must be a regular file that belongs to its user or to root and that nobody else can write to. Its group may
-read it.
+The file must be a regular file that belongs to its user or to root. Other users must not have write permission. Its
+group may read it.
 """
 
 from __future__ import annotations

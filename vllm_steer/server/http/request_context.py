@@ -50,7 +50,7 @@ class RequestContext:
     compiled: Mapping[str, bytes] | None = None
     """Compiled fields, including modules and global steering. Compiled once for all prompts of the body."""
     applied_json: bytes | None = None
-    """What was applied, as JSON; set before the first byte of the response."""
+    """The applied field as JSON; set before the first byte of the response."""
     fields_applied: bool = False
     """Whether sampling parameters that carry the fields were created."""
     has_program: bool = False
@@ -63,7 +63,7 @@ class RequestContext:
     prompts: int = 0
     """Number of prompts whose sampling parameters capture."""
     results_in: ResultsLocation = "choices"
-    """Where a JSON response carries results: in each choice, or at its top level (responses API)."""
+    """Location of results in a JSON response: each choice, or the top level (responses API)."""
     results: dict[int, CaptureResults] = field(default_factory=dict)
     """Captured results by choice: all samples of the first prompt, then all samples of the second."""
     rerun_choices: set[int] = field(default_factory=set)
