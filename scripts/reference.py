@@ -21,14 +21,14 @@ import sections
 from gpu_page import gpu_tests
 
 import vllm_steer.models.proofs
-from vllm_steer.config import MULTI_CHOICES, SWITCHES
+from vllm_steer.config import CAPTURE_POLICIES, MULTI_CHOICES, SWITCHES
 from vllm_steer.limits import ENGINE_LIMITS, FORMAT_LIMITS, SERVER_LIMITS
 from vllm_steer.metrics.definitions import METRICS, Metric
 from vllm_steer.models.recipe import BLOCK_INPUT, BLOCK_OUTPUT, Recipe
 from vllm_steer.models.recipes import RECIPES
 from vllm_steer.points import OPTIONAL_POINTS, POINTS, POINTS_FLAG
 from vllm_steer.server.auth.rights import RIGHT_DESCRIPTIONS
-from vllm_steer.server.flags import POLICIES, POLICY, POLICY_HELP
+from vllm_steer.server.flags import POLICY, POLICY_HELP
 from vllm_steer.server.http.error_response import ERRORS
 from vllm_steer.server.http.schemas import ANSWER_FIELDS, REQUEST_FIELDS
 from vllm_steer.server.routes import capabilities, captures
@@ -170,7 +170,7 @@ def limits() -> str:
         + table(
             ("setting", "flag", "values", "meaning"),
             [
-                ("`capture_policy`", f"`{POLICY}`", ", ".join(f"`{name}`" for name in POLICIES), POLICY_HELP),
+                ("`capture_policy`", f"`{POLICY}`", ", ".join(f"`{name}`" for name in CAPTURE_POLICIES), POLICY_HELP),
                 *(
                     (f"`{s.name}`", f"`{s.flag}`", ", ".join(f"`{name}`" for name in s.choices), s.help)
                     for s in MULTI_CHOICES

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from vllm_steer.config import MULTI_CHOICES, SWITCHES, MultiChoice, Switch
+from vllm_steer.config import CAPTURE_POLICIES, MULTI_CHOICES, SWITCHES, MultiChoice, Switch
 from vllm_steer.errors import SteeringError
 from vllm_steer.limits import ENGINE_LIMITS, INLINE_KIB, RESPONSE_MIB, SERVER_LIMITS, EngineLimit, Limit
 
@@ -18,7 +18,6 @@ REGISTRY = "--steering-registry"
 MODULES = "--steering-modules"
 KEYS = "--steering-keys"
 POLICY = "--steering-capture-policy"
-POLICIES = ("wait", "fail")
 POLICY_HELP = (
     "what happens to a request whose captured rows exceed capture_mib together with those of running requests: wait "
     "delays it; fail runs it at once and reports its capture as partial"
@@ -93,7 +92,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "without it, every client may use all of them.",
         metavar="FILE",
     )
-    add(POLICY, f"{_sentence(POLICY_HELP)}. Default: wait.", choices=POLICIES)
+    add(POLICY, f"{_sentence(POLICY_HELP)}. Default: wait.", choices=CAPTURE_POLICIES)
     for switch in SWITCHES:
         add(switch.flag, f"{_sentence(switch.help)}.", action="store_const", const=True)
     for choice in MULTI_CHOICES:
