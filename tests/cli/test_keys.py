@@ -44,7 +44,7 @@ def test_creates_lists_and_revokes_keys(file: Path) -> None:
     ("words", "status", "said"),
     [
         (("new", "alice"), 1, "already has a key alice"),
-        (("new", "a b"), 1, "is no name"),
+        (("new", "a b"), 1, "is not a valid name"),
         (("new", "b", "--right", "root"), 2, "root"),
         (("new", "b", "--limit", "steering_requests"), 2, "not a limit"),
         (("new", "b", "--limit", "requests=3"), 1, "steering_requests"),

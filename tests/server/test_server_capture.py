@@ -255,7 +255,7 @@ WRONG: dict[str, tuple[Any, str, str]] = {
     "beyond the end": ({"memory": {**HOOKS, "positions": [256]}}, "capture.memory.positions", "max_model_len"),
     "unknown dtype": ({"memory": {**HOOKS, "dtype": "int8"}}, "capture.memory.dtype", "bfloat16"),
     "unknown option": ({"memory": {**HOOKS, "tag": "x"}}, "capture.memory.tag", "nor an option of memory"),
-    "pieces": ({"memory": {**HOOKS, "stream": True}}, "capture.memory.stream", "one last event"),
+    "pieces": ({"memory": {**HOOKS, "stream": True}}, "capture.memory.stream", "in the last event"),
     "narrow directions": (
         {"memory": {**HOOKS, "reduce": {"directions": [[1.0, 2.0]]}}}, "capture.memory.reduce.directions", "hidden size"
     ),

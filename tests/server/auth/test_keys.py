@@ -73,7 +73,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "a field too many": ({"version": 1, "keys": [{**KEY, "right": []}]}, "right"),
     "a key in clear": ({"version": 1, "keys": [{**KEY, "sha256": "vsk-abc"}]}, "hexadecimal"),
     "no salt": ({"version": 1, "keys": [{**KEY, "cache_salt": ""}]}, "secret"),
-    "a name that breaks lines": ({"version": 1, "keys": [{**KEY, "name": "a\nb"}]}, "is no name"),
+    "a name that breaks lines": ({"version": 1, "keys": [{**KEY, "name": "a\nb"}]}, "is not a valid name"),
     "a limit that is none": ({"version": 1, "keys": [{**KEY, "limits": {"requests": 1}}]}, "steering_requests"),
     "a limit of nothing": ({"version": 1, "keys": [{**KEY, "limits": {"steering_requests": 0}}]}, "must be 1"),
     "a shared salt": ({"version": 1, "keys": [KEY, {**KEY, "name": "b", "sha256": "1" * 64}]}, "same cache_salt"),

@@ -33,12 +33,12 @@ EXAMPLES = 20
 OURS = [
     ("post", MODULES), ("get", MODULES), ("get", f"{MODULES}/{{name}}"), ("delete", f"{MODULES}/{{name}}"),
     ("post", SET), ("get", SET), ("post", CLEAR), ("get", "/v1/steering/capabilities"),
-    ("get", "/v1/captures/{handle}"), ("delete", "/v1/captures/{handle}"),
+    ("get", "/v1/captures/{id}"), ("delete", "/v1/captures/{id}"),
 ]  # fmt: skip
 # Operations without query and body. Any text is valid in their paths, so they have no invalid requests.
 ALWAYS_VALID = {
     ("get", MODULES), ("delete", f"{MODULES}/{{name}}"), ("post", CLEAR), ("get", "/v1/steering/capabilities"),
-    ("get", "/v1/captures/{handle}"), ("delete", "/v1/captures/{handle}"),
+    ("get", "/v1/captures/{id}"), ("delete", "/v1/captures/{id}"),
 }  # fmt: skip
 # Route -> the name of its body's schema, and required fields of a body.
 BODIES: dict[str, tuple[str, dict[str, Any]]] = {
