@@ -77,7 +77,9 @@ def test_prints_refusals_and_conflicting_settings() -> None:
     assert "proof: " in result.stdout
     assert "attn_out is off; enable it with --steering-points attn_out" in result.stdout
     assert "with --steering-points mlp_in" not in result.stdout
-    assert f"mlp_in cannot be edited on {LAYERS} layers: the MLP of CohereDecoderLayer runs in parallel" in result.stdout
+    assert (
+        f"mlp_in cannot be edited on {LAYERS} layers: the MLP of CohereDecoderLayer runs in parallel" in result.stdout
+    )
     for conflict in CONFLICTS:
         assert conflict.setting in result.stdout
 
