@@ -120,9 +120,9 @@ GLOBS = ("gpu-cost-*.json", "gpu-kernels.json", "gpu-timeline*.json", "load*.jso
 LIMITS = """
 ## Remaining costs
 
-* Where idle steps run no plain code (`--steering-plain-code`), they run one kernel more than stock vLLM: the embedding is written before the first layer, where it can be edited and
-  captured, instead of being fused into the first norm. In layers with a single tensor (Granite, GPT-2) the compiler no longer
-  fuses an addition with the following norm.
+* Without plain code (`--steering-plain-code`), idle steps run one kernel more than stock vLLM: the embedding is written
+  before the first layer, where it can be edited and captured, instead of being fused into the first norm. In layers with
+  a single tensor (Granite, GPT-2) the compiler no longer fuses an addition with the following norm.
 * The host limits models whose GPU steps are shorter than their Python code, such as a 0.6 B model at batch 1.
 * Steered sites add launches of neighbouring taps without work. Each launch takes, in µs,
   {idle_taps} (`benchmarks/results/gpu-taps.json`).
