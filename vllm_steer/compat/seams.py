@@ -122,7 +122,7 @@ _ENGINE: Final = (
     *_attributes(
         "vllm.v1.worker.gpu.cudagraph_utils:CudaGraphManager",
         "several sets of CUDA graphs take turns in one manager",
-        "_capture_descs capture graphs",
+        "_capture_descs _capture_mem_samples capture graphs",
     ),
     *_attributes(
         "vllm.compilation.cuda_graph:CUDAGraphWrapper",
@@ -188,6 +188,7 @@ _ENGINE: Final = (
         "vllm.compilation.passes.inductor_pass:InductorPass",
         "vllm.compilation.wrapper:TorchCompileWithNoGuardsWrapper",
         "vllm.config.compilation:CUDAGraphMode",
+        "vllm.config:CompilationMode",
         "vllm.forward_context:get_forward_context",
     ),
     *_imports("keys of KV blocks", "vllm.utils.hashing:get_hash_fn_by_name"),
