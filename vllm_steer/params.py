@@ -32,6 +32,7 @@ from vllm_steer.spec import (
 from vllm_steer.spec.fields import parse_fields_with_paths
 from vllm_steer.spec.references import MODULES_FIELD
 from vllm_steer.spec.scalars import closest
+from vllm_steer.spec.unknown_fields import problem_of
 
 EXTRA_KEY = "steer"
 CAPTURE_KEY = "steer_capture"
@@ -43,7 +44,11 @@ CAPTURE_FIELD = "capture"
 FIELDS: tuple[str, ...] = RequestForm.__struct_fields__
 FILE_KEY = "steer_file"
 """Reference to a file with the program, between the front end and the scheduler."""
+PROMPT_KEY = "steer_prompt"
+"""Index of the prompt within the HTTP body."""
 EXTRA_ARGS_KEYS: tuple[str, ...] = (EXTRA_KEY, CAPTURE_KEY, MODULES_KEY, APPLIED_KEY, FILE_KEY)
+RESERVED_KEYS = frozenset({*EXTRA_ARGS_KEYS, PROMPT_KEY})
+"""Keys of ``extra_args`` that this package writes."""
 
 Specs: TypeAlias = tuple[tuple[str, CaptureSpec], ...]
 MAX_SPEC_CACHE_BYTES = 64 << 20
@@ -96,6 +101,24 @@ def attach_steering(params: Any, fields: Mapping[str, Any]) -> None:
             raise SteeringError(f"extra_args.{key}", "is already set; give the steering fields or the compiled program")
     # A new dict, because several SamplingParams may share the caller's.
     params.extra_args = {**(params.extra_args or {}), **compiled}
+
+
+def refuse_unknown_args(extra: Any) -> None:
+    """Raise SteeringError if a key of ``extra_args`` looks like a field of this package or of a similar project.
+
+    vLLM passes keys that it does not know to plugins and otherwise ignores them.
+    """
+    if not isinstance(extra, Mapping):
+        return
+    for name in extra:
+        if name in RESERVED_KEYS or not isinstance(name, str):
+            continue
+        if name in FIELDS:
+            # `capture` may have another meaning to a plugin, but not as an object.
+            if name != CAPTURE_FIELD or isinstance(extra[name], Mapping):
+                raise SteeringError(f"extra_args.{name}", f"would be ignored here; use SamplingParams({name}=...)")
+        elif (problem := problem_of(name)) is not None:
+            raise SteeringError(f"extra_args.{name}", problem)
 
 
 def program_bytes(params: Any) -> bytes | None:
@@ -225,6 +248,7 @@ class _SteeringMeta(type(VllmSamplingParams)):  # type: ignore[misc]
                 if similar is not None:
                     raise TypeError(f"{error}; did you mean {similar}?") from error
             raise
+        refuse_unknown_args(kwargs.get("extra_args"))
         if fields:  # vLLM also clones parameters through this constructor
             attach_steering(params, fields)
         return params

@@ -17,12 +17,9 @@ from vllm_steer.capture.results import CaptureResults
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import EngineContext
 from vllm_steer.frontend.outputs import on_results
-from vllm_steer.params import APPLIED_KEY, EXTRA_KEY
+from vllm_steer.params import APPLIED_KEY, EXTRA_KEY, PROMPT_KEY
 from vllm_steer.server.auth.current_key import NO_OWNER
 from vllm_steer.server.quota.tracker import Reservation
-
-PROMPT_KEY = "steer_prompt"
-"""Key in ``extra_args`` of requests that capture: index of the prompt within the HTTP body."""
 
 _CHOICE = "_steering_choice"
 
