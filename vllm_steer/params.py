@@ -42,11 +42,13 @@ APPLIED_KEY = "steer_applied"
 """The applied steering as JSON, once the request is admitted; empty if nothing applies."""
 CAPTURE_FIELD = "capture"
 FIELDS: tuple[str, ...] = RequestForm.__struct_fields__
+IDLE_KEY = "steer_idle"
+"""Paths of edits with strength 0, which are not compiled, until the request is admitted."""
 FILE_KEY = "steer_file"
 """Reference to a file with the program, between the front end and the scheduler."""
 PROMPT_KEY = "steer_prompt"
 """Index of the prompt within the HTTP body."""
-EXTRA_ARGS_KEYS: tuple[str, ...] = (EXTRA_KEY, CAPTURE_KEY, MODULES_KEY, APPLIED_KEY, FILE_KEY)
+EXTRA_ARGS_KEYS: tuple[str, ...] = (EXTRA_KEY, CAPTURE_KEY, MODULES_KEY, APPLIED_KEY, IDLE_KEY, FILE_KEY)
 RESERVED_KEYS = frozenset({*EXTRA_ARGS_KEYS, PROMPT_KEY})
 """Keys of ``extra_args`` that this package writes."""
 
@@ -80,6 +82,8 @@ def compile_fields(fields: Mapping[str, Any]) -> dict[str, bytes]:
             capture_paths=[f"{CAPTURE_FIELD}.{consumer}" for consumer, _ in captures],
         )
         compiled[EXTRA_KEY] = program.encode_cached()
+    if idle := [path for path, edit in edits if edit.strength == 0.0]:
+        compiled[IDLE_KEY] = msgspec.msgpack.encode(idle)
     if captures:
         compiled[CAPTURE_KEY] = encode_specs(captures)
     if references or any(isinstance(spec.reduce, NamedProjection) for _, spec in captures):

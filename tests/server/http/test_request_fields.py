@@ -94,7 +94,7 @@ def test_other_extra_args_are_kept(context: RequestContext) -> None:
     request = request_with(vllm_xargs={"mine": 1}, steering=FIELD_VALUES["steering"])
     for _ in range(2):
         params = apply_to_params(request, SamplingParams(extra_args=request.vllm_xargs))
-        assert set(params.extra_args) == {"mine", EXTRA_KEY, APPLIED_KEY}
+        assert set(params.extra_args) == {"mine", EXTRA_KEY, APPLIED_KEY, PROMPT_KEY}
     assert request.vllm_xargs == {"mine": 1}
 
 
@@ -152,6 +152,7 @@ EDIT = {"kind": "add", "point": "post_block", "layers": 1, "vector": vector()}
         ({"steering": [EDIT, {**EDIT, "tokens": [MAX_MODEL_LEN]}]}, "steering[1]", "max_model_len"),
         ({"steering": [{**EDIT, "point": "post_attn", "layers": "all"}]}, "steering[0]", "layer 2"),
         ({"steering": [EDIT, EDIT, {**EDIT, "tokens": [-6]}]}, "steering[2]", "prompt of 5 tokens"),
+        ({"steering": [EDIT, {**EDIT, "tokens": [20]}]}, "steering[1].tokens", "max_tokens=16, 19 is the last"),
     ],
 )
 def test_rejection_names_the_edit(fields: dict[str, Any], path: str, words: str, context: RequestContext) -> None:
@@ -184,6 +185,7 @@ def test_prompts_with_captures_are_numbered(context: RequestContext) -> None:
         ({"hooks": {"post_attn": "all"}}, "capture.memory.hooks.post_attn", "layer 3: this branch is a partial sum"),
         ({**HOOKS, "positions": [MAX_MODEL_LEN]}, "capture.memory.positions", "max_model_len"),
         ({**HOOKS, "positions": [-6]}, "capture.memory.positions", "prompt of 5 tokens"),
+        ({**HOOKS, "positions": [[20, None]]}, "capture.memory.positions", "max_tokens=16, 19 is the last"),
         ({**HOOKS, "colour": 1}, "capture.memory.colour", "nor an option of memory"),
     ],
 )

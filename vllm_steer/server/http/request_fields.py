@@ -205,6 +205,8 @@ def _apply(fields: Mapping[str, Any], params: Any, context: RequestContext, answ
     # Set before the engine sees the request, because the responses route starts its stream earlier.
     context.applied_json = compiled.get(APPLIED_KEY) or None
     params.extra_args = {**(params.extra_args or {}), **compiled}
+    if EXTRA_KEY in compiled:
+        params.extra_args[PROMPT_KEY] = context.prompts
     # Without the middleware (batch runner) there is no engine yet; the check happens when the request is submitted.
     if context.engine is not None:
         context.engine.check(params, context.prompt_len)
@@ -213,10 +215,10 @@ def _apply(fields: Mapping[str, Any], params: Any, context: RequestContext, answ
         if context.engine is not None and context.reservation is not None and program is not None:
             most = context.engine.capabilities.most_row_bytes(program, context.prompt_len, params.max_tokens)
             context.reservation.reserve_rows(most * params.n)
-        params.extra_args[PROMPT_KEY] = context.prompts
+        context.consumers = tuple(fields[CAPTURE_FIELD])
+    if EXTRA_KEY in compiled:
         context.prompts += 1
         context.samples = params.n
-        context.consumers = tuple(fields[CAPTURE_FIELD])
         context.results_in = answer
     context.fields_applied = bool(fields)
 
