@@ -112,9 +112,7 @@ def refuse_unknown_args(extra: Any) -> None:
 
     vLLM passes keys that it does not know to plugins and otherwise ignores them.
     """
-    if not isinstance(extra, Mapping):
-        return
-    for name in extra:
+    for name in extra if isinstance(extra, dict) else ():
         if name in RESERVED_KEYS or not isinstance(name, str):
             continue
         if name in FIELDS:
