@@ -42,7 +42,7 @@ class AppliedFieldWriter:
                 return
             message = await self._insert_into_json(self._start, message)
         elif self._is_stream and self._context.applied_json is not None:
-            message = self._add_last_event(message) if self._done else self._insert_into_event(message)
+            message = self._add_last_event(message if self._done else self._insert_into_event(message))
         await self._send(message)
 
     async def _insert_into_json(self, start: Message, message: Message) -> Message:
