@@ -17,7 +17,7 @@ from vllm_steer._version import __version__
 from vllm_steer.errors import SteeringError
 from vllm_steer.limits import ENGINE_LIMITS
 from vllm_steer.points import OPTIONAL_POINTS, POINTS_FLAG
-from vllm_steer.spec.scalars import read_choice, shown
+from vllm_steer.spec.scalars import did_you_mean, read_choice, shown
 
 WORKER_CLS = "vllm_steer.engine.worker.SteeringWorker"
 SCHEDULER_CLS = "vllm_steer.engine.scheduler.make_scheduler"
@@ -150,7 +150,7 @@ class SteeringConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
             )
         for name in value:
             if name not in cls.__struct_fields__:
-                known = ", ".join(cls.__struct_fields__)
+                known = ", ".join(cls.__struct_fields__) + did_you_mean(name, cls.__struct_fields__)
                 raise SteeringError("steering_config", f"{shown(name)} is not a setting; known settings: {known}")
         return cls(**value)
 
