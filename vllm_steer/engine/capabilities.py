@@ -170,8 +170,8 @@ class Capabilities:
         if mib > self.config.capture_mib:
             raise SteeringError(
                 "capture",
-                f"needs up to {mib:.0f} MiB; {EXCEEDS} {self.config.capture_mib}; capture fewer layers or positions, "
-                f"set max_tokens, or {ENGINE_LIMITS['capture_mib'].how_to_raise}",
+                f"needs up to {mib:.0f} MiB; {EXCEEDS} {self.config.capture_mib} "
+                f"({ENGINE_LIMITS['capture_mib'].how_to_raise}); capture fewer layers or positions, or set max_tokens",
             )
 
     def _check_size(self, resolved: Resolved) -> None:
@@ -187,7 +187,7 @@ class Capabilities:
             limit = getattr(self.config, name)
             if count > limit:
                 how = ENGINE_LIMITS[name].how_to_raise
-                raise SteeringError(field_name, f"needs {count} {unit}; {EXCEEDS} {limit}; {how}")
+                raise SteeringError(field_name, f"needs {count} {unit}; {EXCEEDS} {limit} ({how})")
 
 
 def _merge_reasons(reports: Iterable[Mapping[str, Mapping[str, str]]]) -> dict[str, dict[int, str]]:
