@@ -86,6 +86,11 @@ class SteeringConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     The tables :data:`~vllm_steer.limits.ENGINE_LIMITS`, :data:`SWITCHES` and :data:`MULTI_CHOICES` describe the fields.
     ``capture_policy`` applies to a request whose captured rows would exceed ``capture_mib`` together with those of
     running requests: ``wait`` delays the request, ``fail`` runs it at once and reports its capture as ``partial``.
+
+    Example:
+        >>> from vllm_steer import SteeringConfig
+        >>> SteeringConfig(max_rows=64, points=["mlp_out"]).points
+        ('mlp_out',)
     """
 
     max_rows: int = ENGINE_LIMITS["max_rows"].default
@@ -169,6 +174,11 @@ def engine_kwargs(
 
     Raises:
         SteeringError: A setting is invalid.
+
+    Example:
+        >>> from vllm_steer import engine_kwargs
+        >>> sorted(engine_kwargs({"max_rows": 64}))
+        ['additional_config', 'scheduler_cls', 'worker_cls']
     """
     config = SteeringConfig.parse(steering_config)
     section = {"version": __version__, **msgspec.to_builtins(config)}

@@ -39,6 +39,12 @@ class LLM(VllmLLM):  # type: ignore[misc]
     Raises:
         SteeringError: An argument conflicts with steering or needs ``enable_steering=True``.
         IncompatibleError: The version or the settings of vLLM do not support steering.
+
+    Example:
+        >>> from vllm_steer import LLM, SamplingParams  # doctest: +SKIP
+        >>> llm = LLM(model="demo/model", enable_steering=True)  # doctest: +SKIP
+        >>> params = SamplingParams(max_tokens=8, steering_vectors={"post_block": {1: [0.5] * 256}})  # doctest: +SKIP
+        >>> llm.generate("Once upon a time", params)[0].outputs[0].text  # doctest: +SKIP
     """
 
     def __init__(

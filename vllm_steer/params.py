@@ -266,4 +266,14 @@ class SamplingParams(VllmSamplingParams, metaclass=_SteeringMeta):  # type: igno
     Raises:
         SteeringError: An argument is invalid. Values that depend on the model are checked when the request is
             submitted.
+
+    Example:
+        >>> from vllm_steer import SamplingParams
+        >>> params = SamplingParams(
+        ...     max_tokens=16,
+        ...     steering_vectors={"post_block": {12: {"vector": [0.5] * 256, "scale": 8.0}}},
+        ...     capture={"memory": {"hooks": {"post_block": [12]}, "positions": "last_prompt"}},
+        ... )
+        >>> params.max_tokens
+        16
     """

@@ -54,6 +54,11 @@ class SteeringRegistry:
 
     A change increments the epoch and applies to requests admitted afterwards. Repeating a change has no effect.
     Thread-safe.
+
+    Example:
+        >>> llm.steering.register("calm", base={"post_block": {1: [0.5] * 256}})  # doctest: +SKIP
+        >>> llm.steering.set(modules=[("calm", 0.5)]).epoch  # doctest: +SKIP
+        >>> llm.steering.clear()  # doctest: +SKIP
     """
 
     def __init__(

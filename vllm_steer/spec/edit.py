@@ -107,6 +107,12 @@ class Edit:
     """An edit of the residual stream, validated on construction and immutable.
 
     All arguments are keyword-only. Equality and hash are by content. :class:`EditForm` declares the JSON form.
+
+    Example:
+        >>> from vllm_steer import Edit
+        >>> edit = Edit(kind="add", point="post_block", layers=range(3, 5), vector=[1.0, 0.0], tokens="generated")
+        >>> edit.layers, edit.vector.shape, edit.strength
+        ((3, 4), (2,), 1.0)
     """
 
     kind: KindName

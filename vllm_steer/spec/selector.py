@@ -74,6 +74,11 @@ class Selector:
     list of positions and ``[start, stop)`` pairs. Positions count from 0 over prompt and generated tokens. Negative
     positions count back from the end of the prompt (-1 is the last prompt token). A stop of None means no end.
     Selectors that list the same positions in the same terms are equal.
+
+    Example:
+        >>> from vllm_steer import Selector
+        >>> Selector([0, [2, 4], -1]).intervals(prompt_len=10)
+        ((0, 1), (2, 4), (9, 10))
     """
 
     # A name, or intervals. In an interval, a start below 0 and a stop of 0 or below count from the prompt's end. A stop
