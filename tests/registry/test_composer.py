@@ -16,6 +16,7 @@ from vllm_steer.limits import MAX_DIRECTIONS
 from vllm_steer.params import APPLIED_KEY, CAPTURE_KEY, EXTRA_KEY, MODULES_KEY, program_of, strip_for_engine
 from vllm_steer.registry import composer
 from vllm_steer.registry.composer import resolve_probes
+from vllm_steer.registry.errors import UnknownModuleError
 from vllm_steer.registry.index import ModuleVersion, RegistryIndex
 from vllm_steer.registry.metadata import ModuleMetadata
 from vllm_steer.registry.schema import SteeringApplied
