@@ -32,7 +32,7 @@ from vllm_steer.site_names import FOREIGN_NAMES, find_foreign_site
     ],
 )
 def test_known_names(name: str, point: str | None, layer: int | None) -> None:
-    """Catches a name that stands for another point, and hidden_states without the shift by one."""
+    """Catches a name translated to another point, and hidden_states without the shift by one."""
     site = find_foreign_site(name)
     assert site is not None
     assert (site.point, site.layer) == (point, layer)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of sites in other libraries, and the hook points and layers that they stand for here.
+"""Names of sites in other libraries, with our hook points and layers.
 
 One table serves error messages, docs/reference/points.md and parsers that accept these names.
 """
@@ -23,9 +23,9 @@ class ForeignName:
     offset: int = 0
     """Our layer number minus theirs."""
     layer: int | None = None
-    """Our layer number, if the name has no layer and stands for one layer."""
+    """Our layer number, if the name has no layer because the place exists once."""
     note: str = ""
-    """What a user needs to know beside the point and the layer."""
+    """Differences to our point."""
 
 
 _SHIFT = (
@@ -82,6 +82,7 @@ FOREIGN_NAMES: tuple[ForeignName, ...] = (
         "nnsight",
         ("layers.{i}.self_attn.output.0", "layers.{i}.self_attn.output", "layers.{i}.self_attn", "self_attn"),
         "attn_out",
+        note="with Llama's names; in models with a norm after the branch, the norm's output",
     ),
     ForeignName("nnsight", ("layers.{i}.post_attention_layernorm.input",), "post_attn", note="with Llama's names"),
     ForeignName(
@@ -90,7 +91,12 @@ FOREIGN_NAMES: tuple[ForeignName, ...] = (
         "mlp_in",
         note="with Llama's names",
     ),
-    ForeignName("nnsight", ("layers.{i}.mlp.output", "layers.{i}.mlp", "h.{i}.mlp"), "mlp_out"),
+    ForeignName(
+        "nnsight",
+        ("layers.{i}.mlp.output", "layers.{i}.mlp", "h.{i}.mlp"),
+        "mlp_out",
+        note="with Llama's names; in models with a norm after the branch, the norm's output",
+    ),
     ForeignName("vllm-lens", ("residual_stream.{i}", "residual_stream", "output_residual_stream"), "post_block"),
     ForeignName(
         "TransformerLens",
@@ -135,7 +141,7 @@ class ForeignSite:
 
     @property
     def explanation(self) -> str:
-        """What the name stands for here, as part of an error message."""
+        """Our point and layer, as part of an error message."""
         if self.point is None:
             return self.name.note
         if self.name.offset and self.layer is None:
@@ -145,7 +151,7 @@ class ForeignSite:
 
 
 def find_foreign_site(text: str) -> ForeignSite | None:
-    """Return what a name of another library stands for.
+    """Return the site that has a name in another library.
 
     Args:
         text: For example ``blocks.3.hook_resid_post``, ``model.layers[3].output``, ``hidden_states[4]`` or

@@ -41,7 +41,7 @@ def how_to_add(name: str) -> str:
 
 
 def read_consumers(value: object, field: str = "capture_consumers") -> dict[str, Mapping[str, Any]]:
-    """Return the options of consumers by name, given as ``{name: options}``; None stands for no options.
+    """Return the options of consumers by name, given as ``{name: options}``; None means no options.
 
     Raises:
         SteeringError: ``value`` has another form, or a consumer does not exist.
@@ -64,7 +64,7 @@ def read_consumers(value: object, field: str = "capture_consumers") -> dict[str,
 
 
 def _as_mapping(value: object) -> dict[str, Any]:
-    """Return the mapping that a list of names, or of dicts with ``name`` and ``params``, stands for; empty if none."""
+    """Convert a list of names, or of dicts with ``name`` and ``params``, to a mapping; empty if it is neither."""
     meant: dict[str, Any] = {}
     for item in value if isinstance(value, (list, tuple)) else [value]:
         if isinstance(item, str) and item in BUILT_IN:
