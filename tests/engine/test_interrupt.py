@@ -27,8 +27,9 @@ def interrupt(llm):
     states = llm.llm_engine.output_processor.request_states
     while not any(state.detokenizer.output_token_ids for state in list(states.values())):
         time.sleep(0.01)
-    names = [path.read_text() for path in Path("/proc").glob("[0-9]*/status") if os.getpgid(int(path.parent.name)) == os.getpgrp()]
-    print("workers:", [ignores_interrupts(name) for name in names if "VLLM::Worker" in name], flush=True)
+    group = [path for path in Path("/proc").glob("[0-9]*/status") if os.getpgid(int(path.parent.name)) == os.getpgrp()]
+    statuses = [path.read_text() for path in group]
+    print("workers:", [ignores_interrupts(status) for status in statuses if "VLLM::Worker" in status], flush=True)
     os.killpg(os.getpgrp(), signal.SIGINT)
 
 if __name__ == "__main__":
@@ -50,8 +51,10 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 def test_interrupted_run(tiny_llama: Path, tmp_path: Path) -> None:
-    """Catches (1) worker processes that end before the engine, which reports a fatal error, (2) callbacks into cleared
-    modules at exit, (3) stored requests that are lost, and interrupted ones that are shown as complete."""
+    """Catches workers that end before the engine, stored requests that are lost, and interrupted ones shown as complete.
+
+    A worker that ends first makes the engine report a fatal error.
+    """
     script, root = tmp_path / "script.py", tmp_path / "captures"
     script.write_text(SCRIPT)
     done = subprocess.run(

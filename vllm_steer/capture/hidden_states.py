@@ -17,11 +17,16 @@ from vllm_steer.capture.results import CapturedRequest, Site
 class HiddenStates:
     """Rows of several prompts, in prompt order; positions ascend within each prompt.
 
-    ``states[i]`` holds the rows of prompt ``i``, and ``len(states)`` is the number of prompts::
+    ``states[i]`` holds the rows of prompt ``i``, and ``len(states)`` is the number of prompts.
 
-        states = capture_hidden_states(llm, prompts, hooks={"post_block": [2]}, positions="all_prompt")
-        for rows in states.tensors("post_block", 2):
-            ...  # [tokens of the prompt, hidden]
+    Example:
+        >>> prompts = ["one", "two"]
+        >>> states = capture_hidden_states(llm, prompts, hooks={"post_block": [3]})  # doctest: +SKIP
+        >>> states.tensor("post_block", 3).shape  # doctest: +SKIP
+        >>> states = capture_hidden_states(  # doctest: +SKIP
+        ...     llm, prompts, hooks={"post_block": [3]}, positions="all_prompt"
+        ... )
+        >>> [rows.shape for rows in states.tensors("post_block", 3)]  # doctest: +SKIP
     """
 
     captured: tuple[CapturedRequest, ...]
@@ -54,7 +59,7 @@ class HiddenStates:
         return torch.cat(self.tensors(point, layer))
 
     def bounds(self, point: str, layer: int) -> torch.Tensor:
-        """Return where the rows of each prompt begin in `tensor`, and where the last ones end: int64 ``[prompts + 1]``."""
+        """Return where the rows of each prompt begin in `tensor`, and the number of all rows: int64 ``[prompts + 1]``."""
         counts = (len(rows) for rows in self.tensors(point, layer))
         return torch.tensor(list(accumulate(counts, initial=0)))
 
@@ -93,6 +98,10 @@ def capture_hidden_states(
     Raises:
         SteeringError: The capture or the edits cannot be served.
         RuntimeError: Rows are missing.
+
+    Example:
+        >>> from vllm_steer import capture_hidden_states  # doctest: +SKIP
+        >>> states = capture_hidden_states(llm, ["one", "two"], hooks={"post_block": "all"})  # doctest: +SKIP
     """
     from vllm_steer.params import SamplingParams
 
