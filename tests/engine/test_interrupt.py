@@ -51,7 +51,7 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 def test_interrupted_run(tiny_llama: Path, tmp_path: Path) -> None:
-    """Catches workers that end before the engine, stored requests that are lost, and interrupted ones shown as complete.
+    """Catches workers that end before the engine, lost stored requests, and interrupted ones shown as complete.
 
     A worker that ends first makes the engine report a fatal error.
     """

@@ -59,7 +59,7 @@ class HiddenStates:
         return torch.cat(self.tensors(point, layer))
 
     def bounds(self, point: str, layer: int) -> torch.Tensor:
-        """Return where the rows of each prompt begin in `tensor`, and the number of all rows: int64 ``[prompts + 1]``."""
+        """Return where each prompt begins in `tensor`, and the number of all rows: int64 ``[prompts + 1]``."""
         counts = (len(rows) for rows in self.tensors(point, layer))
         return torch.tensor(list(accumulate(counts, initial=0)))
 
