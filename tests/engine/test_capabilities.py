@@ -126,3 +126,13 @@ def test_server_wide_captures_may_be_out_of_reach() -> None:
     own = program_of(SamplingParams(capture=dict(specs)))
     with pytest.raises(SteeringError, match=r"^capture.memory.positions: position 500 is out of reach"):
         capabilities.check(own, prompt_len=10, max_tokens=4)
+
+
+def test_names_the_layers_of_the_model() -> None:
+    """Catches an error over HTTP that states the range of layers of any model instead of the range of this one."""
+    capabilities = Capabilities(4, 64, 1000, "float32", {}, SteeringConfig())
+    with pytest.raises(SteeringError) as caught:
+        CaptureSpec(hooks={"post_block": [-1]})
+    assert "less than 4, this model's number of layers, not -1" in str(capabilities.with_layers(caught.value))
+    other = SteeringError("a", "is wrong")
+    assert capabilities.with_layers(other) is other

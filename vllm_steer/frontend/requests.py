@@ -24,6 +24,7 @@ from vllm_steer.params import (
     refuse_unknown_args,
     strip_for_engine,
 )
+from vllm_steer.registry.errors import UnknownModuleError
 from vllm_steer.spec.references import MODULES_FIELD
 
 
@@ -41,7 +42,10 @@ def complete_params(context: EngineContext | None, params: Any) -> Any:
         return params
     extra = params.extra_args or {}
     refuse_unknown_args(extra)
-    completed = context.registry.compose(extra)
+    try:
+        completed = context.registry.compose(extra)
+    except UnknownModuleError as error:
+        raise error.with_names(context.registry.module_names()) from None
     if completed is not extra:
         params = copy.copy(params)
         params.extra_args = completed
