@@ -131,13 +131,13 @@ def _by_identities(tiny: TinyModel, path: Path, settings: dict[str, Any], refere
 
 def _distance_from_hf(tiny: TinyModel, llm: Any, reference: ReferenceProcess) -> float:
     """Return the mean relative distance of the captured rows of a plain request from HF's."""
-    served = [point for point in STREAM_FIELDS if point not in tiny.refused]
-    streams = generate(llm, [Case("plain", PROMPTS[0])], served, new_tokens=1)[0].streams
+    stream_points = [point for point in STREAM_FIELDS if point not in tiny.refused]
+    streams = generate(llm, [Case("plain", PROMPTS[0])], stream_points, new_tokens=1)[0].streams
     trace = reference.traces(tiny.name, [(PROMPTS[0], len(PROMPTS[0]), ())])[0]
     far = [
         np.linalg.norm(streams[point] - getattr(trace, STREAM_FIELDS[point]), axis=-1)
         / np.linalg.norm(getattr(trace, STREAM_FIELDS[point]), axis=-1)
-        for point in served
+        for point in stream_points
     ]
     return float(np.mean(far))
 

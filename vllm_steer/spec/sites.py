@@ -23,7 +23,7 @@ LayersForm = Annotated[
 ]
 """JSON form of layers."""
 
-_TRANSFORMER_LENS_NAME = re.compile(r"blocks\.\{i\}\.hook_(\w+)")
+_TRANSFORMER_LENS_NAME = re.compile(r"blocks\.(?:\{i\}|[0-9]{1,9})\.hook_(\w+)")
 _LAYER_NUMBER = re.compile("[0-9]{1,9}")
 
 
@@ -54,7 +54,9 @@ def read_point(value: object, field: str, example: str = "") -> PointName:
         raise SteeringError(
             field, f"the outer keys are hook points and the inner ones layers, as in {example}, not {shown(value)}"
         )
-    return read_choice(value, POINT_NAMES, field, what="a hook point", aliases=_ALIASES)
+    full_path = _TRANSFORMER_LENS_NAME.fullmatch(value) if isinstance(value, str) else None
+    aliases = _ALIASES if full_path is None else {value: _ALIASES.get(full_path[1], "")}
+    return read_choice(value, POINT_NAMES, field, what="a hook point", aliases=aliases)
 
 
 def read_layer(value: object, field: str) -> int:

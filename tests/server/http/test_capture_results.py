@@ -93,7 +93,7 @@ async def test_rows_belong_to_their_choice(dtype: str) -> None:
 async def test_reports_of_all_kinds() -> None:
     """Catches errors without a reason, partial results without rows, and reports that are not valid JSON."""
     results = {
-        "ours": done({"path": "/a/b", "index": 3}),
+        "custom": done({"path": "/a/b", "index": 3}),
         "error": done(None, "error", "disk full \udc80"),
         "partial": done(captured(), "partial", "one is missing"),
         "strange": done(object()),
@@ -101,7 +101,7 @@ async def test_reports_of_all_kinds() -> None:
     }
     (choice,) = (await response_of(make_capturing_app([results])))["choices"]
     reports = choice["capture_results"]
-    assert reports["ours"] == {"status": "ok", "error": None, "data": {"path": "/a/b", "index": 3}}
+    assert reports["custom"] == {"status": "ok", "error": None, "data": {"path": "/a/b", "index": 3}}
     assert reports["error"] == {"status": "error", "error": "disk full \udc80"}
     assert reports["partial"]["error"] == "one is missing"
     assert "post_block" in reports["partial"]["sites"]
