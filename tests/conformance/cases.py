@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The requests that every architecture runs, all in one batch."""
+"""Helpers: the requests that every architecture runs, all in one batch."""
 
 from __future__ import annotations
 

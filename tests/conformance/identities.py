@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from tests.conformance.branches import served_branches
+from tests.conformance.branches import supported_branches
 from tests.conformance.cases import PROMPTS, STREAM_FIELDS, TRACE_FIELDS, Case, EditMaker
 from tests.conformance.edits import KINDS, EditAt, Rows
 from tests.conformance.engine import Answer, generate
@@ -201,7 +201,7 @@ def check_identities(tiny: TinyModel, llm: Any) -> list[Check]:
     hooks: list[HookedModel] = []
     llm.apply_model(lambda model: hooks.append(HookedModel(tiny, model)))
     stream_points = [point for point in STREAM_FIELDS if point not in tiny.refused]
-    branches = served_branches(tiny)
+    branches = supported_branches(tiny)
     return [*_values(hooks[0], llm, stream_points, branches), *_causes(hooks[0], llm, stream_points, branches)]
 
 

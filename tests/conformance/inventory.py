@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every architecture of vLLM's registry, and the decoder-layer classes that its source refers to.
+"""Helpers: list every architecture of vLLM's registry with the decoder-layer classes that its source refers to.
 
 Nothing is imported or built: starting at the model's class, the names in each class's source are followed through
 vLLM's model code, including imports and the registry names by which wrappers select their language model. A wrapper

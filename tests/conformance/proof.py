@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.conformance.branches import served_branches
+from tests.conformance.branches import supported_branches
 from tests.conformance.cases import PROMPTS, STREAM_FIELDS, Case
 from tests.conformance.engine import generate, layer_classes, steered_engine
 from tests.conformance.identities import Check, check_identities
@@ -82,7 +82,7 @@ class Proof:
             "layers": sorted(self.layers),
             "recipe": tiny.recipe,
             "points": [point for point in STREAM_FIELDS if point not in tiny.refused],
-            "branches": list(served_branches(tiny)),
+            "branches": list(supported_branches(tiny)),
             "proof": self.kind,
             "value": float(f"{self.value:.1e}"),
             "cause": float(f"{self.cause:.1e}"),
@@ -123,7 +123,7 @@ def prove_by_identities(tiny: TinyModel, folder: Path, reference: ReferenceProce
 
 def _by_identities(tiny: TinyModel, path: Path, settings: dict[str, Any], reference: ReferenceProcess | None) -> Proof:
     tiny = dataclasses.replace(tiny, engine={**(tiny.engine or {}), **settings})
-    with steered_engine(tiny, path, "eager", served_branches(tiny)) as llm:
+    with steered_engine(tiny, path, "eager", supported_branches(tiny)) as llm:
         checks = check_identities(tiny, llm)
         far = None if reference is None else _distance_from_hf(tiny, llm, reference)
         return Proof(architecture_of(path), "identities inside vLLM", sorted(layer_classes(llm)), checks, far)

@@ -17,7 +17,7 @@ import architectures
 import pytest
 from torch import nn
 
-from tests.conformance.branches import served_branches
+from tests.conformance.branches import supported_branches
 from tests.conformance.inventory import inventory
 from tests.conformance.no_reference import NO_REFERENCE
 from tests.conformance.zoo import ZOO
@@ -124,7 +124,7 @@ def test_served_branches_are_the_proven_ones(tiny: Any) -> None:
     """Catches a class that serves a point which no conformance model proves, and a proven point that is refused."""
     by_name = {short(name): recipe for name, recipe in RECIPES.items()}
     supported = {p for p in OPTIONAL_POINTS if all(by_name[name].refusal(p) is None for name in tiny.layers)}
-    assert (supported == set(served_branches(tiny))) == (tiny.name not in SETTINGS_REFUSE)
+    assert (supported == set(supported_branches(tiny))) == (tiny.name not in SETTINGS_REFUSE)
 
 
 def test_settings_refuse_points() -> None:

@@ -30,9 +30,9 @@ from vllm_steer.registry.directory import DirectoryStore
 from vllm_steer.registry.errors import RegistryUnavailableError
 from vllm_steer.registry.registry import SteeringRegistry
 from vllm_steer.server.http import error_response
+from vllm_steer.server.http.apply_fields import apply_to_params
 from vllm_steer.server.http.middleware import SteeringMiddleware
 from vllm_steer.server.http.request_context import track_sample
-from vllm_steer.server.http.request_fields import apply_to_params
 from vllm_steer.server.http.request_guard import RETRY_AFTER, STEERABLE_ROUTES
 
 FIELDS = {"steering_vectors": {"post_block": {"1": vector()}}}

@@ -20,9 +20,9 @@ from vllm_steer.compat.plugin import wrap_front_end
 from vllm_steer.errors import SteeringError
 from vllm_steer.params import APPLIED_KEY, FIELDS, PROGRAM_KEY, capture_specs, compile_fields, has_steering, program_of
 from vllm_steer.program import compile_program
-from vllm_steer.server.http import request_fields
+from vllm_steer.server.http import apply_fields
+from vllm_steer.server.http.apply_fields import RequestRefused, apply_to_params, read_fields, refuse_beam_search
 from vllm_steer.server.http.request_context import PROMPT_KEY, RequestContext, current_request, set_prompt_len
-from vllm_steer.server.http.request_fields import RequestRefused, apply_to_params, read_fields, refuse_beam_search
 from vllm_steer.spec import parse_fields
 
 MESSAGES: list[Any] = [{"role": "user", "content": "hi"}]
@@ -247,7 +247,7 @@ def test_fields_of_a_body_are_compiled_once(context: RequestContext, monkeypatch
         parsed.append(fields)
         return compile_fields(fields)
 
-    monkeypatch.setattr(request_fields, "compile_fields", compile_once)
+    monkeypatch.setattr(apply_fields, "compile_fields", compile_once)
     request = request_with(**FIELD_VALUES)
     programs = [apply_to_params(request, SamplingParams()).extra_args[PROGRAM_KEY] for _ in range(5)]
     assert len(parsed) == 1
