@@ -75,11 +75,6 @@ class TokenProgram:
     row_formats: tuple[RowFormat, ...] = ()
 
     @cached_property
-    def capture_codes(self) -> tuple[int, ...]:
-        """:attr:`CaptureSite.code` of each captured row."""
-        return tuple(captured.code for captured in self.captures)
-
-    @cached_property
     def num_instructions(self) -> int:
         """Number of :attr:`instructions`."""
         return sum(len(layers_of(edit, self.layers)) for edit in self.edits) + len(self.captures)
