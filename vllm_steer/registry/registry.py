@@ -196,9 +196,8 @@ class SteeringRegistry:
     ) -> GlobalSteering:
         """Update global steering, which applies to every newly admitted request before its own steering.
 
-        Parts that are not given stay unchanged. In ``base``, ``prefill`` and ``decode``, each vector replaces the vector
-        of its layer and point.
-        ``edits`` and ``modules`` are replaced completely. Parts apply in the order ``modules``, ``base``, ``prefill``,
+        Parts that are not given stay unchanged. In ``base``, ``prefill`` and ``decode``, each vector replaces the
+        vector of its layer and point; ``edits`` and ``modules`` are replaced completely. Parts apply in the order ``modules``, ``base``, ``prefill``,
         ``decode``, ``edits``.
 
         Args:
