@@ -14,7 +14,12 @@ from vllm_steer.capture.results import CapturedRequest, Site
 
 @dataclass(frozen=True, eq=False)
 class HiddenStates:
-    """Rows of several prompts, concatenated in prompt order; positions ascend within each prompt."""
+    """Rows of several prompts, concatenated in prompt order; positions ascend within each prompt.
+
+    Example:
+        >>> states = capture_hidden_states(llm, ["one", "two"], hooks={"post_block": [3]})  # doctest: +SKIP
+        >>> states.tensor("post_block", 3).shape  # doctest: +SKIP
+    """
 
     captured: tuple[CapturedRequest, ...]
     """Captured rows of each prompt."""
@@ -64,6 +69,10 @@ def capture_hidden_states(
     Raises:
         SteeringError: The capture or the edits cannot be served.
         RuntimeError: Rows are missing.
+
+    Example:
+        >>> from vllm_steer import capture_hidden_states  # doctest: +SKIP
+        >>> states = capture_hidden_states(llm, ["one", "two"], hooks={"post_block": "all"})  # doctest: +SKIP
     """
     from vllm_steer.params import SamplingParams
 

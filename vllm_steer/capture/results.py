@@ -34,6 +34,10 @@ class CapturedRequest:
     """Rows that one consumer receives for one sample of a finished request.
 
     The last sampled token is never forwarded, so it has no rows.
+
+    Example:
+        >>> captured = llm.generate("one", params)[0].capture_results["memory"].data  # doctest: +SKIP
+        >>> captured.tensor("post_block", 3), captured.positions("post_block", 3)  # doctest: +SKIP
     """
 
     request_id: str
@@ -93,7 +97,12 @@ def raise_unknown_site(point: str, layer: int, known: Mapping[Site, Any]) -> NoR
 
 @dataclass(frozen=True, eq=False)
 class CaptureResult:
-    """Result of one consumer for one sample of a request."""
+    """Result of one consumer for one sample of a request.
+
+    Example:
+        >>> result = llm.generate("one", params)[0].capture_results["memory"]  # doctest: +SKIP
+        >>> result.tensor("post_block", 3) if result.status == "ok" else result.error  # doctest: +SKIP
+    """
 
     status: Status
     error: str | None
