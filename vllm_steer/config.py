@@ -207,6 +207,11 @@ def choose_executor(vllm_config: Any) -> None:
         parallel.distributed_executor_backend = EXECUTOR_CLS
 
 
+def has_worker_processes(vllm_config: Any) -> bool:
+    """Return whether vLLM's multiprocess executor runs each worker in a process of its own."""
+    return vllm_config.parallel_config.distributed_executor_backend in ("mp", EXECUTOR_CLS)
+
+
 def rows_of_all_stages(vllm_config: Any) -> bool:
     """Return whether captured rows of every pipeline stage reach the front end."""
     parallel = vllm_config.parallel_config

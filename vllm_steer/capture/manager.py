@@ -134,8 +134,8 @@ class CaptureManager:
         Their threads would compete for the interpreter with the thread that processes a step's outputs, in which many
         samples may finish.
         """
-        self._may_start.clear()
-        try:
+        try:  # an interrupt after clear() and before `try` would pause them forever
+            self._may_start.clear()
             yield
         finally:
             self._may_start.set()

@@ -64,6 +64,12 @@ class CapturedRequest:
         """
         return self._site(point, layer).rows
 
+    def numpy(self, point: str, layer: int) -> npt.NDArray[Any]:
+        """Return the rows of a site as an array; bfloat16 rows are copied to float32."""
+        rows = self.tensor(point, layer)
+        array: npt.NDArray[Any] = (rows.float() if rows.dtype == torch.bfloat16 else rows).numpy()
+        return array
+
     def positions(self, point: str, layer: int) -> torch.Tensor:
         """Return the positions read at a site, int64 ``[n]``, ascending. A reduction does not shorten them."""
         return torch.tensor(self._site(point, layer).positions)
@@ -81,6 +87,21 @@ class CapturedRequest:
     def num_bytes(self) -> int:
         """Size of the rows in bytes."""
         return sum(site.rows.nbytes for site in self.sites.values())
+
+    @property
+    def tag(self) -> str | None:
+        """The spec's ``tag``, or None."""
+        return self.spec.options.get("tag")
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Length of the prompt; later positions are generated tokens."""
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Number of generated tokens."""
+        return len(self.output_token_ids)
 
     def _site(self, point: str, layer: int) -> SiteRows:
         try:
