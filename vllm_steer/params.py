@@ -35,7 +35,7 @@ from vllm_steer.spec.references import MODULES_FIELD
 from vllm_steer.spec.scalars import did_you_mean
 from vllm_steer.spec.unknown_fields import problem_of
 
-EXTRA_KEY = "steer"
+PROGRAM_KEY = "steer"
 CAPTURE_KEY = "steer_capture"
 MODULES_KEY = "steer_modules"
 """References to registered modules, until the request is admitted."""
@@ -56,7 +56,7 @@ FILE_KEY = "steer_file"
 """Reference to a file with the program, between the front end and the scheduler."""
 PROMPT_KEY = "steer_prompt"
 """Index of the prompt within the HTTP body."""
-EXTRA_ARGS_KEYS: tuple[str, ...] = (EXTRA_KEY, CAPTURE_KEY, MODULES_KEY, APPLIED_KEY, IDLE_KEY, FILE_KEY)
+EXTRA_ARGS_KEYS: tuple[str, ...] = (PROGRAM_KEY, CAPTURE_KEY, MODULES_KEY, APPLIED_KEY, IDLE_KEY, FILE_KEY)
 RESERVED_KEYS = frozenset({*EXTRA_ARGS_KEYS, PROMPT_KEY})
 """Keys of ``extra_args`` that this package writes."""
 
@@ -89,7 +89,7 @@ def compile_fields(fields: Mapping[str, Any]) -> dict[str, bytes]:
             edit_paths=[path for path, _ in edits],
             capture_paths=[f"{CAPTURE_FIELD}.{consumer}" for consumer, _ in captures],
         )
-        compiled[EXTRA_KEY] = program.encode_cached()
+        compiled[PROGRAM_KEY] = program.encode_cached()
     if idle := [path for path, edit in edits if edit.strength == 0.0]:
         compiled[IDLE_KEY] = msgspec.msgpack.encode(idle)
     if captures:
@@ -134,7 +134,7 @@ def refuse_unknown_args(extra: Any) -> None:
 def program_bytes(params: Any) -> bytes | None:
     """Return the compiled program in vLLM's sampling parameters, or None."""
     extra = getattr(params, "extra_args", None)
-    return None if not extra else extra.get(EXTRA_KEY)
+    return None if not extra else extra.get(PROGRAM_KEY)
 
 
 def has_steering(params: Any) -> bool:
@@ -166,14 +166,14 @@ def strip_for_engine(request: Any, program_files: ProgramFileCache | None = None
     params = request.sampling_params
     extra = getattr(params, "extra_args", None) or {}
     reference = None
-    if program_files is not None and EXTRA_KEY in extra:
-        reference = program_files.reference(extra[EXTRA_KEY])
+    if program_files is not None and PROGRAM_KEY in extra:
+        reference = program_files.reference(extra[PROGRAM_KEY])
     if CAPTURE_KEY in extra or APPLIED_KEY in extra or reference is not None:
         # A copy: the samples of one request share their parameters.
         request.sampling_params = params = copy.copy(params)
         params.extra_args = {name: extra[name] for name in extra if name not in (CAPTURE_KEY, APPLIED_KEY)}
     if reference is not None:
-        del params.extra_args[EXTRA_KEY]
+        del params.extra_args[PROGRAM_KEY]
         params.extra_args[FILE_KEY] = reference
 
 
@@ -185,7 +185,7 @@ def restore_program(request: Any) -> None:
     """
     extra = getattr(request.sampling_params, "extra_args", None)
     if extra and FILE_KEY in extra:
-        extra[EXTRA_KEY] = fetch_program(extra.pop(FILE_KEY))
+        extra[PROGRAM_KEY] = fetch_program(extra.pop(FILE_KEY))
 
 
 def read_references(extra: Mapping[str, Any]) -> tuple[Reference, ...] | None:

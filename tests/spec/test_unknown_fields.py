@@ -10,7 +10,7 @@ import vllm.entrypoints
 from pydantic import BaseModel
 from vllm.sampling_params import SamplingParams
 
-from vllm_steer.spec.request_form import RequestForm
+from vllm_steer.spec.request_fields import RequestForm
 from vllm_steer.spec.unknown_fields import FIELDS_OF_OTHERS, problem_of
 
 OF_VENDORS = [

@@ -16,9 +16,9 @@ from vllm_steer.frontend.context import NOT_ENABLED, EngineContext, context_of, 
 from vllm_steer.metrics.requests import count_request
 from vllm_steer.params import (
     CAPTURE_KEY,
-    EXTRA_KEY,
     FILE_KEY,
     MODULES_KEY,
+    PROGRAM_KEY,
     capture_specs,
     program_bytes,
     refuse_unknown_args,
@@ -91,7 +91,7 @@ def refuse_streaming_input(params: Any) -> None:
     bypass :func:`check_engine_request`.
     """
     extra = getattr(params, "extra_args", None) or {}
-    if any(key in extra for key in (EXTRA_KEY, CAPTURE_KEY, MODULES_KEY, FILE_KEY)):
+    if any(key in extra for key in (PROGRAM_KEY, CAPTURE_KEY, MODULES_KEY, FILE_KEY)):
         raise SteeringError(
             "steering",
             "not supported with streaming input, which turns outputs into prompt; send complete prompts",

@@ -45,7 +45,7 @@ NAMED: Mapping[SelectorName, Callable[[int], Interval]] = MappingProxyType(
 POSITIONS: Mapping[PositionsName, SelectorName] = MappingProxyType(
     {"last_prompt": "last_prompt", "all_prompt": "prompt", "all_generated": "generated", "all": "all"}
 )
-"""Position names of capture specs, and the selectors that they stand for."""
+"""Selectors by the position names of capture specs."""
 
 _ELSEWHERE: Mapping[str, str] = MappingProxyType(
     dict.fromkeys(("last", "last_token", "final"), "last_prompt")

@@ -20,7 +20,7 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import EngineContext
 from vllm_steer.frontend.outputs import on_results
 from vllm_steer.frontend.reach import Unreached, as_no_effect, on_reach
-from vllm_steer.params import APPLIED_KEY, EXTRA_KEY, PROMPT_KEY
+from vllm_steer.params import APPLIED_KEY, PROGRAM_KEY, PROMPT_KEY
 from vllm_steer.server.auth.current_key import NO_OWNER
 from vllm_steer.server.quota.tracker import Reservation
 
@@ -116,7 +116,7 @@ def track_sample(output_processor: Any, request: Any) -> None:
         return
     extra = request.sampling_params.extra_args or {}
     context.applied_json = extra.get(APPLIED_KEY) or context.applied_json
-    context.has_program = context.has_program or EXTRA_KEY in extra
+    context.has_program = context.has_program or PROGRAM_KEY in extra
     prompt = extra.get(PROMPT_KEY)
     if isinstance(prompt, int):
         state = output_processor.request_states[request.request_id]

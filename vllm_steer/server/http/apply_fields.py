@@ -21,8 +21,8 @@ from vllm_steer.limits import REQUEST_EDITS
 from vllm_steer.params import (
     APPLIED_KEY,
     CAPTURE_FIELD,
-    EXTRA_KEY,
     FIELDS,
+    PROGRAM_KEY,
     PROMPT_KEY,
     RESERVED_KEYS,
     compile_fields,
@@ -210,9 +210,9 @@ def _apply(fields: Mapping[str, Any], params: Any, context: RequestContext, answ
     # Set before the engine sees the request, because the responses route starts its stream earlier.
     context.applied_json = compiled.get(APPLIED_KEY) or None
     params.extra_args = {**(params.extra_args or {}), **compiled}
-    if EXTRA_KEY in compiled:
+    if PROGRAM_KEY in compiled:
         params.extra_args[PROMPT_KEY] = context.prompts
-    # Without the middleware (batch runner) there is no engine yet; the check happens when the request is submitted.
+    # The batch runner has no middleware and no engine yet; the check happens when the request is submitted.
     if context.engine is not None:
         context.engine.check(params, context.prompt_len)
     if CAPTURE_FIELD in fields:
@@ -221,7 +221,7 @@ def _apply(fields: Mapping[str, Any], params: Any, context: RequestContext, answ
             most = context.engine.capabilities.most_row_bytes(program, context.prompt_len, params.max_tokens)
             context.reservation.reserve_rows(most * params.n)
         context.consumers = tuple(fields[CAPTURE_FIELD])
-    if EXTRA_KEY in compiled:
+    if PROGRAM_KEY in compiled:
         context.prompts += 1
         context.samples = params.n
         context.results_in = answer
@@ -245,11 +245,11 @@ def _compose_in(
     snapshot: Snapshot, own: Mapping[str, bytes], engine: EngineContext, reservation: Reservation | None
 ) -> Mapping[str, bytes]:
     if reservation is not None:
-        # Checked before joining: a few names can stand for so many edits that joining them takes long.
+        # Checked before joining: a few modules can contain so many edits that joining them takes long.
         reservation.tracker.check_count(REQUEST_EDITS, count_edits(own, snapshot))
     composed = {APPLIED_KEY: b"", **engine.registry.compose(own, snapshot)}
-    if own and reservation is not None and EXTRA_KEY in composed:
-        program = Program.from_bytes(composed[EXTRA_KEY])
+    if own and reservation is not None and PROGRAM_KEY in composed:
+        program = Program.from_bytes(composed[PROGRAM_KEY])
         specs = [spec for _, spec in read_specs(composed)]
         reservation.reserve_program(program, snapshot.steering_program, engine.capabilities.num_layers, specs)
     return composed
