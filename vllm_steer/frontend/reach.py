@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Edits of a finished sample that no token reached.
 
-The tokens of a request that ran through the model are those of its prompt and all generated ones but the last. Whether
-an edit reached one of them follows from its selector and the number of tokens, so the engine reports nothing. Prefix
+All prompt tokens and all generated tokens but the last run through the model. Whether an edit reached one of them follows from its selector and the number of tokens, so the engine reports nothing. Prefix
 caching does not matter, because a block is only reused under the same edits; neither do preemption and rejected drafts.
 """
 
