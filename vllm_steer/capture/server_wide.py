@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Server-wide captures: a consumer's options may contain a capture spec that applies to every request.
 
-In Python, the spec's keys stand beside the consumer's options. In the flag, ``hooks`` is written as ``point:layers``,
-with layers joined by ``+`` and points by ``;``::
+In Python, one dict holds the spec's keys and the consumer's options. In the flag, ``hooks`` is written as
+``point:layers``, with layers joined by ``+`` and points by ``;``::
 
     --capture-consumers "filesystem:root=acts,hooks=post_block:4+12;pre_attn:all,positions=last_prompt"
 """
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.params import CAPTURE_KEY, EXTRA_KEY, Specs, capture_specs, encode_specs, program_of
+from vllm_steer.params import CAPTURE_KEY, PROGRAM_KEY, Specs, capture_specs, encode_specs, program_of
 from vllm_steer.program import compile_program, join
 from vllm_steer.spec import parse_capture
 from vllm_steer.spec.scalars import shown
@@ -74,7 +74,7 @@ def with_captures(params: Any, specs: Specs) -> Any:
     params = copy.copy(params)
     params.extra_args = {
         **(params.extra_args or {}),
-        EXTRA_KEY: joined.encode_cached(),
+        PROGRAM_KEY: joined.encode_cached(),
         CAPTURE_KEY: encode_specs((*own, *added)),
     }
     return params

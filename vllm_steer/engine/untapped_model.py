@@ -170,7 +170,7 @@ def _affected_modules(root: nn.Module, decoder: Decoder) -> dict[int, nn.Module]
 
 
 def _check(affected: dict[int, nn.Module], caches: Collection[int], own_forward: Collection[int]) -> None:
-    """Raise UntappedModelUnavailableError for modules that a shell cannot stand in for.
+    """Raise UntappedModelUnavailableError for modules that a shell cannot replace.
 
     A shell would miss a KV cache that vLLM binds to the module later, would lose a ``forward`` that the module had
     before the taps, and could reach a tapped module through an attribute outside of the module tree.

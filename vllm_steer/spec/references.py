@@ -2,15 +2,13 @@
 """References from requests to registered modules and their probes."""
 
 import re
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated
 
 import msgspec
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_REFERENCES
 from vllm_steer.spec.scalars import read_number, shown
-
-ReferenceInput: TypeAlias = "str | tuple[str, float] | list[Any] | Reference"
 
 MODULES_FIELD = "steering_modules"
 NAME_RULE = "1 to 64 ASCII letters, digits, dots, dashes and underscores, beginning with a letter or digit"

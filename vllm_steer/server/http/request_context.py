@@ -17,7 +17,7 @@ from vllm_steer.capture.results import CaptureResults
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import EngineContext
 from vllm_steer.frontend.outputs import on_results
-from vllm_steer.params import APPLIED_KEY, EXTRA_KEY
+from vllm_steer.params import APPLIED_KEY, PROGRAM_KEY
 from vllm_steer.server.auth.current_key import NO_OWNER
 from vllm_steer.server.quota.tracker import Reservation
 
@@ -105,7 +105,7 @@ def track_sample(output_processor: Any, request: Any) -> None:
         return
     extra = request.sampling_params.extra_args or {}
     context.applied_json = extra.get(APPLIED_KEY) or context.applied_json
-    context.has_program = context.has_program or EXTRA_KEY in extra
+    context.has_program = context.has_program or PROGRAM_KEY in extra
     if not context.consumers:
         return
     prompt = extra.get(PROMPT_KEY)

@@ -15,7 +15,7 @@ from vllm_steer.server.http.capture_reports import RESULTS_FIELD
 from vllm_steer.server.http.request_context import ResultsLocation
 from vllm_steer.spec.json_schema import Schema, json_schema
 from vllm_steer.spec.references import NAME_RULE, ReferencesForm
-from vllm_steer.spec.request_form import (
+from vllm_steer.spec.request_fields import (
     EditsForm,
     VectorsForm,
     request_schemas,

@@ -18,11 +18,11 @@ from vllm.sampling_params import SamplingParams
 from tests.server.fakes import HIDDEN, MAX_MODEL_LEN, engine_context, vector
 from vllm_steer.compat.plugin import wrap_front_end
 from vllm_steer.errors import SteeringError
-from vllm_steer.params import APPLIED_KEY, EXTRA_KEY, FIELDS, capture_specs, compile_fields, has_steering, program_of
+from vllm_steer.params import APPLIED_KEY, FIELDS, PROGRAM_KEY, capture_specs, compile_fields, has_steering, program_of
 from vllm_steer.program import compile_program
-from vllm_steer.server.http import request_fields
+from vllm_steer.server.http import apply_fields
+from vllm_steer.server.http.apply_fields import RequestRefused, apply_to_params, read_fields, refuse_beam_search
 from vllm_steer.server.http.request_context import PROMPT_KEY, RequestContext, current_request, set_prompt_len
-from vllm_steer.server.http.request_fields import RequestRefused, apply_to_params, read_fields, refuse_beam_search
 from vllm_steer.spec import parse_fields
 
 MESSAGES: list[Any] = [{"role": "user", "content": "hi"}]
@@ -85,7 +85,7 @@ def test_other_extra_args_are_kept(context: RequestContext) -> None:
     request = request_with(vllm_xargs={"mine": 1}, steering=FIELD_VALUES["steering"])
     for _ in range(2):
         params = apply_to_params(request, SamplingParams(extra_args=request.vllm_xargs))
-        assert set(params.extra_args) == {"mine", EXTRA_KEY, APPLIED_KEY}
+        assert set(params.extra_args) == {"mine", PROGRAM_KEY, APPLIED_KEY}
     assert request.vllm_xargs == {"mine": 1}
 
 
@@ -247,9 +247,9 @@ def test_fields_of_a_body_are_compiled_once(context: RequestContext, monkeypatch
         parsed.append(fields)
         return compile_fields(fields)
 
-    monkeypatch.setattr(request_fields, "compile_fields", compile_once)
+    monkeypatch.setattr(apply_fields, "compile_fields", compile_once)
     request = request_with(**FIELD_VALUES)
-    programs = [apply_to_params(request, SamplingParams()).extra_args[EXTRA_KEY] for _ in range(5)]
+    programs = [apply_to_params(request, SamplingParams()).extra_args[PROGRAM_KEY] for _ in range(5)]
     assert len(parsed) == 1
     assert all(program is programs[0] for program in programs)
 
@@ -303,7 +303,7 @@ def test_prompts_of_a_body_get_the_same_global_steering(context: RequestContext)
         context.engine.registry.set(base={"post_block": {1: vector()}})
     context.compiled = None  # as for the next body
     params = apply_to_params(request, SamplingParams())
-    program = params.extra_args[EXTRA_KEY]
+    program = params.extra_args[PROGRAM_KEY]
     context.engine.registry.clear()
-    assert apply_to_params(request, SamplingParams()).extra_args[EXTRA_KEY] is program
+    assert apply_to_params(request, SamplingParams()).extra_args[PROGRAM_KEY] is program
     assert context.applied_json == params.extra_args[APPLIED_KEY]

@@ -22,17 +22,19 @@ from vllm_steer.params import (
     APPLIED_KEY,
     CAPTURE_FIELD,
     EXTRA_ARGS_KEYS,
-    EXTRA_KEY,
     FIELDS,
+    PROGRAM_KEY,
     compile_fields,
     program_of,
     read_specs,
 )
 from vllm_steer.program import Program
 from vllm_steer.registry.composer import count_edits
-from vllm_steer.registry.errors import RegistryUnavailableError
+from vllm_steer.registry.errors import RegistryUnavailableError, UnknownModuleError
+from vllm_steer.registry.snapshot import Snapshot
 from vllm_steer.server.access_errors import AccessError
 from vllm_steer.server.auth.current_key import current_key, require_field_rights
+from vllm_steer.server.auth.rights import Right
 from vllm_steer.server.http.confusables import resembles
 from vllm_steer.server.http.request_context import PROMPT_KEY, RequestContext, ResultsLocation, current_request
 from vllm_steer.server.quota.tracker import Reservation
@@ -176,7 +178,10 @@ def _apply(fields: Mapping[str, Any], params: Any, context: RequestContext, answ
     compiled = context.compiled
     if compiled is None:
         require_field_rights(fields)
-        own = compile_fields(fields)
+        try:
+            own = compile_fields(fields)
+        except SteeringError as error:
+            raise error if context.engine is None else context.engine.capabilities.with_layers(error) from None
         # All prompts of a body are composed together, so that they get the same global steering.
         compiled = context.compiled = (
             own if context.engine is None else _compose(own, context.engine, context.reservation)
@@ -186,7 +191,7 @@ def _apply(fields: Mapping[str, Any], params: Any, context: RequestContext, answ
     # Set before the engine sees the request, because the responses route starts its stream earlier.
     context.applied_json = compiled.get(APPLIED_KEY) or None
     params.extra_args = {**(params.extra_args or {}), **compiled}
-    # Without the middleware (batch runner) there is no engine yet; the check happens when the request is submitted.
+    # The batch runner has no middleware and no engine yet; the check happens when the request is submitted.
     if context.engine is not None:
         context.engine.check(params, context.prompt_len)
     if CAPTURE_FIELD in fields:
@@ -208,12 +213,22 @@ def _compose(own: Mapping[str, bytes], engine: EngineContext, reservation: Reser
     The result always has `APPLIED_KEY`, so that the engine's front end does not compose them again.
     """
     snapshot = engine.registry.snapshot()
+    try:
+        return _compose_in(snapshot, own, engine, reservation)
+    except UnknownModuleError as error:
+        key = current_key()
+        raise (error.with_names(snapshot.index.modules) if key is None or Right.READ in key.rights else error) from None
+
+
+def _compose_in(
+    snapshot: Snapshot, own: Mapping[str, bytes], engine: EngineContext, reservation: Reservation | None
+) -> Mapping[str, bytes]:
     if reservation is not None:
-        # Checked before joining: a few names can stand for so many edits that joining them takes long.
+        # Checked before joining: a few modules can contain so many edits that joining them takes long.
         reservation.tracker.check_count(REQUEST_EDITS, count_edits(own, snapshot))
     composed = {APPLIED_KEY: b"", **engine.registry.compose(own, snapshot)}
-    if own and reservation is not None and EXTRA_KEY in composed:
-        program = Program.from_bytes(composed[EXTRA_KEY])
+    if own and reservation is not None and PROGRAM_KEY in composed:
+        program = Program.from_bytes(composed[PROGRAM_KEY])
         specs = [spec for _, spec in read_specs(composed)]
         reservation.reserve_program(program, snapshot.steering_program, engine.capabilities.num_layers, specs)
     return composed
