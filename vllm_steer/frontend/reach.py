@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Edits of a finished sample that no token reached.
 
-All prompt tokens and all generated tokens but the last run through the model. Whether an edit reached one of them follows
-from its selector and the number of tokens, so the engine reports nothing. Prefix caching does not matter, because a block
-is only reused under the same edits; neither do preemption and rejected drafts.
+All prompt tokens and all generated tokens but the last run through the model. Whether an edit reached one of them
+follows from its selector and the number of tokens, so the engine reports nothing. Prefix caching does not matter,
+because a block is only reused under the same edits; neither do preemption and rejected drafts.
 """
 
 from __future__ import annotations
