@@ -95,3 +95,8 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return getattr(import_module(_MODULES[name]), name)
     raise AttributeError(f"module {__name__} has no attribute {name}")
+
+
+def __dir__() -> list[str]:
+    # Imported on first use, so not among the globals.
+    return sorted({*globals(), *__all__})

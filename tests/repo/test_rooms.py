@@ -20,6 +20,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("compat.seams",),
     ("compat.record",),
     ("points", "log", "fs", "limits", "compat.version"),
+    ("site_names",),
     ("spec",),
     ("config",),
     ("program",),
