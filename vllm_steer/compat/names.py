@@ -10,6 +10,11 @@ def install() -> None:
     Call it ahead of ``from vllm import LLM``. Names that a module has imported from ``vllm`` before, and the classes in
     vLLM's own modules (``vllm.entrypoints.llm.LLM``), stay the same. Without ``enable_steering=True`` and without
     steering fields, the subclasses behave as vLLM's classes.
+
+    Example:
+        >>> import vllm_steer
+        >>> vllm_steer.install()  # doctest: +SKIP
+        >>> from vllm import LLM  # doctest: +SKIP
     """
     import vllm
 
