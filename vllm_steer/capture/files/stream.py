@@ -1,0 +1,363 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arrow IPC streams of captured rows: many requests per file, appended one by one.
+
+A record batch has one line per site. A request is one or several batches; the last one carries the request's
+properties as custom metadata, so a request without it is incomplete. A stream that ends within a request is read up to
+the last whole one. The end-of-stream marker shows that nothing will be appended.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+import torch
+import xxhash
+
+from vllm_steer.capture.files.format import (
+    DTYPES,
+    FORMAT,
+    CaptureFile,
+    CaptureFileError,
+    RequestEntry,
+    StoredSite,
+    dtype_name,
+    entry_fields,
+    row_bytes,
+)
+from vllm_steer.capture.results import CapturedRequest, Site
+
+VERSION = "2"
+SUFFIX = ".arrows"
+END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
+REQUEST, CHECKSUM = b"request", b"xxh3_64"
+_BATCH_BYTES = 1 << 18
+"""Sites share a batch up to this size. Larger sites have batches of their own and are written without a copy."""
+_MAX_METADATA = 1 << 24
+
+SCHEMA = pa.schema(
+    [
+        pa.field("request_id", pa.string(), nullable=False),
+        pa.field("sample", pa.int32(), nullable=False),
+        pa.field("point", pa.string(), nullable=False),
+        pa.field("layer", pa.int32(), nullable=False),
+        pa.field("dtype", pa.string(), nullable=False),
+        pa.field("width", pa.int32(), nullable=False),
+        pa.field("positions", pa.list_(pa.int32()), nullable=False),
+        pa.field("token_ids", pa.list_(pa.int32()), nullable=False),
+        pa.field("rows", pa.large_binary(), nullable=False),
+    ],
+    metadata={"format": FORMAT, "version": VERSION},
+)
+_HEADER = SCHEMA.serialize().to_pybytes()
+_PARSE_ERRORS = (pa.ArrowException, OSError, ValueError, LookupError, RecursionError, msgspec.MsgspecError)
+
+
+class StreamSite(msgspec.Struct, frozen=True):
+    """A site of a request."""
+
+    point: str
+    layer: int
+    dtype: str
+    """Safetensors name of the dtype."""
+    shape: tuple[int, int]
+    """Number of rows, and their width."""
+
+
+class StreamEntry(RequestEntry, frozen=True, omit_defaults=True, kw_only=True):
+    """Properties of one sample of one request, as stored with its last batch."""
+
+    sites: tuple[StreamSite, ...]
+    xxh3_64: str
+    """Checksum of ``positions``, ``token_ids`` and ``rows`` of all sites, in order."""
+
+
+class Line(NamedTuple):
+    """Line of one site."""
+
+    site: StreamSite
+    positions: Any
+    """int32 array ``[tokens]``."""
+    token_ids: Any
+    """int32 array ``[tokens]``."""
+    rows: Any
+    """Buffer of the rows."""
+
+
+class StreamEncoder:
+    """Encoder of one stream."""
+
+    def __init__(self) -> None:
+        self._sink = _Sink()
+        self._writer = pa.ipc.new_stream(self._sink, SCHEMA)
+
+    def encode(self, captured: CapturedRequest, run: str | None) -> list[Any]:
+        """Return the parts of one request, which refer to its rows; the first ones hold the schema.
+
+        Raises as `dtype_name` does.
+        """
+        lines, checksum = [], xxhash.xxh3_64()
+        tokens: dict[bytes, tuple[Any, Any]] = {}
+        for (point, layer), site in captured.sites.items():
+            key = site.positions.tobytes()
+            if key not in tokens:
+                tokens[key] = site.positions.astype(np.int32), captured.tokens_at(site.positions).astype(np.int32)
+            entry = StreamSite(point, layer, dtype_name(site), (site.rows.shape[0], site.rows.shape[1]))
+            line = Line(entry, *tokens[key], row_bytes(site.rows))
+            for part in line[1:]:
+                checksum.update(part)
+            lines.append(line)
+        properties = StreamEntry(
+            sites=tuple(line.site for line in lines), xxh3_64=checksum.hexdigest(), **entry_fields(captured, run)
+        )
+        text = msgspec.json.encode(properties)
+        groups = list(_grouped(lines))
+        for group in groups[:-1]:
+            self._writer.write_batch(_batch(properties, group))
+        metadata = {REQUEST: text, CHECKSUM: xxhash.xxh3_64_hexdigest(text)}
+        self._writer.write_batch(_batch(properties, groups[-1]), metadata)
+        return self._sink.take()
+
+
+class _Sink:
+    """A file object that collects what is written, without copying the rows."""
+
+    closed = False
+
+    def __init__(self) -> None:
+        self._parts: list[Any] = []
+
+    def write(self, data: Any) -> int:
+        self._parts.append(data)
+        return memoryview(data).nbytes
+
+    def flush(self) -> None:
+        return None
+
+    def take(self) -> list[Any]:
+        parts, self._parts = self._parts, []
+        return parts
+
+
+def _grouped(lines: Sequence[Line]) -> Iterator[list[Line]]:
+    """Yield the lines of each batch; at least one batch."""
+    group: list[Line] = []
+    for line in lines:
+        if group and sum(each.rows.nbytes for each in group) + line.rows.nbytes > _BATCH_BYTES:
+            yield group
+            group = []
+        group.append(line)
+    yield group
+
+
+def _batch(entry: StreamEntry, lines: Sequence[Line]) -> Any:
+    def offsets(sizes: list[int], dtype: Any) -> Any:
+        return np.cumsum([0, *sizes], dtype=dtype)
+
+    def lists(arrays: list[Any]) -> Any:
+        values = np.concatenate([np.empty(0, np.int32), *arrays])
+        return pa.ListArray.from_arrays(offsets([len(array) for array in arrays], np.int32), values)
+
+    n, sites = len(lines), [line.site for line in lines]
+    data = lines[0].rows if n == 1 else b"".join(line.rows for line in lines)
+    ends = offsets([line.rows.nbytes for line in lines], np.int64)
+    columns = [
+        pa.array([entry.request_id] * n, pa.string()),
+        pa.array([entry.sample] * n, pa.int32()),
+        pa.array([site.point for site in sites], pa.string()),
+        pa.array([site.layer for site in sites], pa.int32()),
+        pa.array([site.dtype for site in sites], pa.string()),
+        pa.array([site.shape[1] for site in sites], pa.int32()),
+        lists([line.positions for line in lines]),
+        lists([line.token_ids for line in lines]),
+        pa.LargeBinaryArray.from_buffers(pa.large_binary(), n, [None, pa.py_buffer(ends), pa.py_buffer(data)]),
+    ]
+    return pa.record_batch(columns, schema=SCHEMA)
+
+
+class StreamFile(CaptureFile):
+    """A stream, possibly one that is being written. It is mapped while rows are read or in use."""
+
+    entries: list[StreamEntry]
+
+    def __init__(self, path: Path) -> None:
+        """Find the whole requests.
+
+        Raises:
+            CaptureFileError: The file is damaged or not a capture file. An incomplete request at the end is not damage.
+        """
+        self.path = path
+        found = scan(path)
+        self.sealed = found.sealed
+        """Whether the stream has ended."""
+        self.entries = found.entries
+        self._spans = found.spans
+        self._checked: set[int] = set()
+        self._recent: tuple[int, list[Line]] = -1, []
+
+    def site_names(self, index: int) -> tuple[Site, ...]:
+        """Return the captured sites of a request."""
+        return tuple((site.point, site.layer) for site in self.entries[index].sites)
+
+    def site(self, index: int, number: int) -> StoredSite:
+        """Return the rows and tokens of a site. The first call for a request compares its checksum."""
+        entry = self.entries[index].sites[number]
+        _, positions, token_ids, rows = self._lines(index)[number]
+        dtype = DTYPES[entry.dtype]
+        if not rows.size:
+            tensor = torch.empty(entry.shape, dtype=dtype)
+        else:
+            start = rows.address - self._base
+            tensor = torch.frombuffer(self._mapped, dtype=torch.uint8, count=rows.size, offset=start)
+            if start % dtype.itemsize:
+                tensor = tensor.clone()
+            tensor = tensor.view(dtype).view(entry.shape)
+        return StoredSite(tensor, torch.tensor(positions), torch.tensor(token_ids))
+
+    def _lines(self, index: int) -> list[Line]:
+        if index == self._recent[0]:
+            return self._recent[1]
+        start, stop = self._spans[index]
+        lines: list[Line] = []
+        entry, checksum = self.entries[index], xxhash.xxh3_64()
+        try:
+            source = pa.BufferReader(pa.py_buffer(self._mapped).slice(start, stop - start))
+            while source.tell() < stop - start:
+                batch = pa.ipc.read_record_batch(pa.ipc.read_message(source), SCHEMA)
+                batch.validate(full=True)
+                _, ends, data = batch.column("rows").buffers()  # values of the column would be copies
+                for i in range(batch.num_rows):
+                    positions, token_ids = (batch.column(name)[i].values for name in ("positions", "token_ids"))
+                    first, end = np.frombuffer(ends, np.int64, 2, 8 * i).tolist()
+                    rows = data.slice(first, end - first)
+                    site = entry.sites[len(lines)]
+                    lines.append(Line(site, positions.to_numpy(), token_ids.to_numpy(), rows))
+            if index not in self._checked:
+                for line in lines:
+                    for part in line[1:]:
+                        checksum.update(part)
+        except _PARSE_ERRORS as error:
+            raise CaptureFileError(f"{self.path} is damaged in request {index}: {error}") from None
+        sizes = [shape[0] * shape[1] * DTYPES[site.dtype].itemsize for site in entry.sites for shape in [site.shape]]
+        whole = sizes == [line.rows.size for line in lines]
+        if not whole or (index not in self._checked and checksum.hexdigest() != entry.xxh3_64):
+            raise CaptureFileError(f"{self.path} is damaged in request {index}: its checksum differs")
+        self._checked.add(index)
+        self._recent = index, lines
+        return lines
+
+    @cached_property
+    def _mapped(self) -> mmap.mmap:
+        return _map(self.path)
+
+    @cached_property
+    def _base(self) -> int:
+        return int(pa.py_buffer(self._mapped).address)
+
+
+class Scan(NamedTuple):
+    """The whole requests of a stream."""
+
+    entries: list[StreamEntry]
+    spans: list[tuple[int, int]]
+    """First byte of each request, and the byte behind it."""
+    end: int
+    """End of the last whole request."""
+    sealed: bool
+
+
+def scan(path: Path | str) -> Scan:
+    """Find the whole requests of a stream; only their properties are read.
+
+    Raises:
+        CaptureFileError: The file is damaged or not a capture file.
+    """
+    entries: list[StreamEntry] = []
+    spans: list[tuple[int, int]] = []
+    end, sealed, problem = 0, False, "it is empty"
+    if os.path.getsize(path):
+        mapped = _map(path)
+        source = pa.BufferReader(pa.py_buffer(mapped))
+        try:
+            reader = pa.ipc.open_stream(source)
+            _check_schema(path, reader.schema)
+            end = source.tell()
+            while True:
+                try:
+                    _, metadata = reader.read_next_batch_with_custom_metadata()
+                except StopIteration:
+                    sealed = source.tell() - end == len(END_OF_STREAM)
+                    problem = "" if sealed or source.tell() == end else "a request has no end"
+                    break
+                if metadata is not None and REQUEST in metadata:
+                    try:
+                        entries.append(_decode(metadata))
+                    except _PARSE_ERRORS as error:
+                        raise CaptureFileError(f"{path} is damaged after byte {end}: {error}") from None
+                    spans.append((end, source.tell()))
+                    end = source.tell()
+        except CaptureFileError:
+            raise
+        except _PARSE_ERRORS as error:
+            problem = str(error)
+        del source
+    if problem and not sealed and _goes_on(path, end):
+        raise CaptureFileError(f"{path} is damaged after byte {end}: {problem}")
+    return Scan(entries, spans, end, sealed)
+
+
+def _map(path: Path | str) -> mmap.mmap:
+    with open(path, "rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+
+
+def _check_schema(path: Path | str, schema: Any) -> None:
+    metadata = schema.metadata or {}
+    if metadata.get(b"format") != FORMAT.encode():
+        raise CaptureFileError(f"{path} is not a capture file but another Arrow stream")
+    if metadata.get(b"version") != VERSION.encode():
+        version = metadata.get(b"version", b"").decode(errors="replace")
+        raise CaptureFileError(f"{path} has format version {version}; supported: {VERSION}")
+    if not schema.equals(SCHEMA):
+        raise CaptureFileError(f"{path} is damaged: its columns are not those of a capture file")
+
+
+def _decode(metadata: Any) -> StreamEntry:
+    text = metadata[REQUEST]
+    if xxhash.xxh3_64_hexdigest(text).encode() != metadata[CHECKSUM]:
+        raise ValueError("the checksum of the properties differs")
+    entry = msgspec.json.decode(text, type=StreamEntry)
+    if any(site.dtype not in DTYPES or min(site.shape) < 0 for site in entry.sites):
+        raise ValueError("a site has an unknown dtype or shape")
+    return entry
+
+
+def _goes_on(path: Path | str, end: int) -> bool:
+    """Return whether more follows behind ``end`` than one request that a killed writer left incomplete.
+
+    That is the case if a complete request or the end-of-stream marker follows. Reads the bytes instead of mapping them,
+    because a writer that fails cuts them off.
+    """
+    with open(path, "rb") as file:
+        file.seek(end)
+        rest = file.read()
+    if rest.endswith(END_OF_STREAM):
+        return True
+    words = np.frombuffer(rest[: len(rest) // 8 * 8], "<u4").reshape(-1, 2)
+    starts = np.flatnonzero((words[:, 0] == 0xFFFFFFFF) & (words[:, 1] > 0) & (words[:, 1] < _MAX_METADATA)) * 8
+    for start in starts[starts > 0].tolist():
+        try:
+            reader = pa.ipc.open_stream(_HEADER + rest[start:])
+            _, metadata = reader.read_next_batch_with_custom_metadata()
+            _decode(metadata)
+            return True
+        except (*_PARSE_ERRORS, StopIteration, TypeError):
+            continue
+    return False
