@@ -66,6 +66,21 @@ def test_garbage_at_the_end_of_an_open_stream(stream, garbage):
     assert ids(path) == ["r0", "r1", "r2"]
 
 
+def test_large_request_that_ends_anywhere(tmp_path):
+    """Catches an incomplete request of several batches that is shown as whole or taken for damage."""
+    consumer = FilesystemConsumer(root=str(tmp_path), layout="sharded")
+    first = Path(consumer.accept(captured("first"))["path"])
+    start = first.stat().st_size
+    consumer.accept(captured("large", rows=70, width=1024))
+    data = first.read_bytes()
+    consumer.close()
+    for size in range(start, len(data), 4099):
+        first.write_bytes(data[:size])
+        assert ids(first) == ["first"], size
+    first.write_bytes(data)
+    assert ids(first) == ["first", "large"]
+
+
 @pytest.mark.parametrize("sealed", [True, False])
 def test_flipped_bytes(stream, sealed):
     """Catches changed rows, tokens or properties that are returned as if they were stored.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arrow IPC streams of captured rows: many requests per file, appended one by one.
 
-A record batch has one line per site. A request is one or several batches; the last one carries the request's
-properties as custom metadata, so a request without it is incomplete. A stream that ends within a request is read up to
-the last whole one. The end-of-stream marker shows that nothing will be appended.
+A record batch has one line per site. A request is one or several batches; the custom metadata of the last one has the
+request's properties, so a request without them is incomplete. A stream that ends within a request is read up to the
+last whole one. The end-of-stream marker shows that nothing will be appended.
 """
 
 from __future__ import annotations
@@ -119,10 +119,10 @@ class StreamEncoder:
         )
         text = msgspec.json.encode(properties)
         groups = list(_grouped(lines))
-        for group in groups[:-1]:
-            self._writer.write_batch(_batch(properties, group))
-        metadata = {REQUEST: text, CHECKSUM: xxhash.xxh3_64_hexdigest(text)}
-        self._writer.write_batch(_batch(properties, groups[-1]), metadata)
+        for group in groups:
+            described = text if group is groups[-1] else b""
+            metadata = {REQUEST: described, CHECKSUM: xxhash.xxh3_64_hexdigest(described)}
+            self._writer.write_batch(_batch(properties, group), metadata)
         return self._sink.take()
 
 
@@ -290,24 +290,26 @@ def scan(path: Path | str) -> Scan:
             _check_schema(path, reader.schema)
             end = source.tell()
             while True:
+                start = source.tell()
                 try:
-                    _, metadata = reader.read_next_batch_with_custom_metadata()
+                    batch, metadata = reader.read_next_batch_with_custom_metadata()
                 except StopIteration:
-                    sealed = source.tell() - end == len(END_OF_STREAM)
+                    sealed = start == end and source.tell() - end == len(END_OF_STREAM)
                     problem = "" if sealed or source.tell() == end else "a request has no end"
                     break
-                if metadata is not None and REQUEST in metadata:
-                    try:
-                        entries.append(_decode(metadata))
-                    except _PARSE_ERRORS as error:
-                        raise CaptureFileError(f"{path} is damaged after byte {end}: {error}") from None
+                try:
+                    _check_size(batch, mapped[start : start + 8], source.tell() - start)
+                    entry = _decode(metadata)
+                except _PARSE_ERRORS as error:
+                    raise CaptureFileError(f"{path} is damaged after byte {end}: {error}") from None
+                if entry is not None:
+                    entries.append(entry)
                     spans.append((end, source.tell()))
                     end = source.tell()
         except CaptureFileError:
             raise
         except _PARSE_ERRORS as error:
             problem = str(error)
-        del source
     if problem and not sealed and _goes_on(path, end):
         raise CaptureFileError(f"{path} is damaged after byte {end}: {problem}")
     return Scan(entries, spans, end, sealed)
@@ -329,10 +331,20 @@ def _check_schema(path: Path | str, schema: Any) -> None:
         raise CaptureFileError(f"{path} is damaged: its columns are not those of a capture file")
 
 
-def _decode(metadata: Any) -> StreamEntry:
-    text = metadata[REQUEST]
-    if xxhash.xxh3_64_hexdigest(text).encode() != metadata[CHECKSUM]:
+def _check_size(batch: Any, prefix: bytes, size: int) -> None:
+    """Raise ValueError if a message is longer than its batch, and so hides those that follow."""
+    buffers = (buffer for column in batch.columns for buffer in column.buffers() if buffer is not None)
+    if size != 8 + int.from_bytes(prefix[4:], "little") + sum(-(-buffer.size // 8) * 8 for buffer in buffers):
+        raise ValueError("the length of a message differs from its content")
+
+
+def _decode(metadata: Any) -> StreamEntry | None:
+    """Return the properties of a request, or None if a batch is not the last one of its request."""
+    text = b"" if metadata is None else metadata[REQUEST]
+    if metadata is None or xxhash.xxh3_64_hexdigest(text).encode() != metadata[CHECKSUM]:
         raise ValueError("the checksum of the properties differs")
+    if not text:
+        return None
     entry = msgspec.json.decode(text, type=StreamEntry)
     if any(site.dtype not in DTYPES or min(site.shape) < 0 for site in entry.sites):
         raise ValueError("a site has an unknown dtype or shape")
@@ -356,8 +368,8 @@ def _goes_on(path: Path | str, end: int) -> bool:
         try:
             reader = pa.ipc.open_stream(_HEADER + rest[start:])
             _, metadata = reader.read_next_batch_with_custom_metadata()
-            _decode(metadata)
-            return True
+            if _decode(metadata) is not None:
+                return True
         except (*_PARSE_ERRORS, StopIteration, TypeError):
             continue
     return False
