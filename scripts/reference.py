@@ -34,6 +34,7 @@ from vllm_steer.server.http.schemas import ANSWER_FIELDS, REQUEST_FIELDS
 from vllm_steer.server.routes import capabilities, captures
 from vllm_steer.server.routes.base import SteeringRoute
 from vllm_steer.server.routes.modules import make_router
+from vllm_steer.site_names import FOREIGN_NAMES, ForeignName
 from vllm_steer.spec import KINDS
 from vllm_steer.spec.capture_form import CaptureForm
 from vllm_steer.spec.edit import EditForm
@@ -93,7 +94,17 @@ def points() -> str:
         f'them: `{POINTS_FLAG} {",".join(OPTIONAL_POINTS)}` or `steering_config={{"points": [...]}}`.\n'
         "Requests at a point that the model does not support are refused with the reason ([models](models.md)).\n\n"
         + table(("point", "available", "value", "an edit affects", *libraries), rows)
+        + "\n\n## Names in other libraries\n\nRequests use the names above. Error messages translate these names; `{i}` is the layer, and "
+        "`[3]` and `.3` are\nequivalent. Prefixes of HF model classes, such as `model.`, are ignored.\n\n"
+        + table(("library", "names", "here", "notes"), [foreign_row(name) for name in FOREIGN_NAMES])
     )
+
+
+def foreign_row(name: ForeignName) -> tuple[str, ...]:
+    """Return the row of a family of names: library, spellings, our point and layer, note."""
+    layer = f"{name.layer}" if name.layer is not None else f"i{name.offset:+d}" if name.offset else "i"
+    here = f"`{name.point}`, layer {layer}" if name.point else "not a hook point"
+    return name.library, ", ".join(f"`{template}`" for template in name.templates), here, name.note
 
 
 def form_rows(form: type[msgspec.Struct]) -> list[tuple[str, ...]]:
@@ -164,7 +175,10 @@ def limits() -> str:
         + "\n## Switches\n\n"
         + table(
             ("setting", "flag that changes it", "default", "meaning of the flag"),
-            [(f"`{s.name}`", f"`{s.flag}`", f"`{s.default}`", s.help) for s in SWITCHES],
+            [
+                (f"`{s.name}`", f"`{s.flag}`", f"`{s.default}`" if s.default is not None else "by engine", s.help)
+                for s in SWITCHES
+            ],
         )
         + "\n## Choices\n\n"
         + table(

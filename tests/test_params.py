@@ -8,7 +8,15 @@ from vllm_steer.params import SamplingParams
 
 @pytest.mark.parametrize(
     ("name", "meant"),
-    [("steer_vectors", "steering_vectors"), ("steering_module", "steering_modules"), ("captures", "capture")],
+    [
+        ("steer_vectors", "steering_vectors"),
+        ("steering_module", "steering_modules"),
+        ("captures", "capture"),
+        ("vectors", "steering_vectors"),
+        ("edits", "steering"),
+        ("hooks", "capture"),
+        ("max_token", "max_tokens"),
+    ],
 )
 def test_suggests_the_argument_that_was_meant(name, meant):
     """Catches a misspelt steering argument reported without the valid name."""
@@ -17,7 +25,7 @@ def test_suggests_the_argument_that_was_meant(name, meant):
 
 
 def test_other_errors_stay_as_they_are():
-    """Catches a suggestion for an argument that resembles none of ours."""
+    """Catches a suggestion for an argument that resembles none."""
     with pytest.raises(TypeError) as caught:
-        SamplingParams(max_token=1)
+        SamplingParams(colour=1)
     assert "did you mean" not in str(caught.value)

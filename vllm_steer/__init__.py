@@ -96,6 +96,11 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__} has no attribute {name}")
 
 
+def __dir__() -> list[str]:
+    # Imported on first use, so not among the globals.
+    return sorted({*globals(), *__all__})
+
+
 def _replace_names(vllm: Any) -> None:
     attributes = getattr(vllm, "MODULE_ATTRS", None)
     if isinstance(attributes, dict):

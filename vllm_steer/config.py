@@ -17,7 +17,7 @@ from vllm_steer._version import __version__
 from vllm_steer.errors import SteeringError
 from vllm_steer.limits import ENGINE_LIMITS
 from vllm_steer.points import OPTIONAL_POINTS, POINTS_FLAG
-from vllm_steer.spec.scalars import read_choice, shown
+from vllm_steer.spec.scalars import did_you_mean, read_choice, shown
 
 WORKER_CLS = "vllm_steer.engine.worker.SteeringWorker"
 SCHEDULER_CLS = "vllm_steer.engine.scheduler.make_scheduler"
@@ -29,11 +29,14 @@ CAPTURE_POLICIES: tuple[CapturePolicy, ...] = get_args(CapturePolicy)
 
 @dataclass(frozen=True)
 class Switch:
-    """A boolean setting that is fixed when the engine starts; the flag sets it to ``not default``."""
+    """A boolean setting that is fixed when the engine starts; the flag sets it to ``not default``.
+
+    A default of None leaves the choice to the engine. The flag then has a negative form, ``--no-...``.
+    """
 
     name: str
     flag: str
-    default: bool
+    default: bool | None
     help: str
 
 
@@ -53,9 +56,9 @@ SWITCHES: tuple[Switch, ...] = (
     Switch(
         "plain_code",
         "--steering-plain-code",
-        False,
+        None,
         "compile the model a second time without taps and run that copy in steps without edits and captures, so that "
-        "the compiler can fuse additions with the norms that follow; start takes longer; not yet tested on a GPU",
+        "they launch stock vLLM's kernels; start takes longer. By default on a GPU for each model that allows it",
     ),
 )
 
@@ -86,6 +89,11 @@ class SteeringConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     The tables :data:`~vllm_steer.limits.ENGINE_LIMITS`, :data:`SWITCHES` and :data:`MULTI_CHOICES` describe the fields.
     ``capture_policy`` applies to a request whose captured rows would exceed ``capture_mib`` together with those of
     running requests: ``wait`` delays the request, ``fail`` runs it at once and reports its capture as ``partial``.
+
+    Example:
+        >>> from vllm_steer import SteeringConfig
+        >>> SteeringConfig(max_rows=64, points=["mlp_out"]).points
+        ('mlp_out',)
     """
 
     max_rows: int = ENGINE_LIMITS["max_rows"].default
@@ -99,7 +107,7 @@ class SteeringConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     capture_policy: CapturePolicy = "wait"
     allow_unproven: bool = False
     self_check: bool = True
-    plain_code: bool = False
+    plain_code: bool | None = None
     points: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -112,7 +120,7 @@ class SteeringConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
                 )
         for switch in SWITCHES:
             value = getattr(self, switch.name)
-            if not isinstance(value, bool):
+            if not isinstance(value, bool) and (value is not None or switch.default is not None):
                 raise SteeringError(f"steering_config.{switch.name}", f"must be true or false, not {shown(value)}")
         read_choice(self.capture_policy, CAPTURE_POLICIES, "steering_config.capture_policy")
         if self.plain_code and self.graph_sets == 1:
@@ -150,7 +158,7 @@ class SteeringConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
             )
         for name in value:
             if name not in cls.__struct_fields__:
-                known = ", ".join(cls.__struct_fields__)
+                known = ", ".join(cls.__struct_fields__) + did_you_mean(name, cls.__struct_fields__)
                 raise SteeringError("steering_config", f"{shown(name)} is not a setting; known settings: {known}")
         return cls(**value)
 
@@ -169,6 +177,11 @@ def engine_kwargs(
 
     Raises:
         SteeringError: A setting is invalid.
+
+    Example:
+        >>> from vllm_steer import engine_kwargs
+        >>> sorted(engine_kwargs({"max_rows": 64}))
+        ['additional_config', 'scheduler_cls', 'worker_cls']
     """
     config = SteeringConfig.parse(steering_config)
     section = {"version": __version__, **msgspec.to_builtins(config)}
@@ -192,6 +205,11 @@ def choose_executor(vllm_config: Any) -> None:
         and vllm_config.ec_transfer_config is None
     ):
         parallel.distributed_executor_backend = EXECUTOR_CLS
+
+
+def has_worker_processes(vllm_config: Any) -> bool:
+    """Return whether vLLM's multiprocess executor runs each worker in a process of its own."""
+    return vllm_config.parallel_config.distributed_executor_backend in ("mp", EXECUTOR_CLS)
 
 
 def rows_of_all_stages(vllm_config: Any) -> bool:

@@ -51,6 +51,11 @@ class Limit:
 class EngineLimit(Limit):
     """A limit that is fixed when the engine starts; ``name`` is its field of ``SteeringConfig``."""
 
+    @property
+    def how_to_raise(self) -> str:
+        """How to start an engine with a higher limit, as part of an error message."""
+        return f"raise it with {self.flag} or SteeringConfig({self.name}=...)"
+
 
 @dataclass(frozen=True)
 class ServerLimit(Limit):

@@ -12,6 +12,7 @@ import copy
 import threading
 from collections.abc import Mapping
 from operator import itemgetter
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import msgspec
@@ -31,7 +32,7 @@ from vllm_steer.spec import (
 )
 from vllm_steer.spec.fields import parse_fields_with_paths
 from vllm_steer.spec.references import MODULES_FIELD
-from vllm_steer.spec.scalars import closest
+from vllm_steer.spec.scalars import did_you_mean
 
 EXTRA_KEY = "steer"
 CAPTURE_KEY = "steer_capture"
@@ -41,6 +42,13 @@ APPLIED_KEY = "steer_applied"
 """The applied steering as JSON, once the request is admitted; empty if nothing applies."""
 CAPTURE_FIELD = "capture"
 FIELDS: tuple[str, ...] = RequestForm.__struct_fields__
+FIELD_ALIASES: Mapping[str, str] = MappingProxyType(
+    dict.fromkeys(("vectors", "steering_vector", "steer", "apply_steering_vectors"), "steering_vectors")
+    | dict.fromkeys(("edits", "edit", "interventions"), "steering")
+    | dict.fromkeys(("modules", "module"), "steering_modules")
+    | dict.fromkeys(("hooks", "capture_hooks", "output_residual_stream"), "capture")
+)
+"""Fields by names that other interfaces use, for error messages."""
 FILE_KEY = "steer_file"
 """Reference to a file with the program, between the front end and the scheduler."""
 EXTRA_ARGS_KEYS: tuple[str, ...] = (EXTRA_KEY, CAPTURE_KEY, MODULES_KEY, APPLIED_KEY, FILE_KEY)
@@ -221,9 +229,10 @@ class _SteeringMeta(type(VllmSamplingParams)):  # type: ignore[misc]
             params = super().__call__(*args, **kwargs)
         except TypeError as error:
             for name in kwargs:
-                similar = None if name in cls.__struct_fields__ else closest(name, FIELDS)
-                if similar is not None:
-                    raise TypeError(f"{error}; did you mean {similar}?") from error
+                known = name in cls.__struct_fields__
+                hint = "" if known else did_you_mean(name, (*FIELDS, *cls.__struct_fields__), FIELD_ALIASES)
+                if hint:
+                    raise TypeError(f"{error}{hint}") from error
             raise
         if fields:  # vLLM also clones parameters through this constructor
             attach_steering(params, fields)
@@ -257,4 +266,14 @@ class SamplingParams(VllmSamplingParams, metaclass=_SteeringMeta):  # type: igno
     Raises:
         SteeringError: An argument is invalid. Values that depend on the model are checked when the request is
             submitted.
+
+    Example:
+        >>> from vllm_steer import SamplingParams
+        >>> params = SamplingParams(
+        ...     max_tokens=16,
+        ...     steering_vectors={"post_block": {12: {"vector": [0.5] * 256, "scale": 8.0}}},
+        ...     capture={"memory": {"hooks": {"post_block": [12]}, "positions": "last_prompt"}},
+        ... )
+        >>> params.max_tokens
+        16
     """

@@ -72,3 +72,13 @@ def test_remembers_live_programs_only() -> None:
     program = compile_program([Edit(kind="add", point="post_block", layers=1, vector=[1.0] * 64)])
     capabilities.check(program, 10)
     assert list(capabilities._checked.values()) == [program]
+
+
+def test_names_the_layers_of_the_model() -> None:
+    """Catches an error over HTTP that states the range of layers of any model instead of the range of this one."""
+    capabilities = Capabilities(4, 64, 1000, "float32", {}, SteeringConfig())
+    with pytest.raises(SteeringError) as caught:
+        CaptureSpec(hooks={"post_block": [-1]})
+    assert "less than 4, this model's number of layers, not -1" in str(capabilities.with_layers(caught.value))
+    other = SteeringError("a", "is wrong")
+    assert capabilities.with_layers(other) is other

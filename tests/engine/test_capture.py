@@ -222,6 +222,7 @@ def test_hidden_states_are_stacked_in_prompt_order(llm: Any) -> None:
     last = capture_hidden_states(llm, prompts, hooks={"post_block": [0, 2]}, use_tqdm=False)
     every = capture_hidden_states(llm, prompts, hooks={"post_block": 2}, positions="all_prompt", use_tqdm=False)
     assert last.sites == (("post_block", 0), ("post_block", 2))
+    assert [len(rows) for rows in every.tensors("post_block", 2)] == [3, 9, 6]
     assert every.prompt_index("post_block", 2).tolist() == [0] * 3 + [1] * 9 + [2] * 6
     assert every.positions("post_block", 2).tolist() == [*range(3), *range(9), *range(6)]
     torch.testing.assert_close(

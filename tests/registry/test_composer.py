@@ -16,6 +16,7 @@ from vllm_steer.limits import MAX_DIRECTIONS
 from vllm_steer.params import APPLIED_KEY, CAPTURE_KEY, EXTRA_KEY, MODULES_KEY, program_of, strip_for_engine
 from vllm_steer.registry import composer
 from vllm_steer.registry.composer import resolve_probes
+from vllm_steer.registry.errors import UnknownModuleError
 from vllm_steer.registry.index import ModuleVersion, RegistryIndex
 from vllm_steer.registry.metadata import ModuleMetadata
 from vllm_steer.registry.schema import SteeringApplied
@@ -163,3 +164,13 @@ def test_resolves_many_digests_in_one_pass() -> None:
     assert named.looks <= 1
     assert isinstance(spec.reduce, Projection)
     assert spec.reduce.directions.shape == (MAX_DIRECTIONS, HIDDEN)
+
+
+def test_unknown_modules_are_listed_for_clients_that_may_list_them() -> None:
+    """Catches an error without the registered names, and a list of any length."""
+    error = UnknownModuleError("steering_modules[0]", "unknown module 'clam'")
+    assert str(error.with_names(["terse", "calm"])) == (
+        "steering_modules[0]: unknown module 'clam'; registered modules: calm, terse; did you mean calm?"
+    )
+    assert str(error.with_names([])).endswith("registered modules: none")
+    assert str(error.with_names([f"m{i}" for i in range(100)])).endswith(", ...")

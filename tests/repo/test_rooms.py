@@ -16,6 +16,7 @@ PACKAGE = Path(__file__).parents[2] / "vllm_steer"
 ROOMS: tuple[tuple[str, ...], ...] = (
     ("_version", "errors"),
     ("points", "log", "fs", "limits", "compat.version"),
+    ("site_names",),
     ("spec",),
     ("config",),
     ("program",),

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
-from vllm_steer.capture.consumers import THREAD_PREFIX, Consumer, make_consumer
+from vllm_steer.capture.consumers import BUILT_IN, THREAD_PREFIX, Consumer, how_to_add, make_consumer
 from vllm_steer.capture.results import CapturedRequest, CaptureResult, CaptureResults, SubmittedRequest, finished
 from vllm_steer.capture.row_assembler import RowAssembler
 from vllm_steer.capture.server_wide import split_options
@@ -27,6 +27,7 @@ from vllm_steer.metrics.consumers import ConsumerMetrics
 from vllm_steer.params import Specs
 from vllm_steer.program import Program, compile_program
 from vllm_steer.spec import CaptureSpec, NamedProjection, Projection
+from vllm_steer.spec.scalars import closest
 
 logger = steering_logger(__name__)
 
@@ -89,7 +90,9 @@ class CaptureManager:
             consumer = self._consumers.get(name)
             if consumer is None:
                 names = ", ".join(sorted(self._consumers))
-                raise SteeringError(field, f"this engine has no such consumer; configured consumers: {names}")
+                meant = closest(name, (*self._consumers, *BUILT_IN)) or name
+                hint = f"did you mean {meant}?" if meant in self._consumers else f"add {how_to_add(meant)}"
+                raise SteeringError(field, f"this engine was started without {name}; it has {names}; {hint}")
             if isinstance(spec.reduce, NamedProjection):
                 raise SteeringError(f"{field}.reduce", "named probes are supported in requests only")
             if isinstance(spec.reduce, Projection):
@@ -153,8 +156,8 @@ class CaptureManager:
         Their threads would compete for the interpreter with the thread that processes a step's outputs, in which many
         samples may finish.
         """
-        self._may_start.clear()
-        try:
+        try:  # an interrupt after clear() and before `try` would pause them forever
+            self._may_start.clear()
             yield
         finally:
             self._may_start.set()

@@ -48,6 +48,10 @@ class CapturedRequest:
     """Rows that one consumer receives for one sample of a finished request.
 
     The last sampled token is never forwarded, so it has no rows.
+
+    Example:
+        >>> captured = llm.generate("one", params)[0].capture_results["memory"].data  # doctest: +SKIP
+        >>> captured.tensor("post_block", 3), captured.positions("post_block", 3)  # doctest: +SKIP
     """
 
     request_id: str
@@ -76,6 +80,12 @@ class CapturedRequest:
         """
         return self._site(point, layer).rows
 
+    def numpy(self, point: str, layer: int) -> npt.NDArray[Any]:
+        """Return the rows of a site as an array; bfloat16 rows are copied to float32."""
+        rows = self.tensor(point, layer)
+        array: npt.NDArray[Any] = (rows.float() if rows.dtype == torch.bfloat16 else rows).numpy()
+        return array
+
     def positions(self, point: str, layer: int) -> torch.Tensor:
         """Return the positions read at a site, int64 ``[n]``, ascending. A reduction does not shorten them."""
         return torch.tensor(self._site(point, layer).positions)
@@ -94,6 +104,21 @@ class CapturedRequest:
         """Size of the rows in bytes."""
         return sum(site.rows.nbytes for site in self.sites.values())
 
+    @property
+    def tag(self) -> str | None:
+        """The spec's ``tag``, or None."""
+        return self.spec.options.get("tag")
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Length of the prompt; later positions are generated tokens."""
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Number of generated tokens."""
+        return len(self.output_token_ids)
+
     def _site(self, point: str, layer: int) -> SiteRows:
         try:
             return self.sites[point, layer]
@@ -109,7 +134,12 @@ def raise_unknown_site(point: str, layer: int, known: Mapping[Site, Any]) -> NoR
 
 @dataclass(frozen=True, eq=False)
 class CaptureResult:
-    """Result of one consumer for one sample of a request."""
+    """Result of one consumer for one sample of a request.
+
+    Example:
+        >>> result = llm.generate("one", params)[0].capture_results["memory"]  # doctest: +SKIP
+        >>> result.tensor("post_block", 3) if result.status == "ok" else result.error  # doctest: +SKIP
+    """
 
     status: Status
     error: str | None

@@ -17,7 +17,12 @@ if TYPE_CHECKING:
 
 
 class ServerError(Exception):
-    """An error response of the server."""
+    """An error response of the server.
+
+    Example:
+        >>> from vllm_steer import ServerError  # doctest: +SKIP
+        >>> with contextlib.suppress(ServerError): client.chat([], steering_modules=["missing"])  # doctest: +SKIP
+    """
 
     def __init__(self, status: int, message: str, param: str | None = None, kind: str = "") -> None:
         super().__init__(status, message, param, kind)
@@ -72,7 +77,12 @@ class Choice:
 
 @dataclass(frozen=True, eq=False)
 class Completion:
-    """Response of the completions or the chat route."""
+    """Response of the completions or the chat route.
+
+    Example:
+        >>> answer = client.complete("Once upon a time", max_tokens=16, steering_modules=["calm"])  # doctest: +SKIP
+        >>> answer.text, answer.applied  # doctest: +SKIP
+    """
 
     choices: tuple[Choice, ...]
     applied: SteeringApplied | None

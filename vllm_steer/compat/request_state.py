@@ -14,7 +14,12 @@ from vllm_steer.params import program_bytes
 
 
 class CapacityError(GracefulHTTPError):  # type: ignore[misc]
-    """The scheduler ended a request that found no room in the engine: HTTP 503, worth retrying."""
+    """The scheduler ended a request that found no room in the engine: HTTP 503, worth retrying.
+
+    Example:
+        >>> from vllm_steer import CapacityError  # doctest: +SKIP
+        >>> with contextlib.suppress(CapacityError): outputs = llm.generate(prompts, params)  # doctest: +SKIP
+    """
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"steering: {reason}", HTTPStatus.SERVICE_UNAVAILABLE)

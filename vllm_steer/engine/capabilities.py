@@ -16,6 +16,7 @@ from vllm_steer.points import POINT_NAMES, POINTS, PointName, how_to_switch_on
 from vllm_steer.program import Program, Resolved, resolve
 from vllm_steer.program.instructions import KIND_OF
 from vllm_steer.program.program import CompiledCapture, CompiledEdit
+from vllm_steer.spec.sites import OF_THE_MODEL
 
 EXCEEDS = "the engine allows"
 """Part of the message about a request that exceeds a limit of the engine."""
@@ -108,6 +109,13 @@ class Capabilities:
             self._check_range(capture, hooks, f"{program.capture_source(i)}.positions")
             self._check_capturable(capture, hooks)
 
+    def with_layers(self, error: SteeringError) -> SteeringError:
+        """Return an error of the parser with this model's layers instead of the range of layers of any model."""
+        before, found, after = error.problem.partition(OF_THE_MODEL)
+        if not found:
+            return error
+        return SteeringError(error.field, f"{before}less than {self.num_layers}, this model's number of layers{after}")
+
     def most_row_bytes(self, program: Program, prompt_len: int | None, max_tokens: int | None) -> int:
         """Return the most bytes of captured rows that one sample of a checked program can store."""
         # The maximum over all prompt lengths is at the shortest or the longest prompt.
@@ -162,8 +170,8 @@ class Capabilities:
         if mib > self.config.capture_mib:
             raise SteeringError(
                 "capture",
-                f"needs up to {mib:.0f} MiB; {EXCEEDS} {self.config.capture_mib} (--steering-capture-mib). "
-                "Capture fewer layers or positions, or set max_tokens",
+                f"needs up to {mib:.0f} MiB; {EXCEEDS} {self.config.capture_mib} "
+                f"({ENGINE_LIMITS['capture_mib'].how_to_raise}); capture fewer layers or positions, or set max_tokens",
             )
 
     def _check_size(self, resolved: Resolved) -> None:
@@ -178,8 +186,8 @@ class Capabilities:
         for name, field_name, count, unit in needed:
             limit = getattr(self.config, name)
             if count > limit:
-                flag = ENGINE_LIMITS[name].flag
-                raise SteeringError(field_name, f"needs {count} {unit}; {EXCEEDS} {limit} ({flag})")
+                how = ENGINE_LIMITS[name].how_to_raise
+                raise SteeringError(field_name, f"needs {count} {unit}; {EXCEEDS} {limit} ({how})")
 
 
 def _merge_reasons(reports: Iterable[Mapping[str, Mapping[str, str]]]) -> dict[str, dict[int, str]]:

@@ -23,6 +23,7 @@ from vllm_steer.params import (
     program_bytes,
     strip_for_engine,
 )
+from vllm_steer.registry.errors import UnknownModuleError
 from vllm_steer.spec.references import MODULES_FIELD
 
 
@@ -38,7 +39,10 @@ def complete_params(context: EngineContext | None, params: Any) -> Any:
     if context is None or not isinstance(params, VllmSamplingParams):
         return params
     extra = params.extra_args or {}
-    completed = context.registry.compose(extra)
+    try:
+        completed = context.registry.compose(extra)
+    except UnknownModuleError as error:
+        raise error.with_names(context.registry.module_names()) from None
     if completed is not extra:
         params = copy.copy(params)
         params.extra_args = completed

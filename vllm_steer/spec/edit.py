@@ -12,12 +12,35 @@ import numpy as np
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.points import OPTIONAL_POINTS, POINTS_FLAG, PointName
+from vllm_steer.spec.arguments import suggest_arguments
 from vllm_steer.spec.scalars import read_choice, read_number
 from vllm_steer.spec.selector import PositionListForm, Selector, SelectorName, TokensInput
 from vllm_steer.spec.sites import Layers, LayersForm, LayersInput, read_layers, read_point
 from vllm_steer.spec.vector import Vector, VectorForm, VectorInput, pack_vector, parse_vector
 
 KindName = Literal["add", "add_normed", "ablate", "clamp"]
+
+KIND_ALIASES: Mapping[str, KindName] = MappingProxyType(
+    {
+        "addition": "add",
+        "additive": "add",
+        "steer": "add",
+        "norm_match": "add_normed",
+        "ablation": "ablate",
+        "project_out": "ablate",
+        "clip": "clamp",
+    }
+)
+"""Kinds by names that other interfaces use, for error messages."""
+ARGUMENT_ALIASES: Mapping[str, str] = MappingProxyType(
+    dict.fromkeys(("scale", "coeff", "coefficient", "multiplier", "alpha", "factor", "weight"), "strength")
+    | dict.fromkeys(("layer", "layer_indices"), "layers")
+    | dict.fromkeys(("hook", "hook_point", "site"), "point")
+    | dict.fromkeys(("position", "positions", "position_indices", "token_positions", "selector"), "tokens")
+    | dict.fromkeys(("direction", "activations"), "vector")
+    | {"type": "kind", "op": "kind", "min": "low", "max": "high"}
+)
+"""Arguments of an edit by names that other interfaces use, for error messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +107,12 @@ class Edit:
     """An edit of the residual stream, validated on construction and immutable.
 
     All arguments are keyword-only. Equality and hash are by content. :class:`EditForm` declares the JSON form.
+
+    Example:
+        >>> from vllm_steer import Edit
+        >>> edit = Edit(kind="add", point="post_block", layers=range(3, 5), vector=[1.0, 0.0], tokens="generated")
+        >>> edit.layers, edit.vector.shape, edit.strength
+        ((3, 4), (2,), 1.0)
     """
 
     kind: KindName
@@ -103,6 +132,7 @@ class Edit:
     high: float | None
     """``clamp`` only: highest projection on the vector's direction; None for no bound."""
 
+    @suggest_arguments(ARGUMENT_ALIASES)
     def __init__(
         self,
         *,
@@ -121,7 +151,7 @@ class Edit:
             kind: ``"add"``, ``"add_normed"``, ``"ablate"`` or ``"clamp"``.
             point: ``"pre_attn"``, ``"post_attn"`` or ``"post_block"``. Engines that were started with them also have
                 ``"attn_out"``, ``"mlp_in"`` and ``"mlp_out"``, which edit a row of that branch instead of the stream.
-            layers: One layer, a list, tuple or range of layers, or ``"all"``.
+            layers: One layer; a list, tuple, range, numpy array or torch tensor of layers; or ``"all"``.
             vector: Any form that `parse_vector` accepts.
             strength: A finite number.
             tokens: Any form that `Selector` accepts.
@@ -131,7 +161,7 @@ class Edit:
         Raises:
             SteeringError: A value is invalid; its ``field`` is the argument's name, with an index if any.
         """
-        definition = KINDS[read_choice(kind, KINDS, "kind")]
+        definition = KINDS[read_choice(kind, KINDS, "kind", aliases=KIND_ALIASES)]
         checked = {
             "kind": definition.name,
             "point": read_point(point, "point"),

@@ -47,6 +47,24 @@ POSITIONS: Mapping[PositionsName, SelectorName] = MappingProxyType(
 )
 """Position names of capture specs, and the selectors that they stand for."""
 
+_ELSEWHERE: Mapping[str, str] = MappingProxyType(
+    dict.fromkeys(("last", "last_token", "final"), "last_prompt")
+    | dict.fromkeys(("prefill", "input"), "prompt")
+    | dict.fromkeys(("decode", "generation", "output", "completion", "response"), "generated")
+    | dict.fromkeys(("every", "*"), "all")
+)
+TOKEN_ALIASES: Mapping[str, str] = MappingProxyType(dict(_ELSEWHERE) | {**POSITIONS})
+"""Selectors by names that other interfaces use, for error messages."""
+POSITION_ALIASES: Mapping[str, PositionsName] = MappingProxyType(
+    {
+        other: name
+        for name, selector in POSITIONS.items()
+        for other in (selector, *_ELSEWHERE)
+        if _ELSEWHERE.get(other, other) == selector
+    }
+)
+"""Position names by names that other interfaces use, for error messages."""
+
 
 @dataclass(frozen=True, init=False, repr=False)
 class Selector:
@@ -56,6 +74,11 @@ class Selector:
     list of positions and ``[start, stop)`` pairs. Positions count from 0 over prompt and generated tokens. Negative
     positions count back from the end of the prompt (-1 is the last prompt token). A stop of None means no end.
     Selectors that list the same positions in the same terms are equal.
+
+    Example:
+        >>> from vllm_steer import Selector
+        >>> Selector([0, [2, 4], -1]).intervals(prompt_len=10)
+        ((0, 1), (2, 4), (9, 10))
     """
 
     # A name, or intervals. In an interval, a start below 0 and a stop of 0 or below count from the prompt's end. A stop
@@ -118,7 +141,7 @@ def _read(tokens: object, field: str) -> SelectorName | tuple[Interval, ...]:
     if isinstance(tokens, Selector):
         return tokens._where
     if isinstance(tokens, str):
-        return read_choice(tokens, NAMED, field, aliases=POSITIONS)
+        return read_choice(tokens, NAMED, field, aliases=TOKEN_ALIASES)
     if isinstance(tokens, range):
         return _canonical(_range_intervals(tokens, field))
     if isinstance(tokens, tuple):
@@ -135,6 +158,8 @@ def selector_form_error(value: object, names: Iterable[str], field: str) -> Stee
     hint = ""
     if is_integer(value):
         hint = f"; write [{shown(value)}] for one position"
+    elif isinstance(value, slice):
+        hint = "; write [[start, stop]]"
     elif hasattr(value, "tolist"):
         hint = "; convert it with .tolist()"
     return SteeringError(

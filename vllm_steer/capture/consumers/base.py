@@ -50,6 +50,13 @@ class Consumer(ABC):
 
     The rows of a `CapturedRequest` may be kept but not modified, because several consumers can share them. vllm-steer
     does not write to them again.
+
+    Example:
+        >>> from vllm_steer import Consumer
+        >>> class Count(Consumer):
+        ...     name = "count"
+        ...     def accept(self, captured):
+        ...         return {site: len(rows.positions) for site, rows in captured.sites.items()}
     """
 
     name: ClassVar[str]

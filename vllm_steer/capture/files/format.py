@@ -32,7 +32,12 @@ _POSITION_NAMES: Mapping[str, str] = MappingProxyType({selector: name for name, 
 
 
 class CaptureFileError(ValueError):
-    """A file is damaged or not a capture file."""
+    """A file is damaged or not a capture file.
+
+    Example:
+        >>> from vllm_steer import CaptureFileError, open_captures  # doctest: +SKIP
+        >>> with contextlib.suppress(CaptureFileError): requests = list(open_captures("acts"))  # doctest: +SKIP
+    """
 
 
 class RequestEntry(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):

@@ -36,6 +36,10 @@ def open_captures(path: str | Path) -> Captures:
 
     Raises:
         FileNotFoundError: ``path`` does not exist.
+
+    Example:
+        >>> from vllm_steer import open_captures  # doctest: +SKIP
+        >>> [request.tensor("post_block", 5).shape for request in open_captures("acts")]  # doctest: +SKIP
     """
     path = Path(path)
     if not path.exists():

@@ -30,9 +30,11 @@ from vllm_steer.params import (
 )
 from vllm_steer.program import Program
 from vllm_steer.registry.composer import count_edits
-from vllm_steer.registry.errors import RegistryUnavailableError
+from vllm_steer.registry.errors import RegistryUnavailableError, UnknownModuleError
+from vllm_steer.registry.snapshot import Snapshot
 from vllm_steer.server.access_errors import AccessError
 from vllm_steer.server.auth.current_key import current_key, require_field_rights
+from vllm_steer.server.auth.rights import Right
 from vllm_steer.server.http.confusables import resembles
 from vllm_steer.server.http.request_context import PROMPT_KEY, RequestContext, ResultsLocation, current_request
 from vllm_steer.server.quota.tracker import Reservation
@@ -176,7 +178,10 @@ def _apply(fields: Mapping[str, Any], params: Any, context: RequestContext, answ
     compiled = context.compiled
     if compiled is None:
         require_field_rights(fields)
-        own = compile_fields(fields)
+        try:
+            own = compile_fields(fields)
+        except SteeringError as error:
+            raise error if context.engine is None else context.engine.capabilities.with_layers(error) from None
         # All prompts of a body are composed together, so that they get the same global steering.
         compiled = context.compiled = (
             own if context.engine is None else _compose(own, context.engine, context.reservation)
@@ -208,6 +213,16 @@ def _compose(own: Mapping[str, bytes], engine: EngineContext, reservation: Reser
     The result always has `APPLIED_KEY`, so that the engine's front end does not compose them again.
     """
     snapshot = engine.registry.snapshot()
+    try:
+        return _compose_in(snapshot, own, engine, reservation)
+    except UnknownModuleError as error:
+        key = current_key()
+        raise (error.with_names(snapshot.index.modules) if key is None or Right.READ in key.rights else error) from None
+
+
+def _compose_in(
+    snapshot: Snapshot, own: Mapping[str, bytes], engine: EngineContext, reservation: Reservation | None
+) -> Mapping[str, bytes]:
     if reservation is not None:
         # Checked before joining: a few names can stand for so many edits that joining them takes long.
         reservation.tracker.check_count(REQUEST_EDITS, count_edits(own, snapshot))
