@@ -28,7 +28,7 @@ from vllm_steer.capture.files import rotation
 from vllm_steer.capture.files.layouts import timestamped_stem
 from vllm_steer.capture.files.reader import open_captures
 from vllm_steer.capture.files.rotation import ROTATION_LIMITS
-from vllm_steer.capture.files.stream import StreamFile
+from vllm_steer.capture.files.stream_file import StreamFile
 from vllm_steer.errors import SteeringError
 
 LAYOUTS = ("per_request", "packed", "sharded")

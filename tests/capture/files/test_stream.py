@@ -15,7 +15,8 @@ from tests.capture.captured import assert_same, captured
 from vllm_steer.capture.consumers.filesystem import FilesystemConsumer
 from vllm_steer.capture.files.format import CaptureFileError
 from vllm_steer.capture.files.reader import open_captures
-from vllm_steer.capture.files.stream import END_OF_STREAM, StreamFile
+from vllm_steer.capture.files.stream import END_OF_STREAM
+from vllm_steer.capture.files.stream_file import StreamFile
 
 REQUESTS = [captured(f"r{i}", seed=i, rows=i + 1, width=3, dtype=torch.bfloat16) for i in range(3)]
 

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from vllm_steer.capture.files.format import CaptureFileError
-from vllm_steer.capture.files.stream import END_OF_STREAM, scan
+from vllm_steer.capture.files.stream import END_OF_STREAM
+from vllm_steer.capture.files.stream_file import scan
 from vllm_steer.errors import SteeringError
 from vllm_steer.fs.dirfd import exists, identity
 
@@ -275,7 +276,7 @@ def _create(directory_fd: int, name: str, hidden: bool) -> int | None:
         return None
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:  # another process takes the still unlocked file for that of a killed writer
+    except BlockingIOError:  # another process takes the still unlocked file for an abandoned one
         os.close(fd)
         return None
     except BaseException:

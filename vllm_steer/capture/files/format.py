@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What capture files have in common: the entry of a request, names of dtypes, and errors.
+"""Parts common to all capture files: properties of requests, names of dtypes, and errors.
 
 Specification: ``docs/reference/capture-files.md``.
 """

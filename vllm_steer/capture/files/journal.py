@@ -35,7 +35,7 @@ class Submission(msgspec.Struct, frozen=True, omit_defaults=True):
     tag: str | None = None
     """The spec's ``tag``, or None."""
     error: str | None = None
-    """Why the rows could not be written; None if they were not, or if the process ended before."""
+    """Reason for a failed write; None in the entry of a submission."""
 
 
 class SubmissionJournal:

@@ -22,11 +22,13 @@ from msgspec.structs import astuple
 from vllm_steer.capture.files import stream, tensors
 from vllm_steer.capture.files.format import CaptureFile, StoredSite, escape_surrogates, hashed_stem
 from vllm_steer.capture.files.journal import Submission, read_journals
+from vllm_steer.capture.files.stream_file import StreamFile
+from vllm_steer.capture.files.tensors import TensorFile
 from vllm_steer.capture.results import Site, raise_unknown_site
 
-_FILE_TYPES: dict[str, type[stream.StreamFile | tensors.TensorFile]] = {
-    stream.SUFFIX: stream.StreamFile,
-    tensors.SUFFIX: tensors.TensorFile,
+_FILE_TYPES: dict[str, type[StreamFile | TensorFile]] = {
+    stream.SUFFIX: StreamFile,
+    tensors.SUFFIX: TensorFile,
 }
 _HASHED_NAME = re.compile("[0-9a-f]{32}-.*")
 
@@ -169,5 +171,5 @@ class StoredRequest:
 
 
 def _read(path: Path) -> list[StoredRequest]:
-    file = _FILE_TYPES.get(path.suffix, tensors.TensorFile)(path)
+    file = _FILE_TYPES.get(path.suffix, TensorFile)(path)
     return [StoredRequest(file, i) for i in range(len(file.entries))]
