@@ -165,7 +165,7 @@ REQUEST_EDITS = ServerLimit(
     1024,
     1,
     1 << 20,
-    "edits of one request, including those of the modules that it names; its own fields may contain 4,096",
+    "edits of one request, including the edits of its modules; its own fields may contain 4,096",
     status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
 )
 REQUEST_VECTORS = ServerLimit(

@@ -25,8 +25,8 @@ class LLM(VllmLLM):  # type: ignore[misc]
     Args:
         model: As in vLLM.
         *args: Further arguments of vLLM's ``LLM``.
-        enable_steering: Install taps on every decoder layer. Without it the engine is stock vLLM, and requests with
-            steering or capture are refused.
+        enable_steering: Enable steering and capture. Without it the engine is stock vLLM, and requests with steering or
+            capture are refused.
         steering_config: Sizes of the device tables and other limits, as a :class:`vllm_steer.SteeringConfig` or a dict
             of its fields.
         capture_consumers: Options of capture consumers beside ``memory``, by name, for example
@@ -96,7 +96,7 @@ class LLM(VllmLLM):  # type: ignore[misc]
         return context.registry
 
     def get_metrics(self) -> list[Metric]:
-        """Return vLLM's metrics and those of steering, whose names begin with ``vllm_steer:``.
+        """Return vLLM's metrics and vllm-steer's, whose names begin with ``vllm_steer:``.
 
         Requires ``disable_log_stats=False``.
         """

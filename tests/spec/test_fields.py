@@ -153,7 +153,11 @@ class TestShortFields:
 
     @pytest.mark.parametrize(
         ("name", "point"),
-        [("hook_resid_post", "post_block"), ("resid_mid", "post_attn"), ("hook_mlp_out", "mlp_out")],
+        [
+            ("hook_resid_post", "post_block"),
+            ("resid_mid", "post_attn"),
+            ("hook_mlp_out", "mlp_out"),
+        ],
     )
     def test_names_of_transformer_lens(self, name, point):
         """Catches an error that does not translate the name, or translates it to another point."""

@@ -17,9 +17,9 @@ NO_VECTOR = UNPROJECTED = b""
 
 
 class Instruction(msgspec.Struct, frozen=True):
-    """One operation at one site, as it stands in the device tables.
+    """One operation at one site, as stored in the device tables.
 
-    ``vector`` is a digest. For a CAPTURE, ``index`` is the index of the captured row among those of its token.
+    ``vector`` is a digest. For a CAPTURE, ``index`` is the index of the captured row within its token.
     """
 
     site_number: int
@@ -73,11 +73,6 @@ class TokenProgram:
     layers: range
     """Layers of this pipeline stage."""
     row_formats: tuple[RowFormat, ...] = ()
-
-    @cached_property
-    def capture_codes(self) -> tuple[int, ...]:
-        """:attr:`CaptureSite.code` of each captured row."""
-        return tuple(captured.code for captured in self.captures)
 
     @cached_property
     def num_instructions(self) -> int:

@@ -211,9 +211,9 @@ class SteeringRegistry:
     ) -> GlobalSteering:
         """Update global steering, which applies to every newly admitted request before its own steering.
 
-        Parts that are not given stay unchanged. In the tiers, each vector replaces the vector of its layer and point.
-        ``edits`` and ``modules`` are replaced completely. Parts apply in the order ``modules``, ``base``, ``prefill``,
-        ``decode``, ``edits``.
+        Parts that are not given stay unchanged. In ``base``, ``prefill`` and ``decode``, each vector replaces the
+        vector of its layer and point; ``edits`` and ``modules`` are replaced completely. Parts apply in the order
+        ``modules``, ``base``, ``prefill``, ``decode``, ``edits``.
 
         Args:
             base: Vectors added to every token, as in `register`.

@@ -43,8 +43,8 @@ def parse_fields(fields: Mapping[str, Any]) -> tuple[Edit, ...]:
             or of dicts of its arguments, or one `Edit`.
 
     Returns:
-        The edits in the order in which they apply: those of the vector fields in the order of `FIELD_NAMES`, then those
-        of ``steering`` in the order given.
+        The edits in the order in which they apply: first the vector fields in the order of `FIELD_NAMES`, then
+        ``steering`` in the order given.
 
     Raises:
         SteeringError: A field is unknown, a value is invalid, the vectors differ in width, or there are more than

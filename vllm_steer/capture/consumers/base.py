@@ -45,8 +45,8 @@ class Consumer(ABC):
     ============== ================================= ================================== ==============================
 
     The operator's options (``--capture-consumers mine:key=value``) are keyword arguments of ``__init__``. Values are
-    converted to the annotated types, and unknown options are rejected. A request's options stand in its spec beside
-    ``hooks`` and must be listed in `spec_options`.
+    converted to the annotated types, and unknown options are rejected. A request gives options as further keys of its
+    spec, next to ``hooks``; they must be listed in `spec_options`.
 
     The rows of a `CapturedRequest` may be kept but not modified, because several consumers can share them. vllm-steer
     does not write to them again.
