@@ -33,9 +33,9 @@ def test_capture_guide_runs() -> None:
     """Catches an example that no longer runs, and a consumer that receives no rows."""
     shown = run_python(
         offline_blocks("docs/guides/capture.md"),
-        "[rows.status, result.status, len(list(open_captures(root)))]",
+        "[rows.status, result.status, len(list(open_captures(root))), open_captures(root).missing()]",
     )
-    assert shown == ["ok", "ok", 1]
+    assert shown == ["ok", "ok", 1, []]
 
 
 DOCTOR = "docs/guides/doctor.md"

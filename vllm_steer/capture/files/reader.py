@@ -5,38 +5,31 @@
         rows = request.tensor("post_block", 12)  # [n, hidden], memory-mapped
         positions = request.positions("post_block", 12)  # [n]
 
-A directory can be read while it is written to: incomplete files are invisible.
+A directory can be read while it is written to: every request that was reported as ``ok`` is found.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
-from functools import cached_property
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy.typing as npt
 import torch
-from safetensors import SafetensorError, safe_open
+from msgspec.structs import astuple
 
-from vllm_steer.capture.files.format import (
-    DTYPES,
-    FORMAT,
-    INDEX,
-    POSITIONS,
-    SUFFIX,
-    TOKEN_IDS,
-    VERSION,
-    CaptureFileError,
-    RequestEntry,
-    SiteEntry,
-    escape_surrogates,
-    hashed_stem,
-)
+from vllm_steer.capture.files import stream, tensors
+from vllm_steer.capture.files.format import CaptureFile, StoredSite, escape_surrogates, hashed_stem
+from vllm_steer.capture.files.journal import Submission, read_journals
+from vllm_steer.capture.files.stream_file import StreamFile
+from vllm_steer.capture.files.tensors import TensorFile
 from vllm_steer.capture.results import Site, raise_unknown_site
 
+_FILE_TYPES: dict[str, type[StreamFile | TensorFile]] = {
+    stream.SUFFIX: StreamFile,
+    tensors.SUFFIX: TensorFile,
+}
 _HASHED_NAME = re.compile("[0-9a-f]{32}-.*")
 
 
@@ -63,16 +56,16 @@ class Captures:
         self.path = path
 
     def files(self) -> list[Path]:
-        """Return the complete capture files."""
+        """Return the capture files."""
         if not self.path.is_dir():
             return [self.path]
-        found = (path for path in self.path.iterdir() if path.suffix == SUFFIX and not path.name.startswith("."))
+        found = (path for path in self.path.iterdir() if path.suffix in _FILE_TYPES and not path.name.startswith("."))
         return sorted(path for path in found if path.is_file() and not path.is_symlink())
 
     def __iter__(self) -> Iterator[StoredRequest]:
         """Iterate over all requests; raise CaptureFileError at a file that cannot be read."""
         for path in self.files():
-            yield from CaptureFile(path).requests
+            yield from _read(path)
 
     def find(self, request_id: str, sample: int | None = None) -> list[StoredRequest]:
         """Return the requests with an id. There can be several: samples, and clients that reuse ids."""
@@ -83,15 +76,29 @@ class Captures:
         return [
             request
             for path in files
-            for request in CaptureFile(path).requests
+            for request in _read(path)
             if request.request_id == escape_surrogates(request_id) and sample in (None, request.sample)
         ]
+
+    def submitted(self) -> list[Submission]:
+        """Return all samples of requests that were submitted, by run and in the order of submission."""
+        entries = {entry[:4]: entry for entry in map(astuple, self._journal())}
+        return [Submission(*entry) for entry in entries.values()]
+
+    def missing(self) -> list[Submission]:
+        """Return the samples that were submitted but are not stored, in the order of submission."""
+        stored = {(request.run, request.submission, request.request_id, request.sample) for request in self}
+        return [entry for entry in self.submitted() if astuple(entry)[:4] not in stored]
+
+    def _journal(self) -> Iterator[Submission]:
+        return read_journals(self.path) if self.path.is_dir() else iter(())
 
 
 class StoredRequest:
     """One sample of one request in a capture file."""
 
-    def __init__(self, file: CaptureFile, index: int, entry: RequestEntry) -> None:
+    def __init__(self, file: CaptureFile, index: int) -> None:
+        entry = file.entries[index]
         self.path = file.path
         """The file."""
         self.index = index
@@ -114,8 +121,12 @@ class StoredRequest:
         """Number of generated tokens."""
         self.spec = entry.spec
         """The capture spec as users write it; directions of a projection are replaced by their shape."""
+        self.run = entry.run
+        """Name of the run that wrote the request, or None in files of earlier versions."""
+        self.submission = entry.submission
+        """Number of the request among those submitted in its run, from 0; None in files of earlier versions."""
         self._file = file
-        self._sites = {(site.point, site.layer): site for site in entry.sites}
+        self._sites = {site: number for number, site in enumerate(file.site_names(index))}
 
     @property
     def sites(self) -> tuple[Site, ...]:
@@ -134,8 +145,7 @@ class StoredRequest:
             KeyError: The site was not captured.
             CaptureFileError: The file is damaged.
         """
-        site = self._site(point, layer)
-        return self._file.rows(site.tensor, site.rows)
+        return self._site(point, layer).rows
 
     def numpy(self, point: str, layer: int) -> npt.NDArray[Any]:
         """Return the rows of a site as an array; bfloat16 rows are copied to float32."""
@@ -145,76 +155,21 @@ class StoredRequest:
 
     def positions(self, point: str, layer: int) -> torch.Tensor:
         """Return the positions read at a site, int64 ``[n]``, ascending."""
-        return self._file.tokens(POSITIONS, self._site(point, layer).tokens).long()
+        return self._site(point, layer).positions.long()
 
     def token_ids(self, point: str, layer: int) -> torch.Tensor:
         """Return the token at each of the site's positions, int64 ``[n]``."""
-        return self._file.tokens(TOKEN_IDS, self._site(point, layer).tokens).long()
+        return self._site(point, layer).token_ids.long()
 
     def __repr__(self) -> str:
         return f"StoredRequest({self.request_id!r}, sample={self.sample}, {len(self._sites)} sites, {self.status})"
 
-    def _site(self, point: str, layer: int) -> SiteEntry:
-        try:
-            return self._sites[point, layer]
-        except KeyError:
+    def _site(self, point: str, layer: int) -> StoredSite:
+        if (point, layer) not in self._sites:
             raise_unknown_site(point, layer, self._sites)
+        return self._file.site(self.index, self._sites[point, layer])
 
 
-class CaptureFile:
-    """One capture file. It is mapped when rows are first read, and stays mapped while they are in use."""
-
-    def __init__(self, path: Path) -> None:
-        """Read the index.
-
-        Raises:
-            CaptureFileError: The file is damaged or not a capture file.
-        """
-        self.path = path
-        entries = _read_index(path)
-        self.requests: tuple[StoredRequest, ...] = tuple(StoredRequest(self, i, e) for i, e in enumerate(entries))
-
-    def rows(self, name: str, span: tuple[int, int]) -> torch.Tensor:
-        """Return the rows ``span[0]`` to ``span[1]`` of a row tensor; raise CaptureFileError if there are none."""
-        return self._slice(name, span, DTYPES, 2)
-
-    def tokens(self, name: str, span: tuple[int, int]) -> torch.Tensor:
-        """Return a slice of ``positions`` or ``token_ids``, as `rows` does."""
-        return self._slice(name, span, (torch.int32,), 1)
-
-    def _slice(self, name: str, span: tuple[int, int], dtypes: Collection[torch.dtype], ndim: int) -> torch.Tensor:
-        try:
-            tensor: torch.Tensor = self._mapped.get_tensor(name)
-        except SafetensorError as error:
-            raise CaptureFileError(f"{self.path} is damaged: {error}") from None
-        if tensor.dtype not in dtypes or tensor.ndim != ndim:
-            raise CaptureFileError(f"{self.path} is damaged: {name} is {list(tensor.shape)} of {tensor.dtype}")
-        start, stop = span
-        if not 0 <= start <= stop <= tensor.shape[0]:
-            raise CaptureFileError(f"{self.path} is damaged: {name} has {tensor.shape[0]} rows, not {start} to {stop}")
-        return tensor[start:stop]
-
-    @cached_property
-    def _mapped(self) -> Any:
-        return safe_open(self.path, framework="pt")
-
-
-def _read_index(path: Path) -> list[RequestEntry]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            if metadata.get("format") != FORMAT:
-                raise CaptureFileError(f"{path} is not a capture file but another safetensors file")
-            if metadata.get("version") != VERSION:
-                raise CaptureFileError(f"{path} has format version {metadata.get('version')}; supported: {VERSION}")
-            if "requests" in metadata:
-                text = metadata["requests"].encode()
-            else:
-                index = file.get_tensor(INDEX)
-                if index.dtype != torch.uint8:
-                    raise CaptureFileError(f"{path} is damaged: its index is a tensor of {index.dtype}")
-                text = index.numpy().tobytes()
-        return msgspec.json.decode(text, type=list[RequestEntry])
-    except (SafetensorError, msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        # UnicodeError: a damaged byte. RecursionError: JSON nested too deeply.
-        raise CaptureFileError(f"{path} cannot be read as a capture file: {error}") from None
+def _read(path: Path) -> list[StoredRequest]:
+    file = _FILE_TYPES.get(path.suffix, TensorFile)(path)
+    return [StoredRequest(file, i) for i in range(len(file.entries))]
