@@ -100,7 +100,7 @@ def _find_requests(path: Path, request_id: str | None, sample: int | None) -> It
 
 def _request_cells(request: StoredRequest) -> tuple[Any, ...]:
     properties = request.request_id, request.sample, request.model, request.status
-    tokens = f"{request.prompt_tokens}+{request.output_tokens}"
+    tokens = f"{request.num_prompt_tokens}+{request.num_output_tokens}"
     return (*properties, tokens, len(request.sites), request.num_bytes, request.path.name, request.index)
 
 

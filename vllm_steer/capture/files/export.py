@@ -112,8 +112,8 @@ def describe(request: StoredRequest) -> dict[str, Any]:
         "tag": request.tag,
         "status": request.status,
         "error": request.error,
-        "prompt_tokens": request.prompt_tokens,
-        "output_tokens": request.output_tokens,
+        "prompt_tokens": request.num_prompt_tokens,
+        "output_tokens": request.num_output_tokens,
         "spec": msgspec.to_builtins(request.spec),
         "sites": [
             {"point": point, "layer": layer, "shape": list(rows.shape), "dtype": str(rows.dtype).removeprefix("torch.")}
