@@ -60,7 +60,12 @@ def test_order_of_submission(tmp_path: Path, layout: LayoutName) -> None:
 def test_samples_follow_their_request(tmp_path: Path) -> None:
     """Catches samples in the order of their ends."""
     write(tmp_path, [request(1, 0), request(0, 1), request(1, 1), request(0, 0)])
-    assert [(stored.submission, stored.sample) for stored in open_captures(tmp_path)] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [(stored.submission, stored.sample) for stored in open_captures(tmp_path)] == [
+        (0, 0),
+        (0, 1),
+        (1, 0),
+        (1, 1),
+    ]
 
 
 def test_one_run(tmp_path: Path) -> None:
@@ -72,7 +77,7 @@ def test_one_run(tmp_path: Path) -> None:
     assert open_captures(tmp_path, run="b").runs == ("b",)
     assert [found.run for found in open_captures(tmp_path).find("0")] == ["a", "b"]
     assert [found.run for found in open_captures(tmp_path, run="a").find("0")] == ["a"]
-    with pytest.raises(KeyError, match="has no run 'c'; runs: 'a', 'b'"):
+    with pytest.raises(ValueError, match="has no run 'c'; runs: 'a', 'b'"):
         open_captures(tmp_path, run="c")
 
 

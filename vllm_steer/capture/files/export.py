@@ -110,6 +110,8 @@ def describe(request: StoredRequest) -> dict[str, Any]:
         "sample": request.sample,
         "model": request.model,
         "tag": request.tag,
+        "run": request.run,
+        "submission": request.submission,
         "status": request.status,
         "error": request.error,
         "prompt_tokens": request.num_prompt_tokens,

@@ -50,7 +50,7 @@ def open_captures(path: str | Path, run: str | None = None) -> Captures:
 
     Raises:
         FileNotFoundError: ``path`` does not exist.
-        KeyError: There is no such run.
+        ValueError: There is no such run.
 
     Example:
         >>> from vllm_steer import open_captures  # doctest: +SKIP
@@ -61,7 +61,7 @@ def open_captures(path: str | Path, run: str | None = None) -> Captures:
         raise FileNotFoundError(f"{path} does not exist")
     captures = Captures(path, run)
     if run is not None and run not in (known := Captures(path).runs):
-        raise KeyError(f"{path} has no run {run!r}; runs: {', '.join(map(repr, known)) or 'none'}")
+        raise ValueError(f"{path} has no run {run!r}; runs: {', '.join(map(repr, known)) or 'none'}")
     return captures
 
 
@@ -73,7 +73,7 @@ class _Place(NamedTuple):
     submission: int
     sample: int
     path: Path
-    index: int
+    number: int
 
 
 class Captures(Sequence["StoredRequest"]):
@@ -170,7 +170,7 @@ class Captures(Sequence["StoredRequest"]):
         self._open[place.path] = requests
         if len(self._open) > _MAX_OPEN:
             self._open.popitem(last=False)
-        return requests[place.index]
+        return requests[place.number]
 
     def submitted(self) -> list[Submission]:
         """Return all samples of requests that were submitted, by run and in the order of submission."""
