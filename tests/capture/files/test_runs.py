@@ -17,7 +17,7 @@ from vllm_steer.capture.results import SubmittedRequest
 
 LAYOUTS: tuple[LayoutName, ...] = ("per_request", "packed", "sharded")
 ENDED = (3, 0, 11, 2, 10, 1)
-"""Submission numbers in the order in which the requests end: neither in numerical order nor in the order of the ids as text."""
+"""Submission numbers in the order in which the requests end, which is neither numerical nor alphabetical."""
 
 
 def request(number: int, sample: int = 0, seed: int = 0) -> CapturedRequest:
