@@ -39,6 +39,7 @@ from vllm_steer.spec import KINDS
 from vllm_steer.spec.capture_form import CaptureForm
 from vllm_steer.spec.edit import EditForm
 from vllm_steer.spec.json_schema import json_schema
+from vllm_steer.spec.unknown_fields import FIELDS_OF_OTHERS
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "reference"
@@ -277,6 +278,7 @@ def http() -> str:
         for cls, status, kind in ERRORS
     ]
     fields = [(f"`{name}`", field["description"]) for name, field in REQUEST_FIELDS.items()]
+    others = [(f"`{name}`", project, advice) for name, (project, advice) in FIELDS_OF_OTHERS.items()]
     response_fields = [(f"`{name}`", field["description"]) for name, field in ANSWER_FIELDS.items()]
     return (
         "# HTTP\n\n`/openapi.json` of a running server documents every field.\n\n## Routes\n\n"
@@ -288,6 +290,11 @@ def http() -> str:
         + table(("status", "type", "when"), answers)
         + "\n## Fields of completion, chat and responses requests\n\n"
         + table(("field", "description"), fields)
+        + "\n## Unknown fields\n\n"
+        "vLLM ignores unknown fields. With `--enable-steering`, an unknown field whose name is similar to one of the fields above is\n"
+        "refused with HTTP 400, and so are these fields of other projects; the same holds inside `vllm_xargs`, `extra_args` and\n"
+        "`extra_body`, and for `SamplingParams(extra_args=...)`. All other unknown fields are ignored, as in stock vLLM.\n\n"
+        + table(("field", "project", "message"), others)
         + "\n## Fields of their responses\n\n"
         + table(("field", "description"), response_fields)
     )

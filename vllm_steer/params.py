@@ -33,6 +33,7 @@ from vllm_steer.spec import (
 from vllm_steer.spec.fields import parse_fields_with_paths
 from vllm_steer.spec.references import MODULES_FIELD
 from vllm_steer.spec.scalars import did_you_mean
+from vllm_steer.spec.unknown_fields import problem_of
 
 PROGRAM_KEY = "steer"
 CAPTURE_KEY = "steer_capture"
@@ -42,6 +43,8 @@ APPLIED_KEY = "steer_applied"
 """The applied steering as JSON, once the request is admitted; empty if nothing applies."""
 CAPTURE_FIELD = "capture"
 FIELDS: tuple[str, ...] = RequestForm.__struct_fields__
+IDLE_KEY = "steer_idle"
+"""Paths of edits with strength 0, which are not compiled, until the request is admitted."""
 FIELD_ALIASES: Mapping[str, str] = MappingProxyType(
     dict.fromkeys(("vectors", "steering_vector", "steer", "apply_steering_vectors"), "steering_vectors")
     | dict.fromkeys(("edits", "edit", "interventions"), "steering")
@@ -51,7 +54,11 @@ FIELD_ALIASES: Mapping[str, str] = MappingProxyType(
 """Fields by names that other interfaces use, for error messages."""
 FILE_KEY = "steer_file"
 """Reference to a file with the program, between the front end and the scheduler."""
-EXTRA_ARGS_KEYS: tuple[str, ...] = (PROGRAM_KEY, CAPTURE_KEY, MODULES_KEY, APPLIED_KEY, FILE_KEY)
+PROMPT_KEY = "steer_prompt"
+"""Index of the prompt within the HTTP body."""
+EXTRA_ARGS_KEYS: tuple[str, ...] = (PROGRAM_KEY, CAPTURE_KEY, MODULES_KEY, APPLIED_KEY, IDLE_KEY, FILE_KEY)
+RESERVED_KEYS = frozenset({*EXTRA_ARGS_KEYS, PROMPT_KEY})
+"""Keys of ``extra_args`` that this package writes."""
 
 Specs: TypeAlias = tuple[tuple[str, CaptureSpec], ...]
 MAX_SPEC_CACHE_BYTES = 64 << 20
@@ -83,6 +90,8 @@ def compile_fields(fields: Mapping[str, Any]) -> dict[str, bytes]:
             capture_paths=[f"{CAPTURE_FIELD}.{consumer}" for consumer, _ in captures],
         )
         compiled[PROGRAM_KEY] = program.encode_cached()
+    if idle := [path for path, edit in edits if edit.strength == 0.0]:
+        compiled[IDLE_KEY] = msgspec.msgpack.encode(idle)
     if captures:
         compiled[CAPTURE_KEY] = encode_specs(captures)
     if references or any(isinstance(spec.reduce, NamedProjection) for _, spec in captures):
@@ -104,6 +113,22 @@ def attach_steering(params: Any, fields: Mapping[str, Any]) -> None:
             raise SteeringError(f"extra_args.{key}", "is already set; give the steering fields or the compiled program")
     # A new dict, because several SamplingParams may share the caller's.
     params.extra_args = {**(params.extra_args or {}), **compiled}
+
+
+def refuse_unknown_args(extra: Any) -> None:
+    """Raise SteeringError if a key of ``extra_args`` looks like a field of this package or of a similar project.
+
+    vLLM passes keys that it does not know to plugins and otherwise ignores them.
+    """
+    for name in extra if isinstance(extra, dict) else ():
+        if name in RESERVED_KEYS or not isinstance(name, str):
+            continue
+        if name in FIELDS:
+            # `capture` may have another meaning to a plugin, but not as an object.
+            if name != CAPTURE_FIELD or isinstance(extra[name], Mapping):
+                raise SteeringError(f"extra_args.{name}", f"would be ignored here; use SamplingParams({name}=...)")
+        elif (problem := problem_of(name)) is not None:
+            raise SteeringError(f"extra_args.{name}", problem)
 
 
 def program_bytes(params: Any) -> bytes | None:
@@ -234,6 +259,7 @@ class _SteeringMeta(type(VllmSamplingParams)):  # type: ignore[misc]
                 if hint:
                     raise TypeError(f"{error}{hint}") from error
             raise
+        refuse_unknown_args(kwargs.get("extra_args"))
         if fields:  # vLLM also clones parameters through this constructor
             attach_steering(params, fields)
         return params

@@ -127,13 +127,21 @@ def test_applied_json_matches_its_schema() -> None:
     def applied(**fields: Any) -> SteeringApplied:
         data = steering.compose(extra(**fields))[APPLIED_KEY]
         there = SteeringApplied.model_validate_json(data, strict=True)
-        assert there.model_dump_json(by_alias=True).encode() == data
+        assert there.model_dump_json(by_alias=True, exclude_defaults=True).encode() == data
         return there
 
     by_name, by_own = applied(steering_modules=[("calm", 0.5)]), applied(**own)
     (use,) = by_name.modules
     assert (use.name, use.scale, by_name.request, by_name.global_steering) == ("calm", 0.5, None, None)
     assert by_own.modules == () and by_own.request is not None and by_own.epoch == by_name.epoch
+    assert by_name.no_effect == by_own.no_effect == ()
+    nothing = {"post_block": {1: 0 * vector(9), 2: {"vector": vector(9), "scale": 0}}}
+    idle = applied(steering_vectors=nothing, steering_modules=["calm", ("calm", 0.0)]).no_effect
+    assert [(each.edit, each.reason) for each in idle] == [
+        ("steering_vectors.post_block[2]", "zero_strength"),
+        ("steering_modules[1]", "zero_strength"),
+        ("steering_vectors.post_block[1]", "zero_vector"),
+    ]
     digest = applied(steering_modules=[use.digest]).modules[0]
     assert (digest.name, digest.digest, digest.scale) == (None, use.digest, 1.0)
     steering.set(modules=["calm"])

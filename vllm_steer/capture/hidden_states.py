@@ -114,5 +114,10 @@ def capture_hidden_states(
         result = output.capture_results["memory"]
         if result.status != "ok":
             raise RuntimeError(f"request {output.request_id}: {result.error}")
+        if result.unreached:
+            raise RuntimeError(
+                f"request {output.request_id}: no rows at positions {', '.join(map(str, result.unreached))}; "
+                f"the prompt has {len(output.prompt_token_ids)} tokens"
+            )
         captured.append(result.data)
     return HiddenStates(tuple(captured))

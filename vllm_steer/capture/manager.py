@@ -174,10 +174,11 @@ class CaptureManager:
         try:
             prompt, output = about["prompt_token_ids"], about["output_token_ids"]
             sites, problem = assembler.assemble(spec, len(prompt), len(prompt) + len(output))
+            unreached = assembler.unreached(spec, len(prompt), len(prompt) + len(output))
             captured = CapturedRequest(
                 **about, model=self._model, spec=spec, sites=sites, status="partial" if problem else "ok", error=problem
             )
-            return CaptureResult(captured.status, captured.error, self._consumers[name].accept(captured))
+            return CaptureResult(captured.status, captured.error, self._consumers[name].accept(captured), unreached)
         except Exception as error:  # third-party consumers may raise anything
             return CaptureResult("error", f"{type(error).__name__}: {error}", None)
 

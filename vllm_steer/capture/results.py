@@ -66,7 +66,8 @@ class CapturedRequest:
     """The capture spec of the request."""
     sites: Mapping[Site, SiteRows]
     status: Status
-    """``ok`` if all requested rows are present and exact. ``partial`` if rows are missing or overflow the dtype."""
+    """``ok`` if all rows of the requested tokens are present and exact. ``partial`` if rows are missing or overflow the
+    dtype, or if the request has none of the requested positions."""
     error: str | None
     """Reason for a status other than ``ok``."""
     submission: int | None = None
@@ -146,6 +147,8 @@ class CaptureResult:
     """Reason for a status other than ``ok``."""
     data: Any
     """Return value of the consumer: the `CapturedRequest` for ``memory``, ``{"path": ...}`` for ``filesystem``."""
+    unreached: tuple[int | list[int | None], ...] = ()
+    """Positions and ``[start, stop]`` pairs of the spec that have no rows because the request ended before them."""
 
     def tensor(self, point: str, layer: int) -> torch.Tensor:
         """Return the rows of a site; see `CapturedRequest.tensor`."""

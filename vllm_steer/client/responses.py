@@ -63,6 +63,8 @@ class CaptureAnswer:
     """Report of a consumer other than ``memory``."""
     sites: Mapping[tuple[str, int], Rows] = field(default_factory=dict)
     """Rows by point and layer, if they are part of the response."""
+    unreached: tuple[int | list[int | None], ...] = ()
+    """Requested positions and ``[start, stop]`` pairs that the request ended before."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,7 +104,8 @@ class Piece:
 
     text: str
     applied: SteeringApplied | None
-    """Steering that was applied to the request; only set on the first piece."""
+    """Steering that was applied to the request; set on the first piece, and on a last one with the edits that no token
+    reached, if there are any."""
 
 
 def parse_error(response: httpx.Response) -> ServerError:
@@ -172,7 +175,8 @@ def _parse_capture(report: Mapping[str, Any]) -> CaptureAnswer:
         for point, layers in report.get("sites", {}).items()
         for layer, site in layers.items()
     }
-    return CaptureAnswer(report["status"], report["error"], report.get("id"), report.get("data"), sites)
+    unreached = tuple(report.get("unreached", ()))
+    return CaptureAnswer(report["status"], report["error"], report.get("id"), report.get("data"), sites, unreached)
 
 
 def _parse_rows(site: Mapping[str, Any]) -> Rows:

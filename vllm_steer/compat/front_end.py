@@ -59,6 +59,7 @@ def merge_outputs(original: Callable[..., Any], output: Any, next_output: Any, *
     earlier = {sample.index: sample.capture_rows for sample in output.outputs}
     new = {sample.index: sample.capture_rows for sample in next_output.outputs}
     original(output, next_output, *args, **kwargs)
+    output.steering_applied = next_output.steering_applied
     finished = {s.index: s.capture_results for s in next_output.outputs if s.capture_results is not None}
     for sample in output.outputs:
         sample.capture_results = finished.get(sample.index, sample.capture_results)

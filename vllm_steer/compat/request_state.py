@@ -10,6 +10,7 @@ from vllm.exceptions import GracefulHTTPError
 from vllm.v1.engine.output_processor import RequestState
 
 from vllm_steer.frontend.outputs import applied_steering, finish_capture, new_rows, refusal
+from vllm_steer.frontend.reach import record_reach
 from vllm_steer.params import program_bytes
 
 
@@ -37,13 +38,14 @@ class SteeredRequestState(RequestState):  # type: ignore[misc]
             return None
         output = super().make_request_output(new_token_ids, pooling_output, finish_reason, stop_reason, *args, **kwargs)
         if output is not None:
-            output.steering_applied = applied_steering(self)
+            output.steering_applied = applied_steering(self, output.finished)
         return output
 
     def _new_completion_output(self, token_ids: Any, finish_reason: Any, stop_reason: Any, *args: Any) -> Any:
         output = super()._new_completion_output(token_ids, finish_reason, stop_reason, *args)
         output.capture_rows = new_rows(self)
         if finish_reason is not None:
+            record_reach(self)
             output.capture_results = finish_capture(self, finish_reason, stop_reason)
         return output
 

@@ -82,7 +82,7 @@ class Capabilities:
         Args:
             program: A decoded program.
             prompt_len: Length of the prompt in tokens. None skips the checks that depend on it.
-            max_tokens: Most generated tokens. None skips the check of the capture budget.
+            max_tokens: Most generated tokens. None skips the checks of positions and of the capture budget.
         """
         # Requests with equal programs share the object, so its sites are checked once.
         if self._checked.get(id(program)) is not program:
@@ -91,8 +91,10 @@ class Capabilities:
         if prompt_len is not None:
             resolved = resolve(program, prompt_len, self.num_layers, max_segments=self.config.max_segments)
             self._check_size(resolved)
-            if max_tokens is not None and resolved.max_captures:
-                self._check_budget(self._most_bytes(resolved, prompt_len, max_tokens))
+            if max_tokens is not None:
+                self._check_reach(program, prompt_len, max_tokens)
+                if resolved.max_captures:
+                    self._check_budget(self._most_bytes(resolved, prompt_len, max_tokens))
 
     def _check_sites(self, program: Program) -> None:
         if program.vectors and program.width != self.hidden_size:
@@ -137,6 +139,19 @@ class Capabilities:
             raise SteeringError(
                 tokens_field, f"position {last} is beyond this engine's max_model_len of {self.max_model_len}"
             )
+
+    def _check_reach(self, program: Program, prompt_len: int, max_tokens: int) -> None:
+        """Raise :class:`SteeringError` if the request's own fields name positions that no token of it can reach."""
+        # The last generated token never runs through the model.
+        stop = max(min(prompt_len + max_tokens, self.max_model_len) - 1, prompt_len)
+        for selector, field_name in program.own_positions:
+            beyond = [start for start, _ in selector.intervals(prompt_len, field_name) if start >= stop]
+            if beyond:
+                raise SteeringError(
+                    field_name,
+                    f"position {beyond[0]} is out of reach: with {prompt_len} prompt tokens and "
+                    f"max_tokens={max_tokens}, {stop - 1} is the last that the model computes",
+                )
 
     def _check_editable(self, edit: CompiledEdit, field: str) -> None:
         point = POINT_NAMES[edit.point]

@@ -23,6 +23,7 @@ from vllm_steer.capture.row_deltas import RowDelta, RowDeltaStream
 from vllm_steer.capture.row_receiver import RowReceiver
 from vllm_steer.engine.admission import REFUSED
 from vllm_steer.frontend.context import capture_manager_of, context_of
+from vllm_steer.frontend.reach import record_selections, unreached_edits
 from vllm_steer.metrics.collectors import set_gauge
 from vllm_steer.params import APPLIED_KEY, capture_specs
 from vllm_steer.registry.schema import SteeringApplied
@@ -84,11 +85,20 @@ def record_applied(output_processor: Any, request: Any) -> None:
     if data:
         state = output_processor.request_states[request.request_id]
         setattr(state, _APPLIED, SteeringApplied.model_validate_json(data))
+        record_selections(output_processor, request)
 
 
-def applied_steering(state: Any) -> SteeringApplied | None:
-    """Return which steering was applied to the request of a sample."""
-    return getattr(state, _APPLIED, None)
+def applied_steering(state: Any, finished: bool) -> SteeringApplied | None:
+    """Return which steering was applied to the request of a sample.
+
+    Args:
+        state: The sample's state.
+        finished: Whether all samples of the request have finished, so that unreached edits are known.
+    """
+    applied: SteeringApplied | None = getattr(state, _APPLIED, None)
+    if applied is None or not finished or not (unreached := unreached_edits(state)):
+        return applied
+    return applied.model_copy(update={"no_effect": (*applied.no_effect, *unreached)})
 
 
 def on_results(state: Any, listener: Callable[[Any, CaptureResults], None]) -> None:

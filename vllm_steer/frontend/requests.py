@@ -21,6 +21,7 @@ from vllm_steer.params import (
     PROGRAM_KEY,
     capture_specs,
     program_bytes,
+    refuse_unknown_args,
     strip_for_engine,
 )
 from vllm_steer.registry.errors import UnknownModuleError
@@ -34,11 +35,13 @@ def complete_params(context: EngineContext | None, params: Any) -> Any:
     if there is nothing to add, otherwise a copy.
 
     Raises:
-        SteeringError: A module does not exist, or the combined edits exceed a limit.
+        SteeringError: A module does not exist, the combined edits exceed a limit, or a key of ``extra_args`` is a
+            misspelt field.
     """
     if context is None or not isinstance(params, VllmSamplingParams):
         return params
     extra = params.extra_args or {}
+    refuse_unknown_args(extra)
     try:
         completed = context.registry.compose(extra)
     except UnknownModuleError as error:

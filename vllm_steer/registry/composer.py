@@ -17,6 +17,7 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.params import (
     APPLIED_KEY,
     CAPTURE_KEY,
+    IDLE_KEY,
     MODULES_KEY,
     PROGRAM_KEY,
     encode_specs,
@@ -28,9 +29,9 @@ from vllm_steer.registry.index import ResolvedModule
 from vllm_steer.registry.module import DIGEST_PREFIX
 from vllm_steer.registry.snapshot import Snapshot
 from vllm_steer.spec import CaptureSpec, NamedProjection, Projection
-from vllm_steer.spec.references import MODULES_FIELD, Reference
+from vllm_steer.spec.references import GLOBAL_SOURCE, MODULES_FIELD, Reference
 
-_COMPOSED_KEYS = (PROGRAM_KEY, MODULES_KEY, CAPTURE_KEY)
+_COMPOSED_KEYS = (PROGRAM_KEY, MODULES_KEY, CAPTURE_KEY, IDLE_KEY)
 _CACHE_SIZE = 256
 _MAX_CACHED_BYTES = 1 << 14
 """Size limit of cached ``extra_args`` values. Larger ones contain vectors, which rarely repeat."""
@@ -102,7 +103,8 @@ def _compose(steering_args: Mapping[str, Any], snapshot: Snapshot) -> dict[str, 
     own = None if PROGRAM_KEY not in steering_args else Program.from_bytes(steering_args[PROGRAM_KEY])
     references = read_references(steering_args)
     modules = _resolve(references or (), snapshot)
-    composed = {key: value for key, value in steering_args.items() if key != MODULES_KEY}
+    joined = own
+    composed = {key: value for key, value in steering_args.items() if key not in (MODULES_KEY, IDLE_KEY)}
     if own is not None and references is not None and CAPTURE_KEY in steering_args:
         specs = resolve_probes(read_specs(steering_args), snapshot)
         composed[CAPTURE_KEY] = encode_specs(specs)
@@ -113,11 +115,24 @@ def _compose(steering_args: Mapping[str, Any], snapshot: Snapshot) -> dict[str, 
     if modules or snapshot.steering_digest is not None:
         named = [with_source(snapshot.program(each), f"{MODULES_FIELD}[{i}]") for i, each in enumerate(modules)]
         steering = snapshot.steering_program
-        global_programs = [] if steering is None else [with_source(steering, "global steering")]
-        composed[PROGRAM_KEY] = join([*global_programs, *named, *([] if own is None else [own])]).encode_cached()
-    if modules or snapshot.steering_digest is not None or (own is not None and own.edits):
-        composed[APPLIED_KEY] = _encode_applied(snapshot, modules, own)
+        global_programs = [] if steering is None else [with_source(steering, GLOBAL_SOURCE)]
+        joined = join([*global_programs, *named, *([] if own is None else [own])])
+        composed[PROGRAM_KEY] = joined.encode_cached()
+    idle = _read_idle(steering_args)
+    if modules or snapshot.steering_digest is not None or idle or (own is not None and own.edits):
+        idle += [f"{MODULES_FIELD}[{i}]" for i, each in enumerate(modules) if each.scale == 0.0]
+        no_effect = [{"edit": path, "reason": "zero_strength"} for path in idle]
+        no_effect += [{"edit": path, "reason": "zero_vector"} for path in (() if joined is None else joined.zero_edits)]
+        composed[APPLIED_KEY] = _encode_applied(snapshot, modules, own, no_effect)
     return composed
+
+
+def _read_idle(ours: Mapping[str, Any]) -> list[str]:
+    """Return the paths of the request's edits with strength 0."""
+    try:
+        return msgspec.msgpack.decode(ours.get(IDLE_KEY, b"\x90"), type=list[str])
+    except (msgspec.MsgspecError, TypeError):
+        raise SteeringError(f"extra_args.{IDLE_KEY}", "is reserved for internal use") from None
 
 
 def _resolve(references: tuple[Reference, ...], snapshot: Snapshot) -> tuple[ResolvedModule, ...]:
@@ -137,7 +152,9 @@ def _projection(named: NamedProjection, snapshot: Snapshot, field: str) -> Proje
     return Projection(directions, field)
 
 
-def _encode_applied(snapshot: Snapshot, modules: tuple[ResolvedModule, ...], own: Program | None) -> bytes:
+def _encode_applied(
+    snapshot: Snapshot, modules: tuple[ResolvedModule, ...], own: Program | None, no_effect: list[dict[str, str]]
+) -> bytes:
     """Return the JSON of a `SteeringApplied`, which is encoded for every request but rarely decoded."""
     return msgspec.json.encode(
         {
@@ -145,6 +162,7 @@ def _encode_applied(snapshot: Snapshot, modules: tuple[ResolvedModule, ...], own
             "global": snapshot.steering_digest,
             "modules": modules,
             "request": None if own is None or not own.edits else _edits_digest(own),
+            **({"no_effect": no_effect} if no_effect else {}),
         }
     )
 

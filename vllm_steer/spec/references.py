@@ -11,6 +11,10 @@ from vllm_steer.limits import MAX_REFERENCES
 from vllm_steer.spec.scalars import read_number, shown
 
 MODULES_FIELD = "steering_modules"
+GLOBAL_SOURCE = "global steering"
+"""Path of the edits of global steering, in messages."""
+SERVER_WIDE_SOURCE = "capture_consumers"
+"""Begins the path of a server-wide capture, in messages."""
 NAME_RULE = "1 to 64 ASCII letters, digits, dots, dashes and underscores, beginning with a letter or digit"
 
 # ASCII only, so that two different names cannot look alike.

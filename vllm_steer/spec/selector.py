@@ -109,6 +109,34 @@ class Selector:
             return (NAMED[self._where](prompt_len),)
         return tuple(_merged(_resolved(interval, prompt_len, field) for interval in self._where))
 
+    def reaches(self, prompt_len: int, stop: int) -> bool:
+        """Return whether a position before ``stop`` is selected; arguments and errors are those of `beyond`."""
+        return self.intervals(prompt_len)[0][0] < stop
+
+    def beyond(self, prompt_len: int, stop: int) -> tuple[int | list[int | None], ...]:
+        """Return the selected positions and ``[start, stop]`` pairs from position ``stop`` on.
+
+        A selection without end covers as many tokens as there are. It counts only if it starts there.
+
+        Args:
+            prompt_len: Number of prompt tokens.
+            stop: First position that is out of reach.
+
+        Raises:
+            SteeringError: See `intervals`.
+        """
+        return tuple(
+            item
+            for start, end in self.intervals(prompt_len)
+            if end > stop and (end < OPEN_END or start >= stop)
+            for item in _written((max(start, stop), end))
+        )
+
+    @property
+    def is_named(self) -> bool:
+        """Whether the selector is a name, which is relative to the prompt."""
+        return isinstance(self._where, str)
+
     @property
     def max_position(self) -> int:
         """The largest absolute position that is named; -1 if there is none."""

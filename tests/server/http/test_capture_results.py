@@ -24,9 +24,10 @@ from tests.server.http import answers
 from tests.server.http.answers import DONE, SPEC, captured, done, finish_samples, make_capturing_app
 from vllm_steer.capture import CaptureResult
 from vllm_steer.capture.results import CaptureResults
+from vllm_steer.params import PROMPT_KEY
 from vllm_steer.server.http import capture_results
 from vllm_steer.server.http.apply_fields import apply_to_params
-from vllm_steer.server.http.request_context import PROMPT_KEY, current_request, record_results, track_sample
+from vllm_steer.server.http.request_context import current_request, record_results, track_sample
 from vllm_steer.server.http.row_encoding import encode_inline
 from vllm_steer.server.routes.captures import capture_store_of
 

@@ -85,6 +85,15 @@ class CaptureReportForm(msgspec.Struct):
 
     status: Annotated[Literal["ok", "partial", "error"], msgspec.Meta(description="Whether all rows are present.")]
     error: Annotated[str | None, msgspec.Meta(description="Reason for a status other than `ok`.")]
+    unreached: (
+        Annotated[
+            list[int | list[int | None]],
+            msgspec.Meta(
+                description="Positions and `[start, stop]` pairs of the spec that the request ended before, if any."
+            ),
+        ]
+        | msgspec.UnsetType
+    ) = msgspec.UNSET
     sites: (
         Annotated[
             dict[str, dict[str, SiteRowsForm]],
