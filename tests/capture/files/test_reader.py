@@ -49,7 +49,7 @@ class TestReader:
         (stored,) = write(tmp_path, request)
         assert (stored.request_id, stored.sample, stored.model, stored.tag) == ("id", 2, "tiny", "run 3")
         assert (stored.status, stored.error) == ("partial", "preempted")
-        assert (stored.prompt_tokens, stored.output_tokens) == (5, 7)
+        assert (stored.num_prompt_tokens, stored.num_output_tokens) == (5, 7)
         assert stored.num_bytes == 3 * 5 * 16 * 2
         assert stored.spec == {
             "hooks": {"pre_attn": [0], "post_block": [0, 3]},
