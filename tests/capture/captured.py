@@ -56,8 +56,8 @@ def assert_same(stored: StoredRequest, request: CapturedRequest) -> None:
     """Check that all rows, positions, tokens and properties of a request were stored."""
     assert (stored.request_id, stored.sample, stored.model) == (request.request_id, request.sample, request.model)
     assert (stored.status, stored.error) == (request.status, request.error)
-    assert stored.prompt_tokens == len(request.prompt_token_ids)
-    assert stored.output_tokens == len(request.output_token_ids)
+    assert stored.num_prompt_tokens == len(request.prompt_token_ids)
+    assert stored.num_output_tokens == len(request.output_token_ids)
     assert set(stored.sites) == set(request.sites)
     for site, expected in request.sites.items():
         rows = stored.tensor(*site)

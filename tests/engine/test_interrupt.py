@@ -71,4 +71,6 @@ def test_interrupted_run(tiny_llama: Path, tmp_path: Path) -> None:
     for trouble in ("Exception ignored", "fatal error", "EngineDeadError", "TypeError"):
         assert trouble not in done.stdout + done.stderr, done.stderr[-4000:]
     assert "stored: ['ok', 'ok', 'ok']" in done.stdout
-    assert [request.status for request in open_captures(root)] == ["ok"] * 3
+    captures = open_captures(root)
+    assert [(request.submission, request.status) for request in captures] == [(i, "ok") for i in range(3)]
+    assert [entry.submission for entry in captures.missing()] == [3, 4, 5, 6, 7]

@@ -7,17 +7,18 @@ until its consumer has finished.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 import torch
 
 from vllm_steer.capture.consumers import BUILT_IN, THREAD_PREFIX, Consumer, how_to_add, make_consumer
-from vllm_steer.capture.results import CapturedRequest, CaptureResult, CaptureResults, finished
+from vllm_steer.capture.results import CapturedRequest, CaptureResult, CaptureResults, SubmittedRequest, finished
 from vllm_steer.capture.row_assembler import RowAssembler
 from vllm_steer.capture.server_wide import split_options
 from vllm_steer.errors import SteeringError
@@ -66,6 +67,7 @@ class CaptureManager:
         self._closed = False
         self._may_start = threading.Event()
         self._may_start.set()
+        self._submissions = itertools.count()
         self.server_wide: Specs = ()
         for name, given in {"memory": {}, **options}.items():
             own, specs = split_options(name, given)
@@ -106,6 +108,26 @@ class CaptureManager:
         """Return an empty assembler for one sample of a request."""
         model = self._capabilities
         return RowAssembler(model.num_layers, model.hidden_size, getattr(torch, model.dtype))
+
+    def next_submission(self) -> int:
+        """Return the number of the next request that captures."""
+        return next(self._submissions)
+
+    def begin(self, specs: Specs, request_id: str, sample: int, submission: int) -> None:
+        """Tell the consumers that a sample was submitted."""
+        for name, spec in specs:
+            if type(self._consumers[name]).begin is not Consumer.begin:
+                with suppress(RuntimeError):  # the executor is shut down: the process is ending
+                    self._threads[name].submit(
+                        self._begin, name, SubmittedRequest(request_id, sample, submission, spec)
+                    )
+
+    def _begin(self, name: str, submitted: SubmittedRequest) -> None:
+        self._may_start.wait()
+        try:
+            self._consumers[name].begin(submitted)
+        except Exception as error:  # third-party consumers may raise anything
+            logger.warning("Capture consumer %s did not note a submitted request: %s", name, error)
 
     def submit(self, assembler: RowAssembler, specs: Specs, **about: Any) -> CaptureResults:
         """Submit a finished sample to its consumers.

@@ -30,6 +30,20 @@ class SiteRows:
 
 
 @dataclass(frozen=True, eq=False)
+class SubmittedRequest:
+    """One sample of a request that the engine client has accepted."""
+
+    request_id: str
+    """The client's request id, or vLLM's if the client set none. Arbitrary text: do not use it as a file name."""
+    sample: int
+    """Number of the sample among the request's ``n`` samples, from 0."""
+    submission: int
+    """Number of the request among those with captures that the engine client accepted, from 0."""
+    spec: CaptureSpec
+    """The capture spec of the request."""
+
+
+@dataclass(frozen=True, eq=False)
 class CapturedRequest:
     """Rows that one consumer receives for one sample of a finished request.
 
@@ -56,6 +70,8 @@ class CapturedRequest:
     dtype, or if the request has none of the requested positions."""
     error: str | None
     """Reason for a status other than ``ok``."""
+    submission: int | None = None
+    """Number of the request among those with captures that its engine client accepted, from 0."""
 
     def tensor(self, point: str, layer: int) -> torch.Tensor:
         """Return the rows of a site, ``[n, hidden]`` or as reduced.

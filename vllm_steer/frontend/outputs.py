@@ -33,6 +33,7 @@ ROW_RECEIVER = "_steering_rows"
 """Attribute of an output processor that has received captured rows."""
 _APPLIED = "_steering_applied"
 _CAPTURE = "_steering_capture"
+_SUBMISSION = "_steering_submission"
 _LISTENER = "_steering_results_listener"
 _NO_CONTEXT: AbstractContextManager[None] = nullcontext()
 
@@ -46,6 +47,7 @@ class RunningCapture:
     assembler: RowAssembler
     specs: tuple[tuple[str, CaptureSpec], ...]
     streams: Mapping[str, RowDeltaStream]
+    submission: int
 
 
 def begin_capture(output_processor: Any, request: Any) -> None:
@@ -57,7 +59,24 @@ def begin_capture(output_processor: Any, request: Any) -> None:
         assembler, receiver = manager.new_assembler(), _receiver(output_processor)
         receiver.add_request(request.request_id, assembler)
         streams = {name: RowDeltaStream(assembler, spec) for name, spec in specs if is_streamed(name, spec)}
-        setattr(state, _CAPTURE, RunningCapture(manager, receiver, assembler, specs, streams))
+        submission = _submission(manager, state)
+        setattr(state, _CAPTURE, RunningCapture(manager, receiver, assembler, specs, streams, submission))
+        manager.begin(specs, _request_id(state), state.request_index, submission)
+
+
+def _request_id(state: Any) -> str:
+    """Return the client's request id."""
+    request_id: str = state.external_req_id if state.parent_req is None else state.parent_req.external_req_id
+    return request_id
+
+
+def _submission(manager: CaptureManager, state: Any) -> int:
+    """Return the number of a sample's request among those that capture; samples of one request share it."""
+    holder = state if state.parent_req is None else state.parent_req
+    if (submission := getattr(holder, _SUBMISSION, None)) is None:
+        submission = manager.next_submission()
+        setattr(holder, _SUBMISSION, submission)
+    return int(submission)
 
 
 def record_applied(output_processor: Any, request: Any) -> None:
@@ -149,8 +168,9 @@ def finish_capture(state: Any, finish_reason: FinishReason, stop_reason: Any) ->
     results = running.manager.submit(
         running.assembler,
         running.specs,
-        request_id=state.external_req_id if state.parent_req is None else state.parent_req.external_req_id,
+        request_id=_request_id(state),
         sample=state.request_index,
+        submission=running.submission,
         prompt_token_ids=tuple(prompt),
         output_token_ids=tuple(state.detokenizer.output_token_ids),
     )

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from vllm_steer.capture.results import CapturedRequest
+from vllm_steer.capture.results import CapturedRequest, SubmittedRequest
 from vllm_steer.errors import SteeringError
 from vllm_steer.spec import CaptureSpec
 from vllm_steer.spec.capture_form import SPEC_KEYS
@@ -36,6 +36,8 @@ class Consumer(ABC):
     ``check``      for each request that names the   request thread (a server's event   SteeringError rejects the
                    consumer, before it reaches the   loop); must not block              request; others are server
                    engine                                                               errors (500)
+    ``begin``      for each sample of a request      the consumer's own thread, in      logged
+                   that the engine client accepted   order with ``accept``; may block
     ``accept``     for each sample of a request      the consumer's own thread, one     the capture's status becomes
                    that has finished or was aborted  call at a time; may block          ``error``; nothing else is
                    (status ``partial``)                                                 affected
@@ -81,6 +83,10 @@ class Consumer(ABC):
                     f"({', '.join(self.spec_options) or 'none'})" + (f"; did you mean {similar}?" if similar else ""),
                 )
             convert_option(self.spec_options[name], value, f"{field}.{name}", strict=True)
+
+    def begin(self, submitted: SubmittedRequest) -> None:
+        """Note that a sample was submitted, ahead of its rows. Called only if the class overrides it."""
+        return None
 
     @abstractmethod
     def accept(self, captured: CapturedRequest) -> Any:
