@@ -9,11 +9,14 @@ last whole one. The end-of-stream marker shows that nothing will be appended.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 import pyarrow as pa
+import torch
 import xxhash
 
 from vllm_steer.capture.files.format import (
@@ -21,7 +24,6 @@ from vllm_steer.capture.files.format import (
     RequestEntry,
     dtype_name,
     entry_fields,
-    row_bytes,
 )
 from vllm_steer.capture.results import CapturedRequest
 
@@ -47,6 +49,9 @@ SCHEMA = pa.schema(
     metadata={"format": FORMAT, "version": VERSION},
 )
 
+_TYPES = {field.name: field.type for field in SCHEMA}
+_INT32 = pa.int32()
+
 
 class StreamSite(msgspec.Struct, frozen=True):
     """A site of a request."""
@@ -57,6 +62,8 @@ class StreamSite(msgspec.Struct, frozen=True):
     """Safetensors name of the dtype."""
     shape: tuple[int, int]
     """Number of rows, and their width."""
+    tokens: int
+    """Number of positions."""
 
 
 class StreamEntry(RequestEntry, frozen=True, omit_defaults=True, kw_only=True):
@@ -64,7 +71,7 @@ class StreamEntry(RequestEntry, frozen=True, omit_defaults=True, kw_only=True):
 
     sites: tuple[StreamSite, ...]
     xxh3_64: str
-    """Checksum of ``positions``, ``token_ids`` and ``rows`` of all sites, in order."""
+    """Checksum of the values of ``positions``, of ``token_ids`` and of ``rows`` of each batch, in order."""
 
 
 class Line(NamedTuple):
@@ -91,26 +98,27 @@ class StreamEncoder:
 
         Raises as `dtype_name` does.
         """
-        lines, checksum = [], xxhash.xxh3_64()
+        lines = []
         tokens: dict[bytes, tuple[Any, Any]] = {}
         for (point, layer), site in captured.sites.items():
             key = site.positions.tobytes()
             if key not in tokens:
                 tokens[key] = site.positions.astype(np.int32), captured.tokens_at(site.positions).astype(np.int32)
-            entry = StreamSite(point, layer, dtype_name(site), (site.rows.shape[0], site.rows.shape[1]))
-            line = Line(entry, *tokens[key], row_bytes(site.rows))
-            for part in line[1:]:
-                checksum.update(part)
-            lines.append(line)
-        properties = StreamEntry(
-            sites=tuple(line.site for line in lines), xxh3_64=checksum.hexdigest(), **entry_fields(captured, run)
-        )
-        text = msgspec.json.encode(properties)
+            dtype, (num_rows, width) = dtype_name(site), site.rows.shape
+            entry = StreamSite(point, layer, dtype, (num_rows, width), len(site.positions))
+            lines.append(Line(entry, *tokens[key], _row_buffer(site.rows)))
+        fields = entry_fields(captured, run)
+        checksum = xxhash.xxh3_64()
         groups = list(_grouped(lines))
-        for group in groups:
-            described = text if group is groups[-1] else b""
-            metadata = {REQUEST: described, CHECKSUM: xxhash.xxh3_64_hexdigest(described)}
-            self._writer.write_batch(_batch(properties, group), metadata)
+        for number, group in enumerate(groups, 1):
+            batch, values = _batch(fields["request_id"], fields["sample"], group)
+            for part in values:
+                checksum.update(part)
+            text = b""
+            if number == len(groups):
+                sites = tuple(line.site for line in lines)
+                text = msgspec.json.encode(StreamEntry(sites=sites, xxh3_64=checksum.hexdigest(), **fields))
+            self._writer.write_batch(batch, {REQUEST: text, CHECKSUM: xxhash.xxh3_64_hexdigest(text)})
         return self._sink.take()
 
 
@@ -134,37 +142,59 @@ class _Sink:
         return parts
 
 
+def _row_buffer(rows: torch.Tensor) -> Any:
+    """Return the bytes of CPU rows ``[n, width]`` in row-major order, without a copy if they are contiguous."""
+    rows = rows.contiguous()
+    return pa.foreign_buffer(rows.data_ptr(), rows.nbytes, rows) if rows.nbytes else pa.py_buffer(b"")
+
+
 def _grouped(lines: Sequence[Line]) -> Iterator[list[Line]]:
     """Yield the lines of each batch; at least one batch."""
     group: list[Line] = []
+    size = 0
     for line in lines:
-        if group and sum(each.rows.nbytes for each in group) + line.rows.nbytes > _BATCH_BYTES:
+        if group and size + line.rows.size > _BATCH_BYTES:
             yield group
-            group = []
+            group, size = [], 0
         group.append(line)
+        size += line.rows.size
     yield group
 
 
-def _batch(entry: StreamEntry, lines: Sequence[Line]) -> Any:
-    def offsets(sizes: list[int], dtype: Any) -> Any:
-        return np.cumsum([0, *sizes], dtype=dtype)
-
-    def lists(arrays: list[Any]) -> Any:
-        values = np.concatenate([np.empty(0, np.int32), *arrays])
-        return pa.ListArray.from_arrays(offsets([len(array) for array in arrays], np.int32), values)
-
-    n, sites = len(lines), [line.site for line in lines]
-    data = lines[0].rows if n == 1 else b"".join(line.rows for line in lines)
-    ends = offsets([line.rows.nbytes for line in lines], np.int64)
+def _batch(request_id: str, sample: int, lines: Sequence[Line]) -> tuple[Any, tuple[Any, ...]]:
+    """Return a batch, and the values of its columns ``positions``, ``token_ids`` and ``rows``."""
+    n, name = len(lines), request_id.encode()
+    token_offsets = _offsets([line.site.tokens for line in lines], np.int32)
+    row_offsets = _offsets([line.rows.size for line in lines], np.int64)
+    positions, token_ids = (pa.py_buffer(b"".join([line[column] for line in lines])) for column in (1, 2))
+    rows = lines[0].rows if n == 1 else pa.py_buffer(b"".join([line.rows for line in lines]))
+    # From buffers, because pyarrow takes longer to convert Python objects.
     columns = [
-        pa.array([entry.request_id] * n, pa.string()),
-        pa.array([entry.sample] * n, pa.int32()),
-        pa.array([site.point for site in sites], pa.string()),
-        pa.array([site.layer for site in sites], pa.int32()),
-        pa.array([site.dtype for site in sites], pa.string()),
-        pa.array([site.shape[1] for site in sites], pa.int32()),
-        lists([line.positions for line in lines]),
-        lists([line.token_ids for line in lines]),
-        pa.LargeBinaryArray.from_buffers(pa.large_binary(), n, [None, pa.py_buffer(ends), pa.py_buffer(data)]),
+        _column("request_id", n, _offsets([len(name)] * n, np.int32), pa.py_buffer(name * n)),
+        _column("sample", n, pa.py_buffer(sample.to_bytes(4, "little") * n)),
+        *_site_columns(tuple([(site.point, site.layer, site.dtype, site.shape[1]) for site, *_ in lines])),
+        _list_column("positions", n, token_offsets, positions),
+        _list_column("token_ids", n, token_offsets, token_ids),
+        _column("rows", n, row_offsets, rows),
     ]
-    return pa.record_batch(columns, schema=SCHEMA)
+    return pa.RecordBatch.from_arrays(columns, schema=SCHEMA), (positions, token_ids, rows)
+
+
+@lru_cache(maxsize=64)
+def _site_columns(sites: tuple[tuple[str, int, str, int], ...]) -> tuple[Any, ...]:
+    """Return the columns ``point``, ``layer``, ``dtype`` and ``width``. Most requests of a server have the same."""
+    types = pa.string(), pa.int32(), pa.string(), pa.int32()
+    return tuple(pa.array([site[i] for site in sites], types[i]) for i in range(4))
+
+
+def _column(name: str, n: int, *buffers: Any) -> Any:
+    return pa.Array.from_buffers(_TYPES[name], n, [None, *buffers], 0)
+
+
+def _list_column(name: str, n: int, offsets: Any, values: Any) -> Any:
+    inner = pa.Array.from_buffers(_INT32, values.size // 4, [None, values], 0)
+    return pa.Array.from_buffers(_TYPES[name], n, [None, offsets], 0, children=[inner])
+
+
+def _offsets(sizes: Sequence[int], dtype: Any) -> Any:
+    return pa.py_buffer(np.fromiter(accumulate(sizes, initial=0), dtype, len(sizes) + 1).tobytes())

@@ -6,6 +6,7 @@ from __future__ import annotations
 import mmap
 import os
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,21 +75,19 @@ class StreamFile(CaptureFile):
             while source.tell() < stop - start:
                 batch = pa.ipc.read_record_batch(pa.ipc.read_message(source), SCHEMA)
                 batch.validate(full=True)
+                tokens = [batch.column(name) for name in ("positions", "token_ids")]
                 _, ends, data = batch.column("rows").buffers()  # values of the column would be copies
-                for i in range(batch.num_rows):
-                    positions, token_ids = (batch.column(name)[i].values for name in ("positions", "token_ids"))
-                    first, end = np.frombuffer(ends, np.int64, 2, 8 * i).tolist()
-                    rows = data.slice(first, end - first)
-                    site = entry.sites[len(lines)]
-                    lines.append(Line(site, positions.to_numpy(), token_ids.to_numpy(), rows))
-            if index not in self._checked:
-                for line in lines:
-                    for part in line[1:]:
+                bounds = np.frombuffer(ends, np.int64, batch.num_rows + 1).tolist()
+                if index not in self._checked:
+                    for part in (*(column.flatten().to_numpy() for column in tokens), data[bounds[0] : bounds[-1]]):
                         checksum.update(part)
+                for i, (first, end) in enumerate(pairwise(bounds)):
+                    positions, token_ids = (column[i].values.to_numpy() for column in tokens)
+                    site = entry.sites[len(lines)]
+                    lines.append(Line(site, positions, token_ids, data.slice(first, end - first)))
         except _PARSE_ERRORS as error:
             raise CaptureFileError(f"{self.path} is damaged in request {index}: {error}") from None
-        sizes = [shape[0] * shape[1] * DTYPES[site.dtype].itemsize for site in entry.sites for shape in [site.shape]]
-        whole = sizes == [line.rows.size for line in lines]
+        whole = len(lines) == len(entry.sites) and all(map(_has_its_sizes, lines))
         if not whole or (index not in self._checked and checksum.hexdigest() != entry.xxh3_64):
             raise CaptureFileError(f"{self.path} is damaged in request {index}: its checksum differs")
         self._checked.add(index)
@@ -155,6 +154,12 @@ def scan(path: Path | str) -> Scan:
     if problem and not sealed and _goes_on(path, end):
         raise CaptureFileError(f"{path} is damaged after byte {end}: {problem}")
     return Scan(entries, spans, end, sealed)
+
+
+def _has_its_sizes(line: Line) -> bool:
+    site, (rows, width) = line.site, line.site.shape
+    sizes = len(line.positions), len(line.token_ids), line.rows.size
+    return sizes == (site.tokens, site.tokens, rows * width * DTYPES[site.dtype].itemsize)
 
 
 def _map(path: Path | str) -> mmap.mmap:
