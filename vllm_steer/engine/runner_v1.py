@@ -126,7 +126,7 @@ class SteeringRunnerV1:
 
     def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
         output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
-        return attach_rows(output, self.steering.capture.take_rows())
+        return attach_rows(output, self.steering.take_rows())
 
     def capture_model(self: Any, *args: Any, **kwargs: Any) -> Any:
         with self.steering.graph_sets.capture_all_taps():

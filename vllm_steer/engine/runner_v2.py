@@ -66,7 +66,7 @@ class SteeringRunnerV2:
 
     def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
         output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
-        return attach_rows(output, self.steering.capture.take_rows())
+        return attach_rows(output, self.steering.take_rows())
 
 
 @cache

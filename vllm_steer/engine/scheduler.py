@@ -125,7 +125,7 @@ class SteeringSchedulerMixin:
 
         In hybrid caches and with KV connectors, a hit cannot be shortened to the first captured position.
         """
-        first = resolved.first_captured_position
+        first = resolved.first_needed_position
         if first is None or first >= request.num_prompt_tokens - 1:
             return False
         return self.connector is not None or not self._can_shorten_hits()
@@ -139,10 +139,10 @@ class SteeringSchedulerMixin:
         return len(managers) == 1 and type(managers[0]) is FullAttentionManager
 
     def _get_local_prefix_cache_hit(self: Any, request: Any) -> Any:
-        """Return vLLM's hit, shortened to the first captured position: cached tokens are not computed."""
+        """Return vLLM's hit, shortened to the first captured or read position: cached tokens are not computed."""
         blocks, hit, *rest = super()._get_local_prefix_cache_hit(request)  # type: ignore[misc]
         resolved = self._with_program.get(request.request_id)
-        first = None if resolved is None else resolved.first_captured_position
+        first = None if resolved is None else resolved.first_needed_position
         if first is None or hit <= first:
             return (blocks, hit, *rest)
         if not self._can_shorten_hits():

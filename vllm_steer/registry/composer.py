@@ -23,7 +23,7 @@ from vllm_steer.params import (
     read_references,
     read_specs,
 )
-from vllm_steer.program import Program, compile_program, join, with_source
+from vllm_steer.program import Program, compile_program, join, with_probes, with_source
 from vllm_steer.registry.index import ResolvedModule
 from vllm_steer.registry.module import DIGEST_PREFIX
 from vllm_steer.registry.snapshot import Snapshot
@@ -103,6 +103,9 @@ def _compose(ours: Mapping[str, Any], snapshot: Snapshot) -> dict[str, bytes]:
     references = read_references(ours)
     modules = _resolve(references or (), snapshot)
     composed = {key: value for key, value in ours.items() if key != MODULES_KEY}
+    if own is not None and any(readout.probes for readout in own.readouts):
+        own = with_probes(own, lambda names, field: _directions(names, snapshot, field))
+        composed[EXTRA_KEY] = own.encode_cached()
     if own is not None and references is not None and CAPTURE_KEY in ours:
         specs = resolve_probes(read_specs(ours), snapshot)
         composed[CAPTURE_KEY] = encode_specs(specs)
@@ -122,6 +125,10 @@ def _compose(ours: Mapping[str, Any], snapshot: Snapshot) -> dict[str, bytes]:
 
 def _resolve(references: tuple[Reference, ...], snapshot: Snapshot) -> tuple[ResolvedModule, ...]:
     return tuple(snapshot.find(each, f"{MODULES_FIELD}[{i}]")[0] for i, each in enumerate(references))
+
+
+def _directions(names: tuple[str, ...], snapshot: Snapshot, field: str) -> Projection:
+    return _projection(NamedProjection.parse(list(names), field), snapshot, field)
 
 
 def _projection(named: NamedProjection, snapshot: Snapshot, field: str) -> Projection:

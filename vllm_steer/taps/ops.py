@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm_steer.taps.assignment import BatchLayout, assign_arena_offsets, assign_rows
+from vllm_steer.taps.dynamic import begin_records, fold_records
 from vllm_steer.taps.projection import products_at
 from vllm_steer.taps.tables import Tables
 
@@ -23,6 +24,8 @@ class DeviceOps:
     assign_rows: Callable[[Tables, BatchLayout, int], None] = assign_rows
     assign_arena_offsets: Callable[[Tables, int], None] = assign_arena_offsets
     products_at: Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor] = products_at
+    begin_records: Callable[[Tables, BatchLayout, int], None] = begin_records
+    fold_records: Callable[[Tables, BatchLayout, int], None] = fold_records
 
 
 def device_ops(tables: Tables, dtype: torch.dtype) -> DeviceOps:

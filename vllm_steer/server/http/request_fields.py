@@ -36,6 +36,8 @@ from vllm_steer.server.auth.current_key import current_key, require_field_rights
 from vllm_steer.server.http.confusables import resembles
 from vllm_steer.server.http.request_context import PROMPT_KEY, RequestContext, ResultsLocation, current_request
 from vllm_steer.server.quota.tracker import Reservation
+from vllm_steer.spec.condition import STOP_FIELD
+from vllm_steer.spec.readout import READOUTS_FIELD
 
 # The server runs all other tools itself and calls the model again with their results.
 _CLIENT_TOOLS = frozenset({"function", "custom"})
@@ -85,6 +87,9 @@ def apply_to_params(request: Any, params: Any) -> Any:
         _refuse_misspelled(request)
         _refuse_background(request)
         fields = read_fields(request)
+        for name in (READOUTS_FIELD, STOP_FIELD):
+            if name in fields:
+                raise SteeringError(name, "is not supported over HTTP yet; use LLM or AsyncLLM")
         if CAPTURE_FIELD in fields:
             _refuse_without_answer(request)
         answer: ResultsLocation = "response" if isinstance(request, ResponsesRequest) else "choices"
