@@ -255,7 +255,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--generated", type=int, default=256)
     parser.add_argument("--graph-sets", type=int, default=SteeringConfig().graph_sets)
-    parser.add_argument("--plain-code", action="store_true", help="the setting plain_code")
+    parser.add_argument("--plain-code", action=argparse.BooleanOptionalAction, help="the setting plain_code")
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--kv-gib", type=float, default=12, help="KV cache of each engine on each GPU, in GiB")
     parser.add_argument("--pairs", type=int, default=1, help="number of engine pairs per shape")

@@ -25,7 +25,7 @@ from benchmarks.trace import work_of
 STEPS = 4
 
 
-def record(variant: str, model: str, batch: int, plain_code: bool, pipe: Any) -> None:
+def record(variant: str, model: str, batch: int, plain_code: bool | None, pipe: Any) -> None:
     """Send the names of the kernels and copies in ``STEPS`` decode steps, per stream in order, from a child process."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from torch.profiler import ProfilerActivity, profile
@@ -70,7 +70,7 @@ def record(variant: str, model: str, batch: int, plain_code: bool, pipe: Any) ->
     pipe.close()
 
 
-def record_in_process(variant: str, model: str, batch: int, plain_code: bool = False) -> list[list[str]]:
+def record_in_process(variant: str, model: str, batch: int, plain_code: bool | None = None) -> list[list[str]]:
     """Run :func:`record` in a child process and return its result."""
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
@@ -90,7 +90,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-8b")
     parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--plain-code", action="store_true", help="the setting plain_code")
+    parser.add_argument("--plain-code", action=argparse.BooleanOptionalAction, help="the setting plain_code")
     parser.add_argument("--variants", nargs="+", default=["idle", "one site"])
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -108,11 +108,12 @@ def make_manager() -> WorkerSteeringManager:
     return WorkerSteeringManager(
         decoder,
         ProgramStore(tables, config, LAYERS, range(LAYERS)),
-        CUDAGraphSetManager(tables, config.graph_sets, 3, range(LAYERS)),
+        CUDAGraphSetManager(tables, config.graph_sets, 3, range(LAYERS), "the stand-in has no model"),
         DeviceOps(lambda *args: None, lambda *args: None),
         {},
         captures=True,
         speculative=False,
+        compare_plain_code=False,
     )
 
 

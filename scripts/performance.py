@@ -120,13 +120,13 @@ GLOBS = ("gpu-cost-*.json", "gpu-kernels.json", "gpu-timeline*.json", "load*.jso
 LIMITS = """
 ## Remaining costs
 
-* Idle steps run one kernel more than stock vLLM: the embedding is written before the first layer, where it can be edited and
-  captured, instead of being fused into the first norm. In layers with a single tensor (Granite, GPT-2) the compiler no longer
-  fuses an addition with the following norm; `--steering-plain-code` avoids both.
+* Without plain code (`--steering-plain-code`), idle steps run one kernel more than stock vLLM: the embedding is written
+  before the first layer, where it can be edited and captured, instead of being fused into the first norm. In layers with
+  a single tensor (Granite, GPT-2) the compiler no longer fuses an addition with the following norm.
 * The host limits models whose GPU steps are shorter than their Python code, such as a 0.6 B model at batch 1.
 * Steered sites add launches of neighbouring taps without work. Each launch takes, in µs,
   {idle_taps} (`benchmarks/results/gpu-taps.json`).
-  These are the taps of a quarter of the layers in steps of up to 64 tokens, and those between or within layers in larger steps.
+  These are the taps of a quarter of the layers in steps of up to 64 tokens, and those between layers, or all, in larger steps.
 * First tokens of steered batches are delayed. 128 requests with the same vectors at all sites, 1.5 MiB each, take {large:.2f} times
   as long as plain requests, and {two:.2f} times on two GPUs (`benchmarks/results/program-hops.json` has the time of each hop).
   Requests with new vectors still carry them.

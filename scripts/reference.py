@@ -164,7 +164,10 @@ def limits() -> str:
         + "\n## Switches\n\n"
         + table(
             ("setting", "flag that changes it", "default", "meaning of the flag"),
-            [(f"`{s.name}`", f"`{s.flag}`", f"`{s.default}`", s.help) for s in SWITCHES],
+            [
+                (f"`{s.name}`", f"`{s.flag}`", f"`{s.default}`" if s.default is not None else "by engine", s.help)
+                for s in SWITCHES
+            ],
         )
         + "\n## Choices\n\n"
         + table(

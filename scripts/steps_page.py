@@ -27,8 +27,8 @@ The compiler numbers its kernels in the order in which it makes them; the number
 """
 
 PLAIN_CODE = """
-With `--steering-plain-code`, an idle step runs a second compilation of the model, which has no taps. Its list on an
-{gpu}, compared with stock vLLM's (`benchmarks/results/gpu-kernels-plain-code-*.json`):
+With plain code (`--steering-plain-code`), an idle step runs a second compilation of the model, which has no taps. Its
+list on an {gpu}, compared with stock vLLM's (`benchmarks/results/gpu-kernels-plain-code-*.json`):
 
 """
 

@@ -29,11 +29,14 @@ CAPTURE_POLICIES: tuple[CapturePolicy, ...] = get_args(CapturePolicy)
 
 @dataclass(frozen=True)
 class Switch:
-    """A boolean setting that is fixed when the engine starts; the flag sets it to ``not default``."""
+    """A boolean setting that is fixed when the engine starts; the flag sets it to ``not default``.
+
+    A default of None leaves the choice to the engine. The flag then has a negative form, ``--no-...``.
+    """
 
     name: str
     flag: str
-    default: bool
+    default: bool | None
     help: str
 
 
@@ -53,9 +56,9 @@ SWITCHES: tuple[Switch, ...] = (
     Switch(
         "plain_code",
         "--steering-plain-code",
-        False,
+        None,
         "compile the model a second time without taps and run that copy in steps without edits and captures, so that "
-        "the compiler can fuse additions with the norms that follow; start takes longer; not yet tested on a GPU",
+        "they launch stock vLLM's kernels; start takes longer. By default on a GPU for each model that allows it",
     ),
 )
 
@@ -101,7 +104,7 @@ class SteeringConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     capture_policy: CapturePolicy = "wait"
     allow_unproven: bool = False
     self_check: bool = True
-    plain_code: bool = False
+    plain_code: bool | None = None
     points: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -114,7 +117,7 @@ class SteeringConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
                 )
         for switch in SWITCHES:
             value = getattr(self, switch.name)
-            if not isinstance(value, bool):
+            if not isinstance(value, bool) and (value is not None or switch.default is not None):
                 raise SteeringError(f"steering_config.{switch.name}", f"must be true or false, not {shown(value)}")
         read_choice(self.capture_policy, CAPTURE_POLICIES, "steering_config.capture_policy")
         if self.plain_code and self.graph_sets == 1:

@@ -43,7 +43,7 @@ class Runner:
         sets = SimpleNamespace(
             compile_untapped=lambda *given: compiled.extend(given),
             restore_model=lambda: self.ran.append("rest"),
-            memory_factor=2.5,
+            memory_of_all_sets=lambda one_set: one_set + 150,
         )
         self.steering = SimpleNamespace(graph_sets=sets)
 

@@ -7,12 +7,14 @@ import functools
 import inspect
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from vllm.config import CompilationMode
 
 from tests.conformance.model import save
 from tests.conformance.zoo import BY_NAME
@@ -23,7 +25,7 @@ from tests.engine.noting import CODES
 from tests.tiny import direction, make_llm
 from vllm_steer import Edit
 from vllm_steer.config import SteeringConfig
-from vllm_steer.engine import self_check, untapped_model
+from vllm_steer.engine import model_setup, self_check, untapped_model
 from vllm_steer.engine.untapped_model import (
     UntappedModel,
     UntappedModelUnavailableError,
@@ -31,6 +33,7 @@ from vllm_steer.engine.untapped_model import (
     _class_with_own_cache_key,
     _shell,
     modules_with_own_forward,
+    plain_code_problem,
 )
 from vllm_steer.errors import SteeringError
 
@@ -194,12 +197,39 @@ def test_self_check_refuses_a_different_untapped_model(granite: Path, monkeypatc
 def test_warns_if_nothing_is_compiled(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches an error, or silence, if ``plain_code`` is set for an eager engine."""
     warnings: list[str] = []
-    monkeypatch.setattr(untapped_model.logger, "warning", lambda text, *values: warnings.append(text % values))
+    monkeypatch.setattr(model_setup.logger, "warning", lambda text, *values: warnings.append(text % values))
     llm = make_llm(tiny_llama, steering_config={"plain_code": True})
     assert runner_of(llm).steering.graph_sets._untapped is None
+    (facts,) = llm.collective_rpc("steering_capabilities")
     close(llm)
     (message,) = warnings
     assert "does not compile" in message
+    assert facts["no_plain_code"] == "vLLM does not compile the model"
+
+
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
+        ({}, None),
+        ({"plain_code": False}, "--no-steering-plain-code"),
+        ({"graph_sets": 1}, "graph_sets is 1"),
+        ({"mode": CompilationMode.NONE}, "does not compile"),
+        ({"separate": False}, "one set of CUDA graphs"),
+        ({"device": "cpu"}, "outside of a GPU"),
+        ({"device": "cpu", "plain_code": True}, None),
+        ({"separate": False, "plain_code": True}, "one set of CUDA graphs"),
+    ],
+)
+def test_default_on_a_gpu(changed: dict[str, Any], problem: str | None) -> None:
+    """Catches (1) a GPU engine without plain code, (2) one with it against its settings, and (3) a missing reason."""
+    given = {"plain_code": None, "graph_sets": 8, "mode": CompilationMode.VLLM_COMPILE, "separate": True,
+             "device": "cuda", **changed}  # fmt: skip
+    vllm_config = SimpleNamespace(compilation_config=SimpleNamespace(mode=given["mode"]))
+    config = SteeringConfig(plain_code=given["plain_code"], graph_sets=given["graph_sets"])
+    found = plain_code_problem(
+        config, vllm_config, torch.device(given["device"]), separate_idle_graphs=given["separate"]
+    )
+    assert found is None if problem is None else problem in (found or "")
 
 
 def test_refuses_references_outside_of_the_module_tree() -> None:
@@ -244,7 +274,7 @@ def test_refuses_code_for_a_single_batch_size() -> None:
         return torch.as_tensor(model(torch.ones(*(constant if model is untapped and constant else [tokens]), 4)))
 
     both = UntappedModel([(places, "model")], tapped, untapped)
-    with pytest.raises(SteeringError, match="only compiles for batches of 64 tokens"):
+    with pytest.raises(UntappedModelUnavailableError, match="only compiles for batches of 64 tokens"):
         both.compile(run, 64)
     constant.clear()
     both.compile(run, 64)

@@ -28,10 +28,10 @@ def granite(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.feature("plain code for idle steps", "steer")
 def test_idle_step_runs_stock_kernels(granite: str) -> None:
-    """Catches additional or split kernels. Negative control: without the untapped model there are some."""
+    """Catches additional or split kernels by default. Negative control: without the untapped model there are some."""
     stock = record_in_process("stock", granite, 4)
-    assert record_in_process("idle", granite, 4, plain_code=True) == stock
-    assert record_in_process("idle", granite, 4) != stock
+    assert record_in_process("idle", granite, 4) == stock
+    assert record_in_process("idle", granite, 4, plain_code=False) != stock
 
 
 def test_graphs_of_both_models_equal_eager_steps(model: Path) -> None:

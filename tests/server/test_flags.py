@@ -86,6 +86,13 @@ def test_only_its_flag_changes_a_switch(switch: Switch) -> None:
         assert getattr(SteeringConfig.parse(None), switch.name) is switch.default
 
 
+def test_negative_flag_overrides_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a negative flag that leaves the choice to the engine, or one without a steered engine that is ignored."""
+    args = server_parser().parse_args(["--enable-steering", "--no-steering-plain-code"])
+    assert args.additional_config["steering"]["plain_code"] is False
+    assert "--steering-plain-code" in error_of(capsys, "--no-steering-plain-code")
+
+
 def test_switches_require_enable_steering(capsys: pytest.CaptureFixture[str]) -> None:
     """Catches a flag that is ignored."""
     with pytest.raises(SystemExit):

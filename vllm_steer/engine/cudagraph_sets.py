@@ -7,15 +7,16 @@ layers, with the taps within layers, and with the taps of each of several layer 
 the fewest taps among those that contain every tap the step needs.
 
 vLLM keeps one graph manager. Selecting a set replaces the manager's dictionary of full graphs and the dictionaries of
-the piecewise wrappers. Only the first two sets have piecewise graphs. The sets of layer ranges only have the full
-graphs of small batches, where launch overhead is the largest part of a step.
+the piecewise wrappers. Only the first two sets have piecewise graphs. The taps within layers are rarely used without
+the others, and launch overhead is the largest part of small steps only, so that set and those of layer ranges only have
+the full graphs of small batches.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -26,7 +27,7 @@ from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphWrapper
 from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.config.compilation import CUDAGraphMode
 
-from vllm_steer.engine.untapped_model import UntappedModel
+from vllm_steer.engine.untapped_model import UntappedModel, UntappedModelUnavailableError
 from vllm_steer.log import steering_logger
 from vllm_steer.taps.tables import Tables
 
@@ -34,10 +35,9 @@ logger = steering_logger(__name__)
 
 _FULL = CUDAGraphMode.FULL
 SMALL_BATCH_TOKENS = 64
-"""Largest batch, in tokens, for which the sets of layer ranges have graphs."""
-_FULL_SHARE, _SMALL_SHARE = 0.6, 1 / 6
-"""Memory of all full graphs, and of those of small batches, relative to a set that also has piecewise graphs. With
-vLLM's default capture sizes these are 35 and 11 graphs."""
+"""Largest batch, in tokens, for which the sets of layer ranges and of the taps within layers have graphs."""
+_LEAST_GRAPH_BYTES = 1 << 20
+"""Least memory of a full graph in an estimate, as in vLLM's own."""
 _BETWEEN_LAYERS = frozenset({"pre_attn", "post_block"})
 """Points between two layers, where two taps are usually fused into one launch (:mod:`vllm_steer.taps.fusion_pass`)."""
 
@@ -49,7 +49,6 @@ class CUDAGraphSet:
     Attributes:
         sites: For each site, truthy if the graphs launch its tap.
         description: Which taps these are, for the log.
-        memory_share: Memory relative to a set that has both full and piecewise graphs.
         max_tokens: Largest batch, in tokens, that has a graph.
         full: vLLM's full graphs by batch descriptor.
         piecewise: Graphs by piecewise wrapper and batch descriptor.
@@ -57,7 +56,6 @@ class CUDAGraphSet:
 
     sites: Sequence[object]
     description: str
-    memory_share: float = 1.0
     max_tokens: float = math.inf
     full: dict[Any, Any] = field(default_factory=dict)
     piecewise: dict[Any, dict[Any, Any]] = field(default_factory=dict)
@@ -65,6 +63,10 @@ class CUDAGraphSet:
     def covers(self, site_users: Sequence[int]) -> bool:
         """Return whether the graphs launch the tap of every site that has users."""
         return all(launched for launched, users in zip(self.sites, site_users, strict=True) if users)
+
+    def batches(self, all_batches: Mapping[Any, Sequence[Any]]) -> list[Any]:
+        """Return the batch descriptors of the full graphs, given vLLM's by graph mode."""
+        return [batch for batch in all_batches.get(_FULL, ()) if batch.num_tokens <= self.max_tokens]
 
 
 class CUDAGraphSetManager:
@@ -75,7 +77,7 @@ class CUDAGraphSetManager:
         count: Number of sets, the setting ``graph_sets``.
         points_per_layer: Number of sites per layer.
         layers: Layers of this pipeline stage.
-        untapped: The model without taps, if there is one.
+        untapped: The model without taps, or the reason why there is none.
     """
 
     def __init__(
@@ -84,10 +86,12 @@ class CUDAGraphSetManager:
         count: int,
         points_per_layer: int,
         layers: range,
-        untapped: UntappedModel | None = None,
+        untapped: UntappedModel | str,
     ) -> None:
         self._tables = tables
-        self._untapped = untapped
+        self._untapped = None if isinstance(untapped, str) else untapped
+        self.no_plain_code = untapped if isinstance(untapped, str) else None
+        """Reason why idle steps run the model with taps, or None if they run the copy without."""
         self._all_taps = CUDAGraphSet((True,) * tables.num_sites, "all taps")
         self._no_taps = CUDAGraphSet(tables.no_sites, "no taps") if count > 1 else self._all_taps
         self._partial = _partial_sets(tables, count, points_per_layer, layers)
@@ -96,13 +100,31 @@ class CUDAGraphSetManager:
         self._manager: Any = None
         self._current = self._no_taps
         self._capturing: CUDAGraphSet | None = None
+        # Bytes of sampled full graphs, and all batches that vLLM captures, from its profiling.
+        self._samples: Sequence[int] = ()
+        self._batches: Mapping[Any, Sequence[Any]] = {}
         # The set that was selected last for a step with edits or captures, and the version of the sites it is for.
         self._selected = (-1, self._all_taps)
 
-    @property
-    def memory_factor(self) -> float:
-        """Memory of all sets as a multiple of the memory of one complete set."""
-        return sum(graphs.memory_share for graphs in self._sets())
+    def observe_profiling(self, manager: Any) -> None:
+        """Read the memory samples of vLLM's graph manager, which are complete after its profiling."""
+        self._samples, self._batches = manager._capture_mem_samples, manager._capture_descs
+
+    def memory_of_all_sets(self, one_set: int) -> int:
+        """Return the memory of all sets in bytes.
+
+        The sets share one memory pool. The largest graph allocates it, so that graph's sample exceeds the next one by
+        about the size of the pool.
+
+        Args:
+            one_set: vLLM's estimate for one complete set, with full and piecewise graphs.
+        """
+        first, second = [*self._samples, 0, 0][:2]
+        graph = max(second, _LEAST_GRAPH_BYTES)
+        pool = max(first - graph, 0)
+        full = sum(len(graphs.batches(self._batches)) for graphs in self._partial)
+        complete = len(self._sets()) - len(self._partial)
+        return one_set + (complete - 1) * max(one_set - pool, 0) + full * graph
 
     def _sets(self) -> list[CUDAGraphSet]:
         """Return the distinct sets in capture order. Partial sets share the piecewise graphs of an earlier set."""
@@ -138,8 +160,14 @@ class CUDAGraphSetManager:
 
     def compile_untapped(self, run: Callable[[int], torch.Tensor | None], max_tokens: int) -> None:
         """Compile the model without taps, if there is one; see :meth:`UntappedModel.compile`."""
-        if self._untapped is not None:
+        if self._untapped is None:
+            return
+        try:
             self._untapped.compile(run, max_tokens)
+        except UntappedModelUnavailableError as reason:
+            self.restore_model()
+            self._untapped, self.no_plain_code = None, str(reason)
+            logger.warning("Steps without edits and captures run the model with its taps: %s.", reason)
 
     def _select_model(self, *, tapped: bool) -> None:
         if self._untapped is not None:
@@ -192,8 +220,7 @@ class CUDAGraphSetManager:
                 for graphs in self._sets():
                     self._capturing = graphs
                     if graphs in self._partial:
-                        full = [batch for batch in all_batches.get(_FULL, ()) if batch.num_tokens <= graphs.max_tokens]
-                        manager._capture_descs = {_FULL: full}
+                        manager._capture_descs = {_FULL: graphs.batches(all_batches)}
                         graphs.piecewise = self._all_taps.piecewise
                     self.select_idle()
                     self._capture(manager, graphs, original, args, kwargs)
@@ -239,14 +266,13 @@ def _partial_sets(tables: Tables, count: int, points_per_layer: int, layers: ran
     sites = range(tables.num_sites)
     between = tuple(tables.points[site % points_per_layer] in _BETWEEN_LAYERS for site in sites)
     by_point = [
-        CUDAGraphSet(between, "the taps between layers", _FULL_SHARE),
-        CUDAGraphSet(tuple(not each for each in between), "the taps within layers", _FULL_SHARE),
+        CUDAGraphSet(between, "the taps between layers"),
+        CUDAGraphSet(tuple(not each for each in between), "the taps within layers", SMALL_BATCH_TOKENS),
     ][: max(count - 2, 0)]
     by_layer = [
         CUDAGraphSet(
             tuple(first <= site // points_per_layer < stop for site in sites),
             f"the taps of layers {first} to {stop - 1}",
-            _SMALL_SHARE,
             SMALL_BATCH_TOKENS,
         )
         for first, stop in _split_layers(layers, count - 4)

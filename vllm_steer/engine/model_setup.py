@@ -13,7 +13,13 @@ from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_pa
 from vllm_steer.config import SteeringConfig, from_vllm_config
 from vllm_steer.engine.cudagraph_sets import CUDAGraphSetManager
 from vllm_steer.engine.program_store import ProgramStore
-from vllm_steer.engine.untapped_model import UntappedModel, build_untapped_model, modules_with_own_forward
+from vllm_steer.engine.untapped_model import (
+    UntappedModel,
+    UntappedModelUnavailableError,
+    build_untapped_model,
+    modules_with_own_forward,
+    plain_code_problem,
+)
 from vllm_steer.engine.worker_manager import WorkerSteeringManager
 from vllm_steer.errors import SteeringError
 from vllm_steer.log import steering_logger
@@ -71,11 +77,16 @@ def set_up_steering(
     own_forward = modules_with_own_forward(model)
     install_taps(decoder, tables)
     vllm_config.compilation_config.static_forward_context[CONTEXT_KEY] = tables
-    untapped: UntappedModel | None = None
-    if config.plain_code and separate_idle_graphs:
-        untapped = build_untapped_model(model, decoder, vllm_config, own_forward)
-    elif config.plain_code:
-        logger.warning("--steering-plain-code has no effect: this runner captures one set of CUDA graphs.")
+    problem = plain_code_problem(config, vllm_config, device, separate_idle_graphs=separate_idle_graphs)
+    untapped: UntappedModel | str
+    try:
+        untapped = problem or build_untapped_model(model, decoder, vllm_config, own_forward)
+    except UntappedModelUnavailableError as reason:
+        untapped = str(reason)
+    if isinstance(untapped, str):
+        # A GPU engine that could be faster, or a setting without effect.
+        log = logger.warning if config.plain_code or problem is None else logger.info
+        log("Steps without edits and captures run the model with its taps: %s.", untapped)
     manager = WorkerSteeringManager(
         decoder,
         ProgramStore(tables, config, decoder.num_layers, decoder.layer_range),
@@ -84,6 +95,7 @@ def set_up_steering(
         _facts(model, decoder, model_config),
         captures=get_tensor_model_parallel_rank() == 0,
         speculative=vllm_config.speculative_config is not None,
+        compare_plain_code=problem is None,
     )
     logger.info(
         "Steering: %d sites on %d layers of %s, tables %.1f MiB, installed in %.0f ms",

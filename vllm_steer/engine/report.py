@@ -101,6 +101,11 @@ class CapabilityReport(_Report):
     conflicts: list[ConflictReport] = []
     limits: dict[str, int] = {}
     table_bytes: dict[str, int] = {}
+    plain_code: bool | None = Field(
+        default=None,
+        description="Whether steps without edits and captures run the model without its taps; null without an engine.",
+    )
+    no_plain_code: str | None = Field(default=None, description="Reason why they run it with its taps, or null.")
     self_checks: list[dict[str, Any]] = []
     """Results of the self-check at start, by rank; empty without an engine."""
 
@@ -116,6 +121,7 @@ def merge_facts(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "recipes": list(recipes.values()),
         "unproven": sorted({reason for rank in ranks for reason in rank.get("unproven", [])}),
         "self_checks": [rank["self_check"] for rank in ranks if "self_check" in rank],
+        "no_plain_code": next((rank["no_plain_code"] for rank in ranks if rank.get("no_plain_code")), None),
     }
 
 
@@ -141,6 +147,7 @@ def make_report(facts: Mapping[str, Any], config: SteeringConfig, *, no_capture:
         for recipe in facts.get("recipes", [])
     ]
     supported = facts.get("problem") is None
+    self_checks, no_plain_code = list(facts.get("self_checks", [])), facts.get("no_plain_code")
 
     def enabled(point: Point) -> bool:
         return not point.optional or point.name in config.points
@@ -188,5 +195,7 @@ def make_report(facts: Mapping[str, Any], config: SteeringConfig, *, no_capture:
         ],
         limits={name: getattr(config, name) for name in ENGINE_LIMITS},
         table_bytes=dict(facts.get("tables", {})),
-        self_checks=list(facts.get("self_checks", [])),
+        plain_code=no_plain_code is None if self_checks else None,
+        no_plain_code=no_plain_code,
+        self_checks=self_checks,
     )

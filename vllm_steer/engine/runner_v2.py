@@ -49,14 +49,15 @@ class SteeringRunnerV2:
         )
 
     def profile_cudagraph_memory(self: Any) -> Any:
-        # vLLM measures one set of graphs.
+        # vLLM estimates the memory of one set of graphs.
         measured = super().profile_cudagraph_memory()  # type: ignore[misc]
         self.steering.graph_sets.restore_model()
-        return int(measured * self.steering.graph_sets.memory_factor)
+        return self.steering.graph_sets.memory_of_all_sets(measured)
 
     def capture_model(self: Any, *, profile_only: bool = False) -> Any:
-        if not profile_only and self.cudagraph_manager is not None:
-            self.steering.graph_sets.wrap_capture(self.cudagraph_manager)
+        if self.cudagraph_manager is not None:
+            sets = self.steering.graph_sets
+            (sets.observe_profiling if profile_only else sets.wrap_capture)(self.cudagraph_manager)
         return super().capture_model(profile_only=profile_only)  # type: ignore[misc]
 
     def execute_model(self: Any, *args: Any, **kwargs: Any) -> Any:

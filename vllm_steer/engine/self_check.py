@@ -136,7 +136,7 @@ def _check(runner: SelfCheckRunner, steering: WorkerSteeringManager, config: Ste
             found = [rows for request, rows in runner.run(requests) if request.captures]
             targets = [rows[hop.target] for hop, rows in zip(hops, found, strict=True)]
             verdict = check_hops(hops, targets, base, donor, epsilon)
-            if config.plain_code:
+            if steering.compare_plain_code:
                 _compare_untapped(runner, sites[-1:], epsilon)
         finally:
             runner.finish()

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A second compiled copy of the model without taps, for steps without edits and captures (``--steering-plain-code``).
 
+The copy is the default on a GPU. :func:`plain_code_problem` decides by settings alone, so all ranks agree;
+:func:`build_untapped_model` finds the models that do not allow it.
+
 A tap that is not launched costs nothing by itself, but the compiler cannot fuse kernels across it. The copy avoids
 this. It consists of shells: new objects for the modules that have taps or contain one that does, with the ``forward``
 of their class. All other modules, parameters and caches are shared. vLLM compiles the copy as it compiles a stock
@@ -17,14 +20,11 @@ import torch
 from torch import nn
 from vllm.compilation.backends import set_model_tag
 from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
-from vllm.config import set_current_vllm_config
+from vllm.config import CompilationMode, set_current_vllm_config
 
-from vllm_steer.errors import SteeringError
-from vllm_steer.log import steering_logger
+from vllm_steer.config import SteeringConfig
 from vllm_steer.models.discovery import Decoder
 from vllm_steer.models.install import TAPS
-
-logger = steering_logger(__name__)
 
 TAG = "plain"
 """vLLM's model tag of the copy: names its folder in the compile cache and appears in the log."""
@@ -65,7 +65,8 @@ class UntappedModel:
             max_tokens: Size of vLLM's profiling run.
 
         Raises:
-            SteeringError: The compiled code only serves batches of ``max_tokens``.
+            UntappedModelUnavailableError: The compiled code only serves batches of ``max_tokens``. All steps then run
+                the model with taps.
         """
         self._compiled = True
         run(max_tokens)
@@ -73,11 +74,9 @@ class UntappedModel:
         hidden = run(few)
         # vLLM may pad a batch by a few tokens.
         if hidden is not None and len(hidden) >= max_tokens > few:
-            raise SteeringError(
-                "steering_config.plain_code",
-                f"{type(self._tapped).__name__} without taps only compiles for batches of {max_tokens} tokens; "
-                "start without --steering-plain-code",
-            )
+            self._compiled = False
+            name = type(self._tapped).__name__
+            raise UntappedModelUnavailableError(f"{name} without taps only compiles for batches of {max_tokens} tokens")
 
 
 def modules_with_own_forward(model: nn.Module) -> frozenset[int]:
@@ -88,25 +87,44 @@ def modules_with_own_forward(model: nn.Module) -> frozenset[int]:
     return frozenset(id(module) for module in model.modules() if "forward" in vars(module))
 
 
+def plain_code_problem(
+    config: SteeringConfig, vllm_config: Any, device: torch.device, *, separate_idle_graphs: bool
+) -> str | None:
+    """Return why the settings rule out a copy without taps, or None. The answer is the same on all ranks.
+
+    Args:
+        config: Steering settings of the engine.
+        vllm_config: vLLM's configuration.
+        device: Device of the model.
+        separate_idle_graphs: Whether the runner can run other code in idle steps than in steered ones.
+    """
+    if config.plain_code is False:
+        return "--no-steering-plain-code (SteeringConfig(plain_code=False)) is set"
+    if vllm_config.compilation_config.mode == CompilationMode.NONE:
+        return "vLLM does not compile the model"
+    if not separate_idle_graphs:
+        return "this runner captures one set of CUDA graphs"
+    if config.graph_sets == 1:
+        return "graph_sets is 1, so every step runs all taps"
+    if config.plain_code is None and device.type != "cuda":
+        return "outside of a GPU, only --steering-plain-code compiles the model a second time"
+    return None
+
+
 def build_untapped_model(
     model: nn.Module, decoder: Decoder, vllm_config: Any, own_forward: frozenset[int]
-) -> UntappedModel | None:
-    """Copy a model without its taps, or log a warning and return None if that is not possible.
+) -> UntappedModel:
+    """Copy a model without its taps.
 
     Args:
         model: The model, with taps installed.
         decoder: Its decoder layers.
         vllm_config: vLLM's configuration.
         own_forward: Result of :func:`modules_with_own_forward` before the taps were installed.
+
+    Raises:
+        UntappedModelUnavailableError: This model cannot be copied.
     """
-    try:
-        return _build(model, decoder, vllm_config, own_forward)
-    except UntappedModelUnavailableError as reason:
-        logger.warning("--steering-plain-code has no effect, idle steps run the model with its taps: %s.", reason)
-        return None
-
-
-def _build(model: nn.Module, decoder: Decoder, vllm_config: Any, own_forward: frozenset[int]) -> UntappedModel:
     root = _compiled_module(model, decoder)
     parents = [module._modules for module in model.modules()]
     places = [(modules, name) for modules in parents for name, child in modules.items() if child is root]

@@ -55,6 +55,7 @@ class WorkerSteeringManager:
         facts: What this rank serves, in builtin types.
         captures: Whether this rank returns captured rows.
         speculative: Whether the engine decodes speculatively.
+        compare_plain_code: Whether the self-check compares steps with and without taps; equal on all ranks.
     """
 
     def __init__(
@@ -67,11 +68,13 @@ class WorkerSteeringManager:
         *,
         captures: bool,
         speculative: bool,
+        compare_plain_code: bool,
     ) -> None:
         self.decoder = decoder
         self.tables = store.tables
         self.store = store
         self.graph_sets = graph_sets
+        self.compare_plain_code = compare_plain_code
         self.self_check: dict[str, Any] = {"ran": False, "reason": "the engine is still starting"}
         copier = DeviceToHostCopier(store.tables.device, ops.products_at)
         self.capture = RowCapture(store, copier, enabled=captures, speculative=speculative)
@@ -175,4 +178,5 @@ class WorkerSteeringManager:
     def capabilities(self) -> dict[str, Any]:
         """Return what this rank serves, in builtin types: vLLM sends it to the front end as an RPC result."""
         tables = {name: value.nbytes for name, value in self.tables.named_tensors()}
-        return {**self._facts, "tables": tables, "self_check": self.self_check}
+        no_plain_code = self.graph_sets.no_plain_code
+        return {**self._facts, "tables": tables, "self_check": self.self_check, "no_plain_code": no_plain_code}

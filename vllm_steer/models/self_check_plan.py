@@ -270,7 +270,7 @@ def check_plain_code(tapped: Sequence[Rows], plain: Sequence[Rows], epsilon: flo
         raise SteeringError(
             "steering_config.plain_code",
             f"the model without taps computes other hidden states: off by {error.max():.3g}, where two requests differ "
-            f"by {change.max():.3g}; start without --steering-plain-code",
+            f"by {change.max():.3g}; start with --no-steering-plain-code",
         )
 
 

@@ -84,7 +84,7 @@ def apply_flags(args: argparse.Namespace) -> None:
 
 def _engine_settings(given: Mapping[str, Any]) -> dict[str, Any]:
     settings = {limit.name: given[dest] for dest, limit in LIMIT_DESTS.items() if dest in given}
-    settings |= {switch.name: not switch.default for dest, switch in SWITCH_DESTS.items() if given.get(dest)}
+    settings |= {switch.name: given[dest] for dest, switch in SWITCH_DESTS.items() if dest in given}
     settings |= {choice.name: given[dest] for dest, choice in MULTI_CHOICE_DESTS.items() if dest in given}
     if dest_of(POLICY) in given:
         settings["capture_policy"] = given[dest_of(POLICY)]

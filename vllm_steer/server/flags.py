@@ -94,7 +94,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     add(POLICY, f"{_sentence(POLICY_HELP)}. Default: wait.", choices=CAPTURE_POLICIES)
     for switch in SWITCHES:
-        add(switch.flag, f"{_sentence(switch.help)}.", action="store_const", const=True)
+        if switch.default is None:
+            add(switch.flag, f"{_sentence(switch.help)}.", action=argparse.BooleanOptionalAction)
+        else:
+            add(switch.flag, f"{_sentence(switch.help)}.", action="store_const", const=not switch.default)
     for choice in MULTI_CHOICES:
         text = f"{_sentence(choice.help)}. Choices: {', '.join(choice.choices)}. Default: none."
         add(choice.flag, text, type=_names_of(choice), metavar="NAME,...")

@@ -8,7 +8,8 @@ from fastapi import FastAPI
 
 from tests.server.fakes import REPORT, FakeEngine
 from tests.server.server import HIDDEN, LAYERS
-from vllm_steer.engine.report import CapabilityReport, merge_facts
+from vllm_steer.config import SteeringConfig
+from vllm_steer.engine.report import CapabilityReport, make_report, merge_facts
 from vllm_steer.frontend.context import ensure_engine_context
 from vllm_steer.limits import ENGINE_LIMITS
 from vllm_steer.points import OPTIONAL_POINTS, POINT_NAMES, points_on
@@ -61,6 +62,16 @@ def test_merges_the_facts_of_all_ranks() -> None:
     assert facts["recipes"] == [{**recipe, "layers": [0, 1, 2, 3]}]
     assert facts["unproven"] == ["why"]
     assert facts["self_checks"] == [{"ran": True}, {"ran": False}]
+    assert facts["no_plain_code"] is None
+
+
+def test_reports_why_a_rank_runs_taps_in_idle_steps() -> None:
+    """Catches a reason that is lost if only one rank has it, and plain code reported although it is not in use."""
+    ranks = [{**REPORT, "self_check": {"ran": True}, "no_plain_code": reason} for reason in (None, "why")]
+    for facts, reason in ((merge_facts(ranks), "why"), (merge_facts(ranks[:1]), None)):
+        report = make_report({**facts, "vllm": "0"}, SteeringConfig())
+        assert (report.plain_code, report.no_plain_code) == (reason is None, reason)
+    assert make_report({"vllm": "0"}, SteeringConfig()).plain_code is None
 
 
 def test_reports_the_capabilities_of_a_real_server(client: httpx.Client) -> None:
@@ -76,3 +87,4 @@ def test_reports_the_capabilities_of_a_real_server(client: httpx.Client) -> None
     assert check["ran"] and check["conclusive"] == 2 * LAYERS
     assert sum(report.table_bytes.values()) > 0
     assert report.problem is None and report.unproven == []
+    assert report.plain_code is False and report.no_plain_code == "vLLM does not compile the model"
