@@ -12,6 +12,7 @@ import numpy.typing as npt
 from vllm_steer.capture.row_assembler import RowAssembler
 from vllm_steer.capture.step_rows import IntArray
 from vllm_steer.program import Program
+from vllm_steer.program.dynamic import STOP_REASON_PREFIX
 from vllm_steer.spec.selector import Interval
 
 FloatArray = npt.NDArray[np.float32]
@@ -37,7 +38,9 @@ class SteeringTrace:
     positions: IntArray
     """``[n]`` int64, ascending."""
     gates: FloatArray
-    """float32 ``[n, gated edits]``: the factor in force, in the order of the request's edits with ``when``."""
+    """float32 ``[n, gated edits]``: the factor in force, in the order of the request's edits with ``when``.
+
+    0 at tokens that the edit does not cover."""
     live: Mapping[str, FloatArray]
     """float32 ``[n]`` by name: the live strength in force."""
 
@@ -55,6 +58,10 @@ class ReadoutStream:
         self._assembler = assembler
         self._next_chunk = 0
         self._next_position = 0
+
+    def stopped_by(self, stop_reason: object) -> bool:
+        """Return whether a request with this ``stop_reason`` was ended by a readout."""
+        return bool(self._program.stops) and isinstance(stop_reason, str) and stop_reason.startswith(STOP_REASON_PREFIX)
 
     def next_delta(self, prompt_len: int, num_tokens: int) -> dict[str, Readouts]:
         """Return the values of the tokens confirmed since the last delta.
@@ -83,6 +90,9 @@ class ReadoutStream:
                 or [np.empty((0,), np.float32)],
                 axis=1,
             )
+            for place, number in enumerate(layout.gates):
+                intervals = self._program.edits[number].selector.intervals(prompt_len)
+                gates[~_inside(positions[start:], intervals), place] = 0.0
             trace = SteeringTrace(positions[start:], gates, live)
         return self._readouts(positions, records, prompt_len), trace
 

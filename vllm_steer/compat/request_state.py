@@ -38,7 +38,7 @@ class SteeredRequestState(RequestState):  # type: ignore[misc]
     def _new_completion_output(self, token_ids: Any, finish_reason: Any, stop_reason: Any, *args: Any) -> Any:
         output = super()._new_completion_output(token_ids, finish_reason, stop_reason, *args)
         output.capture_rows = new_rows(self)
-        output.readouts, output.steering_trace = new_readouts(self, finished=finish_reason is not None)
+        output.readouts, output.steering_trace = new_readouts(self, stop_reason, finished=finish_reason is not None)
         if finish_reason is not None:
             output.capture_results = finish_capture(self, finish_reason, stop_reason)
         return output

@@ -156,12 +156,10 @@ class Capabilities:
             limit = getattr(self.config, name)
             if count > limit:
                 raise SteeringError("readouts", f"needs {count} {unit}; {EXCEEDS} {limit} ({ENGINE_LIMITS[name].flag})")
-        if program.stops:
-            raise SteeringError("stop_on", UNFINISHED)
         for i, edit in enumerate(program.edits):
             field = f"{program.edit_source(i)}.when"
-            if edit.when or edit.live:
-                raise SteeringError(field, UNFINISHED)
+            if edit.live:
+                raise SteeringError(f"{program.edit_source(i)}.live", UNFINISHED)
             if edit.when and self.no_readouts is not None:
                 raise SteeringError(field, self.no_readouts)
             if self.drafts and any(each.kind in (PREVIOUS, LATCH) for each in edit.when):

@@ -17,11 +17,12 @@ import torch
 
 from vllm_steer.config import SteeringConfig
 from vllm_steer.engine.pinned_writer import PinnedTableWriter
+from vllm_steer.engine.record_keeper import Replay
 from vllm_steer.params import program_bytes
 from vllm_steer.program import Instruction, PlacedTokenProgram, Program, Resolved, RowFormat, TableAllocator, resolve
 from vllm_steer.program.dynamic import Dynamic
 from vllm_steer.program.instructions import CAPTURE, GATE
-from vllm_steer.taps.dynamic import initial_state
+from vllm_steer.taps.dynamic import initial_state, state_after
 from vllm_steer.taps.tables import OPEN_END, Tables
 
 
@@ -99,6 +100,8 @@ class ProgramStore:
         # Largest record, in columns, most conditions, and whether any request has state, over running requests.
         self.record_width = self.num_conditions = 0
         self.has_state = False
+        # Records of resumed requests, on the host and on the device, until they have been computed again.
+        self.replays: dict[str, tuple[Replay, torch.Tensor]] = {}
         num_slots = tables.segment_start.shape[0]
         # By request slot: the positions that are steered or captured, and those that are captured, and those
         # whose records leave the device.
@@ -213,6 +216,20 @@ class ProgramStore:
         self._next_position.put(slot, np.zeros((), dtype=np.int64))
         self._measure_records()
 
+    def set_replay(self, request_id: str, replay: Replay) -> None:
+        """Give a resumed request, which has just been added, its records back."""
+        dynamic, slot = self._dynamic.get(request_id), self.slot_of(request_id)
+        if dynamic is None or slot is None:
+            return
+        _, drafts, width = self.tables.carry.shape
+        carry = np.zeros((drafts, width), dtype=np.float64)
+        carry[:, : len(dynamic.conditions)] = state_after(dynamic.conditions, replay.records, replay.start)
+        self._carry.put(slot, carry)
+        records = torch.from_numpy(replay.records)
+        if self.tables.device.type == "cuda":
+            records = records.pin_memory().to(self.tables.device, non_blocking=True)
+        self.replays[request_id] = (replay, records)
+
     def _measure_records(self) -> None:
         running = self._dynamic.values()
         self.tables.num_recorded = len(running)
@@ -229,6 +246,7 @@ class ProgramStore:
         if self._dynamic.pop(request_id, None) is not None:
             # Plain requests may get the slot, or share it.
             self._condition.put(running.request_slot, self._no_conditions)
+            self.replays.pop(request_id, None)
             self.record_ranges.clear(running.request_slot)
             self._measure_records()
         self._capturing -= placed.resolved.max_captures > 0

@@ -64,6 +64,7 @@ class SteeringRunnerV1:
             if steering.store.slot_of(request_id) is None:
                 state = self.requests[request_id]
                 self._steer_bind(request_id, state.sampling_params, state.num_prompt_tokens)
+        steering.receive_replays(scheduler_output)
         self._steer_tokens = scheduler_output.total_num_scheduled_tokens
         self._steer_counts = scheduler_output.num_scheduled_tokens
         return result

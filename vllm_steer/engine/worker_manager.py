@@ -19,6 +19,7 @@ from vllm_steer.engine.cudagraph_sets import CUDAGraphSetManager
 from vllm_steer.engine.device_to_host import DeviceToHostCopier, PendingRows
 from vllm_steer.engine.program_store import ProgramStore
 from vllm_steer.engine.record_copy import RecordCopy
+from vllm_steer.engine.record_keeper import replays_of
 from vllm_steer.engine.row_assignment_cache import RowAssignmentCache
 from vllm_steer.engine.row_capture import RowCapture
 from vllm_steer.engine.step_batch import StepBatch
@@ -80,6 +81,8 @@ class WorkerSteeringManager:
         self.capture = RowCapture(store, copier, enabled=captures, speculative=speculative)
         self.records = RecordCopy(store, copier, enabled=captures, speculative=speculative)
         self._recorded: BatchLayout | None = None
+        # Tokens whose replay flag on the device may not be 0.
+        self._num_replayed = 0
         self._ops = ops
         self._facts = facts
         self._speculative = speculative
@@ -131,12 +134,41 @@ class WorkerSteeringManager:
 
     def _begin_records(self, batch: StepBatch, first: npt.NDArray[np.int64], stop: npt.NDArray[np.int64]) -> None:
         store = self.store
+        if self._num_replayed:
+            self.tables.replayed[: self._num_replayed].zero_()
+            self._num_replayed = 0
+        if store.replays:
+            self._replay_records(batch, stop)
         if store.has_state:
             self._recorded = batch.layout()
             self._ops.begin_records(self.tables, self._recorded, store.num_conditions)
         recorded = np.flatnonzero(store.record_ranges.overlap(batch.request_slot, first, stop))
         if len(recorded):
             self.records.plan(batch, recorded)
+
+    def _replay_records(self, batch: StepBatch, stop: npt.NDArray[np.int64]) -> None:
+        """Write the records of tokens that are computed again. A resumed request has no drafts until all have been."""
+        tokens = np.cumsum(batch.count) - batch.count
+        ids = list(batch.ids)
+        for request_id, (replay, records) in list(self.store.replays.items()):
+            if request_id not in ids:
+                continue
+            index = ids.index(request_id)
+            start, end = max(int(batch.first[index]), replay.start), min(int(stop[index]), replay.stop)
+            if batch.first[index] >= replay.stop:
+                del self.store.replays[request_id]
+            elif start < end:
+                token = int(tokens[index] + start - batch.first[index])
+                width = min(records.shape[1], self.tables.record.shape[1])
+                rows = records[start - replay.start : end - replay.start, :width]
+                self.tables.record[token : token + end - start, :width] = rows
+                self.tables.replayed[token : token + end - start] = 1
+                self._num_replayed = max(self._num_replayed, token + end - start)
+
+    def receive_replays(self, scheduled: Any) -> None:
+        """Take the records of resumed requests from a scheduler output, after its requests have been added."""
+        for request_id, replay in replays_of(scheduled).items():
+            self.store.set_replay(request_id, replay)
 
     def _assign_rows(self, layout: BatchLayout, num_padded: int) -> None:
         self._ops.assign_rows(self.tables, layout, num_padded)

@@ -113,7 +113,9 @@ def new_rows(state: Any) -> Mapping[str, RowDelta] | None:
     return {name: stream.next_delta(state.prompt_len, num_tokens) for name, stream in running.streams.items()}
 
 
-def new_readouts(state: Any, *, finished: bool) -> tuple[Mapping[str, Readouts] | None, SteeringTrace | None]:
+def new_readouts(
+    state: Any, stop_reason: Any, *, finished: bool
+) -> tuple[Mapping[str, Readouts] | None, SteeringTrace | None]:
     """Return the readouts and the trace for an output of a sample, or None for each that it lacks.
 
     A delta has the values of the tokens since the last delta; the final output of other kinds has all of them. The
@@ -127,6 +129,9 @@ def new_readouts(state: Any, *, finished: bool) -> tuple[Mapping[str, Readouts] 
         return None, None
     running.receiver.flush(state.request_id)
     num_tokens = state.prompt_len + len(state.detokenizer.output_token_ids)
+    if finished and running.readouts.stopped_by(stop_reason):
+        # The last token has been forwarded: its readout ended the request.
+        num_tokens += 1
     values = running.readouts.next_delta(state.prompt_len, num_tokens) if delta else None
     if not finished:
         return values, None

@@ -22,6 +22,9 @@ OVER_CODES: dict[str, int] = {"mean": PROMPT_MEAN, "max": PROMPT_MAX, "last": PR
 OF_PROMPT = frozenset(OVER_CODES.values())
 STOP_COLUMN = 0
 
+_STOP_REASON = "readout {} is {:.6g} at position {}"
+STOP_REASON_PREFIX = _STOP_REASON.partition("{")[0]
+
 Wire = str | list[int | list[int | None]]
 
 
@@ -150,3 +153,8 @@ class Dynamic:
     def open(self) -> bool:
         """Whether records leave the device until the request ends."""
         return self.record_stop == OPEN_END
+
+
+def stop_reason(name: str, position: int, value: float) -> str:
+    """Return the ``stop_reason`` of a request that a readout has stopped."""
+    return _STOP_REASON.format(name, value, position)

@@ -201,7 +201,11 @@ class Edit:
     def __repr__(self) -> str:
         norm = float(np.linalg.norm(self.vector.astype(np.float64)))
         summary = f"<float32[{self.vector.size}], norm {norm:.4g}>"
-        values = {name: repr(value) for name, value in self._values().items() if value not in (None, ())}
+        values = {
+            name: repr(value)
+            for name, value in self._values().items()
+            if value is not None and not (isinstance(value, tuple) and not value)
+        }
         return f"Edit({', '.join(f'{k}={v}' for k, v in (values | {'vector': summary}).items())})"
 
     def __deepcopy__(self, memo: object) -> "Edit":

@@ -13,9 +13,22 @@ On CUDA, :mod:`vllm_steer.taps.dynamic_kernel` replaces these functions.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from vllm_steer.program.dynamic import LATCH, PREVIOUS, PROMPT_LAST, PROMPT_MAX, PROMPT_MEAN, STOP, STOP_COLUMN
+from vllm_steer.program.dynamic import (
+    LATCH,
+    PREVIOUS,
+    PROMPT_LAST,
+    PROMPT_MAX,
+    PROMPT_MEAN,
+    STOP,
+    STOP_COLUMN,
+    DeviceCondition,
+)
 from vllm_steer.taps.assignment import BatchLayout
 from vllm_steer.taps.reference import condition_factor
 from vllm_steer.taps.tables import Tables
@@ -161,3 +174,32 @@ def _fold(
 def initial_state(kind: int) -> float:
     """Return the state of a condition of a new request."""
     return -torch.inf if kind == PROMPT_MAX else 0.0
+
+
+def state_after(
+    conditions: Sequence[DeviceCondition], records: npt.NDArray[np.float32], start: int
+) -> npt.NDArray[np.float64]:
+    """Return the state of the conditions of one request after recorded tokens, ``[conditions]``, on the host.
+
+    Args:
+        conditions: The conditions.
+        records: ``[tokens, columns]`` of the tokens from position ``start`` on.
+        start: Position of the first token.
+    """
+    tokens = len(records)
+    positions = np.arange(start, start + tokens)
+    state = np.zeros(len(conditions), dtype=np.float64)
+    for c, each in enumerate(conditions):
+        bound = torch.tensor([[each.threshold, each.sign, each.sharpness, each.release, each.release_sign, 0.0]])
+        folded = _fold(
+            torch.tensor([each.kind]),
+            bound,
+            torch.tensor([initial_state(each.kind)], dtype=torch.float64),
+            torch.from_numpy(records[:, each.score].astype(np.float64)),
+            torch.from_numpy((positions >= each.first) & (positions < each.stop)),
+            torch.zeros(tokens, dtype=torch.int64),
+            torch.arange(tokens),
+            1,
+        )
+        state[c] = folded.item()
+    return state
