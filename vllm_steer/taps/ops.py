@@ -40,12 +40,19 @@ def device_ops(tables: Tables, dtype: torch.dtype) -> DeviceOps:
     """
     if tables.device.type != "cuda":
         return DeviceOps()
-    from vllm_steer.taps import assignment_kernel, projection_kernel, tap_kernel
+    from vllm_steer.taps import assignment_kernel, dynamic_kernel, projection_kernel, tap_kernel
 
     tap_kernel.warm_up(tables, dtype)
     assignment_kernel.warm_up(tables)
+    dynamic_kernel.warm_up(tables)
     products = products_at
     if projection_kernel.is_supported(tables.device, dtype):
         products = projection_kernel.launch_products
         projection_kernel.warm_up(tables.arena)
-    return DeviceOps(assignment_kernel.launch_rows, assignment_kernel.launch_arena_offsets, products)
+    return DeviceOps(
+        assignment_kernel.launch_rows,
+        assignment_kernel.launch_arena_offsets,
+        products,
+        dynamic_kernel.launch_begin,
+        dynamic_kernel.launch_fold,
+    )
