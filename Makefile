@@ -7,7 +7,7 @@ HERE := env -u PYTHONDONTWRITEBYTECODE XDG_CACHE_HOME="$(CURDIR)/.cache" XDG_CON
 	TRITON_HOME="$(CURDIR)/.cache" VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1
 PYTEST := $(HERE) $(PYTHON_HERE) -m pytest -q
 IN_PARALLEL := -n 2 --dist loadfile
-# Folders of tests that start no engine.
+# Folders of tests that start no engine, except for tests/server/auth/test_server.py.
 FAST := tests/demo tests/metrics tests/models tests/program tests/registry tests/repo \
 	tests/server/auth tests/server/http tests/server/quota tests/spec tests/taps
 
@@ -27,7 +27,7 @@ test: setup  ## run the tests that CI runs (ARGS="tests/spec -x" selects some)
 	@$(PYTEST) -m "not gpu" $(IN_PARALLEL) $(ARGS)
 
 test-fast: setup  ## run the tests that start no engine
-	@$(PYTEST) -m "not gpu and not slow" $(IN_PARALLEL) $(wildcard $(FAST)) $(ARGS)
+	@$(PYTEST) -m "not gpu and not slow" $(IN_PARALLEL) $(wildcard $(FAST)) --ignore=tests/server/auth/test_server.py $(ARGS)
 
 test-all: setup  ## run the tests and prove every architecture
 	@CONFORMANCE=all $(PYTEST) -m "not gpu" $(IN_PARALLEL) $(ARGS)

@@ -5,7 +5,7 @@
     TRITON_INTERPRET=1 python -m benchmarks.products --check     # on a CPU: compare the results only
 
 Results are median microseconds of GPU time for bfloat16 rows of width 4,096 and float32 directions. The number of
-directions is that of a request's probes.
+directions is the number of probes in a request.
 
 * *definition*: :func:`vllm_steer.taps.projection.products`.
 * *matrix product*: one float32 matrix product.

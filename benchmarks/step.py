@@ -45,7 +45,7 @@ from vllm_steer.engine.scheduler import SteeringSchedulerMixin
 from vllm_steer.engine.stats_collector import EngineStatsCollector
 from vllm_steer.engine.step_batch import StepBatch
 from vllm_steer.engine.worker_manager import WorkerSteeringManager
-from vllm_steer.params import EXTRA_KEY
+from vllm_steer.params import PROGRAM_KEY
 from vllm_steer.points import points_on
 from vllm_steer.program import TableAllocator, compile_program
 from vllm_steer.program.program_files import MIN_PROGRAM_BYTES
@@ -134,7 +134,7 @@ def make_scheduler() -> Any:
     made._token_limiter = TokenLimiter(made._arena, made._with_program, None)
     managers = (object.__new__(FullAttentionManager),)
     made.kv_cache_manager = SimpleNamespace(coordinator=SimpleNamespace(single_type_managers=managers))
-    # As on a GPU, no blocks are zeroed.
+    # Blocks are not zeroed, like on a GPU.
     made._edited_blocks, made.scheduler_config = None, None
     return made
 
@@ -222,14 +222,14 @@ def make_programs(kind: str, count: int, seed: int) -> list[dict[str, bytes]]:
             {point: {layer: rng.standard_normal(HIDDEN, dtype="f4") for layer in layers} for point in points}
             for _ in range(count)
         ]
-        return [{EXTRA_KEY: compile_program(parse_fields({"steering_vectors": each})).to_bytes()} for each in vectors]
+        return [{PROGRAM_KEY: compile_program(parse_fields({"steering_vectors": each})).to_bytes()} for each in vectors]
     spec: dict[str, Any] = {"hooks": {"post_block": [3]}, "positions": "all"}
     if kind == "16 probes at 4 layers":
         hooks = {"post_block": [LAYERS * k // 4 for k in range(4)]}
         directions = np.random.default_rng(0).standard_normal((16, HIDDEN), dtype="f4")
         spec |= {"hooks": hooks, "reduce": {"directions": directions}}
     data = compile_program([], [each for _, each in parse_capture({"memory": spec})]).to_bytes()
-    return [{EXTRA_KEY: data if len(data) >= MIN_PROGRAM_BYTES else bytes(bytearray(data))} for _ in range(count)]
+    return [{PROGRAM_KEY: data if len(data) >= MIN_PROGRAM_BYTES else bytes(bytearray(data))} for _ in range(count)]
 
 
 def measure_wave(kind: str, batch: int) -> dict[str, float]:

@@ -7,8 +7,7 @@ python examples/capture_to_disk.py [MODEL [FOLDER]]
 import sys
 import tempfile
 
-from vllm_steer import LLM, SamplingParams
-from vllm_steer.capture.files.reader import open_captures
+from vllm_steer import LLM, SamplingParams, open_captures
 
 PROMPTS = ["The list of", "Return the value of", "class "]
 
@@ -23,10 +22,11 @@ def main(model: str = "demo/model", folder: str | None = None) -> None:
         result = output.capture_results["filesystem"]
         print(result.status, result.data["path"])
 
-    # The reader maps the files into memory. The same files can be listed with `vllm-steer captures ls FOLDER`.
-    for request in open_captures(root):
+    # The reader maps the files into memory, in the order of submission. FOLDER may contain earlier runs.
+    # The same files can be listed with `vllm-steer captures ls FOLDER`.
+    for prompt, request in zip(PROMPTS, open_captures(root)[-len(PROMPTS) :], strict=True):
         rows = request.tensor("post_block", 0)
-        print(f"{request.request_id}: {tuple(rows.shape)} at positions {request.positions('post_block', 0).tolist()}")
+        print(f"{prompt!r}: {tuple(rows.shape)} at positions {request.positions('post_block', 0).tolist()}")
 
 
 if __name__ == "__main__":

@@ -34,10 +34,12 @@ from vllm_steer.server.http.schemas import ANSWER_FIELDS, REQUEST_FIELDS
 from vllm_steer.server.routes import capabilities, captures
 from vllm_steer.server.routes.base import SteeringRoute
 from vllm_steer.server.routes.modules import make_router
+from vllm_steer.site_names import FOREIGN_NAMES, ForeignName
 from vllm_steer.spec import KINDS
 from vllm_steer.spec.capture_form import CaptureForm
 from vllm_steer.spec.edit import EditForm
 from vllm_steer.spec.json_schema import json_schema
+from vllm_steer.spec.unknown_fields import FIELDS_OF_OTHERS
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "reference"
@@ -93,7 +95,17 @@ def points() -> str:
         f'them: `{POINTS_FLAG} {",".join(OPTIONAL_POINTS)}` or `steering_config={{"points": [...]}}`.\n'
         "Requests at a point that the model does not support are refused with the reason ([models](models.md)).\n\n"
         + table(("point", "available", "value", "an edit affects", *libraries), rows)
+        + "\n\n## Names in other libraries\n\nRequests use the names above. Error messages translate these names; `{i}` is the layer, and "
+        "`[3]` and `.3` are\nequivalent. Prefixes of HF model classes, such as `model.`, are ignored.\n\n"
+        + table(("library", "names", "here", "notes"), [foreign_row(name) for name in FOREIGN_NAMES])
     )
+
+
+def foreign_row(name: ForeignName) -> tuple[str, ...]:
+    """Return the row of a family of names: library, spellings, our point and layer, note."""
+    layer = f"{name.layer}" if name.layer is not None else f"i{name.offset:+d}" if name.offset else "i"
+    here = f"`{name.point}`, layer {layer}" if name.point else "not a hook point"
+    return name.library, ", ".join(f"`{template}`" for template in name.templates), here, name.note
 
 
 def form_rows(form: type[msgspec.Struct]) -> list[tuple[str, ...]]:
@@ -266,6 +278,7 @@ def http() -> str:
         for cls, status, kind in ERRORS
     ]
     fields = [(f"`{name}`", field["description"]) for name, field in REQUEST_FIELDS.items()]
+    others = [(f"`{name}`", project, advice) for name, (project, advice) in FIELDS_OF_OTHERS.items()]
     response_fields = [(f"`{name}`", field["description"]) for name, field in ANSWER_FIELDS.items()]
     return (
         "# HTTP\n\n`/openapi.json` of a running server documents every field.\n\n## Routes\n\n"
@@ -277,6 +290,11 @@ def http() -> str:
         + table(("status", "type", "when"), answers)
         + "\n## Fields of completion, chat and responses requests\n\n"
         + table(("field", "description"), fields)
+        + "\n## Unknown fields\n\n"
+        "vLLM ignores unknown fields. With `--enable-steering`, an unknown field whose name is similar to one of the fields above is\n"
+        "refused with HTTP 400, and so are these fields of other projects; the same holds inside `vllm_xargs`, `extra_args` and\n"
+        "`extra_body`, and for `SamplingParams(extra_args=...)`. All other unknown fields are ignored, as in stock vLLM.\n\n"
+        + table(("field", "project", "message"), others)
         + "\n## Fields of their responses\n\n"
         + table(("field", "description"), response_fields)
     )

@@ -86,7 +86,7 @@ def stages(table: MakeTable) -> str:
         )
         for stage in REQUEST_STAGES
     ]
-    return table(("stage", "input", "output", "methods joined (of vLLM and of torch.nn)"), rows)
+    return table(("stage", "input", "output", "methods of vLLM and torch.nn that are wrapped or overridden"), rows)
 
 
 def method_name(path: str) -> str:

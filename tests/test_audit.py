@@ -74,7 +74,7 @@ def lines() -> Iterator[list[str]]:
 
 
 @pytest.fixture
-def ours() -> SteeringRegistry:
+def steering() -> SteeringRegistry:
     made = registry()
     made.register("there", **content(3))
     made.set(modules=["there"])
@@ -91,10 +91,12 @@ def with_key(app: ASGIApp, name: str | None) -> ASGIApp:
     return guarded
 
 
-async def ask(ours: SteeringRegistry, method: str, path: str, key: str | None = None, **fields: Any) -> httpx.Response:
+async def ask(
+    steering: SteeringRegistry, method: str, path: str, key: str | None = None, **fields: Any
+) -> httpx.Response:
     app = FastAPI()
     app.state.args = SimpleNamespace(steering_max_body_mib=1)
-    add_module_routes(app, ours)
+    add_module_routes(app, steering)
     transport = httpx.ASGITransport(app=with_key(app, key), client=("192.0.2.7", 4711))
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
         return await client.request(method, path.replace("{name}", "there"), **fields)
@@ -111,12 +113,12 @@ def test_covers_every_changing_route() -> None:
 )
 @pytest.mark.parametrize("key", [None, "alice"])
 async def test_records_each_change_once(
-    ours: SteeringRegistry, lines: list[str], method: str, path: str, fields: dict[str, Any], key: str | None
+    steering: SteeringRegistry, lines: list[str], method: str, path: str, fields: dict[str, Any], key: str | None
 ) -> None:
     """Catches a missing or repeated record, and one with the wrong actor, address, object or epoch."""
-    before = ours.status().epoch
+    before = steering.status().epoch
     lines.clear()
-    answer = (await ask(ours, method, path, key, **fields)).json()
+    answer = (await ask(steering, method, path, key, **fields)).json()
     (line,) = lines
     record = json.loads(line)
     assert list(record) == list(audit.FIELDS)
@@ -128,40 +130,40 @@ async def test_records_each_change_once(
     assert record["time"].endswith("+00:00")
 
 
-async def test_records_repeated_change_with_equal_epochs(ours: SteeringRegistry, lines: list[str]) -> None:
+async def test_records_repeated_change_with_equal_epochs(steering: SteeringRegistry, lines: list[str]) -> None:
     """Catches a repeated change that is recorded as another change."""
     for _ in range(2):
-        await ask(ours, "POST", MODULES, json={"name": "calm", "base": BASE})
+        await ask(steering, "POST", MODULES, json={"name": "calm", "base": BASE})
     first, second = map(json.loads, lines[-2:])
     assert second["epoch_before"] == second["epoch_after"] == first["epoch_after"]
 
 
 @pytest.mark.parametrize(("method", "path", "fields"), REFUSED)
 async def test_does_not_record_rejected_changes(
-    ours: SteeringRegistry, lines: list[str], method: str, path: str, fields: dict[str, Any]
+    steering: SteeringRegistry, lines: list[str], method: str, path: str, fields: dict[str, Any]
 ) -> None:
     """Catches a record of a change that never happened."""
     lines.clear()
-    assert 400 <= (await ask(ours, method, path, **fields)).status_code < 500
+    assert 400 <= (await ask(steering, method, path, **fields)).status_code < 500
     assert lines == []
 
 
 @pytest.mark.parametrize("path", [MODULES, f"{MODULES}/there", SET])
-async def test_does_not_record_reads(ours: SteeringRegistry, lines: list[str], path: str) -> None:
+async def test_does_not_record_reads(steering: SteeringRegistry, lines: list[str], path: str) -> None:
     """Catches a log in which reads hide the changes."""
     lines.clear()
-    assert (await ask(ours, "GET", path)).status_code == 200
+    assert (await ask(steering, "GET", path)).status_code == 200
     assert lines == []
 
 
-def test_records_changes_without_http(ours: SteeringRegistry, lines: list[str], tmp_path: Path) -> None:
+def test_records_changes_without_http(steering: SteeringRegistry, lines: list[str], tmp_path: Path) -> None:
     """Catches changes that only routes record, and modules of the server start attributed to a client."""
     path = tmp_path / "calm.safetensors"
     path.write_bytes(write_module(module(5)))
     lines.clear()
-    ours.ensure_file("calm", path)
-    ours.ensure_file("calm", path)
-    ours.clear()
+    steering.ensure_file("calm", path)
+    steering.ensure_file("calm", path)
+    steering.clear()
     records = [json.loads(line) for line in lines]
     assert [(r["event"], r["who"], r["address"]) for r in records] == [
         ("register", "start", None),
@@ -169,22 +171,22 @@ def test_records_changes_without_http(ours: SteeringRegistry, lines: list[str], 
     ]
 
 
-async def test_distinguishes_concurrent_callers(ours: SteeringRegistry, lines: list[str]) -> None:
+async def test_distinguishes_concurrent_callers(steering: SteeringRegistry, lines: list[str]) -> None:
     """Catches a name that is stored per process instead of per request."""
     lines.clear()
     names = [f"key-{i}" for i in range(8)]
     bodies = [{"name": name, "base": {"post_block": {"1": pack_vector(vector(i))}}} for i, name in enumerate(names)]
-    await asyncio.gather(*(ask(ours, "POST", MODULES, b["name"], json=b) for b in bodies))
+    await asyncio.gather(*(ask(steering, "POST", MODULES, b["name"], json=b) for b in bodies))
     records = [json.loads(line) for line in lines]
     assert sorted(r["who"] for r in records) == names
     assert all(r["who"] == r["name"] for r in records)
 
 
-async def test_escapes_client_text(ours: SteeringRegistry, lines: list[str]) -> None:
+async def test_escapes_client_text(steering: SteeringRegistry, lines: list[str]) -> None:
     """Catches client text that ends a line, and vectors in the log."""
     lines.clear()
     about = {"description": 'calm\n{"event":"clear"}\u2028\x1b[2J', "provenance": {"a\r\n": "b"}}
-    await ask(ours, "POST", MODULES, "ev\nil\u2028", json={"name": "calm", "base": BASE, **about})
+    await ask(steering, "POST", MODULES, "ev\nil\u2028", json={"name": "calm", "base": BASE, **about})
     (line,) = lines
     assert line.isascii() and line.isprintable()
     assert "calm\\n" not in line

@@ -3,12 +3,21 @@
 
 import pytest
 
+from vllm_steer.errors import SteeringError
 from vllm_steer.params import SamplingParams
 
 
 @pytest.mark.parametrize(
     ("name", "meant"),
-    [("steer_vectors", "steering_vectors"), ("steering_module", "steering_modules"), ("captures", "capture")],
+    [
+        ("steer_vectors", "steering_vectors"),
+        ("steering_module", "steering_modules"),
+        ("captures", "capture"),
+        ("vectors", "steering_vectors"),
+        ("edits", "steering"),
+        ("hooks", "capture"),
+        ("max_token", "max_tokens"),
+    ],
 )
 def test_suggests_the_argument_that_was_meant(name, meant):
     """Catches a misspelt steering argument reported without the valid name."""
@@ -17,7 +26,29 @@ def test_suggests_the_argument_that_was_meant(name, meant):
 
 
 def test_other_errors_stay_as_they_are():
-    """Catches a suggestion for an argument that resembles none of ours."""
+    """Catches a suggestion for an argument that resembles none."""
     with pytest.raises(TypeError) as caught:
-        SamplingParams(max_token=1)
+        SamplingParams(colour=1)
     assert "did you mean" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("steering_vectors", "SamplingParams\\(steering_vectors=...\\)"),
+        ("steer_vectors", "did you mean steering_vectors"),
+        ("output_residual_stream", "vllm-lens.*capture"),
+        ("nnsight_mediator", "nnsight"),
+    ],
+)
+def test_mistakes_in_extra_args(name, words):
+    """Catches steering given in `extra_args`, which vLLM passes on and every part of the engine ignores."""
+    with pytest.raises(SteeringError, match=words) as caught:
+        SamplingParams(max_tokens=1, extra_args={name: {"post_block": {}}})
+    assert caught.value.field == f"extra_args.{name}"
+
+
+def test_other_extra_args_pass():
+    """Catches a refusal of the arguments of a plugin."""
+    given = {"kv_transfer_params": {}, "session_id": "a", "capture": 3, "ngram_size": 2}
+    assert SamplingParams(extra_args=given).clone().extra_args == given

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Activation steering and capture for stock vLLM.
 
-Importing this package replaces ``vllm.LLM`` and ``vllm.SamplingParams`` by the subclasses below. vLLM itself is
-imported on first use.
+Importing this package changes nothing in ``vllm``, which is imported on first use. Scripts that import ``LLM`` and
+``SamplingParams`` from ``vllm`` call :func:`install` first.
 """
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from vllm_steer._version import __version__
@@ -23,6 +21,7 @@ if TYPE_CHECKING:
     from vllm_steer.capture.results import CapturedRequest, CaptureResult
     from vllm_steer.client import AsyncClient, Client, ServerError
     from vllm_steer.client.responses import Completion
+    from vllm_steer.compat.names import install
     from vllm_steer.compat.request_state import CapacityError
     from vllm_steer.compat.version import IncompatibleError
     from vllm_steer.config import SteeringConfig, engine_kwargs
@@ -59,6 +58,7 @@ __all__ = [
     "__version__",
     "capture_hidden_states",
     "engine_kwargs",
+    "install",
     "open_captures",
 ]
 
@@ -82,6 +82,7 @@ _MODULES = {
     "Consumer": "vllm_steer.capture.consumers",
     "open_captures": "vllm_steer.capture.files.reader",
     "CapacityError": "vllm_steer.compat.request_state",
+    "install": "vllm_steer.compat.names",
     "Completion": "vllm_steer.client.responses",
     "IncompatibleError": "vllm_steer.compat.version",
     "Projection": "vllm_steer.spec.projection",
@@ -96,36 +97,6 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__} has no attribute {name}")
 
 
-def _replace_names(vllm: Any) -> None:
-    attributes = getattr(vllm, "MODULE_ATTRS", None)
-    if isinstance(attributes, dict):
-        attributes["LLM"] = "vllm_steer.llm:LLM"
-        attributes["SamplingParams"] = "vllm_steer.params:SamplingParams"
-
-
-class _VllmImportHook:
-    """Import hook that replaces vLLM's names when vLLM is imported.
-
-    Importing vLLM takes seconds, so importing this package must not do it: ``vllm-steer --help`` would wait for it.
-    """
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name != "vllm":
-            return None
-        sys.meta_path.remove(self)
-        spec = find_spec(name)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def exec_module(module: Any) -> None:
-                execute(module)
-                _replace_names(module)
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
-
-
-if "vllm" in sys.modules:
-    _replace_names(sys.modules["vllm"])
-else:
-    sys.meta_path.insert(0, _VllmImportHook())
+def __dir__() -> list[str]:
+    # Imported on first use, so not among the globals.
+    return sorted({*globals(), *__all__})

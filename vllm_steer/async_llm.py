@@ -23,6 +23,11 @@ class AsyncLLM(VllmAsyncLLM):  # type: ignore[misc]
     """vLLM's ``AsyncLLM`` with :attr:`steering`.
 
     Create one with ``AsyncLLM.from_engine_args(AsyncEngineArgs(..., **vllm_steer.engine_kwargs()))``.
+
+    Example:
+        >>> from vllm import AsyncEngineArgs  # doctest: +SKIP
+        >>> from vllm_steer import AsyncLLM, engine_kwargs  # doctest: +SKIP
+        >>> llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model="demo/model", **engine_kwargs()))  # doctest: +SKIP
     """
 
     @property

@@ -17,7 +17,7 @@ from vllm_steer._version import __version__
 from vllm_steer.errors import SteeringError
 from vllm_steer.limits import ENGINE_LIMITS
 from vllm_steer.points import OPTIONAL_POINTS, POINTS_FLAG
-from vllm_steer.spec.scalars import read_choice, shown
+from vllm_steer.spec.scalars import did_you_mean, read_choice, shown
 
 WORKER_CLS = "vllm_steer.engine.worker.SteeringWorker"
 SCHEDULER_CLS = "vllm_steer.engine.scheduler.make_scheduler"
@@ -89,6 +89,11 @@ class SteeringConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     The tables :data:`~vllm_steer.limits.ENGINE_LIMITS`, :data:`SWITCHES` and :data:`MULTI_CHOICES` describe the fields.
     ``capture_policy`` applies to a request whose captured rows would exceed ``capture_mib`` together with those of
     running requests: ``wait`` delays the request, ``fail`` runs it at once and reports its capture as ``partial``.
+
+    Example:
+        >>> from vllm_steer import SteeringConfig
+        >>> SteeringConfig(max_rows=64, points=["mlp_out"]).points
+        ('mlp_out',)
     """
 
     max_rows: int = ENGINE_LIMITS["max_rows"].default
@@ -155,7 +160,7 @@ class SteeringConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
             )
         for name in value:
             if name not in cls.__struct_fields__:
-                known = ", ".join(cls.__struct_fields__)
+                known = ", ".join(cls.__struct_fields__) + did_you_mean(name, cls.__struct_fields__)
                 raise SteeringError("steering_config", f"{shown(name)} is not a setting; known settings: {known}")
         return cls(**value)
 
@@ -174,6 +179,11 @@ def engine_kwargs(
 
     Raises:
         SteeringError: A setting is invalid.
+
+    Example:
+        >>> from vllm_steer import engine_kwargs
+        >>> sorted(engine_kwargs({"max_rows": 64}))
+        ['additional_config', 'scheduler_cls', 'worker_cls']
     """
     config = SteeringConfig.parse(steering_config)
     section = {"version": __version__, **msgspec.to_builtins(config)}
@@ -197,6 +207,11 @@ def choose_executor(vllm_config: Any) -> None:
         and vllm_config.ec_transfer_config is None
     ):
         parallel.distributed_executor_backend = EXECUTOR_CLS
+
+
+def has_worker_processes(vllm_config: Any) -> bool:
+    """Return whether vLLM's multiprocess executor runs each worker in a process of its own."""
+    return vllm_config.parallel_config.distributed_executor_backend in ("mp", EXECUTOR_CLS)
 
 
 def rows_of_all_stages(vllm_config: Any) -> bool:

@@ -8,6 +8,14 @@ class SteeringError(ValueError):
     Attributes:
         field: Path of the invalid value, e.g. ``steering[2].tokens[1]``.
         problem: What is wrong with the value and what is allowed.
+
+    Example:
+        >>> from vllm_steer import Selector, SteeringError
+        >>> try:
+        ...     Selector([1.5])
+        ... except SteeringError as error:
+        ...     print(error.field)
+        tokens[0]
     """
 
     field: str

@@ -51,6 +51,11 @@ class Limit:
 class EngineLimit(Limit):
     """A limit that is fixed when the engine starts; ``name`` is its field of ``SteeringConfig``."""
 
+    @property
+    def how_to_raise(self) -> str:
+        """How to start an engine with a higher limit, as part of an error message."""
+        return f"raise it with {self.flag} or SteeringConfig({self.name}=...)"
+
 
 @dataclass(frozen=True)
 class ServerLimit(Limit):
@@ -175,7 +180,7 @@ REQUEST_EDITS = ServerLimit(
     1024,
     1,
     1 << 20,
-    "edits of one request, including those of the modules that it names; its own fields may contain 4,096",
+    "edits of one request, including the edits of its modules; its own fields may contain 4,096",
     status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
 )
 REQUEST_VECTORS = ServerLimit(

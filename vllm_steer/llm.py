@@ -10,6 +10,7 @@ from typing import Any
 from vllm.entrypoints.llm import LLM as VllmLLM
 from vllm.v1.metrics.reader import Metric
 
+from vllm_steer.capture.consumers import read_consumers
 from vllm_steer.config import SteeringConfig, engine_kwargs
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import NOT_ENABLED, RegistryOptions, engine_context, set_consumers, set_registry
@@ -24,8 +25,8 @@ class LLM(VllmLLM):  # type: ignore[misc]
     Args:
         model: As in vLLM.
         *args: Further arguments of vLLM's ``LLM``.
-        enable_steering: Install taps on every decoder layer. Without it the engine is stock vLLM, and requests with
-            steering or capture are refused.
+        enable_steering: Enable steering and capture. Without it the engine is stock vLLM, and requests with steering or
+            capture are refused.
         steering_config: Sizes of the device tables and other limits, as a :class:`vllm_steer.SteeringConfig` or a dict
             of its fields.
         capture_consumers: Options of capture consumers beside ``memory``, by name, for example
@@ -38,6 +39,12 @@ class LLM(VllmLLM):  # type: ignore[misc]
     Raises:
         SteeringError: An argument conflicts with steering or needs ``enable_steering=True``.
         IncompatibleError: The version or the settings of vLLM do not support steering.
+
+    Example:
+        >>> from vllm_steer import LLM, SamplingParams  # doctest: +SKIP
+        >>> llm = LLM(model="demo/model", enable_steering=True)  # doctest: +SKIP
+        >>> params = SamplingParams(max_tokens=8, steering_vectors={"post_block": {1: [0.5] * 256}})  # doctest: +SKIP
+        >>> llm.generate("Once upon a time", params)[0].outputs[0].text  # doctest: +SKIP
     """
 
     def __init__(
@@ -55,6 +62,9 @@ class LLM(VllmLLM):  # type: ignore[misc]
             for name in ("worker_cls", "scheduler_cls"):
                 if kwargs.get(name, "auto") not in ("auto", None):
                     raise SteeringError(name, "steering sets its own; remove it or enable_steering")
+            # Before the model is loaded, which takes long.
+            consumers = read_consumers(capture_consumers)
+            registry = RegistryOptions.of(steering_registry, steering_modules)
             kwargs.update(engine_kwargs(steering_config, kwargs.get("additional_config")))
         else:
             steering_only = {
@@ -65,11 +75,11 @@ class LLM(VllmLLM):  # type: ignore[misc]
             }
             for name, value in steering_only.items():
                 if value is not None:
-                    raise SteeringError(name, "has no effect without enable_steering=True")
+                    raise SteeringError(name, "has no effect without enable_steering=True; add it, or remove this")
         super().__init__(model, *args, **kwargs)
         if enable_steering:
-            set_consumers(self.llm_engine, capture_consumers or {})
-            set_registry(self.llm_engine, RegistryOptions.of(steering_registry, steering_modules))
+            set_consumers(self.llm_engine, consumers)
+            set_registry(self.llm_engine, registry)
             # Create the context now, so that a wrong consumer or module raises here and not at the first request.
             engine_context(self.llm_engine)
 
@@ -86,7 +96,7 @@ class LLM(VllmLLM):  # type: ignore[misc]
         return context.registry
 
     def get_metrics(self) -> list[Metric]:
-        """Return vLLM's metrics and those of steering, whose names begin with ``vllm_steer:``.
+        """Return vLLM's metrics and vllm-steer's, whose names begin with ``vllm_steer:``.
 
         Requires ``disable_log_stats=False``.
         """

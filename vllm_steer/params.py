@@ -12,6 +12,7 @@ import copy
 import threading
 from collections.abc import Mapping
 from operator import itemgetter
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import msgspec
@@ -35,9 +36,10 @@ from vllm_steer.spec.condition import STOP_FIELD
 from vllm_steer.spec.fields import parse_fields_with_paths
 from vllm_steer.spec.readout import READOUTS_FIELD
 from vllm_steer.spec.references import MODULES_FIELD
-from vllm_steer.spec.scalars import closest
+from vllm_steer.spec.scalars import did_you_mean
+from vllm_steer.spec.unknown_fields import problem_of
 
-EXTRA_KEY = "steer"
+PROGRAM_KEY = "steer"
 CAPTURE_KEY = "steer_capture"
 MODULES_KEY = "steer_modules"
 """References to registered modules, until the request is admitted."""
@@ -45,9 +47,22 @@ APPLIED_KEY = "steer_applied"
 """The applied steering as JSON, once the request is admitted; empty if nothing applies."""
 CAPTURE_FIELD = "capture"
 FIELDS: tuple[str, ...] = RequestForm.__struct_fields__
+IDLE_KEY = "steer_idle"
+"""Paths of edits with strength 0, which are not compiled, until the request is admitted."""
+FIELD_ALIASES: Mapping[str, str] = MappingProxyType(
+    dict.fromkeys(("vectors", "steering_vector", "steer", "apply_steering_vectors"), "steering_vectors")
+    | dict.fromkeys(("edits", "edit", "interventions"), "steering")
+    | dict.fromkeys(("modules", "module"), "steering_modules")
+    | dict.fromkeys(("hooks", "capture_hooks", "output_residual_stream"), "capture")
+)
+"""Fields by names that other interfaces use, for error messages."""
 FILE_KEY = "steer_file"
 """Reference to a file with the program, between the front end and the scheduler."""
-EXTRA_ARGS_KEYS: tuple[str, ...] = (EXTRA_KEY, CAPTURE_KEY, MODULES_KEY, APPLIED_KEY, FILE_KEY)
+PROMPT_KEY = "steer_prompt"
+"""Index of the prompt within the HTTP body."""
+EXTRA_ARGS_KEYS: tuple[str, ...] = (PROGRAM_KEY, CAPTURE_KEY, MODULES_KEY, APPLIED_KEY, IDLE_KEY, FILE_KEY)
+RESERVED_KEYS = frozenset({*EXTRA_ARGS_KEYS, PROMPT_KEY})
+"""Keys of ``extra_args`` that this package writes."""
 
 Specs: TypeAlias = tuple[tuple[str, CaptureSpec], ...]
 MAX_SPEC_CACHE_BYTES = 64 << 20
@@ -82,7 +97,9 @@ def compile_fields(fields: Mapping[str, Any]) -> dict[str, bytes]:
             readouts=readouts,
             stops=stops,
         )
-        compiled[EXTRA_KEY] = program.encode_cached()
+        compiled[PROGRAM_KEY] = program.encode_cached()
+    if idle := [path for path, edit in edits if edit.strength == 0.0]:
+        compiled[IDLE_KEY] = msgspec.msgpack.encode(idle)
     if captures:
         compiled[CAPTURE_KEY] = encode_specs(captures)
     reduces = [spec.reduce for _, spec in captures] + [readout.directions for readout in readouts]
@@ -107,10 +124,26 @@ def attach_steering(params: Any, fields: Mapping[str, Any]) -> None:
     params.extra_args = {**(params.extra_args or {}), **compiled}
 
 
+def refuse_unknown_args(extra: Any) -> None:
+    """Raise SteeringError if a key of ``extra_args`` looks like a field of this package or of a similar project.
+
+    vLLM passes keys that it does not know to plugins and otherwise ignores them.
+    """
+    for name in extra if isinstance(extra, dict) else ():
+        if name in RESERVED_KEYS or not isinstance(name, str):
+            continue
+        if name in FIELDS:
+            # `capture` may have another meaning to a plugin, but not as an object.
+            if name != CAPTURE_FIELD or isinstance(extra[name], Mapping):
+                raise SteeringError(f"extra_args.{name}", f"would be ignored here; use SamplingParams({name}=...)")
+        elif (problem := problem_of(name)) is not None:
+            raise SteeringError(f"extra_args.{name}", problem)
+
+
 def program_bytes(params: Any) -> bytes | None:
     """Return the compiled program in vLLM's sampling parameters, or None."""
     extra = getattr(params, "extra_args", None)
-    return None if not extra else extra.get(EXTRA_KEY)
+    return None if not extra else extra.get(PROGRAM_KEY)
 
 
 def has_steering(params: Any) -> bool:
@@ -142,14 +175,14 @@ def strip_for_engine(request: Any, program_files: ProgramFileCache | None = None
     params = request.sampling_params
     extra = getattr(params, "extra_args", None) or {}
     reference = None
-    if program_files is not None and EXTRA_KEY in extra:
-        reference = program_files.reference(extra[EXTRA_KEY])
+    if program_files is not None and PROGRAM_KEY in extra:
+        reference = program_files.reference(extra[PROGRAM_KEY])
     if CAPTURE_KEY in extra or APPLIED_KEY in extra or reference is not None:
         # A copy: the samples of one request share their parameters.
         request.sampling_params = params = copy.copy(params)
         params.extra_args = {name: extra[name] for name in extra if name not in (CAPTURE_KEY, APPLIED_KEY)}
     if reference is not None:
-        del params.extra_args[EXTRA_KEY]
+        del params.extra_args[PROGRAM_KEY]
         params.extra_args[FILE_KEY] = reference
 
 
@@ -161,7 +194,7 @@ def restore_program(request: Any) -> None:
     """
     extra = getattr(request.sampling_params, "extra_args", None)
     if extra and FILE_KEY in extra:
-        extra[EXTRA_KEY] = fetch_program(extra.pop(FILE_KEY))
+        extra[PROGRAM_KEY] = fetch_program(extra.pop(FILE_KEY))
 
 
 def read_references(extra: Mapping[str, Any]) -> tuple[Reference, ...] | None:
@@ -230,10 +263,12 @@ class _SteeringMeta(type(VllmSamplingParams)):  # type: ignore[misc]
             params = super().__call__(*args, **kwargs)
         except TypeError as error:
             for name in kwargs:
-                similar = None if name in cls.__struct_fields__ else closest(name, FIELDS)
-                if similar is not None:
-                    raise TypeError(f"{error}; did you mean {similar}?") from error
+                known = name in cls.__struct_fields__
+                hint = "" if known else did_you_mean(name, (*FIELDS, *cls.__struct_fields__), FIELD_ALIASES)
+                if hint:
+                    raise TypeError(f"{error}{hint}") from error
             raise
+        refuse_unknown_args(kwargs.get("extra_args"))
         if fields:  # vLLM also clones parameters through this constructor
             attach_steering(params, fields)
         return params
@@ -271,4 +306,14 @@ class SamplingParams(VllmSamplingParams, metaclass=_SteeringMeta):  # type: igno
     Raises:
         SteeringError: An argument is invalid. Values that depend on the model are checked when the request is
             submitted.
+
+    Example:
+        >>> from vllm_steer import SamplingParams
+        >>> params = SamplingParams(
+        ...     max_tokens=16,
+        ...     steering_vectors={"post_block": {12: {"vector": [0.5] * 256, "scale": 8.0}}},
+        ...     capture={"memory": {"hooks": {"post_block": [12]}, "positions": "last_prompt"}},
+        ... )
+        >>> params.max_tokens
+        16
     """

@@ -79,6 +79,9 @@ licensed Python packages. No other model and no data set went into it.
 It loads with `transformers` (`AutoModelForCausalLM`, `AutoTokenizer`) and with vLLM as
 `LlamaForCausalLM`. The tokenizer puts `<s>` before every text; the model expects it.
 
+It was not trained on conversations. Its chat template joins the messages with blank lines, and the model
+continues the last one, so that `LLM.chat` and `/v1/chat/completions` work.
+
 **Use it** to see steering work within seconds on any CPU: a vector from code to prose, or back, changes
 what it writes. **Do not use it** for anything that needs the text to be right. It knows the look of code
 and of documentation and almost no facts; its code seldom runs, its prose soon loses the thread, and it

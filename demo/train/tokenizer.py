@@ -13,6 +13,13 @@ VOCAB_SIZE = 4096
 CONTEXT = 1024
 BOS, EOS, PAD = "<s>", "</s>", "<pad>"
 BOS_ID, EOS_ID, PAD_ID = 0, 1, 2
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{{ message['content'] }}"
+    "{% if not loop.last %}{{ '\\n\\n' }}{% endif %}{% endfor %}\n"
+)
+"""The model was not trained on conversations: it continues the messages, joined by blank lines."""
+FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+"""Files of a saved tokenizer."""
 
 
 def train(texts: Iterable[str]) -> Tokenizer:
@@ -36,9 +43,10 @@ def train(texts: Iterable[str]) -> Tokenizer:
 
 
 def save(tokenizer: Tokenizer, folder: Path) -> None:
-    """Write tokenizer.json, tokenizer_config.json and special_tokens_map.json."""
+    """Write all `FILES`."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     special = {"bos_token": BOS, "eos_token": EOS, "pad_token": PAD}
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",

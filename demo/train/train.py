@@ -180,7 +180,7 @@ def save(model: LlamaForCausalLM, chosen: Options) -> None:
         bos_token_id=bpe.BOS_ID, eos_token_id=bpe.EOS_ID, pad_token_id=bpe.PAD_ID,
         do_sample=True, temperature=0.8, top_p=0.95,
     ).save_pretrained(chosen.out)  # fmt: skip
-    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+    for name in bpe.FILES:
         (chosen.out / name).write_bytes((chosen.data / "tokens" / name).read_bytes())
 
 

@@ -15,6 +15,7 @@ from benchmarks.gpu_tests import RUNS, Run, assign_gpus, command_for, execute, s
 from tests.repo.tree import python_files, read
 from vllm_steer.cli.main import app
 
+# The suite that the tested runner runs: one test for each outcome.
 SUITE = """
 import pytest
 
@@ -27,7 +28,7 @@ def broken():
 def test_good(): pass
 def test_bad(): assert False
 def test_error(broken): pass
-def test_left_out(): pytest.skip("needs two")
+def test_skipped(): pytest.skip("needs two GPUs")
 """
 
 
@@ -47,7 +48,7 @@ def test_counts_every_outcome(tmp_path: Path, suite: Path) -> None:
     assert words.startswith("1 passed; 1 skipped; **failed**: ") and words.count("**failed**") == 2
 
 
-@pytest.mark.parametrize("left", ["test_left_out", "nothing"])
+@pytest.mark.parametrize("left", ["test_skipped", "nothing"])
 def test_run_without_tests_fails(tmp_path: Path, suite: Path, left: str) -> None:
     """Catches a run whose tests are all skipped, for example for lack of GPUs, counted as passed."""
     assert execute("x", Run((str(suite), "-k", left), ""), [0], tmp_path, 0, 120)["failed"] == ["no test ran"]

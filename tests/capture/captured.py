@@ -25,15 +25,20 @@ def captured(
     status: str = "ok",
     error: str | None = None,
     model: str = "tiny",
+    reduced: bool = False,
     **spec: object,
 ) -> CapturedRequest:
-    """Return a request with ``rows`` rows per site, at odd positions, so that positions differ from row numbers."""
+    """Return a request with ``rows`` rows per site, at odd positions, so that positions differ from row numbers.
+
+    ``reduced`` leaves one row per site, as a reduction does.
+    """
     generator = torch.Generator().manual_seed(seed)
     hooks: dict[str, list[int]] = {}
     for point, layer in sites:
         hooks.setdefault(point, []).append(layer)
     positions = np.arange(1, 2 * rows + 1, 2, dtype=np.int64)
     prompt = tuple(range(100 + seed, 100 + seed + rows))
+    count = 1 if reduced else rows
     return CapturedRequest(
         request_id=request_id,
         sample=sample,
@@ -41,7 +46,7 @@ def captured(
         prompt_token_ids=prompt,
         output_token_ids=tuple(range(900 + seed, 902 + seed + rows)),
         spec=CaptureSpec(hooks=hooks or {"pre_attn": [0]}, positions="all", **spec),
-        sites={site: SiteRows(positions, torch.randn(rows, width, generator=generator).to(dtype)) for site in sites},
+        sites={site: SiteRows(positions, torch.randn(count, width, generator=generator).to(dtype)) for site in sites},
         status=status,
         error=error,
     )
@@ -51,8 +56,8 @@ def assert_same(stored: StoredRequest, request: CapturedRequest) -> None:
     """Check that all rows, positions, tokens and properties of a request were stored."""
     assert (stored.request_id, stored.sample, stored.model) == (request.request_id, request.sample, request.model)
     assert (stored.status, stored.error) == (request.status, request.error)
-    assert stored.prompt_tokens == len(request.prompt_token_ids)
-    assert stored.output_tokens == len(request.output_token_ids)
+    assert stored.num_prompt_tokens == len(request.prompt_token_ids)
+    assert stored.num_output_tokens == len(request.output_token_ids)
     assert set(stored.sites) == set(request.sites)
     for site, expected in request.sites.items():
         rows = stored.tensor(*site)

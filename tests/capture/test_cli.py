@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import numpy as np
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 
 from tests.capture.captured import captured
 from vllm_steer.capture.consumers.filesystem import FilesystemConsumer
+from vllm_steer.capture.results import SubmittedRequest
 from vllm_steer.cli.captures import _format_ranges, app
 from vllm_steer.cli.output import printable
 
@@ -55,6 +57,39 @@ def test_json(root):
         assert [line["request_id"] for line in lines] == ["first", "second", HOSTILE]
         site = {"point": "pre_attn", "layer": 0, "shape": [5, 16], "dtype": "float32"}
         assert site in lines[0]["sites"] and len(lines[0]["sites"]) == 3
+
+
+def test_run_and_tag(tmp_path):
+    """Catches an ignored option, and missing requests that are not listed or of another run."""
+    for name in ("a", "b"):
+        consumer = FilesystemConsumer(root=str(tmp_path), layout="packed", run=name)
+        for i in range(3):
+            request = captured(str(i), sample=i, options={"tag": f"prompt {i}"})
+            consumer.begin(SubmittedRequest(request.request_id, request.sample, i, request.spec))
+            if i != 1:
+                consumer.accept(dataclasses.replace(request, submission=i))
+        consumer.close()
+    assert [line["run"] for line in map(json.loads, run("ls", tmp_path, "--json").splitlines())] == [*"aabb"]
+    (line,) = map(json.loads, run("ls", tmp_path, "--run", "b", "--tag", "prompt 2", "--json").splitlines())
+    assert (line["run"], line["submission"], line["request_id"]) == ("b", 2, "2")
+    assert "has no run 'c'" in run("ls", tmp_path, "--run", "c", code=1)
+    lines = [json.loads(line) for line in run("missing", tmp_path, "--json").splitlines()]
+    assert [(line["run"], line["submission"], line["tag"]) for line in lines] == [
+        ("a", 1, "prompt 1"),
+        ("b", 1, "prompt 1"),
+    ]
+    shown = run("missing", tmp_path, "--run", "b")
+    assert "prompt 1" in shown and "prompt 0" not in shown and " a " not in shown
+
+
+def test_nothing_is_missing(tmp_path):
+    """Catches a table without lines, and stored requests that are listed."""
+    consumer = FilesystemConsumer(root=str(tmp_path))
+    request = captured("0")
+    consumer.begin(SubmittedRequest("0", 0, 0, request.spec))
+    consumer.accept(dataclasses.replace(request, submission=0))
+    consumer.close()
+    assert run("missing", tmp_path) == "none\n"
 
 
 def test_show(root):

@@ -22,6 +22,7 @@ from vllm_steer.capture.consumers import (
     discovery,
     make_consumer,
     parse_consumer_flag,
+    read_consumers,
 )
 from vllm_steer.capture.consumers.filesystem import FilesystemConsumer
 from vllm_steer.errors import SteeringError
@@ -317,3 +318,31 @@ class TestLogging:
         with caplog.at_level(logging.INFO, "vllm_steer.capture"):
             make_consumer("logging").accept(captured("a\nERROR: all is lost\x1b[2J"))
         assert all("\n" not in record.getMessage() and "\x1b" not in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.parametrize(
+    ("given", "remedy"),
+    [
+        ([{"name": "filesystem", "params": {"root": "x"}}], 'write {"filesystem": {"root": "x"}}'),
+        (["logging"], 'write {"logging": {}}'),
+        ([{"name": "unknown"}], 'must be {name: options} such as {"filesystem": {"root": "acts"}}'),
+        ("filesystem:root=x", "must be {name: options}"),
+        ({"filesystem": "acts"}, "capture_consumers.filesystem: must be a dict of options"),
+        ({"filesytem": {}}, "did you mean filesystem?"),
+    ],
+)
+def test_consumers_in_another_form(given: object, remedy: str) -> None:
+    """Catches a list of consumers that fails with a bare TypeError, and only after the model was loaded."""
+    with pytest.raises(SteeringError) as caught:
+        read_consumers(given)
+    assert remedy in str(caught.value)
+    assert "; write" not in str(caught.value) or remedy.startswith("write")
+
+
+def test_consumers_without_options() -> None:
+    """Catches None refused where no options are meant."""
+    assert read_consumers(None) == {}
+    assert read_consumers({"logging": None, "filesystem": {"root": "x"}}) == {
+        "logging": {},
+        "filesystem": {"root": "x"},
+    }

@@ -18,8 +18,8 @@ import torch
 
 from tests.registry.modules import CAPABILITIES
 from tests.tiny import code_of
-from vllm_steer.capture.files.packed_file import PackedFile
 from vllm_steer.capture.files.reader import open_captures
+from vllm_steer.capture.files.rotation import StreamWriter
 from vllm_steer.capture.manager import CaptureManager
 from vllm_steer.capture.row_assembler import RowChunk
 from vllm_steer.spec import CaptureSpec
@@ -81,7 +81,7 @@ class Engine:
 def test_engine_is_collected_in_a_consumers_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method_name: str
 ) -> None:
-    """Catches a deadlock, and so a file that never appears.
+    """Catches a deadlock, and so a file that is never completed.
 
     The garbage collector finalizes the engine in the consumer's thread, or in its timer's, while that writes the file.
     """
@@ -89,15 +89,15 @@ def test_engine_is_collected_in_a_consumers_thread(
     manager = CaptureManager(CAPABILITIES, "a model with files", {"filesystem": options})
     engine = Engine()
     ended = weakref.finalize(engine, manager.close_from_finalizer)
-    method = getattr(PackedFile, method_name)
-    monkeypatch.setattr(PackedFile, method_name, lambda *args: (gc.collect(), method(*args))[1])
+    method = getattr(StreamWriter, method_name)
+    monkeypatch.setattr(StreamWriter, method_name, lambda *args: (gc.collect(), method(*args))[1])
     about = {"request_id": "a", "sample": 0, "prompt_token_ids": (1, 2), "output_token_ids": (3,)}
     gc.disable()
     try:
         del engine
         assert manager.submit(manager.new_assembler(), TO_FILE, **about)["filesystem"].status == "partial"
         deadline = time.monotonic() + 20
-        while not list(tmp_path.glob("*.safetensors")) and time.monotonic() < deadline:
+        while ended.alive and time.monotonic() < deadline:
             time.sleep(0.02)
     finally:
         gc.enable()

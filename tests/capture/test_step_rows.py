@@ -49,9 +49,8 @@ def arena(batch: Mapping[str, tuple[int, int]], room: int = 64) -> torch.Tensor:
     for name, (first, count) in batch.items():
         for position in range(first, first + count):
             for _, _, segment in resolved(name).spans(position, position + 1):
-                rows += (
-                    [value(name, position, code) for code in segment.program.capture_codes] if segment.program else []
-                )
+                captures = segment.program.captures if segment.program else ()
+                rows += [value(name, position, captured.code) for captured in captures]
     stored = torch.full((room, HIDDEN), torch.nan)
     stored[: len(rows)] = torch.stack(rows)
     return stored

@@ -89,7 +89,7 @@ def test_chat(url: str, app: FastAPI) -> None:
     script = (
         "Hello\n/modules terse=2\nAgain\n/modules missing\nWhat?\n/modules terse=x\n/reset\n/modules\nLast\n/quit\nno\n"
     )
-    shown = run(url, "chat", "calm=1.5", "--system", "Be brief.", stdin=script)
+    shown = run(url, "chat", "calm=1.5", "--system", "Be brief.", stdin=script, status=1)
     answers = [line for line in shown.splitlines() if line.startswith("[")]
     assert answers[:4] == [
         "[plain] I am plain.",
@@ -108,6 +108,17 @@ def test_chat(url: str, app: FastAPI) -> None:
     for body in app.state.bodies[-2:]:
         assert body["messages"] == [system, {"role": "user", "content": "Last"}]
     assert all(body["temperature"] == 0 and body["max_tokens"] == 512 for body in app.state.bodies)
+
+
+@pytest.mark.parametrize(
+    ("script", "status"), [("Hello\n/quit\n", 0), ("/modules missing\nWhat?\n", 1), ("/modules calm=x\nHello\n", 1)]
+)
+def test_chat_status(url: str, script: str, status: int) -> None:
+    """Catches a status of 0 after an error, and an error on stdout among the answers."""
+    done = CliRunner().invoke(commands, ["chat", "--url", url], input=script)
+    assert done.exit_code == status
+    assert ("error: " in done.stderr) is bool(status)
+    assert "error: " not in done.stdout
 
 
 @pytest.mark.parametrize("command", ["modules", "set", "status", "chat"])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Points on the branches that each model of the zoo must serve; it must refuse all others with a reason.
+"""Helper table: the points on the branches that each model of the zoo must support. It must refuse all others.
 
 Derived from the structure of the blocks of a family, not from the package's recipes.
 """
@@ -35,7 +35,7 @@ _REFUSED_BY_ROW: Final[Mapping[str, tuple[str, ...]]] = {
     "gemma4": ("mlp_in", "mlp_out"),
     "gemma4_wrapper": ("mlp_in", "mlp_out"),
     # Not proven, since in bfloat16 rounding routes tokens to other experts when this branch is ablated. The first is
-    # served nevertheless, because the point is proven on another row of its class.
+    # supported nevertheless, because the point is proven on another row of its class.
     "qwen3_5moe_wrapper": ("mlp_out",),
     "bailingmoev2_5": ("mlp_out",),
     "longcat_flash": BRANCHES,
@@ -44,8 +44,8 @@ _REFUSED_BY_ROW: Final[Mapping[str, tuple[str, ...]]] = {
 }
 
 
-def served_branches(tiny: TinyModel) -> tuple[str, ...]:
-    """Return the points on the branches that this model serves, in order of computation."""
+def supported_branches(tiny: TinyModel) -> tuple[str, ...]:
+    """Return the points on the branches that this model supports, in order of computation."""
     not_served = (
         BRANCHES if tiny.one_branch else _REFUSED_BY_ROW.get(tiny.name, _REFUSED_BY_FAMILY.get(tiny.recipe, ()))
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The requests that every architecture runs, all in one batch."""
+"""Helpers: the requests that every architecture runs, all in one batch."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class Case:
 def cases_for(tiny: TinyModel, plain: Trace, branches: Sequence[str] = ()) -> list[Case]:
     """Return the requests for one architecture.
 
-    At a middle layer, every kind of edit at every served point over every selector; then the first and the last layer,
-    all layers at once, several edits in one request, and plain requests in between.
+    At a middle layer, every kind of edit at every supported point over every selector; then the first and the last
+    layer, all layers at once, several edits in one request, and plain requests in between.
 
     Args:
         tiny: The architecture.
@@ -52,20 +52,20 @@ def cases_for(tiny: TinyModel, plain: Trace, branches: Sequence[str] = ()) -> li
         branches: The points on the branches to edit as well.
     """
     make = EditMaker(plain)
-    served = [point for point in STREAM_FIELDS if point not in tiny.refused]
+    stream_points = [point for point in STREAM_FIELDS if point not in tiny.refused]
     cases: list[Case] = []
 
     def add(name: str, *edits: EditAt) -> None:
         cases.append(Case(name, PROMPTS[len(cases) % len(PROMPTS)], edits))
 
-    for point, kind in product(served, KINDS):
+    for point, kind in product(stream_points, KINDS):
         for label, tokens in SELECTORS.items():
             add(f"{kind} at {point}, {label}", make.edit(kind, point, LAYER, tokens))
         add(f"plain after {kind} at {point}")
     for kind in KINDS:
         add(f"{kind} at pre_attn of layer 0", make.edit(kind, "pre_attn", 0))
         add(f"{kind} at post_block of the last layer", make.edit(kind, "post_block", LAYERS - 1))
-    for point in served:
+    for point in stream_points:
         add(f"add at {point}, every layer", make.edit("add", point, "all", strength=0.3))
         add(f"ablate at {point}, two layers", make.edit("ablate", point, (0, LAYERS - 1)))
         add(
@@ -77,7 +77,7 @@ def cases_for(tiny: TinyModel, plain: Trace, branches: Sequence[str] = ()) -> li
             make.edit("add", point, LAYER, "prompt"),
             make.edit("ablate", point, LAYER, "generated"),
         )
-    add("all served points at once", *(make.edit("add", point, LAYER) for point in served))
+    add("all stream points at once", *(make.edit("add", point, LAYER) for point in stream_points))
     add(
         "add at pre_attn of the next layer, ablate at post_block of this one",
         make.edit("add", "pre_attn", LAYER + 1),
@@ -89,7 +89,7 @@ def cases_for(tiny: TinyModel, plain: Trace, branches: Sequence[str] = ()) -> li
         add(f"ablate at {point}, positions", make.edit("ablate", point, LAYER, SELECTORS["positions"]))
         add(f"add at {point}, every layer, generated", make.edit("add", point, "all", "generated", strength=0.5))
     if branches:
-        add("every point at once", *(make.edit("ablate", point, LAYER) for point in (*served, *branches)))
+        add("every point at once", *(make.edit("ablate", point, LAYER) for point in (*stream_points, *branches)))
     return cases
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows that run on a GPU: all whose kernels exist only there, and one of each family."""
+"""Helper table: the rows that run on a GPU, which are all rows with GPU-only kernels and one of each family."""
 
 from __future__ import annotations
 

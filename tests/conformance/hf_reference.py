@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from tests.conformance.branches import BRANCHES, served_branches
+from tests.conformance.branches import BRANCHES, supported_branches
 from tests.conformance.edits import EditAt, Rows, positions
 from tests.conformance.model import TinyModel
 
@@ -152,7 +152,7 @@ class Reference:
             if last is not None:
                 hook = _after_branch(number, here, streams, self.scale, partial)
                 handles.append(last.register_forward_hook(hook))
-            if "mlp_in" in served_branches(self.tiny):
+            if "mlp_in" in supported_branches(self.tiny):
                 norm = block.get_submodule(self.tiny.reads_mid or "")
                 handles.append(norm.register_forward_hook(_after_norm(number, here, streams)))
         try:

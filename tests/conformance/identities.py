@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from tests.conformance.branches import served_branches
+from tests.conformance.branches import supported_branches
 from tests.conformance.cases import PROMPTS, STREAM_FIELDS, TRACE_FIELDS, Case, EditMaker
 from tests.conformance.edits import KINDS, EditAt, Rows
 from tests.conformance.engine import Answer, generate
@@ -200,12 +200,12 @@ def check_identities(tiny: TinyModel, llm: Any) -> list[Check]:
     """Run all comparisons in one engine; ``tiny`` names its attention branch."""
     hooks: list[HookedModel] = []
     llm.apply_model(lambda model: hooks.append(HookedModel(tiny, model)))
-    served = [point for point in STREAM_FIELDS if point not in tiny.refused]
-    branches = served_branches(tiny)
-    return [*_values(hooks[0], llm, served, branches), *_causes(hooks[0], llm, served, branches)]
+    stream_points = [point for point in STREAM_FIELDS if point not in tiny.refused]
+    branches = supported_branches(tiny)
+    return [*_values(hooks[0], llm, stream_points, branches), *_causes(hooks[0], llm, stream_points, branches)]
 
 
-def _values(hooks: HookedModel, llm: Any, served: Sequence[str], branches: Sequence[str]) -> list[Check]:
+def _values(hooks: HookedModel, llm: Any, stream_points: Sequence[str], branches: Sequence[str]) -> list[Check]:
     checks: list[Check] = []
 
     def compare(name: str, ours: Array, theirs: Array) -> None:
@@ -213,7 +213,7 @@ def _values(hooks: HookedModel, llm: Any, served: Sequence[str], branches: Seque
         checks.append(Check(name, float(far.max())))
 
     with hooks.watching() as seen:
-        streams = generate(llm, [Case("values", PROMPTS[0])], [*served, *branches], new_tokens=1)[0].streams
+        streams = generate(llm, [Case("values", PROMPTS[0])], [*stream_points, *branches], new_tokens=1)[0].streams
     rows = len(PROMPTS[0])
     for number in range(LAYERS):
         at = {point: stream[number] for point, stream in streams.items()}
@@ -221,7 +221,7 @@ def _values(hooks: HookedModel, llm: Any, served: Sequence[str], branches: Seque
         compare(f"x_in({number}) is the input of the block", at["pre_attn"], x_in)
         if number:
             compare(f"x_out({number - 1}) is x_in({number})", streams["post_block"][number - 1], at["pre_attn"])
-        if "post_attn" in served:
+        if "post_attn" in stream_points:
             branch = hooks.scale * _rows(seen[number]["branch"], rows) if "branch" in seen[number] else 0 * x_in
             compare(f"x_mid({number}) - x_in is the branch", at["post_attn"], x_in + branch)
             if "attn_out" in branches:
@@ -233,14 +233,14 @@ def _values(hooks: HookedModel, llm: Any, served: Sequence[str], branches: Seque
     return checks
 
 
-def _causes(hooks: HookedModel, llm: Any, served: Sequence[str], branches: Sequence[str]) -> list[Check]:
+def _causes(hooks: HookedModel, llm: Any, stream_points: Sequence[str], branches: Sequence[str]) -> list[Check]:
     plain_cases = [Case(f"plain {index}", prompt) for index, prompt in enumerate(PROMPTS)]
     plain = generate(llm, plain_cases)
-    streams = generate(llm, [Case("plain", PROMPTS[0])], [*served, *branches], new_tokens=1)[0].streams
+    streams = generate(llm, [Case("plain", PROMPTS[0])], [*stream_points, *branches], new_tokens=1)[0].streams
     trace = Trace(plain[0].logprobs, *(streams.get(point, streams["pre_attn"]) for point in TRACE_FIELDS))
     make = EditMaker(trace)
     checks = []
-    places = [(point, number) for point in served for number in (1, 2) if point != "post_block"]
+    places = [(point, number) for point in stream_points for number in (1, 2) if point != "post_block"]
     for point, number in [*places, ("post_block", LAYERS - 1), *((point, 1) for point in branches)]:
         for kind in BRANCH_KINDS if point in branches else KINDS:
             edit = make.edit(kind, point, number)

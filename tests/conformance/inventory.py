@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every architecture of vLLM's registry, and the decoder-layer classes that its source refers to.
+"""Helpers: list every architecture of vLLM's registry with the decoder-layer classes that its source refers to.
 
 Nothing is imported or built: starting at the model's class, the names in each class's source are followed through
 vLLM's model code, including imports and the registry names by which wrappers select their language model. A wrapper
@@ -89,7 +89,7 @@ def _reached(module: str, cls: str) -> Iterator[tuple[str, str]]:
             continue
         seen.add(place)
         yield place
-        if f"{place[0]}.{place[1]}" in {*RECIPES, *UNSUPPORTED}:
+        if (name := f"{place[0]}.{place[1]}") in RECIPES or name in UNSUPPORTED:
             continue
         here = _parsed(place[0])
         for name in _names(here.classes[place[1]]) | _in_tables(here, place[1]):
@@ -158,10 +158,16 @@ def _in_tables(parsed: Parsed, cls: str) -> set[str]:
     return {name for table in used for name in _names(parsed.tables[table])}
 
 
-def _names(tree: ast.AST) -> set[str]:
+@functools.cache
+def _names(tree: ast.AST) -> frozenset[str]:
     """Return names, and strings that may be names of the registry."""
-    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    return names | {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            names.add(node.id)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names.add(node.value)
+    return frozenset(names)
 
 
 @functools.cache

@@ -111,9 +111,11 @@ def _for_mamba_1(update: Callable[..., None]) -> Callable[..., None]:
 
 
 def _without_extras(attention: Callable[..., None]) -> Callable[..., None]:
+    """Wrap an attention's ``__init__`` to accept the arguments that vLLM passes to GPU backends only."""
+
     def make(self: Any, *args: Any, chunk_lookback: int = -1, use_alibi_sqrt: bool = False, **more: Any) -> None:
         if chunk_lookback != -1:
-            raise NotImplementedError("attention by chunks on a CPU")
+            raise ValueError(f"chunk_lookback={chunk_lookback}: attention by chunks needs a GPU; mark the row gpu_only")
         attention(self, *args, **more)
 
     return make

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Architectures that HF Transformers does not have: proven inside vLLM, on random weights, by ``identities.py``.
+"""Helper table: architectures that HF Transformers does not have; ``test_identities.py`` proves them inside vLLM.
 
 Their config classes are remote code of the checkpoints; a plain config with the fields that vLLM's model reads replaces
 them.

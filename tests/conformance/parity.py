@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.conformance.branches import BRANCHES, served_branches
+from tests.conformance.branches import BRANCHES, supported_branches
 from tests.conformance.cases import LAYER, PROMPTS, STREAM_FIELDS, TRACE_FIELDS, Case, cases_for
 from tests.conformance.edits import EditAt, Formula
 from tests.conformance.engine import Answer, generate, layer_classes, steered_engine
@@ -97,7 +97,7 @@ def examine(
         keep: Selects cases.
         with_branches: Whether the engine has the optional points.
     """
-    branches = served_branches(tiny) if with_branches else ()
+    branches = supported_branches(tiny) if with_branches else ()
     path = reference.save(tiny.name, folder)
     plain = reference.traces(tiny.name, [(PROMPTS[0], len(PROMPTS[0]), ())])[0]
     cases = [case for case in cases_for(tiny, plain, branches) if keep(case)]

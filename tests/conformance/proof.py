@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.conformance.branches import served_branches
+from tests.conformance.branches import supported_branches
 from tests.conformance.cases import PROMPTS, STREAM_FIELDS, Case
 from tests.conformance.engine import generate, layer_classes, steered_engine
 from tests.conformance.identities import Check, check_identities
@@ -82,7 +82,7 @@ class Proof:
             "layers": sorted(self.layers),
             "recipe": tiny.recipe,
             "points": [point for point in STREAM_FIELDS if point not in tiny.refused],
-            "branches": list(served_branches(tiny)),
+            "branches": list(supported_branches(tiny)),
             "proof": self.kind,
             "value": float(f"{self.value:.1e}"),
             "cause": float(f"{self.cause:.1e}"),
@@ -123,7 +123,7 @@ def prove_by_identities(tiny: TinyModel, folder: Path, reference: ReferenceProce
 
 def _by_identities(tiny: TinyModel, path: Path, settings: dict[str, Any], reference: ReferenceProcess | None) -> Proof:
     tiny = dataclasses.replace(tiny, engine={**(tiny.engine or {}), **settings})
-    with steered_engine(tiny, path, "eager", served_branches(tiny)) as llm:
+    with steered_engine(tiny, path, "eager", supported_branches(tiny)) as llm:
         checks = check_identities(tiny, llm)
         far = None if reference is None else _distance_from_hf(tiny, llm, reference)
         return Proof(architecture_of(path), "identities inside vLLM", sorted(layer_classes(llm)), checks, far)
@@ -131,13 +131,13 @@ def _by_identities(tiny: TinyModel, path: Path, settings: dict[str, Any], refere
 
 def _distance_from_hf(tiny: TinyModel, llm: Any, reference: ReferenceProcess) -> float:
     """Return the mean relative distance of the captured rows of a plain request from HF's."""
-    served = [point for point in STREAM_FIELDS if point not in tiny.refused]
-    streams = generate(llm, [Case("plain", PROMPTS[0])], served, new_tokens=1)[0].streams
+    stream_points = [point for point in STREAM_FIELDS if point not in tiny.refused]
+    streams = generate(llm, [Case("plain", PROMPTS[0])], stream_points, new_tokens=1)[0].streams
     trace = reference.traces(tiny.name, [(PROMPTS[0], len(PROMPTS[0]), ())])[0]
     far = [
         np.linalg.norm(streams[point] - getattr(trace, STREAM_FIELDS[point]), axis=-1)
         / np.linalg.norm(getattr(trace, STREAM_FIELDS[point]), axis=-1)
-        for point in served
+        for point in stream_points
     ]
     return float(np.mean(far))
 

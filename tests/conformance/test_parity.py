@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conformance.branches import BRANCHES, served_branches
+from tests.conformance.branches import BRANCHES, supported_branches
 from tests.conformance.engine import MODES
 from tests.conformance.parity import MIN_EFFECT, TOLERANCE, Report, examine
 from tests.conformance.part import selected
@@ -61,7 +61,7 @@ def test_captured_rows_match_transformers(report: Report) -> None:
             seen.add(point)
             assert error < TOLERANCE, f"{outcome.case.name}, {point}: off by {error:.1e}"
     stream = {"pre_attn", "post_attn", "post_block"} - set(report.tiny.unread)
-    assert seen == {*stream, *served_branches(report.tiny)}
+    assert seen == {*stream, *supported_branches(report.tiny)}
 
 
 def test_plain_requests_match_transformers(report: Report) -> None:
@@ -78,7 +78,9 @@ def test_edits_have_a_large_effect(report: Report) -> None:
 def test_every_served_point_is_edited(report: Report) -> None:
     """Catches a list of cases that misses a point."""
     edited = set().union(*(outcome.case.points for outcome in report.outcomes))
-    assert edited == {"pre_attn", "post_attn", "post_block", *served_branches(report.tiny)} - set(report.tiny.refused)
+    assert edited == {"pre_attn", "post_attn", "post_block", *supported_branches(report.tiny)} - set(
+        report.tiny.refused
+    )
     refused = {refusal.point for refusal in report.refusals}
     assert refused == {*report.tiny.refused, *BRANCHES} - edited
 

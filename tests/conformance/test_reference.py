@@ -109,11 +109,11 @@ def test_post_block_equals_the_next_pre_attn(subject: Subject) -> None:
 @over(PARITY)
 def test_same_edit_at_different_points_differs(subject: Subject) -> None:
     """Catches weights with which an edit one sublayer too late looks like one in time."""
-    served = [point for point in POINTS if point not in subject.tiny.refused]
+    stream_points = [point for point in POINTS if point not in subject.tiny.refused]
     if subject.tiny.one_branch:
         # Its post_attn is its pre_attn or its post_block.
-        served.remove("post_attn")
-    runs = [subject.push(point, LAYER) for point in served] + [subject.run()]
+        stream_points.remove("post_attn")
+    runs = [subject.push(point, LAYER) for point in stream_points] + [subject.run()]
     for index, one in enumerate(runs):
         for other in runs[:index]:
             assert _distance(one, other) > MIN_EFFECT

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.conformance.branches import BRANCHES, served_branches
+from tests.conformance.branches import BRANCHES, supported_branches
 from tests.conformance.cases import Case
 from tests.conformance.parity import TOLERANCE, examine
 from tests.conformance.reference_process import ReferenceProcess
@@ -63,7 +63,7 @@ def test_rejects_wrong_taps_on_the_branches(
     report = examine(tiny, "eager", zoo_folder, reference_process, keep=_is_relevant)
     plain = [outcome for outcome in report.outcomes if not outcome.case.edits]
     assert plain and all(outcome.agrees for outcome in plain)
-    for point in served_branches(tiny):
+    for point in supported_branches(tiny):
         spoiled = point in wrong.points
         edited = [o for o in report.outcomes if point in o.case.points]
         assert edited, point

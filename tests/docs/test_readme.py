@@ -29,9 +29,11 @@ def test_readme_example_changes_the_style() -> None:
 
 @pytest.mark.slow
 def test_steering_guide_runs_and_steers() -> None:
-    """Catches an example that no longer runs, and an example that runs unsteered."""
-    plain, steered = run_python(blocks_of(STEERING, "python"), "[output.outputs[0].text for output in outputs]")
+    """Catches an example that no longer runs, or runs unsteered, and a chat with another prompt."""
+    texts = "[each.outputs[0].text for each in (*outputs, answer)]"
+    plain, steered, chat = run_python(blocks_of(STEERING, "python"), texts)
     assert plain and steered and plain != steered
+    assert chat == steered
 
 
 def test_runner_keeps_one_namespace_and_reports_failures() -> None:

@@ -68,9 +68,9 @@ def test_captures_and_steers_accepted_drafts_only(
 
     monkeypatch.setattr(type(scheduler), "update_from_output", counted)
     outputs = run(drafting, *workload())
-    served = context_of(drafting.llm_engine.output_processor)
-    assert served is not None
-    assert served.capabilities.drafts == SPECULATIVE["num_speculative_tokens"]
+    context = context_of(drafting.llm_engine.output_processor)
+    assert context is not None
+    assert context.capabilities.drafts == SPECULATIVE["num_speculative_tokens"]
     assert any(accepted < drafts for drafts, accepted in seen), "no draft was rejected"
     for i, (got, right) in enumerate(zip(outputs, truth, strict=True)):
         assert tokens_of(got) == tokens_of(right), i

@@ -156,7 +156,7 @@ class AdmissionMachine(RuleBasedStateMachine):
         self.run_steps(2)
         admission: AdmissionController = self.scheduler.steering_admission
         assert admission.allocator.in_use == (0, 0, 0)
-        assert admission.reserved_rows == admission.num_waiting == 0
+        assert admission.reserved_rows == 0 and not admission.is_busy
         assert self.worker.in_use == (0, 0, 0)
         assert self.scheduler.kv_cache_manager.usage == 0
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 
 import gc
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 
-from vllm_steer import CaptureSpec, Edit, SteeringConfig, SteeringError
+from vllm_steer import CaptureSpec, Edit, SamplingParams, SteeringConfig, SteeringError
+from vllm_steer.capture.server_wide import with_captures
 from vllm_steer.engine.capabilities import Capabilities
 from vllm_steer.frontend.context import NO_ROWS_OF_EARLIER_STAGES
-from vllm_steer.program import compile_program
+from vllm_steer.params import program_of
+from vllm_steer.program import Program, compile_program
+from vllm_steer.spec import parse_capture
 
 
 def test_rejects_captures_beyond_the_budget() -> None:
@@ -72,3 +76,63 @@ def test_remembers_live_programs_only() -> None:
     program = compile_program([Edit(kind="add", point="post_block", layers=1, vector=[1.0] * 64)])
     capabilities.check(program, 10)
     assert list(capabilities._checked.values()) == [program]
+
+
+def positions_program(tokens: Any, path: str = "steering[0]") -> Program:
+    edit = Edit(kind="add", point="post_block", layers=0, vector=[1.0] * 64, tokens=tokens)
+    return compile_program([edit], edit_paths=[path])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "position"),
+    [([500], 500), ([3, 500], 500), ([[13, 20]], 13), ([[13, None]], 13), (range(20, 30), 20), ([13], 13), ([12], None),
+     ([[5, 100]], None), ([[12, None]], None), ("generated", None), ([-1], None)],
+)  # fmt: skip
+def test_rejects_positions_that_no_token_reaches(tokens: Any, position: int | None) -> None:
+    """Catches an edit that cannot act and is accepted. The last of 10 + 4 tokens is not run, so 12 is the last one."""
+    capabilities = Capabilities(4, 64, 1000, "float32", {}, SteeringConfig())
+    program = positions_program(tokens)
+    capabilities.check(program, prompt_len=10)
+    if position is None:
+        capabilities.check(program, prompt_len=10, max_tokens=4)
+        return
+    message = (
+        rf"^steering\[0\].tokens: position {position} is out of reach: with 10 prompt tokens and max_tokens=4, 12 is"
+    )
+    with pytest.raises(SteeringError, match=message):
+        capabilities.check(program, prompt_len=10, max_tokens=4)
+
+
+def test_the_model_s_length_bounds_positions() -> None:
+    """Catches a position beyond `max_model_len` - 2, which a request with a large `max_tokens` never reaches."""
+    capabilities = Capabilities(4, 64, 100, "float32", {}, SteeringConfig())
+    capabilities.check(positions_program([98]), prompt_len=10, max_tokens=5000)
+    with pytest.raises(SteeringError, match="98 is the last"):
+        capabilities.check(positions_program([99]), prompt_len=10, max_tokens=5000)
+
+
+@pytest.mark.parametrize("path", ["steering_modules[0]", "global steering"])
+def test_modules_and_global_steering_may_be_out_of_reach(path: str) -> None:
+    """Catches a module or global steering that makes short requests fail."""
+    capabilities = Capabilities(4, 64, 1000, "float32", {}, SteeringConfig())
+    capabilities.check(positions_program([500], path), prompt_len=10, max_tokens=4)
+
+
+def test_server_wide_captures_may_be_out_of_reach() -> None:
+    """Catches a server-wide capture that makes short requests fail; the same capture of a request is refused."""
+    capabilities = Capabilities(4, 64, 1000, "float32", {}, SteeringConfig())
+    specs = parse_capture({"memory": {"hooks": {"post_block": [1]}, "positions": [500]}})
+    capabilities.check(program_of(with_captures(SamplingParams(), specs)), prompt_len=10, max_tokens=4)
+    own = program_of(SamplingParams(capture=dict(specs)))
+    with pytest.raises(SteeringError, match=r"^capture.memory.positions: position 500 is out of reach"):
+        capabilities.check(own, prompt_len=10, max_tokens=4)
+
+
+def test_names_the_layers_of_the_model() -> None:
+    """Catches an error over HTTP that states the range of layers of any model instead of the range of this one."""
+    capabilities = Capabilities(4, 64, 1000, "float32", {}, SteeringConfig())
+    with pytest.raises(SteeringError) as caught:
+        CaptureSpec(hooks={"post_block": [-1]})
+    assert "less than 4, this model's number of layers, not -1" in str(capabilities.with_layers(caught.value))
+    other = SteeringError("a", "is wrong")
+    assert capabilities.with_layers(other) is other

@@ -71,6 +71,23 @@ def test_every_sample_has_its_own_rows(llm: Any) -> None:
         right = run(llm, [follow], [params(1, capture=capture(positions="all_prompt"))])[0]
         close_to(found, result(right), sample)
     assert output.capture_results is output.outputs[0].capture_results
+    assert len({result(output, sample).data.submission for sample in range(3)}) == 1
+
+
+def test_requests_are_numbered_in_the_order_of_submission(llm: Any) -> None:
+    """Catches numbers in the order of completion, and one number for all samples or for none."""
+    lengths = (6, 1, 4)
+    outputs = run(
+        llm,
+        [prompt(*range(20 + i, 30 + i)) for i in range(3)],
+        [
+            params(length, n=2, temperature=1.0, seed=i, logprobs=None, capture=capture())
+            for i, length in enumerate(lengths)
+        ],
+    )
+    numbers = [[result(output, sample).data.submission for sample in range(2)] for output in outputs]
+    first = numbers[0][0]
+    assert numbers == [[first + i] * 2 for i in range(3)]
 
 
 @pytest.mark.failure(5)
@@ -205,6 +222,7 @@ def test_hidden_states_are_stacked_in_prompt_order(llm: Any) -> None:
     last = capture_hidden_states(llm, prompts, hooks={"post_block": [0, 2]}, use_tqdm=False)
     every = capture_hidden_states(llm, prompts, hooks={"post_block": 2}, positions="all_prompt", use_tqdm=False)
     assert last.sites == (("post_block", 0), ("post_block", 2))
+    assert [len(rows) for rows in every.tensors("post_block", 2)] == [3, 9, 6]
     assert every.prompt_index("post_block", 2).tolist() == [0] * 3 + [1] * 9 + [2] * 6
     assert every.positions("post_block", 2).tolist() == [*range(3), *range(9), *range(6)]
     torch.testing.assert_close(

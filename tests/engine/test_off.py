@@ -23,7 +23,7 @@ def scheduler_of(llm: Any) -> Any:
     return llm.llm_engine.engine_core.engine_core.scheduler
 
 
-def ours(llm: Any) -> list[str]:
+def objects_of_this_package(llm: Any) -> list[str]:
     """Return everything in the engine that comes from this package: classes, wrapped methods, context entries."""
     worker = worker_of(llm)
     config = worker.vllm_config
@@ -47,7 +47,7 @@ def stock(tiny_llama: Path) -> Iterator[Any]:
 
 def test_stock_engine_has_no_objects_of_this_package(stock: Any) -> None:
     """Catches a plugin that changes every engine once it is installed."""
-    assert ours(stock) == []
+    assert objects_of_this_package(stock) == []
 
 
 def test_rejects_steering_and_keeps_serving(stock: Any) -> None:
@@ -59,7 +59,7 @@ def test_rejects_steering_and_keeps_serving(stock: Any) -> None:
 
 def test_search_finds_objects_in_a_steering_engine(llm: Any) -> None:
     """Negative control of the first test."""
-    assert len(ours(llm)) > 12
+    assert len(objects_of_this_package(llm)) > 12
 
 
 def test_plain_requests_use_vllm_methods(llm: Any) -> None:

@@ -14,7 +14,7 @@ from tests.engine.captures import capture
 from tests.engine.test_off import worker_of
 from tests.tiny import HIDDEN, LAYERS, direction
 from vllm_steer import LLM, Edit, SteeringError
-from vllm_steer.params import EXTRA_KEY
+from vllm_steer.params import PROGRAM_KEY
 from vllm_steer.points import OPTIONAL_POINTS, points_on
 from vllm_steer.program import compile_program
 
@@ -93,7 +93,7 @@ def no_front_end_check(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 def run_bad_beside_good(llm: Any, program: bytes) -> dict[str, Any]:
     """Run a request with ``program`` beside a plain one and return the outputs by request id."""
     engine = llm.llm_engine
-    engine.add_request("bad", prompt(1, 2, 3), params(extra_args={EXTRA_KEY: program}))
+    engine.add_request("bad", prompt(1, 2, 3), params(extra_args={PROGRAM_KEY: program}))
     engine.add_request("good", prompt(1, 2, 3), params())
     done = {}
     while engine.has_unfinished_requests():

@@ -131,19 +131,19 @@ def test_outputs_report_what_was_applied(llm: Any) -> None:
     second = llm.steering.register("m", base={"post_block": {1: B}})
     assert first.digest != second.digest and second.versions == [first.digest, second.digest]
     old = params(steering_modules=[f"m@{first.digest}", ("m", 0.5)], steering_vectors=SITE)
-    ours, plain = run(llm, [PROMPT, PROMPT], [old, params()])
-    said = ours.steering_applied
-    assert (said.epoch, said.global_steering) == (second.epoch, status.digest)
-    assert [(use.name, use.digest, use.scale) for use in said.modules] == [
+    steered, plain = run(llm, [PROMPT, PROMPT], [old, params()])
+    applied = steered.steering_applied
+    assert (applied.epoch, applied.global_steering) == (second.epoch, status.digest)
+    assert [(use.name, use.digest, use.scale) for use in applied.modules] == [
         ("m", first.digest, 1.0),
         ("m", second.digest, 0.5),
     ]
-    assert said.request is not None
+    assert applied.request is not None
     assert plain.steering_applied.global_steering == status.digest
     assert plain.steering_applied.modules == () and plain.steering_applied.request is None
     llm.steering.clear()
     assert run(llm, [PROMPT], [params()])[0].steering_applied is None
-    assert run(llm, [PROMPT], [old])[0].steering_applied.request == said.request
+    assert run(llm, [PROMPT], [old])[0].steering_applied.request == applied.request
 
 
 def test_does_not_modify_sampling_params(llm: Any) -> None:
@@ -193,8 +193,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_rejects_modules_that_the_engine_cannot_serve(llm: Any, case: str) -> None:
     """Catches a module that registers and then fails its first request."""
-    content, said = REFUSED[case]
-    with pytest.raises(SteeringError, match=said):
+    content, message = REFUSED[case]
+    with pytest.raises(SteeringError, match=message):
         llm.steering.register("m", **content)
     assert llm.steering.list().data == []
 

@@ -51,12 +51,12 @@ def test_prompt_logprobs_match_generation(llm: Any) -> None:
     """Catches prompt logits that bypass the edits, or captures that change them."""
     output = run(llm, [TEXT], [params(steering_vectors=SITE)])[0]
     whole = {"prompt_token_ids": [*output.prompt_token_ids, *tokens_of(output)]}
-    asked = [
+    cases = [
         params(1, prompt_logprobs=-1, steering_vectors=SITE, capture=capture()),
         params(1, prompt_logprobs=-1),
     ]
     steered, plain = (
-        rows_of(each.prompt_logprobs[len(output.prompt_token_ids) :]) for each in run(llm, [whole] * 2, asked)
+        rows_of(each.prompt_logprobs[len(output.prompt_token_ids) :]) for each in run(llm, [whole] * 2, cases)
     )
     right = rows_of(output.outputs[0].logprobs)
     np.testing.assert_allclose(steered, right, atol=1e-3)
@@ -89,30 +89,30 @@ def test_grammars_mask_steered_logits(llm: Any) -> None:
     """Catches a grammar that masks another request's or unsteered logits, and rows that are lost beside it."""
     letters, length = ("abcdefghijklm ", "nopqrstuvwxyz "), 14
     words = [word.replace("\u0120", " ") for word in llm.get_tokenizer().convert_ids_to_tokens(range(4096))]
-    asked = [(own, ours) for ours in ({}, {"steering_vectors": SITE, "capture": capture()}) for own in letters]
-    grammars = [StructuredOutputsParams(regex=f"[{own}]{{{length}}}") for own, _ in asked]
+    cases = [(own, fields) for fields in ({}, {"steering_vectors": SITE, "capture": capture()}) for own in letters]
+    grammars = [StructuredOutputsParams(regex=f"[{own}]{{{length}}}") for own, _ in cases]
     given = [
-        params(length, ignore_eos=False, structured_outputs=g, **o) for g, (_, o) in zip(grammars, asked, strict=True)
+        params(length, ignore_eos=False, structured_outputs=g, **o) for g, (_, o) in zip(grammars, cases, strict=True)
     ]
     decided = 0
-    for (own, ours), output in zip(asked, run(llm, [TEXT] * 4, given), strict=True):
+    for (own, fields), output in zip(cases, run(llm, [TEXT] * 4, given), strict=True):
         # vLLM masks the log-probabilities of a request with a grammar, but not of its text as a prompt.
         answer, start = tokens_of(output), len(output.prompt_token_ids)
         whole = {"prompt_token_ids": [*output.prompt_token_ids, *answer]}
         free, other = run(
             llm, [whole] * 2,
-            [params(1, prompt_logprobs=-1, **each) for each in (ours, {} if ours else {"steering_vectors": SITE})],
+            [params(1, prompt_logprobs=-1, **each) for each in (fields, {} if fields else {"steering_vectors": SITE})],
         )  # fmt: skip
-        said = ""
+        text = ""
         for token, row, wrong in zip(answer, *(rows_of(r.prompt_logprobs[start:]) for r in (free, other)), strict=True):
-            fits = [set(word) <= set(own) and 0 < len(word) <= length - len(said) for word in words]
+            fits = [set(word) <= set(own) and 0 < len(word) <= length - len(text) for word in words]
             if not any(fits):
                 break  # it is whole, and what comes is its end
             assert row[token] >= row[fits].max() - 1e-3
             decided += token != row.argmax() and wrong[token] < wrong[fits].max() - 1e-3
-            said += words[token]
-        assert (len(said), set(said) <= set(own)) == (length, True)
-        if ours:
+            text += words[token]
+        assert (len(text), set(text) <= set(own)) == (length, True)
+        if fields:
             positions = result(output).positions("post_block", 1)
             assert positions.tolist() == list(range(start + len(answer) - 1))
             torch.testing.assert_close(
@@ -144,11 +144,11 @@ def test_seeded_draws_do_not_depend_on_the_batch(llm: Any) -> None:
 @pytest.mark.feature("prompts of embeddings", "steer", "capture")
 def test_prompt_embeddings_match_tokens(llm: Any) -> None:
     """Catches edits and captures that count positions by missing token ids."""
-    asked = params(steering_vectors=SITE, prefill_steering_vectors={"pre_attn": {2: SITE["post_block"][1]}},
+    edited = params(steering_vectors=SITE, prefill_steering_vectors={"pre_attn": {2: SITE["post_block"][1]}},
                    capture=capture())  # fmt: skip
-    by_tokens, plain = run(llm, [TEXT] * 2, [asked, params()])
+    by_tokens, plain = run(llm, [TEXT] * 2, [edited, params()])
     table = load_file(MODEL / "model.safetensors")["model.embed_tokens.weight"].float()
-    embedded = run(llm, [{"prompt_embeds": table[by_tokens.prompt_token_ids]}], [asked])[0]
+    embedded = run(llm, [{"prompt_embeds": table[by_tokens.prompt_token_ids]}], [edited])[0]
     right, wrong = (rows_of(each.outputs[0].logprobs[:1]) for each in (by_tokens, plain))
     np.testing.assert_allclose(rows_of(embedded.outputs[0].logprobs[:1]), right, atol=1e-3)
     assert tokens_of(embedded) == tokens_of(by_tokens)

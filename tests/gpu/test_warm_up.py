@@ -73,14 +73,14 @@ def serve(folder: Path) -> None:
         cleanup_dist_env_and_memory()
 
 
-def ours(compiled_late: list[str]) -> set[str]:
+def own_kernels(compiled_late: list[str]) -> set[str]:
     return set(compiled_late) & {each.__name__ for each in KERNELS}
 
 
 def test_no_kernel_of_ours_is_compiled_while_serving(model: Path, compiled_late: list[str]) -> None:
     """Catches a first request that waits for a compiler, and an engine that ``--jit-monitor-mode error`` ends."""
     serve(model)
-    assert ours(compiled_late) == set()
+    assert own_kernels(compiled_late) == set()
 
 
 @pytest.mark.parametrize(
@@ -94,4 +94,4 @@ def test_detects_a_kernel_without_warm_up(
     """Negative control: a kernel that is not compiled at start."""
     monkeypatch.setattr(module, "warm_up", lambda *_: None)
     serve(model)
-    assert name in ours(compiled_late)
+    assert name in own_kernels(compiled_late)

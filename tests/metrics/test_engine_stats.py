@@ -105,7 +105,7 @@ def test_capture_budget_is_a_reason_to_wait(engine: Engine) -> None:
         engine.add(tokens=100, **WHOLE_STREAM)
     stats = engine.step_stats()
     assert stats is not None and stats.usage is not None
-    assert stats.usage.capture_rows == most * rows_of_one
+    assert stats.usage.reserved_rows == most * rows_of_one
     assert stats.usage.waiting == {"capture": 1}
 
 

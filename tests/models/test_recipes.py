@@ -17,7 +17,7 @@ import architectures
 import pytest
 from torch import nn
 
-from tests.conformance.branches import served_branches
+from tests.conformance.branches import supported_branches
 from tests.conformance.inventory import inventory
 from tests.conformance.no_reference import NO_REFERENCE
 from tests.conformance.zoo import ZOO
@@ -123,8 +123,8 @@ def test_submodules_are_named_for_single_tensors_only() -> None:
 def test_served_branches_are_the_proven_ones(tiny: Any) -> None:
     """Catches a class that serves a point which no conformance model proves, and a proven point that is refused."""
     by_name = {short(name): recipe for name, recipe in RECIPES.items()}
-    served = {p for p in OPTIONAL_POINTS if all(by_name[name].refusal(p) is None for name in tiny.layers)}
-    assert (served == set(served_branches(tiny))) == (tiny.name not in SETTINGS_REFUSE)
+    supported = {p for p in OPTIONAL_POINTS if all(by_name[name].refusal(p) is None for name in tiny.layers)}
+    assert (supported == set(supported_branches(tiny))) == (tiny.name not in SETTINGS_REFUSE)
 
 
 def test_settings_refuse_points() -> None:
@@ -137,11 +137,13 @@ def test_settings_refuse_points() -> None:
     assert refused("gemma4.Gemma4DecoderLayer", layer(enable_moe_block=True)) == {"mlp_in", "mlp_out"}
 
 
-@pytest.mark.parametrize(("bias", "parallel", "served"), [(True, True, set()), (False, True, {"attn_out", "mlp_out"})])
-def test_falcon_with_bias_refuses_branches(bias: bool, parallel: bool, served: set[str]) -> None:
+@pytest.mark.parametrize(
+    ("bias", "parallel", "supported"), [(True, True, set()), (False, True, {"attn_out", "mlp_out"})]
+)
+def test_falcon_with_bias_refuses_branches(bias: bool, parallel: bool, supported: set[str]) -> None:
     """Catches a branch without its bias, which Falcon adds in the block."""
     module = layer(config=SimpleNamespace(bias=bias, new_decoder_architecture=False, parallel_attn=parallel))
-    assert set(OPTIONAL_POINTS) - refused("falcon.FalconDecoderLayer", module) == served
+    assert set(OPTIONAL_POINTS) - refused("falcon.FalconDecoderLayer", module) == supported
 
 
 def test_partial_branches_are_refused_under_tensor_parallelism() -> None:

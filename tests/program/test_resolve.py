@@ -216,4 +216,4 @@ def test_stages_split_the_same_token_programs() -> None:
         assert set.union(*parts) == everything
         assert sum(map(len, parts)) == len(everything)
         assert [row.num_instructions for row in rows] == [len(row.instructions) for row in rows]
-        assert sum((row.capture_codes for row in rows[1:]), ()) == rows[0].capture_codes
+        assert sum((row.captures for row in rows[1:]), ()) == rows[0].captures

@@ -13,9 +13,10 @@ from tests.registry.modules import content, module, registry, vector
 from tests.server.fakes import HIDDEN
 from vllm_steer import SamplingParams, SteeringError
 from vllm_steer.limits import MAX_DIRECTIONS
-from vllm_steer.params import APPLIED_KEY, CAPTURE_KEY, EXTRA_KEY, MODULES_KEY, program_of, strip_for_engine
+from vllm_steer.params import APPLIED_KEY, CAPTURE_KEY, MODULES_KEY, PROGRAM_KEY, program_of, strip_for_engine
 from vllm_steer.registry import composer
 from vllm_steer.registry.composer import resolve_probes
+from vllm_steer.registry.errors import UnknownModuleError
 from vllm_steer.registry.index import ModuleVersion, RegistryIndex
 from vllm_steer.registry.metadata import ModuleMetadata
 from vllm_steer.registry.schema import SteeringApplied
@@ -45,70 +46,70 @@ def extra(**fields: Any) -> dict[str, Any]:
 
 def test_equal_requests_are_composed_once(compositions: list[int]) -> None:
     """Catches directions that are looked up, hashed and encoded again for every request."""
-    served = registry()
-    served.register("calm", **content())
-    first, second = (served.compose({**extra(capture=PROBED), "mine": i}) for i in range(2))
+    steering = registry()
+    steering.register("calm", **content())
+    first, second = (steering.compose({**extra(capture=PROBED), "mine": i}) for i in range(2))
     assert len(compositions) == 1
-    assert all(first[key] is second[key] for key in (EXTRA_KEY, CAPTURE_KEY))
+    assert all(first[key] is second[key] for key in (PROGRAM_KEY, CAPTURE_KEY))
     assert (first["mine"], second["mine"]) == (0, 1)
-    served.compose(extra(capture=PROBED, steering_modules=["calm"]))
-    served.compose(extra(steering_modules=["calm"]))
+    steering.compose(extra(capture=PROBED, steering_modules=["calm"]))
+    steering.compose(extra(steering_modules=["calm"]))
     assert len(compositions) == 3
 
 
 def test_cache_follows_the_registry() -> None:
     """Catches requests composed with an outdated module, or without global steering."""
-    served = registry()
-    served.register("calm", **content())
+    steering = registry()
+    steering.register("calm", **content())
     wanted = extra(steering_modules=["calm"], capture=PROBED)
-    before, again = (served.compose(wanted)[EXTRA_KEY] for _ in range(2))
+    before, again = (steering.compose(wanted)[PROGRAM_KEY] for _ in range(2))
     assert before == again
-    served.register("calm", **content(seed=50))
-    renewed = served.compose(wanted)[EXTRA_KEY]
+    steering.register("calm", **content(seed=50))
+    renewed = steering.compose(wanted)[PROGRAM_KEY]
     assert renewed != before
-    served.set(modules=["calm"])
-    assert served.compose(wanted)[EXTRA_KEY] != renewed
-    served.clear()
-    assert served.compose(wanted)[EXTRA_KEY] == renewed
+    steering.set(modules=["calm"])
+    assert steering.compose(wanted)[PROGRAM_KEY] != renewed
+    steering.clear()
+    assert steering.compose(wanted)[PROGRAM_KEY] == renewed
 
 
 def test_large_requests_are_not_cached(compositions: list[int]) -> None:
     """Catches a cache that fills up with vectors, which rarely repeat."""
-    served = registry()
-    served.register("calm", **content())
+    steering = registry()
+    steering.register("calm", **content())
     wanted = extra(steering_vectors={"post_block": {i: vector(i) for i in range(4)}}, steering_modules=["calm"])
-    size = len(wanted[EXTRA_KEY])
+    size = len(wanted[PROGRAM_KEY])
     for small, times in ((size, 1), (size - 1, 2)):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(composer, "_MAX_CACHED_BYTES", small)
             compositions.clear()
             for _ in range(2):
-                served.compose(wanted)
+                steering.compose(wanted)
             assert len(compositions) == times
 
 
-@pytest.mark.parametrize("key", [EXTRA_KEY, MODULES_KEY, CAPTURE_KEY])
+@pytest.mark.parametrize("key", [PROGRAM_KEY, MODULES_KEY, CAPTURE_KEY])
 def test_rejects_forged_keys_repeatedly(key: str) -> None:
     """Catches errors that are raised only for the first request, and unhashable cache keys."""
-    served = registry()
-    served.register("calm", **content())
+    steering = registry()
+    steering.register("calm", **content())
     wanted = extra(steering_modules=["calm"], capture=PROBED)
     for forged in (b"\xff", ["list"], 3):
         for _ in range(2):
             with pytest.raises(SteeringError, match=key):
-                served.compose({**wanted, key: forged})
+                steering.compose({**wanted, key: forged})
 
 
 def test_engine_receives_only_the_program() -> None:
     """Catches directions that are sent to the engine twice, and changes of parameters that samples share."""
-    served = registry()
-    served.register("calm", **content())
+    steering = registry()
+    steering.register("calm", **content())
     params = SamplingParams(n=2)
-    params.extra_args = {**served.compose(extra(steering_modules=["calm"], capture=PROBED)), "mine": 1}
+    params.extra_args = {**steering.compose(extra(steering_modules=["calm"], capture=PROBED)), "mine": 1}
     samples = [SimpleNamespace(sampling_params=params) for _ in range(2)]
     for sample in samples:
         strip_for_engine(sample)
-        assert set(sample.sampling_params.extra_args) == {EXTRA_KEY, "mine"}
+        assert set(sample.sampling_params.extra_args) == {PROGRAM_KEY, "mine"}
         assert program_of(sample.sampling_params) is program_of(params)
     assert {CAPTURE_KEY, APPLIED_KEY} <= set(params.extra_args)
     plain = SimpleNamespace(sampling_params=SamplingParams())
@@ -119,23 +120,31 @@ def test_engine_receives_only_the_program() -> None:
 
 def test_applied_json_matches_its_schema() -> None:
     """Catches JSON that `SteeringApplied` rejects or reads differently."""
-    served = registry()
-    served.register("calm", **content())
+    steering = registry()
+    steering.register("calm", **content())
     own = {"steering_vectors": {"post_block": {1: vector(9)}}}
 
     def applied(**fields: Any) -> SteeringApplied:
-        data = served.compose(extra(**fields))[APPLIED_KEY]
+        data = steering.compose(extra(**fields))[APPLIED_KEY]
         there = SteeringApplied.model_validate_json(data, strict=True)
-        assert there.model_dump_json(by_alias=True).encode() == data
+        assert there.model_dump_json(by_alias=True, exclude_defaults=True).encode() == data
         return there
 
     by_name, by_own = applied(steering_modules=[("calm", 0.5)]), applied(**own)
     (use,) = by_name.modules
     assert (use.name, use.scale, by_name.request, by_name.global_steering) == ("calm", 0.5, None, None)
     assert by_own.modules == () and by_own.request is not None and by_own.epoch == by_name.epoch
+    assert by_name.no_effect == by_own.no_effect == ()
+    nothing = {"post_block": {1: 0 * vector(9), 2: {"vector": vector(9), "scale": 0}}}
+    idle = applied(steering_vectors=nothing, steering_modules=["calm", ("calm", 0.0)]).no_effect
+    assert [(each.edit, each.reason) for each in idle] == [
+        ("steering_vectors.post_block[2]", "zero_strength"),
+        ("steering_modules[1]", "zero_strength"),
+        ("steering_vectors.post_block[1]", "zero_vector"),
+    ]
     digest = applied(steering_modules=[use.digest]).modules[0]
     assert (digest.name, digest.digest, digest.scale) == (None, use.digest, 1.0)
-    served.set(modules=["calm"])
+    steering.set(modules=["calm"])
     under_global = applied(**own)
     assert under_global.global_steering is not None and under_global.epoch > by_own.epoch
     assert under_global.request == by_own.request != applied(steering_vectors={"post_block": {1: vector(8)}}).request
@@ -163,3 +172,13 @@ def test_resolves_many_digests_in_one_pass() -> None:
     assert named.looks <= 1
     assert isinstance(spec.reduce, Projection)
     assert spec.reduce.directions.shape == (MAX_DIRECTIONS, HIDDEN)
+
+
+def test_unknown_modules_are_listed_for_clients_that_may_list_them() -> None:
+    """Catches an error without the registered names, and a list of any length."""
+    error = UnknownModuleError("steering_modules[0]", "unknown module 'clam'")
+    assert str(error.with_names(["terse", "calm"])) == (
+        "steering_modules[0]: unknown module 'clam'; registered modules: calm, terse; did you mean calm?"
+    )
+    assert str(error.with_names([])).endswith("registered modules: none")
+    assert str(error.with_names([f"m{i}" for i in range(100)])).endswith(", ...")

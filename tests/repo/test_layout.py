@@ -43,6 +43,7 @@ PUBLIC_HOSTS = {
     "docs.vllm.ai",
     "example.com",
     "github.com",
+    "arrow.apache.org",
     "huggingface.co",
     "keepachangelog.com",
     "semver.org",

@@ -15,7 +15,12 @@ PACKAGE = Path(__file__).parents[2] / "vllm_steer"
 
 ROOMS: tuple[tuple[str, ...], ...] = (
     ("_version", "errors"),
+    ("compat.syntax", "compat.sources", "compat.wraps"),
+    ("compat.stages",),
+    ("compat.seams",),
+    ("compat.record",),
     ("points", "log", "fs", "limits", "compat.version"),
+    ("site_names",),
     ("spec",),
     ("config",),
     ("program",),

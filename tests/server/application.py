@@ -15,7 +15,7 @@ from vllm.sampling_params import SamplingParams
 
 from tests.server.fakes import FakeEngine
 from vllm_steer.params import has_steering
-from vllm_steer.server.http.request_fields import RequestRefused, apply_to_params
+from vllm_steer.server.http.apply_fields import RequestRefused, apply_to_params
 from vllm_steer.server.http.request_guard import STEERABLE_ROUTES
 
 

@@ -277,7 +277,7 @@ async def test_cancelled_writes_are_deleted(name: str, monkeypatch: pytest.Monke
 async def test_captures_require_authentication() -> None:
     """Catches captures returned to, or deleted by, clients without a key of the server."""
     app = make_capturing_app([{"memory": done(captured())}])
-    ours = app.user_middleware.pop()
+    middleware = app.user_middleware.pop()
 
     class Authentication:
         def __init__(self, app: Any) -> None:
@@ -288,7 +288,7 @@ async def test_captures_require_authentication() -> None:
             await (self.app if known else JSONResponse({}, 401))(scope, receive, send)
 
     app.add_middleware(Authentication)
-    app.user_middleware.insert(0, ours)  # outermost, where vLLM puts --middleware
+    app.user_middleware.insert(0, middleware)  # outermost, where vLLM puts --middleware
     handle = capture_store_of(app).put(b"rows", "safetensors")
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
         for method in ("GET", "DELETE"):

@@ -199,7 +199,9 @@ def test_the_openapi_document(clients: list[httpx.Client]) -> None:
         assert {"steering_modules", "steering_vectors", "steering"} <= set(fields)
         assert all(value["description"] for value in fields.values())
     answer = document["paths"]["/v1/completions"]["post"]["responses"]["200"]["content"]["application/json"]["schema"]
-    assert set(answer["properties"]["steering_applied"]["properties"]) == {"epoch", "global", "modules", "request"}
+    applied = set(answer["properties"]["steering_applied"]["properties"])
+    assert applied == {"epoch", "global", "modules", "no_effect", "request"}
+    assert "choices" in schemas["NoEffect"]["properties"]
 
 
 def children(pid: int) -> list[int]:

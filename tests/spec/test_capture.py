@@ -151,8 +151,8 @@ class TestRefusals:
     def test_spec_without_a_consumer(self):
         """Catches a spec whose keys are reported as misspelt consumers, and a consumer named hooks that is refused."""
         spec = {"hooks": HOOKS}
-        refused(spec, "capture", 'needs a consumer around the spec: {"memory": {"hooks": ...}}')
-        refused(spec | {"positions": "all"}, "capture", "needs a consumer")
+        refused(spec, "capture", 'put the spec under the name of a consumer: {"memory": {"hooks": ...}}')
+        refused(spec | {"positions": "all"}, "capture", "'hooks' is not a consumer")
         assert parse_capture({"hooks": spec}) == parse_capture({"hooks": CaptureSpec(hooks=HOOKS)})
 
     def test_selector_names_of_edits_get_their_counterpart(self):

@@ -172,12 +172,12 @@ class TestRefused:
     def test_kind(self, kind):
         assert_refused("kind", "add, add_normed, ablate, clamp", kind=kind)
 
-    @pytest.mark.parametrize("point", ["", "post_mlp", "hook_resid_post", None, 0, ["pre_attn"]])
+    @pytest.mark.parametrize("point", ["", "post_mlp", "hook_residual", None, 0, ["pre_attn"]])
     def test_point(self, point):
         assert_refused("point", "pre_attn, attn_out, post_attn, mlp_in, mlp_out, post_block", point=point)
 
     @pytest.mark.parametrize(
-        "layers", [None, True, np.True_, 1.0, "1", "ALL", {}, {1}, np.array([1]), np.array(["all", "all"])]
+        "layers", [None, True, np.True_, 1.0, "1", "ALL", {}, {1}, np.array([1.0]), np.array(["all", "all"])]
     )
     def test_layers_of_another_type(self, layers):
         assert_refused("layers", '"all"', layers=layers)

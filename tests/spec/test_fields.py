@@ -153,7 +153,11 @@ class TestShortFields:
 
     @pytest.mark.parametrize(
         ("name", "point"),
-        [("hook_resid_post", "post_block"), ("resid_mid", "post_attn"), ("hook_mlp_out", "mlp_out")],
+        [
+            ("hook_resid_post", "post_block"),
+            ("resid_mid", "post_attn"),
+            ("hook_mlp_out", "mlp_out"),
+        ],
     )
     def test_names_of_transformer_lens(self, name, point):
         """Catches an error that does not translate the name, or translates it to another point."""
@@ -167,8 +171,8 @@ class TestShortFields:
         """Catches a strength or scale refused without the name that is valid there."""
         given = {"vector": V, "strength": 2.0}
         path = "steering_vectors.pre_attn[1]"
-        assert_refused({"steering_vectors": {"pre_attn": {1: given}}}, path, "strength is called scale here")
-        assert_refused({"steering": [EDIT | {"scale": 2.0}]}, "steering[0]", "scale is called strength here")
+        assert_refused({"steering_vectors": {"pre_attn": {1: given}}}, path, "did you mean scale?")
+        assert_refused({"steering": [EDIT | {"scale": 2.0}]}, "steering[0]", "did you mean strength?")
 
     def test_same_layer_twice(self):
         fields = {"steering_vectors": {"pre_attn": {15: V, "15": W}}}

@@ -285,3 +285,28 @@ class TestRefused:
             Selector([pair]).intervals(4)
         assert all(word in caught.value.problem for word in words)
         assert ("null" in caught.value.problem) == (pair[1] < 0)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "stop", "expected"),
+    [
+        ("all", 10, ()),
+        ("prompt", 10, ()),
+        ("generated", 10, ([10, None],)),
+        ("generated", 11, ()),
+        ([500], 10, (500,)),
+        ([9, 10], 10, (10,)),
+        ([3, 500], 10, (500,)),
+        ([[5, 15]], 10, ([10, 15],)),
+        ([[5, None]], 10, ()),
+        ([[12, None]], 10, ([12, None],)),
+        ([-1], 10, ()),
+        ([-1], 0, (9,)),
+        (range(8, 12), 10, ([10, 12],)),
+    ],
+)
+def test_beyond(tokens, stop, expected):
+    """Catches positions without a token that are not reported, and an open range that is reported while it has some."""
+    selector = Selector(tokens)
+    assert selector.beyond(10, stop) == expected
+    assert selector.reaches(10, stop) == any(start < stop for start, _ in selector.intervals(10))

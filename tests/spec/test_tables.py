@@ -18,7 +18,7 @@ from vllm_steer.points import OPTIONAL_POINTS, POINT_NAMES, POINTS, PointName, c
 from vllm_steer.spec import KINDS, CaptureSpec, Edit, KindName
 from vllm_steer.spec.capture_form import CaptureForm
 from vllm_steer.spec.edit import EditForm
-from vllm_steer.spec.request_form import request_schemas
+from vllm_steer.spec.request_fields import request_schemas
 from vllm_steer.spec.selector import NAMED, SelectorName
 
 

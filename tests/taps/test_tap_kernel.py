@@ -19,7 +19,8 @@ from vllm_steer.taps.tables import Tables
 ROOT = Path(__file__).parents[2]
 
 
-def test_kernels_match_their_definitions_in_the_interpreter() -> None:
+@pytest.mark.parametrize("tables", ["first", pytest.param("others", marks=pytest.mark.slow)])
+def test_kernels_match_their_definitions_in_the_interpreter(tables: str) -> None:
     """Catches wrong arithmetic, masks or links. Runs in a new process, since Triton reads its switch at import."""
     environment = {
         **os.environ,
@@ -27,7 +28,7 @@ def test_kernels_match_their_definitions_in_the_interpreter() -> None:
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
     }
     done = subprocess.run(
-        [sys.executable, "-m", "tests.taps.kernel_in_interpreter"],
+        [sys.executable, "-m", "tests.taps.kernel_in_interpreter", tables],
         cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

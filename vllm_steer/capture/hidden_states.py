@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -14,19 +15,53 @@ from vllm_steer.capture.results import CapturedRequest, Site
 
 @dataclass(frozen=True, eq=False)
 class HiddenStates:
-    """Rows of several prompts, concatenated in prompt order; positions ascend within each prompt."""
+    """Rows of several prompts, in prompt order; positions ascend within each prompt.
+
+    ``states[i]`` holds the rows of prompt ``i``, and ``len(states)`` is the number of prompts.
+
+    Example:
+        >>> prompts = ["one", "two"]
+        >>> states = capture_hidden_states(llm, prompts, hooks={"post_block": [3]})  # doctest: +SKIP
+        >>> states.tensor("post_block", 3).shape  # doctest: +SKIP
+        >>> states = capture_hidden_states(  # doctest: +SKIP
+        ...     llm, prompts, hooks={"post_block": [3]}, positions="all_prompt"
+        ... )
+        >>> [rows.shape for rows in states.tensors("post_block", 3)]  # doctest: +SKIP
+    """
 
     captured: tuple[CapturedRequest, ...]
     """Captured rows of each prompt."""
+
+    def __len__(self) -> int:
+        return len(self.captured)
+
+    def __iter__(self) -> Iterator[CapturedRequest]:
+        return iter(self.captured)
+
+    def __getitem__(self, prompt: int) -> CapturedRequest:
+        return self.captured[prompt]
 
     @property
     def sites(self) -> tuple[Site, ...]:
         """The captured sites."""
         return tuple(self.captured[0].sites)
 
+    def tensors(self, point: str, layer: int) -> list[torch.Tensor]:
+        """Return the rows of a site on the CPU, one tensor ``[rows, hidden]`` per prompt."""
+        return [request.tensor(point, layer) for request in self.captured]
+
     def tensor(self, point: str, layer: int) -> torch.Tensor:
-        """Return the rows of a site on the CPU: ``[rows, hidden]``, one row per prompt for ``"last_prompt"``."""
-        return torch.cat([request.tensor(point, layer) for request in self.captured])
+        """Return the rows of all prompts at a site on the CPU, concatenated: ``[rows, hidden]``.
+
+        There is one row per prompt for ``"last_prompt"`` and for the reductions ``"mean"`` and ``"last"``. Otherwise
+        the rows of prompt ``i`` are ``tensor[bounds[i] : bounds[i + 1]]``, see `bounds`.
+        """
+        return torch.cat(self.tensors(point, layer))
+
+    def bounds(self, point: str, layer: int) -> torch.Tensor:
+        """Return where each prompt begins in `tensor`, and the number of all rows: int64 ``[prompts + 1]``."""
+        counts = (len(rows) for rows in self.tensors(point, layer))
+        return torch.tensor(list(accumulate(counts, initial=0)))
 
     def positions(self, point: str, layer: int) -> torch.Tensor:
         """Return the position of each row in its prompt, int64 ``[rows]``."""
@@ -34,8 +69,7 @@ class HiddenStates:
 
     def prompt_index(self, point: str, layer: int) -> torch.Tensor:
         """Return the prompt number of each row, int64 ``[rows]``."""
-        counts = torch.tensor([len(request.positions(point, layer)) for request in self.captured])
-        return torch.repeat_interleave(torch.arange(len(self.captured)), counts)
+        return torch.repeat_interleave(torch.arange(len(self)), self.bounds(point, layer).diff())
 
 
 def capture_hidden_states(
@@ -48,7 +82,7 @@ def capture_hidden_states(
     steering: Any = None,
     use_tqdm: bool = True,
 ) -> HiddenStates:
-    """Run prompts through a model and return their hidden states.
+    """Run prompts through a model and return their hidden states, separately for each prompt.
 
     One token per prompt is sampled and discarded.
 
@@ -64,6 +98,10 @@ def capture_hidden_states(
     Raises:
         SteeringError: The capture or the edits cannot be served.
         RuntimeError: Rows are missing.
+
+    Example:
+        >>> from vllm_steer import capture_hidden_states  # doctest: +SKIP
+        >>> states = capture_hidden_states(llm, ["one", "two"], hooks={"post_block": "all"})  # doctest: +SKIP
     """
     from vllm_steer.params import SamplingParams
 
@@ -76,5 +114,10 @@ def capture_hidden_states(
         result = output.capture_results["memory"]
         if result.status != "ok":
             raise RuntimeError(f"request {output.request_id}: {result.error}")
+        if result.unreached:
+            raise RuntimeError(
+                f"request {output.request_id}: no rows at positions {', '.join(map(str, result.unreached))}; "
+                f"the prompt has {len(output.prompt_token_ids)} tokens"
+            )
         captured.append(result.data)
     return HiddenStates(tuple(captured))

@@ -7,17 +7,18 @@ until its consumer has finished.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 import torch
 
-from vllm_steer.capture.consumers import THREAD_PREFIX, Consumer, make_consumer
-from vllm_steer.capture.results import CapturedRequest, CaptureResult, CaptureResults, finished
+from vllm_steer.capture.consumers import BUILT_IN, THREAD_PREFIX, Consumer, how_to_add, make_consumer
+from vllm_steer.capture.results import CapturedRequest, CaptureResult, CaptureResults, SubmittedRequest, finished
 from vllm_steer.capture.row_assembler import RowAssembler
 from vllm_steer.capture.server_wide import split_options
 from vllm_steer.errors import SteeringError
@@ -26,6 +27,7 @@ from vllm_steer.metrics.consumers import ConsumerMetrics
 from vllm_steer.params import Specs
 from vllm_steer.program import Program, compile_program
 from vllm_steer.spec import CaptureSpec, NamedProjection, Projection
+from vllm_steer.spec.scalars import closest
 
 logger = steering_logger(__name__)
 
@@ -65,6 +67,7 @@ class CaptureManager:
         self._closed = False
         self._may_start = threading.Event()
         self._may_start.set()
+        self._submissions = itertools.count()
         self.server_wide: Specs = ()
         for name, given in {"memory": {}, **options}.items():
             own, specs = split_options(name, given)
@@ -87,7 +90,9 @@ class CaptureManager:
             consumer = self._consumers.get(name)
             if consumer is None:
                 names = ", ".join(sorted(self._consumers))
-                raise SteeringError(field, f"this engine has no such consumer; configured consumers: {names}")
+                meant = closest(name, (*self._consumers, *BUILT_IN)) or name
+                hint = f"did you mean {meant}?" if meant in self._consumers else f"add {how_to_add(meant)}"
+                raise SteeringError(field, f"this engine was started without {name}; it has {names}; {hint}")
             if isinstance(spec.reduce, NamedProjection):
                 raise SteeringError(f"{field}.reduce", "named probes are supported in requests only")
             if isinstance(spec.reduce, Projection):
@@ -103,6 +108,26 @@ class CaptureManager:
         """Return an empty assembler for one sample of a request."""
         model = self._capabilities
         return RowAssembler(model.num_layers, model.hidden_size, getattr(torch, model.dtype))
+
+    def next_submission(self) -> int:
+        """Return the number of the next request that captures."""
+        return next(self._submissions)
+
+    def begin(self, specs: Specs, request_id: str, sample: int, submission: int) -> None:
+        """Tell the consumers that a sample was submitted."""
+        for name, spec in specs:
+            if type(self._consumers[name]).begin is not Consumer.begin:
+                with suppress(RuntimeError):  # the executor is shut down: the process is ending
+                    self._threads[name].submit(
+                        self._begin, name, SubmittedRequest(request_id, sample, submission, spec)
+                    )
+
+    def _begin(self, name: str, submitted: SubmittedRequest) -> None:
+        self._may_start.wait()
+        try:
+            self._consumers[name].begin(submitted)
+        except Exception as error:  # third-party consumers may raise anything
+            logger.warning("Capture consumer %s did not note a submitted request: %s", name, error)
 
     def submit(self, assembler: RowAssembler, specs: Specs, **about: Any) -> CaptureResults:
         """Submit a finished sample to its consumers.
@@ -131,8 +156,8 @@ class CaptureManager:
         Their threads would compete for the interpreter with the thread that processes a step's outputs, in which many
         samples may finish.
         """
-        self._may_start.clear()
-        try:
+        try:  # an interrupt after clear() and before `try` would pause them forever
+            self._may_start.clear()
             yield
         finally:
             self._may_start.set()
@@ -149,10 +174,11 @@ class CaptureManager:
         try:
             prompt, output = about["prompt_token_ids"], about["output_token_ids"]
             sites, problem = assembler.assemble(spec, len(prompt), len(prompt) + len(output))
+            unreached = assembler.unreached(spec, len(prompt), len(prompt) + len(output))
             captured = CapturedRequest(
                 **about, model=self._model, spec=spec, sites=sites, status="partial" if problem else "ok", error=problem
             )
-            return CaptureResult(captured.status, captured.error, self._consumers[name].accept(captured))
+            return CaptureResult(captured.status, captured.error, self._consumers[name].accept(captured), unreached)
         except Exception as error:  # third-party consumers may raise anything
             return CaptureResult("error", f"{type(error).__name__}: {error}", None)
 

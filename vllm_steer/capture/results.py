@@ -30,10 +30,28 @@ class SiteRows:
 
 
 @dataclass(frozen=True, eq=False)
+class SubmittedRequest:
+    """One sample of a request that the engine client has accepted."""
+
+    request_id: str
+    """The client's request id, or vLLM's if the client set none. Arbitrary text: do not use it as a file name."""
+    sample: int
+    """Number of the sample among the request's ``n`` samples, from 0."""
+    submission: int
+    """Number of the request among those with captures that the engine client accepted, from 0."""
+    spec: CaptureSpec
+    """The capture spec of the request."""
+
+
+@dataclass(frozen=True, eq=False)
 class CapturedRequest:
     """Rows that one consumer receives for one sample of a finished request.
 
     The last sampled token is never forwarded, so it has no rows.
+
+    Example:
+        >>> captured = llm.generate("one", params)[0].capture_results["memory"].data  # doctest: +SKIP
+        >>> captured.tensor("post_block", 3), captured.positions("post_block", 3)  # doctest: +SKIP
     """
 
     request_id: str
@@ -48,9 +66,12 @@ class CapturedRequest:
     """The capture spec of the request."""
     sites: Mapping[Site, SiteRows]
     status: Status
-    """``ok`` if all requested rows are present and exact. ``partial`` if rows are missing or overflow the dtype."""
+    """``ok`` if all rows of the requested tokens are present and exact. ``partial`` if rows are missing or overflow the
+    dtype, or if the request has none of the requested positions."""
     error: str | None
     """Reason for a status other than ``ok``."""
+    submission: int | None = None
+    """Number of the request among those with captures that its engine client accepted, from 0."""
 
     def tensor(self, point: str, layer: int) -> torch.Tensor:
         """Return the rows of a site, ``[n, hidden]`` or as reduced.
@@ -59,6 +80,12 @@ class CapturedRequest:
             KeyError: The site was not captured.
         """
         return self._site(point, layer).rows
+
+    def numpy(self, point: str, layer: int) -> npt.NDArray[Any]:
+        """Return the rows of a site as an array; bfloat16 rows are copied to float32."""
+        rows = self.tensor(point, layer)
+        array: npt.NDArray[Any] = (rows.float() if rows.dtype == torch.bfloat16 else rows).numpy()
+        return array
 
     def positions(self, point: str, layer: int) -> torch.Tensor:
         """Return the positions read at a site, int64 ``[n]``, ascending. A reduction does not shorten them."""
@@ -78,6 +105,21 @@ class CapturedRequest:
         """Size of the rows in bytes."""
         return sum(site.rows.nbytes for site in self.sites.values())
 
+    @property
+    def tag(self) -> str | None:
+        """The spec's ``tag``, or None."""
+        return self.spec.options.get("tag")
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Length of the prompt; later positions are generated tokens."""
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Number of generated tokens."""
+        return len(self.output_token_ids)
+
     def _site(self, point: str, layer: int) -> SiteRows:
         try:
             return self.sites[point, layer]
@@ -93,13 +135,20 @@ def raise_unknown_site(point: str, layer: int, known: Mapping[Site, Any]) -> NoR
 
 @dataclass(frozen=True, eq=False)
 class CaptureResult:
-    """Result of one consumer for one sample of a request."""
+    """Result of one consumer for one sample of a request.
+
+    Example:
+        >>> result = llm.generate("one", params)[0].capture_results["memory"]  # doctest: +SKIP
+        >>> result.tensor("post_block", 3) if result.status == "ok" else result.error  # doctest: +SKIP
+    """
 
     status: Status
     error: str | None
     """Reason for a status other than ``ok``."""
     data: Any
     """Return value of the consumer: the `CapturedRequest` for ``memory``, ``{"path": ...}`` for ``filesystem``."""
+    unreached: tuple[int | list[int | None], ...] = ()
+    """Positions and ``[start, stop]`` pairs of the spec that have no rows because the request ended before them."""
 
     def tensor(self, point: str, layer: int) -> torch.Tensor:
         """Return the rows of a site; see `CapturedRequest.tensor`."""

@@ -105,9 +105,7 @@ class RowAssembler:
             The rows by site, and the reason why they are incomplete or inexact, or None. Prompt positions that an
             incomplete sample never computed count as missing.
         """
-        forwarded = num_tokens - 1
-        if self._incomplete_reason is not None:
-            forwarded = max(forwarded, prompt_len)
+        forwarded = self._num_forwarded(prompt_len, num_tokens)
         wanted = _wanted_positions(spec, prompt_len, forwarded)
         projection = spec.reduce if isinstance(spec.reduce, Projection) and spec.reduce.in_engine else None
         stored = self._stored(b"" if projection is None else projection.digest)
@@ -134,10 +132,25 @@ class RowAssembler:
         reasons = [self._incomplete_reason]
         if missing:
             reasons.append(self._missing_reason or "; ".join(missing[:_MAX_LISTED]))
+        if not len(wanted) and not spec.tokens.is_named:
+            named = ", ".join(map(str, spec.tokens.beyond(prompt_len, forwarded)))
+            reasons.append(f"positions {named} were not reached; the last position with a row is {forwarded - 1}")
         if overflowed:
             name = str(dtype).removeprefix("torch.")
             reasons.append(f"{', '.join(overflowed[:_MAX_LISTED])} overflows {name} (infinities); use dtype float32")
         return sites, ": ".join(reason for reason in reasons if reason) or None
+
+    def unreached(self, spec: CaptureSpec, prompt_len: int, num_tokens: int) -> tuple[int | list[int | None], ...]:
+        """Return the positions that ``spec`` names and that the sample ended before.
+
+        Arguments are those of `assemble`; the form is that of `Selector.beyond`.
+        """
+        return spec.tokens.beyond(prompt_len, self._num_forwarded(prompt_len, num_tokens))
+
+    def _num_forwarded(self, prompt_len: int, num_tokens: int) -> int:
+        """Return the number of positions with a row, or that should have one if the sample is incomplete."""
+        forwarded = num_tokens - 1
+        return forwarded if self._incomplete_reason is None else max(forwarded, prompt_len)
 
     def _stored(self, projection: bytes) -> dict[int, dict[int, int]]:
         """Return, for each capture code, the chunks that hold it in this format and its column in each of them."""

@@ -50,15 +50,18 @@ class RowReceiver:
         self._steps: list[StepRows] = []
         self._size = 0
         self._num_merged = 0  # leading steps that merging has already looked at
-        self._assemblers: dict[str, weakref.ref[RowAssembler]] = {}
+        # Finalizers and not weak references: they do not run while the interpreter clears modules at its exit.
+        self._assemblers: dict[str, weakref.finalize[..., RowAssembler]] = {}
         self._num_taken: dict[str, int] = {}  # leading steps whose rows a request has already taken
-        # The weak references of aborted requests call back from whichever thread collects garbage.
+        # The finalizers of aborted requests run in whichever thread collects garbage.
         self._lock = threading.RLock()
 
     def add_request(self, request_id: str, assembler: RowAssembler) -> None:
         """Start collecting for a request, until :meth:`finish_request` or until its assembler is garbage-collected."""
         with self._lock:
-            self._assemblers[request_id] = weakref.ref(assembler, lambda _: self._forget(request_id))
+            self._forget(request_id)
+            finalizer = self._assemblers[request_id] = weakref.finalize(assembler, self._forget, request_id)
+            finalizer.atexit = False
             # Buffered rows under this id belong to an earlier request.
             if any(request_id in step.index.entries_by_request for step in self._steps):
                 self._num_taken[request_id] = len(self._steps)
@@ -91,8 +94,9 @@ class RowReceiver:
         return self._size
 
     def _assembler_of(self, request_id: str) -> RowAssembler | None:
-        reference = self._assemblers.get(request_id)
-        return None if reference is None else reference()
+        finalizer = self._assemblers.get(request_id)
+        alive = None if finalizer is None else finalizer.peek()
+        return None if alive is None else alive[0]
 
     def _receive_output(self, parameters: dict[str, Any], rows: npt.NDArray[np.uint8] | None) -> None:
         with self._lock:
@@ -119,7 +123,9 @@ class RowReceiver:
 
     def _forget(self, request_id: str) -> None:
         with self._lock:
-            self._assemblers.pop(request_id, None)
+            finalizer = self._assemblers.pop(request_id, None)
+            if finalizer is not None:
+                finalizer.detach()
             self._num_taken.pop(request_id, None)
             if not self._assemblers:
                 self._clear()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Server-wide captures: a consumer's options may contain a capture spec that applies to every request.
 
-In Python, the spec's keys stand beside the consumer's options. In the flag, ``hooks`` is written as ``point:layers``,
-with layers joined by ``+`` and points by ``;``::
+In Python, one dict holds the spec's keys and the consumer's options. In the flag, ``hooks`` is written as
+``point:layers``, with layers joined by ``+`` and points by ``;``::
 
     --capture-consumers "filesystem:root=acts,hooks=post_block:4+12;pre_attn:all,positions=last_prompt"
 """
@@ -14,9 +14,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.params import CAPTURE_KEY, EXTRA_KEY, Specs, capture_specs, encode_specs, program_of
+from vllm_steer.params import CAPTURE_KEY, PROGRAM_KEY, Specs, capture_specs, encode_specs, program_of
 from vllm_steer.program import compile_program, join
 from vllm_steer.spec import parse_capture
+from vllm_steer.spec.references import SERVER_WIDE_SOURCE
 from vllm_steer.spec.scalars import shown
 
 FLAG_KEYS = ("hooks", "positions", "before", "dtype")
@@ -27,7 +28,7 @@ def split_options(name: str, options: Mapping[str, Any]) -> tuple[dict[str, Any]
     """Split a consumer's options into its own options and the server-wide spec, if there is one."""
     own = {key: value for key, value in options.items() if key not in FLAG_KEYS}
     spec = {key: value for key, value in options.items() if key in FLAG_KEYS}
-    return own, parse_capture({name: spec}, "capture_consumers") if spec else ()
+    return own, parse_capture({name: spec}, SERVER_WIDE_SOURCE) if spec else ()
 
 
 def parse_flag_value(key: str, text: str, field: str) -> Any:
@@ -69,12 +70,12 @@ def with_captures(params: Any, specs: Specs) -> Any:
     if not added:
         return params
     program = program_of(params) or compile_program([])
-    paths = [f"capture.{consumer}" for consumer, _ in added]
+    paths = [f"{SERVER_WIDE_SOURCE}.{consumer}" for consumer, _ in added]
     joined = join([program, compile_program([], [spec for _, spec in added], capture_paths=paths)])
     params = copy.copy(params)
     params.extra_args = {
         **(params.extra_args or {}),
-        EXTRA_KEY: joined.encode_cached(),
+        PROGRAM_KEY: joined.encode_cached(),
         CAPTURE_KEY: encode_specs((*own, *added)),
     }
     return params

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import typer
 
 from vllm_steer.cli.output import print_table, printable
@@ -27,30 +28,49 @@ app = typer.Typer(
 _CapturePath = Annotated[Path, typer.Argument(metavar="PATH", help="A capture file, or a directory of them.")]
 _RequestId = Annotated[str | None, typer.Option(help="Only requests with this id.")]
 _Sample = Annotated[int | None, typer.Option(help="Only this sample of each request, from 0.")]
+_Run = Annotated[str | None, typer.Option(help="Only requests of the run with this name.")]
+_Tag = Annotated[str | None, typer.Option(help="Only requests with this tag.")]
 _Point = Annotated[str | None, typer.Option(help="Only this hook point.")]
 _Layer = Annotated[int | None, typer.Option(help="Only this layer.")]
 _AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object per line instead of a table.")]
 
 
 @app.command()
-def ls(path: _CapturePath, request_id: _RequestId = None, sample: _Sample = None, as_json: _AsJson = False) -> None:
+def ls(
+    path: _CapturePath,
+    request_id: _RequestId = None,
+    sample: _Sample = None,
+    run: _Run = None,
+    tag: _Tag = None,
+    as_json: _AsJson = False,
+) -> None:
     """List the requests in a file or directory."""
     with _plain_errors():
-        requests = _find_requests(path, request_id, sample)
+        requests = _find_requests(path, request_id, sample, run, tag)
         if as_json:
             _print_json(requests)
             return
-        columns = ("request", "sample", "model", "status", "tokens", "sites", "bytes", "file", "index")
+        columns = (
+            *("run", "submission", "request", "sample", "tag", "model", "status", "tokens", "sites", "bytes"),
+            *("file", "index"),
+        )
         print_table(columns, (_request_cells(request) for request in requests))
 
 
 @app.command()
-def show(path: _CapturePath, request_id: _RequestId = None, sample: _Sample = None, as_json: _AsJson = False) -> None:
+def show(
+    path: _CapturePath,
+    request_id: _RequestId = None,
+    sample: _Sample = None,
+    run: _Run = None,
+    tag: _Tag = None,
+    as_json: _AsJson = False,
+) -> None:
     """Show the properties and sites of each request."""
     from vllm_steer.capture.files.export import describe
 
     with _plain_errors():
-        requests = _find_requests(path, request_id, sample)
+        requests = _find_requests(path, request_id, sample, run, tag)
         if as_json:
             _print_json(requests)
             return
@@ -70,6 +90,8 @@ def export(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="A new file with the suffix .npz or .parquet.")],
     request_id: _RequestId = None,
     sample: _Sample = None,
+    run: _Run = None,
+    tag: _Tag = None,
     point: _Point = None,
     layer: _Layer = None,
 ) -> None:
@@ -81,16 +103,38 @@ def export(
         if out.suffix not in exporters:
             raise ValueError(f"unknown suffix of {out}; use {' or '.join(exporters)}")
         exporter, unit = exporters[out.suffix]
-        count = exporter(_find_requests(path, request_id, sample), out, point, layer)
+        count = exporter(_find_requests(path, request_id, sample, run, tag), out, point, layer)
         typer.echo(f"{count} {unit} written to {out}")
 
 
-def _find_requests(path: Path, request_id: str | None, sample: int | None) -> Iterator[StoredRequest]:
+@app.command()
+def missing(path: _CapturePath, run: _Run = None, as_json: _AsJson = False) -> None:
+    """List the requests that were submitted but are not stored."""
     from vllm_steer.capture.files.reader import open_captures
 
-    captures = open_captures(path)
+    with _plain_errors():
+        found = open_captures(path, run).missing()
+    if as_json:
+        for entry in found:
+            typer.echo(msgspec.json.encode(entry).decode())
+    elif found:
+        lines = (
+            (entry.run, entry.submission, entry.request_id, entry.sample, entry.tag or "", entry.error or "")
+            for entry in found
+        )
+        print_table(("run", "submission", "request", "sample", "tag", "error"), lines)
+    else:
+        typer.echo("none")
+
+
+def _find_requests(
+    path: Path, request_id: str | None, sample: int | None, run: str | None, tag: str | None
+) -> Iterator[StoredRequest]:
+    from vllm_steer.capture.files.reader import open_captures
+
+    captures = open_captures(path, run)
     found = False
-    for request in captures if request_id is None else captures.find(request_id):
+    for request in captures if request_id is None and tag is None else captures.find(request_id, tag=tag):
         if sample in (None, request.sample):
             found = True
             yield request
@@ -99,8 +143,9 @@ def _find_requests(path: Path, request_id: str | None, sample: int | None) -> It
 
 
 def _request_cells(request: StoredRequest) -> tuple[Any, ...]:
-    properties = request.request_id, request.sample, request.model, request.status
-    tokens = f"{request.prompt_tokens}+{request.output_tokens}"
+    run = request.run or "", "" if request.submission is None else request.submission
+    properties = *run, request.request_id, request.sample, request.tag or "", request.model, request.status
+    tokens = f"{request.num_prompt_tokens}+{request.num_output_tokens}"
     return (*properties, tokens, len(request.sites), request.num_bytes, request.path.name, request.index)
 
 

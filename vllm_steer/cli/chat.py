@@ -55,20 +55,24 @@ def chat(
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
 ) -> None:
-    """Chat with a model, plain and steered by modules, side by side. Global steering applies to both."""
+    """Chat with a model, plain and steered by modules, side by side. Global steering applies to both.
+
+    Exits with status 1 if a question or a command failed.
+    """
     settings = {"max_tokens": max_tokens, "temperature": temperature}
     plain, steered = Conversation("plain", dict(settings)), Conversation("", dict(settings))
     conversations = [plain, steered]
     steered.steer(parse_modules(modules))
     for conversation in conversations:
         conversation.reset(system)
+    failed = False
     with connect(url, api_key) as client:
         client.model  # noqa: B018 - fails before the first question if the server is unreachable
         typer.echo(HELP)
         for line in _read_lines():
             command, _, rest = line.partition(" ")
             if command == "/quit":
-                return
+                break
             if command == "/reset":
                 for conversation in conversations:
                     conversation.reset(system)
@@ -77,11 +81,14 @@ def chat(
                     steered.steer(parse_modules(rest.split()))
                     typer.echo(f"modules: {steered.title}")
                 except typer.BadParameter as error:
-                    typer.echo(f"error: {error}")
+                    typer.echo(f"error: {error}", err=True)
+                    failed = True
             elif line.startswith("/"):
                 typer.echo(HELP)
             elif line:
-                _ask(client, conversations, line)
+                failed |= not _ask(client, conversations, line)
+    if failed:
+        raise typer.Exit(1)
 
 
 def _read_lines() -> Iterator[str]:
@@ -94,8 +101,12 @@ def _read_lines() -> Iterator[str]:
         yield line.strip()
 
 
-def _ask(client: Client, conversations: list[Conversation], question: str) -> None:
-    """Ask both conversations at once and show the streamed answers. After an error, neither keeps the question."""
+def _ask(client: Client, conversations: list[Conversation], question: str) -> bool:
+    """Ask both conversations at once and show the streamed answers. After an error, neither keeps the question.
+
+    Returns:
+        Whether the server answered both.
+    """
     from vllm_steer.client import ServerError
 
     updates: queue.Queue[Update] = queue.Queue()
@@ -121,9 +132,10 @@ def _ask(client: Client, conversations: list[Conversation], question: str) -> No
         else:
             conversation.messages.pop()
     if isinstance(failure, ServerError):
-        typer.echo(f"error: {failure}")
+        typer.echo(f"error: {failure}", err=True)
     elif failure is not None:
         raise failure
+    return failure is None
 
 
 def _stream(client: Client, conversation: Conversation, updates: queue.Queue[Update]) -> None:

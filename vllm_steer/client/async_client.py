@@ -26,6 +26,10 @@ class AsyncClient:
     """Asynchronous counterpart of :class:`~vllm_steer.client.Client`.
 
     Methods are coroutines; `stream_chat` is an asynchronous iterator.
+
+    Example:
+        >>> from vllm_steer import AsyncClient  # doctest: +SKIP
+        >>> client = AsyncClient("http://localhost:8000")  # doctest: +SKIP
     """
 
     def __init__(

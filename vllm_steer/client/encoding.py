@@ -12,8 +12,11 @@ from typing import Any
 import numpy as np
 
 from vllm_steer.errors import SteeringError
+from vllm_steer.points import POINT_NAMES
 from vllm_steer.spec import Edit, Reference, Selector, pack_vector, parse_vector
 from vllm_steer.spec.projection import Projection
+
+_LAYER_KEYS = frozenset(("layers", *POINT_NAMES))
 
 
 def to_json(value: Any, field: str) -> Any:
@@ -37,6 +40,11 @@ def to_json(value: Any, field: str) -> Any:
     if isinstance(value, Reference):
         return [str(value), value.scale]
     if isinstance(value, Mapping):
+        value = {
+            # Layers, not a vector.
+            key: item.tolist() if key in _LAYER_KEYS and hasattr(item, "tolist") else item
+            for key, item in value.items()
+        }
         encoded = {str(key): to_json(item, f"{field}.{key}") for key, item in value.items()}
         if len(encoded) != len(value):
             duplicate = next(key for key, count in Counter(map(str, value)).items() if count > 1)

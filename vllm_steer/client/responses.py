@@ -17,7 +17,12 @@ if TYPE_CHECKING:
 
 
 class ServerError(Exception):
-    """An error response of the server."""
+    """An error response of the server.
+
+    Example:
+        >>> from vllm_steer import ServerError  # doctest: +SKIP
+        >>> with contextlib.suppress(ServerError): client.chat([], steering_modules=["missing"])  # doctest: +SKIP
+    """
 
     def __init__(self, status: int, message: str, param: str | None = None, kind: str = "") -> None:
         super().__init__(status, message, param, kind)
@@ -58,6 +63,8 @@ class CaptureAnswer:
     """Report of a consumer other than ``memory``."""
     sites: Mapping[tuple[str, int], Rows] = field(default_factory=dict)
     """Rows by point and layer, if they are part of the response."""
+    unreached: tuple[int | list[int | None], ...] = ()
+    """Requested positions and ``[start, stop]`` pairs that the request ended before."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +79,12 @@ class Choice:
 
 @dataclass(frozen=True, eq=False)
 class Completion:
-    """Response of the completions or the chat route."""
+    """Response of the completions or the chat route.
+
+    Example:
+        >>> answer = client.complete("Once upon a time", max_tokens=16, steering_modules=["calm"])  # doctest: +SKIP
+        >>> answer.text, answer.applied  # doctest: +SKIP
+    """
 
     choices: tuple[Choice, ...]
     applied: SteeringApplied | None
@@ -92,7 +104,8 @@ class Piece:
 
     text: str
     applied: SteeringApplied | None
-    """Steering that was applied to the request; only set on the first piece."""
+    """Steering that was applied to the request; set on the first piece, and on a last one with the edits that no token
+    reached, if there are any."""
 
 
 def parse_error(response: httpx.Response) -> ServerError:
@@ -162,7 +175,8 @@ def _parse_capture(report: Mapping[str, Any]) -> CaptureAnswer:
         for point, layers in report.get("sites", {}).items()
         for layer, site in layers.items()
     }
-    return CaptureAnswer(report["status"], report["error"], report.get("id"), report.get("data"), sites)
+    unreached = tuple(report.get("unreached", ()))
+    return CaptureAnswer(report["status"], report["error"], report.get("id"), report.get("data"), sites, unreached)
 
 
 def _parse_rows(site: Mapping[str, Any]) -> Rows:

@@ -29,6 +29,11 @@ class Client:
     :class:`~vllm_steer.client.ServerError` for error responses and ``httpx.TransportError`` if the server cannot be
     reached. Requests that the server defers (429, 503) are retried, and so are idempotent requests whose connection was
     lost; ``retry`` sets how often.
+
+    Example:
+        >>> from vllm_steer import Client  # doctest: +SKIP
+        >>> client = Client("http://localhost:8000")  # doctest: +SKIP
+        >>> client.complete("Once upon a time", max_tokens=16, steering_modules=["calm"]).text  # doctest: +SKIP
     """
 
     def __init__(

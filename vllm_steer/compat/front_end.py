@@ -62,6 +62,7 @@ def merge_outputs(original: Callable[..., Any], output: Any, next_output: Any, *
     readouts = {sample.index: sample.readouts for sample in output.outputs}
     new_readouts = {sample.index: (sample.readouts, sample.steering_trace) for sample in next_output.outputs}
     original(output, next_output, *args, **kwargs)
+    output.steering_applied = next_output.steering_applied
     finished = {s.index: s.capture_results for s in next_output.outputs if s.capture_results is not None}
     for sample in output.outputs:
         sample.capture_results = finished.get(sample.index, sample.capture_results)

@@ -10,11 +10,17 @@ from vllm.exceptions import GracefulHTTPError
 from vllm.v1.engine.output_processor import RequestState
 
 from vllm_steer.frontend.outputs import applied_steering, finish_capture, new_readouts, new_rows, refusal
+from vllm_steer.frontend.reach import record_reach
 from vllm_steer.params import program_bytes
 
 
 class CapacityError(GracefulHTTPError):  # type: ignore[misc]
-    """The scheduler ended a request that found no room in the engine: HTTP 503, worth retrying."""
+    """The scheduler ended a request that found no room in the engine: HTTP 503, worth retrying.
+
+    Example:
+        >>> from vllm_steer import CapacityError  # doctest: +SKIP
+        >>> with contextlib.suppress(CapacityError): outputs = llm.generate(prompts, params)  # doctest: +SKIP
+    """
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"steering: {reason}", HTTPStatus.SERVICE_UNAVAILABLE)
@@ -32,7 +38,7 @@ class SteeredRequestState(RequestState):  # type: ignore[misc]
             return None
         output = super().make_request_output(new_token_ids, pooling_output, finish_reason, stop_reason, *args, **kwargs)
         if output is not None:
-            output.steering_applied = applied_steering(self)
+            output.steering_applied = applied_steering(self, output.finished)
         return output
 
     def _new_completion_output(self, token_ids: Any, finish_reason: Any, stop_reason: Any, *args: Any) -> Any:
@@ -40,6 +46,7 @@ class SteeredRequestState(RequestState):  # type: ignore[misc]
         output.capture_rows = new_rows(self)
         output.readouts, output.steering_trace = new_readouts(self, stop_reason, finished=finish_reason is not None)
         if finish_reason is not None:
+            record_reach(self)
             output.capture_results = finish_capture(self, finish_reason, stop_reason)
         return output
 

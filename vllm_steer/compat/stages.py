@@ -56,7 +56,7 @@ _RUNNER_V1 = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 _RUNNER_V2 = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
 _MODEL_STATE = "vllm.v1.worker.gpu.model_states.interface:ModelState"
 
-_FIELDS = "vllm_steer.server.http.request_fields"
+_FIELDS = "vllm_steer.server.http.apply_fields"
 _CONTEXT = "vllm_steer.server.http.request_context"
 _FRONT_END = "vllm_steer.compat.front_end"
 _REQUESTS = "vllm_steer.frontend.requests"

@@ -14,7 +14,12 @@ OVERRIDE = "VLLM_STEER_ALLOW_UNTESTED_VLLM"
 
 
 class IncompatibleError(ValueError):
-    """The version or the settings of vLLM do not support steering."""
+    """The version or the settings of vLLM do not support steering.
+
+    Example:
+        >>> from vllm_steer import LLM, IncompatibleError  # doctest: +SKIP
+        >>> with contextlib.suppress(IncompatibleError): llm = LLM("demo/model", enable_steering=True)  # doctest: +SKIP
+    """
 
 
 def check_version(version: str | None = None) -> None:

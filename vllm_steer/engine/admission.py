@@ -133,11 +133,6 @@ class AdmissionController:
         """Whether any request has room or waits for it."""
         return bool(self._admitted or self._waiting_since)
 
-    @property
-    def num_waiting(self) -> int:
-        """Number of requests that have been offered and wait."""
-        return len(self._waiting_since)
-
     def waiting_by_reason(self) -> dict[str, int]:
         """Return the number of waiting requests by what they wait for.
 

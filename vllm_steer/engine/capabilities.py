@@ -17,6 +17,7 @@ from vllm_steer.program import Program, Resolved, resolve
 from vllm_steer.program.dynamic import LATCH, PREVIOUS, CompiledReadout
 from vllm_steer.program.instructions import KIND_OF
 from vllm_steer.program.program import CompiledCapture, CompiledEdit
+from vllm_steer.spec.sites import OF_THE_MODEL
 
 EXCEEDS = "the engine allows"
 """Part of the message about a request that exceeds a limit of the engine."""
@@ -91,7 +92,7 @@ class Capabilities:
         Args:
             program: A decoded program.
             prompt_len: Length of the prompt in tokens. None skips the checks that depend on it.
-            max_tokens: Most generated tokens. None skips the check of the capture budget.
+            max_tokens: Most generated tokens. None skips the checks of positions and of the capture budget.
         """
         # Requests with equal programs share the object, so its sites are checked once.
         if self._checked.get(id(program)) is not program:
@@ -100,8 +101,10 @@ class Capabilities:
         if prompt_len is not None:
             resolved = resolve(program, prompt_len, self.num_layers, max_segments=self.config.max_segments)
             self._check_size(resolved)
-            if max_tokens is not None and resolved.max_captures:
-                self._check_budget(self._most_bytes(resolved, prompt_len, max_tokens))
+            if max_tokens is not None:
+                self._check_reach(program, prompt_len, max_tokens)
+                if resolved.max_captures:
+                    self._check_budget(self._most_bytes(resolved, prompt_len, max_tokens))
 
     def _check_sites(self, program: Program) -> None:
         if program.vectors and program.width != self.hidden_size:
@@ -169,6 +172,13 @@ class Capabilities:
                     '"prompt"',
                 )
 
+    def with_layers(self, error: SteeringError) -> SteeringError:
+        """Return an error of the parser with this model's layers instead of the range of layers of any model."""
+        before, found, after = error.problem.partition(OF_THE_MODEL)
+        if not found:
+            return error
+        return SteeringError(error.field, f"{before}less than {self.num_layers}, this model's number of layers{after}")
+
     def most_row_bytes(self, program: Program, prompt_len: int | None, max_tokens: int | None) -> int:
         """Return the most bytes of captured rows that one sample of a checked program can store."""
         # The maximum over all prompt lengths is at the shortest or the longest prompt.
@@ -190,6 +200,19 @@ class Capabilities:
             raise SteeringError(
                 tokens_field, f"position {last} is beyond this engine's max_model_len of {self.max_model_len}"
             )
+
+    def _check_reach(self, program: Program, prompt_len: int, max_tokens: int) -> None:
+        """Raise :class:`SteeringError` if the request's own fields name positions that no token of it can reach."""
+        # The last generated token never runs through the model.
+        stop = max(min(prompt_len + max_tokens, self.max_model_len) - 1, prompt_len)
+        for selector, field_name in program.own_positions:
+            beyond = [start for start, _ in selector.intervals(prompt_len, field_name) if start >= stop]
+            if beyond:
+                raise SteeringError(
+                    field_name,
+                    f"position {beyond[0]} is out of reach: with {prompt_len} prompt tokens and "
+                    f"max_tokens={max_tokens}, {stop - 1} is the last that the model computes",
+                )
 
     def _check_editable(self, edit: CompiledEdit, field: str) -> None:
         point = POINT_NAMES[edit.point]
@@ -223,8 +246,8 @@ class Capabilities:
         if mib > self.config.capture_mib:
             raise SteeringError(
                 "capture",
-                f"needs up to {mib:.0f} MiB; {EXCEEDS} {self.config.capture_mib} (--steering-capture-mib). "
-                "Capture fewer layers or positions, or set max_tokens",
+                f"needs up to {mib:.0f} MiB; {EXCEEDS} {self.config.capture_mib} "
+                f"({ENGINE_LIMITS['capture_mib'].how_to_raise}); capture fewer layers or positions, or set max_tokens",
             )
 
     def _check_size(self, resolved: Resolved) -> None:
@@ -239,8 +262,8 @@ class Capabilities:
         for name, field_name, count, unit in needed:
             limit = getattr(self.config, name)
             if count > limit:
-                flag = ENGINE_LIMITS[name].flag
-                raise SteeringError(field_name, f"needs {count} {unit}; {EXCEEDS} {limit} ({flag})")
+                how = ENGINE_LIMITS[name].how_to_raise
+                raise SteeringError(field_name, f"needs {count} {unit}; {EXCEEDS} {limit} ({how})")
 
 
 def _merge_reasons(reports: Iterable[Mapping[str, Mapping[str, str]]]) -> dict[str, dict[int, str]]:

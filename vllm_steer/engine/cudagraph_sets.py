@@ -8,8 +8,8 @@ the fewest taps among those that contain every tap the step needs.
 
 vLLM keeps one graph manager. Selecting a set replaces the manager's dictionary of full graphs and the dictionaries of
 the piecewise wrappers. Only the first two sets have piecewise graphs. The taps within layers are rarely used without
-the others, and launch overhead is the largest part of small steps only, so that set and those of layer ranges only have
-the full graphs of small batches.
+the others, and launch overhead matters most in small steps, so that set and those of layer ranges only have the full
+graphs of small batches.
 """
 
 from __future__ import annotations
@@ -36,8 +36,12 @@ logger = steering_logger(__name__)
 _FULL = CUDAGraphMode.FULL
 SMALL_BATCH_TOKENS = 64
 """Largest batch, in tokens, for which the sets of layer ranges and of the taps within layers have graphs."""
-_LEAST_GRAPH_BYTES = 1 << 20
-"""Least memory of a full graph in an estimate, as in vLLM's own."""
+MEDIUM_BATCH_TOKENS = 256
+"""Largest batch, in tokens, for which the set of the taps between layers has graphs."""
+_LAYER_BYTES = 256 << 10
+"""Least memory of one layer of a full graph in an estimate: vLLM's samples of single graphs may be close to 0."""
+_FULL_SHARE = 0.6
+"""Memory of the full graphs of a complete set, relative to all of its graphs."""
 _BETWEEN_LAYERS = frozenset({"pre_attn", "post_block"})
 """Points between two layers, where two taps are usually fused into one launch (:mod:`vllm_steer.taps.fusion_pass`)."""
 
@@ -92,6 +96,7 @@ class CUDAGraphSetManager:
         self._untapped = None if isinstance(untapped, str) else untapped
         self.no_plain_code = untapped if isinstance(untapped, str) else None
         """Reason why idle steps run the model with taps, or None if they run the copy without."""
+        self._layers = len(layers)
         self._all_taps = CUDAGraphSet((True,) * tables.num_sites, "all taps")
         self._no_taps = CUDAGraphSet(tables.no_sites, "no taps") if count > 1 else self._all_taps
         self._partial = _partial_sets(tables, count, points_per_layer, layers)
@@ -113,18 +118,17 @@ class CUDAGraphSetManager:
     def memory_of_all_sets(self, one_set: int) -> int:
         """Return the memory of all sets in bytes.
 
-        The sets share one memory pool. The largest graph allocates it, so that graph's sample exceeds the next one by
-        about the size of the pool.
+        vLLM's estimate includes the memory pool that all sets share, and is generous. The other sets are counted by
+        their graphs.
 
         Args:
             one_set: vLLM's estimate for one complete set, with full and piecewise graphs.
         """
-        first, second = [*self._samples, 0, 0][:2]
-        graph = max(second, _LEAST_GRAPH_BYTES)
-        pool = max(first - graph, 0)
-        full = sum(len(graphs.batches(self._batches)) for graphs in self._partial)
-        complete = len(self._sets()) - len(self._partial)
-        return one_set + (complete - 1) * max(one_set - pool, 0) + full * graph
+        if self._no_taps is self._all_taps:
+            return one_set
+        graph = max([*self._samples[1:2], self._layers * _LAYER_BYTES])
+        complete = len(self._all_taps.batches(self._batches)) * graph / _FULL_SHARE or one_set
+        return one_set + int(complete) + graph * sum(len(each.batches(self._batches)) for each in self._partial)
 
     def _sets(self) -> list[CUDAGraphSet]:
         """Return the distinct sets in capture order. Partial sets share the piecewise graphs of an earlier set."""
@@ -266,7 +270,7 @@ def _partial_sets(tables: Tables, count: int, points_per_layer: int, layers: ran
     sites = range(tables.num_sites)
     between = tuple(tables.points[site % points_per_layer] in _BETWEEN_LAYERS for site in sites)
     by_point = [
-        CUDAGraphSet(between, "the taps between layers"),
+        CUDAGraphSet(between, "the taps between layers", MEDIUM_BATCH_TOKENS),
         CUDAGraphSet(tuple(not each for each in between), "the taps within layers", SMALL_BATCH_TOKENS),
     ][: max(count - 2, 0)]
     by_layer = [

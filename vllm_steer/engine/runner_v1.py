@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steering in vLLM's model runner V1 (``v1/worker/gpu_model_runner.py``), used on CPU and as a fallback on CUDA.
 
-V1 reorders its persistent batch, so steered requests have slots of their own. All plain requests share slot 0.
+V1 reorders its persistent batch, so requests with a program have slots of their own. All plain requests share slot 0.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from vllm_steer.engine.stats_collector import EngineStatsCollector
 from vllm_steer.errors import SteeringError
 from vllm_steer.log import steering_logger
 from vllm_steer.models.discovery import layer_count
-from vllm_steer.params import EXTRA_KEY, program_bytes, restore_program
+from vllm_steer.params import PROGRAM_KEY, program_bytes, restore_program
 from vllm_steer.points import how_to_switch_on, points_on
 from vllm_steer.program import Program, Resolved, TableAllocator, resolve
 from vllm_steer.program.dynamic import stop_reason
@@ -102,7 +102,7 @@ class SteeringSchedulerMixin:
         if data is None or request.request_id in self.requests:
             return
         # Requests with equal programs share one copy of the bytes, which the worker then finds in its cache.
-        program, request.sampling_params.extra_args[EXTRA_KEY] = Program.intern(data)
+        program, request.sampling_params.extra_args[PROGRAM_KEY] = Program.intern(data)
         disabled = next(iter(program.points - self._steering_points), None)
         if disabled is not None:
             raise SteeringError("extra_args.steer", how_to_switch_on(disabled))
@@ -237,7 +237,7 @@ class SteeringSchedulerMixin:
         """
         program = Program.from_trusted_bytes(program_bytes(request.sampling_params) or b"").without_captures()
         params = copy.copy(request.sampling_params)
-        params.extra_args = {**params.extra_args, EXTRA_KEY: program.to_bytes()}
+        params.extra_args = {**params.extra_args, PROGRAM_KEY: program.to_bytes()}
         request.sampling_params = params
         self.steering_row_sender.report_missing(request, CAPTURE_SKIPPED)
         self._steering_stats.given_up += 1

@@ -19,7 +19,7 @@ from vllm_steer.capture.step_rows import StepRows
 from vllm_steer.config import SteeringConfig
 from vllm_steer.engine.worker_manager import WorkerSteeringManager
 from vllm_steer.models.self_check_plan import NEEDED, TOKENS, CheckRequest, Rows, Site, prompt_of
-from vllm_steer.params import EXTRA_KEY
+from vllm_steer.params import PROGRAM_KEY
 from vllm_steer.points import POINT_NAMES
 from vllm_steer.program import compile_program
 
@@ -138,7 +138,7 @@ class SelfCheckRunner:
     def _request(self, name: str, request: CheckRequest, blocks: tuple[list[int], ...]) -> NewRequestData:
         params = SamplingParams(temperature=0.0, max_tokens=1)
         if request.edits or request.captures:
-            params.extra_args = {EXTRA_KEY: compile_program(request.edits, request.capture_specs()).to_bytes()}
+            params.extra_args = {PROGRAM_KEY: compile_program(request.edits, request.capture_specs()).to_bytes()}
         prompt = prompt_of(self._vocab_size, request.donor)
         return NewRequestData(
             req_id=name,

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from vllm import envs
 from vllm.compilation.backends import set_model_tag
 from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
 from vllm.config import CompilationMode, set_current_vllm_config
@@ -108,6 +109,8 @@ def plain_code_problem(
         return "graph_sets is 1, so every step runs all taps"
     if config.plain_code is None and device.type != "cuda":
         return "outside of a GPU, only --steering-plain-code compiles the model a second time"
+    if config.plain_code is None and envs.VLLM_BATCH_INVARIANT:
+        return "VLLM_BATCH_INVARIANT is set, and outputs of plain requests would depend on steered ones by rounding"
     return None
 
 
@@ -167,7 +170,7 @@ def _affected_modules(root: nn.Module, decoder: Decoder) -> dict[int, nn.Module]
 
 
 def _check(affected: dict[int, nn.Module], caches: Collection[int], own_forward: Collection[int]) -> None:
-    """Raise UntappedModelUnavailableError for modules that a shell cannot stand in for.
+    """Raise UntappedModelUnavailableError for modules that a shell cannot replace.
 
     A shell would miss a KV cache that vLLM binds to the module later, would lose a ``forward`` that the module had
     before the taps, and could reach a tapped module through an attribute outside of the module tree.

@@ -6,12 +6,14 @@ The base class is the platform's worker, chosen when the worker process imports 
 
 from __future__ import annotations
 
+import signal
 from functools import cache
 from typing import Any
 
 import torch
 from vllm.platforms import current_platform
 
+from vllm_steer.config import has_worker_processes
 from vllm_steer.engine.model_output import attach_stats
 from vllm_steer.engine.runner_v1 import SteeringRunnerV1
 from vllm_steer.engine.runner_v2 import SteeringRunnerV2
@@ -46,6 +48,10 @@ class SteeringWorker(_platform_worker()):  # type: ignore[misc]
     _saved_tables: dict[str, torch.Tensor] | None = None
 
     def init_device(self) -> None:
+        if has_worker_processes(self.vllm_config):
+            # Ctrl-C interrupts all processes of the terminal. If the worker ended before the engine, the engine would
+            # report a fatal error. The executor ends the worker by closing a pipe, or with SIGTERM.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
         super().init_device()
         # vLLM's CPU worker has no factory method for its runner (v1/worker/cpu_worker.py), so the runner's class is
         # changed before it loads the model.

@@ -174,7 +174,7 @@ class WorkerSteeringManager:
         self._ops.assign_rows(self.tables, layout, num_padded)
 
     def begin_idle_step(self) -> None:
-        """Prepare any other forward pass: steps without steered requests, and dummy, profiling and capture runs."""
+        """Prepare a forward pass without steered or captured requests: a plain step, a dummy or a capture run."""
         self.store.flush()
         self._assigned.invalidate()
         if self._num_assigned:

@@ -30,6 +30,7 @@ from vllm_steer.program.program_files import ProgramFileCache
 from vllm_steer.registry.directory import DirectoryStore
 from vllm_steer.registry.index import RegistryLimits
 from vllm_steer.registry.registry import SteeringRegistry
+from vllm_steer.spec.scalars import shown
 
 CONSUMERS_VARIABLE = "VLLM_STEER_CAPTURE_CONSUMERS"
 REGISTRY_VARIABLE = "VLLM_STEER_REGISTRY"
@@ -59,7 +60,12 @@ class RegistryOptions(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, folder: str | Path | None, modules: Mapping[str, str | Path] | None) -> RegistryOptions:
-        """Return the options with paths as strings."""
+        """Return the options with paths as strings; raise SteeringError if ``modules`` is not ``{name: path}``."""
+        if modules is not None and not isinstance(modules, Mapping):
+            raise SteeringError(
+                "steering_modules",
+                f'must be {{name: path}} such as {{"calm": "calm.safetensors"}}, not {shown(modules)}',
+            )
         paths = {name: str(path) for name, path in (modules or {}).items()}
         return cls(None if folder is None else str(folder), paths)
 

@@ -24,6 +24,7 @@ from vllm_steer.capture.row_deltas import RowDelta, RowDeltaStream
 from vllm_steer.capture.row_receiver import RowReceiver
 from vllm_steer.engine.admission import REFUSED
 from vllm_steer.frontend.context import capture_manager_of, context_of
+from vllm_steer.frontend.reach import record_selections, unreached_edits
 from vllm_steer.metrics.collectors import set_gauge
 from vllm_steer.params import APPLIED_KEY, capture_specs, program_of
 from vllm_steer.registry.schema import SteeringApplied
@@ -33,6 +34,7 @@ ROW_RECEIVER = "_steering_rows"
 """Attribute of an output processor that has received captured rows."""
 _APPLIED = "_steering_applied"
 _CAPTURE = "_steering_capture"
+_SUBMISSION = "_steering_submission"
 _LISTENER = "_steering_results_listener"
 _NO_CONTEXT: AbstractContextManager[None] = nullcontext()
 
@@ -46,6 +48,7 @@ class RunningCapture:
     assembler: RowAssembler
     specs: tuple[tuple[str, CaptureSpec], ...]
     streams: Mapping[str, RowDeltaStream]
+    submission: int
     readouts: ReadoutStream | None
 
 
@@ -60,8 +63,27 @@ def begin_capture(output_processor: Any, request: Any) -> None:
         assembler, receiver = manager.new_assembler(), _receiver(output_processor)
         receiver.add_request(request.request_id, assembler)
         streams = {name: RowDeltaStream(assembler, spec) for name, spec in specs if is_streamed(name, spec)}
+        submission = _submission(manager, state)
         readouts = ReadoutStream(program, assembler) if program is not None and is_dynamic else None
-        setattr(state, _CAPTURE, RunningCapture(manager, receiver, assembler, specs, streams, readouts))
+        running = RunningCapture(manager, receiver, assembler, specs, streams, submission, readouts)
+        setattr(state, _CAPTURE, running)
+        if specs:
+            manager.begin(specs, _request_id(state), state.request_index, submission)
+
+
+def _request_id(state: Any) -> str:
+    """Return the client's request id."""
+    request_id: str = state.external_req_id if state.parent_req is None else state.parent_req.external_req_id
+    return request_id
+
+
+def _submission(manager: CaptureManager, state: Any) -> int:
+    """Return the number of a sample's request among those that capture; samples of one request share it."""
+    holder = state if state.parent_req is None else state.parent_req
+    if (submission := getattr(holder, _SUBMISSION, None)) is None:
+        submission = manager.next_submission()
+        setattr(holder, _SUBMISSION, submission)
+    return int(submission)
 
 
 def record_applied(output_processor: Any, request: Any) -> None:
@@ -70,11 +92,20 @@ def record_applied(output_processor: Any, request: Any) -> None:
     if data:
         state = output_processor.request_states[request.request_id]
         setattr(state, _APPLIED, SteeringApplied.model_validate_json(data))
+        record_selections(output_processor, request)
 
 
-def applied_steering(state: Any) -> SteeringApplied | None:
-    """Return which steering was applied to the request of a sample."""
-    return getattr(state, _APPLIED, None)
+def applied_steering(state: Any, finished: bool) -> SteeringApplied | None:
+    """Return which steering was applied to the request of a sample.
+
+    Args:
+        state: The sample's state.
+        finished: Whether all samples of the request have finished, so that unreached edits are known.
+    """
+    applied: SteeringApplied | None = getattr(state, _APPLIED, None)
+    if applied is None or not finished or not (unreached := unreached_edits(state)):
+        return applied
+    return applied.model_copy(update={"no_effect": (*applied.no_effect, *unreached)})
 
 
 def on_results(state: Any, listener: Callable[[Any, CaptureResults], None]) -> None:
@@ -173,8 +204,9 @@ def finish_capture(state: Any, finish_reason: FinishReason, stop_reason: Any) ->
     results = running.manager.submit(
         running.assembler,
         running.specs,
-        request_id=state.external_req_id if state.parent_req is None else state.parent_req.external_req_id,
+        request_id=_request_id(state),
         sample=state.request_index,
+        submission=running.submission,
         prompt_token_ids=tuple(prompt),
         output_token_ids=tuple(state.detokenizer.output_token_ids),
     )

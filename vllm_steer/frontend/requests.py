@@ -16,13 +16,15 @@ from vllm_steer.frontend.context import NOT_ENABLED, EngineContext, context_of, 
 from vllm_steer.metrics.requests import count_request
 from vllm_steer.params import (
     CAPTURE_KEY,
-    EXTRA_KEY,
     FILE_KEY,
     MODULES_KEY,
+    PROGRAM_KEY,
     capture_specs,
     program_bytes,
+    refuse_unknown_args,
     strip_for_engine,
 )
+from vllm_steer.registry.errors import UnknownModuleError
 from vllm_steer.spec.references import MODULES_FIELD
 
 
@@ -33,12 +35,17 @@ def complete_params(context: EngineContext | None, params: Any) -> Any:
     if there is nothing to add, otherwise a copy.
 
     Raises:
-        SteeringError: A module does not exist, or the combined edits exceed a limit.
+        SteeringError: A module does not exist, the combined edits exceed a limit, or a key of ``extra_args`` is a
+            misspelt field.
     """
     if context is None or not isinstance(params, VllmSamplingParams):
         return params
     extra = params.extra_args or {}
-    completed = context.registry.compose(extra)
+    refuse_unknown_args(extra)
+    try:
+        completed = context.registry.compose(extra)
+    except UnknownModuleError as error:
+        raise error.with_names(context.registry.module_names()) from None
     if completed is not extra:
         params = copy.copy(params)
         params.extra_args = completed
@@ -84,7 +91,7 @@ def refuse_streaming_input(params: Any) -> None:
     bypass :func:`check_engine_request`.
     """
     extra = getattr(params, "extra_args", None) or {}
-    if any(key in extra for key in (EXTRA_KEY, CAPTURE_KEY, MODULES_KEY, FILE_KEY)):
+    if any(key in extra for key in (PROGRAM_KEY, CAPTURE_KEY, MODULES_KEY, FILE_KEY)):
         raise SteeringError(
             "steering",
             "not supported with streaming input, which turns outputs into prompt; send complete prompts",

@@ -117,7 +117,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "step_seconds", "histogram", {**_ENGINE, "part": STEP_PARTS},
         "host time per engine step spent on steering and capture, in the scheduler and around the model's forward "
-        "pass; steps without steered requests are not counted", buckets=_MICROSECONDS,
+        "pass; steps without steered or captured requests are not counted", buckets=_MICROSECONDS,
     ),
     Metric(
         "consumer_queue", "gauge", {**_MODEL, "consumer": ()},

@@ -23,7 +23,7 @@ class TableUsage(msgspec.Struct, frozen=True, array_like=True):
     """Rows, instructions and vectors in use."""
     admitted: int
     """Admitted steered or captured requests."""
-    capture_rows: int
+    reserved_rows: int
     """Captured rows that admitted requests have reserved."""
     waiting: dict[str, int]
     """Waiting requests by reason."""

@@ -108,4 +108,4 @@ class _EngineMetrics:
         for reason, gauge in self._waiting.items():
             gauge.set(usage.waiting.get(reason, 0))
         self._admitted.set(usage.admitted)
-        self._reserved.set(usage.capture_rows * self._row_bytes)
+        self._reserved.set(usage.reserved_rows * self._row_bytes)

@@ -11,16 +11,15 @@ written by ``scripts/digests.py``, lists the digests by package and version.
 from __future__ import annotations
 
 import ast
-import hashlib
 import inspect
 import json
-import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
 from importlib.resources import files
 from typing import Any
 
+from vllm_steer.compat.syntax import digest_of_trees, names_on_self, normalised_source
 from vllm_steer.models.recipe import qualified_name
 from vllm_steer.models.recipes import PROVEN, RECIPES
 
@@ -47,13 +46,7 @@ def digest_of(cls: type, inner_class: str = "") -> str:
         if inner is None:
             raise NoSourceError(f"its module has no {inner_class}")
         methods |= {f"{inner_class}.{name}": tree for name, tree in _methods(inner).items()}
-    digest = hashlib.sha256()
-    for name, tree in sorted(methods.items()):
-        digest.update(f"{name}\n".encode())
-        for token in _tokens(tree):
-            # The length separates neighbouring tokens.
-            digest.update(f"{len(token)}:{token}\n".encode())
-    return digest.hexdigest()
+    return digest_of_trees(methods)
 
 
 @cache
@@ -110,10 +103,10 @@ def _methods(cls: type) -> dict[str, ast.AST]:
         if name in found or function is None:
             continue
         try:
-            found[name] = _normalised(inspect.getsource(function))
+            found[name] = normalised_source(inspect.getsource(function))
         except (OSError, SyntaxError) as error:
             raise NoSourceError(str(error)) from None
-        wanted += _called_on_self(found[name])
+        wanted += names_on_self(found[name])
     if "forward" not in found:
         raise NoSourceError("it has no forward of its own")
     return found
@@ -127,54 +120,3 @@ def _own_function(cls: type, name: str) -> Any:
             function = inspect.unwrap(getattr(raw, "__func__", raw))
             return function if inspect.isfunction(function) and base.__module__.split(".")[0] != "torch" else None
     return None
-
-
-def _called_on_self(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
-            yield node.attr
-
-
-def _normalised(source: str) -> ast.AST:
-    tree = ast.parse(textwrap.dedent(source))
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            node.returns = None
-            for argument in ast.walk(node.args):
-                if isinstance(argument, ast.arg):
-                    argument.annotation = None
-        if isinstance(node, ast.AnnAssign):
-            node.annotation = ast.Constant(None)
-        if isinstance(node, ast.JoinedStr):
-            # Python 3.12 ends a nested format with an empty string.
-            node.values = [value for value in node.values if getattr(value, "value", None) != ""]
-        body = getattr(node, "body", None)
-        if isinstance(body, list):
-            # Drop docstrings and other statements that are only a string.
-            node.body = [  # type: ignore[attr-defined]
-                statement
-                for statement in body
-                if not (isinstance(statement, ast.Expr) and isinstance(getattr(statement.value, "value", None), str))
-            ]
-    return tree
-
-
-def _tokens(node: Any) -> Iterator[str]:
-    """Yield the tokens of a tree, without empty fields: newer versions of Python add some."""
-    if isinstance(node, ast.AST):
-        yield f"({type(node).__name__}"
-        for name in sorted(node._fields):
-            value = getattr(node, name, None)
-            if name in ("ctx", "kind", "type_comment") or value is None or value == []:
-                continue
-            yield f".{name}"
-            yield from _tokens(value)
-        # The name of its node distinguishes a constant None from an absent field.
-        yield ")"
-    elif isinstance(node, list):
-        yield "["
-        for item in node:
-            yield from _tokens(item)
-        yield "]"
-    else:
-        yield f"{type(node).__name__} {node!a}"

@@ -29,6 +29,7 @@ from vllm_steer.program.dynamic import (
 from vllm_steer.program.instructions import KIND_OF
 from vllm_steer.program.program_cache import CachedProgram, ProgramCache
 from vllm_steer.spec import Selector, content_digest, projection_digest
+from vllm_steer.spec.references import GLOBAL_SOURCE, MODULES_FIELD, SERVER_WIDE_SOURCE
 
 WIRE_VERSION = 7
 ALL_LAYERS: tuple[int, ...] = ()
@@ -37,6 +38,7 @@ NO_PROJECTION = -1
 
 _FIELD = "extra_args.steer"
 _NOT_A_PROGRAM = "not a compiled program; use steering_vectors or steering instead"
+_SHARED_SOURCES = (MODULES_FIELD, GLOBAL_SOURCE, SERVER_WIDE_SOURCE)
 _INCONSISTENT = "the parts of the program do not fit together; compile it with this version of vllm-steer"
 
 
@@ -162,6 +164,34 @@ class Program(msgspec.Struct, frozen=True, array_like=True, dict=True, weakref=T
     def capture_source(self, index: int) -> str:
         """Return the path of the capture spec that capture ``index`` comes from."""
         return self.sources[len(self.edits) + index] if self.sources else "capture"
+
+    @cached_property
+    def edit_selections(self) -> tuple[tuple[Selector, tuple[str, ...]], ...]:
+        """The distinct selectors of the edits, each with the paths of its edits."""
+        paths: dict[Selector, dict[str, None]] = {}
+        for index, edit in enumerate(self.edits):
+            paths.setdefault(edit.selector, {})[self.edit_source(index)] = None
+        return tuple((selector, tuple(sources)) for selector, sources in paths.items())
+
+    @cached_property
+    def zero_edits(self) -> tuple[str, ...]:
+        """Paths of the edits whose vector is zero, which change nothing."""
+        zero = {index for index in range(len(self.vectors)) if not self.vector(index).any()}
+        return tuple(dict.fromkeys(self.edit_source(i) for i, edit in enumerate(self.edits) if edit.vector in zero))
+
+    @cached_property
+    def own_positions(self) -> tuple[tuple[Selector, str], ...]:
+        """Selectors with absolute or relative positions in the request's own fields, and their paths.
+
+        Modules, global steering and server-wide captures are left out: they apply to requests of any length.
+        """
+        edits = [(edit.selector, self.edit_source(i), "tokens") for i, edit in enumerate(self.edits)]
+        captures = [(each.selector, self.capture_source(i), "positions") for i, each in enumerate(self.captures)]
+        return tuple(
+            (selector, f"{source}.{field}")
+            for selector, source, field in (*edits, *captures)
+            if not selector.is_named and not source.startswith(_SHARED_SOURCES)
+        )
 
     def without_captures(self) -> Program:
         """Return the program with its edits only."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files that carry large programs from the front end to the engine's process.
 
-Many requests have equal vectors, such as those of a module or of one experiment. vLLM's socket would send them with
+Many requests have equal vectors, for example from one module or one experiment. vLLM's socket would send them with
 every request (1.5 MiB for all sites of an 8B model) and copy them at both ends. Instead, the front end writes a program
 that it sends for the second time to a file and from then on sends a :class:`ProgramRef` to it. The scheduler reads
 each file once. Both processes run on one host under one user.
@@ -83,7 +83,7 @@ class ProgramFileCache:
 
         Returns:
             An encoded :class:`ProgramRef`, or None if ``data`` itself must be sent: it is small, it has not been sent
-            before, or there is no space for a file.
+            before, or no space is left for a file.
         """
         if len(data) < MIN_PROGRAM_BYTES:
             return None

@@ -177,8 +177,8 @@ def resolve(
     if len(resolved.segments) > max_segments:
         raise SteeringError(
             "steering",
-            f"needs more than {max_segments} token segments (max_segments); use fewer token ranges or raise "
-            f"{ENGINE_LIMITS['max_segments'].flag}",
+            f"needs more than {max_segments} token segments, the engine's max_segments; use fewer token ranges or "
+            f"{ENGINE_LIMITS['max_segments'].how_to_raise}",
         )
     if key not in cache:
         if len(cache) >= _MAX_CACHED:

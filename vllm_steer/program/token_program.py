@@ -17,9 +17,9 @@ NO_VECTOR = UNPROJECTED = b""
 
 
 class Instruction(msgspec.Struct, frozen=True):
-    """One operation at one site, as it stands in the device tables.
+    """One operation at one site, as stored in the device tables.
 
-    ``vector`` is a digest. ``index`` is the index of a CAPTURE's row among those of its token, the column of a READ's
+    ``vector`` is a digest. ``index`` is the index of a CAPTURE's row within its token, the column of a READ's
     value, and the columns of a GATE's readout and factor, packed by :func:`pack_columns`. For an edit, it holds the
     columns of the two factors that scale it, packed likewise, each 0 for none. ``strength``, ``low`` and ``high`` are
     the bias of a READ and, as ``low``, 1 for a sigmoid; for a GATE they are the threshold, the sign and the sharpness.
@@ -106,11 +106,6 @@ class TokenProgram:
     gates: tuple[Gate, ...] = ()
     factors: tuple[int, ...] = ()
     """Packed columns of the factors of each edit; empty if no edit has any."""
-
-    @cached_property
-    def capture_codes(self) -> tuple[int, ...]:
-        """:attr:`CaptureSite.code` of each captured row."""
-        return tuple(captured.code for captured in self.captures)
 
     @cached_property
     def num_instructions(self) -> int:

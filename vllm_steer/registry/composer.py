@@ -17,8 +17,9 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.params import (
     APPLIED_KEY,
     CAPTURE_KEY,
-    EXTRA_KEY,
+    IDLE_KEY,
     MODULES_KEY,
+    PROGRAM_KEY,
     encode_specs,
     read_references,
     read_specs,
@@ -28,9 +29,9 @@ from vllm_steer.registry.index import ResolvedModule
 from vllm_steer.registry.module import DIGEST_PREFIX
 from vllm_steer.registry.snapshot import Snapshot
 from vllm_steer.spec import CaptureSpec, NamedProjection, Projection
-from vllm_steer.spec.references import MODULES_FIELD, Reference
+from vllm_steer.spec.references import GLOBAL_SOURCE, MODULES_FIELD, Reference
 
-_COMPOSED_KEYS = (EXTRA_KEY, MODULES_KEY, CAPTURE_KEY)
+_COMPOSED_KEYS = (PROGRAM_KEY, MODULES_KEY, CAPTURE_KEY, IDLE_KEY)
 _CACHE_SIZE = 256
 _MAX_CACHED_BYTES = 1 << 14
 """Size limit of cached ``extra_args`` values. Larger ones contain vectors, which rarely repeat."""
@@ -54,20 +55,20 @@ class RequestComposer:
             if not isinstance(extra[APPLIED_KEY], bytes):
                 raise SteeringError(f"extra_args.{APPLIED_KEY}", "is reserved for internal use")
             return extra
-        ours = {name: extra[name] for name in _COMPOSED_KEYS if name in extra}
-        if EXTRA_KEY not in ours and MODULES_KEY not in ours and snapshot.steering_digest is None:
+        steering_args = {name: extra[name] for name in _COMPOSED_KEYS if name in extra}
+        if PROGRAM_KEY not in steering_args and MODULES_KEY not in steering_args and snapshot.steering_digest is None:
             return extra
-        rest = {name: value for name, value in extra.items() if name not in ours}
-        if not all(isinstance(value, bytes) and len(value) <= _MAX_CACHED_BYTES for value in ours.values()):
-            return {**rest, **_compose(ours, snapshot)}
+        rest = {name: value for name, value in extra.items() if name not in steering_args}
+        if not all(isinstance(value, bytes) and len(value) <= _MAX_CACHED_BYTES for value in steering_args.values()):
+            return {**rest, **_compose(steering_args, snapshot)}
         # One tuple, so that a concurrent thread cannot combine this snapshot with the entries of another.
         cached_snapshot, cache = self._cache
         if cached_snapshot is not snapshot or len(cache) >= _CACHE_SIZE:
             cache = {}
             self._cache = snapshot, cache
-        key = tuple(ours.get(name) for name in _COMPOSED_KEYS)
+        key = tuple(steering_args.get(name) for name in _COMPOSED_KEYS)
         if key not in cache:
-            cache[key] = _compose(ours, snapshot)
+            cache[key] = _compose(steering_args, snapshot)
         return {**rest, **cache[key]}
 
 
@@ -98,29 +99,43 @@ def resolve_probes(
     )
 
 
-def _compose(ours: Mapping[str, Any], snapshot: Snapshot) -> dict[str, bytes]:
-    own = None if EXTRA_KEY not in ours else Program.from_bytes(ours[EXTRA_KEY])
-    references = read_references(ours)
+def _compose(steering_args: Mapping[str, Any], snapshot: Snapshot) -> dict[str, bytes]:
+    own = None if PROGRAM_KEY not in steering_args else Program.from_bytes(steering_args[PROGRAM_KEY])
+    references = read_references(steering_args)
     modules = _resolve(references or (), snapshot)
-    composed = {key: value for key, value in ours.items() if key != MODULES_KEY}
+    joined = own
+    composed = {key: value for key, value in steering_args.items() if key not in (MODULES_KEY, IDLE_KEY)}
     if own is not None and any(readout.probes for readout in own.readouts):
-        own = with_probes(own, lambda names, field: _directions(names, snapshot, field))
-        composed[EXTRA_KEY] = own.encode_cached()
-    if own is not None and references is not None and CAPTURE_KEY in ours:
-        specs = resolve_probes(read_specs(ours), snapshot)
+        own = joined = with_probes(own, lambda names, field: _directions(names, snapshot, field))
+        composed[PROGRAM_KEY] = own.encode_cached()
+    if own is not None and references is not None and CAPTURE_KEY in steering_args:
+        specs = resolve_probes(read_specs(steering_args), snapshot)
         composed[CAPTURE_KEY] = encode_specs(specs)
         # Recompile the captures: now that the directions are known, the engine may be able to compute the projections.
         paths = [f"capture.{consumer}" for consumer, _ in specs]
         own = join([own.without_captures(), compile_program([], [spec for _, spec in specs], capture_paths=paths)])
-        composed[EXTRA_KEY] = own.encode_cached()
+        composed[PROGRAM_KEY] = own.encode_cached()
     if modules or snapshot.steering_digest is not None:
         named = [with_source(snapshot.program(each), f"{MODULES_FIELD}[{i}]") for i, each in enumerate(modules)]
         steering = snapshot.steering_program
-        everyone = [] if steering is None else [with_source(steering, "global steering")]
-        composed[EXTRA_KEY] = join([*everyone, *named, *([] if own is None else [own])]).encode_cached()
-    if modules or snapshot.steering_digest is not None or (own is not None and own.edits):
-        composed[APPLIED_KEY] = _encode_applied(snapshot, modules, own)
+        global_programs = [] if steering is None else [with_source(steering, GLOBAL_SOURCE)]
+        joined = join([*global_programs, *named, *([] if own is None else [own])])
+        composed[PROGRAM_KEY] = joined.encode_cached()
+    idle = _read_idle(steering_args)
+    if modules or snapshot.steering_digest is not None or idle or (own is not None and own.edits):
+        idle += [f"{MODULES_FIELD}[{i}]" for i, each in enumerate(modules) if each.scale == 0.0]
+        no_effect = [{"edit": path, "reason": "zero_strength"} for path in idle]
+        no_effect += [{"edit": path, "reason": "zero_vector"} for path in (() if joined is None else joined.zero_edits)]
+        composed[APPLIED_KEY] = _encode_applied(snapshot, modules, own, no_effect)
     return composed
+
+
+def _read_idle(ours: Mapping[str, Any]) -> list[str]:
+    """Return the paths of the request's edits with strength 0."""
+    try:
+        return msgspec.msgpack.decode(ours.get(IDLE_KEY, b"\x90"), type=list[str])
+    except (msgspec.MsgspecError, TypeError):
+        raise SteeringError(f"extra_args.{IDLE_KEY}", "is reserved for internal use") from None
 
 
 def _resolve(references: tuple[Reference, ...], snapshot: Snapshot) -> tuple[ResolvedModule, ...]:
@@ -144,7 +159,9 @@ def _projection(named: NamedProjection, snapshot: Snapshot, field: str) -> Proje
     return Projection(directions, field)
 
 
-def _encode_applied(snapshot: Snapshot, modules: tuple[ResolvedModule, ...], own: Program | None) -> bytes:
+def _encode_applied(
+    snapshot: Snapshot, modules: tuple[ResolvedModule, ...], own: Program | None, no_effect: list[dict[str, str]]
+) -> bytes:
     """Return the JSON of a `SteeringApplied`, which is encoded for every request but rarely decoded."""
     return msgspec.json.encode(
         {
@@ -152,6 +169,7 @@ def _encode_applied(snapshot: Snapshot, modules: tuple[ResolvedModule, ...], own
             "global": snapshot.steering_digest,
             "modules": modules,
             "request": None if own is None or not own.edits else _edits_digest(own),
+            **({"no_effect": no_effect} if no_effect else {}),
         }
     )
 

@@ -3,11 +3,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from vllm_steer.errors import SteeringError
+from vllm_steer.spec.scalars import did_you_mean
+
+_MAX_NAMES = 10
 
 
 class UnknownModuleError(SteeringError):
     """The reference matches no module, or no version of it."""
+
+    def with_names(self, names: Collection[str]) -> UnknownModuleError:
+        """Return the error with the names of registered modules, for clients that may list them."""
+        named = self.problem.split("'")[1:2]
+        listed = ", ".join(sorted(names)[:_MAX_NAMES]) + (", ..." if len(names) > _MAX_NAMES else "")
+        hint = did_you_mean(named[0], names) if named else ""
+        return UnknownModuleError(self.field, f"{self.problem}; registered modules: {listed or 'none'}{hint}")
 
 
 class RegistryFullError(SteeringError):

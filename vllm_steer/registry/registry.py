@@ -7,6 +7,7 @@ import builtins
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from vllm_steer import audit
@@ -23,9 +24,16 @@ from vllm_steer.registry.module_files import read_module
 from vllm_steer.registry.schema import Deleted, GlobalSteering, ModuleInfo, ModuleList
 from vllm_steer.registry.snapshot import Snapshot
 from vllm_steer.registry.storage import MemoryStore, RegistryStore
+from vllm_steer.spec.arguments import suggest_arguments
 from vllm_steer.spec.references import Reference, parse_reference, parse_references, read_name
 
 DEFAULT_LIMITS = RegistryLimits()
+_ARGUMENT_ALIASES: Mapping[str, str] = MappingProxyType(
+    dict.fromkeys(("steering_vectors", "vectors", "vector"), "base")
+    | dict.fromkeys(("prefill_steering_vectors", "prefill_vectors"), "prefill")
+    | dict.fromkeys(("decode_steering_vectors", "decode_vectors"), "decode")
+    | {"steering": "edits", "steering_modules": "modules"}
+)
 
 
 class ProgramChecker(Protocol):
@@ -46,6 +54,11 @@ class SteeringRegistry:
 
     A change increments the epoch and applies to requests admitted afterwards. Repeating a change has no effect.
     Thread-safe.
+
+    Example:
+        >>> llm.steering.register("calm", base={"post_block": {1: [0.5] * 256}})  # doctest: +SKIP
+        >>> llm.steering.set(modules=[("calm", 0.5)]).epoch  # doctest: +SKIP
+        >>> llm.steering.clear()  # doctest: +SKIP
     """
 
     def __init__(
@@ -74,6 +87,7 @@ class SteeringRegistry:
         self._reported: Snapshot | None = None
         self._check_global(self.snapshot())
 
+    @suggest_arguments(_ARGUMENT_ALIASES)
     def register(
         self,
         name: str,
@@ -184,6 +198,7 @@ class SteeringRegistry:
 
         return Deleted(epoch=self._change("delete", name, without, lambda _: deleted).epoch, name=name, deleted=deleted)
 
+    @suggest_arguments(_ARGUMENT_ALIASES)
     def set(
         self,
         *,
@@ -196,9 +211,9 @@ class SteeringRegistry:
     ) -> GlobalSteering:
         """Update global steering, which applies to every newly admitted request before its own steering.
 
-        Parts that are not given stay unchanged. In the tiers, each vector replaces the vector of its layer and point.
-        ``edits`` and ``modules`` are replaced completely. Parts apply in the order ``modules``, ``base``, ``prefill``,
-        ``decode``, ``edits``.
+        Parts that are not given stay unchanged. In ``base``, ``prefill`` and ``decode``, each vector replaces the
+        vector of its layer and point; ``edits`` and ``modules`` are replaced completely. Parts apply in the order
+        ``modules``, ``base``, ``prefill``, ``decode``, ``edits``.
 
         Args:
             base: Vectors added to every token, as in `register`.
@@ -259,6 +274,10 @@ class SteeringRegistry:
         See `RequestComposer.compose`.
         """
         return self._composer.compose(extra, self.snapshot() if snapshot is None else snapshot)
+
+    def module_names(self) -> tuple[str, ...]:
+        """Return the names of all modules."""
+        return tuple(self.snapshot().index.modules)
 
     def _change(
         self,

@@ -23,6 +23,19 @@ class ModuleUse(_Answer):
     """Factor on the strength of each of the module's edits."""
 
 
+class NoEffect(_Answer):
+    """An edit that changed nothing."""
+
+    edit: str
+    """Path of the edit in the request, `steering_modules[i]`, or `global steering`."""
+    reason: Literal["unreached", "zero_vector", "zero_strength"]
+    """`unreached`: the request ended before the first token of the edit. The others were known from the start."""
+    tokens: str | list[int | list[int | None]] | None = None
+    """Tokens of an unreached edit."""
+    choices: tuple[int, ...] | None = None
+    """Choices (samples) in which an unreached edit reached no token, by index; null for the other reasons."""
+
+
 class SteeringApplied(_Answer):
     """Steering applied to one request: global steering, then modules in order, then the request's own edits."""
 
@@ -34,6 +47,9 @@ class SteeringApplied(_Answer):
     """Modules that the request named."""
     request: str | None
     """Digest of the request's own compiled edits, or null if it had none."""
+    no_effect: tuple[NoEffect, ...] = ()
+    """Edits that changed nothing; omitted from JSON if there are none. Unreached edits are known when the request has
+    finished: a stream that has any ends with one more event."""
 
 
 class Content(_Answer):

@@ -46,7 +46,7 @@ _REPLACEABLE = {"worker_cls": (WORKER_CLS, "auto", None), "scheduler_cls": (SCHE
 
 
 def apply_flags(args: argparse.Namespace) -> None:
-    """Set the engine arguments, middleware and environment variables that the flags stand for.
+    """Set the engine arguments, middleware and environment variables for the steering flags.
 
     A second call has no effect. A server without ``--enable-steering`` gets the middleware too, which then refuses
     steering and capture fields.

@@ -8,7 +8,7 @@ from vllm_steer.spec.fields import FIELD_NAMES, parse_fields
 from vllm_steer.spec.projection import NamedProjection, Projection, projection_digest
 from vllm_steer.spec.readout import Readout, parse_readouts
 from vllm_steer.spec.references import Reference, parse_references
-from vllm_steer.spec.request_form import RequestForm
+from vllm_steer.spec.request_fields import RequestForm
 from vllm_steer.spec.selector import OPEN_END, Selector
 from vllm_steer.spec.vector import Vector, bytes_of, content_digest, pack_vector, parse_vector
 

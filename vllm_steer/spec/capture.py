@@ -11,11 +11,27 @@ from typing import Any, Literal, TypeAlias
 from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_CONSUMERS
 from vllm_steer.points import POINT_NAMES, PointName
-from vllm_steer.spec.capture_form import DTYPES, REDUCTIONS, SPEC_KEYS, DtypeName, ReduceName
+from vllm_steer.spec.arguments import suggest_arguments
+from vllm_steer.spec.capture_form import (
+    ARGUMENT_ALIASES,
+    DTYPE_ALIASES,
+    DTYPES,
+    REDUCTIONS,
+    SPEC_KEYS,
+    DtypeName,
+    ReduceName,
+)
 from vllm_steer.spec.consumer_options import NO_OPTIONS, read_options
 from vllm_steer.spec.projection import DirectionsInput, NamedProjection, Projection
 from vllm_steer.spec.scalars import read_choice, shown
-from vllm_steer.spec.selector import POSITIONS, PositionsName, Selector, TokensInput, selector_form_error
+from vllm_steer.spec.selector import (
+    POSITION_ALIASES,
+    POSITIONS,
+    PositionsName,
+    Selector,
+    TokensInput,
+    selector_form_error,
+)
 from vllm_steer.spec.sites import Layers, LayersInput, read_layers, read_point
 
 Hooks: TypeAlias = tuple[tuple[PointName, Layers], ...]
@@ -34,6 +50,11 @@ class CaptureSpec:
     """Rows of the residual stream that one consumer receives, validated on construction and immutable.
 
     All arguments are keyword-only. Equality and hash are by content. :class:`CaptureForm` declares the JSON form.
+
+    Example:
+        >>> from vllm_steer import CaptureSpec
+        >>> CaptureSpec(hooks={"post_block": range(2)}, positions="all").hooks
+        (('post_block', (0, 1)),)
     """
 
     hooks: Hooks
@@ -49,6 +70,7 @@ class CaptureSpec:
     _options: str
     # Options as canonical JSON: immutable, comparable and hashable.
 
+    @suggest_arguments(ARGUMENT_ALIASES)
     def __init__(
         self,
         *,
@@ -62,7 +84,8 @@ class CaptureSpec:
         """Validate the arguments.
 
         Args:
-            hooks: ``{point: layers}``; layers are one number, a list, tuple or range of numbers, or ``"all"``.
+            hooks: ``{point: layers}``; layers are one number; a list, tuple, range,
+                numpy array or torch tensor of numbers; or ``"all"``.
             positions: ``"last_prompt"``, ``"all_prompt"``, ``"all_generated"``, ``"all"``, or positions in a form that
                 `Selector` accepts: a range, or a list of positions and ``[start, stop)`` pairs. Negative positions
                 count back from the end of the prompt.
@@ -79,7 +102,7 @@ class CaptureSpec:
             "hooks": _read_hooks(hooks),
             "tokens": _read_positions(positions),
             "before": _read_flag(before, "before"),
-            "dtype": None if dtype is None else read_choice(dtype, DTYPES, "dtype"),
+            "dtype": None if dtype is None else read_choice(dtype, DTYPES, "dtype", aliases=DTYPE_ALIASES),
             "reduce": _read_reduce(reduce),
             "_options": read_options(options),
         }
@@ -179,14 +202,20 @@ def parse_capture(value: object, field: str = "capture") -> tuple[tuple[str, Cap
         return ()
     if not isinstance(value, Mapping):
         raise SteeringError(
-            field, f"must be {{consumer: spec}} such as {_EXAMPLE}, not {shown(value)} ({type(value).__name__})"
+            field,
+            f"must be {{consumer: spec}} such as {_EXAMPLE}, not {shown(value)} ({type(value).__name__})"
+            + ("; put the spec under the name of a consumer" if isinstance(value, CaptureSpec) else ""),
         )
     if not value:
         raise SteeringError(field, "is empty; name a consumer, or omit the field")
     if len(value) > MAX_CONSUMERS:
         raise SteeringError(field, f"names {len(value)} consumers; a request may name at most {MAX_CONSUMERS}")
-    if "hooks" in value and not _is_spec(value["hooks"]):
-        raise SteeringError(field, 'needs a consumer around the spec: {"memory": {"hooks": ...}}')
+    for key in ("hooks", *POINT_NAMES):
+        if key in value and not _is_spec(value[key]):
+            spec = '{"hooks": ...}' if key == "hooks" else f'{{"hooks": {{"{key}": ...}}}}'
+            raise SteeringError(
+                field, f'{key!r} is not a consumer; put the spec under the name of a consumer: {{"memory": {spec}}}'
+            )
     parsed: dict[str, CaptureSpec] = {}
     for key, spec in value.items():
         name = _read_consumer_name(key, field)
@@ -215,6 +244,9 @@ def _spec_of_dict(spec: object, path: str) -> CaptureSpec:
         )
     if "hooks" not in spec:
         hint = next((f"; {shown(key)} belongs in hooks" for key in spec if key in POINT_NAMES), "")
+        hint = hint or next(
+            (f"; {key} is not a field of a spec" for key in spec if ARGUMENT_ALIASES.get(key) == "hooks"), ""
+        )
         raise SteeringError(f"{path}.hooks", f'is missing; name the sites, such as {{"post_block": [12]}}{hint}')
     if "tokens" in spec:
         raise SteeringError(f"{path}.tokens", "is not a field of a capture; use positions")
@@ -229,7 +261,11 @@ def _spec_of_dict(spec: object, path: str) -> CaptureSpec:
 
 def _read_hooks(value: object) -> Hooks:
     if not isinstance(value, Mapping):
-        raise SteeringError("hooks", f'must be {{point: layers or "all"}}, not {shown(value)} ({type(value).__name__})')
+        raise SteeringError(
+            "hooks",
+            'must be {point: layers or "all"} such as {"post_block": [12]}, '
+            f"not {shown(value)} ({type(value).__name__})",
+        )
     if not value:
         raise SteeringError("hooks", f"is empty; name at least one of {', '.join(POINT_NAMES)}")
     by_point: dict[PointName, Layers] = {}
@@ -241,8 +277,7 @@ def _read_hooks(value: object) -> Hooks:
 
 def _read_positions(value: object) -> Selector:
     if isinstance(value, str):
-        aliases = {selector: name for name, selector in POSITIONS.items()}
-        return Selector(POSITIONS[read_choice(value, POSITIONS, "positions", aliases=aliases)])
+        return Selector(POSITIONS[read_choice(value, POSITIONS, "positions", aliases=POSITION_ALIASES)])
     if not isinstance(value, (list, tuple, range, Selector)):
         raise selector_form_error(value, POSITIONS, "positions")
     return Selector.parse(value, "positions")

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """JSON form of capture specs."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, get_args
 
 import msgspec
@@ -47,3 +49,17 @@ class CaptureForm(msgspec.Struct, kw_only=True):
 
 
 SPEC_KEYS: tuple[str, ...] = CaptureForm.__struct_fields__
+
+DTYPE_ALIASES: Mapping[str, DtypeName] = MappingProxyType(
+    {f"torch.{name}": name for name in DTYPES}
+    | dict.fromkeys(("fp32", "float", "single"), "float32")
+    | dict.fromkeys(("fp16", "half"), "float16")
+    | {"bf16": "bfloat16"}
+)
+"""Dtypes by other names, for error messages."""
+ARGUMENT_ALIASES: Mapping[str, str] = MappingProxyType(
+    dict.fromkeys(("hook", "layer", "layers", "point", "points", "sites"), "hooks")
+    | dict.fromkeys(("position", "tokens", "token_positions"), "positions")
+    | {"reduction": "reduce", "pooling": "reduce"}
+)
+"""Fields of a capture spec by names that other interfaces use, for error messages."""

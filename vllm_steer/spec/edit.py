@@ -13,6 +13,7 @@ import numpy as np
 from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_CONDITIONS
 from vllm_steer.points import OPTIONAL_POINTS, POINTS_FLAG, PointName
+from vllm_steer.spec.arguments import suggest_arguments
 from vllm_steer.spec.condition import Condition, ConditionForm, WhenInput, read_when
 from vllm_steer.spec.references import read_name
 from vllm_steer.spec.scalars import read_choice, read_number
@@ -21,6 +22,28 @@ from vllm_steer.spec.sites import Layers, LayersForm, LayersInput, read_layers, 
 from vllm_steer.spec.vector import Vector, VectorForm, VectorInput, pack_vector, parse_vector
 
 KindName = Literal["add", "add_normed", "ablate", "clamp"]
+
+KIND_ALIASES: Mapping[str, KindName] = MappingProxyType(
+    {
+        "addition": "add",
+        "additive": "add",
+        "steer": "add",
+        "norm_match": "add_normed",
+        "ablation": "ablate",
+        "project_out": "ablate",
+        "clip": "clamp",
+    }
+)
+"""Kinds by names that other interfaces use, for error messages."""
+ARGUMENT_ALIASES: Mapping[str, str] = MappingProxyType(
+    dict.fromkeys(("scale", "coeff", "coefficient", "multiplier", "alpha", "factor", "weight"), "strength")
+    | dict.fromkeys(("layer", "layer_indices"), "layers")
+    | dict.fromkeys(("hook", "hook_point", "site"), "point")
+    | dict.fromkeys(("position", "positions", "position_indices", "token_positions", "selector"), "tokens")
+    | dict.fromkeys(("direction", "activations"), "vector")
+    | {"type": "kind", "op": "kind", "min": "low", "max": "high"}
+)
+"""Arguments of an edit by names that other interfaces use, for error messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +124,12 @@ class Edit:
     """An edit of the residual stream, validated on construction and immutable.
 
     All arguments are keyword-only. Equality and hash are by content. :class:`EditForm` declares the JSON form.
+
+    Example:
+        >>> from vllm_steer import Edit
+        >>> edit = Edit(kind="add", point="post_block", layers=range(3, 5), vector=[1.0, 0.0], tokens="generated")
+        >>> edit.layers, edit.vector.shape, edit.strength
+        ((3, 4), (2,), 1.0)
     """
 
     kind: KindName
@@ -124,6 +153,7 @@ class Edit:
     live: str | None
     """Name of a factor of the strength that can be changed during the request."""
 
+    @suggest_arguments(ARGUMENT_ALIASES)
     def __init__(
         self,
         *,
@@ -144,7 +174,7 @@ class Edit:
             kind: ``"add"``, ``"add_normed"``, ``"ablate"`` or ``"clamp"``.
             point: ``"pre_attn"``, ``"post_attn"`` or ``"post_block"``. Engines that were started with them also have
                 ``"attn_out"``, ``"mlp_in"`` and ``"mlp_out"``, which edit a row of that branch instead of the stream.
-            layers: One layer, a list, tuple or range of layers, or ``"all"``.
+            layers: One layer; a list, tuple, range, numpy array or torch tensor of layers; or ``"all"``.
             vector: Any form that `parse_vector` accepts.
             strength: A finite number.
             tokens: Any form that `Selector` accepts. Default ``"all"``; ``"generated"`` if ``when`` has a window other
@@ -158,7 +188,7 @@ class Edit:
         Raises:
             SteeringError: A value is invalid; its ``field`` is the argument's name, with an index if any.
         """
-        definition = KINDS[read_choice(kind, KINDS, "kind")]
+        definition = KINDS[read_choice(kind, KINDS, "kind", aliases=KIND_ALIASES)]
         conditions = read_when(when)
         if tokens is None:
             tokens = "generated" if any(each.window != "token" for each in conditions) else "all"

@@ -10,8 +10,8 @@ import msgspec
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_EDITS
-from vllm_steer.spec.edit import Edit, EditForm
-from vllm_steer.spec.scalars import read_choice, read_number, shown
+from vllm_steer.spec.edit import ARGUMENT_ALIASES, Edit, EditForm
+from vllm_steer.spec.scalars import did_you_mean, read_choice, read_number, shown
 from vllm_steer.spec.selector import Selector, SelectorName
 from vllm_steer.spec.sites import read_layer, read_point
 from vllm_steer.spec.vector import PACKED_KEYS
@@ -26,6 +26,7 @@ SHORT_FIELDS: Mapping[str, SelectorName] = MappingProxyType(
 )
 GENERAL_FIELD = "steering"
 FIELD_NAMES: tuple[str, ...] = (*SHORT_FIELDS, GENERAL_FIELD)
+_FIRST = FIELD_NAMES[0]
 
 _EDIT_KEYS = EditForm.__struct_fields__
 _REQUIRED_KEYS = tuple(field.name for field in msgspec.structs.fields(EditForm) if field.required)
@@ -42,8 +43,8 @@ def parse_fields(fields: Mapping[str, Any]) -> tuple[Edit, ...]:
             or of dicts of its arguments, or one `Edit`.
 
     Returns:
-        The edits in the order in which they apply: those of the vector fields in the order of `FIELD_NAMES`, then those
-        of ``steering`` in the order given.
+        The edits in the order in which they apply: first the vector fields in the order of `FIELD_NAMES`, then
+        ``steering`` in the order given.
 
     Raises:
         SteeringError: A field is unknown, a value is invalid, the vectors differ in width, or there are more than
@@ -89,11 +90,11 @@ def collect_edits(edits: Iterable[tuple[str, Edit]]) -> list[tuple[str, Edit]]:
 def read_vectors(value: object, field: str, tokens: SelectorName) -> Iterator[tuple[str, Edit]]:
     """Yield an edit, with its path, for each vector of ``{point: {layer: vector}}``."""
     selector = Selector(tokens)
-    for point_key, by_layer in _items(value, field, "{point: {layer: vector}}"):
+    for point_key, by_layer in _items(value, field, '{point: {layer: vector}} such as {"post_block": {"12": vector}}'):
         point = read_point(point_key, field, '{"post_block": {"12": vector}}')
         at_point = f"{field}.{point}"
         seen: set[int] = set()
-        for layer_key, given in _items(by_layer, at_point, "{layer: vector}"):
+        for layer_key, given in _items(by_layer, at_point, '{layer: vector} such as {"12": vector}'):
             layer = _read_layer_key(layer_key, at_point)
             if layer in seen:
                 raise SteeringError(at_point, f"has layer {layer} twice, as a number and as a string; give it once")
@@ -134,7 +135,7 @@ def _vector_and_scale(given: object, path: str) -> tuple[Any, str, float]:
             path,
             'must be a vector, {"vector": ..., "scale": ...} or a packed vector (dtype, shape, data); '
             + (f"unknown keys: {shown(unknown)}" if unknown else "vector is missing")
-            + ("; strength is called scale here" if "strength" in unknown else ""),
+            + ("; did you mean scale?" if any(ARGUMENT_ALIASES.get(key, key) == "strength" for key in unknown) else ""),
         )
     return given["vector"], f"{path}.vector", read_number(given.get("scale", 1.0), f"{path}.scale")
 
@@ -144,7 +145,11 @@ def read_edits(value: object, field: str) -> Iterator[tuple[str, Edit]]:
     if isinstance(value, Edit):
         value = [value]
     if not isinstance(value, (list, tuple)):
-        raise SteeringError(field, f"must be a list of edits, not {shown(value)} ({type(value).__name__})")
+        hint = ""
+        if isinstance(value, Mapping):
+            is_edit = "kind" in value or "vector" in value
+            hint = "; put the edit in a list" if is_edit else f"; {{point: {{layer: vector}}}} belongs in {_FIRST}"
+        raise SteeringError(field, f"must be a list of edits, not {shown(value)} ({type(value).__name__}){hint}")
     if not value:
         raise SteeringError(field, "is empty; give an edit, or omit the field")
     for i, item in enumerate(value):
@@ -157,7 +162,7 @@ def _read_edit(item: object, path: str) -> Edit:
         raise SteeringError(path, f"must be an Edit or a dict of its arguments, not {shown(item)}")
     unknown = [key for key in item if key not in _EDIT_KEYS]
     if unknown:
-        hint = "; scale is called strength here" if "scale" in unknown else ""
+        hint = did_you_mean(unknown[0], _EDIT_KEYS, ARGUMENT_ALIASES)
         raise SteeringError(path, f"unknown key {shown(unknown[0])}; an edit has {', '.join(_EDIT_KEYS)}{hint}")
     missing = [name for name in _REQUIRED_KEYS if name not in item]
     if missing:

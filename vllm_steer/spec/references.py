@@ -2,7 +2,7 @@
 """References from requests to registered modules and their probes."""
 
 import re
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated
 
 import msgspec
 
@@ -10,9 +10,11 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_REFERENCES
 from vllm_steer.spec.scalars import read_number, shown
 
-ReferenceInput: TypeAlias = "str | tuple[str, float] | list[Any] | Reference"
-
 MODULES_FIELD = "steering_modules"
+GLOBAL_SOURCE = "global steering"
+"""Path of the edits of global steering, in messages."""
+SERVER_WIDE_SOURCE = "capture_consumers"
+"""Begins the path of a server-wide capture, in messages."""
 NAME_RULE = "1 to 64 ASCII letters, digits, dots, dashes and underscores, beginning with a letter or digit"
 
 # ASCII only, so that two different names cannot look alike.

@@ -41,7 +41,8 @@ def read_number(value: Any, field: str) -> float:
         SteeringError: ``value`` is not a number or is not finite in float32.
     """
     if not (is_integer(value) or isinstance(value, (float, np.floating))):
-        raise SteeringError(field, f"must be a number, not {shown(value)} ({type(value).__name__})")
+        hint = "; convert it with float()" if hasattr(value, "item") else ""
+        raise SteeringError(field, f"must be a number, not {shown(value)} ({type(value).__name__}){hint}")
     try:
         number = float(value)
     except OverflowError:
@@ -55,7 +56,20 @@ def closest(name: object, names: Iterable[str]) -> str | None:
     """Return the most similar of ``names`` if ``name`` could be a misspelling of it."""
     if not isinstance(name, str) or len(name) > _MAX_COMPARED_CHARS:  # comparing takes quadratic time
         return None
-    return next(iter(difflib.get_close_matches(name, names, 1, 0.75)), None)
+    by_lower_case = {each.lower(): each for each in names}
+    return by_lower_case.get(next(iter(difflib.get_close_matches(name.lower(), by_lower_case, 1, 0.75)), ""))
+
+
+def did_you_mean(name: object, names: Iterable[str], aliases: Mapping[str, str] = _NO_ALIASES) -> str:
+    """Return the end of an error message about an unknown name: a suggestion, or nothing.
+
+    Args:
+        name: Any object, given as a name.
+        names: The valid names.
+        aliases: Valid names by names that other interfaces use.
+    """
+    meant = (aliases.get(name) if isinstance(name, str) else None) or closest(name, names)
+    return f"; did you mean {meant}?" if meant else ""
 
 
 def read_choice(
@@ -81,6 +95,7 @@ def read_choice(
     known = tuple(names)
     if isinstance(value, str) and value in known:
         return known[known.index(value)]  # the plain string, even if `value` is a member of a str enum
-    name = aliases.get(value) if isinstance(value, str) else None
+    name = aliases.get(value if isinstance(value, str) else shown(value))
     hint = f"it is {name} here; " if name else ""
-    raise SteeringError(field, f"{shown(value)} is not {what}; {hint}use one of {', '.join(known)}")
+    similar = "" if name else did_you_mean(value, known)
+    raise SteeringError(field, f"{shown(value)} is not {what}; {hint}use one of {', '.join(known)}{similar}")

@@ -45,7 +45,25 @@ NAMED: Mapping[SelectorName, Callable[[int], Interval]] = MappingProxyType(
 POSITIONS: Mapping[PositionsName, SelectorName] = MappingProxyType(
     {"last_prompt": "last_prompt", "all_prompt": "prompt", "all_generated": "generated", "all": "all"}
 )
-"""Position names of capture specs, and the selectors that they stand for."""
+"""Selectors by the position names of capture specs."""
+
+_ELSEWHERE: Mapping[str, str] = MappingProxyType(
+    dict.fromkeys(("last", "last_token", "final"), "last_prompt")
+    | dict.fromkeys(("prefill", "input"), "prompt")
+    | dict.fromkeys(("decode", "generation", "output", "completion", "response"), "generated")
+    | dict.fromkeys(("every", "*"), "all")
+)
+TOKEN_ALIASES: Mapping[str, str] = MappingProxyType(dict(_ELSEWHERE) | {**POSITIONS})
+"""Selectors by names that other interfaces use, for error messages."""
+POSITION_ALIASES: Mapping[str, PositionsName] = MappingProxyType(
+    {
+        other: name
+        for name, selector in POSITIONS.items()
+        for other in (selector, *_ELSEWHERE)
+        if _ELSEWHERE.get(other, other) == selector
+    }
+)
+"""Position names by names that other interfaces use, for error messages."""
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -56,6 +74,11 @@ class Selector:
     list of positions and ``[start, stop)`` pairs. Positions count from 0 over prompt and generated tokens. Negative
     positions count back from the end of the prompt (-1 is the last prompt token). A stop of None means no end.
     Selectors that list the same positions in the same terms are equal.
+
+    Example:
+        >>> from vllm_steer import Selector
+        >>> Selector([0, [2, 4], -1]).intervals(prompt_len=10)
+        ((0, 1), (2, 4), (9, 10))
     """
 
     # A name, or intervals. In an interval, a start below 0 and a stop of 0 or below count from the prompt's end. A stop
@@ -85,6 +108,34 @@ class Selector:
         if isinstance(self._where, str):
             return (NAMED[self._where](prompt_len),)
         return tuple(_merged(_resolved(interval, prompt_len, field) for interval in self._where))
+
+    def reaches(self, prompt_len: int, stop: int) -> bool:
+        """Return whether a position before ``stop`` is selected; arguments and errors are those of `beyond`."""
+        return self.intervals(prompt_len)[0][0] < stop
+
+    def beyond(self, prompt_len: int, stop: int) -> tuple[int | list[int | None], ...]:
+        """Return the selected positions and ``[start, stop]`` pairs from position ``stop`` on.
+
+        A selection without end covers as many tokens as there are. It counts only if it starts there.
+
+        Args:
+            prompt_len: Number of prompt tokens.
+            stop: First position that is out of reach.
+
+        Raises:
+            SteeringError: See `intervals`.
+        """
+        return tuple(
+            item
+            for start, end in self.intervals(prompt_len)
+            if end > stop and (end < OPEN_END or start >= stop)
+            for item in _written((max(start, stop), end))
+        )
+
+    @property
+    def is_named(self) -> bool:
+        """Whether the selector is a name, which is relative to the prompt."""
+        return isinstance(self._where, str)
 
     @property
     def max_position(self) -> int:
@@ -118,7 +169,7 @@ def _read(tokens: object, field: str) -> SelectorName | tuple[Interval, ...]:
     if isinstance(tokens, Selector):
         return tokens._where
     if isinstance(tokens, str):
-        return read_choice(tokens, NAMED, field, aliases=POSITIONS)
+        return read_choice(tokens, NAMED, field, aliases=TOKEN_ALIASES)
     if isinstance(tokens, range):
         return _canonical(_range_intervals(tokens, field))
     if isinstance(tokens, tuple):
@@ -135,6 +186,8 @@ def selector_form_error(value: object, names: Iterable[str], field: str) -> Stee
     hint = ""
     if is_integer(value):
         hint = f"; write [{shown(value)}] for one position"
+    elif isinstance(value, slice):
+        hint = "; write [[start, stop]]"
     elif hasattr(value, "tolist"):
         hint = "; convert it with .tolist()"
     return SteeringError(

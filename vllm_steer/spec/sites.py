@@ -2,19 +2,26 @@
 """Parsing of hook points and layers."""
 
 import re
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Annotated, Literal, TypeAlias
+import sys
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_LAYERS
-from vllm_steer.points import POINT_NAMES, POINTS, PointName
-from vllm_steer.spec.scalars import is_integer, read_choice, shown
+from vllm_steer.points import POINT_NAMES, PointName
+from vllm_steer.site_names import find_foreign_site
+from vllm_steer.spec.scalars import did_you_mean, is_integer, read_choice, shown
+
+if TYPE_CHECKING:
+    import torch
 
 Layers: TypeAlias = tuple[int, ...] | Literal["all"]
-LayersInput: TypeAlias = int | list[int] | tuple[int, ...] | range | Literal["all"]
+LayersInput: TypeAlias = (
+    "int | list[int] | tuple[int, ...] | range | npt.NDArray[np.integer[Any]] | torch.Tensor | Literal['all']"
+)
 
 LayerForm = Annotated[int, msgspec.Meta(ge=0, lt=MAX_LAYERS)]
 LayersForm = Annotated[
@@ -23,20 +30,9 @@ LayersForm = Annotated[
 ]
 """JSON form of layers."""
 
-_TRANSFORMER_LENS_NAME = re.compile(r"blocks\.\{i\}\.hook_(\w+)")
+OF_THE_MODEL = "below the model's number of layers"
+"""Part of the error message about a layer number that no model has."""
 _LAYER_NUMBER = re.compile("[0-9]{1,9}")
-
-
-def _transformer_lens_names() -> Mapping[str, PointName]:
-    names: dict[str, PointName] = {}
-    for point in POINTS.values():
-        match = _TRANSFORMER_LENS_NAME.fullmatch(point.aliases["TransformerLens"])
-        if match is not None:
-            names |= {name: point.name for name in (match[1], f"hook_{match[1]}") if name != point.name}
-    return MappingProxyType(names)
-
-
-_ALIASES = _transformer_lens_names()
 
 
 def read_point(value: object, field: str, example: str = "") -> PointName:
@@ -54,26 +50,47 @@ def read_point(value: object, field: str, example: str = "") -> PointName:
         raise SteeringError(
             field, f"the outer keys are hook points and the inner ones layers, as in {example}, not {shown(value)}"
         )
-    return read_choice(value, POINT_NAMES, field, what="a hook point", aliases=_ALIASES)
+    if isinstance(value, str) and value not in POINT_NAMES and (site := find_foreign_site(value)) is not None:
+        raise SteeringError(
+            field,
+            f"{shown(value)} is not a hook point; {site.explanation}",
+        )
+    return read_choice(value, POINT_NAMES, field, what="a hook point")
 
 
 def read_layer(value: object, field: str) -> int:
     """Return a layer number given as a Python or numpy integer; raise SteeringError if it is not 0 to 4095."""
     if not is_integer(value):
-        raise SteeringError(field, f"must be a layer number, not {shown(value)} ({type(value).__name__})")
+        hint = "; convert it with int()" if hasattr(value, "item") else ""
+        raise SteeringError(field, f"must be a layer number, not {shown(value)} ({type(value).__name__}){hint}")
     if not 0 <= value < MAX_LAYERS:
         hint = "; layers count from 0, and negative numbers are not supported" if value < 0 else ""
-        raise SteeringError(field, f"must be between 0 and {MAX_LAYERS - 1}, not {shown(value)}{hint}")
+        raise SteeringError(
+            field, f"must be between 0 and {MAX_LAYERS - 1} and {OF_THE_MODEL}, not {shown(value)}{hint}"
+        )
     return int(value)
 
 
 def read_layers(value: object, field: str) -> Layers:
-    """Return the layers in ascending order, given as one number, a list, tuple or range of distinct ones, or "all"."""
+    """Return the layers in ascending order.
+
+    Args:
+        value: One number; a list, tuple, range, numpy array or torch tensor of distinct ones; or ``"all"``.
+        field: Path of the value, for errors.
+
+    Raises:
+        SteeringError: ``value`` has another form, or a number is not 0 to 4095.
+    """
     if isinstance(value, str) and value == "all":
         return "all"
+    value = _without_array(value, field)
     if not isinstance(value, (list, tuple, range)):
         if not is_integer(value):
-            raise SteeringError(field, f'must be a layer number, a list of layer numbers or "all", not {shown(value)}')
+            raise SteeringError(
+                field,
+                'must be a layer number, a list, range or integer array of layer numbers, or "all", '
+                f"not {shown(value)}{_hint(value)}",
+            )
         return (read_layer(value, field),)
     if not value:
         raise SteeringError(field, 'is empty; name a layer or "all"')
@@ -87,3 +104,35 @@ def read_layers(value: object, field: str) -> Layers:
             raise SteeringError(f"{field}[{i}]", f"repeats layer {layer}; name each layer once")
         seen.add(layer)
     return tuple(sorted(seen))
+
+
+def _without_array(value: Any, field: str) -> object:
+    """Return a numpy array or torch tensor of integers as an int or a list of ints, and other objects unchanged."""
+    torch: Any = sys.modules.get("torch")
+    if isinstance(value, np.ndarray):
+        integers, has_data = value.dtype.kind in "iu", True
+    elif torch is not None and isinstance(value, torch.Tensor):
+        integers = not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
+        has_data = not value.is_meta and value.layout == torch.strided
+    else:
+        return value
+    if not integers or value.ndim > 1 or not has_data:
+        raise SteeringError(
+            field,
+            f"is an array of dtype {value.dtype} and shape {shown(list(value.shape))}"
+            + ("" if has_data else " without data")
+            + '; layers are a one-dimensional array of integers, or "all"',
+        )
+    if value.ndim and len(value) > MAX_LAYERS:
+        raise SteeringError(field, f"has {len(value)} layers; at most {MAX_LAYERS} can be named")
+    layers: object = value.tolist()
+    return layers
+
+
+def _hint(value: object) -> str:
+    """Return how to write ``value`` as layers, as the end of an error message."""
+    if isinstance(value, str):
+        return f"; write {value} without quotes" if _LAYER_NUMBER.fullmatch(value) else did_you_mean(value, ["all"])
+    if isinstance(value, slice):
+        return "; use range(start, stop)"
+    return "; use list(...)" if hasattr(value, "__iter__") else ""

@@ -93,7 +93,8 @@ def parse_vector(value: object, field: str = "vector") -> Vector:
         raise SteeringError(
             field,
             "must be a list of numbers, a numpy array, a torch tensor or a packed vector (dtype, shape, data), "
-            f"not {shown(value)} ({type(value).__name__})",
+            f"not {shown(value)} ({type(value).__name__})"
+            + ("; load a file first, e.g. with numpy.load or torch.load" if isinstance(value, str) else ""),
         )
     return _frozen(array, field)
 
@@ -141,7 +142,10 @@ def _check_shape(shape: tuple[int, ...], field: str) -> None:
             field, f"has shape {shown(list(shape))}; a vector has shape [H]; pass its only row, vector[0]"
         )
     if len(shape) != 1:
-        raise SteeringError(field, f"has shape {shown(list(shape))}; a vector has one dimension, [H]")
+        hint = ""
+        if len(shape) == 2:
+            hint = "; flatten it" if shape[1] == 1 else "; for a vector per layer, give each layer its own row"
+        raise SteeringError(field, f"has shape {shown(list(shape))}; a vector has one dimension, [H]{hint}")
     if not 1 <= shape[0] <= MAX_WIDTH:
         raise SteeringError(field, f"has {shown(shape[0])} components; a vector has 1 to {MAX_WIDTH}")
 
@@ -166,7 +170,8 @@ def _from_numbers(numbers: Sequence[object], field: str) -> npt.NDArray[Any]:
         index = next(i for i, number in enumerate(numbers) if type(number) in wrong)
         raise SteeringError(
             f"{field}[{index}]",
-            f"must be a number, not {shown(numbers[index])} ({type(numbers[index]).__name__})",
+            f"must be a number, not {shown(numbers[index])} ({type(numbers[index]).__name__})"
+            + ("; pass one array or tensor instead of a list" if hasattr(numbers[index], "shape") else ""),
         )
     try:
         with np.errstate(over="ignore"):
@@ -192,9 +197,15 @@ def _from_tensor(tensor: Any, field: str) -> npt.NDArray[Any]:
             field, f"has dtype {tensor.dtype}; use a real floating or integer dtype, e.g. torch.float32"
         )
     _check_shape(tuple(tensor.shape), field)
+    if tensor.is_meta:
+        raise SteeringError(
+            field, "is a tensor on the meta device, which has no data; load it to the CPU or a GPU first"
+        )
+    if tensor.layout != torch.strided:
+        raise SteeringError(field, f"has the layout {tensor.layout}; convert it with .to_dense()")
     try:
         array: npt.NDArray[Any] = tensor.detach().to("cpu", torch.float32).numpy()
-    except (RuntimeError, TypeError) as error:  # meta, sparse and sub-byte tensors
+    except (RuntimeError, TypeError) as error:  # sub-byte tensors
         raise SteeringError(field, f"cannot be copied to a float32 array: {shown(str(error))}") from None
     return array
 

@@ -84,7 +84,7 @@ def launch_arena_offsets(tables: Tables, tokens: int) -> None:
 
 
 def warm_up(tables: Tables) -> None:
-    """Compile the kernels, so that the first steered request does not wait for it."""
+    """Compile the kernels, so that the first request with a program does not wait for it."""
     device = tables.device
     zero = torch.zeros(1, dtype=torch.int64, device=device)
     launch_rows(tables, BatchLayout(zero, torch.tensor([0, 1], dtype=torch.int32, device=device), zero), 1)

@@ -180,7 +180,7 @@ def launch_tap(
         other: The stream's second summand, None if ``target`` is the whole stream.
         head: First instructions of the site's rows.
         tables: The rank's device tables.
-        second: Like ``head``, of an adjacent site whose instructions run after those of the first.
+        second: First instructions of an adjacent site, which run after the instructions in ``head``.
     """
     tokens, hidden = target.shape
     if tokens == 0:
@@ -218,7 +218,7 @@ def launch_tap(
 
 
 def warm_up(tables: Tables, dtype: torch.dtype) -> None:
-    """Compile the kernel in all its variants, so that the first steered request does not wait for it."""
+    """Compile the kernel in all its variants, so that the first request with a program does not wait for it."""
     target = torch.zeros(1, tables.vector.shape[1], dtype=dtype, device=tables.device)
     head = tables.head_column(0)
     for other in (None, target):

@@ -7,10 +7,13 @@ import dataclasses
 import itertools
 import json
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from hypothesis import given, settings
@@ -21,10 +24,11 @@ from safetensors.torch import load_file
 from tests.capture.captured import SITES, assert_same, captured
 from vllm_steer.capture import SiteRows
 from vllm_steer.capture.consumers.filesystem import FilesystemConsumer
-from vllm_steer.capture.files import packed_file, rotation
-from vllm_steer.capture.files.format import TensorEntry, encode_header
+from vllm_steer.capture.files import rotation
+from vllm_steer.capture.files.layouts import timestamped_stem
 from vllm_steer.capture.files.reader import open_captures
-from vllm_steer.capture.files.rotation import ROTATION_LIMITS, timestamped_stem
+from vllm_steer.capture.files.rotation import ROTATION_LIMITS
+from vllm_steer.capture.files.stream_file import StreamFile
 from vllm_steer.errors import SteeringError
 
 LAYOUTS = ("per_request", "packed", "sharded")
@@ -51,11 +55,22 @@ def assert_aligned(path: Path) -> None:
             assert tensor["data_offsets"][0] % (bits // 8) == 0, name
 
 
-def wait_for_file(root: Path) -> None:
+def wait_for_end(path: Path) -> None:
     deadline = time.monotonic() + 20
-    while not open_captures(root).files():
-        assert time.monotonic() < deadline, "no file appeared"
+    while not StreamFile(path).sealed:
+        assert time.monotonic() < deadline, "the stream was not ended"
         time.sleep(0.01)
+
+
+def in_another_process(root: Path) -> list[list[object]]:
+    """Return ``[request id, sum of the rows]`` of all requests as another process reads them."""
+    code = (
+        "import json, sys; from vllm_steer.capture.files.reader import open_captures; "
+        "print(json.dumps([[r.request_id, sum(float(r.tensor(*s).sum()) for s in r.sites)] "
+        "for r in open_captures(sys.argv[1])]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(root)], capture_output=True, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 @layouts
@@ -103,7 +118,7 @@ def test_round_trip_of_any_dtypes_and_sizes(tmp_path_factory, layout, mix):
     for request in requests:
         (found,) = open_captures(root).find(request.request_id)
         assert_same(found, request)
-    for path in root.iterdir():
+    for path in root.glob("*.safetensors"):
         assert_aligned(path)
 
 
@@ -173,46 +188,59 @@ class TestPlainSafetensors:
             assert word in metadata["requests"]
 
     @rotating_layouts
-    def test_packed_file_has_few_tensors(self, tmp_path, layout):
-        """Catches one tensor per request, for which no header has room."""
+    def test_stream_is_plain_arrow(self, tmp_path, layout):
+        """Catches a stream that pyarrow alone cannot read, or whose columns belong to another site."""
         consumer = FilesystemConsumer(root=str(tmp_path), layout=layout)
-        requests = [captured(f"r{i}", seed=i, rows=2) for i in range(50)]
-        paths = {consumer.accept(request)["path"] for request in requests}
+        requests = [captured(f"r{i}", seed=i, rows=2, dtype=torch.float16) for i in range(5)]
+        (path,) = {consumer.accept(request)["path"] for request in requests}
         consumer.close()
-        (path,) = paths
-        tensors = load_file(path)
-        assert set(tensors) == {"rows.0", "positions", "token_ids", "index"}
-        expected = [request.sites[site].rows for request in requests for site in request.sites]
-        assert torch.equal(tensors["rows.0"], torch.cat(expected))
+        lines = pa.ipc.open_stream(path).read_all().to_pylist()
+        expected = [(request, site) for request in requests for site in request.sites]
+        assert len(lines) == len(expected)
+        for line, (request, site) in zip(lines, expected, strict=True):
+            assert (line["request_id"], line["sample"], line["point"], line["layer"]) == (request.request_id, 0, *site)
+            assert line["positions"] == request.positions(*site).tolist()
+            assert line["token_ids"] == request.token_ids(*site).tolist()
+            rows = np.frombuffer(line["rows"], np.float16).reshape(-1, line["width"])
+            assert line["dtype"] == "F16"
+            np.testing.assert_array_equal(rows, request.tensor(*site).numpy())
 
-    def test_tensors_are_mapped(self, tmp_path):
+    @layouts
+    def test_tensors_are_mapped(self, tmp_path, layout):
         """Catches rows copied on opening: a shard can exceed the memory."""
-        path = FilesystemConsumer(root=str(tmp_path)).accept(captured())["path"]
+        path = FilesystemConsumer(root=str(tmp_path), layout=layout).accept(captured())["path"]
         (found,) = open_captures(path)
-        assert found.tensor("pre_attn", 0).data_ptr() == found.tensor("pre_attn", 0).data_ptr()
-        start = found.tensor("pre_attn", 0).data_ptr()
+        rows = found.tensor("pre_attn", 0)
         maps = Path("/proc/self/maps").read_text().splitlines()
         spans = [line.split()[0].split("-") for line in maps if line.endswith(path)]
-        assert any(int(low, 16) <= start < int(high, 16) for low, high in spans)
+        assert any(int(low, 16) <= rows.data_ptr() < int(high, 16) for low, high in spans)
 
-    def test_writing_to_a_mapped_tensor_keeps_the_file(self, tmp_path):
+    @layouts
+    def test_writing_to_a_mapped_tensor_keeps_the_file(self, tmp_path, layout):
         """Catches a shared mapping, through which users change the file."""
         request = captured()
-        path = FilesystemConsumer(root=str(tmp_path)).accept(request)["path"]
+        path = FilesystemConsumer(root=str(tmp_path), layout=layout).accept(request)["path"]
         (found,) = open_captures(path)
         found.tensor("pre_attn", 0).zero_()
         assert_same(next(iter(open_captures(path))), request)
 
 
 class TestRotation:
-    @rotating_layouts
-    def test_open_file_is_invisible(self, tmp_path, layout):
-        """Catches readers that see an incomplete file."""
+    @layouts
+    def test_ok_is_readable_at_once_by_another_process(self, tmp_path, layout):
+        """Catches requests reported as ok that other processes cannot read while the writer has the file open."""
         consumer = FilesystemConsumer(root=str(tmp_path), layout=layout)
-        report = consumer.accept(captured())
-        assert not report["sealed"] and not Path(report["path"]).exists() and stored(tmp_path) == []
+        expected = []
+        for i in range(3):
+            request = captured(f"r{i}", seed=i)
+            report = consumer.accept(request)
+            assert report["sealed"] == (layout == "per_request") and Path(report["path"]).is_file()
+            expected.append(
+                [f"r{i}", pytest.approx(sum(float(s.rows.sum()) for s in request.sites.values()), abs=1e-4)]
+            )
+        assert sorted(in_another_process(tmp_path)) == expected
         consumer.close()
-        assert len(stored(tmp_path)) == 1 and names(tmp_path) == [Path(report["path"]).name]
+        assert sorted(in_another_process(tmp_path)) == expected
 
     @rotating_layouts
     def test_max_requests(self, tmp_path, layout):
@@ -222,7 +250,7 @@ class TestRotation:
         assert [report["sealed"] for report in reports] == [False, False, True] * 2 + [False]
         assert [report["index"] for report in reports] == [0, 1, 2] * 2 + [0]
         # Readable while the third file is being written.
-        assert [request.request_id for request in stored(tmp_path)] == [f"r{i}" for i in range(6)]
+        assert [request.request_id for request in stored(tmp_path)] == [f"r{i}" for i in range(7)]
         consumer.close()
         assert len(open_captures(tmp_path).files()) == 3 and len(stored(tmp_path)) == 7
 
@@ -245,25 +273,27 @@ class TestRotation:
 
     @rotating_layouts
     def test_max_size(self, tmp_path, layout):
-        """Catches a size that omits tokens.
-
-        A request takes 960 bytes of rows (3 sites, 5 rows, 16 float32) and 40 bytes of tokens.
-        """
-        consumer = FilesystemConsumer(root=str(tmp_path), layout=layout, max_size=2000)
-        assert [consumer.accept(captured(f"r{i}"))["sealed"] for i in range(5)] == [False, True, False, True, False]
+        """Catches a size that omits tokens or headers, and a limit that is ignored."""
+        consumer = FilesystemConsumer(root=str(tmp_path), layout=layout, max_size=8000)
+        reports = [consumer.accept(captured(f"r{i}")) for i in range(12)]
         consumer.close()
+        sizes = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
+        assert len(sizes) > 2
+        for report in reports:
+            last = [other for other in reports if other["path"] == report["path"]][-1] is report
+            assert report["sealed"] == (last and sizes[Path(report["path"]).name] - 8 >= 8000)
 
     @rotating_layouts
     def test_max_seconds_without_further_requests(self, tmp_path, layout):
         """Catches an age that is only checked when the next request arrives."""
         consumer = FilesystemConsumer(root=str(tmp_path), layout=layout, max_seconds=0.2)
         first = captured("first")
-        consumer.accept(first)
-        wait_for_file(tmp_path)
+        wait_for_end(Path(consumer.accept(first)["path"]))
         assert_same(stored(tmp_path)[0], first)
         consumer.accept(captured("second"))
         consumer.close()
         assert sorted(request.request_id for request in stored(tmp_path)) == ["first", "second"]
+        assert len(names(tmp_path)) == 2
 
     def test_timer_of_an_earlier_file(self, tmp_path):
         """Catches a timer that fired while its file was being sealed and then seals the next file."""
@@ -289,26 +319,29 @@ class TestRotation:
         with pytest.raises(SteeringError, match="max_requests"):
             FilesystemConsumer(root=str(tmp_path), max_requests=3)
 
-    def test_full_header(self, tmp_path, monkeypatch):
-        """Catches a header that is found too large when the file is sealed, after requests were reported as ok."""
-        monkeypatch.setattr(packed_file, "MAX_TENSORS", 6)
-        consumer = FilesystemConsumer(root=str(tmp_path), layout="sharded")
+    @rotating_layouts
+    def test_changing_widths_share_a_file(self, tmp_path, layout):
+        """Catches a new file for each change of width or dtype, as clients with different projections cause it."""
+        consumer = FilesystemConsumer(root=str(tmp_path), layout=layout)
         requests = [captured(f"r{i}", width=1 + i % 2, rows=1, dtype=torch.float16, sites=SITES[:1]) for i in range(9)]
         for request in requests:
             consumer.accept(request)
         consumer.close()
-        assert len(open_captures(tmp_path).files()) > 1
+        assert len(names(tmp_path)) == 1
         for request, found in zip(requests, stored(tmp_path), strict=True):
             assert_same(found, request)
 
-    def test_header_size_holds_max_tensors(self):
-        """Catches ``MAX_TENSORS`` too large for ``HEADER_SIZE``."""
-        far, wide = 10**13, 65536
-        most = packed_file.MAX_TENSORS + 5
-        runs = [TensorEntry(f"rows.{i}", "BF16", (far // wide, wide), far, far) for i in range(2 * most)]
-        encode_header(runs[:most], {}, packed_file.HEADER_SIZE)
-        with pytest.raises(ValueError, match="does not fit"):
-            encode_header(runs, {}, packed_file.HEADER_SIZE)
+    @rotating_layouts
+    def test_large_sites(self, tmp_path, layout):
+        """Catches a request of several batches that is split or joined with its neighbour."""
+        consumer = FilesystemConsumer(root=str(tmp_path), layout=layout)
+        requests = [captured(f"r{i}", seed=i, width=4096, rows=20 + i) for i in range(3)]
+        for request in requests:
+            consumer.accept(request)
+            assert_same(stored(tmp_path)[-1], request)
+        consumer.close()
+        for request, found in zip(requests, stored(tmp_path), strict=True):
+            assert_same(found, request)
 
 
 @layouts
@@ -336,14 +369,19 @@ def test_invalid_rows_fail_one_request(tmp_path, layout, rows, error):
 
 
 @layouts
-def test_fsync_precedes_rename(tmp_path, layout, monkeypatch):
-    """Catches a file name that survives a power failure while its rows do not."""
+def test_fsync_precedes_the_report(tmp_path, layout, monkeypatch):
+    """Catches (1) a file name that survives a power failure while its rows do not, and (2) ok ahead of the sync."""
     calls = []
     for name in ("fsync", "rename"):
         real = getattr(os, name)
         monkeypatch.setattr(os, name, lambda *a, real=real, name=name, **k: (calls.append(name), real(*a, **k))[1])
     for fsync in (False, True):
         consumer = FilesystemConsumer(root=str(tmp_path), layout=layout, fsync=fsync)
-        consumer.accept(captured())
+        for i in range(2):
+            consumer.accept(captured(f"r{i}"))
+        reported = len(calls)
         consumer.close()
-    assert calls == ["rename", "fsync", "rename", "fsync"]
+    if layout == "per_request":
+        assert calls == ["rename"] * 2 + ["fsync", "rename", "fsync"] * 2
+    else:  # the directory once, each request, the end
+        assert calls == ["fsync"] * 4 and reported == 3

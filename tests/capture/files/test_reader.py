@@ -49,7 +49,7 @@ class TestReader:
         (stored,) = write(tmp_path, request)
         assert (stored.request_id, stored.sample, stored.model, stored.tag) == ("id", 2, "tiny", "run 3")
         assert (stored.status, stored.error) == ("partial", "preempted")
-        assert (stored.prompt_tokens, stored.output_tokens) == (5, 7)
+        assert (stored.num_prompt_tokens, stored.num_output_tokens) == (5, 7)
         assert stored.num_bytes == 3 * 5 * 16 * 2
         assert stored.spec == {
             "hooks": {"pre_attn": [0], "post_block": [0, 3]},
@@ -137,6 +137,37 @@ def change_index(path: Path, change) -> None:
     save_file(tensors, path, metadata | {"requests": json.dumps(index)})
 
 
+def write_old_packed(root: Path, *requests) -> Path:
+    """Write requests with equal rows as earlier versions did: many requests, and the index in a tensor of bytes."""
+    index, rows, tokens = [], [], {"positions": [], "token_ids": []}
+    for request in requests:
+        path = Path(FilesystemConsumer(root=str(root / "one")).accept(request)["path"])
+        with safe_open(path, "pt") as file:
+            (entry,) = json.loads(file.metadata()["requests"])
+            for site in entry["sites"]:
+                start = sum(map(len, rows))
+                rows.append(file.get_tensor(site["tensor"]).clone())
+                site.update(tensor="rows.0", rows=[start, start + len(rows[-1])])
+                site["tokens"] = [first + sum(map(len, tokens["positions"])) for first in site["tokens"]]
+            for name in tokens:
+                tokens[name].append(file.get_tensor(name).clone())
+        index.append(entry)
+    tensors = {"rows.0": torch.cat(rows), **{name: torch.cat(parts) for name, parts in tokens.items()}}
+    tensors["index"] = torch.tensor(list(json.dumps(index, separators=(",", ":")).encode()), dtype=torch.uint8)
+    path = root / "packed-20260101t000000-000000000-01234567.safetensors"
+    save_file(tensors, path, {"format": "vllm-steer capture", "version": "1"})
+    return path
+
+
+def test_packed_files_of_earlier_versions(tmp_path):
+    """Catches files of earlier versions that can no longer be read."""
+    requests = [captured(f"r{i}", seed=i, rows=2) for i in range(3)]
+    path = write_old_packed(tmp_path, *requests)
+    for found, request in zip(open_captures(path), requests, strict=True):
+        assert_same(found, request)
+    assert [request.request_id for request in open_captures(tmp_path)] == ["r0", "r1", "r2"]
+
+
 class TestDamage:
     @pytest.fixture
     def path(self, tmp_path):
@@ -207,8 +238,7 @@ class TestDamage:
     )
     def test_index_with_invalid_json(self, tmp_path, damage):
         """Catches a UnicodeDecodeError or RecursionError instead of a CaptureFileError."""
-        write(tmp_path, captured(), layout="packed")
-        (path,) = tmp_path.iterdir()
+        path = write_old_packed(tmp_path, captured())
         with safe_open(path, "pt") as file:
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
             metadata = file.metadata()
@@ -223,8 +253,7 @@ class TestDamage:
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int16, torch.bool])
     def test_tensors_of_other_dtypes(self, tmp_path, name, dtype):
         """Catches bytes of another dtype read as rows, and errors of numpy or torch."""
-        write(tmp_path, captured(), layout="packed")
-        (path,) = tmp_path.iterdir()
+        path = write_old_packed(tmp_path, captured())
         with safe_open(path, "pt") as file:
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
             metadata = file.metadata()

@@ -10,10 +10,12 @@ import pytest
 
 from tests.repo.tree import read
 from vllm_steer.capture.consumers.filesystem import FilesystemConsumer
-from vllm_steer.capture.files.format import DTYPES, FORMAT, VERSION, RequestEntry, SiteEntry
+from vllm_steer.capture.files import journal, stream, tensors
+from vllm_steer.capture.files.format import DTYPES, FORMAT, RequestEntry
 from vllm_steer.capture.files.rotation import ROTATION_LIMITS
 
 PAGE = read("docs/reference/capture-files.md")
+COMMON = set(RequestEntry.__struct_fields__)
 
 
 def documented_names(header: str) -> set[str]:
@@ -25,25 +27,42 @@ def documented_names(header: str) -> set[str]:
 @pytest.mark.parametrize(
     ("header", "names"),
     [
-        ("| field | type | meaning |", set(RequestEntry.__struct_fields__)),
-        ("| field of a site | type | meaning |", set(SiteEntry.__struct_fields__)),
+        ("| property | type | meaning |", COMMON),
+        ("| column | type | content |", set(stream.SCHEMA.names)),
+        ("| property of a stream | type | meaning |", set(stream.StreamEntry.__struct_fields__) - COMMON),
+        ("| property of a safetensors file | type | meaning |", set(tensors.TensorEntry.__struct_fields__) - COMMON),
+        ("| property of a site in a stream | type | meaning |", set(stream.StreamSite.__struct_fields__)),
+        ("| property of a site in a safetensors file | type | meaning |", set(tensors.TensorSite.__struct_fields__)),
+        ("| property of a submitted request | type | meaning |", set(journal.Submission.__struct_fields__)),
         ("| option | meaning |", set(inspect.signature(FilesystemConsumer).parameters)),
         ("| layout | file name | a file is complete |", {"per_request", *ROTATION_LIMITS}),
     ],
 )
 def test_tables_list_every_name(header: str, names: set[str]) -> None:
-    """Catches a field, an option or a layout that was added or renamed without the page."""
+    """Catches a property, a column, an option or a layout that was added or renamed without the page."""
     assert documented_names(header) == names
 
 
+def test_column_types() -> None:
+    """Catches a column that has another type than the page states."""
+    for field in stream.SCHEMA:
+        assert re.search(rf"\| `{field.name}` \| {re.escape(str(field.type).replace('item: ', ''))} \|", PAGE), field
+
+
 def test_constants() -> None:
-    """Catches another format version, dtype or default limit than the page states."""
+    """Catches another format version, dtype, suffix or default limit than the page states."""
     packed, sharded = ROTATION_LIMITS["packed"], ROTATION_LIMITS["sharded"]
     assert packed.max_size is not None and sharded.max_size is not None
     for text in (
-        f'`format` = `"{FORMAT}"`, `version` = `"{VERSION}"`',
-        ", ".join(list(DTYPES.values())[:-1]) + f" or {list(DTYPES.values())[-1]}",
+        f'`format` = `"{FORMAT}"`, `version` = `"{stream.VERSION}"`',
+        f'`format` = `"{FORMAT}"`, `version` = `"{tensors.VERSION}"`',
+        ", ".join(list(DTYPES)[:-1]) + f" or {list(DTYPES)[-1]}",
         f"{packed.max_requests} requests, {packed.max_size >> 20} MiB or {packed.max_seconds:.0f} s",
         f"after {sharded.max_size >> 30} GiB or {sharded.max_seconds:.0f} s",
+        f"`{stream.REQUEST.decode()}`",
+        f"`{stream.CHECKSUM.decode()}`",
+        stream.END_OF_STREAM.hex(" "),
+        f"`packed-TIME-RANDOM{stream.SUFFIX}`",
+        f"`{journal.PREFIX}-TIME-RANDOM{journal.SUFFIX}`",
     ):
-        assert text in PAGE
+        assert text in PAGE, text

@@ -26,8 +26,8 @@ from vllm_steer.server.auth.authenticator import ADMIN_PATHS, PUBLIC_PATHS, warn
 from vllm_steer.server.auth.current_key import current_key_name, salt_request, use_key
 from vllm_steer.server.auth.keys import generate_key
 from vllm_steer.server.auth.rights import Right
+from vllm_steer.server.http.apply_fields import RequestRefused, apply_to_params
 from vllm_steer.server.http.middleware import SteeringMiddleware
-from vllm_steer.server.http.request_fields import RequestRefused, apply_to_params
 from vllm_steer.server.http.request_guard import STEERABLE_ROUTES
 from vllm_steer.server.routes.base import SteeringRoute
 from vllm_steer.server.routes.captures import capture_store_of

@@ -146,10 +146,10 @@ def test_rights_on_vllm_server(server: GuardedServer) -> None:
         assert paths.status_code == 403
     with server.as_("alice") as client:
         paths = client.get("/openapi.json").json()["paths"]
-        ours = [
+        operations = [
             operation for path, each in paths.items() if path.startswith(PLUGIN_PREFIXES) for operation in each.values()
         ]
-        assert len(ours) >= 10 and all(operation["x-steering-right"] in list(Right) for operation in ours)
+        assert len(operations) >= 10 and all(operation["x-steering-right"] in list(Right) for operation in operations)
 
 
 def test_limits_on_vllm_server(server: GuardedServer) -> None:

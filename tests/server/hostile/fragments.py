@@ -174,11 +174,13 @@ def lookalikes() -> Fragments:
         "right to left": "\u202esteering", "a NUL": "steering\0", "a byte-order mark": "\ufeffsteering",
         "a combining accent": "stéering", "a dotless i": "steerıng", "half a surrogate pair": "steering\ud800",
         "halves within": "ste\udc00ering_vectors", "100,000 letters": "steering" * 12_500,
-        "a tag": "steering\U000e0041",
+        "a tag": "steering\U000e0041", "another word": "steer_vectors", "camel case": "steeringVectors",
+        "a wrong letter": "sterring_vectors", "another project": "output_residual_stream",
     }  # fmt: skip
     found = {name: f'{json.dumps(key)}: {{"post_block": {{"1": {GOOD}}}}}' for name, key in keys.items()}
     spec = '{"memory": {"hooks": {"post_block": [1]}}}'
     of_capture = {"Capture": "Capture", "captures": "captures", "Cyrillic а": "cаpture", "zero width": "cap\u200bture"}
+    of_capture |= {"swapped letters": "captrue", "two words": "activation_capture"}
     return {**found, **{f"capture, {name}": f"{json.dumps(key)}: {spec}" for name, key in of_capture.items()}}
 
 

@@ -24,9 +24,10 @@ from tests.server.http import answers
 from tests.server.http.answers import DONE, SPEC, captured, done, finish_samples, make_capturing_app
 from vllm_steer.capture import CaptureResult
 from vllm_steer.capture.results import CaptureResults
+from vllm_steer.params import PROMPT_KEY
 from vllm_steer.server.http import capture_results
-from vllm_steer.server.http.request_context import PROMPT_KEY, current_request, record_results, track_sample
-from vllm_steer.server.http.request_fields import apply_to_params
+from vllm_steer.server.http.apply_fields import apply_to_params
+from vllm_steer.server.http.request_context import current_request, record_results, track_sample
 from vllm_steer.server.http.row_encoding import encode_inline
 from vllm_steer.server.routes.captures import capture_store_of
 
@@ -93,7 +94,7 @@ async def test_rows_belong_to_their_choice(dtype: str) -> None:
 async def test_reports_of_all_kinds() -> None:
     """Catches errors without a reason, partial results without rows, and reports that are not valid JSON."""
     results = {
-        "ours": done({"path": "/a/b", "index": 3}),
+        "custom": done({"path": "/a/b", "index": 3}),
         "error": done(None, "error", "disk full \udc80"),
         "partial": done(captured(), "partial", "one is missing"),
         "strange": done(object()),
@@ -101,7 +102,7 @@ async def test_reports_of_all_kinds() -> None:
     }
     (choice,) = (await response_of(make_capturing_app([results])))["choices"]
     reports = choice["capture_results"]
-    assert reports["ours"] == {"status": "ok", "error": None, "data": {"path": "/a/b", "index": 3}}
+    assert reports["custom"] == {"status": "ok", "error": None, "data": {"path": "/a/b", "index": 3}}
     assert reports["error"] == {"status": "error", "error": "disk full \udc80"}
     assert reports["partial"]["error"] == "one is missing"
     assert "post_block" in reports["partial"]["sites"]
@@ -318,23 +319,16 @@ async def test_slow_consumer_delays_only_its_request(stream: list[str] | None) -
 async def test_disconnect_at_the_last_event() -> None:
     """Catches stored rows whose id no client has received."""
     app = make_capturing_app([{"memory": done(captured())}] * 2, capture_inline_kib=0)
-    connection = Connection(app, {**BODY, "stream": ["data: {}\n\n", DONE]})
     store = capture_store_of(app)
-    connection.blocked = True
-    # Already blocked at the first event: nothing is stored before the last one.
-    await asyncio.wait_for(connection.stuck.wait(), 10)
-    assert len(store) == 0
-    connection.disconnect()
-    await asyncio.wait_for(connection.task, 10)
-    assert len(store) == 0
-
-    connection = Connection(app, {**BODY, "stream": [DONE]})
-    connection.blocked = True
-    await asyncio.wait_for(connection.stuck.wait(), 10)
-    assert len(store) == 2
-    connection.disconnect()
-    await asyncio.wait_for(connection.task, 10)
-    assert len(store) == 0
+    # The connection blocks at the first event; rows are stored only before the last one.
+    for events, stored in ((["data: {}\n\n", DONE], 0), ([DONE], 2)):
+        connection = Connection(app, {**BODY, "stream": events})
+        connection.blocked = True
+        await asyncio.wait_for(connection.stuck.wait(), 10)
+        assert len(store) == stored
+        connection.disconnect()
+        await asyncio.wait_for(connection.task, 10)
+        assert len(store) == 0
 
 
 class LateDisconnect(Connection):

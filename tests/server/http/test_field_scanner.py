@@ -83,7 +83,9 @@ def test_duplicates_outside_the_fields_are_ignored() -> None:
     assert find_fields(body).problem is None
 
 
-@pytest.mark.parametrize("place", ["extra_body", "sampling_params", "sampling_params.extra_args", "vllm_xargs"])
+@pytest.mark.parametrize(
+    "place", ["extra_args", "extra_body", "sampling_params", "sampling_params.extra_args", "vllm_xargs"]
+)
 def test_rejects_fields_in_wrong_objects(place: str) -> None:
     """Catches fields that vLLM drops since they are one level too deep."""
     inner: dict[str, object] = {"steering": []}

@@ -25,14 +25,14 @@ from tests.server.application import Body, make_app
 from tests.server.fakes import FakeEngine, vector
 from vllm_steer.compat.request_state import CapacityError
 from vllm_steer.frontend.context import RegistryOptions, ensure_engine_context, set_registry
-from vllm_steer.params import EXTRA_KEY
+from vllm_steer.params import PROGRAM_KEY
 from vllm_steer.registry.directory import DirectoryStore
 from vllm_steer.registry.errors import RegistryUnavailableError
 from vllm_steer.registry.registry import SteeringRegistry
 from vllm_steer.server.http import error_response
+from vllm_steer.server.http.apply_fields import apply_to_params
 from vllm_steer.server.http.middleware import SteeringMiddleware
 from vllm_steer.server.http.request_context import track_sample
-from vllm_steer.server.http.request_fields import apply_to_params
 from vllm_steer.server.http.request_guard import RETRY_AFTER, STEERABLE_ROUTES
 
 FIELDS = {"steering_vectors": {"post_block": {"1": vector()}}}
@@ -364,7 +364,7 @@ async def test_admission_timeouts_of_global_steering_have_retry_after(route: str
 
     @app.post(route)
     async def full(body: Body) -> JSONResponse:
-        extra = {EXTRA_KEY: b"program"} if body.model_extra else {}
+        extra = {PROGRAM_KEY: b"program"} if body.model_extra else {}
         track_sample(None, SimpleNamespace(sampling_params=SamplingParams(extra_args=extra)))
         error = create_error_response(CapacityError("waited too long"))
         return JSONResponse(error.model_dump(), status_code=error.error.code)

@@ -24,9 +24,9 @@ from vllm_steer.frontend.context import REGISTRY_VARIABLE, RegistryOptions
 from vllm_steer.params import compile_fields, program_of
 from vllm_steer.registry import composer
 from vllm_steer.server.auth.keys import hash_secret
+from vllm_steer.server.http.apply_fields import apply_to_params
 from vllm_steer.server.http.middleware import SteeringMiddleware
 from vllm_steer.server.http.request_context import RequestContext, set_prompt_len
-from vllm_steer.server.http.request_fields import apply_to_params
 from vllm_steer.server.quota.tracker import QuotaTracker, quota_tracker_of
 from vllm_steer.server.routes.captures import capture_store_of
 from vllm_steer.server.settings import registry_limits

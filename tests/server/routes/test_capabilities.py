@@ -18,9 +18,9 @@ from vllm_steer.server.routes.capabilities import ROUTE, add_capabilities_route
 
 async def ask(engine: FakeEngine) -> httpx.Response:
     app = FastAPI()
-    served = await ensure_engine_context(engine)
-    assert served is not None
-    add_capabilities_route(app, served)
+    context = await ensure_engine_context(engine)
+    assert context is not None
+    add_capabilities_route(app, context)
     transport = httpx.ASGITransport(app=app)
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
         return await client.get(ROUTE)

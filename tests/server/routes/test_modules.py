@@ -32,22 +32,22 @@ BASE = {"post_block": {"1": vector(0).tolist()}}
 FILE = {"content-type": "application/octet-stream"}
 
 
-def make_app(ours: SteeringRegistry) -> FastAPI:
+def make_app(steering: SteeringRegistry) -> FastAPI:
     app = FastAPI()
     app.state.args = SimpleNamespace(steering_max_body_mib=1)
-    add_module_routes(app, ours)
+    add_module_routes(app, steering)
     app.add_middleware(SteeringMiddleware)
     return app
 
 
 @pytest.fixture
-def ours() -> SteeringRegistry:
+def steering() -> SteeringRegistry:
     return registry()
 
 
 @pytest.fixture
-async def client(ours: SteeringRegistry) -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(app=make_app(ours))
+async def client(steering: SteeringRegistry) -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(app=make_app(steering))
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as made:
         yield made
 
@@ -166,7 +166,7 @@ WRONG: dict[str, tuple[str, str, str, str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-async def test_refuses_wrong_bodies(case: str, client: httpx.AsyncClient, ours: SteeringRegistry) -> None:
+async def test_refuses_wrong_bodies(case: str, client: httpx.AsyncClient, steering: SteeringRegistry) -> None:
     """Catches wrong content applied in part, and errors that do not name the field."""
     route, body, param, words = WRONG[case]
     body = body.replace("VECTOR", json.dumps(vector(0).tolist()))
@@ -174,7 +174,7 @@ async def test_refuses_wrong_bodies(case: str, client: httpx.AsyncClient, ours: 
     error = refused(response, 404 if "unknown" in case and route == SET else 400)
     assert error["param"].startswith(param)
     assert words in error["message"]
-    assert ours.snapshot().epoch == 0
+    assert steering.snapshot().epoch == 0
 
 
 async def test_refuses_wrong_uploads(client: httpx.AsyncClient) -> None:

@@ -78,7 +78,7 @@ def test_different_rows_status_or_finish_reason_fail(changes: dict[str, Any], me
 
 def test_refusal_passes_only_if_the_tables_are_too_small() -> None:
     assert verdict(Answer(refused="needs 5 table rows; the engine allows 4"))[0] is None
-    assert verdict(Answer(refused="needs more than 4 token segments (max_segments)"))[0] is None
+    assert verdict(Answer(refused="needs more than 4 token segments, the engine's max_segments"))[0] is None
     assert "refused" in str(verdict(Answer(refused="layer 4 does not exist"))[0])
 
 

@@ -7,8 +7,10 @@ from vllm_steer.capture.consumers.discovery import (
     ENTRY_POINT_GROUP,
     consumer_class,
     consumer_names,
+    how_to_add,
     make_consumer,
     parse_consumer_flag,
+    read_consumers,
 )
 
 __all__ = [
@@ -18,6 +20,8 @@ __all__ = [
     "Consumer",
     "consumer_class",
     "consumer_names",
+    "how_to_add",
     "make_consumer",
     "parse_consumer_flag",
+    "read_consumers",
 ]

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from vllm_steer.capture.results import CapturedRequest
+from vllm_steer.capture.results import CapturedRequest, SubmittedRequest
 from vllm_steer.errors import SteeringError
 from vllm_steer.spec import CaptureSpec
 from vllm_steer.spec.capture_form import SPEC_KEYS
@@ -36,6 +36,8 @@ class Consumer(ABC):
     ``check``      for each request that names the   request thread (a server's event   SteeringError rejects the
                    consumer, before it reaches the   loop); must not block              request; others are server
                    engine                                                               errors (500)
+    ``begin``      for each sample of a request      the consumer's own thread, in      logged
+                   that the engine client accepted   order with ``accept``; may block
     ``accept``     for each sample of a request      the consumer's own thread, one     the capture's status becomes
                    that has finished or was aborted  call at a time; may block          ``error``; nothing else is
                    (status ``partial``)                                                 affected
@@ -43,11 +45,18 @@ class Consumer(ABC):
     ============== ================================= ================================== ==============================
 
     The operator's options (``--capture-consumers mine:key=value``) are keyword arguments of ``__init__``. Values are
-    converted to the annotated types, and unknown options are rejected. A request's options stand in its spec beside
-    ``hooks`` and must be listed in `spec_options`.
+    converted to the annotated types, and unknown options are rejected. A request gives options as further keys of its
+    spec, next to ``hooks``; they must be listed in `spec_options`.
 
     The rows of a `CapturedRequest` may be kept but not modified, because several consumers can share them. vllm-steer
     does not write to them again.
+
+    Example:
+        >>> from vllm_steer import Consumer
+        >>> class Count(Consumer):
+        ...     name = "count"
+        ...     def accept(self, captured):
+        ...         return {site: len(rows.positions) for site, rows in captured.sites.items()}
     """
 
     name: ClassVar[str]
@@ -74,6 +83,10 @@ class Consumer(ABC):
                     f"({', '.join(self.spec_options) or 'none'})" + (f"; did you mean {similar}?" if similar else ""),
                 )
             convert_option(self.spec_options[name], value, f"{field}.{name}", strict=True)
+
+    def begin(self, submitted: SubmittedRequest) -> None:
+        """Note that a sample was submitted, ahead of its rows. Called only if the class overrides it."""
+        return None
 
     @abstractmethod
     def accept(self, captured: CapturedRequest) -> Any:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Mapping
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
@@ -14,7 +15,7 @@ from vllm_steer.capture.consumers.base import Consumer, convert_option
 from vllm_steer.capture.server_wide import FLAG_KEYS, parse_flag_value
 from vllm_steer.errors import SteeringError
 from vllm_steer.spec import parse_capture
-from vllm_steer.spec.scalars import shown
+from vllm_steer.spec.scalars import did_you_mean, shown
 
 ENTRY_POINT_GROUP = "vllm_steer.capture_consumers"
 _FLAG = "--capture-consumers"
@@ -31,6 +32,49 @@ BUILT_IN: Mapping[str, str] = MappingProxyType(
 def consumer_names() -> tuple[str, ...]:
     """Return the names of all consumers: built-in ones first, then those of installed packages."""
     return (*BUILT_IN, *sorted(set(entry_points(group=ENTRY_POINT_GROUP).names) - set(BUILT_IN)))
+
+
+def how_to_add(name: str) -> str:
+    """Return how to start an engine with a consumer, as part of an error message."""
+    flag, argument = (":root=DIR", '{"root": DIR}') if name == "filesystem" else ("", "{}")
+    return f'{_FLAG} {name}{flag} or LLM(capture_consumers={{"{name}": {argument}}})'
+
+
+def read_consumers(value: object, field: str = "capture_consumers") -> dict[str, Mapping[str, Any]]:
+    """Return the options of consumers by name, given as ``{name: options}``; None means no options.
+
+    Raises:
+        SteeringError: ``value`` has another form, or a consumer does not exist.
+    """
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise SteeringError(
+            field,
+            f'must be {{name: options}} such as {{"filesystem": {{"root": "acts"}}}}, not {shown(value)} '
+            f"({type(value).__name__})" + ("; write " + json.dumps(meant) if (meant := _as_mapping(value)) else ""),
+        )
+    consumers: dict[str, Mapping[str, Any]] = {}
+    for name, options in value.items():
+        if options is not None and not isinstance(options, Mapping):
+            raise SteeringError(f"{field}.{name}", f"must be a dict of options, not {shown(options)}")
+        consumer_class(name, field)
+        consumers[name] = options or {}
+    return consumers
+
+
+def _as_mapping(value: object) -> dict[str, Any]:
+    """Convert a list of names, or of dicts with ``name`` and ``params``, to a mapping; empty if it is neither."""
+    meant: dict[str, Any] = {}
+    for item in value if isinstance(value, (list, tuple)) else [value]:
+        if isinstance(item, str) and item in BUILT_IN:
+            meant[item] = {}
+        elif isinstance(item, Mapping) and item.get("name") in BUILT_IN:
+            params = item.get("params")
+            meant[item["name"]] = {key: str(params[key]) for key in params} if isinstance(params, Mapping) else {}
+        else:
+            return {}
+    return meant
 
 
 def consumer_class(name: str, field: str = _FLAG) -> type[Consumer]:
@@ -51,7 +95,9 @@ def consumer_class(name: str, field: str = _FLAG) -> type[Consumer]:
         built_in: type[Consumer] = getattr(import_module(module), attribute)
         return built_in
     if not found:
-        raise SteeringError(field, f"unknown consumer {shown(name)}; available: {', '.join(consumer_names())}")
+        names = consumer_names()
+        hint = did_you_mean(name, names)
+        raise SteeringError(field, f"unknown consumer {shown(name)}; available: {', '.join(names)}{hint}")
     if len(found) > 1:
         raise SteeringError(
             field, f"{' and '.join(map(_package, found))} both offer a consumer {name!r}; uninstall one"
@@ -129,7 +175,8 @@ def _convert_options(consumer: type[Consumer], options: Mapping[str, Any], field
     }
     for key in options:
         if key not in parameters:
-            raise SteeringError(path, f"unknown option {shown(key)}; options: {', '.join(parameters) or 'none'}")
+            hint = did_you_mean(key, parameters)
+            raise SteeringError(path, f"unknown option {shown(key)}; options: {', '.join(parameters) or 'none'}{hint}")
     for key, parameter in parameters.items():
         if parameter.default is parameter.empty and key not in options:
             example = f"{consumer.name}:{key}=..." if field == _FLAG else f'{{"{consumer.name}": {{"{key}": ...}}}}'

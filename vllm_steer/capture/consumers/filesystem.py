@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Consumer that writes safetensors files."""
+"""Consumer that writes files."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar
@@ -11,10 +13,12 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BeforeValidator, ByteSize, Field, TypeAdapter
 
 from vllm_steer.capture.consumers.base import Consumer
-from vllm_steer.capture.files.directory import CaptureDirectory
-from vllm_steer.capture.files.layouts import FileLayout, LayoutName, PerRequestLayout
+from vllm_steer.capture.files.directory import CaptureDirectory, CaptureWriteError
+from vllm_steer.capture.files.format import escape_surrogates
+from vllm_steer.capture.files.journal import SubmissionJournal
+from vllm_steer.capture.files.layouts import FileLayout, LayoutName, PerRequestLayout, timestamped_stem
 from vllm_steer.capture.files.rotation import ROTATION_LIMITS, RotatingLayout
-from vllm_steer.capture.results import CapturedRequest
+from vllm_steer.capture.results import CapturedRequest, SubmittedRequest
 from vllm_steer.errors import SteeringError
 
 _ByteCount = Annotated[
@@ -25,17 +29,16 @@ _Seconds = Annotated[float, Field(gt=0, le=86400)]
 
 
 class FilesystemConsumer(Consumer):
-    """Writes requests to files in a directory, which `vllm_steer.capture.files.reader` reads.
+    """Writes requests to files in a directory, which `vllm_steer.open_captures` reads.
 
     Layouts:
 
-    * ``per_request``: one file per sample of a request, which exists when its status is known.
-    * ``packed``: a new file every 256 requests, 256 MiB or 10 s, whichever comes first.
-    * ``sharded``: a new file every 1 GiB or 300 s.
+    * ``per_request``: one safetensors file per sample of a request.
+    * ``packed``: Arrow IPC streams; a new file every 256 requests, 256 MiB or 10 s, whichever comes first.
+    * ``sharded``: Arrow IPC streams; a new file every 1 GiB or 300 s.
 
-    In ``packed`` and ``sharded``, status ``ok`` means that the rows are in the open file and that the disk space to
-    complete it is reserved. The file appears when it is complete. If the process is killed or the directory removed
-    before that, its rows are lost.
+    In each layout, a request with status ``ok`` or ``partial`` can be read at once by other processes, and survives if
+    all processes are killed. With ``fsync`` it also survives a power failure.
     """
 
     name: ClassVar[str] = "filesystem"
@@ -51,18 +54,20 @@ class FilesystemConsumer(Consumer):
         max_requests: _Count | None = None,
         max_size: _ByteCount | None = None,
         max_seconds: _Seconds | None = None,
+        run: Annotated[str, Field(min_length=1, max_length=1024)] | None = None,
     ) -> None:
         """Open the directory. Sizes are bytes and accept units, as in ``100GiB``.
 
         Args:
             root: Directory of the files; created if it does not exist.
             layout: ``"per_request"``, ``"packed"`` or ``"sharded"``.
-            fsync: Sync each file to disk before it appears.
+            fsync: Sync each request to disk before its status is reported.
             quota: Most bytes in the directory: files found at the start and files written by this process. Requests
                 beyond the quota get status ``error``.
             max_requests: Start a new file after this many requests, instead of the layout's limit.
             max_size: Start a new file after this many bytes.
             max_seconds: Start a new file this long after the first request of the open one.
+            run: Name of the run, stored with each request; by default the time of the start with a random ending.
 
         Raises:
             SteeringError: The directory is not writable, or a limit is given for ``per_request``.
@@ -72,24 +77,38 @@ class FilesystemConsumer(Consumer):
         if layout == "per_request" and given:
             raise SteeringError(next(iter(given)), "has no effect with layout per_request; use packed or sharded")
         directory = CaptureDirectory(root, fsync=fsync, quota=quota)
+        run = timestamped_stem("run", time.time_ns()) if run is None else escape_surrogates(run)
+        self._journal = SubmissionJournal(directory, run)
         self._layout: FileLayout
         if layout == "per_request":
-            self._layout = PerRequestLayout(directory)
+            self._layout = PerRequestLayout(directory, run)
         else:
-            self._layout = RotatingLayout(directory, layout, replace(ROTATION_LIMITS[layout], **given))
+            self._layout = RotatingLayout(directory, layout, replace(ROTATION_LIMITS[layout], **given), run)
+
+    def begin(self, submitted: SubmittedRequest) -> None:
+        """Add the request to the journal of submitted requests."""
+        self._journal.add(submitted)
 
     def accept(self, captured: CapturedRequest) -> dict[str, Any]:
         """Write one request.
 
         Returns:
             The ``path`` of the file, the ``index`` of the request in the file, and whether the file is ``sealed``, that
-            is, complete and visible.
+            is, whether nothing will be appended. The request can be read at once.
 
         Raises:
             CaptureWriteError: The disk or the quota is full, or the directory is missing or not writable.
         """
-        return self._layout.write(captured, captured.spec.options.get("tag"))
+        try:
+            return self._layout.write(captured)
+        except Exception as error:
+            if captured.submission is not None:
+                submitted = SubmittedRequest(captured.request_id, captured.sample, captured.submission, captured.spec)
+                with suppress(CaptureWriteError):
+                    self._journal.add(submitted, str(error))
+            raise
 
     def close(self) -> None:
         """Complete the open file."""
         self._layout.close()
+        self._journal.close()

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Atomic creation of files in the root directory of a consumer.
+"""Creation of files in the root directory of a consumer.
 
-A file is written as ``.NAME.part`` and renamed to ``NAME`` when it is complete. Creating the part file is exclusive; if
-``NAME`` does not exist after that, the writer owns both names. So no file is ever overwritten, even if several
-processes share the root. Symbolic links in the root are never followed. Writers lock their part files; a part file
-without a lock was left by a dead writer and is removed when the next writer starts.
+Creating a file is exclusive, so no file is ever overwritten, even if several processes share the root. Symbolic links
+in the root are never followed. A file that must appear complete is written as ``.NAME.part`` and renamed to ``NAME``; a
+file that is appended to has its name from the start. Writers lock their files. An incomplete file without a lock was
+left by a killed process: the next writer removes a part file and repairs a stream.
 """
 
 from __future__ import annotations
@@ -19,15 +19,19 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
-from vllm_steer.capture.files.format import SUFFIX
+from vllm_steer.capture.files.format import CaptureFileError
+from vllm_steer.capture.files.stream import END_OF_STREAM
+from vllm_steer.capture.files.stream_file import scan
 from vllm_steer.errors import SteeringError
 from vllm_steer.fs.dirfd import exists, identity
 
 logger = logging.getLogger("vllm_steer.capture")
 
 _PART_SUFFIX = ".part"
-_PART_NAME = re.compile(r"\.[a-z0-9-]+" + re.escape(SUFFIX + _PART_SUFFIX))
+_PART_NAME = re.compile(r"\.[a-z0-9-]+\.safetensors\.part")
+_STREAM_NAME = re.compile(r"(packed|sharded)-\d{8}t\d{6}-\d{9}-[0-9a-f]{8}(-[0-9a-f]{16})?\.arrows")
 _MAX_BUFFERS = 1024  # IOV_MAX of Linux
 _RECOUNT_SECONDS = 10.0
 
@@ -44,11 +48,11 @@ class CaptureDirectory:
     """Root directory of one consumer. Callers must hold the consumer's lock."""
 
     def __init__(self, root: str, *, fsync: bool = False, quota: int | None = None) -> None:
-        """Create the directory if necessary, and check that it is writable.
+        """Create the directory if necessary, check that it is writable, and repair what killed writers left.
 
         Args:
             root: Path of the directory.
-            fsync: Whether a file is synced to disk before it appears.
+            fsync: Whether writes are synced to disk before they are reported.
             quota: Most bytes of all files in the directory, including those found there.
 
         Raises:
@@ -59,29 +63,36 @@ class CaptureDirectory:
         try:
             Path(root).mkdir(parents=True, exist_ok=True)
             self.path = Path(root).resolve(strict=True)
-            self._remove_stale_parts()
+            self._repair()
             self._used, self._counted_at = self._count(), time.monotonic()
-            self.create(f"trial-{secrets.token_hex(8)}").discard()
+            self.create(f"trial-{secrets.token_hex(8)}", ".safetensors", hidden=True).discard()
         except (OSError, CaptureWriteError) as error:
             cause = error.strerror if isinstance(error, OSError) else error
             raise SteeringError("root", f"cannot write captures to {root}: {cause}") from None
 
-    def create(self, stem: str) -> PartFile:
-        """Create a file that will appear as ``stem``, or as ``stem`` with a random ending if that name is taken.
+    def create(self, stem: str, suffix: str, *, hidden: bool) -> OutputFile:
+        """Create an empty file. If its name is taken, a random ending is added to the stem.
+
+        Args:
+            stem: Name without suffix.
+            suffix: Suffix of the name.
+            hidden: Whether the file appears under its name only when it is published.
 
         Raises:
             CaptureWriteError: The root is missing, read-only or full.
         """
-        name = stem + SUFFIX
+        name = stem + suffix
         with _translated_os_errors():
             directory_fd = self._open()
             try:
-                while (fd := _create_part(directory_fd, name)) is None:
-                    name = f"{stem}-{secrets.token_hex(8)}{SUFFIX}"
+                while (fd := _create(directory_fd, name, hidden)) is None:
+                    name = f"{stem}-{secrets.token_hex(8)}{suffix}"
+                if self.fsync and not hidden:
+                    os.fsync(directory_fd)
             except BaseException:
                 os.close(directory_fd)
                 raise
-        return PartFile(self, directory_fd, fd, name)
+        return OutputFile(self, directory_fd, fd, name, hidden)
 
     def add_used(self, size: int) -> None:
         """Add ``size`` bytes, possibly negative, to the used space.
@@ -105,114 +116,143 @@ class CaptureDirectory:
         with os.scandir(self.path) as entries:
             return sum(_file_size(entry) for entry in entries)
 
-    def _remove_stale_parts(self) -> None:
+    def _repair(self) -> None:
         directory_fd = self._open()
         try:
-            for name in filter(_PART_NAME.fullmatch, os.listdir(directory_fd)):
+            for name in os.listdir(directory_fd):
+                if not (_PART_NAME.fullmatch(name) or _STREAM_NAME.fullmatch(name)):
+                    continue
                 with suppress(OSError):  # published, removed or locked in the meantime, or a link
                     fd = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory_fd)
                     try:
                         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                        os.unlink(name, dir_fd=directory_fd)
-                        logger.warning("Removed the incomplete file %s of a dead writer", name)
+                        if name.endswith(_PART_SUFFIX):
+                            os.unlink(name, dir_fd=directory_fd)
+                            logger.warning("Removed the incomplete file %s of a killed writer", name)
+                        else:
+                            self._repair_stream(fd, name, directory_fd)
                     finally:
                         os.close(fd)
         finally:
             os.close(directory_fd)
 
+    def _repair_stream(self, fd: int, name: str, directory_fd: int) -> None:
+        """Cut a stream off after its last whole request and end it."""
+        size = os.fstat(fd).st_size
+        if os.pread(fd, len(END_OF_STREAM), max(0, size - len(END_OF_STREAM))) == END_OF_STREAM:
+            return
+        try:
+            found = scan(f"/proc/self/fd/{fd}")
+        except CaptureFileError as error:
+            logger.error("%s was not repaired: %s", name, str(error).replace(f"/proc/self/fd/{fd}", "the file"))
+            return
+        if not found.entries:
+            os.unlink(name, dir_fd=directory_fd)
+            logger.warning("Removed %s of a killed writer, which has no complete request", name)
+            return
+        os.ftruncate(fd, found.end)
+        os.pwrite(fd, END_OF_STREAM, found.end)
+        logger.warning("Repaired %s of a killed writer: %d requests are complete", name, len(found.entries))
 
-class PartFile:
-    """An incomplete file, written at offsets and then published or discarded."""
 
-    def __init__(self, root: CaptureDirectory, directory_fd: int, fd: int, name: str) -> None:
+class OutputFile:
+    """A file that is being written. A failed write leaves it unchanged."""
+
+    def __init__(self, root: CaptureDirectory, directory_fd: int, fd: int, name: str, hidden: bool) -> None:
         self.path = root.path / name
-        """Path under which the file will appear."""
+        """Path under which the file appears."""
+        self.size = 0
+        """Bytes written."""
         self._root = root
         self._directory_fd = directory_fd
         self._fd = fd
-        self._reserved = 0
+        self._entry = _part_name(name) if hidden else name
 
-    def is_in_root(self) -> bool:
-        """Return whether the root's path still refers to the directory of this file."""
+    def is_in_place(self) -> bool:
+        """Return whether the file's path refers to this file: neither it nor the root was moved or removed."""
         try:
-            return identity(os.stat(self._root.path, follow_symlinks=False)) == identity(os.fstat(self._directory_fd))
+            return identity(os.stat(self.path, follow_symlinks=False)) == identity(os.fstat(self._fd))
         except OSError:
             return False
 
-    def reserve(self, size: int) -> None:
-        """Reserve disk space and quota for a file of ``size`` bytes.
+    def append(self, buffers: Sequence[Any]) -> None:
+        """Append objects that support the buffer protocol.
 
         Raises:
-            CaptureWriteError: The disk or the quota is full. The file is unchanged.
+            CaptureWriteError: The write fails, or the quota is full.
         """
-        with _translated_os_errors():
-            more = size - self._reserved
-            if more > 0:
-                self._root.add_used(more)
-                try:
-                    os.posix_fallocate(self._fd, self._reserved, more)
-                except BaseException:
-                    self._root.add_used(-more)
-                    raise
-                self._reserved = size
+        pending = [view for buffer in buffers if (view := memoryview(buffer)).nbytes]
+        more = sum(view.nbytes for view in pending)
+        self._root.add_used(more)
+        try:
+            with _translated_os_errors():
+                self._write(pending)
+        except BaseException:
+            self._root.add_used(-more)
+            with suppress(OSError):
+                os.ftruncate(self._fd, self.size)
+            raise
+        self.size += more
 
-    def write(self, buffers: Sequence[memoryview | bytes], offset: int) -> None:
-        """Write ``buffers`` consecutively from ``offset`` on.
+    def _write(self, pending: list[memoryview]) -> None:
+        offset = self.size
+        pending.reverse()
+        while pending:
+            batch = pending[-_MAX_BUFFERS:]
+            batch.reverse()
+            written = os.pwritev(self._fd, batch, offset)
+            offset += written
+            while pending and written >= pending[-1].nbytes:
+                written -= pending.pop().nbytes
+            if written:
+                pending[-1] = pending[-1].cast("B")[written:]
+
+    def sync(self) -> None:
+        """Sync the file to disk if the directory's option ``fsync`` is set.
 
         Raises:
-            CaptureWriteError: The write fails.
+            CaptureWriteError: The disk fails.
         """
-        with _translated_os_errors():
-            pending = [view for buffer in buffers if (view := memoryview(buffer)).nbytes]
-            pending.reverse()
-            while pending:
-                batch = pending[-_MAX_BUFFERS:]
-                batch.reverse()
-                written = os.pwritev(self._fd, batch, offset)
-                offset += written
-                while pending and written >= pending[-1].nbytes:
-                    written -= pending.pop().nbytes
-                if written:
-                    pending[-1] = pending[-1].cast("B")[written:]
+        if self._root.fsync:
+            with _translated_os_errors():
+                os.fsync(self._fd)
 
-    def publish(self, size: int) -> None:
-        """Truncate the file to ``size`` bytes and rename it to its final name.
+    def publish(self) -> None:
+        """Rename a hidden file to its name.
 
         Raises:
             CaptureWriteError: The file cannot be published. It is removed.
         """
-        part, name = _part_name(self.path.name), self.path.name
         try:
+            self.sync()
             with _translated_os_errors():
-                os.ftruncate(self._fd, size)
-                if self._root.fsync:
-                    os.fsync(self._fd)
-                if not self._owns_part():
+                if not self._owns_entry():
                     raise FileNotFoundError(errno.ENOENT, "another file has taken its name")
-                os.rename(part, name, src_dir_fd=self._directory_fd, dst_dir_fd=self._directory_fd)
+                name, fd = self.path.name, self._directory_fd
+                os.rename(self._entry, name, src_dir_fd=fd, dst_dir_fd=fd)
                 if self._root.fsync:
-                    os.fsync(self._directory_fd)
+                    os.fsync(fd)
         except BaseException:
             self.discard()
             raise
-        self._root.add_used(size - self._reserved)
-        self._close()
+        self.close()
 
     def discard(self) -> None:
         """Remove the file."""
         with suppress(OSError):  # already gone, or the file system has become read-only
-            if self._owns_part():
-                os.unlink(_part_name(self.path.name), dir_fd=self._directory_fd)
-        self._root.add_used(-self._reserved)
-        self._close()
+            if self._owns_entry():
+                os.unlink(self._entry, dir_fd=self._directory_fd)
+        self._root.add_used(-self.size)
+        self.close()
 
-    def _owns_part(self) -> bool:
-        part = os.stat(_part_name(self.path.name), dir_fd=self._directory_fd, follow_symlinks=False)
-        return identity(part) == identity(os.fstat(self._fd))
-
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Release the file and its lock."""
         os.close(self._fd)
         os.close(self._directory_fd)
+
+    def _owns_entry(self) -> bool:
+        entry = os.stat(self._entry, dir_fd=self._directory_fd, follow_symlinks=False)
+        return identity(entry) == identity(os.fstat(self._fd))
 
 
 @contextmanager
@@ -227,27 +267,27 @@ def _translated_os_errors() -> Iterator[None]:
         raise CaptureWriteError(f"cannot write to the capture directory: {cause}") from error
 
 
-def _create_part(directory_fd: int, name: str) -> int | None:
-    """Create and lock the part file of ``name``; return its descriptor, or None if the name is taken."""
-    part = _part_name(name)
+def _create(directory_fd: int, name: str, hidden: bool) -> int | None:
+    """Create and lock ``name``, or its part file if hidden; return its descriptor, or None if the name is taken."""
+    entry = _part_name(name) if hidden else name
     try:
-        fd = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666, dir_fd=directory_fd)
+        fd = os.open(entry, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666, dir_fd=directory_fd)
     except FileExistsError:
         return None
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:  # another process takes the still unlocked file for stale
+    except BlockingIOError:  # another process takes the still unlocked file for an abandoned one
         os.close(fd)
         return None
     except BaseException:
         os.close(fd)
-        os.unlink(part, dir_fd=directory_fd)
+        os.unlink(entry, dir_fd=directory_fd)
         raise
     if os.fstat(fd).st_nlink == 0:  # another process has removed it as stale
         os.close(fd)
         return None
-    if exists(name, directory_fd):
-        os.unlink(part, dir_fd=directory_fd)
+    if hidden and exists(name, directory_fd):
+        os.unlink(entry, dir_fd=directory_fd)
         os.close(fd)
         return None
     return fd

@@ -110,10 +110,12 @@ def describe(request: StoredRequest) -> dict[str, Any]:
         "sample": request.sample,
         "model": request.model,
         "tag": request.tag,
+        "run": request.run,
+        "submission": request.submission,
         "status": request.status,
         "error": request.error,
-        "prompt_tokens": request.prompt_tokens,
-        "output_tokens": request.output_tokens,
+        "prompt_tokens": request.num_prompt_tokens,
+        "output_tokens": request.num_output_tokens,
         "spec": msgspec.to_builtins(request.spec),
         "sites": [
             {"point": point, "layer": layer, "shape": list(rows.shape), "dtype": str(rows.dtype).removeprefix("torch.")}

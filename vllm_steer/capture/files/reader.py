@@ -1,93 +1,197 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reader of capture files and directories, whatever their layout.
 
-    for request in open_captures("acts"):
+    captures = open_captures("acts", run="baseline")
+    for prompt, request in zip(prompts, captures, strict=True):  # in the order of submission
         rows = request.tensor("post_block", 12)  # [n, hidden], memory-mapped
         positions = request.positions("post_block", 12)  # [n]
 
-A directory can be read while it is written to: incomplete files are invisible.
+A directory can be read while it is written to: every request that was reported as ``ok`` is found.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+import warnings
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, overload
 
-import msgspec
 import numpy.typing as npt
 import torch
-from safetensors import SafetensorError, safe_open
+from msgspec.structs import astuple
 
-from vllm_steer.capture.files.format import (
-    DTYPES,
-    FORMAT,
-    INDEX,
-    POSITIONS,
-    SUFFIX,
-    TOKEN_IDS,
-    VERSION,
-    CaptureFileError,
-    RequestEntry,
-    SiteEntry,
-    escape_surrogates,
-    hashed_stem,
-)
+from vllm_steer.capture.files import stream, tensors
+from vllm_steer.capture.files.format import CaptureFile, StoredSite, escape_surrogates, hashed_stem
+from vllm_steer.capture.files.journal import Submission, read_journals
+from vllm_steer.capture.files.stream_file import StreamFile
+from vllm_steer.capture.files.tensors import TensorFile
 from vllm_steer.capture.results import Site, raise_unknown_site
 
+_FILE_TYPES: dict[str, type[StreamFile | TensorFile]] = {
+    stream.SUFFIX: StreamFile,
+    tensors.SUFFIX: TensorFile,
+}
 _HASHED_NAME = re.compile("[0-9a-f]{32}-.*")
 
 
-def open_captures(path: str | Path) -> Captures:
+_MAX_OPEN = 8
+"""Files that are kept open between requests: streams hold requests in the order in which they ended."""
+
+
+def open_captures(path: str | Path, run: str | None = None) -> Captures:
     """Open a capture file or a directory of capture files. Subdirectories and symbolic links are skipped.
+
+    Args:
+        path: The file or directory.
+        run: Select the requests of one run, by its name (option ``run`` of the consumer).
 
     Raises:
         FileNotFoundError: ``path`` does not exist.
+        ValueError: There is no such run.
+
+    Example:
+        >>> from vllm_steer import open_captures  # doctest: +SKIP
+        >>> [request.tensor("post_block", 5).shape for request in open_captures("acts")]  # doctest: +SKIP
     """
     path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist")
-    return Captures(path)
+    captures = Captures(path, run)
+    if run is not None and run not in (known := Captures(path).runs):
+        raise ValueError(f"{path} has no run {run!r}; runs: {', '.join(map(repr, known)) or 'none'}")
+    return captures
 
 
-class Captures:
-    """Requests in a file or directory, ordered by file name and then as written."""
+class _Place(NamedTuple):
+    """Place of a request in the order of submission, and in its file."""
 
-    def __init__(self, path: Path) -> None:
+    run_number: int
+    run: str
+    submission: int
+    sample: int
+    path: Path
+    number: int
+
+
+class Captures(Sequence["StoredRequest"]):
+    """Requests in a file or directory: run by run, in the order of submission, then by sample.
+
+    Runs are in the order of their first request. Requests in files of earlier versions, which store no run, come first,
+    by file name. The directory is listed when the requests are first used; call `open_captures` again to find later
+    ones. Using them raises `CaptureFileError` if a file cannot be read.
+    """
+
+    def __init__(self, path: Path, run: str | None = None) -> None:
         self.path = path
+        self.run = run
+        """Name of the selected run, or None for all."""
+        self._open: OrderedDict[Path, list[StoredRequest]] = OrderedDict()
 
     def files(self) -> list[Path]:
-        """Return the complete capture files."""
+        """Return the capture files."""
         if not self.path.is_dir():
             return [self.path]
-        found = (path for path in self.path.iterdir() if path.suffix == SUFFIX and not path.name.startswith("."))
+        found = (path for path in self.path.iterdir() if path.suffix in _FILE_TYPES and not path.name.startswith("."))
         return sorted(path for path in found if path.is_file() and not path.is_symlink())
 
-    def __iter__(self) -> Iterator[StoredRequest]:
-        """Iterate over all requests; raise CaptureFileError at a file that cannot be read."""
-        for path in self.files():
-            yield from CaptureFile(path).requests
+    @property
+    def runs(self) -> tuple[str, ...]:
+        """Names of the runs, in order. A run is in the list once a request was submitted."""
+        stored = (place.run for place in self._places if place.run)
+        return tuple(dict.fromkeys((*(entry.run for entry in self.submitted()), *stored)))
 
-    def find(self, request_id: str, sample: int | None = None) -> list[StoredRequest]:
-        """Return the requests with an id. There can be several: samples, and clients that reuse ids."""
-        files = self.files()
-        if self.path.is_dir():  # a single file may have been renamed
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @overload
+    def __getitem__(self, index: int) -> StoredRequest: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[StoredRequest]: ...
+    def __getitem__(self, index: int | slice) -> StoredRequest | list[StoredRequest]:
+        """Return one request or several, by their place in the order of submission."""
+        if isinstance(index, slice):
+            return [self._request(place) for place in self._places[index]]
+        return self._request(self._places[index])
+
+    def __iter__(self) -> Iterator[StoredRequest]:
+        """Iterate in the order of submission."""
+        return map(self._request, self._places)
+
+    def find(
+        self, request_id: str | None = None, sample: int | None = None, *, tag: str | None = None
+    ) -> list[StoredRequest]:
+        """Return the requests with an id, sample number or tag, in the order of submission.
+
+        An id can have several requests: samples, runs, and clients that reuse ids.
+        """
+        places = self._places
+        if request_id is not None and self.path.is_dir():  # a single file may have been renamed
             prefix = hashed_stem(request_id, 0).removesuffix("0")
-            files = [path for path in files if path.name.startswith(prefix) or not _HASHED_NAME.match(path.name)]
+            names = {path: path.name for path in self.files()}
+            places = self._list(
+                path for path, name in names.items() if name.startswith(prefix) or not _HASHED_NAME.match(name)
+            )
         return [
             request
-            for path in files
-            for request in CaptureFile(path).requests
-            if request.request_id == escape_surrogates(request_id) and sample in (None, request.sample)
+            for request in map(self._request, places)
+            if request_id is None or request.request_id == escape_surrogates(request_id)
+            if sample in (None, request.sample)
+            if tag is None or request.tag == escape_surrogates(tag)
         ]
+
+    @cached_property
+    def _places(self) -> list[_Place]:
+        return self._list(self.files())
+
+    def _list(self, files: Iterable[Path]) -> list[_Place]:
+        """Return the places of the selected run's requests in ``files``, in order."""
+        numbers = {run: number for number, run in enumerate(dict.fromkeys(entry.run for entry in self._journal()))}
+        return sorted(
+            _Place(
+                -1 if request.run is None else numbers.get(request.run, len(numbers)),
+                request.run or "",
+                -1 if request.submission is None else request.submission,
+                0 if request.submission is None else request.sample,
+                path,
+                request.index,
+            )
+            for path in files
+            for request in _read(path)
+            if self.run in (None, request.run)
+        )
+
+    def _request(self, place: _Place) -> StoredRequest:
+        requests = self._open.pop(place.path, None)
+        if requests is None:
+            requests = _read(place.path)
+        self._open[place.path] = requests
+        if len(self._open) > _MAX_OPEN:
+            self._open.popitem(last=False)
+        return requests[place.number]
+
+    def submitted(self) -> list[Submission]:
+        """Return all samples of requests that were submitted, by run and in the order of submission."""
+        selected = (entry for entry in self._journal() if self.run in (None, entry.run))
+        entries = {entry[:4]: entry for entry in map(astuple, selected)}
+        return [Submission(*entry) for entry in entries.values()]
+
+    def missing(self) -> list[Submission]:
+        """Return the samples that were submitted but are not stored, in the order of submission."""
+        stored = {(request.run, request.submission, request.request_id, request.sample) for request in self}
+        return [entry for entry in self.submitted() if astuple(entry)[:4] not in stored]
+
+    def _journal(self) -> Iterator[Submission]:
+        return read_journals(self.path) if self.path.is_dir() else iter(())
 
 
 class StoredRequest:
     """One sample of one request in a capture file."""
 
-    def __init__(self, file: CaptureFile, index: int, entry: RequestEntry) -> None:
+    def __init__(self, file: CaptureFile, index: int) -> None:
+        entry = file.entries[index]
         self.path = file.path
         """The file."""
         self.index = index
@@ -104,14 +208,32 @@ class StoredRequest:
         """``ok`` or ``partial``."""
         self.error = entry.error
         """Reason for a status other than ``ok``."""
-        self.prompt_tokens = entry.prompt_tokens
+        self.num_prompt_tokens = entry.prompt_tokens
         """Length of the prompt; later positions are generated tokens."""
-        self.output_tokens = entry.output_tokens
+        self.num_output_tokens = entry.output_tokens
         """Number of generated tokens."""
         self.spec = entry.spec
         """The capture spec as users write it; directions of a projection are replaced by their shape."""
+        self.run = entry.run
+        """Name of the run that wrote the request, or None in files of earlier versions."""
+        self.submission = entry.submission
+        """Number of the request among those submitted in its run, from 0; None in files of earlier versions."""
         self._file = file
-        self._sites = {(site.point, site.layer): site for site in entry.sites}
+        self._sites = {site: number for number, site in enumerate(file.site_names(index))}
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Deprecated name of `num_prompt_tokens`."""
+        return self._renamed("prompt_tokens", "num_prompt_tokens")
+
+    @property
+    def output_tokens(self) -> int:
+        """Deprecated name of `num_output_tokens`."""
+        return self._renamed("output_tokens", "num_output_tokens")
+
+    def _renamed(self, old: str, new: str) -> int:
+        warnings.warn(f"StoredRequest.{old} is deprecated; use {new}", DeprecationWarning, stacklevel=3)
+        return int(getattr(self, new))
 
     @property
     def sites(self) -> tuple[Site, ...]:
@@ -130,8 +252,7 @@ class StoredRequest:
             KeyError: The site was not captured.
             CaptureFileError: The file is damaged.
         """
-        site = self._site(point, layer)
-        return self._file.rows(site.tensor, site.rows)
+        return self._site(point, layer).rows
 
     def numpy(self, point: str, layer: int) -> npt.NDArray[Any]:
         """Return the rows of a site as an array; bfloat16 rows are copied to float32."""
@@ -141,76 +262,21 @@ class StoredRequest:
 
     def positions(self, point: str, layer: int) -> torch.Tensor:
         """Return the positions read at a site, int64 ``[n]``, ascending."""
-        return self._file.tokens(POSITIONS, self._site(point, layer).tokens).long()
+        return self._site(point, layer).positions.long()
 
     def token_ids(self, point: str, layer: int) -> torch.Tensor:
         """Return the token at each of the site's positions, int64 ``[n]``."""
-        return self._file.tokens(TOKEN_IDS, self._site(point, layer).tokens).long()
+        return self._site(point, layer).token_ids.long()
 
     def __repr__(self) -> str:
         return f"StoredRequest({self.request_id!r}, sample={self.sample}, {len(self._sites)} sites, {self.status})"
 
-    def _site(self, point: str, layer: int) -> SiteEntry:
-        try:
-            return self._sites[point, layer]
-        except KeyError:
+    def _site(self, point: str, layer: int) -> StoredSite:
+        if (point, layer) not in self._sites:
             raise_unknown_site(point, layer, self._sites)
+        return self._file.site(self.index, self._sites[point, layer])
 
 
-class CaptureFile:
-    """One capture file. It is mapped when rows are first read, and stays mapped while they are in use."""
-
-    def __init__(self, path: Path) -> None:
-        """Read the index.
-
-        Raises:
-            CaptureFileError: The file is damaged or not a capture file.
-        """
-        self.path = path
-        entries = _read_index(path)
-        self.requests: tuple[StoredRequest, ...] = tuple(StoredRequest(self, i, e) for i, e in enumerate(entries))
-
-    def rows(self, name: str, span: tuple[int, int]) -> torch.Tensor:
-        """Return the rows ``span[0]`` to ``span[1]`` of a row tensor; raise CaptureFileError if there are none."""
-        return self._slice(name, span, DTYPES, 2)
-
-    def tokens(self, name: str, span: tuple[int, int]) -> torch.Tensor:
-        """Return a slice of ``positions`` or ``token_ids``, as `rows` does."""
-        return self._slice(name, span, (torch.int32,), 1)
-
-    def _slice(self, name: str, span: tuple[int, int], dtypes: Collection[torch.dtype], ndim: int) -> torch.Tensor:
-        try:
-            tensor: torch.Tensor = self._mapped.get_tensor(name)
-        except SafetensorError as error:
-            raise CaptureFileError(f"{self.path} is damaged: {error}") from None
-        if tensor.dtype not in dtypes or tensor.ndim != ndim:
-            raise CaptureFileError(f"{self.path} is damaged: {name} is {list(tensor.shape)} of {tensor.dtype}")
-        start, stop = span
-        if not 0 <= start <= stop <= tensor.shape[0]:
-            raise CaptureFileError(f"{self.path} is damaged: {name} has {tensor.shape[0]} rows, not {start} to {stop}")
-        return tensor[start:stop]
-
-    @cached_property
-    def _mapped(self) -> Any:
-        return safe_open(self.path, framework="pt")
-
-
-def _read_index(path: Path) -> list[RequestEntry]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            if metadata.get("format") != FORMAT:
-                raise CaptureFileError(f"{path} is not a capture file but another safetensors file")
-            if metadata.get("version") != VERSION:
-                raise CaptureFileError(f"{path} has format version {metadata.get('version')}; supported: {VERSION}")
-            if "requests" in metadata:
-                text = metadata["requests"].encode()
-            else:
-                index = file.get_tensor(INDEX)
-                if index.dtype != torch.uint8:
-                    raise CaptureFileError(f"{path} is damaged: its index is a tensor of {index.dtype}")
-                text = index.numpy().tobytes()
-        return msgspec.json.decode(text, type=list[RequestEntry])
-    except (SafetensorError, msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        # UnicodeError: a damaged byte. RecursionError: JSON nested too deeply.
-        raise CaptureFileError(f"{path} cannot be read as a capture file: {error}") from None
+def _read(path: Path) -> list[StoredRequest]:
+    file = _FILE_TYPES.get(path.suffix, TensorFile)(path)
+    return [StoredRequest(file, i) for i in range(len(file.entries))]

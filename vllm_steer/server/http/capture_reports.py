@@ -63,7 +63,9 @@ def error_report(reason: str) -> dict[str, Any]:
 
 async def _build_report(result: CaptureResult, inline_bytes: int, store: StoreReport) -> dict[str, Any]:
     """Return status and error, and ``sites`` (rows), ``data`` (the consumer's report), or the fields of ``store``."""
-    report = {"status": result.status, "error": result.error}
+    report: dict[str, Any] = {"status": result.status, "error": result.error}
+    if result.unreached:
+        report["unreached"] = result.unreached
     data = result.data
     if data is None:
         return report

@@ -17,10 +17,10 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import Message, Receive, Send
 
 from vllm_steer.server.capture_store import CaptureFormat, CaptureStore, StoreFullError
+from vllm_steer.server.http.applied_field import DONE
 from vllm_steer.server.http.capture_reports import RESULTS_FIELD, build_reports, error_report, missing_reports
 from vllm_steer.server.http.request_context import RequestContext, ResultsLocation
 
-_DONE = b"data: [DONE]\n\n"
 _DISCONNECT_LOOP_TURNS = 10
 """Turns of the event loop that suffice for a server to report a disconnect."""
 
@@ -61,9 +61,9 @@ class CaptureResultWriter:
 
     async def _send_stream_chunk(self, message: Message) -> None:
         body = message.get("body", b"")
-        ends_stream = body.endswith(_DONE)
+        ends_stream = body.endswith(DONE)
         if not self._results_sent and (ends_stream or not message.get("more_body", False)):
-            before, after = (body[: -len(_DONE)], _DONE) if ends_stream else (body, b"")
+            before, after = (body[: -len(DONE)], DONE) if ends_stream else (body, b"")
             if before:
                 await self._send({**message, "body": before, "more_body": True})
             message = {**message, "body": await self._results_event() + after}

@@ -21,7 +21,7 @@ OVERLAP = 256
 """Bytes at the end of a chunk of a body that must be scanned again together with the next chunk."""
 
 # Objects that must not contain the fields, because vLLM drops unknown keys in them.
-_WRONG_PARENTS = ("extra_body", "sampling_params", "sampling_params.extra_args", "vllm_xargs")
+_WRONG_PARENTS = ("extra_args", "extra_body", "sampling_params", "sampling_params.extra_args", "vllm_xargs")
 _EVENT_PARENTS = ("session",)
 """The object of an event that configures a realtime session."""
 

@@ -3,7 +3,7 @@
 
 Authentication and quotas come first. The body is checked only when a route reads it, so also after vLLM's own
 authentication; a request without steering fields costs a search for their names. Errors inside the fields are found
-when vLLM creates sampling parameters (``request_fields.py``). Errors around them are refused by ``request_guard.py``.
+when vLLM creates sampling parameters (``apply_fields.py``). Errors around them are refused by ``request_guard.py``.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from vllm_steer.registry.schema import ModuleUse
+from vllm_steer.registry.schema import ModuleUse, NoEffect
 from vllm_steer.server.http.request_context import ResultsLocation
 from vllm_steer.server.http.schemas import REQUEST_FIELDS, response_properties
 
@@ -37,7 +37,8 @@ def add_openapi_fields(app: FastAPI) -> None:
                 schema = body.setdefault("schema", {})
                 properties = {**schema.get("properties", {}), **response_properties(results_in)}
                 schema.update({"type": "object", "properties": properties})
-        schemas.setdefault(ModuleUse.__name__, ModuleUse.model_json_schema())
+        for part in (ModuleUse, NoEffect):
+            schemas.setdefault(part.__name__, part.model_json_schema())
         return document
 
     openapi._vllm_steer = True  # type: ignore[attr-defined]

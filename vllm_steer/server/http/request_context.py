@@ -13,16 +13,16 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
+import msgspec
+
 from vllm_steer.capture.results import CaptureResults
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import EngineContext
 from vllm_steer.frontend.outputs import on_results
-from vllm_steer.params import APPLIED_KEY, EXTRA_KEY
+from vllm_steer.frontend.reach import Unreached, as_no_effect, on_reach
+from vllm_steer.params import APPLIED_KEY, PROGRAM_KEY, PROMPT_KEY
 from vllm_steer.server.auth.current_key import NO_OWNER
 from vllm_steer.server.quota.tracker import Reservation
-
-PROMPT_KEY = "steer_prompt"
-"""Key in ``extra_args`` of requests that capture: index of the prompt within the HTTP body."""
 
 _CHOICE = "_steering_choice"
 
@@ -66,10 +66,20 @@ class RequestContext:
     """Location of results in a JSON response: each choice, or the top level (responses API)."""
     results: dict[int, CaptureResults] = field(default_factory=dict)
     """Captured results by choice: all samples of the first prompt, then all samples of the second."""
+    unreached: dict[int, Unreached] = field(default_factory=dict)
+    """Edits that each finished choice did not reach."""
     rerun_choices: set[int] = field(default_factory=set)
     """Choices for which the model ran more than once."""
     closed: bool = False
     """Whether the response is complete; later results are dropped."""
+
+    def final_applied_json(self) -> bytes | None:
+        """Return the applied field as JSON with the edits that no token reached, once the choices have finished."""
+        if self.applied_json is None or not any(self.unreached.values()):
+            return self.applied_json
+        applied = msgspec.json.decode(self.applied_json)
+        unreached = [each.model_dump(exclude_none=True) for each in as_no_effect(self.unreached)]
+        return msgspec.json.encode({**applied, "no_effect": [*applied.get("no_effect", ()), *unreached]})
 
     def close(self) -> None:
         """Drop all results.
@@ -79,6 +89,7 @@ class RequestContext:
         """
         self.closed = True
         self.results.clear()
+        self.unreached.clear()
         self.compiled = self.applied_json = None
 
 
@@ -105,14 +116,23 @@ def track_sample(output_processor: Any, request: Any) -> None:
         return
     extra = request.sampling_params.extra_args or {}
     context.applied_json = extra.get(APPLIED_KEY) or context.applied_json
-    context.has_program = context.has_program or EXTRA_KEY in extra
-    if not context.consumers:
-        return
+    context.has_program = context.has_program or PROGRAM_KEY in extra
     prompt = extra.get(PROMPT_KEY)
     if isinstance(prompt, int):
         state = output_processor.request_states[request.request_id]
         setattr(state, _CHOICE, (context, prompt * context.samples + state.request_index))
-        on_results(state, record_results)
+        on_reach(state, record_unreached)
+        if context.consumers:
+            on_results(state, record_results)
+
+
+def record_unreached(state: Any, unreached: Unreached) -> None:
+    """Record the edits that a finished sample did not reach."""
+    context, choice = getattr(state, _CHOICE, (None, 0))
+    if context is not None and not context.closed:
+        # With server-side tools the model runs several times for a choice; an edit may reach tokens in any of the runs.
+        earlier = context.unreached.get(choice, unreached)
+        context.unreached[choice] = tuple(each for each in unreached if each in earlier)
 
 
 def record_results(state: Any, results: CaptureResults | None) -> None:

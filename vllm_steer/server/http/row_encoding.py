@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm_steer.capture import CapturedRequest
 from vllm_steer.capture.files.format import row_bytes
-from vllm_steer.capture.files.layouts import encode_request
+from vllm_steer.capture.files.tensors import encode_request
 
 
 def encode_inline(captured: CapturedRequest) -> dict[str, dict[str, Any]]:

@@ -15,7 +15,7 @@ from vllm_steer.server.http.capture_reports import RESULTS_FIELD
 from vllm_steer.server.http.request_context import ResultsLocation
 from vllm_steer.spec.json_schema import Schema, json_schema
 from vllm_steer.spec.references import NAME_RULE, ReferencesForm
-from vllm_steer.spec.request_form import (
+from vllm_steer.spec.request_fields import (
     EditsForm,
     VectorsForm,
     request_schemas,
@@ -85,6 +85,15 @@ class CaptureReportForm(msgspec.Struct):
 
     status: Annotated[Literal["ok", "partial", "error"], msgspec.Meta(description="Whether all rows are present.")]
     error: Annotated[str | None, msgspec.Meta(description="Reason for a status other than `ok`.")]
+    unreached: (
+        Annotated[
+            list[int | list[int | None]],
+            msgspec.Meta(
+                description="Positions and `[start, stop]` pairs of the spec that the request ended before, if any."
+            ),
+        ]
+        | msgspec.UnsetType
+    ) = msgspec.UNSET
     sites: (
         Annotated[
             dict[str, dict[str, SiteRowsForm]],

@@ -15,7 +15,7 @@ from vllm_steer.testing.fuzz.workload import TIERS, CaptureCase, EditCase, Reque
 
 MAX_MODEL_LEN = 256
 NUM_PREFIXES, PREFIX_LENGTH = 4, 96
-EDIT_TOKENS: tuple[Any, ...] = ("all", "prompt", "generated", "last_prompt", [0, -2], [[2, 7]], [[-1, None]], [[5, 40]])
+EDIT_TOKENS: tuple[Any, ...] = ("all", "prompt", "generated", "last_prompt", [0, -2], [[2, 7]], [[-1, None]], [[3, 40]])
 POSITIONS: tuple[Any, ...] = ("last_prompt", "all_prompt", "all_generated", "all", [0, [3, 9], -2], [[-1, None]], [-1])
 DRAWN_PARAMETERS = {"vector", "strength", "low", "high"}
 """Parameters that :class:`EditCase` has; kinds with other parameters are not drawn."""

@@ -58,12 +58,12 @@ def engine(model: str, dtype: str, settings: Settings, *, steering: bool = True)
 
     from vllm_steer.llm import LLM
 
-    ours: dict[str, Any] = {"enable_steering": True, "steering_config": settings.steering} if steering else {}
+    steering_args: dict[str, Any] = {"enable_steering": True, "steering_config": settings.steering} if steering else {}
     given = {
         "dtype": dtype, "max_model_len": MAX_MODEL_LEN, "skip_tokenizer_init": True, "disable_log_stats": True,
         "use_tqdm_on_load": False, "seed": 0, "enforce_eager": True,
         **(_CUDA_ARGUMENTS if current_platform.is_cuda() else {"gpu_memory_utilization": 0.6}),
-        **settings.engine, **ours,
+        **settings.engine, **steering_args,
     }  # fmt: skip
     llm = LLM(model=model, **given)
     try:

@@ -155,16 +155,16 @@ class Session:
             msgspec.structs.replace(request, edits=[], globally=[], capture=None, module=False) for request in mixed
         ]
         with engine(self.model, self.dtype, uncontended) as llm:
-            ours = run(llm, mixed, self._facts.hidden)
+            steered = run(llm, mixed, self._facts.hidden)
         with engine(self.model, self.dtype, uncontended, steering=False) as llm:
             stock = run(llm, stripped, self._facts.hidden)
-        broken = ours.broken or stock.broken
+        broken = steered.broken or stock.broken
         if broken:
             return {"": broken}
         return {
             request.name: "log-probabilities of a plain request differ from those of stock vLLM"
             for request in mixed
-            if request.plain and ours.answers[request.name].samples != stock.answers[request.name].samples
+            if request.plain and steered.answers[request.name].samples != stock.answers[request.name].samples
         }
 
     def _record(

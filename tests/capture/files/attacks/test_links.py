@@ -61,8 +61,7 @@ def test_other_entries_at_the_file_name(root, make, name):
 def test_link_at_a_shard_name_is_not_followed(root, victim, monkeypatch):
     """Catches a write through a link at the name of a shard."""
     monkeypatch.setattr("vllm_steer.capture.files.rotation.timestamped_stem", lambda name, time_ns: "guessed")
-    (root / "guessed.safetensors").symlink_to(victim)
-    (root / ".guessed.safetensors.part").symlink_to(victim)
+    (root / "guessed.arrows").symlink_to(victim)
     consumer = FilesystemConsumer(root=str(root), layout="sharded")
     path = Path(consumer.accept(captured())["path"])
     consumer.close()
@@ -74,16 +73,32 @@ def test_shard_names_are_unguessable():
     assert len({rotation.timestamped_stem("sharded", 0)[-8:] for _ in range(100)}) == 100
 
 
-def test_replaced_part_file_is_not_published(root, victim):
+def test_replaced_part_file_is_not_published(root, victim, monkeypatch):
     """Catches a rename of whatever entry has the name of the part file."""
-    consumer = FilesystemConsumer(root=str(root), layout="sharded")
-    path = Path(consumer.accept(captured())["path"])
-    part = root / f".{path.name}.part"
-    part.unlink()
-    part.symlink_to(victim)
+    consumer = FilesystemConsumer(root=str(root), fsync=True)
+    real = os.fsync
+
+    def replace(fd):
+        (part,) = root.glob(".*.part")
+        part.unlink()
+        part.symlink_to(victim)
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", replace)
     with pytest.raises(RuntimeError, match="vanished"):
-        consumer.close()
-    assert not path.exists() and not path.is_symlink()
+        consumer.accept(captured())
+    assert list(open_captures(root)) == []
+
+
+def test_replaced_stream_is_not_written_to(root, victim):
+    """Catches requests appended to whatever entry has the name of the open stream."""
+    consumer = FilesystemConsumer(root=str(root), layout="sharded")
+    path = Path(consumer.accept(captured("first"))["path"])
+    path.unlink()
+    path.symlink_to(victim)
+    other = Path(consumer.accept(captured("second"))["path"])
+    consumer.close()
+    assert other != path and [request.request_id for request in open_captures(root)] == ["second"]
 
 
 def test_reader_skips_links(root, tmp_path):
@@ -105,12 +120,14 @@ class TestStalePartFiles:
         assert not part.exists()
 
     def test_part_file_of_a_running_writer_stays(self, root):
-        """Catches a second server that deletes the open shard of the first."""
+        """Catches a second server that ends or deletes the open shard of the first."""
         first = FilesystemConsumer(root=str(root), layout="sharded")
-        first.accept(captured())
+        first.accept(captured("a"))
         FilesystemConsumer(root=str(root))
+        first.accept(captured("b"))
         first.close()
-        assert len(list(open_captures(root))) == 1
+        assert [request.request_id for request in open_captures(root)] == ["a", "b"]
+        assert len(list(root.iterdir())) == 1
 
     @pytest.mark.parametrize("name", ["..part", "notes.part", ".notes.txt", f"{NAME}.part", ".NOTES.safetensors.part"])
     def test_other_files_stay(self, root, name):

@@ -18,11 +18,20 @@ from vllm.sampling_params import SamplingParams
 from tests.server.fakes import HIDDEN, MAX_MODEL_LEN, engine_context, vector
 from vllm_steer.compat.plugin import wrap_front_end
 from vllm_steer.errors import SteeringError
-from vllm_steer.params import APPLIED_KEY, EXTRA_KEY, FIELDS, capture_specs, compile_fields, has_steering, program_of
+from vllm_steer.params import (
+    APPLIED_KEY,
+    FIELDS,
+    PROGRAM_KEY,
+    PROMPT_KEY,
+    capture_specs,
+    compile_fields,
+    has_steering,
+    program_of,
+)
 from vllm_steer.program import compile_program
-from vllm_steer.server.http import request_fields
-from vllm_steer.server.http.request_context import PROMPT_KEY, RequestContext, current_request, set_prompt_len
-from vllm_steer.server.http.request_fields import RequestRefused, apply_to_params, read_fields, refuse_beam_search
+from vllm_steer.server.http import apply_fields
+from vllm_steer.server.http.apply_fields import RequestRefused, apply_to_params, read_fields, refuse_beam_search
+from vllm_steer.server.http.request_context import RequestContext, current_request, set_prompt_len
 from vllm_steer.spec import parse_fields
 
 MESSAGES: list[Any] = [{"role": "user", "content": "hi"}]
@@ -85,7 +94,7 @@ def test_other_extra_args_are_kept(context: RequestContext) -> None:
     request = request_with(vllm_xargs={"mine": 1}, steering=FIELD_VALUES["steering"])
     for _ in range(2):
         params = apply_to_params(request, SamplingParams(extra_args=request.vllm_xargs))
-        assert set(params.extra_args) == {"mine", EXTRA_KEY, APPLIED_KEY}
+        assert set(params.extra_args) == {"mine", PROGRAM_KEY, APPLIED_KEY, PROMPT_KEY}
     assert request.vllm_xargs == {"mine": 1}
 
 
@@ -143,6 +152,7 @@ EDIT = {"kind": "add", "point": "post_block", "layers": 1, "vector": vector()}
         ({"steering": [EDIT, {**EDIT, "tokens": [MAX_MODEL_LEN]}]}, "steering[1]", "max_model_len"),
         ({"steering": [{**EDIT, "point": "post_attn", "layers": "all"}]}, "steering[0]", "layer 2"),
         ({"steering": [EDIT, EDIT, {**EDIT, "tokens": [-6]}]}, "steering[2]", "prompt of 5 tokens"),
+        ({"steering": [EDIT, {**EDIT, "tokens": [20]}]}, "steering[1].tokens", "max_tokens=16, 19 is the last"),
     ],
 )
 def test_rejection_names_the_edit(fields: dict[str, Any], path: str, words: str, context: RequestContext) -> None:
@@ -175,6 +185,7 @@ def test_prompts_with_captures_are_numbered(context: RequestContext) -> None:
         ({"hooks": {"post_attn": "all"}}, "capture.memory.hooks.post_attn", "layer 3: this branch is a partial sum"),
         ({**HOOKS, "positions": [MAX_MODEL_LEN]}, "capture.memory.positions", "max_model_len"),
         ({**HOOKS, "positions": [-6]}, "capture.memory.positions", "prompt of 5 tokens"),
+        ({**HOOKS, "positions": [[20, None]]}, "capture.memory.positions", "max_tokens=16, 19 is the last"),
         ({**HOOKS, "colour": 1}, "capture.memory.colour", "nor an option of memory"),
     ],
 )
@@ -198,10 +209,38 @@ def test_rejects_misspelled_captures(name: str, value: Any, of: type[Any]) -> No
     assert refused.value.parameter == name
 
 
-@pytest.mark.parametrize("fields", [{"captures": 3}, {"capture_id": "x"}, {"screen_capture": {"fps": 3}}])
-def test_accepts_unrelated_fields(fields: dict[str, Any]) -> None:
+@pytest.mark.parametrize("fields", [{"capture_id": "x"}, {"screen_capture": {"fps": 3}}, {"steer_vectors": None}])
+def test_accepts_unrelated_fields(fields: dict[str, Any], context: RequestContext) -> None:
     """Catches a refusal of what stock vLLM serves."""
-    assert apply_to_params(request_with(**fields), SamplingParams()).extra_args is None
+    assert not has_steering(apply_to_params(request_with(**fields), SamplingParams()))
+
+
+MISTAKES = {
+    "steer_vectors": "did you mean steering_vectors",
+    "steeringVectors": "did you mean steering_vectors",
+    "steerModules": "did you mean steering_modules",
+    "captures": "did you mean capture",
+    "activation_capture": "did you mean capture",
+    "sterring_vectors": "did you mean steering_vectors",
+    "output_residual_stream": "vllm-lens",
+    "apply_steering_vectors": "vllm-lens",
+    "steer_vector_request": "EasySteer",
+}
+
+
+@classes
+@pytest.mark.parametrize("place", ["", "vllm_xargs", "extra_args", "extra_body", "sampling_params"])
+@pytest.mark.parametrize(("name", "words"), MISTAKES.items())
+def test_rejects_known_mistakes(name: str, words: str, place: str, of: type[Any], context: RequestContext) -> None:
+    """Catches a misspelt field, or one of another project, that is ignored: HTTP 200 with plain text."""
+    with pytest.raises(RequestRefused, match=words) as refused:
+        apply_to_params(request_with(of, **({place: {name: 1}} if place else {name: 1})), SamplingParams())
+    assert refused.value.parameter == (f"{place}.{name}" if place else name)
+
+
+def test_other_servers_ignore_mistakes() -> None:
+    """Catches a server without steering that refuses what stock vLLM serves."""
+    assert apply_to_params(request_with(steer_vectors={}), SamplingParams()).extra_args is None
 
 
 def test_rejects_captures_that_no_response_carries(context: RequestContext) -> None:
@@ -247,9 +286,9 @@ def test_fields_of_a_body_are_compiled_once(context: RequestContext, monkeypatch
         parsed.append(fields)
         return compile_fields(fields)
 
-    monkeypatch.setattr(request_fields, "compile_fields", compile_once)
+    monkeypatch.setattr(apply_fields, "compile_fields", compile_once)
     request = request_with(**FIELD_VALUES)
-    programs = [apply_to_params(request, SamplingParams()).extra_args[EXTRA_KEY] for _ in range(5)]
+    programs = [apply_to_params(request, SamplingParams()).extra_args[PROGRAM_KEY] for _ in range(5)]
     assert len(parsed) == 1
     assert all(program is programs[0] for program in programs)
 
@@ -303,7 +342,7 @@ def test_prompts_of_a_body_get_the_same_global_steering(context: RequestContext)
         context.engine.registry.set(base={"post_block": {1: vector()}})
     context.compiled = None  # as for the next body
     params = apply_to_params(request, SamplingParams())
-    program = params.extra_args[EXTRA_KEY]
+    program = params.extra_args[PROGRAM_KEY]
     context.engine.registry.clear()
-    assert apply_to_params(request, SamplingParams()).extra_args[EXTRA_KEY] is program
+    assert apply_to_params(request, SamplingParams()).extra_args[PROGRAM_KEY] is program
     assert context.applied_json == params.extra_args[APPLIED_KEY]

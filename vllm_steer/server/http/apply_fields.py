@@ -21,28 +21,33 @@ from vllm_steer.limits import REQUEST_EDITS
 from vllm_steer.params import (
     APPLIED_KEY,
     CAPTURE_FIELD,
-    EXTRA_ARGS_KEYS,
-    EXTRA_KEY,
     FIELDS,
+    PROGRAM_KEY,
+    PROMPT_KEY,
+    RESERVED_KEYS,
     compile_fields,
     program_of,
     read_specs,
 )
 from vllm_steer.program import Program
 from vllm_steer.registry.composer import count_edits
-from vllm_steer.registry.errors import RegistryUnavailableError
+from vllm_steer.registry.errors import RegistryUnavailableError, UnknownModuleError
+from vllm_steer.registry.snapshot import Snapshot
 from vllm_steer.server.access_errors import AccessError
 from vllm_steer.server.auth.current_key import current_key, require_field_rights
+from vllm_steer.server.auth.rights import Right
 from vllm_steer.server.http.confusables import resembles
-from vllm_steer.server.http.request_context import PROMPT_KEY, RequestContext, ResultsLocation, current_request
+from vllm_steer.server.http.request_context import RequestContext, ResultsLocation, current_request
 from vllm_steer.server.quota.tracker import Reservation
 from vllm_steer.spec.condition import STOP_FIELD
 from vllm_steer.spec.readout import READOUTS_FIELD
+from vllm_steer.spec.unknown_fields import problem_of
 
 # The server runs all other tools itself and calls the model again with their results.
 _CLIENT_TOOLS = frozenset({"function", "custom"})
 MEMORY = MemoryConsumer.name
-_RESERVED_KEYS = (*EXTRA_ARGS_KEYS, PROMPT_KEY)
+_PARENTS = ("extra_args", "extra_body", "sampling_params")
+"""Unknown objects of a body in which clients put fields, because other servers or client libraries read them there."""
 
 
 class RequestRefused(VLLMValidationError, SteeringError):  # type: ignore[misc]
@@ -126,15 +131,31 @@ def refuse_fields(request: Any, reason: str) -> None:
 
 
 def _refuse_misspelled(request: Any) -> None:
-    """Raise SteeringError for names that resemble a field and would be ignored."""
-    for name, value in (request.model_extra or {}).items():
+    """Raise SteeringError for names that would be ignored: misspelt ones, and fields of other projects."""
+    unknown, xargs = request.model_extra or {}, getattr(request, "vllm_xargs", None) or {}
+    if not unknown and not xargs:
+        return
+    context = current_request.get()
+    if context is not None and context.engine is not None:
+        _refuse_known_mistakes(unknown, "")
+        _refuse_known_mistakes({name: xargs[name] for name in xargs if name not in RESERVED_KEYS}, "vllm_xargs.")
+        for parent in _PARENTS:
+            if isinstance(unknown.get(parent), Mapping):
+                _refuse_known_mistakes(unknown[parent], f"{parent}.")
+    for name, value in unknown.items():
         if name not in FIELDS and (resembles(name, "steering") or _looks_like_capture(name, value)):
             raise SteeringError(name[:80], f"unknown field; use one of {', '.join(FIELDS)}")
-    for name in getattr(request, "vllm_xargs", None) or {}:
-        if resembles(name, "steering") or name in _RESERVED_KEYS:
+    for name in xargs:
+        if resembles(name, "steering") or name in RESERVED_KEYS:
             raise SteeringError(
                 f"vllm_xargs.{name[:80]}", f"is reserved; put {', '.join(FIELDS)} at the top level of the body"
             )
+
+
+def _refuse_known_mistakes(given: Mapping[str, Any], path: str) -> None:
+    for name, value in given.items():
+        if value is not None and name not in FIELDS and (problem := problem_of(name)) is not None:
+            raise SteeringError(f"{path}{name}", problem)
 
 
 def _looks_like_capture(name: str, value: object) -> bool:
@@ -181,7 +202,10 @@ def _apply(fields: Mapping[str, Any], params: Any, context: RequestContext, answ
     compiled = context.compiled
     if compiled is None:
         require_field_rights(fields)
-        own = compile_fields(fields)
+        try:
+            own = compile_fields(fields)
+        except SteeringError as error:
+            raise error if context.engine is None else context.engine.capabilities.with_layers(error) from None
         # All prompts of a body are composed together, so that they get the same global steering.
         compiled = context.compiled = (
             own if context.engine is None else _compose(own, context.engine, context.reservation)
@@ -191,7 +215,9 @@ def _apply(fields: Mapping[str, Any], params: Any, context: RequestContext, answ
     # Set before the engine sees the request, because the responses route starts its stream earlier.
     context.applied_json = compiled.get(APPLIED_KEY) or None
     params.extra_args = {**(params.extra_args or {}), **compiled}
-    # Without the middleware (batch runner) there is no engine yet; the check happens when the request is submitted.
+    if PROGRAM_KEY in compiled:
+        params.extra_args[PROMPT_KEY] = context.prompts
+    # The batch runner has no middleware and no engine yet; the check happens when the request is submitted.
     if context.engine is not None:
         context.engine.check(params, context.prompt_len)
     if CAPTURE_FIELD in fields:
@@ -199,10 +225,10 @@ def _apply(fields: Mapping[str, Any], params: Any, context: RequestContext, answ
         if context.engine is not None and context.reservation is not None and program is not None:
             most = context.engine.capabilities.most_row_bytes(program, context.prompt_len, params.max_tokens)
             context.reservation.reserve_rows(most * params.n)
-        params.extra_args[PROMPT_KEY] = context.prompts
+        context.consumers = tuple(fields[CAPTURE_FIELD])
+    if PROGRAM_KEY in compiled:
         context.prompts += 1
         context.samples = params.n
-        context.consumers = tuple(fields[CAPTURE_FIELD])
         context.results_in = answer
     context.fields_applied = bool(fields)
 
@@ -213,12 +239,22 @@ def _compose(own: Mapping[str, bytes], engine: EngineContext, reservation: Reser
     The result always has `APPLIED_KEY`, so that the engine's front end does not compose them again.
     """
     snapshot = engine.registry.snapshot()
+    try:
+        return _compose_in(snapshot, own, engine, reservation)
+    except UnknownModuleError as error:
+        key = current_key()
+        raise (error.with_names(snapshot.index.modules) if key is None or Right.READ in key.rights else error) from None
+
+
+def _compose_in(
+    snapshot: Snapshot, own: Mapping[str, bytes], engine: EngineContext, reservation: Reservation | None
+) -> Mapping[str, bytes]:
     if reservation is not None:
-        # Checked before joining: a few names can stand for so many edits that joining them takes long.
+        # Checked before joining: a few modules can contain so many edits that joining them takes long.
         reservation.tracker.check_count(REQUEST_EDITS, count_edits(own, snapshot))
     composed = {APPLIED_KEY: b"", **engine.registry.compose(own, snapshot)}
-    if own and reservation is not None and EXTRA_KEY in composed:
-        program = Program.from_bytes(composed[EXTRA_KEY])
+    if own and reservation is not None and PROGRAM_KEY in composed:
+        program = Program.from_bytes(composed[PROGRAM_KEY])
         specs = [spec for _, spec in read_specs(composed)]
         reservation.reserve_program(program, snapshot.steering_program, engine.capabilities.num_layers, specs)
     return composed

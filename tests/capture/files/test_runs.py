@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs in a directory: names, the order of submission, indexing, and requests by tag."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from tests.capture.captured import assert_same, captured
+from vllm_steer.capture import CapturedRequest
+from vllm_steer.capture.consumers.filesystem import FilesystemConsumer
+from vllm_steer.capture.files.layouts import LayoutName
+from vllm_steer.capture.files.reader import StoredRequest, open_captures
+from vllm_steer.capture.results import SubmittedRequest
+
+LAYOUTS: tuple[LayoutName, ...] = ("per_request", "packed", "sharded")
+ENDED = (3, 0, 11, 2, 10, 1)
+"""Submission numbers in the order in which the requests end, which is neither numerical nor alphabetical."""
+
+
+def request(number: int, sample: int = 0, seed: int = 0) -> CapturedRequest:
+    """Return a request whose id is its number, as offline."""
+    found = captured(str(number), seed=seed + number, sample=sample, rows=2, options={"tag": f"prompt {number}"})
+    return dataclasses.replace(found, submission=number)
+
+
+def write(root: Path, requests: list[CapturedRequest], layout: LayoutName = "packed", run: str | None = None) -> None:
+    """Submit requests in the order of their numbers, and store them in the given order."""
+    consumer = FilesystemConsumer(root=str(root), layout=layout, run=run)
+    for each in sorted(requests, key=lambda request: (request.submission, request.sample)):
+        assert each.submission is not None
+        consumer.begin(SubmittedRequest(each.request_id, each.sample, each.submission, each.spec))
+    for each in requests:
+        consumer.accept(each)
+    consumer.close()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_order_of_submission(tmp_path: Path, layout: LayoutName) -> None:
+    """Catches (1) the order of names, hashes or endings, (2) 10 before 2, and (3) requests of two runs that mix."""
+    first, second = ([request(number, seed=seed) for number in ENDED] for seed in (0, 100))
+    write(tmp_path, first, layout, "z, but first")
+    write(tmp_path, second, layout, "a")
+    captures = open_captures(tmp_path)
+    assert captures.runs == ("z, but first", "a")
+    assert len(captures) == 2 * len(ENDED)
+    expected = [*sorted(first, key=lambda each: each.submission), *sorted(second, key=lambda each: each.submission)]
+    for i, (stored, each) in enumerate(zip(captures, expected, strict=True)):
+        assert stored.submission == each.submission
+        assert_same(stored, each)
+        assert_same(captures[i], each)
+        assert_same(captures[i - len(expected)], each)
+    assert [stored.request_id for stored in captures[1:4]] == ["1", "2", "3"]
+    with pytest.raises(IndexError):
+        captures[2 * len(ENDED)]
+
+
+def test_samples_follow_their_request(tmp_path: Path) -> None:
+    """Catches samples in the order of their ends."""
+    write(tmp_path, [request(1, 0), request(0, 1), request(1, 1), request(0, 0)])
+    assert [(stored.submission, stored.sample) for stored in open_captures(tmp_path)] == [
+        (0, 0),
+        (0, 1),
+        (1, 0),
+        (1, 1),
+    ]
+
+
+def test_one_run(tmp_path: Path) -> None:
+    """Catches requests of another run that has the same ids."""
+    write(tmp_path, [request(0), request(1)], run="a")
+    write(tmp_path, [request(0, seed=100)], run="b")
+    (stored,) = open_captures(tmp_path, run="b")
+    assert_same(stored, request(0, seed=100))
+    assert open_captures(tmp_path, run="b").runs == ("b",)
+    assert [found.run for found in open_captures(tmp_path).find("0")] == ["a", "b"]
+    assert [found.run for found in open_captures(tmp_path, run="a").find("0")] == ["a"]
+    with pytest.raises(ValueError, match="has no run 'c'; runs: 'a', 'b'"):
+        open_captures(tmp_path, run="c")
+
+
+def test_generated_names_are_in_the_order_of_the_starts(tmp_path: Path) -> None:
+    """Catches two runs without a name of their own that share one, and runs in the order of their random parts."""
+    for seed in range(4):
+        write(tmp_path, [request(0, seed=seed)])
+    captures = open_captures(tmp_path)
+    assert len(set(captures.runs)) == 4 and captures.runs == tuple(sorted(captures.runs))
+    for seed, stored in enumerate(captures):
+        assert_same(stored, request(0, seed=seed))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_find_by_tag(tmp_path: Path, layout: LayoutName) -> None:
+    """Catches a tag that finds other requests, and the order of names."""
+    write(tmp_path, [request(number, sample) for number in (2, 1) for sample in (1, 0)], layout)
+    captures = open_captures(tmp_path)
+    assert [stored.sample for stored in captures.find(tag="prompt 2")] == [0, 1]
+    (found,) = captures.find("1", 1, tag="prompt 1")
+    assert (found.request_id, found.sample, found.tag) == ("1", 1, "prompt 1")
+    assert captures.find("1", tag="prompt 2") == [] == captures.find(tag="prompt")
+
+
+def test_attributes_of_memory_and_file_results(tmp_path: Path) -> None:
+    """Catches a property that has another name or value in a file than in memory."""
+    expected = request(4, sample=1)
+    write(tmp_path, [expected])
+    (stored,) = open_captures(tmp_path)
+    for name in ("request_id", "sample", "model", "tag", "submission", "status", "error", "num_bytes"):
+        assert getattr(stored, name) == getattr(expected, name), name
+    for name in ("num_prompt_tokens", "num_output_tokens"):
+        assert getattr(stored, name) == getattr(expected, name) > 0, name
+    assert [*stored.sites] == [*expected.sites]
+    for method in ("tensor", "numpy", "positions", "token_ids"):
+        assert (getattr(stored, method)("post_block", 3) == getattr(expected, method)("post_block", 3)).all(), method
+
+
+def test_old_names_are_deprecated(tmp_path: Path) -> None:
+    """Catches old names that are gone, or that do not warn."""
+    write(tmp_path, [request(0)])
+    (stored,) = open_captures(tmp_path)
+    assert isinstance(stored, StoredRequest)
+    with pytest.warns(DeprecationWarning, match="use num_prompt_tokens"):
+        assert stored.prompt_tokens == stored.num_prompt_tokens
+    with pytest.warns(DeprecationWarning, match="use num_output_tokens"):
+        assert stored.output_tokens == stored.num_output_tokens

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests that the table of seams lists what the package uses of vLLM, and nothing else."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.compat.usage import attributes_of_base, foreign_private_attributes, imported, sources
+from vllm_steer.compat.record import read_seams, recorded
+from vllm_steer.compat.seams import SEAMS, Kind
+from vllm_steer.compat.sources import installed_source, installed_version
+
+FILES = sources()
+ATTRIBUTES = {seam.path.rpartition(".")[2] for seam in SEAMS if seam.kind is not Kind.IMPORT}
+QUOTED = {name for seam in SEAMS for name in re.findall(r"`(\w+)`", seam.why)}
+OF_OTHERS = {"_fields", "_register_fake", "_replace", "_vllm_steer"}
+"""Attributes of ast, torch, dataclasses and of ours that vLLM does not define."""
+
+BASES = (
+    ("engine/scheduler.py", "SteeringSchedulerMixin", "vllm.v1.core.sched.scheduler:Scheduler"),
+    ("engine/runner_v1.py", "SteeringRunnerV1", "vllm.v1.worker.gpu_model_runner:GPUModelRunner"),
+    ("engine/runner_v2.py", "SteeringRunnerV2", "vllm.v1.worker.gpu.model_runner:GPUModelRunner"),
+    ("engine/runner_v2.py", "SteeringModelState", "vllm.v1.worker.gpu.model_states.interface:ModelState"),
+    ("engine/worker.py", "SteeringWorker", "vllm.v1.worker.gpu_worker:Worker"),
+    ("engine/executor.py", "SteeringExecutor", "vllm.v1.executor.multiproc_executor:MultiprocExecutor"),
+    ("compat/request_state.py", "SteeredRequestState", "vllm.v1.engine.output_processor:RequestState"),
+)
+
+
+def test_lists_every_import_of_vllm() -> None:
+    """Catches an import that the next release may break without a word, and a row whose import is gone."""
+    listed = {seam.path for seam in SEAMS if seam.kind in (Kind.IMPORT, Kind.WIRE)}
+    used = imported(FILES)
+    missing = {name: sorted(used[name]) for name in used if name not in listed}
+    assert missing == {}, "add rows to vllm_steer/compat/seams.py, then run scripts/seams.py for each version"
+    assert {seam.path for seam in SEAMS if seam.kind is Kind.IMPORT} - used.keys() == set()
+
+
+def test_lists_every_private_attribute() -> None:
+    """Catches a private attribute of vLLM that is used and not listed."""
+    used = foreign_private_attributes(FILES)
+    missing = {name: sorted(where) for name, where in used.items() if name not in ATTRIBUTES | QUOTED | OF_OTHERS}
+    assert missing == {}
+
+
+@pytest.mark.parametrize(("file", "cls", "base"), BASES, ids=[cls for _, cls, _ in BASES])
+def test_lists_the_attributes_of_base_classes(file: str, cls: str, base: str) -> None:
+    """Catches an attribute of a base class that a subclass of ours uses and the table lacks."""
+    listed = {seam.path.removeprefix(f"{base}.") for seam in SEAMS if seam.path.startswith(f"{base}.")}
+    assert attributes_of_base(FILES[file], cls) - listed - {"__dict__"} == set()
+
+
+def test_listed_attributes_are_used() -> None:
+    """Catches a row that nothing uses any more."""
+    text = "\n".join(source for file, source in FILES.items() if file != "compat/seams.py")
+    names = {seam.path.rpartition(".")[2] for seam in SEAMS if seam.kind is Kind.ATTRIBUTE and ":_" not in seam.path}
+    assert {name for name in names if not re.search(rf"[.\"']{name}\b", text)} == set()
+
+
+def test_each_seam_is_listed_once_with_a_reason() -> None:
+    """Catches a row without a reason, and two rows for one use."""
+    assert len({(seam.path, seam.kind) for seam in SEAMS}) == len(SEAMS)
+    assert [seam.path for seam in SEAMS if not seam.why] == []
+    assert [seam.path for seam in SEAMS if (seam.kind in (Kind.WRAP, Kind.OVERRIDE)) != bool(seam.ours)] == []
+
+
+def test_the_record_is_that_of_the_installed_version() -> None:
+    """Catches a seam that this vLLM lacks or changed, and a table that was edited without scripts/seams.py."""
+    found = {
+        path: source and (source.signature, source.digest) for path, source in read_seams(installed_source()).items()
+    }
+    assert [path for path, source in found.items() if source is None] == []
+    record = recorded()[installed_version()]
+    assert {path: source and (source.signature, source.digest) for path, source in record.items()} == found
+
+
+def test_usage_is_found() -> None:
+    """Negative control: finds imports within functions, private attributes, and attributes of a base class."""
+    files = {
+        "a.py": "def f(x):\n    from vllm.v1.request import Request\n    import vllm.envs\n    return x._key, x._own",
+        "b.py": "class C(Base):\n    def __init__(self):\n        self._own = self.theirs\n"
+        "    def step(self):\n        super().step()\n        super().other()",
+    }
+    assert imported(files) == {"vllm.v1.request:Request": {"a.py"}, "vllm.envs:": {"a.py"}}
+    assert foreign_private_attributes(files) == {"_key": {"a.py"}}
+    assert attributes_of_base(files["b.py"], "C") == {"theirs", "other"}

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names of sites in other libraries."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from vllm_steer.points import POINTS
+from vllm_steer.site_names import FOREIGN_NAMES, find_foreign_site
+
+
+@pytest.mark.parametrize(
+    ("name", "point", "layer"),
+    [
+        ("resid_post", "post_block", None),
+        ("blocks.10.hook_resid_post", "post_block", 10),
+        ("resid_post.10", "post_block", 10),
+        ("model.layers.10", "post_block", 10),
+        ("model.model.layers[10].output", "post_block", 10),
+        ("model.language_model.layers.10.mlp", "mlp_out", 10),
+        ("transformer.h.10", "post_block", 10),
+        ("layers_output[10]", "post_block", 10),
+        ("layers_input[10]", "pre_attn", 10),
+        ("hidden_states[11]", "post_block", 10),
+        ("hidden_states[0]", "pre_attn", 0),
+        ("hidden_states[-1]", "post_block", None),
+        ("hook_mlp_in", "post_attn", None),
+        ("token_embeddings", "pre_attn", 0),
+        ("hook_q", None, None),
+    ],
+)
+def test_known_names(name: str, point: str | None, layer: int | None) -> None:
+    """Catches a name translated to another point, and hidden_states without the shift by one."""
+    site = find_foreign_site(name)
+    assert site is not None
+    assert (site.point, site.layer) == (point, layer)
+
+
+@pytest.mark.parametrize("name", ["", "post_block", "resid", "blocks.x.hook_resid_post", "layers.1.2", "a" * 10**6])
+def test_unknown_names(name: str) -> None:
+    """Catches a guess, and our own names reported as foreign."""
+    assert find_foreign_site(name) is None
+
+
+def test_names_are_unique() -> None:
+    """Catches a spelling with two meanings."""
+    templates = [template for name in FOREIGN_NAMES for template in name.templates]
+    assert len(templates) == len(set(templates))
+
+
+def test_documented_names_are_in_the_table() -> None:
+    """Catches a column of docs/reference/points.md that contradicts the table of names."""
+    for point in POINTS.values():
+        for library in ("TransformerLens", "nnsight"):
+            name = re.split(r"[, ]", point.aliases[library])[0].replace("{i}", "7").replace("[i]", "[7]")
+            site = find_foreign_site(name)
+            assert site is not None, name
+            assert (site.point, site.layer) == (point.name, 7), name

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading of Arrow IPC streams of captured rows, also while they are written or after their writer was killed."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+import torch
+import xxhash
+
+from vllm_steer.capture.files.format import DTYPES, FORMAT, CaptureFile, CaptureFileError, StoredSite
+from vllm_steer.capture.files.stream import CHECKSUM, END_OF_STREAM, REQUEST, SCHEMA, VERSION, Line, StreamEntry
+from vllm_steer.capture.results import Site
+
+_HEADER = SCHEMA.serialize().to_pybytes()
+_MAX_METADATA = 1 << 24
+_PARSE_ERRORS = (pa.ArrowException, OSError, ValueError, LookupError, RecursionError, msgspec.MsgspecError)
+
+
+class StreamFile(CaptureFile):
+    """A stream, possibly one that is being written. It is mapped while rows are read or in use."""
+
+    entries: list[StreamEntry]
+
+    def __init__(self, path: Path) -> None:
+        """Find the whole requests.
+
+        Raises:
+            CaptureFileError: The file is damaged or not a capture file. An incomplete request at the end is not damage.
+        """
+        self.path = path
+        found = scan(path)
+        self.sealed = found.sealed
+        """Whether the stream has ended."""
+        self.entries = found.entries
+        self._spans = found.spans
+        self._checked: set[int] = set()
+        self._recent: tuple[int, list[Line]] = -1, []
+
+    def site_names(self, index: int) -> tuple[Site, ...]:
+        """Return the captured sites of a request."""
+        return tuple((site.point, site.layer) for site in self.entries[index].sites)
+
+    def site(self, index: int, number: int) -> StoredSite:
+        """Return the rows and tokens of a site. The first call for a request compares its checksum."""
+        entry = self.entries[index].sites[number]
+        _, positions, token_ids, rows = self._lines(index)[number]
+        dtype = DTYPES[entry.dtype]
+        if not rows.size:
+            tensor = torch.empty(entry.shape, dtype=dtype)
+        else:
+            start = rows.address - self._base
+            tensor = torch.frombuffer(self._mapped, dtype=torch.uint8, count=rows.size, offset=start)
+            if start % dtype.itemsize:
+                tensor = tensor.clone()
+            tensor = tensor.view(dtype).view(entry.shape)
+        return StoredSite(tensor, torch.tensor(positions), torch.tensor(token_ids))
+
+    def _lines(self, index: int) -> list[Line]:
+        if index == self._recent[0]:
+            return self._recent[1]
+        start, stop = self._spans[index]
+        lines: list[Line] = []
+        entry, checksum = self.entries[index], xxhash.xxh3_64()
+        try:
+            source = pa.BufferReader(pa.py_buffer(self._mapped).slice(start, stop - start))
+            while source.tell() < stop - start:
+                batch = pa.ipc.read_record_batch(pa.ipc.read_message(source), SCHEMA)
+                batch.validate(full=True)
+                _, ends, data = batch.column("rows").buffers()  # values of the column would be copies
+                for i in range(batch.num_rows):
+                    positions, token_ids = (batch.column(name)[i].values for name in ("positions", "token_ids"))
+                    first, end = np.frombuffer(ends, np.int64, 2, 8 * i).tolist()
+                    rows = data.slice(first, end - first)
+                    site = entry.sites[len(lines)]
+                    lines.append(Line(site, positions.to_numpy(), token_ids.to_numpy(), rows))
+            if index not in self._checked:
+                for line in lines:
+                    for part in line[1:]:
+                        checksum.update(part)
+        except _PARSE_ERRORS as error:
+            raise CaptureFileError(f"{self.path} is damaged in request {index}: {error}") from None
+        sizes = [shape[0] * shape[1] * DTYPES[site.dtype].itemsize for site in entry.sites for shape in [site.shape]]
+        whole = sizes == [line.rows.size for line in lines]
+        if not whole or (index not in self._checked and checksum.hexdigest() != entry.xxh3_64):
+            raise CaptureFileError(f"{self.path} is damaged in request {index}: its checksum differs")
+        self._checked.add(index)
+        self._recent = index, lines
+        return lines
+
+    @cached_property
+    def _mapped(self) -> mmap.mmap:
+        return _map(self.path)
+
+    @cached_property
+    def _base(self) -> int:
+        return int(pa.py_buffer(self._mapped).address)
+
+
+class Scan(NamedTuple):
+    """The whole requests of a stream."""
+
+    entries: list[StreamEntry]
+    spans: list[tuple[int, int]]
+    """First byte of each request, and the byte behind it."""
+    end: int
+    """End of the last whole request."""
+    sealed: bool
+
+
+def scan(path: Path | str) -> Scan:
+    """Find the whole requests of a stream; only their properties are read.
+
+    Raises:
+        CaptureFileError: The file is damaged or not a capture file.
+    """
+    entries: list[StreamEntry] = []
+    spans: list[tuple[int, int]] = []
+    end, sealed, problem = 0, False, "it is empty"
+    if os.path.getsize(path):
+        mapped = _map(path)
+        source = pa.BufferReader(pa.py_buffer(mapped))
+        try:
+            reader = pa.ipc.open_stream(source)
+            _check_schema(path, reader.schema)
+            end = source.tell()
+            while True:
+                start = source.tell()
+                try:
+                    batch, metadata = reader.read_next_batch_with_custom_metadata()
+                except StopIteration:
+                    sealed = start == end and source.tell() - end == len(END_OF_STREAM)
+                    problem = "" if sealed or source.tell() == end else "a request has no end"
+                    break
+                try:
+                    _check_size(batch, mapped[start : start + 8], source.tell() - start)
+                    entry = _decode(metadata)
+                except _PARSE_ERRORS as error:
+                    raise CaptureFileError(f"{path} is damaged after byte {end}: {error}") from None
+                if entry is not None:
+                    entries.append(entry)
+                    spans.append((end, source.tell()))
+                    end = source.tell()
+        except CaptureFileError:
+            raise
+        except _PARSE_ERRORS as error:
+            problem = str(error)
+    if problem and not sealed and _goes_on(path, end):
+        raise CaptureFileError(f"{path} is damaged after byte {end}: {problem}")
+    return Scan(entries, spans, end, sealed)
+
+
+def _map(path: Path | str) -> mmap.mmap:
+    with open(path, "rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+
+
+def _check_schema(path: Path | str, schema: Any) -> None:
+    metadata = schema.metadata or {}
+    if metadata.get(b"format") != FORMAT.encode():
+        raise CaptureFileError(f"{path} is not a capture file but another Arrow stream")
+    if metadata.get(b"version") != VERSION.encode():
+        version = metadata.get(b"version", b"").decode(errors="replace")
+        raise CaptureFileError(f"{path} has format version {version}; supported: {VERSION}")
+    if not schema.equals(SCHEMA):
+        raise CaptureFileError(f"{path} is damaged: it has other columns than a capture file")
+
+
+def _check_size(batch: Any, prefix: bytes, size: int) -> None:
+    """Raise ValueError if a message is longer than its batch, and so hides those that follow."""
+    buffers = (buffer for column in batch.columns for buffer in column.buffers() if buffer is not None)
+    if size != 8 + int.from_bytes(prefix[4:], "little") + sum(-(-buffer.size // 8) * 8 for buffer in buffers):
+        raise ValueError("the length of a message differs from its content")
+
+
+def _decode(metadata: Any) -> StreamEntry | None:
+    """Return the properties of a request, or None if a batch is not the last one of its request."""
+    text = b"" if metadata is None else metadata[REQUEST]
+    if metadata is None or xxhash.xxh3_64_hexdigest(text).encode() != metadata[CHECKSUM]:
+        raise ValueError("the checksum of the properties differs")
+    if not text:
+        return None
+    entry = msgspec.json.decode(text, type=StreamEntry)
+    if any(site.dtype not in DTYPES or min(site.shape) < 0 for site in entry.sites):
+        raise ValueError("a site has an unknown dtype or shape")
+    return entry
+
+
+def _goes_on(path: Path | str, end: int) -> bool:
+    """Return whether more follows behind ``end`` than one request that a killed writer left incomplete.
+
+    That is the case if a complete request or the end-of-stream marker follows. Reads the bytes instead of mapping them,
+    because a writer that fails cuts them off.
+    """
+    with open(path, "rb") as file:
+        file.seek(end)
+        rest = file.read()
+    if rest.endswith(END_OF_STREAM):
+        return True
+    words = np.frombuffer(rest[: len(rest) // 8 * 8], "<u4").reshape(-1, 2)
+    starts = np.flatnonzero((words[:, 0] == 0xFFFFFFFF) & (words[:, 1] > 0) & (words[:, 1] < _MAX_METADATA)) * 8
+    for start in starts[starts > 0].tolist():
+        try:
+            reader = pa.ipc.open_stream(_HEADER + rest[start:])
+            _, metadata = reader.read_next_batch_with_custom_metadata()
+            if _decode(metadata) is not None:
+                return True
+        except (*_PARSE_ERRORS, StopIteration, TypeError):
+            continue
+    return False

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m vllm_steer.compat diff VERSION``: the work list of a vLLM release."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from vllm_steer.compat.diff import compare, write_report
+from vllm_steer.compat.sources import SourceError, open_source
+
+app = typer.Typer(add_completion=False, help="Compare versions of vLLM by their source, without importing them.")
+
+
+@app.callback()
+def main() -> None:
+    """Keep ``diff`` a sub-command."""
+
+
+@app.command()
+def diff(
+    version: Annotated[str, typer.Argument(help="Version, wheel, sdist or folder.")],
+    old: Annotated[str, typer.Option(help="What to compare it with.")] = "installed",
+    source: Annotated[bool, typer.Option(help="Show the difference of every seam.")] = True,
+    output: Annotated[Path | None, typer.Option(help="Markdown file to write.")] = None,
+) -> None:
+    """List the seams, decoder-layer classes and settings that differ, and what has to be proven again."""
+    try:
+        report = write_report(compare(open_source(old), open_source(version)), with_source=source)
+    except SourceError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from None
+    if output is None:
+        typer.echo(report)
+    else:
+        output.write_text(report)
+
+
+if __name__ == "__main__":
+    app(prog_name="python -m vllm_steer.compat")

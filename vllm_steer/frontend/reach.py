@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Edits of a finished sample that no token reached.
+
+All prompt tokens and all generated tokens but the last run through the model. Whether an edit reached one of them
+follows from its selector and the number of tokens, so the engine reports nothing. Prefix caching does not matter,
+because a block is only reused under the same edits; neither do preemption and rejected drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeAlias
+
+from vllm_steer.params import program_of
+from vllm_steer.registry.schema import NoEffect
+from vllm_steer.spec import Selector
+
+Unreached: TypeAlias = tuple[tuple[str, Selector], ...]
+"""Path and selector of each edit that a sample did not reach."""
+
+_SELECTIONS = "_steering_selections"
+_BY_SAMPLE = "_steering_unreached"
+_LISTENER = "_steering_reach_listener"
+
+
+def record_selections(output_processor: Any, request: Any) -> None:
+    """Store the selectors of a sample's edits on its state."""
+    program = program_of(request.sampling_params)
+    if program is not None and program.edits:
+        setattr(output_processor.request_states[request.request_id], _SELECTIONS, program.edit_selections)
+
+
+def on_reach(state: Any, listener: Callable[[Any, Unreached], None]) -> None:
+    """Call ``listener(state, unreached)`` when a sample with edits has finished."""
+    setattr(state, _LISTENER, listener)
+
+
+def record_reach(state: Any) -> None:
+    """Record which edits a sample that has finished did not reach."""
+    selections: tuple[tuple[Selector, tuple[str, ...]], ...] = getattr(state, _SELECTIONS, ())
+    if not selections:
+        return
+    num_generated = state.detokenizer.num_output_tokens()
+    # Without a generated token, no result depends on the edits, however much of the prompt was computed.
+    stop = state.prompt_len + num_generated - 1 if num_generated else 0
+    unreached = tuple(
+        (path, selector)
+        for selector, paths in selections
+        if not selector.reaches(state.prompt_len, stop)
+        for path in paths
+    )
+    if unreached:
+        # The samples of a request share their parent, which has to report on all of them.
+        vars(state if state.parent_req is None else state.parent_req).setdefault(_BY_SAMPLE, {})[
+            state.request_index
+        ] = unreached
+    listener: Callable[[Any, Unreached], None] | None = getattr(state, _LISTENER, None)
+    if listener is not None:
+        listener(state, unreached)
+
+
+def unreached_edits(state: Any) -> tuple[NoEffect, ...]:
+    """Return the edits that the finished samples of a sample's request did not reach."""
+    by_sample: Mapping[int, Unreached] | None = getattr(
+        state if state.parent_req is None else state.parent_req, _BY_SAMPLE, None
+    )
+    return () if by_sample is None else as_no_effect(by_sample)
+
+
+def as_no_effect(by_choice: Mapping[int, Iterable[tuple[str, Selector]]]) -> tuple[NoEffect, ...]:
+    """Return one entry per edit that some choices did not reach."""
+    choices: dict[tuple[str, Selector], list[int]] = {}
+    for choice in sorted(by_choice):
+        for key in by_choice[choice]:
+            choices.setdefault(key, []).append(choice)
+    return tuple(
+        NoEffect(edit=path, reason="unreached", tokens=selector.to_wire(), choices=tuple(numbers))
+        for (path, selector), numbers in choices.items()
+    )
