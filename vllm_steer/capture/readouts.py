@@ -54,7 +54,7 @@ class ReadoutStream:
     """
 
     def __init__(self, program: Program, assembler: RowAssembler) -> None:
-        self._program = program
+        self.program = program
         self._assembler = assembler
         self._next_chunk = 0
         self._next_position = 0
@@ -79,7 +79,7 @@ class ReadoutStream:
     def result(self, prompt_len: int, num_tokens: int) -> tuple[dict[str, Readouts], SteeringTrace | None]:
         """Return all values and, for a request with gated or live edits, its trace; arguments as of `next_delta`."""
         positions, records = self._assembler.records(num_tokens - 1)
-        layout = self._program.layout
+        layout = self.program.layout
         trace = None
         if layout.gates or layout.live:
             start = int(np.searchsorted(positions, prompt_len))
@@ -98,7 +98,7 @@ class ReadoutStream:
 
     def _readouts(self, positions: IntArray, records: FloatArray, prompt_len: int) -> dict[str, Readouts]:
         found = {}
-        for readout, column in zip(self._program.readouts, self._program.layout.readouts, strict=True):
+        for readout, column in zip(self.program.readouts, self.program.layout.readouts, strict=True):
             wanted = _inside(positions, readout.selector.intervals(prompt_len))
             values = _columns(records, column, readout.width)[wanted]
             found[readout.name] = Readouts(positions[wanted], values[:, 0] if readout.scalar else values)
