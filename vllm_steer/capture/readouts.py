@@ -61,7 +61,7 @@ class ReadoutStream:
 
     def stopped_by(self, stop_reason: object) -> bool:
         """Return whether a request with this ``stop_reason`` was ended by a readout."""
-        return bool(self._program.stops) and isinstance(stop_reason, str) and stop_reason.startswith(STOP_REASON_PREFIX)
+        return bool(self.program.stops) and isinstance(stop_reason, str) and stop_reason.startswith(STOP_REASON_PREFIX)
 
     def next_delta(self, prompt_len: int, num_tokens: int) -> dict[str, Readouts]:
         """Return the values of the tokens confirmed since the last delta.
@@ -91,7 +91,7 @@ class ReadoutStream:
                 axis=1,
             )
             for place, number in enumerate(layout.gates):
-                intervals = self._program.edits[number].selector.intervals(prompt_len)
+                intervals = self.program.edits[number].selector.intervals(prompt_len)
                 gates[~_inside(positions[start:], intervals), place] = 0.0
             trace = SteeringTrace(positions[start:], gates, live)
         return self._readouts(positions, records, prompt_len), trace

@@ -226,7 +226,8 @@ def finish_capture(state: Any, finish_reason: FinishReason, stop_reason: Any) ->
     if running is None:
         return None
     if running.readouts is not None:
-        setattr(state, _NUM_FORWARDED, num_forwarded(state))
+        # If a readout has ended the request, its last token has been forwarded.
+        setattr(state, _NUM_FORWARDED, num_forwarded(state) + running.readouts.stopped_by(stop_reason))
     if not running.specs:
         running.receiver.finish_request(state.request_id)
         return None

@@ -62,7 +62,7 @@ class Sample:
         assembler = RowAssembler(4, HIDDEN, torch.float32)
         self.receiver.add_request(self.request_id, assembler)
         manager: Any = None
-        running = RunningCapture(manager, self.receiver, assembler, (), {}, ReadoutStream(program, assembler))
+        running = RunningCapture(manager, self.receiver, assembler, (), {}, 0, ReadoutStream(program, assembler))
         setattr(self, outputs._CAPTURE, running)
         track_sample(
             SimpleNamespace(request_states={self.request_id: self}),

@@ -41,7 +41,10 @@ class ReadoutFeed:
         program, self._reader = read_records(state)
         self._names = [readout.name for readout in program.readouts]
         self._by_tokens = _readouts_by_tokens(program, state.prompt_len)
-        self._gates = list(program.layout.gates.values())
+        self._gates = [
+            (column, program.edits[number].selector.intervals(state.prompt_len))
+            for number, column in program.layout.gates.items()
+        ]
         self._live = dict(program.layout.live)
         self._trace_taken = False
         self._trace_positions: list[int] = []
@@ -77,9 +80,17 @@ class ReadoutFeed:
         if self._trace_taken or not (self._gates or self._live):
             return None
         self._trace_taken = True
+        # As in SteeringTrace: 0 at tokens that the edit does not cover.
+        gates = [
+            [
+                record[column] if any(start <= position < stop for start, stop in intervals) else 0.0
+                for column, intervals in self._gates
+            ]
+            for position, record in zip(self._trace_positions, self._trace_records, strict=True)
+        ]
         return {
             "positions": self._trace_positions,
-            "gates": [[record[column] for column in self._gates] for record in self._trace_records],
+            "gates": gates,
             "live": {name: [record[column] for record in self._trace_records] for name, column in self._live.items()},
         }
 
