@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tests.docs.runner import client_blocks, run_python
-from tests.registry.modules import HIDDEN
+from tests.server.fakes import HIDDEN
 
 
 def test_client_example_of_the_modules_guide(url: str) -> None:

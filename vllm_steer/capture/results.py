@@ -31,14 +31,14 @@ class SiteRows:
 
 @dataclass(frozen=True, eq=False)
 class SubmittedRequest:
-    """One sample of a request that the engine client has accepted."""
+    """One sample of a request that the front end has accepted."""
 
     request_id: str
     """The client's request id, or vLLM's if the client set none. Arbitrary text: do not use it as a file name."""
     sample: int
     """Number of the sample among the request's ``n`` samples, from 0."""
     submission: int
-    """Number of the request among those with captures that the engine client accepted, from 0."""
+    """Number of the request among those with captures that the front end accepted, from 0."""
     spec: CaptureSpec
     """The capture spec of the request."""
 
@@ -66,12 +66,13 @@ class CapturedRequest:
     """The capture spec of the request."""
     sites: Mapping[Site, SiteRows]
     status: Status
-    """``ok`` if all rows of the requested tokens are present and exact. ``partial`` if rows are missing or overflow the
-    dtype, or if the request has none of the requested positions."""
+    """``ok`` if all rows of the tokens that the request reached are present and exact; listed positions that it did not
+    reach are in `CaptureResult.unreached`. ``partial`` if rows are missing or overflow the dtype, or if the request
+    reached none of the listed positions; named positions such as ``all_generated`` stay ``ok``."""
     error: str | None
     """Reason for a status other than ``ok``."""
     submission: int | None = None
-    """Number of the request among those with captures that its engine client accepted, from 0."""
+    """Number of the request among those with captures that its front end accepted, from 0."""
 
     def tensor(self, point: str, layer: int) -> torch.Tensor:
         """Return the rows of a site, ``[n, hidden]`` or as reduced.

@@ -21,7 +21,10 @@ class ServerError(Exception):
 
     Example:
         >>> from vllm_steer import ServerError  # doctest: +SKIP
-        >>> with contextlib.suppress(ServerError): client.chat([], steering_modules=["missing"])  # doctest: +SKIP
+        >>> try:  # doctest: +SKIP
+        ...     client.complete("one", steering_modules=["missing"])
+        ... except ServerError as error:
+        ...     print(error.status, error.message)
     """
 
     def __init__(self, status: int, message: str, param: str | None = None, kind: str = "") -> None:

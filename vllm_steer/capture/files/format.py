@@ -36,7 +36,10 @@ class CaptureFileError(ValueError):
 
     Example:
         >>> from vllm_steer import CaptureFileError, open_captures  # doctest: +SKIP
-        >>> with contextlib.suppress(CaptureFileError): requests = list(open_captures("acts"))  # doctest: +SKIP
+        >>> try:  # doctest: +SKIP
+        ...     requests = list(open_captures("acts"))
+        ... except CaptureFileError as error:
+        ...     print(error)
     """
 
 
