@@ -56,9 +56,8 @@ def engine(request: pytest.FixtureRequest, model: Any) -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         old = request.param.startswith("v1")
         choose_runner(patch, "0" if old else "1")
-        llm = make_llm(
-            model, gpu_memory_utilization=0.02, kv_cache_memory_bytes=1 << 30, **{"max_num_seqs": 64, **VARIANTS[request.param]}
-        )  # fmt: skip
+        settings = {"max_num_seqs": 64, "gpu_memory_utilization": 0.02, "kv_cache_memory_bytes": 1 << 30}
+        llm = make_llm(model, **{**settings, **VARIANTS[request.param]})
         assert runner_of(llm) == (V1 if old else V2)
         yield llm
         close(llm)
