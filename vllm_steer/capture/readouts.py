@@ -62,7 +62,7 @@ class ReadoutStream:
     @property
     def live_names(self) -> tuple[str, ...]:
         """Names of the request's live strengths."""
-        return tuple(self._program.layout.live)
+        return tuple(self.program.layout.live)
 
     def stopped_by(self, stop_reason: object) -> bool:
         """Return whether a request with this ``stop_reason`` was ended by a readout."""
