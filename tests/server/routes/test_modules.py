@@ -16,6 +16,7 @@ from fastapi import FastAPI
 from starlette.routing import Route
 
 from tests.registry.modules import content, module, registry, vector
+from vllm_steer.registry.errors import UnknownModuleError
 from vllm_steer.registry.module_files import write_module
 from vllm_steer.registry.registry import SteeringRegistry
 from vllm_steer.registry.strict_json import parse_json
@@ -126,14 +127,14 @@ async def test_sets_and_clears_global_steering(client: httpx.AsyncClient) -> Non
 
 
 @pytest.mark.parametrize(("rights", "listed"), [((Right.GLOBAL,), False), ((Right.GLOBAL, Right.READ), True)])
-async def test_unknown_modules_of_set(client: httpx.AsyncClient, rights: tuple[Right, ...], listed: bool) -> None:
+def test_set_lists_modules_for_keys_that_may_list_them(rights: tuple[Right, ...], listed: bool) -> None:
     """Catches an error that lists the modules for a key that may not list them."""
-    await client.post(MODULES, json={"name": "secret", "base": BASE})
-    with use_key(generate_key("key", rights, {})[0]):
-        message = refused(await client.post(SET, json={"modules": ["secret", "secrett"]}), 404)["message"]
-    assert "unknown module 'secrett'" in message
-    assert message.endswith("registered modules: secret; did you mean secret?") is listed
-    assert ("secret;" in message) is listed
+    modules_of_server = registry()
+    modules_of_server.register("secret", base=BASE)
+    with use_key(generate_key("key", rights, {})[0]), pytest.raises(UnknownModuleError) as caught:
+        modules._set_json(modules_of_server, b'{"modules": ["public"]}')
+    names = "; registered modules: secret" if listed else ""
+    assert str(caught.value) == f"modules[0]: unknown module 'public'{names}"
 
 
 async def test_parses_bodies_in_a_thread(client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
