@@ -102,6 +102,8 @@ class SteeringConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     max_segments: int = ENGINE_LIMITS["max_segments"].default
     capture_rows: int = ENGINE_LIMITS["capture_rows"].default
     graph_sets: int = ENGINE_LIMITS["graph_sets"].default
+    record_columns: int = ENGINE_LIMITS["record_columns"].default
+    max_conditions: int = ENGINE_LIMITS["max_conditions"].default
     capture_mib: int = ENGINE_LIMITS["capture_mib"].default
     queue_timeout: int = ENGINE_LIMITS["queue_timeout"].default
     capture_policy: CapturePolicy = "wait"

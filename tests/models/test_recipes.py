@@ -23,9 +23,9 @@ from tests.conformance.no_reference import NO_REFERENCE
 from tests.conformance.zoo import ZOO
 from vllm_steer.models.recipe import PARALLEL, SUMMAND, Recipe
 from vllm_steer.models.recipes import PROVEN, RECIPES
-from vllm_steer.models.transformers_layers import TRANSFORMERS_LAYERS
+from vllm_steer.models.transformers_recipes import TRANSFORMERS_RECIPES
 from vllm_steer.models.unsupported import UNSUPPORTED
-from vllm_steer.models.vllm_layers import MODULES, VLLM_LAYERS
+from vllm_steer.models.vllm_recipes import MODULES, VLLM_RECIPES
 from vllm_steer.points import OPTIONAL_POINTS
 
 MIN_PROVEN = 140
@@ -65,7 +65,7 @@ def test_every_recipe_is_proven() -> None:
 
 def test_classes_are_registered_once() -> None:
     """Catches a second row that replaces the first, and a class that is both supported and unsupported."""
-    assert len(RECIPES) == len(VLLM_LAYERS) + len(TRANSFORMERS_LAYERS)
+    assert len(RECIPES) == len(VLLM_RECIPES) + len(TRANSFORMERS_RECIPES)
     assert not RECIPES.keys() & UNSUPPORTED.keys()
 
 

@@ -106,10 +106,14 @@ class RowReceiver:
                 if assembler is not None:
                     assembler.set_missing_reason(reason)
                 return
-            if not self._assemblers:
-                return
-            self._steps.append(decode_step(parameters, rows))
-            self._size += rows.nbytes
+            if self._assemblers:
+                self.add_step(decode_step(parameters, rows))
+
+    def add_step(self, step: StepRows) -> None:
+        """Add the rows of one step."""
+        with self._lock:
+            self._steps.append(step)
+            self._size += step.rows.nbytes
             if self._size > MAX_BYTES or len(self._steps) > MAX_STEPS:
                 for request_id in list(self._assemblers):
                     self.flush(request_id)

@@ -9,7 +9,7 @@ from typing import Any
 from vllm.exceptions import GracefulHTTPError
 from vllm.v1.engine.output_processor import RequestState
 
-from vllm_steer.frontend.outputs import applied_steering, finish_capture, new_rows, refusal
+from vllm_steer.frontend.outputs import applied_steering, finish_capture, new_readouts, new_rows, refusal
 from vllm_steer.frontend.reach import record_reach
 from vllm_steer.params import program_bytes
 
@@ -44,6 +44,7 @@ class SteeredRequestState(RequestState):  # type: ignore[misc]
     def _new_completion_output(self, token_ids: Any, finish_reason: Any, stop_reason: Any, *args: Any) -> Any:
         output = super()._new_completion_output(token_ids, finish_reason, stop_reason, *args)
         output.capture_rows = new_rows(self)
+        output.readouts, output.steering_trace = new_readouts(self, stop_reason, finished=finish_reason is not None)
         if finish_reason is not None:
             record_reach(self)
             output.capture_results = finish_capture(self, finish_reason, stop_reason)

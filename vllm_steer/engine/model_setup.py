@@ -72,6 +72,7 @@ def set_up_steering(
         max_requests=max_requests,
         dtype=model_config.dtype,
         device=device,
+        drafts=vllm_config.num_speculative_tokens,
     )
     own_forward = modules_with_own_forward(model)
     install_taps(decoder, tables)

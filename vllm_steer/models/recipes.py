@@ -11,10 +11,10 @@ from dataclasses import replace
 from typing import Final
 
 from vllm_steer.models.recipe import Recipe
-from vllm_steer.models.transformers_layers import TRANSFORMERS_LAYERS
-from vllm_steer.models.vllm_layers import VLLM_LAYERS
+from vllm_steer.models.transformers_recipes import TRANSFORMERS_RECIPES
+from vllm_steer.models.vllm_recipes import VLLM_RECIPES
 
-_ROWS: Final = {recipe.layer_class: recipe for recipe in (*VLLM_LAYERS, *TRANSFORMERS_LAYERS)}
+_ROWS: Final = {recipe.layer_class: recipe for recipe in (*VLLM_RECIPES, *TRANSFORMERS_RECIPES)}
 
 RECIPES: Final[Mapping[str, Recipe]] = {
     name: replace(_ROWS[row.inherits], layer_class=name, inherits=row.inherits) if row.inherits else row

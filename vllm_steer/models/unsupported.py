@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from vllm_steer.models.vllm_layers import MODULES
+from vllm_steer.models.vllm_recipes import MODULES
 
 _STREAMS: Final = "it carries several residual streams and mixes them, so no single stream can be read or edited"
 _RESIDUALS: Final = (

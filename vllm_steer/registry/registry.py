@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from vllm_steer import audit
 from vllm_steer.errors import SteeringError
-from vllm_steer.metrics.registry import set_registry_gauges
+from vllm_steer.metrics.module_registry import set_registry_gauges
 from vllm_steer.program import Program
 from vllm_steer.program.magnitude import check_magnitude
 from vllm_steer.registry.composer import RequestComposer

@@ -39,6 +39,8 @@ from vllm_steer.server.auth.rights import Right
 from vllm_steer.server.http.confusables import resembles
 from vllm_steer.server.http.request_context import RequestContext, ResultsLocation, current_request
 from vllm_steer.server.quota.tracker import Reservation
+from vllm_steer.spec.condition import STOP_FIELD
+from vllm_steer.spec.readout import READOUTS_FIELD
 from vllm_steer.spec.unknown_fields import problem_of
 
 # The server runs all other tools itself and calls the model again with their results.
@@ -90,6 +92,9 @@ def apply_to_params(request: Any, params: Any) -> Any:
         _refuse_misspelled(request)
         _refuse_background(request)
         fields = read_fields(request)
+        for name in (READOUTS_FIELD, STOP_FIELD):
+            if name in fields:
+                raise SteeringError(name, "is not supported over HTTP yet; use LLM or AsyncLLM")
         if CAPTURE_FIELD in fields:
             _refuse_without_answer(request)
         answer: ResultsLocation = "response" if isinstance(request, ResponsesRequest) else "choices"

@@ -111,8 +111,7 @@ class QuotaTracker:
             SteeringError: An edit exceeds the norm limit.
         """
         edits = program.edits if shared is None else program.edits[len(shared.edits) :]
-        places = {edit.vector for edit in edits}.union(*program.projections)
-        used = {program.digests[place]: len(program.vectors[place]) for place in places}
+        used = {digest: len(vector) for digest, vector in zip(program.digests, program.vectors, strict=True)}
         for spec in specs:
             if isinstance(spec.reduce, Projection) and not spec.reduce.in_engine:
                 used.update((digest, 4 * spec.reduce.directions.shape[1]) for digest in spec.reduce.digests)

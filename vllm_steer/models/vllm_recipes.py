@@ -100,7 +100,7 @@ def _scaled_in_float16(layer: Any) -> str | None:
     return _sequence_parallel(layer)
 
 
-VLLM_LAYERS: Final[tuple[Recipe, ...]] = (
+VLLM_RECIPES: Final[tuple[Recipe, ...]] = (
     # Attention, then MLP: pairs.
     _pair("AXK1.AXK1DecoderLayer", why_unsupported=_scaled_in_float16),
     _pair("afmoe.AfmoeDecoderLayer", "pre_mlp_layernorm"),

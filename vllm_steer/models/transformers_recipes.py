@@ -34,7 +34,7 @@ def _gpt_neox(layer: Any) -> Mapping[str, Any]:
     return {} if layer.use_parallel_residual else {"post_attn": "post_attention_layernorm"}
 
 
-TRANSFORMERS_LAYERS: Final[tuple[Recipe, ...]] = (
+TRANSFORMERS_RECIPES: Final[tuple[Recipe, ...]] = (
     _sequential("arcee", "ArceeDecoderLayer"),
     _sequential("bitnet", "BitNetDecoderLayer"),
     _sequential("cwm", "CwmDecoderLayer"),
