@@ -21,7 +21,7 @@ from tests.registry.modules import content, module, vector
 from vllm_steer import AsyncClient, Client, Edit, ServerError, SteeringError
 from vllm_steer.client import Retry
 from vllm_steer.client.encoding import to_json
-from vllm_steer.client.responses import parse_completion
+from vllm_steer.client.responses import parse_completion, parse_piece
 from vllm_steer.registry.module_files import write_module
 from vllm_steer.registry.schema import SteeringApplied
 
@@ -49,6 +49,27 @@ def test_modules_and_global_steering(url: str, tmp_path: Path) -> None:
         assert client.status(data=True).content.data is not None
         assert client.delete("calm").deleted == [info.digest, calmer.digest]
         assert client.clear().digest is None
+
+
+def test_readouts_are_parsed() -> None:
+    """Catches values under another position, numbers that are not finite, and the trace of another choice."""
+    choice = {
+        "index": 0,
+        "text": "a",
+        "finish_reason": "stop",
+        "stop_reason": "readout p is 0.9 at position 4",
+        "readouts": {"p": {"positions": [3, 4], "values": [0.5, None]}, "q": {"positions": [3], "values": [[1, 2]]}},
+        "steering_trace": {"positions": [3, 4], "gates": [[1, 0], [0, 1]], "live": {"calm": [1, 0.5]}},
+    }
+    other = {**choice, "index": 1, "readouts": {}, "steering_trace": None}
+    for parsed in (parse_completion({"choices": [choice, other]}).choices[0], parse_piece({"choices": [choice]})):
+        assert parsed.readouts["p"].positions.tolist() == [3, 4]
+        assert parsed.readouts["p"].values[0] == 0.5 and np.isnan(parsed.readouts["p"].values[1])
+        assert parsed.readouts["q"].values.tolist() == [[1.0, 2.0]]
+        assert parsed.trace is not None and parsed.trace.gates.tolist() == [[1.0, 0.0], [0.0, 1.0]]
+        assert parsed.trace.live["calm"].tolist() == [1.0, 0.5]
+    plain = parse_piece({"choices": [other]})
+    assert (plain.text, plain.readouts, plain.trace) == ("", {}, None)
 
 
 def test_errors_of_the_server(url: str) -> None:

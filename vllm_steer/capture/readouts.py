@@ -54,14 +54,19 @@ class ReadoutStream:
     """
 
     def __init__(self, program: Program, assembler: RowAssembler) -> None:
-        self._program = program
+        self.program = program
         self._assembler = assembler
         self._next_chunk = 0
         self._next_position = 0
 
+    @property
+    def live_names(self) -> tuple[str, ...]:
+        """Names of the request's live strengths."""
+        return tuple(self.program.layout.live)
+
     def stopped_by(self, stop_reason: object) -> bool:
         """Return whether a request with this ``stop_reason`` was ended by a readout."""
-        return bool(self._program.stops) and isinstance(stop_reason, str) and stop_reason.startswith(STOP_REASON_PREFIX)
+        return bool(self.program.stops) and isinstance(stop_reason, str) and stop_reason.startswith(STOP_REASON_PREFIX)
 
     def next_delta(self, prompt_len: int, num_tokens: int) -> dict[str, Readouts]:
         """Return the values of the tokens confirmed since the last delta.
@@ -79,7 +84,7 @@ class ReadoutStream:
     def result(self, prompt_len: int, num_tokens: int) -> tuple[dict[str, Readouts], SteeringTrace | None]:
         """Return all values and, for a request with gated or live edits, its trace; arguments as of `next_delta`."""
         positions, records = self._assembler.records(num_tokens - 1)
-        layout = self._program.layout
+        layout = self.program.layout
         trace = None
         if layout.gates or layout.live:
             start = int(np.searchsorted(positions, prompt_len))
@@ -91,14 +96,14 @@ class ReadoutStream:
                 axis=1,
             )
             for place, number in enumerate(layout.gates):
-                intervals = self._program.edits[number].selector.intervals(prompt_len)
+                intervals = self.program.edits[number].selector.intervals(prompt_len)
                 gates[~_inside(positions[start:], intervals), place] = 0.0
             trace = SteeringTrace(positions[start:], gates, live)
         return self._readouts(positions, records, prompt_len), trace
 
     def _readouts(self, positions: IntArray, records: FloatArray, prompt_len: int) -> dict[str, Readouts]:
         found = {}
-        for readout, column in zip(self._program.readouts, self._program.layout.readouts, strict=True):
+        for readout, column in zip(self.program.readouts, self.program.layout.readouts, strict=True):
             wanted = _inside(positions, readout.selector.intervals(prompt_len))
             values = _columns(records, column, readout.width)[wanted]
             found[readout.name] = Readouts(positions[wanted], values[:, 0] if readout.scalar else values)

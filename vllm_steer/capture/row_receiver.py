@@ -76,6 +76,22 @@ class RowReceiver:
             num_rows_outputs += 1
         return outputs[num_rows_outputs:]
 
+    def take_records(self, request_id: str) -> list[tuple[int, list[list[float]]]]:
+        """Return first position and records of each buffered run of a request that captures no rows.
+
+        Records that this method returns are not passed to the request's assembler.
+        """
+        with self._lock:
+            if request_id not in self._assemblers:
+                return []
+            steps = self._steps[self._num_taken.get(request_id, 0) :]
+            self._num_taken[request_id] = len(self._steps)
+        return [
+            (step.extents[0][entry], step.records_of(entry))
+            for step in steps
+            for entry in step.index.entries_by_request.get(request_id, ())
+        ]
+
     def flush(self, request_id: str) -> None:
         """Pass the buffered rows of a request to its assembler."""
         with self._lock:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import httpx
+import numpy as np
+import numpy.typing as npt
 
 from vllm_steer.registry.schema import SteeringApplied
 
@@ -68,6 +70,28 @@ class CaptureAnswer:
 
 
 @dataclass(frozen=True, eq=False)
+class ReadoutValues:
+    """Values of one readout, by position."""
+
+    positions: npt.NDArray[np.int64]
+    """int64 ``[n]``, ascending: positions in the prompt and the generated tokens together, from 0."""
+    values: npt.NDArray[np.float32]
+    """float32 ``[n]`` for a probe, ``[n, k]`` for projections; NaN for numbers that are not finite."""
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """Factors of the gated and live edits of a request at its generated tokens."""
+
+    positions: npt.NDArray[np.int64]
+    """int64 ``[n]``, ascending."""
+    gates: npt.NDArray[np.float32]
+    """float32 ``[n, gated edits]``, in the order of the request's edits with ``when``."""
+    live: Mapping[str, npt.NDArray[np.float32]]
+    """float32 ``[n]`` by name: the live strength in force."""
+
+
+@dataclass(frozen=True, eq=False)
 class Choice:
     """One sample."""
 
@@ -75,6 +99,12 @@ class Choice:
     finish_reason: str | None
     captures: Mapping[str, CaptureAnswer]
     """Reports by consumer."""
+    readouts: Mapping[str, ReadoutValues] = field(default_factory=dict)
+    """Readouts by name."""
+    trace: Trace | None = None
+    """Trace of a request with gated or live edits."""
+    stop_reason: int | str | None = None
+    """Why generation stopped, if a stop string, a stop token or a readout ended it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +128,7 @@ class Completion:
         return self.choices[0].text
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Piece:
     """One event of a stream, reduced to its first choice."""
 
@@ -106,6 +136,10 @@ class Piece:
     applied: SteeringApplied | None
     """Steering that was applied to the request; set on the first piece, and on a last one with the edits that no token
     reached, if there are any."""
+    readouts: Mapping[str, ReadoutValues] = field(default_factory=dict)
+    """Values of the tokens since the last piece, without readouts that have no new value."""
+    trace: Trace | None = None
+    """Trace of a request with gated or live edits, on its last piece."""
 
 
 def parse_error(response: httpx.Response) -> ServerError:
@@ -126,6 +160,9 @@ def parse_completion(document: Mapping[str, Any]) -> Completion:
             text=choice["text"] if "text" in choice else choice["message"].get("content") or "",
             finish_reason=choice.get("finish_reason"),
             captures={name: _parse_capture(each) for name, each in (choice.get("capture_results") or {}).items()},
+            readouts=_parse_readouts(choice),
+            trace=_parse_trace(choice),
+            stop_reason=choice.get("stop_reason"),
         )
         for choice in document["choices"]
     )
@@ -141,12 +178,9 @@ def parse_piece(event: Mapping[str, Any]) -> Piece:
     if "error" in event:
         error = event["error"]
         raise ServerError(int(error.get("code") or 500), str(error.get("message")), error.get("param"))
-    text = "".join(
-        choice.get("text") or (choice.get("delta") or {}).get("content") or ""
-        for choice in event.get("choices", ())
-        if choice.get("index", 0) == 0
-    )
-    return Piece(text, _parse_applied(event))
+    choice: Mapping[str, Any] = next((each for each in event.get("choices", ()) if each.get("index", 0) == 0), {})
+    text = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+    return Piece(text, _parse_applied(event), _parse_readouts(choice), _parse_trace(choice))
 
 
 def read_capture_file(data: bytes) -> dict[tuple[str, int], Rows]:
@@ -177,6 +211,22 @@ def _parse_capture(report: Mapping[str, Any]) -> CaptureAnswer:
     }
     unreached = tuple(report.get("unreached", ()))
     return CaptureAnswer(report["status"], report["error"], report.get("id"), report.get("data"), sites, unreached)
+
+
+def _parse_readouts(choice: Mapping[str, Any]) -> dict[str, ReadoutValues]:
+    return {
+        name: ReadoutValues(np.array(each["positions"], np.int64), np.array(each["values"], np.float32))
+        for name, each in (choice.get("readouts") or {}).items()
+    }
+
+
+def _parse_trace(choice: Mapping[str, Any]) -> Trace | None:
+    trace = choice.get("steering_trace")
+    if trace is None:
+        return None
+    gates = np.array(trace["gates"], np.float32).reshape(len(trace["positions"]), -1)
+    live = {name: np.array(values, np.float32) for name, values in trace["live"].items()}
+    return Trace(np.array(trace["positions"], np.int64), gates, live)
 
 
 def _parse_rows(site: Mapping[str, Any]) -> Rows:

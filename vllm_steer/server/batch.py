@@ -19,6 +19,7 @@ from vllm_steer.server.capture_store import CaptureFormat
 from vllm_steer.server.http.apply_fields import RequestRefused, refuse_fields
 from vllm_steer.server.http.capture_reports import RESULTS_FIELD, build_reports, error_report, missing_reports
 from vllm_steer.server.http.field_scanner import find_fields
+from vllm_steer.server.http.readout_feed import READOUTS_KEY, TRACE_KEY
 from vllm_steer.server.http.request_context import RequestContext, current_request
 from vllm_steer.server.settings import store_limits
 
@@ -67,6 +68,11 @@ async def run_request_line(original: Handler, handler: Handler, request: Any, *m
             reports = await build_reports(context, batch.inline_bytes, batch.response_bytes, _refuse_to_store)
             for number, choice in enumerate(response.choices):
                 setattr(choice, RESULTS_FIELD, reports.get(number) or missing_reports(context))
+        for number, feed in context.readouts.items():
+            values = {READOUTS_KEY: feed.take_all(), TRACE_KEY: feed.take_trace()}
+            for name, value in values.items():
+                if value is not None and hasattr(response, "choices"):
+                    setattr(response.choices[number], name, value)
         context.close()
         return response
 

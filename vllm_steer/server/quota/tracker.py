@@ -119,11 +119,14 @@ class QuotaTracker:
         vectors = {digest: size for digest, size in used.items() if digest not in shared_vectors}
         parts: list[CompiledEdit | CompiledCapture] = [*edits, *program.captures]
         layers = {layer for part in parts for layer in part.layers or range(num_layers)}
+        layers.update(readout.layer for readout in program.readouts)
         self.check_count(REQUEST_EDITS, len(edits))
         self.check_count(REQUEST_VECTORS, len(vectors))
         self.check_count(REQUEST_LAYERS, len(layers))
         check_magnitude(program, self.limit(MAX_NORM, None), len(program.edits) - len(edits))
-        content = msgspec.msgpack.encode((program.edits, program.captures, program.digests))
+        content = msgspec.msgpack.encode(
+            (program.edits, program.captures, program.digests, program.readouts, program.stops)
+        )
         return ProgramUsage(hashlib.blake2b(content, digest_size=16).digest(), vectors)
 
     def check_count(self, limit: ServerLimit, count: int) -> None:
