@@ -17,6 +17,7 @@ from vllm_steer._version import __version__
 from vllm_steer.errors import SteeringError
 from vllm_steer.limits import ENGINE_LIMITS
 from vllm_steer.points import OPTIONAL_POINTS, POINTS_FLAG
+from vllm_steer.spec.arguments import describe_arguments
 from vllm_steer.spec.scalars import did_you_mean, read_choice, shown
 
 WORKER_CLS = "vllm_steer.engine.worker.SteeringWorker"
@@ -83,7 +84,17 @@ MULTI_CHOICES: tuple[MultiChoice, ...] = (
 )
 
 
-class SteeringConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class _ConfigMeta(type(msgspec.Struct)):  # type: ignore[misc]
+    """Metaclass that suggests names for unknown arguments. Structs do not call ``__init__``."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().__call__(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{error}{describe_arguments(kwargs, cls.__struct_fields__)}") from None
+
+
+class SteeringConfig(msgspec.Struct, metaclass=_ConfigMeta, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Settings of an engine with steering.
 
     The page "Limits" of the reference has the default and the range of each field. ``capture_policy`` applies to a request whose captured rows would exceed ``capture_mib`` together with those of

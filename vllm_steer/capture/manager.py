@@ -176,7 +176,13 @@ class CaptureManager:
             sites, problem = assembler.assemble(spec, len(prompt), len(prompt) + len(output))
             unreached = assembler.unreached(spec, len(prompt), len(prompt) + len(output))
             captured = CapturedRequest(
-                **about, model=self._model, spec=spec, sites=sites, status="partial" if problem else "ok", error=problem
+                **about,
+                model=self._model,
+                spec=spec,
+                sites=sites,
+                status="partial" if problem else "ok",
+                error=problem,
+                unreached=unreached,
             )
             return CaptureResult(captured.status, captured.error, self._consumers[name].accept(captured), unreached)
         except Exception as error:  # third-party consumers may raise anything
