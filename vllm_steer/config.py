@@ -97,8 +97,9 @@ class _ConfigMeta(type(msgspec.Struct)):  # type: ignore[misc]
 class SteeringConfig(msgspec.Struct, metaclass=_ConfigMeta, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Settings of an engine with steering.
 
-    The page "Limits" of the reference has the default and the range of each field. ``capture_policy`` applies to a request whose captured rows would exceed ``capture_mib`` together with those of
-    running requests: ``wait`` delays the request, ``fail`` runs it at once and reports its capture as ``partial``.
+    The page "Limits" of the reference has the default and the range of each field. ``capture_policy`` applies to a
+    request whose captured rows would exceed ``capture_mib`` together with those of running requests: ``wait`` delays
+    the request, ``fail`` runs it at once and reports its capture as ``partial``.
 
     Example:
         >>> from vllm_steer import SteeringConfig
@@ -133,7 +134,8 @@ class SteeringConfig(msgspec.Struct, metaclass=_ConfigMeta, frozen=True, forbid_
     self_check: bool = True
     """Whether to check the taps on the model when the engine starts."""
     plain_code: bool | None = None
-    """Whether to compile the model a second time without taps, for steps without edits and captures; None: by engine."""
+    """Whether to compile the model a second time without taps, for steps without edits and captures; None: on a GPU if
+    the model allows it."""
     points: tuple[str, ...] = ()
     """Additional hook points: ``attn_out``, ``mlp_in``, ``mlp_out``."""
 

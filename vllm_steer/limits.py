@@ -97,8 +97,8 @@ ENGINE_LIMITS: Mapping[str, EngineLimit] = MappingProxyType(
                 1024,
                 1,
                 1 << 16,
-                "table rows on the device at one time, over all running requests: distinct sets of edits and captures that "
-                "apply to one token",
+                "table rows on the device at one time, over all running requests: distinct sets of edits and captures "
+                "that apply to one token",
             ),
             EngineLimit(
                 "max_vectors",

@@ -123,7 +123,9 @@ class EditForm(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class Edit:
     """An edit of the residual stream, validated on construction and immutable.
 
-    All arguments are keyword-only. Equality and hash are by content. In requests, an edit is a JSON object with the arguments as keys.
+    All arguments are keyword-only. Equality and hash are by content.
+
+    In requests, an edit is a JSON object with the arguments as keys.
 
     Example:
         >>> from vllm_steer import Edit
