@@ -59,6 +59,11 @@ class ReadoutStream:
         self._next_chunk = 0
         self._next_position = 0
 
+    @property
+    def live_names(self) -> tuple[str, ...]:
+        """Names of the request's live strengths."""
+        return tuple(self.program.layout.live)
+
     def stopped_by(self, stop_reason: object) -> bool:
         """Return whether a request with this ``stop_reason`` was ended by a readout."""
         return bool(self.program.stops) and isinstance(stop_reason, str) and stop_reason.startswith(STOP_REASON_PREFIX)

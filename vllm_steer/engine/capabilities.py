@@ -21,7 +21,6 @@ from vllm_steer.spec.sites import OF_THE_MODEL
 
 EXCEEDS = "the engine allows"
 """Part of the message about a request that exceeds a limit of the engine."""
-UNFINISHED = "is not supported yet; omit it"
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -109,11 +108,7 @@ class Capabilities:
     def _check_sites(self, program: Program) -> None:
         if program.vectors and program.width != self.hidden_size:
             raise SteeringError(
-                program.edit_source(0)
-                if program.edits
-                else program.readout_source(0)
-                if program.readouts
-                else "capture.reduce.directions",
+                program.vector_source,
                 f"the vector has {program.width} elements, but this model's hidden size is {self.hidden_size}",
             )
         for i, edit in enumerate(program.edits):
@@ -161,9 +156,7 @@ class Capabilities:
                 raise SteeringError("readouts", f"needs {count} {unit}; {EXCEEDS} {limit} ({ENGINE_LIMITS[name].flag})")
         for i, edit in enumerate(program.edits):
             field = f"{program.edit_source(i)}.when"
-            if edit.live:
-                raise SteeringError(f"{program.edit_source(i)}.live", UNFINISHED)
-            if edit.when and self.no_readouts is not None:
+            if (edit.when or edit.live) and self.no_readouts is not None:
                 raise SteeringError(field, self.no_readouts)
             if self.drafts and any(each.kind in (PREVIOUS, LATCH) for each in edit.when):
                 raise SteeringError(

@@ -8,6 +8,7 @@ writes are enqueued on the model's stream, so a step in flight never sees the ta
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +21,13 @@ from vllm_steer.engine.pinned_writer import PinnedTableWriter
 from vllm_steer.engine.record_keeper import Replay
 from vllm_steer.params import program_bytes
 from vllm_steer.program import Instruction, PlacedTokenProgram, Program, Resolved, RowFormat, TableAllocator, resolve
-from vllm_steer.program.dynamic import Dynamic
+from vllm_steer.program.dynamic import STOP_COLUMN, Dynamic
 from vllm_steer.program.instructions import CAPTURE, GATE
 from vllm_steer.taps.dynamic import initial_state, state_after
 from vllm_steer.taps.tables import OPEN_END, Tables
+
+_MAX_STRENGTHS = 4096
+"""Requests whose live strengths are kept."""
 
 
 @dataclass
@@ -97,6 +101,8 @@ class ProgramStore:
         self._capturing = 0
         # Dynamic parts of running requests, by request id.
         self._dynamic: dict[str, Dynamic] = {}
+        # Live strengths that have been set, by request id; they outlast a preemption.
+        self._strengths: dict[str, dict[str, float]] = {}
         # Largest record, in columns, most conditions, and whether any request has state, over running requests.
         self.record_width = self.num_conditions = 0
         self.has_state = False
@@ -107,6 +113,8 @@ class ProgramStore:
         # whose records leave the device.
         self.active_ranges, self.captured_ranges = RequestRanges(num_slots), RequestRanges(num_slots)
         self.record_ranges = RequestRanges(num_slots)
+        # By request slot: the first position of the next step, while any request has records.
+        self.next_step = np.zeros(num_slots, dtype=np.int64)
         # By request slot: the start of the last segment.
         self.last_segment = np.zeros(num_slots, dtype=np.int64)
         # Incremented when the sites in use may have changed, and when a request starts or ends.
@@ -197,9 +205,8 @@ class ProgramStore:
         """Write the conditions and the initial state of a request that has records."""
         self._dynamic[request_id] = dynamic
         self.record_ranges.set(slot, dynamic.record_start, dynamic.record_stop)
-        initial = np.ones(self.tables.initial.shape[1], dtype=np.float32)
-        initial[0] = 0.0
-        self._initial.put(slot, initial)
+        self._put_initial(request_id, slot, dynamic)
+        self.next_step[slot] = 0
         _, drafts, width = self.tables.carry.shape
         condition = np.zeros((width, 8), dtype=np.int32)
         bound = np.zeros((width, 6), dtype=np.float32)
@@ -215,6 +222,38 @@ class ProgramStore:
         self._carry.put(slot, carry)
         self._next_position.put(slot, np.zeros((), dtype=np.int64))
         self._measure_records()
+
+    def set_strengths(self, request_id: str, strengths: Mapping[str, float]) -> int:
+        """Set live strengths of a request from its next step on.
+
+        Returns:
+            The position of the first token of the request's next step; 0 if it has had none.
+        """
+        kept = self._strengths.setdefault(request_id, {})
+        kept.update(strengths)
+        while len(self._strengths) > _MAX_STRENGTHS:
+            # A request that ended before its change arrived.
+            del self._strengths[next(iter(self._strengths))]
+        slot, dynamic = self.slot_of(request_id), self._dynamic.get(request_id)
+        if slot is None or dynamic is None:
+            return 0
+        self._put_initial(request_id, slot, dynamic)
+        self.changes += 1
+        return int(self.next_step[slot])
+
+    def forget_strengths(self, request_ids: Iterable[str]) -> None:
+        """Forget the live strengths of requests that have ended."""
+        if self._strengths:
+            for request_id in request_ids:
+                self._strengths.pop(request_id, None)
+
+    def _put_initial(self, request_id: str, slot: int, dynamic: Dynamic) -> None:
+        initial = np.ones(self.tables.initial.shape[1], dtype=np.float32)
+        initial[STOP_COLUMN] = 0.0
+        for name, value in self._strengths.get(request_id, {}).items():
+            if name in dynamic.layout.live:
+                initial[dynamic.layout.live[name]] = value
+        self._initial.put(slot, initial)
 
     def set_replay(self, request_id: str, replay: Replay) -> None:
         """Give a resumed request, which has just been added, its records back."""

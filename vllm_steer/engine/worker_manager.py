@@ -134,6 +134,7 @@ class WorkerSteeringManager:
 
     def _begin_records(self, batch: StepBatch, first: npt.NDArray[np.int64], stop: npt.NDArray[np.int64]) -> None:
         store = self.store
+        store.next_step[batch.request_slot] = stop
         if self._num_replayed:
             self.tables.replayed[: self._num_replayed].zero_()
             self._num_replayed = 0
@@ -167,6 +168,7 @@ class WorkerSteeringManager:
 
     def receive_replays(self, scheduled: Any) -> None:
         """Take the records of resumed requests from a scheduler output, after its requests have been added."""
+        self.store.forget_strengths(scheduled.finished_req_ids)
         for request_id, replay in replays_of(scheduled).items():
             self.store.set_replay(request_id, replay)
 

@@ -150,6 +150,12 @@ def new_rows(state: Any) -> Mapping[str, RowDelta] | None:
     return {name: stream.next_delta(state.prompt_len, num_tokens) for name, stream in running.streams.items()}
 
 
+def live_names(state: Any) -> tuple[str, ...]:
+    """Return the names of the live strengths of a sample's request."""
+    running: RunningCapture | None = getattr(state, _CAPTURE, None)
+    return () if running is None or running.readouts is None else running.readouts.live_names
+
+
 def new_readouts(
     state: Any, stop_reason: Any, *, finished: bool
 ) -> tuple[Mapping[str, Readouts] | None, SteeringTrace | None]:
