@@ -52,6 +52,7 @@ RUNS: dict[str, Run] = {
         ("tests/gpu/test_untapped_model.py",), "idle steps run stock vLLM's kernels, with both sets of graphs"
     ),
     "overflow": Run(("tests/gpu/test_overflow.py",), "cache blocks of overflowed requests, reused by other requests"),
+    "gates": Run(("tests/gpu/test_dynamic.py",), "gates and stops in graphs, under both runners, after preemptions"),
     "sleep": Run(("tests/gpu/test_sleep.py",), "sleep of level 1 and 2"),
     "recurrent": Run(("tests/gpu/test_recurrent.py",), "recurrent layers, piecewise graphs"),
     "architectures": Run(

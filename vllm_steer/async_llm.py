@@ -12,6 +12,7 @@ from vllm.v1.engine.async_llm import AsyncLLM as VllmAsyncLLM
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import NOT_ENABLED, RegistryOptions, ensure_engine_context, set_registry
+from vllm_steer.frontend.live import SET_STRENGTH_RPC, check_strengths, first_position
 from vllm_steer.registry.registry import SteeringRegistry
 from vllm_steer.registry.schema import Deleted, GlobalSteering, ModuleInfo, ModuleList
 from vllm_steer.spec.references import Reference
@@ -34,6 +35,22 @@ class AsyncLLM(VllmAsyncLLM):  # type: ignore[misc]
     def steering(self) -> AsyncSteering:
         """Registry of this engine: named modules and global steering."""
         return AsyncSteering(self)
+
+    async def set_strength(self, request_id: str, **strengths: float) -> int:
+        """Set live strengths of a running request; names are those of ``Edit(live=...)``.
+
+        Args:
+            request_id: The request's id, as given to ``generate``.
+            **strengths: New factors by name.
+
+        Returns:
+            The position from which on the strengths hold, for all samples of the request.
+
+        Raises:
+            SteeringError: The request is not running, has no such live strength, or a strength is not finite.
+        """
+        ids, checked = check_strengths(self.output_processor, request_id, strengths)
+        return first_position(await self.collective_rpc(SET_STRENGTH_RPC, args=(ids, checked)))
 
     def keep_modules(self, folder: str | Path | None = None, modules: Mapping[str, str | Path] | None = None) -> None:
         """Set where modules are stored. Call this before any other method.

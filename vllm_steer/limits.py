@@ -97,7 +97,8 @@ ENGINE_LIMITS: Mapping[str, EngineLimit] = MappingProxyType(
                 1024,
                 1,
                 1 << 16,
-                "distinct token programs on the device at one time, over all running requests",
+                "table rows on the device at one time, over all running requests: distinct sets of edits and captures "
+                "that apply to one token",
             ),
             EngineLimit(
                 "max_vectors",
@@ -112,7 +113,7 @@ ENGINE_LIMITS: Mapping[str, EngineLimit] = MappingProxyType(
                 65536,
                 1,
                 1 << 24,
-                "instructions on the device at one time: one per token program, site and edit or capture",
+                "instructions on the device at one time: one per table row, site and edit or capture",
             ),
             EngineLimit(
                 "max_segments",
@@ -136,6 +137,21 @@ ENGINE_LIMITS: Mapping[str, EngineLimit] = MappingProxyType(
                 "sets of CUDA graphs that launch different taps; each step runs the smallest set that covers its "
                 "edits and captures. 1: all taps; 2: also no taps; 3: also pre_attn and post_block; 4: also the other "
                 "points; above 4: also ranges of layers",
+            ),
+            EngineLimit(
+                "record_columns",
+                32,
+                4,
+                1024,
+                "numbers that one token records: one per probe or direction of its readouts, one per edit with `when`, "
+                "one per name in `live`, and one for stops; each takes 4 bytes for each token of a step",
+            ),
+            EngineLimit(
+                "max_conditions",
+                16,
+                1,
+                256,
+                "conditions of one request, in `when` of its edits and in `stop_on`",
             ),
             EngineLimit(
                 "capture_mib", 4096, 1, 1 << 24, "captured rows of all running requests together, in MiB of host memory"
@@ -325,6 +341,10 @@ MAX_OPTIONS_DEPTH = 8
 MAX_DIRECTIONS = 1024
 MAX_COMPONENTS = 1 << 22
 MAX_ENGINE_DIRECTIONS = 256
+MAX_READOUTS = 256
+MAX_CONDITIONS = 16
+MAX_STOPS = 16
+MAX_STOP_TOKENS = 1024
 
 FORMAT_LIMITS: tuple[FormatLimit, ...] = (
     FormatLimit("edits", MAX_EDITS, "edits in the fields of one request"),
@@ -342,4 +362,8 @@ FORMAT_LIMITS: tuple[FormatLimit, ...] = (
         MAX_ENGINE_DIRECTIONS,
         "directions of a projection that the engine computes; larger projections are computed where the rows arrive",
     ),
+    FormatLimit("readouts", MAX_READOUTS, "names in `readouts`"),
+    FormatLimit("conditions", MAX_CONDITIONS, "conditions in `when` of one edit"),
+    FormatLimit("stops", MAX_STOPS, "conditions in `stop_on`"),
+    FormatLimit("stop tokens", MAX_STOP_TOKENS, "`tokens` of a condition in `stop_on`"),
 )

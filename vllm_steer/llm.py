@@ -14,6 +14,7 @@ from vllm_steer.capture.consumers import read_consumers
 from vllm_steer.config import SteeringConfig, engine_kwargs
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import NOT_ENABLED, RegistryOptions, engine_context, set_consumers, set_registry
+from vllm_steer.frontend.live import SET_STRENGTH_RPC, check_strengths, first_position
 from vllm_steer.metrics.reader import read_metrics
 from vllm_steer.params import has_steering
 from vllm_steer.registry.registry import SteeringRegistry
@@ -94,6 +95,22 @@ class LLM(VllmLLM):  # type: ignore[misc]
         if context is None:
             raise SteeringError("steering", NOT_ENABLED)
         return context.registry
+
+    def set_strength(self, request_id: str, **strengths: float) -> int:
+        """Set live strengths of a running request, between two steps of ``llm_engine``.
+
+        Args:
+            request_id: The request's id, as given to ``llm_engine.add_request``.
+            **strengths: New factors by name; names are those of ``Edit(live=...)``.
+
+        Returns:
+            The position from which on the strengths hold, for all samples of the request.
+
+        Raises:
+            SteeringError: The request is not running, has no such live strength, or a strength is not finite.
+        """
+        ids, checked = check_strengths(self.llm_engine.output_processor, request_id, strengths)
+        return first_position(self.llm_engine.collective_rpc(SET_STRENGTH_RPC, args=(ids, checked)))
 
     def get_metrics(self) -> list[Metric]:
         """Return vLLM's metrics and vllm-steer's, whose names begin with ``vllm_steer:``.

@@ -28,9 +28,13 @@ from vllm_steer.spec import (
     Reference,
     RequestForm,
     parse_capture,
+    parse_readouts,
     parse_references,
+    parse_stops,
 )
+from vllm_steer.spec.condition import STOP_FIELD
 from vllm_steer.spec.fields import parse_fields_with_paths
+from vllm_steer.spec.readout import READOUTS_FIELD
 from vllm_steer.spec.references import MODULES_FIELD
 from vllm_steer.spec.scalars import did_you_mean
 from vllm_steer.spec.unknown_fields import problem_of
@@ -79,22 +83,27 @@ def compile_fields(fields: Mapping[str, Any]) -> dict[str, bytes]:
     """
     fields = dict(fields)
     captures = parse_capture(fields.pop(CAPTURE_FIELD, None))
+    readouts = parse_readouts(fields.pop(READOUTS_FIELD, None))
+    stops = parse_stops(fields.pop(STOP_FIELD, None))
     references = parse_references(fields.pop(MODULES_FIELD, None))
     edits = parse_fields_with_paths(fields)
     compiled: dict[str, bytes] = {}
-    if edits or captures:
+    if edits or captures or readouts or stops:
         program = compile_program(
             [edit for _, edit in edits],
             [spec for _, spec in captures],
             edit_paths=[path for path, _ in edits],
             capture_paths=[f"{CAPTURE_FIELD}.{consumer}" for consumer, _ in captures],
+            readouts=readouts,
+            stops=stops,
         )
         compiled[PROGRAM_KEY] = program.encode_cached()
     if idle := [path for path, edit in edits if edit.strength == 0.0]:
         compiled[IDLE_KEY] = msgspec.msgpack.encode(idle)
     if captures:
         compiled[CAPTURE_KEY] = encode_specs(captures)
-    if references or any(isinstance(spec.reduce, NamedProjection) for _, spec in captures):
+    reduces = [spec.reduce for _, spec in captures] + [readout.directions for readout in readouts]
+    if references or any(isinstance(reduce, NamedProjection) for reduce in reduces):
         compiled[MODULES_KEY] = msgspec.msgpack.encode(references)
     return compiled
 
@@ -103,14 +112,17 @@ def attach_steering(params: Any, fields: Mapping[str, Any]) -> None:
     """Compile the fields of a request into the ``extra_args`` of vLLM's ``params``.
 
     Raises:
-        SteeringError: A field is invalid, or ``extra_args`` already contains a compiled program.
+        SteeringError: A field is invalid, or ``params`` already have steering or captures.
     """
     compiled = compile_fields(fields)
     if not compiled:
         return
     for key in EXTRA_ARGS_KEYS:
         if key in (params.extra_args or {}):
-            raise SteeringError(f"extra_args.{key}", "is already set; give the steering fields or the compiled program")
+            raise SteeringError(
+                f"extra_args.{key}",
+                "is already set: these SamplingParams already have steering or captures; create new ones",
+            )
     # A new dict, because several SamplingParams may share the caller's.
     params.extra_args = {**(params.extra_args or {}), **compiled}
 
@@ -287,6 +299,11 @@ class SamplingParams(VllmSamplingParams, metaclass=_SteeringMeta):  # type: igno
             module's edits.
         capture: ``{consumer: spec}``: the rows that each consumer receives. A spec is a
             :class:`vllm_steer.CaptureSpec` or a dict of its arguments.
+        readouts: ``{name: readout}``: numbers computed from the stream of each token, such as
+            ``{"refusal": {"probe": weights, "point": "post_block", "layer": 14}}``.
+            :class:`~vllm_steer.spec.readout.ReadoutForm` lists the keys.
+        stop_on: Conditions on readouts, any of which ends generation, such as
+            ``[{"readout": "refusal", "above": 0.95, "tokens": 3}]``.
         **kwargs: Arguments of vLLM's ``SamplingParams``.
 
     Raises:

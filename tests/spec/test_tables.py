@@ -63,7 +63,7 @@ def test_points_name_the_transformer_lens_hooks():
 
 
 def test_kinds_take_arguments_of_edit():
-    arguments = set(inspect.signature(Edit).parameters) - {"kind", "point", "layers", "tokens"}
+    arguments = set(inspect.signature(Edit).parameters) - {"kind", "point", "layers", "tokens", "when", "live"}
     assert set().union(*(kind.params for kind in KINDS.values())) == arguments
 
 

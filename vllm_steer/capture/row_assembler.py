@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 
 from vllm_steer.capture.results import Site, SiteRows
+from vllm_steer.capture.row_payload import RECORDS
 from vllm_steer.capture.step_rows import IntArray
 from vllm_steer.points import POINT_NAMES
 from vllm_steer.spec import CaptureSpec, Projection
@@ -79,6 +80,27 @@ class RowAssembler:
         part = RowAssembler(self._num_layers, self._hidden_size, self._dtype)
         part._chunks = self._chunks[chunk:]
         return part, len(self._chunks)
+
+    def records_since(self, chunk: int) -> tuple[list[tuple[int, list[list[float]]]], int]:
+        """Return first position and records of each chunk from number ``chunk`` on, and the number of chunks so far."""
+        runs = [
+            (each.start, np.frombuffer(each.rows, np.float32).reshape(each.count, -1).tolist())
+            for each in self._chunks[chunk:]
+            if each.projection == RECORDS
+        ]
+        return runs, len(self._chunks)
+
+    def records(self, forwarded: int) -> tuple[IntArray, npt.NDArray[np.float32]]:
+        """Return positions ``[n]`` and records ``[n, width]`` of the tokens before position ``forwarded``."""
+        chunks = [chunk for chunk in self._chunks if chunk.projection == RECORDS]
+        if not chunks:
+            return np.empty(0, dtype=np.int64), np.empty((0, 0), dtype=np.float32)
+        width = min(chunk.captures[0] for chunk in chunks)
+        values = np.concatenate(
+            [np.frombuffer(chunk.rows, np.float32).reshape(chunk.count, -1)[:, :width] for chunk in chunks]
+        )
+        chosen = _choose(chunks, np.arange(forwarded))
+        return chosen.positions, values if chosen.rows is None else values[chosen.rows]
 
     def assemble(self, spec: CaptureSpec, prompt_len: int, num_tokens: int) -> tuple[dict[Site, SiteRows], str | None]:
         """Assemble the rows that ``spec`` asks for.

@@ -16,6 +16,8 @@ from vllm_steer.capture.step_rows import StepRows, decode_row_index
 
 ROWS_REQUEST_ID = "steer\0rows"
 """Reserved request id of outputs that carry rows. vLLM's own ids contain no NUL."""
+RECORDS = b"records"
+"""Value of ``RowIndex.projection`` for the records of tokens; digests have another length."""
 _ROWS_KEY, _REASON_KEY = "__steer_rows__", "__steer_reason__"
 
 

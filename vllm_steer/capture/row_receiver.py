@@ -38,7 +38,7 @@ class _Run:
 
 
 class RowReceiver:
-    """Receiver of captured rows for one engine client."""
+    """Receiver of captured rows for one front end."""
 
     def __init__(self, on_size: Callable[[int], None] = lambda num_bytes: None) -> None:
         """Create an empty receiver.
@@ -76,6 +76,22 @@ class RowReceiver:
             num_rows_outputs += 1
         return outputs[num_rows_outputs:]
 
+    def take_records(self, request_id: str) -> list[tuple[int, list[list[float]]]]:
+        """Return first position and records of each buffered run of a request that captures no rows.
+
+        Records that this method returns are not passed to the request's assembler.
+        """
+        with self._lock:
+            if request_id not in self._assemblers:
+                return []
+            steps = self._steps[self._num_taken.get(request_id, 0) :]
+            self._num_taken[request_id] = len(self._steps)
+        return [
+            (step.extents[0][entry], step.records_of(entry))
+            for step in steps
+            for entry in step.index.entries_by_request.get(request_id, ())
+        ]
+
     def flush(self, request_id: str) -> None:
         """Pass the buffered rows of a request to its assembler."""
         with self._lock:
@@ -106,10 +122,14 @@ class RowReceiver:
                 if assembler is not None:
                     assembler.set_missing_reason(reason)
                 return
-            if not self._assemblers:
-                return
-            self._steps.append(decode_step(parameters, rows))
-            self._size += rows.nbytes
+            if self._assemblers:
+                self.add_step(decode_step(parameters, rows))
+
+    def add_step(self, step: StepRows) -> None:
+        """Add the rows of one step."""
+        with self._lock:
+            self._steps.append(step)
+            self._size += step.rows.nbytes
             if self._size > MAX_BYTES or len(self._steps) > MAX_STEPS:
                 for request_id in list(self._assemblers):
                     self.flush(request_id)

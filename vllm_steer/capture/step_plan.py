@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -46,6 +47,17 @@ class CapturePlan:
     def make_step_rows(self, stream: RowStream, rows: npt.NDArray[np.uint8]) -> StepRows:
         """Combine a stream with its rows ``[rows, bytes per row]``."""
         return StepRows(stream.index, self.start[stream.spans], self.count[stream.spans], rows)
+
+
+class UncertainPlan(Protocol):
+    """A plan of a step whose positions only the device knows, because of draft tokens."""
+
+    @property
+    def token(self) -> IntArray:
+        """Index of each request's first token in the batch, ``[requests]``."""
+
+    def plan_at(self, first: Sequence[int]) -> CapturePlan:
+        """Return the plan for the given first positions, one per request."""
 
 
 @dataclass(frozen=True)

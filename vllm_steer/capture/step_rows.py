@@ -18,6 +18,8 @@ import numpy.typing as npt
 
 IntArray: TypeAlias = npt.NDArray[np.int64]
 
+_MAX_LISTED_RECORDS = 512
+"""Records up to which a step is converted to lists as a whole, for all requests at once."""
 _MAX_MERGED_ENTRY_BYTES = 4096
 """Bytes per entry and step up to which merging steps is worth another copy of the rows."""
 
@@ -99,6 +101,20 @@ class StepRows:
         """Return a view of one entry's rows."""
         _, _, offsets = self.extents
         return self.rows[offsets[entry] : offsets[entry + 1]]
+
+    def records_of(self, entry: int) -> list[list[float]]:
+        """Return the rows of one entry of records as lists of numbers."""
+        _, _, offsets = self.extents
+        start, stop = offsets[entry], offsets[entry + 1]
+        if len(self.rows) > _MAX_LISTED_RECORDS:
+            listed: list[list[float]] = self.rows[start:stop].view(np.float32).tolist()
+            return listed
+        return self._listed[start:stop]
+
+    @cached_property
+    def _listed(self) -> list[list[float]]:
+        listed: list[list[float]] = self.rows.view(np.float32).tolist()
+        return listed
 
     def can_merge(self, following: StepRows) -> bool:
         """Return whether ``following`` continues every entry at its next position.

@@ -5,8 +5,29 @@ OpenAI's client works as well, with steering and capture fields in ``extra_body`
 """
 
 from vllm_steer.client.async_client import AsyncClient
-from vllm_steer.client.responses import CaptureAnswer, Choice, Completion, Piece, Rows, ServerError
+from vllm_steer.client.responses import (
+    CaptureAnswer,
+    Choice,
+    Completion,
+    Piece,
+    ReadoutValues,
+    Rows,
+    ServerError,
+    Trace,
+)
 from vllm_steer.client.retry import Retry
 from vllm_steer.client.sync_client import Client
 
-__all__ = ["AsyncClient", "CaptureAnswer", "Choice", "Client", "Completion", "Piece", "Retry", "Rows", "ServerError"]
+__all__ = [
+    "AsyncClient",
+    "CaptureAnswer",
+    "Choice",
+    "Client",
+    "Completion",
+    "Piece",
+    "ReadoutValues",
+    "Retry",
+    "Rows",
+    "ServerError",
+    "Trace",
+]

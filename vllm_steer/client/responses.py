@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import httpx
+import numpy as np
+import numpy.typing as npt
 
 from vllm_steer.registry.schema import SteeringApplied
 
@@ -21,7 +23,10 @@ class ServerError(Exception):
 
     Example:
         >>> from vllm_steer import ServerError  # doctest: +SKIP
-        >>> with contextlib.suppress(ServerError): client.chat([], steering_modules=["missing"])  # doctest: +SKIP
+        >>> try:  # doctest: +SKIP
+        ...     client.complete("one", steering_modules=["missing"])
+        ... except ServerError as error:
+        ...     print(error.status, error.message)
     """
 
     def __init__(self, status: int, message: str, param: str | None = None, kind: str = "") -> None:
@@ -66,6 +71,49 @@ class CaptureAnswer:
     unreached: tuple[int | list[int | None], ...] = ()
     """Requested positions and ``[start, stop]`` pairs that the request ended before."""
 
+    def tensor(self, point: str, layer: int) -> torch.Tensor:
+        """Return the rows of a site, ``[n, hidden]`` or as reduced.
+
+        Raises:
+            KeyError: The site was not captured, or the rows are not part of the response.
+        """
+        return self._rows(point, layer).rows
+
+    def positions(self, point: str, layer: int) -> torch.Tensor:
+        """Return the positions read at a site, int64 ``[n]``, ascending; raises as `tensor`."""
+        return self._rows(point, layer).positions
+
+    def _rows(self, point: str, layer: int) -> Rows:
+        if (point, layer) in self.sites:
+            return self.sites[point, layer]
+        if self.id is not None:
+            raise KeyError("the rows are too large for the response; download them with the client's fetch")
+        from vllm_steer.capture.results import raise_unknown_site
+
+        raise_unknown_site(point, layer, self.sites)
+
+
+@dataclass(frozen=True, eq=False)
+class ReadoutValues:
+    """Values of one readout, by position."""
+
+    positions: npt.NDArray[np.int64]
+    """int64 ``[n]``, ascending: positions in the prompt and the generated tokens together, from 0."""
+    values: npt.NDArray[np.float32]
+    """float32 ``[n]`` for a probe, ``[n, k]`` for projections; NaN for numbers that are not finite."""
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """Factors of the gated and live edits of a request at its generated tokens."""
+
+    positions: npt.NDArray[np.int64]
+    """int64 ``[n]``, ascending."""
+    gates: npt.NDArray[np.float32]
+    """float32 ``[n, gated edits]``, in the order of the request's edits with ``when``."""
+    live: Mapping[str, npt.NDArray[np.float32]]
+    """float32 ``[n]`` by name: the live strength in force."""
+
 
 @dataclass(frozen=True, eq=False)
 class Choice:
@@ -75,6 +123,17 @@ class Choice:
     finish_reason: str | None
     captures: Mapping[str, CaptureAnswer]
     """Reports by consumer."""
+    readouts: Mapping[str, ReadoutValues] = field(default_factory=dict)
+    """Readouts by name."""
+    trace: Trace | None = None
+    """Trace of a request with gated or live edits."""
+    stop_reason: int | str | None = None
+    """Why generation stopped, if a stop string, a stop token or a readout ended it."""
+
+    @property
+    def capture_results(self) -> Mapping[str, CaptureAnswer]:
+        """Reports by consumer; equal to `captures`, under the name of ``LLM`` outputs."""
+        return self.captures
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,8 +156,18 @@ class Completion:
         """Text of the first choice."""
         return self.choices[0].text
 
+    @property
+    def steering_applied(self) -> SteeringApplied | None:
+        """Applied steering; equal to `applied`, under the name of ``LLM`` outputs."""
+        return self.applied
 
-@dataclass(frozen=True)
+    @property
+    def capture_results(self) -> Mapping[str, CaptureAnswer]:
+        """Reports of the first choice by consumer."""
+        return self.choices[0].captures
+
+
+@dataclass(frozen=True, eq=False)
 class Piece:
     """One event of a stream, reduced to its first choice."""
 
@@ -106,6 +175,15 @@ class Piece:
     applied: SteeringApplied | None
     """Steering that was applied to the request; set on the first piece, and on a last one with the edits that no token
     reached, if there are any."""
+    readouts: Mapping[str, ReadoutValues] = field(default_factory=dict)
+    """Values of the tokens since the last piece, without readouts that have no new value."""
+    trace: Trace | None = None
+    """Trace of a request with gated or live edits, on its last piece."""
+
+    @property
+    def steering_applied(self) -> SteeringApplied | None:
+        """Applied steering; equal to `applied`."""
+        return self.applied
 
 
 def parse_error(response: httpx.Response) -> ServerError:
@@ -126,6 +204,9 @@ def parse_completion(document: Mapping[str, Any]) -> Completion:
             text=choice["text"] if "text" in choice else choice["message"].get("content") or "",
             finish_reason=choice.get("finish_reason"),
             captures={name: _parse_capture(each) for name, each in (choice.get("capture_results") or {}).items()},
+            readouts=_parse_readouts(choice),
+            trace=_parse_trace(choice),
+            stop_reason=choice.get("stop_reason"),
         )
         for choice in document["choices"]
     )
@@ -141,12 +222,9 @@ def parse_piece(event: Mapping[str, Any]) -> Piece:
     if "error" in event:
         error = event["error"]
         raise ServerError(int(error.get("code") or 500), str(error.get("message")), error.get("param"))
-    text = "".join(
-        choice.get("text") or (choice.get("delta") or {}).get("content") or ""
-        for choice in event.get("choices", ())
-        if choice.get("index", 0) == 0
-    )
-    return Piece(text, _parse_applied(event))
+    choice: Mapping[str, Any] = next((each for each in event.get("choices", ()) if each.get("index", 0) == 0), {})
+    text = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+    return Piece(text, _parse_applied(event), _parse_readouts(choice), _parse_trace(choice))
 
 
 def read_capture_file(data: bytes) -> dict[tuple[str, int], Rows]:
@@ -177,6 +255,22 @@ def _parse_capture(report: Mapping[str, Any]) -> CaptureAnswer:
     }
     unreached = tuple(report.get("unreached", ()))
     return CaptureAnswer(report["status"], report["error"], report.get("id"), report.get("data"), sites, unreached)
+
+
+def _parse_readouts(choice: Mapping[str, Any]) -> dict[str, ReadoutValues]:
+    return {
+        name: ReadoutValues(np.array(each["positions"], np.int64), np.array(each["values"], np.float32))
+        for name, each in (choice.get("readouts") or {}).items()
+    }
+
+
+def _parse_trace(choice: Mapping[str, Any]) -> Trace | None:
+    trace = choice.get("steering_trace")
+    if trace is None:
+        return None
+    gates = np.array(trace["gates"], np.float32).reshape(len(trace["positions"]), -1)
+    live = {name: np.array(values, np.float32) for name, values in trace["live"].items()}
+    return Trace(np.array(trace["positions"], np.int64), gates, live)
 
 
 def _parse_rows(site: Mapping[str, Any]) -> Rows:

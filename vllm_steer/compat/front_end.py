@@ -9,6 +9,7 @@ from typing import Any
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.engine import EngineCoreRequest
 
+from vllm_steer.capture.readouts import merge_readouts
 from vllm_steer.capture.row_deltas import merge_deltas
 from vllm_steer.capture.row_payload import ROWS_REQUEST_ID
 from vllm_steer.frontend.context import engine_context
@@ -58,12 +59,17 @@ def merge_outputs(original: Callable[..., Any], output: Any, next_output: Any, *
     """Run ``RequestOutput.add``, which merges outputs that a slow client has not read, and merge captures likewise."""
     earlier = {sample.index: sample.capture_rows for sample in output.outputs}
     new = {sample.index: sample.capture_rows for sample in next_output.outputs}
+    readouts = {sample.index: sample.readouts for sample in output.outputs}
+    new_readouts = {sample.index: (sample.readouts, sample.steering_trace) for sample in next_output.outputs}
     original(output, next_output, *args, **kwargs)
     output.steering_applied = next_output.steering_applied
     finished = {s.index: s.capture_results for s in next_output.outputs if s.capture_results is not None}
     for sample in output.outputs:
         sample.capture_results = finished.get(sample.index, sample.capture_results)
         sample.capture_rows = merge_deltas(earlier.get(sample.index), new.get(sample.index))
+        values, trace = new_readouts.get(sample.index, (None, None))
+        sample.readouts = merge_readouts(readouts.get(sample.index), values)
+        sample.steering_trace = trace or sample.steering_trace
 
 
 def init_stat_logger_manager(
@@ -75,8 +81,9 @@ def init_stat_logger_manager(
 
 
 def extend_outputs() -> None:
-    """Give vLLM's output classes the attributes ``capture_results``, ``capture_rows`` and ``steering_applied``."""
+    """Give vLLM's output classes the attributes of steering and capture, with None for requests without them."""
     CompletionOutput.capture_results = CompletionOutput.capture_rows = None
+    CompletionOutput.readouts = CompletionOutput.steering_trace = None
     RequestOutput.capture_results = property(_first_capture_results)
     RequestOutput.steering_applied = None
 

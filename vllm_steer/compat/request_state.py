@@ -9,17 +9,24 @@ from typing import Any
 from vllm.exceptions import GracefulHTTPError
 from vllm.v1.engine.output_processor import RequestState
 
-from vllm_steer.frontend.outputs import applied_steering, finish_capture, new_rows, refusal
+from vllm_steer.frontend.outputs import applied_steering, finish_capture, new_readouts, new_rows, refusal
 from vllm_steer.frontend.reach import record_reach
 from vllm_steer.params import program_bytes
 
 
 class CapacityError(GracefulHTTPError):  # type: ignore[misc]
-    """The scheduler ended a request that found no room in the engine: HTTP 503, worth retrying.
+    """The scheduler ended a request that found no room in the engine. The request can be repeated.
+
+    ``AsyncLLM.generate`` raises it, and a server responds with HTTP 503. ``LLM.generate`` returns an output with
+    ``finish_reason="error"`` and the reason in ``stop_reason`` instead.
 
     Example:
-        >>> from vllm_steer import CapacityError  # doctest: +SKIP
-        >>> with contextlib.suppress(CapacityError): outputs = llm.generate(prompts, params)  # doctest: +SKIP
+        >>> from vllm_steer import CapacityError
+        >>> async def generate(llm, prompt, params):
+        ...     try:
+        ...         return [output async for output in llm.generate(prompt, params, "request-1")]
+        ...     except CapacityError as error:
+        ...         print(error)
     """
 
     def __init__(self, reason: str) -> None:
@@ -44,6 +51,7 @@ class SteeredRequestState(RequestState):  # type: ignore[misc]
     def _new_completion_output(self, token_ids: Any, finish_reason: Any, stop_reason: Any, *args: Any) -> Any:
         output = super()._new_completion_output(token_ids, finish_reason, stop_reason, *args)
         output.capture_rows = new_rows(self)
+        output.readouts, output.steering_trace = new_readouts(self, stop_reason, finished=finish_reason is not None)
         if finish_reason is not None:
             record_reach(self)
             output.capture_results = finish_capture(self, finish_reason, stop_reason)

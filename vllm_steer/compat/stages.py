@@ -156,7 +156,10 @@ REQUEST_STAGES: tuple[Stage, ...] = (
                 Join(f"{_RUNNER_V1}.{name}", OVERRIDE, f"{_STEERING_V1}.{name}")
                 for name in ("_update_states", "_zero_block_ids", "_model_forward")
             ),
-            Join(f"{_RUNNER_V2}.execute_model", OVERRIDE, f"{_STEERING_V2}.execute_model"),
+            *(
+                Join(f"{_RUNNER_V2}.{name}", OVERRIDE, f"{_STEERING_V2}.{name}")
+                for name in ("add_requests", "execute_model")
+            ),
             *(
                 Join(f"{_MODEL_STATE}.{name}", OVERRIDE, _STEERING_STATE)
                 for name in ("add_request", "remove_request", "preprocess_state", "prepare_inputs")

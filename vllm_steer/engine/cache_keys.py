@@ -18,12 +18,13 @@ EditSpans: TypeAlias = tuple[tuple[int, bytes | None], ...]
 """``(start, digest)`` of each span of positions; the digest is None where keys and values are unedited."""
 
 
-def edit_spans(resolved: Resolved) -> EditSpans:
-    """Return the spans of positions whose keys and values are edited alike."""
+def edit_spans(resolved: Resolved, salt: bytes = b"") -> EditSpans:
+    """Return the spans of positions whose keys and values are edited alike; ``salt`` is added to edited ones."""
     spans: list[tuple[int, bytes | None]] = []
     for segment in resolved.segments:
-        if not spans or spans[-1][1] != segment.kv_digest:
-            spans.append((segment.start, segment.kv_digest))
+        digest = None if segment.kv_digest is None else segment.kv_digest + salt
+        if not spans or spans[-1][1] != digest:
+            spans.append((segment.start, digest))
     return tuple(spans)
 
 
@@ -51,9 +52,14 @@ def rekey(
     return keys
 
 
-def steering_hasher(upstream: Hasher, resolved: Resolved, block_size: int, hash_fn: Callable[[Any], bytes]) -> Hasher:
-    """Return a block hasher that re-keys edited blocks. Install it with an empty ``request.block_hashes``."""
-    spans = edit_spans(resolved)
+def steering_hasher(
+    upstream: Hasher, resolved: Resolved, block_size: int, hash_fn: Callable[[Any], bytes], salt: bytes = b""
+) -> Hasher:
+    """Return a block hasher that re-keys edited blocks. Install it with an empty ``request.block_hashes``.
+
+    Requests with different ``salt`` share no edited blocks.
+    """
+    spans = edit_spans(resolved, salt)
     unedited: list[Any] = []
 
     def hasher(request: Any) -> list[Any]:

@@ -14,6 +14,7 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.limits import ENGINE_LIMITS
 from vllm_steer.points import POINT_NAMES, POINTS, PointName, how_to_switch_on
 from vllm_steer.program import Program, Resolved, resolve
+from vllm_steer.program.dynamic import LATCH, PREVIOUS, CompiledReadout
 from vllm_steer.program.instructions import KIND_OF
 from vllm_steer.program.program import CompiledCapture, CompiledEdit
 from vllm_steer.spec.sites import OF_THE_MODEL
@@ -38,6 +39,7 @@ class Capabilities:
         unread: Reasons why captures are refused, by point and layer. Other sites can be captured.
         facts: Further facts from the workers, for reports.
         drafts: Most draft tokens of a request in a step.
+        no_readouts: Reason why the engine supports no readouts, or None.
     """
 
     num_layers: int
@@ -50,6 +52,7 @@ class Capabilities:
     unread: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
     drafts: int = 0
+    no_readouts: str | None = None
     _checked: WeakValueDictionary[int, Program] = field(
         default_factory=WeakValueDictionary, init=False, repr=False, compare=False
     )
@@ -57,7 +60,12 @@ class Capabilities:
 
     @classmethod
     def merge(
-        cls, ranks: Iterable[Mapping[str, Any]], config: SteeringConfig, no_capture: str | None = None, drafts: int = 0
+        cls,
+        ranks: Iterable[Mapping[str, Any]],
+        config: SteeringConfig,
+        no_capture: str | None = None,
+        drafts: int = 0,
+        no_readouts: str | None = None,
     ) -> Capabilities:
         """Return an engine's capabilities from its ranks' reports; a pipeline stage reports its own layers."""
         reports = list(ranks)
@@ -74,6 +82,7 @@ class Capabilities:
             merge_facts(reports)
             | {key: _merge_reasons(report[key] for report in reports) for key in ("refused", "unread")},
             drafts,
+            no_readouts,
         )
 
     def check(self, program: Program, prompt_len: int | None, max_tokens: int | None = None) -> None:
@@ -99,7 +108,7 @@ class Capabilities:
     def _check_sites(self, program: Program) -> None:
         if program.vectors and program.width != self.hidden_size:
             raise SteeringError(
-                program.edit_source(0) if program.edits else "capture.reduce.directions",
+                program.vector_source,
                 f"the vector has {program.width} elements, but this model's hidden size is {self.hidden_size}",
             )
         for i, edit in enumerate(program.edits):
@@ -110,6 +119,51 @@ class Capabilities:
             hooks = f"{program.capture_source(i)}.hooks.{POINT_NAMES[capture.point]}"
             self._check_range(capture, hooks, f"{program.capture_source(i)}.positions")
             self._check_capturable(capture, hooks)
+        for i, readout in enumerate(program.readouts):
+            self._check_readout(readout, program.readout_source(i))
+        if program.is_dynamic:
+            self._check_dynamic(program)
+
+    def _check_readout(self, readout: CompiledReadout, source: str) -> None:
+        point = POINT_NAMES[readout.point]
+        if readout.probes:
+            raise SteeringError(source, "named probes are supported in requests only")
+        if self.no_readouts is not None:
+            raise SteeringError(source, self.no_readouts)
+        if readout.layer >= self.num_layers:
+            raise SteeringError(
+                f"{source}.layer",
+                f"layer {readout.layer} does not exist; this model has layers 0 to {self.num_layers - 1}",
+            )
+        reason = self.unread.get(point, {}).get(readout.layer)
+        if reason is not None:
+            raise SteeringError(source, f"cannot be read at {point} of layer {readout.layer}: {reason}")
+        self._check_enabled(point, source)
+        last = readout.selector.max_position
+        if last >= self.max_model_len:
+            raise SteeringError(
+                f"{source}.positions", f"position {last} is beyond this engine's max_model_len of {self.max_model_len}"
+            )
+
+    def _check_dynamic(self, program: Program) -> None:
+        needed = (
+            ("record_columns", program.layout.width, "record columns for readouts, gated edits and live strengths"),
+            ("max_conditions", program.num_conditions, "conditions"),
+        )
+        for name, count, unit in needed:
+            limit = getattr(self.config, name)
+            if count > limit:
+                raise SteeringError("readouts", f"needs {count} {unit}; {EXCEEDS} {limit} ({ENGINE_LIMITS[name].flag})")
+        for i, edit in enumerate(program.edits):
+            field = f"{program.edit_source(i)}.when"
+            if (edit.when or edit.live) and self.no_readouts is not None:
+                raise SteeringError(field, self.no_readouts)
+            if self.drafts and any(each.kind in (PREVIOUS, LATCH) for each in edit.when):
+                raise SteeringError(
+                    field,
+                    'the windows "previous" and "latch" are not supported with speculative decoding; use "token" or '
+                    '"prompt"',
+                )
 
     def with_layers(self, error: SteeringError) -> SteeringError:
         """Return an error of the parser with this model's layers instead of the range of layers of any model."""

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm_steer.capture.step_plan import CaptureBatch, CapturePlan
+from vllm_steer.capture.step_plan import CapturePlan, UncertainPlan
 from vllm_steer.capture.step_rows import IntArray, StepRows
 from vllm_steer.taps.projection import products_at
 
@@ -52,14 +52,14 @@ class PendingRows:
 
     Attributes:
         plan: Which request each row belongs to. With speculative decoding the host does not know the positions of a
-            step in advance; it is then a :class:`CaptureBatch`, and every transfer has all rows of the step.
+            step in advance; it is then an :class:`UncertainPlan`, and every transfer has all rows of the step.
         rows: By projection, ``[n, bytes of a row]`` uint8 host tensors, valid once ``event`` has completed.
-        position: ``[tokens]`` int64, the positions on the device; required if ``plan`` is a :class:`CaptureBatch`.
+        position: ``[tokens]`` int64, the positions on the device; required if ``plan`` is an :class:`UncertainPlan`.
         event: CUDA event of the copy, None if the rows have already arrived.
         release: Called after the rows were read, to reuse their buffers. None if the rows own their memory.
     """
 
-    plan: CapturePlan | CaptureBatch
+    plan: CapturePlan | UncertainPlan
     rows: Mapping[bytes, torch.Tensor]
     position: torch.Tensor | None = None
     event: Any = None
@@ -71,7 +71,7 @@ class PendingRows:
             self.event.synchronize()
         plan = self.plan
         certain = isinstance(plan, CapturePlan)
-        if isinstance(plan, CaptureBatch):
+        if not isinstance(plan, CapturePlan):
             if self.position is None:
                 raise RuntimeError("rows of a step with draft tokens were sent without their positions")
             plan = plan.plan_at(self.position.numpy()[plan.token].tolist())
@@ -126,7 +126,7 @@ class DeviceToHostCopier:
         self,
         stored: torch.Tensor,
         position: torch.Tensor | None,
-        plan: CapturePlan | CaptureBatch,
+        plan: CapturePlan | UncertainPlan,
         transfers: tuple[Transfer, ...],
     ) -> PendingRows:
         """Enqueue the copies of one step on the current stream and the side stream.

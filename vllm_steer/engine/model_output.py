@@ -8,7 +8,7 @@ together with the output of their step.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from vllm.v1.outputs import AsyncModelRunnerOutput
@@ -21,14 +21,18 @@ ROWS_ATTRIBUTE = "steering_rows"
 _STATS_ATTRIBUTE = "steering_stats"
 
 
-def attach_rows(output: Any, pending: PendingRows | None) -> Any:
-    """Return ``output`` with a step's captured rows attached.
+def attach_rows(output: Any, pending: Sequence[PendingRows]) -> Any:
+    """Return ``output`` with a step's captured rows and records attached.
 
     An asynchronous output waits for the copy of the rows only in ``get_output``.
     """
-    if pending is None:
+    if not pending:
         return output
-    return _attach(output, ROWS_ATTRIBUTE, pending.wait, wait=pending.event is not None)
+
+    def rows() -> tuple[StepRows, ...]:
+        return tuple(step for each in pending for step in each.wait())
+
+    return _attach(output, ROWS_ATTRIBUTE, rows, wait=pending[0].event is not None)
 
 
 def attach_stats(output: Any, stats: WorkerStats | None) -> Any:

@@ -8,6 +8,7 @@ writes are enqueued on the model's stream, so a step in flight never sees the ta
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +18,16 @@ import torch
 
 from vllm_steer.config import SteeringConfig
 from vllm_steer.engine.pinned_writer import PinnedTableWriter
+from vllm_steer.engine.record_keeper import Replay
 from vllm_steer.params import program_bytes
 from vllm_steer.program import Instruction, PlacedTokenProgram, Program, Resolved, RowFormat, TableAllocator, resolve
-from vllm_steer.program.instructions import CAPTURE
+from vllm_steer.program.dynamic import STOP_COLUMN, Dynamic
+from vllm_steer.program.instructions import CAPTURE, GATE
+from vllm_steer.taps.dynamic import initial_state, state_after
 from vllm_steer.taps.tables import OPEN_END, Tables
+
+_MAX_STRENGTHS = 4096
+"""Requests whose live strengths are kept."""
 
 
 @dataclass
@@ -92,14 +99,28 @@ class ProgramStore:
         self._placed: dict[int, _PlacedSegments] = {}
         self._directions: dict[bytes, _Directions] = {}
         self._capturing = 0
+        # Dynamic parts of running requests, by request id.
+        self._dynamic: dict[str, Dynamic] = {}
+        # Live strengths that have been set, by request id; they outlast a preemption.
+        self._strengths: dict[str, dict[str, float]] = {}
+        # Largest record, in columns, most conditions, and whether any request has state, over running requests.
+        self.record_width = self.num_conditions = 0
+        self.has_state = False
+        # Records of resumed requests, on the host and on the device, until they have been computed again.
+        self.replays: dict[str, tuple[Replay, torch.Tensor]] = {}
         num_slots = tables.segment_start.shape[0]
-        # By request slot: the positions that are steered or captured, and those that are captured.
+        # By request slot: the positions that are steered or captured, and those that are captured, and those
+        # whose records leave the device.
         self.active_ranges, self.captured_ranges = RequestRanges(num_slots), RequestRanges(num_slots)
+        self.record_ranges = RequestRanges(num_slots)
+        # By request slot: the first position of the next step, while any request has records.
+        self.next_step = np.zeros(num_slots, dtype=np.int64)
         # By request slot: the start of the last segment.
         self.last_segment = np.zeros(num_slots, dtype=np.int64)
         # Incremented when the sites in use may have changed, and when a request starts or ends.
         self.version = self.changes = self._flushed = 0
         self._no_rows = np.zeros(self._max_segments, dtype=np.int32)
+        self._no_conditions = np.zeros(tables.condition.shape[1:], dtype=np.int32)
         self._staged = tuple(
             PinnedTableWriter(table)
             for table in (
@@ -110,6 +131,11 @@ class ProgramStore:
                 tables.row_captures,
                 tables.segment_start,
                 tables.segment_row,
+                tables.initial,
+                tables.condition,
+                tables.bound,
+                tables.carry,
+                tables.next_position,
             )
         )
         (
@@ -120,12 +146,22 @@ class ProgramStore:
             self._row_captures,
             self._segment_start,
             self._segment_row,
+            self._initial,
+            self._condition,
+            self._bound,
+            self._carry,
+            self._next_position,
         ) = self._staged
 
     @property
     def num_with_program(self) -> int:
         """Number of running requests that are steered or captured."""
         return len(self._running)
+
+    @property
+    def num_recorded(self) -> int:
+        """Number of running requests whose tokens have records."""
+        return len(self._dynamic)
 
     @property
     def num_capturing(self) -> int:
@@ -161,7 +197,84 @@ class ProgramStore:
         self.active_ranges.set(request_slot, *resolved.active_range)
         self.captured_ranges.set(request_slot, *resolved.captured_range)
         self.last_segment[request_slot] = resolved.segments[-1].start
+        if resolved.dynamic is not None:
+            self._add_dynamic(request_id, request_slot, resolved.dynamic)
         return True
+
+    def _add_dynamic(self, request_id: str, slot: int, dynamic: Dynamic) -> None:
+        """Write the conditions and the initial state of a request that has records."""
+        self._dynamic[request_id] = dynamic
+        self.record_ranges.set(slot, dynamic.record_start, dynamic.record_stop)
+        self._put_initial(request_id, slot, dynamic)
+        self.next_step[slot] = 0
+        _, drafts, width = self.tables.carry.shape
+        condition = np.zeros((width, 8), dtype=np.int32)
+        bound = np.zeros((width, 6), dtype=np.float32)
+        carry = np.zeros((drafts, width), dtype=np.float64)
+        for c, each in enumerate(dynamic.conditions):
+            condition[c] = (
+                each.kind, each.score, each.target, each.first, each.stop, each.count, each.start, each.number
+            )  # fmt: skip
+            bound[c, :5] = each.threshold, each.sign, each.sharpness, each.release, each.release_sign
+            carry[:, c] = initial_state(each.kind)
+        self._condition.put(slot, condition)
+        self._bound.put(slot, bound)
+        self._carry.put(slot, carry)
+        self._next_position.put(slot, np.zeros((), dtype=np.int64))
+        self._measure_records()
+
+    def set_strengths(self, request_id: str, strengths: Mapping[str, float]) -> int:
+        """Set live strengths of a request from its next step on.
+
+        Returns:
+            The position of the first token of the request's next step; 0 if it has had none.
+        """
+        kept = self._strengths.setdefault(request_id, {})
+        kept.update(strengths)
+        while len(self._strengths) > _MAX_STRENGTHS:
+            # A request that ended before its change arrived.
+            del self._strengths[next(iter(self._strengths))]
+        slot, dynamic = self.slot_of(request_id), self._dynamic.get(request_id)
+        if slot is None or dynamic is None:
+            return 0
+        self._put_initial(request_id, slot, dynamic)
+        self.changes += 1
+        return int(self.next_step[slot])
+
+    def forget_strengths(self, request_ids: Iterable[str]) -> None:
+        """Forget the live strengths of requests that have ended."""
+        if self._strengths:
+            for request_id in request_ids:
+                self._strengths.pop(request_id, None)
+
+    def _put_initial(self, request_id: str, slot: int, dynamic: Dynamic) -> None:
+        initial = np.ones(self.tables.initial.shape[1], dtype=np.float32)
+        initial[STOP_COLUMN] = 0.0
+        for name, value in self._strengths.get(request_id, {}).items():
+            if name in dynamic.layout.live:
+                initial[dynamic.layout.live[name]] = value
+        self._initial.put(slot, initial)
+
+    def set_replay(self, request_id: str, replay: Replay) -> None:
+        """Give a resumed request, which has just been added, its records back."""
+        dynamic, slot = self._dynamic.get(request_id), self.slot_of(request_id)
+        if dynamic is None or slot is None:
+            return
+        _, drafts, width = self.tables.carry.shape
+        carry = np.zeros((drafts, width), dtype=np.float64)
+        carry[:, : len(dynamic.conditions)] = state_after(dynamic.conditions, replay.records, replay.start)
+        self._carry.put(slot, carry)
+        records = torch.from_numpy(replay.records)
+        if self.tables.device.type == "cuda":
+            records = records.pin_memory().to(self.tables.device, non_blocking=True)
+        self.replays[request_id] = (replay, records)
+
+    def _measure_records(self) -> None:
+        running = self._dynamic.values()
+        self.tables.num_recorded = len(running)
+        self.record_width = max((each.layout.width for each in running), default=0)
+        self.num_conditions = max((len(each.conditions) for each in running), default=0)
+        self.has_state = any(each.has_state for each in running)
 
     def remove(self, request_id: str) -> int | None:
         """Remove a request, reset its request slot to row 0, and return the slot, or None if it had none."""
@@ -169,6 +282,12 @@ class ProgramStore:
         if running is None:
             return None
         placed = running.segments
+        if self._dynamic.pop(request_id, None) is not None:
+            # Plain requests may get the slot, or share it.
+            self._condition.put(running.request_slot, self._no_conditions)
+            self.replays.pop(request_id, None)
+            self.record_ranges.clear(running.request_slot)
+            self._measure_records()
         self._capturing -= placed.resolved.max_captures > 0
         placed.users -= 1
         if not placed.users:
@@ -237,7 +356,8 @@ class ProgramStore:
         pairs = list(zip(placed.instruction_indices, placed.program.instructions, strict=True))
         # In reverse order, because each instruction refers to the next one at its site.
         for index, each in reversed(pairs):
-            self._instruction.put(index, (each.code, self._argument(each), following.get(each.site_number, 0), 0))
+            columns = 0 if each.code == CAPTURE else each.index
+            self._instruction.put(index, (each.code, self._argument(each), following.get(each.site_number, 0), columns))
             self._parameter.put(index, (each.strength, each.low, each.high, 0.0))
             heads[self.tables.column[each.site_number]] = following[each.site_number] = index
         self._head.put(placed.row, heads)
@@ -247,6 +367,8 @@ class ProgramStore:
     def _argument(self, instruction: Instruction) -> int:
         if instruction.code == CAPTURE:
             return instruction.index
+        if instruction.code == GATE:
+            return 0
         return self._allocator.vector_index(instruction.vector)
 
     def _count_users(self, instructions: Any, change: int) -> None:

@@ -111,10 +111,10 @@ class RowCapture:
             for projection, rows in wanted
         )
 
-    def take_rows(self) -> PendingRows | None:
+    def take_rows(self) -> tuple[PendingRows, ...]:
         """Return the captured rows of the last step, once."""
         pending, self._pending = self._pending, None
-        return pending
+        return () if pending is None else (pending,)
 
     @contextmanager
     def enabled_on_every_rank(self) -> Iterator[None]:

@@ -64,6 +64,7 @@ class SteeringRunnerV1:
             if steering.store.slot_of(request_id) is None:
                 state = self.requests[request_id]
                 self._steer_bind(request_id, state.sampling_params, state.num_prompt_tokens)
+        steering.receive_replays(scheduler_output)
         self._steer_tokens = scheduler_output.total_num_scheduled_tokens
         self._steer_counts = scheduler_output.num_scheduled_tokens
         return result
@@ -126,7 +127,7 @@ class SteeringRunnerV1:
 
     def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
         output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
-        return attach_rows(output, self.steering.capture.take_rows())
+        return attach_rows(output, self.steering.take_rows())
 
     def capture_model(self: Any, *args: Any, **kwargs: Any) -> Any:
         with self.steering.graph_sets.capture_all_taps():

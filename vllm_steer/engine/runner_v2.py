@@ -60,6 +60,10 @@ class SteeringRunnerV2:
             (sets.observe_profiling if profile_only else sets.wrap_capture)(self.cudagraph_manager)
         return super().capture_model(profile_only=profile_only)  # type: ignore[misc]
 
+    def add_requests(self: Any, scheduler_output: Any) -> None:
+        super().add_requests(scheduler_output)  # type: ignore[misc]
+        self.steering.receive_replays(scheduler_output)
+
     def execute_model(self: Any, *args: Any, **kwargs: Any) -> Any:
         output = super().execute_model(*args, **kwargs)  # type: ignore[misc]
         self.steering.end_step()
@@ -67,7 +71,7 @@ class SteeringRunnerV2:
 
     def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
         output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
-        return attach_rows(output, self.steering.capture.take_rows())
+        return attach_rows(output, self.steering.take_rows())
 
 
 @cache

@@ -26,6 +26,7 @@ from vllm_steer.engine.admission import REFUSED, AdmissionController
 from vllm_steer.engine.arena import ArenaBudget, TokenLimiter
 from vllm_steer.engine.cache_keys import steering_hasher
 from vllm_steer.engine.edited_blocks import EditedBlocks
+from vllm_steer.engine.record_keeper import FiredStop, RecordKeeper
 from vllm_steer.engine.row_sender import RowSender
 from vllm_steer.engine.stats_collector import EngineStatsCollector
 from vllm_steer.errors import SteeringError
@@ -34,6 +35,7 @@ from vllm_steer.models.discovery import layer_count
 from vllm_steer.params import PROGRAM_KEY, program_bytes, restore_program
 from vllm_steer.points import how_to_switch_on, points_on
 from vllm_steer.program import Program, Resolved, TableAllocator, resolve
+from vllm_steer.program.dynamic import stop_reason
 
 logger = steering_logger(__name__)
 
@@ -67,6 +69,7 @@ class SteeringSchedulerMixin:
         )
         self._token_limiter = TokenLimiter(self._arena, self._with_program, self.scheduler_config)
         self.steering_row_sender = RowSender()
+        self.steering_records = RecordKeeper()
         self._steering_stats = EngineStatsCollector(self.steering_admission)
         self._edited_blocks: EditedBlocks | None = None
         if current_platform.is_cpu() and not self.kv_cache_config.needs_kv_cache_zeroing:
@@ -110,11 +113,16 @@ class SteeringSchedulerMixin:
         if impossible is not None:
             raise SteeringError("capture", impossible)
         self._with_program[request.request_id] = resolved
+        dynamic = resolved.dynamic
+        if dynamic is not None and dynamic.replays:
+            self.steering_records.add_request(request.request_id)
         if self._needs_whole_prompt(resolved, request):
             request.skip_reading_prefix_cache = True
         upstream = request._block_hasher
         if upstream is not None:
-            request._block_hasher = steering_hasher(upstream, resolved, self.hash_block_size, self._steering_hash)
+            # Live strengths may change at any time, so the blocks of such a request are never shared.
+            salt = request.request_id.encode() if dynamic is not None and dynamic.layout.live else b""
+            request._block_hasher = steering_hasher(upstream, resolved, self.hash_block_size, self._steering_hash, salt)
             request.block_hashes = []
             request.update_block_hashes()
 
@@ -125,7 +133,7 @@ class SteeringSchedulerMixin:
 
         In hybrid caches and with KV connectors, a hit cannot be shortened to the first captured position.
         """
-        first = resolved.first_captured_position
+        first = resolved.first_needed_position
         if first is None or first >= request.num_prompt_tokens - 1:
             return False
         return self.connector is not None or not self._can_shorten_hits()
@@ -138,11 +146,11 @@ class SteeringSchedulerMixin:
         managers = self.kv_cache_manager.coordinator.single_type_managers
         return len(managers) == 1 and type(managers[0]) is FullAttentionManager
 
-    def _get_local_prefix_cache_hit(self: Any, request: Any) -> Any:
-        """Return vLLM's hit, shortened to the first captured position: cached tokens are not computed."""
-        blocks, hit, *rest = super()._get_local_prefix_cache_hit(request)  # type: ignore[misc]
+    def _get_local_prefix_cache_hit(self: Any, request: Any, *args: Any) -> Any:
+        """Return vLLM's hit, shortened to the first captured or read position: cached tokens are not computed."""
+        blocks, hit, *rest = super()._get_local_prefix_cache_hit(request, *args)  # type: ignore[misc]
         resolved = self._with_program.get(request.request_id)
-        first = None if resolved is None else resolved.first_captured_position
+        first = None if resolved is None else resolved.first_needed_position
         if first is None or hit <= first:
             return (blocks, hit, *rest)
         if not self._can_shorten_hits():
@@ -167,6 +175,7 @@ class SteeringSchedulerMixin:
         scheduled = super().schedule(*args, **kwargs)  # type: ignore[misc]
         if self._edited_blocks is not None and self._with_program:
             self._edited_blocks.record(scheduled, self._with_program)
+        self.steering_records.attach_replays(scheduled, self.requests)
         return scheduled
 
     def _reserve_prefill_lookahead(self: Any, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
@@ -245,14 +254,60 @@ class SteeringSchedulerMixin:
     def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
         started = perf_counter()
         self.steering_row_sender.collect(model_runner_output, self.requests)
+        stopped = self._cut_at_stops(scheduler_output, model_runner_output)
         upstream = perf_counter()
         outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
         started += perf_counter() - upstream
         self._end_refused(outputs)
+        if stopped:
+            self._end_stopped(outputs, stopped)
         self.steering_row_sender.attach_to(outputs)
         self._steering_stats.seconds += perf_counter() - started
         self._steering_stats.attach_to(outputs, model_runner_output)
         return outputs
+
+    def _cut_at_stops(self: Any, scheduler_output: Any, model_output: Any) -> dict[str, str]:
+        """Drop the tokens sampled after a token with which generation stops.
+
+        Returns:
+            The stop reason of each request that stops, by request id.
+        """
+        reasons: dict[str, str] = {}
+        for request_id, stop in self.steering_records.receive(model_output).items():
+            request = self.requests.get(request_id)
+            if request is None or request.is_finished() or request_id not in scheduler_output.num_scheduled_tokens:
+                continue
+            index = model_output.req_id_to_index[request_id]
+            sampled = model_output.sampled_token_ids
+            drafts = len(scheduler_output.scheduled_spec_decode_tokens.get(request_id, ()))
+            # Sampled tokens that come before the stop: accepted drafts up to its position.
+            kept = stop.offset - (scheduler_output.num_scheduled_tokens[request_id] - 1 - drafts)
+            stale = request.num_stale_output_tokens > 0 and request.drop_stale_output
+            if kept and (stale or not 0 < kept < len(sampled[index])):
+                # The position is behind the last accepted draft, or the output will be dropped.
+                continue
+            sampled[index] = sampled[index][:kept]
+            reasons[request_id] = self._stop_reason(request_id, stop)
+        return reasons
+
+    def _stop_reason(self: Any, request_id: str, stop: FiredStop) -> str:
+        program = Program.from_trusted_bytes(program_bytes(self.requests[request_id].sampling_params) or b"")
+        compiled = program.stops[stop.number - 1]
+        column = program.layout.readouts[compiled.readout]
+        return stop_reason(program.readouts[compiled.readout].name, stop.position, float(stop.record[column]))
+
+    def _end_stopped(self: Any, outputs: Any, reasons: dict[str, str]) -> None:
+        """End requests with which a readout's stop fired."""
+        for request in self.finish_requests(list(reasons), RequestStatus.FINISHED_STOPPED):
+            output = EngineCoreOutput(
+                request_id=request.request_id,
+                new_token_ids=[],
+                finish_reason=request.get_finished_reason(),
+                stop_reason=reasons[request.request_id],
+                events=request.take_events(),
+                trace_headers=request.trace_headers,
+            )
+            outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(output)
 
     def _end_refused(self: Any, outputs: Any) -> None:
         """End requests that timed out or can never start, with an output that carries the reason."""
@@ -273,6 +328,7 @@ class SteeringSchedulerMixin:
 
     def _free_request(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         self._with_program.pop(request.request_id, None)
+        self.steering_records.remove_request(request.request_id)
         self._arena.remove_request(request.request_id)
         self.steering_admission.release(request.request_id)
         return super()._free_request(request, *args, **kwargs)  # type: ignore[misc]

@@ -124,7 +124,7 @@ class SelfCheckRunner:
         pending = self._steering.capture.take_rows()
         self._worker.sample_tokens(None)
         # The requests project nothing, so their rows have one format.
-        (step,) = (None,) if pending is None else pending.wait()
+        (step,) = pending[0].wait() if pending else (None,)
         return [
             (request, {} if step is None else self._rows(step, name))
             for name, request in zip(names, requests, strict=True)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from vllm_steer.capture.row_payload import RECORDS
 from vllm_steer.engine.admission import AdmissionController
 from vllm_steer.engine.model_output import rows_of, stats_of
 from vllm_steer.metrics.engine_stats import EngineStats, TableUsage, attach_stats
@@ -49,7 +50,7 @@ class EngineStatsCollector:
         worker = stats_of(model_output)
         if worker is not None:
             self._staging_bytes = worker.staging_bytes
-        steps = rows_of(model_output)
+        steps = [step for step in rows_of(model_output) if step.index.projection != RECORDS]
         stats = EngineStats(
             usage=self._changed_usage(),
             staging_bytes=self._staging_bytes,

@@ -86,6 +86,11 @@ class SteeringWorker(_platform_worker()):  # type: ignore[misc]
         self.model_runner.steering.self_check = self_check(self)
         return times
 
+    def steering_set_strength(self, request_ids: list[str], strengths: dict[str, float]) -> list[int]:
+        """Set live strengths. Called by RPC; see :meth:`ProgramStore.set_strengths`."""
+        store = self.model_runner.steering.store
+        return [store.set_strengths(request_id, strengths) for request_id in request_ids]
+
     def steering_capabilities(self) -> dict[str, Any]:
         """Return what this rank serves. Called by RPC; see :meth:`WorkerSteeringManager.capabilities`."""
         return self.model_runner.steering.capabilities()  # type: ignore[no-any-return]

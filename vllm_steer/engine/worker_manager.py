@@ -13,10 +13,13 @@ from functools import wraps
 from typing import Any, Concatenate, ParamSpec
 
 import numpy as np
+import numpy.typing as npt
 
 from vllm_steer.engine.cudagraph_sets import CUDAGraphSetManager
-from vllm_steer.engine.device_to_host import DeviceToHostCopier
+from vllm_steer.engine.device_to_host import DeviceToHostCopier, PendingRows
 from vllm_steer.engine.program_store import ProgramStore
+from vllm_steer.engine.record_copy import RecordCopy
+from vllm_steer.engine.record_keeper import replays_of
 from vllm_steer.engine.row_assignment_cache import RowAssignmentCache
 from vllm_steer.engine.row_capture import RowCapture
 from vllm_steer.engine.step_batch import StepBatch
@@ -76,6 +79,10 @@ class WorkerSteeringManager:
         self.self_check: dict[str, Any] = {"ran": False, "reason": "the engine is still starting"}
         copier = DeviceToHostCopier(store.tables.device, ops.products_at)
         self.capture = RowCapture(store, copier, enabled=captures, speculative=speculative)
+        self.records = RecordCopy(store, copier, enabled=captures, speculative=speculative)
+        self._recorded: BatchLayout | None = None
+        # Tokens whose replay flag on the device may not be 0.
+        self._num_replayed = 0
         self._ops = ops
         self._facts = facts
         self._speculative = speculative
@@ -114,6 +121,8 @@ class WorkerSteeringManager:
             self._num_assigned = batch.num_padded
             self._offsets_assigned = False
         self.graph_sets.select(self.tables.site_users, store.version)
+        if store.num_recorded:
+            self._begin_records(batch, first, stop)
         if not store.num_capturing:
             return
         capturing = np.flatnonzero(store.captured_ranges.overlap(batch.request_slot, first, stop))
@@ -122,6 +131,46 @@ class WorkerSteeringManager:
                 self._ops.assign_arena_offsets(self.tables, int(batch.count.sum()))
                 self._offsets_assigned = True
             self.capture.plan(batch, capturing)
+
+    def _begin_records(self, batch: StepBatch, first: npt.NDArray[np.int64], stop: npt.NDArray[np.int64]) -> None:
+        store = self.store
+        store.next_step[batch.request_slot] = stop
+        if self._num_replayed:
+            self.tables.replayed[: self._num_replayed].zero_()
+            self._num_replayed = 0
+        if store.replays:
+            self._replay_records(batch, stop)
+        if store.has_state:
+            self._recorded = batch.layout()
+            self._ops.begin_records(self.tables, self._recorded, store.num_conditions)
+        recorded = np.flatnonzero(store.record_ranges.overlap(batch.request_slot, first, stop))
+        if len(recorded):
+            self.records.plan(batch, recorded)
+
+    def _replay_records(self, batch: StepBatch, stop: npt.NDArray[np.int64]) -> None:
+        """Write the records of tokens that are computed again. A resumed request has no drafts until all have been."""
+        tokens = np.cumsum(batch.count) - batch.count
+        ids = list(batch.ids)
+        for request_id, (replay, records) in list(self.store.replays.items()):
+            if request_id not in ids:
+                continue
+            index = ids.index(request_id)
+            start, end = max(int(batch.first[index]), replay.start), min(int(stop[index]), replay.stop)
+            if batch.first[index] >= replay.stop:
+                del self.store.replays[request_id]
+            elif start < end:
+                token = int(tokens[index] + start - batch.first[index])
+                width = min(records.shape[1], self.tables.record.shape[1])
+                rows = records[start - replay.start : end - replay.start, :width]
+                self.tables.record[token : token + end - start, :width] = rows
+                self.tables.replayed[token : token + end - start] = 1
+                self._num_replayed = max(self._num_replayed, token + end - start)
+
+    def receive_replays(self, scheduled: Any) -> None:
+        """Take the records of resumed requests from a scheduler output, after its requests have been added."""
+        self.store.forget_strengths(scheduled.finished_req_ids)
+        for request_id, replay in replays_of(scheduled).items():
+            self.store.set_replay(request_id, replay)
 
     def _assign_rows(self, layout: BatchLayout, num_padded: int) -> None:
         self._ops.assign_rows(self.tables, layout, num_padded)
@@ -136,13 +185,21 @@ class WorkerSteeringManager:
         self.graph_sets.select_idle()
 
     def end_step(self) -> None:
-        """Restore the model and start copying captured rows, after the forward pass and on the same stream."""
+        """Restore the model, fold records and start copying rows, after the forward pass and on the same stream."""
         self.graph_sets.restore_model()
         self._start_copy()
 
     @_timed
     def _start_copy(self) -> None:
         self.capture.start_copy()
+        if self._recorded is not None:
+            self._ops.fold_records(self.tables, self._recorded, self.store.num_conditions)
+            self._recorded = None
+        self.records.start_copy()
+
+    def take_rows(self) -> tuple[PendingRows, ...]:
+        """Return the captured rows and the records of the last step, once."""
+        return (*self.capture.take_rows(), *self.records.take_rows())
 
     def take_stats(self) -> WorkerStats | None:
         """Return the statistics of the last step, once; None if no request was steered or captured."""

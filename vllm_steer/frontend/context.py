@@ -36,8 +36,11 @@ CONSUMERS_VARIABLE = "VLLM_STEER_CAPTURE_CONSUMERS"
 REGISTRY_VARIABLE = "VLLM_STEER_REGISTRY"
 NOT_ENABLED = "the engine runs without steering; start it with --enable-steering or LLM(enable_steering=True)"
 NO_ROWS_OF_EARLIER_STAGES = (
-    "not supported here: with pipeline parallelism, capture needs distributed_executor_backend mp and no encoder-cache "
-    "connector; use these, or tensor parallelism"
+    "not supported here with pipeline parallelism; set distributed_executor_backend='mp' and remove the encoder-cache "
+    "connector, or use tensor parallelism instead"
+)
+NO_READOUTS_ACROSS_STAGES = (
+    "readouts, gates and stops are not supported with pipeline parallelism; use tensor parallelism"
 )
 _CAPABILITIES_RPC = "steering_capabilities"
 _CONTEXT = "_steering_context"
@@ -152,7 +155,8 @@ def _create(engine: Any, reports: Any, config: SteeringConfig) -> EngineContext:
         return known
     vllm_config = engine.vllm_config
     no_capture = None if rows_of_all_stages(vllm_config) else NO_ROWS_OF_EARLIER_STAGES
-    capabilities = Capabilities.merge(reports, config, no_capture, vllm_config.num_speculative_tokens)
+    no_readouts = NO_READOUTS_ACROSS_STAGES if vllm_config.parallel_config.pipeline_parallel_size > 1 else None
+    capabilities = Capabilities.merge(reports, config, no_capture, vllm_config.num_speculative_tokens, no_readouts)
     options = getattr(engine, _CONSUMER_OPTIONS, None)
     if options is None:
         # The server's flag sets the variable; API server processes inherit it.

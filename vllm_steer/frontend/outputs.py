@@ -17,6 +17,8 @@ from vllm.v1.engine import FinishReason
 
 from vllm_steer.capture.consumers.memory import is_streamed
 from vllm_steer.capture.manager import CaptureManager
+from vllm_steer.capture.readouts import Readouts, ReadoutStream, SteeringTrace
+from vllm_steer.capture.record_reader import RecordReader
 from vllm_steer.capture.results import CaptureResults
 from vllm_steer.capture.row_assembler import RowAssembler
 from vllm_steer.capture.row_deltas import RowDelta, RowDeltaStream
@@ -25,7 +27,8 @@ from vllm_steer.engine.admission import REFUSED
 from vllm_steer.frontend.context import capture_manager_of, context_of
 from vllm_steer.frontend.reach import record_selections, unreached_edits
 from vllm_steer.metrics.collectors import set_gauge
-from vllm_steer.params import APPLIED_KEY, capture_specs
+from vllm_steer.params import APPLIED_KEY, capture_specs, program_of
+from vllm_steer.program import Program
 from vllm_steer.registry.schema import SteeringApplied
 from vllm_steer.spec import CaptureSpec
 
@@ -35,12 +38,16 @@ _APPLIED = "_steering_applied"
 _CAPTURE = "_steering_capture"
 _SUBMISSION = "_steering_submission"
 _LISTENER = "_steering_results_listener"
+_READ_ELSEWHERE = "_steering_records_read"
+"""Attribute of a sample's state whose records the HTTP response reads."""
+_NUM_FORWARDED = "_steering_num_forwarded"
+"""Attribute of the state of a sample that has ended."""
 _NO_CONTEXT: AbstractContextManager[None] = nullcontext()
 
 
 @dataclass(frozen=True)
 class RunningCapture:
-    """The captures of one running sample."""
+    """The captures and records of one running sample."""
 
     manager: CaptureManager
     receiver: RowReceiver
@@ -48,20 +55,26 @@ class RunningCapture:
     specs: tuple[tuple[str, CaptureSpec], ...]
     streams: Mapping[str, RowDeltaStream]
     submission: int
+    readouts: ReadoutStream | None
 
 
 def begin_capture(output_processor: Any, request: Any) -> None:
     """Start collecting the rows of a sample that captures."""
     specs = capture_specs(request.sampling_params)
-    if specs:
+    program = program_of(request.sampling_params)
+    is_dynamic = program is not None and program.is_dynamic
+    if specs or is_dynamic:
         manager = capture_manager_of(output_processor)
         state = output_processor.request_states[request.request_id]
         assembler, receiver = manager.new_assembler(), _receiver(output_processor)
         receiver.add_request(request.request_id, assembler)
         streams = {name: RowDeltaStream(assembler, spec) for name, spec in specs if is_streamed(name, spec)}
         submission = _submission(manager, state)
-        setattr(state, _CAPTURE, RunningCapture(manager, receiver, assembler, specs, streams, submission))
-        manager.begin(specs, _request_id(state), state.request_index, submission)
+        readouts = ReadoutStream(program, assembler) if program is not None and is_dynamic else None
+        running = RunningCapture(manager, receiver, assembler, specs, streams, submission, readouts)
+        setattr(state, _CAPTURE, running)
+        if specs:
+            manager.begin(specs, _request_id(state), state.request_index, submission)
 
 
 def _request_id(state: Any) -> str:
@@ -137,6 +150,63 @@ def new_rows(state: Any) -> Mapping[str, RowDelta] | None:
     return {name: stream.next_delta(state.prompt_len, num_tokens) for name, stream in running.streams.items()}
 
 
+def live_names(state: Any) -> tuple[str, ...]:
+    """Return the names of the live strengths of a sample's request."""
+    running: RunningCapture | None = getattr(state, _CAPTURE, None)
+    return () if running is None or running.readouts is None else running.readouts.live_names
+
+
+def new_readouts(
+    state: Any, stop_reason: Any, *, finished: bool
+) -> tuple[Mapping[str, Readouts] | None, SteeringTrace | None]:
+    """Return the readouts and the trace for an output of a sample, or None for each that it lacks.
+
+    A delta has the values of the tokens since the last delta; the final output of other kinds has all of them. The
+    trace comes with the final output.
+    """
+    running: RunningCapture | None = getattr(state, _CAPTURE, None)
+    if running is None or running.readouts is None or hasattr(state, _READ_ELSEWHERE):
+        return None, None
+    delta = state.output_kind == RequestOutputKind.DELTA
+    if not (delta or finished):
+        return None, None
+    running.receiver.flush(state.request_id)
+    num_tokens = state.prompt_len + len(state.detokenizer.output_token_ids)
+    if finished and running.readouts.stopped_by(stop_reason):
+        # The last token has been forwarded: its readout ended the request.
+        num_tokens += 1
+    values = running.readouts.next_delta(state.prompt_len, num_tokens) if delta else None
+    if not finished:
+        return values, None
+    whole, trace = running.readouts.result(state.prompt_len, num_tokens)
+    return whole if values is None else values, trace
+
+
+def is_dynamic(state: Any) -> bool:
+    """Return whether the request of a sample has records."""
+    running: RunningCapture | None = getattr(state, _CAPTURE, None)
+    return running is not None and running.readouts is not None
+
+
+def read_records(state: Any) -> tuple[Program, RecordReader]:
+    """Return the program of a sample for which `is_dynamic` holds, and a reader of its records.
+
+    The outputs of the sample carry no readouts from then on.
+    """
+    running: RunningCapture = getattr(state, _CAPTURE)
+    if running.readouts is None:
+        raise ValueError("the request has no records")
+    setattr(state, _READ_ELSEWHERE, True)
+    shared = bool(running.specs)
+    return running.readouts.program, RecordReader(running.receiver, running.assembler, state.request_id, shared=shared)
+
+
+def num_forwarded(state: Any) -> int:
+    """Return the number of tokens of a sample that have been forwarded and are final."""
+    ended: int | None = getattr(state, _NUM_FORWARDED, None)
+    return state.prompt_len + state.detokenizer.num_output_tokens() - 1 if ended is None else ended
+
+
 def refusal(finish_reason: FinishReason | None, stop_reason: Any) -> str | None:
     """Return why our scheduler ended a request, or None if it did not.
 
@@ -160,6 +230,12 @@ def finish_capture(state: Any, finish_reason: FinishReason, stop_reason: Any) ->
     """Pass the captures of a sample that has ended to their consumers and return their results."""
     running: RunningCapture | None = getattr(state, _CAPTURE, None)
     if running is None:
+        return None
+    if running.readouts is not None:
+        # If a readout has ended the request, its last token has been forwarded.
+        setattr(state, _NUM_FORWARDED, num_forwarded(state) + running.readouts.stopped_by(stop_reason))
+    if not running.specs:
+        running.receiver.finish_request(state.request_id)
         return None
     running.receiver.finish_request(state.request_id)
     if (reason := _cut_short(finish_reason, stop_reason)) is not None:

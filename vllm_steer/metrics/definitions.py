@@ -28,7 +28,8 @@ STEP_PARTS = ("scheduler", "worker")
 REQUESTS = ("plain", "steered", "captured", "steered_captured")
 REFUSED_FIELDS = (
     "steering_vectors", "prefill_steering_vectors", "decode_steering_vectors", "steering", "steering_modules",
-    "capture", "vllm_xargs", "authorization", "body", "content-type", "name", "module", "base", "prefill", "decode",
+    "capture", "readouts", "stop_on",
+    "vllm_xargs", "authorization", "body", "content-type", "name", "module", "base", "prefill", "decode",
     "edits", "probes", "modules", "set", "replace", "steering registry", "capacity", "other",
 )  # fmt: skip
 

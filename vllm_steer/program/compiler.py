@@ -3,13 +3,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import numpy as np
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.points import POINT_NAMES
+from vllm_steer.program.dynamic import (
+    OVER_CODES,
+    TOKEN,
+    WINDOW_CODES,
+    CompiledBound,
+    CompiledCondition,
+    CompiledReadout,
+    CompiledStop,
+)
 from vllm_steer.program.instructions import CODES, UNBOUNDED
 from vllm_steer.program.program import (
     ALL_LAYERS,
@@ -19,7 +28,20 @@ from vllm_steer.program.program import (
     CompiledEdit,
     Program,
 )
-from vllm_steer.spec import KINDS, CaptureSpec, Edit, Projection, bytes_of, content_digest
+from vllm_steer.spec import (
+    KINDS,
+    Bound,
+    CaptureSpec,
+    Condition,
+    Edit,
+    NamedProjection,
+    Projection,
+    Readout,
+    Stop,
+    bytes_of,
+    content_digest,
+)
+from vllm_steer.spec.scalars import closest
 from vllm_steer.spec.sites import Layers
 
 
@@ -29,8 +51,10 @@ def compile_program(
     *,
     edit_paths: Sequence[str] = (),
     capture_paths: Sequence[str] = (),
+    readouts: Sequence[Readout] = (),
+    stops: Sequence[Stop] = (),
 ) -> Program:
-    """Compile edits and capture specs.
+    """Compile edits, capture specs, readouts and stops.
 
     Edits of strength 0 change nothing and are left out. Equal captures appear once.
 
@@ -39,20 +63,32 @@ def compile_program(
         captures: the capture specs.
         edit_paths: path of each edit in the request, for error messages.
         capture_paths: path of each capture spec in the request.
+        readouts: the readouts.
+        stops: the conditions that end generation.
 
     Raises:
-        SteeringError: the directions of a capture differ in width from the vectors of the edits or of another capture.
+        SteeringError: directions differ in width from other vectors of the request, or a condition names a readout that
+            does not exist, is not a probe or is computed behind the edit.
     """
     vectors = _VectorTable(len(edits[0].vector) if edits else 0)
-    compiled_edits: dict[int, CompiledEdit] = {
-        number: _compile_edit(edit, vectors) for number, edit in enumerate(edits) if edit.strength != 0.0
-    }
+    numbers = {readout.name: number for number, readout in enumerate(readouts)}
+    compiled_edits: dict[int, CompiledEdit] = {}
+    for number, edit in enumerate(edits):
+        path = edit_paths[number] if edit_paths else "steering"
+        when = tuple(
+            _compile_condition(each, edit, readouts, numbers, f"{path}.when[{i}]") for i, each in enumerate(edit.when)
+        )
+        if edit.strength != 0.0:
+            compiled_edits[number] = _compile_edit(edit, vectors, when)
+    compiled_readouts = tuple(_compile_readout(readout, vectors) for readout in readouts)
+    compiled_stops = tuple(_compile_stop(each, readouts, numbers, f"stop_on[{i}]") for i, each in enumerate(stops))
     projections: dict[tuple[int, ...], int] = {}
     compiled_captures: dict[bytes, tuple[CompiledCapture, int]] = {}
     for number, spec in enumerate(captures):
         projection = NO_PROJECTION
         if isinstance(spec.reduce, Projection) and spec.reduce.in_engine:
-            indices = vectors.add_directions(spec.reduce)
+            source = capture_paths[number] if capture_paths else "capture"
+            indices = vectors.add_directions(spec.reduce, f"{source}.reduce.directions")
             projection = projections.setdefault(indices, len(projections))
         for capture in _compile_captures(spec, projection):
             compiled_captures.setdefault(msgspec.msgpack.encode(capture), (capture, number))
@@ -71,6 +107,8 @@ def compile_program(
         vectors=tuple(memoryview(data) for _, data in vectors.entries.values()),
         projections=tuple(projections),
         sources=sources,
+        readouts=compiled_readouts,
+        stops=compiled_stops,
     )
 
 
@@ -85,12 +123,12 @@ class _VectorTable:
         """Return the index of a vector; add it if it is new."""
         return self.entries.setdefault(digest, (len(self.entries), data))[0]
 
-    def add_directions(self, projection: Projection) -> tuple[int, ...]:
-        """Return the indices of a projection's directions; raise SteeringError if their width differs."""
+    def add_directions(self, projection: Projection, path: str) -> tuple[int, ...]:
+        """Return the indices of a projection's directions; raise SteeringError for ``path`` if their width differs."""
         width = projection.directions.shape[1]
         if self.width not in (0, width):
             raise SteeringError(
-                "capture.reduce.directions",
+                path,
                 f"have width {width}, but other vectors of the request have width {self.width}; "
                 "all vectors have the model's hidden size",
             )
@@ -98,7 +136,7 @@ class _VectorTable:
         return tuple(map(self.add, projection.digests, projection.vectors))
 
 
-def _compile_edit(edit: Edit, vectors: _VectorTable) -> CompiledEdit:
+def _compile_edit(edit: Edit, vectors: _VectorTable, when: tuple[CompiledCondition, ...]) -> CompiledEdit:
     vector = edit.vector
     if KINDS[edit.kind].needs_direction:
         wide = vector.astype(np.float64)
@@ -115,8 +153,78 @@ def _compile_edit(edit: Edit, vectors: _VectorTable) -> CompiledEdit:
         high=UNBOUNDED if edit.high is None else float(edit.high),
         tokens=edit.tokens.to_wire(),
         digest=b"",
+        when=when,
+        live=edit.live or "",
     )
     return compiled.with_strength(compiled.strength, digest)
+
+
+def _compile_bound(bound: Bound) -> CompiledBound:
+    return CompiledBound(bound.above, bound.threshold)
+
+
+def _compile_readout(readout: Readout, vectors: _VectorTable) -> CompiledReadout:
+    directions = readout.directions
+    indices: tuple[int, ...] = ()
+    names: tuple[str, ...] = ()
+    if isinstance(directions, NamedProjection):
+        names = tuple(map(str, directions.probes))
+    else:
+        indices = vectors.add_directions(directions, f"readouts.{readout.name}.{readout.kind}")
+    return CompiledReadout(
+        name=readout.name,
+        scalar=readout.kind == "probe",
+        point=POINT_NAMES.index(readout.point),
+        layer=readout.layer,
+        vectors=indices,
+        bias=readout.bias,
+        sigmoid=readout.sigmoid,
+        tokens=readout.tokens.to_wire(),
+        probes=names,
+    )
+
+
+def _find_probe(name: str, readouts: Sequence[Readout], numbers: Mapping[str, int], field: str) -> int:
+    if name not in numbers:
+        similar = closest(name, numbers)
+        hint = f"; did you mean {similar}?" if similar else ""
+        raise SteeringError(f"{field}.readout", f"{name!r} is not among the request's readouts{hint}")
+    if readouts[numbers[name]].kind != "probe":
+        raise SteeringError(f"{field}.readout", f"{name!r} has several values per token; name a probe")
+    return numbers[name]
+
+
+def _compile_stop(stop: Stop, readouts: Sequence[Readout], numbers: Mapping[str, int], field: str) -> CompiledStop:
+    return CompiledStop(_find_probe(stop.readout, readouts, numbers, field), _compile_bound(stop.bound), stop.tokens)
+
+
+def _compile_condition(
+    condition: Condition, edit: Edit, readouts: Sequence[Readout], numbers: Mapping[str, int], field: str
+) -> CompiledCondition:
+    index = _find_probe(condition.readout, readouts, numbers, field)
+    kind = OVER_CODES[condition.over] if condition.over is not None else WINDOW_CODES[condition.window]
+    readout = readouts[index]
+    first_layer = 0 if edit.layers == "all" else edit.layers[0]
+    edited = (first_layer, POINT_NAMES.index(edit.point))
+    if kind == TOKEN and edited <= (readout.layer, POINT_NAMES.index(readout.point)):
+        raise SteeringError(
+            f"{field}.window",
+            f"the edit at {edit.point} of layer {first_layer} is computed before the readout at {readout.point} of "
+            f'layer {readout.layer}; use the window "previous", or edit later sites only',
+        )
+    if kind != TOKEN and edit.tokens.to_wire() in ("all", "prompt", "last_prompt"):
+        raise SteeringError(
+            f"{field}.window",
+            f'"{condition.window}" decides about generated tokens only, not tokens="{edit.tokens.to_wire()}"',
+        )
+    return CompiledCondition(
+        index,
+        kind,
+        _compile_bound(condition.bound),
+        condition.sharpness or 0.0,
+        None if condition.release is None else _compile_bound(condition.release),
+        None if condition.tokens is None else condition.tokens.to_wire(),
+    )
 
 
 def _compile_captures(spec: CaptureSpec, projection: int) -> list[CompiledCapture]:

@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.program.compiler import compile_program
+from vllm_steer.program.dynamic import CompiledReadout, CompiledStop
 from vllm_steer.program.program import NO_PROJECTION, CompiledCapture, CompiledEdit, Program
+from vllm_steer.spec import Projection
 from vllm_steer.spec.scalars import read_number
 
 
@@ -19,13 +21,14 @@ def join(programs: Sequence[Program]) -> Program:
     Raises:
         SteeringError: the programs' vectors differ in width.
     """
-    widths = {program.width for program in programs if program.vectors}
-    if len(widths) > 1:
-        raise SteeringError(
-            "vector",
-            f"vectors of widths {', '.join(map(str, sorted(widths)))} meet in one request; "
-            "all vectors have the model's hidden size",
-        )
+    wide = [program for program in programs if program.vectors]
+    for program in wide:
+        if program.width != wide[0].width:
+            raise SteeringError(
+                program.vector_source,
+                f"has a vector of width {program.width}, but {wide[0].vector_source} has width {wide[0].width}; "
+                "all vectors have the model's hidden size",
+            )
     vectors: dict[bytes, tuple[int, memoryview]] = {}
     edits: list[CompiledEdit] = []
     captures: dict[bytes, tuple[CompiledCapture, str]] = {}
@@ -41,19 +44,64 @@ def join(programs: Sequence[Program]) -> Program:
                 indices = tuple(vectors[digest][0] for digest in program.directions(capture.projection))
                 capture = msgspec.structs.replace(capture, projection=projections.setdefault(indices, len(projections)))
             captures.setdefault(msgspec.msgpack.encode(capture), (capture, program.capture_source(number)))
+    readouts: list[CompiledReadout] = []
+    stops: list[CompiledStop] = []
+    for program in programs:
+        # Only the request itself has readouts, so the indices of its conditions stay valid.
+        places = [vectors[digest][0] for digest in program.digests]
+        readouts += [
+            msgspec.structs.replace(readout, vectors=tuple(places[index] for index in readout.vectors))
+            for readout in program.readouts
+        ]
+        stops += program.stops
     sources: tuple[str, ...] = ()
     if any(program.sources for program in programs):
         edit_sources = (program.edit_source(i) for program in programs for i in range(len(program.edits)))
         sources = (*edit_sources, *(source for _, source in captures.values()))
     return msgspec.structs.replace(
         compile_program([]),
-        width=max(widths, default=0),
+        width=wide[0].width if wide else 0,
         edits=tuple(edits),
         captures=tuple(capture for capture, _ in captures.values()),
         digests=tuple(vectors),
         vectors=tuple(data for _, data in vectors.values()),
         projections=tuple(projections),
         sources=sources,
+        readouts=tuple(readouts),
+        stops=tuple(stops),
+    )
+
+
+def with_probes(program: Program, find: Callable[[tuple[str, ...], str], Projection]) -> Program:
+    """Return the program with the probes of modules that its readouts name replaced by their directions.
+
+    Args:
+        program: The program.
+        find: Returns the directions of some probes. It gets their names and the path of the field.
+
+    Raises:
+        SteeringError: The directions differ in width from other vectors of the request.
+    """
+    vectors = dict(zip(program.digests, program.vectors, strict=True))
+    width = program.width if program.vectors else 0
+    readouts = []
+    for number, readout in enumerate(program.readouts):
+        if readout.probes:
+            field = f"{program.readout_source(number)}.{'probe' if readout.scalar else 'projections'}"
+            projection = find(readout.probes, field)
+            own = projection.directions.shape[1]
+            if width not in (0, own):
+                raise SteeringError(field, f"have width {own}, but other vectors of the request have width {width}")
+            width = own
+            for digest, data in zip(projection.digests, projection.vectors, strict=True):
+                vectors.setdefault(digest, memoryview(data))
+            places = {digest: place for place, digest in enumerate(vectors)}
+            readout = msgspec.structs.replace(
+                readout, probes=(), vectors=tuple(places[digest] for digest in projection.digests)
+            )
+        readouts.append(readout)
+    return msgspec.structs.replace(
+        program, width=width, digests=tuple(vectors), vectors=tuple(vectors.values()), readouts=tuple(readouts)
     )
 
 

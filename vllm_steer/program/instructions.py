@@ -12,6 +12,7 @@ UNBOUNDED = 3.4028234663852886e38
 
 # 0 means "no instruction". A code never changes its meaning, because programs travel between processes.
 CODES: dict[str, int] = {"add": 1, "add_normed": 2, "ablate": 3, "clamp": 4}
-CAPTURE = 5
+CAPTURE, READ, GATE = 5, 6, 7
+"""CAPTURE stores the row, READ records a readout, GATE scales an edit's factor by a condition on a readout."""
 KIND_OF: dict[int, str] = {code: kind for kind, code in CODES.items()}
 ADD, ADD_NORMED, ABLATE, CLAMP = (CODES[kind] for kind in ("add", "add_normed", "ablate", "clamp"))

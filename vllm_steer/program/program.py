@@ -17,12 +17,21 @@ import numpy as np
 from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_LAYERS
 from vllm_steer.points import POINT_NAMES, PointName
+from vllm_steer.program.dynamic import (
+    STOP,
+    STOP_COLUMN,
+    TOKEN,
+    CompiledCondition,
+    CompiledReadout,
+    CompiledStop,
+    RecordLayout,
+)
 from vllm_steer.program.instructions import KIND_OF
 from vllm_steer.program.program_cache import CachedProgram, ProgramCache
 from vllm_steer.spec import Selector, content_digest, projection_digest
 from vllm_steer.spec.references import GLOBAL_SOURCE, MODULES_FIELD, SERVER_WIDE_SOURCE
 
-WIRE_VERSION = 6
+WIRE_VERSION = 7
 ALL_LAYERS: tuple[int, ...] = ()
 NO_PROJECTION = -1
 """``projection`` of a capture whose rows are sent unprojected."""
@@ -36,7 +45,8 @@ _INCONSISTENT = "the parts of the program do not fit together; compile it with t
 class CompiledEdit(msgspec.Struct, frozen=True, array_like=True):
     """One edit: what to compute, where, with which vector, on which tokens.
 
-    ``vector`` is an index into the program's vectors. ``digest`` covers the content of the edit without its tokens.
+    ``vector`` is an index into the program's vectors. ``digest`` covers the content of the edit without its tokens and
+    without the readouts that its conditions refer to.
     """
 
     code: int
@@ -48,6 +58,8 @@ class CompiledEdit(msgspec.Struct, frozen=True, array_like=True):
     high: float
     tokens: str | list[int | list[int | None]]
     digest: bytes
+    when: tuple[CompiledCondition, ...] = ()
+    live: str = ""
 
     @property
     def selector(self) -> Selector:
@@ -79,7 +91,7 @@ class CompiledCapture(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Program(msgspec.Struct, frozen=True, array_like=True, dict=True, weakref=True):
-    """The edits of one request, in the order in which they apply, and its captures.
+    """The edits of one request, in the order in which they apply, its captures, readouts and stops.
 
     ``vectors[i]`` holds ``width`` little-endian float32 values and ``digests[i]`` their content digest. A projection is
     a tuple of indices into the vectors. ``sources`` are the paths of the request fields that the edits, then the
@@ -94,6 +106,8 @@ class Program(msgspec.Struct, frozen=True, array_like=True, dict=True, weakref=T
     vectors: tuple[memoryview, ...]
     projections: tuple[tuple[int, ...], ...] = ()
     sources: tuple[str, ...] = ()
+    readouts: tuple[CompiledReadout, ...] = ()
+    stops: tuple[CompiledStop, ...] = ()
 
     def to_bytes(self) -> bytes:
         """Return the wire form."""
@@ -137,13 +151,26 @@ class Program(msgspec.Struct, frozen=True, array_like=True, dict=True, weakref=T
 
     @cached_property
     def points(self) -> frozenset[PointName]:
-        """The points that are edited or captured."""
-        numbers = {edit.point for edit in self.edits} | {capture.point for capture in self.captures}
+        """The points that are edited, captured or read."""
+        parts: tuple[CompiledEdit | CompiledCapture | CompiledReadout, ...]
+        parts = (*self.edits, *self.captures, *self.readouts)
+        numbers = {part.point for part in parts}
         return frozenset(POINT_NAMES[number] for number in numbers)
 
     def edit_source(self, index: int) -> str:
         """Return the path of the request field that edit ``index`` comes from."""
         return self.sources[index] if self.sources else "steering"
+
+    @property
+    def vector_source(self) -> str:
+        """Path of the first vector in the request, of a program that has vectors."""
+        if self.edits:
+            return self.edit_source(0)
+        for i, readout in enumerate(self.readouts):
+            if readout.vectors:
+                return self.readout_source(i)
+        projected = (i for i, capture in enumerate(self.captures) if capture.projection != NO_PROJECTION)
+        return f"{self.capture_source(next(projected, 0))}.reduce.directions"
 
     def capture_source(self, index: int) -> str:
         """Return the path of the capture spec that capture ``index`` comes from."""
@@ -181,6 +208,10 @@ class Program(msgspec.Struct, frozen=True, array_like=True, dict=True, weakref=T
         """Return the program with its edits only."""
         return msgspec.structs.replace(self, captures=(), projections=(), sources=self.sources[: len(self.edits)])
 
+    def readout_source(self, index: int) -> str:
+        """Return the path of the request field that readout ``index`` comes from."""
+        return f"readouts.{self.readouts[index].name}"
+
     def directions(self, projection: int) -> tuple[bytes, ...]:
         """Return the digests of a projection's directions, in order."""
         return tuple(self.digests[index] for index in self.projections[projection])
@@ -193,6 +224,46 @@ class Program(msgspec.Struct, frozen=True, array_like=True, dict=True, weakref=T
     def vector(self, index: int) -> np.ndarray:
         """Return vector ``index`` as a read-only float32 array ``[width]``."""
         return np.frombuffer(self.vectors[index], dtype="<f4")
+
+    @cached_property
+    def is_dynamic(self) -> bool:
+        """Whether tokens of the request have records."""
+        return bool(self.readouts) or any(edit.live for edit in self.edits)
+
+    @cached_property
+    def layout(self) -> RecordLayout:
+        """The columns of the request's records."""
+        column = STOP_COLUMN + 1
+        readouts: list[int] = []
+        for readout in self.readouts:
+            readouts.append(column)
+            column += readout.width
+        gates: dict[int, int] = {}
+        live: dict[str, int] = {}
+        for number, edit in enumerate(self.edits):
+            if edit.when:
+                gates[number] = column
+                column += 1
+        for edit in self.edits:
+            if edit.live and edit.live not in live:
+                live[edit.live] = column
+                column += 1
+        return RecordLayout(tuple(readouts), gates, live, column)
+
+    @cached_property
+    def num_conditions(self) -> int:
+        """Number of conditions of all edits and stops."""
+        return sum(len(edit.when) for edit in self.edits) + len(self.stops)
+
+    @cached_property
+    def dynamic_digest(self) -> bytes:
+        """Digest of everything that decides about gated edits: readouts and all edits."""
+        readouts = [
+            (*msgspec.structs.astuple(readout), [self.digests[index] for index in readout.vectors])
+            for readout in self.readouts
+        ]
+        edits = [(edit.digest, edit.tokens, edit.when) for edit in self.edits]
+        return content_digest(msgspec.msgpack.encode((readouts, edits)))
 
     @cached_property
     def resolve_cache(self) -> dict[Any, Any]:
@@ -219,11 +290,27 @@ class Program(msgspec.Struct, frozen=True, array_like=True, dict=True, weakref=T
             and all(edit.code in KIND_OF and 0 <= edit.vector < num_vectors for edit in self.edits)
             and all(NO_PROJECTION <= capture.projection < len(self.projections) for capture in self.captures)
             and all(indices and 0 <= min(indices) <= max(indices) < num_vectors for indices in self.projections)
+            and all(self._is_sound_readout(readout) for readout in self.readouts)
+            and all(self._is_sound_condition(each, each.readout) for edit in self.edits for each in edit.when)
+            and all(0 <= stop.readout < len(self.readouts) and stop.tokens > 0 for stop in self.stops)
         )
         if not sound:
             raise SteeringError(_FIELD, _INCONSISTENT)
-        for part in parts:
+        for part in (*parts, *self.readouts):
             Selector.from_wire(part.tokens)
+
+    def _is_sound_readout(self, readout: CompiledReadout) -> bool:
+        return (
+            0 <= readout.point < len(POINT_NAMES)
+            and 0 <= readout.layer < MAX_LAYERS
+            and all(0 <= index < len(self.vectors) for index in readout.vectors)
+            and readout.width > 0
+        )
+
+    def _is_sound_condition(self, condition: CompiledCondition, readout: int) -> bool:
+        if condition.tokens is not None:
+            Selector.from_wire(condition.tokens)
+        return 0 <= readout < len(self.readouts) and TOKEN <= condition.kind < STOP
 
     def _verify_content(self) -> None:
         """Raise SteeringError if a number is not finite or a digest does not match its content."""
@@ -235,6 +322,20 @@ class Program(msgspec.Struct, frozen=True, array_like=True, dict=True, weakref=T
                 for edit in self.edits
             )
             and all(np.isfinite(self.vector(i)).all() for i in range(len(self.vectors)))
+            and np.isfinite([readout.bias for readout in self.readouts]).all()
+            and np.isfinite(
+                [
+                    number
+                    for edit in self.edits
+                    for each in edit.when
+                    for number in (
+                        each.bound.threshold,
+                        each.sharpness,
+                        each.release.threshold if each.release else 0.0,
+                    )
+                ]
+            ).all()
+            and np.isfinite([stop.bound.threshold for stop in self.stops]).all()
         )
         if not sound:
             raise SteeringError(_FIELD, _INCONSISTENT)
@@ -272,4 +373,7 @@ def _edit_digest(edit: CompiledEdit, strength: float, vector_digest: bytes) -> b
     """Return the digest of an edit's content. Tokens are left out: they select where the same edit applies."""
     # The version is included because the meaning of a point's number depends on it.
     head = struct.pack("<BBBddd", WIRE_VERSION, edit.code, edit.point, strength, edit.low, edit.high)
-    return content_digest(head + struct.pack(f"<{len(edit.layers)}i", *edit.layers) + vector_digest)
+    content = head + struct.pack(f"<{len(edit.layers)}i", *edit.layers) + vector_digest
+    if edit.when or edit.live:
+        content += msgspec.msgpack.encode((edit.when, edit.live))
+    return content_digest(content)

@@ -15,23 +15,38 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, islice
 
+import msgspec
+
 from vllm_steer.errors import SteeringError
 from vllm_steer.limits import ENGINE_LIMITS, MAX_BOUNDARIES, MAX_SEGMENTS
 from vllm_steer.points import POINT_NAMES
+from vllm_steer.program.dynamic import TOKEN, Dynamic
 from vllm_steer.program.program import NO_PROJECTION, CompiledCapture, CompiledEdit, Program
+from vllm_steer.program.resolve_dynamic import read_intervals, resolve_dynamic
 from vllm_steer.program.token_program import (
     N_POINTS,
     UNPROJECTED,
     CaptureSite,
+    Gate,
+    Read,
     RowFormat,
     TokenProgram,
     layers_of,
+    pack_columns,
 )
 from vllm_steer.spec.selector import OPEN_END
 
 PRE_ATTN = POINT_NAMES.index("pre_attn")
 _MAX_CACHED = 64
 """Resolutions cached per program."""
+
+
+class _DynamicParts(msgspec.Struct, frozen=True, array_like=True):
+    """What a token reads, its gates, and the packed columns of the factors of its edits."""
+
+    reads: tuple[Read, ...]
+    gates: tuple[Gate, ...]
+    factors: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -59,6 +74,8 @@ class Resolved:
     """The segments of a request: starts ascend from 0, and neighbours have different token programs."""
 
     segments: tuple[Segment, ...]
+    dynamic: Dynamic | None = None
+    """Readouts, gates, stops and live strengths; None if the request has none."""
 
     @cached_property
     def token_programs(self) -> tuple[TokenProgram, ...]:
@@ -101,6 +118,13 @@ class Resolved:
     def first_captured_position(self) -> int | None:
         """First position that is captured; None for a request without captures."""
         return next((segment.start for segment in self.segments if segment.num_captures), None)
+
+    @cached_property
+    def first_needed_position(self) -> int | None:
+        """First position that must be computed rather than taken from the prefix cache; None if there is none."""
+        first = self.first_captured_position
+        other = None if self.dynamic is None else self.dynamic.first_needed
+        return min((each for each in (first, other) if each is not None), default=None)
 
     def spans(self, start: int, stop: int) -> Iterator[tuple[int, int, Segment]]:
         """Yield ``(start, stop, segment)`` for each segment that overlaps positions ``[start, stop)``, in order."""
@@ -148,7 +172,8 @@ def resolve(
     cache, key = program.resolve_cache, (prompt_len, num_layers, stage_layers)
     resolved: Resolved | None = cache.get(key)
     if resolved is None:
-        resolved = Resolved(tuple(islice(_segments(program, *key), max_segments + 1)))
+        dynamic = resolve_dynamic(program, prompt_len) if program.is_dynamic else None
+        resolved = Resolved(tuple(islice(_segments(program, *key), max_segments + 1)), dynamic)
     if len(resolved.segments) > max_segments:
         raise SteeringError(
             "steering",
@@ -163,7 +188,7 @@ def resolve(
 
 
 def _segments(program: Program, prompt_len: int, num_layers: int, stage_layers: range | None) -> Iterator[Segment]:
-    num_edits = len(program.edits)
+    num_edits, num_captures = len(program.edits), len(program.captures)
     boundaries = _boundaries(program, prompt_len)
     active: set[int] = set()
     previous: Segment | None = None
@@ -172,29 +197,67 @@ def _segments(program: Program, prompt_len: int, num_layers: int, stage_layers: 
     for start in sorted(boundaries):
         active ^= boundaries[start]
         parts = sorted(active)
-        split = bisect_left(parts, num_edits)
+        split, end = bisect_left(parts, num_edits), bisect_left(parts, num_edits + num_captures)
         # An edit that replaces an equal one begins no segment, so such boundaries do not count against max_segments.
         last, content = content, ([digests[part] for part in parts[:split]], parts[split:])
         if content == last:
             continue
         edits = tuple(program.edits[part] for part in parts[:split])
-        captures = tuple(program.captures[part - num_edits] for part in parts[split:])
-        token_program = _token_program(edits, captures, program, num_layers, stage_layers) if parts else None
+        captures = tuple(program.captures[part - num_edits] for part in parts[split:end])
+        dynamics = _dynamic_parts(program, parts[:split], [part - num_edits - num_captures for part in parts[end:]])
+        token_program = _token_program(edits, captures, program, num_layers, stage_layers, dynamics) if parts else None
         if previous is None or _digest_of(previous.program) != _digest_of(token_program):
-            previous = Segment(start, token_program, _kv_digest(edits, num_layers))
+            previous = Segment(start, token_program, _kv_digest(edits, num_layers, program, prompt_len))
             yield previous
 
 
-def _boundaries(program: Program, prompt_len: int) -> dict[int, set[int]]:
-    """Return, for each position, the parts (edits, then captures) that begin or cease to cover it there."""
-    boundaries: dict[int, set[int]] = {0: set()}
-    selectors = [(edit.selector, program.edit_source(i)) for i, edit in enumerate(program.edits)]
-    selectors += [
-        (capture.selector, f"{program.capture_source(i)}.positions") for i, capture in enumerate(program.captures)
+def _dynamic_parts(program: Program, edits: list[int], readouts: list[int]) -> _DynamicParts | None:
+    """Return the reads, gates and factors of a token with these edits and readouts."""
+    if not program.is_dynamic:
+        return None
+    layout = program.layout
+    reads = [
+        Read(readout.site_number, layout.readouts[number] + i, program.digests[vector], readout.bias, readout.sigmoid)
+        for number in readouts
+        for readout in (program.readouts[number],)
+        for i, vector in enumerate(readout.vectors)
     ]
-    for part, (selector, field) in enumerate(selectors):
-        # The intervals of one selector do not touch, so no boundary is added twice.
-        for position in chain.from_iterable(selector.intervals(prompt_len, field)):
+    gates = [
+        Gate(
+            program.readouts[each.readout].site_number,
+            layout.readouts[each.readout],
+            layout.gates[number],
+            each.bound.threshold,
+            1.0 if each.bound.above else -1.0,
+            each.sharpness,
+        )
+        for number in edits
+        for each in program.edits[number].when
+        if each.kind == TOKEN
+    ]
+    factors = [
+        pack_columns(layout.gates.get(number, 0), layout.live.get(program.edits[number].live, 0)) for number in edits
+    ]
+    return _DynamicParts(tuple(reads), tuple(gates), tuple(factors) if any(factors) else ())
+
+
+def _boundaries(program: Program, prompt_len: int) -> dict[int, set[int]]:
+    """Return, for each position, the parts (edits, captures, readouts) that begin or cease to cover it there."""
+    boundaries: dict[int, set[int]] = {0: set()}
+    covered = [
+        (edit.selector.intervals(prompt_len, program.edit_source(i)), program.edit_source(i))
+        for i, edit in enumerate(program.edits)
+    ]
+    for i, capture in enumerate(program.captures):
+        field = f"{program.capture_source(i)}.positions"
+        covered.append((capture.selector.intervals(prompt_len, field), field))
+    covered += [
+        (read_intervals(program, i, prompt_len), f"{program.readout_source(i)}.positions")
+        for i in range(len(program.readouts))
+    ]
+    for part, (intervals, field) in enumerate(covered):
+        # The intervals of one part do not touch, so no boundary is added twice.
+        for position in chain.from_iterable(intervals):
             if position < OPEN_END:
                 boundaries.setdefault(position, set()).add(part)
         if len(boundaries) > MAX_BOUNDARIES:
@@ -216,6 +279,7 @@ def _token_program(
     program: Program,
     num_layers: int,
     stage_layers: range | None,
+    dynamics: _DynamicParts | None,
 ) -> TokenProgram:
     every = range(num_layers)
     wanted = {
@@ -227,6 +291,8 @@ def _token_program(
     names = {NO_PROJECTION: UNPROJECTED, **dict(enumerate(program.projection_digests))}
     content = [edit.digest for edit in edits]
     content += sorted(b"read%d:%d:%s" % (number, before, names[projection]) for number, before, projection in wanted)
+    if dynamics is not None:
+        content.append(b"dynamic:" + msgspec.msgpack.encode(dynamics))
     digest = hashlib.blake2b(b"|".join(content), digest_size=16).digest()
     if stage_layers is not None:
         captured_sites = tuple(
@@ -243,13 +309,19 @@ def _token_program(
         if rows:
             indices, codes = tuple(index_of[row] for row in rows), tuple(row.code for row in rows)
             row_formats.append(RowFormat(names[projection], needed, indices, codes))
+    if dynamics is not None:
+        directions += [read.vector for read in dynamics.reads]
     vectors = (*(program.digests[edit.vector] for edit in edits), *dict.fromkeys(directions))
     layers = every if stage_layers is None else stage_layers
-    return TokenProgram(digest, edits, vectors, captured_sites, layers, tuple(row_formats))
+    extra = () if dynamics is None else (dynamics.reads, dynamics.gates, dynamics.factors)
+    return TokenProgram(digest, edits, vectors, captured_sites, layers, tuple(row_formats), *extra)
 
 
-def _kv_digest(edits: tuple[CompiledEdit, ...], num_layers: int) -> bytes | None:
+def _kv_digest(edits: tuple[CompiledEdit, ...], num_layers: int, program: Program, prompt_len: int) -> bytes | None:
     """Return the digest of the edits that can change a token's keys and values; None if there are none.
+
+    The factor of a gated edit depends on all readouts and edits and, except in the window ``token``, on the length of
+    the prompt.
 
     The last layer computes its keys and values from its ``pre_attn`` stream, so edits at its later points, branches
     included, change no cache entry. Reads change nothing.
@@ -260,4 +332,10 @@ def _kv_digest(edits: tuple[CompiledEdit, ...], num_layers: int) -> bytes | None
         for edit in edits
         if edit.point == PRE_ATTN or any(layer < last for layer in layers_of(edit, range(num_layers)))
     ]
-    return hashlib.blake2b(b"".join(digests), digest_size=16).digest() if digests else None
+    if not digests:
+        return None
+    if any(edit.when for edit in edits):
+        digests.append(program.dynamic_digest)
+        if any(each.kind != TOKEN for edit in edits for each in edit.when):
+            digests.append(b"prompt%d" % prompt_len)
+    return hashlib.blake2b(b"".join(digests), digest_size=16).digest()

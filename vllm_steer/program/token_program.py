@@ -9,7 +9,7 @@ from functools import cached_property
 import msgspec
 
 from vllm_steer.points import POINT_NAMES
-from vllm_steer.program.instructions import CAPTURE
+from vllm_steer.program.instructions import CAPTURE, GATE, READ
 from vllm_steer.program.program import CompiledCapture, CompiledEdit
 
 N_POINTS = len(POINT_NAMES)
@@ -19,7 +19,10 @@ NO_VECTOR = UNPROJECTED = b""
 class Instruction(msgspec.Struct, frozen=True):
     """One operation at one site, as stored in the device tables.
 
-    ``vector`` is a digest. For a CAPTURE, ``index`` is the index of the captured row within its token.
+    ``vector`` is a digest. ``index`` is the index of a CAPTURE's row within its token, the column of a READ's
+    value, and the columns of a GATE's readout and factor, packed by :func:`pack_columns`. For an edit, it holds the
+    columns of the two factors that scale it, packed likewise, each 0 for none. ``strength``, ``low`` and ``high`` are
+    the bias of a READ and, as ``low``, 1 for a sigmoid; for a GATE they are the threshold, the sign and the sharpness.
     """
 
     site_number: int
@@ -29,6 +32,32 @@ class Instruction(msgspec.Struct, frozen=True):
     low: float
     high: float
     index: int = 0
+
+
+def pack_columns(first: int, second: int) -> int:
+    """Return two columns of a record as one number."""
+    return first | second << 16
+
+
+class Read(msgspec.Struct, frozen=True):
+    """A product of the stream at a site with a vector, recorded in a column."""
+
+    site_number: int
+    column: int
+    vector: bytes
+    bias: float
+    sigmoid: bool
+
+
+class Gate(msgspec.Struct, frozen=True):
+    """A condition on a recorded value of the same token, which scales a factor."""
+
+    site_number: int
+    score: int
+    target: int
+    threshold: float
+    sign: float
+    sharpness: float
 
 
 class CaptureSite(msgspec.Struct, frozen=True):
@@ -68,16 +97,21 @@ class TokenProgram:
     digest: bytes
     edits: tuple[CompiledEdit, ...]
     vectors: tuple[bytes, ...]
-    """Digests of the vectors it needs on the device: one per edit, then the directions of projections."""
+    """Digests of the vectors it needs on the device: one per edit, then the directions of projections and readouts."""
     captures: tuple[CaptureSite, ...]
     layers: range
     """Layers of this pipeline stage."""
     row_formats: tuple[RowFormat, ...] = ()
+    reads: tuple[Read, ...] = ()
+    gates: tuple[Gate, ...] = ()
+    factors: tuple[int, ...] = ()
+    """Packed columns of the factors of each edit; empty if no edit has any."""
 
     @cached_property
     def num_instructions(self) -> int:
         """Number of :attr:`instructions`."""
-        return sum(len(layers_of(edit, self.layers)) for edit in self.edits) + len(self.captures)
+        edits = sum(len(layers_of(edit, self.layers)) for edit in self.edits)
+        return edits + len(self.captures) + len(self.reads) + len(self.gates)
 
     @cached_property
     def instructions(self) -> tuple[Instruction, ...]:
@@ -86,14 +120,31 @@ class TokenProgram:
             (captured.before, Instruction(captured.site_number, CAPTURE, NO_VECTOR, 0.0, 0.0, 0.0, index))
             for index, captured in enumerate(self.captures)
         ]
+        factors = self.factors or (0,) * len(self.edits)
         edits = [
-            Instruction(layer * N_POINTS + edit.point, edit.code, vector, edit.strength, edit.low, edit.high)
-            for edit, vector in zip(self.edits, self.vectors, strict=False)
+            Instruction(layer * N_POINTS + edit.point, edit.code, vector, edit.strength, edit.low, edit.high, columns)
+            for edit, vector, columns in zip(self.edits, self.vectors, factors, strict=False)
             for layer in layers_of(edit, self.layers)
+        ]
+        reads = [
+            Instruction(read.site_number, READ, read.vector, read.bias, float(read.sigmoid), 0.0, read.column)
+            for read in self.reads
+        ]
+        gates = [
+            Instruction(
+                gate.site_number,
+                GATE,
+                NO_VECTOR,
+                gate.threshold,
+                gate.sign,
+                gate.sharpness,
+                pack_columns(gate.score, gate.target),
+            )
+            for gate in self.gates
         ]
         before = [instruction for is_before, instruction in captures if is_before]
         after = [instruction for is_before, instruction in captures if not is_before]
-        return (*before, *edits, *after)
+        return (*before, *edits, *after, *reads, *gates)
 
 
 def layers_of(part: CompiledEdit | CompiledCapture, layers: range) -> range | tuple[int, ...]:

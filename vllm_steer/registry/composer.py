@@ -24,7 +24,7 @@ from vllm_steer.params import (
     read_references,
     read_specs,
 )
-from vllm_steer.program import Program, compile_program, join, with_source
+from vllm_steer.program import Program, compile_program, join, with_probes, with_source
 from vllm_steer.registry.index import ResolvedModule
 from vllm_steer.registry.module import DIGEST_PREFIX
 from vllm_steer.registry.snapshot import Snapshot
@@ -105,6 +105,9 @@ def _compose(steering_args: Mapping[str, Any], snapshot: Snapshot) -> dict[str, 
     modules = _resolve(references or (), snapshot)
     joined = own
     composed = {key: value for key, value in steering_args.items() if key not in (MODULES_KEY, IDLE_KEY)}
+    if own is not None and any(readout.probes for readout in own.readouts):
+        own = joined = with_probes(own, lambda names, field: _directions(names, snapshot, field))
+        composed[PROGRAM_KEY] = own.encode_cached()
     if own is not None and references is not None and CAPTURE_KEY in steering_args:
         specs = resolve_probes(read_specs(steering_args), snapshot)
         composed[CAPTURE_KEY] = encode_specs(specs)
@@ -137,6 +140,10 @@ def _read_idle(ours: Mapping[str, Any]) -> list[str]:
 
 def _resolve(references: tuple[Reference, ...], snapshot: Snapshot) -> tuple[ResolvedModule, ...]:
     return tuple(snapshot.find(each, f"{MODULES_FIELD}[{i}]")[0] for i, each in enumerate(references))
+
+
+def _directions(names: tuple[str, ...], snapshot: Snapshot, field: str) -> Projection:
+    return _projection(NamedProjection.parse(list(names), field), snapshot, field)
 
 
 def _projection(named: NamedProjection, snapshot: Snapshot, field: str) -> Projection:

@@ -139,6 +139,10 @@ def parse_module(content: Mapping[str, Any]) -> Module:
     if content.get(EDITS) is not None:
         parts[EDITS] = list(read_edits(content[EDITS], EDITS))
     collect_edits(chain.from_iterable(parts.values()))
+    for path, edit in parts.get(EDITS, []):
+        for name in ("when", "live"):
+            if getattr(edit, name):
+                raise SteeringError(f"{path}.{name}", "is supported in requests only, not in modules; omit it")
     probes = {} if content.get(PROBES) is None else _read_probes(content[PROBES])
     edits = {key: tuple(edit for _, edit in pairs) for key, pairs in parts.items()}
     tiers = {tier: _merge_tier((), edits.get(tier, ())) for tier in TIERS}

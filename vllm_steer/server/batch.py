@@ -19,6 +19,7 @@ from vllm_steer.server.capture_store import CaptureFormat
 from vllm_steer.server.http.apply_fields import RequestRefused, refuse_fields
 from vllm_steer.server.http.capture_reports import RESULTS_FIELD, build_reports, error_report, missing_reports
 from vllm_steer.server.http.field_scanner import find_fields
+from vllm_steer.server.http.readout_feed import READOUTS_KEY, TRACE_KEY
 from vllm_steer.server.http.request_context import RequestContext, current_request
 from vllm_steer.server.settings import store_limits
 
@@ -38,20 +39,20 @@ class _BatchContext:
 _current_batch: ContextVar[_BatchContext] = ContextVar("vllm_steer_batch", default=_BatchContext())  # noqa: B039
 
 
-async def run(original: Handler, engine_client: Any, args: Any) -> None:
+async def run(original: Handler, engine_client: Any, args: Any, *more: Any) -> None:
     """Run vLLM's ``run_batch``, with consumers created before the first line and closed after the last."""
     engine = await ensure_engine_context(engine_client)
     limits = store_limits(args)
     token = _current_batch.set(_BatchContext(engine, limits.inline_bytes, limits.response_bytes))
     try:
-        await original(engine_client, args)
+        await original(engine_client, args, *more)
     finally:
         _current_batch.reset(token)
         if engine is not None:
             await asyncio.to_thread(engine.capture_manager.close)
 
 
-async def run_request_line(original: Handler, handler: Handler, request: Any, tracker: Any) -> Any:
+async def run_request_line(original: Handler, handler: Handler, request: Any, *more: Any) -> Any:
     """Run vLLM's ``run_request``. Errors that ``handler`` raises become errors of the line."""
 
     async def handle(body: Any, *args: Any, **kwargs: Any) -> Any:
@@ -67,10 +68,15 @@ async def run_request_line(original: Handler, handler: Handler, request: Any, tr
             reports = await build_reports(context, batch.inline_bytes, batch.response_bytes, _refuse_to_store)
             for number, choice in enumerate(response.choices):
                 setattr(choice, RESULTS_FIELD, reports.get(number) or missing_reports(context))
+        for number, feed in context.readouts.items():
+            values = {READOUTS_KEY: feed.take_all(), TRACE_KEY: feed.take_trace()}
+            for name, value in values.items():
+                if value is not None and hasattr(response, "choices"):
+                    setattr(response.choices[number], name, value)
         context.close()
         return response
 
-    return await original(handle, request, tracker)
+    return await original(handle, request, *more)
 
 
 def _check_fields(body: Any, url: str) -> None:

@@ -60,7 +60,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         default=False,
         help="Accept the request fields steering_vectors, prefill_steering_vectors, decode_steering_vectors, "
-        "steering, steering_modules and capture.",
+        "steering, steering_modules, capture, readouts and stop_on.",
     )
 
     def add(flag: str, text: str, **options: Any) -> None:

@@ -2,9 +2,11 @@
 """Request fields: their JSON forms, and their parsing and validation to immutable objects."""
 
 from vllm_steer.spec.capture import CaptureSpec, parse_capture
+from vllm_steer.spec.condition import Bound, Condition, Stop, parse_stops
 from vllm_steer.spec.edit import KINDS, Edit, EditKind, KindName
 from vllm_steer.spec.fields import FIELD_NAMES, parse_fields
 from vllm_steer.spec.projection import NamedProjection, Projection, projection_digest
+from vllm_steer.spec.readout import Readout, parse_readouts
 from vllm_steer.spec.references import Reference, parse_references
 from vllm_steer.spec.request_fields import RequestForm
 from vllm_steer.spec.selector import OPEN_END, Selector
@@ -14,22 +16,28 @@ __all__ = [
     "FIELD_NAMES",
     "KINDS",
     "OPEN_END",
+    "Bound",
     "CaptureSpec",
+    "Condition",
     "Edit",
     "EditKind",
     "KindName",
     "NamedProjection",
     "Projection",
+    "Readout",
     "Reference",
     "RequestForm",
     "Selector",
+    "Stop",
     "Vector",
     "bytes_of",
     "content_digest",
     "pack_vector",
     "parse_capture",
     "parse_fields",
+    "parse_readouts",
     "parse_references",
+    "parse_stops",
     "parse_vector",
     "projection_digest",
 ]

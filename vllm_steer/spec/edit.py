@@ -11,8 +11,11 @@ import msgspec
 import numpy as np
 
 from vllm_steer.errors import SteeringError
+from vllm_steer.limits import MAX_CONDITIONS
 from vllm_steer.points import OPTIONAL_POINTS, POINTS_FLAG, PointName
 from vllm_steer.spec.arguments import suggest_arguments
+from vllm_steer.spec.condition import Condition, ConditionForm, WhenInput, read_when
+from vllm_steer.spec.references import read_name
 from vllm_steer.spec.scalars import read_choice, read_number
 from vllm_steer.spec.selector import PositionListForm, Selector, SelectorName, TokensInput
 from vllm_steer.spec.sites import Layers, LayersForm, LayersInput, read_layers, read_point
@@ -92,13 +95,27 @@ class EditForm(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     vector: VectorForm
     strength: Annotated[float, msgspec.Meta(description="Multiplies the edit.")] = 1.0
     tokens: Annotated[
-        SelectorName | PositionListForm, msgspec.Meta(description="Tokens to edit: a name, or a list of positions.")
-    ] = "all"
+        SelectorName | PositionListForm | None,
+        msgspec.Meta(
+            description="Tokens to edit: a name, or a list of positions. Default `all`; `generated` if `when` has a "
+            "window other than `token`."
+        ),
+    ] = None
     low: Annotated[
         float | None, msgspec.Meta(description="`clamp` only: lowest projection on the direction; null for no bound.")
     ] = None
     high: Annotated[
         float | None, msgspec.Meta(description="`clamp` only: highest projection on the direction; null for no bound.")
+    ] = None
+    when: Annotated[
+        Annotated[list[ConditionForm], msgspec.Meta(min_length=1, max_length=MAX_CONDITIONS)] | ConditionForm | None,
+        msgspec.Meta(description="Conditions on readouts, all of which must hold; null to edit always."),
+    ] = None
+    live: Annotated[
+        str | None,
+        msgspec.Meta(
+            description="Name of a factor of the strength, 1 at first, that can be changed during the request."
+        ),
     ] = None
 
 
@@ -106,7 +123,9 @@ class EditForm(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class Edit:
     """An edit of the residual stream, validated on construction and immutable.
 
-    All arguments are keyword-only. Equality and hash are by content. :class:`EditForm` declares the JSON form.
+    All arguments are keyword-only. Equality and hash are by content.
+
+    In requests, an edit is a JSON object with the arguments as keys.
 
     Example:
         >>> from vllm_steer import Edit
@@ -131,6 +150,10 @@ class Edit:
     """``clamp`` only: lowest projection on the vector's direction; None for no bound."""
     high: float | None
     """``clamp`` only: highest projection on the vector's direction; None for no bound."""
+    when: tuple[Condition, ...]
+    """Conditions that scale the edit, all of which must hold; empty to edit always."""
+    live: str | None
+    """Name of a factor of the strength that can be changed during the request."""
 
     @suggest_arguments(ARGUMENT_ALIASES)
     def __init__(
@@ -141,9 +164,11 @@ class Edit:
         layers: LayersInput,
         vector: VectorInput,
         strength: float = 1.0,
-        tokens: TokensInput = "all",
+        tokens: "TokensInput | None" = None,
         low: float | None = None,
         high: float | None = None,
+        when: WhenInput = None,
+        live: str | None = None,
     ) -> None:
         """Validate the arguments.
 
@@ -152,16 +177,25 @@ class Edit:
             point: ``"pre_attn"``, ``"post_attn"`` or ``"post_block"``. Engines that were started with them also have
                 ``"attn_out"``, ``"mlp_in"`` and ``"mlp_out"``, which edit a row of that branch instead of the stream.
             layers: One layer; a list, tuple, range, numpy array or torch tensor of layers; or ``"all"``.
-            vector: Any form that `parse_vector` accepts.
+            vector: A list, numpy array or torch tensor of shape ``[H]``, the model's hidden size, or the packed form
+                ``{"dtype": ..., "shape": ..., "data": ...}``.
             strength: A finite number.
-            tokens: Any form that `Selector` accepts.
+            tokens: ``"all"``, ``"prompt"``, ``"generated"``, ``"last_prompt"``, or a list of positions and
+                ``[start, stop]`` pairs. Default ``"all"``; ``"generated"`` if ``when`` has a window other
+                than ``"token"``.
             low: Lower bound of ``clamp``, which needs ``low``, ``high`` or both, with ``low <= high``.
             high: Upper bound of ``clamp``.
+            when: A condition on a readout of the request, such as ``{"readout": "refusal", "above": 0.6}``, or a list
+                of conditions, all of which must hold. :class:`~vllm_steer.spec.condition.ConditionForm` lists the keys.
+            live: Name of a factor of the strength, 1 at first, that ``set_strength`` changes during the request.
 
         Raises:
             SteeringError: A value is invalid; its ``field`` is the argument's name, with an index if any.
         """
         definition = KINDS[read_choice(kind, KINDS, "kind", aliases=KIND_ALIASES)]
+        conditions = read_when(when)
+        if tokens is None:
+            tokens = "generated" if any(each.window != "token" for each in conditions) else "all"
         checked = {
             "kind": definition.name,
             "point": read_point(point, "point"),
@@ -170,16 +204,19 @@ class Edit:
             "strength": read_number(strength, "strength"),
             "tokens": Selector.parse(tokens),
             **_read_bounds(low, high, definition),
+            "when": conditions,
+            "live": None if live is None else read_name(live, "live"),
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
 
     def to_wire(self) -> dict[str, object]:
-        """Return the JSON form (:class:`EditForm`) with the vector packed."""
+        """Return the JSON form with the vector packed."""
         wire = self._values() | {
             "layers": self.layers if self.layers == "all" else list(self.layers),
             "vector": pack_vector(self.vector),
             "tokens": self.tokens.to_wire(),
+            "when": [condition.to_wire() for condition in self.when] or None,
         }
         return {name: value for name, value in wire.items() if value is not None}
 
@@ -198,7 +235,11 @@ class Edit:
     def __repr__(self) -> str:
         norm = float(np.linalg.norm(self.vector.astype(np.float64)))
         summary = f"<float32[{self.vector.size}], norm {norm:.4g}>"
-        values = {name: repr(value) for name, value in self._values().items() if value is not None}
+        values = {
+            name: repr(value)
+            for name, value in self._values().items()
+            if value is not None and not (isinstance(value, tuple) and not value)
+        }
         return f"Edit({', '.join(f'{k}={v}' for k, v in (values | {'vector': summary}).items())})"
 
     def __deepcopy__(self, memo: object) -> "Edit":

@@ -11,10 +11,13 @@ from typing import Annotated, Any
 
 import msgspec
 
+from vllm_steer.limits import MAX_READOUTS, MAX_STOPS
 from vllm_steer.points import POINT_NAMES
 from vllm_steer.spec.capture_form import CaptureForm
+from vllm_steer.spec.condition import StopForm
 from vllm_steer.spec.edit import EditForm
 from vllm_steer.spec.json_schema import Schema, any_of, json_schema
+from vllm_steer.spec.readout import ReadoutForm
 from vllm_steer.spec.references import ReferencesForm
 from vllm_steer.spec.vector import VectorForm
 
@@ -58,6 +61,20 @@ class RequestForm(msgspec.Struct, kw_only=True):
     capture: Annotated[
         dict[str, CaptureForm],
         msgspec.Meta(min_length=1, description="Rows of the residual stream to capture, by consumer."),
+    ]
+    readouts: Annotated[
+        dict[str, ReadoutForm],
+        msgspec.Meta(
+            min_length=1,
+            max_length=MAX_READOUTS,
+            description="Numbers computed from the stream at one site for each token, by name.",
+        ),
+    ]
+    stop_on: Annotated[
+        list[StopForm],
+        msgspec.Meta(
+            min_length=1, max_length=MAX_STOPS, description="Conditions on readouts, any of which ends generation."
+        ),
     ]
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm_steer.taps.assignment import BatchLayout, assign_arena_offsets, assign_rows
+from vllm_steer.taps.dynamic import begin_records, fold_records
 from vllm_steer.taps.projection import products_at
 from vllm_steer.taps.tables import Tables
 
@@ -23,6 +24,8 @@ class DeviceOps:
     assign_rows: Callable[[Tables, BatchLayout, int], None] = assign_rows
     assign_arena_offsets: Callable[[Tables, int], None] = assign_arena_offsets
     products_at: Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor] = products_at
+    begin_records: Callable[[Tables, BatchLayout, int], None] = begin_records
+    fold_records: Callable[[Tables, BatchLayout, int], None] = fold_records
 
 
 def device_ops(tables: Tables, dtype: torch.dtype) -> DeviceOps:
@@ -37,12 +40,19 @@ def device_ops(tables: Tables, dtype: torch.dtype) -> DeviceOps:
     """
     if tables.device.type != "cuda":
         return DeviceOps()
-    from vllm_steer.taps import assignment_kernel, projection_kernel, tap_kernel
+    from vllm_steer.taps import assignment_kernel, dynamic_kernel, projection_kernel, tap_kernel
 
     tap_kernel.warm_up(tables, dtype)
     assignment_kernel.warm_up(tables)
+    dynamic_kernel.warm_up(tables)
     products = products_at
     if projection_kernel.is_supported(tables.device, dtype):
         products = projection_kernel.launch_products
         projection_kernel.warm_up(tables.arena)
-    return DeviceOps(assignment_kernel.launch_rows, assignment_kernel.launch_arena_offsets, products)
+    return DeviceOps(
+        assignment_kernel.launch_rows,
+        assignment_kernel.launch_arena_offsets,
+        products,
+        dynamic_kernel.launch_begin,
+        dynamic_kernel.launch_fold,
+    )

@@ -43,6 +43,14 @@ def clamp(x: torch.Tensor, u: torch.Tensor, s: torch.Tensor, low: torch.Tensor, 
     return x + s * (torch.minimum(torch.maximum(c, low), high) - c) * u
 
 
+def condition_factor(
+    score: torch.Tensor, threshold: torch.Tensor, sign: torch.Tensor, sharpness: torch.Tensor
+) -> torch.Tensor:
+    """Return the factor of a condition, float32: 0 or 1, or a sigmoid of the distance if ``sharpness`` is not 0."""
+    distance = sign * (score - threshold)
+    return torch.where(sharpness == 0, (distance > 0).float(), torch.sigmoid(sharpness * distance))
+
+
 DEFINITIONS: dict[int, Definition] = {ops.ADD: add, ops.ADD_NORMED: add_normed, ops.ABLATE: ablate, ops.CLAMP: clamp}
 
 
@@ -50,7 +58,9 @@ def apply_tap(target: torch.Tensor, other: torch.Tensor | None, head: torch.Tens
     """Run one site's instructions on the stream and add the change to ``target`` in place.
 
     The instructions of a token run in the order of its request. CAPTURE stores the current stream in the arena, at
-    ``token_base`` plus the instruction's index, rounded to the arena's dtype.
+    ``token_base`` plus the instruction's index, rounded to the arena's dtype. READ records a product of the stream with
+    a vector and GATE multiplies a recorded factor by a condition on a recorded value; both leave the records of
+    replayed tokens unchanged. The strength of an edit is multiplied by the recorded factors that it names.
 
     Args:
         target: ``[tokens, hidden]`` in the model's dtype.
@@ -82,12 +92,49 @@ def apply_tap(target: torch.Tensor, other: torch.Tensor | None, head: torch.Tens
             if of_kind.numel():
                 v = tables.vector[record[of_kind, 1].long()]
                 s, low, high = (numbers[of_kind, i : i + 1] for i in range(3))
+                if tables.num_recorded:
+                    s = s * _factors(tables, touched[active[of_kind]], record[of_kind, 3])
                 new[of_kind] = definition(x[of_kind], v, s, low, high)
         stored = (record[:, 0] == ops.CAPTURE).nonzero().squeeze(1)
         if stored.numel():
             place = base[active[stored]] + record[stored, 1]
             inside = place < tables.arena.shape[0]
             tables.arena[place[inside]] = x[stored[inside]].to(tables.arena.dtype)
+        if tables.num_recorded:
+            _read_and_gate(tables, x, touched[active], record, numbers)
         stream = stream.index_copy(0, active, new)
         current = current.index_copy(0, active, record[:, 2].long())
     target[touched] = (before + (stream - start)).to(target.dtype)
+
+
+def _factors(tables: Tables, token: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """Return the product of the recorded factors of edits, ``[n, 1]``; 1 for edits without any."""
+    factor = torch.ones(token.shape[0], device=columns.device)
+    for column in (columns & 0xFFFF, columns >> 16):
+        factor = factor * torch.where(column != 0, tables.record[token, column.long()], 1.0)
+    return factor.unsqueeze(1)
+
+
+def _read_and_gate(
+    tables: Tables, x: torch.Tensor, token: torch.Tensor, record: torch.Tensor, numbers: torch.Tensor
+) -> None:
+    """Run the READ and GATE instructions among those of some tokens.
+
+    Args:
+        tables: The rank's device tables.
+        x: ``[n, hidden]`` float32, the stream.
+        token: ``[n]`` indices of the tokens.
+        record: ``[n, 4]``, the instructions.
+        numbers: ``[n, 4]``, their parameters.
+    """
+    computed = tables.replayed[token] == 0
+    reads = ((record[:, 0] == ops.READ) & computed).nonzero().squeeze(1)
+    if reads.numel():
+        score = (x[reads] * tables.vector[record[reads, 1].long()]).sum(-1) + numbers[reads, 0]
+        score = torch.where(numbers[reads, 1] != 0, torch.sigmoid(score), score)
+        tables.record[token[reads], record[reads, 3].long()] = score
+    gates = ((record[:, 0] == ops.GATE) & computed).nonzero().squeeze(1)
+    if gates.numel():
+        rows, columns = token[gates], record[gates, 3].long()
+        factor = condition_factor(tables.record[rows, columns & 0xFFFF], *numbers[gates, :3].unbind(1))
+        tables.record[rows, columns >> 16] *= factor

@@ -10,7 +10,8 @@ table               shape, dtype             meaning
 ``head``            [rows + 1, sites] int32  first instruction of a row at a site, 0 for none; one column per site, see
                                              :attr:`Tables.column`. Row 0 has no instructions; it holds the number of
                                              rows that have instructions at the site
-``instruction``     [n + 1, 4] int32         operation code, vector, next instruction (0 ends), unused
+``instruction``     [n + 1, 4] int32         operation code, vector, next instruction (0 ends), columns of a record, see
+                                             :class:`vllm_steer.program.token_program.Instruction`
 ``parameter``       [n + 1, 4] float32       strength, low, high, unused
 ``vector``          [vectors, hidden] f32    pool of vectors
 ``segment_start``   [requests, k] int32      first position of each segment of a request, ascending, padded with
@@ -19,6 +20,16 @@ table               shape, dtype             meaning
 ``row_captures``    [rows + 1] int32         number of stream rows that each token with this row captures
 ``token_base``      [tokens] int64           arena offset of a token's captured rows
 ``arena``           [captured, hidden]       captured rows of the running step, by token, in the model's dtype
+``record``          [tokens, columns] f32    readouts and factors of the tokens of the running step, see
+                                             :mod:`vllm_steer.program.dynamic`
+``replayed``        [tokens] int32           1 for tokens whose record was computed before a preemption
+``initial``         [requests, columns] f32  record of a token before its step: 1 for factors, the live strengths
+``condition``       [requests, c, 8] int32   kind, readout's column, factor's column, first and stop of the folded
+                                             positions, count, first position scaled, number of the stop
+``bound``           [requests, c, 6] f32     threshold, sign, sharpness, release, sign of release (0 for none), unused
+``carry``           [requests, d, c] f64     state of each condition after the last step without its last 0, 1, ...
+                                             tokens, which are drafts that may be rejected
+``next_position``   [requests] int64         position after the last token of the last step
 ==================  =======================  ==================================================================
 
 Vectors are float32 for every model dtype: instructions compute in float32 and round once, when they write.
@@ -47,6 +58,7 @@ def table_shapes(
     max_tokens: int,
     max_requests: int,
     dtype: torch.dtype,
+    drafts: int = 0,
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Return the shape and dtype of every table of an engine rank."""
     rows, instructions, segments = config.max_rows + 1, config.max_instructions + 1, config.max_segments
@@ -61,6 +73,13 @@ def table_shapes(
         "row_captures": ((rows,), torch.int32),
         "token_base": ((max_tokens,), torch.int64),
         "arena": ((config.capture_rows, hidden_size), dtype),
+        "record": ((max_tokens, config.record_columns), torch.float32),
+        "replayed": ((max_tokens,), torch.int32),
+        "initial": ((max_requests, config.record_columns), torch.float32),
+        "condition": ((max_requests, config.max_conditions, 8), torch.int32),
+        "bound": ((max_requests, config.max_conditions, 6), torch.float32),
+        "carry": ((max_requests, drafts + 1, config.max_conditions), torch.float64),
+        "next_position": ((max_requests,), torch.int64),
     }
 
 
@@ -82,6 +101,13 @@ class Tables:
     row_captures: torch.Tensor
     token_base: torch.Tensor
     arena: torch.Tensor
+    record: torch.Tensor
+    replayed: torch.Tensor
+    initial: torch.Tensor
+    condition: torch.Tensor
+    bound: torch.Tensor
+    carry: torch.Tensor
+    next_position: torch.Tensor
 
     def __init__(
         self,
@@ -93,6 +119,7 @@ class Tables:
         max_requests: int,
         dtype: torch.dtype,
         device: torch.device,
+        drafts: int = 0,
     ) -> None:
         self.device = device
         self.num_sites = num_sites
@@ -106,12 +133,15 @@ class Tables:
             max_tokens=max_tokens,
             max_requests=max_requests,
             dtype=dtype,
+            drafts=drafts,
         )
         for name, (shape, table_dtype) in shapes.items():
             setattr(self, name, torch.zeros(shape, dtype=table_dtype, device=device))
         self.segment_start.fill_(OPEN_END)
         # Number of rows with instructions, by column.
         self.site_users = [0] * num_sites
+        # Number of running requests whose tokens have records.
+        self.num_recorded = 0
         # Truthy for each column whose tap launches. CUDA graphs replay the launches of their capture instead.
         self.no_sites = (False,) * num_sites
         self.active_sites: Sequence[object] = self.no_sites

@@ -19,7 +19,7 @@ from vllm_steer.program import instructions as ops
 from vllm_steer.taps.tables import Tables
 
 _ADD, _ADD_NORMED, _ABLATE = (tl.constexpr(code) for code in (ops.ADD, ops.ADD_NORMED, ops.ABLATE))
-_CAPTURE = tl.constexpr(ops.CAPTURE)
+_CAPTURE, _READ, _GATE = (tl.constexpr(code) for code in (ops.CAPTURE, ops.READ, ops.GATE))
 _CACHE_HINT = "evict_last"
 """Cache policy of the tables. A tap's small loads depend on one another, and between two taps of a step the weights of
 half a layer pass through the L2 cache."""
@@ -27,22 +27,23 @@ half a layer pass through the L2 cache."""
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _fetch(instruction, parameter, vector, index, hidden, column, HINT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Load code, operand, successor, strength and vector of an instruction, or zeros for instruction 0."""
+    """Load code, operand, successor, columns, strength and vector of an instruction, or zeros for instruction 0."""
     record, real = index.to(tl.int64) * 4, index != 0
     code = tl.load(instruction + record, mask=real, other=0, eviction_policy=HINT)
     which = tl.load(instruction + record + 1, mask=real, other=0, eviction_policy=HINT).to(tl.int64)
     following = tl.load(instruction + record + 2, mask=real, other=0, eviction_policy=HINT)
+    columns = tl.load(instruction + record + 3, mask=real, other=0, eviction_policy=HINT)
     strength = tl.load(parameter + record, mask=real, other=0.0, eviction_policy=HINT)
-    # CAPTURE has no vector.
-    width = tl.where(real & (code != _CAPTURE), hidden, 0)
+    # CAPTURE and GATE have no vector.
+    width = tl.where(real & (code != _CAPTURE) & (code != _GATE), hidden, 0)
     v = tl.load(vector + which * hidden + column, mask=column < width, other=0.0)
-    return code, which, following, strength, v
+    return code, which, following, columns, strength, v
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _tap_kernel(  # type: ignore[no-untyped-def]
-    target, other, head, second, token_row, instruction, parameter, vector, token_base, arena,
-    target_stride, other_stride, head_stride, hidden, arena_rows,
+    target, other, head, second, token_row, instruction, parameter, vector, token_base, arena, record, replayed,
+    target_stride, other_stride, head_stride, hidden, arena_rows, record_columns,
     HAS_OTHER: tl.constexpr, HAS_SECOND: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
     HINT: tl.constexpr,
 ):  # fmt: skip
@@ -69,9 +70,9 @@ def _tap_kernel(  # type: ignore[no-untyped-def]
         current = tl.where(alone, later, current)
         later = tl.where(alone, 0, later)
     # The forward pass does not write instructions and vectors, so they are loaded before the previous kernel ends.
-    code, which, following, strength, v = _fetch(instruction, parameter, vector, current, hidden, column, HINT)
+    code, which, following, columns, strength, v = _fetch(instruction, parameter, vector, current, hidden, column, HINT)
     if HAS_SECOND:
-        later_code, later_which, later_following, later_strength, later_v = _fetch(
+        later_code, later_which, later_following, later_columns, later_strength, later_v = _fetch(
             instruction, parameter, vector, later, hidden, column, HINT
         )
     if OVERLAP:
@@ -92,7 +93,30 @@ def _tap_kernel(  # type: ignore[no-untyped-def]
             stored = tl.load(token_base + token, eviction_policy=HINT) + which
             if stored < arena_rows:
                 tl.store(arena + stored * hidden + column, x.to(arena.dtype.element_ty), mask=inside)
+        elif (code == _READ) | (code == _GATE):
+            own = record + token * record_columns
+            numbers = parameter + current.to(tl.int64) * 4
+            second_number = tl.load(numbers + 1)
+            # Threads of other warps read what one thread writes, so each access is between two barriers.
+            tl.debug_barrier()
+            computed = tl.load(replayed + token) == 0
+            if code == _READ:
+                score = tl.sum(x * v, axis=0) + strength
+                score = tl.where(second_number != 0, tl.sigmoid(score), score)
+                tl.store(own + columns, score, mask=computed)
+            else:
+                distance = second_number * (tl.load(own + (columns & 0xFFFF)) - strength)
+                sharpness = tl.load(numbers + 2)
+                factor = tl.where(sharpness == 0, (distance > 0).to(tl.float32), tl.sigmoid(sharpness * distance))
+                scaled = tl.load(own + (columns >> 16)) * factor
+                tl.debug_barrier()
+                tl.store(own + (columns >> 16), scaled, mask=computed)
+            tl.debug_barrier()
         else:
+            if columns != 0:
+                own = record + token * record_columns
+                one, two = columns & 0xFFFF, columns >> 16
+                strength *= tl.load(own + one, mask=one != 0, other=1.0) * tl.load(own + two, mask=two != 0, other=1.0)
             if code == _ADD:
                 amount = strength
             elif code == _ADD_NORMED:
@@ -120,13 +144,15 @@ def _tap_kernel(  # type: ignore[no-untyped-def]
                 current = later
                 later = 0
                 code, which, following, strength = later_code, later_which, later_following, later_strength
-                v = later_v
+                v, columns = later_v, later_columns
             elif current != 0:
-                code, which, following, strength, v = _fetch(
+                code, which, following, columns, strength, v = _fetch(
                     instruction, parameter, vector, current, hidden, column, HINT
                 )
         elif current != 0:
-            code, which, following, strength, v = _fetch(instruction, parameter, vector, current, hidden, column, HINT)
+            code, which, following, columns, strength, v = _fetch(
+                instruction, parameter, vector, current, hidden, column, HINT
+            )
     if edited != 0:
         tl.store(place, (before + (x - start)).to(target.dtype.element_ty), mask=inside)
 
@@ -173,11 +199,14 @@ def launch_tap(
         tables.vector,
         tables.token_base,
         tables.arena,
+        tables.record,
+        tables.replayed,
         target.stride(0),
         0 if other is None else other.stride(0),
         head.stride(0),
         hidden,
         tables.arena.shape[0],
+        tables.record.shape[1],
         HAS_OTHER=other is not None,
         HAS_SECOND=second is not None,
         BLOCK=block,

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 _key: ContextVar[Key | None] = ContextVar("vllm_steer_key", default=None)
 
+_READING_FIELDS = frozenset({"capture", "readouts", "stop_on"})
+"""Fields whose results depend on activations."""
 NO_OWNER = b""
 """Owner of captures on a server without API keys."""
 
@@ -52,7 +54,7 @@ def require(*rights: Right, field: str = "authorization") -> None:
 def require_field_rights(names: Iterable[str]) -> None:
     """Raise ``ForbiddenError`` unless the current key may use these steering and capture fields of a body."""
     for name in names:
-        require(Right.CAPTURE if name == "capture" else Right.STEER, field=name)
+        require(Right.CAPTURE if name in _READING_FIELDS else Right.STEER, field=name)
 
 
 def current_owner() -> bytes:

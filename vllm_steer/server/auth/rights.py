@@ -25,7 +25,8 @@ RIGHT_DESCRIPTIONS: Mapping[Right, str] = MappingProxyType(
         Right.READ: "list modules, and show global steering and the engine's capabilities",
         Right.DATA: "with `read`: download vectors (`?data=true`)",
         Right.STEER: "steer your own requests, with your own vectors or with modules by name",
-        Right.CAPTURE: "capture activations of your own requests, also projected on named probes, and fetch them",
+        Right.CAPTURE: "capture activations of your own requests, also projected on named probes, and fetch them; read "
+        "and stop on readouts",
         Right.REGISTER: "register, replace and delete modules, which all keys share",
         Right.GLOBAL: "change global steering, which applies to the requests of all keys",
         Right.ADMIN: "use the vLLM routes that change the server: sleep, LoRA adapters, weights, profiles",

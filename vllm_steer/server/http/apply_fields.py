@@ -39,6 +39,7 @@ from vllm_steer.server.auth.rights import Right
 from vllm_steer.server.http.confusables import resembles
 from vllm_steer.server.http.request_context import RequestContext, ResultsLocation, current_request
 from vllm_steer.server.quota.tracker import Reservation
+from vllm_steer.spec.readout import READOUTS_FIELD
 from vllm_steer.spec.unknown_fields import problem_of
 
 # The server runs all other tools itself and calls the model again with their results.
@@ -90,8 +91,9 @@ def apply_to_params(request: Any, params: Any) -> Any:
         _refuse_misspelled(request)
         _refuse_background(request)
         fields = read_fields(request)
-        if CAPTURE_FIELD in fields:
-            _refuse_without_answer(request)
+        for name in (CAPTURE_FIELD, READOUTS_FIELD):
+            if name in fields:
+                _refuse_without_answer(request, name)
         answer: ResultsLocation = "response" if isinstance(request, ResponsesRequest) else "choices"
         _apply(fields, params, current_request.get() or RequestContext(), answer)
     except SteeringError as error:
@@ -138,7 +140,7 @@ def _refuse_misspelled(request: Any) -> None:
             if isinstance(unknown.get(parent), Mapping):
                 _refuse_known_mistakes(unknown[parent], f"{parent}.")
     for name, value in unknown.items():
-        if name not in FIELDS and (resembles(name, "steering") or _looks_like_capture(name, value)):
+        if name not in FIELDS and (resembles(name, "steering") or _looks_like_field(name, value)):
             raise SteeringError(name[:80], f"unknown field; use one of {', '.join(FIELDS)}")
     for name in xargs:
         if resembles(name, "steering") or name in RESERVED_KEYS:
@@ -153,10 +155,16 @@ def _refuse_known_mistakes(given: Mapping[str, Any], path: str) -> None:
             raise SteeringError(f"{path}{name}", problem)
 
 
-def _looks_like_capture(name: str, value: object) -> bool:
-    if not isinstance(value, Mapping) or not resembles(name, CAPTURE_FIELD):
+def _looks_like_field(name: str, value: object) -> bool:
+    """Return whether a field with a general name is one of ours, misspelt, as its value shows."""
+    if isinstance(value, list):
+        return resembles(name, "stop") and any(isinstance(each, Mapping) and "readout" in each for each in value)
+    if not isinstance(value, Mapping):
         return False
-    return any("hooks" in spec for spec in (value, *value.values()) if isinstance(spec, Mapping))
+    specs = [spec for spec in (value, *value.values()) if isinstance(spec, Mapping)]
+    if resembles(name, "readout"):
+        return any("probe" in spec or "projections" in spec for spec in specs)
+    return resembles(name, CAPTURE_FIELD) and any("hooks" in spec for spec in specs)
 
 
 def _refuse_background(request: Any) -> None:
@@ -165,18 +173,18 @@ def _refuse_background(request: Any) -> None:
         raise SteeringError("background", "is not supported with API keys, because quotas cannot count it; omit it")
 
 
-def _refuse_without_answer(request: Any) -> None:
-    """Raise SteeringError for captures whose results no response could carry."""
+def _refuse_without_answer(request: Any, field: str) -> None:
+    """Raise SteeringError for captures or readouts whose results no response could carry."""
     if isinstance(request, ResponsesRequest):
         if request.background:
             raise SteeringError(
-                CAPTURE_FIELD,
+                field,
                 "is not supported in background requests, which are answered before the model runs; omit background",
             )
         served_tools = sorted({tool.type for tool in request.tools} - _CLIENT_TOOLS)
         if served_tools:
             raise SteeringError(
-                CAPTURE_FIELD,
+                field,
                 f"is not supported with server-side tools ({', '.join(served_tools)}), which run the model several "
                 "times; omit them",
             )
@@ -189,7 +197,7 @@ def _refuse_without_answer(request: Any) -> None:
         )
     if current_request.get() is None:
         raise SteeringError(
-            CAPTURE_FIELD, "is not supported here, because no response carries the rows; use vllm_steer.LLM or a server"
+            field, "is not supported here, because no response carries the results; use vllm_steer.LLM or a server"
         )
 
 
@@ -222,10 +230,23 @@ def _apply(fields: Mapping[str, Any], params: Any, context: RequestContext, answ
             context.reservation.reserve_rows(most * params.n)
         context.consumers = tuple(fields[CAPTURE_FIELD])
     if PROGRAM_KEY in compiled:
+        program = program_of(params)
+        context.dynamic = program is not None and program.is_dynamic
+        if program is not None and context.dynamic:
+            _reserve_records(program, params, context)
         context.prompts += 1
         context.samples = params.n
         context.results_in = answer
     context.fields_applied = bool(fields)
+
+
+def _reserve_records(program: Program, params: Any, context: RequestContext) -> None:
+    """Reserve memory for the readouts of one prompt."""
+    if context.engine is not None and context.reservation is not None:
+        longest = context.engine.capabilities.max_model_len
+        given = (context.prompt_len, params.max_tokens)
+        tokens = longest if None in given else min(sum(given), longest)
+        context.reservation.reserve_rows(4 * program.layout.width * tokens * params.n)
 
 
 def _compose(own: Mapping[str, bytes], engine: EngineContext, reservation: Reservation | None) -> Mapping[str, bytes]:

@@ -10,11 +10,15 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.params import CAPTURE_FIELD, FIELDS
+from vllm_steer.spec.condition import STOP_FIELD
+from vllm_steer.spec.readout import READOUTS_FIELD
 from vllm_steer.spec.scalars import shown
 
 OVERLAP = 256
@@ -22,6 +26,8 @@ OVERLAP = 256
 
 # Objects that must not contain the fields, because vLLM drops unknown keys in them.
 _WRONG_PARENTS = ("extra_args", "extra_body", "sampling_params", "sampling_params.extra_args", "vllm_xargs")
+_GENERIC_NAMES: Mapping[str, type] = MappingProxyType({CAPTURE_FIELD: dict, READOUTS_FIELD: dict, STOP_FIELD: list})
+"""Fields whose names may have another meaning to vLLM inside other objects, with the JSON type that ours have."""
 _EVENT_PARENTS = ("session",)
 """The object of an event that configures a realtime session."""
 
@@ -50,6 +56,8 @@ def may_hold_fields(data: bytes) -> bool:
     return (
         (b"steering" in data and (b'"steering' in data or b'steering_vectors"' in data))
         or b'"capture"' in data
+        or b'"readouts"' in data
+        or b'"stop_on"' in data
         or (b"\\" in data and b"\\u00" in data and _ESCAPED_LETTER.search(data) is not None)
     )
 
@@ -61,7 +69,7 @@ def is_utf8(body: bytes) -> bool:
 
 def form_field(data: bytes) -> str | None:
     """Return the field that a chunk of a multipart form names, if any."""
-    if b"steering" not in data and b"capture" not in data:
+    if not any(word in data for word in (b"steering", b"capture", b"readouts", b"stop_on")):
         return None
     names = (_FORM_NAME.search(part[1]) for part in _FORM_PART.finditer(data))
     return next((name[1].decode().lower() for name in names if name), None)
@@ -108,8 +116,7 @@ def find_fields(body: bytes, parents: tuple[str, ...] = _WRONG_PARENTS) -> Found
 
 
 def _has_field(name: str, inner: dict[str, Any]) -> bool:
-    # `capture` may have another meaning to vLLM, but not as an object.
-    return name in inner and (name != CAPTURE_FIELD or isinstance(inner[name], dict))
+    return name in inner and isinstance(inner[name], _GENERIC_NAMES.get(name, object))
 
 
 class _ObjectWithDuplicates(dict[str, Any]):
@@ -137,7 +144,7 @@ def _duplicate(document: dict[str, Any], fields: tuple[str, ...]) -> SteeringErr
     for name in fields:
         if name in _duplicates(document):
             return SteeringError(name, "is in the body twice, and one would be ignored; give it once")
-        found = _duplicate_inside(document[name], name == CAPTURE_FIELD, _MAX_DEPTH)
+        found = _duplicate_inside(document[name], name in (CAPTURE_FIELD, READOUTS_FIELD), _MAX_DEPTH)
         if found is not None:
             return SteeringError(f"{name}{found[0]}", f"has {found[1]} twice, and one would be ignored; give it once")
     return None
@@ -152,8 +159,8 @@ def _path_part(key: str) -> str:
 def _duplicate_inside(value: Any, in_lists: bool, depth: int) -> tuple[str, str] | None:
     """Return the path below ``value`` of an object with duplicate keys, and the key.
 
-    Lists are searched at the top level (``steering`` is one) and otherwise only if ``in_lists``, because most lists
-    contain many numbers.
+    Lists are searched at the top level (``steering`` is one), in ``when`` and otherwise only if ``in_lists``, because
+    most lists contain many numbers.
     """
     if isinstance(value, dict):
         if twice := _duplicates(value):
@@ -165,7 +172,7 @@ def _duplicate_inside(value: Any, in_lists: bool, depth: int) -> tuple[str, str]
         return None
     if depth > 0:
         for step, item in inner:
-            found = _duplicate_inside(item, in_lists, depth - 1)
+            found = _duplicate_inside(item, in_lists or step == ".when", depth - 1)
             if found is not None:
                 return step + found[0], found[1]
     return None

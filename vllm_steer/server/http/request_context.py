@@ -18,10 +18,11 @@ import msgspec
 from vllm_steer.capture.results import CaptureResults
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import EngineContext
-from vllm_steer.frontend.outputs import on_results
+from vllm_steer.frontend.outputs import is_dynamic, on_results
 from vllm_steer.frontend.reach import Unreached, as_no_effect, on_reach
 from vllm_steer.params import APPLIED_KEY, PROGRAM_KEY, PROMPT_KEY
 from vllm_steer.server.auth.current_key import NO_OWNER
+from vllm_steer.server.http.readout_feed import ReadoutFeed
 from vllm_steer.server.quota.tracker import Reservation
 
 _CHOICE = "_steering_choice"
@@ -58,6 +59,8 @@ class RequestContext:
     Such a request can time out in the admission queue."""
     consumers: tuple[str, ...] = ()
     """Consumers named by ``capture``, once it is applied. The response must carry their results."""
+    dynamic: bool = False
+    """Whether the applied program has readouts, gates or live strengths, which the response must carry."""
     samples: int = 1
     """Number of samples per prompt."""
     prompts: int = 0
@@ -66,6 +69,8 @@ class RequestContext:
     """Location of results in a JSON response: each choice, or the top level (responses API)."""
     results: dict[int, CaptureResults] = field(default_factory=dict)
     """Captured results by choice: all samples of the first prompt, then all samples of the second."""
+    readouts: dict[int, ReadoutFeed] = field(default_factory=dict)
+    """Readouts by choice, in the order of ``results``."""
     unreached: dict[int, Unreached] = field(default_factory=dict)
     """Edits that each finished choice did not reach."""
     rerun_choices: set[int] = field(default_factory=set)
@@ -89,6 +94,7 @@ class RequestContext:
         """
         self.closed = True
         self.results.clear()
+        self.readouts.clear()
         self.unreached.clear()
         self.compiled = self.applied_json = None
 
@@ -124,6 +130,8 @@ def track_sample(output_processor: Any, request: Any) -> None:
         on_reach(state, record_unreached)
         if context.consumers:
             on_results(state, record_results)
+        if context.dynamic and not context.closed and is_dynamic(state):
+            context.readouts[prompt * context.samples + state.request_index] = ReadoutFeed(state)
 
 
 def record_unreached(state: Any, unreached: Unreached) -> None:

@@ -24,11 +24,13 @@ from vllm_steer.server.http.applied_field import AppliedFieldWriter
 from vllm_steer.server.http.capture_results import CaptureResultWriter
 from vllm_steer.server.http.error_response import BodyTooLargeError, error_response, error_status
 from vllm_steer.server.http.field_scanner import OVERLAP, find_fields, form_field, is_utf8, may_hold_fields
+from vllm_steer.server.http.readout_results import ReadoutWriter
 from vllm_steer.server.http.request_context import RequestContext
 from vllm_steer.server.quota.tracker import Reservation
 from vllm_steer.server.routes.base import app_path
 from vllm_steer.server.routes.captures import capture_store_of
 from vllm_steer.server.settings import max_body_bytes
+from vllm_steer.spec.readout import READOUTS_FIELD
 
 STEERABLE_ROUTES: tuple[str, ...] = (
     "/v1/completions",
@@ -110,21 +112,25 @@ class RequestGuard:
             self._refusal = self._refusal or context.refusal
         elif context.fields and not context.fields_applied:
             self._refusal = self._refusal or self._unsupported(context.fields[0])
-        if context.consumers and not failed:
-            self._add_results_writer(start)
+        if (context.consumers or context.dynamic) and not failed:
+            self._add_results_writers(start)
         may_have_waited = context.fields_applied or context.has_program
         if start["status"] == HTTPStatus.SERVICE_UNAVAILABLE and may_have_waited and self._refusal is None:
             count_refusal(start["status"], NO_CAPACITY)
             MutableHeaders(scope=start).setdefault("retry-after", str(RETRY_AFTER))
 
-    def _add_results_writer(self, start: Message) -> None:
+    def _add_results_writers(self, start: Message) -> None:
         encoding = Headers(scope=start).get("content-encoding", "identity")
-        if encoding == "identity":
+        if encoding != "identity":
+            problem = f"results cannot be added: another middleware encoded the response as {encoding}"
+            field = CAPTURE_FIELD if self.context.consumers else READOUTS_FIELD
+            self._refusal = self._refusal or SteeringError(field, problem)
+            return
+        if self.context.dynamic:
+            self._send = ReadoutWriter(self.context, self._send).send
+        if self.context.consumers:
             store = capture_store_of(self._app)
             self._send = CaptureResultWriter(self.context, store, self._receive, self._send).send
-        elif self._refusal is None:
-            problem = f"results cannot be added: another middleware encoded the response as {encoding}"
-            self._refusal = SteeringError(CAPTURE_FIELD, problem)
 
     async def _receive_form(self) -> Message:
         message = await self._receive()

@@ -12,8 +12,9 @@ import msgspec
 
 from vllm_steer.registry.schema import SteeringApplied
 from vllm_steer.server.http.capture_reports import RESULTS_FIELD
+from vllm_steer.server.http.readout_feed import READOUTS_KEY, TRACE_KEY
 from vllm_steer.server.http.request_context import ResultsLocation
-from vllm_steer.spec.json_schema import Schema, json_schema
+from vllm_steer.spec.json_schema import Schema, any_of, json_schema
 from vllm_steer.spec.references import NAME_RULE, ReferencesForm
 from vllm_steer.spec.request_fields import (
     EditsForm,
@@ -66,7 +67,7 @@ class GlobalSteeringForm(SteeringForm, kw_only=True, forbid_unknown_fields=True)
         bool | None,
         msgspec.Meta(
             description="Clear everything that is not named. Otherwise a vector replaces the one of its site in that "
-            "tier, and `edits` and `modules` replace all previous ones."
+            "part, and `edits` and `modules` replace all previous ones."
         ),
     ] = False
 
@@ -116,6 +117,32 @@ class CaptureReportForm(msgspec.Struct):
     ) = msgspec.UNSET
 
 
+class ReadoutValuesForm(msgspec.Struct):
+    """Values of one readout."""
+
+    positions: Annotated[
+        list[int], msgspec.Meta(description="Positions in the prompt and the generated tokens together, from 0.")
+    ]
+    values: Annotated[
+        Any,
+        any_of(list[float | None], list[list[float | None]]),
+        msgspec.Meta(
+            description="A number per position of a probe, or a list per position of projections. Numbers that "
+            "are not finite are null."
+        ),
+    ]
+
+
+class TraceForm(msgspec.Struct):
+    """Factors of the gated and live edits at the generated tokens."""
+
+    positions: Annotated[list[int], msgspec.Meta(description="Positions of the generated tokens.")]
+    gates: Annotated[
+        list[list[float]], msgspec.Meta(description="By position: the factor of each edit with `when`, in their order.")
+    ]
+    live: Annotated[dict[str, list[float]], msgspec.Meta(description="Live strength in force by name and position.")]
+
+
 REQUEST_FIELDS: dict[str, Schema] = request_schemas()
 """Schemas of the fields of completion, chat and responses bodies, by name."""
 
@@ -128,6 +155,16 @@ ANSWER_FIELDS: dict[str, Schema] = {
         f"them in one more event: an object `{RESULTS_FIELD}` with `choices` before `[DONE]`, or an event of type "
         f"`{RESULTS_FIELD}` after `response.completed`.",
     },
+    READOUTS_KEY: {
+        **json_schema(dict[str, ReadoutValuesForm]),
+        "description": "Readouts by name: of each choice, or at the top level of the responses API. In a stream, each "
+        "event has the values of the tokens since the last event of its choice.",
+    },
+    TRACE_KEY: {
+        **json_schema(TraceForm),
+        "description": "Of requests with gated or live edits: of each choice, or at the top level of the responses "
+        "API. In a stream, in the last event of the choice.",
+    },
 }
 """Schemas of the fields added to responses, by name."""
 
@@ -136,8 +173,9 @@ def response_properties(results_in: ResultsLocation) -> dict[str, Schema]:
     """Return the schemas of the fields added to a response, with the results where the route has them."""
     if results_in == "response":
         return ANSWER_FIELDS
-    choice = {"type": "object", "properties": {RESULTS_FIELD: ANSWER_FIELDS[RESULTS_FIELD]}}
-    others = {name: schema for name, schema in ANSWER_FIELDS.items() if name != RESULTS_FIELD}
+    by_choice = (RESULTS_FIELD, READOUTS_KEY, TRACE_KEY)
+    choice = {"type": "object", "properties": {name: ANSWER_FIELDS[name] for name in by_choice}}
+    others = {name: schema for name, schema in ANSWER_FIELDS.items() if name not in by_choice}
     return {**others, "choices": {"type": "array", "items": choice}}
 
 

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests with readouts, gates and stops, and their comparison with the reference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from tests.engine.answers import params, prompt, run, tokens_of
+from tests.engine.dynamic_reference import Expected, Reference
+from tests.tiny import direction
+from vllm_steer import Edit
+
+GENERATED = 14
+PROMPTS = [np.random.default_rng(i).integers(1, 120, 7 + 9 * i).tolist() for i in range(6)]
+READOUTS: dict[str, Any] = {
+    "early": {"probe": direction(1, 0.05), "point": "post_block", "layer": 0},
+    "late": {"probe": direction(2, 0.05), "bias": 0.1, "sigmoid": True, "point": "post_block", "layer": 2},
+}
+
+
+def add(layer: Any = 2, seed: int = 5, **fields: Any) -> Edit:
+    """Return an edit that changes the tokens that the tiny models generate."""
+    return Edit(**{"kind": "add", "point": "post_block", "layers": layer, "vector": direction(seed, 1.0), **fields})
+
+
+def cases(bounds: dict[str, tuple[float, float]]) -> dict[str, dict[str, Any]]:
+    """Return edits and stops by name; ``bounds`` has a low and a high bound by readout or fold."""
+    early, late = bounds["early"], bounds["late"]
+    high = {"readout": "early", "above": early[1]}
+    return {
+        "token": {"edits": [add(when=high)]},
+        "token, below, of the prompt": {"edits": [add(when={"readout": "early", "below": early[0]}, tokens="prompt")]},
+        "token, soft": {"edits": [add(when={**high, "sharpness": 2.0})]},
+        "token, adjacent site": {"edits": [Edit(
+            kind="add", point="pre_attn", layers=1, vector=direction(5, 1.0), when=high)]},
+        "previous": {"edits": [add(layer=0, when={"readout": "late", "above": late[1], "window": "previous"})]},
+        "previous, soft": {"edits": [
+            add(layer="all", strength=0.3, when={"readout": "late", "above": late[1], "window": "previous",
+                                                 "sharpness": 9.0})]},
+        "latch": {"edits": [add(layer=1, when={"readout": "late", "above": late[1], "window": "latch"})]},
+        "latch, release": {"edits": [
+            add(layer=1, when={"readout": "late", "above": late[1], "window": "latch",
+                               "release": {"below": late[0]}})]},
+        **{f"prompt, {over}": {"edits": [
+            add(layer=1, when={"readout": "early", "above": bounds[over][0], "window": "prompt", "over": over})]}
+           for over in ("mean", "max", "last")},
+        "prompt, range": {"edits": [
+            add(layer=1, when={"readout": "early", "above": bounds["range"][0], "window": "prompt",
+                               "positions": [[2, 5]]})]},
+        "several": {"edits": [
+            add(when=[high, {"readout": "late", "below": late[1], "window": "previous"}]),
+            add(layer=3, seed=8, kind="ablate", when={"readout": "late", "above": late[0]}),
+            add(layer=3, seed=9, strength=0.5),
+            add(layer=1, seed=7, when={"readout": "late", "above": late[0], "window": "latch"}),
+        ]},
+        "stop": {"stops": [{"readout": "early", "above": early[1]}]},
+        "stop, two in a row": {"stops": [{"readout": "early", "above": (early[0] + early[1]) / 2, "tokens": 2}]},
+        "stop, gated": {
+            "edits": [add(when=high)],
+            "stops": [{"readout": "late", "above": 2.0}, {"readout": "late", "below": late[0]}],
+        },
+    }  # fmt: skip
+
+
+def bounds_of(reference: Reference) -> dict[str, tuple[float, float]]:
+    """Return bounds that about a third of the tokens exceed, in the widest gaps between scores."""
+    runs = [reference.run(tokens, GENERATED, READOUTS) for tokens in PROMPTS]
+    found = {
+        name: (_gap(values, 0.35), _gap(values, 0.65))
+        for name in READOUTS
+        for values in (np.sort(np.concatenate([each.scores[name] for each in runs])),)
+    }
+    prompts = [each.scores["early"][: len(tokens)] for each, tokens in zip(runs, PROMPTS, strict=True)]
+    for over, fold in FOLDS.items():
+        # Half of the prompts exceed it.
+        low, high = np.sort([fold(values) for values in prompts])[len(prompts) // 2 - 1 :][:2]
+        found[over] = (float(low + high) / 2,) * 2
+    return found
+
+
+FOLDS: dict[str, Any] = {
+    "mean": np.mean, "max": np.max, "last": lambda values: values[-1], "range": lambda values: np.mean(values[2:5]),
+}  # fmt: skip
+
+
+def _gap(values: np.ndarray, quantile: float) -> float:
+    """Return the middle of the widest gap near a quantile of sorted values."""
+    start = int(len(values) * quantile) - 4
+    gaps = np.diff(values[start : start + 9])
+    place = start + int(gaps.argmax())
+    return float((values[place] + values[place + 1]) / 2)
+
+
+def request(case: dict[str, Any], **fields: Any) -> Any:
+    readouts = {name: {**each, "positions": "all"} for name, each in READOUTS.items()}
+    return params(
+        GENERATED, logprobs=None, readouts=readouts, steering=case.get("edits"), stop_on=case.get("stops"), **fields
+    )  # fmt: skip
+
+
+def check(output: Any, expected: Expected, prompt_len: int, name: str = "") -> None:
+    """Compare an output with the reference."""
+    assert tokens_of(output) == expected.tokens, name
+    first = output.outputs[0]
+    forwarded = prompt_len + len(expected.tokens) - (expected.stop is None)
+    for readout, values in expected.scores.items():
+        assert first.readouts[readout].positions.tolist() == list(range(forwarded)), (name, readout)
+        np.testing.assert_allclose(first.readouts[readout].values, values[:forwarded], atol=5e-3, err_msg=name)
+    if expected.factors.size:
+        trace = first.steering_trace
+        assert trace.positions.tolist() == list(range(prompt_len, forwarded)), name
+        np.testing.assert_allclose(trace.gates, expected.factors[prompt_len:forwarded], atol=2e-2, err_msg=name)
+    if expected.stop is not None:
+        assert first.finish_reason == "stop"
+        assert first.stop_reason.startswith(f"readout {expected.stop[0]} is ")
+        assert first.stop_reason.endswith(f"at position {expected.stop[1]}")
+
+
+def run_all(llm: Any, made: dict[str, dict[str, Any]], **fields: Any) -> dict[tuple[str, int], Any]:
+    """Run every case with every prompt in one batch and return the outputs."""
+    keys = [(name, number) for name in made for number in range(len(PROMPTS))]
+    prompts = [prompt(*PROMPTS[number]) for _, number in keys]
+    return dict(zip(keys, run(llm, prompts, [request(made[name], **fields) for name, _ in keys]), strict=True))

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gates and stops of requests against a token-by-token reference in HF Transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine import hf
+from tests.engine.conftest import close
+from tests.engine.dynamic_cases import GENERATED, PROMPTS, READOUTS, bounds_of, cases, check, run_all
+from tests.engine.dynamic_reference import Expected, Reference
+from tests.tiny import make_llm
+from vllm_steer.engine.record_keeper import RecordKeeper
+from vllm_steer.taps import dynamic
+
+Truth = tuple[dict[str, dict[str, Any]], dict[tuple[str, int], Expected]]
+
+
+@pytest.fixture(scope="module")
+def truth(tiny_llama: Path) -> Truth:
+    """Return the cases and what the reference does with each prompt."""
+    model = hf.load(tiny_llama)
+    reference = Reference(model, model.model.layers)
+    made = cases(bounds_of(reference))
+    expected = {
+        (name, number): reference.run(tokens, GENERATED, READOUTS, case.get("edits", ()), case.get("stops", ()))
+        for name, case in made.items()
+        for number, tokens in enumerate(PROMPTS)
+    }
+    return made, expected
+
+
+def assert_all(outputs: Any, truth: Truth) -> None:
+    for (name, number), output in outputs.items():
+        check(output, truth[1][name, number], len(PROMPTS[number]), f"{name}, prompt {number}")
+
+
+def test_cases_are_decided(truth: Truth) -> None:
+    """Catches cases that decide nothing: gates that never change, stops that never fire, scores at a bound."""
+    for name in truth[0]:
+        found = [truth[1][name, number] for number in range(len(PROMPTS))]
+        assert min((margin for each in found for margin in each.margins), default=1.0) > 2e-5, name
+        values = {round(float(factor), 3) for each in found for factor in each.factors.ravel()}
+        assert len(values) > 1 or any(each.stop for each in found), name
+
+
+def test_every_window_and_stop(llm: Any, truth: Truth) -> None:
+    """Catches a gate of another token, a forgotten state, a stop that is late, and decisions of another request."""
+    assert_all(run_all(llm, truth[0]), truth)
+
+
+def test_comparison_detects_a_late_gate(llm: Any, truth: Truth, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: a state that is folded one step late must be noticed."""
+    from vllm_steer.engine.worker_manager import WorkerSteeringManager
+
+    real = WorkerSteeringManager._begin_records
+
+    def late(self: Any, *args: Any) -> None:
+        now = self.tables.carry.clone()
+        self.tables.carry.copy_(getattr(self, "_old", now))
+        real(self, *args)
+        self.tables.carry.copy_(now)
+        self._old = now
+
+    monkeypatch.setattr(WorkerSteeringManager, "_begin_records", late)
+    with pytest.raises(AssertionError):
+        assert_all(run_all(llm, {"previous": truth[0]["previous"]}), truth)
+
+
+def test_comparison_detects_a_forgotten_latch(llm: Any, truth: Truth, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: a latch that only looks at the last token must be noticed."""
+    monkeypatch.setattr(dynamic, "LATCH", 99)
+    with pytest.raises(AssertionError):
+        assert_all(run_all(llm, {"latch": truth[0]["latch"]}), truth)
+
+
+@pytest.fixture(scope="module")
+def crowded(tiny_llama: Path, llm: Any) -> Iterator[tuple[Any, list[Any]]]:
+    """Return an engine with few cache blocks and small steps, and the list of requests that it preempts."""
+    engine = make_llm(
+        tiny_llama,
+        num_gpu_blocks_override=8,
+        block_size=32,
+        max_num_batched_tokens=24,
+        max_num_seqs=12,
+        max_model_len=128,
+    )
+    scheduler = engine.llm_engine.engine_core.engine_core.scheduler
+    preempted: list[Any] = []
+    original = scheduler._preempt_request
+    scheduler._preempt_request = lambda r, *a, **k: (preempted.append(r), original(r, *a, **k))[1]
+    yield engine, preempted
+    close(engine)
+
+
+def test_preemption_and_chunked_prefill(crowded: tuple[Any, list[Any]], truth: Truth) -> None:
+    """Catches state that is lost with a chunk, in a preemption, or behind a prefix-cache hit."""
+    engine, preempted = crowded
+    assert_all(run_all(engine, truth[0]), truth)
+    assert preempted
+
+
+def test_preempted_requests_repeat_their_decisions(
+    crowded: tuple[Any, list[Any]], truth: Truth, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a decision that is made again: recorded factors must come back even if the readouts have changed."""
+    engine, _ = crowded
+    names = ("previous", "latch", "token")
+    changed: list[str] = []
+    real = RecordKeeper._replay
+
+    def inverted(self: Any, request_id: str, forwarded: int) -> Any:
+        replay = real(self, request_id, forwarded)
+        if replay is not None:
+            replay.records[:, 3] = 1.0 - replay.records[:, 3]
+            changed.append(request_id)
+        return replay
+
+    monkeypatch.setattr(RecordKeeper, "_replay", inverted)
+    outputs = run_all(engine, {name: truth[0][name] for name in names})
+    assert changed
+    with pytest.raises(AssertionError):
+        assert_all(outputs, truth)
+
+
+def test_comparison_detects_a_missing_replay(
+    crowded: tuple[Any, list[Any]], truth: Truth, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: without the records, the state of a resumed request is wrong."""
+    engine, _ = crowded
+    monkeypatch.setattr(RecordKeeper, "_replay", lambda *_: None)
+    names = ("latch", "previous", "latch, release", "prompt, mean")
+    with pytest.raises(AssertionError):
+        assert_all(run_all(engine, {name: truth[0][name] for name in names}), truth)

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Live strengths that change while a request runs, against the token-by-token reference."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.engine import hf
+from tests.engine.answers import params, prompt, tokens_of
+from tests.engine.dynamic_cases import GENERATED, PROMPTS, READOUTS, add
+from tests.engine.dynamic_reference import Reference
+from vllm_steer import SteeringError
+
+CHANGES: Mapping[int, float] = {2: 0.0, 5: -1.0, 9: 2.5}
+"""New strength after a number of steps."""
+
+
+def drive(llm: Any, numbers: list[int]) -> tuple[dict[str, Any], dict[int, float]]:
+    """Run requests by steps, change the first one's strength, and return outputs and changes by position."""
+    edits = [add(layer=1, live="calm"), add(layer=2, seed=7, strength=0.5)]
+    engine = llm.llm_engine
+    for number in numbers:
+        engine.add_request(
+            str(number), prompt(*PROMPTS[number]), params(GENERATED, logprobs=None, readouts=READOUTS, steering=edits)
+        )
+    outputs, changed = {}, {}
+    for step in range(100):
+        if step in CHANGES:
+            position = llm.set_strength(str(numbers[0]), calm=CHANGES[step])
+            changed[position] = CHANGES[step]
+        for output in engine.step():
+            if output.finished:
+                outputs[output.request_id] = output
+        if not engine.has_unfinished_requests():
+            break
+    return outputs, changed
+
+
+def test_changes_hold_from_the_reported_position(llm: Any, tiny_llama: Path) -> None:
+    """Catches a change that takes effect at another token, or for another request, and a trace without it."""
+    numbers = [1, 3, 4]
+    outputs, changed = drive(llm, numbers)
+    assert len(changed) == len(CHANGES)
+    model = hf.load(tiny_llama)
+    reference = Reference(model, model.model.layers)
+    for number in numbers:
+
+        def live(position: int, number: int = number) -> dict[str, float]:
+            past = [changed[start] for start in sorted(changed) if start <= position and number == numbers[0]]
+            return {"calm": past[-1] if past else 1.0}
+
+        edits = [add(layer=1, live="calm"), add(layer=2, seed=7, strength=0.5)]
+        expected = reference.run(PROMPTS[number], GENERATED, READOUTS, edits, live=live)
+        output = outputs[str(number)]
+        assert tokens_of(output) == expected.tokens, number
+        trace = output.outputs[0].steering_trace
+        np.testing.assert_array_equal(trace.live["calm"], [live(p)["calm"] for p in trace.positions.tolist()])
+
+
+@pytest.mark.parametrize(
+    ("request_id", "strengths", "field"),
+    [
+        ("nobody", {"calm": 1.0}, "request_id"),
+        ("one", {"clam": 1.0}, "clam"),
+        ("one", {"calm": float("nan")}, "calm"),
+        ("one", {}, "strengths"),
+    ],
+)
+def test_refused(llm: Any, request_id: str, strengths: dict[str, float], field: str) -> None:
+    """Catches a change that is accepted and has no effect."""
+    engine = llm.llm_engine
+    engine.add_request("one", prompt(1, 2, 3), params(3, steering=[add(live="calm")]))
+    with pytest.raises(SteeringError) as refused:
+        llm.set_strength(request_id, **strengths)
+    assert refused.value.field == field
+    while engine.has_unfinished_requests():
+        engine.step()

@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""State of conditions: the definition against a loop over tokens, and the kernels against the definition."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_steer import SteeringConfig
+from vllm_steer.program import dynamic as kinds
+from vllm_steer.program import instructions as ops
+from vllm_steer.program.dynamic import DeviceCondition
+from vllm_steer.taps import dynamic
+from vllm_steer.taps.assignment import BatchLayout
+from vllm_steer.taps.reference import apply_tap
+from vllm_steer.taps.tables import Tables
+
+REQUESTS, CONDITIONS, COLUMNS, DRAFTS, TOKENS, HIDDEN = 5, 6, 12, 2, 64, 48
+OPEN = 2**31 - 1
+
+
+def make_tables(device: str = "cpu") -> Tables:
+    config = SteeringConfig(max_conditions=CONDITIONS, record_columns=COLUMNS, capture_rows=8)
+    return Tables(
+        config, num_sites=3, hidden_size=HIDDEN, max_tokens=TOKENS, max_requests=REQUESTS, dtype=torch.float32,
+        device=torch.device(device), drafts=DRAFTS,
+    )  # fmt: skip
+
+
+def conditions(rng: np.random.Generator) -> list[DeviceCondition]:
+    """Return conditions of every kind with state, in random order."""
+    drawn = rng.permutation(np.arange(kinds.PREVIOUS, kinds.STOP + 1))
+    return [
+        DeviceCondition(
+            kind=int(kind), score=int(rng.integers(1, 5)), target=0 if kind == kinds.STOP else int(rng.integers(6, 10)),
+            first=int(rng.integers(0, 6)), stop=OPEN if kind in (2, 3, 7) else int(rng.integers(8, 20)),
+            count=int(rng.integers(1, 4)), start=int(rng.integers(5, 12)), number=int(rng.integers(1, 4)),
+            threshold=float(rng.normal() * 0.3), sign=float(rng.choice([-1, 1])),
+            sharpness=float(rng.choice([0.0, 2.0])) if kind != kinds.LATCH else 0.0,
+            release=float(rng.normal()), release_sign=float(rng.choice([-1, 0, 1])),
+        )
+        for kind in drawn
+    ]  # fmt: skip
+
+
+def write(tables: Tables, slot: int, made: list[DeviceCondition]) -> None:
+    for c, each in enumerate(made):
+        tables.condition[slot, c] = torch.tensor(
+            [each.kind, each.score, each.target, each.first, each.stop, each.count, each.start, each.number]
+        )
+        tables.bound[slot, c] = torch.tensor(
+            [each.threshold, each.sign, each.sharpness, each.release, each.release_sign, 0.0]
+        )
+        tables.carry[slot, :, c] = dynamic.initial_state(each.kind)
+
+
+def state_of(each: DeviceCondition, scores: np.ndarray) -> float:
+    """Return the state after all positions, by a loop."""
+    state = dynamic.initial_state(each.kind)
+    for position, score in enumerate(scores[:, each.score]):
+        if not each.first <= position < each.stop:
+            continue
+        holds = each.sign * (score - each.threshold) > 0
+        if each.kind in (kinds.PREVIOUS, kinds.PROMPT_LAST):
+            state = score
+        elif each.kind == kinds.PROMPT_MEAN:
+            state += score
+        elif each.kind == kinds.PROMPT_MAX:
+            state = max(state, score)
+        elif each.kind == kinds.STOP:
+            state = state + 1 if holds else 0.0
+        elif holds:
+            state = 1.0
+        elif each.release_sign * (score - each.release) > 0:
+            state = 0.0
+    return float(state)
+
+
+def steps(rng: np.random.Generator) -> Any:
+    """Yield layouts of steps in which requests start at different times and some drafts are rejected."""
+    final = np.zeros(REQUESTS, dtype=int)
+    for _ in range(12):
+        chosen = rng.permutation(REQUESTS)[: rng.integers(1, REQUESTS + 1)]
+        counts = [int(rng.integers(1, 12)) if final[slot] < 8 else int(rng.integers(1, DRAFTS + 2)) for slot in chosen]
+        start = np.concatenate([[0], np.cumsum(counts)])
+        position = np.concatenate([final[s] + np.arange(n) for s, n in zip(chosen, counts, strict=True)])
+        yield (
+            chosen,
+            counts,
+            BatchLayout(torch.tensor(chosen), torch.tensor(start, dtype=torch.int32), torch.tensor(position)),
+        )
+        for slot, count in zip(chosen, counts, strict=True):
+            rejected = int(rng.integers(0, min(count, DRAFTS + 1))) if final[slot] >= 8 else 0
+            final[slot] += count - rejected
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_state_equals_a_loop_over_accepted_tokens(seed: int) -> None:
+    """Catches state of rejected drafts, of other requests, and steps that are folded twice."""
+    rng = np.random.default_rng(seed)
+    tables = make_tables()
+    tables.initial[:, 1:] = 1.0
+    made = [conditions(rng) for _ in range(REQUESTS)]
+    for slot, each in enumerate(made):
+        write(tables, slot, each)
+    history = [np.zeros((0, COLUMNS), dtype=np.float32)] * REQUESTS
+    for chosen, counts, layout in steps(rng):
+        tokens = int(layout.position.shape[0])
+        dynamic.begin_records(tables, layout, CONDITIONS)
+        first = [int(layout.position[int(begin)]) for begin in layout.start[:-1]]
+        for slot, position in zip(chosen, first, strict=True):
+            history[slot] = history[slot][:position]
+        committed = dynamic.committed_state(tables, layout)
+        for r, slot in enumerate(chosen):
+            expected = [state_of(each, history[slot]) for each in made[slot]]
+            np.testing.assert_allclose(committed[r], expected, rtol=1e-6)
+        tables.record[:tokens, 1:5] = torch.from_numpy(rng.normal(size=(tokens, 4)).astype("f4"))
+        dynamic.fold_records(tables, layout, CONDITIONS)
+        for slot, begin, count in zip(chosen, layout.start.tolist(), counts, strict=False):
+            rows = tables.record[begin : begin + count].numpy().copy()
+            history[slot] = np.concatenate([history[slot], rows])
+            for offset in range(max(0, count - DRAFTS - 1), count):
+                upto = history[slot][: len(history[slot]) - count + offset + 1]
+                numbers = [
+                    each.number for each in made[slot]
+                    if each.kind == kinds.STOP and len(upto) > each.first and state_of(each, upto) >= each.count
+                ]  # fmt: skip
+                assert rows[offset, 0] == min(numbers, default=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(6))
+def test_kernels_equal_the_definition(seed: int) -> None:
+    """Catches a kernel that differs from the definition in a record or a state."""
+    from vllm_steer.taps import dynamic_kernel
+
+    rng = np.random.default_rng(seed)
+    slow, fast = make_tables(), make_tables("cuda")
+    for slot in range(REQUESTS):
+        made = conditions(rng)
+        write(slow, slot, made)
+        write(fast, slot, made)
+    initial = torch.from_numpy(rng.normal(size=slow.initial.shape).astype("f4"))
+    initial[:, 0] = 0.0
+    for tables in (slow, fast):
+        tables.initial.copy_(initial)
+    for _, _, layout in steps(rng):
+        tokens = int(layout.position.shape[0])
+        scores = torch.from_numpy(rng.normal(size=(tokens, 4)).astype("f4"))
+        replayed = torch.from_numpy(rng.integers(0, 8, tokens) == 0).int()
+        on_gpu = BatchLayout(layout.request_slot.cuda(), layout.start.cuda(), layout.position.cuda())
+        begun = []
+        for tables, place, begin, fold in (
+            (slow, layout, dynamic.begin_records, dynamic.fold_records),
+            (fast, on_gpu, dynamic_kernel.launch_begin, dynamic_kernel.launch_fold),
+        ):
+            tables.replayed[:tokens].copy_(replayed)
+            begin(tables, place, CONDITIONS)
+            begun.append(tables.record[:tokens].cpu().clone())
+            tables.record[:tokens, 1:5].copy_(scores)
+            fold(tables, place, CONDITIONS)
+        torch.testing.assert_close(begun[1], begun[0], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(fast.record[:tokens].cpu(), slow.record[:tokens], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(fast.carry.cpu(), slow.carry, atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(fast.next_position.cpu(), slow.next_position)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("hidden", [48, 4096])
+def test_read_and_gate_kernels_equal_the_definition(hidden: int, fused: bool) -> None:
+    """Catches a read, gate or scaled edit of the tap kernel that differs, also between two fused sites."""
+    from vllm_steer.taps.tap_kernel import launch_tap
+
+    rng = np.random.default_rng(hidden)
+    results = []
+    config = SteeringConfig(record_columns=COLUMNS, capture_rows=8)
+    x = torch.from_numpy(rng.normal(size=(TOKENS, hidden)).astype("f4"))
+    vectors = torch.from_numpy((rng.normal(size=(4, hidden)) / hidden**0.5).astype("f4"))
+    replayed = torch.from_numpy(rng.integers(0, 6, TOKENS) == 0).int()
+    record = torch.from_numpy(rng.random((TOKENS, COLUMNS)).astype("f4"))
+    instructions = [
+        (ops.ADD, 0, 2, 5), (ops.READ, 1, 3, 2), (ops.READ, 2, 4, 3), (ops.GATE, 0, 5, 2 | 6 << 16),
+        (ops.GATE, 0, 0, 3 | 7 << 16), (ops.ABLATE, 3, 7, 6), (ops.ADD, 0, 0, 7 | 6 << 16),
+    ]  # fmt: skip
+    parameters = [
+        (2.0, 0, 0, 0), (0.3, 0, 0, 0), (-0.1, 1, 0, 0), (0.2, 1.0, 0.0, 0), (0.45, -1.0, 5.0, 0), (1.0, 0, 0, 0),
+        (3.0, 0, 0, 0),
+    ]  # fmt: skip
+    for device in ("cpu", "cuda"):
+        tables = Tables(
+            config, num_sites=3, hidden_size=hidden, max_tokens=TOKENS, max_requests=2, dtype=torch.float32,
+            device=torch.device(device),
+        )  # fmt: skip
+        tables.num_recorded = 1
+        tables.vector[:4] = vectors
+        tables.instruction[1:8] = torch.tensor(instructions, dtype=torch.int32)
+        tables.parameter[1:8] = torch.tensor(parameters)
+        tables.token_row[:] = torch.arange(TOKENS) % 2
+        tables.replayed.copy_(replayed)
+        tables.record.copy_(record)
+        tables.head[0] = 1
+        tables.head[1, :2] = torch.tensor([1, 6], dtype=torch.int32)
+        target = x.clone().to(device)
+        first, second = tables.head_column(0), tables.head_column(1)
+        if device == "cpu":
+            apply_tap(target, None, first, tables)
+            apply_tap(target, None, second, tables)
+        elif fused:
+            launch_tap(target, None, first, tables, second)
+        else:
+            launch_tap(target, None, first, tables)
+            launch_tap(target, None, second, tables)
+        results.append((target.cpu(), tables.record.cpu()))
+    torch.testing.assert_close(results[1][1], results[0][1], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(results[1][0], results[0][0], atol=1e-4, rtol=1e-4)

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Records of running requests in the scheduler: stops that fired, and records for requests that are computed again.
+
+The records of requests with gates, stops or live strengths are kept until the request ends. A step costs a few array
+operations, whatever its number of requests: records are split by request only when one is preempted, or when the buffer
+is full (:class:`~vllm_steer.capture.row_receiver.RowReceiver`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vllm_steer.capture.row_assembler import RowAssembler
+from vllm_steer.capture.row_payload import RECORDS
+from vllm_steer.capture.row_receiver import RowReceiver
+from vllm_steer.capture.step_rows import StepRows
+from vllm_steer.engine.model_output import rows_of
+from vllm_steer.program.dynamic import STOP_COLUMN
+
+REPLAYS_ATTRIBUTE = "steering_replays"
+"""Attribute of vLLM's ``SchedulerOutput`` with the records of resumed requests, by request id."""
+
+
+@dataclass(frozen=True)
+class Replay:
+    """Records of the tokens from position ``start`` on that a request had computed before it was preempted."""
+
+    start: int
+    records: npt.NDArray[np.float32]
+    """``[tokens, columns]``."""
+
+    @property
+    def stop(self) -> int:
+        """Position after the last recorded one."""
+        return self.start + len(self.records)
+
+
+@dataclass(frozen=True)
+class FiredStop:
+    """A stop that fired in a step."""
+
+    number: int
+    """Number of the stop in the request, from 1."""
+    position: int
+    offset: int
+    """Number of tokens of the request in the step ahead of it."""
+    record: npt.NDArray[np.float32]
+
+
+class RecordKeeper:
+    """Records of the running requests of one scheduler."""
+
+    def __init__(self) -> None:
+        self._receiver = RowReceiver()
+        self._assemblers: dict[str, RowAssembler] = {}
+        self._preempted: set[str] = set()
+
+    def add_request(self, request_id: str) -> None:
+        """Keep the records of a request from now on."""
+        # The assembler only joins records, whose form does not depend on the model.
+        assembler = self._assemblers[request_id] = RowAssembler(0, 0, torch.float32)
+        self._receiver.add_request(request_id, assembler)
+
+    def remove_request(self, request_id: str) -> None:
+        """Forget a request that has ended."""
+        if self._assemblers.pop(request_id, None) is not None:
+            self._receiver.finish_request(request_id)
+            self._preempted.discard(request_id)
+
+    def receive(self, model_output: Any) -> dict[str, FiredStop]:
+        """Keep the records of a step and return the first stop of each request that fired in it."""
+        fired: dict[str, FiredStop] = {}
+        if self._assemblers:
+            for step in rows_of(model_output):
+                if step.index.projection == RECORDS:
+                    self._receiver.add_step(step)
+                    fired.update(_fired_stops(step))
+        return {request_id: stop for request_id, stop in fired.items() if request_id in self._assemblers}
+
+    def attach_replays(self, scheduled: Any, requests: Mapping[str, Any]) -> None:
+        """Attach the records of the requests that a scheduler output resumes."""
+        if self._preempted:
+            replays: dict[str, Replay] = {}
+            for request_id in self._preempted & scheduled.num_scheduled_tokens.keys():
+                replay = self._replay(request_id, requests[request_id].num_tokens - 1)
+                if replay is not None:
+                    replays[request_id] = replay
+            self._preempted -= scheduled.num_scheduled_tokens.keys()
+            if replays:
+                setattr(scheduled, REPLAYS_ATTRIBUTE, replays)
+        if self._assemblers and scheduled.preempted_req_ids:
+            # A request that is preempted and resumed in one step has been handled above.
+            resumed = scheduled.num_scheduled_tokens.keys()
+            self._preempted |= (scheduled.preempted_req_ids & self._assemblers.keys()) - resumed
+
+    def _replay(self, request_id: str, forwarded: int) -> Replay | None:
+        """Return the records of the positions before ``forwarded``, whose tokens are final."""
+        self._receiver.flush(request_id)
+        positions, records = self._assemblers[request_id].records(forwarded)
+        if not len(positions):
+            return None
+        # Positions that came from the prefix cache have no record; the last run of positions counts.
+        breaks = np.flatnonzero(np.diff(positions) != 1)
+        first = int(breaks[-1]) + 1 if len(breaks) else 0
+        records = records[first:].copy()
+        records[:, STOP_COLUMN] = 0.0
+        return Replay(int(positions[first]), records)
+
+
+def replays_of(scheduled: Any) -> Mapping[str, Replay]:
+    """Return the records that a scheduler output carries for resumed requests."""
+    replays: Mapping[str, Replay] = getattr(scheduled, REPLAYS_ATTRIBUTE, {})
+    return replays
+
+
+def _fired_stops(step: StepRows) -> dict[str, FiredStop]:
+    records = step.rows.view(np.float32)
+    rows = np.flatnonzero(records[:, STOP_COLUMN])
+    if not len(rows):
+        return {}
+    starts, _, offsets = step.extents
+    fired: dict[str, FiredStop] = {}
+    for row in rows.tolist():
+        entry = int(np.searchsorted(offsets, row, side="right")) - 1
+        offset = row - offsets[entry]
+        stop = FiredStop(int(records[row, STOP_COLUMN]), starts[entry] + offset, offset, records[row].copy())
+        fired.setdefault(step.index.request_ids[entry], stop)
+    return fired

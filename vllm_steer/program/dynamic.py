@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiled readouts, conditions and stops of a program, and the layout of the record of a token.
+
+A record is a row of float32 numbers that every token of a request with readouts, gates, stops or live strengths has on
+the device. Column 0 holds the number of the stop that ends generation with this token, 0 for none. Then follow the
+values of the readouts, the factor of each edit with conditions or a live name, in the order of the program.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from vllm_steer.points import POINT_NAMES
+from vllm_steer.spec import OPEN_END, Selector
+
+TOKEN, PREVIOUS, LATCH, PROMPT_MEAN, PROMPT_MAX, PROMPT_LAST, STOP = range(1, 8)
+"""Kinds of conditions on the device; 0 is none."""
+WINDOW_CODES: dict[str, int] = {"token": TOKEN, "previous": PREVIOUS, "latch": LATCH}
+OVER_CODES: dict[str, int] = {"mean": PROMPT_MEAN, "max": PROMPT_MAX, "last": PROMPT_LAST}
+OF_PROMPT = frozenset(OVER_CODES.values())
+STOP_COLUMN = 0
+
+_STOP_REASON = "readout {} is {:.6g} at position {}"
+STOP_REASON_PREFIX = _STOP_REASON.partition("{")[0]
+
+Wire = str | list[int | list[int | None]]
+
+
+class CompiledReadout(msgspec.Struct, frozen=True, array_like=True):
+    """A readout: products of the stream at a site with vectors of the program.
+
+    ``probes`` names probes of modules instead of vectors until the request is composed.
+    """
+
+    name: str
+    scalar: bool
+    point: int
+    layer: int
+    vectors: tuple[int, ...]
+    bias: float
+    sigmoid: bool
+    tokens: Wire
+    probes: tuple[str, ...] = ()
+
+    @property
+    def site_number(self) -> int:
+        """Number of the site."""
+        return self.layer * len(POINT_NAMES) + self.point
+
+    @property
+    def width(self) -> int:
+        """Number of values per token."""
+        return len(self.vectors or self.probes)
+
+    @property
+    def selector(self) -> Selector:
+        """The tokens whose values are returned."""
+        return Selector.from_wire(self.tokens)
+
+
+class CompiledBound(msgspec.Struct, frozen=True, array_like=True):
+    """A bound on a readout."""
+
+    above: bool
+    threshold: float
+
+
+class CompiledCondition(msgspec.Struct, frozen=True, array_like=True):
+    """A condition on the readout with the index ``readout``; ``kind`` combines window and fold."""
+
+    readout: int
+    kind: int
+    bound: CompiledBound
+    sharpness: float
+    release: CompiledBound | None
+    tokens: Wire | None
+
+    @property
+    def selector(self) -> Selector | None:
+        """The prompt tokens that a condition on the prompt covers; None for all."""
+        return None if self.tokens is None else Selector.from_wire(self.tokens)
+
+
+class CompiledStop(msgspec.Struct, frozen=True, array_like=True):
+    """A condition that ends generation when it has held at ``tokens`` generated tokens in a row."""
+
+    readout: int
+    bound: CompiledBound
+    tokens: int
+
+
+@dataclass(frozen=True)
+class RecordLayout:
+    """Columns of a program's records."""
+
+    readouts: tuple[int, ...]
+    """First column of each readout."""
+    gates: dict[int, int]
+    """Column of the factor of each edit with conditions, by edit index."""
+    live: dict[str, int]
+    """Column of each live strength."""
+    width: int
+    """Number of columns."""
+
+
+@dataclass(frozen=True)
+class DeviceCondition:
+    """A condition resolved for a prompt length, as it stands in the device tables."""
+
+    kind: int
+    score: int
+    """Column of the readout."""
+    target: int
+    """Column that the factor multiplies; :data:`STOP_COLUMN` for a stop."""
+    first: int
+    """First position that is folded into the state."""
+    stop: int
+    """Position after the last one."""
+    count: int
+    """Number of folded positions of a mean; tokens in a row of a stop."""
+    start: int
+    """First position that the factor applies to."""
+    number: int
+    """Number of the stop, from 1."""
+    threshold: float
+    sign: float
+    sharpness: float
+    release: float
+    release_sign: float
+    """0 without a release bound."""
+
+
+@dataclass(frozen=True)
+class Dynamic:
+    """The readouts, gates, stops and live strengths of a program, for a prompt length."""
+
+    layout: RecordLayout
+    conditions: tuple[DeviceCondition, ...]
+    """All but those of the window ``token``, which are instructions."""
+    first_needed: int | None
+    """First position that has to be computed and not taken from the prefix cache; None if there is none."""
+    record_start: int
+    """First position whose record leaves the device."""
+    record_stop: int
+    has_state: bool
+    """Whether the request needs factors at the start of a step or its state folded after it."""
+    replays: bool
+    """Whether decisions are kept for a preemption."""
+
+    @property
+    def open(self) -> bool:
+        """Whether records leave the device until the request ends."""
+        return self.record_stop == OPEN_END
+
+
+def stop_reason(name: str, position: int, value: float) -> str:
+    """Return the ``stop_reason`` of a request that a readout has stopped."""
+    return _STOP_REASON.format(name, value, position)

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Resolution of readouts, conditions and stops for a prompt length."""
+
+from __future__ import annotations
+
+from vllm_steer.errors import SteeringError
+from vllm_steer.program.dynamic import (
+    OF_PROMPT,
+    PROMPT_MEAN,
+    STOP,
+    STOP_COLUMN,
+    TOKEN,
+    CompiledBound,
+    CompiledCondition,
+    DeviceCondition,
+    Dynamic,
+)
+from vllm_steer.program.program import Program
+from vllm_steer.spec.selector import OPEN_END, Interval
+
+
+def read_intervals(program: Program, readout: int, prompt_len: int) -> tuple[Interval, ...]:
+    """Return the positions at which a readout is computed: those it returns and those that conditions need.
+
+    The windows ``previous`` and ``latch`` look at the tokens from the last one of the prompt on, stops at generated
+    tokens, and the window ``token`` at the edited tokens.
+
+    Raises:
+        SteeringError: A selector does not fit the prompt.
+    """
+    intervals = list(
+        program.readouts[readout].selector.intervals(prompt_len, f"{program.readout_source(readout)}.positions")
+    )
+    for number, edit in enumerate(program.edits):
+        for i, condition in enumerate(edit.when):
+            if condition.readout != readout:
+                continue
+            field = f"{program.edit_source(number)}.when[{i}]"
+            if condition.kind == TOKEN:
+                intervals += edit.selector.intervals(prompt_len, program.edit_source(number))
+            elif condition.kind in OF_PROMPT:
+                intervals.append(_prompt_interval(condition, prompt_len, field))
+            else:
+                intervals.append((prompt_len - 1, OPEN_END))
+    if any(stop.readout == readout for stop in program.stops):
+        intervals.append((prompt_len, OPEN_END))
+    return _merged(intervals)
+
+
+def resolve_dynamic(program: Program, prompt_len: int) -> Dynamic:
+    """Resolve the dynamic parts of a program.
+
+    Raises:
+        SteeringError: A selector does not fit the prompt, or a window cannot decide about a token of its edit.
+    """
+    layout = program.layout
+    conditions: list[DeviceCondition] = []
+    needed: list[int] = []
+    returned: list[Interval] = []
+    for number, readout in enumerate(program.readouts):
+        intervals = readout.selector.intervals(prompt_len, f"{program.readout_source(number)}.positions")
+        returned += intervals
+        needed.append(intervals[0][0])
+    for number, edit in enumerate(program.edits):
+        source = program.edit_source(number)
+        for i, condition in enumerate(edit.when):
+            if condition.kind == TOKEN:
+                continue
+            first = edit.selector.intervals(prompt_len, source)[0][0]
+            if first < prompt_len:
+                raise SteeringError(
+                    f"{source}.when[{i}].window",
+                    f"decides about generated tokens only, but the edit covers position {first} of the prompt",
+                )
+            resolved = _resolve_condition(
+                condition, layout.readouts[condition.readout], layout.gates[number], prompt_len, f"{source}.when[{i}]"
+            )
+            if condition.kind in OF_PROMPT:
+                needed.append(resolved.first)
+            conditions.append(resolved)
+    for number, stop in enumerate(program.stops):
+        conditions.append(
+            DeviceCondition(
+                kind=STOP,
+                score=layout.readouts[stop.readout],
+                target=STOP_COLUMN,
+                first=prompt_len,
+                stop=OPEN_END,
+                count=stop.tokens,
+                start=prompt_len,
+                number=number + 1,
+                **_numbers(stop.bound, 0.0, None),
+            )
+        )
+    gated = bool(layout.gates or layout.live)
+    starts = [start for start, _ in returned]
+    stops = [stop for _, stop in returned]
+    if gated:
+        # Decisions about every token are kept, since a preempted request repeats them.
+        starts, stops = [0], [OPEN_END]
+    elif program.stops:
+        starts.append(prompt_len)
+        stops.append(OPEN_END)
+    return Dynamic(
+        layout,
+        tuple(conditions),
+        min((each for each in needed if each < OPEN_END), default=None),
+        min(starts),
+        max(stops),
+        gated or bool(conditions),
+        gated or bool(conditions),
+    )
+
+
+def _resolve_condition(
+    condition: CompiledCondition, score: int, target: int, prompt_len: int, field: str
+) -> DeviceCondition:
+    first, stop = prompt_len - 1, OPEN_END
+    if condition.kind in OF_PROMPT:
+        first, stop = _prompt_interval(condition, prompt_len, field)
+    return DeviceCondition(
+        kind=condition.kind,
+        score=score,
+        target=target,
+        first=first,
+        stop=stop,
+        count=stop - first if condition.kind == PROMPT_MEAN else 0,
+        start=prompt_len,
+        number=0,
+        **_numbers(condition.bound, condition.sharpness, condition.release),
+    )
+
+
+def _numbers(bound: CompiledBound, sharpness: float, release: CompiledBound | None) -> dict[str, float]:
+    return {
+        "threshold": bound.threshold,
+        "sign": 1.0 if bound.above else -1.0,
+        "sharpness": sharpness,
+        "release": 0.0 if release is None else release.threshold,
+        "release_sign": 0.0 if release is None else 1.0 if release.above else -1.0,
+    }
+
+
+def _prompt_interval(condition: CompiledCondition, prompt_len: int, field: str) -> Interval:
+    if condition.selector is None:
+        return 0, prompt_len
+    intervals = condition.selector.intervals(prompt_len, f"{field}.positions")
+    if len(intervals) != 1 or intervals[0][1] > prompt_len:
+        raise SteeringError(f"{field}.positions", f"must be one range within the prompt of {prompt_len} tokens")
+    return intervals[0]
+
+
+def _merged(intervals: list[Interval]) -> tuple[Interval, ...]:
+    merged: list[Interval] = []
+    for start, stop in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
+        else:
+            merged.append((start, stop))
+    return tuple(merged)

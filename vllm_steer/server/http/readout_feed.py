@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Readouts and trace of one choice of a response, as JSON types.
+
+The values are read when a part of the response is sent, and not when the engine's output is processed, so an event that
+covers several tokens costs as much as an event of one token.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from typing import Any, NamedTuple
+
+from vllm_steer.capture.record_reader import Record
+from vllm_steer.frontend.outputs import num_forwarded, read_records
+from vllm_steer.program import Program
+from vllm_steer.spec.selector import Interval
+
+READOUTS_KEY, TRACE_KEY = "readouts", "steering_trace"
+"""Names of the response fields."""
+
+
+class _Readout(NamedTuple):
+    """A readout and its place in a record."""
+
+    name: str
+    column: int
+    width: int
+    scalar: bool
+
+
+class ReadoutFeed:
+    """Readouts of one sample that the response has not carried yet. For the event loop only."""
+
+    def __init__(self, state: Any) -> None:
+        """Take over the records of a sample; its outputs no longer carry readouts.
+
+        Args:
+            state: vLLM's ``RequestState`` of a sample whose program is dynamic.
+        """
+        self._state = state
+        program, self._reader = read_records(state)
+        self._names = [readout.name for readout in program.readouts]
+        self._by_tokens = _readouts_by_tokens(program, state.prompt_len)
+        self._gates = [
+            (column, program.edits[number].selector.intervals(state.prompt_len))
+            for number, column in program.layout.gates.items()
+        ]
+        self._live = dict(program.layout.live)
+        self._trace_taken = False
+        self._trace_positions: list[int] = []
+        self._trace_records: list[Record] = []
+
+    def take(self) -> dict[str, Any]:
+        """Return ``{name: {"positions", "values"}}`` of the new tokens, without readouts that have no new value."""
+        positions, records = self._reader.take(num_forwarded(self._state))
+        if not positions:
+            return {}
+        if self._gates or self._live:
+            generated = bisect_left(positions, self._state.prompt_len)
+            self._trace_positions += positions[generated:]
+            self._trace_records += records[generated:]
+        found: dict[str, Any] = {}
+        for intervals, readouts in self._by_tokens:
+            chosen, rows = _choose(positions, records, intervals)
+            if not chosen:
+                continue
+            columns = list(zip(*rows, strict=False))
+            for name, column, width, scalar in readouts:
+                values = columns[column] if scalar else [row[column : column + width] for row in rows]
+                found[name] = {"positions": chosen, "values": values}
+        return found
+
+    def take_all(self) -> dict[str, Any]:
+        """Return the values of `take` for every readout of the request, in its order."""
+        found = self.take()
+        return {name: found.get(name) or {"positions": [], "values": []} for name in self._names}
+
+    def take_trace(self) -> dict[str, Any] | None:
+        """Return the trace of the values taken so far, once; None for a request without gated and live edits."""
+        if self._trace_taken or not (self._gates or self._live):
+            return None
+        self._trace_taken = True
+        # As in SteeringTrace: 0 at tokens that the edit does not cover.
+        gates = [
+            [
+                record[column] if any(start <= position < stop for start, stop in intervals) else 0.0
+                for column, intervals in self._gates
+            ]
+            for position, record in zip(self._trace_positions, self._trace_records, strict=True)
+        ]
+        return {
+            "positions": self._trace_positions,
+            "gates": gates,
+            "live": {name: [record[column] for record in self._trace_records] for name, column in self._live.items()},
+        }
+
+
+def _readouts_by_tokens(program: Program, prompt_len: int) -> list[tuple[tuple[Interval, ...], list[_Readout]]]:
+    """Return the readouts grouped by the positions that they return."""
+    groups: dict[tuple[Interval, ...], list[_Readout]] = {}
+    for readout, column in zip(program.readouts, program.layout.readouts, strict=True):
+        intervals = tuple(readout.selector.intervals(prompt_len))
+        groups.setdefault(intervals, []).append(_Readout(readout.name, column, readout.width, readout.scalar))
+    return list(groups.items())
+
+
+def _choose(
+    positions: list[int], records: list[Record], intervals: tuple[Interval, ...]
+) -> tuple[list[int], list[Record]]:
+    """Return the positions inside the intervals, and their records."""
+    first, last = positions[0], positions[-1]
+    if any(start <= first and last < stop for start, stop in intervals):
+        return positions, records
+    spans = [(bisect_left(positions, start), bisect_left(positions, stop)) for start, stop in intervals]
+    return (
+        [position for low, high in spans for position in positions[low:high]],
+        [record for low, high in spans for record in records[low:high]],
+    )

@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Conditions on readouts: when an edit applies, and when generation stops."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeAlias, get_args
+
+import msgspec
+
+from vllm_steer.errors import SteeringError
+from vllm_steer.limits import MAX_CONDITIONS, MAX_STOP_TOKENS, MAX_STOPS
+from vllm_steer.spec.references import read_name
+from vllm_steer.spec.scalars import is_integer, read_choice, read_number, shown
+from vllm_steer.spec.selector import PositionListForm, Selector, SelectorName
+
+WindowName = Literal["token", "previous", "latch", "prompt"]
+OverName = Literal["mean", "max", "last"]
+WINDOWS: tuple[WindowName, ...] = get_args(WindowName)
+OVERS: tuple[OverName, ...] = get_args(OverName)
+STOP_FIELD = "stop_on"
+
+_Above = Annotated[float | None, msgspec.Meta(description="The condition holds if the readout is larger.")]
+_Below = Annotated[float | None, msgspec.Meta(description="The condition holds if the readout is smaller.")]
+_ReadoutName = Annotated[str, msgspec.Meta(description="Name of a probe in `readouts`.")]
+
+
+class BoundForm(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """One bound on a readout: `above` or `below`."""
+
+    above: _Above = None
+    below: _Below = None
+
+
+class ConditionForm(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A condition on a readout that switches an edit on."""
+
+    readout: _ReadoutName
+    above: _Above = None
+    below: _Below = None
+    window: Annotated[
+        WindowName,
+        msgspec.Meta(
+            description="The readout that decides about token t: `token`: that of t; `previous`: that of t - 1; "
+            "`latch`: whether the condition has held at any token before t, from the last prompt token on; `prompt`: "
+            "the prompt's, see `over`."
+        ),
+    ] = "token"
+    over: Annotated[
+        OverName | None,
+        msgspec.Meta(
+            description="`prompt` only: mean, maximum or last of the readout over the prompt. Default `mean`."
+        ),
+    ] = None
+    positions: Annotated[
+        SelectorName | PositionListForm | None,
+        msgspec.Meta(description="`prompt` only: one range of prompt tokens; default the whole prompt."),
+    ] = None
+    sharpness: Annotated[
+        float | None,
+        msgspec.Meta(
+            description="Scales the edit by sigmoid(sharpness x distance beyond the bound) instead of 0 or 1; not with "
+            "`latch`."
+        ),
+    ] = None
+    release: Annotated[
+        BoundForm | None, msgspec.Meta(description="`latch` only: bound that switches the edit off again.")
+    ] = None
+
+
+class StopForm(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A condition on a readout that ends generation."""
+
+    readout: _ReadoutName
+    above: _Above = None
+    below: _Below = None
+    tokens: Annotated[
+        int,
+        msgspec.Meta(
+            ge=1, le=MAX_STOP_TOKENS, description="Generated tokens in a row at which the condition must hold."
+        ),
+    ] = 1
+
+
+ConditionInput: TypeAlias = "Mapping[str, Any] | Condition"
+WhenInput: TypeAlias = "ConditionInput | list[ConditionInput] | tuple[ConditionInput, ...] | None"
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A bound on a readout."""
+
+    above: bool
+    """Whether the readout has to be larger than the threshold, not smaller."""
+    threshold: float
+
+    def to_wire(self) -> dict[str, object]:
+        """Return the JSON form."""
+        return {"above" if self.above else "below": self.threshold}
+
+    def __str__(self) -> str:
+        return f"{'above' if self.above else 'below'} {self.threshold:g}"
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A checked condition of an edit."""
+
+    readout: str
+    bound: Bound
+    window: WindowName = "token"
+    over: OverName | None = None
+    tokens: Selector | None = None
+    """Prompt tokens of the window ``prompt``; None for the whole prompt."""
+    sharpness: float | None = None
+    release: Bound | None = None
+
+    @classmethod
+    def parse(cls, value: object, field: str) -> Condition:
+        """Return the condition that a mapping of :class:`ConditionForm`'s fields describes.
+
+        Raises:
+            SteeringError: A key is unknown or a value is invalid.
+        """
+        if isinstance(value, Condition):
+            return value
+        given = _read_mapping(value, ConditionForm, field)
+        window = read_choice(given.get("window", "token"), WINDOWS, f"{field}.window")
+        over = given.get("over")
+        for name, owner in (("over", "prompt"), ("positions", "prompt"), ("release", "latch")):
+            if given.get(name) is not None and window != owner:
+                raise SteeringError(f"{field}.{name}", f'needs the window "{owner}", not "{window}"; omit it')
+        sharpness = given.get("sharpness")
+        if sharpness is not None:
+            if window == "latch":
+                raise SteeringError(f"{field}.sharpness", "a latch is on or off; omit sharpness or use another window")
+            sharpness = read_number(sharpness, f"{field}.sharpness")
+            if sharpness <= 0:
+                raise SteeringError(f"{field}.sharpness", f"must be above 0, not {shown(sharpness)}")
+        positions = given.get("positions")
+        release = given.get("release")
+        if release is not None:
+            release = _read_bound(_read_mapping(release, BoundForm, f"{field}.release"), f"{field}.release")
+        return cls(
+            read_name(given["readout"], f"{field}.readout"),
+            _read_bound(given, field),
+            window,
+            read_choice(over or "mean", OVERS, f"{field}.over") if window == "prompt" else None,
+            None if positions is None else Selector.parse(positions, f"{field}.positions"),
+            sharpness,
+            release,
+        )
+
+    def to_wire(self) -> dict[str, object]:
+        """Return the JSON form (:class:`ConditionForm`)."""
+        wire: dict[str, object] = {"readout": self.readout, **self.bound.to_wire(), "window": self.window}
+        others = {
+            "over": self.over,
+            "positions": None if self.tokens is None else self.tokens.to_wire(),
+            "sharpness": self.sharpness,
+            "release": None if self.release is None else self.release.to_wire(),
+        }
+        return wire | {name: each for name, each in others.items() if each is not None}
+
+
+@dataclass(frozen=True)
+class Stop:
+    """A checked condition that ends generation."""
+
+    readout: str
+    bound: Bound
+    tokens: int = 1
+
+
+def read_when(value: object, field: str = "when") -> tuple[Condition, ...]:
+    """Parse the conditions of an edit: None, one condition or a list, all of which must hold.
+
+    Raises:
+        SteeringError: ``value`` has another form.
+    """
+    if value is None or value == ():
+        return ()
+    if not isinstance(value, (list, tuple)):
+        return (Condition.parse(value, field),)
+    if not 1 <= len(value) <= MAX_CONDITIONS:
+        raise SteeringError(field, f"has {len(value)} conditions; give 1 to {MAX_CONDITIONS}, or omit it")
+    return tuple(Condition.parse(each, f"{field}[{i}]") for i, each in enumerate(value))
+
+
+def parse_stops(value: object) -> tuple[Stop, ...]:
+    """Parse the ``stop_on`` field: a list of conditions, any of which ends generation, or None.
+
+    Raises:
+        SteeringError: ``value`` has another form.
+    """
+    if value is None:
+        return ()
+    if not isinstance(value, (list, tuple)):
+        raise SteeringError(
+            STOP_FIELD, f'must be a list such as [{{"readout": "refusal", "above": 0.9}}], not {shown(value)}'
+        )
+    if not 1 <= len(value) <= MAX_STOPS:
+        raise SteeringError(STOP_FIELD, f"has {len(value)} conditions; give 1 to {MAX_STOPS}, or omit it")
+    return tuple(_read_stop(each, f"{STOP_FIELD}[{i}]") for i, each in enumerate(value))
+
+
+def _read_stop(value: object, field: str) -> Stop:
+    given = _read_mapping(value, StopForm, field)
+    tokens = given.get("tokens", 1)
+    if not is_integer(tokens) or not 1 <= tokens <= MAX_STOP_TOKENS:
+        raise SteeringError(f"{field}.tokens", f"must be 1 to {MAX_STOP_TOKENS}, not {shown(tokens)}")
+    return Stop(read_name(given["readout"], f"{field}.readout"), _read_bound(given, field), int(tokens))
+
+
+def _read_mapping(value: object, form: Any, field: str) -> Mapping[str, Any]:
+    names = form.__struct_fields__
+    if not isinstance(value, Mapping):
+        raise SteeringError(field, f"must be a dict with {', '.join(names)}, not {shown(value)}")
+    unknown = [key for key in value if key not in names]
+    if unknown:
+        raise SteeringError(field, f"unknown key {shown(unknown[0])}; use {', '.join(names)}")
+    if "readout" in names and "readout" not in value:
+        raise SteeringError(f"{field}.readout", "is missing; name a probe in readouts")
+    return value
+
+
+def _read_bound(given: Mapping[str, Any], field: str) -> Bound:
+    bounds = [name for name in ("above", "below") if given.get(name) is not None]
+    if len(bounds) != 1:
+        raise SteeringError(f"{field}.above", "give either above or below, and only one of them")
+    return Bound(bounds[0] == "above", read_number(given[bounds[0]], f"{field}.{bounds[0]}"))
