@@ -166,7 +166,8 @@ def _batch(request_id: str, sample: int, lines: Sequence[Line]) -> tuple[Any, tu
     n, name = len(lines), request_id.encode()
     token_offsets = _offsets([line.site.tokens for line in lines], np.int32)
     row_offsets = _offsets([line.rows.size for line in lines], np.int64)
-    positions, token_ids = (pa.py_buffer(b"".join([line[column] for line in lines])) for column in (1, 2))
+    positions = pa.py_buffer(b"".join([line.positions for line in lines]))
+    token_ids = pa.py_buffer(b"".join([line.token_ids for line in lines]))
     rows = lines[0].rows if n == 1 else pa.py_buffer(b"".join([line.rows for line in lines]))
     # From buffers, because pyarrow takes longer to convert Python objects.
     columns = [
