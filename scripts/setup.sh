@@ -34,7 +34,7 @@ case $LANE in
 esac
 if [[ -n $VLLM ]]; then
     [[ $LANE == cpu ]] || fail "VLLM selects a version of the CPU build only; remove LANE=$LANE."
-    [[ -f requirements/cpu-$VLLM.txt ]] || fail "VLLM is '$VLLM', for which there is no requirements/cpu-$VLLM.txt."
+    [[ -f requirements/cpu-$VLLM.txt ]] || fail "VLLM is '$VLLM', but requirements/cpu-$VLLM.txt is missing; the tested versions have such a file."
     SOURCES+=("requirements/cpu-$VLLM.txt")
 fi
 SOURCES+=(requirements/dev.txt pyproject.toml scripts/setup.sh)

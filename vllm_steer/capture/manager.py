@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Front-end side of capture: the consumers of an engine client, and the delivery of finished samples to them.
+"""Front-end side of capture: the consumers of a front end, and the delivery of finished samples to them.
 
 Each consumer runs in its own thread, so a slow consumer does not delay token output. Only accessing a result blocks
 until its consumer has finished.
@@ -45,7 +45,7 @@ class CaptureCapabilities(Protocol):
 
 
 class CaptureManager:
-    """Consumers and captures of one engine client."""
+    """Consumers and captures of one front end."""
 
     def __init__(self, capabilities: CaptureCapabilities, model: str, options: Mapping[str, Mapping[str, Any]]) -> None:
         """Start the consumers.

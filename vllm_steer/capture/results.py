@@ -33,14 +33,14 @@ class SiteRows:
 
 @dataclass(frozen=True, eq=False)
 class SubmittedRequest:
-    """One sample of a request that the engine client has accepted."""
+    """One sample of a request that the front end has accepted."""
 
     request_id: str
     """The client's request id, or vLLM's if the client set none. Arbitrary text: do not use it as a file name."""
     sample: int
     """Number of the sample among the request's ``n`` samples, from 0."""
     submission: int
-    """Number of the request among those with captures that the engine client accepted, from 0."""
+    """Number of the request among those with captures that the front end accepted, from 0."""
     spec: CaptureSpec
     """The capture spec of the request."""
 
@@ -73,7 +73,7 @@ class CapturedRequest:
     error: str | None
     """Reason for a status other than ``ok``."""
     submission: int | None = None
-    """Number of the request among those with captures that its engine client accepted, from 0."""
+    """Number of the request among those with captures that its front end accepted, from 0."""
     unreached: Unreached = ()
     """Positions and ``[start, stop]`` pairs of the spec that have no rows because the request ended before them."""
 

@@ -24,7 +24,7 @@ class ServerError(Exception):
     Example:
         >>> from vllm_steer import ServerError  # doctest: +SKIP
         >>> try:  # doctest: +SKIP
-        ...     client.chat([], steering_modules=["missing"])
+        ...     client.complete("one", steering_modules=["missing"])
         ... except ServerError as error:
         ...     print(error.status, error.message)
     """

@@ -24,7 +24,10 @@ class IncompatibleError(ValueError):
 
     Example:
         >>> from vllm_steer import LLM, IncompatibleError  # doctest: +SKIP
-        >>> with contextlib.suppress(IncompatibleError): llm = LLM("demo/model", enable_steering=True)  # doctest: +SKIP
+        >>> try:  # doctest: +SKIP
+        ...     llm = LLM("demo/model", enable_steering=True)
+        ... except IncompatibleError as error:
+        ...     print(error)
     """
 
 

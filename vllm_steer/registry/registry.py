@@ -110,7 +110,8 @@ class SteeringRegistry:
                 shape ``[H]`` and any type that requests accept.
             prefill: Like ``base``, for prompt tokens.
             decode: Like ``base``, for generated tokens.
-            edits: List of :class:`vllm_steer.Edit` or of dicts with its arguments, applied after the tiers.
+            edits: List of :class:`vllm_steer.Edit` or of dicts with its arguments, applied after ``base``,
+                ``prefill`` and ``decode``.
             probes: ``{name: vector}``, directions that captures can project on.
             description: Free text.
             model: Model that the vectors were computed for; informational.
