@@ -11,8 +11,13 @@ IN_PARALLEL := -n 2 --dist loadfile
 FAST := tests/demo tests/metrics tests/models tests/program tests/registry tests/repo \
 	tests/server/auth tests/server/http tests/server/quota tests/spec tests/taps
 
+# What has to pass on every supported version of vLLM.
+VERSION_TIER := tests/compat tests/engine/test_off.py tests/engine/test_cache.py tests/engine/test_capture.py \
+	tests/engine/test_mixing.py tests/server/test_server.py tests/server/test_server_capture.py
+VERSION_FAMILIES := llama-eager or gemma2-eager or gpt2-eager or cohere-eager or mamba2-eager
+
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-all test-gpu conformance docs lint types format clean distclean
+.PHONY: help setup demo test test-fast test-all test-version test-gpu conformance docs lint types format clean distclean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 14
@@ -31,6 +36,12 @@ test-fast: setup  ## run the tests that start no engine
 
 test-all: setup  ## run the tests and prove every architecture
 	@CONFORMANCE=all $(PYTEST) -m "not gpu" $(IN_PARALLEL) $(ARGS)
+
+test-version:  ## run the fast tier on another version of vLLM (VLLM=0.31.0), in an environment of its own
+	@VLLM=$(VLLM) bash scripts/setup.sh
+	@$(HERE) .venv-$(VLLM)/bin/python -m pytest -q -m "not gpu" $(VERSION_TIER) $(ARGS)
+	@$(HERE) .venv-$(VLLM)/bin/python -m pytest -q -m "not gpu" tests/conformance/test_parity.py -k "$(VERSION_FAMILIES)"
+	@$(HERE) .venv-$(VLLM)/bin/vllm-steer fuzz --minutes 2
 
 test-gpu: setup  ## run the tests that need a CUDA device
 	@$(PYTEST) -m gpu $(ARGS)
@@ -64,5 +75,5 @@ clean:  ## remove caches and outputs
 	@rm -rf .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist demo/out
 	@find . -name '.venv*' -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
-distclean: clean  ## also remove .venv and .venv-docs
-	@rm -rf .venv .venv-docs
+distclean: clean  ## also remove .venv and the other environments
+	@rm -rf .venv .venv-*

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steer and capture through a server with the openai client.
 
-vllm-steer serve demo/model --enforce-eager
-python examples/openai_client.py [URL]
+.venv/bin/vllm serve demo/model --enable-steering --enforce-eager
+.venv/bin/python examples/openai_client.py [URL]
 """
 
 import base64

@@ -99,7 +99,7 @@ AIMS: Sequence[Aim] = (
         ((KEPT, "all sites", "1"),)),
     Aim("96 sites, own vectors, batch 128", "per token", 1.02, True,
         ((LARGE, "all sites", "128"),)),
-    Aim("a different program for each request, 256 at a time", "throughput", 0.98, False,
+    Aim("different edits for each request, 256 at a time", "throughput", 0.98, False,
         ((LARGE, "own program each", "256"), (_PRODUCTS, "own program each", "1000"))),
     Aim("capture one layer, all tokens, 1,000 prompts, 256 generated", "throughput", 0.97, False,
         ((LARGE, "capture one layer, all tokens", "1000"),)),

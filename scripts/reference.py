@@ -159,7 +159,8 @@ def limits() -> str:
         "# Limits\n\nThis page lists every limit of the engine, the server and the request format.\n\n"
         "## Limits of an engine\n\n"
         "Fixed when the engine starts: `steering_config={...}` of `LLM`, or server flags. A request that exceeds one of them by\n"
-        "itself is refused. A request that does not fit beside the running requests waits.\n\n"
+        "itself is refused. A request that does not fit beside the running requests waits. The [glossary](glossary.md) explains\n"
+        "table rows, instructions, segments and programs.\n\n"
         + table(("setting", "flag", "default", "range", "limits"), rows)
         + "\n## Limits of a server\n\n"
         "Checked before a request reaches the engine. The scope `request` covers one request, `key` everything in flight for one\n"

@@ -12,6 +12,7 @@ from performance import KEPT, LARGE, cell
 from steps_page import MakeTable
 
 from vllm_steer.compat.stages import REQUEST_STAGES
+from vllm_steer.compat.version import CONFLICTS
 
 ROOT = Path(__file__).parents[1]
 
@@ -31,7 +32,7 @@ COSTS = (
     Cost("no steering", LARGE, "idle", "256"),
     Cost("steer one site, every request", LARGE, "one site", "256", "0.89 (EasySteer, 256 requests)"),
     Cost("steer all 96 sites", KEPT, "all sites", "1"),
-    Cost("a different program for each request", LARGE, "own program each", "256", "0.18 (EasySteer, 256 programs)"),
+    Cost("different edits for each request", LARGE, "own program each", "256", "0.18 (EasySteer, 256 configurations)"),
     Cost("capture one layer, all tokens", LARGE, "capture one layer, all tokens", "1000", "0.82 (vllm-lens, eager)"),
 )
 
@@ -89,6 +90,11 @@ def stages(table: MakeTable) -> str:
     return table(("stage", "input", "output", "methods of vLLM and torch.nn that are wrapped or overridden"), rows)
 
 
+def conflicts(table: MakeTable) -> str:
+    """Return the table of vLLM settings that are refused with steering."""
+    return table(("setting", "reason"), [(f"{conflict.setting}", conflict.reason) for conflict in CONFLICTS])
+
+
 def method_name(path: str) -> str:
     """Return the last two parts of a method's path, for example ``Scheduler.schedule``."""
     return ".".join(path.rpartition(":")[2].split(".")[-2:])
@@ -98,6 +104,7 @@ SECTIONS: Mapping[str, Mapping[str, Callable[[MakeTable], str]]] = {
     "README.md": {"costs": costs},
     "docs/design/architecture.md": {"stages": stages},
     "docs/explanation/comparison.md": {"published": published},
+    "docs/explanation/limitations.md": {"conflicts": conflicts},
 }
 
 

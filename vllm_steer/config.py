@@ -17,6 +17,7 @@ from vllm_steer._version import __version__
 from vllm_steer.errors import SteeringError
 from vllm_steer.limits import ENGINE_LIMITS
 from vllm_steer.points import OPTIONAL_POINTS, POINTS_FLAG
+from vllm_steer.spec.arguments import describe_arguments
 from vllm_steer.spec.scalars import did_you_mean, read_choice, shown
 
 WORKER_CLS = "vllm_steer.engine.worker.SteeringWorker"
@@ -83,12 +84,22 @@ MULTI_CHOICES: tuple[MultiChoice, ...] = (
 )
 
 
-class SteeringConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class _ConfigMeta(type(msgspec.Struct)):  # type: ignore[misc]
+    """Metaclass that suggests names for unknown arguments. Structs do not call ``__init__``."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().__call__(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{error}{describe_arguments(kwargs, cls.__struct_fields__)}") from None
+
+
+class SteeringConfig(msgspec.Struct, metaclass=_ConfigMeta, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Settings of an engine with steering.
 
-    The tables :data:`~vllm_steer.limits.ENGINE_LIMITS`, :data:`SWITCHES` and :data:`MULTI_CHOICES` describe the fields.
-    ``capture_policy`` applies to a request whose captured rows would exceed ``capture_mib`` together with those of
-    running requests: ``wait`` delays the request, ``fail`` runs it at once and reports its capture as ``partial``.
+    The page "Limits" of the reference has the default and the range of each field. ``capture_policy`` applies to a
+    request whose captured rows would exceed ``capture_mib`` together with those of running requests: ``wait`` delays
+    the request, ``fail`` runs it at once and reports its capture as ``partial``.
 
     Example:
         >>> from vllm_steer import SteeringConfig
@@ -97,20 +108,36 @@ class SteeringConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """
 
     max_rows: int = ENGINE_LIMITS["max_rows"].default
+    """Table rows: distinct sets of edits and captures that apply to one token."""
     max_vectors: int = ENGINE_LIMITS["max_vectors"].default
+    """Distinct vectors of edits and directions of projections on the device."""
     max_instructions: int = ENGINE_LIMITS["max_instructions"].default
+    """Instructions on the device: one per table row, site and edit or capture."""
     max_segments: int = ENGINE_LIMITS["max_segments"].default
+    """Ranges of positions of one request with different edits and captures."""
     capture_rows: int = ENGINE_LIMITS["capture_rows"].default
+    """Captured rows of one engine step."""
     graph_sets: int = ENGINE_LIMITS["graph_sets"].default
+    """Sets of CUDA graphs that launch different taps."""
     record_columns: int = ENGINE_LIMITS["record_columns"].default
+    """Numbers that one token records for readouts, conditions and live strengths."""
     max_conditions: int = ENGINE_LIMITS["max_conditions"].default
+    """Conditions of one request, in `when` of its edits and in `stop_on`."""
     capture_mib: int = ENGINE_LIMITS["capture_mib"].default
+    """Captured rows of all running requests together, in MiB of host memory."""
     queue_timeout: int = ENGINE_LIMITS["queue_timeout"].default
+    """Seconds that a request may wait for room; 0 for no limit."""
     capture_policy: CapturePolicy = "wait"
+    """``wait`` or ``fail``, see above."""
     allow_unproven: bool = False
+    """Whether to run on decoder-layer classes whose source differs from the proven one."""
     self_check: bool = True
+    """Whether to check the taps on the model when the engine starts."""
     plain_code: bool | None = None
+    """Whether to compile the model a second time without taps, for steps without edits and captures; None: on a GPU if
+    the model allows it."""
     points: tuple[str, ...] = ()
+    """Additional hook points: ``attn_out``, ``mlp_in``, ``mlp_out``."""
 
     def __post_init__(self) -> None:
         for limit in ENGINE_LIMITS.values():

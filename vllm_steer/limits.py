@@ -97,7 +97,8 @@ ENGINE_LIMITS: Mapping[str, EngineLimit] = MappingProxyType(
                 1024,
                 1,
                 1 << 16,
-                "distinct token programs on the device at one time, over all running requests",
+                "table rows on the device at one time, over all running requests: distinct sets of edits and captures "
+                "that apply to one token",
             ),
             EngineLimit(
                 "max_vectors",
@@ -112,7 +113,7 @@ ENGINE_LIMITS: Mapping[str, EngineLimit] = MappingProxyType(
                 65536,
                 1,
                 1 << 24,
-                "instructions on the device at one time: one per token program, site and edit or capture",
+                "instructions on the device at one time: one per table row, site and edit or capture",
             ),
             EngineLimit(
                 "max_segments",

@@ -112,14 +112,17 @@ def attach_steering(params: Any, fields: Mapping[str, Any]) -> None:
     """Compile the fields of a request into the ``extra_args`` of vLLM's ``params``.
 
     Raises:
-        SteeringError: A field is invalid, or ``extra_args`` already contains a compiled program.
+        SteeringError: A field is invalid, or ``params`` already have steering or captures.
     """
     compiled = compile_fields(fields)
     if not compiled:
         return
     for key in EXTRA_ARGS_KEYS:
         if key in (params.extra_args or {}):
-            raise SteeringError(f"extra_args.{key}", "is already set; give the steering fields or the compiled program")
+            raise SteeringError(
+                f"extra_args.{key}",
+                "is already set: these SamplingParams already have steering or captures; create new ones",
+            )
     # A new dict, because several SamplingParams may share the caller's.
     params.extra_args = {**(params.extra_args or {}), **compiled}
 

@@ -252,13 +252,16 @@ class TestCheck:
 
 def test_memory_returns_the_rows():
     """Catches copied, reordered or renamed rows."""
-    request = captured()
+    request = captured(options={"tag": "t"})
     result = CaptureResult("ok", None, make_consumer("memory").accept(request))
     rows = result.tensor("post_block", 3)
     assert rows is request.sites["post_block", 3].rows
     assert result.positions("post_block", 3).tolist() == [1, 3, 5, 7, 9]
     assert result.token_ids("post_block", 3).tolist() == [101, 103, 900, 902, 904]
     assert set(result.sites) == set(request.sites)
+    assert (result.num_bytes, result.tag) == (request.num_bytes, "t") and request.num_bytes > 0
+    assert (result.numpy("post_block", 3) == rows.numpy()).all()
+    assert request.spec.positions == request.spec.tokens
     with pytest.raises(KeyError, match=r"post_block\[4\].*pre_attn\[0\]"):
         result.tensor("post_block", 4)
 

@@ -3,10 +3,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 import torch
 
 from tests.capture.captured import captured
-from vllm_steer.capture.hidden_states import HiddenStates
+from vllm_steer.capture.hidden_states import HiddenStates, capture_hidden_states
+from vllm_steer.capture.results import CaptureResult
 
 SITE = ("post_block", 3)
 
@@ -22,6 +27,26 @@ def test_rows_are_separate_for_each_prompt() -> None:
     for i, (rows, request) in enumerate(zip(states.tensors(*SITE), requests, strict=True)):
         assert torch.equal(rows, request.tensor(*SITE))
         assert torch.equal(rows, states.tensor(*SITE)[bounds[i] : bounds[i + 1]])
+
+
+@pytest.mark.parametrize(
+    ("status", "unreached", "problem"),
+    [("partial", (), "aborted"), ("ok", (9,), "no rows at positions 9; the prompt has 2 tokens")],
+)
+def test_errors_name_the_prompt(status: Any, unreached: tuple[int, ...], problem: str) -> None:
+    """Catches an error with vLLM's request number, which differs from the prompt's after an earlier call."""
+
+    class Model:
+        def generate(self, prompts: list[str], params: Any, use_tqdm: bool) -> list[Any]:
+            good, bad = CaptureResult("ok", None, None), CaptureResult(status, "aborted", None, unreached)
+            return [
+                SimpleNamespace(request_id=str(17 + i), capture_results={"memory": result}, prompt_token_ids=[1, 2])
+                for i, result in enumerate((good, bad))
+            ]
+
+    with pytest.raises(RuntimeError) as caught:
+        capture_hidden_states(Model(), ["a", "b"], hooks={"post_block": [1]})
+    assert str(caught.value) == f"prompts[1]: {problem}"
 
 
 def test_reduced_rows_have_one_row_per_prompt() -> None:

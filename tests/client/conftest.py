@@ -18,6 +18,7 @@ from starlette.responses import JSONResponse, StreamingResponse
 from tests.registry.modules import registry
 from vllm_steer.server.routes.modules import add_module_routes
 
+SITES = {"post_block": {"1": {"positions": [2], "dtype": "float32", "shape": [1, 2], "data": "AACAPwAAAEA="}}}
 APPLIED = {"epoch": 1, "global": None, "modules": [], "request": "sha256:0"}
 
 
@@ -42,7 +43,10 @@ def make_app() -> FastAPI:
         words = ["I ", "am ", f"{modules[0][0]}\x1b[2J." if modules else "plain."]
         applied = {"steering_applied": APPLIED} if modules else {}
         if not body.get("stream"):
-            return {**applied, "choices": [{"message": {"content": "".join(words)}, "finish_reason": "stop"}]}
+            choice = {"message": {"content": "".join(words)}, "finish_reason": "stop"}
+            if "capture" in body:
+                choice["capture_results"] = {"memory": {"status": "ok", "error": None, "sites": SITES}}
+            return {**applied, "choices": [choice]}
 
         async def events() -> AsyncIterator[str]:
             for i, word in enumerate(words):

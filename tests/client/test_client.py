@@ -21,7 +21,7 @@ from tests.registry.modules import content, module, vector
 from vllm_steer import AsyncClient, Client, Edit, ServerError, SteeringError
 from vllm_steer.client import Retry
 from vllm_steer.client.encoding import to_json
-from vllm_steer.client.responses import parse_completion, parse_piece
+from vllm_steer.client.responses import CaptureAnswer, parse_completion, parse_piece
 from vllm_steer.registry.module_files import write_module
 from vllm_steer.registry.schema import SteeringApplied
 
@@ -97,6 +97,7 @@ def test_chat_and_stream_chat(url: str, app: FastAPI) -> None:
         pieces = list(client.stream_chat(messages, steering_modules=["calm"]))
         assert "".join(piece.text for piece in pieces)[:6] == "I am c"
         assert [piece.applied is not None for piece in pieces] == [True, False, False]
+        assert (whole.steering_applied, pieces[0].steering_applied) == (whole.applied, pieces[0].applied)
         assert client.chat(messages).applied is None
     first = app.state.bodies[0]
     assert first["model"] == "tiny"
@@ -159,15 +160,24 @@ def test_to_json_of_mixed_numbers() -> None:
 
 
 def test_inline_rows() -> None:
-    """Catches rows of another shape, order or dtype."""
+    """Catches rows of another shape, order or dtype, other rows under the names of ``LLM``, and unclear errors."""
     rows = torch.arange(6, dtype=torch.bfloat16).reshape(2, 3)
     data = base64.b64encode(rows.view(torch.uint8).numpy().tobytes()).decode()
     site = {"positions": [4, 7], "dtype": "bfloat16", "shape": [2, 3], "data": data}
     report = {"status": "ok", "error": None, "sites": {"post_block": {"2": site}}}
     choice = {"text": "a", "capture_results": {"memory": report}}
-    found = parse_completion({"choices": [choice]}).choices[0].captures["memory"].sites["post_block", 2]
+    answer = parse_completion({"choices": [choice]})
+    found = answer.choices[0].captures["memory"].sites["post_block", 2]
     assert torch.equal(found.rows, rows)
     assert found.positions.tolist() == [4, 7]
+    assert answer.capture_results is answer.choices[0].capture_results is answer.choices[0].captures
+    result = answer.capture_results["memory"]
+    assert torch.equal(result.tensor("post_block", 2), rows)
+    assert result.positions("post_block", 2).tolist() == [4, 7]
+    with pytest.raises(KeyError, match=r"post_block\[3\] was not captured; captured sites: post_block\[2\]"):
+        result.tensor("post_block", 3)
+    with pytest.raises(KeyError, match="fetch"):
+        CaptureAnswer("ok", None, id="1").tensor("post_block", 2)
 
 
 Outcome = Callable[[httpx.Request], httpx.Response]

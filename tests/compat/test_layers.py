@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from vllm_steer.compat.layers import LayerChange, digest_of_layer, layer_changes
 from vllm_steer.compat.sources import SourceTree, installed_source, installed_version
 from vllm_steer.models.digests import proven_digests
@@ -21,7 +23,9 @@ def tree(llama: str = "1", others: str = "") -> SourceTree:
 def test_digests_are_those_of_the_imported_classes() -> None:
     """Catches a digest from source that differs from the digest of the imported class, for all proven classes."""
     source = installed_source()
-    proven = proven_digests()[f"vllm {installed_version()}"]
+    proven = proven_digests().get(f"vllm {installed_version()}")
+    if proven is None:
+        pytest.skip("no digests are recorded for this version")
     found = {name: digest_of_layer(source, name, RECIPES[name].inner_class) for name in proven}
     assert found == proven
 

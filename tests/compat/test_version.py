@@ -3,18 +3,22 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace as N
 from typing import Any
 
 import pytest
 
+from vllm_steer.compat.sources import SourceTree, installed_source, installed_version
 from vllm_steer.compat.version import (
     CONNECTORS_BY_BLOCK_HASH,
     OVERRIDE,
     TESTED_RANGE,
     IncompatibleError,
+    VersionCheck,
     check_settings,
     check_version,
+    compare_with_tested,
 )
 
 
@@ -84,17 +88,48 @@ def test_rejects_the_rust_front_end(monkeypatch: pytest.MonkeyPatch) -> None:
         check_settings(config())
 
 
-@pytest.mark.parametrize("version", ["0.31.9", "0.33.0", "1.32.0", "dev", ""])
+@pytest.mark.parametrize("version", ["0.30.9", "0.33.0", "1.32.0", "dev", ""])
 def test_rejects_an_untested_version(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a run on a vLLM whose internals may differ, and a message without the override."""
+    """Catches a run on a vLLM that changed what we use, and a message without the place or the override."""
+    changed = VersionCheck(version, "0.32.0", 9, ("Scheduler.schedule in vllm/v1/core/sched/scheduler.py",))
+    monkeypatch.setattr("vllm_steer.compat.version.compare_installed", lambda version: changed)
     monkeypatch.delenv(OVERRIDE, raising=False)
-    with pytest.raises(IncompatibleError, match=f"{TESTED_RANGE}.*{OVERRIDE}"):
+    with pytest.raises(IncompatibleError, match=f"{TESTED_RANGE}.*1 of the 9.*sched/scheduler.py.*{OVERRIDE}"):
         check_version(version)
     monkeypatch.setenv(OVERRIDE, "1")
-    check_version(version)
+    assert check_version(version) is None
 
 
-@pytest.mark.parametrize("version", ["0.32.0", "0.32.7", "0.32.0+cpu", "0.32.1.dev3"])
+def test_starts_an_untested_version_in_which_nothing_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a patch release that is refused, and one that starts without a word."""
+    monkeypatch.delenv(OVERRIDE, raising=False)
+    # The installed source under another name: every seam is as recorded.
+    check = check_version("0.99.0")
+    assert check is not None
+    assert check.unchanged
+    assert re.search(r"0\.99\.0 is not tested; all \d+ parts .* as in " + installed_version(), str(check))
+
+
+def test_an_unreadable_source_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a vLLM without Python source that counts as unchanged."""
+    monkeypatch.delenv(OVERRIDE, raising=False)
+    monkeypatch.setattr("vllm_steer.compat.version.compare_installed", lambda v: VersionCheck(v, problem="no source"))
+    with pytest.raises(IncompatibleError, match="could not be compared \\(no source\\)"):
+        check_version("0.99.0")
+
+
+def test_names_the_changed_function_and_file() -> None:
+    """Catches a comparison that misses a changed seam, or names it without its file."""
+    source = installed_source()
+    path = "vllm/v1/core/sched/scheduler.py"
+    files = {"vllm/__init__.py": "", path: "class Scheduler:\n    def schedule(self):\n        return None\n"}
+    check = compare_with_tested(SourceTree(files, "0.99.0"), "0.99.0")
+    assert f"Scheduler.schedule in {path}" in check.changed
+    assert len(check.changed) > 100
+    assert compare_with_tested(source, "0.99.0").changed == ()
+
+
+@pytest.mark.parametrize("version", ["0.31.0", "0.32.0", "0.32.7", "0.32.0+cpu", "0.32.1.dev3"])
 def test_accepts_the_tested_range(version: str) -> None:
     """Catches a guard that rejects patch releases or local version labels."""
-    check_version(version)
+    assert check_version(version) is None

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -48,21 +49,26 @@ def client_blocks(file: str) -> list[Block]:
 
 
 def run_python(python_blocks: list[Block], expression: str) -> object:
-    """Run blocks in a new process in the repository's root and return the value of ``expression`` after them."""
+    """Run blocks in a new process and return the value of ``expression`` after them.
+
+    The process runs in a temporary folder with the demo model, so that files that a block writes are removed.
+    """
     job = {
         "blocks": [(block.file, block.line, block.code) for block in python_blocks],
         "mark": RESULT_MARK,
         "expression": expression,
     }
-    done = subprocess.run(
-        [sys.executable, "-c", _PROGRAM],
-        input=json.dumps(job),
-        env=os.environ | ENGINE_ENVIRONMENT,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "demo").symlink_to(ROOT / "demo")
+        done = subprocess.run(
+            [sys.executable, "-c", _PROGRAM],
+            input=json.dumps(job),
+            env=os.environ | ENGINE_ENVIRONMENT | {"PYTHONPATH": str(ROOT)},
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
     if done.returncode:
         pytest.fail(f"a block failed:\n{done.stderr[-4000:]}")
     return json.loads(done.stdout.rpartition(RESULT_MARK)[2])

@@ -3,19 +3,22 @@
 
 from __future__ import annotations
 
+import json
 import shlex
+from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from tests.docs.markdown import blocks
-from tests.docs.runner import blocks_of, offline_blocks, run_python
+from tests.docs.runner import blocks_of, offline_blocks, run_python, run_with_fake_curl
 from tests.repo.tree import read
 from vllm_steer.cli import doctor
 from vllm_steer.cli.main import app
 from vllm_steer.config import SWITCHES
 from vllm_steer.server.routes.capabilities import ROUTE
+from vllm_steer.spec import parse_capture
 
 
 @pytest.mark.slow
@@ -28,14 +31,38 @@ def test_modules_guide_runs() -> None:
     assert shown == [True, True, True, ["calm", "terse"]]
 
 
+CAPTURE = "docs/guides/capture.md"
+
+
 @pytest.mark.slow
 def test_capture_guide_runs() -> None:
     """Catches an example that no longer runs, a consumer that receives no rows, and requests out of order."""
     shown = run_python(
-        offline_blocks("docs/guides/capture.md"),
+        offline_blocks(CAPTURE),
         "[rows.status, result.status, [request.tag for request in captures], captures.missing()]",
     )
     assert shown == ["ok", "ok", [None, "The list of", "Return the value of"], []]
+
+
+@pytest.mark.slow
+def test_readouts_guide_runs() -> None:
+    """Catches an example that no longer runs, a gate that never opens, and a stop without effect."""
+    gates = "float(trace.gates.max())"
+    values = "len(output.token_ids) - len(scores.values), output.readouts['topics'].values.shape[1]"
+    shown = run_python(
+        offline_blocks("docs/guides/readouts.md"),
+        f"[{gates}, {values}, stopped.finish_reason, stopped.stop_reason[:16]]",
+    )
+    assert shown == [1.0, 1, 2, "stop", "readout refusal "]
+
+
+def test_capture_guide_bodies_are_accepted(tmp_path: Path) -> None:
+    """Catches a body of a request or of a batch line that is not JSON or whose capture is refused."""
+    (curl,) = (block for block in blocks_of(CAPTURE, "bash") if block.code.startswith("curl"))
+    (line,) = (block.code for block in blocks_of(CAPTURE, "json") if "custom_id" in block.code)
+    bodies = [json.loads(run_with_fake_curl(curl, tmp_path)), json.loads(line)["body"]]
+    consumers = [dict(parse_capture(body["capture"])).keys() for body in bodies]
+    assert consumers == [{"memory"}, {"filesystem"}]
 
 
 DOCTOR = "docs/guides/doctor.md"

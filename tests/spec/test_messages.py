@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from vllm_steer.config import SteeringConfig
+from vllm_steer.params import SamplingParams, attach_steering
 from vllm_steer.spec import CaptureSpec, Edit, parse_capture, parse_fields
 
 VECTOR = [1.0, 2.0]
@@ -71,7 +73,7 @@ MISTAKES: tuple[tuple[Callable[[], Any], str, str], ...] = (
         "load it to the CPU",
     ),
     (lambda: edit(vector=torch.ones(2).to_sparse()), "vector: has the layout torch.sparse_coo", ".to_dense()"),
-    (lambda: edit(vector=torch.ones(6, 2)), "vector: has shape [6, 2]", "give each layer its own row"),
+    (lambda: edit(vector=torch.ones(6, 2)), "vector: has shape [6, 2]", "pass vector[i] for layer i"),
     (lambda: edit(vector=torch.ones(2, 1)), "vector: has shape [2, 1]", "flatten it"),
     (lambda: edit(vector=[torch.ones(())] * 2), "vector[0]: must be a number", "pass one array or tensor"),
     (lambda: edit(vector="v.pt"), "vector: must be", "load a file first"),
@@ -95,6 +97,13 @@ MISTAKES: tuple[tuple[Callable[[], Any], str, str], ...] = (
         lambda: vectors({"post_block": {1: torch.empty(2, device="meta")}}),
         "steering_vectors.post_block[1]: is a tensor on the meta device",
         "load it to the CPU",
+    ),
+    (lambda: SteeringConfig(max_row=8), "'max_row'", "did you mean max_rows?"),
+    (lambda: SteeringConfig(8), "argument", "arguments: max_rows, max_vectors"),
+    (
+        lambda: attach_steering(SamplingParams(steering=[EDIT]), {"steering": [EDIT]}),
+        "extra_args.steer: is already set",
+        "create new ones",
     ),
     (lambda: CaptureSpec(hooks=HOOKS, position="all"), "'position'", "did you mean positions?"),
     (lambda: CaptureSpec(layers=[1]), "", "arguments: hooks, positions, before, dtype, reduce, options"),

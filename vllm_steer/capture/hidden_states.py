@@ -53,8 +53,8 @@ class HiddenStates:
     def tensor(self, point: str, layer: int) -> torch.Tensor:
         """Return the rows of all prompts at a site on the CPU, concatenated: ``[rows, hidden]``.
 
-        There is one row per prompt for ``"last_prompt"`` and for the reductions ``"mean"`` and ``"last"``. Otherwise
-        the rows of prompt ``i`` are ``tensor[bounds[i] : bounds[i + 1]]``, see `bounds`.
+        There is one row per prompt for ``"last_prompt"``. Otherwise the rows of prompt ``i`` are
+        ``tensor[bounds[i] : bounds[i + 1]]``, see `bounds`.
         """
         return torch.cat(self.tensors(point, layer))
 
@@ -110,13 +110,13 @@ def capture_hidden_states(
         spec["dtype"] = dtype
     params = SamplingParams(max_tokens=1, temperature=0, detokenize=False, capture={"memory": spec}, steering=steering)
     captured = []
-    for output in llm.generate(list(prompts), params, use_tqdm=use_tqdm):
+    for i, output in enumerate(llm.generate(list(prompts), params, use_tqdm=use_tqdm)):
         result = output.capture_results["memory"]
         if result.status != "ok":
-            raise RuntimeError(f"request {output.request_id}: {result.error}")
+            raise RuntimeError(f"prompts[{i}]: {result.error}")
         if result.unreached:
             raise RuntimeError(
-                f"request {output.request_id}: no rows at positions {', '.join(map(str, result.unreached))}; "
+                f"prompts[{i}]: no rows at positions {', '.join(map(str, result.unreached))}; "
                 f"the prompt has {len(output.prompt_token_ids)} tokens"
             )
         captured.append(result.data)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Front-end side of capture: the consumers of an engine client, and the delivery of finished samples to them.
+"""Front-end side of capture: the consumers of a front end, and the delivery of finished samples to them.
 
 Each consumer runs in its own thread, so a slow consumer does not delay token output. Only accessing a result blocks
 until its consumer has finished.
@@ -45,7 +45,7 @@ class CaptureCapabilities(Protocol):
 
 
 class CaptureManager:
-    """Consumers and captures of one engine client."""
+    """Consumers and captures of one front end."""
 
     def __init__(self, capabilities: CaptureCapabilities, model: str, options: Mapping[str, Mapping[str, Any]]) -> None:
         """Start the consumers.
@@ -176,7 +176,13 @@ class CaptureManager:
             sites, problem = assembler.assemble(spec, len(prompt), len(prompt) + len(output))
             unreached = assembler.unreached(spec, len(prompt), len(prompt) + len(output))
             captured = CapturedRequest(
-                **about, model=self._model, spec=spec, sites=sites, status="partial" if problem else "ok", error=problem
+                **about,
+                model=self._model,
+                spec=spec,
+                sites=sites,
+                status="partial" if problem else "ok",
+                error=problem,
+                unreached=unreached,
             )
             return CaptureResult(captured.status, captured.error, self._consumers[name].accept(captured), unreached)
         except Exception as error:  # third-party consumers may raise anything

@@ -17,6 +17,8 @@ from vllm_steer.spec import CaptureSpec
 Status = Literal["ok", "partial", "error"]
 Site: TypeAlias = tuple[str, int]
 """Point name and layer number."""
+Unreached: TypeAlias = tuple[int | list[int | None], ...]
+"""Positions and ``[start, stop]`` pairs of a spec; a pair without end has None as its stop."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,14 +33,14 @@ class SiteRows:
 
 @dataclass(frozen=True, eq=False)
 class SubmittedRequest:
-    """One sample of a request that the engine client has accepted."""
+    """One sample of a request that the front end has accepted."""
 
     request_id: str
     """The client's request id, or vLLM's if the client set none. Arbitrary text: do not use it as a file name."""
     sample: int
     """Number of the sample among the request's ``n`` samples, from 0."""
     submission: int
-    """Number of the request among those with captures that the engine client accepted, from 0."""
+    """Number of the request among those with captures that the front end accepted, from 0."""
     spec: CaptureSpec
     """The capture spec of the request."""
 
@@ -66,12 +68,14 @@ class CapturedRequest:
     """The capture spec of the request."""
     sites: Mapping[Site, SiteRows]
     status: Status
-    """``ok`` if all rows of the requested tokens are present and exact. ``partial`` if rows are missing or overflow the
-    dtype, or if the request has none of the requested positions."""
+    """``ok`` if all rows of the tokens that the request reached are present and exact. ``partial`` if rows are missing
+    or overflow the dtype, or if the request reached none of the listed positions. See also `unreached`."""
     error: str | None
     """Reason for a status other than ``ok``."""
     submission: int | None = None
-    """Number of the request among those with captures that its engine client accepted, from 0."""
+    """Number of the request among those with captures that its front end accepted, from 0."""
+    unreached: Unreached = ()
+    """Positions and ``[start, stop]`` pairs of the spec that have no rows because the request ended before them."""
 
     def tensor(self, point: str, layer: int) -> torch.Tensor:
         """Return the rows of a site, ``[n, hidden]`` or as reduced.
@@ -147,12 +151,16 @@ class CaptureResult:
     """Reason for a status other than ``ok``."""
     data: Any
     """Return value of the consumer: the `CapturedRequest` for ``memory``, ``{"path": ...}`` for ``filesystem``."""
-    unreached: tuple[int | list[int | None], ...] = ()
+    unreached: Unreached = ()
     """Positions and ``[start, stop]`` pairs of the spec that have no rows because the request ended before them."""
 
     def tensor(self, point: str, layer: int) -> torch.Tensor:
         """Return the rows of a site; see `CapturedRequest.tensor`."""
         return self._captured().tensor(point, layer)
+
+    def numpy(self, point: str, layer: int) -> npt.NDArray[Any]:
+        """Return the rows of a site as an array; see `CapturedRequest.numpy`."""
+        return self._captured().numpy(point, layer)
 
     def positions(self, point: str, layer: int) -> torch.Tensor:
         """Return the positions of a site; see `CapturedRequest.positions`."""
@@ -166,6 +174,16 @@ class CaptureResult:
     def sites(self) -> Mapping[Site, SiteRows]:
         """Rows by site; see `CapturedRequest.sites`."""
         return self._captured().sites
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the rows in bytes."""
+        return self._captured().num_bytes
+
+    @property
+    def tag(self) -> str | None:
+        """The spec's ``tag``, or None."""
+        return self._captured().tag
 
     def _captured(self) -> CapturedRequest:
         if isinstance(self.data, CapturedRequest):

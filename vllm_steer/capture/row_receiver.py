@@ -38,7 +38,7 @@ class _Run:
 
 
 class RowReceiver:
-    """Receiver of captured rows for one engine client."""
+    """Receiver of captured rows for one front end."""
 
     def __init__(self, on_size: Callable[[int], None] = lambda num_bytes: None) -> None:
         """Create an empty receiver.

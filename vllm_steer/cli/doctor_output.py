@@ -23,7 +23,8 @@ def print_report(report: CapabilityReport) -> None:
     console = Console(highlight=False, soft_wrap=True, markup=False)
     console.print(f"{printable(report.architecture or 'unknown architecture')} on vLLM {report.vllm}")
     if not report.vllm_is_tested:
-        console.print(f"vLLM {report.vllm} is not tested; use {report.vllm_tested}")
+        console.print(f"vLLM {report.vllm} is not tested; tested are {report.vllm_tested}")
+        console.print(printable(report.vllm_check or ""))
     if report.problem is not None:
         console.print(f"cannot be steered: {printable(report.problem)}")
         return

@@ -97,7 +97,7 @@ def print_content(content: Content) -> None:
     ]
     lines += [("edits", "", "", edit) for edit in content.edits]
     if lines:
-        print_table(("tier", "point", "layers", "edit"), lines)
+        print_table(("part", "point", "layers", "edit"), lines)
 
 
 def _table_row(module: ModuleInfo) -> tuple[object, ...]:

@@ -23,7 +23,10 @@ class ServerError(Exception):
 
     Example:
         >>> from vllm_steer import ServerError  # doctest: +SKIP
-        >>> with contextlib.suppress(ServerError): client.chat([], steering_modules=["missing"])  # doctest: +SKIP
+        >>> try:  # doctest: +SKIP
+        ...     client.complete("one", steering_modules=["missing"])
+        ... except ServerError as error:
+        ...     print(error.status, error.message)
     """
 
     def __init__(self, status: int, message: str, param: str | None = None, kind: str = "") -> None:
@@ -68,6 +71,27 @@ class CaptureAnswer:
     unreached: tuple[int | list[int | None], ...] = ()
     """Requested positions and ``[start, stop]`` pairs that the request ended before."""
 
+    def tensor(self, point: str, layer: int) -> torch.Tensor:
+        """Return the rows of a site, ``[n, hidden]`` or as reduced.
+
+        Raises:
+            KeyError: The site was not captured, or the rows are not part of the response.
+        """
+        return self._rows(point, layer).rows
+
+    def positions(self, point: str, layer: int) -> torch.Tensor:
+        """Return the positions read at a site, int64 ``[n]``, ascending; raises as `tensor`."""
+        return self._rows(point, layer).positions
+
+    def _rows(self, point: str, layer: int) -> Rows:
+        if (point, layer) in self.sites:
+            return self.sites[point, layer]
+        if self.id is not None:
+            raise KeyError("the rows are too large for the response; download them with the client's fetch")
+        from vllm_steer.capture.results import raise_unknown_site
+
+        raise_unknown_site(point, layer, self.sites)
+
 
 @dataclass(frozen=True, eq=False)
 class ReadoutValues:
@@ -106,6 +130,11 @@ class Choice:
     stop_reason: int | str | None = None
     """Why generation stopped, if a stop string, a stop token or a readout ended it."""
 
+    @property
+    def capture_results(self) -> Mapping[str, CaptureAnswer]:
+        """Reports by consumer; equal to `captures`, under the name of ``LLM`` outputs."""
+        return self.captures
+
 
 @dataclass(frozen=True, eq=False)
 class Completion:
@@ -127,6 +156,16 @@ class Completion:
         """Text of the first choice."""
         return self.choices[0].text
 
+    @property
+    def steering_applied(self) -> SteeringApplied | None:
+        """Applied steering; equal to `applied`, under the name of ``LLM`` outputs."""
+        return self.applied
+
+    @property
+    def capture_results(self) -> Mapping[str, CaptureAnswer]:
+        """Reports of the first choice by consumer."""
+        return self.choices[0].captures
+
 
 @dataclass(frozen=True, eq=False)
 class Piece:
@@ -140,6 +179,11 @@ class Piece:
     """Values of the tokens since the last piece, without readouts that have no new value."""
     trace: Trace | None = None
     """Trace of a request with gated or live edits, on its last piece."""
+
+    @property
+    def steering_applied(self) -> SteeringApplied | None:
+        """Applied steering; equal to `applied`."""
+        return self.applied
 
 
 def parse_error(response: httpx.Response) -> ServerError:

@@ -9,6 +9,9 @@ from typing import Any
 from vllm_steer.compat.stages import STARTUP, front_end_joins
 from vllm_steer.compat.version import check_settings, check_version, is_tested
 from vllm_steer.compat.wraps import install
+from vllm_steer.log import steering_logger
+
+logger = steering_logger(__name__)
 
 
 def register() -> None:
@@ -28,7 +31,9 @@ def engine_config(original: Callable[..., Any], engine_args: Any, *args: Any, **
 
     enabled = from_vllm_config(engine_args) is not None
     if enabled:
-        check_version()
+        check = check_version()
+        if check is not None:
+            logger.warning("%s. Run it with care; `vllm-steer doctor` proves a model.", check)
         from vllm_steer.taps.fusion_pass import install_fusion_pass
 
     vllm_config = original(engine_args, *args, **kwargs)

@@ -15,11 +15,18 @@ from vllm_steer.params import program_bytes
 
 
 class CapacityError(GracefulHTTPError):  # type: ignore[misc]
-    """The scheduler ended a request that found no room in the engine: HTTP 503, worth retrying.
+    """The scheduler ended a request that found no room in the engine. The request can be repeated.
+
+    ``AsyncLLM.generate`` raises it, and a server responds with HTTP 503. ``LLM.generate`` returns an output with
+    ``finish_reason="error"`` and the reason in ``stop_reason`` instead.
 
     Example:
-        >>> from vllm_steer import CapacityError  # doctest: +SKIP
-        >>> with contextlib.suppress(CapacityError): outputs = llm.generate(prompts, params)  # doctest: +SKIP
+        >>> from vllm_steer import CapacityError
+        >>> async def generate(llm, prompt, params):
+        ...     try:
+        ...         return [output async for output in llm.generate(prompt, params, "request-1")]
+        ...     except CapacityError as error:
+        ...         print(error)
     """
 
     def __init__(self, reason: str) -> None:

@@ -6,11 +6,17 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
-TESTED = (0, 32)
-TESTED_RANGE = "0.32.x"
+if TYPE_CHECKING:
+    from vllm_steer.compat.sources import SourceTree
+
+TESTED = ((0, 31), (0, 32))
+TESTED_RANGE = "0.31.x and 0.32.x"
 OVERRIDE = "VLLM_STEER_ALLOW_UNTESTED_VLLM"
+_NAMED = 3
+"""Number of changed parts that a message names."""
 
 
 class IncompatibleError(ValueError):
@@ -18,29 +24,105 @@ class IncompatibleError(ValueError):
 
     Example:
         >>> from vllm_steer import LLM, IncompatibleError  # doctest: +SKIP
-        >>> with contextlib.suppress(IncompatibleError): llm = LLM("demo/model", enable_steering=True)  # doctest: +SKIP
+        >>> try:  # doctest: +SKIP
+        ...     llm = LLM("demo/model", enable_steering=True)
+        ... except IncompatibleError as error:
+        ...     print(error)
     """
 
 
-def check_version(version: str | None = None) -> None:
-    """Raise :class:`IncompatibleError` unless vLLM is in the tested range or the user overrides the check."""
+@dataclass(frozen=True)
+class VersionCheck:
+    """Comparison of an untested version of vLLM with the tested ones.
+
+    Attributes:
+        version: The version.
+        compared_with: The tested version that is most like it.
+        total: Number of seams, the parts of vLLM that this package uses (:mod:`vllm_steer.compat.seams`).
+        changed: Seams whose source differs, each with its file.
+        problem: Reason why the source could not be compared, or an empty string.
+    """
+
+    version: str
+    compared_with: str = ""
+    total: int = 0
+    changed: tuple[str, ...] = ()
+    problem: str = ""
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether everything that this package uses is as in a tested version."""
+        return not self.problem and not self.changed
+
+    def __str__(self) -> str:
+        if self.problem:
+            return f"the source of vLLM {self.version} could not be compared ({self.problem})"
+        if not self.changed:
+            return (
+                f"vLLM {self.version} is not tested; all {self.total} parts of it that vllm-steer uses are as in "
+                f"{self.compared_with}"
+            )
+        more = f" and {len(self.changed) - _NAMED} more" if len(self.changed) > _NAMED else ""
+        return (
+            f"vLLM {self.version} differs from {self.compared_with} in {len(self.changed)} of the {self.total} parts "
+            f"that vllm-steer uses: {', '.join(self.changed[:_NAMED])}{more}"
+        )
+
+
+def check_version(version: str | None = None) -> VersionCheck | None:
+    """Check that vLLM is in the tested range, or that everything of it that this package uses is unchanged.
+
+    Returns:
+        None if the version is tested or the user overrides the check, otherwise what was compared.
+
+    Raises:
+        IncompatibleError: The version is not tested and differs; the message names the changed functions and files.
+    """
     if version is None:
         import vllm
 
         version = vllm.__version__
     if is_tested(version) or os.environ.get(OVERRIDE) == "1":
-        return
+        return None
+    check = compare_installed(version)
+    if check.unchanged:
+        return check
     raise IncompatibleError(
-        f"vllm-steer supports vLLM {TESTED_RANGE}; this is vLLM {version}, whose internals may differ. Install a "
-        f"supported version, or set {OVERRIDE}=1 to run untested."
+        f"vllm-steer supports vLLM {TESTED_RANGE}; {check}. Install a supported version, or set {OVERRIDE}=1 to run "
+        "untested."
     )
+
+
+@cache
+def compare_installed(version: str) -> VersionCheck:
+    """Compare the source of the installed vLLM, which calls itself ``version``, with the tested versions."""
+    from vllm_steer.compat.sources import SourceError, installed_source
+
+    try:
+        return compare_with_tested(installed_source(), version)
+    except (SourceError, OSError, SyntaxError, ValueError) as error:
+        return VersionCheck(version, problem=str(error))
+
+
+def compare_with_tested(tree: SourceTree, version: str) -> VersionCheck:
+    """Compare the source of a version with the record of the tested versions, and return the closest."""
+    from vllm_steer.compat.record import changes, read_seams, recorded
+
+    seams = read_seams(tree)
+    changed = {tested: changes(record, seams) for tested, record in recorded().items() if is_tested(tested)}
+    closest = min(changed, key=lambda tested: len(changed[tested]))
+    places = tuple(
+        f"{name or 'the module'} in {module.replace('.', '/')}.py"
+        for module, _, name in (change.seam.path.partition(":") for change in changed[closest])
+    )
+    return VersionCheck(version, closest, len(seams), places)
 
 
 def is_tested(version: str) -> bool:
     """Return whether ``version`` is in the tested range. A version that cannot be parsed is not."""
     parts = version.split("+")[0].split(".")
     try:
-        return tuple(int(part) for part in parts[:2]) == TESTED
+        return tuple(int(part) for part in parts[:2]) in TESTED
     except ValueError:
         return False
 

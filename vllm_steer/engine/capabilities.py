@@ -109,11 +109,7 @@ class Capabilities:
     def _check_sites(self, program: Program) -> None:
         if program.vectors and program.width != self.hidden_size:
             raise SteeringError(
-                program.edit_source(0)
-                if program.edits
-                else program.readout_source(0)
-                if program.readouts
-                else "capture.reduce.directions",
+                program.vector_source,
                 f"the vector has {program.width} elements, but this model's hidden size is {self.hidden_size}",
             )
         for i, edit in enumerate(program.edits):

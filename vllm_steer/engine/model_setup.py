@@ -59,7 +59,10 @@ def set_up_steering(
     started = time.perf_counter()
     config = from_vllm_config(vllm_config)
     if config is None:
-        raise SteeringError("additional_config", "has no steering section, but the steering worker is in use")
+        raise SteeringError(
+            "additional_config",
+            "has no steering section, but the steering worker is in use; use vllm_steer.engine_kwargs()",
+        )
     model_config = vllm_config.model_config
     decoder = find_decoder(model, model_config.hf_text_config, allow_unproven=config.allow_unproven)
     _log_restrictions(decoder, config)

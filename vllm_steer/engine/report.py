@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from vllm_steer._version import __version__
-from vllm_steer.compat.version import CONFLICTS, TESTED_RANGE, is_tested
+from vllm_steer.compat.version import CONFLICTS, TESTED_RANGE, compare_installed, is_tested
 from vllm_steer.config import SteeringConfig
 from vllm_steer.limits import ENGINE_LIMITS
 from vllm_steer.models.proofs import proofs_of
@@ -80,6 +80,9 @@ class CapabilityReport(_Report):
     vllm: str
     vllm_tested: str = TESTED_RANGE
     vllm_is_tested: bool
+    vllm_check: str | None = Field(
+        default=None, description="For an untested vLLM: what was compared with the tested versions, and the result."
+    )
     architecture: str | None
     """Architecture in the model's configuration."""
     model_class: str | None
@@ -155,6 +158,7 @@ def make_report(facts: Mapping[str, Any], config: SteeringConfig, *, no_capture:
     return CapabilityReport(
         vllm=facts["vllm"],
         vllm_is_tested=is_tested(facts["vllm"]),
+        vllm_check=None if is_tested(facts["vllm"]) else str(compare_installed(facts["vllm"])),
         architecture=facts.get("architecture"),
         model_class=facts.get("model_class"),
         problem=facts.get("problem"),

@@ -146,9 +146,9 @@ class SteeringSchedulerMixin:
         managers = self.kv_cache_manager.coordinator.single_type_managers
         return len(managers) == 1 and type(managers[0]) is FullAttentionManager
 
-    def _get_local_prefix_cache_hit(self: Any, request: Any) -> Any:
+    def _get_local_prefix_cache_hit(self: Any, request: Any, *args: Any) -> Any:
         """Return vLLM's hit, shortened to the first captured or read position: cached tokens are not computed."""
-        blocks, hit, *rest = super()._get_local_prefix_cache_hit(request)  # type: ignore[misc]
+        blocks, hit, *rest = super()._get_local_prefix_cache_hit(request, *args)  # type: ignore[misc]
         resolved = self._with_program.get(request.request_id)
         first = None if resolved is None else resolved.first_needed_position
         if first is None or hit <= first:

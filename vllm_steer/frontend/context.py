@@ -36,8 +36,8 @@ CONSUMERS_VARIABLE = "VLLM_STEER_CAPTURE_CONSUMERS"
 REGISTRY_VARIABLE = "VLLM_STEER_REGISTRY"
 NOT_ENABLED = "the engine runs without steering; start it with --enable-steering or LLM(enable_steering=True)"
 NO_ROWS_OF_EARLIER_STAGES = (
-    "not supported here: with pipeline parallelism, capture needs distributed_executor_backend mp and no encoder-cache "
-    "connector; use these, or tensor parallelism"
+    "not supported here with pipeline parallelism; set distributed_executor_backend='mp' and remove the encoder-cache "
+    "connector, or use tensor parallelism instead"
 )
 NO_READOUTS_ACROSS_STAGES = (
     "readouts, gates and stops are not supported with pipeline parallelism; use tensor parallelism"

@@ -29,7 +29,7 @@ from vllm_steer.spec.references import MODULES_FIELD
 
 
 def complete_params(context: EngineContext | None, params: Any) -> Any:
-    """Return ``params`` with everything that the engine client adds.
+    """Return ``params`` with everything that the front end adds.
 
     That is global steering, the modules that the request names, and the server-wide captures. Returns ``params`` itself
     if there is nothing to add, otherwise a copy.

@@ -7,7 +7,7 @@ from vllm_steer.metrics.collectors import add, observe, set_gauge
 
 
 class ConsumerMetrics:
-    """Metrics of one consumer of one engine client. Thread-safe."""
+    """Metrics of one consumer of one front end. Thread-safe."""
 
     def __init__(self, model_name: str, consumer: str) -> None:
         self._labels = {"model_name": model_name, "consumer": consumer}

@@ -87,7 +87,8 @@ def compile_program(
     for number, spec in enumerate(captures):
         projection = NO_PROJECTION
         if isinstance(spec.reduce, Projection) and spec.reduce.in_engine:
-            indices = vectors.add_directions(spec.reduce)
+            source = capture_paths[number] if capture_paths else "capture"
+            indices = vectors.add_directions(spec.reduce, f"{source}.reduce.directions")
             projection = projections.setdefault(indices, len(projections))
         for capture in _compile_captures(spec, projection):
             compiled_captures.setdefault(msgspec.msgpack.encode(capture), (capture, number))
@@ -122,12 +123,12 @@ class _VectorTable:
         """Return the index of a vector; add it if it is new."""
         return self.entries.setdefault(digest, (len(self.entries), data))[0]
 
-    def add_directions(self, projection: Projection, field: str = "capture.reduce.directions") -> tuple[int, ...]:
-        """Return the indices of a projection's directions; raise SteeringError if their width differs."""
+    def add_directions(self, projection: Projection, path: str) -> tuple[int, ...]:
+        """Return the indices of a projection's directions; raise SteeringError for ``path`` if their width differs."""
         width = projection.directions.shape[1]
         if self.width not in (0, width):
             raise SteeringError(
-                field,
+                path,
                 f"have width {width}, but other vectors of the request have width {self.width}; "
                 "all vectors have the model's hidden size",
             )

@@ -21,13 +21,14 @@ def join(programs: Sequence[Program]) -> Program:
     Raises:
         SteeringError: the programs' vectors differ in width.
     """
-    widths = {program.width for program in programs if program.vectors}
-    if len(widths) > 1:
-        raise SteeringError(
-            "vector",
-            f"vectors of widths {', '.join(map(str, sorted(widths)))} meet in one request; "
-            "all vectors have the model's hidden size",
-        )
+    wide = [program for program in programs if program.vectors]
+    for program in wide:
+        if program.width != wide[0].width:
+            raise SteeringError(
+                program.vector_source,
+                f"has a vector of width {program.width}, but {wide[0].vector_source} has width {wide[0].width}; "
+                "all vectors have the model's hidden size",
+            )
     vectors: dict[bytes, tuple[int, memoryview]] = {}
     edits: list[CompiledEdit] = []
     captures: dict[bytes, tuple[CompiledCapture, str]] = {}
@@ -59,7 +60,7 @@ def join(programs: Sequence[Program]) -> Program:
         sources = (*edit_sources, *(source for _, source in captures.values()))
     return msgspec.structs.replace(
         compile_program([]),
-        width=max(widths, default=0),
+        width=wide[0].width if wide else 0,
         edits=tuple(edits),
         captures=tuple(capture for capture, _ in captures.values()),
         digests=tuple(vectors),

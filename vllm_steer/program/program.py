@@ -161,6 +161,17 @@ class Program(msgspec.Struct, frozen=True, array_like=True, dict=True, weakref=T
         """Return the path of the request field that edit ``index`` comes from."""
         return self.sources[index] if self.sources else "steering"
 
+    @property
+    def vector_source(self) -> str:
+        """Path of the first vector in the request, of a program that has vectors."""
+        if self.edits:
+            return self.edit_source(0)
+        for i, readout in enumerate(self.readouts):
+            if readout.vectors:
+                return self.readout_source(i)
+        projected = (i for i, capture in enumerate(self.captures) if capture.projection != NO_PROJECTION)
+        return f"{self.capture_source(next(projected, 0))}.reduce.directions"
+
     def capture_source(self, index: int) -> str:
         """Return the path of the capture spec that capture ``index`` comes from."""
         return self.sources[len(self.edits) + index] if self.sources else "capture"

@@ -14,12 +14,20 @@ _MAX_NAMES = 10
 class UnknownModuleError(SteeringError):
     """The reference matches no module, or no version of it."""
 
+    _without_names: UnknownModuleError | None = None
+
     def with_names(self, names: Collection[str]) -> UnknownModuleError:
         """Return the error with the names of registered modules, for clients that may list them."""
         named = self.problem.split("'")[1:2]
         listed = ", ".join(sorted(names)[:_MAX_NAMES]) + (", ..." if len(names) > _MAX_NAMES else "")
         hint = did_you_mean(named[0], names) if named else ""
-        return UnknownModuleError(self.field, f"{self.problem}; registered modules: {listed or 'none'}{hint}")
+        error = UnknownModuleError(self.field, f"{self.problem}; registered modules: {listed or 'none'}{hint}")
+        error._without_names = self
+        return error
+
+    def without_names(self) -> UnknownModuleError:
+        """Return the error without the names that `with_names` added, for clients that may not list modules."""
+        return self._without_names or self
 
 
 class RegistryFullError(SteeringError):

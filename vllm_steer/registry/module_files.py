@@ -147,7 +147,10 @@ def _content(tensors: dict[str, np.ndarray], scales: dict[str, Any], edits: list
             problem = f"unknown tensor name; use {names}, {PROBES}.name or {EDITS}.anything"
             raise SteeringError(_shown_name(name), problem)
     if scales:
-        raise SteeringError(f"metadata.{_SCALES}", f"{shown(next(iter(scales)))} is not a tier tensor of the file")
+        raise SteeringError(
+            f"metadata.{_SCALES}",
+            f"{shown(next(iter(scales)))} names no tensor base.*, prefill.* or decode.* of the file",
+        )
     if edits or edit_vectors:
         content[EDITS] = [_with_vector(edit, edit_vectors, f"metadata.{EDITS}[{i}]") for i, edit in enumerate(edits)]
         unused = edit_vectors.keys() - {edit["vector"] for edit in edits}

@@ -17,6 +17,7 @@ from vllm_steer.program import Program
 from vllm_steer.program.magnitude import check_magnitude
 from vllm_steer.registry.composer import RequestComposer
 from vllm_steer.registry.describe import describe_module, describe_modules, describe_steering
+from vllm_steer.registry.errors import UnknownModuleError
 from vllm_steer.registry.index import RegistryLimits, ResolvedModule
 from vllm_steer.registry.metadata import ModuleMetadata, parse_metadata
 from vllm_steer.registry.module import Module, parse_module
@@ -109,7 +110,8 @@ class SteeringRegistry:
                 shape ``[H]`` and any type that requests accept.
             prefill: Like ``base``, for prompt tokens.
             decode: Like ``base``, for generated tokens.
-            edits: List of :class:`vllm_steer.Edit` or of dicts with its arguments, applied after the tiers.
+            edits: List of :class:`vllm_steer.Edit` or of dicts with its arguments, applied after ``base``,
+                ``prefill`` and ``decode``.
             probes: ``{name: vector}``, directions that captures can project on.
             description: Free text.
             model: Model that the vectors were computed for; informational.
@@ -226,11 +228,19 @@ class SteeringRegistry:
 
         Raises:
             SteeringError: A value is invalid, or the engine cannot serve it for prompts of every length.
+            UnknownModuleError: There is no such module; the message lists the registered ones.
         """
         content = {"base": base, "prefill": prefill, "decode": decode, "edits": edits}
         given = {key: value for key, value in content.items() if value is not None}
         if not given and modules is None:
             raise SteeringError("set", f"is empty; provide at least one of {', '.join(content)}, modules, or use clear")
+        for name, value in (*given.items(), ("modules", modules)):
+            if isinstance(value, (list, tuple, Mapping)) and not value:
+                raise SteeringError(
+                    name,
+                    "is empty, and set keeps the parts that are not given; "
+                    "to remove parts, set the others with replace=True, or use clear",
+                )
         change = parse_module(given) if given else Module()
         references = None if modules is None else parse_references(modules, "modules")
 
@@ -238,7 +248,10 @@ class SteeringRegistry:
             steering = old.index.steering
             resolved: tuple[ResolvedModule, ...] = () if replace else steering.modules
             if references is not None:
-                resolved = tuple(old.find(each, f"modules[{i}]")[0] for i, each in enumerate(references))
+                try:
+                    resolved = tuple(old.find(each, f"modules[{i}]")[0] for i, each in enumerate(references))
+                except UnknownModuleError as error:
+                    raise error.with_names(old.index.modules) from None
             before = Module() if replace or steering.content is None else old.content(steering.content)
             new = old.with_steering(resolved, before.merged(change), self._limits)
             self._check_global(new)

@@ -56,10 +56,10 @@ class Content(_Answer):
     """Sites that some content edits. The vectors are in `data` if they were requested."""
 
     tiers: dict[str, dict[str, list[int]]]
-    """Layers by tier and point: `base` applies to every token, `prefill` to prompt tokens, `decode` to generated
+    """Layers by part and point: `base` applies to every token, `prefill` to prompt tokens, `decode` to generated
     tokens."""
     edits: list[str]
-    """Kind and point of each edit outside the tiers, in the order in which they apply."""
+    """Kind and point of each edit in `edits`, in the order in which they apply."""
     num_bytes: int
     """Size of the vectors in float32, in bytes."""
     data: dict[str, Any] | None = None

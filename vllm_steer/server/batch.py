@@ -39,20 +39,20 @@ class _BatchContext:
 _current_batch: ContextVar[_BatchContext] = ContextVar("vllm_steer_batch", default=_BatchContext())  # noqa: B039
 
 
-async def run(original: Handler, engine_client: Any, args: Any) -> None:
+async def run(original: Handler, engine_client: Any, args: Any, *more: Any) -> None:
     """Run vLLM's ``run_batch``, with consumers created before the first line and closed after the last."""
     engine = await ensure_engine_context(engine_client)
     limits = store_limits(args)
     token = _current_batch.set(_BatchContext(engine, limits.inline_bytes, limits.response_bytes))
     try:
-        await original(engine_client, args)
+        await original(engine_client, args, *more)
     finally:
         _current_batch.reset(token)
         if engine is not None:
             await asyncio.to_thread(engine.capture_manager.close)
 
 
-async def run_request_line(original: Handler, handler: Handler, request: Any, tracker: Any) -> Any:
+async def run_request_line(original: Handler, handler: Handler, request: Any, *more: Any) -> Any:
     """Run vLLM's ``run_request``. Errors that ``handler`` raises become errors of the line."""
 
     async def handle(body: Any, *args: Any, **kwargs: Any) -> Any:
@@ -76,7 +76,7 @@ async def run_request_line(original: Handler, handler: Handler, request: Any, tr
         context.close()
         return response
 
-    return await original(handle, request, tracker)
+    return await original(handle, request, *more)
 
 
 def _check_fields(body: Any, url: str) -> None:

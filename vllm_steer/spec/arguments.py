@@ -2,14 +2,27 @@
 """Error messages about misspelt keyword arguments."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
-from vllm_steer.spec.scalars import did_you_mean
+from vllm_steer.spec.scalars import NO_ALIASES, did_you_mean
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def describe_arguments(given: Iterable[str], names: Sequence[str], aliases: Mapping[str, str] = NO_ALIASES) -> str:
+    """Return the end of a message about the names of arguments: the valid ones, and a suggestion for an unknown one.
+
+    Args:
+        given: Names of the keyword arguments of the call.
+        names: The valid names.
+        aliases: Names of arguments by names that other interfaces use.
+    """
+    unknown = next((name for name in given if name not in names), None)
+    hint = "" if unknown is None else did_you_mean(unknown, names, aliases)
+    return f"; arguments: {', '.join(names)}{hint}"
 
 
 def suggest_arguments(aliases: Mapping[str, str]) -> Callable[[Callable[P, T]], Callable[P, T]]:
@@ -33,9 +46,7 @@ def suggest_arguments(aliases: Mapping[str, str]) -> Callable[[Callable[P, T]], 
                 try:
                     signature.bind(*args, **kwargs)
                 except TypeError:
-                    unknown = next((name for name in kwargs if name not in names), None)
-                    hint = "" if unknown is None else did_you_mean(unknown, names, aliases)
-                    raise TypeError(f"{error}; arguments: {', '.join(names)}{hint}") from None
+                    raise TypeError(f"{error}{describe_arguments(kwargs, names, aliases)}") from None
                 raise
 
         return checked

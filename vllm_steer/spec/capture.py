@@ -110,6 +110,11 @@ class CaptureSpec:
             object.__setattr__(self, name, value)
 
     @property
+    def positions(self) -> Selector:
+        """The tokens to capture; equal to `tokens`."""
+        return self.tokens
+
+    @property
     def options(self) -> dict[str, Any]:
         """A new dict of the consumer's options."""
         options: dict[str, Any] = json.loads(self._options) if self._options != NO_OPTIONS else {}

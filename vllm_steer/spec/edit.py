@@ -123,7 +123,9 @@ class EditForm(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class Edit:
     """An edit of the residual stream, validated on construction and immutable.
 
-    All arguments are keyword-only. Equality and hash are by content. :class:`EditForm` declares the JSON form.
+    All arguments are keyword-only. Equality and hash are by content.
+
+    In requests, an edit is a JSON object with the arguments as keys.
 
     Example:
         >>> from vllm_steer import Edit
@@ -175,9 +177,11 @@ class Edit:
             point: ``"pre_attn"``, ``"post_attn"`` or ``"post_block"``. Engines that were started with them also have
                 ``"attn_out"``, ``"mlp_in"`` and ``"mlp_out"``, which edit a row of that branch instead of the stream.
             layers: One layer; a list, tuple, range, numpy array or torch tensor of layers; or ``"all"``.
-            vector: Any form that `parse_vector` accepts.
+            vector: A list, numpy array or torch tensor of shape ``[H]``, the model's hidden size, or the packed form
+                ``{"dtype": ..., "shape": ..., "data": ...}``.
             strength: A finite number.
-            tokens: Any form that `Selector` accepts. Default ``"all"``; ``"generated"`` if ``when`` has a window other
+            tokens: ``"all"``, ``"prompt"``, ``"generated"``, ``"last_prompt"``, or a list of positions and
+                ``[start, stop]`` pairs. Default ``"all"``; ``"generated"`` if ``when`` has a window other
                 than ``"token"``.
             low: Lower bound of ``clamp``, which needs ``low``, ``high`` or both, with ``low <= high``.
             high: Upper bound of ``clamp``.
@@ -207,7 +211,7 @@ class Edit:
             object.__setattr__(self, name, value)
 
     def to_wire(self) -> dict[str, object]:
-        """Return the JSON form (:class:`EditForm`) with the vector packed."""
+        """Return the JSON form with the vector packed."""
         wire = self._values() | {
             "layers": self.layers if self.layers == "all" else list(self.layers),
             "vector": pack_vector(self.vector),

@@ -17,7 +17,7 @@ FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 Name = TypeVar("Name", bound=str)
 
-_NO_ALIASES: Mapping[str, str] = MappingProxyType({})
+NO_ALIASES: Mapping[str, str] = MappingProxyType({})
 _MAX_COMPARED_CHARS = 64
 
 
@@ -60,7 +60,7 @@ def closest(name: object, names: Iterable[str]) -> str | None:
     return by_lower_case.get(next(iter(difflib.get_close_matches(name.lower(), by_lower_case, 1, 0.75)), ""))
 
 
-def did_you_mean(name: object, names: Iterable[str], aliases: Mapping[str, str] = _NO_ALIASES) -> str:
+def did_you_mean(name: object, names: Iterable[str], aliases: Mapping[str, str] = NO_ALIASES) -> str:
     """Return the end of an error message about an unknown name: a suggestion, or nothing.
 
     Args:
@@ -78,7 +78,7 @@ def read_choice(
     field: str,
     *,
     what: str = "valid",
-    aliases: Mapping[Any, str] = _NO_ALIASES,
+    aliases: Mapping[Any, str] = NO_ALIASES,
 ) -> Name:
     """Return the name that equals ``value``.
 

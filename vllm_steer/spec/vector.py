@@ -144,7 +144,7 @@ def _check_shape(shape: tuple[int, ...], field: str) -> None:
     if len(shape) != 1:
         hint = ""
         if len(shape) == 2:
-            hint = "; flatten it" if shape[1] == 1 else "; for a vector per layer, give each layer its own row"
+            hint = "; flatten it" if shape[1] == 1 else "; for a vector per layer, pass vector[i] for layer i"
         raise SteeringError(field, f"has shape {shown(list(shape))}; a vector has one dimension, [H]{hint}")
     if not 1 <= shape[0] <= MAX_WIDTH:
         raise SteeringError(field, f"has {shown(shape[0])} components; a vector has 1 to {MAX_WIDTH}")

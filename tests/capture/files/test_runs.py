@@ -13,7 +13,7 @@ from vllm_steer.capture import CapturedRequest
 from vllm_steer.capture.consumers.filesystem import FilesystemConsumer
 from vllm_steer.capture.files.layouts import LayoutName
 from vllm_steer.capture.files.reader import StoredRequest, open_captures
-from vllm_steer.capture.results import SubmittedRequest
+from vllm_steer.capture.results import SubmittedRequest, Unreached
 
 LAYOUTS: tuple[LayoutName, ...] = ("per_request", "packed", "sharded")
 ENDED = (3, 0, 11, 2, 10, 1)
@@ -102,12 +102,14 @@ def test_find_by_tag(tmp_path: Path, layout: LayoutName) -> None:
     assert captures.find("1", tag="prompt 2") == [] == captures.find(tag="prompt")
 
 
-def test_attributes_of_memory_and_file_results(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("unreached", [(), (10, [12, None], [-1, 40])])
+def test_attributes_of_memory_and_file_results(tmp_path: Path, layout: LayoutName, unreached: Unreached) -> None:
     """Catches a property that has another name or value in a file than in memory."""
-    expected = request(4, sample=1)
-    write(tmp_path, [expected])
+    expected = dataclasses.replace(request(4, sample=1), unreached=unreached)
+    write(tmp_path, [expected], layout)
     (stored,) = open_captures(tmp_path)
-    for name in ("request_id", "sample", "model", "tag", "submission", "status", "error", "num_bytes"):
+    for name in ("request_id", "sample", "model", "tag", "submission", "status", "error", "unreached", "num_bytes"):
         assert getattr(stored, name) == getattr(expected, name), name
     for name in ("num_prompt_tokens", "num_output_tokens"):
         assert getattr(stored, name) == getattr(expected, name) > 0, name

@@ -221,6 +221,21 @@ def test_global_steering_does_not_count_for_keys() -> None:
         tracker.reserve(key_of("two")).reserve_program(program_of(0, 1, 2, 3, 4, 5), shared, LAYERS)
 
 
+@pytest.mark.parametrize(
+    ("limits", "source"),
+    [({}, "(--steering-key-requests)"), ({"steering_requests": 3}, "(the key's own limit steering_requests)")],
+)
+def test_errors_name_the_source_of_a_limit(limits: dict[str, int], source: str) -> None:
+    """Catches a flag as the source of a limit that the key file sets."""
+    tracker, key = QuotaTracker(SimpleNamespace(**FLAGS)), key_of("alice", **limits)
+    held = [tracker.reserve(key) for _ in range(3)]
+    with pytest.raises(KeyLimitError, match="the limit of the key alice is 3: ") as caught:
+        tracker.reserve(key)
+    assert caught.value.problem.endswith(f" {source}; retry when another request of the key has ended")
+    for each in held:
+        each.release()
+
+
 def test_limits_of_one_request() -> None:
     """Catches layers ignored for `all`, reads that do not count, and vectors that count twice."""
     tracker = QuotaTracker(

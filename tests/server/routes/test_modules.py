@@ -16,9 +16,12 @@ from fastapi import FastAPI
 from starlette.routing import Route
 
 from tests.registry.modules import content, module, registry, vector
+from vllm_steer.registry.errors import UnknownModuleError
 from vllm_steer.registry.module_files import write_module
 from vllm_steer.registry.registry import SteeringRegistry
 from vllm_steer.registry.strict_json import parse_json
+from vllm_steer.server.auth.current_key import use_key
+from vllm_steer.server.auth.keys import generate_key
 from vllm_steer.server.auth.rights import Right
 from vllm_steer.server.http.middleware import SteeringMiddleware
 from vllm_steer.server.http.schemas import JSON, MODULE_BODY, REQUEST_FIELDS, SET_BODY
@@ -123,6 +126,17 @@ async def test_sets_and_clears_global_steering(client: httpx.AsyncClient) -> Non
     assert len({each["digest"] for each in (empty, first, second, third)}) == 4
 
 
+@pytest.mark.parametrize(("rights", "listed"), [((Right.GLOBAL,), False), ((Right.GLOBAL, Right.READ), True)])
+def test_set_lists_modules_for_keys_that_may_list_them(rights: tuple[Right, ...], listed: bool) -> None:
+    """Catches an error that lists the modules for a key that may not list them."""
+    modules_of_server = registry()
+    modules_of_server.register("secret", base=BASE)
+    with use_key(generate_key("key", rights, {})[0]), pytest.raises(UnknownModuleError) as caught:
+        modules._set_json(modules_of_server, b'{"modules": ["public"]}')
+    names = "; registered modules: secret" if listed else ""
+    assert str(caught.value) == f"modules[0]: unknown module 'public'{names}"
+
+
 async def test_parses_bodies_in_a_thread(client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a large body that blocks the event loop."""
     threads: list[int] = []
@@ -141,7 +155,7 @@ async def test_parses_bodies_in_a_thread(client: httpx.AsyncClient, monkeypatch:
 WRONG: dict[str, tuple[str, str, str, str]] = {
     "no JSON": (MODULES, "{", "body", "JSON"),
     "no object": (MODULES, "[1]", "body", "object"),
-    "no name": (MODULES, '{"base": {"post_block": {"1": VECTOR}}}', "name", "missing"),
+    "no name": (MODULES, '{"base": {"post_block": {"1": VECTOR}}}', "name", 'add "name" to the body'),
     "path in name": (MODULES, '{"name": "../a", "base": {"post_block": {"1": VECTOR}}}', "name", "ASCII"),
     "look-alike": (MODULES, '{"name": "c\\u0430lm", "base": {"post_block": {"1": VECTOR}}}', "name", "ASCII"),
     "nothing in it": (MODULES, '{"name": "a"}', "module", "empty"),
@@ -157,7 +171,9 @@ WRONG: dict[str, tuple[str, str, str, str]] = {
     "layer": (MODULES, '{"name": "a", "base": {"post_block": {"4": VECTOR}}}', "base.post_block[4]", "layers 0 to 3"),
     "refused site": (MODULES, '{"name": "a", "base": {"post_attn": {"2": VECTOR}}}', "base.post_attn[2]", "parallel"),
     "set nothing": (SET, "{}", "set", "is empty"),
-    "set unknown": (SET, '{"modules": ["x"]}', "modules[0]", "unknown module 'x'"),
+    "set no modules": (SET, '{"modules": []}', "modules", "is empty, and set keeps the parts that are not given"),
+    "set no edits": (SET, '{"edits": []}', "edits", "set the others with replace=True, or use clear"),
+    "set unknown": (SET, '{"modules": ["x"]}', "modules[0]", "unknown module 'x'; registered modules: none"),
     "set probes": (SET, '{"probes": {}}', "probes", "base, prefill"),
     "set replace": (SET, '{"replace": 1}', "replace", "true or false"),
     "set too far back": (SET, '{"edits": [{"kind": "add", "point": "post_block", "layers": 1, "vector": VECTOR, '

@@ -23,7 +23,7 @@ THREAD_PREFIX = "capture-"
 class Consumer(ABC):
     """A destination of captured rows.
 
-    A consumer is created once per process that accepts requests: the process of the ``LLM``, or each API server.
+    A consumer is created once per front end: in the process of the ``LLM``, or in each API server.
     Requests name it as ``capture={name: spec}``. To add one, subclass this class and declare an entry point::
 
         [project.entry-points."vllm_steer.capture_consumers"]
@@ -37,7 +37,7 @@ class Consumer(ABC):
                    consumer, before it reaches the   loop); must not block              request; others are server
                    engine                                                               errors (500)
     ``begin``      for each sample of a request      the consumer's own thread, in      logged
-                   that the engine client accepted   order with ``accept``; may block
+                   that the front end accepted       order with ``accept``; may block
     ``accept``     for each sample of a request      the consumer's own thread, one     the capture's status becomes
                    that has finished or was aborted  call at a time; may block          ``error``; nothing else is
                    (status ``partial``)                                                 affected

@@ -114,6 +114,7 @@ def describe(request: StoredRequest) -> dict[str, Any]:
         "submission": request.submission,
         "status": request.status,
         "error": request.error,
+        "unreached": list(request.unreached),
         "prompt_tokens": request.num_prompt_tokens,
         "output_tokens": request.num_output_tokens,
         "spec": msgspec.to_builtins(request.spec),

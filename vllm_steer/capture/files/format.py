@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from vllm_steer.capture.results import CapturedRequest, Site, SiteRows, Status
+from vllm_steer.capture.results import CapturedRequest, Site, SiteRows, Status, Unreached
 from vllm_steer.spec import CaptureSpec, Projection
 from vllm_steer.spec.selector import POSITIONS as SPEC_POSITIONS
 
@@ -36,7 +36,10 @@ class CaptureFileError(ValueError):
 
     Example:
         >>> from vllm_steer import CaptureFileError, open_captures  # doctest: +SKIP
-        >>> with contextlib.suppress(CaptureFileError): requests = list(open_captures("acts"))  # doctest: +SKIP
+        >>> try:  # doctest: +SKIP
+        ...     requests = list(open_captures("acts"))
+        ... except CaptureFileError as error:
+        ...     print(error)
     """
 
 
@@ -56,6 +59,8 @@ class RequestEntry(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True
     """Name of the run that wrote the request."""
     submission: int | None = None
     """Number of the request among those submitted in its run, from 0."""
+    unreached: Unreached = ()
+    """Positions and ``[start, stop]`` pairs of the spec that the request ended before."""
 
 
 class StoredSite(NamedTuple):
@@ -100,6 +105,7 @@ def entry_fields(captured: CapturedRequest, run: str | None) -> dict[str, Any]:
         "tag": None if tag is None else escape_surrogates(tag),
         "run": run,
         "submission": captured.submission,
+        "unreached": captured.unreached,
     }
 
 

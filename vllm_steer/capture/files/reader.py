@@ -218,6 +218,9 @@ class StoredRequest:
         """Name of the run that wrote the request, or None in files of earlier versions."""
         self.submission = entry.submission
         """Number of the request among those submitted in its run, from 0; None in files of earlier versions."""
+        self.unreached = entry.unreached
+        """Positions and ``[start, stop]`` pairs of the spec that the request ended before; empty in files of earlier
+        versions."""
         self._file = file
         self._sites = {site: number for number, site in enumerate(file.site_names(index))}
 

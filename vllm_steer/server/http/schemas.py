@@ -67,7 +67,7 @@ class GlobalSteeringForm(SteeringForm, kw_only=True, forbid_unknown_fields=True)
         bool | None,
         msgspec.Meta(
             description="Clear everything that is not named. Otherwise a vector replaces the one of its site in that "
-            "tier, and `edits` and `modules` replace all previous ones."
+            "part, and `edits` and `modules` replace all previous ones."
         ),
     ] = False
 

@@ -80,7 +80,7 @@ class QuotaTracker:
             return Reservation(self, None, None)
         usage = self._usage.setdefault(key.sha256, KeyUsage())
         if usage.requests >= self.limit(KEY_REQUESTS, key):
-            raise KeyLimitError("authorization", self._describe(KEY_REQUESTS, key))
+            raise self._too_many("authorization", KEY_REQUESTS, key)
         usage.requests += 1
         return Reservation(self, key, usage)
 
@@ -157,7 +157,7 @@ class QuotaTracker:
             )
         if key is not None and usage is not None:
             if program.digest not in usage.programs and len(usage.programs) >= self.limit(KEY_PROGRAMS, key):
-                raise KeyLimitError(STEERING, self._describe(KEY_PROGRAMS, key))
+                raise self._too_many(STEERING, KEY_PROGRAMS, key)
             new = sum(size for digest, size in program.vectors.items() if digest not in usage.vectors)
             self._check_bytes(KEY_POOL_MIB, key, sum(program.vectors.values()), usage.vector_bytes + new)
             usage.programs[program.digest] += 1
@@ -191,11 +191,16 @@ class QuotaTracker:
         if request > maximum:
             raise TooLargeError(field, f"may need {request} bytes; {self._describe(limit, key)}")
         if total > maximum:
-            raise KeyLimitError(field, self._describe(limit, key))
+            raise self._too_many(field, limit, key)
+
+    def _too_many(self, field: str, limit: ServerLimit, key: Key) -> KeyLimitError:
+        return KeyLimitError(field, f"{self._describe(limit, key)}; retry when another request of the key has ended")
 
     def _describe(self, limit: ServerLimit, key: Key) -> str:
         shared = f", divided among {self._processes} server processes" if self._processes > 1 else ""
-        return f"the limit of the key {key.name} is {self.configured(limit, key)}: {limit.help} ({limit.flag}{shared})"
+        own = limit.key_name is not None and limit.key_name in key.limits
+        source = f"the key's own limit {limit.key_name}" if own else limit.flag
+        return f"the limit of the key {key.name} is {self.configured(limit, key)}: {limit.help} ({source}{shared})"
 
 
 class Reservation:

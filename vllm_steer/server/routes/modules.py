@@ -14,12 +14,13 @@ from fastapi import APIRouter, FastAPI, Path, Query
 from starlette.requests import Request
 
 from vllm_steer.errors import SteeringError
+from vllm_steer.registry.errors import UnknownModuleError
 from vllm_steer.registry.metadata import METADATA_KEYS
 from vllm_steer.registry.module import CONTENT_KEYS
 from vllm_steer.registry.registry import SteeringRegistry
 from vllm_steer.registry.schema import Deleted, GlobalSteering, ModuleInfo, ModuleList
 from vllm_steer.registry.strict_json import parse_json
-from vllm_steer.server.auth.current_key import require
+from vllm_steer.server.auth.current_key import current_key, require
 from vllm_steer.server.auth.rights import Right
 from vllm_steer.server.http.error_response import MediaTypeError
 from vllm_steer.server.http.schemas import BINARY, JSON, MODULE_BODY, SET_BODY
@@ -58,7 +59,7 @@ def make_router(registry: SteeringRegistry, max_body: int) -> APIRouter:
         if media_type == JSON:
             return await asyncio.to_thread(_register_json, registry, body, name)
         if name is None:
-            raise SteeringError("name", "missing; a safetensors body is named in the query: ?name=...")
+            raise SteeringError("name", "is missing; a safetensors body is named in the query: ?name=...")
         return await asyncio.to_thread(registry.register_file, name, body)
 
     @router.get("/modules", summary="List modules", openapi_extra=requires(Right.READ))
@@ -110,7 +111,7 @@ def _register_json(registry: SteeringRegistry, body: bytes, name: str | None) ->
     if name is not None and fields.setdefault("name", name) != name:
         raise SteeringError("name", f"{shown(fields['name'])} in the body, {shown(name)} in the query; give it once")
     if fields.get("name") is None:
-        raise SteeringError("name", "missing")
+        raise SteeringError("name", 'is missing; add "name" to the body')
     return registry.register(**fields)
 
 
@@ -119,7 +120,11 @@ def _set_json(registry: SteeringRegistry, body: bytes) -> GlobalSteering:
     replace = fields.pop("replace", None) or False
     if not isinstance(replace, bool):
         raise SteeringError("replace", f"must be true or false, not {shown(replace)}")
-    return registry.set(**fields, replace=replace)
+    try:
+        return registry.set(**fields, replace=replace)
+    except UnknownModuleError as error:
+        key = current_key()
+        raise (error if key is None or Right.READ in key.rights else error.without_names()) from None
 
 
 def _clear_json(registry: SteeringRegistry, body: bytes) -> GlobalSteering:
