@@ -14,13 +14,14 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.limits import ENGINE_LIMITS
 from vllm_steer.points import POINT_NAMES, POINTS, PointName, how_to_switch_on
 from vllm_steer.program import Program, Resolved, resolve
-from vllm_steer.program.dynamic import LATCH, PREVIOUS, CompiledReadout
+from vllm_steer.program.dynamic import CompiledReadout
 from vllm_steer.program.instructions import KIND_OF
 from vllm_steer.program.program import CompiledCapture, CompiledEdit
 from vllm_steer.spec.sites import OF_THE_MODEL
 
 EXCEEDS = "the engine allows"
 """Part of the message about a request that exceeds a limit of the engine."""
+NOT_WITH_DRAFTS = "is not supported with speculative decoding; start the engine without it"
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -158,12 +159,10 @@ class Capabilities:
             field = f"{program.edit_source(i)}.when"
             if (edit.when or edit.live) and self.no_readouts is not None:
                 raise SteeringError(field, self.no_readouts)
-            if self.drafts and any(each.kind in (PREVIOUS, LATCH) for each in edit.when):
-                raise SteeringError(
-                    field,
-                    'the windows "previous" and "latch" are not supported with speculative decoding; use "token" or '
-                    '"prompt"',
-                )
+            if self.drafts and edit.when:
+                raise SteeringError(field, NOT_WITH_DRAFTS)
+        if self.drafts and program.stops:
+            raise SteeringError("stop_on", NOT_WITH_DRAFTS)
 
     def with_layers(self, error: SteeringError) -> SteeringError:
         """Return an error of the parser with this model's layers instead of the range of layers of any model."""
