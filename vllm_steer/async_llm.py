@@ -1,17 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``AsyncLLM`` with the registry of modules and global steering."""
+"""``AsyncLLM`` with steering and capture."""
 
 from __future__ import annotations
 
 import asyncio
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from vllm.v1.engine.async_llm import AsyncLLM as VllmAsyncLLM
 
+from vllm_steer.capture.consumers import read_consumers
 from vllm_steer.errors import SteeringError
-from vllm_steer.frontend.context import NOT_ENABLED, RegistryOptions, ensure_engine_context, set_registry
+from vllm_steer.frontend.context import (
+    NOT_ENABLED,
+    RegistryOptions,
+    ensure_engine_context,
+    set_consumers,
+    set_registry,
+)
 from vllm_steer.frontend.live import SET_STRENGTH_RPC, check_strengths, first_position
 from vllm_steer.registry.registry import SteeringRegistry
 from vllm_steer.registry.schema import Deleted, GlobalSteering, ModuleInfo, ModuleList
@@ -21,15 +29,62 @@ T = TypeVar("T")
 
 
 class AsyncLLM(VllmAsyncLLM):  # type: ignore[misc]
-    """vLLM's ``AsyncLLM`` with :attr:`steering`.
-
-    Create one with ``AsyncLLM.from_engine_args(AsyncEngineArgs(..., **vllm_steer.engine_kwargs()))``.
+    """vLLM's ``AsyncLLM`` with steering and capture; create it with :meth:`from_engine_args`.
 
     Example:
         >>> from vllm import AsyncEngineArgs  # doctest: +SKIP
         >>> from vllm_steer import AsyncLLM, engine_kwargs  # doctest: +SKIP
-        >>> llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model="demo/model", **engine_kwargs()))  # doctest: +SKIP
+        >>> llm = AsyncLLM.from_engine_args(  # doctest: +SKIP
+        ...     AsyncEngineArgs(model="demo/model", **engine_kwargs()),
+        ...     capture_consumers={"filesystem": {"root": "acts"}},
+        ... )
     """
+
+    @classmethod
+    def from_engine_args(
+        cls,
+        engine_args: Any,
+        *args: Any,
+        capture_consumers: Mapping[str, Mapping[str, Any]] | None = None,
+        steering_registry: str | Path | None = None,
+        steering_modules: Mapping[str, str | Path] | None = None,
+        **kwargs: Any,
+    ) -> Self:
+        """Create an engine.
+
+        Args:
+            engine_args: vLLM's ``AsyncEngineArgs(..., **vllm_steer.engine_kwargs())``. Without ``engine_kwargs`` the
+                engine is stock vLLM, and requests with steering or capture are refused.
+            *args: Further arguments of vLLM's method.
+            capture_consumers: Options of capture consumers beside ``memory``, by name, as for ``LLM``.
+            steering_registry: Folder that stores modules and global steering. By default they are kept in memory.
+            steering_modules: Paths of safetensors files to register as modules, by name.
+            **kwargs: Further arguments of vLLM's method.
+
+        Raises:
+            SteeringError: An argument is invalid, or has no effect because ``engine_args`` do not enable steering.
+            IncompatibleError: The version or the settings of vLLM do not support steering.
+        """
+        given = {
+            "capture_consumers": capture_consumers,
+            "steering_registry": steering_registry,
+            "steering_modules": steering_modules,
+        }
+        if "steering" not in (engine_args.additional_config or {}):
+            for name, value in given.items():
+                if value is not None:
+                    raise SteeringError(
+                        name, "has no effect without steering; add **vllm_steer.engine_kwargs() to the AsyncEngineArgs"
+                    )
+        # Before the model is loaded, which takes long.
+        consumers = read_consumers(capture_consumers)
+        registry = RegistryOptions.of(steering_registry, steering_modules)
+        engine: Self = super().from_engine_args(engine_args, *args, **kwargs)
+        if capture_consumers is not None:
+            set_consumers(engine, consumers)
+        if steering_registry is not None or steering_modules is not None:
+            set_registry(engine, registry)
+        return engine
 
     @property
     def steering(self) -> AsyncSteering:
@@ -53,12 +108,17 @@ class AsyncLLM(VllmAsyncLLM):  # type: ignore[misc]
         return first_position(await self.collective_rpc(SET_STRENGTH_RPC, args=(ids, checked)))
 
     def keep_modules(self, folder: str | Path | None = None, modules: Mapping[str, str | Path] | None = None) -> None:
-        """Set where modules are stored. Call this before any other method.
+        """Set where modules are stored. Deprecated: use the arguments of :meth:`from_engine_args`.
 
         Args:
-            folder: Folder that stores modules and global steering; None keeps them in memory.
-            modules: Paths of safetensors files to register as modules, by name.
+            folder: The argument ``steering_registry``.
+            modules: The argument ``steering_modules``.
         """
+        warnings.warn(
+            "AsyncLLM.keep_modules is deprecated; use steering_registry and steering_modules of from_engine_args",
+            DeprecationWarning,
+            stacklevel=2,
+        )
         set_registry(self, RegistryOptions.of(folder, modules))
 
 

@@ -36,12 +36,13 @@ CAPTURE = "docs/guides/capture.md"
 
 @pytest.mark.slow
 def test_capture_guide_runs() -> None:
-    """Catches an example that no longer runs, a consumer that receives no rows, and requests out of order."""
+    """Catches an example that no longer runs, a consumer that receives no rows, and requests or rows out of order."""
+    streamed = "[len(streamed) > 4, streamed == complete]"
     shown = run_python(
         offline_blocks(CAPTURE),
-        "[rows.status, result.status, [request.tag for request in captures], captures.missing()]",
+        f"[rows.status, result.status, [request.tag for request in captures], captures.missing(), {streamed}]",
     )
-    assert shown == ["ok", "ok", [None, "The list of", "Return the value of"], []]
+    assert shown == ["ok", "ok", [None, "The list of", "Return the value of"], [], [True, True]]
 
 
 @pytest.mark.slow

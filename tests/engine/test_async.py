@@ -18,11 +18,13 @@ from vllm.sampling_params import RequestOutputKind
 
 from tests.engine.captures import capture
 from tests.tiny import direction
-from vllm_steer import AsyncLLM, SamplingParams, SteeringError, engine_kwargs
+from vllm_steer import AsyncLLM, SamplingParams, SteeringError, engine_kwargs, open_captures
 from vllm_steer.compat.request_state import CapacityError
 from vllm_steer.frontend.context import ensure_engine_context
 from vllm_steer.params import FILE_KEY
 from vllm_steer.program import program_files
+from vllm_steer.registry.module import parse_module
+from vllm_steer.registry.module_files import write_module
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -60,7 +62,9 @@ async def generate(
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def engine(tiny_llama: Path) -> AsyncIterator[Any]:
+async def engine(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Any]:
+    folder = tmp_path_factory.mktemp("async")
+    (folder / "first.safetensors").write_bytes(write_module(parse_module({"base": {"post_block": {1: direction(1)}}})))
     made = AsyncLLM.from_engine_args(
         AsyncEngineArgs(
             model=str(tiny_llama),
@@ -69,7 +73,9 @@ async def engine(tiny_llama: Path) -> AsyncIterator[Any]:
             skip_tokenizer_init=True,
             max_model_len=2048,
             **engine_kwargs({"max_rows": 4, "queue_timeout": 1}),
-        )
+        ),
+        capture_consumers={"filesystem": {"root": str(folder / "acts"), "layout": "packed"}},
+        steering_modules={"first": folder / "first.safetensors"},
     )
     yield made
     made.shutdown()
@@ -98,6 +104,33 @@ async def test_streams_are_steered_and_captured(engine: Any) -> None:
         await generate(engine, "bad", steering_vectors={"post_block": {99: direction(1)}})
     assert len((await generate(engine, "after"))[0]) == 24
     await modules_are_applied(engine, site, plain[0], steered[0])
+
+
+async def test_consumers_and_modules_of_the_constructor(engine: Any) -> None:
+    """Catches an ``AsyncLLM`` without the consumers and modules that its arguments name."""
+    spec = {"hooks": {"post_block": [2]}, "positions": [3]}
+    _, results = await generate(engine, "stored", capture={"filesystem": spec}, steering_modules=["first"])
+    result = await asyncio.to_thread(results.__getitem__, "filesystem")
+    assert result.status == "ok", result.error
+    (stored,) = open_captures(Path(result.data["path"]).parent).find("stored")
+    assert stored.positions("post_block", 2).tolist() == [3]
+    with pytest.raises(SteeringError, match=r"AsyncLLM.from_engine_args"):
+        await generate(engine, "bad", capture={"logging": spec})
+
+
+@pytest.mark.parametrize("name", ["capture_consumers", "steering_registry", "steering_modules"])
+async def test_arguments_need_steering(name: str, tmp_path: Path) -> None:
+    """Catches an argument that is ignored because the engine is started without steering."""
+    args = AsyncEngineArgs(model=str(tmp_path))
+    with pytest.raises(SteeringError, match=rf"{name}: has no effect without steering; add .*engine_kwargs"):
+        AsyncLLM.from_engine_args(args, **{name: {}})
+
+
+async def test_wrong_arguments_are_refused_before_the_model_is_loaded(tmp_path: Path) -> None:
+    """Catches an unknown consumer that is reported minutes later, or at the first request."""
+    args = AsyncEngineArgs(model=str(tmp_path), **engine_kwargs())
+    with pytest.raises(SteeringError, match="unknown consumer 'filesytem'"):
+        AsyncLLM.from_engine_args(args, capture_consumers={"filesytem": {}})
 
 
 async def test_admission_timeout_raises_in_the_caller(engine: Any) -> None:

@@ -34,7 +34,10 @@ from vllm_steer.spec.scalars import shown
 
 CONSUMERS_VARIABLE = "VLLM_STEER_CAPTURE_CONSUMERS"
 REGISTRY_VARIABLE = "VLLM_STEER_REGISTRY"
-NOT_ENABLED = "the engine runs without steering; start it with --enable-steering or LLM(enable_steering=True)"
+NOT_ENABLED = (
+    "the engine runs without steering; start it with --enable-steering, LLM(enable_steering=True) or "
+    "AsyncEngineArgs(**engine_kwargs())"
+)
 NO_ROWS_OF_EARLIER_STAGES = (
     "not supported here with pipeline parallelism; set distributed_executor_backend='mp' and remove the encoder-cache "
     "connector, or use tensor parallelism instead"

@@ -37,7 +37,7 @@ def consumer_names() -> tuple[str, ...]:
 def how_to_add(name: str) -> str:
     """Return how to start an engine with a consumer, as part of an error message."""
     flag, argument = (":root=DIR", '{"root": DIR}') if name == "filesystem" else ("", "{}")
-    return f'{_FLAG} {name}{flag} or LLM(capture_consumers={{"{name}": {argument}}})'
+    return f'{_FLAG} {name}{flag}, or capture_consumers={{"{name}": {argument}}} of LLM or AsyncLLM.from_engine_args'
 
 
 def read_consumers(value: object, field: str = "capture_consumers") -> dict[str, Mapping[str, Any]]:
