@@ -45,6 +45,24 @@ CHANGES: dict[tuple[str, str], list[dict[str, Any]]] = {
     ("POST", "/v1/steering/clear"): [{}],
 }
 """Valid bodies for every route that changes state."""
+async def test_records_live_strengths(steering: SteeringRegistry, lines: list[str]) -> None:
+    """Catches an unrecorded change of live strengths, and one that the engine has not confirmed in the log."""
+    running, entry = RunningRequests(), RunningRequest(b"")
+    running.add_sample(entry, "cmpl-one-0", "sample")
+    app = FastAPI()
+    app.include_router(live.make_router(running, ConfirmingEngine()))
+    transport = httpx.ASGITransport(app=with_key(app, None), client=("192.0.2.7", 4711))
+    async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+        lines.clear()
+        for body, status in (({"calm": "x"}, 400), ({"calm": 0.5}, 200)):
+            assert (await client.post("/v1/steering/requests/one", json=body)).status_code == status
+        assert (await client.post("/v1/steering/requests/two", json={"calm": 0.5})).status_code == 404
+    (line,) = lines
+    record = json.loads(line)
+    assert list(record) == list(audit.FIELDS)
+    assert (record["event"], record["name"], record["strengths"]) == ("live", "one", {"calm": 0.5})
+
+
 EVENTS = {"modules": "register", "{name}": "delete", "set": "set", "clear": "clear"}
 
 REFUSED: list[tuple[str, str, dict[str, Any]]] = [

@@ -345,6 +345,7 @@ MAX_READOUTS = 256
 MAX_CONDITIONS = 16
 MAX_STOPS = 16
 MAX_STOP_TOKENS = 1024
+MAX_STRENGTHS_BYTES = 65536
 
 FORMAT_LIMITS: tuple[FormatLimit, ...] = (
     FormatLimit("edits", MAX_EDITS, "edits in the fields of one request"),
@@ -366,4 +367,5 @@ FORMAT_LIMITS: tuple[FormatLimit, ...] = (
     FormatLimit("conditions", MAX_CONDITIONS, "conditions in `when` of one edit"),
     FormatLimit("stops", MAX_STOPS, "conditions in `stop_on`"),
     FormatLimit("stop tokens", MAX_STOP_TOKENS, "`tokens` of a condition in `stop_on`"),
+    FormatLimit("strengths", MAX_STRENGTHS_BYTES, "bytes of a change of live strengths over HTTP"),
 )

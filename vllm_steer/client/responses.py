@@ -179,6 +179,8 @@ class Piece:
     """Values of the tokens since the last piece, without readouts that have no new value."""
     trace: Trace | None = None
     """Trace of a request with gated or live edits, on its last piece."""
+    id: str = ""
+    """Id of the response, for `Client.set_strength`."""
 
     @property
     def steering_applied(self) -> SteeringApplied | None:
@@ -224,7 +226,7 @@ def parse_piece(event: Mapping[str, Any]) -> Piece:
         raise ServerError(int(error.get("code") or 500), str(error.get("message")), error.get("param"))
     choice: Mapping[str, Any] = next((each for each in event.get("choices", ()) if each.get("index", 0) == 0), {})
     text = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
-    return Piece(text, _parse_applied(event), _parse_readouts(choice), _parse_trace(choice))
+    return Piece(text, _parse_applied(event), _parse_readouts(choice), _parse_trace(choice), str(event.get("id") or ""))
 
 
 def read_capture_file(data: bytes) -> dict[tuple[str, int], Rows]:

@@ -74,11 +74,11 @@ def begin_capture(output_processor: Any, request: Any) -> None:
         running = RunningCapture(manager, receiver, assembler, specs, streams, submission, readouts)
         setattr(state, _CAPTURE, running)
         if specs:
-            manager.begin(specs, _request_id(state), state.request_index, submission)
+            manager.begin(specs, state_request_id(state), state.request_index, submission)
 
 
-def _request_id(state: Any) -> str:
-    """Return the client's request id."""
+def state_request_id(state: Any) -> str:
+    """Return the id of a sample's request, as it was given to the engine client."""
     request_id: str = state.external_req_id if state.parent_req is None else state.parent_req.external_req_id
     return request_id
 
@@ -244,7 +244,7 @@ def finish_capture(state: Any, finish_reason: FinishReason, stop_reason: Any) ->
     results = running.manager.submit(
         running.assembler,
         running.specs,
-        request_id=_request_id(state),
+        request_id=state_request_id(state),
         sample=state.request_index,
         submission=running.submission,
         prompt_token_ids=tuple(prompt),

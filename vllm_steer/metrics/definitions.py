@@ -28,7 +28,7 @@ STEP_PARTS = ("scheduler", "worker")
 REQUESTS = ("plain", "steered", "captured", "steered_captured")
 REFUSED_FIELDS = (
     "steering_vectors", "prefill_steering_vectors", "decode_steering_vectors", "steering", "steering_modules",
-    "capture", "readouts", "stop_on",
+    "capture", "readouts", "stop_on", "request_id", "strengths",
     "vllm_xargs", "authorization", "body", "content-type", "name", "module", "base", "prefill", "decode",
     "edits", "probes", "modules", "set", "replace", "steering registry", "capacity", "other",
 )  # fmt: skip
@@ -85,6 +85,7 @@ METRICS: tuple[Metric, ...] = (
         "edits", "counter", {**_MODEL, "kind": tuple(KINDS)},
         "edits of these samples, including edits of modules and global steering",
     ),
+    Metric("live_changes", "counter", _MODEL, "changes of live strengths of running requests"),
     Metric(
         "refused_requests", "counter", {"status": (), "field": REFUSED_FIELDS},
         "HTTP requests refused because of their steering or capture fields, by status and invalid field; `capacity`: a "

@@ -191,3 +191,15 @@ MODULE_BODY: Schema = _body(
     },
 )
 SET_BODY: Schema = _body(GlobalSteeringForm)
+STRENGTHS_BODY: Schema = {
+    "required": True,
+    "content": {
+        JSON: {
+            "schema": {
+                **json_schema(dict[str, float]),
+                "minProperties": 1,
+                "description": "New factors by the names in `live` of the request's edits.",
+            }
+        }
+    },
+}
