@@ -271,7 +271,12 @@ def cache() -> str:
 
 
 def http() -> str:
-    routers = make_router(None, 0), live.make_router(None, None), captures.make_router(None), capabilities.make_router(None)
+    routers = (
+        make_router(None, 0),
+        live.make_router(None, None),
+        captures.make_router(None),
+        capabilities.make_router(None),
+    )
     routes = [route for router in routers for route in router.routes if isinstance(route, SteeringRoute)]
     rows = [(f"`{' '.join(sorted(r.methods))}`", f"`{r.path}`", f"`{r.right.value}`", r.summary or "") for r in routes]
     answers = [

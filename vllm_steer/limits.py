@@ -143,7 +143,8 @@ ENGINE_LIMITS: Mapping[str, EngineLimit] = MappingProxyType(
                 32,
                 4,
                 1024,
-                "numbers that one token records: one per probe or direction of its readouts, one per edit with `when`, "
+                "numbers that one token records: one per probe or direction of its readouts, 2 x `top_k` per layer of "
+                "`lens` and `sae`, one per edit with `when`, "
                 "one per name in `live`, and one for stops; each takes 4 bytes for each token of a step",
             ),
             EngineLimit(
@@ -346,6 +347,7 @@ MAX_CONDITIONS = 16
 MAX_STOPS = 16
 MAX_STOP_TOKENS = 1024
 MAX_STRENGTHS_BYTES = 65536
+MAX_TOP_K = 64
 
 FORMAT_LIMITS: tuple[FormatLimit, ...] = (
     FormatLimit("edits", MAX_EDITS, "edits in the fields of one request"),
@@ -367,5 +369,6 @@ FORMAT_LIMITS: tuple[FormatLimit, ...] = (
     FormatLimit("conditions", MAX_CONDITIONS, "conditions in `when` of one edit"),
     FormatLimit("stops", MAX_STOPS, "conditions in `stop_on`"),
     FormatLimit("stop tokens", MAX_STOP_TOKENS, "`tokens` of a condition in `stop_on`"),
+    FormatLimit("top k", MAX_TOP_K, "`top_k` of a readout `lens` or `sae`"),
     FormatLimit("strengths", MAX_STRENGTHS_BYTES, "bytes of a change of live strengths over HTTP"),
 )

@@ -100,7 +100,10 @@ class ReadoutValues:
     positions: npt.NDArray[np.int64]
     """int64 ``[n]``, ascending: positions in the prompt and the generated tokens together, from 0."""
     values: npt.NDArray[np.float32]
-    """float32 ``[n]`` for a probe, ``[n, k]`` for projections; NaN for numbers that are not finite."""
+    """float32 ``[n]`` for a probe, ``[n, k]`` for projections and ``sae``, ``[n, layers, k]`` for ``lens``; NaN for
+    numbers that are not finite."""
+    indices: npt.NDArray[np.int32] | None = None
+    """int32 in the shape of ``values``: features of ``sae``, token ids of ``lens``; None for other readouts."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -260,10 +263,15 @@ def _parse_capture(report: Mapping[str, Any]) -> CaptureAnswer:
 
 
 def _parse_readouts(choice: Mapping[str, Any]) -> dict[str, ReadoutValues]:
-    return {
-        name: ReadoutValues(np.array(each["positions"], np.int64), np.array(each["values"], np.float32))
-        for name, each in (choice.get("readouts") or {}).items()
-    }
+    return {name: _parse_values(each) for name, each in (choice.get("readouts") or {}).items()}
+
+
+def _parse_values(readout: Mapping[str, Any]) -> ReadoutValues:
+    values = np.array(readout.get("values", readout.get("logprobs")), np.float32)
+    indices = readout.get("indices", readout.get("token_ids"))
+    return ReadoutValues(
+        np.array(readout["positions"], np.int64), values, None if indices is None else np.array(indices, np.int32)
+    )
 
 
 def _parse_trace(choice: Mapping[str, Any]) -> Trace | None:

@@ -100,7 +100,7 @@ class ProgramStore:
         self._running: dict[str, _Running] = {}
         self._placed: dict[int, _PlacedSegments] = {}
         self._directions: dict[bytes, _Directions] = {}
-        self._capturing = 0
+        self._capturing = self._with_heads = 0
         # Dynamic parts of running requests, by request id.
         self._dynamic: dict[str, Dynamic] = {}
         # Live strengths that have been set, by request id; they outlast a preemption.
@@ -172,6 +172,11 @@ class ProgramStore:
         """Number of running requests that capture."""
         return self._capturing
 
+    @property
+    def num_with_heads(self) -> int:
+        """Number of running requests with readouts that a head computes."""
+        return self._with_heads
+
     def resolved_of(self, request_id: str) -> Resolved:
         """Return the resolved program of a request that has a request slot."""
         return self._running[request_id].segments.resolved
@@ -197,6 +202,7 @@ class ProgramStore:
         self._segment_row.put(request_slot, placed.rows)
         self._running[request_id] = _Running(request_slot, placed)
         self._capturing += resolved.max_captures > 0
+        self._with_heads += resolved.has_heads
         self.changes += 1
         self.active_ranges.set(request_slot, *resolved.active_range)
         self.captured_ranges.set(request_slot, *resolved.captured_range)
@@ -302,6 +308,7 @@ class ProgramStore:
             self.record_ranges.clear(running.request_slot)
             self._measure_records()
         self._capturing -= placed.resolved.max_captures > 0
+        self._with_heads -= placed.resolved.has_heads
         placed.users -= 1
         if not placed.users:
             self._release(placed.resolved)

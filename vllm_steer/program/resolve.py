@@ -28,6 +28,7 @@ from vllm_steer.program.token_program import (
     UNPROJECTED,
     CaptureSite,
     Gate,
+    HeadRead,
     Read,
     RowFormat,
     TokenProgram,
@@ -47,6 +48,7 @@ class _DynamicParts(msgspec.Struct, frozen=True, array_like=True):
     reads: tuple[Read, ...]
     gates: tuple[Gate, ...]
     factors: tuple[int, ...]
+    heads: tuple[HeadRead, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,11 @@ class Resolved:
     def max_captures(self) -> int:
         """Largest number of rows that one token captures; 0 for a request without captures."""
         return max((segment.num_captures for segment in self.segments), default=0)
+
+    @cached_property
+    def has_heads(self) -> bool:
+        """Whether a head reads any token."""
+        return any(program.heads for program in self.token_programs)
 
     @cached_property
     def active_range(self) -> tuple[int, int]:
@@ -238,7 +245,18 @@ def _dynamic_parts(program: Program, edits: list[int], readouts: list[int]) -> _
     factors = [
         pack_columns(layout.gates.get(number, 0), layout.live.get(program.edits[number].live, 0)) for number in edits
     ]
-    return _DynamicParts(tuple(reads), tuple(gates), tuple(factors) if any(factors) else ())
+    heads = [
+        HeadRead(
+            layer * N_POINTS + readout.point,
+            layout.readouts[number] + 2 * readout.top_k * i,
+            readout.head,
+            readout.top_k,
+        )
+        for number in readouts
+        for readout in (program.readouts[number],)
+        for i, layer in enumerate(readout.layers)
+    ]
+    return _DynamicParts(tuple(reads), tuple(gates), tuple(factors) if any(factors) else (), tuple(heads))
 
 
 def _boundaries(program: Program, prompt_len: int) -> dict[int, set[int]]:
@@ -287,7 +305,9 @@ def _token_program(
         for capture in captures
         for layer in layers_of(capture, every)
     }
-    captured_sites = tuple(CaptureSite(number, before) for number, before in sorted({each[:2] for each in wanted}))
+    heads = () if dynamics is None else dynamics.heads
+    stored = {each[:2] for each in wanted} | {(head.site_number, False) for head in heads}
+    captured_sites = tuple(CaptureSite(number, before) for number, before in sorted(stored))
     names = {NO_PROJECTION: UNPROJECTED, **dict(enumerate(program.projection_digests))}
     content = [edit.digest for edit in edits]
     content += sorted(b"read%d:%d:%s" % (number, before, names[projection]) for number, before, projection in wanted)
@@ -313,8 +333,13 @@ def _token_program(
         directions += [read.vector for read in dynamics.reads]
     vectors = (*(program.digests[edit.vector] for edit in edits), *dict.fromkeys(directions))
     layers = every if stage_layers is None else stage_layers
-    extra = () if dynamics is None else (dynamics.reads, dynamics.gates, dynamics.factors)
-    return TokenProgram(digest, edits, vectors, captured_sites, layers, tuple(row_formats), *extra)
+    if dynamics is None:
+        return TokenProgram(digest, edits, vectors, captured_sites, layers, tuple(row_formats))
+    placed = tuple((head, index_of[CaptureSite(head.site_number, False)]) for head in heads)
+    return TokenProgram(
+        digest, edits, vectors, captured_sites, layers, tuple(row_formats),
+        dynamics.reads, dynamics.gates, dynamics.factors, placed,
+    )  # fmt: skip
 
 
 def _kv_digest(edits: tuple[CompiledEdit, ...], num_layers: int, program: Program, prompt_len: int) -> bytes | None:

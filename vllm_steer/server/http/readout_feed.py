@@ -13,10 +13,13 @@ from typing import Any, NamedTuple
 from vllm_steer.capture.record_reader import Record
 from vllm_steer.frontend.outputs import num_forwarded, read_records
 from vllm_steer.program import Program
+from vllm_steer.program.dynamic import LENS
 from vllm_steer.spec.selector import Interval
 
 READOUTS_KEY, TRACE_KEY = "readouts", "steering_trace"
 """Names of the response fields."""
+_FIELDS = {"": ("values",), "sae": ("indices", "values"), LENS: ("token_ids", "logprobs")}
+"""Fields of a readout beside ``positions``, by the kind of its head."""
 
 
 class _Readout(NamedTuple):
@@ -26,6 +29,8 @@ class _Readout(NamedTuple):
     column: int
     width: int
     scalar: bool
+    is_lens: bool
+    top_k: int
 
 
 class ReadoutFeed:
@@ -39,7 +44,10 @@ class ReadoutFeed:
         """
         self._state = state
         program, self._reader = read_records(state)
-        self._names = [readout.name for readout in program.readouts]
+        self._empty = {
+            readout.name: dict.fromkeys(("positions", *_FIELDS[readout.head.partition(":")[0]]), ())
+            for readout in program.readouts
+        }
         self._by_tokens = _readouts_by_tokens(program, state.prompt_len)
         self._gates = [
             (column, program.edits[number].selector.intervals(state.prompt_len))
@@ -65,7 +73,10 @@ class ReadoutFeed:
             if not chosen:
                 continue
             columns = list(zip(*rows, strict=False))
-            for name, column, width, scalar in readouts:
+            for name, column, width, scalar, is_lens, top_k in readouts:
+                if top_k:
+                    found[name] = {"positions": chosen, **_split(rows, column, width, top_k, is_lens=is_lens)}
+                    continue
                 values = columns[column] if scalar else [row[column : column + width] for row in rows]
                 found[name] = {"positions": chosen, "values": values}
         return found
@@ -73,7 +84,7 @@ class ReadoutFeed:
     def take_all(self) -> dict[str, Any]:
         """Return the values of `take` for every readout of the request, in its order."""
         found = self.take()
-        return {name: found.get(name) or {"positions": [], "values": []} for name in self._names}
+        return {name: found.get(name) or dict(empty) for name, empty in self._empty.items()}
 
     def take_trace(self) -> dict[str, Any] | None:
         """Return the trace of the values taken so far, once; None for a request without gated and live edits."""
@@ -100,8 +111,20 @@ def _readouts_by_tokens(program: Program, prompt_len: int) -> list[tuple[tuple[I
     groups: dict[tuple[Interval, ...], list[_Readout]] = {}
     for readout, column in zip(program.readouts, program.layout.readouts, strict=True):
         intervals = tuple(readout.selector.intervals(prompt_len))
-        groups.setdefault(intervals, []).append(_Readout(readout.name, column, readout.width, readout.scalar))
+        groups.setdefault(intervals, []).append(
+            _Readout(readout.name, column, readout.width, readout.scalar, readout.head == LENS, readout.top_k)
+        )
     return list(groups.items())
+
+
+def _split(rows: list[Record], column: int, width: int, top_k: int, *, is_lens: bool) -> dict[str, Any]:
+    """Return indices and values of a head, by position, and by layer for a lens."""
+    starts = range(column, column + width, 2 * top_k)
+    indices = [[[int(number) for number in row[start : start + top_k]] for start in starts] for row in rows]
+    values = [[row[start + top_k : start + 2 * top_k] for start in starts] for row in rows]
+    if is_lens:
+        return {"token_ids": indices, "logprobs": values}
+    return {"indices": [each for (each,) in indices], "values": [each for (each,) in values]}
 
 
 def _choose(
