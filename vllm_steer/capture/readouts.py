@@ -56,6 +56,8 @@ class SteeringTrace:
     0 at tokens that the edit does not cover."""
     live: Mapping[str, FloatArray]
     """float32 ``[n]`` by name: the live strength in force."""
+    num_covered: int = 0
+    """Number of tokens that the gated edits cover, summed over the edits."""
 
 
 class ReadoutStream:
@@ -108,10 +110,12 @@ class ReadoutStream:
                 or [np.empty((0,), np.float32)],
                 axis=1,
             )
+            covered = 0
             for place, number in enumerate(layout.gates):
-                intervals = self.program.edits[number].selector.intervals(prompt_len)
-                gates[~_inside(positions[start:], intervals), place] = 0.0
-            trace = SteeringTrace(positions[start:], gates, live)
+                inside = _inside(positions[start:], self.program.edits[number].selector.intervals(prompt_len))
+                gates[~inside, place] = 0.0
+                covered += int(inside.sum())
+            trace = SteeringTrace(positions[start:], gates, live, covered)
         return self._readouts(positions, records, prompt_len), trace
 
     def _readouts(self, positions: IntArray, records: FloatArray, prompt_len: int) -> dict[str, Readouts]:

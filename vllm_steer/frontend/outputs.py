@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import FinishReason
 
@@ -26,7 +27,8 @@ from vllm_steer.capture.row_receiver import RowReceiver
 from vllm_steer.engine.admission import REFUSED
 from vllm_steer.frontend.context import capture_manager_of, context_of
 from vllm_steer.frontend.reach import record_selections, unreached_edits
-from vllm_steer.metrics.collectors import set_gauge
+from vllm_steer.metrics.collectors import add, set_gauge
+from vllm_steer.metrics.requests import count_gates
 from vllm_steer.params import APPLIED_KEY, capture_specs, program_of
 from vllm_steer.program import Program
 from vllm_steer.registry.schema import SteeringApplied
@@ -179,6 +181,8 @@ def new_readouts(
     if not finished:
         return values, None
     whole, trace = running.readouts.result(state.prompt_len, num_tokens)
+    if trace is not None:
+        count_gates(running.manager.model_name, trace.num_covered, int(np.count_nonzero(trace.gates)))
     return whole if values is None else values, trace
 
 
@@ -233,7 +237,10 @@ def finish_capture(state: Any, finish_reason: FinishReason, stop_reason: Any) ->
         return None
     if running.readouts is not None:
         # If a readout has ended the request, its last token has been forwarded.
-        setattr(state, _NUM_FORWARDED, num_forwarded(state) + running.readouts.stopped_by(stop_reason))
+        stopped = running.readouts.stopped_by(stop_reason)
+        setattr(state, _NUM_FORWARDED, num_forwarded(state) + stopped)
+        if stopped:
+            add("readout_stops", model_name=running.manager.model_name)
     if not running.specs:
         running.receiver.finish_request(state.request_id)
         return None

@@ -57,6 +57,11 @@ class CompiledReadout(msgspec.Struct, frozen=True, array_like=True):
         return self.layer * len(POINT_NAMES) + self.point
 
     @property
+    def kind(self) -> str:
+        """Kind of the readout, as in metrics."""
+        return self.head.partition(":")[0] or ("probe" if self.scalar else "projections")
+
+    @property
     def width(self) -> int:
         """Number of columns. For each of its layers, a head has the indices of its largest outputs, then their values.
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from vllm_steer.capture.record_reader import Record
 from vllm_steer.frontend.outputs import num_forwarded, read_records
+from vllm_steer.metrics.requests import count_gates
 from vllm_steer.program import Program
 from vllm_steer.program.dynamic import LENS
 from vllm_steer.spec.selector import Interval
@@ -36,12 +37,14 @@ class _Readout(NamedTuple):
 class ReadoutFeed:
     """Readouts of one sample that the response has not carried yet. For the event loop only."""
 
-    def __init__(self, state: Any) -> None:
+    def __init__(self, state: Any, model_name: str = "") -> None:
         """Take over the records of a sample; its outputs no longer carry readouts.
 
         Args:
             state: vLLM's ``RequestState`` of a sample whose program is dynamic.
+            model_name: The model's name in metrics.
         """
+        self._model_name = model_name
         self._state = state
         program, self._reader = read_records(state)
         self._empty = {
@@ -99,6 +102,10 @@ class ReadoutFeed:
             ]
             for position, record in zip(self._trace_positions, self._trace_records, strict=True)
         ]
+        inside = [
+            p for _, intervals in self._gates for p in self._trace_positions if any(a <= p < b for a, b in intervals)
+        ]
+        count_gates(self._model_name, len(inside), sum(factor != 0.0 for factors in gates for factor in factors))
         return {
             "positions": self._trace_positions,
             "gates": gates,

@@ -143,7 +143,9 @@ def track_sample(output_processor: Any, request: Any) -> None:
         if context.consumers:
             on_results(state, record_results)
         if context.dynamic and not context.closed and is_dynamic(state):
-            context.readouts[prompt * context.samples + state.request_index] = ReadoutFeed(state)
+            context.readouts[prompt * context.samples + state.request_index] = ReadoutFeed(
+                state, "" if context.engine is None else context.engine.model_name
+            )
 
 
 def record_unreached(state: Any, unreached: Unreached) -> None:
