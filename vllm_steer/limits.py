@@ -348,6 +348,8 @@ MAX_STOPS = 16
 MAX_STOP_TOKENS = 1024
 MAX_STRENGTHS_BYTES = 65536
 MAX_TOP_K = 64
+MAX_SAES = 64
+MAX_SAE_FEATURES = 1 << 22
 
 FORMAT_LIMITS: tuple[FormatLimit, ...] = (
     FormatLimit("edits", MAX_EDITS, "edits in the fields of one request"),
@@ -370,5 +372,7 @@ FORMAT_LIMITS: tuple[FormatLimit, ...] = (
     FormatLimit("stops", MAX_STOPS, "conditions in `stop_on`"),
     FormatLimit("stop tokens", MAX_STOP_TOKENS, "`tokens` of a condition in `stop_on`"),
     FormatLimit("top k", MAX_TOP_K, "`top_k` of a readout `lens` or `sae`"),
+    FormatLimit("autoencoders", MAX_SAES, "sparse autoencoders of an engine"),
+    FormatLimit("features", MAX_SAE_FEATURES, "features of a sparse autoencoder"),
     FormatLimit("strengths", MAX_STRENGTHS_BYTES, "bytes of a change of live strengths over HTTP"),
 )

@@ -103,6 +103,11 @@ class WorkerSteeringManager:
         self._worked = False
 
     @property
+    def num_bytes(self) -> int:
+        """Size on the device of the tables and heads."""
+        return self.tables.num_bytes + sum(head.num_bytes for head in self.heads.heads.values())
+
+    @property
     def active(self) -> bool:
         """Whether any request is steered or captured. If not, a runner need not describe its batch."""
         return self.store.num_with_program > 0
@@ -222,6 +227,7 @@ class WorkerSteeringManager:
     def capabilities(self) -> dict[str, Any]:
         """Return what this rank serves, in builtin types: vLLM sends it to the front end as an RPC result."""
         tables = {name: value.nbytes for name, value in self.tables.named_tensors()}
+        tables.update((name, head.num_bytes) for name, head in self.heads.heads.items() if head.num_bytes)
         no_plain_code = self.graph_sets.no_plain_code
         return {
             **self._facts,

@@ -22,6 +22,10 @@ class Head(Protocol):
     """Whether all tensor-parallel ranks have to call it."""
     num_outputs: int
 
+    @property
+    def num_bytes(self) -> int:
+        """Size on the device of what the head has beside the model."""
+
     def outputs(self, rows: torch.Tensor) -> torch.Tensor | None:
         """Return float32 ``[rows, outputs]`` for rows of the stream in the model's dtype; None on other ranks."""
 
@@ -43,6 +47,7 @@ class LensHead:
     """
 
     collective = True
+    num_bytes = 0
 
     def __init__(
         self,
