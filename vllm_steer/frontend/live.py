@@ -30,7 +30,7 @@ def samples_of(output_processor: Any, request_id: str) -> list[str]:
 
 
 def check_strengths(
-    engine: Any, request_id: str, samples: Iterable[str], strengths: Mapping[str, Any]
+    engine: Any, request_id: str, samples: Sequence[str], strengths: Mapping[str, Any]
 ) -> tuple[list[str], dict[str, float]]:
     """Return the engine's ids of a request's running samples, and the checked strengths.
 
@@ -49,6 +49,8 @@ def check_strengths(
             "request_id", "live strengths are not supported with data parallelism; use one engine per server"
         )
     states = {each: state for each in samples if (state := engine.output_processor.request_states.get(each))}
+    if not states and samples:
+        raise EndedRequestError("request_id", f"{request_id[:80]!r} has ended; send a new request with other strengths")
     if not states:
         raise UnknownRequestError("request_id", f"{request_id[:80]!r} is not a running request")
     if not strengths:
@@ -84,7 +86,7 @@ def first_position(engine: Any, request_id: str, samples: Iterable[str], answers
     return position
 
 
-async def set_strength(engine: Any, request_id: str, samples: Iterable[str], strengths: Mapping[str, Any]) -> int:
+async def set_strength(engine: Any, request_id: str, samples: Sequence[str], strengths: Mapping[str, Any]) -> int:
     """Set live strengths of the samples of a request of an ``AsyncLLM``, and return the first position that has them.
 
     Raises:
