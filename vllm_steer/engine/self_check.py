@@ -164,8 +164,8 @@ def _check_lens(runner: SelfCheckRunner, steering: WorkerSteeringManager, epsilo
         with torch.inference_mode():
             normed = head.norm(stream).double().cpu().numpy()
             logits = head.outputs(stream)
-    except Exception as error:  # the methods belong to the model, which may give them other arguments
-        return f"the final norm or the unembedding cannot be run on rows: {type(error).__name__}"
+    except Exception as failure:  # the methods belong to the model, which may give them other arguments
+        return f"the final norm or the unembedding cannot be run on rows: {type(failure).__name__}"
     if logits is not None and logits.shape != (len(rows), head.num_outputs):
         return f"the model has {logits.shape[-1]} logits, and not one for each of {head.num_outputs} tokens"
     error, length = (np.linalg.norm(each, axis=-1) for each in (normed - hidden, hidden))
