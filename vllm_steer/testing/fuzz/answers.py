@@ -12,7 +12,9 @@ import torch
 from vllm_steer.capture.results import Site
 
 Rows: TypeAlias = Mapping[Site, tuple[tuple[int, ...], torch.Tensor]]
-"""Positions and float32 rows ``[positions, H]`` by site."""
+"""Positions and float32 rows ``[positions, H]`` by site, and the values of readouts by name and :data:`READOUT`."""
+READOUT = -1
+"""Stands for the layer of a readout's values."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,12 @@ def _sample(each: Any, streamed: bool) -> Sample:
         rows = {site: (tuple(found.positions.tolist()), found.rows.float()) for site, found in new.items()}
     elif result is not None:
         rows = {site: (tuple(result.positions(*site).tolist()), result.tensor(*site).float()) for site in result.sites}
+    for name, readout in (getattr(each, "readouts", None) or {}).items():
+        # Values only: the order of tokens with equal log-probabilities is not defined.
+        values = torch.from_numpy(readout.values).float()
+        values = values.unsqueeze(1) if values.ndim == 1 else values.flatten(1)
+        # First, as in a stream, whose reduced rows come at its end.
+        rows = {(name, READOUT): (tuple(readout.positions.tolist()), values), **rows}
     return Sample(
         tokens=tuple(each.token_ids),
         top=tuple({token: entry.logprob for token, entry in step.items()} for step in each.logprobs or ()),

@@ -11,7 +11,7 @@ import numpy as np
 
 from vllm_steer.points import POINT_NAMES, points_on
 from vllm_steer.spec import KINDS
-from vllm_steer.testing.fuzz.workload import TIERS, CaptureCase, EditCase, Request, Settings
+from vllm_steer.testing.fuzz.workload import TIERS, CaptureCase, EditCase, ReadoutCase, Request, Settings
 
 MAX_MODEL_LEN = 256
 NUM_PREFIXES, PREFIX_LENGTH = 4, 96
@@ -77,6 +77,9 @@ def draw_requests(rng: Random, count: int, facts: ModelFacts) -> list[Request]:
             options["stream"] = True
         if not options.get("salt") and rng.random() < 0.1:
             options["salt"] = "ab"[int(rng.integers(2))]
+        drawn = _draw_readouts(rng.spawn(1)[0], facts)
+        if drawn:
+            options["readouts"] = drawn
         if rng.random() < 0.1:
             options["n"] = int(rng.integers(2, 4))
         elif rng.random() < 0.12:
@@ -172,6 +175,20 @@ def _draw_global_edits(rng: Random, facts: ModelFacts) -> list[EditCase]:
     """Draw one or two additions, each in its own tier."""
     tiers = rng.choice(TIERS, int(rng.integers(1, 3)), replace=False)
     return [_draw_edit(rng, facts, str(tier), "add") for tier in tiers]
+
+
+def _draw_readouts(rng: Random, facts: ModelFacts) -> list[ReadoutCase]:
+    """Draw a probe, a lens, both or, mostly, nothing."""
+    return [
+        ReadoutCase(
+            layers=_draw_layers(rng, facts, 2),
+            positions=POSITIONS[int(rng.integers(len(POSITIONS)))],
+            seed=int(rng.integers(1 << 30)),
+            top_k=top_k,
+        )
+        for top_k in (0, 3)
+        if rng.random() < 0.2
+    ]
 
 
 def _draw_capture(rng: Random, facts: ModelFacts) -> CaptureCase:

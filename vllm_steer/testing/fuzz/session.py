@@ -152,7 +152,8 @@ class Session:
         )
         mixed = [msgspec.structs.replace(request, abort_after=None) for request in requests]
         stripped = [
-            msgspec.structs.replace(request, edits=[], globally=[], capture=None, module=False) for request in mixed
+            msgspec.structs.replace(request, edits=[], globally=[], capture=None, readouts=[], module=False)
+            for request in mixed
         ]
         with engine(self.model, self.dtype, uncontended) as llm:
             steered = run(llm, mixed, self._facts.hidden)

@@ -163,6 +163,8 @@ def _simpler_forms(request: Request) -> Iterator[Request]:
     def without(**changes: Any) -> Request:
         return msgspec.structs.replace(request, **changes)
 
+    for i in range(len(request.readouts)):
+        yield without(readouts=[*request.readouts[:i], *request.readouts[i + 1 :]])
     if request.capture is not None:
         yield without(capture=None)
         yield without(capture=msgspec.structs.replace(request.capture, reduce=None, dtype=None, before=False))

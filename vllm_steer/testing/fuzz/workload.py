@@ -58,6 +58,15 @@ class CaptureCase(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     reduce: str | None = None
 
 
+class ReadoutCase(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """One readout: a probe with seeded weights of norm 1, or a lens if ``top_k`` is given."""
+
+    layers: list[int]
+    positions: Tokens
+    seed: int = 0
+    top_k: int = 0
+
+
 class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """One request and its arrival.
 
@@ -77,6 +86,7 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     edits: list[EditCase] = []
     globally: list[EditCase] = []
     capture: CaptureCase | None = None
+    readouts: list[ReadoutCase] = []
     n: int = 1
     salt: str | None = None
     skip_cache: bool = False
@@ -89,8 +99,8 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     @property
     def plain(self) -> bool:
-        """Whether the request is neither steered nor captured."""
-        return not self.edits and not self.globally and self.capture is None
+        """Whether the request is neither steered nor read."""
+        return not self.edits and not self.globally and self.capture is None and not self.readouts
 
     @property
     def standalone(self) -> Request:
@@ -151,6 +161,8 @@ def sampling_params(request: Request, hidden: int) -> Any:
         if request.stream and request.capture.reduce not in ("mean", "last"):
             spec["stream"] = True
         fields["capture"] = {"memory": spec}
+    if request.readouts:
+        fields["readouts"] = {f"r{i}": _readout(each, hidden) for i, each in enumerate(request.readouts)}
     return SamplingParams(
         max_tokens=request.max_tokens,
         temperature=0.0 if request.n == 1 else LOWEST_TEMPERATURE,
@@ -162,6 +174,13 @@ def sampling_params(request: Request, hidden: int) -> Any:
         output_kind=RequestOutputKind.DELTA if request.stream else RequestOutputKind.CUMULATIVE,
         **fields,
     )
+
+
+def _readout(case: ReadoutCase, hidden: int) -> dict[str, Any]:
+    site: dict[str, Any] = {"point": "post_block", "positions": case.positions}
+    if case.top_k:
+        return {"lens": {"top_k": case.top_k}, "layers": case.layers, **site}
+    return {"probe": vector(case.seed, 1.0, hidden), "layer": case.layers[0], **site}
 
 
 def module_of(edits: Sequence[EditCase], hidden: int) -> dict[str, Any]:
