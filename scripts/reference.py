@@ -285,7 +285,7 @@ def http() -> str:
         "# HTTP\n\n`/openapi.json` of a running server documents every field.\n\n## Routes\n\n"
         + table(("method", "path", "right", "purpose"), rows)
         + "\n## Rights\n\n"
-        "Rights of the keys in `--steering-keys`. Steering fields require `steer`, the field `capture` requires `capture`.\n\n"
+        "Rights of the keys in `--steering-keys`. Steering fields require `steer`; `capture`, `readouts` and `stop_on` require `capture`.\n\n"
         + table(("right", "to"), [(f"`{right}`", text) for right, text in RIGHT_DESCRIPTIONS.items()])
         + "\n## Errors of these routes\n\n"
         + table(("status", "type", "when"), answers)

@@ -41,6 +41,7 @@ from vllm_steer.spec import (
     bytes_of,
     content_digest,
 )
+from vllm_steer.spec.condition import condition_source
 from vllm_steer.spec.scalars import closest
 from vllm_steer.spec.sites import Layers
 
@@ -76,7 +77,8 @@ def compile_program(
     for number, edit in enumerate(edits):
         path = edit_paths[number] if edit_paths else "steering"
         when = tuple(
-            _compile_condition(each, edit, readouts, numbers, f"{path}.when[{i}]") for i, each in enumerate(edit.when)
+            _compile_condition(each, edit, readouts, numbers, condition_source(path, i, len(edit.when)))
+            for i, each in enumerate(edit.when)
         )
         if edit.strength != 0.0:
             compiled_edits[number] = _compile_edit(edit, vectors, when)
@@ -186,12 +188,21 @@ def _compile_readout(readout: Readout, vectors: _VectorTable) -> CompiledReadout
 
 def _find_probe(name: str, readouts: Sequence[Readout], numbers: Mapping[str, int], field: str) -> int:
     if name not in numbers:
-        similar = closest(name, numbers)
-        hint = f"; did you mean {similar}?" if similar else ""
-        raise SteeringError(f"{field}.readout", f"{name!r} is not among the request's readouts{hint}")
+        raise SteeringError(
+            f"{field}.readout", f"{name!r} is not among the request's readouts; {_use_instead(name, numbers)}"
+        )
     if readouts[numbers[name]].kind != "probe":
-        raise SteeringError(f"{field}.readout", f"{name!r} has several values per token; name a probe")
+        raise SteeringError(f"{field}.readout", f"{name!r} has several values per token; name a readout with one probe")
     return numbers[name]
+
+
+def _use_instead(name: str, numbers: Mapping[str, int]) -> str:
+    similar = closest(name, numbers)
+    if similar:
+        return f"did you mean {similar}?"
+    if numbers:
+        return f"it has {', '.join(numbers)}"
+    return 'declare it, for example readouts={"refusal": {"probe": ..., "point": ..., "layer": ...}}'
 
 
 def _compile_stop(stop: Stop, readouts: Sequence[Readout], numbers: Mapping[str, int], field: str) -> CompiledStop:
@@ -215,7 +226,8 @@ def _compile_condition(
     if kind != TOKEN and edit.tokens.to_wire() in ("all", "prompt", "last_prompt"):
         raise SteeringError(
             f"{field}.window",
-            f'"{condition.window}" decides about generated tokens only, not tokens="{edit.tokens.to_wire()}"',
+            f'"{condition.window}" decides about generated tokens only, not tokens="{edit.tokens.to_wire()}"; '
+            'use tokens="generated", or the window "token"',
         )
     return CompiledCondition(
         index,

@@ -37,7 +37,7 @@ NO_PROJECTION = -1
 """``projection`` of a capture whose rows are sent unprojected."""
 
 _FIELD = "extra_args.steer"
-_NOT_A_PROGRAM = "not a compiled program; use steering_vectors or steering instead"
+_NOT_A_PROGRAM = "is reserved for compiled programs; set steering_vectors, steering, capture or readouts instead"
 _SHARED_SOURCES = (MODULES_FIELD, GLOBAL_SOURCE, SERVER_WIDE_SOURCE)
 _INCONSISTENT = "the parts of the program do not fit together; compile it with this version of vllm-steer"
 
@@ -364,7 +364,11 @@ def _decode(data: bytes) -> Program:
     except msgspec.MsgspecError as error:
         raise SteeringError(_FIELD, f"not a compiled program ({error})") from None
     if program.version != WIRE_VERSION:
-        raise SteeringError(_FIELD, f"has wire version {program.version}; this engine reads version {WIRE_VERSION}")
+        raise SteeringError(
+            _FIELD,
+            f"was compiled by another version of vllm-steer (format {program.version}; the engine reads "
+            f"{WIRE_VERSION}); install one version for front end and engine",
+        )
     program._verify_structure()
     return program
 

@@ -167,6 +167,8 @@ def _read_edit(item: object, path: str) -> Edit:
     missing = [name for name in _REQUIRED_KEYS if name not in item]
     if missing:
         raise SteeringError(f"{path}.{missing[0]}", f"is missing; an edit needs {', '.join(_REQUIRED_KEYS)}")
+    if item.get("tokens", "all") is None:
+        raise SteeringError(f"{path}.tokens", "must not be null; omit it for the default")
     try:
         return Edit(**item)
     except SteeringError as error:
