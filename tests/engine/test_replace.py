@@ -29,8 +29,8 @@ Rows = Callable[[torch.Tensor], torch.Tensor]
 @pytest.fixture(scope="module")
 def llm(tiny_llama: Path) -> Iterator[Any]:
     engine = make_llm(
-        tiny_llama, steering_config={"points": list(OPTIONAL_POINTS)}, max_num_batched_tokens=64, max_num_seqs=32, block_size=32,
-        enable_prefix_caching=True,
+        tiny_llama, steering_config={"points": list(OPTIONAL_POINTS)}, max_num_batched_tokens=64, max_num_seqs=32,
+        block_size=32, enable_prefix_caching=True,
     )  # fmt: skip
     yield engine
     close(engine)
