@@ -120,7 +120,9 @@ def make_manager() -> WorkerSteeringManager:
 def make_scheduler() -> Any:
     made: Any = object.__new__(SteeringStubScheduler)
     config = SteeringConfig()
-    made.steering_allocator = TableAllocator(config.max_rows, config.max_instructions, config.max_vectors)
+    made.steering_allocator = TableAllocator(
+        config.max_rows, config.max_instructions, config.max_vectors, config.max_matrix_rows
+    )
     made.steering_admission = AdmissionController(
         made.steering_allocator, (config.capture_mib << 20) // (2 * HIDDEN), 600
     )

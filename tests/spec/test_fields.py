@@ -270,7 +270,6 @@ class TestSteering:
             ({"vector": [1.0, True]}, "vector[1]"),
             ({"vector": {}}, "vector"),
             ({"strength": None}, "strength"),
-            ({"tokens": None}, "tokens"),
             ({"tokens": [0, [1, 1]]}, "tokens[1]"),
             ({"tokens": [0, [1, "2"]]}, "tokens[1][1]"),
             ({"low": 0}, "low"),

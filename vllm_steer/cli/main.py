@@ -52,6 +52,9 @@ def doctor(
     max_instructions: Annotated[
         int | None, typer.Option(help="Same as --steering-max-instructions of the server.")
     ] = None,
+    max_matrix_rows: Annotated[
+        int | None, typer.Option(help="Same as --steering-max-matrix-rows of the server.")
+    ] = None,
     max_segments: Annotated[int | None, typer.Option(help="Same as --steering-max-segments of the server.")] = None,
     capture_rows: Annotated[int | None, typer.Option(help="Same as --steering-capture-rows of the server.")] = None,
     capture_mib: Annotated[int | None, typer.Option(help="Same as --steering-capture-mib of the server.")] = None,
@@ -67,6 +70,7 @@ def doctor(
         "max_rows": max_rows,
         "max_vectors": max_vectors,
         "max_instructions": max_instructions,
+        "max_matrix_rows": max_matrix_rows,
         "max_segments": max_segments,
         "capture_rows": capture_rows,
         "capture_mib": capture_mib,

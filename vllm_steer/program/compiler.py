@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.points import POINT_NAMES
@@ -42,6 +43,7 @@ from vllm_steer.spec import (
     content_digest,
 )
 from vllm_steer.spec.condition import condition_source
+from vllm_steer.spec.matrix import orthonormal_basis
 from vllm_steer.spec.scalars import closest
 from vllm_steer.spec.sites import Layers
 
@@ -71,7 +73,7 @@ def compile_program(
         SteeringError: directions differ in width from other vectors of the request, or a condition names a readout that
             does not exist, is not a probe or is computed behind the edit.
     """
-    vectors = _VectorTable(len(edits[0].vector) if edits else 0)
+    vectors = _VectorTable(edits[0].width if edits else 0)
     numbers = {readout.name: number for number, readout in enumerate(readouts)}
     compiled_edits: dict[int, CompiledEdit] = {}
     for number, edit in enumerate(edits):
@@ -120,10 +122,19 @@ class _VectorTable:
     def __init__(self, width: int) -> None:
         self.width = width
         self.entries: dict[bytes, tuple[int, bytes]] = {}
+        self.digests: list[bytes] = []
 
     def add(self, digest: bytes, data: bytes) -> int:
         """Return the index of a vector; add it if it is new."""
-        return self.entries.setdefault(digest, (len(self.entries), data))[0]
+        index, _ = self.entries.setdefault(digest, (len(self.digests), data))
+        if index == len(self.digests):
+            self.digests.append(digest)
+        return index
+
+    def add_rows(self, rows: npt.NDArray[np.float32]) -> tuple[int, ...]:
+        """Return the indices of the rows of a matrix."""
+        little = np.ascontiguousarray(rows, "<f4")
+        return tuple(self.add(content_digest(data), data) for data in (row.tobytes() for row in little))
 
     def add_directions(self, projection: Projection, path: str) -> tuple[int, ...]:
         """Return the indices of a projection's directions; raise SteeringError for ``path`` if their width differs."""
@@ -143,13 +154,23 @@ def _compile_edit(edit: Edit, vectors: _VectorTable, when: tuple[CompiledConditi
     if KINDS[edit.kind].needs_direction:
         wide = vector.astype(np.float64)
         vector = np.ascontiguousarray(wide / np.linalg.norm(wide), dtype="<f4")
-    data = bytes_of(vector)
-    digest = content_digest(data)
+    rows: tuple[int, ...] = ()
+    basis: tuple[int, ...] = ()
+    coordinates = b""
+    if edit.subspace is not None:
+        orthonormal = orthonormal_basis(edit.subspace)
+        basis = vectors.add_rows(orthonormal.astype(np.float32))
+        coordinates = _coordinates(vector.astype(np.float64) @ orthonormal.T)
+    elif edit.num_rows is not None:
+        rows = vectors.add_rows(vector)
+    else:
+        data = bytes_of(vector)
+        rows = (vectors.add(content_digest(data), data),)
     compiled = CompiledEdit(
         code=CODES[edit.kind],
         point=POINT_NAMES.index(edit.point),
         layers=_compile_layers(edit.layers),
-        vector=vectors.add(digest, data),
+        vector=(basis or rows)[0],
         strength=float(edit.strength),
         low=-UNBOUNDED if edit.low is None else float(edit.low),
         high=UNBOUNDED if edit.high is None else float(edit.high),
@@ -157,8 +178,17 @@ def _compile_edit(edit: Edit, vectors: _VectorTable, when: tuple[CompiledConditi
         digest=b"",
         when=when,
         live=edit.live or "",
+        num_rows=edit.num_rows or 0,
+        rows=() if edit.num_rows is None else rows,
+        basis=basis,
+        coordinates=coordinates,
     )
-    return compiled.with_strength(compiled.strength, digest)
+    return compiled.with_strength(compiled.strength, vectors.digests)
+
+
+def _coordinates(values: npt.NDArray[np.float64]) -> bytes:
+    """Return coordinates ``[n, k]`` or ``[k]`` in a basis as float32 bytes, by direction, then by position."""
+    return np.ascontiguousarray(np.atleast_2d(values).T, "<f4").tobytes()
 
 
 def _compile_bound(bound: Bound) -> CompiledBound:

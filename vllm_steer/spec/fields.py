@@ -76,11 +76,11 @@ def collect_edits(edits: Iterable[tuple[str, Edit]]) -> list[tuple[str, Edit]]:
     for path, edit in edits:
         if len(collected) == MAX_EDITS:
             raise SteeringError(path, f"exceeds the limit of {MAX_EDITS} edits in one request")
-        if collected and edit.vector.size != collected[0][1].vector.size:
+        if collected and edit.width != collected[0][1].width:
             first, other = collected[0]
             raise SteeringError(
                 path,
-                f"has a vector of width {edit.vector.size}, but {first} has width {other.vector.size}; "
+                f"has a vector of width {edit.width}, but {first} has width {other.width}; "
                 "all vectors have the model's hidden size",
             )
         collected.append((path, edit))
