@@ -34,6 +34,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("registry",),
     ("frontend",),
     ("llm", "async_llm"),
+    ("patching",),
     ("compat",),
     ("server",),
     ("client",),
