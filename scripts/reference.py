@@ -31,7 +31,7 @@ from vllm_steer.server.auth.rights import RIGHT_DESCRIPTIONS
 from vllm_steer.server.flags import POLICY, POLICY_HELP
 from vllm_steer.server.http.error_response import ERRORS
 from vllm_steer.server.http.schemas import ANSWER_FIELDS, REQUEST_FIELDS
-from vllm_steer.server.routes import capabilities, captures
+from vllm_steer.server.routes import capabilities, captures, live
 from vllm_steer.server.routes.base import SteeringRoute
 from vllm_steer.server.routes.modules import make_router
 from vllm_steer.site_names import FOREIGN_NAMES, ForeignName
@@ -271,7 +271,12 @@ def cache() -> str:
 
 
 def http() -> str:
-    routers = make_router(None, 0), captures.make_router(None), capabilities.make_router(None)
+    routers = (
+        make_router(None, 0),
+        live.make_router(None, None),
+        captures.make_router(None),
+        capabilities.make_router(None),
+    )
     routes = [route for router in routers for route in router.routes if isinstance(route, SteeringRoute)]
     rows = [(f"`{' '.join(sorted(r.methods))}`", f"`{r.path}`", f"`{r.right.value}`", r.summary or "") for r in routes]
     answers = [

@@ -27,6 +27,8 @@ from vllm_steer.server.auth.key_file import edit_keys
 from vllm_steer.server.auth.key_file_watcher import KeyFileWatcher
 from vllm_steer.server.auth.keys import Key, generate_key
 from vllm_steer.server.auth.rights import Right
+from vllm_steer.server.http.running_requests import RunningRequest, RunningRequests
+from vllm_steer.server.routes import live
 from vllm_steer.server.routes.modules import add_module_routes, make_router
 from vllm_steer.spec import pack_vector
 
@@ -45,6 +47,42 @@ CHANGES: dict[tuple[str, str], list[dict[str, Any]]] = {
     ("POST", "/v1/steering/clear"): [{}],
 }
 """Valid bodies for every route that changes state."""
+
+
+class ConfirmingEngine:
+    """Engine with one running sample, which confirms every change of its live strength."""
+
+    def __init__(self) -> None:
+        readouts = SimpleNamespace(live_names=("calm",))
+        self.vllm_config = SimpleNamespace(
+            parallel_config=SimpleNamespace(data_parallel_size=1),
+            model_config=SimpleNamespace(served_model_name="tiny"),
+        )
+        state = SimpleNamespace(_steering_capture=SimpleNamespace(readouts=readouts))
+        self.output_processor = SimpleNamespace(request_states={"sample": state})
+
+    async def collective_rpc(self, method: str, args: Any) -> list[list[int]]:
+        return [[7]]
+
+
+async def test_records_live_strengths(steering: SteeringRegistry, lines: list[str]) -> None:
+    """Catches an unrecorded change of live strengths, and one that the engine has not confirmed in the log."""
+    running, entry = RunningRequests(), RunningRequest(b"")
+    running.add_sample(entry, "cmpl-one-0", "sample")
+    app = FastAPI()
+    app.include_router(live.make_router(running, ConfirmingEngine()))
+    transport = httpx.ASGITransport(app=with_key(app, None), client=("192.0.2.7", 4711))
+    async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+        lines.clear()
+        for body, status in (({"calm": "x"}, 400), ({"calm": 0.5}, 200)):
+            assert (await client.post("/v1/steering/requests/one", json=body)).status_code == status
+        assert (await client.post("/v1/steering/requests/two", json={"calm": 0.5})).status_code == 404
+    (line,) = lines
+    record = json.loads(line)
+    assert list(record) == list(audit.FIELDS)
+    assert (record["event"], record["name"], record["strengths"]) == ("live", "one", {"calm": 0.5})
+
+
 EVENTS = {"modules": "register", "{name}": "delete", "set": "set", "clear": "clear"}
 
 REFUSED: list[tuple[str, str, dict[str, Any]]] = [

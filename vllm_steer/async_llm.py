@@ -20,7 +20,7 @@ from vllm_steer.frontend.context import (
     set_consumers,
     set_registry,
 )
-from vllm_steer.frontend.live import SET_STRENGTH_RPC, check_strengths, first_position
+from vllm_steer.frontend.live import samples_of, set_strength
 from vllm_steer.registry.registry import SteeringRegistry
 from vllm_steer.registry.schema import Deleted, GlobalSteering, ModuleInfo, ModuleList
 from vllm_steer.spec.references import Reference
@@ -104,8 +104,7 @@ class AsyncLLM(VllmAsyncLLM):  # type: ignore[misc]
         Raises:
             SteeringError: The request is not running, has no such live strength, or a strength is not finite.
         """
-        ids, checked = check_strengths(self.output_processor, request_id, strengths)
-        return first_position(await self.collective_rpc(SET_STRENGTH_RPC, args=(ids, checked)))
+        return await set_strength(self, request_id, samples_of(self.output_processor, request_id), strengths)
 
     def keep_modules(self, folder: str | Path | None = None, modules: Mapping[str, str | Path] | None = None) -> None:
         """Set where modules are stored. Deprecated: use the arguments of :meth:`from_engine_args`.

@@ -15,9 +15,10 @@ import msgspec
 
 from vllm_steer._version import __version__
 from vllm_steer.errors import SteeringError
-from vllm_steer.limits import ENGINE_LIMITS
+from vllm_steer.limits import ENGINE_LIMITS, MAX_SAES
 from vllm_steer.points import OPTIONAL_POINTS, POINTS_FLAG
 from vllm_steer.spec.arguments import describe_arguments
+from vllm_steer.spec.references import read_name
 from vllm_steer.spec.scalars import did_you_mean, read_choice, shown
 
 WORKER_CLS = "vllm_steer.engine.worker.SteeringWorker"
@@ -141,7 +142,11 @@ class SteeringConfig(msgspec.Struct, metaclass=_ConfigMeta, frozen=True, forbid_
     points: tuple[str, ...] = ()
     """Additional hook points: ``attn_out``, ``mlp_in``, ``mlp_out``."""
 
+    saes: dict[str, str] = {}
+    """Folders of sparse autoencoders by the names that readouts use; see ``--steering-sae``."""
+
     def __post_init__(self) -> None:
+        self._check_saes()
         for limit in ENGINE_LIMITS.values():
             value: object = getattr(self, limit.name)
             if not isinstance(value, int) or isinstance(value, bool) or not limit.low <= value <= limit.high:
@@ -168,6 +173,15 @@ class SteeringConfig(msgspec.Struct, metaclass=_ConfigMeta, frozen=True, forbid_
                 )
             # In a fixed order, so that equal choices compare equal.
             msgspec.structs.force_setattr(self, choice.name, tuple(name for name in choice.choices if name in given))
+
+    def _check_saes(self) -> None:
+        field = "steering_config.saes"
+        if not isinstance(self.saes, dict) or len(self.saes) > MAX_SAES:
+            raise SteeringError(field, f"must be {{name: folder}} with at most {MAX_SAES}, not {shown(self.saes)}")
+        for name, folder in self.saes.items():
+            if not isinstance(folder, str):
+                raise SteeringError(f"{field}.{read_name(name, field)}", f"must be a path, not {shown(folder)}")
+            read_name(name, field)
 
     @classmethod
     def parse(cls, value: SteeringConfig | dict[str, Any] | None) -> SteeringConfig:

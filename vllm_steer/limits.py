@@ -152,7 +152,8 @@ ENGINE_LIMITS: Mapping[str, EngineLimit] = MappingProxyType(
                 32,
                 4,
                 1024,
-                "numbers that one token records: one per probe or direction of its readouts, one per edit with `when`, "
+                "numbers that one token records: one per probe or direction of its readouts, 2 x `top_k` per layer of "
+                "`lens` and `sae`, one per edit with `when`, "
                 "one per name in `live`, and one for stops; each takes 4 bytes for each token of a step",
             ),
             EngineLimit(
@@ -356,6 +357,10 @@ MAX_READOUTS = 256
 MAX_CONDITIONS = 16
 MAX_STOPS = 16
 MAX_STOP_TOKENS = 1024
+MAX_STRENGTHS_BYTES = 65536
+MAX_TOP_K = 64
+MAX_SAES = 64
+MAX_SAE_FEATURES = 1 << 22
 
 FORMAT_LIMITS: tuple[FormatLimit, ...] = (
     FormatLimit("edits", MAX_EDITS, "edits in the fields of one request"),
@@ -379,4 +384,8 @@ FORMAT_LIMITS: tuple[FormatLimit, ...] = (
     FormatLimit("conditions", MAX_CONDITIONS, "conditions in `when` of one edit"),
     FormatLimit("stops", MAX_STOPS, "conditions in `stop_on`"),
     FormatLimit("stop tokens", MAX_STOP_TOKENS, "`tokens` of a condition in `stop_on`"),
+    FormatLimit("top k", MAX_TOP_K, "`top_k` of a readout `lens` or `sae`"),
+    FormatLimit("autoencoders", MAX_SAES, "sparse autoencoders of an engine"),
+    FormatLimit("features", MAX_SAE_FEATURES, "features of a sparse autoencoder"),
+    FormatLimit("strengths", MAX_STRENGTHS_BYTES, "bytes of a change of live strengths over HTTP"),
 )

@@ -14,7 +14,7 @@ from vllm_steer.capture.consumers import read_consumers
 from vllm_steer.config import SteeringConfig, engine_kwargs
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import NOT_ENABLED, RegistryOptions, engine_context, set_consumers, set_registry
-from vllm_steer.frontend.live import SET_STRENGTH_RPC, check_strengths, first_position
+from vllm_steer.frontend.live import SET_STRENGTH_RPC, check_strengths, first_position, samples_of
 from vllm_steer.metrics.reader import read_metrics
 from vllm_steer.params import has_steering
 from vllm_steer.registry.registry import SteeringRegistry
@@ -109,8 +109,9 @@ class LLM(VllmLLM):  # type: ignore[misc]
         Raises:
             SteeringError: The request is not running, has no such live strength, or a strength is not finite.
         """
-        ids, checked = check_strengths(self.llm_engine.output_processor, request_id, strengths)
-        return first_position(self.llm_engine.collective_rpc(SET_STRENGTH_RPC, args=(ids, checked)))
+        engine = self.llm_engine
+        ids, checked = check_strengths(engine, request_id, samples_of(engine.output_processor, request_id), strengths)
+        return first_position(engine, request_id, ids, engine.collective_rpc(SET_STRENGTH_RPC, args=(ids, checked)))
 
     def get_metrics(self) -> list[Metric]:
         """Return vLLM's metrics and vllm-steer's, whose names begin with ``vllm_steer:``.

@@ -15,7 +15,7 @@ from vllm_steer.compat.sources import installed_source, installed_version
 FILES = sources()
 ATTRIBUTES = {seam.path.rpartition(".")[2] for seam in SEAMS if seam.kind is not Kind.IMPORT}
 QUOTED = {name for seam in SEAMS for name in re.findall(r"`(\w+)`", seam.why)}
-OF_OTHERS = {"_fields", "_register_fake", "_replace", "_vllm_steer"}
+OF_OTHERS = {"_fields", "_modules", "_register_fake", "_replace", "_vllm_steer"}
 """Attributes of ast, torch, dataclasses and of ours that vLLM does not define."""
 
 BASES = (

@@ -47,14 +47,16 @@ def test_capture_guide_runs() -> None:
 
 @pytest.mark.slow
 def test_readouts_guide_runs() -> None:
-    """Catches an example that no longer runs, a gate that never opens, and a stop without effect."""
+    """Catches an example that no longer runs, a gate that never opens, a stop or a live strength without effect."""
+    lens = "list(looked.readouts['lens'].token_ids.shape)"
+    live = "live.live['calm'].tolist() == [float(p < position) for p in live.positions.tolist()] and position > 4"
     gates = "float(trace.gates.max())"
     values = "len(output.token_ids) - len(scores.values), output.readouts['topics'].values.shape[1]"
     shown = run_python(
         offline_blocks("docs/guides/readouts.md"),
-        f"[{gates}, {values}, stopped.finish_reason, stopped.stop_reason[:16]]",
+        f"[{gates}, {values}, stopped.finish_reason, stopped.stop_reason[:16], {live}, {lens}]",
     )
-    assert shown == [1.0, 1, 2, "stop", "readout refusal "]
+    assert shown == [1.0, 1, 2, "stop", "readout refusal ", True, [3, 2, 3]]
 
 
 def test_capture_guide_bodies_are_accepted(tmp_path: Path) -> None:

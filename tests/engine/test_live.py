@@ -80,3 +80,22 @@ def test_refused(llm: Any, request_id: str, strengths: dict[str, float], field: 
     assert refused.value.field == field
     while engine.has_unfinished_requests():
         engine.step()
+
+
+def test_worker_reports_preempted_and_ended_requests(llm: Any) -> None:
+    """Catches a change that is confirmed for an ended request, or from position 0 for a preempted one."""
+    engine = llm.llm_engine
+    engine.add_request("two", prompt(1, 2, 3), params(8, steering=[add(live="calm")]))
+    for _ in range(3):
+        engine.step()
+    (sample,) = engine.output_processor.external_req_ids["two"]
+    before = llm.set_strength("two", calm=0.5)
+    assert before > 3
+    assert llm.reset_prefix_cache(reset_running_requests=True)
+    assert llm.set_strength("two", calm=0.5) >= before
+    while engine.has_unfinished_requests():
+        engine.step()
+    engine.add_request("three", prompt(1, 2, 3), params(1))
+    while engine.has_unfinished_requests():
+        engine.step()
+    assert llm.collective_rpc("steering_set_strength", args=([sample], {"calm": 1.0})) == [[-1]]

@@ -131,12 +131,15 @@ def test_client_streams_a_probe_of_a_module(url: str) -> None:
         client.delete("safety")
 
 
-def test_client_example_of_the_guide(url: str) -> None:
-    """Catches an example of the client that no longer runs."""
-    (block,) = client_blocks("docs/guides/readouts.md")
-    before = Block("python", f"weights = {W.tolist()}", 1)
-    asked = replace(block, code=block.code.replace("http://localhost:8000", url))
-    assert run_python([before, asked], "set(piece.readouts) <= {'refusal'}") is True
+def test_client_examples_of_the_guide(url: str) -> None:
+    """Catches an example of the client that no longer runs, and a live strength that cannot be set."""
+    before = Block("python", f"weights = vector = {W.tolist()}", 1)
+    # Enough tokens for the stream to run on while the client changes the strength.
+    asked = [
+        replace(block, code=block.code.replace("http://localhost:8000", url).replace("max_tokens=64", "max_tokens=200"))
+        for block in client_blocks("docs/guides/readouts.md")
+    ]
+    assert run_python([before, *asked], "[set(piece.readouts) <= {'refusal'}, len(first.id) > 0]") == [True, True]
 
 
 def test_plain_streams_are_unchanged(client: httpx.Client) -> None:

@@ -45,7 +45,7 @@ def test_names_of_probes() -> None:
         ([PROBE], "readouts"),
         ({"a b": PROBE}, "readouts"),
         ({"a": 3}, "readouts.a"),
-        ({"a": {**PROBE, "layers": [3]}}, "readouts.a"),
+        ({"a": {**PROBE, "layers": [3]}}, "readouts.a.layers"),
         ({"a": {**PROBE, "projections": [[1.0, 2.0]]}}, "readouts.a"),
         ({"a": {"point": "post_block", "layer": 3}}, "readouts.a"),
         ({"a": {"probe": [1.0], "point": "post_block"}}, "readouts.a.layer"),

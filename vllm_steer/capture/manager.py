@@ -60,7 +60,7 @@ class CaptureManager:
                 capture.
         """
         self._capabilities = capabilities
-        self._model = model
+        self.model_name = model
         self._consumers: dict[str, Consumer] = {}
         self._threads: dict[str, ThreadPoolExecutor] = {}
         self._meters: dict[str, ConsumerMetrics] = {}
@@ -177,7 +177,7 @@ class CaptureManager:
             unreached = assembler.unreached(spec, len(prompt), len(prompt) + len(output))
             captured = CapturedRequest(
                 **about,
-                model=self._model,
+                model=self.model_name,
                 spec=spec,
                 sites=sites,
                 status="partial" if problem else "ok",

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from vllm_steer.capture.row_assembler import RowAssembler
 from vllm_steer.capture.step_rows import IntArray
 from vllm_steer.program import Program
-from vllm_steer.program.dynamic import STOP_REASON_PREFIX
+from vllm_steer.program.dynamic import LENS, STOP_REASON_PREFIX, CompiledReadout
 from vllm_steer.spec.selector import Interval
 
 FloatArray = npt.NDArray[np.float32]
@@ -28,7 +28,20 @@ class Readouts:
     The last sampled token is never forwarded, so it has no value.
     """
     values: FloatArray
-    """float32 ``[n]`` for a probe, ``[n, k]`` for projections."""
+    """float32 ``[n]`` for a probe, ``[n, k]`` for projections and ``sae``, ``[n, layers, k]`` for ``lens``."""
+    indices: npt.NDArray[np.int32] | None = None
+    """int32 in the shape of ``values``, largest value first: features of ``sae`` (-1 if fewer than k are active), or
+    tokens of ``lens``; None for other readouts."""
+
+    @property
+    def token_ids(self) -> npt.NDArray[np.int32] | None:
+        """Token ids of ``lens``; equal to `indices`."""
+        return self.indices
+
+    @property
+    def logprobs(self) -> FloatArray:
+        """Log-probabilities of ``lens``; equal to `values`."""
+        return self.values
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +56,8 @@ class SteeringTrace:
     0 at tokens that the edit does not cover."""
     live: Mapping[str, FloatArray]
     """float32 ``[n]`` by name: the live strength in force."""
+    num_covered: int = 0
+    """Number of tokens that the gated edits cover, summed over the edits."""
 
 
 class ReadoutStream:
@@ -95,10 +110,12 @@ class ReadoutStream:
                 or [np.empty((0,), np.float32)],
                 axis=1,
             )
+            covered = 0
             for place, number in enumerate(layout.gates):
-                intervals = self.program.edits[number].selector.intervals(prompt_len)
-                gates[~_inside(positions[start:], intervals), place] = 0.0
-            trace = SteeringTrace(positions[start:], gates, live)
+                inside = _inside(positions[start:], self.program.edits[number].selector.intervals(prompt_len))
+                gates[~inside, place] = 0.0
+                covered += int(inside.sum())
+            trace = SteeringTrace(positions[start:], gates, live, covered)
         return self._readouts(positions, records, prompt_len), trace
 
     def _readouts(self, positions: IntArray, records: FloatArray, prompt_len: int) -> dict[str, Readouts]:
@@ -106,8 +123,19 @@ class ReadoutStream:
         for readout, column in zip(self.program.readouts, self.program.layout.readouts, strict=True):
             wanted = _inside(positions, readout.selector.intervals(prompt_len))
             values = _columns(records, column, readout.width)[wanted]
-            found[readout.name] = Readouts(positions[wanted], values[:, 0] if readout.scalar else values)
+            found[readout.name] = _values(readout, positions[wanted], values)
         return found
+
+
+def _values(readout: CompiledReadout, positions: IntArray, columns: FloatArray) -> Readouts:
+    """Return the values of a readout from its columns."""
+    if not readout.head:
+        return Readouts(positions, columns[:, 0] if readout.scalar else columns)
+    shape = (len(positions), *((len(readout.layers),) if readout.head == LENS else ()), readout.top_k)
+    both = columns.reshape(len(positions), len(readout.layers), 2, readout.top_k)
+    return Readouts(
+        positions, both[:, :, 1].reshape(shape).copy(), both[:, :, 0].reshape(shape).astype(np.int32)
+    )  # fmt: skip
 
 
 def merge_readouts(
@@ -118,10 +146,16 @@ def merge_readouts(
         return first or second
     return {
         name: Readouts(
-            np.concatenate((first[name].positions, each.positions)), np.concatenate((first[name].values, each.values))
+            np.concatenate((first[name].positions, each.positions)),
+            np.concatenate((first[name].values, each.values)),
+            _joined(first[name].indices, each.indices),
         )
         for name, each in second.items()
     }
+
+
+def _joined(first: npt.NDArray[np.int32] | None, second: npt.NDArray[np.int32] | None) -> npt.NDArray[np.int32] | None:
+    return None if first is None or second is None else np.concatenate((first, second))
 
 
 def _columns(records: FloatArray, column: int, width: int) -> FloatArray:

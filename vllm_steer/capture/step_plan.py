@@ -138,11 +138,13 @@ def make_row_streams(
     for span, program in enumerate(programs):
         for row_format in () if program is None else program.row_formats:
             by_format.setdefault(row_format.projection, []).append((span, row_format))
+    # Heads of readouts use rows that do not leave.
+    several = any(program is not None and program.heads for program in programs)
     return tuple(
         RowStream(
             RowIndex(tuple(request_ids[span] for span, _ in found), tuple(each.codes for _, each in found), projection),
             np.array([span for span, _ in found], dtype=np.int64),
-            None if len(by_format) == 1 else _arena_rows(found, _rows_per_token(programs), count),
+            _arena_rows(found, _rows_per_token(programs), count) if several or len(by_format) > 1 else None,
         )
         for projection, found in by_format.items()
     )

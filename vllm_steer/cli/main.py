@@ -58,6 +58,9 @@ def doctor(
     max_segments: Annotated[int | None, typer.Option(help="Same as --steering-max-segments of the server.")] = None,
     capture_rows: Annotated[int | None, typer.Option(help="Same as --steering-capture-rows of the server.")] = None,
     capture_mib: Annotated[int | None, typer.Option(help="Same as --steering-capture-mib of the server.")] = None,
+    sae: Annotated[
+        list[str] | None, typer.Option(help="Same as --steering-sae of the server.", metavar="NAME=FOLDER")
+    ] = None,
     max_num_batched_tokens: Annotated[
         int | None, typer.Option(help="Same as --max-num-batched-tokens of the server.")
     ] = None,
@@ -76,7 +79,8 @@ def doctor(
         "capture_mib": capture_mib,
     }
     batch = {"max_num_batched_tokens": max_num_batched_tokens, "max_num_seqs": max_num_seqs}
-    settings = {"allow_unproven": allow_unproven, "points": points.split(",") if points else []}
+    saes = {name: folder for name, _, folder in (text.partition("=") for text in sae or ())}
+    settings = {"saes": saes, "allow_unproven": allow_unproven, "points": points.split(",") if points else []}
     run(
         model,
         {**settings, **_given(limits)},

@@ -17,7 +17,7 @@ from vllm_steer.client.endpoints import Endpoint
 from vllm_steer.client.events import aiter_events
 from vllm_steer.client.responses import CaptureAnswer, Completion, Piece, Rows, parse_error, parse_piece
 from vllm_steer.client.retry import Retry
-from vllm_steer.registry.schema import Deleted, GlobalSteering, ModuleInfo, ModuleList
+from vllm_steer.registry.schema import Deleted, GlobalSteering, LiveStrengths, ModuleInfo, ModuleList
 
 T = TypeVar("T")
 
@@ -94,6 +94,10 @@ class AsyncClient:
         async with aclosing(await self._send(endpoint, stream=True)) as response:
             async for event in aiter_events(response.aiter_bytes()):
                 yield parse_piece(event)
+
+    async def set_strength(self, request_id: str, **strengths: float) -> LiveStrengths:
+        """Set live strengths of a running request; ``request_id`` is the ``id`` of its response or pieces."""
+        return await self._request(endpoints.set_strength(request_id, strengths))
 
     async def fetch(self, capture: CaptureAnswer | str) -> dict[tuple[str, int], Rows]:
         """Return the rows of a capture that were too large for the response, by point and layer."""

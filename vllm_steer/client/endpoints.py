@@ -14,7 +14,7 @@ import httpx
 from vllm_steer.client.encoding import to_json
 from vllm_steer.client.responses import CaptureAnswer, Completion, Rows, parse_completion, read_capture_file
 from vllm_steer.errors import SteeringError
-from vllm_steer.registry.schema import Deleted, GlobalSteering, ModuleInfo, ModuleList
+from vllm_steer.registry.schema import Deleted, GlobalSteering, LiveStrengths, ModuleInfo, ModuleList
 
 T = TypeVar("T")
 _ROOT = "/v1/steering"
@@ -75,6 +75,14 @@ def clear_steering() -> Endpoint[GlobalSteering]:
 
 def get_steering(data: bool) -> Endpoint[GlobalSteering]:
     return Endpoint("GET", f"{_ROOT}/set", _parse_steering, params=_data_param(data))
+
+
+def set_strength(request_id: str, strengths: Mapping[str, float]) -> Endpoint[LiveStrengths]:
+    parse: Callable[[httpx.Response], LiveStrengths] = lambda response: LiveStrengths.model_validate_json(  # noqa: E731
+        response.content
+    )
+    path = f"{_ROOT}/requests/{quote(request_id, safe='')}"
+    return Endpoint("POST", path, parse, json=to_json(dict(strengths), "strengths"))
 
 
 def served_model() -> Endpoint[str]:

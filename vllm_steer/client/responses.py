@@ -100,7 +100,10 @@ class ReadoutValues:
     positions: npt.NDArray[np.int64]
     """int64 ``[n]``, ascending: positions in the prompt and the generated tokens together, from 0."""
     values: npt.NDArray[np.float32]
-    """float32 ``[n]`` for a probe, ``[n, k]`` for projections; NaN for numbers that are not finite."""
+    """float32 ``[n]`` for a probe, ``[n, k]`` for projections and ``sae``, ``[n, layers, k]`` for ``lens``; NaN for
+    numbers that are not finite."""
+    indices: npt.NDArray[np.int32] | None = None
+    """int32 in the shape of ``values``: features of ``sae``, token ids of ``lens``; None for other readouts."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,6 +182,8 @@ class Piece:
     """Values of the tokens since the last piece, without readouts that have no new value."""
     trace: Trace | None = None
     """Trace of a request with gated or live edits, on its last piece."""
+    id: str = ""
+    """Id of the response, for `Client.set_strength`."""
 
     @property
     def steering_applied(self) -> SteeringApplied | None:
@@ -224,7 +229,7 @@ def parse_piece(event: Mapping[str, Any]) -> Piece:
         raise ServerError(int(error.get("code") or 500), str(error.get("message")), error.get("param"))
     choice: Mapping[str, Any] = next((each for each in event.get("choices", ()) if each.get("index", 0) == 0), {})
     text = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
-    return Piece(text, _parse_applied(event), _parse_readouts(choice), _parse_trace(choice))
+    return Piece(text, _parse_applied(event), _parse_readouts(choice), _parse_trace(choice), str(event.get("id") or ""))
 
 
 def read_capture_file(data: bytes) -> dict[tuple[str, int], Rows]:
@@ -258,10 +263,15 @@ def _parse_capture(report: Mapping[str, Any]) -> CaptureAnswer:
 
 
 def _parse_readouts(choice: Mapping[str, Any]) -> dict[str, ReadoutValues]:
-    return {
-        name: ReadoutValues(np.array(each["positions"], np.int64), np.array(each["values"], np.float32))
-        for name, each in (choice.get("readouts") or {}).items()
-    }
+    return {name: _parse_values(each) for name, each in (choice.get("readouts") or {}).items()}
+
+
+def _parse_values(readout: Mapping[str, Any]) -> ReadoutValues:
+    values = np.array(readout.get("values", readout.get("logprobs")), np.float32)
+    indices = readout.get("indices", readout.get("token_ids"))
+    return ReadoutValues(
+        np.array(readout["positions"], np.int64), values, None if indices is None else np.array(indices, np.int32)
+    )
 
 
 def _parse_trace(choice: Mapping[str, Any]) -> Trace | None:

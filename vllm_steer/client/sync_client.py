@@ -17,7 +17,7 @@ from vllm_steer.client.endpoints import Endpoint
 from vllm_steer.client.events import iter_events
 from vllm_steer.client.responses import CaptureAnswer, Completion, Piece, Rows, parse_error, parse_piece
 from vllm_steer.client.retry import Retry
-from vllm_steer.registry.schema import Deleted, GlobalSteering, ModuleInfo, ModuleList
+from vllm_steer.registry.schema import Deleted, GlobalSteering, LiveStrengths, ModuleInfo, ModuleList
 
 T = TypeVar("T")
 
@@ -107,6 +107,10 @@ class Client:
         with closing(self._send(endpoint, stream=True)) as response:
             for event in iter_events(response.iter_bytes()):
                 yield parse_piece(event)
+
+    def set_strength(self, request_id: str, **strengths: float) -> LiveStrengths:
+        """Set live strengths of a running request; ``request_id`` is the ``id`` of its response or pieces."""
+        return self._request(endpoints.set_strength(request_id, strengths))
 
     def fetch(self, capture: CaptureAnswer | str) -> dict[tuple[str, int], Rows]:
         """Return the rows of a capture that were too large for the response, by point and layer."""

@@ -12,9 +12,9 @@ from vllm_steer.config import SteeringConfig
 from vllm_steer.engine.report import merge_facts
 from vllm_steer.errors import SteeringError
 from vllm_steer.limits import ENGINE_LIMITS
-from vllm_steer.points import POINT_NAMES, POINTS, PointName, how_to_switch_on
+from vllm_steer.points import POINT_NAMES, POINTS, PointName, how_to_switch_on, points_on
 from vllm_steer.program import Program, Resolved, resolve
-from vllm_steer.program.dynamic import CompiledReadout
+from vllm_steer.program.dynamic import LENS, SAE_PREFIX, CompiledReadout
 from vllm_steer.program.instructions import KIND_OF
 from vllm_steer.program.program import CompiledCapture, CompiledEdit
 from vllm_steer.spec.sites import OF_THE_MODEL
@@ -131,20 +131,42 @@ class Capabilities:
             raise SteeringError(source, "named probes are supported in requests only")
         if self.no_readouts is not None:
             raise SteeringError(source, self.no_readouts)
-        if readout.layer >= self.num_layers:
-            raise SteeringError(
-                f"{source}.layer",
-                f"layer {readout.layer} does not exist; this model has layers 0 to {self.num_layers - 1}",
-            )
-        reason = self.unread.get(point, {}).get(readout.layer)
-        if reason is not None:
-            raise SteeringError(source, f"cannot be read at {point} of layer {readout.layer}: {reason}")
+        for layer in readout.layers or (readout.layer,):
+            if layer >= self.num_layers:
+                raise SteeringError(
+                    f"{source}.layer", f"layer {layer} does not exist; this model has layers 0 to {self.num_layers - 1}"
+                )
+            reason = self.unread.get(point, {}).get(layer)
+            if reason is not None:
+                raise SteeringError(source, f"cannot be read at {point} of layer {layer}: {reason}")
+        if readout.head:
+            self._check_head(readout, source)
         self._check_enabled(point, source)
         last = readout.selector.max_position
         if last >= self.max_model_len:
             raise SteeringError(
                 f"{source}.positions", f"position {last} is beyond this engine's max_model_len of {self.max_model_len}"
             )
+
+    def _check_head(self, readout: CompiledReadout, source: str) -> None:
+        """Raise :class:`SteeringError` unless the engine has a readout's head."""
+        heads: Mapping[str, int] = self.facts.get("heads", {})
+        if self.drafts:
+            raise SteeringError(source, "lens and sae are not supported with speculative decoding; disable it")
+        if readout.head == LENS:
+            if (reason := self.facts.get("no_lens", "it was not reported")) is not None:
+                raise SteeringError(f"{source}.lens", f"is not supported by this engine: {reason}")
+            if POINTS[POINT_NAMES[readout.point]].optional:
+                raise SteeringError(f"{source}.point", f"lens reads the stream; use {', '.join(points_on(()))}")
+        elif readout.head not in heads:
+            known = sorted(name.removeprefix(SAE_PREFIX) for name in heads if name.startswith(SAE_PREFIX))
+            raise SteeringError(
+                f"{source}.sae",
+                f"no autoencoder is called {readout.head.removeprefix(SAE_PREFIX)!r}; this engine has: "
+                f"{', '.join(known) or 'none (--steering-sae NAME=FOLDER)'}",
+            )
+        if readout.top_k > heads[readout.head]:
+            raise SteeringError(f"{source}.top_k", f"is {readout.top_k}, but there are {heads[readout.head]} outputs")
 
     def _check_dynamic(self, program: Program) -> None:
         needed = (

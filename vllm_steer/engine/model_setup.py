@@ -24,9 +24,14 @@ from vllm_steer.engine.worker_manager import WorkerSteeringManager
 from vllm_steer.errors import SteeringError
 from vllm_steer.log import steering_logger
 from vllm_steer.models.discovery import Decoder, find_decoder
+from vllm_steer.models.final_norm import find_final_norm
 from vllm_steer.models.install import install_taps
+from vllm_steer.models.sae import encoder_shape, read_encoder
 from vllm_steer.points import POINTS_FLAG, points_on
+from vllm_steer.program.dynamic import LENS, SAE_PREFIX
+from vllm_steer.taps.heads import Head, LensHead
 from vllm_steer.taps.ops import device_ops
+from vllm_steer.taps.sparse_encoder import SparseEncoderHead
 from vllm_steer.taps.tables import Tables
 from vllm_steer.taps.tap import CONTEXT_KEY
 
@@ -90,12 +95,16 @@ def set_up_steering(
         # A GPU engine that could be faster, or a setting without effect.
         log = logger.warning if config.plain_code or problem is None else logger.info
         log("Steps without edits and captures run the model with its taps: %s.", untapped)
+    heads, no_lens = _heads(model, decoder, vllm_config)
+    heads.update(_autoencoders(config, model_config.get_hidden_size(), device))
     manager = WorkerSteeringManager(
         decoder,
         ProgramStore(tables, config, decoder.num_layers, decoder.layer_range),
         CUDAGraphSetManager(tables, config.graph_sets, len(points), decoder.layer_range, untapped),
         device_ops(tables, model_config.dtype),
         _facts(model, decoder, model_config),
+        heads=heads,
+        no_lens=no_lens,
         captures=get_tensor_model_parallel_rank() == 0,
         speculative=vllm_config.speculative_config is not None,
         compare_plain_code=problem is None,
@@ -109,6 +118,36 @@ def set_up_steering(
         1000 * (time.perf_counter() - started),
     )
     return manager
+
+
+def _heads(model: Any, decoder: Decoder, vllm_config: Any) -> tuple[dict[str, Head], str | None]:
+    """Return the heads of readouts by the names that programs use, and why there is no lens."""
+    if vllm_config.lora_config is not None:
+        # vLLM's logits of an engine with LoRA depend on the rows that it samples from.
+        return {}, "the engine serves LoRA adapters"
+    norm = find_final_norm(model, decoder)
+    if norm is None or not hasattr(model, "compute_logits"):
+        return {}, f"the final norm or the unembedding of {type(model).__name__} is not known"
+    return {LENS: LensHead(norm, model.compute_logits, vllm_config.model_config.get_vocab_size())}, None
+
+
+def _autoencoders(config: SteeringConfig, hidden_size: int, device: torch.device) -> dict[str, Head]:
+    """Return the autoencoders by the names that programs use, on the rank that returns readouts.
+
+    Raises:
+        SteeringError: An autoencoder cannot be read or has another width.
+    """
+    heads: dict[str, Head] = {}
+    for name, folder in config.saes.items():
+        field = f"steering_config.saes.{name}"
+        width, features = encoder_shape(folder, field)
+        if width != hidden_size:
+            raise SteeringError(field, f"has width {width}, but this model's hidden size is {hidden_size}")
+        if get_tensor_model_parallel_rank() == 0:
+            head = SparseEncoderHead(read_encoder(folder, field), device)
+            heads[SAE_PREFIX + name] = head
+            logger.info("Autoencoder %s: %d features, %.1f MiB", name, features, head.num_bytes / 2**20)
+    return heads
 
 
 def _log_restrictions(decoder: Decoder, config: SteeringConfig) -> None:

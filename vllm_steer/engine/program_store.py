@@ -38,7 +38,9 @@ from vllm_steer.taps.dynamic import initial_state, state_after
 from vllm_steer.taps.tables import OPEN_END, Tables
 
 _MAX_STRENGTHS = 4096
-"""Requests whose live strengths are kept."""
+"""Requests whose live strengths are kept, and ended requests that are remembered."""
+_ENDED = -1
+"""Position of a request that has ended."""
 
 
 @dataclass
@@ -115,11 +117,13 @@ class ProgramStore:
         self._running: dict[str, _Running] = {}
         self._placed: dict[int, _PlacedSegments] = {}
         self._directions: dict[bytes, _Directions] = {}
-        self._capturing = 0
+        self._capturing = self._with_heads = 0
         # Dynamic parts of running requests, by request id.
         self._dynamic: dict[str, Dynamic] = {}
         # Live strengths that have been set, by request id; they outlast a preemption.
         self._strengths: dict[str, dict[str, float]] = {}
+        # Next positions of requests with live strengths that have no slot: preempted ones, and ENDED.
+        self._paused: dict[str, int] = {}
         # Largest record, in columns, most conditions, and whether any request has state, over running requests.
         self.record_width = self.num_conditions = 0
         self.has_state = False
@@ -188,6 +192,11 @@ class ProgramStore:
         """Number of running requests that capture."""
         return self._capturing
 
+    @property
+    def num_with_heads(self) -> int:
+        """Number of running requests with readouts that a head computes."""
+        return self._with_heads
+
     def resolved_of(self, request_id: str) -> Resolved:
         """Return the resolved program of a request that has a request slot."""
         return self._running[request_id].segments.resolved
@@ -213,6 +222,7 @@ class ProgramStore:
         self._segment_row.put(request_slot, placed.rows)
         self._running[request_id] = _Running(request_slot, placed)
         self._capturing += resolved.max_captures > 0
+        self._with_heads += resolved.has_heads
         self.changes += 1
         self.active_ranges.set(request_slot, *resolved.active_range)
         self.captured_ranges.set(request_slot, *resolved.captured_range)
@@ -224,6 +234,7 @@ class ProgramStore:
     def _add_dynamic(self, request_id: str, slot: int, dynamic: Dynamic) -> None:
         """Write the conditions and the initial state of a request that has records."""
         self._dynamic[request_id] = dynamic
+        self._paused.pop(request_id, None)
         self.record_ranges.set(slot, dynamic.record_start, dynamic.record_stop)
         self._put_initial(request_id, slot, dynamic)
         self.next_step[slot] = 0
@@ -247,8 +258,10 @@ class ProgramStore:
         """Set live strengths of a request from its next step on.
 
         Returns:
-            The position of the first token of the request's next step; 0 if it has had none.
+            The position of the first token of the request's next step, 0 if it has had none; -1 if it has ended.
         """
+        if self._paused.get(request_id) == _ENDED:
+            return _ENDED
         kept = self._strengths.setdefault(request_id, {})
         kept.update(strengths)
         while len(self._strengths) > _MAX_STRENGTHS:
@@ -256,16 +269,18 @@ class ProgramStore:
             del self._strengths[next(iter(self._strengths))]
         slot, dynamic = self.slot_of(request_id), self._dynamic.get(request_id)
         if slot is None or dynamic is None:
-            return 0
+            # A preempted request computes its earlier tokens again with the strengths that they had.
+            return self._paused.get(request_id, 0)
         self._put_initial(request_id, slot, dynamic)
         self.changes += 1
         return int(self.next_step[slot])
 
     def forget_strengths(self, request_ids: Iterable[str]) -> None:
         """Forget the live strengths of requests that have ended."""
-        if self._strengths:
-            for request_id in request_ids:
-                self._strengths.pop(request_id, None)
+        for request_id in request_ids:
+            self._strengths.pop(request_id, None)
+            if request_id in self._paused:
+                self._paused[request_id] = _ENDED
 
     def _put_initial(self, request_id: str, slot: int, dynamic: Dynamic) -> None:
         initial = np.ones(self.tables.initial.shape[1], dtype=np.float32)
@@ -302,13 +317,18 @@ class ProgramStore:
         if running is None:
             return None
         placed = running.segments
-        if self._dynamic.pop(request_id, None) is not None:
+        if (dynamic := self._dynamic.pop(request_id, None)) is not None:
+            if dynamic.layout.live:
+                self._paused[request_id] = int(self.next_step[running.request_slot])
+                if len(self._paused) > _MAX_STRENGTHS:
+                    del self._paused[next(iter(self._paused))]
             # Plain requests may get the slot, or share it.
             self._condition.put(running.request_slot, self._no_conditions)
             self.replays.pop(request_id, None)
             self.record_ranges.clear(running.request_slot)
             self._measure_records()
         self._capturing -= placed.resolved.max_captures > 0
+        self._with_heads -= placed.resolved.has_heads
         placed.users -= 1
         if not placed.users:
             self._release(placed.resolved)

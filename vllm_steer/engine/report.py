@@ -124,6 +124,7 @@ def merge_facts(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "recipes": list(recipes.values()),
         "unproven": sorted({reason for rank in ranks for reason in rank.get("unproven", [])}),
         "self_checks": [rank["self_check"] for rank in ranks if "self_check" in rank],
+        "no_lens": next((rank["no_lens"] for rank in ranks if rank.get("no_lens")), None),
         "no_plain_code": next((rank["no_plain_code"] for rank in ranks if rank.get("no_plain_code")), None),
     }
 

@@ -35,6 +35,8 @@ from vllm_steer.models.self_check_plan import (
     plain_requests,
     served_sites,
 )
+from vllm_steer.program.dynamic import LENS
+from vllm_steer.taps.heads import LensHead
 
 # vLLM configures handlers and levels only for loggers below "vllm".
 logger = init_logger(f"vllm.{__name__}")
@@ -59,6 +61,7 @@ def self_check(worker: Any) -> dict[str, Any]:
     reason = _skip_reason(worker, config)
     if config is None or reason is not None:
         logger.warning("Skipped the self-check of the taps on %s: %s.", model, reason)
+        steering.no_lens = f"the self-check, which proves the final norm, was skipped: {reason}"
         return {"ran": False, "reason": reason}
     started = time.perf_counter()
     try:
@@ -138,9 +141,37 @@ def _check(runner: SelfCheckRunner, steering: WorkerSteeringManager, config: Ste
             verdict = check_hops(hops, targets, base, donor, epsilon)
             if steering.compare_plain_code:
                 _compare_untapped(runner, sites[-1:], epsilon)
+            steering.no_lens = _check_lens(runner, steering, epsilon)
         finally:
             runner.finish()
     return {"hops": verdict.hops, "conclusive": verdict.conclusive, "sites": len(sites)}
+
+
+def _check_lens(runner: SelfCheckRunner, steering: WorkerSteeringManager, epsilon: float) -> str | None:
+    """Compare the final norm of the last layer's rows with the model's final hidden states; return why lens is refused.
+
+    All ranks run the step.
+    """
+    rows, hidden = runner.run_to_norm(("post_block", steering.decoder.num_layers - 1))
+    head = steering.heads.heads.get(LENS)
+    if head is None:
+        return steering.no_lens
+    if not isinstance(head, LensHead) or rows is None or hidden is None:
+        return "this rank does not have the final norm"
+    arena = steering.tables.arena
+    stream = torch.from_numpy(rows).to(arena.device, arena.dtype)
+    try:
+        with torch.inference_mode():
+            normed = head.norm(stream).double().cpu().numpy()
+            logits = head.outputs(stream)
+    except Exception as failure:  # the methods belong to the model, which may give them other arguments
+        return f"the final norm or the unembedding cannot be run on rows: {type(failure).__name__}"
+    if logits is not None and logits.shape != (len(rows), head.num_outputs):
+        return f"the model has {logits.shape[-1]} logits, and not one for each of {head.num_outputs} tokens"
+    error, length = (np.linalg.norm(each, axis=-1) for each in (normed - hidden, hidden))
+    if (error <= max(16 * epsilon, 1e-3) * length).all():
+        return None
+    return "the final norm of the last layer's output differs from the model's final hidden states"
 
 
 def _compare_untapped(runner: SelfCheckRunner, captured: Sequence[Site], epsilon: float) -> None:

@@ -82,6 +82,14 @@ class SelfCheckRunner:
         self._step([request], lambda: found.append(self._hidden_states()))
         return found[0]
 
+    def run_to_norm(self, site: Site) -> tuple[Rows | None, Rows | None]:
+        """Run one request and return its rows at a site and its final hidden states; None if this rank lacks them."""
+        found: list[Rows | None] = []
+        ((_, rows),) = self._step(
+            [CheckRequest(captures=(site,), donor=False)], lambda: found.append(self._hidden_states())
+        )
+        return rows.get(site), found[0]
+
     def finish(self) -> None:
         """Remove the last step's requests from the runner."""
         output = SchedulerOutput.make_empty()

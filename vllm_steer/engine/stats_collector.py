@@ -50,7 +50,8 @@ class EngineStatsCollector:
         worker = stats_of(model_output)
         if worker is not None:
             self._staging_bytes = worker.staging_bytes
-        steps = [step for step in rows_of(model_output) if step.index.projection != RECORDS]
+        sent = rows_of(model_output)
+        steps = [step for step in sent if step.index.projection != RECORDS]
         stats = EngineStats(
             usage=self._changed_usage(),
             staging_bytes=self._staging_bytes,
@@ -58,6 +59,7 @@ class EngineStatsCollector:
             given_up=self.given_up,
             captured_rows=sum(step.rows.shape[0] for step in steps),
             captured_bytes=sum(step.rows.nbytes for step in steps),
+            recorded_tokens=sum(step.rows.shape[0] for step in sent if step.index.projection == RECORDS),
             scheduler_seconds=seconds,
             worker_seconds=None if worker is None else worker.seconds,
         )

@@ -63,7 +63,7 @@ class SteeringWorker(_platform_worker()):  # type: ignore[misc]
         if self.device.type == "cuda":
             # vLLM counts only the weights as memory in use before profiling, and would give the tables' memory to the
             # KV cache.
-            self.model_runner.model_memory_usage += self.model_runner.steering.tables.num_bytes
+            self.model_runner.model_memory_usage += self.model_runner.steering.num_bytes
 
     def sleep(self, level: int = 1) -> None:
         # The tables are in the memory pool of the weights, whose contents level 2 discards.

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from vllm_steer.engine.cudagraph_sets import CUDAGraphSetManager
 from vllm_steer.engine.device_to_host import DeviceToHostCopier, PendingRows
+from vllm_steer.engine.head_readouts import HeadReadouts
 from vllm_steer.engine.program_store import ProgramStore
 from vllm_steer.engine.record_copy import RecordCopy
 from vllm_steer.engine.record_keeper import replays_of
@@ -26,6 +27,7 @@ from vllm_steer.engine.step_batch import StepBatch
 from vllm_steer.metrics.worker_stats import WorkerStats
 from vllm_steer.models.discovery import Decoder
 from vllm_steer.taps.assignment import BatchLayout, clear_rows
+from vllm_steer.taps.heads import Head
 from vllm_steer.taps.ops import DeviceOps
 
 P = ParamSpec("P")
@@ -54,6 +56,8 @@ class WorkerSteeringManager:
         graph_sets: CUDA graphs of the model.
         ops: Functions for the rank's device.
         facts: What this rank serves, in builtin types.
+        heads: Heads of readouts by the names that programs use.
+        no_lens: Why readouts of the kind ``lens`` are refused, or None.
         captures: Whether this rank returns captured rows.
         speculative: Whether the engine decodes speculatively.
         compare_plain_code: Whether the self-check compares steps with and without taps; equal on all ranks.
@@ -67,6 +71,8 @@ class WorkerSteeringManager:
         ops: DeviceOps,
         facts: Mapping[str, Any],
         *,
+        heads: Mapping[str, Head],
+        no_lens: str | None,
         captures: bool,
         speculative: bool,
         compare_plain_code: bool,
@@ -79,6 +85,8 @@ class WorkerSteeringManager:
         self.self_check: dict[str, Any] = {"ran": False, "reason": "the engine is still starting"}
         copier = DeviceToHostCopier(store.tables.device, ops.products_at)
         self.capture = RowCapture(store, copier, enabled=captures, speculative=speculative)
+        self.heads = HeadReadouts(store, heads, enabled=captures)
+        self.no_lens = no_lens
         self.records = RecordCopy(store, copier, enabled=captures, speculative=speculative)
         self._recorded: BatchLayout | None = None
         # Tokens whose replay flag on the device may not be 0.
@@ -93,6 +101,11 @@ class WorkerSteeringManager:
         self._offsets_assigned = False
         self._seconds = 0.0
         self._worked = False
+
+    @property
+    def num_bytes(self) -> int:
+        """Size on the device of the tables and heads."""
+        return self.tables.num_bytes + sum(head.num_bytes for head in self.heads.heads.values())
 
     @property
     def active(self) -> bool:
@@ -131,6 +144,7 @@ class WorkerSteeringManager:
                 self._ops.assign_arena_offsets(self.tables, int(batch.count.sum()))
                 self._offsets_assigned = True
             self.capture.plan(batch, capturing)
+            self.heads.plan(batch, capturing)
 
     def _begin_records(self, batch: StepBatch, first: npt.NDArray[np.int64], stop: npt.NDArray[np.int64]) -> None:
         store = self.store
@@ -192,6 +206,7 @@ class WorkerSteeringManager:
     @_timed
     def _start_copy(self) -> None:
         self.capture.start_copy()
+        self.heads.run()
         if self._recorded is not None:
             self._ops.fold_records(self.tables, self._recorded, self.store.num_conditions)
             self._recorded = None
@@ -212,5 +227,13 @@ class WorkerSteeringManager:
     def capabilities(self) -> dict[str, Any]:
         """Return what this rank serves, in builtin types: vLLM sends it to the front end as an RPC result."""
         tables = {name: value.nbytes for name, value in self.tables.named_tensors()}
+        tables.update((name, head.num_bytes) for name, head in self.heads.heads.items() if head.num_bytes)
         no_plain_code = self.graph_sets.no_plain_code
-        return {**self._facts, "tables": tables, "self_check": self.self_check, "no_plain_code": no_plain_code}
+        return {
+            **self._facts,
+            "tables": tables,
+            "self_check": self.self_check,
+            "no_plain_code": no_plain_code,
+            "no_lens": self.no_lens,
+            "heads": {name: head.num_outputs for name, head in self.heads.heads.items()},
+        }

@@ -3,39 +3,94 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.outputs import live_names
-from vllm_steer.spec.scalars import closest, read_number
+from vllm_steer.metrics.collectors import add
+from vllm_steer.spec.scalars import closest, read_number, shown
 
 SET_STRENGTH_RPC = "steering_set_strength"
+ENDED = -1
+"""Answer of a worker for a request that has ended."""
+
+
+class UnknownRequestError(SteeringError):
+    """No running request of the caller has this id."""
+
+
+class EndedRequestError(SteeringError):
+    """The request has ended, or several running requests have this id."""
+
+
+def samples_of(output_processor: Any, request_id: str) -> list[str]:
+    """Return the engine's ids of the samples of a request, by the id that was given to the engine client."""
+    return list(output_processor.external_req_ids.get(request_id, ()))
 
 
 def check_strengths(
-    output_processor: Any, request_id: str, strengths: Mapping[str, Any]
+    engine: Any, request_id: str, samples: Sequence[str], strengths: Mapping[str, Any]
 ) -> tuple[list[str], dict[str, float]]:
-    """Return the engine's ids of a running request's samples, and the checked strengths.
+    """Return the engine's ids of a request's running samples, and the checked strengths.
+
+    Args:
+        engine: vLLM's ``LLMEngine`` or ``AsyncLLM``.
+        request_id: The client's id of the request, for messages.
+        samples: The engine's ids of the request's samples.
+        strengths: New factors by name.
 
     Raises:
-        SteeringError: The request is not running, has no such live strength, or a strength is not a finite number.
+        SteeringError: The request is not running, has no such live strength, a strength is not a finite number, or the
+            engine is data-parallel.
     """
-    ids = list(output_processor.external_req_ids.get(request_id, ()))
-    states = [output_processor.request_states[each] for each in ids if each in output_processor.request_states]
+    if engine.vllm_config.parallel_config.data_parallel_size > 1:
+        raise SteeringError(
+            "request_id", "live strengths are not supported with data parallelism; use one engine per server"
+        )
+    states = {each: state for each in samples if (state := engine.output_processor.request_states.get(each))}
+    if not states and samples:
+        raise EndedRequestError("request_id", f"{request_id[:80]!r} has ended; send a new request with other strengths")
     if not states:
-        raise SteeringError("request_id", f"{request_id[:80]!r} is not a running request")
+        raise UnknownRequestError("request_id", f"{request_id[:80]!r} is not a running request")
     if not strengths:
         raise SteeringError("strengths", "is empty; give a number for at least one name")
-    names = live_names(states[0])
+    names = live_names(next(iter(states.values())))
     for name in strengths:
         if name not in names:
             similar = closest(name, names)
             hint = f"did you mean {similar}?" if similar else f"its names are: {', '.join(names) or 'none'}"
-            raise SteeringError(str(name)[:80], f"is not a live strength of this request; {hint}")
-    return ids, {name: read_number(value, name) for name, value in strengths.items()}
+            raise SteeringError(shown(name).strip("'"), f"is not a live strength of this request; {hint}")
+    return list(states), {name: read_number(value, name) for name, value in strengths.items()}
 
 
-def first_position(answers: Sequence[Sequence[int]]) -> int:
-    """Return the position from which a change holds for every sample, from the answers of all workers."""
-    return max((position for answer in answers for position in answer), default=0)
+def first_position(engine: Any, request_id: str, samples: Iterable[str], answers: Sequence[Sequence[int]]) -> int:
+    """Return the position from which a change holds for every running sample, and count the change.
+
+    Args:
+        engine: vLLM's ``LLMEngine`` or ``AsyncLLM``.
+        request_id: The client's id of the request, for messages.
+        samples: The engine's ids of the request's samples.
+        answers: Answers of all workers, each with one position per sample.
+
+    Raises:
+        EndedRequestError: All samples ended before the change reached the engine.
+    """
+    position = max((position for answer in answers for position in answer), default=ENDED)
+    if position == ENDED or not any(each in engine.output_processor.request_states for each in samples):
+        raise EndedRequestError(
+            "request_id", f"{request_id[:80]!r} ended before the change; send a new request with another strength"
+        )
+    name = engine.vllm_config.model_config.served_model_name
+    add("live_changes", model_name=name if isinstance(name, str) else str(engine.vllm_config.model_config.model))
+    return position
+
+
+async def set_strength(engine: Any, request_id: str, samples: Sequence[str], strengths: Mapping[str, Any]) -> int:
+    """Set live strengths of the samples of a request of an ``AsyncLLM``, and return the first position that has them.
+
+    Raises:
+        SteeringError: See :func:`check_strengths` and :func:`first_position`.
+    """
+    ids, checked = check_strengths(engine, request_id, samples, strengths)
+    return first_position(engine, request_id, ids, await engine.collective_rpc(SET_STRENGTH_RPC, args=(ids, checked)))

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import FinishReason
 
@@ -26,7 +27,8 @@ from vllm_steer.capture.row_receiver import RowReceiver
 from vllm_steer.engine.admission import REFUSED
 from vllm_steer.frontend.context import capture_manager_of, context_of
 from vllm_steer.frontend.reach import record_selections, unreached_edits
-from vllm_steer.metrics.collectors import set_gauge
+from vllm_steer.metrics.collectors import add, set_gauge
+from vllm_steer.metrics.requests import count_gates
 from vllm_steer.params import APPLIED_KEY, capture_specs, program_of
 from vllm_steer.program import Program
 from vllm_steer.registry.schema import SteeringApplied
@@ -74,11 +76,11 @@ def begin_capture(output_processor: Any, request: Any) -> None:
         running = RunningCapture(manager, receiver, assembler, specs, streams, submission, readouts)
         setattr(state, _CAPTURE, running)
         if specs:
-            manager.begin(specs, _request_id(state), state.request_index, submission)
+            manager.begin(specs, state_request_id(state), state.request_index, submission)
 
 
-def _request_id(state: Any) -> str:
-    """Return the client's request id."""
+def state_request_id(state: Any) -> str:
+    """Return the id of a sample's request, as it was given to the engine client."""
     request_id: str = state.external_req_id if state.parent_req is None else state.parent_req.external_req_id
     return request_id
 
@@ -179,6 +181,8 @@ def new_readouts(
     if not finished:
         return values, None
     whole, trace = running.readouts.result(state.prompt_len, num_tokens)
+    if trace is not None:
+        count_gates(running.manager.model_name, trace.num_covered, int(np.count_nonzero(trace.gates)))
     return whole if values is None else values, trace
 
 
@@ -233,7 +237,10 @@ def finish_capture(state: Any, finish_reason: FinishReason, stop_reason: Any) ->
         return None
     if running.readouts is not None:
         # If a readout has ended the request, its last token has been forwarded.
-        setattr(state, _NUM_FORWARDED, num_forwarded(state) + running.readouts.stopped_by(stop_reason))
+        stopped = running.readouts.stopped_by(stop_reason)
+        setattr(state, _NUM_FORWARDED, num_forwarded(state) + stopped)
+        if stopped:
+            add("readout_stops", model_name=running.manager.model_name)
     if not running.specs:
         running.receiver.finish_request(state.request_id)
         return None
@@ -244,7 +251,7 @@ def finish_capture(state: Any, finish_reason: FinishReason, stop_reason: Any) ->
     results = running.manager.submit(
         running.assembler,
         running.specs,
-        request_id=_request_id(state),
+        request_id=state_request_id(state),
         sample=state.request_index,
         submission=running.submission,
         prompt_token_ids=tuple(prompt),

@@ -26,9 +26,11 @@ TABLES = ("rows", "instructions", "vectors", "matrix_rows")
 WAITING = (*TABLES, "capture", "turn")
 STEP_PARTS = ("scheduler", "worker")
 REQUESTS = ("plain", "steered", "captured", "steered_captured")
+READOUTS = ("probe", "projections", "lens", "sae")
+GATES = ("open", "closed")
 REFUSED_FIELDS = (
     "steering_vectors", "prefill_steering_vectors", "decode_steering_vectors", "steering", "steering_modules",
-    "capture", "readouts", "stop_on",
+    "capture", "readouts", "stop_on", "request_id", "strengths",
     "vllm_xargs", "authorization", "body", "content-type", "name", "module", "base", "prefill", "decode",
     "edits", "probes", "modules", "set", "replace", "steering registry", "capacity", "other",
 )  # fmt: skip
@@ -85,6 +87,14 @@ METRICS: tuple[Metric, ...] = (
         "edits", "counter", {**_MODEL, "kind": tuple(KINDS)},
         "edits of these samples, including edits of modules and global steering",
     ),
+    Metric("readouts", "counter", {**_MODEL, "kind": READOUTS}, "readouts of these samples"),
+    Metric("readout_stops", "counter", _MODEL, "samples that a condition in `stop_on` has ended"),
+    Metric(
+        "gated_tokens", "counter", {**_MODEL, "gate": GATES},
+        "generated tokens that gated edits of finished samples cover, once for each edit; `open`: the factor was not 0",
+    ),
+    Metric("recorded_tokens", "counter", _ENGINE, "tokens whose readouts, factors or live strengths were recorded"),
+    Metric("live_changes", "counter", _MODEL, "changes of live strengths of running requests"),
     Metric(
         "refused_requests", "counter", {"status": (), "field": REFUSED_FIELDS},
         "HTTP requests refused because of their steering or capture fields, by status and invalid field; `capacity`: a "

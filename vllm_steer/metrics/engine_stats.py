@@ -39,6 +39,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     given_up: int
     captured_rows: int
     captured_bytes: int
+    recorded_tokens: int
     scheduler_seconds: float
     worker_seconds: float | None
     """None if the worker neither steered nor captured in this step."""

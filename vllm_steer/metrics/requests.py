@@ -35,6 +35,15 @@ def count_request(model_name: str, sampling_params: Any) -> None:
     add("requests", model_name=model_name, kind=kind or "plain")
     for edit, number in Counter(KIND_OF[step.code] for step in program.edits).items():
         add("edits", number, model_name=model_name, kind=edit)
+    for readout, number in Counter(each.kind for each in program.readouts).items():
+        add("readouts", number, model_name=model_name, kind=readout)
+
+
+def count_gates(model_name: str, covered: int, opened: int) -> None:
+    """Count the tokens that gated edits of a finished sample covered, and those with a factor other than 0."""
+    if covered:
+        add("gated_tokens", opened, model_name=model_name, gate="open")
+        add("gated_tokens", covered - opened, model_name=model_name, gate="closed")
 
 
 def count_refusal(status: int, field: str) -> None:

@@ -18,6 +18,7 @@ _COUNTERS = {
     "given_up": "captures_given_up",
     "captured_rows": "captured_rows",
     "captured_bytes": "captured_bytes",
+    "recorded_tokens": "recorded_tokens",
 }
 """Metrics by the field of :class:`EngineStats` that they count."""
 

@@ -41,7 +41,9 @@ def _fill(facts: dict[str, Any], model: str, config: Any, engine: Mapping[str, A
 
     from vllm_steer.compat.version import CONFLICTS
     from vllm_steer.models.discovery import find_decoder
+    from vllm_steer.models.sae import encoder_bytes, encoder_shape
     from vllm_steer.points import points_on
+    from vllm_steer.program.dynamic import SAE_PREFIX
     from vllm_steer.taps.tables import table_bytes, table_shapes
 
     import_architecture(model)
@@ -78,6 +80,8 @@ def _fill(facts: dict[str, Any], model: str, config: Any, engine: Mapping[str, A
         dtype=model_config.dtype,
     )
     facts["tables"] = table_bytes(shapes)
+    for name, folder in config.saes.items():
+        facts["tables"][SAE_PREFIX + name] = encoder_bytes(encoder_shape(folder, f"steering_config.saes.{name}"))
 
 
 def import_architecture(model: str) -> None:

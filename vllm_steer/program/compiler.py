@@ -12,7 +12,9 @@ import numpy.typing as npt
 from vllm_steer.errors import SteeringError
 from vllm_steer.points import POINT_NAMES
 from vllm_steer.program.dynamic import (
+    LENS,
     OVER_CODES,
+    SAE_PREFIX,
     TOKEN,
     WINDOW_CODES,
     CompiledBound,
@@ -199,7 +201,10 @@ def _compile_readout(readout: Readout, vectors: _VectorTable) -> CompiledReadout
     directions = readout.directions
     indices: tuple[int, ...] = ()
     names: tuple[str, ...] = ()
-    if isinstance(directions, NamedProjection):
+    head = LENS if readout.kind == "lens" else SAE_PREFIX + readout.sae if readout.kind == "sae" else ""
+    if directions is None:
+        pass
+    elif isinstance(directions, NamedProjection):
         names = tuple(map(str, directions.probes))
     else:
         indices = vectors.add_directions(directions, f"readouts.{readout.name}.{readout.kind}")
@@ -213,6 +218,9 @@ def _compile_readout(readout: Readout, vectors: _VectorTable) -> CompiledReadout
         sigmoid=readout.sigmoid,
         tokens=readout.tokens.to_wire(),
         probes=names,
+        head=head,
+        top_k=readout.top_k,
+        layers=readout.layers,
     )
 
 

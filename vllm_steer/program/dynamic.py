@@ -21,6 +21,8 @@ WINDOW_CODES: dict[str, int] = {"token": TOKEN, "previous": PREVIOUS, "latch": L
 OVER_CODES: dict[str, int] = {"mean": PROMPT_MEAN, "max": PROMPT_MAX, "last": PROMPT_LAST}
 OF_PROMPT = frozenset(OVER_CODES.values())
 STOP_COLUMN = 0
+LENS, SAE_PREFIX = "lens", "sae:"
+"""Heads: functions of a row of the stream with many outputs, of which the largest are recorded."""
 
 _STOP_REASON = "readout {} is {:.6g} at position {}"
 STOP_REASON_PREFIX = _STOP_REASON.partition("{")[0]
@@ -43,6 +45,11 @@ class CompiledReadout(msgspec.Struct, frozen=True, array_like=True):
     sigmoid: bool
     tokens: Wire
     probes: tuple[str, ...] = ()
+    head: str = ""
+    """:data:`LENS`, or :data:`SAE_PREFIX` and the name of an autoencoder; empty for products with vectors."""
+    top_k: int = 0
+    """Number of the largest outputs of the head that are returned, for each of ``layers``."""
+    layers: tuple[int, ...] = ()
 
     @property
     def site_number(self) -> int:
@@ -50,9 +57,17 @@ class CompiledReadout(msgspec.Struct, frozen=True, array_like=True):
         return self.layer * len(POINT_NAMES) + self.point
 
     @property
+    def kind(self) -> str:
+        """Kind of the readout, as in metrics."""
+        return self.head.partition(":")[0] or ("probe" if self.scalar else "projections")
+
+    @property
     def width(self) -> int:
-        """Number of values per token."""
-        return len(self.vectors or self.probes)
+        """Number of columns. For each of its layers, a head has the indices of its largest outputs, then their values.
+
+        Indices are exact in float32 up to 2^24.
+        """
+        return 2 * self.top_k * len(self.layers) if self.head else len(self.vectors or self.probes)
 
     @property
     def selector(self) -> Selector:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.limits import MAX_LAYERS
+from vllm_steer.limits import MAX_LAYERS, MAX_TOP_K
 from vllm_steer.points import POINT_NAMES, PointName
 from vllm_steer.program.dynamic import (
     STOP,
@@ -353,6 +353,9 @@ class Program(msgspec.Struct, frozen=True, array_like=True, dict=True, weakref=T
             and 0 <= readout.layer < MAX_LAYERS
             and all(0 <= index < len(self.vectors) for index in readout.vectors)
             and readout.width > 0
+            and bool(readout.head) == bool(readout.top_k) == bool(readout.layers)
+            and 0 <= readout.top_k <= MAX_TOP_K
+            and all(0 <= layer < MAX_LAYERS for layer in readout.layers)
         )
 
     def _is_sound_condition(self, condition: CompiledCondition, readout: int) -> bool:

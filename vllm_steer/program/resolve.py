@@ -29,6 +29,7 @@ from vllm_steer.program.token_program import (
     UNPROJECTED,
     CaptureSite,
     Gate,
+    HeadRead,
     Read,
     RowFormat,
     TokenProgram,
@@ -48,6 +49,7 @@ class _DynamicParts(msgspec.Struct, frozen=True, array_like=True):
     reads: tuple[Read, ...]
     gates: tuple[Gate, ...]
     factors: tuple[int, ...]
+    heads: tuple[HeadRead, ...] = ()
 
 
 class _EditParts(msgspec.Struct, frozen=True, array_like=True):
@@ -105,6 +107,11 @@ class Resolved:
     def max_captures(self) -> int:
         """Largest number of rows that one token captures; 0 for a request without captures."""
         return max((segment.num_captures for segment in self.segments), default=0)
+
+    @cached_property
+    def has_heads(self) -> bool:
+        """Whether a head reads any token."""
+        return any(program.heads for program in self.token_programs)
 
     @cached_property
     def active_range(self) -> tuple[int, int]:
@@ -268,7 +275,18 @@ def _dynamic_parts(program: Program, edits: list[int], readouts: list[int]) -> _
     factors = [
         pack_columns(layout.gates.get(number, 0), layout.live.get(program.edits[number].live, 0)) for number in edits
     ]
-    return _DynamicParts(tuple(reads), tuple(gates), tuple(factors) if any(factors) else ())
+    heads = [
+        HeadRead(
+            layer * N_POINTS + readout.point,
+            layout.readouts[number] + 2 * readout.top_k * i,
+            readout.head,
+            readout.top_k,
+        )
+        for number in readouts
+        for readout in (program.readouts[number],)
+        for i, layer in enumerate(readout.layers)
+    ]
+    return _DynamicParts(tuple(reads), tuple(gates), tuple(factors) if any(factors) else (), tuple(heads))
 
 
 def _boundaries(program: Program, prompt_len: int) -> dict[int, set[int]]:
@@ -314,7 +332,9 @@ def _token_program(
         for capture in captures
         for layer in layers_of(capture, every)
     }
-    captured_sites = tuple(CaptureSite(number, before) for number, before in sorted({each[:2] for each in wanted}))
+    heads = () if dynamics is None else dynamics.heads
+    stored = {each[:2] for each in wanted} | {(head.site_number, False) for head in heads}
+    captured_sites = tuple(CaptureSite(number, before) for number, before in sorted(stored))
     names = {NO_PROJECTION: UNPROJECTED, **dict(enumerate(program.projection_digests))}
     content = [edit.digest for edit in edits.edits]
     if edits.runs:
@@ -344,7 +364,8 @@ def _token_program(
     needed_by_edits += [digest for run in edits.runs for digest in dict.fromkeys(run.vectors) if digest]
     vectors = (*needed_by_edits, *dict.fromkeys(directions))
     layers = every if stage_layers is None else stage_layers
-    reads, gates, factors = ((), (), ()) if dynamics is None else (dynamics.reads, dynamics.gates, dynamics.factors)
+    if dynamics is None:
+        dynamics = _DynamicParts((), (), ())
     return TokenProgram(
         digest,
         edits.edits,
@@ -352,11 +373,12 @@ def _token_program(
         captured_sites,
         layers,
         tuple(row_formats),
-        reads,
-        gates,
-        factors,
+        dynamics.reads,
+        dynamics.gates,
+        dynamics.factors,
         edits.steps,
         edits.runs,
+        tuple((head, index_of[CaptureSite(head.site_number, False)]) for head in heads),
     )
 
 

@@ -63,6 +63,15 @@ class Gate(msgspec.Struct, frozen=True):
     sharpness: float
 
 
+class HeadRead(msgspec.Struct, frozen=True):
+    """The largest outputs of a head on the stream at a site, recorded from a column on; see ``CompiledReadout``."""
+
+    site_number: int
+    column: int
+    head: str
+    top_k: int
+
+
 class CaptureSite(msgspec.Struct, frozen=True):
     """A row that a token captures: the stream at a site, before or after the edits of the site."""
 
@@ -113,6 +122,8 @@ class TokenProgram:
     """Steps of each edit."""
     runs: tuple[PositionRun, ...] = ()
     """Operands of edits with a matrix, from the segment's first position on."""
+    heads: tuple[tuple[HeadRead, int], ...] = ()
+    """Heads, each with the index of its row among those that the token captures."""
 
     @cached_property
     def num_instructions(self) -> int:

@@ -131,6 +131,17 @@ class GlobalSteering(_Answer):
     """Edits that apply after the modules."""
 
 
+class LiveStrengths(_Answer):
+    """Confirmation of a change of live strengths."""
+
+    id: str
+    """Id of the request, as in the path."""
+    position: int
+    """Position from which on the strengths hold, in the prompt and the generated tokens together, from 0."""
+    strengths: dict[str, float]
+    """The strengths that were set, by name."""
+
+
 class ErrorDetail(_Answer):
     """Description of an error in OpenAI's format."""
 

@@ -31,6 +31,7 @@ from vllm_steer.server.flags import (
     MULTI_CHOICE_DESTS,
     POLICY,
     REGISTRY,
+    SAE,
     SERVER_DESTS,
     SWITCH_DESTS,
     dest_of,
@@ -86,6 +87,8 @@ def _engine_settings(given: Mapping[str, Any]) -> dict[str, Any]:
     settings = {limit.name: given[dest] for dest, limit in LIMIT_DESTS.items() if dest in given}
     settings |= {switch.name: given[dest] for dest, switch in SWITCH_DESTS.items() if dest in given}
     settings |= {choice.name: given[dest] for dest, choice in MULTI_CHOICE_DESTS.items() if dest in given}
+    if dest_of(SAE) in given:
+        settings["saes"] = _named_paths(given[dest_of(SAE)], SAE)
     if dest_of(POLICY) in given:
         settings["capture_policy"] = given[dest_of(POLICY)]
     return settings
@@ -107,7 +110,7 @@ def _set_engine_arguments(args: argparse.Namespace, settings: dict[str, Any]) ->
 
 
 def _set_server_options(args: argparse.Namespace, given: Mapping[str, Any]) -> None:
-    modules = _modules(given.get(dest_of(MODULES), ()))
+    modules = _named_paths(given.get(dest_of(MODULES), ()), MODULES)
     if dest_of(REGISTRY) not in given:
         # Created by the parent process, because all API server processes share it.
         args.steering_registry = private_tempdir("vllm-steer-registry-")
@@ -145,16 +148,20 @@ def _consumers(texts: Sequence[str]) -> str:
         raise SteeringError(CONSUMERS, f"an option cannot be passed to the server's processes: {error}") from None
 
 
-def _modules(texts: Sequence[str]) -> dict[str, str]:
-    """Return absolute paths by module name. Raises ``SteeringError`` for wrong and repeated modules."""
-    modules: dict[str, str] = {}
+def _named_paths(texts: Sequence[str], flag: str) -> dict[str, str]:
+    """Return absolute paths by name: files of modules, or folders of autoencoders.
+
+    Raises:
+        SteeringError: A path does not exist, or a name is wrong or repeated.
+    """
+    paths: dict[str, str] = {}
     for text in texts:
         name, equals, path = text.partition("=")
         if not equals or not path:
-            raise SteeringError(MODULES, f"must be name=path, not {text!r}")
-        if read_name(name, MODULES) in modules:
-            raise SteeringError(MODULES, f"{name} is given twice")
-        if not Path(path).is_file():
-            raise SteeringError(MODULES, f"file not found: {path}")
-        modules[name] = str(Path(path).absolute())
-    return modules
+            raise SteeringError(flag, f"must be {'name=path' if flag == MODULES else 'name=folder'}, not {text!r}")
+        if read_name(name, flag) in paths:
+            raise SteeringError(flag, f"{name} is given twice")
+        if not (Path(path).is_file() if flag == MODULES else Path(path).is_dir()):
+            raise SteeringError(flag, f"{'file' if flag == MODULES else 'folder'} not found: {path}")
+        paths[name] = str(Path(path).absolute())
+    return paths

@@ -17,6 +17,7 @@ CONSUMERS = "--capture-consumers"
 REGISTRY = "--steering-registry"
 MODULES = "--steering-modules"
 KEYS = "--steering-keys"
+SAE = "--steering-sae"
 POLICY = "--steering-capture-policy"
 POLICY_HELP = (
     "what happens to a request whose captured rows exceed capture_mib together with those of running requests: wait "
@@ -39,7 +40,7 @@ SWITCH_DESTS: Mapping[str, Switch] = MappingProxyType({dest_of(switch.flag): swi
 MULTI_CHOICE_DESTS: Mapping[str, MultiChoice] = MappingProxyType(
     {dest_of(choice.flag): choice for choice in MULTI_CHOICES}
 )
-ENGINE_DESTS = (dest_of(POLICY), *SWITCH_DESTS, *MULTI_CHOICE_DESTS, *LIMIT_DESTS)
+ENGINE_DESTS = (dest_of(POLICY), dest_of(SAE), *SWITCH_DESTS, *MULTI_CHOICE_DESTS, *LIMIT_DESTS)
 """Flags that become settings of the engine."""
 SERVER_DESTS = (*map(dest_of, (CONSUMERS, REGISTRY, MODULES, KEYS)), *(limit.dest for limit in SERVER_LIMITS))
 """Flags that the API server uses itself."""
@@ -85,6 +86,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "A module to register at start, from a safetensors file. Repeatable.",
         action="append",
         metavar="NAME=PATH",
+    )
+    add(
+        SAE,
+        "A sparse autoencoder for readouts, from a local folder of SAELens, Gemma Scope or sparsify. Its encoder is "
+        "kept on the device in float32. Repeatable.",
+        action="append",
+        metavar="NAME=FOLDER",
     )
     add(
         KEYS,

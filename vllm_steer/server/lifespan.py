@@ -17,6 +17,7 @@ from vllm_steer.server.auth.authenticator import authenticator_of, warn_if_unpro
 from vllm_steer.server.http.openapi import add_openapi_fields
 from vllm_steer.server.routes.capabilities import add_capabilities_route
 from vllm_steer.server.routes.captures import capture_store_of
+from vllm_steer.server.routes.live import add_live_route
 from vllm_steer.server.routes.modules import add_module_routes
 
 _LAST_MESSAGES = ("lifespan.startup.failed", "lifespan.shutdown.complete", "lifespan.shutdown.failed")
@@ -59,5 +60,6 @@ async def _start(scope: Scope) -> EngineContext | None:
         capture_store_of(app).update_metrics()
         add_capabilities_route(app, engine)
         add_module_routes(app, engine.registry)
+        add_live_route(app, client)
         add_openapi_fields(app)
     return engine

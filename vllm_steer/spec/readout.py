@@ -10,23 +10,36 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.limits import MAX_LAYERS, MAX_READOUTS
+from vllm_steer.limits import MAX_LAYERS, MAX_READOUTS, MAX_TOP_K
 from vllm_steer.points import PointName
 from vllm_steer.spec.json_schema import any_of
 from vllm_steer.spec.projection import NamedProjection, Projection
 from vllm_steer.spec.references import read_name
-from vllm_steer.spec.scalars import read_number, shown
+from vllm_steer.spec.scalars import is_integer, read_number, shown
 from vllm_steer.spec.selector import POSITIONS, PositionListForm, PositionsName, Selector
 from vllm_steer.spec.sites import read_layer, read_point
 from vllm_steer.spec.vector import PackedVector, VectorForm, parse_vector
 
 READOUTS_FIELD = "readouts"
-ReadoutKind = Literal["probe", "projections"]
+ReadoutKind = Literal["probe", "projections", "lens", "sae"]
+_KINDS: tuple[ReadoutKind, ...] = ("probe", "projections", "lens", "sae")
+_PARAMETERS: Mapping[str, ReadoutKind] = {"bias": "probe", "sigmoid": "probe", "layers": "lens", "top_k": "sae"}
+"""Keys that one kind alone has."""
 _EXAMPLE = '{"refusal": {"probe": weights, "bias": 0.0, "point": "post_block", "layer": 14}}'
 
 
+LayerNumber = Annotated[int, msgspec.Meta(ge=0, lt=MAX_LAYERS)]
+TopK = Annotated[int, msgspec.Meta(ge=1, le=MAX_TOP_K)]
+
+
+class LensForm(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The likeliest tokens if the model ended at a layer: its final norm and unembedding on the stream there."""
+
+    top_k: Annotated[TopK, msgspec.Meta(description="Number of tokens.")] = 5
+
+
 class ReadoutForm(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A readout: `probe` or `projections` of the stream after the edits of one site."""
+    """A readout: one of `probe`, `projections`, `lens` and `sae`, of the stream after the edits of a site."""
 
     probe: Annotated[
         Any,
@@ -40,8 +53,22 @@ class ReadoutForm(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ] = None
     bias: Annotated[float, msgspec.Meta(description="`probe` only: added to the product.")] = 0.0
     sigmoid: Annotated[bool, msgspec.Meta(description="`probe` only: return sigmoid(x.w + bias).")] = False
+    lens: Annotated[
+        LensForm | None, msgspec.Meta(description="Token ids and log-probabilities of the likeliest tokens, by layer.")
+    ] = None
+    sae: Annotated[
+        str | None,
+        msgspec.Meta(description="Name of a sparse autoencoder of the server: its strongest features."),
+    ] = None
+    top_k: Annotated[TopK, msgspec.Meta(description="`sae` only: number of features.")] = 8
     point: PointName
-    layer: Annotated[int, msgspec.Meta(ge=0, lt=MAX_LAYERS)]
+    layer: Annotated[LayerNumber | None, msgspec.Meta(description="Required, except for a `lens` with `layers`.")] = (
+        None
+    )
+    layers: Annotated[
+        list[LayerNumber] | None,
+        msgspec.Meta(description="`lens` only: several layers."),
+    ] = None
     positions: Annotated[
         PositionsName | PositionListForm,
         msgspec.Meta(description="Tokens that are returned. Gates and stops also compute the tokens that they need."),
@@ -54,14 +81,20 @@ class Readout:
 
     name: str
     kind: ReadoutKind
-    directions: Projection | NamedProjection
-    """One direction for a probe."""
+    directions: Projection | NamedProjection | None
+    """One direction for a probe; None for `lens` and `sae`."""
     bias: float
     sigmoid: bool
     point: PointName
     layer: int
     tokens: Selector
     """Tokens whose values are returned."""
+    layers: tuple[int, ...] = ()
+    """Layers of a `lens` or `sae`, of which ``layer`` is the first."""
+    top_k: int = 0
+    """Number of tokens or features per layer; 0 for other kinds."""
+    sae: str = ""
+    """Name of the autoencoder."""
 
 
 def parse_readouts(value: object) -> tuple[Readout, ...]:
@@ -86,32 +119,70 @@ def _read(name: str, value: object) -> Readout:
         raise SteeringError(field, f"must be a dict with {', '.join(names)}, not {shown(value)}")
     unknown = [key for key in value if key not in names]
     if unknown:
-        hint = "; give one layer" if unknown[0] == "layers" else ""
-        raise SteeringError(field, f"unknown key {shown(unknown[0])}; use {', '.join(names)}{hint}")
-    kinds: list[ReadoutKind] = [each for each in ("probe", "projections") if value.get(each) is not None]
+        raise SteeringError(field, f"unknown key {shown(unknown[0])}; use {', '.join(names)}")
+    kinds = [each for each in _KINDS if value.get(each) is not None]
     if len(kinds) != 1:
-        raise SteeringError(field, "give either probe or projections, and only one of them")
+        raise SteeringError(field, f"give one of {', '.join(_KINDS[:-1])} and {_KINDS[-1]}, and only one of them")
     kind = kinds[0]
+    for key, owner in _PARAMETERS.items():
+        if value.get(key) is not None and kind != owner:
+            hint = "give one layer" if key == "layers" else "give it inside lens" if kind == "lens" else "omit it"
+            raise SteeringError(f"{field}.{key}", f"is a parameter of {owner} only; {hint}")
     for key in ("point", "layer"):
-        if key not in value:
+        if value.get(key) is None and not (key == "layer" and value.get("layers") is not None):
             raise SteeringError(f"{field}.{key}", "is missing; a readout needs point and layer")
-    if kind == "projections":
-        for key in ("bias", "sigmoid"):
-            if key in value:
-                raise SteeringError(f"{field}.{key}", "is a parameter of probe only; omit it")
     sigmoid = value.get("sigmoid", False)
     if not isinstance(sigmoid, bool):
         raise SteeringError(f"{field}.sigmoid", f"must be true or false, not {shown(sigmoid)}")
+    layers = _read_layers(value, field)
+    top_k, sae = 0, ""
+    if kind == "lens":
+        top_k = _read_lens(value["lens"], f"{field}.lens")
+    elif kind == "sae":
+        top_k = _read_top_k(value.get("top_k", 8), f"{field}.top_k")
+        sae = read_name(value["sae"], f"{field}.sae")
     return Readout(
         name,
         kind,
-        _read_directions(value[kind], kind, f"{field}.{kind}"),
+        None if top_k else _read_directions(value[kind], kind, f"{field}.{kind}"),
         read_number(value.get("bias", 0.0), f"{field}.bias"),
         sigmoid,
         read_point(value["point"], f"{field}.point"),
-        read_layer(value["layer"], f"{field}.layer"),
+        layers[0],
         Selector.parse(_position_name(value.get("positions", "all_generated")), f"{field}.positions"),
+        layers if top_k else (),
+        top_k,
+        sae,
     )
+
+
+def _read_layers(value: Mapping[str, Any], field: str) -> tuple[int, ...]:
+    if value.get("layers") is None:
+        return (read_layer(value["layer"], f"{field}.layer"),)
+    given = value["layers"]
+    if value.get("layer") is not None:
+        raise SteeringError(f"{field}.layer", "give either layer or layers")
+    if not isinstance(given, (list, tuple)) or not given:
+        raise SteeringError(f"{field}.layers", f"must be a list of layers such as [8, 16], not {shown(given)}")
+    layers = tuple(read_layer(each, f"{field}.layers[{i}]") for i, each in enumerate(given))
+    if len(set(layers)) != len(layers):
+        raise SteeringError(f"{field}.layers", "names a layer twice")
+    return layers
+
+
+def _read_lens(value: object, field: str) -> int:
+    if not isinstance(value, Mapping):
+        raise SteeringError(field, f'must be a dict such as {{"top_k": 5}}, not {shown(value)}')
+    for key in value:
+        if key != "top_k":
+            raise SteeringError(field, f"unknown key {shown(key)}; use top_k")
+    return _read_top_k(value.get("top_k", 5), f"{field}.top_k")
+
+
+def _read_top_k(value: object, field: str) -> int:
+    if not is_integer(value) or not 1 <= value <= MAX_TOP_K:
+        raise SteeringError(field, f"must be 1 to {MAX_TOP_K}, not {shown(value)}")
+    return int(value)
 
 
 def _position_name(value: Any) -> Any:

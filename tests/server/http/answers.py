@@ -72,7 +72,10 @@ async def finish_samples(
     body: Any, results: list[dict[str, Future[CaptureResult]]], prompts: int = 1, runs: int = 1
 ) -> None:
     samples = len(results) // prompts
-    states = [SimpleNamespace(request_index=i % max(samples, 1)) for i in range(len(results))]
+    states = [
+        SimpleNamespace(request_index=i % max(samples, 1), external_req_id=f"r{i}", parent_req=None)
+        for i in range(len(results))
+    ]
     for number in range(prompts):
         params = apply_to_params(body, SamplingParams(n=max(samples, 1)))
         for state in states[number * samples : (number + 1) * samples]:

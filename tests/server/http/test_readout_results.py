@@ -52,6 +52,7 @@ class Sample:
         program = program_of(params)
         assert program is not None
         self.request_id, self.request_index = f"r{index}", index
+        self.external_req_id, self.parent_req = self.request_id, None
         self.prompt_len = PROMPT
         self.output_kind = RequestOutputKind.DELTA
         self.parent_req = None
@@ -288,3 +289,16 @@ def test_choose_positions() -> None:
     assert readout_feed._choose(positions, records, ((0, 9),)) == (positions, records)
     assert readout_feed._choose(positions, records, ((4, 5), (6, 9))) == ([4, 8], [[4.0], [8.0]])
     assert readout_feed._choose(positions, records, ((9, 12),)) == ([], [])
+
+
+def test_heads_have_indices_and_values() -> None:
+    """Catches token ids as floats, layers in one list, and values beside the wrong indices."""
+    rows = [[0.0, 7.0, 3.0, -0.5, -1.5, 2.0, 9.0, -0.25, -4.0], [0.0, 1.0, 0.0, -1.0, -2.0, 5.0, 4.0, -3.0, -3.5]]
+    assert readout_feed._split(rows, 1, 8, 2, is_lens=True) == {
+        "token_ids": [[[7, 3], [2, 9]], [[1, 0], [5, 4]]],
+        "logprobs": [[[-0.5, -1.5], [-0.25, -4.0]], [[-1.0, -2.0], [-3.0, -3.5]]],
+    }
+    assert readout_feed._split([[0.0, 7.0, -1.0, 2.5, 0.0]], 1, 4, 2, is_lens=False) == {
+        "indices": [[7, -1]],
+        "values": [[2.5, 0.0]],
+    }

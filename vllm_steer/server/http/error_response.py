@@ -8,6 +8,7 @@ from http import HTTPStatus
 from starlette.responses import JSONResponse
 
 from vllm_steer.errors import SteeringError
+from vllm_steer.frontend.live import EndedRequestError, UnknownRequestError
 from vllm_steer.metrics.requests import count_refusal
 from vllm_steer.registry.directory import FIELD as REGISTRY_FIELD
 from vllm_steer.registry.errors import RegistryFullError, RegistryUnavailableError, UnknownModuleError
@@ -41,6 +42,8 @@ ERRORS: tuple[tuple[type[SteeringError], HTTPStatus, str], ...] = (
     (ForbiddenError, HTTPStatus.FORBIDDEN, "ForbiddenError"),
     (UnknownModuleError, HTTPStatus.NOT_FOUND, "NotFoundError"),
     (UnknownCaptureError, HTTPStatus.NOT_FOUND, "NotFoundError"),
+    (UnknownRequestError, HTTPStatus.NOT_FOUND, "NotFoundError"),
+    (EndedRequestError, HTTPStatus.CONFLICT, "ConflictError"),
     (BodyTooLargeError, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "RequestEntityTooLargeError"),
     (TooLargeError, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "RequestEntityTooLargeError"),
     (KeyLimitError, HTTPStatus.TOO_MANY_REQUESTS, "TooManyRequestsError"),

@@ -12,11 +12,15 @@ from typing import Any, NamedTuple
 
 from vllm_steer.capture.record_reader import Record
 from vllm_steer.frontend.outputs import num_forwarded, read_records
+from vllm_steer.metrics.requests import count_gates
 from vllm_steer.program import Program
+from vllm_steer.program.dynamic import LENS
 from vllm_steer.spec.selector import Interval
 
 READOUTS_KEY, TRACE_KEY = "readouts", "steering_trace"
 """Names of the response fields."""
+_FIELDS = {"": ("values",), "sae": ("indices", "values"), LENS: ("token_ids", "logprobs")}
+"""Fields of a readout beside ``positions``, by the kind of its head."""
 
 
 class _Readout(NamedTuple):
@@ -26,20 +30,27 @@ class _Readout(NamedTuple):
     column: int
     width: int
     scalar: bool
+    is_lens: bool
+    top_k: int
 
 
 class ReadoutFeed:
     """Readouts of one sample that the response has not carried yet. For the event loop only."""
 
-    def __init__(self, state: Any) -> None:
+    def __init__(self, state: Any, model_name: str = "") -> None:
         """Take over the records of a sample; its outputs no longer carry readouts.
 
         Args:
             state: vLLM's ``RequestState`` of a sample whose program is dynamic.
+            model_name: The model's name in metrics.
         """
+        self._model_name = model_name
         self._state = state
         program, self._reader = read_records(state)
-        self._names = [readout.name for readout in program.readouts]
+        self._empty = {
+            readout.name: dict.fromkeys(("positions", *_FIELDS[readout.head.partition(":")[0]]), ())
+            for readout in program.readouts
+        }
         self._by_tokens = _readouts_by_tokens(program, state.prompt_len)
         self._gates = [
             (column, program.edits[number].selector.intervals(state.prompt_len))
@@ -65,7 +76,10 @@ class ReadoutFeed:
             if not chosen:
                 continue
             columns = list(zip(*rows, strict=False))
-            for name, column, width, scalar in readouts:
+            for name, column, width, scalar, is_lens, top_k in readouts:
+                if top_k:
+                    found[name] = {"positions": chosen, **_split(rows, column, width, top_k, is_lens=is_lens)}
+                    continue
                 values = columns[column] if scalar else [row[column : column + width] for row in rows]
                 found[name] = {"positions": chosen, "values": values}
         return found
@@ -73,7 +87,7 @@ class ReadoutFeed:
     def take_all(self) -> dict[str, Any]:
         """Return the values of `take` for every readout of the request, in its order."""
         found = self.take()
-        return {name: found.get(name) or {"positions": [], "values": []} for name in self._names}
+        return {name: found.get(name) or dict(empty) for name, empty in self._empty.items()}
 
     def take_trace(self) -> dict[str, Any] | None:
         """Return the trace of the values taken so far, once; None for a request without gated and live edits."""
@@ -88,6 +102,10 @@ class ReadoutFeed:
             ]
             for position, record in zip(self._trace_positions, self._trace_records, strict=True)
         ]
+        inside = [
+            p for _, intervals in self._gates for p in self._trace_positions if any(a <= p < b for a, b in intervals)
+        ]
+        count_gates(self._model_name, len(inside), sum(factor != 0.0 for factors in gates for factor in factors))
         return {
             "positions": self._trace_positions,
             "gates": gates,
@@ -100,8 +118,20 @@ def _readouts_by_tokens(program: Program, prompt_len: int) -> list[tuple[tuple[I
     groups: dict[tuple[Interval, ...], list[_Readout]] = {}
     for readout, column in zip(program.readouts, program.layout.readouts, strict=True):
         intervals = tuple(readout.selector.intervals(prompt_len))
-        groups.setdefault(intervals, []).append(_Readout(readout.name, column, readout.width, readout.scalar))
+        groups.setdefault(intervals, []).append(
+            _Readout(readout.name, column, readout.width, readout.scalar, readout.head == LENS, readout.top_k)
+        )
     return list(groups.items())
+
+
+def _split(rows: list[Record], column: int, width: int, top_k: int, *, is_lens: bool) -> dict[str, Any]:
+    """Return indices and values of a head, by position, and by layer for a lens."""
+    starts = range(column, column + width, 2 * top_k)
+    indices = [[[int(number) for number in row[start : start + top_k]] for start in starts] for row in rows]
+    values = [[row[start + top_k : start + 2 * top_k] for start in starts] for row in rows]
+    if is_lens:
+        return {"token_ids": indices, "logprobs": values}
+    return {"indices": [each for (each,) in indices], "values": [each for (each,) in values]}
 
 
 def _choose(

@@ -18,11 +18,12 @@ import msgspec
 from vllm_steer.capture.results import CaptureResults
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import EngineContext
-from vllm_steer.frontend.outputs import is_dynamic, on_results
+from vllm_steer.frontend.outputs import is_dynamic, on_results, state_request_id
 from vllm_steer.frontend.reach import Unreached, as_no_effect, on_reach
 from vllm_steer.params import APPLIED_KEY, PROGRAM_KEY, PROMPT_KEY
 from vllm_steer.server.auth.current_key import NO_OWNER
 from vllm_steer.server.http.readout_feed import ReadoutFeed
+from vllm_steer.server.http.running_requests import RunningRequest, RunningRequests
 from vllm_steer.server.quota.tracker import Reservation
 
 _CHOICE = "_steering_choice"
@@ -75,6 +76,12 @@ class RequestContext:
     """Edits that each finished choice did not reach."""
     rerun_choices: set[int] = field(default_factory=set)
     """Choices for which the model ran more than once."""
+    running: RunningRequest | None = None
+    """Entry of this request in ``directory``; None until it steers."""
+    directory: RunningRequests | None = None
+    """Running requests of this process; None outside of a server."""
+    batched: bool = False
+    """Whether the route answers several conversations."""
     closed: bool = False
     """Whether the response is complete; later results are dropped."""
 
@@ -93,6 +100,8 @@ class RequestContext:
         as long as the server runs.
         """
         self.closed = True
+        if self.directory is not None and self.running is not None:
+            self.directory.remove(self.running)
         self.results.clear()
         self.readouts.clear()
         self.unreached.clear()
@@ -128,10 +137,15 @@ def track_sample(output_processor: Any, request: Any) -> None:
         state = output_processor.request_states[request.request_id]
         setattr(state, _CHOICE, (context, prompt * context.samples + state.request_index))
         on_reach(state, record_unreached)
+        if context.directory is not None and not context.closed:
+            context.running = context.running or RunningRequest(context.owner, context.batched)
+            context.directory.add_sample(context.running, state_request_id(state), request.request_id)
         if context.consumers:
             on_results(state, record_results)
         if context.dynamic and not context.closed and is_dynamic(state):
-            context.readouts[prompt * context.samples + state.request_index] = ReadoutFeed(state)
+            context.readouts[prompt * context.samples + state.request_index] = ReadoutFeed(
+                state, "" if context.engine is None else context.engine.model_name
+            )
 
 
 def record_unreached(state: Any, unreached: Unreached) -> None:

@@ -29,6 +29,7 @@ from vllm_steer.server.http.request_context import RequestContext
 from vllm_steer.server.quota.tracker import Reservation
 from vllm_steer.server.routes.base import app_path
 from vllm_steer.server.routes.captures import capture_store_of
+from vllm_steer.server.routes.live import running_requests_of
 from vllm_steer.server.settings import max_body_bytes
 from vllm_steer.spec.readout import READOUTS_FIELD
 
@@ -53,6 +54,8 @@ class RequestGuard:
             reservation=reservation, owner=current_owner(), store_bytes=reservation.store_bytes
         )
         self._app = scope["app"]
+        self.context.directory = running_requests_of(self._app)
+        self.context.batched = app_path(scope).endswith("/batch")
         self._scope, self._receive = scope, receive
         self._send = AppliedFieldWriter(self.context, send).send
         self._path = app_path(scope)

@@ -128,9 +128,24 @@ class ReadoutValuesForm(msgspec.Struct):
         any_of(list[float | None], list[list[float | None]]),
         msgspec.Meta(
             description="A number per position of a probe, or a list per position of projections. Numbers that "
-            "are not finite are null."
+            "are not finite are null. With `indices`: the largest values first."
         ),
-    ]
+    ] = msgspec.UNSET
+    indices: (
+        Annotated[list[list[int]], msgspec.Meta(description="`sae`: features by position; -1 if fewer are active.")]
+        | msgspec.UnsetType
+    ) = msgspec.UNSET
+    token_ids: (
+        Annotated[list[list[list[int]]], msgspec.Meta(description="`lens`: tokens by position and layer.")]
+        | msgspec.UnsetType
+    ) = msgspec.UNSET
+    logprobs: (
+        Annotated[
+            list[list[list[float | None]]],
+            msgspec.Meta(description="`lens`, instead of `values`: log-probabilities of the tokens."),
+        ]
+        | msgspec.UnsetType
+    ) = msgspec.UNSET
 
 
 class TraceForm(msgspec.Struct):
@@ -191,3 +206,15 @@ MODULE_BODY: Schema = _body(
     },
 )
 SET_BODY: Schema = _body(GlobalSteeringForm)
+STRENGTHS_BODY: Schema = {
+    "required": True,
+    "content": {
+        JSON: {
+            "schema": {
+                **json_schema(dict[str, float]),
+                "minProperties": 1,
+                "description": "New factors by the names in `live` of the request's edits.",
+            }
+        }
+    },
+}

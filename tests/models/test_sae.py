@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Encoders read from files of each format, against their published formulas."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save_file
+
+from vllm_steer import SteeringError
+from vllm_steer.models.sae import encoder_bytes, encoder_shape, read_encoder
+from vllm_steer.taps.heads import largest_outputs
+from vllm_steer.taps.sparse_encoder import SparseEncoderHead
+
+HIDDEN, FEATURES, ROWS, K = 6, 20, 9, 3
+RANDOM = np.random.default_rng(4)
+W, W_DEC = RANDOM.standard_normal((2, HIDDEN, FEATURES)).astype(np.float32)
+B_ENC, THRESHOLD, R_MAG, B_MAG = (RANDOM.standard_normal((4, FEATURES)) * 0.3).astype(np.float32)
+B_DEC = RANDOM.standard_normal(HIDDEN).astype(np.float32)
+X = RANDOM.standard_normal((ROWS, HIDDEN)).astype(np.float32)
+LENS_TENSORS = {"W_enc": W, "b_enc": B_ENC, "b_dec": B_DEC, "W_dec": np.ascontiguousarray(W_DEC.T)}
+relu: Callable[[Any], Any] = lambda x: np.maximum(x, 0)  # noqa: E731
+
+
+def top(acts: Any) -> Any:
+    """Return activations with all but the K largest of a row set to 0."""
+    smallest = np.sort(acts, axis=-1)[:, -K][:, None]
+    return np.where(acts >= smallest, acts, 0)
+
+
+def write(folder: Path, weights: str, tensors: dict[str, Any], config: dict[str, Any] | None = None) -> str:
+    folder.mkdir(exist_ok=True)
+    tensors = {name: np.ascontiguousarray(value) for name, value in tensors.items()}
+    if weights.endswith(".npz"):
+        np.savez_compressed(folder / weights, **tensors)
+    else:
+        save_file(tensors, folder / weights)
+        name = "config.json" if weights.startswith("params") else "cfg.json"
+        (folder / name).write_text(json.dumps(config or {}))
+    return str(folder)
+
+
+def saelens(**config: Any) -> Callable[[Path], str]:
+    tensors = dict(LENS_TENSORS)
+    if config.get("architecture") in ("jumprelu", "batchtopk"):
+        tensors["threshold"] = THRESHOLD
+    if config.get("architecture") == "gated":
+        del tensors["b_enc"]
+        tensors |= {"b_gate": B_ENC, "r_mag": R_MAG, "b_mag": B_MAG}
+    return lambda folder: write(folder, "sae_weights.safetensors", tensors, config)
+
+
+def sparsify(**config: Any) -> Callable[[Path], str]:
+    tensors = {"encoder.weight": W.T, "encoder.bias": B_ENC, "b_dec": B_DEC, "W_dec": W_DEC.T}
+    return lambda folder: write(folder, "sae.safetensors", tensors, {"k": K, "activation": "topk", **config})
+
+
+SCOPE = {"b_enc": B_ENC, "b_dec": B_DEC, "threshold": THRESHOLD}
+PRE, RAW = (X - B_DEC) @ W + B_ENC, X @ W + B_ENC
+NORMS = np.linalg.norm(W_DEC, axis=0)
+CASES: dict[str, tuple[Callable[[Path], str], Any]] = {
+    "saelens standard": (saelens(architecture="standard", apply_b_dec_to_input=False), relu(RAW)),
+    "saelens old": (saelens(activation_fn_str="relu"), relu(PRE)),
+    "saelens jumprelu": (
+        saelens(architecture="jumprelu", apply_b_dec_to_input=True), np.where(PRE > THRESHOLD, relu(PRE), 0)
+    ),
+    "saelens batchtopk": (
+        saelens(architecture="batchtopk", apply_b_dec_to_input=True), np.where(PRE > THRESHOLD, relu(PRE), 0)
+    ),
+    "saelens topk": (saelens(architecture="topk", k=K), top(relu(PRE))),
+    "saelens topk, rescaled": (
+        saelens(architecture="topk", k=K, rescale_acts_by_decoder_norm=True), top(relu(PRE * NORMS))
+    ),
+    "saelens old topk": (saelens(activation_fn_str="topk", activation_fn_kwargs={"k": K}), top(relu(PRE))),
+    "saelens gated": (
+        saelens(architecture="gated"),
+        np.where(PRE > 0, relu((X - B_DEC) @ (W * np.exp(R_MAG)) + B_MAG), 0),
+    ),
+    "gemma scope": (
+        lambda folder: write(folder, "params.npz", {"W_enc": W, "W_dec": W_DEC.T, **SCOPE}),
+        np.where(RAW > THRESHOLD, relu(RAW), 0),
+    ),
+    "gemma scope 2": (
+        lambda folder: write(
+            folder, "params.safetensors", {"w_enc": W, "w_dec": W_DEC.T, **SCOPE},
+            {"architecture": "jump_relu", "hf_hook_point_in": "a", "hf_hook_point_out": "a"},
+        ),
+        np.where(RAW > THRESHOLD, relu(RAW), 0),
+    ),
+    "sparsify": (sparsify(), top(relu(PRE))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_encoder_equals_its_formula(name: str, tmp_path: Path) -> None:
+    """Catches a transposed matrix, a forgotten or wrong bias, another activation, and inactive features with a name."""
+    make, expected = CASES[name]
+    folder = make(tmp_path / "sae")
+    assert encoder_shape(folder, "f") == (HIDDEN, FEATURES)
+    head = SparseEncoderHead(read_encoder(folder, "f"), torch.device("cpu"))
+    assert head.num_bytes <= encoder_bytes((HIDDEN, FEATURES))
+    for k in (2, 8):
+        found = largest_outputs(head, torch.from_numpy(X), k)
+        assert found is not None
+        indices, values = found[:, :k].long().numpy(), found[:, k:].numpy()
+        order = np.argsort(-expected, axis=-1)[:, :k]
+        wanted = np.take_along_axis(expected, order, -1)
+        np.testing.assert_allclose(values, wanted, atol=1e-5)
+        np.testing.assert_array_equal(indices, np.where(wanted > 0, order, -1))
+
+
+def unequal_hooks(folder: Path) -> str:
+    config = {"hf_hook_point_in": "a", "hf_hook_point_out": "b"}
+    return write(folder, "params.safetensors", {"w_enc": W, **SCOPE}, config)
+
+
+def pickled(folder: Path) -> str:
+    folder.mkdir()
+    np.savez(folder / "params.npz", W_enc=np.array([{"a": 1}], dtype=object))
+    return str(folder)
+
+
+def short_bias(folder: Path) -> str:
+    return write(folder, "sae_weights.safetensors", {**LENS_TENSORS, "b_enc": B_ENC[:-1]})
+
+
+def not_finite(folder: Path) -> str:
+    return write(folder, "sae_weights.safetensors", {**LENS_TENSORS, "b_enc": np.full(FEATURES, np.nan, np.float32)})
+
+
+def damaged(folder: Path) -> str:
+    folder.mkdir()
+    (folder / "params.npz").write_bytes(b"PK\x03\x04 no archive")
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda folder: str(folder), "has no autoencoder; expected"),
+        (saelens(normalize_activations="expected_average_only_in"), "normalize_activations"),
+        (saelens(architecture="temporal"), "architecture 'temporal'"),
+        (saelens(architecture="topk", k=0), "k must be 1 to 20"),
+        (saelens(activation_fn_str="tanh-relu"), "activation_fn"),
+        (saelens(metadata={"hook_head_index": 3}), "one attention head"),
+        (saelens(reshape_activations="hook_z"), "reshape_activations"),
+        (sparsify(transcode=True), "transcode is not supported"),
+        (sparsify(activation="groupmax"), "activation 'groupmax'"),
+        (unequal_hooks, "transcoders"),
+        (pickled, "floating-point"),
+        (damaged, "cannot be read"),
+        (short_bias, "b_enc has 19 numbers, expected 20"),
+        (not_finite, "not finite"),
+    ],
+)
+def test_refused(make: Callable[[Path], str], words: str, tmp_path: Path) -> None:
+    """Catches an encoder that would be computed by another formula, and an error that is not a SteeringError."""
+    with pytest.raises(SteeringError, match=words) as refused:
+        read_encoder(make(tmp_path / "sae"), "steering_config.saes.x")
+    assert refused.value.field == "steering_config.saes.x"

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ids of running requests, as clients know them."""
+
+from __future__ import annotations
+
+import pytest
+
+from vllm_steer.frontend.live import EndedRequestError, UnknownRequestError
+from vllm_steer.server.http.running_requests import RunningRequest, RunningRequests, client_ids
+
+ALICE, BOB = b"a", b"b"
+
+
+@pytest.mark.parametrize(
+    ("engine_id", "batched", "expected"),
+    [
+        ("cmpl-job-7-0", False, ("cmpl-job-7", "job-7")),
+        ("chatcmpl-job_7", False, ("chatcmpl-job_7", "job_7")),
+        ("chatcmpl-job_7_1", True, ("chatcmpl-job_7", "job_7")),
+        ("resp_ab_0", False, ("resp_ab",)),
+    ],
+)
+def test_client_ids(engine_id: str, batched: bool, expected: tuple[str, ...]) -> None:
+    """Catches the number of a prompt left in an id, and a part of the client's own id cut off."""
+    assert client_ids(engine_id, batched=batched) == expected
+
+
+def test_lookup_by_owner() -> None:
+    """Catches requests found by other keys, a lost sample, and an ambiguous id resolved to any of its requests."""
+    running = RunningRequests()
+    first, second, other = (RunningRequest(owner) for owner in (ALICE, ALICE, BOB))
+    for sample in ("s0", "s1"):
+        running.add_sample(first, "cmpl-one-0", sample)
+    running.add_sample(second, "chatcmpl-one", "s2")
+    running.add_sample(other, "cmpl-theirs-0", "s3")
+    assert running.samples(ALICE, "cmpl-one") == ["s0", "s1"]
+    assert running.samples(BOB, "theirs") == ["s3"]
+    with pytest.raises(UnknownRequestError):
+        running.samples(ALICE, "theirs")
+    with pytest.raises(EndedRequestError, match="2 running requests"):
+        running.samples(ALICE, "one")
+    running.remove(first)
+    assert running.samples(ALICE, "one") == ["s2"]
+    with pytest.raises(EndedRequestError, match="has ended"):
+        running.samples(ALICE, "cmpl-one")
+    with pytest.raises(UnknownRequestError):
+        running.samples(BOB, "cmpl-one")

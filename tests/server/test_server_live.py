@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Live strengths of a real server over HTTP."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from tests.server.server import HIDDEN, MODEL
+from tests.server.test_server_capture import CHAT, COMPLETIONS
+from vllm_steer import Client, ServerError
+
+PUSH = (np.random.default_rng(5).standard_normal(HIDDEN) * 4).astype(np.float32).tolist()
+STEERING = [{"kind": "add", "point": "post_block", "layers": 2, "vector": PUSH, "tokens": "generated", "live": "calm"}]
+TOKENS = 200
+BODY: dict[str, Any] = {"model": MODEL, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "stream": True}
+
+
+def stream(client: httpx.Client, path: str, headers: dict[str, str], request_id: str | None, **body: Any) -> Any:
+    """Run a stream, change the strength after its first event, and return the confirmation and the trace.
+
+    The confirmation is None if the request had ended before the change.
+    """
+    answer, trace = None, None
+    with client.stream("POST", path, json={**BODY, **body, "steering": STEERING}, headers=headers) as response:
+        assert response.status_code == 200
+        for line in response.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            event = json.loads(line[6:])
+            if answer is None:
+                answer = client.post(f"/v1/steering/requests/{request_id or event['id']}", json={"calm": -0.5})
+                assert answer.status_code in (200, 409), answer.text
+            for choice in event.get("choices", ()):
+                trace = choice.get("steering_trace", trace)
+    assert answer is not None
+    return answer.json() if answer.status_code == 200 else None, trace
+
+
+@pytest.mark.parametrize("own_id", [None, "job-7_1"])
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_change_over_http(client: httpx.Client, path: str, own_id: str | None) -> None:
+    """Catches a live strength that stays constant over HTTP, and a confirmed position that differs from the trace."""
+    asked = {"prompt": "Once"} if path == COMPLETIONS else {"messages": [{"role": "user", "content": "Once"}]}
+    headers = {} if own_id is None else {"x-request-id": own_id}
+    # On a busy machine, a stream may end before the client has read its first event.
+    confirmed, trace = next(
+        found for _ in range(10) if (found := stream(client, path, headers, own_id, **asked))[0] is not None
+    )
+    assert confirmed["strengths"] == {"calm": -0.5}
+    first = confirmed["position"]
+    strengths = dict(zip(trace["positions"], trace["live"]["calm"], strict=True))
+    assert strengths == {position: -0.5 if position >= first else 1.0 for position in strengths}
+    assert set(strengths.values()) == {1.0, -0.5}
+
+
+def test_refused_changes(url: str) -> None:
+    """Catches a change of an unknown or ended request that is confirmed, and errors without a remedy."""
+    with Client(url) as client:
+
+        def refused(strengths: dict[str, Any]) -> tuple[str, ServerError]:
+            """Send a change to a new request, read the request to its end, and return its id and the error."""
+            pieces = client.stream_chat(
+                [{"role": "user", "content": "Once"}], max_tokens=TOKENS, ignore_eos=True, steering=STEERING
+            )
+            request_id = next(pieces).id
+            with pytest.raises(ServerError) as error:
+                client.set_strength(request_id, **strengths)
+            list(pieces)
+            return request_id, error.value
+
+        for strengths, field in (({"clam": 1.0}, "clam"), ({}, "strengths"), ({"calm": True}, "calm")):
+            # On a busy machine, the request may end before the change.
+            request_id, wrong = next(found for _ in range(10) if (found := refused(strengths))[1].status != 409)
+            assert (wrong.status, wrong.param) == (400, field)
+        with pytest.raises(ServerError, match="has ended") as ended:
+            client.set_strength(request_id, calm=1.0)
+        assert ended.value.status == 409
+        with pytest.raises(ServerError, match="use the id of its response") as unknown:
+            client.set_strength("other", calm=1.0)
+        assert unknown.value.status == 404

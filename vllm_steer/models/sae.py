@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Encoders of sparse autoencoders (SAEs) from local folders.
+
+=====================  ==============================================  =========================================
+format                 files                                           encoder
+=====================  ==============================================  =========================================
+SAELens                ``cfg.json``, ``sae_weights.safetensors``       ReLU, TopK, BatchTopK and JumpReLU, gated
+Gemma Scope            ``params.npz``                                  JumpReLU on the row itself
+Gemma Scope 2          ``config.json``, ``params.safetensors``         JumpReLU on the row itself
+sparsify               ``cfg.json``, ``sae.safetensors``               TopK of ReLU, minus ``b_dec``
+=====================  ==============================================  =========================================
+
+Files are untrusted: nothing is unpickled, and sizes are checked before tensors are read. Variants whose encoder differs
+from these, such as transcoders and inputs with a learned scale, are refused.
+"""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors
+
+from vllm_steer.errors import SteeringError
+from vllm_steer.limits import MAX_SAE_FEATURES, MAX_WIDTH
+from vllm_steer.spec.scalars import is_integer, shown
+from vllm_steer.taps.sparse_encoder import FloatArray, SparseEncoder
+
+_FORMATS: Mapping[str, tuple[str, str]] = {
+    "saelens": ("sae_weights.safetensors", "cfg.json"),
+    "sparsify": ("sae.safetensors", "cfg.json"),
+    "gemma-scope-2": ("params.safetensors", "config.json"),
+    "gemma-scope": ("params.npz", ""),
+}
+"""Files of weights and of the configuration by format."""
+_MAX_CONFIG_BYTES = 1 << 20
+_HEADERS: Mapping[tuple[int, int], Callable[[Any], tuple[tuple[int, ...], bool, np.dtype[Any]]]] = {
+    (1, 0): np.lib.format.read_array_header_1_0,
+    (2, 0): np.lib.format.read_array_header_2_0,
+}
+"""Readers of the headers of arrays by the version of their format."""
+
+
+@dataclass(frozen=True)
+class _Files:
+    """Weights and configuration of an autoencoder."""
+
+    field: str
+    form: str
+    config: Mapping[str, Any]
+    shapes: Mapping[str, tuple[int, ...]]
+    read: Callable[[str], FloatArray]
+
+    def refuse(self, problem: str) -> SteeringError:
+        """Return the error for a problem with these files."""
+        return SteeringError(self.field, f"{problem} ({self.form})")
+
+    def matrix(self, name: str, *, transposed: bool = False) -> FloatArray:
+        """Return the weights ``[hidden, features]``."""
+        found = self.read(name)
+        return np.ascontiguousarray(found.T) if transposed else found
+
+    def vector(self, name: str, length: int) -> FloatArray:
+        """Return a tensor of ``length`` numbers; one number stands for equal ones."""
+        found = self.read(name).reshape(-1)
+        if len(found) == 1:
+            found = np.full(length, found[0], dtype=np.float32)
+        if len(found) != length:
+            raise self.refuse(f"{name} has {len(found)} numbers, expected {length}")
+        return found
+
+
+def encoder_shape(folder: str, field: str) -> tuple[int, int]:
+    """Return hidden size and number of features of an autoencoder, from the headers of its files.
+
+    Args:
+        folder: Folder of the autoencoder.
+        field: Path of the setting, for errors.
+
+    Raises:
+        SteeringError: The folder has no autoencoder of a known format.
+    """
+    files = _open(folder, field)
+    name, transposed = _weights_of(files)
+    shape = files.shapes.get(name, ())
+    if len(shape) != 2:
+        raise files.refuse(f"{name} is missing or is not a matrix")
+    hidden, features = shape[::-1] if transposed else shape
+    if not (0 < hidden <= MAX_WIDTH and 0 < features <= MAX_SAE_FEATURES):
+        raise files.refuse(f"has {features} features of width {hidden}; at most {MAX_SAE_FEATURES} of {MAX_WIDTH}")
+    return hidden, features
+
+
+def encoder_bytes(shape: tuple[int, int]) -> int:
+    """Return the size of an encoder on the device: its weights and up to four vectors, float32."""
+    hidden, features = shape
+    return 4 * (hidden * features + 4 * features + hidden)
+
+
+def read_encoder(folder: str, field: str) -> SparseEncoder:
+    """Return the encoder of the autoencoder in a folder.
+
+    Args:
+        folder: Folder of the autoencoder.
+        field: Path of the setting, for errors.
+
+    Raises:
+        SteeringError: A file is damaged, or the autoencoder is of a kind that is not supported.
+    """
+    hidden, features = encoder_shape(folder, field)
+    files = _open(folder, field)
+    made = {
+        "saelens": _read_saelens,
+        "sparsify": _read_sparsify,
+        "gemma-scope": _read_gemma_scope,
+        "gemma-scope-2": _read_gemma_scope,
+    }[files.form](files, hidden, features)
+    arrays = (made.weights, made.bias, made.subtracted, made.threshold, made.scale, made.magnitude_bias)
+    if not all(np.isfinite(each).all() for each in arrays if each is not None):
+        raise files.refuse("contains numbers that are not finite")
+    return made
+
+
+def _open(folder: str, field: str) -> _Files:
+    root = Path(folder)
+    for form, (weights, config) in _FORMATS.items():
+        if (root / weights).is_file() and (not config or (root / config).is_file()):
+            settings = _read_config(root / config, field) if config else {}
+            return (_open_npz if weights.endswith(".npz") else _open_safetensors)(root / weights, field, form, settings)
+    expected = "; ".join(" and ".join(filter(None, files)) for files in _FORMATS.values())
+    raise SteeringError(field, f"{folder} has no autoencoder; expected {expected}")
+
+
+def _read_config(path: Path, field: str) -> Mapping[str, Any]:
+    try:
+        if path.stat().st_size > _MAX_CONFIG_BYTES:
+            raise SteeringError(field, f"{path} is larger than {_MAX_CONFIG_BYTES} bytes")
+        config = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise SteeringError(field, f"{path} cannot be read: {str(error)[:200]}") from None
+    if not isinstance(config, dict):
+        raise SteeringError(field, f"{path} must contain a JSON object")
+    return config
+
+
+def _open_safetensors(path: Path, field: str, form: str, config: Mapping[str, Any]) -> _Files:
+    def opened() -> Any:
+        return safetensors.safe_open(str(path), framework="pt")
+
+    def read(name: str) -> FloatArray:
+        try:
+            with opened() as file:
+                array: FloatArray = file.get_tensor(name).float().numpy()
+        except (safetensors.SafetensorError, OSError) as error:
+            raise SteeringError(field, f"{name} of {path} cannot be read: {str(error)[:200]}") from None
+        return array
+
+    try:
+        with opened() as file:
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except (safetensors.SafetensorError, OSError) as error:
+        raise SteeringError(field, f"{path} cannot be read: {str(error)[:200]}") from None
+    return _Files(field, form, config, shapes, read)
+
+
+def _open_npz(path: Path, field: str, form: str, config: Mapping[str, Any]) -> _Files:
+    """Open an archive of arrays. Shapes come from the headers, so that a compressed archive cannot fill the memory."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    try:
+        with zipfile.ZipFile(path) as archive:
+            for member in archive.namelist():
+                with archive.open(member) as file:
+                    version = np.lib.format.read_magic(file)  # type: ignore[no-untyped-call]
+                    shape, _, dtype = _HEADERS[version](file)
+                if dtype.kind != "f":
+                    raise SteeringError(field, f"{member} of {path} must contain floating-point numbers, not {dtype}")
+                size, most = archive.getinfo(member).file_size, int(np.prod(shape)) * dtype.itemsize + 4096
+                if size > most:
+                    raise SteeringError(field, f"{member} of {path} is larger than its shape {shape}")
+                shapes[member.removesuffix(".npy")] = shape
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile, NotImplementedError) as error:
+        raise SteeringError(field, f"{path} cannot be read: {str(error)[:200]}") from None
+
+    def read(name: str) -> FloatArray:
+        if name not in shapes:
+            raise SteeringError(field, f"{path} has no array {name}")
+        try:
+            with zipfile.ZipFile(path) as archive, archive.open(f"{name}.npy") as file:
+                # Without pickled objects, which is the default.
+                return np.asarray(np.lib.format.read_array(file), dtype=np.float32)  # type: ignore[no-untyped-call]
+        except (OSError, ValueError, zipfile.BadZipFile) as error:
+            raise SteeringError(field, f"{name} of {path} cannot be read: {str(error)[:200]}") from None
+
+    return _Files(field, form, config, shapes, read)
+
+
+def _weights_of(files: _Files) -> tuple[str, bool]:
+    """Return the name of the encoder's weights, and whether they are ``[features, hidden]``."""
+    if files.form == "sparsify":
+        return "encoder.weight", True
+    return next((name for name in ("W_enc", "w_enc") if name in files.shapes), "W_enc"), False
+
+
+def _read_gemma_scope(files: _Files, hidden: int, features: int) -> SparseEncoder:
+    config = files.config
+    architecture = config.get("architecture", "jump_relu")
+    if architecture != "jump_relu":
+        raise files.refuse(f"architecture {shown(architecture)} is not supported; use jump_relu")
+    if config.get("affine_connection") or config.get("hf_hook_point_in") != config.get("hf_hook_point_out"):
+        raise files.refuse("transcoders are not supported; use an autoencoder of one site")
+    return SparseEncoder(
+        "jumprelu",
+        files.matrix(_weights_of(files)[0]),
+        files.vector("b_enc", features),
+        threshold=files.vector("threshold", features),
+    )
+
+
+def _read_sparsify(files: _Files, hidden: int, features: int) -> SparseEncoder:
+    config = files.config
+    for name in ("transcode", "skip_connection", "signed"):
+        if config.get(name):
+            raise files.refuse(f"{name} is not supported; use an autoencoder of one site")
+    activation = config.get("activation", "topk")
+    if activation != "topk":
+        raise files.refuse(f"activation {shown(activation)} is not supported; use topk")
+    return SparseEncoder(
+        "topk",
+        files.matrix("encoder.weight", transposed=True),
+        files.vector("encoder.bias", features),
+        subtracted=files.vector("b_dec", hidden),
+        k=_read_k(files, config.get("k"), features),
+    )
+
+
+def _read_saelens(files: _Files, hidden: int, features: int) -> SparseEncoder:
+    config = files.config
+    metadata = config.get("metadata")
+    normalization = config.get("normalize_activations", "none")
+    if normalization not in ("none", False, None):
+        raise files.refuse(f"normalize_activations {shown(normalization)} is not supported; fold it into the weights")
+    if config.get("reshape_activations", "none") not in ("none", None):
+        raise files.refuse("reshape_activations is not supported: such rows are not rows of the stream")
+    if any(isinstance(each, dict) and each.get("hook_head_index") is not None for each in (config, metadata)):
+        raise files.refuse("autoencoders of one attention head are not supported")
+    architecture = config.get("architecture", "standard")
+    function = config.get("activation_fn", config.get("activation_fn_str", "relu"))
+    if architecture == "standard" and function == "topk":
+        # Files of SAELens before version 6.
+        architecture, config = "topk", {**config, **(config.get("activation_fn_kwargs") or {})}
+    elif architecture == "standard" and function != "relu":
+        raise files.refuse(f"activation_fn {shown(function)} is not supported; use relu or topk")
+    if "threshold" in files.shapes and architecture in ("batchtopk", "topk"):
+        # BatchTopK is trained with a batch's largest activations, and served with a threshold.
+        architecture = "jumprelu" if architecture == "batchtopk" else architecture
+    weights = files.matrix("W_enc")
+    subtracted = files.vector("b_dec", hidden) if config.get("apply_b_dec_to_input", True) else None
+    if architecture == "gated":
+        return SparseEncoder(
+            "gated",
+            weights,
+            files.vector("b_gate", features),
+            subtracted,
+            scale=np.exp(files.vector("r_mag", features)),
+            magnitude_bias=files.vector("b_mag", features),
+        )
+    bias = files.vector("b_enc", features)
+    if architecture == "standard":
+        return SparseEncoder("relu", weights, bias, subtracted)
+    if architecture == "jumprelu":
+        return SparseEncoder("jumprelu", weights, bias, subtracted, threshold=files.vector("threshold", features))
+    if architecture != "topk":
+        raise files.refuse(
+            f"architecture {shown(architecture)} is not supported; use standard, topk, jumprelu or gated, or a "
+            "batchtopk with a threshold"
+        )
+    if config.get("rescale_acts_by_decoder_norm"):
+        norms = np.linalg.norm(files.matrix("W_dec"), axis=-1).astype(np.float32)
+        if norms.shape != (features,):
+            raise files.refuse("W_dec does not have a row for each feature")
+        weights, bias = weights * norms, bias * norms
+    return SparseEncoder("topk", weights, bias, subtracted, k=_read_k(files, config.get("k"), features))
+
+
+def _read_k(files: _Files, value: object, features: int) -> int:
+    if not is_integer(value) or not 1 <= value <= features:
+        raise files.refuse(f"k must be 1 to {features}, not {shown(value)}")
+    return int(value)

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Running HTTP requests with steering by the ids that clients know, for the route of live strengths.
+
+A client knows the ``id`` of a response (``cmpl-...``, ``chatcmpl-...``, ``resp_...``), and what it has sent in the
+header ``X-Request-Id`` or the field ``request_id``. vLLM derives the engine's ids of prompts and samples from these.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from vllm_steer.frontend.live import EndedRequestError, UnknownRequestError
+
+_REMEMBERED = 4096
+"""Ended requests whose ids are remembered, to tell them from unknown ones."""
+_ID = re.compile(r"(?P<response>cmpl-(?P<cmpl>.*)(?=-\d+$)|chatcmpl-(?P<chat>.*)|resp_.*(?=_\d+$)|.*)", re.DOTALL)
+_BATCH = re.compile(r"_\d+$")
+
+
+def client_ids(engine_id: str, *, batched: bool = False) -> tuple[str, ...]:
+    """Return the ids by which a client knows the request of a prompt.
+
+    Args:
+        engine_id: Id of the prompt's request, as vLLM's serving code gave it to the engine.
+        batched: Whether the route answers several conversations, to whose ids vLLM appends ``_0``, ``_1`` and so on.
+    """
+    if batched:
+        engine_id = _BATCH.sub("", engine_id)
+    found = _ID.match(engine_id)
+    if found is None:
+        return (engine_id,)
+    own = found["cmpl"] or found["chat"]
+    return (found["response"], own) if own else (found["response"],)
+
+
+@dataclass(eq=False)
+class RunningRequest:
+    """The samples of one HTTP request."""
+
+    owner: bytes
+    batched: bool = False
+    samples: list[str] = field(default_factory=list)
+    """The engine's ids."""
+    ids: set[str] = field(default_factory=set)
+
+
+class RunningRequests:
+    """Running requests of one API server process, by owner and id. For the event loop's thread only."""
+
+    def __init__(self) -> None:
+        self._running: dict[tuple[bytes, str], list[RunningRequest]] = {}
+        self._ended: OrderedDict[tuple[bytes, str], None] = OrderedDict()
+
+    def add_sample(self, request: RunningRequest, engine_id: str, sample: str) -> None:
+        """Add a sample that was given to the engine.
+
+        Args:
+            request: The sample's HTTP request.
+            engine_id: See `client_ids`.
+            sample: The engine's id of the sample.
+        """
+        request.samples.append(sample)
+        for each in client_ids(engine_id, batched=request.batched):
+            if each not in request.ids:
+                request.ids.add(each)
+                self._running.setdefault((request.owner, each), []).append(request)
+
+    def remove(self, request: RunningRequest) -> None:
+        """Remove a request that has been answered."""
+        for each in request.ids:
+            key = (request.owner, each)
+            self._running[key].remove(request)
+            if not self._running[key]:
+                del self._running[key]
+            self._ended[key] = None
+            self._ended.move_to_end(key)
+        request.ids.clear()
+        while len(self._ended) > _REMEMBERED:
+            self._ended.popitem(last=False)
+
+    def samples(self, owner: bytes, request_id: str) -> list[str]:
+        """Return the engine's ids of the samples of an owner's running request.
+
+        Raises:
+            UnknownRequestError: The owner has no such request with steering, in this process.
+            EndedRequestError: The request has ended, or several running requests have the id.
+        """
+        found = self._running.get((owner, request_id), ())
+        if len(found) > 1:
+            raise EndedRequestError(
+                "request_id", f"{len(found)} running requests have this id; use the id of the response instead"
+            )
+        if found:
+            return list(found[0].samples)
+        if (owner, request_id) in self._ended:
+            raise EndedRequestError("request_id", "the request has ended; send a new one with another strength")
+        raise UnknownRequestError(
+            "request_id",
+            "no running request with steering has this id; use the id of its response or its X-Request-Id, with the "
+            "same API key and API server process",
+        )
