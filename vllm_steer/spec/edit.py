@@ -18,7 +18,7 @@ from vllm_steer.spec.condition import Condition, ConditionForm, WhenInput, read_
 from vllm_steer.spec.references import read_name
 from vllm_steer.spec.scalars import read_choice, read_number
 from vllm_steer.spec.selector import PositionListForm, Selector, SelectorName, TokensInput
-from vllm_steer.spec.sites import Layers, LayersForm, LayersInput, read_layers, read_point
+from vllm_steer.spec.sites import Layers, LayersForm, LayersInput, PointForm, read_layers_of, read_site
 from vllm_steer.spec.vector import Vector, VectorForm, VectorInput, pack_vector, parse_vector
 
 KindName = Literal["add", "add_normed", "ablate", "clamp"]
@@ -89,10 +89,19 @@ class EditForm(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         ),
     ]
     point: Annotated[
-        PointName, msgspec.Meta(description=f"Hook point; {', '.join(OPTIONAL_POINTS)} need {POINTS_FLAG}.")
+        PointForm,
+        msgspec.Meta(
+            description=f"Hook point; {', '.join(OPTIONAL_POINTS)} need {POINTS_FLAG}. Names of other libraries are "
+            "accepted (docs/reference/points.md)."
+        ),
     ]
-    layers: LayersForm
     vector: VectorForm
+    layers: Annotated[
+        LayersForm | None,
+        msgspec.Meta(
+            description='One layer, a list of layers, or "all". Omit it if the name of the point has a layer.'
+        ),
+    ] = None
     strength: Annotated[float, msgspec.Meta(description="Multiplies the edit.")] = 1.0
     tokens: Annotated[
         SelectorName | PositionListForm | None,
@@ -160,8 +169,8 @@ class Edit:
         self,
         *,
         kind: KindName,
-        point: PointName,
-        layers: LayersInput,
+        point: PointName | str,
+        layers: "LayersInput | None" = None,
         vector: VectorInput,
         strength: float = 1.0,
         tokens: "TokensInput | None" = None,
@@ -176,7 +185,9 @@ class Edit:
             kind: ``"add"``, ``"add_normed"``, ``"ablate"`` or ``"clamp"``.
             point: ``"pre_attn"``, ``"post_attn"`` or ``"post_block"``. Engines that were started with them also have
                 ``"attn_out"``, ``"mlp_in"`` and ``"mlp_out"``, which edit a row of that branch instead of the stream.
-            layers: One layer; a list, tuple, range, numpy array or torch tensor of layers; or ``"all"``.
+                Names of other libraries, such as ``"hook_resid_post"``, are accepted (docs/reference/points.md).
+            layers: One layer; a list, tuple, range, numpy array or torch tensor of layers; or ``"all"``. Omit it if
+                the name of the point has a layer, as ``"blocks.3.hook_resid_post"``.
             vector: A list, numpy array or torch tensor of shape ``[H]``, the model's hidden size, or the packed form
                 ``{"dtype": ..., "shape": ..., "data": ...}``.
             strength: A finite number.
@@ -196,10 +207,11 @@ class Edit:
         conditions = read_when(when)
         if tokens is None:
             tokens = "generated" if any(each.window != "token" for each in conditions) else "all"
+        place, named_layer = read_site(point, "point")
         checked = {
             "kind": definition.name,
-            "point": read_point(point, "point"),
-            "layers": read_layers(layers, "layers"),
+            "point": place,
+            "layers": read_layers_of(named_layer, layers, place),
             "vector": _read_direction(vector, definition),
             "strength": read_number(strength, "strength"),
             "tokens": Selector.parse(tokens),

@@ -17,7 +17,7 @@ from vllm_steer.spec.projection import NamedProjection, Projection
 from vllm_steer.spec.references import read_name
 from vllm_steer.spec.scalars import read_number, shown
 from vllm_steer.spec.selector import POSITIONS, PositionListForm, PositionsName, Selector
-from vllm_steer.spec.sites import read_layer, read_point
+from vllm_steer.spec.sites import PointForm, read_layer, read_site
 from vllm_steer.spec.vector import PackedVector, VectorForm, parse_vector
 
 READOUTS_FIELD = "readouts"
@@ -40,8 +40,11 @@ class ReadoutForm(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ] = None
     bias: Annotated[float, msgspec.Meta(description="`probe` only: added to the product.")] = 0.0
     sigmoid: Annotated[bool, msgspec.Meta(description="`probe` only: return sigmoid(x.w + bias).")] = False
-    point: PointName
-    layer: Annotated[int, msgspec.Meta(ge=0, lt=MAX_LAYERS)]
+    point: PointForm
+    layer: Annotated[
+        Annotated[int, msgspec.Meta(ge=0, lt=MAX_LAYERS)] | None,
+        msgspec.Meta(description="Omitted if the name of the point has a layer."),
+    ] = None
     positions: Annotated[
         PositionsName | PositionListForm,
         msgspec.Meta(description="Tokens that are returned. Gates and stops also compute the tokens that they need."),
@@ -92,9 +95,15 @@ def _read(name: str, value: object) -> Readout:
     if len(kinds) != 1:
         raise SteeringError(field, "give either probe or projections, and only one of them")
     kind = kinds[0]
-    for key in ("point", "layer"):
-        if key not in value:
-            raise SteeringError(f"{field}.{key}", "is missing; a readout needs point and layer")
+    if "point" not in value:
+        raise SteeringError(f"{field}.point", "is missing; a readout needs point and layer")
+    point, named = read_site(value["point"], f"{field}.point")
+    given = value.get("layer")
+    if named is None and given is None:
+        raise SteeringError(f"{field}.layer", "is missing; a readout needs point and layer")
+    layer = read_layer(named if given is None else given, f"{field}.layer")
+    if named is not None and layer != named:
+        raise SteeringError(f"{field}.layer", f"is {layer}, but the point names layer {named}; omit one of them")
     if kind == "projections":
         for key in ("bias", "sigmoid"):
             if key in value:
@@ -108,8 +117,8 @@ def _read(name: str, value: object) -> Readout:
         _read_directions(value[kind], kind, f"{field}.{kind}"),
         read_number(value.get("bias", 0.0), f"{field}.bias"),
         sigmoid,
-        read_point(value["point"], f"{field}.point"),
-        read_layer(value["layer"], f"{field}.layer"),
+        point,
+        layer,
         Selector.parse(_position_name(value.get("positions", "all_generated")), f"{field}.positions"),
     )
 
