@@ -37,6 +37,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("compat",),
     ("server",),
     ("client",),
+    ("peers",),
     ("testing",),
     ("cli",),
 )
