@@ -38,6 +38,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("compat",),
     ("server",),
     ("client",),
+    ("peers",),
     ("testing",),
     ("cli",),
 )

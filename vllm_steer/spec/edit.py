@@ -19,7 +19,7 @@ from vllm_steer.spec.matrix import Matrix, MatrixForm, MatrixInput, is_matrix, p
 from vllm_steer.spec.references import read_name
 from vllm_steer.spec.scalars import is_integer, read_choice, read_number, shown
 from vllm_steer.spec.selector import PositionListForm, Selector, SelectorName, TokensInput
-from vllm_steer.spec.sites import Layers, LayersForm, LayersInput, read_layers, read_point
+from vllm_steer.spec.sites import Layers, LayersForm, LayersInput, PointForm, read_layers_of, read_site
 from vllm_steer.spec.vector import PackedVector, Vector, VectorInput, pack_array, parse_vector
 
 KindName = Literal["add", "add_normed", "ablate", "clamp", "replace"]
@@ -106,10 +106,19 @@ class EditForm(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         ),
     ]
     point: Annotated[
-        PointName, msgspec.Meta(description=f"Hook point; {', '.join(OPTIONAL_POINTS)} need {POINTS_FLAG}.")
+        PointForm,
+        msgspec.Meta(
+            description=f"Hook point; {', '.join(OPTIONAL_POINTS)} need {POINTS_FLAG}. Names of other libraries are "
+            "accepted (docs/reference/points.md)."
+        ),
     ]
-    layers: LayersForm
     vector: RowsForm
+    layers: Annotated[
+        LayersForm | None,
+        msgspec.Meta(
+            description='One layer, a list of layers, or "all". Omit it if the name of the point has a layer.'
+        ),
+    ] = None
     strength: Annotated[float, msgspec.Meta(description="Multiplies the edit.")] = 1.0
     tokens: Annotated[
         SelectorName | PositionListForm | None,
@@ -185,8 +194,8 @@ class Edit:
         self,
         *,
         kind: KindName,
-        point: PointName,
-        layers: LayersInput,
+        point: PointName | str,
+        layers: "LayersInput | None" = None,
         vector: "VectorInput | MatrixInput",
         strength: float = 1.0,
         tokens: "TokensInput | None" = None,
@@ -202,7 +211,9 @@ class Edit:
             kind: ``"add"``, ``"add_normed"``, ``"ablate"``, ``"clamp"`` or ``"replace"``.
             point: ``"pre_attn"``, ``"post_attn"`` or ``"post_block"``. Engines that were started with them also have
                 ``"attn_out"``, ``"mlp_in"`` and ``"mlp_out"``, which edit a row of that branch instead of the stream.
-            layers: One layer; a list, tuple, range, numpy array or torch tensor of layers; or ``"all"``.
+                Names of other libraries, such as ``"hook_resid_post"``, are accepted (docs/reference/points.md).
+            layers: One layer; a list, tuple, range, numpy array or torch tensor of layers; or ``"all"``. Omit it if
+                the name of the point has a layer, as ``"blocks.3.hook_resid_post"``.
             vector: A list, numpy array or torch tensor of shape ``[H]``, the model's hidden size, or the packed form
                 ``{"dtype": ..., "shape": ..., "data": ...}``. For ``replace`` also a matrix ``[n, H]``, with one row
                 for each of the n positions in ``tokens``, in ascending order of the positions.
@@ -226,10 +237,11 @@ class Edit:
         rows = _read_rows(vector, definition)
         if tokens is None:
             tokens = "generated" if any(each.window != "token" for each in conditions) else "all"
+        place, named_layer = read_site(point, "point")
         checked = {
             "kind": definition.name,
-            "point": read_point(point, "point"),
-            "layers": read_layers(layers, "layers"),
+            "point": place,
+            "layers": read_layers_of(named_layer, layers, place),
             "vector": rows,
             "strength": read_number(strength, "strength"),
             "tokens": Selector.parse(tokens),

@@ -10,6 +10,7 @@ import msgspec
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_EDITS
+from vllm_steer.points import PointName
 from vllm_steer.spec.edit import ARGUMENT_ALIASES, Edit, EditForm
 from vllm_steer.spec.scalars import did_you_mean, read_choice, read_number, shown
 from vllm_steer.spec.selector import Selector, SelectorName
@@ -90,8 +91,12 @@ def collect_edits(edits: Iterable[tuple[str, Edit]]) -> list[tuple[str, Edit]]:
 def read_vectors(value: object, field: str, tokens: SelectorName) -> Iterator[tuple[str, Edit]]:
     """Yield an edit, with its path, for each vector of ``{point: {layer: vector}}``."""
     selector = Selector(tokens)
+    points: set[PointName] = set()
     for point_key, by_layer in _items(value, field, '{point: {layer: vector}} such as {"post_block": {"12": vector}}'):
         point = read_point(point_key, field, '{"post_block": {"12": vector}}')
+        if point in points:
+            raise SteeringError(field, f"names {point} twice, the second time as {shown(point_key)}; join the layers")
+        points.add(point)
         at_point = f"{field}.{point}"
         seen: set[int] = set()
         for layer_key, given in _items(by_layer, at_point, '{layer: vector} such as {"12": vector}'):
