@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -14,8 +14,6 @@ from vllm_steer.patching.runner import Rows, SiteRows
 from vllm_steer.points import PointName
 from vllm_steer.spec import Edit
 
-_REPLACE: Any = "replace"
-"""Kind of the edits of a cell."""
 Subspaces = Mapping[tuple[str, int], Rows]
 """Directions ``[k, hidden]`` by point and layer."""
 
@@ -77,7 +75,7 @@ def cell_edits(
         more: dict[str, Any] = {} if subspaces is None else {"subspace": subspaces[point, layer]}
         edits.append(
             Edit(
-                kind=_REPLACE,
+                kind="replace",
                 point=point,
                 layers=layer,
                 vector=rows[0] if len(rows) == 1 else rows,
@@ -129,7 +127,7 @@ def noised(embeddings: Rows, positions: Sequence[int], sigma: float, seed: tuple
     noise = np.random.default_rng(seed).standard_normal((len(positions), embeddings.shape[1])) * sigma
     rows = (embeddings[list(positions)] + noise).astype(np.float32)
     vector = rows[0] if len(rows) == 1 else rows
-    return Edit(kind=_REPLACE, point="pre_attn", layers=0, vector=vector, tokens=list(positions))
+    return Edit(kind="replace", point="pre_attn", layers=0, vector=vector, tokens=list(positions))
 
 
 def random_subspaces(subspaces: Subspaces, seed: int) -> dict[tuple[str, int], Rows]:
