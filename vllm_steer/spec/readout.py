@@ -53,6 +53,14 @@ class ReadoutForm(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ] = None
     bias: Annotated[float, msgspec.Meta(description="`probe` only: added to the product.")] = 0.0
     sigmoid: Annotated[bool, msgspec.Meta(description="`probe` only: return sigmoid(x.w + bias).")] = False
+    lens: Annotated[
+        LensForm | None, msgspec.Meta(description="Token ids and log-probabilities of the likeliest tokens, by layer.")
+    ] = None
+    sae: Annotated[
+        str | None,
+        msgspec.Meta(description="Name of a sparse autoencoder of the server: its strongest features."),
+    ] = None
+    top_k: Annotated[TopK, msgspec.Meta(description="`sae` only: number of features.")] = 8
     point: PointForm
     layer: Annotated[
         LayerNumber | None,
