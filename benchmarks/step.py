@@ -39,6 +39,7 @@ from vllm_steer.engine.arena import ArenaBudget, TokenLimiter
 from vllm_steer.engine.cudagraph_sets import CUDAGraphSetManager
 from vllm_steer.engine.model_output import attach_stats
 from vllm_steer.engine.program_store import ProgramStore
+from vllm_steer.engine.record_keeper import RecordKeeper
 from vllm_steer.engine.row_sender import RowSender
 from vllm_steer.engine.runner_v2 import SteeringRunnerV2, _steering_state
 from vllm_steer.engine.scheduler import SteeringSchedulerMixin
@@ -111,6 +112,8 @@ def make_manager() -> WorkerSteeringManager:
         CUDAGraphSetManager(tables, config.graph_sets, 3, range(LAYERS), "the stand-in has no model"),
         DeviceOps(lambda *args: None, lambda *args: None),
         {},
+        heads={},
+        no_lens=None,
         captures=True,
         speculative=False,
         compare_plain_code=False,
@@ -120,7 +123,9 @@ def make_manager() -> WorkerSteeringManager:
 def make_scheduler() -> Any:
     made: Any = object.__new__(SteeringStubScheduler)
     config = SteeringConfig()
-    made.steering_allocator = TableAllocator(config.max_rows, config.max_instructions, config.max_vectors)
+    made.steering_allocator = TableAllocator(
+        config.max_rows, config.max_instructions, config.max_vectors, config.max_matrix_rows
+    )
     made.steering_admission = AdmissionController(
         made.steering_allocator, (config.capture_mib << 20) // (2 * HIDDEN), 600
     )
@@ -128,7 +133,8 @@ def make_scheduler() -> Any:
     made.connector, made.max_model_len = None, 8192
     made._steering_points, made._steering_layers = frozenset(points_on(())), LAYERS
     made._capture_policy = config.capture_policy
-    made.steering_row_sender, made._steering_stats = RowSender(), EngineStatsCollector(made.steering_admission)
+    made.steering_row_sender, made.steering_records = RowSender(), RecordKeeper()
+    made._steering_stats = EngineStatsCollector(made.steering_admission)
     made._arena = ArenaBudget(config.capture_rows, 0, speculates=False)
     made._with_program, made._malformed, made.requests = {}, {}, {}
     made._token_limiter = TokenLimiter(made._arena, made._with_program, None)

@@ -95,8 +95,13 @@ def points() -> str:
         f'them: `{POINTS_FLAG} {",".join(OPTIONAL_POINTS)}` or `steering_config={{"points": [...]}}`.\n'
         "Requests at a point that the model does not support are refused with the reason ([models](models.md)).\n\n"
         + table(("point", "available", "value", "an edit affects", *libraries), rows)
-        + "\n\n## Names in other libraries\n\nRequests use the names above. Error messages translate these names; `{i}` is the layer, and "
-        "`[3]` and `.3` are\nequivalent. Prefixes of HF model classes, such as `model.`, are ignored.\n\n"
+        + "\n\n## Names in other libraries\n\nEdits, captures, readouts and the command line also accept the names in rows without a note. A name without a\n"
+        'layer replaces our point: `Edit(point="hook_resid_post", layers=3)`, `hooks={"resid_post": [3]}`. A name with a layer is a\n'
+        'whole site: `Edit(point="blocks.3.hook_resid_post")`, `hooks=["blocks.3.hook_resid_post"]`. Rows with a note are refused\n'
+        "there, because their meaning depends on the model; the error has our name. `{i}` is the layer, and `[3]` and `.3` are\n"
+        "equivalent. Prefixes of HF model classes, such as `model.`, are ignored.\n\n"
+        "`vllm_steer.site(name, num_layers=...)` returns point and layer of any of these names, and of `hidden_states[i]`, whose last\n"
+        "entry it refuses.\n\n"
         + table(("library", "names", "here", "notes"), [foreign_row(name) for name in FOREIGN_NAMES])
     )
 
@@ -290,7 +295,7 @@ def http() -> str:
         "# HTTP\n\n`/openapi.json` of a running server documents every field.\n\n## Routes\n\n"
         + table(("method", "path", "right", "purpose"), rows)
         + "\n## Rights\n\n"
-        "Rights of the keys in `--steering-keys`. Steering fields require `steer`, the field `capture` requires `capture`.\n\n"
+        "Rights of the keys in `--steering-keys`. Steering fields require `steer`; `capture`, `readouts` and `stop_on` require `capture`.\n\n"
         + table(("right", "to"), [(f"`{right}`", text) for right, text in RIGHT_DESCRIPTIONS.items()])
         + "\n## Errors of these routes\n\n"
         + table(("status", "type", "when"), answers)

@@ -7,8 +7,9 @@ import re
 
 import pytest
 
+from vllm_steer.errors import SteeringError
 from vllm_steer.points import POINTS
-from vllm_steer.site_names import FOREIGN_NAMES, find_foreign_site
+from vllm_steer.site_names import FOREIGN_NAMES, find_foreign_site, site
 
 
 @pytest.mark.parametrize(
@@ -58,3 +59,47 @@ def test_documented_names_are_in_the_table() -> None:
             site = find_foreign_site(name)
             assert site is not None, name
             assert (site.point, site.layer) == (point.name, 7), name
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("blocks.10.hook_resid_post", "resid_post.10", "model.layers.10", "layers_output[10]", "layers.10"),
+        *("hidden_states[11]", "post_block.10", "post_block[10]", "transformer.h.10", "residual_stream[10]"),
+    ],
+)
+def test_spellings_of_one_site(name: str) -> None:
+    """Catches a spelling that is refused or means a neighbouring layer."""
+    assert site(name, num_layers=12) == ("post_block", 10)
+
+
+def test_other_sites() -> None:
+    """Catches the embedding's entry of hidden_states taken for the output of a block."""
+    assert site("hidden_states[0]") == ("pre_attn", 0)
+    assert site("attentions_output[2]") == ("attn_out", 2)
+    assert site("blocks.3.hook_resid_mid") == ("post_attn", 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("hidden_states[12]", "after the final norm, which is not a hook point; .* post_block of layer 11"),
+        ("hidden_states[-1]", "negative"),
+        ("layers.-2", "negative"),
+        ("resid_post", "has no layer"),
+        ("layers.12", "beyond the model's 12 layers"),
+        ("blocks.1.hook_resid_mid", "attention and MLP in parallel"),
+        ("blocks.1.attn.hook_z", "places inside attention"),
+        ("blocks.1.hook_mlp_in", "not mean exactly"),
+        ("embed_tokens", "without the scaling"),
+        ("lm_head", "after the last block"),
+        ("post_block", "not the name of a site"),
+        ("layers.1.2", "not the name of a site"),
+        ("x" * 10**6, "not the name of a site"),
+        (7, "not int"),
+    ],
+)
+def test_refused_sites(name: str, problem: str) -> None:
+    """Catches a place that is not a hook point served as its neighbour."""
+    with pytest.raises(SteeringError, match=problem):
+        site(name, num_layers=12, parallel=True)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from vllm_steer.llm import LLM
     from vllm_steer.params import SamplingParams
     from vllm_steer.registry.registry import SteeringRegistry
+    from vllm_steer.site_names import site
     from vllm_steer.spec import CaptureSpec, Edit
     from vllm_steer.spec.projection import Projection
     from vllm_steer.spec.selector import Selector
@@ -60,6 +61,7 @@ __all__ = [
     "engine_kwargs",
     "install",
     "open_captures",
+    "site",
 ]
 
 _MODULES = {
@@ -88,6 +90,7 @@ _MODULES = {
     "Projection": "vllm_steer.spec.projection",
     "Selector": "vllm_steer.spec.selector",
     "SteeringRegistry": "vllm_steer.registry.registry",
+    "site": "vllm_steer.site_names",
 }
 
 

@@ -114,6 +114,8 @@ class SteeringConfig(msgspec.Struct, metaclass=_ConfigMeta, frozen=True, forbid_
     """Distinct vectors of edits and directions of projections on the device."""
     max_instructions: int = ENGINE_LIMITS["max_instructions"].default
     """Instructions on the device: one per table row, site and edit or capture."""
+    max_matrix_rows: int = ENGINE_LIMITS["max_matrix_rows"].default
+    """Positions of matrices on the device: edits with one row per position."""
     max_segments: int = ENGINE_LIMITS["max_segments"].default
     """Ranges of positions of one request with different edits and captures."""
     capture_rows: int = ENGINE_LIMITS["capture_rows"].default

@@ -116,11 +116,20 @@ ENGINE_LIMITS: Mapping[str, EngineLimit] = MappingProxyType(
                 "instructions on the device at one time: one per table row, site and edit or capture",
             ),
             EngineLimit(
+                "max_matrix_rows",
+                65536,
+                1,
+                1 << 24,
+                "positions of matrices (edits with one row per position) on the device at one time, gaps between "
+                "positions included; each takes 4 bytes, and 4 more per direction of a subspace",
+            ),
+            EngineLimit(
                 "max_segments",
                 32,
                 1,
                 MAX_SEGMENTS,
-                "token segments of one request: stretches of positions with the same edits and captures",
+                "token segments of one request: stretches of positions with the same edits and captures; a matrix "
+                "counts as one",
             ),
             EngineLimit(
                 "capture_rows",
@@ -341,6 +350,8 @@ MAX_OPTIONS_CHARS = 16384
 MAX_OPTIONS_DEPTH = 8
 MAX_DIRECTIONS = 1024
 MAX_COMPONENTS = 1 << 22
+MAX_MATRIX_COMPONENTS = 1 << 25
+MAX_SUBSPACE = 64
 MAX_ENGINE_DIRECTIONS = 256
 MAX_READOUTS = 256
 MAX_CONDITIONS = 16
@@ -362,6 +373,8 @@ FORMAT_LIMITS: tuple[FormatLimit, ...] = (
     FormatLimit("options depth", MAX_OPTIONS_DEPTH, "levels of nesting in these options"),
     FormatLimit("directions", MAX_DIRECTIONS, "directions or probes of one projection"),
     FormatLimit("projection components", MAX_COMPONENTS, "components of all directions of one projection"),
+    FormatLimit("matrix components", MAX_MATRIX_COMPONENTS, "components of all rows of a matrix of `replace`"),
+    FormatLimit("subspace", MAX_SUBSPACE, "directions in `subspace` of an edit"),
     FormatLimit(
         "engine directions",
         MAX_ENGINE_DIRECTIONS,

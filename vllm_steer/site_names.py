@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Names of sites in other libraries, with our hook points and layers.
 
-One table serves error messages, docs/reference/points.md and parsers that accept these names.
+One table serves the parsers of request fields, :func:`site`, error messages and docs/reference/points.md.
 """
 
 import re
 from dataclasses import dataclass
 
-from vllm_steer.points import PointName
+from vllm_steer.errors import SteeringError
+from vllm_steer.points import POINT_NAMES, PointName
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,13 @@ class ForeignName:
     note: str = ""
     """Differences to our point."""
 
+    @property
+    def accepted(self) -> bool:
+        """Whether request fields accept these names: they mean exactly our point, in every model."""
+        return self.point is not None and not self.note
 
+
+_EMBEDDING = "the embedding, without the scaling or the position embeddings that some models add to it"
 _SHIFT = (
     "hidden_states[0] is the embedding (pre_attn of layer 0), hidden_states[i] is post_block of layer i - 1, "
     "and the last entry is after the final norm, which is not a hook point"
@@ -67,16 +74,16 @@ FOREIGN_NAMES: tuple[ForeignName, ...] = (
         ("blocks.{i}.hook_resid_post", "hook_resid_post", "resid_post.{i}", "resid_post", "blocks.{i}"),
         "post_block",
     ),
-    ForeignName("TransformerLens", ("hook_embed", "embed"), "pre_attn", layer=0),
+    ForeignName("TransformerLens", ("hook_embed", "embed"), "pre_attn", layer=0, note=_EMBEDDING),
     ForeignName("nnterp", ("layers_input.{i}", "layers_input"), "pre_attn"),
     ForeignName("nnterp", ("attentions_output.{i}", "attentions_output"), "attn_out"),
     ForeignName("nnterp", ("mlps_input.{i}", "mlps_input"), "mlp_in"),
     ForeignName("nnterp", ("mlps_output.{i}", "mlps_output"), "mlp_out"),
     ForeignName("nnterp", ("layers_output.{i}", "layers_output"), "post_block"),
-    ForeignName("nnterp", ("token_embeddings",), "pre_attn", layer=0),
+    ForeignName("nnterp", ("token_embeddings",), "pre_attn", layer=0, note=_EMBEDDING),
     ForeignName("HF Transformers", ("hidden_states.{i}", "hidden_states"), "post_block", offset=-1, note=_SHIFT),
     ForeignName("HF Transformers", ("layers.{i}", "layers.{i}.output", "layers.{i}.output.0", "h.{i}"), "post_block"),
-    ForeignName("HF Transformers", ("embed_tokens", "wte"), "pre_attn", layer=0),
+    ForeignName("HF Transformers", ("embed_tokens", "wte"), "pre_attn", layer=0, note=_EMBEDDING),
     ForeignName("nnsight", ("layers.{i}.input", "h.{i}.input"), "pre_attn"),
     ForeignName(
         "nnsight",
@@ -137,7 +144,9 @@ class ForeignSite:
     point: PointName | None
     """Our hook point; None if the place is not a hook point."""
     layer: int | None
-    """Our layer number; None if the name does not state one."""
+    """Our layer number; None if the name does not state one, or a negative one."""
+    number: int | None = None
+    """The number in the name."""
 
     @property
     def explanation(self) -> str:
@@ -162,18 +171,78 @@ def find_foreign_site(text: str) -> ForeignSite | None:
     """
     if len(text) > _MAX_CHARS:
         return None
+    template, number = _split(text)
+    name = _NAMES.get(template)
+    if name is None:
+        return None
+    if name.offset and number == 0:  # hidden_states[0]
+        return ForeignSite(name, "pre_attn", 0, number)
+    layer = name.layer if number is None or number < 0 else number + name.offset
+    return ForeignSite(name, name.point, layer, number)
+
+
+def site(name: str, *, num_layers: int | None = None, parallel: bool = False) -> tuple[PointName, int]:
+    """Return the hook point and the layer of a site, given by a name of this or of another library.
+
+    Args:
+        name: For example ``blocks.10.hook_resid_post``, ``resid_post.10``, ``model.layers.10``, ``layers_output[10]``,
+            ``hidden_states[11]`` or ``post_block.10``.
+        num_layers: Layers of the model. With it, layers that the model lacks are refused, and so is the last entry of
+            ``hidden_states``, which is after the final norm.
+        parallel: Whether the model computes attention and MLP in parallel. Such models have no stream between them.
+
+    Returns:
+        The point and the layer, from 0.
+
+    Raises:
+        SteeringError: The name is unknown, has no layer, or means a place that is not a hook point.
+
+    Example:
+        >>> from vllm_steer import site
+        >>> site("hidden_states[11]", num_layers=12)
+        ('post_block', 10)
+    """
+    if not isinstance(name, str):
+        raise SteeringError("site", f"must be the name of a site, not {type(name).__name__}")
+    shown = repr(name[:_MAX_CHARS])
+    found = find_foreign_site(name)
+    template, number = _split(name[:_MAX_CHARS])
+    own = next((point for point in POINT_NAMES if template == f"{point}.{{i}}"), None)
+    if found is None and own is None:
+        hint = "write {point}.{layer} such as post_block.10, or a name in docs/reference/points.md"
+        raise SteeringError("site", f"{shown} is not the name of a site; {hint}")
+    if found is not None and found.name.layer is None and found.name.point is not None and number is None:
+        raise SteeringError("site", f"{shown} has no layer; write it as in {name}.10 or {name}[10]")
+    if number is not None and number < 0:
+        raise SteeringError("site", f"{shown} has a negative number; layers count from 0")
+    point, layer = (own, number) if found is None else (found.point, found.layer)
+    if point is None or layer is None:
+        raise SteeringError("site", f"{shown} is not a hook point; {'' if found is None else found.explanation}")
+    if found is not None and found.name.note and not found.name.offset:
+        raise SteeringError("site", f"{shown} does not mean exactly a hook point; {found.explanation}")
+    if found is not None and found.name.offset and number == num_layers:
+        raise SteeringError(
+            "site",
+            f"{shown} is after the final norm, which is not a hook point; the stream before that norm is post_block of "
+            f"layer {layer}",
+        )
+    if num_layers is not None and layer >= num_layers:
+        raise SteeringError("site", f"{shown} is beyond the model's {num_layers} layers")
+    if parallel and point == "post_attn":
+        raise SteeringError(
+            "site", f"{shown} does not exist in this model, which computes attention and MLP in parallel"
+        )
+    return point, layer
+
+
+def _split(text: str) -> tuple[str, int | None]:
+    """Return the template of a name, with ``{i}`` in place of the first number, and that number."""
     words = _MODEL_PREFIX.sub("", _INDEX.sub(r".\1", text.strip()), count=1).split(".")
     numbered = next((i for i, word in enumerate(words) if _NUMBER.fullmatch(word)), None)
     number = None if numbered is None else int(words[numbered])
     if numbered is not None:
         words[numbered] = "{i}"
-    name = _NAMES.get(".".join(words))
-    if name is None:
-        return None
-    if name.offset and number == 0:  # hidden_states[0]
-        return ForeignSite(name, "pre_attn", 0)
-    layer = name.layer if number is None or number < 0 else number + name.offset
-    return ForeignSite(name, name.point, layer)
+    return ".".join(words), number
 
 
 _NAMES = {template: name for name in FOREIGN_NAMES for template in name.templates}

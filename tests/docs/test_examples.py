@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scripts in examples/ run and show what they describe; tests/server covers openai_client.py."""
+"""The scripts in examples/ run; tests/server covers openai_client.py, tests/peers covers peers/."""
 
 from __future__ import annotations
 

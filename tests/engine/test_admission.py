@@ -134,7 +134,7 @@ class AdmissionMachine(RuleBasedStateMachine):
         rows = {row.digest: row for resolved in holding for row in resolved.token_programs}
         vectors = {vector for row in rows.values() for vector in row.vectors}
         count = sum(row.num_instructions for row in rows.values())
-        assert admission.allocator.in_use == (len(rows), count, len(vectors))
+        assert admission.allocator.in_use == (len(rows), count, len(vectors), 0)
         assert admission.reserved_rows <= CAPTURE_ROWS
 
     @invariant()
@@ -155,9 +155,9 @@ class AdmissionMachine(RuleBasedStateMachine):
         assert not self.live, f"{list(self.live)} wait forever"
         self.run_steps(2)
         admission: AdmissionController = self.scheduler.steering_admission
-        assert admission.allocator.in_use == (0, 0, 0)
+        assert admission.allocator.in_use == (0, 0, 0, 0)
         assert admission.reserved_rows == 0 and not admission.is_busy
-        assert self.worker.in_use == (0, 0, 0)
+        assert self.worker.in_use == (0, 0, 0, 0)
         assert self.scheduler.kv_cache_manager.usage == 0
 
 

@@ -46,7 +46,7 @@ def test_rejects_captures_without_rows_of_earlier_stages() -> None:
     edit = Edit(kind="add", point="post_block", layers=0, vector=[1.0] * 64)
     capabilities.check(compile_program([edit]), prompt_len=10)
     read = CaptureSpec(hooks={"post_block": [3]}, positions="all")
-    with pytest.raises(SteeringError, match=r"capture: not supported here: with pipeline parallelism"):
+    with pytest.raises(SteeringError, match=r"capture: not supported here with pipeline parallelism"):
         capabilities.check(compile_program([], [read]), prompt_len=10)
 
 

@@ -56,7 +56,7 @@ def test_attaches_no_rows_to_the_shared_empty_output() -> None:
     plan = CapturePlan((RowStream(RowIndex(("a",), ((0,),)), 0 * one, None),), 0 * one, one, 1)
     rows = torch.ones(1, 4).view(torch.uint8)
     for pending in (PendingRows(plan, {b"": rows}), PendingRows(plan, {b"": rows}, event=Event())):
-        given = attach_rows(EMPTY_MODEL_RUNNER_OUTPUT, pending)
+        given = attach_rows(EMPTY_MODEL_RUNNER_OUTPUT, (pending,))
         assert isinstance(given, AsyncOutput) == (pending.event is not None)
         (step,) = getattr(given.get_output() if pending.event else given, ROWS_ATTRIBUTE)
         assert step.rows_of(0).tobytes() == rows.numpy().tobytes()

@@ -62,7 +62,7 @@ def test_preemption_in_decode(tiny_llama: Path, truth: list[Any], monkeypatch: p
     try:
         compare(run(llm, *workload()), truth)
         assert any(request.num_output_tokens > 0 for request in preempted), "no request was preempted in decode"
-        assert scheduler.steering_allocator.in_use == (0, 0, 0)
+        assert scheduler.steering_allocator.in_use == (0, 0, 0, 0)
     finally:
         close(llm)
 
@@ -88,7 +88,7 @@ def test_chunked_prefill_with_three_rows(tiny_llama: Path, truth: list[Any], chu
         allocator.acquire = lambda rows: (acquire(rows), most.append(allocator.in_use[0]))[0]
         compare(run(llm, *workload()), truth)
         assert max(most) <= 3
-        assert allocator.in_use == (0, 0, 0)
+        assert allocator.in_use == (0, 0, 0, 0)
     finally:
         close(llm)
 
@@ -106,7 +106,7 @@ def test_one_row_serves_all_requests_in_turn(tiny_llama: Path) -> None:
             alone = run(llm, [p], [each])[0]
             np.testing.assert_allclose(logprobs_of(got), logprobs_of(alone), atol=1e-4)
         assert np.abs(logprobs_of(together[1]) - logprobs_of(together[2])).max() > 1e-2
-        assert scheduler_of(llm).steering_allocator.in_use == (0, 0, 0)
+        assert scheduler_of(llm).steering_allocator.in_use == (0, 0, 0, 0)
         two_rows = {"prefill_steering_vectors": {"post_block": {1: direction(1)}}}
         two_rows["decode_steering_vectors"] = {"post_block": {1: direction(2)}}
         with pytest.raises(SteeringError, match="more than 1 token segments"):
@@ -144,7 +144,7 @@ def test_only_the_waiting_request_times_out(tiny_llama: Path) -> None:
         assert list(done["waits"].token_ids) == []
         assert done["plain"].finish_reason == "length"
         assert list(done["runs"].token_ids) == tokens_of(alone)
-        assert scheduler_of(llm).steering_allocator.in_use == (0, 0, 0)
+        assert scheduler_of(llm).steering_allocator.in_use == (0, 0, 0, 0)
     finally:
         close(llm)
 
@@ -166,7 +166,7 @@ def test_aborted_requests_release_their_room(tiny_llama: Path) -> None:
         engine.abort_request([str(i) for i in range(6)])
         while engine.has_unfinished_requests():
             engine.step()
-        assert allocator.in_use == (0, 0, 0)
+        assert allocator.in_use == (0, 0, 0, 0)
         run(llm, [prompt(1, 2, 3)], [params(2)])
         assert llm.llm_engine.model_executor.driver_worker.worker.model_runner.steering.store.num_with_program == 0
     finally:

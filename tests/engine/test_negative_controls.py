@@ -140,7 +140,9 @@ def found_by_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
 def keyed_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     real = cache_keys.edit_spans
     monkeypatch.setattr(
-        cache_keys, "edit_spans", lambda r: tuple((start, digest and b"name") for start, digest in real(r))
+        cache_keys,
+        "edit_spans",
+        lambda *args: tuple((start, digest and b"name") for start, digest in real(*args)),
     )
 
 

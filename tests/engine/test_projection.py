@@ -99,4 +99,4 @@ def test_budget_counts_projected_sizes(llm: Any, monkeypatch: pytest.MonkeyPatch
         run(llm, PROMPTS[:1], [requests(0, **spec)])
         # One vector of the edit and five directions.
         assert max(booked) == (most, 6 if spec else 1)
-    assert scheduler.steering_allocator.in_use == (0, 0, 0)
+    assert scheduler.steering_allocator.in_use == (0, 0, 0, 0)

@@ -73,11 +73,11 @@ def test_counts_waiting_requests_by_reason(engine: Engine) -> None:
     assert stats is not None
     usage = stats.usage
     assert usage is not None
-    assert (usage.tables, usage.admitted, usage.waiting) == ((2, 2, 2), 2, {"rows": 1, "turn": 1})
+    assert (usage.tables, usage.admitted, usage.waiting) == ((2, 2, 2, 0), 2, {"rows": 1, "turn": 1})
     while engine.scheduler.requests:
         later = engine.step_stats()
         usage = usage if later is None or later.usage is None else later.usage
-    assert (usage.tables, usage.admitted, usage.waiting) == ((0, 0, 0), 0, {})
+    assert (usage.tables, usage.admitted, usage.waiting) == ((0, 0, 0, 0), 0, {})
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from vllm_steer.program import Resolved, TableAllocator, compile_program, resolve
 from vllm_steer.spec import Edit
 
-ROWS, INSTRUCTIONS, VECTORS = 4, 9, 5
+ROWS, INSTRUCTIONS, VECTORS, MATRIX_ROWS = 5, 12, 7, 7
 
 
 def request(seeds: list[int], layers: int) -> Resolved:
@@ -21,6 +21,9 @@ def request(seeds: list[int], layers: int) -> Resolved:
         Edit(kind="add", point="post_block", layers=list(range(layers)), vector=v, tokens=["all", "generated"][i % 2])
         for i, v in enumerate(vectors)
     ]
+    if seeds[0] % 2:
+        matrix = np.stack([v + row for v in vectors[:1] for row in range(2)])
+        edits.append(Edit(kind="replace", point="post_block", layers=0, vector=matrix, tokens=[1, 3]))
     return resolve(compile_program(edits), 5, 8)
 
 
@@ -29,19 +32,20 @@ class Books(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.ledger = TableAllocator(ROWS, INSTRUCTIONS, VECTORS)
+        self.ledger = TableAllocator(ROWS, INSTRUCTIONS, VECTORS, MATRIX_ROWS)
         self.running: list[Resolved] = []
 
-    def content(self, extra: Resolved | None = None) -> tuple[int, int, int]:
+    def content(self, extra: Resolved | None = None) -> tuple[int, int, int, int]:
         rows = {row.digest: row for r in [*self.running, *([extra] if extra else [])] for row in r.token_programs}
         vectors = {vector for row in rows.values() for vector in row.vectors}
-        return len(rows), sum(row.num_instructions for row in rows.values()), len(vectors)
+        instructions = sum(row.num_instructions for row in rows.values())
+        return len(rows), instructions, len(vectors), sum(row.num_matrix_rows for row in rows.values())
 
     @rule(seeds=st.lists(st.integers(0, 7), min_size=1, max_size=3), layers=st.integers(1, 3))
     def admit(self, seeds: list[int], layers: int) -> None:
         wanted = request(seeds, layers)
-        rows, instructions, vectors = self.content(wanted)
-        fits = rows <= ROWS and instructions <= INSTRUCTIONS and vectors <= VECTORS
+        limits = (ROWS, INSTRUCTIONS, VECTORS, MATRIX_ROWS)
+        fits = all(count <= limit for count, limit in zip(self.content(wanted), limits, strict=True))
         assert self.ledger.fits(wanted.token_programs) is fits
         if fits:
             self.ledger.acquire(wanted.token_programs)
@@ -76,9 +80,9 @@ TestBooks = Books.TestCase
 
 def test_released_slots_are_reused() -> None:
     """Catches a leak: the same small pool must serve any number of requests one after another."""
-    ledger = TableAllocator(1, 1, 1)
+    ledger = TableAllocator(3, 5, 3, 3)
     for seed in range(50):
         wanted = request([seed], 1)
         ledger.acquire(wanted.token_programs)
         ledger.release(wanted.token_programs)
-    assert ledger.in_use == (0, 0, 0)
+    assert ledger.in_use == (0, 0, 0, 0)

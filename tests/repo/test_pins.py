@@ -12,7 +12,7 @@ from packaging.version import Version
 from tests.repo.tree import read
 from vllm_steer.compat.version import is_tested
 
-LANES = ("cpu", "cpu-0.31.0", "cuda", "dev", "docs")
+LANES = ("cpu", "cpu-0.31.0", "cuda", "dev", "dist", "docs")
 OTHER_VERSIONS = ("0.31.0",)
 # vLLM's two builds pin these differently.
 DIFFERENT_BUILDS = {"apache-tvm-ffi", "triton"}

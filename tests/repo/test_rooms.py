@@ -34,9 +34,11 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("registry",),
     ("frontend",),
     ("llm", "async_llm"),
+    ("patching",),
     ("compat",),
     ("server",),
     ("client",),
+    ("peers",),
     ("testing",),
     ("cli",),
 )

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The repository's own files: every file that `.gitignore` does not exclude. Does not need git."""
 
+import importlib.util
 import os
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 
 from pathspec import GitIgnoreSpec
 
@@ -41,3 +43,13 @@ def read(name: str | Path) -> str:
 def offenders(paths: Iterable[Path], find: Callable[[Path], list[str]]) -> dict[str, list[str]]:
     """Return what `find` reports for each path, without the paths for which it reports nothing."""
     return {str(path): found for path in paths if (found := find(path))}
+
+
+def load_script(name: str) -> ModuleType:
+    """Return the module of ``scripts/<name>.py``, which needs no other script."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"scripts/{name}.py")
+    if spec is None or spec.loader is None:
+        raise ImportError(name)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

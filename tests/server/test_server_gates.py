@@ -80,7 +80,7 @@ def test_stop_ends_the_response(client: httpx.Client, stream: bool) -> None:
 def test_refused_conditions(client: httpx.Client) -> None:
     """Catches conditions that fail inside the engine, and errors without the field's path."""
     for when, param in (
-        ([{"readout": "other", "above": 1.0}], "steering[0].when[0].readout"),
+        ([{"readout": "other", "above": 1.0}], "steering[0].when.readout"),
         ({"readout": "score", "above": 1.0, "window": "next"}, "steering[0].when.window"),
         ({"readout": "score"}, "steering[0].when.above"),
     ):

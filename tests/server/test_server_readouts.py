@@ -136,7 +136,12 @@ def test_client_examples_of_the_guide(url: str) -> None:
     before = Block("python", f"weights = vector = {W.tolist()}", 1)
     # Enough tokens for the stream to run on while the client changes the strength.
     asked = [
-        replace(block, code=block.code.replace("http://localhost:8000", url).replace("max_tokens=64", "max_tokens=200"))
+        replace(
+            block,
+            code=block.code.replace("http://localhost:8000", url)
+            .replace("max_tokens=64", "max_tokens=200")
+            .replace("[0.1] * 256", f"[0.1] * {len(W)}"),
+        )
         for block in client_blocks("docs/guides/readouts.md")
     ]
     assert run_python([before, *asked], "[set(piece.readouts) <= {'refusal'}, len(first.id) > 0]") == [True, True]

@@ -165,9 +165,19 @@ class TestRefusals:
         refused_spec("positions", "write [-1] for one position", positions=-1)
         refused_spec("positions", "convert it with .tolist()", positions=np.arange(3))
 
+    def test_names_of_sites(self):
+        """Catches a list of names of other libraries that becomes other sites than the same hooks by our names."""
+        names = ["blocks.3.hook_resid_post", "layers_output[1]", "resid_mid.2"]
+        assert CaptureSpec(hooks=names) == CaptureSpec(hooks={"post_block": [1, 3], "post_attn": [2]})
+        assert CaptureSpec(hooks={"resid_pre": "all"}) == CaptureSpec(hooks={"pre_attn": "all"})
+
     def test_keys_of_hooks(self):
-        """Catches a name of TransformerLens and swapped keys refused without the valid form."""
-        refused_spec("hooks", "'hook_resid_pre' is not a hook point; it is pre_attn here", hooks={"hook_resid_pre": 1})
+        """Catches names that depend on the model, or that name a site twice, and swapped keys."""
+        refused_spec("hooks", "'hidden_states' is not a hook point", hooks={"hidden_states": 1})
+        refused_spec("hooks", "names pre_attn twice", hooks={"hook_resid_pre": 1, "pre_attn": 2})
+        refused_spec("hooks[1]", "repeats post_block of layer 3", hooks=["blocks.3.hook_resid_post", "resid_post.3"])
+        refused_spec("hooks", "has no layer", hooks=["resid_post"])
+        refused_spec("hooks", "is empty", hooks=[])
         refused_spec("hooks", "the outer keys are hook points and the inner ones layers", hooks={"12": ["post_block"]})
 
     def test_hooks_missing(self):

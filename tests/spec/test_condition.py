@@ -73,7 +73,7 @@ def test_refused(when: Any, field: str) -> None:
     ("made", "problem"),
     [
         (edit({"readout": "refusals", "above": 1.0}), "did you mean refusal"),
-        (edit({"readout": "topics", "above": 1.0}), "name a probe"),
+        (edit({"readout": "topics", "above": 1.0}), "name a readout with one probe"),
         (edit(ABOVE, layers=3), "is computed before the readout"),
         (edit(ABOVE, layers="all"), "is computed before the readout"),
         (edit({**ABOVE, "window": "latch"}, tokens="all"), "generated tokens only"),

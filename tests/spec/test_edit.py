@@ -248,3 +248,10 @@ class TestRefused:
     def test_unknown_argument_is_pythons_own_error(self, arguments):
         with pytest.raises(TypeError):
             make(**arguments)
+
+
+def test_names_of_sites_in_other_libraries():
+    """Catches the layer of a name that is dropped, or another point than the name's."""
+    named = Edit(kind="add", point="blocks.3.hook_resid_post", vector=[1.0, 2.0])
+    assert named == Edit(kind="add", point="post_block", layers=3, vector=[1.0, 2.0])
+    assert named == Edit(kind="add", point="resid_post", layers=[3], vector=[1.0, 2.0])

@@ -160,12 +160,9 @@ class TestShortFields:
         ],
     )
     def test_names_of_transformer_lens(self, name, point):
-        """Catches an error that does not translate the name, or translates it to another point."""
-        assert_refused(
-            {"steering_vectors": {name: {1: V}}},
-            "steering_vectors",
-            f"'{name}' is not a hook point; it is {point} here",
-        )
+        """Catches a name that is refused, or taken for another point."""
+        (edit,) = parse_fields({"steering_vectors": {name: {1: V}}})
+        assert (edit.point, edit.layers) == (point, (1,))
 
     def test_factor_under_the_name_of_the_other_form(self):
         """Catches a strength or scale refused without the name that is valid there."""
@@ -270,7 +267,6 @@ class TestSteering:
             ({"vector": [1.0, True]}, "vector[1]"),
             ({"vector": {}}, "vector"),
             ({"strength": None}, "strength"),
-            ({"tokens": None}, "tokens"),
             ({"tokens": [0, [1, 1]]}, "tokens[1]"),
             ({"tokens": [0, [1, "2"]]}, "tokens[1][1]"),
             ({"low": 0}, "low"),

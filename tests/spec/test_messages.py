@@ -48,8 +48,11 @@ MISTAKES: tuple[tuple[Callable[[], Any], str, str], ...] = (
     (lambda: edit(kind="clmap"), "kind: 'clmap' is not valid", "did you mean clamp?"),
     (lambda: edit(point="post_blok"), "point: 'post_blok' is not a hook point", "did you mean post_block?"),
     (lambda: edit(point="POST_BLOCK"), "point: 'POST_BLOCK' is not a hook point", "did you mean post_block?"),
-    (lambda: edit(point="resid_post"), "point: 'resid_post'", "it is post_block here"),
-    (lambda: edit(point="blocks.3.hook_resid_mid"), "point: ", "it is post_attn of layer 3 here"),
+    (lambda: edit(point="ln2.hook_normalized"), "point: 'ln2.hook_normalized'", "it is mlp_in here"),
+    (lambda: edit(point="blocks.3.hook_mlp_in"), "point: ", "it is post_attn of layer 3 here"),
+    (lambda: edit(point="blocks.3.hook_resid_mid", layers=4), "layers: is 4, but the point names layer 3", "omit one"),
+    (lambda: edit(point="resid_post", layers=None), "layers: is missing", "name layers of post_block"),
+    (lambda: edit(point="resid_post[-1]"), "point: 'resid_post[-1]'", "it is post_block here"),
     (lambda: edit(point="hidden_states"), "point: ", "hidden_states[i] is post_block of layer i - 1"),
     (
         lambda: edit(point="hidden_states[6]"),
@@ -86,7 +89,16 @@ MISTAKES: tuple[tuple[Callable[[], Any], str, str], ...] = (
     (lambda: parse_fields({"steering": {"post_block": {1: VECTOR}}}), "steering: ", "belongs in steering_vectors"),
     (lambda: vectors(VECTOR), "steering_vectors: must be", 'such as {"post_block": {"12": vector}}'),
     (lambda: vectors({"post_block": VECTOR}), "steering_vectors.post_block: must be", 'such as {"12": vector}'),
-    (lambda: vectors({"resid_post": {1: VECTOR}}), "steering_vectors: 'resid_post'", "it is post_block here"),
+    (
+        lambda: vectors({"resid_post.1": {1: VECTOR}}),
+        "steering_vectors: 'resid_post.1' names layer 1",
+        "use 'post_block'",
+    ),
+    (
+        lambda: vectors({"post_block": {1: VECTOR}, "resid_post": {2: VECTOR}}),
+        "steering_vectors: names post_block twice",
+        "'resid_post'",
+    ),
     (lambda: vectors({"post_block": {-1: VECTOR}}), "steering_vectors.post_block: must be between 0", "count from 0"),
     (
         lambda: vectors({"post_block": {1: {"vector": VECTOR, "coeff": 2}}}),
@@ -132,7 +144,7 @@ def test_messages_state_what_to_do(mistake: Callable[[], Any], where: str, remed
     message = str(caught.value)
     assert where in message
     assert remedy in message
-    assert len(message) < 300
+    assert len(message) < 400
 
 
 @pytest.mark.parametrize(

@@ -71,3 +71,11 @@ def test_widths_of_one_request_agree() -> None:
     readouts = parse_readouts({"a": PROBE, "b": {**PROBE, "probe": [1.0, 2.0, 3.0]}})
     with pytest.raises(SteeringError, match=r"readouts\.b\.probe: have width 3"):
         compile_program([], readouts=readouts)
+
+
+def test_names_of_sites_in_other_libraries():
+    """Catches the layer of a name that is dropped, and a contradiction that is resolved silently."""
+    (readout,) = parse_readouts({"a": {"probe": [1.0], "point": "layers_output[3]"}})
+    assert (readout.point, readout.layer) == ("post_block", 3)
+    with pytest.raises(SteeringError, match="the point names layer 3"):
+        parse_readouts({"a": {"probe": [1.0], "point": "layers_output[3]", "layer": 4}})

@@ -67,8 +67,8 @@ def test_kinds_take_arguments_of_edit():
     assert set().union(*(kind.params for kind in KINDS.values())) == arguments
 
 
-def test_only_add_needs_no_direction():
-    assert [name for name, kind in KINDS.items() if not kind.needs_direction] == ["add"]
+def test_only_add_and_replace_need_no_direction():
+    assert [name for name, kind in KINDS.items() if not kind.needs_direction] == ["add", "replace"]
 
 
 @pytest.mark.parametrize("table", [KINDS, POINTS, POINTS["pre_attn"].aliases])

@@ -39,9 +39,10 @@ def compare_rows(seed: int, device: torch.device, max_requests: int = 60, max_to
     for rows, places in ((assign_rows, assign_arena_offsets), (launch_rows, launch_arena_offsets)):
         tables.token_row.fill_(POISON)
         tables.token_base.fill_(POISON)
+        tables.token_offset.fill_(POISON)
         rows(tables, layout, padded)
         places(tables, tokens)
-        found.append((tables.token_row.clone(), tables.token_base.clone()))
-    (row, base), (got_row, got_base) = found
-    different = [name for name, a, b in (("rows", row, got_row), ("places", base, got_base)) if not torch.equal(a, b)]
+        found.append((tables.token_row.clone(), tables.token_base.clone(), tables.token_offset.clone()))
+    names = ("rows", "places", "offsets")
+    different = [name for name, a, b in zip(names, *found, strict=True) if not torch.equal(a, b)]
     return f"seed {seed}: {', '.join(different)}" if different else ""

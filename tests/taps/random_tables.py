@@ -10,6 +10,7 @@ import torch
 
 from vllm_steer.config import SteeringConfig
 from vllm_steer.program import instructions as ops
+from vllm_steer.program.position_runs import NO_OPERAND
 from vllm_steer.taps.assignment import assign_arena_offsets
 from vllm_steer.taps.reference import apply_tap
 from vllm_steer.taps.tables import Tables
@@ -18,6 +19,9 @@ NUM_SITES = 4
 # Too small for some seeds: rows that do not fit must be dropped, not written elsewhere.
 ARENA_ROWS = 60
 POISON = -7.75
+NUM_OPERANDS, RUN = 40, 12
+"""Operands that are vectors, as many that are numbers, and the largest offset of a token plus 1."""
+EDITS = (*ops.CODES.values(), ops.REPLACE_AT, ops.SET_AT)
 
 
 def random_tables(
@@ -26,8 +30,9 @@ def random_tables(
     """Return tables whose rows have up to 4 random edits per site, and captures. Half of the tokens have a row."""
     rng = np.random.default_rng(seed)
     config = SteeringConfig(
-        max_rows=rows, max_vectors=8, max_instructions=rows * NUM_SITES * 6, max_segments=2, capture_rows=ARENA_ROWS
-    )
+        max_rows=rows, max_vectors=8, max_instructions=rows * NUM_SITES * 6, max_segments=2, capture_rows=ARENA_ROWS,
+        max_matrix_rows=2 * NUM_OPERANDS,
+    )  # fmt: skip
     tables = Tables(
         config, num_sites=NUM_SITES, hidden_size=hidden, max_tokens=tokens, max_requests=2, dtype=dtype, device=device
     )
@@ -37,7 +42,7 @@ def random_tables(
     for row in range(1, rows + 1):
         captures = 0
         for site in range(NUM_SITES):
-            codes = rng.choice([ops.ADD, ops.ADD_NORMED, ops.ABLATE, ops.CLAMP], rng.integers(0, 5)).tolist()
+            codes = rng.choice(EDITS, rng.integers(0, 5)).tolist()
             codes[:0] = [ops.CAPTURE] * int(rng.integers(2))
             codes += [ops.CAPTURE] * int(rng.integers(2))
             chain = [int(places.pop()) for _ in codes]
@@ -48,11 +53,22 @@ def random_tables(
                 tables.instruction[place] = record.to(device)
                 low, high = sorted(rng.standard_normal(2))
                 low, high = [(low, high), (-ops.UNBOUNDED, high), (low, ops.UNBOUNDED)][rng.integers(3)]
-                tables.parameter[place] = torch.tensor([rng.standard_normal(), low, high, 0.0]).to(device)
+                first = float(rng.integers(NUM_OPERANDS - RUN)) if code in (ops.REPLACE_AT, ops.SET_AT) else 0.0
+                if code == ops.SET_AT:
+                    first += NUM_OPERANDS
+                strength = rng.standard_normal() if rng.integers(2) else 1.0
+                tables.parameter[place] = torch.tensor([strength, low, high, first]).to(device)
             if chain:
                 tables.head[row, site] = chain[0]
                 tables.head[0, site] += 1
         tables.row_captures[row] = captures
+    # Vectors, then numbers; a third of the positions are not covered.
+    operands = np.concatenate(
+        [rng.integers(0, 8, NUM_OPERANDS), rng.standard_normal(NUM_OPERANDS).astype("f4").view("i4")]
+    )
+    operands[rng.random(2 * NUM_OPERANDS) < 0.3] = NO_OPERAND
+    tables.operand.copy_(torch.from_numpy(operands.astype("i4")))
+    tables.token_offset.copy_(torch.from_numpy(rng.integers(0, RUN, tokens).astype("i4")))
     token_row = rng.integers(1, rows + 1, tokens) * rng.integers(0, 2, tokens)
     tables.token_row.copy_(torch.from_numpy(token_row.astype("i4")))
     assign_arena_offsets(tables, tokens)

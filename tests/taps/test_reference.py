@@ -14,13 +14,15 @@ from vllm_steer.taps.tables import Tables
 
 
 def run_token(
-    x: np.ndarray, row: int, site: int, tables: Tables, stored: dict[int, np.ndarray] | None = None, base: int = 0
+    x: np.ndarray, token: int, site: int, tables: Tables, stored: dict[int, np.ndarray] | None = None, base: int = 0
 ) -> np.ndarray:
     """Return one token's stream after its instructions by the formulas; captured rows go to ``stored``."""
+    row = int(tables.token_row[token])
     place = int(tables.head[row, site]) if row else 0
     while place:
         code, vector, following, _ = tables.instruction[place].tolist()
-        strength, low, high, _ = tables.parameter[place].tolist()
+        strength, low, high, first = tables.parameter[place].tolist()
+        operand = tables.operand[int(first) + int(tables.token_offset[token])]
         v = tables.vector[0 if code == ops.CAPTURE else vector].double().numpy()
         along = float(x @ v)
         if code == ops.ADD:
@@ -31,6 +33,14 @@ def run_token(
             x = x - strength * along * v
         elif code == ops.CLAMP:
             x = x + strength * (min(max(along, low), high) - along) * v
+        elif code == ops.REPLACE:
+            x = x + strength * (v - x)
+        elif code == ops.REPLACE_AT:
+            if operand != -1:
+                x = x + strength * (tables.vector[operand].double().numpy() - x)
+        elif code == ops.SET_AT:
+            if operand != -1:
+                x = x + strength * (float(operand.view(torch.float32)) - along) * v
         elif code == ops.CAPTURE:
             if stored is not None:
                 stored[base + vector] = x
@@ -49,10 +59,7 @@ def test_runs_each_tokens_instructions_in_order(seed: int, with_other: bool) -> 
     for site in range(tables.num_sites):
         target = torch.randn(24, 64)
         other = torch.randn(24, 64) if with_other else torch.zeros(24, 64)
-        expected = [
-            run_token((target[t] + other[t]).double().numpy(), int(tables.token_row[t]), site, tables)
-            for t in range(24)
-        ]
+        expected = [run_token((target[t] + other[t]).double().numpy(), t, site, tables) for t in range(24)]
         apply_tap(target, other if with_other else None, tables.head_column(site), tables)
         np.testing.assert_allclose((target + other).numpy(), np.stack(expected), atol=2e-5)
 
@@ -77,7 +84,7 @@ def test_capture_stores_the_stream_before_and_after_edits() -> None:
         stored: dict[int, np.ndarray] = {}
         for t in range(24):
             stream = (target[t] + other[t]).double().numpy()
-            run_token(stream, int(tables.token_row[t]), site, tables, stored, int(bases[t]))
+            run_token(stream, t, site, tables, stored, int(bases[t]))
         tables.arena.fill_(0.5)
         apply_tap(target, other, tables.head_column(site), tables)
         for place in range(tables.arena.shape[0]):

@@ -30,7 +30,7 @@ _RequestId = Annotated[str | None, typer.Option(help="Only requests with this id
 _Sample = Annotated[int | None, typer.Option(help="Only this sample of each request, from 0.")]
 _Run = Annotated[str | None, typer.Option(help="Only requests of the run with this name.")]
 _Tag = Annotated[str | None, typer.Option(help="Only requests with this tag.")]
-_Point = Annotated[str | None, typer.Option(help="Only this hook point.")]
+_Point = Annotated[str | None, typer.Option(help="Only this hook point, or site such as resid_post.3.")]
 _Layer = Annotated[int | None, typer.Option(help="Only this layer.")]
 _AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object per line instead of a table.")]
 
@@ -97,12 +97,16 @@ def export(
 ) -> None:
     """Write rows to a .npz or .parquet file."""
     from vllm_steer.capture.files.export import export_npz, export_parquet
+    from vllm_steer.spec.sites import read_site
 
     exporters = {".npz": (export_npz, "sites"), ".parquet": (export_parquet, "rows")}
     with _plain_errors():
         if out.suffix not in exporters:
             raise ValueError(f"unknown suffix of {out}; use {' or '.join(exporters)}")
         exporter, unit = exporters[out.suffix]
+        if point is not None:
+            point, named = read_site(point, "--point")
+            layer = named if layer is None else layer
         count = exporter(_find_requests(path, request_id, sample, run, tag), out, point, layer)
         typer.echo(f"{count} {unit} written to {out}")
 

@@ -52,6 +52,11 @@ def doctor(
     max_instructions: Annotated[
         int | None, typer.Option(help="Same as --steering-max-instructions of the server.")
     ] = None,
+    max_matrix_rows: Annotated[
+        int | None, typer.Option(help="Same as --steering-max-matrix-rows of the server.")
+    ] = None,
+    max_conditions: Annotated[int | None, typer.Option(help="Same as --steering-max-conditions of the server.")] = None,
+    record_columns: Annotated[int | None, typer.Option(help="Same as --steering-record-columns of the server.")] = None,
     max_segments: Annotated[int | None, typer.Option(help="Same as --steering-max-segments of the server.")] = None,
     capture_rows: Annotated[int | None, typer.Option(help="Same as --steering-capture-rows of the server.")] = None,
     capture_mib: Annotated[int | None, typer.Option(help="Same as --steering-capture-mib of the server.")] = None,
@@ -70,6 +75,9 @@ def doctor(
         "max_rows": max_rows,
         "max_vectors": max_vectors,
         "max_instructions": max_instructions,
+        "max_matrix_rows": max_matrix_rows,
+        "max_conditions": max_conditions,
+        "record_columns": record_columns,
         "max_segments": max_segments,
         "capture_rows": capture_rows,
         "capture_mib": capture_mib,

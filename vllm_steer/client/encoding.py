@@ -13,6 +13,7 @@ import numpy as np
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.points import POINT_NAMES
+from vllm_steer.site_names import find_foreign_site
 from vllm_steer.spec import Edit, Reference, Selector, pack_vector, parse_vector
 from vllm_steer.spec.projection import Projection
 
@@ -42,7 +43,7 @@ def to_json(value: Any, field: str) -> Any:
     if isinstance(value, Mapping):
         value = {
             # Layers, not a vector.
-            key: item.tolist() if key in _LAYER_KEYS and hasattr(item, "tolist") else item
+            key: item.tolist() if _has_layers(key) and hasattr(item, "tolist") else item
             for key, item in value.items()
         }
         encoded = {str(key): to_json(item, f"{field}.{key}") for key, item in value.items()}
@@ -59,6 +60,10 @@ def to_json(value: Any, field: str) -> Any:
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return _pack(value, field)
     raise SteeringError(field, f"a value of type {type(value).__name__} cannot be sent as JSON")
+
+
+def _has_layers(key: object) -> bool:
+    return key in _LAYER_KEYS or (isinstance(key, str) and find_foreign_site(key) is not None)
 
 
 def _pack(array: Any, field: str) -> dict[str, object]:

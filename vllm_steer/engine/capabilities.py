@@ -219,8 +219,12 @@ class Capabilities:
         """Raise :class:`SteeringError` if the request's own fields name positions that no token of it can reach."""
         # The last generated token never runs through the model.
         stop = max(min(prompt_len + max_tokens, self.max_model_len) - 1, prompt_len)
+        matrices = {f"{program.edit_source(i)}.tokens" for i, edit in enumerate(program.edits) if edit.num_rows}
         for selector, field_name in program.own_positions:
-            beyond = [start for start, _ in selector.intervals(prompt_len, field_name) if start >= stop]
+            # Of a matrix, every row must have its position.
+            whole = field_name in matrices
+            ranges = selector.intervals(prompt_len, field_name)
+            beyond = [max(start, stop) for start, end in ranges if start >= stop or (whole and end > stop)]
             if beyond:
                 raise SteeringError(
                     field_name,
@@ -272,6 +276,7 @@ class Capabilities:
             ("max_instructions", "steering", sum(row.num_instructions for row in rows), "instructions"),
             ("capture_rows", "capture", captured, "captured rows for one token"),
             ("max_vectors", "steering", len({vector for row in rows for vector in row.vectors}), "vectors"),
+            ("max_matrix_rows", "steering", sum(row.num_matrix_rows for row in rows), "positions of matrices"),
         )
         for name, field_name, count, unit in needed:
             limit = getattr(self.config, name)

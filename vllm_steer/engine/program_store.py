@@ -17,12 +17,23 @@ import numpy.typing as npt
 import torch
 
 from vllm_steer.config import SteeringConfig
+from vllm_steer.engine.operand_runs import OperandRuns
 from vllm_steer.engine.pinned_writer import PinnedTableWriter
 from vllm_steer.engine.record_keeper import Replay
 from vllm_steer.params import program_bytes
-from vllm_steer.program import Instruction, PlacedTokenProgram, Program, Resolved, RowFormat, TableAllocator, resolve
+from vllm_steer.program import (
+    Instruction,
+    PlacedTokenProgram,
+    Program,
+    Resolved,
+    RowFormat,
+    TableAllocator,
+    TokenProgram,
+    resolve,
+)
 from vllm_steer.program.dynamic import STOP_COLUMN, Dynamic
-from vllm_steer.program.instructions import CAPTURE, GATE
+from vllm_steer.program.instructions import CAPTURE, GATE, REPLACE_AT
+from vllm_steer.program.position_runs import NO_RUN
 from vllm_steer.taps.dynamic import initial_state, state_after
 from vllm_steer.taps.tables import OPEN_END, Tables
 
@@ -81,6 +92,10 @@ class RequestRanges:
         return overlap
 
 
+def _run_key(program: TokenProgram, number: int) -> bytes:
+    return program.digest + number.to_bytes(4, "little")
+
+
 def _projections(resolved: Resolved) -> list[RowFormat]:
     """Return the row formats with a projection, each projection once."""
     forms = {form.projection: form for row in resolved.token_programs for form in row.row_formats if form.directions}
@@ -96,7 +111,9 @@ class ProgramStore:
         # A stage with all layers resolves programs like the scheduler and shares its cache.
         self._own = None if own == range(num_layers) else own
         self._max_segments = config.max_segments
-        self._allocator = TableAllocator(config.max_rows, config.max_instructions, config.max_vectors)
+        self._allocator = TableAllocator(
+            config.max_rows, config.max_instructions, config.max_vectors, config.max_matrix_rows
+        )
         self._running: dict[str, _Running] = {}
         self._placed: dict[int, _PlacedSegments] = {}
         self._directions: dict[bytes, _Directions] = {}
@@ -156,6 +173,9 @@ class ProgramStore:
             self._carry,
             self._next_position,
         ) = self._staged
+        self._operands = OperandRuns(tables.operand)
+        # Rows with runs of operands, by the digest of their token program.
+        self._with_runs: dict[bytes, PlacedTokenProgram] = {}
 
     @property
     def num_with_program(self) -> int:
@@ -341,6 +361,7 @@ class ProgramStore:
         self._head.put(0, np.array(self.tables.site_users, dtype=np.int32))
         for staged in self._staged:
             staged.flush()
+        self._operands.flush()
 
     def _place(self, resolved: Resolved, program: Program) -> _PlacedSegments:
         """Reserve table entries for a program and write them."""
@@ -369,8 +390,32 @@ class ProgramStore:
             self._allocator.release([row])
             if not self._allocator.holds(row):
                 self._count_users(row.instructions, -1)
+                if self._with_runs.pop(row.digest, None) is not None:
+                    for number in range(len(row.runs)):
+                        self._operands.remove(_run_key(row, number))
+
+    def _put_runs(self, placed: PlacedTokenProgram) -> None:
+        """Write the operands of a row, and the instructions of other rows whose operands have moved."""
+        program = placed.program
+        index_of = self._allocator.vector_indices(program.vectors)
+        moved = False
+        for number, run in enumerate(program.runs):
+            moved |= self._operands.add(_run_key(program, number), run.operands(index_of))
+        if moved:
+            for other in self._with_runs.values():
+                self._put_parameters(other)
+        self._with_runs[program.digest] = placed
+
+    def _put_parameters(self, placed: PlacedTokenProgram) -> None:
+        for index, each in zip(placed.instruction_indices, placed.program.instructions, strict=True):
+            # float32 holds all places of operands exactly, since max_matrix_rows is at most 2^24.
+            first = 0 if each.run == NO_RUN else self._operands.start_of(_run_key(placed.program, each.run))
+            self._parameter.put(index, (each.strength, each.low, each.high, float(first)))
 
     def _put_row(self, placed: PlacedTokenProgram) -> None:
+        if placed.program.runs:
+            self._put_runs(placed)
+        self._put_parameters(placed)
         heads = np.zeros(self.tables.num_sites, dtype=np.int32)
         following: dict[int, int] = {}
         pairs = list(zip(placed.instruction_indices, placed.program.instructions, strict=True))
@@ -378,7 +423,6 @@ class ProgramStore:
         for index, each in reversed(pairs):
             columns = 0 if each.code == CAPTURE else each.index
             self._instruction.put(index, (each.code, self._argument(each), following.get(each.site_number, 0), columns))
-            self._parameter.put(index, (each.strength, each.low, each.high, 0.0))
             heads[self.tables.column[each.site_number]] = following[each.site_number] = index
         self._head.put(placed.row, heads)
         self._row_captures.put(placed.row, len(placed.program.captures))
@@ -387,7 +431,7 @@ class ProgramStore:
     def _argument(self, instruction: Instruction) -> int:
         if instruction.code == CAPTURE:
             return instruction.index
-        if instruction.code == GATE:
+        if instruction.code in (GATE, REPLACE_AT):
             return 0
         return self._allocator.vector_index(instruction.vector)
 

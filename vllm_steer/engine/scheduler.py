@@ -60,7 +60,9 @@ class SteeringSchedulerMixin:
         self._malformed: dict[str, str] = {}
         self._row_bytes = int(model_config.get_hidden_size() * model_config.dtype.itemsize)
         self._capture_policy = config.capture_policy
-        self.steering_allocator = TableAllocator(config.max_rows, config.max_instructions, config.max_vectors)
+        self.steering_allocator = TableAllocator(
+            config.max_rows, config.max_instructions, config.max_vectors, config.max_matrix_rows
+        )
         self.steering_admission = AdmissionController(
             self.steering_allocator, (config.capture_mib << 20) // self._row_bytes, config.queue_timeout
         )

@@ -22,7 +22,7 @@ Type = Literal["counter", "gauge", "histogram"]
 _ENGINE: dict[str, tuple[str, ...]] = {"model_name": (), "engine": ()}
 _MODEL: dict[str, tuple[str, ...]] = {"model_name": ()}
 
-TABLES = ("rows", "instructions", "vectors")
+TABLES = ("rows", "instructions", "vectors", "matrix_rows")
 WAITING = (*TABLES, "capture", "turn")
 STEP_PARTS = ("scheduler", "worker")
 REQUESTS = ("plain", "steered", "captured", "steered_captured")

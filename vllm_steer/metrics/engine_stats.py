@@ -19,7 +19,7 @@ STATS_KEY = "__steer_stats__"
 class TableUsage(msgspec.Struct, frozen=True, array_like=True):
     """Resources that admitted requests hold, and requests that wait for resources."""
 
-    tables: tuple[int, int, int]
+    tables: tuple[int, int, int, int]
     """Rows, instructions and vectors in use."""
     admitted: int
     """Admitted steered or captured requests."""

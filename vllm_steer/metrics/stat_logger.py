@@ -84,7 +84,7 @@ class _EngineMetrics:
         for table, gauge in zip(TABLES, self._size, strict=True):
             gauge.set(getattr(config, f"max_{table}"))
         self._limit.set(config.capture_mib << 20)
-        self._set_usage(TableUsage((0, 0, 0), 0, 0, {}))
+        self._set_usage(TableUsage((0, 0, 0, 0), 0, 0, {}))
         self._set_staging(0)
 
     def record(self, stats: EngineStats) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.points import POINT_NAMES
@@ -43,6 +44,8 @@ from vllm_steer.spec import (
     bytes_of,
     content_digest,
 )
+from vllm_steer.spec.condition import condition_source
+from vllm_steer.spec.matrix import orthonormal_basis
 from vllm_steer.spec.scalars import closest
 from vllm_steer.spec.sites import Layers
 
@@ -72,13 +75,14 @@ def compile_program(
         SteeringError: directions differ in width from other vectors of the request, or a condition names a readout that
             does not exist, is not a probe or is computed behind the edit.
     """
-    vectors = _VectorTable(len(edits[0].vector) if edits else 0)
+    vectors = _VectorTable(edits[0].width if edits else 0)
     numbers = {readout.name: number for number, readout in enumerate(readouts)}
     compiled_edits: dict[int, CompiledEdit] = {}
     for number, edit in enumerate(edits):
         path = edit_paths[number] if edit_paths else "steering"
         when = tuple(
-            _compile_condition(each, edit, readouts, numbers, f"{path}.when[{i}]") for i, each in enumerate(edit.when)
+            _compile_condition(each, edit, readouts, numbers, condition_source(path, i, len(edit.when)))
+            for i, each in enumerate(edit.when)
         )
         if edit.strength != 0.0:
             compiled_edits[number] = _compile_edit(edit, vectors, when)
@@ -120,10 +124,19 @@ class _VectorTable:
     def __init__(self, width: int) -> None:
         self.width = width
         self.entries: dict[bytes, tuple[int, bytes]] = {}
+        self.digests: list[bytes] = []
 
     def add(self, digest: bytes, data: bytes) -> int:
         """Return the index of a vector; add it if it is new."""
-        return self.entries.setdefault(digest, (len(self.entries), data))[0]
+        index, _ = self.entries.setdefault(digest, (len(self.digests), data))
+        if index == len(self.digests):
+            self.digests.append(digest)
+        return index
+
+    def add_rows(self, rows: npt.NDArray[np.float32]) -> tuple[int, ...]:
+        """Return the indices of the rows of a matrix."""
+        little = np.ascontiguousarray(rows, "<f4")
+        return tuple(self.add(content_digest(data), data) for data in (row.tobytes() for row in little))
 
     def add_directions(self, projection: Projection, path: str) -> tuple[int, ...]:
         """Return the indices of a projection's directions; raise SteeringError for ``path`` if their width differs."""
@@ -143,13 +156,23 @@ def _compile_edit(edit: Edit, vectors: _VectorTable, when: tuple[CompiledConditi
     if KINDS[edit.kind].needs_direction:
         wide = vector.astype(np.float64)
         vector = np.ascontiguousarray(wide / np.linalg.norm(wide), dtype="<f4")
-    data = bytes_of(vector)
-    digest = content_digest(data)
+    rows: tuple[int, ...] = ()
+    basis: tuple[int, ...] = ()
+    coordinates = b""
+    if edit.subspace is not None:
+        orthonormal = orthonormal_basis(edit.subspace)
+        basis = vectors.add_rows(orthonormal.astype(np.float32))
+        coordinates = _coordinates(vector.astype(np.float64) @ orthonormal.T)
+    elif edit.num_rows is not None:
+        rows = vectors.add_rows(vector)
+    else:
+        data = bytes_of(vector)
+        rows = (vectors.add(content_digest(data), data),)
     compiled = CompiledEdit(
         code=CODES[edit.kind],
         point=POINT_NAMES.index(edit.point),
         layers=_compile_layers(edit.layers),
-        vector=vectors.add(digest, data),
+        vector=(basis or rows)[0],
         strength=float(edit.strength),
         low=-UNBOUNDED if edit.low is None else float(edit.low),
         high=UNBOUNDED if edit.high is None else float(edit.high),
@@ -157,8 +180,17 @@ def _compile_edit(edit: Edit, vectors: _VectorTable, when: tuple[CompiledConditi
         digest=b"",
         when=when,
         live=edit.live or "",
+        num_rows=edit.num_rows or 0,
+        rows=() if edit.num_rows is None else rows,
+        basis=basis,
+        coordinates=coordinates,
     )
-    return compiled.with_strength(compiled.strength, digest)
+    return compiled.with_strength(compiled.strength, vectors.digests)
+
+
+def _coordinates(values: npt.NDArray[np.float64]) -> bytes:
+    """Return coordinates ``[n, k]`` or ``[k]`` in a basis as float32 bytes, by direction, then by position."""
+    return np.ascontiguousarray(np.atleast_2d(values).T, "<f4").tobytes()
 
 
 def _compile_bound(bound: Bound) -> CompiledBound:
@@ -194,12 +226,21 @@ def _compile_readout(readout: Readout, vectors: _VectorTable) -> CompiledReadout
 
 def _find_probe(name: str, readouts: Sequence[Readout], numbers: Mapping[str, int], field: str) -> int:
     if name not in numbers:
-        similar = closest(name, numbers)
-        hint = f"; did you mean {similar}?" if similar else ""
-        raise SteeringError(f"{field}.readout", f"{name!r} is not among the request's readouts{hint}")
+        raise SteeringError(
+            f"{field}.readout", f"{name!r} is not among the request's readouts; {_use_instead(name, numbers)}"
+        )
     if readouts[numbers[name]].kind != "probe":
-        raise SteeringError(f"{field}.readout", f"{name!r} has several values per token; name a probe")
+        raise SteeringError(f"{field}.readout", f"{name!r} has several values per token; name a readout with one probe")
     return numbers[name]
+
+
+def _use_instead(name: str, numbers: Mapping[str, int]) -> str:
+    similar = closest(name, numbers)
+    if similar:
+        return f"did you mean {similar}?"
+    if numbers:
+        return f"it has {', '.join(numbers)}"
+    return 'declare it, for example readouts={"refusal": {"probe": ..., "point": ..., "layer": ...}}'
 
 
 def _compile_stop(stop: Stop, readouts: Sequence[Readout], numbers: Mapping[str, int], field: str) -> CompiledStop:
@@ -223,7 +264,8 @@ def _compile_condition(
     if kind != TOKEN and edit.tokens.to_wire() in ("all", "prompt", "last_prompt"):
         raise SteeringError(
             f"{field}.window",
-            f'"{condition.window}" decides about generated tokens only, not tokens="{edit.tokens.to_wire()}"',
+            f'"{condition.window}" decides about generated tokens only, not tokens="{edit.tokens.to_wire()}"; '
+            'use tokens="generated", or the window "token"',
         )
     return CompiledCondition(
         index,

@@ -36,9 +36,8 @@ def join(programs: Sequence[Program]) -> Program:
     for program in programs:
         for digest, data in zip(program.digests, program.vectors, strict=True):
             vectors.setdefault(digest, (len(vectors), data))
-        edits += [
-            msgspec.structs.replace(edit, vector=vectors[program.digests[edit.vector]][0]) for edit in program.edits
-        ]
+        edit_places = [vectors[digest][0] for digest in program.digests]
+        edits += [edit.moved(edit_places) for edit in program.edits]
         for number, capture in enumerate(program.captures):
             if capture.projection != NO_PROJECTION:
                 indices = tuple(vectors[digest][0] for digest in program.directions(capture.projection))
@@ -121,10 +120,7 @@ def scaled(program: Program, scale: float) -> Program:
     if scale == 0.0:
         sources = program.sources[len(program.edits) :]
         return msgspec.structs.replace(program, width=0, edits=(), digests=(), vectors=(), sources=sources)
-    edits = [
-        edit.with_strength(read_number(edit.strength * scale, "scale"), program.digests[edit.vector])
-        for edit in program.edits
-    ]
+    edits = [edit.with_strength(read_number(edit.strength * scale, "scale"), program.digests) for edit in program.edits]
     # A product may underflow to 0.
     kept = [number for number, edit in enumerate(edits) if edit.strength]
     sources = program.sources and (*(program.sources[i] for i in kept), *program.sources[len(edits) :])

@@ -15,8 +15,9 @@ from vllm_steer.program.program import CompiledEdit, Program
 def check_magnitude(program: Program, max_norm: float, first_edit: int = 0) -> None:
     """Check how much the edits of a program may add to a row.
 
-    `add` adds strength x norm of its vector. `clamp` moves a projection to one of its bounds, and beyond it if the
-    strength is above 1. The other kinds scale with the row itself and are not checked.
+    `add` adds strength x norm of its vector, and `replace` strength x norm of the row that it puts there, or of its
+    component in the subspace. `clamp` moves a projection to one of its bounds, and beyond it if the strength is above
+    1. The other kinds scale with the row itself and are not checked.
 
     Args:
         program: the program.
@@ -41,10 +42,13 @@ def check_magnitude(program: Program, max_norm: float, first_edit: int = 0) -> N
 
 def _added_norm(edit: CompiledEdit, program: Program, norms: dict[int, float]) -> float:
     kind = KIND_OF[edit.code]
-    if kind == "add":
-        if edit.vector not in norms:
-            norms[edit.vector] = float(np.linalg.norm(program.vector(edit.vector).astype(np.float64)))
-        return abs(edit.strength) * norms[edit.vector]
+    if kind == "add" or (kind == "replace" and not edit.basis):
+        for vector in edit.vectors:
+            if vector not in norms:
+                norms[vector] = float(np.linalg.norm(program.vector(vector).astype(np.float64)))
+        return abs(edit.strength) * max(norms[vector] for vector in edit.vectors)
+    if kind == "replace":
+        return abs(edit.strength) * float(np.linalg.norm(edit.coordinate_array().astype(np.float64), axis=0).max())
     if kind == "clamp":
         # UNBOUNDED means "no bound" on its own side only: as the other bound it is a value like any other.
         low = edit.low if edit.low > -UNBOUNDED else 0.0

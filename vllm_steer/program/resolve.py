@@ -21,6 +21,7 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.limits import ENGINE_LIMITS, MAX_BOUNDARIES, MAX_SEGMENTS
 from vllm_steer.points import POINT_NAMES
 from vllm_steer.program.dynamic import TOKEN, Dynamic
+from vllm_steer.program.position_runs import EditStep, PositionRun, covered_intervals, edit_steps
 from vllm_steer.program.program import NO_PROJECTION, CompiledCapture, CompiledEdit, Program
 from vllm_steer.program.resolve_dynamic import read_intervals, resolve_dynamic
 from vllm_steer.program.token_program import (
@@ -49,6 +50,14 @@ class _DynamicParts(msgspec.Struct, frozen=True, array_like=True):
     gates: tuple[Gate, ...]
     factors: tuple[int, ...]
     heads: tuple[HeadRead, ...] = ()
+
+
+class _EditParts(msgspec.Struct, frozen=True, array_like=True):
+    """The edits of a segment, their steps, and the runs of operands that the steps refer to."""
+
+    edits: tuple[CompiledEdit, ...]
+    steps: tuple[tuple[EditStep, ...], ...]
+    runs: tuple[PositionRun, ...]
 
 
 @dataclass(frozen=True)
@@ -196,26 +205,47 @@ def resolve(
 
 def _segments(program: Program, prompt_len: int, num_layers: int, stage_layers: range | None) -> Iterator[Segment]:
     num_edits, num_captures = len(program.edits), len(program.captures)
-    boundaries = _boundaries(program, prompt_len)
-    active: set[int] = set()
     previous: Segment | None = None
-    digests = [edit.digest for edit in program.edits]
-    content: tuple[list[bytes], list[int]] | None = None
-    for start in sorted(boundaries):
-        active ^= boundaries[start]
-        parts = sorted(active)
+    for start, stop, parts in _spans(program, prompt_len):
         split, end = bisect_left(parts, num_edits), bisect_left(parts, num_edits + num_captures)
-        # An edit that replaces an equal one begins no segment, so such boundaries do not count against max_segments.
-        last, content = content, ([digests[part] for part in parts[:split]], parts[split:])
-        if content == last:
-            continue
-        edits = tuple(program.edits[part] for part in parts[:split])
         captures = tuple(program.captures[part - num_edits] for part in parts[split:end])
+        steps = edit_steps(program, parts[:split], prompt_len, start, stop)
+        parts_of_edits = _EditParts(tuple(program.edits[part] for part in parts[:split]), *steps)
         dynamics = _dynamic_parts(program, parts[:split], [part - num_edits - num_captures for part in parts[end:]])
-        token_program = _token_program(edits, captures, program, num_layers, stage_layers, dynamics) if parts else None
-        if previous is None or _digest_of(previous.program) != _digest_of(token_program):
-            previous = Segment(start, token_program, _kv_digest(edits, num_layers, program, prompt_len))
+        token_program = (
+            _token_program(parts_of_edits, captures, program, num_layers, stage_layers, dynamics) if parts else None
+        )
+        # The operands of a matrix count from the start of their segment.
+        is_new = previous is None or parts_of_edits.runs or _digest_of(previous.program) != _digest_of(token_program)
+        if is_new:
+            previous = Segment(start, token_program, _kv_digest(parts_of_edits, num_layers, program, prompt_len))
             yield previous
+
+
+def _spans(program: Program, prompt_len: int) -> Iterator[tuple[int, int, list[int]]]:
+    """Yield ``(start, stop, parts)`` for stretches of positions with the same edits, captures and readouts.
+
+    An edit that replaces an equal one begins no stretch, so such boundaries do not count against max_segments.
+    """
+    num_edits = len(program.edits)
+    boundaries = _boundaries(program, prompt_len)
+    # Edits with a matrix have other operands at other positions, so they equal only themselves.
+    content_of = [number if edit.num_rows else edit.digest for number, edit in enumerate(program.edits)]
+    content_of += range(num_edits, num_edits + len(program.captures) + len(program.readouts))
+    active: set[int] = set()
+    begun: tuple[int, list[int]] | None = None
+    content: list[int | bytes] = []
+    for position in sorted(boundaries):
+        active ^= boundaries[position]
+        parts = sorted(active)
+        last, content = content, [content_of[part] for part in parts]
+        if begun is not None and content == last:
+            continue
+        if begun is not None:
+            yield begun[0], position, begun[1]
+        begun = position, parts
+    if begun is not None:
+        yield begun[0], OPEN_END, begun[1]
 
 
 def _dynamic_parts(program: Program, edits: list[int], readouts: list[int]) -> _DynamicParts | None:
@@ -262,10 +292,7 @@ def _dynamic_parts(program: Program, edits: list[int], readouts: list[int]) -> _
 def _boundaries(program: Program, prompt_len: int) -> dict[int, set[int]]:
     """Return, for each position, the parts (edits, captures, readouts) that begin or cease to cover it there."""
     boundaries: dict[int, set[int]] = {0: set()}
-    covered = [
-        (edit.selector.intervals(prompt_len, program.edit_source(i)), program.edit_source(i))
-        for i, edit in enumerate(program.edits)
-    ]
+    covered = [(covered_intervals(program, i, prompt_len), program.edit_source(i)) for i in range(len(program.edits))]
     for i, capture in enumerate(program.captures):
         field = f"{program.capture_source(i)}.positions"
         covered.append((capture.selector.intervals(prompt_len, field), field))
@@ -292,7 +319,7 @@ def _digest_of(program: TokenProgram | None) -> bytes | None:
 
 
 def _token_program(
-    edits: tuple[CompiledEdit, ...],
+    edits: _EditParts,
     captures: tuple[CompiledCapture, ...],
     program: Program,
     num_layers: int,
@@ -309,7 +336,9 @@ def _token_program(
     stored = {each[:2] for each in wanted} | {(head.site_number, False) for head in heads}
     captured_sites = tuple(CaptureSite(number, before) for number, before in sorted(stored))
     names = {NO_PROJECTION: UNPROJECTED, **dict(enumerate(program.projection_digests))}
-    content = [edit.digest for edit in edits]
+    content = [edit.digest for edit in edits.edits]
+    if edits.runs:
+        content.append(b"runs:" + msgspec.msgpack.encode(edits.runs))
     content += sorted(b"read%d:%d:%s" % (number, before, names[projection]) for number, before, projection in wanted)
     if dynamics is not None:
         content.append(b"dynamic:" + msgspec.msgpack.encode(dynamics))
@@ -331,32 +360,46 @@ def _token_program(
             row_formats.append(RowFormat(names[projection], needed, indices, codes))
     if dynamics is not None:
         directions += [read.vector for read in dynamics.reads]
-    vectors = (*(program.digests[edit.vector] for edit in edits), *dict.fromkeys(directions))
+    needed_by_edits = [program.digests[index] for edit in edits.edits for index in edit.basis or (edit.vector,)]
+    needed_by_edits += [digest for run in edits.runs for digest in dict.fromkeys(run.vectors) if digest]
+    vectors = (*needed_by_edits, *dict.fromkeys(directions))
     layers = every if stage_layers is None else stage_layers
     if dynamics is None:
-        return TokenProgram(digest, edits, vectors, captured_sites, layers, tuple(row_formats))
-    placed = tuple((head, index_of[CaptureSite(head.site_number, False)]) for head in heads)
+        dynamics = _DynamicParts((), (), ())
     return TokenProgram(
-        digest, edits, vectors, captured_sites, layers, tuple(row_formats),
-        dynamics.reads, dynamics.gates, dynamics.factors, placed,
-    )  # fmt: skip
+        digest,
+        edits.edits,
+        vectors,
+        captured_sites,
+        layers,
+        tuple(row_formats),
+        dynamics.reads,
+        dynamics.gates,
+        dynamics.factors,
+        edits.steps,
+        edits.runs,
+        tuple((head, index_of[CaptureSite(head.site_number, False)]) for head in heads),
+    )
 
 
-def _kv_digest(edits: tuple[CompiledEdit, ...], num_layers: int, program: Program, prompt_len: int) -> bytes | None:
+def _kv_digest(parts: _EditParts, num_layers: int, program: Program, prompt_len: int) -> bytes | None:
     """Return the digest of the edits that can change a token's keys and values; None if there are none.
 
     The factor of a gated edit depends on all readouts and edits and, except in the window ``token``, on the length of
     the prompt.
 
     The last layer computes its keys and values from its ``pre_attn`` stream, so edits at its later points, branches
-    included, change no cache entry. Reads change nothing.
+    included, change no cache entry. Reads change nothing. Of a matrix, only the rows of these positions count, each at
+    its distance from the start of the segment, which is part of the keys.
     """
     last = num_layers - 1
-    digests = [
-        edit.digest
-        for edit in edits
-        if edit.point == PRE_ATTN or any(layer < last for layer in layers_of(edit, range(num_layers)))
-    ]
+    edits = parts.edits
+    digests: list[bytes] = []
+    for edit, steps in zip(edits, parts.steps, strict=True):
+        if edit.point == PRE_ATTN or any(layer < last for layer in layers_of(edit, range(num_layers))):
+            digests.append(edit.digest)
+            if edit.num_rows:
+                digests.append(msgspec.msgpack.encode([parts.runs[step.run] for step in steps]))
     if not digests:
         return None
     if any(edit.when for edit in edits):

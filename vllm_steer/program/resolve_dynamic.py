@@ -16,6 +16,7 @@ from vllm_steer.program.dynamic import (
     Dynamic,
 )
 from vllm_steer.program.program import Program
+from vllm_steer.spec.condition import condition_source
 from vllm_steer.spec.selector import OPEN_END, Interval
 
 
@@ -35,7 +36,7 @@ def read_intervals(program: Program, readout: int, prompt_len: int) -> tuple[Int
         for i, condition in enumerate(edit.when):
             if condition.readout != readout:
                 continue
-            field = f"{program.edit_source(number)}.when[{i}]"
+            field = condition_source(program.edit_source(number), i, len(edit.when))
             if condition.kind == TOKEN:
                 intervals += edit.selector.intervals(prompt_len, program.edit_source(number))
             elif condition.kind in OF_PROMPT:
@@ -66,14 +67,16 @@ def resolve_dynamic(program: Program, prompt_len: int) -> Dynamic:
         for i, condition in enumerate(edit.when):
             if condition.kind == TOKEN:
                 continue
+            field = condition_source(source, i, len(edit.when))
             first = edit.selector.intervals(prompt_len, source)[0][0]
             if first < prompt_len:
                 raise SteeringError(
-                    f"{source}.when[{i}].window",
-                    f"decides about generated tokens only, but the edit covers position {first} of the prompt",
+                    f"{field}.window",
+                    f"decides about generated tokens only, but the edit covers position {first} of the prompt; use "
+                    'tokens="generated", or the window "token"',
                 )
             resolved = _resolve_condition(
-                condition, layout.readouts[condition.readout], layout.gates[number], prompt_len, f"{source}.when[{i}]"
+                condition, layout.readouts[condition.readout], layout.gates[number], prompt_len, field
             )
             if condition.kind in OF_PROMPT:
                 needed.append(resolved.first)

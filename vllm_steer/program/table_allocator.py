@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from vllm_steer.limits import ENGINE_LIMITS
 from vllm_steer.program.token_program import TokenProgram
 
 
@@ -32,11 +33,18 @@ class PlacedTokenProgram:
 class TableAllocator:
     """Reference counts and free entries of the device tables. Row 0 and instruction 0 are reserved for "nothing"."""
 
-    def __init__(self, max_rows: int, max_instructions: int, max_vectors: int) -> None:
+    def __init__(
+        self,
+        max_rows: int,
+        max_instructions: int,
+        max_vectors: int,
+        max_matrix_rows: int = ENGINE_LIMITS["max_matrix_rows"].default,
+    ) -> None:
         self._max_instructions = max_instructions
         self._free_rows = list(range(max_rows, 0, -1))
         self._free_instructions = list(range(max_instructions, 0, -1))
         self._free_vectors = list(range(max_vectors - 1, -1, -1))
+        self._free_matrix_rows = self._max_matrix_rows = max_matrix_rows
         self._rows: dict[bytes, _Entry] = {}
         self._vectors: dict[bytes, _Entry] = {}
         self._instructions_of: dict[bytes, list[int]] = {}
@@ -46,7 +54,7 @@ class TableAllocator:
         return self.shortage(programs) is None
 
     def shortage(self, programs: Iterable[TokenProgram]) -> str | None:
-        """Return the table that is too full: ``rows``, ``instructions`` or ``vectors``; None if the programs fit."""
+        """Return the table that is too full: ``rows``, ``instructions``, ``vectors``, ``matrix_rows``; None if none."""
         missing = [program for program in programs if program.digest not in self._rows]
         if not missing:
             return None
@@ -55,6 +63,8 @@ class TableAllocator:
             return "rows"
         if sum(program.num_instructions for program in missing) > len(self._free_instructions):
             return "instructions"
+        if sum(program.num_matrix_rows for program in missing) > self._free_matrix_rows:
+            return "matrix_rows"
         return "vectors" if len(vectors) > len(self._free_vectors) else None
 
     def acquire(self, programs: Iterable[TokenProgram]) -> tuple[list[PlacedTokenProgram], dict[bytes, int]]:
@@ -85,6 +95,7 @@ class TableAllocator:
             row = self._rows[program.digest] = _Entry(self._free_rows.pop(), 1)
             indices = [self._free_instructions.pop() for _ in range(program.num_instructions)]
             self._instructions_of[program.digest] = indices
+            self._free_matrix_rows -= program.num_matrix_rows
             placed.append(PlacedTokenProgram(program, row.index, indices))
         return placed, new_vectors
 
@@ -96,6 +107,7 @@ class TableAllocator:
             if row.users:
                 continue
             del self._rows[program.digest]
+            self._free_matrix_rows += program.num_matrix_rows
             self._free_rows.append(row.index)
             self._free_instructions.extend(self._instructions_of.pop(program.digest))
             for digest in program.vectors:
@@ -113,11 +125,16 @@ class TableAllocator:
         """Return the table row of a program; 0 for None."""
         return 0 if program is None else self._rows[program.digest].index
 
+    def vector_indices(self, digests: Iterable[bytes]) -> dict[bytes, int]:
+        """Return the index of each vector by its digest."""
+        return {digest: self._vectors[digest].index for digest in digests}
+
     def vector_index(self, digest: bytes) -> int:
         """Return the index of a vector."""
         return self._vectors[digest].index
 
     @property
-    def in_use(self) -> tuple[int, int, int]:
-        """Number of rows, instructions and vectors in use."""
-        return len(self._rows), self._max_instructions - len(self._free_instructions), len(self._vectors)
+    def in_use(self) -> tuple[int, int, int, int]:
+        """Number of rows, instructions, vectors and matrix rows in use."""
+        instructions = self._max_instructions - len(self._free_instructions)
+        return len(self._rows), instructions, len(self._vectors), self._max_matrix_rows - self._free_matrix_rows

@@ -10,6 +10,7 @@ import msgspec
 
 from vllm_steer.points import POINT_NAMES
 from vllm_steer.program.instructions import CAPTURE, GATE, READ
+from vllm_steer.program.position_runs import NO_RUN, EditStep, PositionRun
 from vllm_steer.program.program import CompiledCapture, CompiledEdit
 
 N_POINTS = len(POINT_NAMES)
@@ -32,6 +33,8 @@ class Instruction(msgspec.Struct, frozen=True):
     low: float
     high: float
     index: int = 0
+    run: int = NO_RUN
+    """Number of the token program's run that holds the operands of an edit; :data:`NO_RUN` for none."""
 
 
 def pack_columns(first: int, second: int) -> int:
@@ -106,7 +109,7 @@ class TokenProgram:
     digest: bytes
     edits: tuple[CompiledEdit, ...]
     vectors: tuple[bytes, ...]
-    """Digests of the vectors it needs on the device: one per edit, then the directions of projections and readouts."""
+    """Digests of the vectors it needs on the device: of edits, then the directions of projections and readouts."""
     captures: tuple[CaptureSite, ...]
     layers: range
     """Layers of this pipeline stage."""
@@ -115,14 +118,25 @@ class TokenProgram:
     gates: tuple[Gate, ...] = ()
     factors: tuple[int, ...] = ()
     """Packed columns of the factors of each edit; empty if no edit has any."""
+    steps: tuple[tuple[EditStep, ...], ...] = ()
+    """Steps of each edit."""
+    runs: tuple[PositionRun, ...] = ()
+    """Operands of edits with a matrix, from the segment's first position on."""
     heads: tuple[tuple[HeadRead, int], ...] = ()
     """Heads, each with the index of its row among those that the token captures."""
 
     @cached_property
     def num_instructions(self) -> int:
         """Number of :attr:`instructions`."""
-        edits = sum(len(layers_of(edit, self.layers)) for edit in self.edits)
+        edits = sum(
+            len(layers_of(edit, self.layers)) * len(steps) for edit, steps in zip(self.edits, self.steps, strict=True)
+        )
         return edits + len(self.captures) + len(self.reads) + len(self.gates)
+
+    @cached_property
+    def num_matrix_rows(self) -> int:
+        """Number of operands in :attr:`runs`."""
+        return sum(map(len, self.runs))
 
     @cached_property
     def instructions(self) -> tuple[Instruction, ...]:
@@ -133,9 +147,19 @@ class TokenProgram:
         ]
         factors = self.factors or (0,) * len(self.edits)
         edits = [
-            Instruction(layer * N_POINTS + edit.point, edit.code, vector, edit.strength, edit.low, edit.high, columns)
-            for edit, vector, columns in zip(self.edits, self.vectors, factors, strict=False)
+            Instruction(
+                layer * N_POINTS + edit.point,
+                step.code,
+                step.vector,
+                edit.strength,
+                step.low,
+                step.high,
+                columns,
+                step.run,
+            )
+            for edit, steps, columns in zip(self.edits, self.steps, factors, strict=True)
             for layer in layers_of(edit, self.layers)
+            for step in steps
         ]
         reads = [
             Instruction(read.site_number, READ, read.vector, read.bias, float(read.sigmoid), 0.0, read.column)

@@ -143,6 +143,11 @@ def parse_module(content: Mapping[str, Any]) -> Module:
         for name in ("when", "live"):
             if getattr(edit, name):
                 raise SteeringError(f"{path}.{name}", "is supported in requests only, not in modules; omit it")
+        if edit.num_rows is not None or edit.subspace is not None:
+            name = "vector" if edit.subspace is None else "subspace"
+            raise SteeringError(
+                f"{path}.{name}", "a matrix or a subspace is supported in requests only, not in modules; use one row"
+            )
     probes = {} if content.get(PROBES) is None else _read_probes(content[PROBES])
     edits = {key: tuple(edit for _, edit in pairs) for key, pairs in parts.items()}
     tiers = {tier: _merge_tier((), edits.get(tier, ())) for tier in TIERS}

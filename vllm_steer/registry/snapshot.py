@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
+from vllm_steer.limits import REGISTRY_MIB
 from vllm_steer.program import Program, join, scaled, with_source
 from vllm_steer.registry.errors import RegistryFullError, RegistryUnavailableError, UnknownModuleError
 from vllm_steer.registry.index import (
@@ -142,7 +143,9 @@ class Snapshot:
         size = sum(module.num_bytes for module in self.contents.values())
         if size > limits.num_bytes:
             raise RegistryFullError(
-                "module", f"would increase the registry to {size} bytes of vectors; at most {limits.num_bytes} fit"
+                "module",
+                f"would increase the registry to {size} bytes of vectors; at most {limits.num_bytes} fit. "
+                f"Delete modules, or raise {REGISTRY_MIB.flag}",
             )
         return self
 

@@ -29,6 +29,8 @@ from vllm_steer.server.flags import (
     LIMIT_DESTS,
     MODULES,
     MULTI_CHOICE_DESTS,
+    PEER_MIDDLEWARE,
+    PEERS,
     POLICY,
     REGISTRY,
     SAE,
@@ -75,7 +77,9 @@ def apply_flags(args: argparse.Namespace) -> None:
             setattr(args, STORE_NAME_DEST, name)
             remove_at_exit(name)
     if serves_http and MIDDLEWARE not in args.middleware:
-        args.middleware = [*args.middleware, MIDDLEWARE]
+        # Later entries are outside: middleware of peers translates bodies before they are checked.
+        peers = dict.fromkeys(PEER_MIDDLEWARE[name] for name in getattr(args, dest_of(PEERS), None) or ())
+        args.middleware = [*args.middleware, MIDDLEWARE, *peers]
     # API server processes inherit the environment of this process.
     if dest_of(CONSUMERS) in given:
         os.environ[CONSUMERS_VARIABLE] = _consumers(given[dest_of(CONSUMERS)])

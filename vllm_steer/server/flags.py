@@ -18,6 +18,11 @@ REGISTRY = "--steering-registry"
 MODULES = "--steering-modules"
 KEYS = "--steering-keys"
 SAE = "--steering-sae"
+PEERS = "--steering-peers"
+PEER_MIDDLEWARE: Mapping[str, str] = MappingProxyType(
+    {"vllm-lens": "vllm_steer.peers.vllm_lens.http.VllmLensMiddleware"}
+)
+"""Middleware that serves the request keys of another project, by its name."""
 POLICY = "--steering-capture-policy"
 POLICY_HELP = (
     "what happens to a request whose captured rows exceed capture_mib together with those of running requests: wait "
@@ -42,7 +47,7 @@ MULTI_CHOICE_DESTS: Mapping[str, MultiChoice] = MappingProxyType(
 )
 ENGINE_DESTS = (dest_of(POLICY), dest_of(SAE), *SWITCH_DESTS, *MULTI_CHOICE_DESTS, *LIMIT_DESTS)
 """Flags that become settings of the engine."""
-SERVER_DESTS = (*map(dest_of, (CONSUMERS, REGISTRY, MODULES, KEYS)), *(limit.dest for limit in SERVER_LIMITS))
+SERVER_DESTS = (*map(dest_of, (CONSUMERS, REGISTRY, MODULES, KEYS, PEERS)), *(limit.dest for limit in SERVER_LIMITS))
 """Flags that the API server uses itself."""
 BATCH_DESTS = (dest_of(CONSUMERS), INLINE_KIB.dest, RESPONSE_MIB.dest)
 """Server flags that ``vllm run-batch`` supports as well."""
@@ -99,6 +104,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "API key file, written by vllm-steer keys. With it, all routes except /health and a few others require a key; "
         "without it, every client may use all of them.",
         metavar="FILE",
+    )
+    add(
+        PEERS,
+        "Also serve the request keys of another project, for its scripts. Repeatable.",
+        action="append",
+        choices=tuple(PEER_MIDDLEWARE),
     )
     add(POLICY, f"{_sentence(POLICY_HELP)}. Default: wait.", choices=CAPTURE_POLICIES)
     for switch in SWITCHES:

@@ -3,13 +3,13 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.limits import MAX_CONSUMERS
+from vllm_steer.limits import MAX_CONSUMERS, MAX_LAYERS
 from vllm_steer.points import POINT_NAMES, PointName
 from vllm_steer.spec.arguments import suggest_arguments
 from vllm_steer.spec.capture_form import (
@@ -32,9 +32,10 @@ from vllm_steer.spec.selector import (
     TokensInput,
     selector_form_error,
 )
-from vllm_steer.spec.sites import Layers, LayersInput, read_layers, read_point
+from vllm_steer.spec.sites import Layers, LayersInput, read_layers, read_point, read_site
 
 Hooks: TypeAlias = tuple[tuple[PointName, Layers], ...]
+HooksInput: TypeAlias = "Mapping[PointName, LayersInput] | Mapping[str, LayersInput] | Sequence[str]"
 PositionsInput: TypeAlias = PositionsName | TokensInput
 Reduce: TypeAlias = ReduceName | Projection | NamedProjection | None
 ReduceInput: TypeAlias = (
@@ -42,6 +43,7 @@ ReduceInput: TypeAlias = (
 )
 
 _CONSUMER_NAME = re.compile("[a-z][a-z0-9_-]{0,63}")
+_HOOKS_FORM = '{point: layers or "all"} such as {"post_block": [12]}, or a list of sites such as ["resid_post.12"]'
 _EXAMPLE = '{"memory": {"hooks": {"post_block": [12]}, "positions": "last_prompt"}}'
 
 
@@ -74,7 +76,7 @@ class CaptureSpec:
     def __init__(
         self,
         *,
-        hooks: Mapping[PointName, LayersInput],
+        hooks: HooksInput,
         positions: PositionsInput = "last_prompt",
         before: bool = False,
         dtype: DtypeName | None = None,
@@ -85,7 +87,8 @@ class CaptureSpec:
 
         Args:
             hooks: ``{point: layers}``; layers are one number; a list, tuple, range,
-                numpy array or torch tensor of numbers; or ``"all"``.
+                numpy array or torch tensor of numbers; or ``"all"``. Or a list of names of sites in other libraries,
+                such as ``["blocks.3.hook_resid_post"]`` (docs/reference/points.md).
             positions: ``"last_prompt"``, ``"all_prompt"``, ``"all_generated"``, ``"all"``, or positions in a form that
                 `Selector` accepts: a range, or a list of positions and ``[start, stop)`` pairs. Negative positions
                 count back from the end of the prompt.
@@ -265,19 +268,34 @@ def _spec_of_dict(spec: object, path: str) -> CaptureSpec:
 
 
 def _read_hooks(value: object) -> Hooks:
+    if isinstance(value, (list, tuple)):
+        return _read_site_names(value)
     if not isinstance(value, Mapping):
-        raise SteeringError(
-            "hooks",
-            'must be {point: layers or "all"} such as {"post_block": [12]}, '
-            f"not {shown(value)} ({type(value).__name__})",
-        )
+        raise SteeringError("hooks", f"must be {_HOOKS_FORM}, not {shown(value)} ({type(value).__name__})")
     if not value:
         raise SteeringError("hooks", f"is empty; name at least one of {', '.join(POINT_NAMES)}")
     by_point: dict[PointName, Layers] = {}
     for key, layers in value.items():
         point = read_point(key, "hooks", '{"post_block": [12]}')
+        if point in by_point:
+            raise SteeringError("hooks", f"names {point} twice, the second time as {shown(key)}; join the layers")
         by_point[point] = read_layers(layers, f"hooks.{point}")
     return tuple((point, by_point[point]) for point in POINT_NAMES if point in by_point)
+
+
+def _read_site_names(names: list[object] | tuple[object, ...]) -> Hooks:
+    """Return the hooks of a list of names such as ``blocks.3.hook_resid_post``."""
+    if not 1 <= len(names) <= len(POINT_NAMES) * MAX_LAYERS:
+        raise SteeringError("hooks", 'is empty or too long; name sites, or use {"post_block": [12]}')
+    by_point: dict[PointName, list[int]] = {}
+    for i, name in enumerate(names):
+        point, layer = read_site(name, f"hooks[{i}]")
+        if layer is None:
+            raise SteeringError("hooks", f"must be {_HOOKS_FORM}; {shown(name)} has no layer")
+        if layer in by_point.setdefault(point, []):
+            raise SteeringError(f"hooks[{i}]", f"repeats {point} of layer {layer}; name each site once")
+        by_point[point].append(layer)
+    return tuple((point, tuple(sorted(by_point[point]))) for point in POINT_NAMES if point in by_point)
 
 
 def _read_positions(value: object) -> Selector:

@@ -23,11 +23,11 @@ class CaptureForm(msgspec.Struct, kw_only=True):
     """Rows that one consumer receives. All other keys are options of the consumer."""
 
     hooks: Annotated[
-        dict[str, LayersForm],
+        Any,
+        any_of(dict[str, LayersForm], list[str]),
         msgspec.Meta(
-            min_length=1,
-            description="Layers by hook point.",
-            extra_json_schema={"propertyNames": {"enum": list(POINT_NAMES)}},
+            description=f"Layers by hook point ({', '.join(POINT_NAMES)}), or a list of names of sites in other "
+            "libraries, such as `blocks.3.hook_resid_post` (docs/reference/points.md).",
         ),
     ]
     positions: Annotated[

@@ -205,6 +205,11 @@ def parse_stops(value: object) -> tuple[Stop, ...]:
     return tuple(_read_stop(each, f"{STOP_FIELD}[{i}]") for i, each in enumerate(value))
 
 
+def condition_source(edit_path: str, index: int, count: int) -> str:
+    """Return the path of one of the ``count`` conditions of an edit."""
+    return f"{edit_path}.when" if count == 1 else f"{edit_path}.when[{index}]"
+
+
 def _read_stop(value: object, field: str) -> Stop:
     given = _read_mapping(value, StopForm, field)
     tokens = given.get("tokens", 1)
@@ -221,7 +226,7 @@ def _read_mapping(value: object, form: Any, field: str) -> Mapping[str, Any]:
     if unknown:
         raise SteeringError(field, f"unknown key {shown(unknown[0])}; use {', '.join(names)}")
     if "readout" in names and "readout" not in value:
-        raise SteeringError(f"{field}.readout", "is missing; name a probe in readouts")
+        raise SteeringError(f"{field}.readout", "is missing; name a probe of the request's field readouts")
     return value
 
 

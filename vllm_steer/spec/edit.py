@@ -11,17 +11,18 @@ import msgspec
 import numpy as np
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.limits import MAX_CONDITIONS
+from vllm_steer.limits import MAX_CONDITIONS, MAX_WIDTH
 from vllm_steer.points import OPTIONAL_POINTS, POINTS_FLAG, PointName
 from vllm_steer.spec.arguments import suggest_arguments
 from vllm_steer.spec.condition import Condition, ConditionForm, WhenInput, read_when
+from vllm_steer.spec.matrix import Matrix, MatrixForm, MatrixInput, is_matrix, parse_matrix, parse_subspace
 from vllm_steer.spec.references import read_name
-from vllm_steer.spec.scalars import read_choice, read_number
+from vllm_steer.spec.scalars import is_integer, read_choice, read_number, shown
 from vllm_steer.spec.selector import PositionListForm, Selector, SelectorName, TokensInput
-from vllm_steer.spec.sites import Layers, LayersForm, LayersInput, read_layers, read_point
-from vllm_steer.spec.vector import Vector, VectorForm, VectorInput, pack_vector, parse_vector
+from vllm_steer.spec.sites import Layers, LayersForm, LayersInput, PointForm, read_layers_of, read_site
+from vllm_steer.spec.vector import PackedVector, Vector, VectorInput, pack_array, parse_vector
 
-KindName = Literal["add", "add_normed", "ablate", "clamp"]
+KindName = Literal["add", "add_normed", "ablate", "clamp", "replace"]
 
 KIND_ALIASES: Mapping[str, KindName] = MappingProxyType(
     {
@@ -32,6 +33,10 @@ KIND_ALIASES: Mapping[str, KindName] = MappingProxyType(
         "ablation": "ablate",
         "project_out": "ablate",
         "clip": "clamp",
+        "patch": "replace",
+        "interchange": "replace",
+        "lerp": "replace",
+        "set": "replace",
     }
 )
 """Kinds by names that other interfaces use, for error messages."""
@@ -40,7 +45,7 @@ ARGUMENT_ALIASES: Mapping[str, str] = MappingProxyType(
     | dict.fromkeys(("layer", "layer_indices"), "layers")
     | dict.fromkeys(("hook", "hook_point", "site"), "point")
     | dict.fromkeys(("position", "positions", "position_indices", "token_positions", "selector"), "tokens")
-    | dict.fromkeys(("direction", "activations"), "vector")
+    | dict.fromkeys(("direction", "activations", "rows", "matrix", "value"), "vector")
     | {"type": "kind", "op": "kind", "min": "low", "max": "high"}
 )
 """Arguments of an edit by names that other interfaces use, for error messages."""
@@ -57,6 +62,8 @@ class EditKind:
     """Whether it uses the direction of the vector, which must not be zero then."""
     formula: str
     """New value of a row x of the stream. v is the vector, u = v / ||v||, s the strength."""
+    takes_matrix: bool = False
+    """Whether the vector may be a matrix with one row for each position."""
 
 
 KINDS: Mapping[KindName, EditKind] = MappingProxyType(
@@ -72,9 +79,19 @@ KINDS: Mapping[KindName, EditKind] = MappingProxyType(
                 True,
                 "x + s (clip(x.u, low, high) - x.u) u",
             ),
+            EditKind("replace", ("vector", "strength", "subspace"), False, "x + s (v - x)", takes_matrix=True),
         )
     }
 )
+
+
+RowsForm = Annotated[
+    Annotated[list[float | list[float]], msgspec.Meta(min_length=1, max_length=MAX_WIDTH)] | PackedVector,
+    msgspec.Meta(
+        description="A vector of the model's hidden size. `replace` also takes a matrix `[n, H]`, with one row for "
+        "each of the n positions in `tokens`."
+    ),
+]
 
 
 class EditForm(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -89,10 +106,19 @@ class EditForm(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         ),
     ]
     point: Annotated[
-        PointName, msgspec.Meta(description=f"Hook point; {', '.join(OPTIONAL_POINTS)} need {POINTS_FLAG}.")
+        PointForm,
+        msgspec.Meta(
+            description=f"Hook point; {', '.join(OPTIONAL_POINTS)} need {POINTS_FLAG}. Names of other libraries are "
+            "accepted (docs/reference/points.md)."
+        ),
     ]
-    layers: LayersForm
-    vector: VectorForm
+    vector: RowsForm
+    layers: Annotated[
+        LayersForm | None,
+        msgspec.Meta(
+            description='One layer, a list of layers, or "all". Omit it if the name of the point has a layer.'
+        ),
+    ] = None
     strength: Annotated[float, msgspec.Meta(description="Multiplies the edit.")] = 1.0
     tokens: Annotated[
         SelectorName | PositionListForm | None,
@@ -106,6 +132,10 @@ class EditForm(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ] = None
     high: Annotated[
         float | None, msgspec.Meta(description="`clamp` only: highest projection on the direction; null for no bound.")
+    ] = None
+    subspace: Annotated[
+        MatrixForm | None,
+        msgspec.Meta(description="`replace` only: directions; only the component in their span is replaced."),
     ] = None
     when: Annotated[
         Annotated[list[ConditionForm], msgspec.Meta(min_length=1, max_length=MAX_CONDITIONS)] | ConditionForm | None,
@@ -141,7 +171,8 @@ class Edit:
     layers: Layers
     """Ascending layer numbers, or ``"all"``."""
     vector: Vector
-    """float32 ``[H]``, finite, read-only; not zero if the kind needs a direction."""
+    """float32 ``[H]``, finite, read-only; not zero if the kind needs a direction. ``replace`` may have a matrix
+    ``[n, H]`` instead, with one row for each of the n positions in ``tokens``, ascending."""
     strength: float
     """Multiplies the edit."""
     tokens: Selector
@@ -150,6 +181,9 @@ class Edit:
     """``clamp`` only: lowest projection on the vector's direction; None for no bound."""
     high: float | None
     """``clamp`` only: highest projection on the vector's direction; None for no bound."""
+    subspace: Matrix | None
+    """``replace`` only: float32 ``[k, H]``, linearly independent directions in whose span rows are replaced; None for
+    the whole row."""
     when: tuple[Condition, ...]
     """Conditions that scale the edit, all of which must hold; empty to edit always."""
     live: str | None
@@ -160,31 +194,37 @@ class Edit:
         self,
         *,
         kind: KindName,
-        point: PointName,
-        layers: LayersInput,
-        vector: VectorInput,
+        point: PointName | str,
+        layers: "LayersInput | None" = None,
+        vector: "VectorInput | MatrixInput",
         strength: float = 1.0,
         tokens: "TokensInput | None" = None,
         low: float | None = None,
         high: float | None = None,
+        subspace: "MatrixInput | None" = None,
         when: WhenInput = None,
         live: str | None = None,
     ) -> None:
         """Validate the arguments.
 
         Args:
-            kind: ``"add"``, ``"add_normed"``, ``"ablate"`` or ``"clamp"``.
+            kind: ``"add"``, ``"add_normed"``, ``"ablate"``, ``"clamp"`` or ``"replace"``.
             point: ``"pre_attn"``, ``"post_attn"`` or ``"post_block"``. Engines that were started with them also have
                 ``"attn_out"``, ``"mlp_in"`` and ``"mlp_out"``, which edit a row of that branch instead of the stream.
-            layers: One layer; a list, tuple, range, numpy array or torch tensor of layers; or ``"all"``.
+                Names of other libraries, such as ``"hook_resid_post"``, are accepted (docs/reference/points.md).
+            layers: One layer; a list, tuple, range, numpy array or torch tensor of layers; or ``"all"``. Omit it if
+                the name of the point has a layer, as ``"blocks.3.hook_resid_post"``.
             vector: A list, numpy array or torch tensor of shape ``[H]``, the model's hidden size, or the packed form
-                ``{"dtype": ..., "shape": ..., "data": ...}``.
-            strength: A finite number.
+                ``{"dtype": ..., "shape": ..., "data": ...}``. For ``replace`` also a matrix ``[n, H]``, with one row
+                for each of the n positions in ``tokens``, in ascending order of the positions.
+            strength: A finite number. For ``replace``, 1 puts the row there and numbers between 0 and 1 interpolate.
             tokens: ``"all"``, ``"prompt"``, ``"generated"``, ``"last_prompt"``, or a list of positions and
                 ``[start, stop]`` pairs. Default ``"all"``; ``"generated"`` if ``when`` has a window other
                 than ``"token"``.
             low: Lower bound of ``clamp``, which needs ``low``, ``high`` or both, with ``low <= high``.
             high: Upper bound of ``clamp``.
+            subspace: For ``replace``, a matrix ``[k, H]`` of linearly independent directions: only the component of a
+                row in their span is replaced.
             when: A condition on a readout of the request, such as ``{"readout": "refusal", "above": 0.6}``, or a list
                 of conditions, all of which must hold. :class:`~vllm_steer.spec.condition.ConditionForm` lists the keys.
             live: Name of a factor of the strength, 1 at first, that ``set_strength`` changes during the request.
@@ -194,27 +234,44 @@ class Edit:
         """
         definition = KINDS[read_choice(kind, KINDS, "kind", aliases=KIND_ALIASES)]
         conditions = read_when(when)
+        rows = _read_rows(vector, definition)
         if tokens is None:
             tokens = "generated" if any(each.window != "token" for each in conditions) else "all"
+        place, named_layer = read_site(point, "point")
         checked = {
             "kind": definition.name,
-            "point": read_point(point, "point"),
-            "layers": read_layers(layers, "layers"),
-            "vector": _read_direction(vector, definition),
+            "point": place,
+            "layers": read_layers_of(named_layer, layers, place),
+            "vector": rows,
             "strength": read_number(strength, "strength"),
             "tokens": Selector.parse(tokens),
             **_read_bounds(low, high, definition),
+            "subspace": _read_subspace(subspace, rows, definition),
             "when": conditions,
             "live": None if live is None else read_name(live, "live"),
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
+        if self.num_rows is not None:
+            _check_order(tokens)
+            _check_num_rows(self.num_rows, self.tokens)
+
+    @property
+    def width(self) -> int:
+        """Number of components of the vector, or of each row of the matrix."""
+        return int(self.vector.shape[-1])
+
+    @property
+    def num_rows(self) -> int | None:
+        """Number of rows of the matrix; None if the edit has one vector."""
+        return int(self.vector.shape[0]) if self.vector.ndim == 2 else None
 
     def to_wire(self) -> dict[str, object]:
-        """Return the JSON form with the vector packed."""
+        """Return the JSON form with the vector and the subspace packed."""
         wire = self._values() | {
             "layers": self.layers if self.layers == "all" else list(self.layers),
-            "vector": pack_vector(self.vector),
+            "vector": pack_array(self.vector),
+            "subspace": None if self.subspace is None else pack_array(self.subspace),
             "tokens": self.tokens.to_wire(),
             "when": [condition.to_wire() for condition in self.when] or None,
         }
@@ -224,7 +281,9 @@ class Edit:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def _content(self) -> tuple[object, ...]:
-        return tuple((self._values() | {"vector": self.vector.tobytes()}).values())
+        subspace = None if self.subspace is None else (self.subspace.shape, self.subspace.tobytes())
+        arrays = {"vector": (self.vector.shape, self.vector.tobytes()), "subspace": subspace}
+        return tuple((self._values() | arrays).values())
 
     def __eq__(self, other: object) -> bool:
         return self._content() == other._content() if isinstance(other, Edit) else NotImplemented
@@ -234,13 +293,15 @@ class Edit:
 
     def __repr__(self) -> str:
         norm = float(np.linalg.norm(self.vector.astype(np.float64)))
-        summary = f"<float32[{self.vector.size}], norm {norm:.4g}>"
+        summary = {"vector": f"<float32{list(self.vector.shape)}, norm {norm:.4g}>"}
+        if self.subspace is not None:
+            summary["subspace"] = f"<float32{list(self.subspace.shape)}>"
         values = {
             name: repr(value)
             for name, value in self._values().items()
             if value is not None and not (isinstance(value, tuple) and not value)
         }
-        return f"Edit({', '.join(f'{k}={v}' for k, v in (values | {'vector': summary}).items())})"
+        return f"Edit({', '.join(f'{k}={v}' for k, v in (values | summary).items())})"
 
     def __deepcopy__(self, memo: object) -> "Edit":
         return self
@@ -250,7 +311,9 @@ class Edit:
         return partial(Edit, **self._values()), ()
 
 
-def _read_direction(value: object, kind: EditKind) -> Vector:
+def _read_rows(value: object, kind: EditKind) -> Vector:
+    if kind.takes_matrix and is_matrix(value):
+        return parse_matrix(value)
     vector = parse_vector(value)
     if kind.needs_direction and not vector.any():
         raise SteeringError(
@@ -259,13 +322,60 @@ def _read_direction(value: object, kind: EditKind) -> Vector:
     return vector
 
 
+def _read_subspace(value: object, rows: Vector, kind: EditKind) -> Matrix | None:
+    if value is None:
+        return None
+    _check_parameter("subspace", kind)
+    return parse_subspace(value, int(rows.shape[-1]))
+
+
+def _check_num_rows(num_rows: int, tokens: Selector) -> None:
+    """Raise SteeringError if a matrix has another number of rows than ``tokens`` has positions."""
+    if tokens.is_open:
+        raise SteeringError(
+            "tokens",
+            f"{shown(tokens.to_wire())} has no end, but the matrix has {num_rows} rows; name as many positions, or "
+            'use "prompt" if it has one row for each prompt token',
+        )
+    check_row_count(num_rows, tokens.num_positions, "vector", "tokens selects")
+
+
+def _check_order(tokens: object) -> None:
+    """Raise SteeringError if positions are not listed in the order of a matrix's rows."""
+    if isinstance(tokens, range) and tokens.step < 0:
+        tokens = list(tokens)
+    if not isinstance(tokens, list):
+        return
+    starts = [item if is_integer(item) else item[0] for item in tokens]
+    # Positions from the end of the prompt come after those from its start.
+    order = [(start < 0, start) for start in starts]
+    for i in range(1, len(order)):
+        if order[i] <= order[i - 1]:
+            raise SteeringError(
+                f"tokens[{i}]",
+                f"{shown(tokens[i])} follows {shown(tokens[i - 1])}; with a matrix, list positions in ascending order, "
+                "those from the end of the prompt last: row i belongs to the i-th position",
+            )
+
+
+def check_row_count(num_rows: int, positions: int | None, field: str, selects: str) -> None:
+    """Raise SteeringError if a matrix has another number of rows than its edit has positions; None is any number."""
+    if positions is not None and positions != num_rows:
+        raise SteeringError(field, f"has {num_rows} rows, but {selects} {positions} positions; give one row for each")
+
+
+def _check_parameter(name: str, kind: EditKind) -> None:
+    if name not in kind.params:
+        takers = ", ".join(other.name for other in KINDS.values() if name in other.params)
+        raise SteeringError(name, f"is not a parameter of {kind.name}, only of {takers}; omit it")
+
+
 def _read_bounds(low: object, high: object, kind: EditKind) -> dict[str, float | None]:
     given = {"low": low, "high": high}
     bounds = {k: None if v is None else read_number(v, k) for k, v in given.items()}
     for name, bound in bounds.items():
-        if bound is not None and name not in kind.params:
-            takers = ", ".join(other.name for other in KINDS.values() if name in other.params)
-            raise SteeringError(name, f"is not a parameter of {kind.name}, only of {takers}; omit it")
+        if bound is not None:
+            _check_parameter(name, kind)
     if "low" in kind.params and "high" in kind.params:
         if bounds["low"] is None and bounds["high"] is None:
             raise SteeringError("low", f"{kind.name} needs low, high or both")

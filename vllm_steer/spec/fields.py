@@ -10,6 +10,7 @@ import msgspec
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_EDITS
+from vllm_steer.points import PointName
 from vllm_steer.spec.edit import ARGUMENT_ALIASES, Edit, EditForm
 from vllm_steer.spec.scalars import did_you_mean, read_choice, read_number, shown
 from vllm_steer.spec.selector import Selector, SelectorName
@@ -76,11 +77,11 @@ def collect_edits(edits: Iterable[tuple[str, Edit]]) -> list[tuple[str, Edit]]:
     for path, edit in edits:
         if len(collected) == MAX_EDITS:
             raise SteeringError(path, f"exceeds the limit of {MAX_EDITS} edits in one request")
-        if collected and edit.vector.size != collected[0][1].vector.size:
+        if collected and edit.width != collected[0][1].width:
             first, other = collected[0]
             raise SteeringError(
                 path,
-                f"has a vector of width {edit.vector.size}, but {first} has width {other.vector.size}; "
+                f"has a vector of width {edit.width}, but {first} has width {other.width}; "
                 "all vectors have the model's hidden size",
             )
         collected.append((path, edit))
@@ -90,8 +91,12 @@ def collect_edits(edits: Iterable[tuple[str, Edit]]) -> list[tuple[str, Edit]]:
 def read_vectors(value: object, field: str, tokens: SelectorName) -> Iterator[tuple[str, Edit]]:
     """Yield an edit, with its path, for each vector of ``{point: {layer: vector}}``."""
     selector = Selector(tokens)
+    points: set[PointName] = set()
     for point_key, by_layer in _items(value, field, '{point: {layer: vector}} such as {"post_block": {"12": vector}}'):
         point = read_point(point_key, field, '{"post_block": {"12": vector}}')
+        if point in points:
+            raise SteeringError(field, f"names {point} twice, the second time as {shown(point_key)}; join the layers")
+        points.add(point)
         at_point = f"{field}.{point}"
         seen: set[int] = set()
         for layer_key, given in _items(by_layer, at_point, '{layer: vector} such as {"12": vector}'):
@@ -167,6 +172,8 @@ def _read_edit(item: object, path: str) -> Edit:
     missing = [name for name in _REQUIRED_KEYS if name not in item]
     if missing:
         raise SteeringError(f"{path}.{missing[0]}", f"is missing; an edit needs {', '.join(_REQUIRED_KEYS)}")
+    if item.get("tokens", "all") is None:
+        raise SteeringError(f"{path}.tokens", "must not be null; omit it for the default")
     try:
         return Edit(**item)
     except SteeringError as error:

@@ -17,7 +17,7 @@ from vllm_steer.spec.projection import NamedProjection, Projection
 from vllm_steer.spec.references import read_name
 from vllm_steer.spec.scalars import is_integer, read_number, shown
 from vllm_steer.spec.selector import POSITIONS, PositionListForm, PositionsName, Selector
-from vllm_steer.spec.sites import read_layer, read_point
+from vllm_steer.spec.sites import PointForm, read_layer, read_site
 from vllm_steer.spec.vector import PackedVector, VectorForm, parse_vector
 
 READOUTS_FIELD = "readouts"
@@ -61,10 +61,11 @@ class ReadoutForm(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         msgspec.Meta(description="Name of a sparse autoencoder of the server: its strongest features."),
     ] = None
     top_k: Annotated[TopK, msgspec.Meta(description="`sae` only: number of features.")] = 8
-    point: PointName
-    layer: Annotated[LayerNumber | None, msgspec.Meta(description="Required, except for a `lens` with `layers`.")] = (
-        None
-    )
+    point: PointForm
+    layer: Annotated[
+        LayerNumber | None,
+        msgspec.Meta(description="Omitted if the name of the point has a layer, and for a `lens` with `layers`."),
+    ] = None
     layers: Annotated[
         list[LayerNumber] | None,
         msgspec.Meta(description="`lens` only: several layers."),
@@ -128,13 +129,13 @@ def _read(name: str, value: object) -> Readout:
         if value.get(key) is not None and kind != owner:
             hint = "give one layer" if key == "layers" else "give it inside lens" if kind == "lens" else "omit it"
             raise SteeringError(f"{field}.{key}", f"is a parameter of {owner} only; {hint}")
-    for key in ("point", "layer"):
-        if value.get(key) is None and not (key == "layer" and value.get("layers") is not None):
-            raise SteeringError(f"{field}.{key}", "is missing; a readout needs point and layer")
+    if value.get("point") is None:
+        raise SteeringError(f"{field}.point", "is missing; a readout needs point and layer")
+    point, named_layer = read_site(value["point"], f"{field}.point")
     sigmoid = value.get("sigmoid", False)
     if not isinstance(sigmoid, bool):
         raise SteeringError(f"{field}.sigmoid", f"must be true or false, not {shown(sigmoid)}")
-    layers = _read_layers(value, field)
+    layers = _read_layers(value, named_layer, field)
     top_k, sae = 0, ""
     if kind == "lens":
         top_k = _read_lens(value["lens"], f"{field}.lens")
@@ -147,7 +148,7 @@ def _read(name: str, value: object) -> Readout:
         None if top_k else _read_directions(value[kind], kind, f"{field}.{kind}"),
         read_number(value.get("bias", 0.0), f"{field}.bias"),
         sigmoid,
-        read_point(value["point"], f"{field}.point"),
+        point,
         layers[0],
         Selector.parse(_position_name(value.get("positions", "all_generated")), f"{field}.positions"),
         layers if top_k else (),
@@ -156,9 +157,17 @@ def _read(name: str, value: object) -> Readout:
     )
 
 
-def _read_layers(value: Mapping[str, Any], field: str) -> tuple[int, ...]:
+def _read_layers(value: Mapping[str, Any], named: int | None, field: str) -> tuple[int, ...]:
     if value.get("layers") is None:
-        return (read_layer(value["layer"], f"{field}.layer"),)
+        given = value.get("layer")
+        if given is None and named is None:
+            raise SteeringError(f"{field}.layer", "is missing; a readout needs point and layer")
+        layer = read_layer(named if given is None else given, f"{field}.layer")
+        if named is not None and layer != named:
+            raise SteeringError(f"{field}.layer", f"is {layer}, but the point names layer {named}; omit one of them")
+        return (layer,)
+    if named is not None:
+        raise SteeringError(f"{field}.layers", f"must be omitted; the point names layer {named}")
     given = value["layers"]
     if value.get("layer") is not None:
         raise SteeringError(f"{field}.layer", "give either layer or layers")

@@ -37,7 +37,7 @@ VectorsByLayer = Annotated[
 ]
 VectorsForm = Annotated[
     dict[str, VectorsByLayer],
-    msgspec.Meta(min_length=1, extra_json_schema={"propertyNames": {"enum": list(POINT_NAMES)}}),
+    msgspec.Meta(min_length=1, extra_json_schema={"propertyNames": {"examples": list(POINT_NAMES)}}),
 ]
 """Vectors to add, by hook point and layer."""
 EditsForm = Annotated[

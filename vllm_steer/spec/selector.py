@@ -138,6 +138,31 @@ class Selector:
         return isinstance(self._where, str)
 
     @property
+    def is_open(self) -> bool:
+        """Whether the selection has no end, so that it covers as many tokens as are generated."""
+        if isinstance(self._where, str):
+            return self._where in ("all", "generated")
+        return any(stop == OPEN_END for _, stop in self._where)
+
+    @property
+    def num_positions(self) -> int | None:
+        """Number of positions selected if it is the same for every prompt, otherwise None."""
+        if isinstance(self._where, str):
+            return 1 if self._where == "last_prompt" else None
+        absolute = [start >= 0 and 0 < stop < OPEN_END for start, stop in self._where]
+        relative = [start < 0 and stop <= 0 for start, stop in self._where]
+        # Absolute and relative positions of one selector overlap for some prompts.
+        return sum(stop - start for start, stop in self._where) if all(absolute) or all(relative) else None
+
+    def keeps_order(self, prompt_len: int) -> bool:
+        """Return whether all positions counted from the start of the prompt come before those counted from its end."""
+        if isinstance(self._where, str):
+            return True
+        resolved = [(start < 0, *_resolved((start, stop), prompt_len, "tokens")) for start, stop in self._where]
+        last = max((stop for relative, _, stop in resolved if not relative), default=0)
+        return all(start >= last for relative, start, _ in resolved if relative)
+
+    @property
     def max_position(self) -> int:
         """The largest absolute position that is named; -1 if there is none."""
         if isinstance(self._where, str):

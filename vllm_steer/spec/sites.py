@@ -13,6 +13,7 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_LAYERS
 from vllm_steer.points import POINT_NAMES, PointName
 from vllm_steer.site_names import find_foreign_site
+from vllm_steer.spec.json_schema import any_of
 from vllm_steer.spec.scalars import did_you_mean, is_integer, read_choice, shown
 
 if TYPE_CHECKING:
@@ -29,6 +30,12 @@ LayersForm = Annotated[
     msgspec.Meta(description='One layer, a list of layers, or "all".'),
 ]
 """JSON form of layers."""
+PointForm = Annotated[
+    Any,
+    any_of(PointName, str),
+    msgspec.Meta(description="Hook point, or its name in another library (docs/reference/points.md)."),
+]
+"""JSON form of a hook point."""
 
 OF_THE_MODEL = "below the model's number of layers"
 """Part of the error message about a layer number that no model has."""
@@ -36,7 +43,7 @@ _LAYER_NUMBER = re.compile("[0-9]{1,9}")
 
 
 def read_point(value: object, field: str, example: str = "") -> PointName:
-    """Return a hook point.
+    """Return a hook point, given by our name or by a name of another library that states no layer.
 
     Args:
         value: Any object.
@@ -46,16 +53,54 @@ def read_point(value: object, field: str, example: str = "") -> PointName:
     Raises:
         SteeringError: ``value`` is not the name of a point.
     """
+    point, layer = read_site(value, field, example)
+    if layer is not None:
+        raise SteeringError(field, f"{shown(value)} names layer {layer}, which does not belong here; use {point!r}")
+    return point
+
+
+def read_site(value: object, field: str, example: str = "") -> tuple[PointName, int | None]:
+    """Return a hook point, and the layer if ``value`` is a name of another library that states one.
+
+    Args:
+        value: Any object.
+        field: Path of the value, for errors.
+        example: Correct nesting of points and layers, if ``value`` is a key; for errors.
+
+    Raises:
+        SteeringError: ``value`` is not the name of a point, or its meaning depends on the model.
+    """
     if example and (is_integer(value) or (isinstance(value, str) and _LAYER_NUMBER.fullmatch(value))):
         raise SteeringError(
             field, f"the outer keys are hook points and the inner ones layers, as in {example}, not {shown(value)}"
         )
-    if isinstance(value, str) and value not in POINT_NAMES and (site := find_foreign_site(value)) is not None:
-        raise SteeringError(
-            field,
-            f"{shown(value)} is not a hook point; {site.explanation}",
-        )
-    return read_choice(value, POINT_NAMES, field, what="a hook point")
+    if isinstance(value, str) and value not in POINT_NAMES and (found := find_foreign_site(value)) is not None:
+        if found.point is None or not found.name.accepted or (found.number or 0) < 0:
+            raise SteeringError(field, f"{shown(value)} is not a hook point; {found.explanation}")
+        return found.point, None if found.layer is None else read_layer(found.layer, field)
+    return read_choice(value, POINT_NAMES, field, what="a hook point"), None
+
+
+def read_layers_of(named: int | None, layers: object, point: PointName, field: str = "layers") -> Layers:
+    """Return the layers of an edit whose point may have named one already.
+
+    Args:
+        named: Layer in the name of the point, or None.
+        layers: The value of ``field``; None if absent.
+        point: The point, for errors.
+        field: Path of the value, for errors.
+
+    Raises:
+        SteeringError: ``layers`` is invalid, missing, or differs from ``named``.
+    """
+    if layers is None:
+        if named is None:
+            raise SteeringError(field, f'is missing; name layers of {point} or "all"')
+        return (named,)
+    checked = read_layers(layers, field)
+    if named is not None and checked != (named,):
+        raise SteeringError(field, f"is {shown(layers)}, but the point names layer {named}; omit one of them")
+    return checked
 
 
 def read_layer(value: object, field: str) -> int:

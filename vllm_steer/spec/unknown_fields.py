@@ -20,7 +20,10 @@ _CUTOFF = 0.86
 
 FIELDS_OF_OTHERS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
-        "output_residual_stream": ("vllm-lens", "use capture with hooks at post_block and positions 'all'"),
+        "output_residual_stream": (
+            "vllm-lens",
+            "use capture with hooks at post_block and positions 'all', or vllm_steer.peers.vllm_lens",
+        ),
         "output_qk": ("vllm-lens", "queries and keys cannot be captured"),
         "apply_steering_vectors": ("vllm-lens", "use steering_vectors, or steering with kind add_normed"),
         "apply_hooks": ("vllm-lens", "code in requests is not run; use steering and capture"),

@@ -109,9 +109,13 @@ def bytes_of(vector: Vector) -> bytes:
 
 def pack_vector(vector: npt.ArrayLike) -> dict[str, object]:
     """Return the packed float32 form of a vector ``[H]``."""
-    array = parse_vector(np.asarray(vector))
+    return pack_array(parse_vector(np.asarray(vector)))
+
+
+def pack_array(array: Vector) -> dict[str, object]:
+    """Return the packed form of a parsed vector ``[H]`` or matrix ``[n, H]``."""
     data = base64.b64encode(array.astype("<f4", copy=False).tobytes()).decode("ascii")
-    return {"dtype": "float32", "shape": [array.size], "data": data}
+    return {"dtype": "float32", "shape": list(array.shape), "data": data}
 
 
 def _frozen(array: npt.NDArray[Any], field: str) -> Vector:

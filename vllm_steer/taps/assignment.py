@@ -34,7 +34,7 @@ class BatchLayout:
 
 
 def assign_rows(tables: Tables, layout: BatchLayout, num_padded: int) -> None:
-    """Write ``token_row`` for one step; padding tokens, up to ``num_padded``, take row 0."""
+    """Write ``token_row`` and ``token_offset`` for one step; padding tokens, up to ``num_padded``, take row 0."""
     tokens = layout.position.shape[0]
     index = torch.arange(tokens, dtype=torch.int32, device=tables.device)
     request = torch.searchsorted(layout.start[1:], index, right=True).clamp_(max=layout.request_slot.shape[0] - 1)
@@ -43,6 +43,8 @@ def assign_rows(tables: Tables, layout: BatchLayout, num_padded: int) -> None:
     segment = (tables.segment_start[slot] <= layout.position.unsqueeze(1)).sum(1).sub_(1).clamp_(min=0)
     tables.token_row[:tokens] = tables.segment_row[slot].gather(1, segment.unsqueeze(1)).squeeze(1)
     tables.token_row[tokens:num_padded].zero_()
+    start = tables.segment_start[slot].gather(1, segment.unsqueeze(1)).squeeze(1)
+    tables.token_offset[:tokens] = layout.position - start
 
 
 def assign_arena_offsets(tables: Tables, tokens: int) -> None:

@@ -18,7 +18,7 @@ _TOKENS, _SCANNED = 64, 1024
 # Batch sizes are not specialized, since every specialization would compile another kernel while serving.
 @triton.jit(do_not_specialize=["requests", "tokens", "padded"])  # type: ignore[untyped-decorator, unused-ignore]
 def _rows_kernel(  # type: ignore[no-untyped-def]
-    slot, start, position, segment_start, segment_row, token_row,
+    slot, start, position, segment_start, segment_row, token_row, token_offset,
     requests, tokens, padded, segments,
     SEARCH_STEPS: tl.constexpr, TOKENS: tl.constexpr, SEGMENTS: tl.constexpr,
 ):  # fmt: skip
@@ -41,6 +41,8 @@ def _rows_kernel(  # type: ignore[no-untyped-def]
     segment = tl.maximum(segment, 0)
     row = tl.load(segment_row + place * segments + segment, mask=real, other=0)
     tl.store(token_row + token, row, mask=token < padded)
+    first = tl.load(segment_start + place * segments + segment, mask=real, other=0)
+    tl.store(token_offset + token, (where - first).to(tl.int32), mask=real)
 
 
 @triton.jit(do_not_specialize=["tokens"])  # type: ignore[untyped-decorator, unused-ignore]
@@ -66,6 +68,7 @@ def launch_rows(tables: Tables, layout: BatchLayout, num_padded: int) -> None:
         tables.segment_start,
         tables.segment_row,
         tables.token_row,
+        tables.token_offset,
         requests,
         layout.position.shape[0],
         num_padded,

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 
 from vllm_steer.program import instructions as ops
+from vllm_steer.program.position_runs import NO_OPERAND
 from vllm_steer.taps.tables import Tables
 
 # Arguments, all float32: the stream [n, hidden], one vector per token [n, hidden] (unit length except for ADD), and
@@ -43,6 +44,11 @@ def clamp(x: torch.Tensor, u: torch.Tensor, s: torch.Tensor, low: torch.Tensor, 
     return x + s * (torch.minimum(torch.maximum(c, low), high) - c) * u
 
 
+def replace(x: torch.Tensor, v: torch.Tensor, s: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+    """Return ``x + s (v - x)``; exactly ``v`` with ``s = 1``."""
+    return torch.where(s < 0.5, x + s * (v - x), v - (1.0 - s) * (v - x))
+
+
 def condition_factor(
     score: torch.Tensor, threshold: torch.Tensor, sign: torch.Tensor, sharpness: torch.Tensor
 ) -> torch.Tensor:
@@ -51,13 +57,24 @@ def condition_factor(
     return torch.where(sharpness == 0, (distance > 0).float(), torch.sigmoid(sharpness * distance))
 
 
-DEFINITIONS: dict[int, Definition] = {ops.ADD: add, ops.ADD_NORMED: add_normed, ops.ABLATE: ablate, ops.CLAMP: clamp}
+DEFINITIONS: dict[int, Definition] = {
+    ops.ADD: add,
+    ops.ADD_NORMED: add_normed,
+    ops.ABLATE: ablate,
+    ops.CLAMP: clamp,
+    ops.REPLACE: replace,
+    ops.REPLACE_AT: replace,
+    ops.SET_AT: clamp,
+}
 
 
 def apply_tap(target: torch.Tensor, other: torch.Tensor | None, head: torch.Tensor, tables: Tables) -> None:
     """Run one site's instructions on the stream and add the change to ``target`` in place.
 
-    The instructions of a token run in the order of its request. CAPTURE stores the current stream in the arena, at
+    The instructions of a token run in the order of its request. REPLACE_AT takes its vector from the operand of the
+    token's position, and SET_AT the number that both bounds of a clamp have; they do nothing where the edit does not
+    cover the position. The summand of a token whose stream was replaced is the new stream less the other summand, so
+    that the row is there exactly. CAPTURE stores the current stream in the arena, at
     ``token_base`` plus the instruction's index, rounded to the arena's dtype. READ records a product of the stream with
     a vector and GATE multiplies a recorded factor by a condition on a recorded value; both leave the records of
     replayed tokens unchanged. The strength of an edit is multiplied by the recorded factors that it names.
@@ -77,6 +94,7 @@ def apply_tap(target: torch.Tensor, other: torch.Tensor | None, head: torch.Tens
     before = target[touched].float()
     stream = before if other is None else before + other[touched].float()
     start = stream
+    replaced = torch.zeros_like(touched, dtype=torch.bool)
     current = current[touched]
     base = tables.token_base[touched]
     while True:
@@ -90,11 +108,20 @@ def apply_tap(target: torch.Tensor, other: torch.Tensor | None, head: torch.Tens
         for code, definition in DEFINITIONS.items():
             of_kind = (record[:, 0] == code).nonzero().squeeze(1)
             if of_kind.numel():
-                v = tables.vector[record[of_kind, 1].long()]
+                if code in (ops.REPLACE_AT, ops.SET_AT):
+                    operand = _operands(tables, touched[active[of_kind]], numbers[of_kind, 3])
+                    covered = operand != NO_OPERAND
+                    of_kind, operand = of_kind[covered], operand[covered]
+                which = operand if code == ops.REPLACE_AT else record[of_kind, 1]
+                v = tables.vector[which.long()]
                 s, low, high = (numbers[of_kind, i : i + 1] for i in range(3))
+                if code == ops.SET_AT:
+                    low = high = operand.view(torch.float32).unsqueeze(1)
                 if tables.num_recorded:
                     s = s * _factors(tables, touched[active[of_kind]], record[of_kind, 3])
                 new[of_kind] = definition(x[of_kind], v, s, low, high)
+                if definition is replace:
+                    replaced[active[of_kind]] = True
         stored = (record[:, 0] == ops.CAPTURE).nonzero().squeeze(1)
         if stored.numel():
             place = base[active[stored]] + record[stored, 1]
@@ -104,7 +131,14 @@ def apply_tap(target: torch.Tensor, other: torch.Tensor | None, head: torch.Tens
             _read_and_gate(tables, x, touched[active], record, numbers)
         stream = stream.index_copy(0, active, new)
         current = current.index_copy(0, active, record[:, 2].long())
-    target[touched] = (before + (stream - start)).to(target.dtype)
+    change = before + (stream - start)
+    exact = stream if other is None else stream - other[touched].float()
+    target[touched] = torch.where(replaced.unsqueeze(1), exact, change).to(target.dtype)
+
+
+def _operands(tables: Tables, token: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+    """Return the operand of each token in the run that starts at ``first``, int32 ``[n]``."""
+    return tables.operand[first.long() + tables.token_offset[token].long()]
 
 
 def _factors(tables: Tables, token: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:

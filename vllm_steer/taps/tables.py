@@ -12,12 +12,16 @@ table               shape, dtype             meaning
                                              rows that have instructions at the site
 ``instruction``     [n + 1, 4] int32         operation code, vector, next instruction (0 ends), columns of a record, see
                                              :class:`vllm_steer.program.token_program.Instruction`
-``parameter``       [n + 1, 4] float32       strength, low, high, unused
+``parameter``       [n + 1, 4] float32       strength, low, high, first operand of the run of an edit with a matrix
+``operand``         [operands] int32         runs of operands by position: vectors, or the bits of float32 numbers;
+                                             :data:`~vllm_steer.program.position_runs.NO_OPERAND` for positions that are
+                                             not edited
 ``vector``          [vectors, hidden] f32    pool of vectors
 ``segment_start``   [requests, k] int32      first position of each segment of a request, ascending, padded with
                                              :data:`OPEN_END`
 ``segment_row``     [requests, k] int32      row of each segment
 ``row_captures``    [rows + 1] int32         number of stream rows that each token with this row captures
+``token_offset``    [tokens] int32           distance of each token of the running step from the start of its segment
 ``token_base``      [tokens] int64           arena offset of a token's captured rows
 ``arena``           [captured, hidden]       captured rows of the running step, by token, in the model's dtype
 ``record``          [tokens, columns] f32    readouts and factors of the tokens of the running step, see
@@ -67,10 +71,12 @@ def table_shapes(
         "head": ((rows, num_sites), torch.int32),
         "instruction": ((instructions, 4), torch.int32),
         "parameter": ((instructions, 4), torch.float32),
+        "operand": ((config.max_matrix_rows,), torch.int32),
         "vector": ((config.max_vectors, hidden_size), torch.float32),
         "segment_start": ((max_requests, segments), torch.int32),
         "segment_row": ((max_requests, segments), torch.int32),
         "row_captures": ((rows,), torch.int32),
+        "token_offset": ((max_tokens,), torch.int32),
         "token_base": ((max_tokens,), torch.int64),
         "arena": ((config.capture_rows, hidden_size), dtype),
         "record": ((max_tokens, config.record_columns), torch.float32),
@@ -95,10 +101,12 @@ class Tables:
     head: torch.Tensor
     instruction: torch.Tensor
     parameter: torch.Tensor
+    operand: torch.Tensor
     vector: torch.Tensor
     segment_start: torch.Tensor
     segment_row: torch.Tensor
     row_captures: torch.Tensor
+    token_offset: torch.Tensor
     token_base: torch.Tensor
     arena: torch.Tensor
     record: torch.Tensor

@@ -16,9 +16,12 @@ import triton
 import triton.language as tl
 
 from vllm_steer.program import instructions as ops
+from vllm_steer.program.position_runs import NO_OPERAND
 from vllm_steer.taps.tables import Tables
 
 _ADD, _ADD_NORMED, _ABLATE = (tl.constexpr(code) for code in (ops.ADD, ops.ADD_NORMED, ops.ABLATE))
+_REPLACE, _REPLACE_AT, _SET_AT = (tl.constexpr(code) for code in (ops.REPLACE, ops.REPLACE_AT, ops.SET_AT))
+_NO_OPERAND = tl.constexpr(NO_OPERAND)
 _CAPTURE, _READ, _GATE = (tl.constexpr(code) for code in (ops.CAPTURE, ops.READ, ops.GATE))
 _CACHE_HINT = "evict_last"
 """Cache policy of the tables. A tap's small loads depend on one another, and between two taps of a step the weights of
@@ -41,9 +44,16 @@ def _fetch(instruction, parameter, vector, index, hidden, column, HINT: tl.const
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _operand(operand, numbers, offset, HINT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Load the operand of a token in the run of an instruction with the parameters ``numbers``."""
+    first = tl.load(numbers + 3, eviction_policy=HINT).to(tl.int64)
+    return tl.load(operand + first + tl.load(offset))
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _tap_kernel(  # type: ignore[no-untyped-def]
-    target, other, head, second, token_row, instruction, parameter, vector, token_base, arena, record, replayed,
-    target_stride, other_stride, head_stride, hidden, arena_rows, record_columns,
+    target, other, head, second, token_row, instruction, parameter, vector, operand, token_offset, token_base, arena,
+    record, replayed, target_stride, other_stride, head_stride, hidden, arena_rows, record_columns,
     HAS_OTHER: tl.constexpr, HAS_SECOND: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
     HINT: tl.constexpr,
 ):  # fmt: skip
@@ -87,6 +97,7 @@ def _tap_kernel(  # type: ignore[no-untyped-def]
         beside = tl.load(other + token * other_stride + column, mask=inside, other=0.0).to(tl.float32)
         x += beside
     start = x
+    # 1: the stream was changed; 2: it was replaced, so that the new summand does not depend on the old one.
     edited = 0
     while current != 0:
         if code == _CAPTURE:
@@ -117,30 +128,49 @@ def _tap_kernel(  # type: ignore[no-untyped-def]
                 own = record + token * record_columns
                 one, two = columns & 0xFFFF, columns >> 16
                 strength *= tl.load(own + one, mask=one != 0, other=1.0) * tl.load(own + two, mask=two != 0, other=1.0)
-            if code == _ADD:
-                amount = strength
-            elif code == _ADD_NORMED:
-                amount = strength * tl.sqrt(tl.sum(x * x, axis=0))
+            numbers = parameter + current.to(tl.int64) * 4
+            if (code == _REPLACE) | (code == _REPLACE_AT):
+                covered = code == _REPLACE
+                if code == _REPLACE_AT:
+                    value = _operand(operand, numbers, token_offset + token, HINT)
+                    covered = value != _NO_OPERAND
+                    place_of_row = tl.maximum(value, 0).to(tl.int64) * hidden
+                    v = tl.load(vector + place_of_row + column, mask=inside, other=0.0)
+                if covered:
+                    x = tl.where(strength < 0.5, x + strength * (v - x), v - (1.0 - strength) * (v - x))
+                    edited = 2
             else:
-                along = tl.sum(x * v, axis=0)
-                if code == _ABLATE:
-                    amount = -strength * along
+                if code == _ADD:
+                    amount = strength
+                elif code == _ADD_NORMED:
+                    amount = strength * tl.sqrt(tl.sum(x * x, axis=0))
                 else:
-                    bounds = parameter + current.to(tl.int64) * 4
-                    low = tl.load(bounds + 1, eviction_policy=HINT)
-                    high = tl.load(bounds + 2, eviction_policy=HINT)
-                    amount = strength * (tl.minimum(tl.maximum(along, low), high) - along)
-            x += amount * v
-            edited = 1
+                    along = tl.sum(x * v, axis=0)
+                    if code == _ABLATE:
+                        amount = -strength * along
+                    elif code == _SET_AT:
+                        value = _operand(operand, numbers, token_offset + token, HINT)
+                        component = value.to(tl.float32, bitcast=True)
+                        amount = tl.where(value != _NO_OPERAND, strength * (component - along), 0.0)
+                    else:
+                        low = tl.load(numbers + 1, eviction_policy=HINT)
+                        high = tl.load(numbers + 2, eviction_policy=HINT)
+                        amount = strength * (tl.minimum(tl.maximum(along, low), high) - along)
+                x += amount * v
+                edited = tl.maximum(edited, 1)
         current = following
         if HAS_SECOND:
             if (current == 0) & (later != 0):
                 # The second site reads the rounded output of the first.
-                before = (before + (x - start)).to(target.dtype.element_ty).to(tl.float32)
+                change = before + (x - start)
+                exact = x - beside if HAS_OTHER else x
+                before = tl.where(edited == 2, exact, change).to(target.dtype.element_ty).to(tl.float32)
                 x = before
                 if HAS_OTHER:
                     x += beside
                 start = x
+                # `before` differs from the stored summand only if it was edited.
+                edited = tl.minimum(edited, 1)
                 current = later
                 later = 0
                 code, which, following, strength = later_code, later_which, later_following, later_strength
@@ -154,7 +184,10 @@ def _tap_kernel(  # type: ignore[no-untyped-def]
                 instruction, parameter, vector, current, hidden, column, HINT
             )
     if edited != 0:
-        tl.store(place, (before + (x - start)).to(target.dtype.element_ty), mask=inside)
+        result = before + (x - start)
+        if edited == 2:
+            result = x - beside if HAS_OTHER else x
+        tl.store(place, result.to(target.dtype.element_ty), mask=inside)
 
 
 @cache
@@ -197,6 +230,8 @@ def launch_tap(
         tables.instruction,
         tables.parameter,
         tables.vector,
+        tables.operand,
+        tables.token_offset,
         tables.token_base,
         tables.arena,
         tables.record,

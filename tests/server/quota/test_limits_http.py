@@ -107,7 +107,7 @@ async def test_key_limits(path: Path) -> None:
     server, one, other = await two_clients(path)
     tasks = [await server.begin(one, **adding(1.0)), await server.begin(one)]
     error = rejected(await one.post(ROUTE, json={}), 429)
-    assert "key one is 2" in error["message"] and "--steering-key-requests" in error["message"]
+    assert "key one is 2" in error["message"] and "own limit steering_requests" in error["message"]
     rejected(await one.get("/v1/models"), 429)
     tasks += [await server.begin(other) for _ in range(3)]
     server.finish.set()
@@ -120,7 +120,7 @@ async def test_distinct_program_limits(path: Path) -> None:
     """Catches equal edits counted twice, and reads or modules that do not count as programs."""
     server, one, other = await two_clients(path, steering_max_programs=2)
     tasks = [await server.begin(one, **adding(1.0))]
-    assert "--steering-key-programs" in rejected(await one.post(ROUTE, json=adding(2.0)), 429)["message"]
+    assert "own limit steering_programs" in rejected(await one.post(ROUTE, json=adding(2.0)), 429)["message"]
     rejected(await one.post(ROUTE, json={**adding(1.0), **READING}), 429)
     tasks += [await server.begin(one, **adding(1.0)), await server.begin(other, **adding(2.0))]
     error = rejected(await other.post(ROUTE, json=adding(3.0)), 503)
@@ -215,9 +215,9 @@ async def test_rows_are_reserved_before_capture(path: Path) -> None:
     await asyncio.gather(task, return_exceptions=True)
     assert set(server.in_use.values()) == {0}
     fits = MIB // (tokens * row)
-    assert "--capture-key-mib" in rejected(await one.post(ROUTE, json={**READING, "n": fits + 1}), 413)["message"]
+    assert "own limit capture_mib" in rejected(await one.post(ROUTE, json={**READING, "n": fits + 1}), 413)["message"]
     task = await server.begin(one, **READING, n=fits - 1)
-    assert "--capture-key-mib" in rejected(await one.post(ROUTE, json={**READING, "n": 2}), 429)["message"]
+    assert "own limit capture_mib" in rejected(await one.post(ROUTE, json={**READING, "n": 2}), 429)["message"]
     server.finish.set()
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)

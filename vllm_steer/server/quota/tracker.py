@@ -187,9 +187,11 @@ class QuotaTracker:
 
     def _check_bytes(self, limit: ServerLimit, key: Key, request: int, total: int) -> None:
         maximum = self.limit(limit, key) << 20
-        field = "capture" if limit.prefix == "capture" else STEERING
+        field, what = ("capture", "captured rows") if limit.prefix == "capture" else (STEERING, "vectors")
         if request > maximum:
-            raise TooLargeError(field, f"may need {request} bytes; {self._describe(limit, key)}")
+            raise TooLargeError(
+                field, f"may need {-(-request >> 20)} MiB; {self._describe(limit, key)}; use fewer or smaller {what}"
+            )
         if total > maximum:
             raise self._too_many(field, limit, key)
 

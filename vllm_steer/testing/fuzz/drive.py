@@ -12,6 +12,7 @@ import msgspec
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.outputs import ROW_RECEIVER
+from vllm_steer.metrics.definitions import TABLES
 from vllm_steer.testing.fuzz.answers import Answer, AnswerCollector
 from vllm_steer.testing.fuzz.workload import MODULE, EditCase, Request, module_of, prompt_of, sampling_params
 
@@ -127,8 +128,9 @@ def _find_leak(llm: Any, scheduler: Any) -> str | None:
     allocator = getattr(scheduler, "steering_allocator", None)
     if allocator is None:
         return None
-    if allocator.in_use != (0, 0, 0):
-        return f"the steering tables are not empty at the end: {allocator.in_use} rows, instructions, vectors"
+    if any(allocator.in_use):
+        in_use = ", ".join(f"{used} {table}" for table, used in zip(TABLES, allocator.in_use, strict=True))
+        return f"the steering tables are not empty at the end: {in_use}"
     if scheduler.steering_row_sender.num_bytes:
         return f"{scheduler.steering_row_sender.num_bytes} bytes of captured rows remain in the scheduler at the end"
     receiver = getattr(llm.llm_engine.output_processor, ROW_RECEIVER, None)

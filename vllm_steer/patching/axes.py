@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Axes of a grid: spans of layers and of positions, and windows over them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import numpy as np
+
+from vllm_steer.errors import SteeringError
+from vllm_steer.points import PointName, how_to_switch_on
+from vllm_steer.spec.scalars import is_integer, shown
+from vllm_steer.spec.sites import read_point
+
+Span: TypeAlias = tuple[int, int]
+"""Half-open range of layers or positions."""
+
+
+def read_points(value: object, available: Sequence[PointName], field: str = "points") -> tuple[PointName, ...]:
+    """Return the hook points of a sweep; raise SteeringError for one that the engine lacks or that repeats."""
+    if isinstance(value, str):
+        value = [value]
+    if not isinstance(value, (list, tuple)) or not value:
+        raise SteeringError(field, f"must be a list of hook points, not {shown(value)}")
+    points: list[PointName] = []
+    for i, item in enumerate(value):
+        point = read_point(item, f"{field}[{i}]")
+        if point not in available:
+            raise SteeringError(f"{field}[{i}]", how_to_switch_on(point))
+        if point in points:
+            raise SteeringError(f"{field}[{i}]", f"repeats {point}; name each point once")
+        points.append(point)
+    return tuple(points)
+
+
+def read_layers(value: object, num_layers: int, field: str = "layers") -> tuple[Span, ...]:
+    """Return the rows of a grid: ``"all"``, or a list of layers and ``[start, stop]`` pairs.
+
+    Raises:
+        SteeringError: ``value`` has another form or names a layer that the model lacks.
+    """
+    if isinstance(value, str) and value == "all":
+        return tuple((i, i + 1) for i in range(num_layers))
+    if is_integer(value):
+        value = [value]
+    return tuple(_span(item, num_layers, f"{field}[{i}]", "layer") for i, item in _items(value, field, "layers"))
+
+
+def read_positions(value: object, pieces: Sequence[str], field: str = "positions") -> tuple[Span, ...] | None:
+    """Return the columns of a grid; None for ``"all"``, which depends on the alignment.
+
+    Args:
+        value: ``"all"``, or a list of positions (negative ones from the end), ``[start, stop]`` pairs and texts as
+            ``{"span": text, "occurrence": n}``.
+        pieces: Text of each token of the prompt.
+        field: Path of the value, for errors.
+
+    Raises:
+        SteeringError: ``value`` has another form, leaves the prompt, or has a text that the prompt lacks.
+    """
+    if isinstance(value, str) and value in ("all", "all_prompt"):
+        return None
+    if is_integer(value) or isinstance(value, dict):
+        value = [value]
+    spans = []
+    for i, item in _items(value, field, "positions"):
+        path = f"{field}[{i}]"
+        spans.append(
+            _find(item, pieces, path) if isinstance(item, dict) else _span(item, len(pieces), path, "position")
+        )
+    return tuple(spans)
+
+
+def windows(spans: Sequence[Span], width: int, stop: int) -> tuple[Span, ...]:
+    """Return each single item widened to ``width`` items around it, within 0 and ``stop``.
+
+    An even window has one item more before its centre than after it.
+    """
+    if width == 1:
+        return tuple(spans)
+    return tuple((max(0, start - width // 2), min(stop, end + (width - 1) // 2)) for start, end in spans)
+
+
+def read_window(value: object, field: str) -> int:
+    """Return the width of a window; raise SteeringError unless it is a positive integer."""
+    if not is_integer(value) or value < 1:
+        raise SteeringError(field, f"must be a positive integer, not {shown(value)}")
+    return int(value)
+
+
+def tile(stop: int, width: int) -> tuple[Span, ...]:
+    """Return the spans of ``width`` items, the last one shorter, that cover 0 to ``stop``."""
+    return tuple((start, min(start + width, stop)) for start in range(0, stop, width))
+
+
+def label(span: Span) -> str:
+    """Return a span as text, such as ``3`` or ``3-5``."""
+    return str(span[0]) if span[1] == span[0] + 1 else f"{span[0]}-{span[1] - 1}"
+
+
+def find_text(text: str, pieces: Sequence[str], occurrence: int, field: str) -> Span:
+    """Return the tokens that cover an occurrence of a text; spaces and line ends are not compared.
+
+    Raises:
+        SteeringError: The prompt does not have so many occurrences of the text.
+    """
+    wanted = "".join(text.split())
+    if not wanted:
+        raise SteeringError(field, f"{shown(text)} has no characters other than spaces")
+    owners: list[int] = []
+    compact = ""
+    for i, piece in enumerate(pieces):
+        part = "".join(piece.split())
+        compact += part
+        owners += [i] * len(part)
+    found = -1
+    for number in range(occurrence + 1):
+        found = compact.find(wanted, found + 1)
+        if found < 0:
+            how_many = f"occurs {number} times" if number else "does not occur"
+            raise SteeringError(field, f"{shown(text)} {how_many} in the prompt {shown(''.join(pieces))}")
+    return owners[found], owners[found + len(wanted) - 1] + 1
+
+
+def _items(value: object, field: str, what: str) -> list[tuple[int, object]]:
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    if not isinstance(value, (list, tuple, range)) or not value:
+        raise SteeringError(field, f'must be "all" or a list of {what} and [start, stop] pairs, not {shown(value)}')
+    return list(enumerate(value))
+
+
+def _span(item: object, stop: int, field: str, what: str) -> Span:
+    if is_integer(item):
+        start = int(item) + (stop if item < 0 else 0)
+        end = start + 1
+    elif isinstance(item, (list, tuple)) and len(item) == 2 and all(map(is_integer, item)):
+        start, end = (int(each) + (stop if each < 0 else 0) for each in item)
+    else:
+        raise SteeringError(field, f"must be a {what} or a [start, stop] pair, not {shown(item)}")
+    if not 0 <= start < end <= stop:
+        raise SteeringError(field, f"{shown(item)} is not within the {stop} {what}s, or is empty")
+    return start, end
+
+
+def _find(item: dict[object, object], pieces: Sequence[str], field: str) -> Span:
+    unknown = [key for key in item if key not in ("span", "occurrence")]
+    if unknown:
+        raise SteeringError(field, f"unknown key {shown(unknown[0])}; use span and occurrence")
+    text, occurrence = item.get("span"), item.get("occurrence", 0)
+    if not isinstance(text, str):
+        raise SteeringError(f"{field}.span", f"must be a text, not {shown(text)}")
+    if not is_integer(occurrence) or occurrence < 0:
+        raise SteeringError(f"{field}.occurrence", f"must be a count from 0, not {shown(occurrence)}")
+    return find_text(text, pieces, int(occurrence), f"{field}.span")

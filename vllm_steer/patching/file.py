@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Safetensors files of sweeps."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from safetensors import SafetensorError
+from safetensors import safe_open as open_file
+from safetensors.numpy import save as encode
+
+from vllm_steer.errors import SteeringError
+from vllm_steer.patching.header import VERSION, SweepInfo
+from vllm_steer.patching.metrics import NUM_MEASURES
+from vllm_steer.patching.result import PatchingResult
+
+_KEY = "vllm_steer.patching"
+_ARRAYS = ("clean", "corrupt", "cells", "controls")
+
+
+class _Document(msgspec.Struct, frozen=True):
+    info: SweepInfo
+    errors: list[tuple[tuple[int, int, int, int], str]]
+    cached_tokens: int
+    prompt_tokens: int
+
+
+def save(result: PatchingResult, path: Path) -> None:
+    """Write ``result``; an interrupted call leaves an existing file as it was."""
+    document = _Document(result.info, list(result.errors.items()), result.cached_tokens, result.prompt_tokens)
+    arrays = {name: np.ascontiguousarray(getattr(result, name)) for name in _ARRAYS}
+    arrays["repeat_cases"] = np.array([case for case, _ in result.repeats], np.int64)
+    arrays["repeats"] = np.array([measures for _, measures in result.repeats]).reshape(-1, NUM_MEASURES)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_bytes(encode(arrays, {_KEY: msgspec.json.encode(document).decode()}))
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def load(path: Path) -> PatchingResult:
+    """Read a file; raise ``SteeringError`` if it is not one of this module."""
+    try:
+        with open_file(path, "numpy") as file:
+            metadata = file.metadata() or {}
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+        document = msgspec.json.decode(metadata[_KEY], type=_Document)
+    except (SafetensorError, KeyError, msgspec.MsgspecError) as error:
+        raise SteeringError(str(path), f"is not a file of a patching study: {error}") from None
+    info = document.info
+    shape = (len(info.pairs) * info.draws, len(info.points), len(info.layers), len(info.pairs[0].columns), NUM_MEASURES)
+    if info.version != VERSION or any(name not in arrays for name in _ARRAYS) or arrays["cells"].shape != shape:
+        raise SteeringError(str(path), f"has version {info.version} or arrays of other shapes; expected {VERSION}")
+    repeats = list(zip(arrays["repeat_cases"].tolist(), arrays["repeats"], strict=True))
+    return PatchingResult(
+        info,
+        arrays["clean"],
+        arrays["corrupt"],
+        arrays["cells"],
+        arrays["controls"],
+        repeats,
+        dict(document.errors),
+        document.cached_tokens,
+        document.prompt_tokens,
+    )
+
+
+def resume(path: Path, fresh: PatchingResult) -> PatchingResult:
+    """Return the result in a file with the unpatched runs of ``fresh``, to which the sweep's other cells are added.
+
+    Raises:
+        SteeringError: The file is of another sweep.
+    """
+    found = load(path)
+    if found.info.digest != fresh.info.digest:
+        raise SteeringError(
+            "file", f"{path} has the results of another sweep (other prompts, cells or settings); use another file"
+        )
+    return PatchingResult(
+        fresh.info, found.clean, found.corrupt, found.cells, found.controls, found.repeats, {},
+        found.cached_tokens, found.prompt_tokens,
+    )  # fmt: skip

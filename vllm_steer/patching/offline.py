@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Running a study with ``LLM``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from vllm_steer.errors import SteeringError
+from vllm_steer.frontend.context import NOT_ENABLED, engine_context
+from vllm_steer.params import SamplingParams
+from vllm_steer.patching.runner import ModelFacts, Score, ScoreRequest, SiteRows
+from vllm_steer.points import points_on
+from vllm_steer.spec import Edit
+
+MAX_SCORED = 128
+"""Most tokens that one request can name for scoring, as in vLLM's sampler."""
+
+
+class OfflineRunner:
+    """Requests of a study through ``LLM.generate``."""
+
+    def __init__(self, llm: Any) -> None:
+        """Raise ``SteeringError`` unless ``llm`` is an ``LLM`` with steering."""
+        if not hasattr(llm, "llm_engine") or not hasattr(llm, "generate"):
+            raise SteeringError("llm", f"must be a vllm_steer.LLM or a vllm_steer.Client, not {type(llm).__name__}")
+        context = engine_context(llm.llm_engine)
+        if context is None:
+            raise SteeringError("llm", NOT_ENABLED)
+        self._llm, self._context = llm, context
+
+    @cached_property
+    def facts(self) -> ModelFacts:
+        """Facts about the model and the engine."""
+        known = self._context.capabilities
+        vocab = int(self._llm.llm_engine.vllm_config.model_config.get_vocab_size())
+        return ModelFacts(
+            model=self._context.model_name,
+            num_layers=known.num_layers,
+            hidden_size=known.hidden_size,
+            points=points_on(known.config.points),
+            max_reference=min(vocab, MAX_SCORED),
+            vocab_size=vocab,
+        )
+
+    def encode(self, text: str, special: bool) -> list[int]:
+        """Return the tokens of a text."""
+        return list(self._tokenizer.encode(text, add_special_tokens=special))
+
+    def pieces(self, tokens: Sequence[int]) -> list[str]:
+        """Return the text of each token; its number if the engine has no tokenizer."""
+        if self._llm.llm_engine.vllm_config.model_config.skip_tokenizer_init:
+            return [f"<{token}>" for token in tokens]
+        return [self._tokenizer.decode([token]) for token in tokens]
+
+    def capture(
+        self, tokens: Sequence[int], sites: Mapping[str, Sequence[int]], edits: Sequence[Edit] = ()
+    ) -> SiteRows:
+        """Return the rows of all tokens of a prompt."""
+        spec = {"hooks": {point: list(layers) for point, layers in sites.items()}, "positions": "all_prompt"}
+        params = SamplingParams(
+            max_tokens=1,
+            temperature=0.0,
+            detokenize=False,
+            steering=list(edits) or None,
+            capture={"memory": {**spec, "dtype": "float32"}},
+        )
+        (output,) = self._generate([tokens], [params])
+        result = output.capture_results["memory"]
+        if result.status != "ok":
+            raise RuntimeError(f"rows of the prompt are missing: {result.error}")
+        return {site: np.ascontiguousarray(result.numpy(*site), np.float32) for site in result.sites}
+
+    def top(self, tokens: Sequence[int], count: int) -> dict[int, float]:
+        """Return the log-probabilities of the most probable next tokens."""
+        limit = int(self._llm.llm_engine.vllm_config.model_config.max_logprobs)
+        count = count if limit < 0 else min(count, limit)
+        params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, logprobs=count)
+        (output,) = self._generate([tokens], [params])
+        return {token: each.logprob for token, each in output.outputs[0].logprobs[0].items()}
+
+    def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
+        """Run requests together; if one of them is refused, find it by halves, so that the others are served."""
+        try:
+            params = [_params(request) for request in requests]
+            outputs = self._generate([request.tokens for request in requests], params)
+        except (ValueError, TypeError, RuntimeError) as error:
+            if len(requests) > 1:
+                middle = len(requests) // 2
+                return self.score(requests[:middle]) + self.score(requests[middle:])
+            return [Score(error=str(error), prompt_tokens=len(request.tokens)) for request in requests]
+        return [_score(output, request) for output, request in zip(outputs, requests, strict=True)]
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        if self._llm.llm_engine.vllm_config.model_config.skip_tokenizer_init:
+            raise SteeringError("clean", "is a text, but the engine was started without a tokenizer; give token ids")
+        return self._llm.get_tokenizer()
+
+    def _generate(self, prompts: Sequence[Sequence[int]], params: list[Any]) -> list[Any]:
+        wrapped = [{"prompt_token_ids": list(tokens)} for tokens in prompts]
+        outputs: list[Any] = self._llm.generate(wrapped, params, use_tqdm=False)
+        return outputs
+
+
+def _params(request: ScoreRequest) -> Any:
+    # The sampler returns the log-probabilities of exactly these tokens, which is cheaper than a sorted list.
+    scored = list(dict.fromkeys((*request.wanted, *request.reference)))[:MAX_SCORED]
+    return SamplingParams(
+        max_tokens=1, temperature=0.0, detokenize=False, logprob_token_ids=scored, steering=list(request.edits) or None
+    )
+
+
+def _score(output: Any, request: ScoreRequest) -> Score:
+    length, cached = len(request.tokens), output.num_cached_tokens or 0
+    (sample,) = output.outputs
+    if sample.finish_reason == "error" or not sample.logprobs:
+        return Score(error=str(sample.stop_reason or "the engine returned no token"), prompt_tokens=length)
+    logprobs = {token: float(each.logprob) for token, each in sample.logprobs[0].items()}
+    missing = [token for token in request.wanted if token not in logprobs]
+    if missing:
+        return Score(error=f"the engine returned no log-probability of token {missing[0]}", prompt_tokens=length)
+    return Score(logprobs, None, cached, length)

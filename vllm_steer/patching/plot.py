@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Heat maps of a sweep."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from vllm_steer.patching.result import PatchingResult
+
+
+def plot(result: PatchingResult, path: Path, metric: str) -> None:
+    """Write one heat map per point; cells within the noise have a dot, missing cells are grey.
+
+    Args:
+        result: The sweep.
+        path: Image file; its suffix selects the format.
+        metric: Name of the metric.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("plots need matplotlib: pip install 'vllm-steer[patching]'") from error
+    info = result.info
+    rows, columns, points = len(info.layers), len(info.column_names), len(info.points)
+    width, height = max(3.2, 0.42 * columns + 1.8), max(2.4, 0.26 * rows + 1.9)
+    figure = Figure(figsize=(width * points, height), layout="constrained", dpi=144)
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(1, points, squeeze=False)[0]
+    grids = [result.grid(point, metric) for point in info.points]
+    # Centred on the unpatched run, so that cells without effect are white.
+    centre = float(result.baseline(metric).mean())
+    known = [np.abs(grid - centre)[~np.isnan(grid)] for grid in grids]
+    reach = max((float(each.max()) for each in known if each.size), default=0.0) or 1.0
+    for axis, point, grid in zip(axes, info.points, grids, strict=True):
+        axis.set_facecolor("0.8")
+        image = axis.imshow(
+            grid, cmap="RdBu_r", vmin=centre - reach, vmax=centre + reach, aspect="auto", origin="lower",
+            interpolation="nearest",
+        )  # fmt: skip
+        marked = np.argwhere(result.below_floor(point, metric))
+        axis.scatter(marked[:, 1], marked[:, 0], s=3, color="0.55", linewidths=0)
+        names = [name.replace("\n", "⏎").replace("$", r"\$") for name in info.column_names]
+        axis.set_xticks(range(columns), names, rotation=60, ha="right", rotation_mode="anchor", fontsize=7)
+        axis.set_yticks(range(rows), info.row_names, fontsize=7)
+        axis.set_title(point, fontsize=9)
+    axes[0].set_ylabel("layer", fontsize=8)
+    bar = figure.colorbar(image, ax=axes.tolist(), shrink=0.9)
+    bar.set_label(metric, fontsize=8)
+    bar.ax.tick_params(labelsize=7)
+    figure.suptitle(
+        f"{info.direction}, {info.corruption}; noise floor {result.noise_floor(metric):.2g} (dots: within it)",
+        fontsize=8,
+    )
+    figure.savefig(path)

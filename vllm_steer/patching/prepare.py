@@ -1,0 +1,322 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Preparation of a sweep: alignment, columns, captured rows and the unpatched runs."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from vllm_steer.errors import SteeringError
+from vllm_steer.patching.alignment import Alignment, align, read_alignment
+from vllm_steer.patching.axes import Span, read_layers, read_points, read_positions, read_window, windows
+from vllm_steer.patching.header import Direction, PairInfo, SweepInfo
+from vllm_steer.patching.metrics import Array, CustomMetric, read_metric
+from vllm_steer.patching.prompts import Pair, read_tokens
+from vllm_steer.patching.result import PatchingResult
+from vllm_steer.patching.runner import Runner, SiteRows
+from vllm_steer.patching.settings import Corruption, read_direction, read_subspaces
+from vllm_steer.patching.sources import (
+    PromptSource,
+    Source,
+    Subspaces,
+    means,
+    noised,
+    random_subspaces,
+    resampled,
+    zeros,
+)
+from vllm_steer.patching.sweep import Case, Sweep, measure
+from vllm_steer.points import PointName
+from vllm_steer.spec import Edit
+from vllm_steer.spec.scalars import is_integer, read_number, shown
+
+EMBEDDINGS = ("pre_attn", 0)
+"""Site at which the stream is the embeddings."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Arguments of a sweep that have been checked."""
+
+    points: tuple[PointName, ...]
+    row_layers: tuple[Span, ...]
+    layers: tuple[Span, ...]
+    positions: Any
+    position_window: int
+    direction: Direction
+    metric: str
+    custom: CustomMetric | None
+    strength: float
+    kl_tokens: int
+    subspaces: Subspaces | None
+    control: bool
+
+    @property
+    def sites(self) -> dict[str, list[int]]:
+        """Layers whose rows are needed, by point."""
+        layers = sorted({layer for span in self.layers for layer in range(*span)})
+        return dict.fromkeys(self.points, layers)
+
+
+def read_settings(
+    runner: Runner, pairs: Sequence[Pair], corruption: Corruption, arguments: Mapping[str, Any]
+) -> Settings:
+    """Check the arguments of ``PatchingStudy.sweep``; raise ``SteeringError`` for an invalid one."""
+    facts = runner.facts
+    metric, custom = read_metric(arguments["metric"], has_foil=bool(pairs[0].targets.foil))
+    direction = read_direction(arguments["direction"], corruption)
+    if metric == "recovered" and direction == "ablation":
+        raise SteeringError("metric", "recovered needs a corrupt run, and an ablation has none; use logit_diff")
+    kl_tokens = arguments["kl_tokens"]
+    if kl_tokens is None:
+        kl_tokens = facts.max_reference if metric == "kl" else 0
+    if not is_integer(kl_tokens) or not 0 <= kl_tokens <= facts.max_reference:
+        raise SteeringError("kl_tokens", f"must be an integer from 0 to {facts.max_reference}, not {shown(kl_tokens)}")
+    if metric == "kl" and not kl_tokens:
+        raise SteeringError("kl_tokens", "must not be 0 with metric='kl'")
+    points = read_points(arguments["points"], facts.points)
+    rows = read_layers(arguments["layers"], facts.num_layers)
+    layers = windows(rows, read_window(arguments["layer_window"], "layer_window"), facts.num_layers)
+    sites = [(point, layer) for point in points for layer in sorted({i for span in layers for i in range(*span)})]
+    subspaces = read_subspaces(arguments["subspace"], sites, facts.hidden_size)
+    if subspaces is not None and arguments["random_subspace"]:
+        subspaces = random_subspaces(subspaces, corruption.seed)
+    return Settings(
+        points=points,
+        row_layers=rows,
+        layers=layers,
+        positions=arguments["positions"],
+        position_window=read_window(arguments["position_window"], "position_window"),
+        direction=direction,
+        metric=metric,
+        custom=custom,
+        strength=read_number(arguments["strength"], "strength"),
+        kl_tokens=int(kl_tokens),
+        subspaces=subspaces,
+        control=bool(arguments["control"]),
+    )
+
+
+class Preparation:
+    """Runs everything that the cells of a sweep need."""
+
+    def __init__(
+        self, runner: Runner, pairs: Sequence[Pair], corruption: Corruption, alignment: object, settings: Settings
+    ) -> None:
+        self._runner, self._pairs, self._settings = runner, pairs, settings
+        self._corruption, self._alignment = corruption, alignment
+        self._ablated = settings.direction == "ablation"
+
+    def run(self) -> tuple[Sweep, PatchingResult]:
+        """Return the sweep, and its result without cells.
+
+        Raises:
+            SteeringError: An argument does not fit the prompts, or ``recovered`` would divide by zero.
+            RuntimeError: An unpatched run failed.
+        """
+        settings = self._settings
+        infos = [self._pair_info(i, pair) for i, pair in enumerate(self._pairs)]
+        self._check_columns(infos)
+        sources = self._ablation_sources() if self._ablated else None
+        deviation = self._embedding_deviation()
+        cases = [
+            case
+            for number, pair in enumerate(self._pairs)
+            for case in self._cases(number, pair, infos[number][1:], deviation, sources)
+        ]
+        subspace = hashlib.blake2b(digest_size=8)
+        for site, directions in sorted((settings.subspaces or {}).items()):
+            subspace.update(repr(site).encode() + directions.tobytes())
+        info = SweepInfo(
+            model=self._runner.facts.model,
+            direction=settings.direction,
+            corruption=self._corruption.description,
+            metric=settings.metric,
+            points=settings.points,
+            layers=settings.layers,
+            row_layers=settings.row_layers,
+            pairs=tuple(each[0] for each in infos),
+            draws=self._corruption.draws,
+            strength=settings.strength,
+            kl_tokens=settings.kl_tokens,
+            subspace="" if settings.subspaces is None else subspace.hexdigest(),
+        )
+        sweep = Sweep(
+            settings.points,
+            settings.layers,
+            tuple(case for case, _ in cases),
+            settings.strength,
+            settings.subspaces,
+            settings.custom,
+        )
+        clean, corrupt = self._unpatched(cases)
+        result = PatchingResult.empty(info, clean, corrupt)
+        if settings.metric == "recovered":
+            result.values("recovered")  # raises if clean and corrupt are too close
+        return sweep, result
+
+    def _pair_info(self, number: int, pair: Pair) -> tuple[PairInfo, tuple[tuple[int, ...], ...], Alignment]:
+        settings = self._settings
+        denoising = settings.direction == "denoising"
+        corrupt = pair.corrupt or pair.clean
+        base, source = (corrupt, pair.clean) if denoising else (pair.clean, corrupt)
+        alignment = self._align(number, source, base)
+        pieces = self._runner.pieces(base)
+        given = read_positions(settings.positions, pieces)
+        if given is None:
+            singles = tuple((position, position + 1) for position in alignment.source_of)
+            if not singles:
+                raise SteeringError("positions", f"pair {number} has no aligned positions; give alignment")
+        else:
+            singles = given
+            for i, span in enumerate(given):
+                lost = [position for position in range(*span) if position not in alignment.source_of]
+                if lost:
+                    raise SteeringError(
+                        f"positions[{i}]",
+                        f"position {lost[0]} of pair {number} ({shown(pieces[lost[0]])}) has no counterpart: the "
+                        f"prompts have {len(base)} and {len(source)} tokens; give alignment, or leave it out",
+                    )
+        spans = windows(singles, settings.position_window, len(base))
+        columns = tuple(tuple(p for p in range(*span) if p in alignment.source_of) for span in spans)
+        labels = tuple("".join(pieces[start:stop]) for start, stop in singles)
+        info = PairInfo(
+            base=base,
+            source=() if self._ablated else source,
+            answer=pair.targets.answer,
+            foil=pair.targets.foil,
+            columns=spans,
+            labels=labels,
+            skipped=alignment.skipped,
+        )
+        return info, columns, alignment
+
+    def _align(self, number: int, source: tuple[int, ...], base: tuple[int, ...]) -> Alignment:
+        if self._alignment is None:
+            return align(source, base)
+        return read_alignment(self._alignment, len(source), len(base), "alignment")
+
+    @staticmethod
+    def _check_columns(infos: Sequence[tuple[PairInfo, Any, Any]]) -> None:
+        widths = [len(info.columns) for info, _, _ in infos]
+        if len(set(widths)) > 1:
+            i = next(i for i, width in enumerate(widths) if width != widths[0])
+            raise SteeringError(
+                "positions",
+                f"pair 0 has {widths[0]} aligned positions and pair {i} has {widths[i]}; name positions that all pairs "
+                "have, for example [-3, -2, -1], or texts as {'span': ...}",
+            )
+
+    def _embedding_deviation(self) -> float:
+        """Return the standard deviation of the embeddings' components over the tokens of all clean prompts."""
+        if self._corruption.noise is None:
+            return 0.0
+        rows = [self._capture(pair.clean, {EMBEDDINGS[0]: [EMBEDDINGS[1]]})[EMBEDDINGS] for pair in self._pairs]
+        return float(np.concatenate(rows).std(dtype=np.float64))
+
+    def _cases(
+        self,
+        number: int,
+        pair: Pair,
+        places: tuple[tuple[tuple[int, ...], ...], Alignment],
+        deviation: float,
+        sources: Sequence[Sequence[Source]] | None,
+    ) -> list[tuple[Case, Case | None]]:
+        columns, alignment = places
+        settings, corruption = self._settings, self._corruption
+        denoising = settings.direction == "denoising"
+        base = pair.corrupt if denoising and pair.corrupt else pair.clean
+        clean_next = self._runner.top(pair.clean, settings.kl_tokens) if settings.kl_tokens else None
+        clean_rows: SiteRows = {}
+        if denoising or corruption.noise is not None:
+            clean_rows = self._capture(pair.clean, self._with_embeddings())
+        cases = []
+        for draw in range(corruption.draws):
+            noise = () if corruption.noise is None else self._noise(number, pair, clean_rows, deviation, draw)
+            edits = noise if denoising else ()
+            if sources is not None:
+                source = sources[number][draw]
+            elif denoising:
+                source = PromptSource(clean_rows, alignment.source_of)
+            else:
+                corrupt = self._capture(pair.corrupt or pair.clean, settings.sites, noise)
+                source = PromptSource(corrupt, alignment.source_of)
+            own = None
+            if settings.control and draw == 0:
+                own = PromptSource(self._capture(base, settings.sites, edits), {p: p for p in range(len(base))})
+            case = Case(base, edits, source, pair.targets, columns, own, clean_next)
+            # The run with which the patched runs are compared; a case that is only measured.
+            other = case if denoising else replace(case, tokens=pair.corrupt or pair.clean, edits=noise)
+            cases.append((case, None if self._ablated else other))
+        return cases
+
+    def _noise(self, number: int, pair: Pair, clean_rows: SiteRows, deviation: float, draw: int) -> tuple[Edit, ...]:
+        corruption = self._corruption
+        subject = corruption.subject
+        if isinstance(subject, (list, tuple)) and len(subject) == len(self._pairs) and isinstance(subject[0], str):
+            subject = subject[number]
+        span = {"span": subject} if isinstance(subject, str) else subject
+        spans = read_positions([span], self._runner.pieces(pair.clean), "subject")
+        positions = [position for each in spans or () for position in range(*each)]
+        sigma = (corruption.noise or 0.0) * deviation
+        return (noised(clean_rows[EMBEDDINGS], positions, sigma, (corruption.seed, number, draw)),)
+
+    def _with_embeddings(self) -> dict[str, list[int]]:
+        sites = dict(self._settings.sites)
+        if self._corruption.noise is not None:
+            sites[EMBEDDINGS[0]] = sorted({*sites.get(EMBEDDINGS[0], ()), EMBEDDINGS[1]})
+        return sites
+
+    def _ablation_sources(self) -> list[list[Source]]:
+        """Return the source of each pair and draw."""
+        corruption, sites = self._corruption, self._settings.sites
+        if corruption.ablate == "zero":
+            flat = [(point, layer) for point, layers in sites.items() for layer in layers]
+            return [[zeros(flat, self._runner.facts.hidden_size)]] * len(self._pairs)
+        reference = self._reference()
+        captured = [self._capture(tokens, sites) for tokens in reference]
+        if corruption.ablate == "mean":
+            return [[means(captured)]] * len(self._pairs)
+        random = np.random.default_rng(corruption.seed)
+        result: list[list[Source]] = []
+        for number, pair in enumerate(self._pairs):
+            others = [i for i, tokens in enumerate(reference) if tokens != pair.clean]
+            if not others:
+                raise SteeringError("reference", f"has no prompt other than that of pair {number}; add some")
+            drawn = random.choice(others, corruption.draws)
+            result.append([resampled(captured[i], len(pair.clean)) for i in drawn.tolist()])
+        return result
+
+    def _reference(self) -> list[tuple[int, ...]]:
+        given = self._corruption.reference
+        if given is None:
+            return [pair.clean for pair in self._pairs]
+        if not isinstance(given, (list, tuple)) or not given:
+            raise SteeringError("reference", f"must be a list of prompts, not {shown(given)}")
+        return [read_tokens(prompt, self._runner, f"reference[{i}]", special=True) for i, prompt in enumerate(given)]
+
+    def _unpatched(self, cases: Sequence[tuple[Case, Case | None]]) -> tuple[Array, Array]:
+        """Return the measures of the clean and of the corrupt run of each case."""
+        draws = self._corruption.draws
+        clean_cases = [replace(cases[i * draws][0], tokens=pair.clean, edits=()) for i, pair in enumerate(self._pairs)]
+        clean = np.repeat(self._measure(clean_cases, "clean"), draws, axis=0)
+        corrupt = [other for _, other in cases if other is not None]
+        return clean, self._measure(corrupt, "corrupt") if corrupt else np.full_like(clean, np.nan)
+
+    def _measure(self, cases: Sequence[Case], what: str) -> Array:
+        measured = measure(self._runner, [(case, ()) for case in cases], self._settings.custom)
+        for i, each in enumerate(measured):
+            if each.error is not None:
+                raise RuntimeError(
+                    f"the {what} run of pair {i // max(1, len(cases) // len(self._pairs))}: {each.error}"
+                )
+        return np.array([each.measures for each in measured])
+
+    def _capture(
+        self, tokens: Sequence[int], sites: Mapping[str, Sequence[int]], edits: Sequence[Edit] = ()
+    ) -> SiteRows:
+        return self._runner.capture(tokens, sites, edits)

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Progress bar of a sweep."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from rich import progress
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from vllm_steer.patching.result import PatchingResult
+
+
+class Progress:
+    """A bar on stderr with the number of cells, the failures and the cache hit rate."""
+
+    def __init__(self) -> None:
+        self._bar = progress.Progress(
+            progress.TextColumn("patching"),
+            progress.BarColumn(),
+            progress.MofNCompleteColumn(),
+            progress.TimeRemainingColumn(),
+            progress.TextColumn("{task.fields[note]}"),
+            console=Console(stderr=True),
+            transient=True,
+        )
+        self._task = self._bar.add_task("", total=None, note="")
+        self._started = False
+
+    def show(self, total: int, new: int, result: PatchingResult) -> None:
+        """Add ``new`` cells; cells that were run earlier count from the start."""
+        if not self._started:
+            self._started, new = True, len(result.finished)
+        note = f"cached {result.cache_hit_rate:.0%}"
+        if result.errors:
+            note += f", {len(result.errors)} failed"
+        self._bar.update(self._task, total=total, advance=new, note=note)
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()

@@ -1,0 +1,307 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Results of a sweep."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_steer.errors import SteeringError
+from vllm_steer.patching.header import SweepInfo
+from vllm_steer.patching.metrics import CUSTOM, METRICS, NUM_MEASURES, Array, check_gaps, raw_metric
+from vllm_steer.patching.statistics import GridStatistics, summarise
+from vllm_steer.patching.sweep import Batch, Cell, Measured
+from vllm_steer.spec.scalars import read_choice
+
+
+@dataclass(eq=False)
+class PatchingResult:
+    """Grids of a sweep, and the noise that they are to be compared with.
+
+    A grid has one row per layer (or span of layers) and one column per position (or span of positions). Grids are means
+    over the pairs and over the draws of the noise. A cell is NaN if it failed or has not been run; `errors` has the
+    reasons.
+
+    Example:
+        >>> result = study.sweep(points=["post_block"])  # doctest: +SKIP
+        >>> result.grid("post_block").shape, result.noise_floor(), result.cache_hit_rate  # doctest: +SKIP
+    """
+
+    info: SweepInfo
+    """Description of the sweep."""
+    clean: Array
+    """Measures of the clean run, ``[cases, 4]``. Measures are the log-probabilities of answer and foil, the divergence
+    from the clean run and the value of a metric that is a callable. There are ``pairs x draws`` cases."""
+    corrupt: Array
+    """Measures of the corrupt run, ``[cases, 4]``; NaN for ablations, which have none."""
+    cells: Array
+    """Measures of the cells, ``[cases, points, rows, columns, 4]``."""
+    controls: Array
+    """Measures of the control, ``[cases, points, rows, 4]``: the unpatched run with its own rows put in place at all
+    columns."""
+    repeats: list[tuple[int, Array]] = field(default_factory=list)
+    """Measures of the unpatched runs that ran in the batches of the cells, with their cases."""
+    errors: dict[Cell, str] = field(default_factory=dict)
+    """Reasons why cells failed, by case, point, row and column."""
+    cached_tokens: int = 0
+    """Prompt tokens of all requests that came from the prefix cache."""
+    prompt_tokens: int = 0
+    """Prompt tokens of all requests."""
+
+    @classmethod
+    def empty(cls, info: SweepInfo, clean: Array, corrupt: Array) -> PatchingResult:
+        """Return a result without cells."""
+        shape = (len(clean), len(info.points), len(info.layers), len(info.pairs[0].columns))
+        return cls(
+            info,
+            clean,
+            corrupt,
+            np.full((*shape, NUM_MEASURES), np.nan),
+            np.full((*shape[:3], NUM_MEASURES), np.nan),
+        )
+
+    def add(self, batch: Batch) -> None:
+        """Enter the results of a batch."""
+        for cell, measured in batch.cells.items():
+            self.cells[cell] = measured.measures
+            if measured.error is None:
+                self.errors.pop(cell, None)
+            else:
+                self.errors[cell] = measured.error
+            self._count(measured)
+        for site, measured in batch.controls.items():
+            self.controls[site] = measured.measures
+            self._count(measured)
+        for case, measured in batch.repeats.items():
+            if measured.error is None:
+                self.repeats.append((case, measured.measures))
+            self._count(measured)
+
+    def _count(self, measured: Measured) -> None:
+        self.cached_tokens += measured.cached_tokens
+        self.prompt_tokens += measured.prompt_tokens
+
+    @property
+    def unpatched(self) -> Array:
+        """Measures of the run that is patched, ``[cases, 4]``: corrupt if denoising, otherwise clean."""
+        return self.corrupt if self.info.direction == "denoising" else self.clean
+
+    @property
+    def finished(self) -> set[Cell]:
+        """Cells that have values."""
+        return {tuple(index) for index in np.argwhere(~np.isnan(self.cells[..., 0])).tolist()}
+
+    @property
+    def cache_hit_rate(self) -> float:
+        """Share of the requests' prompt tokens that came from the prefix cache."""
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+    def grid(self, point: str, metric: str | None = None) -> npt.NDArray[np.float32]:
+        """Return a grid, float32 ``[rows, columns]``.
+
+        Args:
+            point: A hook point of the sweep.
+            metric: ``"logprob"``, ``"logit_diff"``, ``"recovered"``, ``"kl"`` or ``"custom"``; the sweep's by default.
+                ``recovered`` is (cell - corrupt) / (clean - corrupt): 0 as corrupt, 1 as clean, in both directions.
+
+        Raises:
+            SteeringError: The sweep lacks the point or the metric, or clean and corrupt are too close to divide by.
+        """
+        values: Array = self.values(metric)[:, self._point(point)]
+        grid: npt.NDArray[np.float32] = values.mean(axis=0).astype(np.float32)
+        return grid
+
+    def values(self, metric: str | None = None) -> Array:
+        """Return the metric of each pair, ``[pairs, points, rows, columns]``; see `grid`."""
+        name = self._metric(metric)
+        cells = self._over_draws(raw_metric(self._basis(name), self.cells))
+        if name != "recovered":
+            return cells
+        clean, corrupt = self._ends()
+        check_gaps(clean, corrupt, self._noise(self._basis(name)), self._basis(name))
+        shape = (-1, 1, 1, 1)
+        recovered: Array = (cells - corrupt.reshape(shape)) / (clean - corrupt).reshape(shape)
+        return recovered
+
+    def effects(self, metric: str | None = None) -> Array:
+        """Return the metric of each pair minus that of the unpatched run, ``[pairs, points, rows, columns]``."""
+        name = self._metric(metric)
+        if name == "recovered":
+            return self.values(name) - (0.0 if self.info.direction == "denoising" else 1.0)
+        return self.values(name) - self.baseline(name).reshape(-1, 1, 1, 1)
+
+    def effect(self, point: str, metric: str | None = None) -> npt.NDArray[np.float32]:
+        """Return the mean effect of each cell, float32 ``[rows, columns]``."""
+        effect: npt.NDArray[np.float32] = self.effects(metric)[:, self._point(point)].mean(axis=0).astype(np.float32)
+        return effect
+
+    def baseline(self, metric: str | None = None) -> Array:
+        """Return the metric of the unpatched run, ``[pairs]``."""
+        name = self._metric(metric)
+        if name == "recovered":
+            return np.full(len(self.info.pairs), 0.0 if self.info.direction == "denoising" else 1.0)
+        return self._over_draws(raw_metric(name, self.unpatched))
+
+    def statistics(
+        self, point: str, metric: str | None = None, *, confidence: float = 0.95, seed: int = 0
+    ) -> GridStatistics:
+        """Return effect, standard error, bootstrap interval and permutation p-value of each cell over the pairs.
+
+        Args:
+            point: A hook point of the sweep.
+            metric: As for `grid`.
+            confidence: Coverage of the interval.
+            seed: Seed of the resampling.
+        """
+        return summarise(self.effects(metric)[:, self._point(point)], confidence, seed)
+
+    def noise_floor(self, metric: str | None = None) -> float:
+        """Return the largest distance between unpatched runs: those in the cells' batches, and the one before them."""
+        name = self._metric(metric)
+        noise = self._noise(self._basis(name))
+        return noise / self._least_gap() if name == "recovered" else noise
+
+    def control(self, metric: str | None = None) -> float:
+        """Return the largest effect of the control, which puts the unpatched run's own rows in place.
+
+        It is zero but for rounding. NaN if the control was left out.
+        """
+        name = self._metric(metric)
+        raw = self._basis(name)
+        distance = np.abs(raw_metric(raw, self.controls) - raw_metric(raw, self.unpatched)[:, None, None])
+        if np.isnan(distance).all():
+            return float("nan")
+        largest = float(np.nanmax(distance))
+        return largest / self._least_gap() if name == "recovered" else largest
+
+    def below_floor(self, point: str, metric: str | None = None) -> npt.NDArray[np.bool_]:
+        """Return the cells whose effect does not exceed the noise floor or the control, ``[rows, columns]``."""
+        control = self.control(metric)
+        floor = max(self.noise_floor(metric), 0.0 if np.isnan(control) else control)
+        marked: npt.NDArray[np.bool_] = np.abs(self.effects(metric)[:, self._point(point)].mean(axis=0)) <= floor
+        return marked
+
+    def failed(self) -> list[dict[str, Any]]:
+        """Return place and reason of each failed cell."""
+        return [
+            {
+                "pair": case // self.info.draws,
+                "point": self.info.points[point],
+                "layer": self.info.row_names[row],
+                "position": self.info.column_names[column],
+                "error": reason,
+            }
+            for (case, point, row, column), reason in sorted(self.errors.items())
+        ]
+
+    def records(self, metric: str | None = None) -> list[dict[str, Any]]:
+        """Return one dict per cell, with the value, the effect and the statistics over the pairs."""
+        reasons: dict[tuple[int, ...], str] = {cell[1:]: reason for cell, reason in self.errors.items()}
+        rows = []
+        for number, point in enumerate(self.info.points):
+            grid, marked, stats = (
+                self.grid(point, metric),
+                self.below_floor(point, metric),
+                self.statistics(point, metric),
+            )
+            for row, column in np.ndindex(grid.shape):
+                rows.append(
+                    {
+                        "point": point,
+                        "layer": self.info.row_names[row],
+                        "position": self.info.column_names[column],
+                        "value": float(grid[row, column]),
+                        "effect": float(stats.effect[row, column]),
+                        "standard_error": float(stats.standard_error[row, column]),
+                        "low": float(stats.low[row, column]),
+                        "high": float(stats.high[row, column]),
+                        "p_value": float(stats.p_value[row, column]),
+                        "below_floor": bool(marked[row, column]),
+                        "error": reasons.get((number, row, column)),
+                    }
+                )
+        return rows
+
+    def to_pandas(self, metric: str | None = None) -> Any:
+        """Return `records` as a DataFrame; needs pandas."""
+        import pandas
+
+        return pandas.DataFrame(self.records(metric))
+
+    def plot(self, path: str | Path, metric: str | None = None) -> None:
+        """Write heat maps of all points to an image file; needs matplotlib."""
+        from vllm_steer.patching.plot import plot
+
+        plot(self, Path(path), self._metric(metric))
+
+    def to_html(self, metric: str | None = None) -> str:
+        """Return the grids as an HTML page without scripts."""
+        from vllm_steer.patching.html import page
+
+        return page(self, self._metric(metric))
+
+    def save(self, path: str | Path) -> None:
+        """Write a safetensors file, replacing an existing one."""
+        from vllm_steer.patching.file import save
+
+        save(self, Path(path))
+
+    @classmethod
+    def load(cls, path: str | Path) -> PatchingResult:
+        """Read a file of `save`; raise ``SteeringError`` if it is not one."""
+        from vllm_steer.patching.file import load
+
+        return load(Path(path))
+
+    def _metric(self, metric: str | None) -> str:
+        name = (
+            self.info.metric if metric is None else read_choice(metric, (*METRICS, CUSTOM), "metric", what="a metric")
+        )
+        if name == "logit_diff" and not self.info.has_foil:
+            raise SteeringError("metric", "logit_diff needs a foil, and the pairs have none; use logprob")
+        if name == "kl" and not self.info.kl_tokens:
+            raise SteeringError("metric", "the sweep did not measure kl; run it with kl_tokens or metric='kl'")
+        if name == CUSTOM and self.info.metric != CUSTOM:
+            raise SteeringError("metric", "the sweep had no metric that is a callable")
+        if name == "recovered" and self.info.direction == "ablation":
+            raise SteeringError("metric", "recovered needs a corrupt run, and an ablation has none; use logit_diff")
+        return name
+
+    def _basis(self, name: str) -> str:
+        """Return the metric that ``recovered`` normalises, and other metrics unchanged."""
+        if name != "recovered":
+            return name
+        if self.info.metric == CUSTOM:
+            return CUSTOM
+        return "logit_diff" if self.info.has_foil else "logprob"
+
+    def _over_draws(self, values: Array) -> Array:
+        mean: Array = values.reshape(len(self.info.pairs), self.info.draws, *values.shape[1:]).mean(axis=1)
+        return mean
+
+    def _ends(self) -> tuple[Array, Array]:
+        basis = self._basis("recovered")
+        return self._over_draws(raw_metric(basis, self.clean)), self._over_draws(raw_metric(basis, self.corrupt))
+
+    def _least_gap(self) -> float:
+        clean, corrupt = self._ends()
+        return float(np.abs(clean - corrupt).min())
+
+    def _noise(self, raw: str) -> float:
+        base = raw_metric(raw, self.unpatched)
+        distances = [abs(float(raw_metric(raw, measures)) - float(base[case])) for case, measures in self.repeats]
+        return max(distances, default=0.0)
+
+    def _point(self, point: str) -> int:
+        return self.info.points.index(read_choice(point, self.info.points, "point", what="a point of this sweep"))
+
+    def __repr__(self) -> str:
+        shape = f"{len(self.info.layers)} x {len(self.info.pairs[0].columns)}"
+        return (
+            f"PatchingResult({self.info.direction}, {', '.join(self.info.points)}, {shape} cells, "
+            f"{len(self.info.pairs)} pairs, metric {self.info.metric}, {len(self.errors)} failed)"
+        )

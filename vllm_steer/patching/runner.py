@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a study needs of an engine: tokens, captured rows and log-probabilities of the next token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_steer.points import PointName
+from vllm_steer.spec import Edit
+
+Rows: TypeAlias = npt.NDArray[np.float32]
+"""float32 ``[tokens, hidden]``."""
+SiteRows: TypeAlias = Mapping[tuple[str, int], Rows]
+"""Rows by point and layer."""
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """Facts about the model and the engine."""
+
+    model: str
+    num_layers: int
+    hidden_size: int
+    points: tuple[PointName, ...]
+    """Points that the engine can read and edit, in order of computation."""
+    max_reference: int
+    """Most tokens of the clean distribution that one request can score, for the KL divergence."""
+    vocab_size: int
+
+
+@dataclass(frozen=True, eq=False)
+class ScoreRequest:
+    """A forward pass of a prompt, of which only the distribution after the last token is used."""
+
+    tokens: tuple[int, ...]
+    edits: tuple[Edit, ...] = ()
+    wanted: tuple[int, ...] = ()
+    """Tokens whose log-probabilities are required."""
+    reference: tuple[int, ...] = ()
+    """Tokens whose log-probabilities are of use; the engine may return other frequent ones instead."""
+
+
+@dataclass(frozen=True, eq=False)
+class Score:
+    """Answer to a `ScoreRequest`."""
+
+    logprobs: Mapping[int, float] = field(default_factory=dict)
+    """Log-probabilities of the next token, in nats, before any temperature."""
+    error: str | None = None
+    """Why there are no log-probabilities."""
+    cached_tokens: int = 0
+    """Prompt tokens that came from the prefix cache."""
+    prompt_tokens: int = 0
+
+
+class Runner(Protocol):
+    """An engine that runs the requests of a study."""
+
+    @property
+    def facts(self) -> ModelFacts:
+        """Facts about the model and the engine."""
+        ...
+
+    def encode(self, text: str, special: bool) -> list[int]:
+        """Return the tokens of a text, with the tokenizer's special tokens if ``special`` is set."""
+        ...
+
+    def pieces(self, tokens: Sequence[int]) -> list[str]:
+        """Return the text of each token."""
+        ...
+
+    def capture(
+        self, tokens: Sequence[int], sites: Mapping[str, Sequence[int]], edits: Sequence[Edit] = ()
+    ) -> SiteRows:
+        """Return the rows of all tokens of a prompt at layers by point; raise ``RuntimeError`` if one is missing."""
+        ...
+
+    def top(self, tokens: Sequence[int], count: int) -> dict[int, float]:
+        """Return the log-probabilities of the ``count`` most probable next tokens."""
+        ...
+
+    def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
+        """Run requests together and return their scores in order. A request that fails does not fail the others."""
+        ...

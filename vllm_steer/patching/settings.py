@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arguments of a study and of a sweep, checked as far as they do not depend on the prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from vllm_steer.errors import SteeringError
+from vllm_steer.patching.header import Direction
+from vllm_steer.spec.scalars import is_integer, read_choice, read_number, shown
+
+Ablation = Literal["zero", "mean", "resample"]
+ABLATIONS: tuple[Ablation, ...] = get_args(Ablation)
+DIRECTIONS: tuple[Direction, ...] = ("denoising", "noising")
+"""Directions that can be chosen; studies with ``ablate`` have only one."""
+NOISE_DRAWS = 10
+"""Default number of draws of the noise."""
+MAX_DRAWS = 1000
+
+
+@dataclass(frozen=True)
+class Corruption:
+    """How the clean run is corrupted, if not by another prompt of the pair."""
+
+    noise: float | None = None
+    """Standard deviation of the noise, in standard deviations of the embeddings."""
+    subject: Any = None
+    """Where the noise is added."""
+    ablate: Ablation | None = None
+    reference: Any = None
+    """Prompts from which the rows of mean and resample ablation come; None for the clean prompts of the pairs."""
+    draws: int = 1
+    seed: int = 0
+
+    @property
+    def description(self) -> str:
+        """The corruption as text."""
+        if self.ablate is not None:
+            more = f", {self.draws} draws, seed {self.seed}" if self.ablate == "resample" else ""
+            return f"{self.ablate} ablation{more}"
+        if self.noise is not None:
+            return f"noise of {self.noise:g} embedding deviations, {self.draws} draws, seed {self.seed}"
+        return "corrupt prompt"
+
+
+def read_corruption(
+    *, has_corrupt: bool, noise: object, subject: object, draws: object, ablate: object, reference: object, seed: object
+) -> Corruption:
+    """Return the corruption of a study.
+
+    Raises:
+        SteeringError: None or several corruptions are given, or an argument is invalid or has no effect.
+    """
+    given = [
+        name for name, there in (("corrupt", has_corrupt), ("noise", noise is not None), ("ablate", ablate is not None))
+        if there
+    ]  # fmt: skip
+    if len(given) != 1:
+        found = f"got {' and '.join(given)}" if given else "got none"
+        raise SteeringError("corrupt", f"give exactly one of corrupt, noise and ablate; {found}")
+    if not is_integer(seed) or seed < 0:
+        raise SteeringError("seed", f"must be an integer from 0, not {shown(seed)}")
+    if draws is not None and (not is_integer(draws) or not 1 <= draws <= MAX_DRAWS):
+        raise SteeringError("draws", f"must be an integer from 1 to {MAX_DRAWS}, not {shown(draws)}")
+    if (noise is None) != (subject is None):
+        missing = "subject" if subject is None else "noise"
+        raise SteeringError(missing, "noise and subject belong together; give both or none")
+    if ablate is None and reference is not None:
+        raise SteeringError("reference", "has no effect without ablate; leave it out")
+    if ablate is not None:
+        name = read_choice(ablate, ABLATIONS, "ablate", what="an ablation")
+        if name == "zero" and reference is not None:
+            raise SteeringError("reference", "has no effect on zero ablation; leave it out")
+        if name != "resample" and draws is not None:
+            raise SteeringError("draws", f"has no effect on {name} ablation; leave it out")
+        return Corruption(ablate=name, reference=reference, draws=int(draws or 1), seed=int(seed))
+    if noise is None:
+        if draws is not None:
+            raise SteeringError("draws", "has no effect with a corrupt prompt; leave it out")
+        return Corruption()
+    sigma = read_number(noise, "noise")
+    if sigma <= 0:
+        raise SteeringError("noise", f"must be positive, not {sigma:g}")
+    count = NOISE_DRAWS if draws is None else int(draws)
+    return Corruption(noise=sigma, subject=subject, draws=count, seed=int(seed))
+
+
+def read_direction(value: object, corruption: Corruption) -> Direction:
+    """Return the direction of a sweep; raise SteeringError if it is unknown or the study is an ablation."""
+    if corruption.ablate is not None:
+        if value not in (None, "ablation"):
+            raise SteeringError("direction", f"{shown(value)} needs a corrupt run; this study ablates")
+        return "ablation"
+    return "denoising" if value is None else read_choice(value, DIRECTIONS, "direction", what="a direction")
+
+
+def read_subspaces(
+    value: object, sites: Sequence[tuple[str, int]], hidden: int
+) -> dict[tuple[str, int], np.ndarray[Any, np.dtype[np.float32]]] | None:
+    """Return directions by site.
+
+    Args:
+        value: Directions ``[k, hidden]`` for all sites, or ``{point: {layer: directions}}``.
+        sites: The sites of the sweep.
+        hidden: The model's hidden size.
+
+    Raises:
+        SteeringError: A site has no directions, or they have another shape.
+    """
+    if value is None:
+        return None
+    result = {}
+    for point, layer in sites:
+        field, given = "subspace", value
+        if isinstance(value, Mapping):
+            field = f"subspace.{point}.{layer}"
+            by_layer = value.get(point)
+            by_layer = by_layer if isinstance(by_layer, Mapping) else {}
+            given = by_layer.get(layer, by_layer.get(str(layer)))
+            if given is None:
+                raise SteeringError(field, "is missing; give directions for every site of the sweep")
+        try:
+            directions = np.array(given, dtype=np.float32)
+        except (TypeError, ValueError):
+            raise SteeringError(field, "must be a list of directions or an array [k, hidden]") from None
+        if directions.ndim != 2 or directions.shape[1] != hidden:
+            raise SteeringError(field, f"has shape {list(directions.shape)}; directions are [k, {hidden}]")
+        result[point, layer] = directions
+    return result

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Running the cells of a sweep, in an order that shares cached prefixes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import TypeAlias
+
+import numpy as np
+
+from vllm_steer.patching.axes import Span
+from vllm_steer.patching.metrics import NUM_MEASURES, Array, CustomMetric, Targets
+from vllm_steer.patching.runner import Runner, Score, ScoreRequest
+from vllm_steer.patching.sources import Source, Subspaces, cell_edits
+from vllm_steer.points import PointName
+from vllm_steer.spec import Edit
+
+Cell: TypeAlias = tuple[int, int, int, int]
+"""Indices of the case, the point, the span of layers and the column."""
+
+MISSING: Array = np.full(NUM_MEASURES, np.nan)
+BATCH = 96
+"""Cells that are submitted together, beside one unpatched run for each of their cases."""
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """One run that is patched: a pair, and a draw of the noise."""
+
+    tokens: tuple[int, ...]
+    edits: tuple[Edit, ...]
+    """Edits of the unpatched run, such as noise."""
+    source: Source
+    targets: Targets
+    columns: tuple[tuple[int, ...], ...]
+    """Positions that each column patches."""
+    own_rows: Source | None = None
+    """The unpatched run's own rows, for the control; None to leave the control out."""
+    clean_next: Mapping[int, float] | None = None
+    """Log-probabilities of the clean run's next token, for the divergence."""
+
+
+@dataclass(frozen=True, eq=False)
+class Sweep:
+    """All cells of a grid."""
+
+    points: tuple[PointName, ...]
+    layers: tuple[Span, ...]
+    cases: tuple[Case, ...]
+    strength: float = 1.0
+    subspaces: Subspaces | None = None
+    custom: CustomMetric | None = None
+    batch: int = BATCH
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Number of cases, points, spans of layers and columns."""
+        return len(self.cases), len(self.points), len(self.layers), len(self.cases[0].columns)
+
+    def cells(self) -> list[Cell]:
+        """Return all cells, those of one case together and with descending positions.
+
+        A cell shares the cached prefix of its case up to its first position. Descending positions use the end of that
+        prefix first, which the cache would evict first.
+        """
+        cases, points, layers, columns = self.shape
+        order = sorted(range(columns), key=lambda column: -self.cases[0].columns[column][0])
+        return [
+            (case, point, layer, column)
+            for case, column, layer, point in product(range(cases), order, range(layers), range(points))
+        ]
+
+
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """Result of one run."""
+
+    measures: Array
+    """Measures ``[4]``; NaN if the run failed."""
+    error: str | None
+    cached_tokens: int
+    prompt_tokens: int
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Results of the runs that were submitted together."""
+
+    cells: Mapping[Cell, Measured]
+    controls: Mapping[tuple[int, int, int], Measured]
+    """Unpatched runs with their own rows put in place, by case, point and span of layers."""
+    repeats: Mapping[int, Measured]
+    """Unpatched runs by case."""
+
+
+def run_batches(
+    sweep: Sweep, runner: Runner, done: Collection[Cell] = (), only: Collection[Cell] | None = None
+) -> Iterator[Batch]:
+    """Run the cells and yield their results, batch by batch.
+
+    Args:
+        sweep: The cells.
+        runner: The engine.
+        done: Cells to leave out because they have been run before.
+        only: Cells to run; None for all.
+    """
+    cells = [cell for cell in sweep.cells() if cell not in done and (only is None or cell in only)]
+    cases, points, layers, _ = sweep.shape
+    controls = [
+        site
+        for site in product(range(cases), range(points), range(layers))
+        if sweep.cases[site[0]].own_rows is not None
+    ]
+    if done:
+        controls = []
+    for start in range(0, max(len(cells), 1), sweep.batch):
+        part = cells[start : start + sweep.batch]
+        yield _run(sweep, runner, part, controls)
+        controls = []
+
+
+def measure(
+    runner: Runner, cases: Sequence[tuple[Case, tuple[Edit, ...]]], custom: CustomMetric | None
+) -> list[Measured]:
+    """Run prompts with edits beside those of their cases, and return their measures."""
+    requests: list[ScoreRequest] = []
+    for case, edits in cases:
+        for suffix, wanted in case.targets.passes:
+            reference = tuple(case.clean_next) if case.clean_next is not None and not suffix else ()
+            requests.append(ScoreRequest(case.tokens + suffix, case.edits + edits, wanted, reference))
+    scores = iter(runner.score(requests))
+    return [_measured(case, [next(scores) for _ in case.targets.passes], custom) for case, _ in cases]
+
+
+def _run(sweep: Sweep, runner: Runner, cells: Sequence[Cell], controls: Sequence[tuple[int, int, int]]) -> Batch:
+    present = sorted(Counter(cell[0] for cell in cells) or range(len(sweep.cases)))
+    failed: dict[Cell, Measured] = {}
+    runs: list[tuple[Case, tuple[Edit, ...]]] = []
+    kept: list[Cell] = []
+    for cell in cells:
+        case = sweep.cases[cell[0]]
+        positions = case.columns[cell[3]]
+        try:
+            edits = cell_edits(
+                case.source, sweep.points[cell[1]], sweep.layers[cell[2]], positions, sweep.strength, sweep.subspaces
+            )
+        except ValueError as error:  # for example rows that are not finite
+            failed[cell] = Measured(MISSING, str(error), 0, 0)
+            continue
+        runs.append((case, edits))
+        kept.append(cell)
+    for number, point, layer in controls:
+        case = sweep.cases[number]
+        if case.own_rows is not None:
+            positions_of_columns = sorted({position for column in case.columns for position in column})
+            runs.append(
+                (case, cell_edits(case.own_rows, sweep.points[point], sweep.layers[layer], positions_of_columns, 1.0))
+            )
+    runs += [(sweep.cases[number], ()) for number in present]
+    results = iter(measure(runner, runs, sweep.custom))
+    return Batch(
+        {cell: next(results) for cell in kept} | failed,
+        {control: next(results) for control in controls},
+        {number: next(results) for number in present},
+    )
+
+
+def _measured(case: Case, scores: Sequence[Score], custom: CustomMetric | None) -> Measured:
+    cached, total = (sum(getattr(score, name) for score in scores) for name in ("cached_tokens", "prompt_tokens"))
+    error = next((score.error for score in scores if score.error is not None), None)
+    if error is None:
+        try:
+            measures = case.targets.combine([score.logprobs for score in scores], case.clean_next or {}, custom)
+            return Measured(measures, None, cached, total)
+        except (KeyError, ValueError, TypeError) as problem:
+            error = f"{type(problem).__name__}: {problem}"
+    return Measured(MISSING, error, cached, total)

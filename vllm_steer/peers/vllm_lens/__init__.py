@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The interface of vllm-lens: request keys, ``SteeringVector``, activations on outputs, and the HTTP client.
+
+Public: the names in ``__all__``. :class:`~vllm_steer.peers.vllm_lens.http.VllmLensMiddleware` serves the request keys
+over HTTP; the server flag ``--steering-peers vllm-lens`` installs it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm_steer.peers.vllm_lens.client import VLLMLensClient
+    from vllm_steer.peers.vllm_lens.keys import SteeringVector
+    from vllm_steer.peers.vllm_lens.offline import LLM, SamplingParams, activations_of
+    from vllm_steer.peers.vllm_lens.tensors import decode_activations, deserialize_tensor, serialize_tensor
+
+__all__ = [
+    "LLM",
+    "SamplingParams",
+    "SteeringVector",
+    "VLLMLensClient",
+    "activations_of",
+    "decode_activations",
+    "deserialize_tensor",
+    "serialize_tensor",
+]
+
+_MODULES = {
+    "LLM": "offline",
+    "SamplingParams": "offline",
+    "activations_of": "offline",
+    "SteeringVector": "keys",
+    "VLLMLensClient": "client",
+    "decode_activations": "tensors",
+    "deserialize_tensor": "tensors",
+    "serialize_tensor": "tensors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    raise AttributeError(f"module {__name__} has no attribute {name}")

@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ASGI middleware that serves the request keys of vllm-lens over HTTP.
+
+It stands in front of the steering middleware and translates bodies and responses, so API keys, quotas and checks are
+those of the translated requests. A body is read only when the server reads it, which is after authentication.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+from urllib.parse import quote
+
+import torch
+from fastapi import HTTPException
+from starlette.datastructures import MutableHeaders
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from vllm_steer.client.encoding import to_json
+from vllm_steer.client.responses import CaptureAnswer, parse_completion, read_capture_file
+from vllm_steer.errors import SteeringError
+from vllm_steer.peers.vllm_lens.client import HEADER
+from vllm_steer.peers.vllm_lens.keys import CAPTURE_KEY, KEYS, REFUSED_KEYS, LensRequest, read_keys
+from vllm_steer.peers.vllm_lens.offline import stack_layers
+from vllm_steer.peers.vllm_lens.tensors import serialize_tensor, tensor_bytes, zstd
+from vllm_steer.server.http.error_response import BodyTooLargeError, error_response
+from vllm_steer.server.routes.base import app_path
+from vllm_steer.server.settings import max_body_bytes
+
+ROUTES = ("/v1/completions", "/v1/chat/completions")
+HANDLE_PREFIX, HOOKS_PREFIX = "/v1/activations/", "/v1/hooks"
+PARENTS = ("extra_args", "vllm_xargs")
+LORA_FIELD = "lora_request"
+_WORDS = tuple(f'"{key}"'.encode() for key in (*KEYS, LORA_FIELD))
+
+
+class VllmLensMiddleware:
+    """Translate bodies with the request keys, and add ``activations`` to their responses.
+
+    Raises:
+        SteeringError: ``zstandard`` is not installed.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+        zstd()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = app_path(scope) if scope["type"] == "http" else ""
+        if path.startswith(HOOKS_PREFIX):
+            await error_response(SteeringError("apply_hooks", REFUSED_KEYS["apply_hooks"]))(scope, receive, send)
+        elif path.startswith(HANDLE_PREFIX) and scope["method"] == "GET":
+            response = await self._activations(scope, path.removeprefix(HANDLE_PREFIX))
+            await response(scope, receive, send)
+        elif path in ROUTES and scope["method"] == "POST":
+            exchange = _Exchange(scope, receive, send)
+            await self.app(scope, exchange.receive, exchange.send)
+            await exchange.finish(lambda capture_id: self._fetch(scope, capture_id))
+        else:
+            await self.app(scope, receive, send)
+
+    async def _activations(self, scope: Scope, handle: str) -> Response:
+        """Return the tensor behind a handle, or the server's refusal."""
+        start, data = await self._get(scope, f"/v1/captures/{quote(handle, safe='')}")
+        if start["status"] != 200:
+            kept = [(name, value) for name, value in start["headers"] if name.lower() != b"content-length"]
+            response = Response(data, status_code=start["status"])
+            response.raw_headers += kept
+            return response
+        tensor = await asyncio.to_thread(_tensor_of_file, data)
+        raw = await asyncio.to_thread(tensor_bytes, tensor)
+        headers = {
+            f"{HEADER}dtype": "int16" if tensor.dtype == torch.bfloat16 else str(tensor.dtype).removeprefix("torch."),
+            f"{HEADER}original-dtype": str(tensor.dtype).removeprefix("torch."),
+            f"{HEADER}shape": json.dumps(list(tensor.shape)),
+            f"{HEADER}compression": "zstd",
+            f"{HEADER}bytes": str(len(raw)),
+            "cache-control": "no-store",
+        }
+        compressed = await asyncio.to_thread(zstd().compress, raw)
+        return Response(compressed, media_type="application/octet-stream", headers=headers)
+
+    async def _fetch(self, scope: Scope, capture_id: str) -> torch.Tensor:
+        """Return the rows of a stored capture.
+
+        Raises:
+            SteeringError: It is not there any more.
+        """
+        start, data = await self._get(scope, f"/v1/captures/{quote(capture_id, safe='')}")
+        if start["status"] != 200:
+            raise SteeringError("activations", f"the stored rows cannot be read (HTTP {start['status']})")
+        return await asyncio.to_thread(_tensor_of_file, data)
+
+    async def _get(self, scope: Scope, path: str) -> tuple[Message, bytes]:
+        """Return start message and body of the application's answer to GET ``path``, with the caller's credentials."""
+        root = scope["path"][: len(scope["path"]) - len(app_path(scope))]
+        described = (b"content-type", b"content-length", b"transfer-encoding")
+        inner = {
+            **scope,
+            "method": "GET",
+            "path": root + path,
+            "raw_path": (root + path).encode(),
+            "query_string": b"",
+            "headers": [header for header in scope["headers"] if header[0].lower() not in described],
+        }
+        inner.pop("path_params", None)
+        start: Message = {"status": 500, "headers": []}
+        chunks: list[bytes] = []
+
+        async def receive() -> Message:
+            return {"type": "http.request", "body": b"", "more_body": False}
+
+        async def send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                start.update(message)
+            elif message["type"] == "http.response.body":
+                chunks.append(message.get("body", b""))
+
+        await self.app(inner, receive, send)
+        return start, b"".join(chunks)
+
+
+class _Exchange:
+    """Body and response of one request."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._scope, self._receive, self._send = scope, receive, send
+        self._keys: LensRequest | None = None
+        self._refusal: SteeringError | None = None
+        self._all_read = False
+        self._start: Message | None = None
+        self._held = False
+        self._body: list[bytes] = []
+
+    async def receive(self) -> Message:
+        """Return the translated body in one message."""
+        if self._all_read:
+            return await self._receive()
+        limit = max_body_bytes(getattr(self._scope["app"].state, "args", None))
+        chunks: list[bytes] = []
+        size, more = 0, True
+        while more:
+            message = await self._receive()
+            if message["type"] != "http.request":
+                self._all_read = True
+                return message
+            chunks.append(message.get("body", b""))
+            size, more = size + len(chunks[-1]), message.get("more_body", False)
+        self._all_read = True
+        body = b"".join(chunks)
+        if any(word in body for word in _WORDS):
+            if size > limit:
+                self._refuse(BodyTooLargeError("body", f"exceeds {limit >> 20} MiB; raise --steering-max-body-mib"))
+            try:
+                body, self._keys = await asyncio.to_thread(translate_body, body)
+            except SteeringError as error:
+                self._refuse(error)
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    def _refuse(self, error: SteeringError) -> NoReturn:
+        self._refusal = error
+        raise HTTPException(status_code=400, detail=str(error))
+
+    async def send(self, message: Message) -> None:
+        """Pass a message on, or hold the response that is replaced or extended after its end."""
+        if message["type"] == "http.response.start":
+            captures = self._keys is not None and self._keys.capture is not None and message["status"] == 200
+            self._held = self._refusal is not None or captures
+            self._start = message
+        if not self._held:
+            await self._send(message)
+        elif message["type"] == "http.response.body":
+            self._body.append(message.get("body", b""))
+
+    async def finish(self, fetch: Callable[[str], Any]) -> None:
+        """Send the refusal, or the held response with ``activations``."""
+        if self._refusal is not None:
+            await error_response(self._refusal)(self._scope, self._receive, self._send)
+        elif self._held and self._start is not None and self._keys is not None:
+            document = json.loads(b"".join(self._body))
+            await add_activations(document, self._keys.binary, fetch)
+            response = JSONResponse(document)
+            headers = MutableHeaders(raw=[*self._start["headers"]])
+            headers["content-length"] = str(len(response.body))
+            await self._send({**self._start, "headers": headers.raw})
+            await self._send({"type": "http.response.body", "body": response.body})
+
+
+def translate_body(body: bytes) -> tuple[bytes, LensRequest | None]:
+    """Return a body without the request keys, and the keys; None if it has none.
+
+    Raises:
+        SteeringError: A key is invalid or not supported.
+    """
+    try:
+        document = json.loads(body)
+    except (ValueError, RecursionError):
+        return body, None  # vLLM refuses it
+    if not isinstance(document, dict):
+        return body, None
+    if document.get(LORA_FIELD) is not None:
+        document["model"] = _adapter(document.pop(LORA_FIELD))
+    given: dict[str, Any] = {}
+    field = PARENTS[0]
+    for parent in PARENTS:
+        values = document.get(parent)
+        if not isinstance(values, dict):
+            continue
+        found = {key: values.pop(key) for key in KEYS if key in values}
+        for key in found:
+            if key in given:
+                raise SteeringError(f"{parent}.{key}", f"is also in {PARENTS[0]}; give it once")
+        field = parent if found else field
+        given |= found
+        if not values:
+            del document[parent]
+    keys = None
+    if given:
+        keys = read_keys(given, field)
+        if keys.capture is not None and document.get("stream"):
+            raise SteeringError(f"{field}.{CAPTURE_KEY}", "is not supported with stream; use capture, or omit stream")
+        document = to_json(keys.add_to(document, field), "body")
+    return json.dumps(document).encode(), keys
+
+
+def _adapter(value: Any) -> str:
+    name = value.get("lora_name") if isinstance(value, Mapping) else None
+    if not isinstance(name, str) or set(value) - {"lora_name", "lora_int_id"}:
+        raise SteeringError(
+            LORA_FIELD, 'must be {"lora_name": name} of an adapter that the server has loaded (--lora-modules)'
+        )
+    return name
+
+
+async def add_activations(document: dict[str, Any], binary: bool, fetch: Callable[[str], Any]) -> None:
+    """Replace captured rows in a response by ``activations``, in each choice and, for the first, at the top."""
+    answers = parse_completion(document).choices
+    for choice, answer in zip(document["choices"], answers, strict=True):
+        report = answer.captures["memory"]
+        try:
+            choice["activations"] = {"residual_stream": await _stream(report, binary, fetch)}
+            results = choice["capture_results"]
+            del results["memory"]
+            if not results:
+                del choice["capture_results"]
+        except SteeringError as error:
+            choice["activations"], choice["activations_error"] = None, error.problem
+    for key in ("activations", "activations_error"):
+        if key in document["choices"][0]:
+            document[key] = document["choices"][0][key]
+
+
+async def _stream(report: CaptureAnswer, binary: bool, fetch: Callable[[str], Any]) -> dict[str, Any]:
+    if report.status != "ok":
+        raise SteeringError("activations", str(report.error))
+    if report.id is not None:
+        if binary:
+            return {"handle": report.id}
+        return await asyncio.to_thread(serialize_tensor, await fetch(report.id))
+    tensor = stack_layers({site: rows.rows for site, rows in report.sites.items()})
+    return await asyncio.to_thread(serialize_tensor, tensor)
+
+
+def _tensor_of_file(data: bytes) -> torch.Tensor:
+    return stack_layers({site: rows.rows for site, rows in read_capture_file(data).items()})
