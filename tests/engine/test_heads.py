@@ -141,3 +141,19 @@ def test_refused(llm: Any, fields: dict[str, Any], field: str) -> None:
     with pytest.raises(SteeringError) as refused:
         run(llm, [prompt(1, 2, 3)], [params(2, readouts={"lens": fields})])
     assert refused.value.field == field
+
+
+def test_requests_that_begin_to_read_in_a_steady_batch(tiny_llama: Path) -> None:
+    """Catches indices of an earlier step, in which another request of the same batch did not read yet."""
+    engine = make_llm(tiny_llama, long_prefill_token_threshold=1, enable_prefix_caching=False)
+    lens = {"lens": {"top_k": K}, "point": "post_block", "layer": LAST, "positions": "all_generated"}
+    asked = params(TOKENS, readouts={"lens": lens, "probe": {"probe": PROBE, "point": "post_block", "layer": 0}})
+    prompts = [prompt(*range(3, 3 + length)) for length in (5, 2, 8)]
+    together = run(engine, prompts, [asked] * len(prompts))
+    for given, output in zip(prompts, together, strict=True):
+        (alone,) = run(engine, [given], [asked])
+        assert tokens_of(output) == tokens_of(alone)
+        for name, field in (("lens", "logprobs"), ("probe", "values")):
+            got, expected = (getattr(each.outputs[0].readouts[name], field) for each in (output, alone))
+            np.testing.assert_allclose(got, expected, atol=1e-4)
+    close(engine)

@@ -48,7 +48,7 @@ class HeadReadouts:
         self.heads = heads
         self._store = store
         self._enabled = enabled
-        self._key: tuple[int, tuple[str, ...], bytes] | None = None
+        self._key: tuple[int, tuple[str, ...], bytes, bytes] | None = None
         self._steady: tuple[_Group, ...] = ()
         self._planned: tuple[_Group, ...] = ()
 
@@ -64,7 +64,8 @@ class HeadReadouts:
         if not (batch.first[capturing] >= self._store.last_segment[batch.request_slot[capturing]]).all():
             self._planned = self._groups(batch, capturing)
             return
-        key = self._store.changes, tuple(batch.ids), batch.count.tobytes()
+        # A request that starts to read, such as one whose prompt has ended, changes neither ids nor counts.
+        key = self._store.changes, tuple(batch.ids), batch.count.tobytes(), capturing.tobytes()
         if key != self._key:
             self._steady, self._key = self._groups(batch, capturing), key
         self._planned = self._steady

@@ -42,7 +42,7 @@ class UncertainRecords:
 class _Batch:
     """Requests of a step that have records, with what does not change from one decoding step to the next."""
 
-    key: tuple[int, tuple[str, ...], bytes]
+    key: tuple[int, tuple[str, ...], bytes, bytes]
     streams: tuple[RowStream, ...]
     rows: IntArray | None
     """Index of each copied token in the batch; None for all."""
@@ -89,7 +89,8 @@ class RecordCopy:
     def _steady(self, batch: StepBatch, recorded: npt.NDArray[np.int64], count: IntArray) -> _Batch:
         everyone = len(recorded) == len(batch.ids)
         ids = tuple(batch.ids) if everyone else tuple(batch.ids[i] for i in recorded.tolist())
-        key = self._store.changes, ids, batch.count.tobytes()
+        # The same requests can have other places among those without records.
+        key = self._store.changes, ids, batch.count.tobytes(), recorded.tobytes()
         if self._batch is not None and self._batch.key == key:
             return self._batch
         width = min(-(-self._store.record_width // _WIDTH_STEP) * _WIDTH_STEP, self._store.tables.record.shape[1])
