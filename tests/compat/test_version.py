@@ -8,6 +8,7 @@ from types import SimpleNamespace as N
 from typing import Any
 
 import pytest
+from vllm import envs
 
 from vllm_steer.compat.sources import SourceTree, installed_source, installed_version
 from vllm_steer.compat.version import (
@@ -83,6 +84,7 @@ def test_rejects_connectors_without_block_hashes() -> None:
 @pytest.mark.feature("vLLM's front end in Rust (refused)", "steer", "capture")
 def test_rejects_the_rust_front_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a front end that ignores the steering fields."""
+    envs.disable_envs_cache()  # an engine in this process has cached all variables
     monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
     with pytest.raises(IncompatibleError, match="Rust"):
         check_settings(config())

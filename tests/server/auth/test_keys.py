@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm import envs
 
 from tests.server.auth.guarded import client_of, make_guarded_app, start, write_keys
 from tests.server.test_flags import error_of, server_parser
@@ -145,6 +146,7 @@ def test_rejects_front_ends_without_authentication(path: Path, monkeypatch: pyte
 
     with pytest.raises(SteeringError, match="--grpc"):
         apply_flags(args(grpc=True))
+    envs.disable_envs_cache()  # an engine in this process has cached all variables
     monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
     with pytest.raises(SteeringError, match="VLLM_USE_RUST_FRONTEND"):
         apply_flags(args(grpc=False))
