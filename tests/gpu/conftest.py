@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.engine.conftest import tiny_llama  # noqa: F401
 from tests.gpu.runner import choose_runner
 
 
