@@ -44,6 +44,11 @@ GROUPS: dict[str, BenchmarkGroup] = {
         ("idle@128,256", "one site@128,256", f"{CONTROL}@128,256", "all sites@128", "own program each@256"),
     ),
     "llama-8b, queues": BenchmarkGroup("llama-8b", 9.2, _QUEUES),
+    "llama-8b, readouts": BenchmarkGroup(
+        "llama-8b", 9.2,
+        ("idle@1,32,256", "readout of one probe@1,32,256", "gate of one probe@1,32,256", "live strength@1,32,256",
+         "lens at one layer@1,32"), generated=128,
+    ),
     # These runs are short, and runs of one engine differ by up to a third: the first requests may start before the
     # others have arrived.
     "llama-8b, first tokens": BenchmarkGroup(

@@ -22,6 +22,11 @@ def variants(layers: int, hidden: int) -> dict[str, dict[str, Any]]:
     every = {p: {i: several[3 * i + k] for i in range(layers)} for k, p in enumerate(POINTS)}
     four = [layers * k // 4 for k in range(4)]
 
+    probe = {"probe": probes[0], "point": "post_block", "layer": middle}
+    when = {"readout": "p", "above": 0.0, "window": "previous"}
+    edit = {"kind": "add", "point": "post_block", "layers": middle, "vector": own[0]}
+    lens = {"lens": {"top_k": 5}, "point": "post_block", "layers": [middle]}
+
     def capture(hooks: Any, positions: str, **more: Any) -> dict[str, Any]:
         return {"capture": {"memory": {"hooks": {"post_block": hooks}, "positions": positions, **more}}}
 
@@ -37,6 +42,10 @@ def variants(layers: int, hidden: int) -> dict[str, dict[str, Any]]:
         "16 probes by name at 4 layers, all tokens": {
             "fields": lambda i: capture(four, "all", reduce={"probes": NAMES})
         },
+        "readout of one probe": {"fields": lambda i: {"readouts": {"p": probe}}},
+        "gate of one probe": {"fields": lambda i: {"readouts": {"p": probe}, "steering": [{**edit, "when": when}]}},
+        "live strength": {"fields": lambda i: {"steering": [{**edit, "tokens": "generated", "live": "s"}]}},
+        "lens at one layer": {"fields": lambda i: {"readouts": {"lens": lens}}},
     }
 
 

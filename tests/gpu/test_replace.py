@@ -35,7 +35,7 @@ pytestmark = pytest.mark.gpu
 def llm(request: pytest.FixtureRequest, tiny_llama: Path) -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         # The kernels of the reference on the CPU add in another order.
-        patch.setattr(test_replace, "TOLERANCE", 1e-3)
+        patch.setattr(test_replace, "TOLERANCE", 4e-4)
         settings = {"max_num_batched_tokens": 64, "max_num_seqs": 32, "block_size": 32, "enable_prefix_caching": True}
         points = {"points": list(OPTIONAL_POINTS)}
         with running(request.param, tiny_llama, steering_config=points, **settings) as engine:
