@@ -139,12 +139,20 @@ def test_client_examples_of_the_guide(url: str) -> None:
         replace(
             block,
             code=block.code.replace("http://localhost:8000", url)
-            .replace("max_tokens=64", "max_tokens=200")
+            .replace("max_tokens=64", "max_tokens=230")
             .replace("[0.1] * 256", f"[0.1] * {len(W)}"),
         )
         for block in client_blocks("docs/guides/readouts.md")
     ]
-    assert run_python([before, *asked], "[set(piece.readouts) <= {'refusal'}, len(first.id) > 0]") == [True, True]
+    for attempt in range(5):
+        try:
+            shown = run_python([before, *asked], "[set(piece.readouts) <= {'refusal'}, len(first.id) > 0]")
+            break
+        except pytest.fail.Exception as error:
+            # On a busy machine, the tiny model can finish before the client is scheduled again.
+            if "the request has ended" not in str(error) or attempt == 4:
+                raise
+    assert shown == [True, True]
 
 
 def test_plain_streams_are_unchanged(client: httpx.Client) -> None:
