@@ -19,7 +19,13 @@ ENTRY_POINT_GROUP = "vllm_steer.controllers"
 
 @dataclass(frozen=True)
 class ControlledRequest:
-    """The sample of a request that a controller controls."""
+    """The sample of a request that a controller controls.
+
+    Example:
+        >>> from vllm_steer import ControlledRequest
+        >>> ControlledRequest("request-1", 0, num_prompt_tokens=12, live_names=("calm",)).live_names
+        ('calm',)
+    """
 
     request_id: str
     """Id of the request, as given to the engine client."""
