@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import httpx
 
@@ -20,6 +20,7 @@ from vllm_steer.client.retry import Retry
 from vllm_steer.registry.schema import Deleted, GlobalSteering, LiveStrengths, ModuleInfo, ModuleList
 
 T = TypeVar("T")
+Tokens: TypeAlias = list[int]  # the method `list` hides the type inside of the class
 
 
 class AsyncClient:
@@ -102,6 +103,18 @@ class AsyncClient:
     async def fetch(self, capture: CaptureAnswer | str) -> dict[tuple[str, int], Rows]:
         """Return the rows of a capture that were too large for the response, by point and layer."""
         return await self._request(endpoints.fetch(capture))
+
+    async def capabilities(self) -> dict[str, Any]:
+        """Return what the server's engine supports, as ``GET /v1/steering/capabilities`` does."""
+        return await self._request(endpoints.capabilities())
+
+    async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> Tokens:
+        """Return the tokens of a text."""
+        return await self._request(endpoints.tokenize(await self.model(), text, add_special_tokens))
+
+    async def detokenize(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens."""
+        return await self._request(endpoints.detokenize(await self.model(), tokens))
 
     async def model(self) -> str:
         """Return the model that requests name."""

@@ -89,6 +89,20 @@ def served_model() -> Endpoint[str]:
     return Endpoint("GET", "/v1/models", _parse_first_model)
 
 
+def capabilities() -> Endpoint[dict[str, Any]]:
+    return Endpoint("GET", f"{_ROOT}/capabilities", lambda response: dict(response.json()))
+
+
+def tokenize(model: str, text: str, special: bool) -> Endpoint[list[int]]:
+    body = {"model": model, "prompt": text, "add_special_tokens": special}
+    return Endpoint("POST", "/tokenize", lambda response: list(response.json()["tokens"]), json=body)
+
+
+def detokenize(model: str, tokens: Sequence[int]) -> Endpoint[str]:
+    body = {"model": model, "tokens": list(tokens)}
+    return Endpoint("POST", "/detokenize", lambda response: str(response.json()["prompt"]), json=body)
+
+
 def complete(model: str, prompt: Any, fields: Mapping[str, Any]) -> Endpoint[Completion]:
     return _generate("/v1/completions", {"model": model, "prompt": prompt, **fields})
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import httpx
 
@@ -19,7 +19,11 @@ from vllm_steer.client.responses import CaptureAnswer, Completion, Piece, Rows, 
 from vllm_steer.client.retry import Retry
 from vllm_steer.registry.schema import Deleted, GlobalSteering, LiveStrengths, ModuleInfo, ModuleList
 
+if TYPE_CHECKING:
+    from vllm_steer.client.patching import HttpRunner
+
 T = TypeVar("T")
+Tokens: TypeAlias = list[int]  # the method `list` hides the type inside of the class
 
 
 class Client:
@@ -115,6 +119,24 @@ class Client:
     def fetch(self, capture: CaptureAnswer | str) -> dict[tuple[str, int], Rows]:
         """Return the rows of a capture that were too large for the response, by point and layer."""
         return self._request(endpoints.fetch(capture))
+
+    def capabilities(self) -> dict[str, Any]:
+        """Return what the server's engine supports, as ``GET /v1/steering/capabilities`` does."""
+        return self._request(endpoints.capabilities())
+
+    def tokenize(self, text: str, *, add_special_tokens: bool = True) -> Tokens:
+        """Return the tokens of a text."""
+        return self._request(endpoints.tokenize(self.model, text, add_special_tokens))
+
+    def detokenize(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens."""
+        return self._request(endpoints.detokenize(self.model, tokens))
+
+    def _patching_runner(self) -> HttpRunner:
+        """Return the runner that `PatchingStudy` uses for this client."""
+        from vllm_steer.client.patching import HttpRunner
+
+        return HttpRunner(self)
 
     @property
     def model(self) -> str:

@@ -170,7 +170,7 @@ def _create(engine: Any, reports: Any, config: SteeringConfig) -> EngineContext:
     context = EngineContext(
         capabilities,
         CaptureManager(capabilities, model, options),
-        _registry(engine, capabilities, model),
+        _registry(engine, capabilities, model, config),
         model,
         ProgramFileCache() if _shares_files(engine) else None,
     )
@@ -193,13 +193,13 @@ def _shares_files(engine: Any) -> bool:
     )
 
 
-def _registry(engine: Any, capabilities: Capabilities, model: str) -> SteeringRegistry:
+def _registry(engine: Any, capabilities: Capabilities, model: str, config: SteeringConfig) -> SteeringRegistry:
     options: RegistryOptions | None = getattr(engine, _REGISTRY_OPTIONS, None)
     if options is None:
         # The server's flags set the variable; API server processes inherit it.
         options = msgspec.json.decode(os.environ.get(REGISTRY_VARIABLE, "{}"), type=RegistryOptions)
     store = None if options.folder is None else DirectoryStore(options.folder)
-    registry = SteeringRegistry(capabilities, store, options.limits, model_name=model)
+    registry = SteeringRegistry(capabilities, store, options.limits, model_name=model, saes=config.saes)
     for name, path in options.modules.items():
         registry.ensure_file(name, path)
     return registry

@@ -12,12 +12,9 @@ import numpy as np
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import NOT_ENABLED, engine_context
 from vllm_steer.params import SamplingParams
-from vllm_steer.patching.runner import ModelFacts, Score, ScoreRequest, SiteRows
+from vllm_steer.patching.runner import MAX_SCORED, ModelFacts, Score, ScoreRequest, SiteRows
 from vllm_steer.points import points_on
 from vllm_steer.spec import Edit
-
-MAX_SCORED = 128
-"""Most tokens that one request can name for scoring, as in vLLM's sampler."""
 
 
 class OfflineRunner:

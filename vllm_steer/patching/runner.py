@@ -19,6 +19,10 @@ SiteRows: TypeAlias = Mapping[tuple[str, int], Rows]
 """Rows by point and layer."""
 
 
+MAX_SCORED = 128
+"""Most tokens that one request can name for scoring, as in vLLM's sampler."""
+
+
 @dataclass(frozen=True)
 class ModelFacts:
     """Facts about the model and the engine."""

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,8 @@ class PatchingStudy:
     """Activation patching between two runs: a clean one, and one whose answer has changed.
 
     Args:
-        llm: A :class:`~vllm_steer.LLM` with steering.
+        llm: A :class:`~vllm_steer.LLM` with steering, or a :class:`~vllm_steer.Client` of a server. Over a server,
+            ``kl`` distinguishes at most 20 tokens, and ``cache_hit_rate`` needs ``--enable-prompt-tokens-details``.
         clean: The clean prompt, as text or token ids.
         corrupt: The corrupt prompt. Instead, ``noise`` or ``ablate`` can be given.
         answer: The answer of the clean prompt, as text or token ids. An answer of several tokens is scored as a
@@ -290,6 +291,9 @@ def _runner(llm: Any) -> Runner:
     if hasattr(llm, "score") and hasattr(llm, "facts"):
         runner: Runner = llm
         return runner
+    over_http: Callable[[], Runner] | None = getattr(llm, "_patching_runner", None)
+    if over_http is not None:  # a client, which lives in a higher package
+        return over_http()
     from vllm_steer.patching.offline import OfflineRunner
 
     return OfflineRunner(llm)
