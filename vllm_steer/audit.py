@@ -22,9 +22,10 @@ LOGGER = "vllm.steering.audit"
 FIELDS: Mapping[str, str] = {
     "time": "time of the change: UTC, ISO 8601",
     "event": "`register`, `delete`, `set`, `clear`; `keys` if an API server has reloaded the key file; `live` if live "
-    "strengths of a running request have changed over HTTP; `study` if a patching study has started over HTTP",
+    "strengths of a running request have changed over HTTP or by a controller; `study` if a patching study has started "
+    "over HTTP",
     "who": "name of the API key; `anonymous` without a key file; `start` for `--steering-modules`; `offline` "
-    "for a change without HTTP",
+    "for a change without HTTP; `controller:NAME` for the first change by a controller in a sample",
     "address": "the client's address as the server sees it; null without HTTP",
     "epoch_before": "epoch of the registry before the change; null for `keys`, `live` and `study`",
     "epoch_after": "epoch after the change; the same number if the change had no effect",

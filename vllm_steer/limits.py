@@ -387,6 +387,7 @@ MAX_STOP_TOKENS = 1024
 MAX_STRENGTHS_BYTES = 65536
 MAX_TOP_K = 64
 MAX_SAES = 64
+MAX_CONTROLLED = 1024
 MAX_SAE_FEATURES = 1 << 22
 
 FORMAT_LIMITS: tuple[FormatLimit, ...] = (
@@ -413,6 +414,7 @@ FORMAT_LIMITS: tuple[FormatLimit, ...] = (
     FormatLimit("stop tokens", MAX_STOP_TOKENS, "`tokens` of a condition in `stop_on`"),
     FormatLimit("top k", MAX_TOP_K, "`top_k` of a readout `lens` or `sae`"),
     FormatLimit("autoencoders", MAX_SAES, "sparse autoencoders of an engine"),
+    FormatLimit("controlled samples", MAX_CONTROLLED, "samples that a controller steers at one time, in one process"),
     FormatLimit("features", MAX_SAE_FEATURES, "features of a sparse autoencoder"),
     FormatLimit("strengths", MAX_STRENGTHS_BYTES, "bytes of a change of live strengths over HTTP"),
 )

@@ -58,9 +58,19 @@ FIELD_ALIASES: Mapping[str, str] = MappingProxyType(
 """Fields by names that other interfaces use, for error messages."""
 FILE_KEY = "steer_file"
 """Reference to a file with the program, between the front end and the scheduler."""
+FEATURES_KEY = "steer_features"
+"""Marks a program with features of autoencoders whose vectors are not filled in."""
 PROMPT_KEY = "steer_prompt"
 """Index of the prompt within the HTTP body."""
-EXTRA_ARGS_KEYS: tuple[str, ...] = (PROGRAM_KEY, CAPTURE_KEY, MODULES_KEY, APPLIED_KEY, IDLE_KEY, FILE_KEY)
+EXTRA_ARGS_KEYS: tuple[str, ...] = (
+    PROGRAM_KEY,
+    CAPTURE_KEY,
+    MODULES_KEY,
+    APPLIED_KEY,
+    IDLE_KEY,
+    FILE_KEY,
+    FEATURES_KEY,
+)
 RESERVED_KEYS = frozenset({*EXTRA_ARGS_KEYS, PROMPT_KEY})
 """Keys of ``extra_args`` that this package writes."""
 
@@ -98,6 +108,8 @@ def compile_fields(fields: Mapping[str, Any]) -> dict[str, bytes]:
             stops=stops,
         )
         compiled[PROGRAM_KEY] = program.encode_cached()
+        if any(edit.is_pending for edit in program.edits):
+            compiled[FEATURES_KEY] = b""
     if idle := [path for path, edit in edits if edit.strength == 0.0]:
         compiled[IDLE_KEY] = msgspec.msgpack.encode(idle)
     if captures:

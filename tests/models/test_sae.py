@@ -14,7 +14,8 @@ import torch
 from safetensors.numpy import save_file
 
 from vllm_steer import SteeringError
-from vllm_steer.models.sae import encoder_bytes, encoder_shape, read_encoder
+from vllm_steer.models.sae import encoder_bytes, encoder_shape, read_encoder, read_feature
+from vllm_steer.models.sae_features import FeatureReader
 from vllm_steer.taps.heads import largest_outputs
 from vllm_steer.taps.sparse_encoder import SparseEncoderHead
 
@@ -113,6 +114,41 @@ def test_encoder_equals_its_formula(name: str, tmp_path: Path) -> None:
         wanted = np.take_along_axis(expected, order, -1)
         np.testing.assert_allclose(values, wanted, atol=1e-5)
         np.testing.assert_array_equal(indices, np.where(wanted > 0, order, -1))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_feature_equals_its_formula(name: str, tmp_path: Path) -> None:
+    """Catches another feature's row, a constant that is not folded in, and a TopK activation taken for a ReLU's."""
+    make, expected = CASES[name]
+    folder = make(tmp_path / "sae")
+    reader = FeatureReader({"x": folder})
+    for index in (0, 13, FEATURES - 1):
+        found = reader.find("x", index, "steering[0]")
+        decoder = W_DEC[:, index] / (NORMS[index] if "rescaled" in name else 1.0)
+        np.testing.assert_allclose(found.decoder, decoder, rtol=1e-6)
+        assert bool(found.problem) == ("topk" in name.replace("batchtopk", "") or name == "sparsify")
+        if not found.problem:
+            before = X @ found.encoder + found.bias
+            np.testing.assert_allclose(np.where(before > found.threshold, before, 0), expected[:, index], atol=1e-5)
+    with pytest.raises(SteeringError, match="feature 20 does not exist"):
+        reader.find("x", FEATURES, "steering[0]")
+
+
+def test_feature_of_an_uncompressed_archive(tmp_path: Path) -> None:
+    """Catches a wrong offset in the mapped file."""
+    tensors = {"W_enc": W, "W_dec": np.ascontiguousarray(W_DEC.T), **SCOPE}
+    np.savez(tmp_path / "params.npz", **tensors)
+    encoder, decoder = read_feature(str(tmp_path), 7, "f")
+    np.testing.assert_array_equal(decoder, W_DEC[:, 7])
+    np.testing.assert_array_equal(encoder.weights, W[:, 7:8])
+    assert encoder.bias == B_ENC[7] and encoder.threshold == THRESHOLD[7]
+
+
+def test_feature_without_a_decoder(tmp_path: Path) -> None:
+    """Catches a file with only an encoder."""
+    np.savez(tmp_path / "params.npz", W_enc=W, **SCOPE)
+    with pytest.raises(SteeringError, match="has no decoder of shape"):
+        read_feature(str(tmp_path), 7, "f")
 
 
 def unequal_hooks(folder: Path) -> str:

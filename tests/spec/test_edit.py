@@ -48,6 +48,8 @@ class TestKept:
     @pytest.mark.parametrize("point", POINT_NAMES)
     def test_every_kind_at_every_point(self, kind, point):
         bounds = {"low": 0.0} if "low" in KINDS[kind].params else {}
+        if kind == "feature":
+            bounds = {"vector": None, "sae": "topics", "feature": 3, "set": 0.0}
         edit = make(kind=kind, point=point, **bounds)
         assert (edit.kind, edit.point) == (kind, point)
 
@@ -227,6 +229,28 @@ class TestRefused:
     def test_zero_vector_has_no_direction(self, kind, vector):
         bounds = {"low": 0.0} if kind == "clamp" else {}
         assert_refused("vector", "a direction", kind, kind=kind, vector=vector, **bounds)
+
+    @pytest.mark.parametrize(
+        ("given", "field", "words"),
+        [
+            ({"sae": None}, "sae", "missing"),
+            ({"sae": "a/b"}, "sae", "not a valid name"),
+            ({"feature": -1}, "feature", "from 0"),
+            ({"feature": None}, "feature", "from 0"),
+            ({"set": None}, "set", "either set or add"),
+            ({"add": 1.0}, "set", "either set or add"),
+            ({"set": math.inf}, "set", "finite"),
+            ({"vector": [1.0]}, "vector", "omit it"),
+            ({"subspace": [[1.0]]}, "subspace", "omit it"),
+            ({"low": 1.0}, "low", "only of clamp"),
+            ({"kind": "add", "vector": [1.0]}, "sae", "only of feature"),
+            ({"kind": "add", "sae": None, "feature": None, "set": None}, "vector", "is missing"),
+        ],
+    )
+    def test_feature(self, given, field, words):
+        """Catches a parameter that is ignored, and an edit without a feature or a vector."""
+        arguments = {"kind": "feature", "vector": None, "sae": "topics", "feature": 3, "set": 2.0} | given
+        assert_refused(field, words, **arguments)
 
     def test_vector_and_tokens_name_the_item(self):
         assert_refused("vector[1]", "finite", vector=[1.0, math.nan])

@@ -41,7 +41,7 @@ MISTAKES: tuple[tuple[Callable[[], Any], str, str], ...] = (
     (lambda: edit(layer=1), "'layer'", "did you mean layers?"),
     (lambda: edit(positions=[1]), "'positions'", "did you mean tokens?"),
     (lambda: edit(strenght=2), "'strenght'", "did you mean strength?"),
-    (lambda: Edit(kind="add", point="post_block", layers=1), "'vector'", "arguments: kind, point, layers, vector"),
+    (lambda: Edit(kind="add", point="post_block", layers=1), "vector: is missing", "add needs a vector"),
     (lambda: dict_edit(scale=2), "steering[0]: unknown key 'scale'", "did you mean strength?"),
     (lambda: dict_edit(layer=2), "steering[0]: unknown key 'layer'", "did you mean layers?"),
     (lambda: edit(kind="ablation"), "kind: 'ablation' is not valid", "it is ablate here"),

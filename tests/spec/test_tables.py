@@ -68,7 +68,7 @@ def test_kinds_take_arguments_of_edit():
 
 
 def test_only_add_and_replace_need_no_direction():
-    assert [name for name, kind in KINDS.items() if not kind.needs_direction] == ["add", "replace"]
+    assert [name for name, kind in KINDS.items() if not kind.needs_direction] == ["add", "replace", "feature"]
 
 
 @pytest.mark.parametrize("table", [KINDS, POINTS, POINTS["pre_attn"].aliases])

@@ -30,7 +30,7 @@ def random_tables(
     """Return tables whose rows have up to 4 random edits per site, and captures. Half of the tokens have a row."""
     rng = np.random.default_rng(seed)
     config = SteeringConfig(
-        max_rows=rows, max_vectors=8, max_instructions=rows * NUM_SITES * 6, max_segments=2, capture_rows=ARENA_ROWS,
+        max_rows=rows, max_vectors=8, max_instructions=rows * NUM_SITES * 10, max_segments=2, capture_rows=ARENA_ROWS,
         max_matrix_rows=2 * NUM_OPERANDS,
     )  # fmt: skip
     tables = Tables(
@@ -43,6 +43,7 @@ def random_tables(
         captures = 0
         for site in range(NUM_SITES):
             codes = rng.choice(EDITS, rng.integers(0, 5)).tolist()
+            codes = [each for code in codes for each in ([ops.MEASURE] * (code == ops.FEATURE) + [code])]
             codes[:0] = [ops.CAPTURE] * int(rng.integers(2))
             codes += [ops.CAPTURE] * int(rng.integers(2))
             chain = [int(places.pop()) for _ in codes]
@@ -52,7 +53,12 @@ def random_tables(
                 record = torch.tensor([code, which, following, 0], dtype=torch.int32)
                 tables.instruction[place] = record.to(device)
                 low, high = sorted(rng.standard_normal(2))
-                low, high = [(low, high), (-ops.UNBOUNDED, high), (low, ops.UNBOUNDED)][rng.integers(3)]
+                bounded = code in (ops.FEATURE, ops.MEASURE)
+                low, high = (
+                    (low, high)
+                    if bounded
+                    else [(low, high), (-ops.UNBOUNDED, high), (low, ops.UNBOUNDED)][rng.integers(3)]
+                )
                 first = float(rng.integers(NUM_OPERANDS - RUN)) if code in (ops.REPLACE_AT, ops.SET_AT) else 0.0
                 if code == ops.SET_AT:
                     first += NUM_OPERANDS

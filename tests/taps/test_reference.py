@@ -19,6 +19,7 @@ def run_token(
     """Return one token's stream after its instructions by the formulas; captured rows go to ``stored``."""
     row = int(tables.token_row[token])
     place = int(tables.head[row, site]) if row else 0
+    activation = 0.0
     while place:
         code, vector, following, _ = tables.instruction[place].tolist()
         strength, low, high, first = tables.parameter[place].tolist()
@@ -41,6 +42,10 @@ def run_token(
         elif code == ops.SET_AT:
             if operand != -1:
                 x = x + strength * (float(operand.view(torch.float32)) - along) * v
+        elif code == ops.MEASURE:
+            activation = along + low if along + low > high else 0.0
+        elif code == ops.FEATURE:
+            x = x + strength * (low - activation) * v
         elif code == ops.CAPTURE:
             if stored is not None:
                 stored[base + vector] = x

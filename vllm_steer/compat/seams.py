@@ -246,6 +246,7 @@ _FRONT_END: Final = (
     *_attributes("vllm.config.speculative:SpeculativeConfig", "settings that conflict", "enable_adaptive_verification"),
     *_imports(
         "base classes and types of the front end",
+        "vllm.engine.arg_utils:AsyncEngineArgs",
         "vllm.entrypoints.llm:LLM",
         "vllm.outputs:CompletionOutput",
         "vllm.outputs:RequestOutput",

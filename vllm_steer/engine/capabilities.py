@@ -14,9 +14,10 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.limits import ENGINE_LIMITS
 from vllm_steer.points import POINT_NAMES, POINTS, PointName, how_to_switch_on, points_on
 from vllm_steer.program import Program, Resolved, resolve
+from vllm_steer.program.compiled_edit import CompiledEdit
 from vllm_steer.program.dynamic import LENS, SAE_PREFIX, CompiledReadout
 from vllm_steer.program.instructions import KIND_OF
-from vllm_steer.program.program import CompiledCapture, CompiledEdit
+from vllm_steer.program.program import CompiledCapture
 from vllm_steer.spec.sites import OF_THE_MODEL
 
 EXCEEDS = "the engine allows"
@@ -114,6 +115,8 @@ class Capabilities:
             )
         for i, edit in enumerate(program.edits):
             source = program.edit_source(i)
+            if edit.is_pending:
+                raise SteeringError(source, "features of autoencoders are supported in fields of requests only")
             self._check_range(edit, source, source)
             self._check_editable(edit, source)
         for i, capture in enumerate(program.captures):

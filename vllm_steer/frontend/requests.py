@@ -16,6 +16,7 @@ from vllm_steer.frontend.context import NOT_ENABLED, EngineContext, context_of, 
 from vllm_steer.metrics.requests import count_request
 from vllm_steer.params import (
     CAPTURE_KEY,
+    FEATURES_KEY,
     FILE_KEY,
     MODULES_KEY,
     PROGRAM_KEY,
@@ -70,6 +71,8 @@ def check_engine_request(input_processor: Any, request: Any) -> None:
     extra = getattr(params, "extra_args", None) or {}
     if MODULES_KEY in extra:
         raise SteeringError(MODULES_FIELD, NOT_ENABLED)
+    if FEATURES_KEY in extra:
+        raise SteeringError("steering", NOT_ENABLED)
     if FILE_KEY in extra:
         raise SteeringError(f"extra_args.{FILE_KEY}", "reserved for internal use; leave it out")
     if program_bytes(params) is None:

@@ -17,6 +17,7 @@ from these, such as transcoders and inputs with a learned scale, are refused.
 from __future__ import annotations
 
 import json
+import struct
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import safetensors
 
 from vllm_steer.errors import SteeringError
@@ -44,6 +46,14 @@ _HEADERS: Mapping[tuple[int, int], Callable[[Any], tuple[tuple[int, ...], bool, 
     (2, 0): np.lib.format.read_array_header_2_0,
 }
 """Readers of the headers of arrays by the version of their format."""
+_DECODERS = ("W_dec", "w_dec")
+_FEATURE_AXES: Mapping[str, int] = {
+    **dict.fromkeys(("W_enc", "w_enc"), 1),
+    **dict.fromkeys(
+        (*_DECODERS, "encoder.weight", "encoder.bias", "b_enc", "threshold", "b_gate", "r_mag", "b_mag"), 0
+    ),
+}
+"""Axis of the features of each tensor that has one."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +65,7 @@ class _Files:
     config: Mapping[str, Any]
     shapes: Mapping[str, tuple[int, ...]]
     read: Callable[[str], FloatArray]
+    """Returns a tensor, of one feature only if the files were opened for one."""
 
     def refuse(self, problem: str) -> SteeringError:
         """Return the error for a problem with these files."""
@@ -85,7 +96,10 @@ def encoder_shape(folder: str, field: str) -> tuple[int, int]:
     Raises:
         SteeringError: The folder has no autoencoder of a known format.
     """
-    files = _open(folder, field)
+    return _shape_of(_open(folder, field))
+
+
+def _shape_of(files: _Files) -> tuple[int, int]:
     name, transposed = _weights_of(files)
     shape = files.shapes.get(name, ())
     if len(shape) != 2:
@@ -112,8 +126,39 @@ def read_encoder(folder: str, field: str) -> SparseEncoder:
     Raises:
         SteeringError: A file is damaged, or the autoencoder is of a kind that is not supported.
     """
-    hidden, features = encoder_shape(folder, field)
     files = _open(folder, field)
+    return _encoder_of(files, *_shape_of(files))
+
+
+def read_feature(folder: str, index: int, field: str) -> tuple[SparseEncoder, FloatArray]:
+    """Return the encoder of one feature, with one column, and the feature's decoder direction ``[hidden]``.
+
+    Only the feature's part of the files is read, except from compressed archives.
+
+    Args:
+        folder: Folder of the autoencoder.
+        index: Number of the feature.
+        field: Path of the setting, for errors.
+
+    Raises:
+        SteeringError: There is no such feature, a file is damaged, or the decoder is missing.
+    """
+    hidden, features = encoder_shape(folder, field)
+    if not 0 <= index < features:
+        raise SteeringError(field, f"feature {index} does not exist; the autoencoder has features 0 to {features - 1}")
+    files = _open(folder, field, index)
+    name = next((name for name in _DECODERS if name in files.shapes), None)
+    if name is None or files.shapes[name] != (features, hidden):
+        raise files.refuse(f"has no decoder of shape {[features, hidden]}")
+    decoder = files.read(name)[0]
+    if files.config.get("rescale_acts_by_decoder_norm"):
+        decoder = decoder / np.linalg.norm(decoder)
+    if not np.isfinite(decoder).all():
+        raise files.refuse("contains numbers that are not finite")
+    return _encoder_of(files, hidden, 1), decoder
+
+
+def _encoder_of(files: _Files, hidden: int, features: int) -> SparseEncoder:
     made = {
         "saelens": _read_saelens,
         "sparsify": _read_sparsify,
@@ -126,12 +171,13 @@ def read_encoder(folder: str, field: str) -> SparseEncoder:
     return made
 
 
-def _open(folder: str, field: str) -> _Files:
+def _open(folder: str, field: str, feature: int | None = None) -> _Files:
     root = Path(folder)
     for form, (weights, config) in _FORMATS.items():
         if (root / weights).is_file() and (not config or (root / config).is_file()):
             settings = _read_config(root / config, field) if config else {}
-            return (_open_npz if weights.endswith(".npz") else _open_safetensors)(root / weights, field, form, settings)
+            opener = _open_npz if weights.endswith(".npz") else _open_safetensors
+            return opener(root / weights, field, form, settings, feature)
     expected = "; ".join(" and ".join(filter(None, files)) for files in _FORMATS.values())
     raise SteeringError(field, f"{folder} has no autoencoder; expected {expected}")
 
@@ -148,14 +194,25 @@ def _read_config(path: Path, field: str) -> Mapping[str, Any]:
     return config
 
 
-def _open_safetensors(path: Path, field: str, form: str, config: Mapping[str, Any]) -> _Files:
+def _part(name: str, shape: tuple[int, ...], feature: int | None) -> tuple[slice, ...]:
+    """Return the index of a feature's part of a tensor; one number stands for all features."""
+    axis = _FEATURE_AXES.get(name)
+    if feature is None or axis is None or axis >= len(shape) or shape[axis] == 1:
+        return (slice(None),) * len(shape)
+    return (*(slice(None),) * axis, slice(feature, feature + 1), *(slice(None),) * (len(shape) - axis - 1))
+
+
+def _open_safetensors(path: Path, field: str, form: str, config: Mapping[str, Any], feature: int | None) -> _Files:
     def opened() -> Any:
         return safetensors.safe_open(str(path), framework="pt")
 
     def read(name: str) -> FloatArray:
         try:
             with opened() as file:
-                array: FloatArray = file.get_tensor(name).float().numpy()
+                part = _part(name, shapes.get(name, ()), feature)
+                # A scalar has no slices.
+                tensor = file.get_slice(name)[part] if part else file.get_tensor(name)
+                array: FloatArray = tensor.float().numpy()
         except (safetensors.SafetensorError, OSError) as error:
             raise SteeringError(field, f"{name} of {path} cannot be read: {str(error)[:200]}") from None
         return array
@@ -168,7 +225,7 @@ def _open_safetensors(path: Path, field: str, form: str, config: Mapping[str, An
     return _Files(field, form, config, shapes, read)
 
 
-def _open_npz(path: Path, field: str, form: str, config: Mapping[str, Any]) -> _Files:
+def _open_npz(path: Path, field: str, form: str, config: Mapping[str, Any], feature: int | None) -> _Files:
     """Open an archive of arrays. Shapes come from the headers, so that a compressed archive cannot fill the memory."""
     shapes: dict[str, tuple[int, ...]] = {}
     try:
@@ -189,14 +246,30 @@ def _open_npz(path: Path, field: str, form: str, config: Mapping[str, Any]) -> _
     def read(name: str) -> FloatArray:
         if name not in shapes:
             raise SteeringError(field, f"{path} has no array {name}")
+        part = _part(name, shapes[name], feature)
         try:
             with zipfile.ZipFile(path) as archive, archive.open(f"{name}.npy") as file:
+                member = archive.getinfo(f"{name}.npy")
+                if feature is not None and member.compress_type == zipfile.ZIP_STORED:
+                    return _mapped(path, member, file)[part].astype(np.float32)
                 # Without pickled objects, which is the default.
-                return np.asarray(np.lib.format.read_array(file), dtype=np.float32)  # type: ignore[no-untyped-call]
+                whole = np.asarray(np.lib.format.read_array(file), dtype=np.float32)  # type: ignore[no-untyped-call]
+                return whole[part]
         except (OSError, ValueError, zipfile.BadZipFile) as error:
             raise SteeringError(field, f"{name} of {path} cannot be read: {str(error)[:200]}") from None
 
     return _Files(field, form, config, shapes, read)
+
+
+def _mapped(path: Path, member: zipfile.ZipInfo, file: Any) -> npt.NDArray[Any]:
+    """Return an array that an archive holds without compression, mapped into memory."""
+    shape, fortran, dtype = _HEADERS[np.lib.format.read_magic(file)](file)  # type: ignore[no-untyped-call]
+    with path.open("rb") as raw:
+        raw.seek(member.header_offset + 26)
+        lengths = struct.unpack("<HH", raw.read(4))
+    # The member begins behind its local header, a name and extra data of these lengths.
+    offset = member.header_offset + 30 + sum(lengths) + file.tell()
+    return np.memmap(path, dtype, "r", offset, shape, "F" if fortran else "C")
 
 
 def _weights_of(files: _Files) -> tuple[str, bool]:
@@ -234,7 +307,7 @@ def _read_sparsify(files: _Files, hidden: int, features: int) -> SparseEncoder:
         files.matrix("encoder.weight", transposed=True),
         files.vector("encoder.bias", features),
         subtracted=files.vector("b_dec", hidden),
-        k=_read_k(files, config.get("k"), features),
+        k=_read_k(files, config.get("k")),
     )
 
 
@@ -284,10 +357,11 @@ def _read_saelens(files: _Files, hidden: int, features: int) -> SparseEncoder:
         if norms.shape != (features,):
             raise files.refuse("W_dec does not have a row for each feature")
         weights, bias = weights * norms, bias * norms
-    return SparseEncoder("topk", weights, bias, subtracted, k=_read_k(files, config.get("k"), features))
+    return SparseEncoder("topk", weights, bias, subtracted, k=_read_k(files, config.get("k")))
 
 
-def _read_k(files: _Files, value: object, features: int) -> int:
+def _read_k(files: _Files, value: object) -> int:
+    _, features = _shape_of(files)
     if not is_integer(value) or not 1 <= value <= features:
         raise files.refuse(f"k must be 1 to {features}, not {shown(value)}")
     return int(value)

@@ -11,9 +11,12 @@ import numpy.typing as npt
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.points import POINT_NAMES
+from vllm_steer.program.compiled_edit import WIRE_VERSION, CompiledEdit, CompiledFeature
 from vllm_steer.program.dynamic import (
+    HELD,
     LENS,
     OVER_CODES,
+    PREVIOUS_CODES,
     SAE_PREFIX,
     TOKEN,
     WINDOW_CODES,
@@ -23,14 +26,7 @@ from vllm_steer.program.dynamic import (
     CompiledStop,
 )
 from vllm_steer.program.instructions import CODES, UNBOUNDED
-from vllm_steer.program.program import (
-    ALL_LAYERS,
-    NO_PROJECTION,
-    WIRE_VERSION,
-    CompiledCapture,
-    CompiledEdit,
-    Program,
-)
+from vllm_steer.program.program import ALL_LAYERS, NO_PROJECTION, CompiledCapture, Program
 from vllm_steer.spec import (
     KINDS,
     Bound,
@@ -45,6 +41,7 @@ from vllm_steer.spec import (
     content_digest,
 )
 from vllm_steer.spec.condition import condition_source
+from vllm_steer.spec.feature import FeatureEdit
 from vllm_steer.spec.matrix import orthonormal_basis
 from vllm_steer.spec.scalars import closest
 from vllm_steer.spec.sites import Layers
@@ -75,7 +72,7 @@ def compile_program(
         SteeringError: directions differ in width from other vectors of the request, or a condition names a readout that
             does not exist, is not a probe or is computed behind the edit.
     """
-    vectors = _VectorTable(edits[0].width if edits else 0)
+    vectors = _VectorTable(next((edit.width for edit in edits if edit.width), 0))
     numbers = {readout.name: number for number, readout in enumerate(readouts)}
     compiled_edits: dict[int, CompiledEdit] = {}
     for number, edit in enumerate(edits):
@@ -84,7 +81,7 @@ def compile_program(
             _compile_condition(each, edit, readouts, numbers, condition_source(path, i, len(edit.when)))
             for i, each in enumerate(edit.when)
         )
-        if edit.strength != 0.0:
+        if _feature_strength(edit) != 0.0:
             compiled_edits[number] = _compile_edit(edit, vectors, when)
     compiled_readouts = tuple(_compile_readout(readout, vectors) for readout in readouts)
     compiled_stops = tuple(_compile_stop(each, readouts, numbers, f"stop_on[{i}]") for i, each in enumerate(stops))
@@ -163,6 +160,8 @@ def _compile_edit(edit: Edit, vectors: _VectorTable, when: tuple[CompiledConditi
         orthonormal = orthonormal_basis(edit.subspace)
         basis = vectors.add_rows(orthonormal.astype(np.float32))
         coordinates = _coordinates(vector.astype(np.float64) @ orthonormal.T)
+    elif edit.feature is not None:
+        return _compile_feature(edit, edit.feature, when).with_strength(_feature_strength(edit), ())
     elif edit.num_rows is not None:
         rows = vectors.add_rows(vector)
     else:
@@ -186,6 +185,30 @@ def _compile_edit(edit: Edit, vectors: _VectorTable, when: tuple[CompiledConditi
         coordinates=coordinates,
     )
     return compiled.with_strength(compiled.strength, vectors.digests)
+
+
+def _feature_strength(edit: Edit) -> float:
+    added = None if edit.feature is None else edit.feature.add
+    return float(edit.strength) * (1.0 if added is None else added)
+
+
+def _compile_feature(edit: Edit, feature: FeatureEdit, when: tuple[CompiledCondition, ...]) -> CompiledEdit:
+    """Return an edit of a feature without its vectors, which :func:`~vllm_steer.program.feature.with_features` adds."""
+    new = 0.0 if feature.set is None else feature.set
+    return CompiledEdit(
+        code=CODES[edit.kind],
+        point=POINT_NAMES.index(edit.point),
+        layers=_compile_layers(edit.layers),
+        vector=0,
+        strength=0.0,
+        low=new,
+        high=new,
+        tokens=edit.tokens.to_wire(),
+        digest=b"",
+        when=when,
+        live=edit.live or "",
+        feature=CompiledFeature(feature.sae, feature.feature, feature.set is not None),
+    )
 
 
 def _coordinates(values: npt.NDArray[np.float64]) -> bytes:
@@ -251,7 +274,11 @@ def _compile_condition(
     condition: Condition, edit: Edit, readouts: Sequence[Readout], numbers: Mapping[str, int], field: str
 ) -> CompiledCondition:
     index = _find_probe(condition.readout, readouts, numbers, field)
-    kind = OVER_CODES[condition.over] if condition.over is not None else WINDOW_CODES[condition.window]
+    kind = WINDOW_CODES.get(condition.window, 0)
+    if condition.over is not None:
+        kind = (OVER_CODES if condition.window == "prompt" else PREVIOUS_CODES)[condition.over]
+    elif condition.count is not None:
+        kind = HELD
     readout = readouts[index]
     first_layer = 0 if edit.layers == "all" else edit.layers[0]
     edited = (first_layer, POINT_NAMES.index(edit.point))
@@ -274,6 +301,8 @@ def _compile_condition(
         condition.sharpness or 0.0,
         None if condition.release is None else _compile_bound(condition.release),
         None if condition.tokens is None else condition.tokens.to_wire(),
+        condition.alpha or 0.0,
+        condition.count or 0,
     )
 
 

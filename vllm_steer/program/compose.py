@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from vllm_steer.errors import SteeringError
+from vllm_steer.program.compiled_edit import CompiledEdit
 from vllm_steer.program.compiler import compile_program
 from vllm_steer.program.dynamic import CompiledReadout, CompiledStop
-from vllm_steer.program.program import NO_PROJECTION, CompiledCapture, CompiledEdit, Program
+from vllm_steer.program.program import NO_PROJECTION, CompiledCapture, Program
 from vllm_steer.spec import Projection
 from vllm_steer.spec.scalars import read_number
 

@@ -11,11 +11,14 @@ from __future__ import annotations
 UNBOUNDED = 3.4028234663852886e38
 
 # 0 means "no instruction". A code never changes its meaning, because programs travel between processes.
-CODES: dict[str, int] = {"add": 1, "add_normed": 2, "ablate": 3, "clamp": 4, "replace": 8}
+CODES: dict[str, int] = {"add": 1, "add_normed": 2, "ablate": 3, "clamp": 4, "replace": 8, "feature": 11}
 CAPTURE, READ, GATE = 5, 6, 7
 """CAPTURE stores the row, READ records a readout, GATE scales an edit's factor by a condition on a readout."""
 REPLACE_AT, SET_AT = 9, 10
 """Forms of `replace` whose operand depends on the position: REPLACE_AT takes a row, SET_AT the component along a
 direction. A `replace` of the component along a direction by one row is a CLAMP to one value."""
+MEASURE = 12
+"""Computes the activation of a feature, ``c = x.v + low`` if it is above ``high`` and 0 otherwise, for the FEATURE that
+follows. FEATURE is the kind ``feature`` with ``set``, whose new activation is ``low``; with ``add`` it is an ADD."""
 KIND_OF: dict[int, str] = {code: kind for kind, code in CODES.items()}
-ADD, ADD_NORMED, ABLATE, CLAMP, REPLACE = CODES.values()
+ADD, ADD_NORMED, ABLATE, CLAMP, REPLACE, FEATURE = CODES.values()

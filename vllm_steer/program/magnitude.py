@@ -8,16 +8,18 @@ import numpy as np
 from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_NORM
 from vllm_steer.points import POINT_NAMES
+from vllm_steer.program.compiled_edit import CompiledEdit
 from vllm_steer.program.instructions import KIND_OF, UNBOUNDED
-from vllm_steer.program.program import CompiledEdit, Program
+from vllm_steer.program.program import Program
 
 
 def check_magnitude(program: Program, max_norm: float, first_edit: int = 0) -> None:
     """Check how much the edits of a program may add to a row.
 
     `add` adds strength x norm of its vector, and `replace` strength x norm of the row that it puts there, or of its
-    component in the subspace. `clamp` moves a projection to one of its bounds, and beyond it if the strength is above
-    1. The other kinds scale with the row itself and are not checked.
+    component in the subspace. `feature` adds to an activation, or moves it to a value, times the norm of the decoder's
+    direction. `clamp` moves a projection to one of its bounds, and beyond it if the strength is above 1. The other
+    kinds scale with the row itself and are not checked.
 
     Args:
         program: the program.
@@ -42,6 +44,9 @@ def check_magnitude(program: Program, max_norm: float, first_edit: int = 0) -> N
 
 def _added_norm(edit: CompiledEdit, program: Program, norms: dict[int, float]) -> float:
     kind = KIND_OF[edit.code]
+    if kind == "feature":
+        norm = float(np.linalg.norm(program.vector(edit.vector).astype(np.float64)))
+        return abs(edit.strength) * norm * (abs(edit.low) if edit.feature and edit.feature.sets else 1.0)
     if kind == "add" or (kind == "replace" and not edit.basis):
         for vector in edit.vectors:
             if vector not in norms:

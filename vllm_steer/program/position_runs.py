@@ -14,8 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.program.instructions import CLAMP, REPLACE_AT, SET_AT
-from vllm_steer.program.program import CompiledEdit, Program
+from vllm_steer.program.compiled_edit import CompiledEdit
+from vllm_steer.program.instructions import ADD, CLAMP, FEATURE, MEASURE, REPLACE_AT, SET_AT
+from vllm_steer.program.program import Program
 from vllm_steer.spec.edit import check_row_count
 from vllm_steer.spec.selector import Interval
 
@@ -93,7 +94,9 @@ def edit_steps(
     runs: list[PositionRun] = []
     for number in edits:
         edit = program.edits[number]
-        if not edit.num_rows and not edit.basis:
+        if edit.feature is not None:
+            steps.append(_feature_steps(program, edit))
+        elif not edit.num_rows and not edit.basis:
             steps.append((EditStep(edit.code, program.digests[edit.vector], edit.low, edit.high),))
         elif not edit.num_rows:
             values = edit.coordinate_array()[:, 0].tolist()
@@ -108,6 +111,16 @@ def edit_steps(
             else:
                 steps.append((EditStep(REPLACE_AT, program.digests[edit.rows[0]], 0.0, 0.0, first),))
     return tuple(steps), tuple(runs)
+
+
+def _feature_steps(program: Program, edit: CompiledEdit) -> tuple[EditStep, ...]:
+    feature, decoder = edit.feature, program.digests[edit.vector]
+    if feature is None or not feature.sets:
+        return (EditStep(ADD, decoder, 0.0, 0.0),)
+    return (
+        EditStep(MEASURE, program.digests[edit.rows[0]], feature.bias, feature.threshold),
+        EditStep(FEATURE, decoder, edit.low, edit.high),
+    )
 
 
 def _runs(

@@ -7,18 +7,16 @@ two requests have equal digests and therefore share vectors, table rows and pref
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_LAYERS, MAX_TOP_K
 from vllm_steer.points import POINT_NAMES, PointName
+from vllm_steer.program.compiled_edit import WIRE_VERSION, CompiledEdit, edit_digest
 from vllm_steer.program.dynamic import (
     STOP,
     STOP_COLUMN,
@@ -33,7 +31,6 @@ from vllm_steer.program.program_cache import CachedProgram, ProgramCache
 from vllm_steer.spec import Selector, content_digest, projection_digest
 from vllm_steer.spec.references import GLOBAL_SOURCE, MODULES_FIELD, SERVER_WIDE_SOURCE
 
-WIRE_VERSION = 8
 ALL_LAYERS: tuple[int, ...] = ()
 NO_PROJECTION = -1
 """``projection`` of a capture whose rows are sent unprojected."""
@@ -42,70 +39,6 @@ _FIELD = "extra_args.steer"
 _NOT_A_PROGRAM = "is reserved for compiled programs; set steering_vectors, steering, capture or readouts instead"
 _SHARED_SOURCES = (MODULES_FIELD, GLOBAL_SOURCE, SERVER_WIDE_SOURCE)
 _INCONSISTENT = "the parts of the program do not fit together; compile it with this version of vllm-steer"
-
-
-class CompiledEdit(msgspec.Struct, frozen=True, array_like=True):
-    """One edit: what to compute, where, with which vector, on which tokens.
-
-    ``vector`` is an index into the program's vectors. ``digest`` covers the content of the edit without its tokens and
-    without the readouts that its conditions refer to.
-
-    An edit with a matrix has ``num_rows`` rows, one for each of its positions; otherwise ``num_rows`` is 0. ``rows``
-    are the indices of the matrix's rows. An edit of a subspace has no rows: ``basis`` are the indices of an orthonormal
-    basis, and ``coordinates`` the float32 coordinates of the vector or rows in it, ``[k, num_rows or 1]``.
-    """
-
-    code: int
-    point: int
-    layers: tuple[int, ...]
-    vector: int
-    strength: float
-    low: float
-    high: float
-    tokens: str | list[int | list[int | None]]
-    digest: bytes
-    when: tuple[CompiledCondition, ...] = ()
-    live: str = ""
-    num_rows: int = 0
-    rows: tuple[int, ...] = ()
-    basis: tuple[int, ...] = ()
-    coordinates: bytes = b""
-
-    @property
-    def selector(self) -> Selector:
-        """The tokens that are edited."""
-        return Selector.from_wire(self.tokens)
-
-    @property
-    def vectors(self) -> tuple[int, ...]:
-        """Indices of all vectors of the edit."""
-        return self.basis or self.rows or (self.vector,)
-
-    def coordinate_array(self) -> npt.NDArray[np.float32]:
-        """Return the coordinates, ``[k, num_rows or 1]``."""
-        return np.frombuffer(self.coordinates, "<f4").reshape(len(self.basis), -1)
-
-    def with_strength(self, strength: float, digests: Sequence[bytes]) -> CompiledEdit:
-        """Return the edit at another strength; ``digests`` are those of the program's vectors."""
-        return msgspec.structs.replace(self, strength=strength, digest=_edit_digest(self, strength, digests))
-
-    def moved(self, places: Sequence[int]) -> CompiledEdit:
-        """Return the edit with ``places[i]`` as the index of vector ``i``."""
-        return msgspec.structs.replace(
-            self,
-            vector=places[self.vector],
-            rows=tuple(places[index] for index in self.rows),
-            basis=tuple(places[index] for index in self.basis),
-        )
-
-    @property
-    def is_sound(self) -> bool:
-        """Whether the parts of a matrix or subspace fit together."""
-        if self.code != CODES["replace"]:
-            return not (self.num_rows or self.rows or self.basis or self.coordinates)
-        if self.basis:
-            return not self.rows and len(self.coordinates) == 4 * len(self.basis) * (self.num_rows or 1)
-        return len(self.rows) == self.num_rows and not self.coordinates
 
 
 class CompiledCapture(msgspec.Struct, frozen=True, array_like=True):
@@ -333,7 +266,7 @@ class Program(msgspec.Struct, frozen=True, array_like=True, dict=True, weakref=T
             and all(
                 edit.code in KIND_OF
                 and edit.is_sound
-                and all(0 <= index < num_vectors for index in (edit.vector, *edit.vectors))
+                and (edit.is_pending or all(0 <= index < num_vectors for index in (edit.vector, *edit.vectors)))
                 for edit in self.edits
             )
             and all(NO_PROJECTION <= capture.projection < len(self.projections) for capture in self.captures)
@@ -361,7 +294,8 @@ class Program(msgspec.Struct, frozen=True, array_like=True, dict=True, weakref=T
     def _is_sound_condition(self, condition: CompiledCondition, readout: int) -> bool:
         if condition.tokens is not None:
             Selector.from_wire(condition.tokens)
-        return 0 <= readout < len(self.readouts) and TOKEN <= condition.kind < STOP
+        sound = TOKEN <= condition.kind < STOP and condition.count >= 0 and 0 <= condition.alpha < 1
+        return sound and 0 <= readout < len(self.readouts)
 
     def _verify_content(self) -> None:
         """Raise SteeringError if a number is not finite or a digest does not match its content."""
@@ -370,7 +304,8 @@ class Program(msgspec.Struct, frozen=True, array_like=True, dict=True, weakref=T
             and all(
                 np.isfinite([edit.strength, edit.low, edit.high]).all()
                 and np.isfinite(np.frombuffer(edit.coordinates, "<f4")).all()
-                and edit.digest == _edit_digest(edit, edit.strength, self.digests)
+                and (edit.feature is None or np.isfinite([edit.feature.bias, edit.feature.threshold]).all())
+                and edit.digest == edit_digest(edit, edit.strength, self.digests)
                 for edit in self.edits
             )
             and all(np.isfinite(self.vector(i)).all() for i in range(len(self.vectors)))
@@ -423,16 +358,3 @@ def _decode(data: bytes) -> Program:
         )
     program._verify_structure()
     return program
-
-
-def _edit_digest(edit: CompiledEdit, strength: float, digests: Sequence[bytes]) -> bytes:
-    """Return the digest of an edit's content. Tokens are left out: they select where the same edit applies."""
-    # The version is included because the meaning of a point's number depends on it.
-    head = struct.pack("<BBBddd", WIRE_VERSION, edit.code, edit.point, strength, edit.low, edit.high)
-    content = head + struct.pack(f"<{len(edit.layers)}i", *edit.layers) + digests[edit.vector]
-    if edit.when or edit.live:
-        content += msgspec.msgpack.encode((edit.when, edit.live))
-    if edit.num_rows or edit.basis:
-        vectors = [digests[index] for index in edit.vectors]
-        content += msgspec.msgpack.encode((edit.num_rows, bool(edit.basis), vectors, edit.coordinates))
-    return content_digest(content)

@@ -20,9 +20,10 @@ import msgspec
 from vllm_steer.errors import SteeringError
 from vllm_steer.limits import ENGINE_LIMITS, MAX_BOUNDARIES, MAX_SEGMENTS
 from vllm_steer.points import POINT_NAMES
+from vllm_steer.program.compiled_edit import CompiledEdit
 from vllm_steer.program.dynamic import TOKEN, Dynamic
 from vllm_steer.program.position_runs import EditStep, PositionRun, covered_intervals, edit_steps
-from vllm_steer.program.program import NO_PROJECTION, CompiledCapture, CompiledEdit, Program
+from vllm_steer.program.program import NO_PROJECTION, CompiledCapture, Program
 from vllm_steer.program.resolve_dynamic import read_intervals, resolve_dynamic
 from vllm_steer.program.token_program import (
     N_POINTS,
@@ -360,7 +361,11 @@ def _token_program(
             row_formats.append(RowFormat(names[projection], needed, indices, codes))
     if dynamics is not None:
         directions += [read.vector for read in dynamics.reads]
-    needed_by_edits = [program.digests[index] for edit in edits.edits for index in edit.basis or (edit.vector,)]
+    needed_by_edits = [
+        program.digests[index]
+        for edit in edits.edits
+        for index in edit.basis or (edit.rows if edit.feature else (edit.vector,))
+    ]
     needed_by_edits += [digest for run in edits.runs for digest in dict.fromkeys(run.vectors) if digest]
     vectors = (*needed_by_edits, *dict.fromkeys(directions))
     layers = every if stage_layers is None else stage_layers

@@ -13,7 +13,10 @@ from typing import Any, Protocol
 from vllm_steer import audit
 from vllm_steer.errors import SteeringError
 from vllm_steer.metrics.module_registry import set_registry_gauges
+from vllm_steer.models.sae_features import FeatureReader
+from vllm_steer.params import FEATURES_KEY, PROGRAM_KEY
 from vllm_steer.program import Program
+from vllm_steer.program.feature import with_features
 from vllm_steer.program.magnitude import check_magnitude
 from vllm_steer.registry.composer import RequestComposer
 from vllm_steer.registry.describe import describe_module, describe_modules, describe_steering
@@ -68,6 +71,7 @@ class SteeringRegistry:
         store: RegistryStore | None = None,
         limits: RegistryLimits = DEFAULT_LIMITS,
         model_name: str | None = None,
+        saes: Mapping[str, str] | None = None,
     ) -> None:
         """Create a registry and validate the global steering that ``store`` already contains.
 
@@ -76,6 +80,7 @@ class SteeringRegistry:
             store: Storage of the state; by default the memory of this process.
             limits: Size limits for changes.
             model_name: Label of the engine's metrics; None disables metrics.
+            saes: Folder of each autoencoder of the engine by name.
 
         Raises:
             SteeringError: The stored global steering cannot be read, or the engine cannot serve it.
@@ -84,6 +89,7 @@ class SteeringRegistry:
         self._store = MemoryStore() if store is None else store
         self._limits = limits
         self._composer = RequestComposer()
+        self._features = FeatureReader({} if saes is None else saes)
         self._model_name = model_name
         self._reported: Snapshot | None = None
         self._check_global(self.snapshot())
@@ -286,6 +292,10 @@ class SteeringRegistry:
 
         See `RequestComposer.compose`.
         """
+        if FEATURES_KEY in extra and PROGRAM_KEY in extra:
+            program = with_features(Program.from_bytes(extra[PROGRAM_KEY]), self._features.find)
+            rest = {name: value for name, value in extra.items() if name != FEATURES_KEY}
+            extra = {**rest, PROGRAM_KEY: program.encode_cached()}
         return self._composer.compose(extra, self.snapshot() if snapshot is None else snapshot)
 
     def module_names(self) -> tuple[str, ...]:

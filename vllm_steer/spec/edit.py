@@ -11,10 +11,12 @@ import msgspec
 import numpy as np
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.limits import MAX_CONDITIONS, MAX_WIDTH
+from vllm_steer.limits import MAX_CONDITIONS, MAX_SAE_FEATURES, MAX_WIDTH
 from vllm_steer.points import OPTIONAL_POINTS, POINTS_FLAG, PointName
 from vllm_steer.spec.arguments import suggest_arguments
 from vllm_steer.spec.condition import Condition, ConditionForm, WhenInput, read_when
+from vllm_steer.spec.feature import PARAMETERS as FEATURE_PARAMETERS
+from vllm_steer.spec.feature import FeatureEdit, no_vector, read_feature_edit
 from vllm_steer.spec.matrix import Matrix, MatrixForm, MatrixInput, is_matrix, parse_matrix, parse_subspace
 from vllm_steer.spec.references import read_name
 from vllm_steer.spec.scalars import is_integer, read_choice, read_number, shown
@@ -22,7 +24,7 @@ from vllm_steer.spec.selector import PositionListForm, Selector, SelectorName, T
 from vllm_steer.spec.sites import Layers, LayersForm, LayersInput, PointForm, read_layers_of, read_site
 from vllm_steer.spec.vector import PackedVector, Vector, VectorInput, pack_array, parse_vector
 
-KindName = Literal["add", "add_normed", "ablate", "clamp", "replace"]
+KindName = Literal["add", "add_normed", "ablate", "clamp", "replace", "feature"]
 
 KIND_ALIASES: Mapping[str, KindName] = MappingProxyType(
     {
@@ -80,6 +82,12 @@ KINDS: Mapping[KindName, EditKind] = MappingProxyType(
                 "x + s (clip(x.u, low, high) - x.u) u",
             ),
             EditKind("replace", ("vector", "strength", "subspace"), False, "x + s (v - x)", takes_matrix=True),
+            EditKind(
+                "feature",
+                ("strength", *FEATURE_PARAMETERS),
+                False,
+                "x + s (set - a) d, or x + s add d; a is the activation of a feature, d its decoder direction",
+            ),
         )
     }
 )
@@ -112,7 +120,7 @@ class EditForm(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             "accepted (docs/reference/points.md)."
         ),
     ]
-    vector: RowsForm
+    vector: RowsForm | None = None
     layers: Annotated[
         LayersForm | None,
         msgspec.Meta(
@@ -137,6 +145,17 @@ class EditForm(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         MatrixForm | None,
         msgspec.Meta(description="`replace` only: directions; only the component in their span is replaced."),
     ] = None
+    sae: Annotated[
+        str | None, msgspec.Meta(description="`feature` only: name of a sparse autoencoder of the server.")
+    ] = None
+    feature: Annotated[
+        Annotated[int, msgspec.Meta(ge=0, lt=MAX_SAE_FEATURES)] | None,
+        msgspec.Meta(description="`feature` only: number of the feature."),
+    ] = None
+    set: Annotated[
+        float | None, msgspec.Meta(description="`feature` only: new activation; not for TopK autoencoders.")
+    ] = None
+    add: Annotated[float | None, msgspec.Meta(description="`feature` only: added to the activation.")] = None
     when: Annotated[
         Annotated[list[ConditionForm], msgspec.Meta(min_length=1, max_length=MAX_CONDITIONS)] | ConditionForm | None,
         msgspec.Meta(description="Conditions on readouts, all of which must hold; null to edit always."),
@@ -184,6 +203,8 @@ class Edit:
     subspace: Matrix | None
     """``replace`` only: float32 ``[k, H]``, linearly independent directions in whose span rows are replaced; None for
     the whole row."""
+    feature: FeatureEdit | None
+    """``feature`` only: the feature and its change. The vector is then empty."""
     when: tuple[Condition, ...]
     """Conditions that scale the edit, all of which must hold; empty to edit always."""
     live: str | None
@@ -196,19 +217,23 @@ class Edit:
         kind: KindName,
         point: PointName | str,
         layers: "LayersInput | None" = None,
-        vector: "VectorInput | MatrixInput",
+        vector: "VectorInput | MatrixInput | None" = None,
         strength: float = 1.0,
         tokens: "TokensInput | None" = None,
         low: float | None = None,
         high: float | None = None,
         subspace: "MatrixInput | None" = None,
+        sae: str | None = None,
+        feature: int | None = None,
+        set: float | None = None,
+        add: float | None = None,
         when: WhenInput = None,
         live: str | None = None,
     ) -> None:
         """Validate the arguments.
 
         Args:
-            kind: ``"add"``, ``"add_normed"``, ``"ablate"``, ``"clamp"`` or ``"replace"``.
+            kind: ``"add"``, ``"add_normed"``, ``"ablate"``, ``"clamp"``, ``"replace"`` or ``"feature"``.
             point: ``"pre_attn"``, ``"post_attn"`` or ``"post_block"``. Engines that were started with them also have
                 ``"attn_out"``, ``"mlp_in"`` and ``"mlp_out"``, which edit a row of that branch instead of the stream.
                 Names of other libraries, such as ``"hook_resid_post"``, are accepted (docs/reference/points.md).
@@ -216,7 +241,7 @@ class Edit:
                 the name of the point has a layer, as ``"blocks.3.hook_resid_post"``.
             vector: A list, numpy array or torch tensor of shape ``[H]``, the model's hidden size, or the packed form
                 ``{"dtype": ..., "shape": ..., "data": ...}``. For ``replace`` also a matrix ``[n, H]``, with one row
-                for each of the n positions in ``tokens``, in ascending order of the positions.
+                for each of the n positions in ``tokens``, in ascending order of the positions. ``feature`` has none.
             strength: A finite number. For ``replace``, 1 puts the row there and numbers between 0 and 1 interpolate.
             tokens: ``"all"``, ``"prompt"``, ``"generated"``, ``"last_prompt"``, or a list of positions and
                 ``[start, stop]`` pairs. Default ``"all"``; ``"generated"`` if ``when`` has a window other
@@ -225,6 +250,10 @@ class Edit:
             high: Upper bound of ``clamp``.
             subspace: For ``replace``, a matrix ``[k, H]`` of linearly independent directions: only the component of a
                 row in their span is replaced.
+            sae: For ``feature``, the name of a sparse autoencoder of the engine.
+            feature: For ``feature``, the number of the feature.
+            set: For ``feature``, the new activation; TopK autoencoders are refused.
+            add: For ``feature``, a number that is added to the activation, instead of ``set``.
             when: A condition on a readout of the request, such as ``{"readout": "refusal", "above": 0.6}``, or a list
                 of conditions, all of which must hold. :class:`~vllm_steer.spec.condition.ConditionForm` lists the keys.
             live: Name of a factor of the strength, 1 at first, that ``set_strength`` changes during the request.
@@ -234,7 +263,20 @@ class Edit:
         """
         definition = KINDS[read_choice(kind, KINDS, "kind", aliases=KIND_ALIASES)]
         conditions = read_when(when)
-        rows = _read_rows(vector, definition)
+        given = {"sae": sae, "feature": feature, "set": set, "add": add}
+        chosen: FeatureEdit | None = None
+        if definition.name == "feature":
+            chosen = read_feature_edit(sae, feature, set, add)
+            for name, unused in (("vector", vector), ("subspace", subspace)):
+                if unused is not None:
+                    raise SteeringError(name, "is not a parameter of feature; its vectors are those of sae; omit it")
+            rows = no_vector()
+        else:
+            for name in (name for name, value in given.items() if value is not None):
+                _check_parameter(name, definition)
+            if vector is None:
+                raise SteeringError("vector", f"is missing; {definition.name} needs a vector, of the hidden size")
+            rows = _read_rows(vector, definition)
         if tokens is None:
             tokens = "generated" if any(each.window != "token" for each in conditions) else "all"
         place, named_layer = read_site(point, "point")
@@ -247,6 +289,7 @@ class Edit:
             "tokens": Selector.parse(tokens),
             **_read_bounds(low, high, definition),
             "subspace": _read_subspace(subspace, rows, definition),
+            "feature": chosen,
             "when": conditions,
             "live": None if live is None else read_name(live, "live"),
         }
@@ -270,15 +313,19 @@ class Edit:
         """Return the JSON form with the vector and the subspace packed."""
         wire = self._values() | {
             "layers": self.layers if self.layers == "all" else list(self.layers),
-            "vector": pack_array(self.vector),
+            "vector": pack_array(self.vector) if self.feature is None else None,
             "subspace": None if self.subspace is None else pack_array(self.subspace),
             "tokens": self.tokens.to_wire(),
             "when": [condition.to_wire() for condition in self.when] or None,
+            **self._feature_arguments(),
         }
         return {name: value for name, value in wire.items() if value is not None}
 
     def _values(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def _feature_arguments(self) -> dict[str, object]:
+        return {name: getattr(self.feature, name, None) for name in FEATURE_PARAMETERS}
 
     def _content(self) -> tuple[object, ...]:
         subspace = None if self.subspace is None else (self.subspace.shape, self.subspace.tobytes())
@@ -293,12 +340,12 @@ class Edit:
 
     def __repr__(self) -> str:
         norm = float(np.linalg.norm(self.vector.astype(np.float64)))
-        summary = {"vector": f"<float32{list(self.vector.shape)}, norm {norm:.4g}>"}
+        summary = {"vector": f"<float32{list(self.vector.shape)}, norm {norm:.4g}>"} if self.feature is None else {}
         if self.subspace is not None:
             summary["subspace"] = f"<float32{list(self.subspace.shape)}>"
         values = {
             name: repr(value)
-            for name, value in self._values().items()
+            for name, value in (self._values() | ({} if self.feature is None else {"vector": None})).items()
             if value is not None and not (isinstance(value, tuple) and not value)
         }
         return f"Edit({', '.join(f'{k}={v}' for k, v in (values | summary).items())})"
@@ -308,7 +355,8 @@ class Edit:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Through the constructor, because an unpickled array would be writeable.
-        return partial(Edit, **self._values()), ()
+        values = self._values() | self._feature_arguments()
+        return partial(Edit, **(values if self.feature is None else values | {"vector": None})), ()
 
 
 def _read_rows(value: object, kind: EditKind) -> Vector:

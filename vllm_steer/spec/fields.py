@@ -77,8 +77,9 @@ def collect_edits(edits: Iterable[tuple[str, Edit]]) -> list[tuple[str, Edit]]:
     for path, edit in edits:
         if len(collected) == MAX_EDITS:
             raise SteeringError(path, f"exceeds the limit of {MAX_EDITS} edits in one request")
-        if collected and edit.width != collected[0][1].width:
-            first, other = collected[0]
+        # Edits of features have the width of their autoencoder.
+        first, other = next((each for each in collected if each[1].width), (path, edit))
+        if edit.width not in (0, other.width):
             raise SteeringError(
                 path,
                 f"has a vector of width {edit.width}, but {first} has width {other.width}; "

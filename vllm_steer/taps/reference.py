@@ -49,6 +49,19 @@ def replace(x: torch.Tensor, v: torch.Tensor, s: torch.Tensor, low: torch.Tensor
     return torch.where(s < 0.5, x + s * (v - x), v - (1.0 - s) * (v - x))
 
 
+def set_feature(
+    x: torch.Tensor, d: torch.Tensor, s: torch.Tensor, low: torch.Tensor, high: torch.Tensor
+) -> torch.Tensor:
+    """Return ``x + s (low - high) d``: a change of a feature's activation from ``high`` to ``low``."""
+    return x + s * (low - high) * d
+
+
+def activation(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor, threshold: torch.Tensor) -> torch.Tensor:
+    """Return the activation of a feature ``[n, 1]``: ``x.w + bias`` if that is above ``threshold``, otherwise 0."""
+    before = (x * w).sum(-1, keepdim=True) + bias
+    return torch.where(before > threshold, before, 0.0)
+
+
 def condition_factor(
     score: torch.Tensor, threshold: torch.Tensor, sign: torch.Tensor, sharpness: torch.Tensor
 ) -> torch.Tensor:
@@ -65,6 +78,7 @@ DEFINITIONS: dict[int, Definition] = {
     ops.REPLACE: replace,
     ops.REPLACE_AT: replace,
     ops.SET_AT: clamp,
+    ops.FEATURE: set_feature,
 }
 
 
@@ -74,7 +88,9 @@ def apply_tap(target: torch.Tensor, other: torch.Tensor | None, head: torch.Tens
     The instructions of a token run in the order of its request. REPLACE_AT takes its vector from the operand of the
     token's position, and SET_AT the number that both bounds of a clamp have; they do nothing where the edit does not
     cover the position. The summand of a token whose stream was replaced is the new stream less the other summand, so
-    that the row is there exactly. CAPTURE stores the current stream in the arena, at
+    that the row is there exactly. MEASURE computes the activation that the next FEATURE changes.
+
+    CAPTURE stores the current stream in the arena, at
     ``token_base`` plus the instruction's index, rounded to the arena's dtype. READ records a product of the stream with
     a vector and GATE multiplies a recorded factor by a condition on a recorded value; both leave the records of
     replayed tokens unchanged. The strength of an edit is multiplied by the recorded factors that it names.
@@ -95,6 +111,7 @@ def apply_tap(target: torch.Tensor, other: torch.Tensor | None, head: torch.Tens
     stream = before if other is None else before + other[touched].float()
     start = stream
     replaced = torch.zeros_like(touched, dtype=torch.bool)
+    measured = torch.zeros(touched.numel(), 1, device=target.device)
     current = current[touched]
     base = tables.token_base[touched]
     while True:
@@ -105,6 +122,10 @@ def apply_tap(target: torch.Tensor, other: torch.Tensor | None, head: torch.Tens
         numbers = tables.parameter[current[active]]
         x = stream[active]
         new = x.clone()
+        measures = (record[:, 0] == ops.MEASURE).nonzero().squeeze(1)
+        if measures.numel():
+            w = tables.vector[record[measures, 1].long()]
+            measured[active[measures]] = activation(x[measures], w, numbers[measures, 1:2], numbers[measures, 2:3])
         for code, definition in DEFINITIONS.items():
             of_kind = (record[:, 0] == code).nonzero().squeeze(1)
             if of_kind.numel():
@@ -117,6 +138,8 @@ def apply_tap(target: torch.Tensor, other: torch.Tensor | None, head: torch.Tens
                 s, low, high = (numbers[of_kind, i : i + 1] for i in range(3))
                 if code == ops.SET_AT:
                     low = high = operand.view(torch.float32).unsqueeze(1)
+                if code == ops.FEATURE:
+                    high = measured[active[of_kind]]
                 if tables.num_recorded:
                     s = s * _factors(tables, touched[active[of_kind]], record[of_kind, 3])
                 new[of_kind] = definition(x[of_kind], v, s, low, high)

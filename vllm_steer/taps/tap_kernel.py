@@ -21,6 +21,7 @@ from vllm_steer.taps.tables import Tables
 
 _ADD, _ADD_NORMED, _ABLATE = (tl.constexpr(code) for code in (ops.ADD, ops.ADD_NORMED, ops.ABLATE))
 _REPLACE, _REPLACE_AT, _SET_AT = (tl.constexpr(code) for code in (ops.REPLACE, ops.REPLACE_AT, ops.SET_AT))
+_FEATURE, _MEASURE = tl.constexpr(ops.FEATURE), tl.constexpr(ops.MEASURE)
 _NO_OPERAND = tl.constexpr(NO_OPERAND)
 _CAPTURE, _READ, _GATE = (tl.constexpr(code) for code in (ops.CAPTURE, ops.READ, ops.GATE))
 _CACHE_HINT = "evict_last"
@@ -99,11 +100,17 @@ def _tap_kernel(  # type: ignore[no-untyped-def]
     start = x
     # 1: the stream was changed; 2: it was replaced, so that the new summand does not depend on the old one.
     edited = 0
+    # Activation of the feature that the next FEATURE sets.
+    activation = tl.zeros([], dtype=tl.float32)
     while current != 0:
         if code == _CAPTURE:
             stored = tl.load(token_base + token, eviction_policy=HINT) + which
             if stored < arena_rows:
                 tl.store(arena + stored * hidden + column, x.to(arena.dtype.element_ty), mask=inside)
+        elif code == _MEASURE:
+            numbers = parameter + current.to(tl.int64) * 4
+            activation = tl.sum(x * v, axis=0) + tl.load(numbers + 1, eviction_policy=HINT)
+            activation = tl.where(activation > tl.load(numbers + 2, eviction_policy=HINT), activation, 0.0)
         elif (code == _READ) | (code == _GATE):
             own = record + token * record_columns
             numbers = parameter + current.to(tl.int64) * 4
@@ -142,6 +149,8 @@ def _tap_kernel(  # type: ignore[no-untyped-def]
             else:
                 if code == _ADD:
                     amount = strength
+                elif code == _FEATURE:
+                    amount = strength * (tl.load(numbers + 1, eviction_policy=HINT) - activation)
                 elif code == _ADD_NORMED:
                     amount = strength * tl.sqrt(tl.sum(x * x, axis=0))
                 else:

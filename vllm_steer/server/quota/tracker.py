@@ -34,8 +34,9 @@ from vllm_steer.limits import (
     ServerLimit,
 )
 from vllm_steer.program import Program
+from vllm_steer.program.compiled_edit import CompiledEdit
 from vllm_steer.program.magnitude import check_magnitude
-from vllm_steer.program.program import CompiledCapture, CompiledEdit
+from vllm_steer.program.program import CompiledCapture
 from vllm_steer.server.access_errors import KeyLimitError, ServerFullError, TooLargeError
 from vllm_steer.server.auth.keys import Key
 from vllm_steer.server.quota.limits import processes_of, share_of, value_of

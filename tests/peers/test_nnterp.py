@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The interface of nnterp, compared with HF Transformers on the same weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from examples.peers import nnterp
+from tests.peers.conftest import hidden_states
+from vllm_steer import SteeringError
+from vllm_steer.peers.nnterp import (
+    Prompt,
+    StandardizedTransformer,
+    TargetPrompt,
+    collect_token_activations_batched,
+    logit_lens,
+    patchscope_generate,
+    patchscope_lens,
+    repeat_prompt,
+    run_prompts,
+)
+
+PROMPTS = ["one", "two and three", "a long prompt about nothing"]
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def model(engine: Any) -> StandardizedTransformer:
+    return StandardizedTransformer(engine)
+
+
+def patched_logits(hf: Any, tokens: list[int], layer: int, position: int, row: torch.Tensor) -> torch.Tensor:
+    """Return HF's last logits with one row of a layer's output replaced."""
+
+    def put(module: Any, args: Any, output: Any) -> Any:
+        rows = (output[0] if isinstance(output, tuple) else output).clone()
+        rows[0, position] = row
+        return (rows, *output[1:]) if isinstance(output, tuple) else rows
+
+    handle = hf.model.layers[layer].register_forward_hook(put)
+    with torch.no_grad():
+        logits = hf(torch.tensor([tokens])).logits[0, -1]
+    handle.remove()
+    return logits
+
+
+def lens_of(hf: Any, row: torch.Tensor) -> torch.Tensor:
+    """Return the probabilities of HF's final norm and head."""
+    with torch.no_grad():
+        return hf.lm_head(hf.model.norm(row)).softmax(-1)
+
+
+def last_outputs(hf: Any, tokens: list[int]) -> torch.Tensor:
+    """Return the output of each layer at the last token, ``[layers, hidden]``."""
+    found: list[torch.Tensor] = []
+
+    def keep(module: Any, args: Any, output: Any) -> None:
+        found.append((output[0] if isinstance(output, tuple) else output)[0, -1])
+
+    handles = [layer.register_forward_hook(keep) for layer in hf.model.layers]
+    with torch.no_grad():
+        hf(torch.tensor([tokens]))
+    for handle in handles:
+        handle.remove()
+    return torch.stack(found)
+
+
+def test_facts(model: StandardizedTransformer, hf: Any) -> None:
+    """Catches sizes of something else."""
+    sizes = model.num_layers, model.hidden_size, model.vocab_size
+    assert sizes == (hf.config.num_hidden_layers, hf.config.hidden_size, hf.config.vocab_size)
+
+
+@pytest.mark.parametrize("idx", [None, 0, 2, -2])
+def test_activations_of_one_token(model: StandardizedTransformer, hf: Any, idx: int | None) -> None:
+    """Catches positions shifted by padding, and layers in another order than given."""
+    rows = model.get_token_activations(PROMPTS, layers=[2, 0], idx=idx)
+    assert rows.shape == (2, len(PROMPTS), 64)
+    for i, prompt in enumerate(PROMPTS):
+        states = hidden_states(hf, model.encode(prompt))
+        position = -1 if idx is None else idx
+        torch.testing.assert_close(rows[0, i], states[3][position], atol=1e-3, rtol=1e-3)
+        torch.testing.assert_close(rows[1, i], states[1][position], atol=1e-3, rtol=1e-3)
+    batched = collect_token_activations_batched(model, PROMPTS, 2, layers=[2, 0], idx=idx)
+    torch.testing.assert_close(batched, rows, atol=1e-3, rtol=1e-3)
+
+
+def test_the_logit_lens(model: StandardizedTransformer, hf: Any) -> None:
+    """Catches a lens without the final norm, and swapped axes."""
+    found = logit_lens(model, PROMPTS)
+    for i, prompt in enumerate(PROMPTS):
+        expected = lens_of(hf, last_outputs(hf, model.encode(prompt)))
+        torch.testing.assert_close(found[i], expected, atol=1e-3, rtol=1e-2)
+    torch.testing.assert_close(found[:, -1], model.next_token_probs(PROMPTS), atol=1e-3, rtol=1e-2)
+    row = last_outputs(hf, model.encode(PROMPTS[0]))[1]
+    closest = model.get_topk_closest_tokens(row, k=3)
+    top = lens_of(hf, row).topk(3)
+    assert list(closest) == model.tokenizer.convert_ids_to_tokens(top.indices.tolist())
+    assert list(closest.values()) == pytest.approx(top.values.tolist(), abs=1e-3)
+
+
+def test_patchscopes(model: StandardizedTransformer, hf: Any) -> None:
+    """Catches a row at another token or layer, and latents indexed by the layer's number."""
+    target, layers = TargetPrompt("cat cat ? is", -4), [2, 1]
+    tokens = model.encode(target.prompt)
+    found = patchscope_lens(model, PROMPTS[:2], target, layers=layers)
+    generated = patchscope_generate(model, PROMPTS[:2], target, max_length=2, layers=layers)
+    for i, prompt in enumerate(PROMPTS[:2]):
+        rows = last_outputs(hf, model.encode(prompt))
+        for j, layer in enumerate(layers):
+            logits = patched_logits(hf, tokens, layer, len(tokens) - 4, rows[layer])
+            torch.testing.assert_close(found[i, j], logits.softmax(-1), atol=1e-3, rtol=1e-2)
+            assert generated[layer][i, : len(tokens)].tolist() == tokens
+            assert generated[layer][i, len(tokens)] == logits.argmax()
+    latents = model.get_token_activations(PROMPTS[:2], layers)
+    again = patchscope_lens(model, None, [target, target], layers=layers, latents=latents)
+    torch.testing.assert_close(again, found, atol=1e-3, rtol=1e-2)
+
+
+def test_steering_within_a_context(model: StandardizedTransformer, hf: Any) -> None:
+    """Catches steering that stays after its context, or reaches other positions."""
+    vector, tokens = torch.randn(64, generator=torch.Generator().manual_seed(1)), model.encode(PROMPTS[1])
+    plain = model.next_token_probs(PROMPTS[1])
+    with model.steer(1, vector, factor=3.0, token_positions=-1):
+        steered = model.next_token_probs(PROMPTS[1])
+    row = last_outputs(hf, tokens)[1] + 3.0 * vector
+    expected = patched_logits(hf, tokens, 1, len(tokens) - 1, row).softmax(-1)
+    torch.testing.assert_close(steered[0], expected, atol=1e-3, rtol=1e-2)
+    torch.testing.assert_close(model.next_token_probs(PROMPTS[1]), plain, atol=1e-4, rtol=1e-3)
+
+
+def test_run_prompts(model: StandardizedTransformer) -> None:
+    """Catches targets of another prompt, and tokens of a target that are not added."""
+    prompts = [Prompt(text, {"first": [1, 2], "second": [3]}) for text in PROMPTS]
+    found = run_prompts(model, prompts, batch_size=2)
+    probs = model.next_token_probs(PROMPTS)
+    torch.testing.assert_close(found["first"][:, 0], probs[:, 1] + probs[:, 2], atol=1e-4, rtol=1e-3)
+    torch.testing.assert_close(found["second"][:, 0], probs[:, 3], atol=1e-4, rtol=1e-3)
+    assert run_prompts(model, prompts[:1], get_probs_func=logit_lens)["first"].shape == (1, 4)
+
+
+def test_refusals(model: StandardizedTransformer) -> None:
+    """Catches arguments that are accepted and ignored."""
+    for call in (
+        lambda: model.get_token_activations(PROMPTS, layers=[4]),
+        lambda: model.get_token_activations(PROMPTS, idx=3),
+        lambda: model.get_token_activations([]),
+        lambda: patchscope_lens(model, None, repeat_prompt()),
+        lambda: patchscope_lens(model, PROMPTS, [repeat_prompt()]),
+        lambda: patchscope_lens(model, "one", TargetPrompt("a", 1)),
+        lambda: model.skip_layer(1),
+        lambda: model.project_on_vocab(torch.ones(3)),
+    ):
+        with pytest.raises(SteeringError):
+            call()
+
+
+def test_the_example_runs(engine: Any) -> None:
+    """Catches an example that no longer runs, and steering without effect."""
+    shown = nnterp.run(engine)
+    assert (shown["rows"], shown["lens"][:2], shown["scope"][:2]) == ((4, 1, 64), (1, 4), (1, 2))
+    assert shown["change"] > 1e-3

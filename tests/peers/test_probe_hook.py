@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The interface of vllm-probe-hook: hidden states on outputs."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm.sampling_params import RequestOutputKind
+
+from examples.peers import probe_hook
+from tests.peers.conftest import hidden_states
+from vllm_steer import SteeringError
+from vllm_steer.capture.results import SiteRows
+from vllm_steer.peers.probe_hook import LLM, AsyncLLM, SamplingParams
+from vllm_steer.peers.probe_hook.asynchronous import _Sample
+from vllm_steer.peers.probe_hook.options import ProbeOptions
+
+FLAGS = {
+    "include_prefill": False, "include_decode": True, "last_prefill_token": False, "last_decode_token": False,
+    "include_last": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("layers", "flags", "field"),
+    [
+        ([], {}, "layers"),
+        (3, {}, "layers"),
+        (["x"], {}, "layers"),
+        ([1], {"include_prefill": 1}, "include_prefill"),
+        ([1], {"include_decode": False}, "include_decode"),
+        ([1], {"include_decode": False, "include_prefill": True, "include_last": True}, "include_last"),
+    ],
+)
+def test_invalid_options_are_refused(layers: Any, flags: dict[str, Any], field: str) -> None:
+    """Catches options that are accepted without effect."""
+    with pytest.raises(SteeringError) as caught:
+        ProbeOptions.read(layers, **FLAGS | flags)
+    assert caught.value.field == field
+
+
+def test_steered_parameters_need_the_capture() -> None:
+    """Catches outputs without hidden states, or requests without their steering."""
+    options = ProbeOptions.read(["all"], **FLAGS)
+    steered = {"post_block": {1: [1.0] * 64}}
+    with pytest.raises(SteeringError, match=r"capture=llm.capture"):
+        options.params(SamplingParams(steering_vectors=steered))
+    both = SamplingParams(steering_vectors=steered, capture=options.capture())
+    assert options.params(both) is both
+    with pytest.raises(SteeringError, match="request of its own"):
+        ProbeOptions.read([1], **FLAGS | {"include_last": True}).params(both)
+
+
+def test_deltas_are_joined() -> None:
+    """Catches partial outputs with only the newest token or row."""
+
+    class Delta:
+        text, token_ids, logprobs = "a", (5,), None
+
+    sample = _Sample()
+    for position in (3, 4):
+        delta = Delta()
+        sample.add(delta, {("post_block", 1): SiteRows(np.array([position]), torch.full((1, 2), float(position)))})
+    assert (delta.text, list(delta.token_ids)) == ("aa", [5, 5])
+    assert sample.sites["post_block", 1].positions.tolist() == [3, 4]
+    assert sample.sites["post_block", 1].rows[:, 0].tolist() == [3.0, 4.0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("include_last", [False, True])
+def test_hidden_states_are_those_of_hf(engine: Any, hf: Any, include_last: bool) -> None:
+    """Catches rows of another layer, token or request of a mixed batch, and a last row that is not the last token's."""
+    llm = LLM(engine, layers=[1, 3], include_prefill=True, include_last=include_last)
+    params = [SamplingParams(max_tokens=count, temperature=0) for count in (1, 4, 6)]
+    outputs = llm.generate(["one", "two and", "a longer prompt"], params, use_tqdm=False)
+    for output in outputs:
+        prompt, tokens = list(output.prompt_token_ids), list(output.outputs[0].token_ids)
+        states = hidden_states(hf, prompt + tokens)
+        rows = len(tokens) if include_last else len(tokens) - 1
+        assert output.hidden is output.hidden_states
+        assert output.prefill_hidden is output.prefill_hidden_states
+        assert list(output.hidden_states) == [1, 3]
+        # HF's last entry is after the final norm, so layer 3 is compared by shape.
+        assert output.hidden_states[3].shape == output.hidden_states[1].shape == (rows, 64)
+        torch.testing.assert_close(output.prefill_hidden_states[1], states[2][: len(prompt)], atol=1e-3, rtol=1e-3)
+        torch.testing.assert_close(
+            output.hidden_states[1], states[2][len(prompt) : len(prompt) + rows], atol=1e-3, rtol=1e-3
+        )
+
+
+@pytest.mark.slow
+def test_last_tokens_only(engine: Any, hf: Any) -> None:
+    """Catches the first row in place of the last."""
+    llm = LLM(engine, layers=[0], last_prefill_token=True, last_decode_token=True)
+    output = llm.generate("one", SamplingParams(max_tokens=4, temperature=0), use_tqdm=False)[0]
+    states = hidden_states(hf, [*output.prompt_token_ids, *output.outputs[0].token_ids])[1]
+    torch.testing.assert_close(output.prefill_hidden[0], states[2:3], atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(output.hidden[0], states[5:6], atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.slow
+def test_the_example_runs(engine: Any) -> None:
+    """Catches an example that no longer runs."""
+    assert probe_hook.run(engine) == {"decode": (3, 64), "prefill": (len("Once upon a time"), 64)}
+
+
+class Deltas:
+    """An engine that answers with two deltas."""
+
+    async def generate(self, prompt: str, params: Any, request_id: str) -> Any:
+        for position, reason in ((3, None), (4, "length")):
+            row = {("post_block", 1): SiteRows(np.array([position]), torch.full((1, 2), float(position)))}
+            result = SimpleNamespace(
+                status="ok",
+                error=None,
+                sites={("post_block", 1): SiteRows(np.array([3, 4]), torch.tensor([[3.0, 3.0], [4.0, 4.0]]))},
+            )
+            completion = SimpleNamespace(
+                index=0, text="a", token_ids=[position], logprobs=None, finish_reason=reason,
+                capture_rows={"memory": row}, capture_results={"memory": result} if reason else None,
+            )  # fmt: skip
+            yield SimpleNamespace(prompt_token_ids=[1, 2, 3], outputs=[completion])
+
+
+@pytest.mark.parametrize(("kind", "counts"), [("CUMULATIVE", [1, 2]), ("DELTA", [1, 1])])
+async def test_partial_outputs_have_rows(kind: str, counts: list[int]) -> None:
+    """Catches rows that come only with the last output, and cumulative outputs that have the newest row only."""
+    llm = AsyncLLM.__new__(AsyncLLM)
+    llm._engine, llm._options = Deltas(), ProbeOptions.read([1], **FLAGS)
+    params = SamplingParams(max_tokens=3, output_kind=RequestOutputKind[kind])
+    outputs = [output async for output in llm.generate("one", params, "a")]
+    assert [len(output.hidden_states[1]) for output in outputs] == counts
+    assert [len(output.outputs[0].token_ids) for output in outputs] == counts

@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model with the attributes and methods of nnterp's ``StandardizedTransformer``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+
+from vllm_steer.errors import SteeringError
+from vllm_steer.frontend.context import NOT_ENABLED, engine_context
+from vllm_steer.llm import LLM
+from vllm_steer.params import SamplingParams
+from vllm_steer.site_names import site
+from vllm_steer.spec import Edit
+from vllm_steer.spec.scalars import is_integer, shown
+
+REFUSED = {
+    "scan": "runs the model's code without weights; shapes are (tokens, hidden_size)",
+    "session": "call the methods one after another",
+    "skip_layer": "layers cannot be skipped; replace their output with their input",
+    "skip_layers": "layers cannot be skipped; replace their output with their input",
+    "attention_probabilities": "places inside attention are not hook points; capture attentions_output",
+    "ln_final": "is not a hook point; use project_on_vocab",
+    "lm_head": "is not a hook point; use project_on_vocab",
+    "edit": "the model's code cannot be changed; use steer, or edits of SamplingParams",
+    "source": "lines of the model's code are not hook points",
+}
+"""Attributes of nnterp and nnsight that are not supported, with the reason."""
+
+
+class StandardizedTransformer:
+    """A model that runs on an offline engine.
+
+    Args:
+        model: Name or folder of a model, or a ``vllm_steer.LLM`` with steering enabled. Methods that return the
+            probabilities of all tokens need ``max_logprobs=-1``, the default of engines that are started here.
+        **kwargs: Arguments of ``vllm_steer.LLM``.
+
+    Raises:
+        SteeringError: The engine has no steering.
+
+    Example:
+        >>> from vllm_steer.peers.nnterp import StandardizedTransformer  # doctest: +SKIP
+        >>> model = StandardizedTransformer("demo/model")  # doctest: +SKIP
+        >>> model.get_token_activations(["one", "two"], layers=[1]).shape  # doctest: +SKIP
+    """
+
+    def __init__(self, model: Any, **kwargs: Any) -> None:
+        if not isinstance(model, LLM):
+            model = LLM(str(model), **{"enable_steering": True, "max_logprobs": -1, **kwargs})
+        context = engine_context(model.llm_engine)
+        if context is None:
+            raise SteeringError("model", NOT_ENABLED)
+        self.llm: LLM = model
+        self.num_layers: int = context.capabilities.num_layers
+        self.hidden_size: int = context.capabilities.hidden_size
+        config = model.llm_engine.vllm_config.model_config
+        self.vocab_size: int = config.get_vocab_size()
+        self._max_logprobs: int = config.max_logprobs
+        self._edits: list[Edit] = []
+
+    @property
+    def tokenizer(self) -> Any:
+        """The engine's tokenizer."""
+        return self.llm.get_tokenizer()
+
+    def encode(self, prompt: Any) -> list[int]:
+        """Return the tokens of a prompt, given as a text or as tokens."""
+        if isinstance(prompt, str):
+            return list(self.tokenizer.encode(prompt))
+        tokens = prompt.tolist() if isinstance(prompt, torch.Tensor) else prompt
+        if not isinstance(tokens, (list, tuple)) or not tokens or not all(map(is_integer, tokens)):
+            raise SteeringError("prompts", f"must be texts or lists of token numbers, not {shown(prompt)}")
+        return [int(token) for token in tokens]
+
+    def run(self, prompts: Sequence[Sequence[int]], params: Sequence[Any]) -> list[Any]:
+        """Return the outputs of requests, each with its own parameters."""
+        requests = [{"prompt_token_ids": list(tokens)} for tokens in prompts]
+        return list(self.llm.generate(requests, list(params), use_tqdm=False)) if requests else []
+
+    def params(self, *, edits: Iterable[Edit] = (), capture: Any = None, **kwargs: Any) -> Any:
+        """Return greedy sampling parameters for one token, with the edits of :meth:`steer` first."""
+        fields: dict[str, Any] = {"max_tokens": 1, "temperature": 0.0, **kwargs}
+        if joined := [*self._edits, *edits]:
+            fields["steering"] = joined
+        if capture is not None:
+            fields["capture"] = {"memory": capture}
+        return SamplingParams(**fields)
+
+    def read_layers(self, layers: Any, field: str = "layers") -> list[int]:
+        """Return layers in the order given, without negative numbers; None is all layers.
+
+        Raises:
+            SteeringError: A layer does not exist.
+        """
+        if layers is None:
+            return list(range(self.num_layers))
+        given = [layers] if is_integer(layers) else list(layers)
+        for layer in given:
+            if not is_integer(layer) or not -self.num_layers <= layer < self.num_layers:
+                raise SteeringError(
+                    field, f"{shown(layer)} is not a layer of this model, which has {self.num_layers} from 0"
+                )
+        if not given:
+            raise SteeringError(field, "is empty; name at least one layer")
+        return [int(layer) % self.num_layers for layer in given]
+
+    def get_token_activations(
+        self, prompts: Any, layers: Any = None, get_activations: str = "layers_output", idx: int | None = None
+    ) -> torch.Tensor:
+        """Return the rows of one token of each prompt.
+
+        Args:
+            prompts: A text, a list of texts, or lists of tokens.
+            layers: Layers in the order of the result; all by default.
+            get_activations: Name of the site without its layer, such as ``"mlps_output"``.
+            idx: Position of the token, from the prompt's start, or from its end if negative; the last by default.
+
+        Returns:
+            ``[layers, prompts, hidden]``, on the CPU.
+
+        Raises:
+            SteeringError: An argument is invalid.
+            RuntimeError: Rows are missing.
+        """
+        texts = read_prompts(prompts)
+        chosen = self.read_layers(layers)
+        if not isinstance(get_activations, str):
+            raise SteeringError("get_activations", 'must be the name of a site, such as "mlps_output"; not a function')
+        point, _ = site(f"{get_activations}.0")
+        encoded = [self.encode(text) for text in texts]
+        positions: list[int] = []
+        for i, tokens in enumerate(encoded):
+            position = len(tokens) - 1 if idx is None else idx + len(tokens) if idx < 0 else idx
+            if not 0 <= position < len(tokens):
+                raise SteeringError("idx", f"{idx} is not a position of prompts[{i}], which has {len(tokens)} tokens")
+            positions.append(position)
+        hooks = {point: sorted(set(chosen))}
+        params = [self.params(capture={"hooks": hooks, "positions": [position]}) for position in positions]
+        results = [rows_of(output, f"prompts[{i}]") for i, output in enumerate(self.run(encoded, params))]
+        return torch.stack([torch.cat([result.tensor(point, layer) for result in results]) for layer in chosen])
+
+    def next_token_probs(self, prompts: Any) -> torch.Tensor:
+        """Return the probabilities of the next token, ``[prompts, vocab]``."""
+        encoded = [self.encode(text) for text in read_prompts(prompts)]
+        return self.probabilities(encoded, [[] for _ in encoded])
+
+    def probabilities(self, prompts: Sequence[Sequence[int]], edits: Sequence[Sequence[Edit]]) -> torch.Tensor:
+        """Return the probabilities of the next token of each prompt under its edits, ``[prompts, vocab]``.
+
+        Raises:
+            SteeringError: The engine does not return all log-probabilities.
+        """
+        if 0 <= self._max_logprobs < self.vocab_size:
+            raise SteeringError(
+                "max_logprobs",
+                f"is {self._max_logprobs}, but the vocabulary has {self.vocab_size} tokens; start the engine with "
+                "max_logprobs=-1",
+            )
+        params = [self.params(edits=each, logprobs=-1, flat_logprobs=True, detokenize=False) for each in edits]
+        found = torch.zeros(len(params), self.vocab_size)
+        for row, output in zip(found, self.run(prompts, params), strict=True):
+            flat = output.outputs[0].logprobs
+            row[torch.tensor(flat.token_ids)] = torch.tensor(flat.logprobs).exp()
+        return found
+
+    def project_on_vocab(self, hidden_state: torch.Tensor) -> torch.Tensor:
+        """Return log-probabilities of the final norm and the head applied to rows of the last layer's output.
+
+        The engine runs a one-token prompt whose last output is replaced by the row. nnterp returns logits, which differ
+        by a constant per row.
+
+        Args:
+            hidden_state: ``[..., hidden]``.
+
+        Returns:
+            ``[..., vocab]``, on the CPU.
+        """
+        if not isinstance(hidden_state, torch.Tensor) or hidden_state.shape[-1:] != (self.hidden_size,):
+            shape = list(hidden_state.shape) if isinstance(hidden_state, torch.Tensor) else shown(hidden_state)
+            raise SteeringError("hidden_state", f"must be a tensor [..., {self.hidden_size}], not {shape}")
+        rows = hidden_state.reshape(-1, self.hidden_size)
+        edits = [[self.replace(self.num_layers - 1, row, 0)] for row in rows]
+        probs = self.probabilities([[0]] * len(edits), edits)
+        return probs.log().reshape(*hidden_state.shape[:-1], -1)
+
+    def get_topk_closest_tokens(self, hidden_state: torch.Tensor, k: int = 5) -> Any:
+        """Return the k most probable tokens of rows of the last layer's output, with their probabilities.
+
+        Returns:
+            A dict for a row, a list of dicts for a matrix.
+        """
+        if not isinstance(hidden_state, torch.Tensor) or hidden_state.ndim not in (1, 2):
+            raise SteeringError("hidden_state", "must be a tensor [hidden] or [n, hidden]")
+        top = self.project_on_vocab(hidden_state).exp().topk(k)
+        found = [
+            dict(zip(self.tokenizer.convert_ids_to_tokens(tokens.tolist()), probs.tolist(), strict=True))
+            for tokens, probs in zip(top.indices.reshape(-1, k), top.values.reshape(-1, k), strict=True)
+        ]
+        return found[0] if hidden_state.ndim == 1 else found
+
+    @staticmethod
+    def replace(layer: int, row: torch.Tensor, position: int, point: Any = "post_block") -> Edit:
+        """Return the edit that puts a row in place of a token's."""
+        rows = row.detach().float().cpu()
+        return Edit(kind="replace", point=point, layers=layer, vector=rows, tokens=[position])
+
+    @contextmanager
+    def steer(
+        self, layers: Any, steering_vector: torch.Tensor, factor: float = 1.0, token_positions: Any = None
+    ) -> Iterator[None]:
+        """Add a vector to the output of layers in all calls within the context.
+
+        Args:
+            layers: A layer or a list of layers.
+            steering_vector: ``[hidden]``.
+            factor: Factor of the vector.
+            token_positions: Positions of the prompt, from its end if negative; all tokens by default.
+
+        Raises:
+            SteeringError: An argument is invalid.
+        """
+        tokens: Any = "all"
+        if token_positions is not None:
+            tokens = torch.as_tensor(token_positions).reshape(-1).tolist()
+        chosen = self.read_layers(layers)
+        edit = Edit(
+            kind="add", point="post_block", layers=chosen, vector=steering_vector, strength=factor, tokens=tokens
+        )
+        self._edits.append(edit)
+        try:
+            yield
+        finally:
+            self._edits = [each for each in self._edits if each is not edit]
+
+    def generate(self, prompts: Any, max_new_tokens: int = 50, **kwargs: Any) -> list[Any]:
+        """Return outputs of ``LLM.generate``, greedy by default, with the edits of :meth:`steer`."""
+        encoded = [self.encode(text) for text in read_prompts(prompts)]
+        return self.run(encoded, [self.params(max_tokens=max_new_tokens, **kwargs) for _ in encoded])
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name in REFUSED:
+            raise SteeringError(name, REFUSED[name])
+        raise AttributeError(f"StandardizedTransformer has no attribute {name}")
+
+
+def read_prompts(prompts: Any) -> list[Any]:
+    """Return a list of prompts; a text, or a list of tokens, is one prompt.
+
+    Raises:
+        SteeringError: There are none.
+    """
+    if isinstance(prompts, str) or (isinstance(prompts, (list, tuple)) and prompts and is_integer(prompts[0])):
+        return [prompts]
+    if not isinstance(prompts, (list, tuple)) or not prompts:
+        raise SteeringError("prompts", f"must be a text or a list of texts, not {shown(prompts)}")
+    return list(prompts)
+
+
+def rows_of(output: Any, field: str) -> Any:
+    """Return the captured rows of an output; raise RuntimeError if some are missing."""
+    result = output.capture_results["memory"]
+    if result.status != "ok":
+        raise RuntimeError(f"{field}: {result.error}")
+    return result

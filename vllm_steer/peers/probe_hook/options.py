@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options of the engines, and their translation to a capture and to attributes of outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_steer.errors import SteeringError
+from vllm_steer.params import attach_steering, capture_specs, has_steering
+from vllm_steer.spec import CaptureSpec
+from vllm_steer.spec.scalars import shown
+
+POINT = "post_block"
+Rows = dict[int, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class ProbeOptions:
+    """Layers and tokens whose hidden states outputs have."""
+
+    spec: CaptureSpec
+    include_prefill: bool
+    include_decode: bool
+    last_prefill_token: bool
+    last_decode_token: bool
+    include_last: bool
+
+    @classmethod
+    def read(cls, layers: Any, **flags: Any) -> ProbeOptions:
+        """Check the options.
+
+        Raises:
+            SteeringError: An option is invalid, or no tokens are chosen.
+        """
+        for name, value in flags.items():
+            if not isinstance(value, bool):
+                raise SteeringError(name, f"must be True or False, not {shown(value)}")
+        for last, whole in (("last_prefill_token", "include_prefill"), ("last_decode_token", "include_decode")):
+            if flags[last] and not flags[whole]:
+                flags[whole] = True
+        if flags["include_last"] and not flags["include_decode"]:
+            raise SteeringError("include_last", "is the last generated token; it needs include_decode=True")
+        positions: Any
+        if flags["include_prefill"] and flags["include_decode"]:
+            positions = "all"
+        elif flags["include_prefill"]:
+            positions = "last_prompt" if flags["last_prefill_token"] else "all_prompt"
+        elif flags["include_decode"]:
+            positions = "all_generated"
+        else:
+            raise SteeringError("include_decode", "with include_prefill, both False: there is nothing to return")
+        if layers in ("all", ["all"], ("all",)):
+            layers = "all"
+        elif not isinstance(layers, (list, tuple, range)) or not layers:
+            raise SteeringError("layers", f'must be a list of layer numbers or ["all"], not {shown(layers)}')
+        try:
+            spec = CaptureSpec(hooks={POINT: layers if layers == "all" else list(layers)}, positions=positions)
+        except SteeringError as error:
+            raise SteeringError("layers", error.problem) from None
+        return cls(spec=spec, **flags)
+
+    def params(self, params: Any, *, streamed: bool = False) -> Any:
+        """Return a copy of sampling parameters that captures.
+
+        Raises:
+            SteeringError: ``params`` have edits or captures without this capture.
+        """
+        if has_steering(params):
+            if not any(name == "memory" for name, _ in capture_specs(params)):
+                raise SteeringError(
+                    "sampling_params", "have steering but no capture; add SamplingParams(..., capture=llm.capture)"
+                )
+            if self.include_last:
+                raise SteeringError(
+                    "include_last",
+                    "runs the last token in a request of its own, without the steering of sampling_params; omit it",
+                )
+            return params
+        copied = params.clone()
+        attach_steering(copied, {"capture": self.capture(streamed=streamed)})
+        return copied
+
+    def capture(self, *, streamed: bool = False) -> dict[str, Any]:
+        """Return the field ``capture`` of ``SamplingParams``."""
+        wire = {"hooks": dict(self.spec.hooks), "positions": self.spec.positions.to_wire()}
+        named = {"prompt": "all_prompt", "generated": "all_generated"}
+        if isinstance(wire["positions"], str):
+            wire["positions"] = named.get(wire["positions"], wire["positions"])
+        return {"memory": {**wire, **({"stream": True} if streamed else {})}}
+
+    def attach(self, output: Any, sites: Mapping[Any, Any], prompt: int, last: Rows | None = None) -> None:
+        """Set the attributes of an output or of one of its samples.
+
+        Args:
+            output: The object that receives the attributes.
+            sites: Rows by site, with their positions.
+            prompt: Length of the prompt.
+            last: Row of the last generated token by layer.
+        """
+        prefill: Rows = {}
+        decode: Rows = {}
+        for (_, layer), site in sorted(sites.items(), key=lambda item: item[0][1]):
+            count = int(np.searchsorted(site.positions, prompt))
+            prefill[layer], decode[layer] = site.rows[:count], site.rows[count:]
+            if last is not None:
+                decode[layer] = torch.cat([decode[layer], last[layer]])
+        if self.last_prefill_token:
+            prefill = {layer: rows[-1:] for layer, rows in prefill.items()}
+        if self.last_decode_token:
+            decode = {layer: rows[-1:] for layer, rows in decode.items()}
+        # The code of vllm-probe-hook has the longer names, its README the shorter ones.
+        output.hidden_states = output.hidden = decode if self.include_decode else {}
+        output.prefill_hidden_states = output.prefill_hidden = prefill if self.include_prefill else {}
+
+
+def complete_rows(completion: Any) -> Mapping[Any, Any]:
+    """Return the rows of a finished sample; raise RuntimeError if some are missing."""
+    result = completion.capture_results["memory"]
+    if result.status != "ok":
+        raise RuntimeError(f"hidden states are not complete: {result.error}")
+    sites: Mapping[Any, Any] = result.sites
+    return sites
+
+
+def last_prompt(output: Any, completion: Any) -> dict[str, list[int]]:
+    """Return the prompt whose last token is the last generated token of a sample.
+
+    Raises:
+        SteeringError: The prompt had images or other data that token ids do not include.
+    """
+    if getattr(output, "multi_modal_placeholders", None):
+        raise SteeringError("include_last", "serves text prompts only; omit it")
+    return {"prompt_token_ids": [*output.prompt_token_ids, *completion.token_ids]}
+
+
+def last_rows(output: Any) -> Rows:
+    """Return the row of the last prompt token by layer."""
+    return {layer: site.rows for (_, layer), site in complete_rows(output).items()}
+
+
+def last_params(options: ProbeOptions) -> Any:
+    """Return the sampling parameters of a request that reads the last token of its prompt."""
+    from vllm_steer.params import SamplingParams
+
+    spec = {"hooks": dict(options.spec.hooks), "positions": "last_prompt"}
+    return SamplingParams(max_tokens=1, temperature=0, detokenize=False, capture={"memory": spec})
