@@ -15,7 +15,7 @@ import torch
 
 from tests.server.server import LAYERS
 from vllm_steer import Client
-from vllm_steer.patching import PatchingStudy
+from vllm_steer.patching import PatchingResult, PatchingStudy
 
 PROMPTS = {"clean": "the cat sat", "corrupt": "the dog sat", "answer": "ab", "foil": "c"}
 TOLERANCE = 1e-4
@@ -166,3 +166,25 @@ def test_the_alias(client: httpx.Client) -> None:
     ):
         response = client.post("/v1/patch_sweep", json={**SWEEP, **change})
         assert (response.status_code, response.json()["error"]["param"]) == (400, field), response.text
+
+
+def test_the_command(url: str, tmp_path: Path, hook_grid: np.ndarray) -> None:
+    """Catches a command that loses a field of its file, and an error without the path of the field."""
+    from typer.testing import CliRunner
+
+    from vllm_steer.cli.main import app
+
+    study, plot, out = tmp_path / "study.yaml", tmp_path / "grid.png", tmp_path / "study.safetensors"
+    study.write_text("clean: the cat sat\ncorrupt: the dog sat\nanswer: ab\nfoil: c\n")
+    run = CliRunner().invoke(app, ["patch", str(study), "--url", url, "--plot", str(plot), "--out", str(out)])
+    assert run.exit_code == 0, run.output
+    assert plot.read_bytes().startswith(b"\x89PNG") and "0 failed" in run.output
+    np.testing.assert_allclose(PatchingResult.load(out).grid("post_block"), hook_grid, atol=TOLERANCE)
+    for text, message in (
+        ("clean: a\ncorrupt: b\nanswer: c\npositions: [{span: x}]\nmetric: logprob", "positions[0].span"),
+        ("clean: a\nanswer: [", "cannot be parsed as YAML"),
+        ("- 1", "must contain an object"),
+    ):
+        study.write_text(text)
+        run = CliRunner().invoke(app, ["patch", str(study), "--url", url])
+        assert run.exit_code == 1 and message in run.output and str(study) in run.output, run.output
