@@ -193,7 +193,7 @@ def test_read_and_gate_kernels_equal_the_definition(hidden: int, fused: bool) ->
         (ops.GATE, 0, 0, 3 | 7 << 16), (ops.ABLATE, 3, 7, 6), (ops.ADD, 0, 0, 7 | 6 << 16),
     ]  # fmt: skip
     parameters = [
-        (2.0, 0, 0, 0), (0.3, 0, 0, 0), (-0.1, 1, 0, 0), (0.2, 1.0, 0.0, 0), (0.45, -1.0, 5.0, 0), (1.0, 0, 0, 0),
+        (2.0, 0, 0, 0), (0.3, 2, 0, 0), (-0.1, 3, 0, 0), (0.2, 1.0, 0.0, 0), (0.45, -1.0, 5.0, 0), (1.0, 0, 0, 0),
         (3.0, 0, 0, 0),
     ]  # fmt: skip
     for device in ("cpu", "cuda"):
