@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from vllm_steer.compat.version import IncompatibleError
     from vllm_steer.config import SteeringConfig, engine_kwargs
     from vllm_steer.errors import SteeringError
+    from vllm_steer.frontend.controllers import ControlledRequest, Controller
     from vllm_steer.llm import LLM
     from vllm_steer.params import SamplingParams
     from vllm_steer.registry.registry import SteeringRegistry
@@ -46,6 +47,8 @@ __all__ = [
     "Client",
     "Completion",
     "Consumer",
+    "ControlledRequest",
+    "Controller",
     "Edit",
     "HiddenStates",
     "IncompatibleError",
@@ -82,6 +85,8 @@ _MODULES = {
     "CaptureResult": "vllm_steer.capture.results",
     "CapturedRequest": "vllm_steer.capture.results",
     "Consumer": "vllm_steer.capture.consumers",
+    "ControlledRequest": "vllm_steer.frontend.controllers",
+    "Controller": "vllm_steer.frontend.controllers",
     "open_captures": "vllm_steer.capture.files.reader",
     "CapacityError": "vllm_steer.compat.request_state",
     "install": "vllm_steer.compat.names",

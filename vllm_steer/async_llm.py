@@ -18,8 +18,10 @@ from vllm_steer.frontend.context import (
     RegistryOptions,
     ensure_engine_context,
     set_consumers,
+    set_controller,
     set_registry,
 )
+from vllm_steer.frontend.controllers import read_controller
 from vllm_steer.frontend.live import samples_of, set_strength
 from vllm_steer.registry.registry import SteeringRegistry
 from vllm_steer.registry.schema import Deleted, GlobalSteering, ModuleInfo, ModuleList
@@ -48,6 +50,7 @@ class AsyncLLM(VllmAsyncLLM):  # type: ignore[misc]
         capture_consumers: Mapping[str, Mapping[str, Any]] | None = None,
         steering_registry: str | Path | None = None,
         steering_modules: Mapping[str, str | Path] | None = None,
+        steering_controller: Mapping[str, Mapping[str, Any]] | None = None,
         **kwargs: Any,
     ) -> Self:
         """Create an engine.
@@ -59,6 +62,8 @@ class AsyncLLM(VllmAsyncLLM):  # type: ignore[misc]
             capture_consumers: Options of capture consumers beside ``memory``, by name, as for ``LLM``.
             steering_registry: Folder that stores modules and global steering. By default they are kept in memory.
             steering_modules: Paths of safetensors files to register as modules, by name.
+            steering_controller: The controller of requests with readouts and live strengths, ``{name: options}``; see
+                :class:`vllm_steer.Controller`.
             **kwargs: Further arguments of vLLM's method.
 
         Raises:
@@ -69,6 +74,7 @@ class AsyncLLM(VllmAsyncLLM):  # type: ignore[misc]
             "capture_consumers": capture_consumers,
             "steering_registry": steering_registry,
             "steering_modules": steering_modules,
+            "steering_controller": steering_controller,
         }
         if "steering" not in (engine_args.additional_config or {}):
             for name, value in given.items():
@@ -79,9 +85,13 @@ class AsyncLLM(VllmAsyncLLM):  # type: ignore[misc]
         # Before the model is loaded, which takes long.
         consumers = read_consumers(capture_consumers)
         registry = RegistryOptions.of(steering_registry, steering_modules)
+        if steering_controller is not None:
+            read_controller(steering_controller, "steering_controller")
         engine: Self = super().from_engine_args(engine_args, *args, **kwargs)
         if capture_consumers is not None:
             set_consumers(engine, consumers)
+        if steering_controller is not None:
+            set_controller(engine, steering_controller)
         if steering_registry is not None or steering_modules is not None:
             set_registry(engine, registry)
         return engine

@@ -267,6 +267,33 @@ KEY_STORE_MIB = ServerLimit(
     scope="key",
     status=HTTPStatus.TOO_MANY_REQUESTS,
 )
+KEY_STUDY_RUNS = ServerLimit(
+    "key_study_runs",
+    65536,
+    1,
+    1 << 24,
+    "forward passes of the cells of one patching study: one per cell, or several if answer or foil have several tokens",
+    scope="key",
+    status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+)
+KEY_STUDIES = ServerLimit(
+    "key_studies",
+    2,
+    1,
+    1 << 10,
+    "patching studies of a key at one time",
+    scope="key",
+    status=HTTPStatus.TOO_MANY_REQUESTS,
+)
+MAX_STUDIES = ServerLimit(
+    "max_studies",
+    16,
+    1,
+    1 << 10,
+    "patching studies of all keys at one time",
+    scope="server",
+    status=HTTPStatus.SERVICE_UNAVAILABLE,
+)
 MAX_PROGRAMS = ServerLimit(
     "max_programs",
     4096,
@@ -332,8 +359,8 @@ REGISTRY_MIB = ServerLimit(
 
 SERVER_LIMITS: tuple[ServerLimit, ...] = (
     *(MAX_BODY_MIB, REQUEST_EDITS, REQUEST_VECTORS, REQUEST_LAYERS, MAX_NORM),
-    *(KEY_REQUESTS, KEY_PROGRAMS, KEY_POOL_MIB, KEY_CAPTURE_MIB, KEY_STORE_MIB),
-    *(MAX_PROGRAMS, INLINE_KIB, RESPONSE_MIB, STORE_MIB, EXPIRY_S, REGISTRY_MODULES, REGISTRY_MIB),
+    *(KEY_REQUESTS, KEY_PROGRAMS, KEY_POOL_MIB, KEY_CAPTURE_MIB, KEY_STORE_MIB, KEY_STUDY_RUNS, KEY_STUDIES),
+    *(MAX_PROGRAMS, MAX_STUDIES, INLINE_KIB, RESPONSE_MIB, STORE_MIB, EXPIRY_S, REGISTRY_MODULES, REGISTRY_MIB),
 )
 KEY_LIMITS: Mapping[str, ServerLimit] = MappingProxyType(
     {limit.key_name: limit for limit in SERVER_LIMITS if limit.key_name is not None}
@@ -360,6 +387,7 @@ MAX_STOP_TOKENS = 1024
 MAX_STRENGTHS_BYTES = 65536
 MAX_TOP_K = 64
 MAX_SAES = 64
+MAX_CONTROLLED = 1024
 MAX_SAE_FEATURES = 1 << 22
 
 FORMAT_LIMITS: tuple[FormatLimit, ...] = (
@@ -386,6 +414,7 @@ FORMAT_LIMITS: tuple[FormatLimit, ...] = (
     FormatLimit("stop tokens", MAX_STOP_TOKENS, "`tokens` of a condition in `stop_on`"),
     FormatLimit("top k", MAX_TOP_K, "`top_k` of a readout `lens` or `sae`"),
     FormatLimit("autoencoders", MAX_SAES, "sparse autoencoders of an engine"),
+    FormatLimit("controlled samples", MAX_CONTROLLED, "samples that a controller steers at one time, in one process"),
     FormatLimit("features", MAX_SAE_FEATURES, "features of a sparse autoencoder"),
     FormatLimit("strengths", MAX_STRENGTHS_BYTES, "bytes of a change of live strengths over HTTP"),
 )

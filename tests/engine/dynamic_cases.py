@@ -39,6 +39,13 @@ def cases(bounds: dict[str, tuple[float, float]]) -> dict[str, dict[str, Any]]:
         "previous, soft": {"edits": [
             add(layer="all", strength=0.3, when={"readout": "late", "above": late[1], "window": "previous",
                                                  "sharpness": 9.0})]},
+        **{f"previous, {name}": {"edits": [
+            add(layer=0, when={"readout": "late", "above": bound, "window": "previous", **fold})]}
+           for name, bound, fold in (
+               ("mean", bounds["running"][0], {"over": "mean"}),
+               ("max", late[1], {"over": "max"}),
+               ("ema", bounds["running"][1], {"over": "ema", "alpha": 0.6}),
+               ("in a row", late[0], {"tokens": 2}))},
         "latch": {"edits": [add(layer=1, when={"readout": "late", "above": late[1], "window": "latch"})]},
         "latch, release": {"edits": [
             add(layer=1, when={"readout": "late", "above": late[1], "window": "latch",
@@ -72,6 +79,10 @@ def bounds_of(reference: Reference) -> dict[str, tuple[float, float]]:
         for name in READOUTS
         for values in (np.sort(np.concatenate([each.scores[name] for each in runs])),)
     }
+    runs_of_late = [each.scores["late"][len(tokens) - 1 :] for each, tokens in zip(runs, PROMPTS, strict=True)]
+    means = np.sort(np.concatenate([np.cumsum(each) / np.arange(1, len(each) + 1) for each in runs_of_late]))
+    averages = np.sort(np.concatenate([[_ema(each[: n + 1], 0.6) for n in range(len(each))] for each in runs_of_late]))
+    found["running"] = (_gap(means, 0.5), _gap(averages, 0.5))
     prompts = [each.scores["early"][: len(tokens)] for each, tokens in zip(runs, PROMPTS, strict=True)]
     for over, fold in FOLDS.items():
         # Half of the prompts exceed it.
@@ -83,6 +94,13 @@ def bounds_of(reference: Reference) -> dict[str, tuple[float, float]]:
 FOLDS: dict[str, Any] = {
     "mean": np.mean, "max": np.max, "last": lambda values: values[-1], "range": lambda values: np.mean(values[2:5]),
 }  # fmt: skip
+
+
+def _ema(values: Any, alpha: float) -> float:
+    average = values[0]
+    for value in values[1:]:
+        average = (1 - alpha) * average + alpha * value
+    return float(average)
 
 
 def _gap(values: np.ndarray, quantile: float) -> float:

@@ -212,6 +212,18 @@ def _holds(stop: Mapping[str, Any], value: float, expected: Expected) -> bool:
 
 def _early(condition: Any, values: list[float], position: int, prompt_len: int, expected: Expected) -> float:
     """Return the factor of a condition on tokens before ``position``."""
+    if condition.window == "previous" and condition.count:
+        recent = values[max(prompt_len - 1, position - condition.count) : position]
+        held = [_factor(condition, value, expected) for value in recent]
+        return float(len(held) == condition.count and all(held))
+    if condition.window == "previous" and condition.over in ("mean", "max"):
+        fold = np.mean if condition.over == "mean" else np.max
+        return _factor(condition, float(fold(values[prompt_len - 1 : position])), expected)
+    if condition.window == "previous" and condition.over == "ema":
+        average = values[prompt_len - 1]
+        for value in values[prompt_len:position]:
+            average += condition.alpha * (value - average)
+        return _factor(condition, average, expected)
     if condition.window == "previous":
         return _factor(condition, values[position - 1], expected)
     if condition.window == "latch":

@@ -30,6 +30,8 @@ def test_wire_form_restores_the_edit() -> None:
     for when in (
         ABOVE,
         {**ABOVE, "window": "latch", "release": {"below": 0.1}},
+        {**ABOVE, "window": "previous", "over": "ema", "alpha": 0.2},
+        {**ABOVE, "window": "previous", "tokens": 3},
         [{**ABOVE, "window": "prompt", "over": "max", "positions": [[1, 4]]}, {**ABOVE, "sharpness": 3.0}],
     ):
         made = edit(when, live="calm", tokens="generated")
@@ -54,6 +56,15 @@ def test_default_tokens() -> None:
         ({**ABOVE, "above": float("inf")}, "when.above"),
         ({**ABOVE, "over": "mean"}, "when.over"),
         ({**ABOVE, "release": {"below": 0.1}}, "when.release"),
+        ({**ABOVE, "window": "prompt", "over": "ema", "alpha": 0.5}, "when.over"),
+        ({**ABOVE, "window": "previous", "over": "k_of_n"}, "when.over"),
+        ({**ABOVE, "window": "previous", "over": "ema"}, "when.alpha"),
+        ({**ABOVE, "window": "previous", "over": "ema", "alpha": 1.0}, "when.alpha"),
+        ({**ABOVE, "window": "previous", "alpha": 0.5}, "when.alpha"),
+        ({**ABOVE, "window": "latch", "tokens": 2}, "when.tokens"),
+        ({**ABOVE, "window": "previous", "tokens": 0}, "when.tokens"),
+        ({**ABOVE, "window": "previous", "tokens": 2, "over": "max"}, "when.over"),
+        ({**ABOVE, "window": "previous", "tokens": 2, "sharpness": 1.0}, "when.sharpness"),
         ({**ABOVE, "window": "latch", "release": {"above": 0.1, "below": 0.2}}, "when.release.above"),
         ({**ABOVE, "window": "latch", "sharpness": 2.0}, "when.sharpness"),
         ({**ABOVE, "sharpness": 0.0}, "when.sharpness"),

@@ -18,7 +18,7 @@ from vllm_steer.taps.assignment import BatchLayout
 from vllm_steer.taps.reference import apply_tap
 from vllm_steer.taps.tables import Tables
 
-REQUESTS, CONDITIONS, COLUMNS, DRAFTS, TOKENS, HIDDEN = 5, 6, 12, 2, 64, 48
+REQUESTS, CONDITIONS, COLUMNS, DRAFTS, TOKENS, HIDDEN = 5, 10, 12, 2, 64, 48
 OPEN = 2**31 - 1
 
 
@@ -36,11 +36,13 @@ def conditions(rng: np.random.Generator) -> list[DeviceCondition]:
     return [
         DeviceCondition(
             kind=int(kind), score=int(rng.integers(1, 5)), target=0 if kind == kinds.STOP else int(rng.integers(6, 10)),
-            first=int(rng.integers(0, 6)), stop=OPEN if kind in (2, 3, 7) else int(rng.integers(8, 20)),
+            first=int(rng.integers(0, 6)),
+            stop=OPEN if kind in (kinds.PREVIOUS, kinds.LATCH, kinds.STOP) else int(rng.integers(8, 20)),
             count=int(rng.integers(1, 4)), start=int(rng.integers(5, 12)), number=int(rng.integers(1, 4)),
             threshold=float(rng.normal() * 0.3), sign=float(rng.choice([-1, 1])),
             sharpness=float(rng.choice([0.0, 2.0])) if kind != kinds.LATCH else 0.0,
             release=float(rng.normal()), release_sign=float(rng.choice([-1, 0, 1])),
+            alpha=float(np.float32(rng.uniform(0.1, 0.9))),
         )
         for kind in drawn
     ]  # fmt: skip
@@ -52,7 +54,7 @@ def write(tables: Tables, slot: int, made: list[DeviceCondition]) -> None:
             [each.kind, each.score, each.target, each.first, each.stop, each.count, each.start, each.number]
         )
         tables.bound[slot, c] = torch.tensor(
-            [each.threshold, each.sign, each.sharpness, each.release, each.release_sign, 0.0]
+            [each.threshold, each.sign, each.sharpness, each.release, each.release_sign, each.alpha]
         )
         tables.carry[slot, :, c] = dynamic.initial_state(each.kind)
 
@@ -60,17 +62,19 @@ def write(tables: Tables, slot: int, made: list[DeviceCondition]) -> None:
 def state_of(each: DeviceCondition, scores: np.ndarray) -> float:
     """Return the state after all positions, by a loop."""
     state = dynamic.initial_state(each.kind)
-    for position, score in enumerate(scores[:, each.score]):
+    for position, score in enumerate(scores[:, each.score].astype(float)):
         if not each.first <= position < each.stop:
             continue
         holds = each.sign * (score - each.threshold) > 0
         if each.kind in (kinds.PREVIOUS, kinds.PROMPT_LAST):
             state = score
-        elif each.kind == kinds.PROMPT_MEAN:
+        elif each.kind in (kinds.PROMPT_MEAN, kinds.MEAN):
             state += score
-        elif each.kind == kinds.PROMPT_MAX:
+        elif each.kind == kinds.EMA:
+            state = score if np.isnan(state) else state + each.alpha * (score - state)
+        elif each.kind in (kinds.PROMPT_MAX, kinds.MAX):
             state = max(state, score)
-        elif each.kind == kinds.STOP:
+        elif each.kind in (kinds.STOP, kinds.HELD):
             state = state + 1 if holds else 0.0
         elif holds:
             state = 1.0
@@ -164,7 +168,7 @@ def test_kernels_equal_the_definition(seed: int) -> None:
             fold(tables, place, CONDITIONS)
         torch.testing.assert_close(begun[1], begun[0], atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(fast.record[:tokens].cpu(), slow.record[:tokens], atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(fast.carry.cpu(), slow.carry, atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(fast.carry.cpu(), slow.carry, atol=1e-6, rtol=1e-6, equal_nan=True)
         torch.testing.assert_close(fast.next_position.cpu(), slow.next_position)
 
 

@@ -13,7 +13,7 @@ from vllm_steer.capture.readouts import merge_readouts
 from vllm_steer.capture.row_deltas import merge_deltas
 from vllm_steer.capture.row_payload import ROWS_REQUEST_ID
 from vllm_steer.frontend.context import engine_context
-from vllm_steer.frontend.outputs import consumers_paused, take_rows
+from vllm_steer.frontend.outputs import consumers_paused, feed_controllers, take_rows
 from vllm_steer.frontend.requests import complete_params, complete_params_async, refuse_streaming_input
 from vllm_steer.metrics.stat_logger import install_stat_logger
 
@@ -52,7 +52,9 @@ def process_outputs(
     if engine_core_outputs and engine_core_outputs[0].request_id == ROWS_REQUEST_ID:
         engine_core_outputs = take_rows(output_processor, engine_core_outputs)
     with consumers_paused(output_processor):
-        return original(output_processor, engine_core_outputs, *args, **kwargs)
+        processed = original(output_processor, engine_core_outputs, *args, **kwargs)
+    feed_controllers(output_processor)
+    return processed
 
 
 def merge_outputs(original: Callable[..., Any], output: Any, next_output: Any, *args: Any, **kwargs: Any) -> None:

@@ -246,7 +246,7 @@ class ProgramStore:
             condition[c] = (
                 each.kind, each.score, each.target, each.first, each.stop, each.count, each.start, each.number
             )  # fmt: skip
-            bound[c, :5] = each.threshold, each.sign, each.sharpness, each.release, each.release_sign
+            bound[c] = each.threshold, each.sign, each.sharpness, each.release, each.release_sign, each.alpha
             carry[:, c] = initial_state(each.kind)
         self._condition.put(slot, condition)
         self._bound.put(slot, bound)

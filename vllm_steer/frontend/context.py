@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from vllm.sampling_params import RequestOutputKind
@@ -24,6 +24,7 @@ from vllm_steer.capture.manager import CaptureManager
 from vllm_steer.config import SteeringConfig, from_vllm_config, rows_of_all_stages
 from vllm_steer.engine.capabilities import Capabilities
 from vllm_steer.errors import SteeringError
+from vllm_steer.frontend.controllers import read_controller
 from vllm_steer.metrics.collectors import start as start_metrics
 from vllm_steer.params import capture_specs, program_of
 from vllm_steer.program.program_files import ProgramFileCache
@@ -31,6 +32,9 @@ from vllm_steer.registry.directory import DirectoryStore
 from vllm_steer.registry.index import RegistryLimits
 from vllm_steer.registry.registry import SteeringRegistry
 from vllm_steer.spec.scalars import shown
+
+if TYPE_CHECKING:
+    from vllm_steer.frontend.controller_runner import ControllerRunner
 
 CONSUMERS_VARIABLE = "VLLM_STEER_CAPTURE_CONSUMERS"
 REGISTRY_VARIABLE = "VLLM_STEER_REGISTRY"
@@ -49,6 +53,8 @@ _CAPABILITIES_RPC = "steering_capabilities"
 _CONTEXT = "_steering_context"
 _CONSUMER_OPTIONS = "_steering_consumer_options"
 _REGISTRY_OPTIONS = "_steering_registry_options"
+_CONTROLLER = "_steering_controller"
+CONTROLLER_VARIABLE = "VLLM_STEER_CONTROLLER"
 
 
 class RegistryOptions(msgspec.Struct, frozen=True):
@@ -84,6 +90,8 @@ class EngineContext:
     """The model's name in metrics, as in vLLM's."""
     program_files: ProgramFileCache | None = None
     """Files that pass large programs to the engine; None if the engine runs in this process or on another host."""
+    controllers: ControllerRunner | None = None
+    """Runs the controller; None if none is switched on."""
 
     def check(self, params: Any, prompt_len: int | None) -> None:
         """Raise :class:`SteeringError` unless this engine serves ``params`` exactly as written.
@@ -94,6 +102,8 @@ class EngineContext:
         """
         program, specs = program_of(params), capture_specs(params)
         self.capture_manager.check(specs)
+        if program is not None and self.controllers is not None and program.layout.live and program.readouts:
+            self.controllers.check()
         if program is not None:
             self.capabilities.check(program, prompt_len, None if prompt_len is None else params.max_tokens)
         for name, spec in specs:
@@ -145,6 +155,11 @@ def set_consumers(engine: Any, options: Mapping[str, Mapping[str, Any]]) -> None
     setattr(engine, _CONSUMER_OPTIONS, options)
 
 
+def set_controller(engine: Any, controller: Mapping[str, Any]) -> None:
+    """Set the controller of an engine client, ``{name: options}``. Call before the first request."""
+    setattr(engine, _CONTROLLER, controller)
+
+
 def set_registry(engine: Any, options: RegistryOptions) -> None:
     """Set where an engine client stores modules. Call before the first request."""
     setattr(engine, _REGISTRY_OPTIONS, options)
@@ -173,6 +188,7 @@ def _create(engine: Any, reports: Any, config: SteeringConfig) -> EngineContext:
         _registry(engine, capabilities, model, config),
         model,
         ProgramFileCache() if _shares_files(engine) else None,
+        _controllers(engine),
     )
     setattr(engine.input_processor, _CONTEXT, context)
     setattr(engine.output_processor, _CONTEXT, context)
@@ -181,6 +197,18 @@ def _create(engine: Any, reports: Any, config: SteeringConfig) -> EngineContext:
     if context.program_files is not None:
         weakref.finalize(engine, context.program_files.close)
     return context
+
+
+def _controllers(engine: Any) -> ControllerRunner | None:
+    given: Mapping[str, Any] | None = getattr(engine, _CONTROLLER, None)
+    if given is None and not hasattr(engine, "step"):
+        # An AsyncLLM. The server's flag sets the variable; API server processes inherit it.
+        given = json.loads(os.environ.get(CONTROLLER_VARIABLE, "{}"))
+    if not given:
+        return None
+    from vllm_steer.frontend.controller_runner import ControllerRunner  # it reads this module's contexts
+
+    return ControllerRunner(engine, *read_controller(given, "steering_controller"))
 
 
 def _shares_files(engine: Any) -> bool:

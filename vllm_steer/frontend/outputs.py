@@ -26,6 +26,7 @@ from vllm_steer.capture.row_deltas import RowDelta, RowDeltaStream
 from vllm_steer.capture.row_receiver import RowReceiver
 from vllm_steer.engine.admission import REFUSED
 from vllm_steer.frontend.context import capture_manager_of, context_of
+from vllm_steer.frontend.controllers import ControlledRequest
 from vllm_steer.frontend.reach import record_selections, unreached_edits
 from vllm_steer.metrics.collectors import add, set_gauge
 from vllm_steer.metrics.requests import count_gates
@@ -58,6 +59,8 @@ class RunningCapture:
     streams: Mapping[str, RowDeltaStream]
     submission: int
     readouts: ReadoutStream | None
+    controlled: bool = False
+    """Whether a controller reads the readouts as well."""
 
 
 def begin_capture(output_processor: Any, request: Any) -> None:
@@ -73,8 +76,17 @@ def begin_capture(output_processor: Any, request: Any) -> None:
         streams = {name: RowDeltaStream(assembler, spec) for name, spec in specs if is_streamed(name, spec)}
         submission = _submission(manager, state)
         readouts = ReadoutStream(program, assembler) if program is not None and is_dynamic else None
-        running = RunningCapture(manager, receiver, assembler, specs, streams, submission, readouts)
+        context = context_of(output_processor)
+        controllers = None if context is None else context.controllers
+        controlled = controllers is not None and readouts is not None and bool(readouts.live_names)
+        controlled = controlled and bool(readouts and readouts.program.readouts)
+        running = RunningCapture(manager, receiver, assembler, specs, streams, submission, readouts, controlled)
         setattr(state, _CAPTURE, running)
+        if controllers is not None and controlled:
+            names = live_names(state)
+            controllers.begin(
+                state, ControlledRequest(state_request_id(state), state.request_index, state.prompt_len, names), running
+            )
         if specs:
             manager.begin(specs, state_request_id(state), state.request_index, submission)
 
@@ -124,6 +136,13 @@ def on_results(state: Any, listener: Callable[[Any, CaptureResults], None]) -> N
 def take_rows(output_processor: Any, outputs: Sequence[Any]) -> Sequence[Any]:
     """Take captured rows out of an engine's outputs and return the outputs of requests."""
     return _receiver(output_processor).receive(outputs)
+
+
+def feed_controllers(output_processor: Any) -> None:
+    """Pass the readouts of a step to the controller, if one is switched on."""
+    context = context_of(output_processor)
+    if context is not None and context.controllers is not None:
+        context.controllers.feed(output_processor.request_states)
 
 
 def consumers_paused(output_processor: Any) -> AbstractContextManager[None]:
@@ -201,7 +220,7 @@ def read_records(state: Any) -> tuple[Program, RecordReader]:
     if running.readouts is None:
         raise ValueError("the request has no records")
     setattr(state, _READ_ELSEWHERE, True)
-    shared = bool(running.specs)
+    shared = bool(running.specs) or running.controlled
     return running.readouts.program, RecordReader(running.receiver, running.assembler, state.request_id, shared=shared)
 
 

@@ -13,8 +13,10 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.points import POINT_NAMES
 from vllm_steer.program.compiled_edit import WIRE_VERSION, CompiledEdit, CompiledFeature
 from vllm_steer.program.dynamic import (
+    HELD,
     LENS,
     OVER_CODES,
+    PREVIOUS_CODES,
     SAE_PREFIX,
     TOKEN,
     WINDOW_CODES,
@@ -272,7 +274,11 @@ def _compile_condition(
     condition: Condition, edit: Edit, readouts: Sequence[Readout], numbers: Mapping[str, int], field: str
 ) -> CompiledCondition:
     index = _find_probe(condition.readout, readouts, numbers, field)
-    kind = OVER_CODES[condition.over] if condition.over is not None else WINDOW_CODES[condition.window]
+    kind = WINDOW_CODES.get(condition.window, 0)
+    if condition.over is not None:
+        kind = (OVER_CODES if condition.window == "prompt" else PREVIOUS_CODES)[condition.over]
+    elif condition.count is not None:
+        kind = HELD
     readout = readouts[index]
     first_layer = 0 if edit.layers == "all" else edit.layers[0]
     edited = (first_layer, POINT_NAMES.index(edit.point))
@@ -295,6 +301,8 @@ def _compile_condition(
         condition.sharpness or 0.0,
         None if condition.release is None else _compile_bound(condition.release),
         None if condition.tokens is None else condition.tokens.to_wire(),
+        condition.alpha or 0.0,
+        condition.count or 0,
     )
 
 

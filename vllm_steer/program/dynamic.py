@@ -15,10 +15,11 @@ import msgspec
 from vllm_steer.points import POINT_NAMES
 from vllm_steer.spec import OPEN_END, Selector
 
-TOKEN, PREVIOUS, LATCH, PROMPT_MEAN, PROMPT_MAX, PROMPT_LAST, STOP = range(1, 8)
+TOKEN, PREVIOUS, LATCH, PROMPT_MEAN, PROMPT_MAX, PROMPT_LAST, MEAN, MAX, EMA, HELD, STOP = range(1, 12)
 """Kinds of conditions on the device; 0 is none."""
 WINDOW_CODES: dict[str, int] = {"token": TOKEN, "previous": PREVIOUS, "latch": LATCH}
 OVER_CODES: dict[str, int] = {"mean": PROMPT_MEAN, "max": PROMPT_MAX, "last": PROMPT_LAST}
+PREVIOUS_CODES: dict[str, int] = {"mean": MEAN, "max": MAX, "last": PREVIOUS, "ema": EMA}
 OF_PROMPT = frozenset(OVER_CODES.values())
 STOP_COLUMN = 0
 LENS, SAE_PREFIX = "lens", "sae:"
@@ -91,6 +92,9 @@ class CompiledCondition(msgspec.Struct, frozen=True, array_like=True):
     sharpness: float
     release: CompiledBound | None
     tokens: Wire | None
+    alpha: float = 0.0
+    count: int = 0
+    """Tokens in a row of :data:`HELD`."""
 
     @property
     def selector(self) -> Selector | None:
@@ -134,7 +138,7 @@ class DeviceCondition:
     stop: int
     """Position after the last one."""
     count: int
-    """Number of folded positions of a mean; tokens in a row of a stop."""
+    """Number of folded positions of a mean of the prompt; tokens in a row of :data:`HELD` and of a stop."""
     start: int
     """First position that the factor applies to."""
     number: int
@@ -145,6 +149,8 @@ class DeviceCondition:
     release: float
     release_sign: float
     """0 without a release bound."""
+    alpha: float = 0.0
+    """Weight of the newest value of :data:`EMA`."""
 
 
 @dataclass(frozen=True)

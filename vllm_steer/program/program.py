@@ -294,7 +294,8 @@ class Program(msgspec.Struct, frozen=True, array_like=True, dict=True, weakref=T
     def _is_sound_condition(self, condition: CompiledCondition, readout: int) -> bool:
         if condition.tokens is not None:
             Selector.from_wire(condition.tokens)
-        return 0 <= readout < len(self.readouts) and TOKEN <= condition.kind < STOP
+        sound = TOKEN <= condition.kind < STOP and condition.count >= 0 and 0 <= condition.alpha < 1
+        return sound and 0 <= readout < len(self.readouts)
 
     def _verify_content(self) -> None:
         """Raise SteeringError if a number is not finite or a digest does not match its content."""

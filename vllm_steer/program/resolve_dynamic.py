@@ -127,9 +127,10 @@ def _resolve_condition(
         target=target,
         first=first,
         stop=stop,
-        count=stop - first if condition.kind == PROMPT_MEAN else 0,
+        count=stop - first if condition.kind == PROMPT_MEAN else condition.count,
         start=prompt_len,
         number=0,
+        alpha=condition.alpha,
         **_numbers(condition.bound, condition.sharpness, condition.release),
     )
 

@@ -16,13 +16,14 @@ from pydantic_core import PydanticSerializationError, to_jsonable_python
 
 from vllm_steer.config import SCHEDULER_CLS, WORKER_CLS, engine_kwargs
 from vllm_steer.errors import SteeringError
-from vllm_steer.frontend.context import CONSUMERS_VARIABLE, REGISTRY_VARIABLE, RegistryOptions
+from vllm_steer.frontend.context import CONSUMERS_VARIABLE, CONTROLLER_VARIABLE, REGISTRY_VARIABLE, RegistryOptions
 from vllm_steer.fs.private_tempdir import private_tempdir
 from vllm_steer.fs.shared_tempdir import remove_at_exit
 from vllm_steer.server.auth.key_file import read_keys
 from vllm_steer.server.flags import (
     BATCH_DESTS,
     CONSUMERS,
+    CONTROLLER,
     ENABLE,
     ENGINE_DESTS,
     KEYS,
@@ -83,6 +84,8 @@ def apply_flags(args: argparse.Namespace) -> None:
     # API server processes inherit the environment of this process.
     if dest_of(CONSUMERS) in given:
         os.environ[CONSUMERS_VARIABLE] = _consumers(given[dest_of(CONSUMERS)])
+    if dest_of(CONTROLLER) in given:
+        os.environ[CONTROLLER_VARIABLE] = _controller(given[dest_of(CONTROLLER)])
     if enabled and serves_http:
         _set_server_options(args, given)
 
@@ -150,6 +153,21 @@ def _consumers(texts: Sequence[str]) -> str:
         return json.dumps(to_jsonable_python(consumers))
     except PydanticSerializationError as error:
         raise SteeringError(CONSUMERS, f"an option cannot be passed to the server's processes: {error}") from None
+
+
+def _controller(text: str) -> str:
+    """Return ``{name: options}`` as JSON. Raises ``SteeringError`` for an unknown controller or option."""
+    from vllm_steer.frontend.controllers import read_controller  # slow to import, and rarely needed
+
+    name, _, rest = text.partition(":")
+    options: dict[str, str] = {}
+    for item in rest.split(",") if rest else ():
+        key, equals, value = item.partition("=")
+        if not equals or not key or key in options:
+            raise SteeringError(CONTROLLER, f"{item[:80]!r} must be key=value, once; write {name}:a=1,b=2")
+        options[key] = value
+    read_controller({name: options}, CONTROLLER)
+    return json.dumps({name: options})
 
 
 def _named_paths(texts: Sequence[str], flag: str) -> dict[str, str]:

@@ -23,6 +23,7 @@ PEER_MIDDLEWARE: Mapping[str, str] = MappingProxyType(
     {"vllm-lens": "vllm_steer.peers.vllm_lens.http.VllmLensMiddleware"}
 )
 """Middleware that serves the request keys of another project, by its name."""
+CONTROLLER = "--steering-controller"
 POLICY = "--steering-capture-policy"
 POLICY_HELP = (
     "what happens to a request whose captured rows exceed capture_mib together with those of running requests: wait "
@@ -47,7 +48,10 @@ MULTI_CHOICE_DESTS: Mapping[str, MultiChoice] = MappingProxyType(
 )
 ENGINE_DESTS = (dest_of(POLICY), dest_of(SAE), *SWITCH_DESTS, *MULTI_CHOICE_DESTS, *LIMIT_DESTS)
 """Flags that become settings of the engine."""
-SERVER_DESTS = (*map(dest_of, (CONSUMERS, REGISTRY, MODULES, KEYS, PEERS)), *(limit.dest for limit in SERVER_LIMITS))
+SERVER_DESTS = (
+    *map(dest_of, (CONSUMERS, REGISTRY, MODULES, KEYS, PEERS, CONTROLLER)),
+    *(limit.dest for limit in SERVER_LIMITS),
+)
 """Flags that the API server uses itself."""
 BATCH_DESTS = (dest_of(CONSUMERS), INLINE_KIB.dest, RESPONSE_MIB.dest)
 """Server flags that ``vllm run-batch`` supports as well."""
@@ -98,6 +102,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "kept on the device in float32. Repeatable.",
         action="append",
         metavar="NAME=FOLDER",
+    )
+    add(
+        CONTROLLER,
+        "A controller of an installed package. It reads the readouts of requests that have live strengths, and sets "
+        "these strengths.",
+        metavar="NAME:key=value,...",
     )
     add(
         KEYS,

@@ -16,9 +16,10 @@ from vllm_steer.spec.scalars import is_integer, read_choice, read_number, shown
 from vllm_steer.spec.selector import PositionListForm, Selector, SelectorName
 
 WindowName = Literal["token", "previous", "latch", "prompt"]
-OverName = Literal["mean", "max", "last"]
+OverName = Literal["mean", "max", "last", "ema"]
 WINDOWS: tuple[WindowName, ...] = get_args(WindowName)
 OVERS: tuple[OverName, ...] = get_args(OverName)
+_OVERS_OF: Mapping[WindowName, tuple[OverName, ...]] = {"prompt": ("mean", "max", "last"), "previous": OVERS}
 STOP_FIELD = "stop_on"
 
 _Above = Annotated[float | None, msgspec.Meta(description="The condition holds if the readout is larger.")]
@@ -50,8 +51,18 @@ class ConditionForm(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     over: Annotated[
         OverName | None,
         msgspec.Meta(
-            description="`prompt` only: mean, maximum or last of the readout over the prompt. Default `mean`."
+            description="`prompt`: mean (default), maximum or last of the readout over the prompt. `previous`: last "
+            "(default), mean, maximum or exponential moving average (`ema`, see `alpha`) over the tokens from the last "
+            "prompt token to t - 1."
         ),
+    ] = None
+    alpha: Annotated[
+        float | None,
+        msgspec.Meta(description="`ema` only: weight of the newest value, between 0 and 1; starts at the first value."),
+    ] = None
+    tokens: Annotated[
+        Annotated[int, msgspec.Meta(ge=1, le=MAX_STOP_TOKENS)] | None,
+        msgspec.Meta(description="`previous` only: tokens in a row, up to t - 1, at which the condition must hold."),
     ] = None
     positions: Annotated[
         SelectorName | PositionListForm | None,
@@ -115,6 +126,10 @@ class Condition:
     """Prompt tokens of the window ``prompt``; None for the whole prompt."""
     sharpness: float | None = None
     release: Bound | None = None
+    alpha: float | None = None
+    """Weight of the newest value of an exponential moving average."""
+    count: int | None = None
+    """Tokens in a row at which the condition must hold; None to fold with ``over``."""
 
     @classmethod
     def parse(cls, value: object, field: str) -> Condition:
@@ -128,7 +143,11 @@ class Condition:
         given = _read_mapping(value, ConditionForm, field)
         window = read_choice(given.get("window", "token"), WINDOWS, f"{field}.window")
         over = given.get("over")
-        for name, owner in (("over", "prompt"), ("positions", "prompt"), ("release", "latch")):
+        if over is not None:
+            if window not in _OVERS_OF:
+                raise SteeringError(f"{field}.over", f'needs the window "prompt" or "previous", not "{window}"')
+            over = read_choice(over, _OVERS_OF[window], f"{field}.over")
+        for name, owner in (("positions", "prompt"), ("release", "latch"), ("tokens", "previous")):
             if given.get(name) is not None and window != owner:
                 raise SteeringError(f"{field}.{name}", f'needs the window "{owner}", not "{window}"; omit it')
         sharpness = given.get("sharpness")
@@ -138,6 +157,19 @@ class Condition:
             sharpness = read_number(sharpness, f"{field}.sharpness")
             if sharpness <= 0:
                 raise SteeringError(f"{field}.sharpness", f"must be above 0, not {shown(sharpness)}")
+        alpha, count = given.get("alpha"), given.get("tokens")
+        if (alpha is None) == (over == "ema"):
+            raise SteeringError(f"{field}.alpha", 'is needed with over="ema", and only there')
+        if alpha is not None:
+            alpha = read_number(alpha, f"{field}.alpha")
+            if not 0 < alpha < 1:
+                raise SteeringError(f"{field}.alpha", f"must be between 0 and 1, not {shown(alpha)}")
+        if count is not None:
+            if not is_integer(count) or not 1 <= count <= MAX_STOP_TOKENS:
+                raise SteeringError(f"{field}.tokens", f"must be 1 to {MAX_STOP_TOKENS}, not {shown(count)}")
+            for name in ("over", "sharpness"):
+                if given.get(name) is not None:
+                    raise SteeringError(f"{field}.{name}", "cannot be combined with tokens; omit one of them")
         positions = given.get("positions")
         release = given.get("release")
         if release is not None:
@@ -146,10 +178,12 @@ class Condition:
             read_name(given["readout"], f"{field}.readout"),
             _read_bound(given, field),
             window,
-            read_choice(over or "mean", OVERS, f"{field}.over") if window == "prompt" else None,
+            over or ("mean" if window == "prompt" else None),
             None if positions is None else Selector.parse(positions, f"{field}.positions"),
             sharpness,
             release,
+            alpha,
+            None if count is None else int(count),
         )
 
     def to_wire(self) -> dict[str, object]:
@@ -159,6 +193,8 @@ class Condition:
             "over": self.over,
             "positions": None if self.tokens is None else self.tokens.to_wire(),
             "sharpness": self.sharpness,
+            "alpha": self.alpha,
+            "tokens": self.count,
             "release": None if self.release is None else self.release.to_wire(),
         }
         return wire | {name: each for name, each in others.items() if each is not None}

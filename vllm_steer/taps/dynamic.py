@@ -20,7 +20,11 @@ import numpy.typing as npt
 import torch
 
 from vllm_steer.program.dynamic import (
+    EMA,
+    HELD,
     LATCH,
+    MAX,
+    MEAN,
     PREVIOUS,
     PROMPT_LAST,
     PROMPT_MAX,
@@ -50,10 +54,11 @@ def begin_records(tables: Tables, layout: BatchLayout, num_conditions: int) -> N
     state = committed_state(tables, layout)
     for c in range(num_conditions):
         field, bound = tables.condition[slot, c], tables.bound[slot, c]
-        factor = _state_factor(field, bound, state[:, c])
         applies = ((field[:, 0] >= PREVIOUS) & (field[:, 0] < STOP))[request] & (layout.position >= field[request, 6])
         index = applies.nonzero().squeeze(1)
-        new[index, field[request[index], 2].long()] *= factor[request[index]]
+        of = request[index]
+        factor = _state_factor(field[of], bound[of], state[of, c], layout.position[index])
+        new[index, field[of, 2].long()] *= factor
     tables.record[:tokens] = torch.where(computed.unsqueeze(1), new, tables.record[:tokens])
 
 
@@ -106,11 +111,15 @@ def _request_of(layout: BatchLayout) -> torch.Tensor:
     )
 
 
-def _state_factor(field: torch.Tensor, bound: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-    """Return the factor that each request's condition gives to its next token, ``[requests]`` float32."""
+def _state_factor(
+    field: torch.Tensor, bound: torch.Tensor, state: torch.Tensor, position: torch.Tensor
+) -> torch.Tensor:
+    """Return the factor that a condition gives to tokens at ``position``, from the state before them, float32."""
     kind = field[:, 0]
-    score = torch.where(kind == PROMPT_MEAN, state / field[:, 5].clamp(min=1), state).float()
+    count = torch.where(kind == MEAN, position - field[:, 3], field[:, 5]).clamp(min=1)
+    score = torch.where((kind == PROMPT_MEAN) | (kind == MEAN), state / count, state).float()
     factor = condition_factor(score, *bound[:, :3].unbind(1))
+    factor = torch.where(kind == HELD, (state >= field[:, 5]).float(), factor)
     return torch.where(kind == LATCH, state.float(), factor)
 
 
@@ -158,12 +167,29 @@ def _fold(
     after_break = inside & (token > broken[request])
     run = torch.zeros_like(before).index_add_(0, request, after_break.double())
     run = torch.where(broken >= 0, run, before + run)
+    # Tokens of the request that are folded, from each token on, without it.
+    counted = torch.cumsum(inside, 0)
+    earlier = torch.zeros_like(none).scatter_reduce(0, request, torch.where(inside, counted, 0), "amax")
+    after = earlier[request] - counted
+    folded = torch.zeros_like(before).index_add_(0, request, inside.double())
+    earliest = torch.full_like(none, len(token)).scatter_reduce(
+        0, request, torch.where(inside, token, len(token)), "amin"
+    )
+    first_score = torch.where(folded > 0, score[earliest.clamp(max=len(token) - 1)], before)
+    alpha = bound[:, 5].double()
+    weight = torch.where(inside, alpha[request] * (1 - alpha[request]) ** after, 0.0)
+    average = torch.where(before.isnan(), first_score, before) * (1 - alpha) ** folded
+    average = average.index_add(0, request, weight * torch.where(inside, score, 0.0))
     state = before
     for code, value in (
         (PREVIOUS, latest_score),
         (PROMPT_LAST, latest_score),
         (PROMPT_MEAN, total),
+        (MEAN, total),
         (PROMPT_MAX, torch.where(first, torch.maximum(before, highest), before)),
+        (MAX, torch.where(first, torch.maximum(before, highest), before)),
+        (EMA, average),
+        (HELD, run),
         (LATCH, latched),
         (STOP, run),
     ):
@@ -173,7 +199,9 @@ def _fold(
 
 def initial_state(kind: int) -> float:
     """Return the state of a condition of a new request."""
-    return -torch.inf if kind == PROMPT_MAX else 0.0
+    if kind == EMA:
+        return torch.nan
+    return -torch.inf if kind in (PROMPT_MAX, MAX) else 0.0
 
 
 def state_after(
@@ -190,7 +218,7 @@ def state_after(
     positions = np.arange(start, start + tokens)
     state = np.zeros(len(conditions), dtype=np.float64)
     for c, each in enumerate(conditions):
-        bound = torch.tensor([[each.threshold, each.sign, each.sharpness, each.release, each.release_sign, 0.0]])
+        bound = torch.tensor([[each.threshold, each.sign, each.sharpness, each.release, each.release_sign, each.alpha]])
         folded = _fold(
             torch.tensor([each.kind]),
             bound,

@@ -13,10 +13,11 @@ from vllm_steer.program import dynamic as kinds
 from vllm_steer.taps.assignment import BatchLayout
 from vllm_steer.taps.tables import Tables
 
-_PREVIOUS, _LATCH, _MEAN, _MAX, _LAST, _STOP = (
+_PREVIOUS, _LATCH, _PROMPT_MEAN, _PROMPT_MAX, _LAST, _MEAN, _MAX, _EMA, _HELD, _STOP = (
     tl.constexpr(kind)
     for kind in (
-        kinds.PREVIOUS, kinds.LATCH, kinds.PROMPT_MEAN, kinds.PROMPT_MAX, kinds.PROMPT_LAST, kinds.STOP
+        kinds.PREVIOUS, kinds.LATCH, kinds.PROMPT_MEAN, kinds.PROMPT_MAX, kinds.PROMPT_LAST,
+        kinds.MEAN, kinds.MAX, kinds.EMA, kinds.HELD, kinds.STOP,
     )
 )  # fmt: skip
 _TOKENS = 128
@@ -51,11 +52,13 @@ def _begin_kernel(  # type: ignore[no-untyped-def]
         if applies:
             number = bound + (place * most_conditions + c) * 6
             state = tl.load(carry + (place * most_dropped + dropped) * most_conditions + c)
-            count = tl.maximum(tl.load(field + 5), 1)
-            score = tl.where(kind == _MEAN, state / count, state).to(tl.float32)
+            needed = tl.load(field + 5)
+            count = tl.maximum(tl.where(kind == _MEAN, where.to(tl.int32) - tl.load(field + 3), needed), 1)
+            score = tl.where((kind == _PROMPT_MEAN) | (kind == _MEAN), state / count, state).to(tl.float32)
             distance = tl.load(number + 1) * (score - tl.load(number))
             sharpness = tl.load(number + 2)
             factor = tl.where(sharpness == 0, (distance > 0).to(tl.float32), tl.sigmoid(sharpness * distance))
+            factor = tl.where(kind == _HELD, (state >= needed).to(tl.float32), factor)
             factor = tl.where(kind == _LATCH, state.to(tl.float32), factor)
             values = tl.where(column == tl.load(field + 2), values * factor, values)
     tl.store(record + token.to(tl.int64) * columns + column, values, mask=column < columns)
@@ -78,6 +81,7 @@ def _fold_kernel(  # type: ignore[no-untyped-def]
             number = bound + (place * most_conditions + c) * 6
             threshold, sign = tl.load(number), tl.load(number + 1)
             release, release_sign = tl.load(number + 3), tl.load(number + 4)
+            kept = (1.0 - tl.load(number + 5)).to(tl.float64)
             score_column = tl.load(field + 1)
             low, high = tl.load(field + 3), tl.load(field + 4)
             before = tl.load(carry + (place * most_dropped + dropped_before) * most_conditions + c)
@@ -91,6 +95,7 @@ def _fold_kernel(  # type: ignore[no-untyped-def]
                 total = before
                 highest = before
                 run = before
+                average = before
                 for offset in range(begin, stop, TOKENS):
                     token = offset + tl.arange(0, TOKENS)
                     real = token < stop
@@ -109,15 +114,27 @@ def _fold_kernel(  # type: ignore[no-untyped-def]
                     broken = tl.max(tl.where(inside & (holds == 0), token, -1), axis=0)
                     after = tl.sum((inside & (token > broken)).to(tl.int32), axis=0).to(tl.float64)
                     run = tl.where(broken >= 0, after, run + after)
+                    if kind == _EMA:
+                        taken = inside.to(tl.int32)
+                        number_taken = tl.sum(taken, axis=0)
+                        behind = (number_taken - tl.cumsum(taken, axis=0)).to(tl.float64)
+                        earliest = tl.min(tl.where(inside, token, 2147483647), axis=0)
+                        at_first = record + tl.where(number_taken > 0, earliest, 0).to(tl.int64) * columns
+                        start_score = tl.load(at_first + score_column, mask=number_taken > 0, other=0.0).to(tl.float64)
+                        average = tl.where((average != average) & (number_taken > 0), start_score, average)
+                        weight = (1.0 - kept) * tl.exp2(behind * tl.log2(kept))
+                        average *= tl.exp2(number_taken.to(tl.float64) * tl.log2(kept))
+                        average += tl.sum(tl.where(inside, weight * wide, 0.0), axis=0)
                 at = record + tl.maximum(latest, 0).to(tl.int64) * columns
                 last = tl.load(at + score_column, mask=latest >= 0, other=0.0).to(tl.float64)
                 last = tl.where(latest >= 0, last, before)
                 latched = tl.where(set_at >= reset_at, tl.where(set_at >= 0, 1.0, before), 0.0)
                 state = tl.where((kind == _PREVIOUS) | (kind == _LAST), last, before)
-                state = tl.where(kind == _MEAN, total, state)
-                state = tl.where(kind == _MAX, highest, state)
+                state = tl.where((kind == _PROMPT_MEAN) | (kind == _MEAN), total, state)
+                state = tl.where((kind == _PROMPT_MAX) | (kind == _MAX), highest, state)
+                state = tl.where(kind == _EMA, average, state)
                 state = tl.where(kind == _LATCH, latched, state)
-                state = tl.where(kind == _STOP, run, state)
+                state = tl.where((kind == _STOP) | (kind == _HELD), run, state)
                 tl.store(carry + (place * most_dropped + dropped) * most_conditions + c, state)
                 if kind == _STOP:
                     fires = (latest == stop - 1) & (stop > begin) & (state >= tl.load(field + 5))

@@ -30,7 +30,7 @@ table               shape, dtype             meaning
 ``initial``         [requests, columns] f32  record of a token before its step: 1 for factors, the live strengths
 ``condition``       [requests, c, 8] int32   kind, readout's column, factor's column, first and stop of the folded
                                              positions, count, first position scaled, number of the stop
-``bound``           [requests, c, 6] f32     threshold, sign, sharpness, release, sign of release (0 for none), unused
+``bound``           [requests, c, 6] f32     threshold, sign, sharpness, release, sign of release (0 for none), alpha
 ``carry``           [requests, d, c] f64     state of each condition after the last step without its last 0, 1, ...
                                              tokens, which are drafts that may be rejected
 ``next_position``   [requests] int64         position after the last token of the last step
