@@ -31,7 +31,7 @@ from vllm_steer.server.auth.rights import RIGHT_DESCRIPTIONS
 from vllm_steer.server.flags import POLICY, POLICY_HELP
 from vllm_steer.server.http.error_response import ERRORS
 from vllm_steer.server.http.schemas import ANSWER_FIELDS, REQUEST_FIELDS
-from vllm_steer.server.routes import capabilities, captures, live
+from vllm_steer.server.routes import capabilities, captures, live, patch
 from vllm_steer.server.routes.base import SteeringRoute
 from vllm_steer.server.routes.modules import make_router
 from vllm_steer.site_names import FOREIGN_NAMES, ForeignName
@@ -281,6 +281,7 @@ def http() -> str:
         live.make_router(None, None),
         captures.make_router(None),
         capabilities.make_router(None),
+        patch.make_router(None, 0),
     )
     routes = [route for router in routers for route in router.routes if isinstance(route, SteeringRoute)]
     rows = [(f"`{' '.join(sorted(r.methods))}`", f"`{r.path}`", f"`{r.right.value}`", r.summary or "") for r in routes]

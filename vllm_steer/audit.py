@@ -2,8 +2,8 @@
 """Audit log of changes: one JSON object per line under the logger ``vllm.steering.audit``.
 
 Changes of modules, of global steering and of the API key file are logged after they are stored, changes of live
-strengths after the engine has confirmed them. Rejected changes are not logged. Records contain digests of vectors, but
-neither vectors nor keys.
+strengths after the engine has confirmed them, patching studies over HTTP when they start. Rejected changes are not
+logged. Records contain digests of vectors, but neither vectors nor keys.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ LOGGER = "vllm.steering.audit"
 FIELDS: Mapping[str, str] = {
     "time": "time of the change: UTC, ISO 8601",
     "event": "`register`, `delete`, `set`, `clear`; `keys` if an API server has reloaded the key file; `live` if live "
-    "strengths of a running request have changed over HTTP or by a controller",
+    "strengths of a running request have changed over HTTP or by a controller; `study` if a patching study has started "
+    "over HTTP",
     "who": "name of the API key; `anonymous` without a key file; `start` for `--steering-modules`; `offline` "
     "for a change without HTTP; `controller:NAME` for the first change by a controller in a sample",
     "address": "the client's address as the server sees it; null without HTTP",
-    "epoch_before": "epoch of the registry before the change; null for `keys` and `live`",
+    "epoch_before": "epoch of the registry before the change; null for `keys`, `live` and `study`",
     "epoch_after": "epoch after the change; the same number if the change had no effect",
     "name": "name of the module, path of the key file, or id of the running request; null for global steering",
     "digests": "digests of the modules that were registered or deleted; for global steering its digest, or "
-    "none if it was cleared",
+    "none if it was cleared; for `study` the digest of the study",
     "strengths": "for `live` the new strengths by name; otherwise null",
 }
 """Fields of every record, in order, with their descriptions."""
@@ -59,6 +60,11 @@ def record(event: str, *, before: int | None, after: int | None, name: str | Non
 def record_strengths(request_id: str, strengths: Mapping[str, float]) -> None:
     """Log that live strengths of a running request have changed."""
     _write("live", *_origin.get(), None, None, request_id[:80], [], dict(strengths))
+
+
+def record_study(digest: str) -> None:
+    """Log that a patching study has started over HTTP."""
+    _write("study", *_origin.get(), None, None, None, [digest], None)
 
 
 def record_keys(path: Path) -> None:

@@ -267,6 +267,33 @@ KEY_STORE_MIB = ServerLimit(
     scope="key",
     status=HTTPStatus.TOO_MANY_REQUESTS,
 )
+KEY_STUDY_RUNS = ServerLimit(
+    "key_study_runs",
+    65536,
+    1,
+    1 << 24,
+    "forward passes of the cells of one patching study: one per cell, or several if answer or foil have several tokens",
+    scope="key",
+    status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+)
+KEY_STUDIES = ServerLimit(
+    "key_studies",
+    2,
+    1,
+    1 << 10,
+    "patching studies of a key at one time",
+    scope="key",
+    status=HTTPStatus.TOO_MANY_REQUESTS,
+)
+MAX_STUDIES = ServerLimit(
+    "max_studies",
+    16,
+    1,
+    1 << 10,
+    "patching studies of all keys at one time",
+    scope="server",
+    status=HTTPStatus.SERVICE_UNAVAILABLE,
+)
 MAX_PROGRAMS = ServerLimit(
     "max_programs",
     4096,
@@ -332,8 +359,8 @@ REGISTRY_MIB = ServerLimit(
 
 SERVER_LIMITS: tuple[ServerLimit, ...] = (
     *(MAX_BODY_MIB, REQUEST_EDITS, REQUEST_VECTORS, REQUEST_LAYERS, MAX_NORM),
-    *(KEY_REQUESTS, KEY_PROGRAMS, KEY_POOL_MIB, KEY_CAPTURE_MIB, KEY_STORE_MIB),
-    *(MAX_PROGRAMS, INLINE_KIB, RESPONSE_MIB, STORE_MIB, EXPIRY_S, REGISTRY_MODULES, REGISTRY_MIB),
+    *(KEY_REQUESTS, KEY_PROGRAMS, KEY_POOL_MIB, KEY_CAPTURE_MIB, KEY_STORE_MIB, KEY_STUDY_RUNS, KEY_STUDIES),
+    *(MAX_PROGRAMS, MAX_STUDIES, INLINE_KIB, RESPONSE_MIB, STORE_MIB, EXPIRY_S, REGISTRY_MODULES, REGISTRY_MIB),
 )
 KEY_LIMITS: Mapping[str, ServerLimit] = MappingProxyType(
     {limit.key_name: limit for limit in SERVER_LIMITS if limit.key_name is not None}

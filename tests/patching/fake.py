@@ -30,6 +30,9 @@ class FakeRunner:
     def pieces(self, tokens: Sequence[int]) -> list[str]:
         return [WORDS[token] for token in tokens]
 
+    def reserve(self, runs: int, row_bytes: int) -> None:
+        self.reserved = runs, row_bytes
+
     def rows(self, tokens: Sequence[int], edits: Sequence[Any]) -> np.ndarray:
         rows = np.eye(len(WORDS), dtype=np.float32)[list(tokens)]
         for edit in edits:

@@ -3,17 +3,19 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import torch
 
 from tests.server.server import LAYERS
 from vllm_steer import Client
-from vllm_steer.patching import PatchingStudy
+from vllm_steer.patching import PatchingResult, PatchingStudy
 
 PROMPTS = {"clean": "the cat sat", "corrupt": "the dog sat", "answer": "ab", "foil": "c"}
 TOLERANCE = 1e-4
@@ -68,3 +70,121 @@ def test_a_study_over_completions(steering: Client, hook_grid: np.ndarray) -> No
     assert np.abs(hook_grid - np.roll(hook_grid, 1, axis=1)).max() > 0.1
     assert result.control("logit_diff") < TOLERANCE
     assert np.isfinite(result.grid("post_block", "kl")).all()
+
+
+def test_a_study_on_the_server(steering: Client, hook_grid: np.ndarray) -> None:
+    """Catches a study that the server runs differently, and events that lack cells."""
+    study = {**PROMPTS, "points": ["post_block"], "metric": "recovered"}
+    result = steering.patch(**study, kl_tokens=20)
+    assert not result.failed() and np.isfinite(result.grid("post_block", "kl")).all()
+    np.testing.assert_allclose(result.grid("post_block", "logit_diff"), hook_grid, atol=TOLERANCE)
+    start, *cells, summary = steering.stream_patch(**study)
+    assert start["cells"] == len(cells) == hook_grid.size
+    grid = np.full(hook_grid.shape, np.nan)
+    for cell in cells:
+        grid[cell["row"], cell["column"]] = cell["value"]
+    np.testing.assert_allclose(grid, result.grid("post_block"), atol=1e-3)
+    np.testing.assert_allclose(np.array(summary["grids"]["post_block"]), grid, atol=1e-6)
+
+
+INVALID = {
+    "a misspelt field": ({"positon": "all"}, 400, "positon"),
+    "a prompt of numbers": ({"clean": [1, "a"]}, 400, "clean"),
+    "a token that the model lacks": ({"answer": [4096]}, 400, "answer[0]"),
+    "a text that the prompt lacks": ({"positions": [{"span": "horse"}]}, 400, "positions[0].span"),
+    "a layer that the model lacks": ({"layers": [0, LAYERS]}, 400, "layers[1]"),
+    "a point that is off": ({"points": ["attn_out"]}, 400, "points[0]"),
+    "a metric that does not exist": ({"metric": "loss"}, 400, "metric"),
+    "a flag that is a text": ({"control": "no"}, 400, "control"),
+    "equal prompts": ({"corrupt": "the cat sat", "metric": "recovered"}, 400, "metric"),
+    "a prompt that is too long": ({"clean": "a" * 300, "corrupt": "b" * 300}, 400, "clean"),
+    "another model": ({"model": "other"}, 400, "model"),
+    "too many cells": (
+        {"pairs": [["the cat sat", "the dog sat", "a", "c"]] * 2000} | dict.fromkeys(PROMPTS),
+        413,
+        "study",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", INVALID)
+def test_an_invalid_study_is_refused(client: httpx.Client, case: str) -> None:
+    """Catches a study that is run although a field is wrong, and an error without its field."""
+    changes, status, field = INVALID[case]
+    response = client.post("/v1/steering/patch", json={**PROMPTS, **changes})
+    assert (response.status_code, response.json()["error"]["param"]) == (status, field), response.text
+
+
+def test_the_study_ends_when_its_client_leaves(url: str, client: httpx.Client) -> None:
+    """Catches cells that are computed for a client that has gone."""
+    slow = {**PROMPTS, "pairs": [["the cat sat " * 4, "the dog sat " * 4, "a", "c"]] * 40} | dict.fromkeys(PROMPTS)
+    with Client(url) as leaving:
+        events = leaving.stream_patch(**slow)
+        start = next(events)
+        next(events)
+        events.close()
+    with Client(url, timeout=1.5) as leaving, pytest.raises(httpx.ReadTimeout):
+        leaving.patch(**slow)
+    for _ in range(200):
+        metrics = client.get("/metrics").text
+        if 'studies_total{model_name="tiny",outcome="cancelled"} 2' in metrics and _running(metrics) == 0:
+            break
+        time.sleep(0.05)
+    else:
+        raise AssertionError("the requests of the studies still run")
+    cells = sum(
+        float(line.split()[-1]) for line in metrics.splitlines() if line.startswith("vllm_steer:study_cells_total")
+    )
+    assert cells < start["cells"]
+
+
+def _running(metrics: str) -> float:
+    lines = [line for line in metrics.splitlines() if line.startswith("vllm:num_requests_running")]
+    return sum(float(line.split()[-1]) for line in lines)
+
+
+SWEEP = {"prompt": "the dog sat", "clean_prompt": "the cat sat", "answer_token": 64, "foil_token": 66}
+
+
+def test_the_alias(client: httpx.Client) -> None:
+    """Catches an answer of another shape than the alias has, and a field that is ignored."""
+    response = client.post("/v1/patch_sweep", json={**SWEEP, "hooks": ["pre_attn", "post_block"], "layers": [0, 2]})
+    answer = response.json()
+    assert response.status_code == 200, answer
+    assert set(answer) == {
+        "layers", "positions", "hook", "metric", "grid", "clean", "corrupt", "argmax", "skipped", "alignment",
+        "noise_floor", "hook_grids", "failed",
+    }  # fmt: skip
+    assert (answer["layers"], answer["positions"], answer["hook"]) == ([0, 2], list(range(11)), "pre_attn")
+    assert np.array(answer["grid"]).shape == (2, 11) and answer["grid"] == answer["hook_grids"]["pre_attn"]
+    for change, field in (
+        ({"source_run": "run-1"}, "source_run"),
+        ({"clean_baseline": False}, "clean_baseline"),
+        ({"clean_prompt": [-1]}, "clean_prompt[0]"),
+        ({"hook": "nowhere"}, "hook[0]"),
+        ({"source_position": 3}, "source_position"),
+    ):
+        response = client.post("/v1/patch_sweep", json={**SWEEP, **change})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, field), response.text
+
+
+def test_the_command(url: str, tmp_path: Path, hook_grid: np.ndarray) -> None:
+    """Catches a command that loses a field of its file, and an error without the path of the field."""
+    from typer.testing import CliRunner
+
+    from vllm_steer.cli.main import app
+
+    study, plot, out = tmp_path / "study.yaml", tmp_path / "grid.png", tmp_path / "study.safetensors"
+    study.write_text("clean: the cat sat\ncorrupt: the dog sat\nanswer: ab\nfoil: c\n")
+    run = CliRunner().invoke(app, ["patch", str(study), "--url", url, "--plot", str(plot), "--out", str(out)])
+    assert run.exit_code == 0, run.output
+    assert plot.read_bytes().startswith(b"\x89PNG") and "0 failed" in run.output
+    np.testing.assert_allclose(PatchingResult.load(out).grid("post_block"), hook_grid, atol=TOLERANCE)
+    for text, message in (
+        ("clean: a\ncorrupt: b\nanswer: c\npositions: [{span: x}]\nmetric: logprob", "positions[0].span"),
+        ("clean: a\nanswer: [", "cannot be parsed as YAML"),
+        ("- 1", "must contain an object"),
+    ):
+        study.write_text(text)
+        run = CliRunner().invoke(app, ["patch", str(study), "--url", url])
+        assert run.exit_code == 1 and message in run.output and str(study) in run.output, run.output

@@ -11,6 +11,7 @@ import typer
 from vllm_steer.cli import captures, chat, keys, modules, steering
 from vllm_steer.cli.fuzz import fuzz
 from vllm_steer.cli.output import fail
+from vllm_steer.cli.patch import patch
 
 app = typer.Typer(
     help="Activation steering and capture for vLLM.",
@@ -20,6 +21,7 @@ app = typer.Typer(
 )
 app.add_typer(captures.app, name="captures")
 app.command()(fuzz)
+app.command()(patch)
 app.add_typer(modules.app, name="modules")
 app.add_typer(keys.app, name="keys")
 app.command(name="set")(steering.set_steering)

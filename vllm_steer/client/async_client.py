@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import httpx
 
@@ -18,6 +18,9 @@ from vllm_steer.client.events import aiter_events
 from vllm_steer.client.responses import CaptureAnswer, Completion, Piece, Rows, parse_error, parse_piece
 from vllm_steer.client.retry import Retry
 from vllm_steer.registry.schema import Deleted, GlobalSteering, LiveStrengths, ModuleInfo, ModuleList
+
+if TYPE_CHECKING:
+    from vllm_steer.patching import PatchingResult
 
 T = TypeVar("T")
 Tokens: TypeAlias = list[int]  # the method `list` hides the type inside of the class
@@ -95,6 +98,26 @@ class AsyncClient:
         async with aclosing(await self._send(endpoint, stream=True)) as response:
             async for event in aiter_events(response.aiter_bytes()):
                 yield parse_piece(event)
+
+    async def patch(self, **study: Any) -> PatchingResult:
+        """Run a patching study on the server's engine.
+
+        Args:
+            **study: Arguments of `PatchingStudy` and of its method `sweep`, such as clean, corrupt, answer, foil and
+                points. The metric is a name; ``file`` and ``progress`` are not accepted.
+
+        Returns:
+            The grids, as `PatchingStudy.sweep` returns them.
+        """
+        return await self._request(endpoints.patch(study))
+
+    async def stream_patch(self, **study: Any) -> AsyncIterator[Mapping[str, Any]]:
+        """Run a patching study and yield its events; the arguments are those of `patch`."""
+        async with aclosing(await self._send(endpoints.stream_patch(study), stream=True)) as response:
+            async for event in aiter_events(response.aiter_bytes()):
+                if event["event"] == "error":
+                    parse_piece(event)
+                yield event
 
     async def set_strength(self, request_id: str, **strengths: float) -> LiveStrengths:
         """Set live strengths of a running request; ``request_id`` is the ``id`` of its response or pieces."""

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from urllib.parse import quote
 
 import httpx
@@ -15,6 +16,9 @@ from vllm_steer.client.encoding import to_json
 from vllm_steer.client.responses import CaptureAnswer, Completion, Rows, parse_completion, read_capture_file
 from vllm_steer.errors import SteeringError
 from vllm_steer.registry.schema import Deleted, GlobalSteering, LiveStrengths, ModuleInfo, ModuleList
+
+if TYPE_CHECKING:
+    from vllm_steer.patching import PatchingResult
 
 T = TypeVar("T")
 _ROOT = "/v1/steering"
@@ -103,6 +107,16 @@ def detokenize(model: str, tokens: Sequence[int]) -> Endpoint[str]:
     return Endpoint("POST", "/detokenize", lambda response: str(response.json()["prompt"]), json=body)
 
 
+def patch(study: Mapping[str, Any]) -> Endpoint[PatchingResult]:
+    body = {**_without_none(study, "study"), "return_file": True}
+    return Endpoint("POST", f"{_ROOT}/patch", _parse_study, json=body, idempotent=False)
+
+
+def stream_patch(study: Mapping[str, Any]) -> Endpoint[None]:
+    body = {**_without_none(study, "study"), "stream": True}
+    return Endpoint("POST", f"{_ROOT}/patch", lambda _: None, json=body, idempotent=False)
+
+
 def complete(model: str, prompt: Any, fields: Mapping[str, Any]) -> Endpoint[Completion]:
     return _generate("/v1/completions", {"model": model, "prompt": prompt, **fields})
 
@@ -156,6 +170,12 @@ def _parse_module(response: httpx.Response) -> ModuleInfo:
 
 def _parse_steering(response: httpx.Response) -> GlobalSteering:
     return GlobalSteering.model_validate_json(response.content)
+
+
+def _parse_study(response: httpx.Response) -> PatchingResult:
+    from vllm_steer.patching.file import decode
+
+    return decode(base64.b64decode(response.json()["file"]), "the server's answer")
 
 
 def _parse_first_model(response: httpx.Response) -> str:

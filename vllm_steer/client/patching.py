@@ -46,7 +46,15 @@ class HttpRunner:
         points = tuple(point["name"] for point in known["points"] if point["on"])
         # The server does not report the size of the vocabulary; it refuses tokens that the model lacks.
         vocab = 1 << 31
-        return ModelFacts(self._client.model, known["num_layers"], known["hidden_size"], points, MAX_TOP, vocab)
+        return ModelFacts(
+            self._client.model,
+            known["num_layers"],
+            known["hidden_size"],
+            points,
+            MAX_TOP,
+            vocab,
+            known.get("max_model_len"),
+        )
 
     def encode(self, text: str, special: bool) -> list[int]:
         """Return the tokens of a text."""
@@ -58,6 +66,9 @@ class HttpRunner:
         with ThreadPoolExecutor(CONCURRENCY) as pool:
             self._pieces.update(zip(new, pool.map(lambda token: self._client.detokenize([token]), new), strict=True))
         return [self._pieces[token] for token in tokens]
+
+    def reserve(self, runs: int, row_bytes: int) -> None:
+        """Accept any size; the server checks each request."""
 
     def capture(
         self, tokens: Sequence[int], sites: Mapping[str, Sequence[int]], edits: Sequence[Edit] = ()

@@ -21,6 +21,7 @@ from vllm_steer.registry.schema import Deleted, GlobalSteering, LiveStrengths, M
 
 if TYPE_CHECKING:
     from vllm_steer.client.patching import HttpRunner
+    from vllm_steer.patching import PatchingResult
 
 T = TypeVar("T")
 Tokens: TypeAlias = list[int]  # the method `list` hides the type inside of the class
@@ -111,6 +112,29 @@ class Client:
         with closing(self._send(endpoint, stream=True)) as response:
             for event in iter_events(response.iter_bytes()):
                 yield parse_piece(event)
+
+    def patch(self, **study: Any) -> PatchingResult:
+        """Run a patching study on the server's engine.
+
+        Args:
+            **study: Arguments of `PatchingStudy` and of its method `sweep`, such as clean, corrupt, answer, foil and
+                points. The metric is a name; ``file`` and ``progress`` are not accepted.
+
+        Returns:
+            The grids, as `PatchingStudy.sweep` returns them.
+        """
+        return self._request(endpoints.patch(study))
+
+    def stream_patch(self, **study: Any) -> Iterator[Mapping[str, Any]]:
+        """Run a patching study and yield its events ``start``, ``cell`` (one for each cell) and ``summary``.
+
+        The arguments are those of `patch`. The study ends when the iterator is closed.
+        """
+        with closing(self._send(endpoints.stream_patch(study), stream=True)) as response:
+            for event in iter_events(response.iter_bytes()):
+                if event["event"] == "error":
+                    parse_piece(event)  # raises the error
+                yield event
 
     def set_strength(self, request_id: str, **strengths: float) -> LiveStrengths:
         """Set live strengths of a running request; ``request_id`` is the ``id`` of its response or pieces."""

@@ -28,6 +28,8 @@ STEP_PARTS = ("scheduler", "worker")
 REQUESTS = ("plain", "steered", "captured", "steered_captured")
 READOUTS = ("probe", "projections", "lens", "sae")
 GATES = ("open", "closed")
+STUDIES = ("finished", "failed", "cancelled")
+CELLS = ("ok", "failed")
 REFUSED_FIELDS = (
     "steering_vectors", "prefill_steering_vectors", "decode_steering_vectors", "steering", "steering_modules",
     "capture", "readouts", "stop_on", "request_id", "strengths",
@@ -95,6 +97,8 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("recorded_tokens", "counter", _ENGINE, "tokens whose readouts, factors or live strengths were recorded"),
     Metric("live_changes", "counter", _MODEL, "changes of live strengths of running requests"),
+    Metric("studies", "counter", {**_MODEL, "outcome": STUDIES}, "patching studies over HTTP that have ended"),
+    Metric("study_cells", "counter", {**_MODEL, "outcome": CELLS}, "cells of these studies that have been run"),
     Metric(
         "refused_requests", "counter", {"status": (), "field": REFUSED_FIELDS},
         "HTTP requests refused because of their steering or capture fields, by status and invalid field; `capacity`: a "

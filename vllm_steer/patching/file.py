@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 import msgspec
 import numpy as np
 from safetensors import SafetensorError
 from safetensors import safe_open as open_file
-from safetensors.numpy import save as encode
+from safetensors.numpy import save as encode_arrays
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.patching.header import VERSION, SweepInfo
@@ -28,15 +29,20 @@ class _Document(msgspec.Struct, frozen=True):
     prompt_tokens: int
 
 
-def save(result: PatchingResult, path: Path) -> None:
-    """Write ``result``; an interrupted call leaves an existing file as it was."""
+def encode(result: PatchingResult) -> bytes:
+    """Return the bytes of the file."""
     document = _Document(result.info, list(result.errors.items()), result.cached_tokens, result.prompt_tokens)
     arrays = {name: np.ascontiguousarray(getattr(result, name)) for name in _ARRAYS}
     arrays["repeat_cases"] = np.array([case for case, _ in result.repeats], np.int64)
     arrays["repeats"] = np.array([measures for _, measures in result.repeats]).reshape(-1, NUM_MEASURES)
+    return encode_arrays(arrays, {_KEY: msgspec.json.encode(document).decode()})
+
+
+def save(result: PatchingResult, path: Path) -> None:
+    """Write ``result``; an interrupted call leaves an existing file as it was."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        temporary.write_bytes(encode(arrays, {_KEY: msgspec.json.encode(document).decode()}))
+        temporary.write_bytes(encode(result))
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -67,6 +73,17 @@ def load(path: Path) -> PatchingResult:
         document.cached_tokens,
         document.prompt_tokens,
     )
+
+
+def decode(data: bytes, name: str) -> PatchingResult:
+    """Read the bytes of a file; raise ``SteeringError`` for ``name`` if they are not one."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "study.safetensors")
+        path.write_bytes(data)
+        try:
+            return load(path)
+        except SteeringError as error:
+            raise SteeringError(name, error.problem) from None
 
 
 def resume(path: Path, fresh: PatchingResult) -> PatchingResult:

@@ -41,6 +41,7 @@ class OfflineRunner:
             points=points_on(known.config.points),
             max_reference=min(vocab, MAX_SCORED),
             vocab_size=vocab,
+            max_model_len=known.max_model_len,
         )
 
     def encode(self, text: str, special: bool) -> list[int]:
@@ -52,6 +53,9 @@ class OfflineRunner:
         if self._llm.llm_engine.vllm_config.model_config.skip_tokenizer_init:
             return [f"<{token}>" for token in tokens]
         return [self._tokenizer.decode([token]) for token in tokens]
+
+    def reserve(self, runs: int, row_bytes: int) -> None:
+        """Accept any size."""
 
     def capture(
         self, tokens: Sequence[int], sites: Mapping[str, Sequence[int]], edits: Sequence[Edit] = ()
@@ -82,14 +86,14 @@ class OfflineRunner:
     def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         """Run requests together; if one of them is refused, find it by halves, so that the others are served."""
         try:
-            params = [_params(request) for request in requests]
+            params = [score_params(request) for request in requests]
             outputs = self._generate([request.tokens for request in requests], params)
         except (ValueError, TypeError, RuntimeError) as error:
             if len(requests) > 1:
                 middle = len(requests) // 2
                 return self.score(requests[:middle]) + self.score(requests[middle:])
             return [Score(error=str(error), prompt_tokens=len(request.tokens)) for request in requests]
-        return [_score(output, request) for output, request in zip(outputs, requests, strict=True)]
+        return [read_score(output, request) for output, request in zip(outputs, requests, strict=True)]
 
     @cached_property
     def _tokenizer(self) -> Any:
@@ -103,7 +107,8 @@ class OfflineRunner:
         return outputs
 
 
-def _params(request: ScoreRequest) -> Any:
+def score_params(request: ScoreRequest) -> Any:
+    """Return the sampling parameters of a run that is scored."""
     # The sampler returns the log-probabilities of exactly these tokens, which is cheaper than a sorted list.
     scored = list(dict.fromkeys((*request.wanted, *request.reference)))[:MAX_SCORED]
     return SamplingParams(
@@ -111,7 +116,8 @@ def _params(request: ScoreRequest) -> Any:
     )
 
 
-def _score(output: Any, request: ScoreRequest) -> Score:
+def read_score(output: Any, request: ScoreRequest) -> Score:
+    """Return the score in a request's output."""
     length, cached = len(request.tokens), output.num_cached_tokens or 0
     (sample,) = output.outputs
     if sample.finish_reason == "error" or not sample.logprobs:

@@ -121,6 +121,7 @@ class Preparation:
         settings = self._settings
         infos = [self._pair_info(i, pair) for i, pair in enumerate(self._pairs)]
         self._check_columns(infos)
+        self._runner.reserve(*self._size([info for info, _, _ in infos]))
         sources = self._ablation_sources() if self._ablated else None
         deviation = self._embedding_deviation()
         cases = [
@@ -210,6 +211,18 @@ class Preparation:
                 f"pair 0 has {widths[0]} aligned positions and pair {i} has {widths[i]}; name positions that all pairs "
                 "have, for example [-3, -2, -1], or texts as {'span': ...}",
             )
+
+    def _size(self, infos: Sequence[PairInfo]) -> tuple[int, int]:
+        """Return the number of forward passes of all cells, and the size of the captured rows in bytes."""
+        settings, draws = self._settings, self._corruption.draws
+        cells = len(settings.points) * len(settings.layers) * len(infos[0].columns) * draws
+        runs = sum(cells * len(pair.targets.passes) for pair in self._pairs)
+        sites = sum(map(len, settings.sites.values()))
+        captured = draws if settings.direction == "noising" else 1
+        tokens = sum(captured * len(info.source) + settings.control * len(info.base) for info in infos)
+        if self._ablated and self._corruption.ablate != "zero":
+            tokens += sum(map(len, self._reference()))
+        return runs, 4 * tokens * sites * self._runner.facts.hidden_size
 
     def _embedding_deviation(self) -> float:
         """Return the standard deviation of the embeddings' components over the tokens of all clean prompts."""

@@ -38,6 +38,10 @@ class Progress:
             note += f", {len(result.errors)} failed"
         self._bar.update(self._task, total=total, advance=new, note=note)
 
+    def count(self, total: int, new: int, failed: int) -> None:
+        """Add ``new`` cells of a study that runs on a server."""
+        self._bar.update(self._task, total=total, advance=new, note=f"{failed} failed" if failed else "")
+
     def __enter__(self) -> Self:
         self._bar.start()
         return self

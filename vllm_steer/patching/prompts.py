@@ -75,11 +75,19 @@ def read_pair(
             f"has the tokens {list(targets.foil)}, and the answer {list(targets.answer)}: one begins with the other, "
             "so they do not exclude each other",
         )
-    return Pair(
+    pair = Pair(
         read_tokens(clean, runner, f"{field}clean", special=True),
         () if corrupt is None else read_tokens(corrupt, runner, f"{field}corrupt", special=True),
         targets,
     )
+    longest, most = max(len(targets.answer), len(targets.foil)), runner.facts.max_model_len
+    for name, tokens in (("clean", pair.clean), ("corrupt", pair.corrupt)):
+        if most is not None and len(tokens) + longest > most:
+            raise SteeringError(
+                f"{field}{name}",
+                f"has {len(tokens)} tokens, and answer or foil {longest}; together they exceed max_model_len, {most}",
+            )
+    return pair
 
 
 def read_pairs(value: object, runner: Runner, *, with_corrupt: bool) -> tuple[Pair, ...]:

@@ -127,6 +127,24 @@ class PatchingResult:
         recovered: Array = (cells - corrupt.reshape(shape)) / (clean - corrupt).reshape(shape)
         return recovered
 
+    def cell_value(self, case: int, measures: Array) -> float:
+        """Return the sweep's metric for the measures of one cell of a case."""
+        value = float(raw_metric(self._basis(self.info.metric), measures))
+        if self.info.metric != "recovered":
+            return value
+        pair = case // self.info.draws
+        clean, corrupt = (float(each[pair]) for each in self._ends())
+        return (value - corrupt) / (clean - corrupt)
+
+    def unpatched_values(self) -> tuple[str, float, float]:
+        """Return the metric that is measured, and its mean over the clean and over the corrupt runs.
+
+        It is the sweep's metric; for ``recovered``, the metric that it normalises. NaN for the corrupt runs of an
+        ablation.
+        """
+        name = self._basis(self.info.metric)
+        return name, float(raw_metric(name, self.clean).mean()), float(raw_metric(name, self.corrupt).mean())
+
     def effects(self, metric: str | None = None) -> Array:
         """Return the metric of each pair minus that of the unpatched run, ``[pairs, points, rows, columns]``."""
         name = self._metric(metric)

@@ -35,6 +35,8 @@ class ModelFacts:
     max_reference: int
     """Most tokens of the clean distribution that one request can score, for the KL divergence."""
     vocab_size: int
+    max_model_len: int | None = None
+    """Most tokens of a prompt, the answer and one more token; None if unknown."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,6 +78,15 @@ class Runner(Protocol):
 
     def pieces(self, tokens: Sequence[int]) -> list[str]:
         """Return the text of each token."""
+        ...
+
+    def reserve(self, runs: int, row_bytes: int) -> None:
+        """Raise ``SteeringError`` if the sweep is too large; called before its first run.
+
+        Args:
+            runs: Forward passes of all cells.
+            row_bytes: Size of the captured rows that the sweep keeps, as float32.
+        """
         ...
 
     def capture(

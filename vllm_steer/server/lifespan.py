@@ -19,6 +19,7 @@ from vllm_steer.server.routes.capabilities import add_capabilities_route
 from vllm_steer.server.routes.captures import capture_store_of
 from vllm_steer.server.routes.live import add_live_route
 from vllm_steer.server.routes.modules import add_module_routes
+from vllm_steer.server.routes.patch import add_patch_routes
 
 _LAST_MESSAGES = ("lifespan.startup.failed", "lifespan.shutdown.complete", "lifespan.shutdown.failed")
 
@@ -61,5 +62,6 @@ async def _start(scope: Scope) -> EngineContext | None:
         add_capabilities_route(app, engine)
         add_module_routes(app, engine.registry)
         add_live_route(app, client)
+        add_patch_routes(app, client, engine)
         add_openapi_fields(app)
     return engine

@@ -358,6 +358,28 @@ def test_limit_table() -> None:
     assert len({limit.dest for limit in SERVER_LIMITS}) == len(SERVER_LIMITS)
     assert all(limit.low <= limit.default <= limit.high for limit in SERVER_LIMITS)
     assert list(KEY_LIMITS) == ["steering_requests", "steering_programs", "steering_pool_mib", "capture_mib",
-                                "capture_store_mib"]  # fmt: skip
+                                "capture_store_mib", "steering_study_runs", "steering_studies"]  # fmt: skip
     assert value_of(SimpleNamespace(steering_key_requests=4), KEY_REQUESTS) == 4
     assert value_of(None, KEY_REQUESTS) == KEY_REQUESTS.default
+
+
+def test_studies_are_limited() -> None:
+    """Catches studies that are counted twice, not released, or counted per server only."""
+    tracker = QuotaTracker(SimpleNamespace(steering_key_studies=1, steering_max_studies=2, steering_key_study_runs=10))
+    one, two = key_of("one"), key_of("two", steering_study_runs=20)
+    first, second = tracker.reserve(one), tracker.reserve(one)
+    first.reserve_study()
+    with pytest.raises(KeyLimitError):
+        second.reserve_study()
+    other, third = tracker.reserve(two), tracker.reserve(None)
+    other.reserve_study()
+    with pytest.raises(ServerFullError):
+        third.reserve_study()
+    other.check_study(20, 0)
+    with pytest.raises(TooLargeError, match="has 20 runs"):
+        first.check_study(20, 0)
+    first.release()
+    second.reserve_study()
+    for reservation in (second, other, third):
+        reservation.release()
+    tracker.reserve(None).reserve_study()

@@ -25,7 +25,7 @@ RIGHT_DESCRIPTIONS: Mapping[Right, str] = MappingProxyType(
         Right.READ: "list modules, and show global steering and the engine's capabilities",
         Right.DATA: "with `read`: download vectors (`?data=true`)",
         Right.STEER: "steer your own requests, with your own vectors or with modules by name, and change their live "
-        "strengths",
+        "strengths; with `capture`: run patching studies",
         Right.CAPTURE: "capture activations of your own requests, also projected on named probes, and fetch them; read "
         "and stop on readouts",
         Right.REGISTER: "register, replace and delete modules, which all keys share",

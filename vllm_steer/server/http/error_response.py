@@ -37,6 +37,10 @@ class MediaTypeError(SteeringError):
     """The route does not accept the body's media type."""
 
 
+class StudyFailedError(SteeringError):
+    """A run of a patching study that all cells depend on failed in the engine."""
+
+
 ERRORS: tuple[tuple[type[SteeringError], HTTPStatus, str], ...] = (
     (UnauthorizedError, HTTPStatus.UNAUTHORIZED, "UnauthorizedError"),
     (ForbiddenError, HTTPStatus.FORBIDDEN, "ForbiddenError"),
@@ -50,6 +54,7 @@ ERRORS: tuple[tuple[type[SteeringError], HTTPStatus, str], ...] = (
     (ServerFullError, HTTPStatus.SERVICE_UNAVAILABLE, "ServiceUnavailableError"),
     (RegistryUnavailableError, HTTPStatus.SERVICE_UNAVAILABLE, "ServiceUnavailableError"),
     (RegistryFullError, HTTPStatus.INSUFFICIENT_STORAGE, "InsufficientStorageError"),
+    (StudyFailedError, HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError"),
     (MediaTypeError, HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "UnsupportedMediaTypeError"),
     (SteeringError, HTTPStatus.BAD_REQUEST, "BadRequestError"),
 )

@@ -20,7 +20,7 @@ from vllm_steer.server.http.request_guard import STEERABLE_ROUTES, RequestGuard
 from vllm_steer.server.http.websocket import WebSocketGuard
 from vllm_steer.server.lifespan import run_lifespan
 from vllm_steer.server.quota.tracker import Reservation, quota_tracker_of
-from vllm_steer.server.routes.base import STEERING_PREFIX, app_path
+from vllm_steer.server.routes.base import OWN_BODY_PREFIXES, RESERVATION_KEY, app_path
 
 
 class SteeringMiddleware:
@@ -52,7 +52,8 @@ class SteeringMiddleware:
         if scope["type"] == "websocket":
             socket = WebSocketGuard(scope, receive, send)
             await self.app(scope, socket.receive, socket.send)
-        elif scope["method"] != "POST" or app_path(scope).startswith(STEERING_PREFIX):
+        elif scope["method"] != "POST" or app_path(scope).startswith(OWN_BODY_PREFIXES):
+            scope[RESERVATION_KEY] = reservation
             await self.app(scope, receive, send)  # without steering fields, or a route that checks its body itself
         else:
             await self._serve_post(scope, receive, send, reservation)

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from vllm_steer.patching.request import StudyForm
 from vllm_steer.registry.schema import SteeringApplied
 from vllm_steer.server.http.capture_reports import RESULTS_FIELD
 from vllm_steer.server.http.readout_feed import READOUTS_KEY, TRACE_KEY
@@ -206,6 +207,19 @@ MODULE_BODY: Schema = _body(
     },
 )
 SET_BODY: Schema = _body(GlobalSteeringForm)
+
+
+class PatchForm(StudyForm, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A patching study, and options of the response."""
+
+    model: Annotated[str | None, msgspec.Meta(description="The served model.")] = None
+    stream: Annotated[bool, msgspec.Meta(description="Send the events `start`, `cell` and `summary`.")] = False
+    return_file: Annotated[
+        bool, msgspec.Meta(description="Add `file`: base64 of the safetensors file that `PatchingResult.load` reads.")
+    ] = False
+
+
+PATCH_BODY: Schema = _body(PatchForm)
 STRENGTHS_BODY: Schema = {
     "required": True,
     "content": {

@@ -22,8 +22,11 @@ from vllm_steer.limits import (
     KEY_PROGRAMS,
     KEY_REQUESTS,
     KEY_STORE_MIB,
+    KEY_STUDIES,
+    KEY_STUDY_RUNS,
     MAX_NORM,
     MAX_PROGRAMS,
+    MAX_STUDIES,
     REQUEST_EDITS,
     REQUEST_LAYERS,
     REQUEST_VECTORS,
@@ -63,6 +66,7 @@ class KeyUsage:
     vectors: Counter[bytes] = field(default_factory=Counter)
     vector_bytes: int = 0
     row_bytes: int = 0
+    studies: int = 0
 
 
 class QuotaTracker:
@@ -74,6 +78,7 @@ class QuotaTracker:
         self._processes = processes_of(args)
         self._usage: dict[str, KeyUsage] = {}
         self._programs: Counter[bytes] = Counter()
+        self._studies = 0
 
     def reserve(self, key: Key | None) -> Reservation:
         """Start the reservation of one request, which the caller must release; raises ``KeyLimitError``."""
@@ -171,6 +176,35 @@ class QuotaTracker:
         self._check_bytes(KEY_CAPTURE_MIB, key, held + num_bytes, usage.row_bytes + num_bytes)
         usage.row_bytes += num_bytes
 
+    def reserve_study(self, key: Key | None, usage: KeyUsage | None) -> None:
+        """Count a patching study; raises ``AccessError`` if a limit is reached."""
+        if self._studies >= self.limit(MAX_STUDIES, None):
+            raise ServerFullError(
+                "study",
+                f"this server already runs {self._studies} patching studies ({MAX_STUDIES.flag}); retry later",
+            )
+        if key is not None and usage is not None:
+            if usage.studies >= self.limit(KEY_STUDIES, key):
+                raise self._too_many("study", KEY_STUDIES, key)
+            usage.studies += 1
+        self._studies += 1
+
+    def release_study(self, usage: KeyUsage | None) -> None:
+        """Release a patching study that has ended."""
+        self._studies -= 1
+        if usage is not None:
+            usage.studies -= 1
+
+    def check_study(self, key: Key | None, runs: int) -> None:
+        """Raise ``TooLargeError`` if a patching study has too many runs."""
+        maximum = self.configured(KEY_STUDY_RUNS, key)
+        if runs > maximum:
+            raise TooLargeError(
+                "study",
+                f"has {runs} runs of cells; at most {maximum} are allowed ({KEY_STUDY_RUNS.flag}); use fewer points, "
+                "layers or positions, or windows",
+            )
+
     def release(self, key: Key | None, usage: KeyUsage | None, program: ProgramUsage | None, row_bytes: int) -> None:
         """Release the resources of a request that has ended."""
         if program is not None:
@@ -214,6 +248,7 @@ class Reservation:
         self._key, self._usage = key, usage
         self._program: ProgramUsage | None = None
         self._row_bytes = 0
+        self._studies = 0
         self._released = False
 
     def reserve_program(
@@ -232,6 +267,16 @@ class Reservation:
             self.tracker.reserve_rows(self._key, self._usage, num_bytes, self._row_bytes)
             self._row_bytes += num_bytes
 
+    def reserve_study(self) -> None:
+        """Count a patching study of this request; raises ``AccessError``."""
+        self.tracker.reserve_study(self._key, self._usage)
+        self._studies += 1
+
+    def check_study(self, runs: int, row_bytes: int) -> None:
+        """Reserve the captured rows of the study and check its number of runs; raises ``AccessError``."""
+        self.tracker.check_study(self._key, runs)
+        self.reserve_rows(row_bytes)
+
     @property
     def store_bytes(self) -> int | None:
         """The key's limit of stored captures in bytes, over all processes; None if the request has no key."""
@@ -241,6 +286,8 @@ class Reservation:
         """Release all resources. Later calls do nothing."""
         if not self._released:
             self._released = True
+            for _ in range(self._studies):
+                self.tracker.release_study(self._usage)
             self.tracker.release(self._key, self._usage, self._program, self._row_bytes)
 
 

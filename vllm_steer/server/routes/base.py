@@ -19,7 +19,12 @@ from vllm_steer.server.auth.rights import Right
 from vllm_steer.server.http.error_response import ERRORS, BodyTooLargeError, error_response
 
 STEERING_PREFIX = "/v1/steering/"
-PLUGIN_PREFIXES = (STEERING_PREFIX, "/v1/captures/")
+PATCH_SWEEP_ROUTE = "/v1/patch_sweep"
+OWN_BODY_PREFIXES = (STEERING_PREFIX, PATCH_SWEEP_ROUTE)
+"""Paths of routes that check their bodies themselves."""
+PLUGIN_PREFIXES = (*OWN_BODY_PREFIXES, "/v1/captures/")
+RESERVATION_KEY = "vllm_steer.reservation"
+"""Key of the ASGI scope with the request's :class:`~vllm_steer.server.quota.tracker.Reservation`."""
 RIGHT_KEY = "x-steering-right"
 
 RESPONSES: dict[int | str, dict[str, Any]] = {

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm-steer patch``: run the patching study in a file, with a model or against a server."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from vllm_steer.cli.connection import DEFAULT_URL, ApiKey, connect
+from vllm_steer.cli.output import fail, failing_on, print_table
+
+if TYPE_CHECKING:
+    from vllm_steer.patching import PatchingResult
+
+
+def patch(
+    study: Annotated[Path, typer.Argument(metavar="STUDY", help="The study: a YAML or JSON file.")],
+    model: Annotated[str | None, typer.Option(help="Run offline with this model, a name or a folder.")] = None,
+    url: Annotated[
+        str | None, typer.Option(envvar="VLLM_STEER_URL", help=f"URL of a server. [default: {DEFAULT_URL}]")
+    ] = None,
+    api_key: ApiKey = None,
+    plot: Annotated[Path | None, typer.Option(help="Write heat maps to this image.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write the grids to this HTML page.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Write all numbers to this safetensors file; offline, its sweep continues.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="With --model: dtype of the model.")] = "auto",
+) -> None:
+    """Run a patching study, whose fields are those of POST /v1/steering/patch."""
+    from vllm_steer.errors import SteeringError
+
+    if model is not None and url is not None:
+        raise typer.BadParameter("cannot be combined with --url", param_hint="--model")
+    for path in (plot, html, out):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise fail(f"folder not found: {path.absolute().parent}")
+    if plot is not None:
+        with failing_on(ImportError):
+            import matplotlib  # noqa: F401 - fails before the study runs
+    try:
+        body = _read(study)
+        if model is None:
+            with connect(url or DEFAULT_URL, api_key) as client:
+                result = _over_http(client, body)
+        else:
+            result = _offline(model, dtype, body, out)
+    except SteeringError as error:
+        raise fail(f"{study}: {error}") from None
+    if out is not None:
+        result.save(out)
+    if html is not None:
+        html.write_text(result.to_html())
+    if plot is not None:
+        result.plot(plot)
+    _print(result)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Return the object in a file; YAML contains JSON. Raises ``SteeringError``."""
+    import msgspec
+
+    from vllm_steer.errors import SteeringError
+
+    try:
+        body = msgspec.yaml.decode(path.read_bytes())
+    except OSError as error:
+        raise fail(f"{path}: cannot be read: {error}") from None
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise SteeringError("file", f"cannot be parsed as YAML: {' '.join(str(error).split())[:200]}") from None
+    if not isinstance(body, dict):
+        raise SteeringError("file", "must contain an object with clean, corrupt and answer")
+    return body
+
+
+def _over_http(client: Any, body: Mapping[str, Any]) -> PatchingResult:
+    from vllm_steer.client import ServerError
+    from vllm_steer.errors import SteeringError
+    from vllm_steer.patching.file import decode
+    from vllm_steer.patching.progress import Progress
+
+    for name in ("stream", "return_file"):
+        if name in body:
+            raise SteeringError(name, "has no effect in a file; leave it out")
+    failed = total = 0
+    try:
+        with Progress() as bar:
+            for event in client.stream_patch(**body, return_file=True):
+                if event["event"] == "start":
+                    total = event["cells"]
+                elif event["event"] == "cell":
+                    failed += event["error"] is not None
+                    bar.count(total, 1, failed)
+                else:
+                    return decode(base64.b64decode(event["file"]), "the server's answer")
+    except ServerError as error:
+        if error.status == 400 and error.param:
+            raise SteeringError(error.param, error.message.removeprefix(f"{error.param}: ")) from None
+        raise
+    raise fail("the server ended the study without a result")
+
+
+def _offline(model: str, dtype: str, body: Mapping[str, Any], out: Path | None) -> PatchingResult:
+    from vllm_steer.patching.request import check_fields, read_study
+    from vllm_steer.points import OPTIONAL_POINTS
+
+    check_fields(body)
+    given = body.get("points", ())
+    named = [given] if isinstance(given, str) else given
+    points = [point for point in OPTIONAL_POINTS if isinstance(named, list) and point in named]
+    from vllm_steer import LLM
+
+    llm = LLM(model, enable_steering=True, steering_config={"points": points}, dtype=dtype)
+    study, arguments = read_study(body, llm)
+    return study.sweep(**arguments, file=out)
+
+
+def _print(result: PatchingResult) -> None:
+    """Print the largest effects."""
+    import numpy as np
+
+    records = [record for record in result.records() if not np.isnan(record["value"])]
+    records.sort(key=lambda record: -abs(record["effect"]))
+    columns = ("point", "layer", "position", "value", "effect")
+    print_table(
+        columns,
+        (
+            (*(record[name] for name in columns[:3]), f"{record['value']:.4g}", f"{record['effect']:+.4g}")
+            for record in records[:10]
+        ),
+    )
+    typer.echo(
+        f"{result.info.metric}: {result.cells[..., 0].size} cells, {len(result.errors)} failed; noise floor "
+        f"{result.noise_floor():.3g}, control {result.control():.3g}"
+    )
+    for each in result.failed()[:3]:
+        typer.echo(f"failed: {each['point']} layer {each['layer']} at {each['position']}: {each['error']}")

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests of a study through the server's engine client.
+
+A study runs in a thread of its own; its requests run in the server's event loop. They have the lowest priority where
+the scheduler has priorities (``--scheduling-policy priority``). First-come-first-served schedulers cannot put them
+behind other requests, so that few of them are in flight at one time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+import uuid
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import cached_property
+from typing import Any, TypeVar
+
+import numpy as np
+
+from vllm_steer.errors import SteeringError
+from vllm_steer.frontend.context import EngineContext
+from vllm_steer.params import SamplingParams
+from vllm_steer.patching.offline import read_score, score_params
+from vllm_steer.patching.runner import MAX_SCORED, ModelFacts, Score, ScoreRequest, SiteRows
+from vllm_steer.points import points_on
+from vllm_steer.spec import Edit
+
+T = TypeVar("T")
+
+FCFS_CONCURRENCY = 16
+"""Requests of one study in flight where the scheduler serves requests in their order."""
+PRIORITY = 1 << 30
+"""Priority of a study's requests; lower numbers run first, and other requests have 0 by default."""
+
+
+class StudyCancelledError(Exception):
+    """The client has gone, or the server stops."""
+
+
+class EngineRunner:
+    """Runner of one study. All methods but `cancel` are for the study's thread."""
+
+    def __init__(
+        self, engine: Any, context: EngineContext, loop: asyncio.AbstractEventLoop, reserve: Callable[[int, int], None]
+    ) -> None:
+        """Create a runner.
+
+        Args:
+            engine: vLLM's ``AsyncLLM``.
+            context: Its context.
+            loop: The server's event loop.
+            reserve: Reserves the number of runs and the bytes of captured rows of the study; called in the loop.
+        """
+        self._engine, self._context, self._loop, self._reserve = engine, context, loop, reserve
+        self._cancelled = threading.Event()
+        self._pending: concurrent.futures.Future[Any] | None = None
+        self._by_priority = engine.vllm_config.scheduler_config.policy == "priority"
+
+    def cancel(self) -> None:
+        """Abort the requests in flight, and refuse further ones."""
+        self._cancelled.set()
+        if self._pending is not None:
+            self._pending.cancel()
+
+    def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine in the event loop and wait for its result. Raises ``StudyCancelledError``."""
+        if self._cancelled.is_set():
+            coroutine.close()
+            raise StudyCancelledError
+        self._pending = pending = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        if self._cancelled.is_set():  # between the first check and this line
+            pending.cancel()
+        try:
+            return pending.result()
+        except concurrent.futures.CancelledError:
+            raise StudyCancelledError from None
+        finally:
+            self._pending = None
+
+    @cached_property
+    def facts(self) -> ModelFacts:
+        """Facts about the model and the engine."""
+        known = self._context.capabilities
+        vocab = int(self._model_config.get_vocab_size())
+        return ModelFacts(
+            self._context.model_name,
+            known.num_layers,
+            known.hidden_size,
+            points_on(known.config.points),
+            min(vocab, MAX_SCORED),
+            vocab,
+            known.max_model_len,
+        )
+
+    def encode(self, text: str, special: bool) -> list[int]:
+        """Return the tokens of a text."""
+        if self._tokenizer is None:
+            raise SteeringError("clean", "is a text, but the server runs without a tokenizer; give token ids")
+        return list(self._tokenizer.encode(text, add_special_tokens=special))
+
+    def pieces(self, tokens: Sequence[int]) -> list[str]:
+        """Return the text of each token; its number if the server has no tokenizer."""
+        if self._tokenizer is None:
+            return [f"<{token}>" for token in tokens]
+        return [self._tokenizer.decode([token]) for token in tokens]
+
+    def reserve(self, runs: int, row_bytes: int) -> None:
+        """Reserve the study's resources; raises ``AccessError``."""
+
+        async def reserve() -> None:
+            self._reserve(runs, row_bytes)
+
+        self.call(reserve())
+
+    def capture(
+        self, tokens: Sequence[int], sites: Mapping[str, Sequence[int]], edits: Sequence[Edit] = ()
+    ) -> SiteRows:
+        """Return the rows of all tokens of a prompt."""
+        spec = {"hooks": {point: list(layers) for point, layers in sites.items()}, "positions": "all_prompt"}
+        params = SamplingParams(
+            max_tokens=1,
+            temperature=0.0,
+            detokenize=False,
+            steering=list(edits) or None,
+            capture={"memory": {**spec, "dtype": "float32"}},
+        )
+        result = self.call(self._generate(tokens, params)).capture_results["memory"]
+        if result.status != "ok":
+            raise RuntimeError(f"rows of the prompt are missing: {result.error}")
+        return {site: np.ascontiguousarray(result.numpy(*site), np.float32) for site in result.sites}
+
+    def top(self, tokens: Sequence[int], count: int) -> dict[int, float]:
+        """Return the log-probabilities of the most probable next tokens."""
+        limit = int(self._model_config.max_logprobs)
+        count = count if limit < 0 else min(count, limit)
+        params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, logprobs=count)
+        output = self.call(self._generate(tokens, params))
+        return {token: each.logprob for token, each in output.outputs[0].logprobs[0].items()}
+
+    def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
+        """Run requests together. A request that fails does not fail the others."""
+        return self.call(self._score_all(requests))
+
+    async def _score_all(self, requests: Sequence[ScoreRequest]) -> list[Score]:
+        slots = asyncio.Semaphore(len(requests) if self._by_priority else FCFS_CONCURRENCY)
+
+        async def score(request: ScoreRequest) -> Score:
+            async with slots:
+                try:
+                    params = await asyncio.to_thread(score_params, request)
+                    return read_score(await self._generate(request.tokens, params), request)
+                except Exception as error:  # an engine raises errors of many classes
+                    return Score(error=str(error) or type(error).__name__, prompt_tokens=len(request.tokens))
+
+        return list(await asyncio.gather(*map(score, requests)))
+
+    async def _generate(self, tokens: Sequence[int], params: Any) -> Any:
+        prompt = {"prompt_token_ids": list(tokens)}
+        priority = PRIORITY if self._by_priority else 0
+        # Cancelling this coroutine aborts the request in the engine.
+        outputs = self._engine.generate(prompt, params, f"patch-{uuid.uuid4().hex}", priority=priority)
+        (output,) = [each async for each in outputs if each.finished]
+        return output
+
+    @property
+    def _model_config(self) -> Any:
+        return self._engine.vllm_config.model_config
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        return None if self._model_config.skip_tokenizer_init else self._engine.get_tokenizer()
