@@ -163,3 +163,58 @@ def test_the_example_runs(engine: Any) -> None:
     shown = nnterp.run(engine)
     assert (shown["rows"], shown["lens"][:2], shown["scope"][:2]) == ((4, 1, 64), (1, 4), (1, 2))
     assert shown["change"] > 1e-3
+
+
+def test_a_trace_reads_and_writes(model: StandardizedTransformer, hf: Any) -> None:
+    """Catches writes at another token, of another invoke, or read before they are made."""
+    tokens = model.encode(PROMPTS[1])
+    with model.trace() as tracer:
+        with tracer.invoke(PROMPTS[0]):
+            clean = model.layers_output[1][:, -1].save()
+        with tracer.invoke(PROMPTS[1]):
+            model.layers_output[1][:, 2] = clean
+            patched = model.next_token_probs.save()
+            rows = model.layers_output[1].save()
+        with tracer.invoke(PROMPTS[1]):
+            model.layers_output[1][:, 2] *= 0.5
+            model.layers_output[1][:, 2] += clean
+            scaled = model.layers_output[1][:, 2].save()
+    source, target = hidden_states(hf, model.encode(PROMPTS[0]))[2][-1], hidden_states(hf, tokens)[2][2]
+    torch.testing.assert_close(clean.value[0], source, atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(rows.value[0, 2], source, atol=1e-3, rtol=1e-3)
+    assert rows.shape == (1, len(tokens), 64)
+    expected = patched_logits(hf, tokens, 1, 2, source).softmax(-1)
+    torch.testing.assert_close(patched.value[0], expected, atol=1e-3, rtol=1e-2)
+    torch.testing.assert_close(scaled.value[0], 0.5 * target + source, atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(torch.add(scaled, clean), scaled.value + clean.value)
+
+
+def test_what_cannot_be_compiled_is_refused_with_the_line(model: StandardizedTransformer) -> None:
+    """Catches code of a trace that is ignored, and errors without its line."""
+    vector = torch.ones(64)
+
+    def computed() -> Any:
+        return model.layers_output[1] * 2
+
+    def within() -> None:
+        model.layers_output[2][:, -1] = model.layers_output[1][:, -1]
+
+    def part() -> None:
+        model.layers_output[1][:, -1, :3] = vector[:3]
+
+    def gradient() -> Any:
+        return model.layers_output[1].grad
+
+    for function, line in (
+        (computed, "model.layers_output[1] * 2"),
+        (within, "model.layers_output[2][:, -1] = model"),
+        (part, "model.layers_output[1][:, -1, :3]"),
+        (gradient, "model.layers_output[1].grad"),
+    ):
+        with pytest.raises(SteeringError) as caught, model.trace("one"):
+            function()
+        assert line in caught.value.problem
+    with pytest.raises(SteeringError, match=r"line [0-9]+: .*tracer.iter"), model.trace("one") as tracer:
+        tracer.iter[:]
+    with pytest.raises(SteeringError, match=r"within model\.trace"):
+        model.layers_output[1].save()

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, NoReturn
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 
@@ -13,12 +13,15 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import NOT_ENABLED, engine_context
 from vllm_steer.llm import LLM
 from vllm_steer.params import SamplingParams
+from vllm_steer.peers.nnterp.trace import Probabilities, Sites, Tracer
 from vllm_steer.site_names import site
 from vllm_steer.spec import Edit
 from vllm_steer.spec.scalars import is_integer, shown
 
 REFUSED = {
     "scan": "runs the model's code without weights; shapes are (tokens, hidden_size)",
+    "logits": "use next_token_probs",
+    "token_embeddings": "is not a hook point; layers_input[0] is the input of the first layer",
     "session": "call the methods one after another",
     "skip_layer": "layers cannot be skipped; replace their output with their input",
     "skip_layers": "layers cannot be skipped; replace their output with their input",
@@ -29,6 +32,7 @@ REFUSED = {
     "source": "lines of the model's code are not hook points",
 }
 """Attributes of nnterp and nnsight that are not supported, with the reason."""
+SITES = ("layers_input", "layers_output", "attentions_output", "mlps_input", "mlps_output")
 
 
 class StandardizedTransformer:
@@ -61,6 +65,7 @@ class StandardizedTransformer:
         self.vocab_size: int = config.get_vocab_size()
         self._max_logprobs: int = config.max_logprobs
         self._edits: list[Edit] = []
+        self._tracer: Tracer | None = None
 
     @property
     def tokenizer(self) -> Any:
@@ -140,11 +145,43 @@ class StandardizedTransformer:
             positions.append(position)
         hooks = {point: sorted(set(chosen))}
         params = [self.params(capture={"hooks": hooks, "positions": [position]}) for position in positions]
-        results = [rows_of(output, f"prompts[{i}]") for i, output in enumerate(self.run(encoded, params))]
+        results = [self.rows_of(output, f"prompts[{i}]") for i, output in enumerate(self.run(encoded, params))]
         return torch.stack([torch.cat([result.tensor(point, layer) for result in results]) for layer in chosen])
 
-    def next_token_probs(self, prompts: Any) -> torch.Tensor:
-        """Return the probabilities of the next token, ``[prompts, vocab]``."""
+    @contextmanager
+    def trace(self, prompt: Any = None, **unsupported: Any) -> Iterator[Tracer]:
+        """Record reads and writes of sites, and run them when the context ends.
+
+        Within the context, ``model.layers_output[i]``, ``layers_input``, ``attentions_output``, ``mlps_input`` and
+        ``mlps_output`` are rows ``[1, tokens, hidden]`` of a prompt. They have ``save()``, and ``=``, ``+=``, ``-=``
+        and ``*=`` for all tokens or ``[:, tokens]``. ``model.next_token_probs.save()`` keeps ``[1, vocab]``.
+
+        Args:
+            prompt: A text or tokens. Without it, add prompts with ``tracer.invoke(prompt)``, which may write rows of
+                other invokes.
+            **unsupported: Other arguments of nnsight, which are refused.
+
+        Raises:
+            SteeringError: A line cannot be compiled to captures and edits.
+        """
+        for name in unsupported:
+            raise SteeringError(name, "is not supported by trace")
+        if self._tracer is not None:
+            raise SteeringError("trace", "a trace is already open")
+        self._tracer = tracer = Tracer(self)
+        try:
+            with tracer.invoke(prompt) if prompt is not None else nullcontext():
+                yield tracer
+        finally:
+            self._tracer = None
+        tracer.run()
+
+    @property
+    def next_token_probs(self) -> Any:
+        """Within a trace, the probabilities ``[1, vocab]``; otherwise a function of prompts: ``[prompts, vocab]``."""
+        return self._next_token_probs if self._tracer is None else Probabilities(self._tracer.current())
+
+    def _next_token_probs(self, prompts: Any) -> torch.Tensor:
         encoded = [self.encode(text) for text in read_prompts(prompts)]
         return self.probabilities(encoded, [[] for _ in encoded])
 
@@ -154,18 +191,28 @@ class StandardizedTransformer:
         Raises:
             SteeringError: The engine does not return all log-probabilities.
         """
+        params = [self.params(edits=each, **self.all_logprobs()) for each in edits]
+        return torch.stack([self.read_probabilities(output) for output in self.run(prompts, params)])
+
+    def all_logprobs(self) -> dict[str, Any]:
+        """Return the arguments of sampling parameters that request all log-probabilities.
+
+        Raises:
+            SteeringError: The engine does not return so many.
+        """
         if 0 <= self._max_logprobs < self.vocab_size:
             raise SteeringError(
                 "max_logprobs",
                 f"is {self._max_logprobs}, but the vocabulary has {self.vocab_size} tokens; start the engine with "
                 "max_logprobs=-1",
             )
-        params = [self.params(edits=each, logprobs=-1, flat_logprobs=True, detokenize=False) for each in edits]
-        found = torch.zeros(len(params), self.vocab_size)
-        for row, output in zip(found, self.run(prompts, params), strict=True):
-            flat = output.outputs[0].logprobs
-            row[torch.tensor(flat.token_ids)] = torch.tensor(flat.logprobs).exp()
-        return found
+        return {"logprobs": -1, "flat_logprobs": True, "detokenize": False}
+
+    def read_probabilities(self, output: Any) -> torch.Tensor:
+        """Return the probabilities of an output's first token, ``[vocab]``."""
+        flat, probs = output.outputs[0].logprobs, torch.zeros(self.vocab_size)
+        probs[torch.tensor(flat.token_ids)] = torch.tensor(flat.logprobs).exp()
+        return probs
 
     def project_on_vocab(self, hidden_state: torch.Tensor) -> torch.Tensor:
         """Return log-probabilities of the final norm and the head applied to rows of the last layer's output.
@@ -241,7 +288,19 @@ class StandardizedTransformer:
         encoded = [self.encode(text) for text in read_prompts(prompts)]
         return self.run(encoded, [self.params(max_tokens=max_new_tokens, **kwargs) for _ in encoded])
 
-    def __getattr__(self, name: str) -> NoReturn:
+    @staticmethod
+    def rows_of(output: Any, field: str = "trace") -> Any:
+        """Return the captured rows of an output; raise RuntimeError if some are missing."""
+        result = output.capture_results["memory"]
+        if result.status != "ok":
+            raise RuntimeError(f"{field}: {result.error}")
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        if name in SITES:
+            if self._tracer is None:
+                raise SteeringError(name, "is read and written within model.trace")
+            return Sites(self._tracer, name)
         if name in REFUSED:
             raise SteeringError(name, REFUSED[name])
         raise AttributeError(f"StandardizedTransformer has no attribute {name}")
@@ -258,11 +317,3 @@ def read_prompts(prompts: Any) -> list[Any]:
     if not isinstance(prompts, (list, tuple)) or not prompts:
         raise SteeringError("prompts", f"must be a text or a list of texts, not {shown(prompts)}")
     return list(prompts)
-
-
-def rows_of(output: Any, field: str) -> Any:
-    """Return the captured rows of an output; raise RuntimeError if some are missing."""
-    result = output.capture_results["memory"]
-    if result.status != "ok":
-        raise RuntimeError(f"{field}: {result.error}")
-    return result

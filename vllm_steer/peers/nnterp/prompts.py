@@ -55,7 +55,8 @@ def collect_token_activations_batched(
 
 def compute_next_token_probs(model: StandardizedTransformer, prompt: Any) -> torch.Tensor:
     """Return ``model.next_token_probs``."""
-    return model.next_token_probs(prompt)
+    probs: torch.Tensor = model.next_token_probs(prompt)
+    return probs
 
 
 def run_prompts(

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The interface of TransformerLens, compared with HF Transformers on the same weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from examples.peers import transformer_lens
+from tests.peers.conftest import hidden_states
+from vllm_steer import Edit, SteeringError
+from vllm_steer.peers.transformer_lens import ActivationCache, HookedTransformer, get_act_name
+from vllm_steer.peers.transformer_lens.cache import HOOKS, hook_name
+from vllm_steer.site_names import site
+
+
+@pytest.mark.parametrize("point", HOOKS)
+def test_names_are_read_back(point: Any) -> None:
+    """Catches a name that means another point to the parser."""
+    assert site(hook_name(point, 3)) == (point, 3)
+    assert get_act_name(HOOKS[point], 3) == hook_name(point, 3)
+
+
+def test_a_cache_has_one_tensor_per_site() -> None:
+    """Catches negative layers off by one, and names that are found without being cached."""
+    cache = ActivationCache({f"blocks.{i}.hook_resid_post": torch.full((1, 2, 3), float(i)) for i in range(3)}, 3)
+    assert cache["resid_post", -1] is cache["blocks.2.hook_resid_post"] is cache["layers_output[2]"]
+    assert cache.stack_activation("resid_post").shape == (3, 1, 2, 3)
+    assert cache.stack_activation("resid_post", 2)[:, 0, 0, 0].tolist() == [0.0, 1.0]
+    assert cache.remove_batch_dim()["resid_post", 1].shape == (2, 3)
+    assert "blocks.1.hook_resid_pre" not in cache
+    for key in (("resid_post", 3), "blocks.1.hook_mlp_out", "nonsense", ("nonsense", 1)):
+        with pytest.raises(KeyError):
+            cache[key]
+
+
+@pytest.fixture(scope="module")
+def model(engine: Any) -> HookedTransformer:
+    return HookedTransformer(engine)
+
+
+@pytest.mark.slow
+def test_run_with_cache(model: HookedTransformer, hf: Any) -> None:
+    """Catches rows of another hook or prompt, and log-probabilities of another token."""
+    prompts = ["the cat", "the dog"]
+    logits, cache = model.run_with_cache(prompts)
+    assert len(cache) == len(model.hook_names) == 4 * len(HOOKS)
+    for i, prompt in enumerate(prompts):
+        tokens = model.to_tokens(prompt)
+        states = hidden_states(hf, tokens[0].tolist())
+        for layer in range(4):
+            torch.testing.assert_close(cache["resid_pre", layer][i], states[layer], atol=1e-3, rtol=1e-3)
+        torch.testing.assert_close(cache["resid_post", 1][i], states[2], atol=1e-3, rtol=1e-3)
+        middle = cache["resid_pre", 1] + cache["attn_out", 1]
+        torch.testing.assert_close(cache["resid_mid", 1], middle, atol=1e-3, rtol=1e-3)
+        with torch.no_grad():
+            expected = hf(tokens).logits[0, -1].log_softmax(-1)
+        assert logits is not None
+        torch.testing.assert_close(logits[i, 0], expected, atol=1e-2, rtol=1e-3)
+
+
+@pytest.mark.slow
+def test_filters_and_edits(model: HookedTransformer, hf: Any) -> None:
+    """Catches filters without effect, and edits that the cache does not show."""
+    edit = Edit(kind="add", point="blocks.1.hook_resid_post", vector=torch.ones(64), tokens=[-1])
+    names = ["blocks.1.hook_resid_post", "layers_output[2]"]
+    logits, cache = model.run_with_cache("one", names_filter=names, return_type=None, edits=[edit])
+    assert (logits, list(cache)) == (None, ["blocks.1.hook_resid_post", "blocks.2.hook_resid_post"])
+    state = hidden_states(hf, model.to_tokens("one")[0].tolist())[2]
+    torch.testing.assert_close(cache["resid_post", 1][0, -1], state[-1] + 1, atol=1e-3, rtol=1e-3)
+    for filter_ in (lambda name: False, "blocks.9.hook_resid_post", "blocks.1.attn.hook_q"):
+        with pytest.raises(SteeringError):
+            model.run_with_cache("one", names_filter=filter_)
+    with pytest.raises(SteeringError, match="different numbers of tokens"):
+        model.run_with_cache(["a", "bb"])
+    with pytest.raises(SteeringError, match="run_with_edits"):
+        model.run_with_hooks("a", fwd_hooks=[])
+
+
+@pytest.mark.slow
+def test_the_example_runs(engine: Any) -> None:
+    """Catches an example that no longer runs, and a patch without effect."""
+    shown = transformer_lens.run(engine)
+    assert shown["cached"] == 4
+    assert shown["before"] != shown["after"]

@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Traces: reads and writes of sites, recorded in a context and compiled to captures and edits of requests.
+
+Nothing of the caller's code runs in the engine. Code that cannot be compiled raises a SteeringError with its line.
+"""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from vllm_steer.errors import SteeringError
+from vllm_steer.site_names import site
+from vllm_steer.spec import Edit
+from vllm_steer.spec.scalars import is_integer
+
+if TYPE_CHECKING:
+    from vllm_steer.peers.nnterp.model import StandardizedTransformer
+
+EVERYTHING = slice(None)
+MAX_LINE = 120
+"""Most characters of a line of code in an error message."""
+
+
+def refuse(problem: str) -> NoReturn:
+    """Raise SteeringError with the line of the caller's code."""
+    package = __name__.rpartition(".")[0]
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__", "").startswith((package, "torch", "contextlib")):
+        frame = frame.f_back
+    if frame is None:
+        raise SteeringError("trace", problem)
+    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+    raise SteeringError("trace", f"line {frame.f_lineno}: {line[:MAX_LINE]}: {problem}")
+
+
+@dataclass(eq=False)
+class Invoke:
+    """One prompt of a trace, with what is read and written."""
+
+    tokens: list[int]
+    reads: list[Rows] = field(default_factory=list)
+    writes: list[tuple[str, Rows, Any]] = field(default_factory=list)
+    """Kind, the rows that are written, and the value."""
+    probs: list[Probabilities] = field(default_factory=list)
+
+    @property
+    def sources(self) -> set[int]:
+        """Identities of the invokes whose rows are written here."""
+        rows = [value for _, _, value in self.writes if isinstance(value, Rows)]
+        return {id(value.invoke) for value in rows if value._value is None}
+
+
+class Value:
+    """A tensor that exists once the trace has run."""
+
+    def __init__(self) -> None:
+        self._value: torch.Tensor | None = None
+
+    @property
+    def value(self) -> torch.Tensor:
+        """The tensor.
+
+        Raises:
+            SteeringError: The trace has not run, or the value was not saved.
+        """
+        if self._value is None:
+            refuse("the value exists after the trace, if it was saved with save()")
+        return self._value
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        unpacked = [each.value if isinstance(each, Value) else each for each in args]
+        return function(*unpacked, **(kwargs or {}))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self.value, name)
+
+
+class Probabilities(Value):
+    """Probabilities of the next token, ``[1, vocab]``."""
+
+    def __init__(self, invoke: Invoke) -> None:
+        super().__init__()
+        self._invoke = invoke
+
+    def save(self) -> Probabilities:
+        """Keep the probabilities."""
+        self._invoke.probs.append(self)
+        return self
+
+
+class Rows(Value):
+    """Rows of one site in one invoke, as a tensor ``[1, tokens, hidden]`` or a part of it."""
+
+    def __init__(self, invoke: Invoke, point: Any, layer: int, index: tuple[Any, ...] = ()) -> None:
+        super().__init__()
+        self.invoke, self.point, self.layer, self.index = invoke, point, layer, index
+
+    def save(self) -> Rows:
+        """Keep the rows, as they are after all writes."""
+        self.invoke.reads.append(self)
+        return self
+
+    def __getitem__(self, index: Any) -> Any:
+        if self._value is not None:
+            return self._value[index]
+        if self.index:
+            refuse("rows are indexed once, as in [:, -1]")
+        index = index if isinstance(index, tuple) else (index,)
+        positions_of(index, len(self.invoke.tokens))
+        return Rows(self.invoke, self.point, self.layer, index)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        part = self[index]
+        if not self._is_own(value):
+            part._write("replace", value)
+
+    def __iadd__(self, value: Any) -> Rows:
+        self._write("add", value)
+        return self
+
+    def __isub__(self, value: Any) -> Rows:
+        self._write("subtract", value)
+        return self
+
+    def __imul__(self, value: Any) -> Rows:
+        if not isinstance(value, (int, float)):
+            refuse("rows are multiplied by a number")
+        self._write("scale", float(value))
+        return self
+
+    def _is_own(self, value: Any) -> bool:
+        return (
+            isinstance(value, Rows)
+            and value.invoke is self.invoke
+            and (value.point, value.layer) == (self.point, self.layer)
+        )
+
+    def _write(self, kind: str, value: Any) -> None:
+        if isinstance(value, Rows):
+            if value.invoke is self.invoke:
+                refuse("rows of the same invoke cannot be written elsewhere in it; use another invoke")
+            value.save()
+        elif kind != "scale" and not isinstance(value, torch.Tensor):
+            refuse("the value must be a tensor, or rows of an earlier invoke")
+        self.invoke.writes.append((kind, self, value))
+
+    def _unsupported(self, *args: Any) -> NoReturn:
+        refuse("only save(), [...], =, +=, -= and *= are supported on rows; compute after the trace")
+
+    def _compute(self, name: str, *args: Any) -> Any:
+        if self._value is None:
+            self._unsupported()
+        return getattr(self._value, name)(*(each.value if isinstance(each, Value) else each for each in args))
+
+    def __add__(self, other: Any) -> Any:
+        return self._compute("__add__", other)
+
+    def __sub__(self, other: Any) -> Any:
+        return self._compute("__sub__", other)
+
+    def __mul__(self, other: Any) -> Any:
+        return self._compute("__mul__", other)
+
+    def __matmul__(self, other: Any) -> Any:
+        return self._compute("__matmul__", other)
+
+    def __neg__(self) -> Any:
+        return self._compute("__neg__")
+
+
+class Sites:
+    """Accessor of one point, such as ``model.layers_output``; indexed by layer."""
+
+    def __init__(self, tracer: Tracer, name: str) -> None:
+        self._tracer, self._name = tracer, name
+
+    def __getitem__(self, layer: Any) -> Rows:
+        (number,) = self._tracer.model.read_layers(layer, self._name)
+        point, _ = site(f"{self._name}.{number}")
+        return Rows(self._tracer.current(), point, number)
+
+    def __setitem__(self, layer: Any, value: Any) -> None:
+        rows = self[layer]
+        if not rows._is_own(value):
+            rows._write("replace", value)
+
+
+def positions_of(index: tuple[Any, ...], count: int) -> range:
+    """Return the positions that an index ``[batch, tokens]`` selects."""
+    batch, tokens, *rest = (*index, EVERYTHING, EVERYTHING)[: max(2, len(index))]
+    if rest or not (batch == EVERYTHING or (is_integer(batch) and batch in (0, -1))):
+        refuse("rows are indexed by [:, tokens]; an invoke has one prompt, and parts of a row cannot be chosen")
+    if is_integer(tokens):
+        if not -count <= tokens < count:
+            refuse(f"the prompt has {count} tokens")
+        return range(tokens % count, tokens % count + 1)
+    if not isinstance(tokens, slice):
+        refuse("tokens are chosen by a number or a slice")
+    chosen = range(count)[tokens]
+    if not chosen or chosen.step < 0:
+        refuse("the slice selects no tokens, or in descending order")
+    return chosen
+
+
+def edit_of(kind: str, rows: Rows, value: Any, width: int) -> Edit:
+    """Return the edit of a write to rows of ``width`` components."""
+    count = len(rows.invoke.tokens)
+    positions = positions_of(rows.index, count)
+    site_fields: dict[str, Any] = {"point": rows.point, "layers": rows.layer, "tokens": list(positions)}
+    if kind == "scale":
+        return Edit(kind="replace", vector=torch.zeros(width), strength=1.0 - value, **site_fields)
+    tensor = (value.value if isinstance(value, Value) else value).detach().float().cpu()
+    if tensor.shape[-1:] != (width,):
+        raise SteeringError("trace", f"a value of shape {list(tensor.shape)} was written to rows of width {width}")
+    matrix = tensor.reshape(-1, tensor.shape[-1])
+    if len(matrix) not in (1, len(positions)):
+        raise SteeringError("trace", f"{len(matrix)} rows were written to {len(positions)} tokens")
+    if kind == "replace":
+        return Edit(kind="replace", vector=matrix if len(matrix) > 1 else matrix[0], **site_fields)
+    if len(matrix) != 1:
+        raise SteeringError("trace", "different rows are added; add one vector to a token at a time")
+    return Edit(kind="add", vector=matrix[0], strength=-1.0 if kind == "subtract" else 1.0, **site_fields)
+
+
+class Tracer:
+    """A running trace."""
+
+    def __init__(self, model: StandardizedTransformer) -> None:
+        self.model = model
+        self.invokes: list[Invoke] = []
+        self._current: Invoke | None = None
+
+    def current(self) -> Invoke:
+        """Return the invoke whose context is open."""
+        if self._current is None:
+            refuse("sites are read and written within an invoke, or in a trace with a prompt")
+        return self._current
+
+    @contextmanager
+    def invoke(self, prompt: Any) -> Iterator[None]:
+        """Add a prompt; reads and writes in the context belong to it."""
+        if self._current is not None:
+            refuse("an invoke within an invoke, or in a trace with a prompt")
+        if isinstance(prompt, (list, tuple)) and len(prompt) == 1 and not is_integer(prompt[0]):
+            prompt = prompt[0]
+        if isinstance(prompt, (list, tuple)) and not (prompt and is_integer(prompt[0])):
+            refuse("an invoke has one prompt; use an invoke for each")
+        self._current = Invoke(self.model.encode(prompt))
+        self.invokes.append(self._current)
+        try:
+            yield
+        finally:
+            self._current = None
+
+    @property
+    def iter(self) -> Any:
+        """Not supported."""
+        refuse("generated tokens are not traced; use generate, or capture of SamplingParams")
+
+    def stop(self) -> None:
+        """Do nothing: the prompt is forwarded once in any case."""
+
+    def run(self) -> None:
+        """Run the prompts: those whose values are known in one batch, then those that depend on them."""
+        waiting, done = list(self.invokes), set[int]()
+        while waiting:
+            ready = [invoke for invoke in waiting if invoke.sources <= done]
+            if not ready:
+                raise SteeringError("trace", "rows of another trace, which did not run, are written")
+            self._run(ready)
+            done |= {id(invoke) for invoke in ready}
+            waiting = [invoke for invoke in waiting if id(invoke) not in done]
+
+    def _run(self, invokes: list[Invoke]) -> None:
+        params = []
+        for invoke in invokes:
+            hooks: dict[str, list[int]] = {}
+            for rows in invoke.reads:
+                if rows.layer not in hooks.setdefault(rows.point, []):
+                    hooks[rows.point].append(rows.layer)
+            edits = [edit_of(kind, rows, value, self.model.hidden_size) for kind, rows, value in invoke.writes]
+            fields = self.model.all_logprobs() if invoke.probs else {}
+            capture = {"hooks": hooks, "positions": "all_prompt"} if hooks else None
+            params.append(self.model.params(edits=edits, capture=capture, **fields))
+        for invoke, output in zip(invokes, self.model.run([each.tokens for each in invokes], params), strict=True):
+            if invoke.reads:
+                found = self.model.rows_of(output)
+                for rows in invoke.reads:
+                    rows._value = found.tensor(rows.point, rows.layer)[None][rows.index]
+            for probs in invoke.probs:
+                probs._value = self.model.read_probabilities(output)[None]

@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The interface of TransformerLens: ``run_with_cache`` and ``ActivationCache`` on an offline engine.
+
+Public: the names in ``__all__``.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm_steer.peers.transformer_lens.cache import ActivationCache, get_act_name
+    from vllm_steer.peers.transformer_lens.model import HookedTransformer
+
+__all__ = ["ActivationCache", "HookedTransformer", "get_act_name"]
+
+_MODULES = {"ActivationCache": "cache", "HookedTransformer": "model", "get_act_name": "cache"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    raise AttributeError(f"module {__name__} has no attribute {name}")

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model with the methods of TransformerLens that need no code in the forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import torch
+
+from vllm_steer.errors import SteeringError
+from vllm_steer.frontend.context import NOT_ENABLED, engine_context
+from vllm_steer.llm import LLM
+from vllm_steer.params import SamplingParams
+from vllm_steer.peers.transformer_lens.cache import HOOKS, ActivationCache, hook_name
+from vllm_steer.points import PointName, points_on
+from vllm_steer.site_names import site
+from vllm_steer.spec import Edit
+from vllm_steer.spec.scalars import is_integer, shown
+
+REFUSED = {
+    "run_with_hooks": "functions are not run in the engine; use run_with_edits",
+    "hooks": "functions are not run in the engine; use run_with_edits",
+    "add_hook": "functions are not run in the engine; use run_with_edits",
+    "add_perma_hook": "functions are not run in the engine; use LLM.steering",
+    "W_E": "weights are not served",
+    "W_U": "weights are not served",
+}
+"""Attributes of TransformerLens that are not supported, with the reason."""
+
+
+class HookedTransformer:
+    """A model that runs on an offline engine.
+
+    Args:
+        model: Name or folder of a model, or a ``vllm_steer.LLM`` with steering enabled.
+        **kwargs: Arguments of ``vllm_steer.LLM``.
+
+    Raises:
+        SteeringError: The engine has no steering.
+
+    Example:
+        >>> from vllm_steer.peers.transformer_lens import HookedTransformer  # doctest: +SKIP
+        >>> model = HookedTransformer("demo/model")  # doctest: +SKIP
+        >>> _, cache = model.run_with_cache("one", names_filter="blocks.1.hook_resid_post")  # doctest: +SKIP
+        >>> cache["resid_post", 1].shape  # doctest: +SKIP
+    """
+
+    def __init__(self, model: Any, **kwargs: Any) -> None:
+        if not isinstance(model, LLM):
+            model = LLM(str(model), **{"enable_steering": True, "max_logprobs": -1, **kwargs})
+        context = engine_context(model.llm_engine)
+        if context is None:
+            raise SteeringError("model", NOT_ENABLED)
+        self.llm: LLM = model
+        config = model.llm_engine.vllm_config.model_config
+        known = context.capabilities
+        self.cfg = SimpleNamespace(
+            n_layers=known.num_layers, d_model=known.hidden_size, d_vocab=config.get_vocab_size()
+        )
+        self._max_logprobs: int = config.max_logprobs
+        points = points_on(known.config.points)
+        self.hook_names: tuple[str, ...] = tuple(
+            hook_name(point, layer) for layer in range(known.num_layers) for point in HOOKS if point in points
+        )
+        """Names of the hooks that the engine serves."""
+
+    @property
+    def tokenizer(self) -> Any:
+        """The engine's tokenizer."""
+        return self.llm.get_tokenizer()
+
+    def to_tokens(self, text: Any) -> torch.Tensor:
+        """Return tokens ``[batch, tokens]`` of a text or of texts with equally many tokens."""
+        return torch.tensor(self._encode(text))
+
+    def run_with_cache(
+        self,
+        prompts: Any,
+        *,
+        names_filter: Any = None,
+        return_type: str | None = "logits",
+        remove_batch_dim: bool = False,
+        edits: Sequence[Edit] = (),
+    ) -> tuple[torch.Tensor | None, ActivationCache]:
+        """Forward prompts and return rows by name of the hook.
+
+        Args:
+            prompts: A text, texts or tokens ``[batch, tokens]``, with equally many tokens each.
+            names_filter: A name, names, or a function of names; all hooks that the engine serves by default. Names of
+                other libraries are accepted.
+            return_type: ``"logits"`` for the log-probabilities at the last token, ``[batch, 1, vocab]``; None for none.
+            remove_batch_dim: Whether the rows of one prompt have no first dimension.
+            edits: Edits that apply during the run.
+
+        Returns:
+            The log-probabilities and the cache.
+
+        Raises:
+            SteeringError: An argument is invalid.
+            RuntimeError: Rows are missing.
+        """
+        tokens, hooks = self._encode(prompts), self._read_filter(names_filter)
+        outputs = self._run(tokens, return_type, edits, {"hooks": hooks, "positions": "all_prompt"})
+        found = []
+        for i, output in enumerate(outputs):
+            result = output.capture_results["memory"]
+            if result.status != "ok":
+                raise RuntimeError(f"prompts[{i}]: {result.error}")
+            found.append(result)
+        wanted = {hook_name(point, layer): (point, layer) for point in hooks for layer in hooks[point]}
+        rows = {
+            name: torch.stack([result.tensor(*wanted[name]) for result in found])
+            for name in self.hook_names
+            if name in wanted
+        }
+        cache = ActivationCache(rows, self.cfg.n_layers)
+        return self._logits(outputs, return_type), cache.remove_batch_dim() if remove_batch_dim else cache
+
+    def run_with_edits(self, prompts: Any, edits: Sequence[Edit]) -> torch.Tensor:
+        """Return the log-probabilities at the last token under edits, ``[batch, 1, vocab]``.
+
+        Edits take the place of the functions of ``run_with_hooks``. Their ``point`` may be the name of a hook.
+        """
+        outputs = self._run(self._encode(prompts), "logits", edits, None)
+        return torch.stack([self._read(output) for output in outputs])[:, None]
+
+    def __call__(self, prompts: Any, return_type: str | None = "logits") -> torch.Tensor | None:
+        """Return the log-probabilities at the last token, ``[batch, 1, vocab]``."""
+        return self._logits(self._run(self._encode(prompts), return_type, (), None), return_type)
+
+    def generate(self, prompt: Any, max_new_tokens: int = 10, **kwargs: Any) -> str:
+        """Return the prompt's text with the generated text, greedy by default."""
+        (tokens,) = self._encode(prompt)
+        params = SamplingParams(**{"temperature": 0.0, **kwargs, "max_tokens": max_new_tokens})
+        (output,) = self.llm.generate([{"prompt_token_ids": tokens}], params, use_tqdm=False)
+        return str(self.tokenizer.decode([*tokens, *output.outputs[0].token_ids]))
+
+    def _encode(self, prompts: Any) -> list[list[int]]:
+        if isinstance(prompts, torch.Tensor):
+            prompts = prompts.tolist()
+        if isinstance(prompts, str) or (isinstance(prompts, (list, tuple)) and prompts and is_integer(prompts[0])):
+            prompts = [prompts]
+        if not isinstance(prompts, (list, tuple)) or not prompts:
+            raise SteeringError("prompts", f"must be a text, texts or tokens, not {shown(prompts)}")
+        tokens = [list(self.tokenizer.encode(each)) if isinstance(each, str) else list(each) for each in prompts]
+        if len({len(each) for each in tokens}) > 1:
+            counts = ", ".join(str(len(each)) for each in tokens[:8])
+            raise SteeringError(
+                "prompts", f"have different numbers of tokens ({counts}); there is no padding here, so run them apart"
+            )
+        return tokens
+
+    def _read_filter(self, names: Any) -> dict[PointName, list[int]]:
+        if names is None:
+            chosen = list(self.hook_names)
+        elif callable(names):
+            chosen = [name for name in self.hook_names if names(name)]
+        else:
+            chosen = [names] if isinstance(names, str) else list(names)
+        if not chosen:
+            raise SteeringError("names_filter", "selects no hook; hook_names lists those of this engine")
+        hooks: dict[PointName, list[int]] = {}
+        for name in chosen:
+            point, layer = site(name, num_layers=self.cfg.n_layers)
+            if hook_name(point, layer) not in self.hook_names:
+                raise SteeringError("names_filter", f"{name} is not enabled; add {point} to --steering-points")
+            if layer not in hooks.setdefault(point, []):
+                hooks[point].append(layer)
+        return hooks
+
+    def _run(self, tokens: list[list[int]], return_type: str | None, edits: Sequence[Edit], capture: Any) -> list[Any]:
+        if return_type not in ("logits", None):
+            raise SteeringError("return_type", f"must be 'logits' or None, not {shown(return_type)}")
+        fields: dict[str, Any] = {"max_tokens": 1, "temperature": 0.0, "detokenize": False}
+        if return_type == "logits":
+            if 0 <= self._max_logprobs < self.cfg.d_vocab:
+                raise SteeringError("max_logprobs", "is too small for logits; start the engine with max_logprobs=-1")
+            fields |= {"logprobs": -1, "flat_logprobs": True}
+        if edits:
+            fields["steering"] = list(edits)
+        if capture is not None:
+            fields["capture"] = {"memory": capture}
+        requests = [{"prompt_token_ids": each} for each in tokens]
+        return list(self.llm.generate(requests, SamplingParams(**fields), use_tqdm=False))
+
+    def _logits(self, outputs: list[Any], return_type: str | None) -> torch.Tensor | None:
+        if return_type is None:
+            return None
+        return torch.stack([self._read(output) for output in outputs])[:, None]
+
+    def _read(self, output: Any) -> torch.Tensor:
+        flat = output.outputs[0].logprobs
+        found = torch.full((self.cfg.d_vocab,), -torch.inf)
+        found[torch.tensor(flat.token_ids)] = torch.tensor(flat.logprobs)
+        return found
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name in REFUSED:
+            raise SteeringError(name, REFUSED[name])
+        raise AttributeError(f"HookedTransformer has no attribute {name}")
