@@ -24,6 +24,8 @@ def readouts(number: int) -> dict[str, Any]:
     found: dict[str, Any] = {
         "probe": {"probe": PROBE, "bias": 0.5, "sigmoid": number == 4, "point": "post_block", "layer": 2}
     }
+    if number == 3:
+        found["probe"]["cosine"] = True
     if number % 2:
         found["probe"]["positions"] = "all"
         found["topics"] = {"projections": DIRECTIONS, "point": "pre_attn", "layer": 1, "positions": [[2, 11]]}
@@ -46,7 +48,10 @@ def assert_readouts(llm: Any) -> None:
             continue
         prompt_len, forwarded = len(output.prompt_token_ids), len(output.prompt_token_ids) + 7
         rows = {site: result(output).tensor(*site).numpy() for site in result(output).sites}
-        scores = rows["post_block", 2] @ PROBE + 0.5
+        scores = rows["post_block", 2] @ PROBE
+        if number == 3:
+            scores /= np.linalg.norm(rows["post_block", 2], axis=-1) * np.linalg.norm(PROBE)
+        scores = scores + 0.5
         expected = 1 / (1 + np.exp(-scores)) if number == 4 else scores
         start = 0 if number % 2 else prompt_len
         assert found["probe"].positions.tolist() == list(range(start, forwarded))

@@ -306,3 +306,12 @@ class TestRequest:
         assert_refused({"steering": [one] * 4097}, "steering[4096]", "4096")
         fields = {"steering_vectors": {"pre_attn": {1: V}}, "steering": [one] * 4096}
         assert_refused(fields, "steering[4095]", "4096")
+
+
+@pytest.mark.parametrize("others", [[], [{"kind": "add", "point": "post_block", "layers": 1, "vector": [1.0]}]])
+def test_gates_of_the_fork_are_refused_by_name(others: list[dict[str, object]]) -> None:
+    """Catches a gate of RhizoNymph/vllm read as a misspelt edit, alone or among edits."""
+    gate = {"when": {"kind": "always"}, "scope": "this_token", "apply": {"kind": "attenuate", "strength": 0.5}}
+    with pytest.raises(SteeringError, match=r"is a gate of RhizoNymph/vllm .* window token") as caught:
+        parse_fields({"steering": [*others, gate]})
+    assert caught.value.field == f"steering[{len(others)}]"

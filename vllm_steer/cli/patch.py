@@ -46,7 +46,10 @@ def patch(
         body = _read(study)
         if model is None:
             with connect(url or DEFAULT_URL, api_key) as client:
-                result = _over_http(client, body)
+                try:
+                    result = _over_http(client, body)
+                except SteeringError as error:
+                    raise fail(f"{study}: {error}") from None
         else:
             result = _offline(model, dtype, body, out)
     except SteeringError as error:

@@ -244,6 +244,7 @@ def _compile_readout(readout: Readout, vectors: _VectorTable) -> CompiledReadout
         head=head,
         top_k=readout.top_k,
         layers=readout.layers,
+        cosine=readout.cosine,
     )
 
 

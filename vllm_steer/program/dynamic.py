@@ -51,6 +51,8 @@ class CompiledReadout(msgspec.Struct, frozen=True, array_like=True):
     top_k: int = 0
     """Number of the largest outputs of the head that are returned, for each of ``layers``."""
     layers: tuple[int, ...] = ()
+    cosine: bool = False
+    """Whether each product is divided by the norms of its factors."""
 
     @property
     def site_number(self) -> int:

@@ -255,7 +255,14 @@ def _dynamic_parts(program: Program, edits: list[int], readouts: list[int]) -> _
         return None
     layout = program.layout
     reads = [
-        Read(readout.site_number, layout.readouts[number] + i, program.digests[vector], readout.bias, readout.sigmoid)
+        Read(
+            readout.site_number,
+            layout.readouts[number] + i,
+            program.digests[vector],
+            readout.bias,
+            readout.sigmoid,
+            readout.cosine,
+        )
         for number in readouts
         for readout in (program.readouts[number],)
         for i, vector in enumerate(readout.vectors)

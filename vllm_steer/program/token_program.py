@@ -24,7 +24,8 @@ class Instruction(msgspec.Struct, frozen=True):
     ``vector`` is a digest. ``index`` is the index of a CAPTURE's row within its token, the column of a READ's
     value, and the columns of a GATE's readout and factor, packed by :func:`pack_columns`. For an edit, it holds the
     columns of the two factors that scale it, packed likewise, each 0 for none. ``strength``, ``low`` and ``high`` are
-    the bias of a READ and, as ``low``, 1 for a sigmoid; for a GATE they are the threshold, the sign and the sharpness.
+    the bias of a READ and, as ``low``, 1 for a sigmoid plus 2 for a cosine. Those of a GATE are
+    the threshold, the sign and the sharpness.
     """
 
     site_number: int
@@ -51,6 +52,7 @@ class Read(msgspec.Struct, frozen=True):
     vector: bytes
     bias: float
     sigmoid: bool
+    cosine: bool = False
 
 
 class Gate(msgspec.Struct, frozen=True):
@@ -163,7 +165,9 @@ class TokenProgram:
             for step in steps
         ]
         reads = [
-            Instruction(read.site_number, READ, read.vector, read.bias, float(read.sigmoid), 0.0, read.column)
+            Instruction(
+                read.site_number, READ, read.vector, read.bias, read.sigmoid + 2.0 * read.cosine, 0.0, read.column
+            )
             for read in self.reads
         ]
         gates = [

@@ -14,6 +14,7 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_CONDITIONS, MAX_SAE_FEATURES, MAX_WIDTH
 from vllm_steer.points import OPTIONAL_POINTS, POINTS_FLAG, PointName
 from vllm_steer.spec.arguments import suggest_arguments
+from vllm_steer.spec.capture_source import CapturedRows, is_captured, rows_of
 from vllm_steer.spec.condition import Condition, ConditionForm, WhenInput, read_when
 from vllm_steer.spec.feature import PARAMETERS as FEATURE_PARAMETERS
 from vllm_steer.spec.feature import FeatureEdit, no_vector, read_feature_edit
@@ -217,7 +218,7 @@ class Edit:
         kind: KindName,
         point: PointName | str,
         layers: "LayersInput | None" = None,
-        vector: "VectorInput | MatrixInput | None" = None,
+        vector: "VectorInput | MatrixInput | CapturedRows | None" = None,
         strength: float = 1.0,
         tokens: "TokensInput | None" = None,
         low: float | None = None,
@@ -241,7 +242,9 @@ class Edit:
                 the name of the point has a layer, as ``"blocks.3.hook_resid_post"``.
             vector: A list, numpy array or torch tensor of shape ``[H]``, the model's hidden size, or the packed form
                 ``{"dtype": ..., "shape": ..., "data": ...}``. For ``replace`` also a matrix ``[n, H]``, with one row
-                for each of the n positions in ``tokens``, in ascending order of the positions. ``feature`` has none.
+                for each of the n positions in ``tokens``, in ascending order of the positions, or a
+                ``CaptureResult``, whose rows of the same site and positions are used; without ``tokens``, all of its
+                rows. ``feature`` has none.
             strength: A finite number. For ``replace``, 1 puts the row there and numbers between 0 and 1 interpolate.
             tokens: ``"all"``, ``"prompt"``, ``"generated"``, ``"last_prompt"``, or a list of positions and
                 ``[start, stop]`` pairs. Default ``"all"``; ``"generated"`` if ``when`` has a window other
@@ -263,6 +266,7 @@ class Edit:
         """
         definition = KINDS[read_choice(kind, KINDS, "kind", aliases=KIND_ALIASES)]
         conditions = read_when(when)
+        place, named_layer = read_site(point, "point")
         given = {"sae": sae, "feature": feature, "set": set, "add": add}
         chosen: FeatureEdit | None = None
         if definition.name == "feature":
@@ -276,10 +280,14 @@ class Edit:
                 _check_parameter(name, definition)
             if vector is None:
                 raise SteeringError("vector", f"is missing; {definition.name} needs a vector, of the hidden size")
+            if is_captured(vector):
+                if not definition.takes_matrix:
+                    raise SteeringError("vector", f"is a capture, which {definition.name} does not take; use replace")
+                captured_layers = read_layers_of(named_layer, layers, place)
+                vector, tokens = rows_of(vector, place, captured_layers, tokens)
             rows = _read_rows(vector, definition)
         if tokens is None:
             tokens = "generated" if any(each.window != "token" for each in conditions) else "all"
-        place, named_layer = read_site(point, "point")
         checked = {
             "kind": definition.name,
             "point": place,

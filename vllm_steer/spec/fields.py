@@ -31,6 +31,10 @@ _FIRST = FIELD_NAMES[0]
 
 _EDIT_KEYS = EditForm.__struct_fields__
 _REQUIRED_KEYS = tuple(field.name for field in msgspec.structs.fields(EditForm) if field.required)
+_GATE_OF_OTHERS = (
+    "is a gate of RhizoNymph/vllm (apply, scope); write an edit whose when names a readout, with the window token for "
+    "the scope this_token, previous for next_step, and latch for rest_of_request"
+)
 _DECIMAL = re.compile("0|-?[1-9][0-9]{0,8}")
 
 
@@ -167,6 +171,8 @@ def _read_edit(item: object, path: str) -> Edit:
     if not isinstance(item, Mapping):
         raise SteeringError(path, f"must be an Edit or a dict of its arguments, not {shown(item)}")
     unknown = [key for key in item if key not in _EDIT_KEYS]
+    if "apply" in unknown:
+        raise SteeringError(path, _GATE_OF_OTHERS)
     if unknown:
         hint = did_you_mean(unknown[0], _EDIT_KEYS, ARGUMENT_ALIASES)
         raise SteeringError(path, f"unknown key {shown(unknown[0])}; an edit has {', '.join(_EDIT_KEYS)}{hint}")

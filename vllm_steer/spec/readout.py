@@ -23,7 +23,13 @@ from vllm_steer.spec.vector import PackedVector, VectorForm, parse_vector
 READOUTS_FIELD = "readouts"
 ReadoutKind = Literal["probe", "projections", "lens", "sae"]
 _KINDS: tuple[ReadoutKind, ...] = ("probe", "projections", "lens", "sae")
-_PARAMETERS: Mapping[str, ReadoutKind] = {"bias": "probe", "sigmoid": "probe", "layers": "lens", "top_k": "sae"}
+_PARAMETERS: Mapping[str, ReadoutKind] = {
+    "bias": "probe",
+    "sigmoid": "probe",
+    "cosine": "probe",
+    "layers": "lens",
+    "top_k": "sae",
+}
 """Keys that one kind alone has."""
 _EXAMPLE = '{"refusal": {"probe": weights, "bias": 0.0, "point": "post_block", "layer": 14}}'
 
@@ -53,6 +59,9 @@ class ReadoutForm(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ] = None
     bias: Annotated[float, msgspec.Meta(description="`probe` only: added to the product.")] = 0.0
     sigmoid: Annotated[bool, msgspec.Meta(description="`probe` only: return sigmoid(x.w + bias).")] = False
+    cosine: Annotated[
+        bool, msgspec.Meta(description="`probe` only: divide the product by the norms of the row and the weights.")
+    ] = False
     lens: Annotated[
         LensForm | None, msgspec.Meta(description="Token ids and log-probabilities of the likeliest tokens, by layer.")
     ] = None
@@ -96,6 +105,8 @@ class Readout:
     """Number of tokens or features per layer; 0 for other kinds."""
     sae: str = ""
     """Name of the autoencoder."""
+    cosine: bool = False
+    """Whether the product is divided by the norms of its factors."""
 
 
 def parse_readouts(value: object) -> tuple[Readout, ...]:
@@ -132,9 +143,7 @@ def _read(name: str, value: object) -> Readout:
     if value.get("point") is None:
         raise SteeringError(f"{field}.point", "is missing; a readout needs point and layer")
     point, named_layer = read_site(value["point"], f"{field}.point")
-    sigmoid = value.get("sigmoid", False)
-    if not isinstance(sigmoid, bool):
-        raise SteeringError(f"{field}.sigmoid", f"must be true or false, not {shown(sigmoid)}")
+    sigmoid, cosine = (_read_switch(value, key, field) for key in ("sigmoid", "cosine"))
     layers = _read_layers(value, named_layer, field)
     top_k, sae = 0, ""
     if kind == "lens":
@@ -154,7 +163,15 @@ def _read(name: str, value: object) -> Readout:
         layers if top_k else (),
         top_k,
         sae,
+        cosine,
     )
+
+
+def _read_switch(value: Mapping[str, Any], key: str, field: str) -> bool:
+    given = value.get(key, False)
+    if not isinstance(given, bool):
+        raise SteeringError(f"{field}.{key}", f"must be true or false, not {shown(given)}")
+    return given
 
 
 def _read_layers(value: Mapping[str, Any], named: int | None, field: str) -> tuple[int, ...]:

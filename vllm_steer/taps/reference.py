@@ -177,6 +177,8 @@ def _read_and_gate(
 ) -> None:
     """Run the READ and GATE instructions among those of some tokens.
 
+    READ records ``x.w + bias``; with 2 in its form, ``x.w / (||x|| ||w||) + bias``; with 1, the sigmoid of that.
+
     Args:
         tables: The rank's device tables.
         x: ``[n, hidden]`` float32, the stream.
@@ -187,8 +189,11 @@ def _read_and_gate(
     computed = tables.replayed[token] == 0
     reads = ((record[:, 0] == ops.READ) & computed).nonzero().squeeze(1)
     if reads.numel():
-        score = (x[reads] * tables.vector[record[reads, 1].long()]).sum(-1) + numbers[reads, 0]
-        score = torch.where(numbers[reads, 1] != 0, torch.sigmoid(score), score)
+        w, form = tables.vector[record[reads, 1].long()], numbers[reads, 1]
+        score = (x[reads] * w).sum(-1)
+        length = torch.linalg.vector_norm(x[reads], dim=-1) * torch.linalg.vector_norm(w, dim=-1)
+        score = torch.where(form >= 2, torch.where(length > 0, score / length, 0.0), score) + numbers[reads, 0]
+        score = torch.where(form % 2 != 0, torch.sigmoid(score), score)
         tables.record[token[reads], record[reads, 3].long()] = score
     gates = ((record[:, 0] == ops.GATE) & computed).nonzero().squeeze(1)
     if gates.numel():

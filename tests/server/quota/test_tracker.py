@@ -383,3 +383,15 @@ def test_studies_are_limited() -> None:
     for reservation in (second, other, third):
         reservation.release()
     tracker.reserve(None).reserve_study()
+
+
+def test_rows_of_a_matrix_are_vectors() -> None:
+    """Catches matrices of `replace` that count as one vector, or not at all."""
+    rows = np.stack([np.full(WIDTH, float(number + 1)) for number in range(3)])
+    edit = {"kind": "replace", "point": "post_block", "layers": [1], "vector": rows, "tokens": [0, 1, 2]}
+    usage = QuotaTracker(None).measure(compile_program(parse_fields({"steering": [edit]})), None, LAYERS)
+    assert len(usage.vectors) == 3 and sum(usage.vectors.values()) == 3 * SIZE
+    with pytest.raises(TooLargeError, match="3 vectors"):
+        QuotaTracker(SimpleNamespace(steering_request_vectors=2)).measure(
+            compile_program(parse_fields({"steering": [edit]})), None, LAYERS
+        )

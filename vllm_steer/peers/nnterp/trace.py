@@ -6,8 +6,8 @@ Nothing of the caller's code runs in the engine. Code that cannot be compiled ra
 
 from __future__ import annotations
 
+import inspect
 import linecache
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,12 +30,12 @@ MAX_LINE = 120
 
 def refuse(problem: str) -> NoReturn:
     """Raise SteeringError with the line of the caller's code."""
-    frame = sys._getframe(1)
     package = __name__.rpartition(".")[0]
-    while frame.f_back is not None and (
-        frame.f_globals.get("__name__", "").startswith((package, "torch", "contextlib"))
-    ):
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__", "").startswith((package, "torch", "contextlib")):
         frame = frame.f_back
+    if frame is None:
+        raise SteeringError("trace", problem)
     line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
     raise SteeringError("trace", f"line {frame.f_lineno}: {line[:MAX_LINE]}: {problem}")
 

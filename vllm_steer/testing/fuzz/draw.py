@@ -16,8 +16,10 @@ from vllm_steer.testing.fuzz.workload import TIERS, CaptureCase, EditCase, Reado
 MAX_MODEL_LEN = 256
 NUM_PREFIXES, PREFIX_LENGTH = 4, 96
 EDIT_TOKENS: tuple[Any, ...] = ("all", "prompt", "generated", "last_prompt", [0, -2], [[2, 7]], [[-1, None]], [[3, 40]])
+MATRIX_TOKENS: tuple[Any, ...] = ([0, 2], [1, 2, 3], [0, -1], [-3, -1])
+"""Positions of edits with a matrix. Prompts have at least 4 tokens."""
 POSITIONS: tuple[Any, ...] = ("last_prompt", "all_prompt", "all_generated", "all", [0, [3, 9], -2], [[-1, None]], [-1])
-DRAWN_PARAMETERS = {"vector", "strength", "low", "high"}
+DRAWN_PARAMETERS = {"vector", "strength", "low", "high", "subspace"}
 """Parameters that :class:`EditCase` has; kinds with other parameters are not drawn."""
 Random: TypeAlias = np.random.Generator
 
@@ -71,7 +73,7 @@ def draw_requests(rng: Random, count: int, facts: ModelFacts) -> list[Request]:
             options["globally"] = global_sets[int(rng.integers(len(global_sets)))]
         if rng.random() < 0.45:
             options["capture"] = _draw_capture(rng, facts)
-        if options.get("edits") and rng.random() < 0.25:
+        if options.get("edits") and rng.random() < 0.25 and all(edit.in_module for edit in options["edits"]):
             options["module"] = True
         if rng.random() < 0.15:
             options["stream"] = True
@@ -156,6 +158,12 @@ def _draw_edits(rng: Random, facts: ModelFacts) -> list[EditCase]:
         if kind == "clamp":
             bound = str(rng.choice(["low", "high"]))
             edit = msgspec.structs.replace(edit, **{bound: edit.length * float(rng.choice([-0.2, 0.2]))})
+        if kind == "replace":
+            drawn = rng.spawn(1)[0]
+            matrix = bool(drawn.random() < 0.5)
+            tokens = MATRIX_TOKENS[int(drawn.integers(len(MATRIX_TOKENS)))] if matrix else edit.tokens
+            directions = int(drawn.choice([0, 0, 1, 3]))
+            edit = msgspec.structs.replace(edit, matrix=matrix, tokens=tokens, directions=directions)
         edits.append(edit)
     return edits
 

@@ -46,6 +46,15 @@ class EditCase(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     tokens: Tokens = "all"
     low: float | None = None
     high: float | None = None
+    directions: int = 0
+    """``replace`` only: number of seeded directions of the subspace; 0 for the whole row."""
+    matrix: bool = False
+    """``replace`` only: another row at each position in ``tokens``, which are single positions."""
+
+    @property
+    def in_module(self) -> bool:
+        """Whether a module can have the edit."""
+        return not self.directions and not self.matrix
 
 
 class CaptureCase(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
@@ -198,8 +207,15 @@ def _edit_fields(edits: Sequence[EditCase], hidden: int) -> dict[str, Any]:
         else:
             names = ("kind", "point", "layers", "strength", "tokens")
             general: dict[str, Any] = {name: getattr(edit, name) for name in names}
-            bounds = {name: getattr(edit, name) for name in ("low", "high") if getattr(edit, name) is not None}
-            fields.setdefault("steering", []).append(Edit(vector=v, **general, **bounds))
+            bounds: dict[str, Any] = {
+                name: getattr(edit, name) for name in ("low", "high") if getattr(edit, name) is not None
+            }
+            rows = v
+            if edit.matrix:
+                rows = np.stack([vector(edit.seed + i, edit.length, hidden) for i in range(len(edit.tokens))])
+            if edit.directions:
+                bounds["subspace"] = np.stack([vector(edit.seed + 99 + i, 1.0, hidden) for i in range(edit.directions)])
+            fields.setdefault("steering", []).append(Edit(vector=rows, **general, **bounds))
     return fields
 
 

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of an earlier capture as the rows of a `replace` edit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, TypeGuard
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_steer.errors import SteeringError
+from vllm_steer.spec.scalars import shown
+from vllm_steer.spec.selector import OPEN_END, Selector
+
+
+class CapturedRows(Protocol):
+    """A `CaptureResult` of ``LLM``, or a report of the client."""
+
+    status: str
+    error: str | None
+
+    @property
+    def sites(self) -> Mapping[tuple[str, int], Any]:
+        """Rows by point and layer."""
+        ...
+
+
+def is_captured(value: object) -> TypeGuard[CapturedRows]:
+    """Return whether ``value`` is the result of a capture."""
+    # The property `sites` of a failed capture raises an error, so it is not read.
+    names = {*dir(type(value)), *getattr(type(value), "__dataclass_fields__", ())}
+    return names.issuperset(("status", "error", "sites"))
+
+
+def rows_of(
+    captured: CapturedRows, point: str, layers: Sequence[int] | str, tokens: object
+) -> tuple[npt.NDArray[Any], Any]:
+    """Return the captured rows of an edit's site, and its tokens.
+
+    Args:
+        captured: The capture, of any prompt.
+        point: Hook point of the edit.
+        layers: Layers of the edit; must be one layer.
+        tokens: Positions, whose rows are taken from the same positions of the captured prompt; positions from the end
+            of the prompt from its end. None takes all captured positions.
+
+    Raises:
+        SteeringError: The capture failed, lacks the site or a position, or the edit has several layers.
+    """
+    if captured.status != "ok":
+        raise SteeringError("vector", f"is a capture that has status {captured.status}: {captured.error}")
+    try:
+        sites = captured.sites
+    except (RuntimeError, TypeError) as error:
+        raise SteeringError("vector", f"is a capture without rows: {error}") from None
+    if isinstance(layers, str) or len(layers) != 1:
+        raise SteeringError("layers", "must be one layer if the rows come from a capture")
+    site = sites.get((point, layers[0]))
+    if site is None:
+        known = ", ".join(f"{name}[{layer}]" for name, layer in sites) or "none; fetch them"
+        raise SteeringError("vector", f"is a capture without rows of {point}[{layers[0]}]; its sites: {known}")
+    rows = site.rows.float().numpy()
+    found = np.asarray(site.positions).tolist()
+    if len(rows) != len(found):  # a mean or the last row
+        return rows[0], tokens
+    if tokens is None:
+        return (rows, found) if len(found) > 1 else (rows[0], found)
+    selector = Selector.parse(tokens)
+    prompt_len = getattr(getattr(captured, "data", None), "num_prompt_tokens", None)
+    if prompt_len is None:
+        # The client does not know the length: positions from the start only.
+        prompt_len = max(found) + 1
+        if not isinstance(tokens, (list, tuple)) or any(
+            place < 0 for item in tokens for place in (item if isinstance(item, (list, tuple)) else [item]) if place
+        ):
+            raise SteeringError("tokens", f"must be positions from the start, not {shown(tokens)}")
+    row_of = {position: i for i, position in enumerate(found)}
+    wanted: list[int] = []
+    for start, stop in selector.intervals(prompt_len):
+        wanted += range(start, max(found) + 1 if stop == OPEN_END else stop)
+    lost = [position for position in wanted if position not in row_of]
+    if lost or not wanted:
+        raise SteeringError("tokens", f"position {lost[0] if lost else shown(tokens)} was not captured")
+    picked = rows[[row_of[position] for position in wanted]]
+    return (picked if len(picked) > 1 else picked[0]), tokens
