@@ -66,7 +66,8 @@ def test_readouts_guide_runs() -> None:
 def test_patching_guide_finds_the_circuit() -> None:
     """Catches an example that no longer runs, and grids that contradict the guide's description of the circuit."""
     key, word = "keys.grid('attn_out')[0, [3, 5]].min() > 0.3", "result.grid('attn_out')[1, 9] > 0.9"
-    moved = "[float(round(result.grid('post_block')[layer, position])) for layer, position in ((0, 3), (0, 9), (1, 3), (1, 9))]"
+    cells = "[[0, 0, 1, 1], [3, 9, 3, 9]]"
+    moved = f"result.grid('post_block')[*{cells}].round().tolist()"
     necessary = "noised.grid('attn_out')[1, 9] < 0.1 and noised.grid('attn_out')[1, 8] > 0.9"
     shown = run_python(
         offline_blocks(PATCHING), f"[bool({key}), bool({word}), {moved}, bool({necessary}), result.failed()]"
