@@ -8,6 +8,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from typer.testing import CliRunner
 
@@ -17,6 +18,7 @@ from tests.repo.tree import read
 from vllm_steer.cli import doctor
 from vllm_steer.cli.main import app
 from vllm_steer.config import SWITCHES
+from vllm_steer.patching.request import check_fields
 from vllm_steer.server.routes.capabilities import ROUTE
 from vllm_steer.spec import parse_capture
 
@@ -32,6 +34,7 @@ def test_modules_guide_runs() -> None:
 
 
 CAPTURE = "docs/guides/capture.md"
+PATCHING = "docs/guides/patching.md"
 
 
 @pytest.mark.slow
@@ -57,6 +60,28 @@ def test_readouts_guide_runs() -> None:
         f"[{gates}, {values}, stopped.finish_reason, stopped.stop_reason[:16], {live}, {lens}]",
     )
     assert shown == [1.0, 1, 2, "stop", "readout refusal ", True, [3, 2, 3]]
+
+
+@pytest.mark.slow
+def test_patching_guide_finds_the_circuit() -> None:
+    """Catches an example that no longer runs, and grids that contradict the guide's description of the circuit."""
+    key, word = "keys.grid('attn_out')[0, [3, 5]].min() > 0.3", "result.grid('attn_out')[1, 9] > 0.9"
+    cells = "[[0, 0, 1, 1], [3, 9, 3, 9]]"
+    moved = f"result.grid('post_block')[*{cells}].round().tolist()"
+    necessary = "noised.grid('attn_out')[1, 9] < 0.1 and noised.grid('attn_out')[1, 8] > 0.9"
+    shown = run_python(
+        offline_blocks(PATCHING), f"[bool({key}), bool({word}), {moved}, bool({necessary}), result.failed()]"
+    )
+    assert shown == [True, True, [1.0, 0.0, 0.0, 1.0], True, []]
+
+
+def test_patching_guide_studies_are_accepted() -> None:
+    """Catches a study over HTTP or in a file with a field that is refused."""
+    (body,) = (json.loads(block.code) for block in blocks_of(PATCHING, "json"))
+    (file,) = (msgspec.yaml.decode(block.code) for block in blocks_of(PATCHING, "yaml"))
+    for study in (body, file):
+        check_fields(study)
+    assert body | {"points": ["post_block"]} == file
 
 
 def test_capture_guide_bodies_are_accepted(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ CLEAN, CORRUPT = (5, 17, 40, 33, 71, 9), (5, 17, 88, 33, 71, 9)
 ANSWER, FOIL = 21, 64
 TOLERANCE = 1e-4
 STREAMS = {"pre_attn": "x_in", "post_attn": "x_mid", "post_block": "x_out"}
-FAMILIES = ("llama", "gpt2")
+FAMILIES = ("llama", "gpt2", "gemma2", "mixtral", "qwen3")
 
 
 def hook_loop(reference: Reference, points: tuple[str, ...], base: Any, source: Any, shift: int = 0) -> np.ndarray:

@@ -245,8 +245,11 @@ class PatchingResult:
         return rows
 
     def to_pandas(self, metric: str | None = None) -> Any:
-        """Return `records` as a DataFrame; needs pandas."""
-        import pandas
+        """Return `records` as a DataFrame; raise ``ImportError`` if pandas is not installed."""
+        try:
+            import pandas
+        except ImportError as error:
+            raise ImportError("data frames need pandas: pip install 'vllm-steer[patching]'") from error
 
         return pandas.DataFrame(self.records(metric))
 
