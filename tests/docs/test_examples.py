@@ -58,7 +58,8 @@ def test_every_example_is_listed_and_tested() -> None:
     """Catches an example without a test or without a line in the table."""
     names = {path.relative_to("examples").parts[0] for path in files() if path.is_relative_to("examples")}
     assert {link.rstrip("/") for link in links(read("examples/README.md"))} == names - {"README.md"}
-    tests = read("tests/docs/test_examples.py") + read("tests/server/test_openai_example.py")
+    files_with_tests = ("docs/test_examples.py", "engine/test_controllers.py", "server/test_openai_example.py")
+    tests = "".join(read(f"tests/{file}") for file in files_with_tests)
     assert [name for name in names if name not in tests] == []
 
 
