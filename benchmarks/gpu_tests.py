@@ -55,6 +55,7 @@ RUNS: dict[str, Run] = {
     "gates": Run(("tests/gpu/test_dynamic.py",), "gates and stops in graphs, under both runners, after preemptions"),
     "replace": Run(("tests/gpu/test_replace.py",), "replaced rows against HF, in graphs, under both runners"),
     "heads": Run(("tests/gpu/test_heads.py",), "lens and SAE against the sampler and the encoder, under both runners"),
+    "features": Run(("tests/gpu/test_features.py",), "feature edits against their formula, under both runners"),
     "sleep": Run(("tests/gpu/test_sleep.py",), "sleep of level 1 and 2"),
     "recurrent": Run(("tests/gpu/test_recurrent.py",), "recurrent layers, piecewise graphs"),
     "architectures": Run(
