@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One engine for the tests of all peers, and HF Transformers on the same weights."""
+"""One engine for each file of tests, and HF Transformers on the same weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("peers-model"))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # not "session": an engine of another folder would end this one's parallel groups
 def engine(model_path: Path) -> Iterator[Any]:
     """Return an engine whose requests can have steering."""
     llm = make_llm(

@@ -32,7 +32,7 @@ from vllm_steer.params import FIELDS
 EXAMPLES = 20
 OURS = [
     ("post", MODULES), ("get", MODULES), ("get", f"{MODULES}/{{name}}"), ("delete", f"{MODULES}/{{name}}"),
-    ("post", "/v1/steering/requests/{id}"),
+    ("post", "/v1/steering/requests/{id}"), ("post", "/v1/steering/patch"),
     ("post", SET), ("get", SET), ("post", CLEAR), ("get", "/v1/steering/capabilities"),
     ("get", "/v1/captures/{id}"), ("delete", "/v1/captures/{id}"),
 ]  # fmt: skip
