@@ -84,13 +84,11 @@ class RowReceiver:
         with self._lock:
             if request_id not in self._assemblers:
                 return []
-            steps = self._steps[self._num_taken.get(request_id, 0) :]
-            self._num_taken[request_id] = len(self._steps)
-        return [
-            (step.extents[0][entry], step.records_of(entry))
-            for step in steps
-            for entry in step.index.entries_by_request.get(request_id, ())
-        ]
+            taken, self._num_taken[request_id] = self._num_taken.get(request_id, 0), len(self._steps)
+            steps = self._steps[taken:]
+        if len(steps) == 1:
+            return steps[0].records_of(request_id)
+        return [run for step in steps for run in step.records_of(request_id)]
 
     def flush(self, request_id: str) -> None:
         """Pass the buffered rows of a request to its assembler."""
