@@ -46,6 +46,7 @@ from vllm_steer.frontend.requests import check_engine_request, complete_params
 from vllm_steer.params import strip_for_engine
 from vllm_steer.program.program_files import ProgramFileCache
 from vllm_steer.registry.registry import SteeringRegistry
+from vllm_steer.server.http.compiled_fields import compile_json_fields
 from vllm_steer.server.http.readout_feed import ReadoutFeed
 from vllm_steer.server.http.readout_results import ReadoutWriter
 from vllm_steer.server.http.request_context import RequestContext
@@ -87,15 +88,18 @@ def make_context() -> EngineContext:
     )
 
 
-def measure(fields: Callable[[int], dict[str, Any]], context: EngineContext) -> float:
-    """Return the milliseconds per request."""
+def measure(fields: Callable[[int], dict[str, Any]], context: EngineContext, *, http: bool = False) -> float:
+    """Return the milliseconds per request, with the fields of a body if ``http``."""
     processor = SimpleNamespace(_steering_context=context)
     encoder = MsgpackEncoder()
     spent: list[float] = []
     for i in range(REQUESTS):
         given = fields(i)
         started = time.process_time()
-        params = complete_params(context, SamplingParams(max_tokens=16, temperature=0, **given)).clone()
+        made = SamplingParams(max_tokens=16, temperature=0, **({} if http else given))
+        if http:
+            made.extra_args = compile_json_fields(given)
+        params = complete_params(context, made).clone()
         request = EngineCoreRequest(
             request_id=f"request-{i}", prompt_token_ids=[1] * 16, mm_features=None, sampling_params=params,
             pooling_params=None, arrival_time=0.0, lora_request=None, cache_salt=None, data_parallel_rank=None,
@@ -189,6 +193,8 @@ def main() -> None:
     }
     plain = measure(lambda i: {}, context)
     found = {name: measure(fields, context) - plain for name, fields in cases.items()}
+    name = "16 readouts by name"
+    found[f"{name}, HTTP"] = measure(cases[name], context, http=True) - plain
     environment = {
         "cpus": os.cpu_count(),
         "load_average": os.getloadavg(),

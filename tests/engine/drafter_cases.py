@@ -112,9 +112,9 @@ def test_matches_decoding_without_speculation(
             if i % 2:
                 close_to(result(got), result(right), i)
         if method == "draft_model":
-            assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling
             drafts.check_every_window(llm, decided)
             drafts.check_controls(llm, decided)
+            drafts.check_live(llm, tiny_llama)
             drafts.check_lens(drafts.run_lens(llm, PROMPTS), plain[1])
     finally:
         close(llm)

@@ -14,6 +14,7 @@ from tests.engine import hf
 from tests.engine.answers import params, prompt, run, tokens_of
 from tests.engine.dynamic_cases import bounds_of, cases, check_all, expect, run_all
 from tests.engine.dynamic_reference import Expected, Reference
+from tests.engine.test_live import check_changes, drive
 from tests.tiny import direction
 from vllm_steer.engine.worker_manager import WorkerSteeringManager
 from vllm_steer.taps import dynamic
@@ -54,6 +55,13 @@ def check_every_window(llm: Any, truth: Truth) -> None:
     check_all(run_all(llm, made, texts), expected, texts)
     assert any(0 <= accepted < drafts for drafts, accepted in seen), "no draft was rejected"
     assert any(accepted > 0 for _, accepted in seen), "no draft was accepted"
+
+
+def check_live(llm: Any, folder: Path) -> None:
+    """Compare changes of a live strength with the reference, which changes it at the reported positions."""
+    outputs, changed = drive(llm, [1, 3, 5])
+    model = hf.load(folder)
+    check_changes(Reference(model, model.model.layers), outputs, changed, 1)
 
 
 def check_controls(llm: Any, truth: Truth) -> None:

@@ -112,8 +112,8 @@ def _gap(values: np.ndarray, quantile: float) -> float:
     return float((values[place] + values[place + 1]) / 2)
 
 
-def request(case: dict[str, Any], **fields: Any) -> Any:
-    readouts = {name: {**each, "positions": "all"} for name, each in READOUTS.items()}
+def request(case: dict[str, Any], *, positions: Any = "all", **fields: Any) -> Any:
+    readouts = {name: {**each, "positions": positions} for name, each in READOUTS.items()}
     return params(
         GENERATED, logprobs=None, readouts=readouts, steering=case.get("edits"), stop_on=case.get("stops"), **fields
     )  # fmt: skip
@@ -165,3 +165,33 @@ def run_all(
     keys = [(name, number) for name in made for number in range(len(texts))]
     prompts = [prompt(*texts[number]) for _, number in keys]
     return dict(zip(keys, run(llm, prompts, [request(made[name], **fields) for name, _ in keys]), strict=True))
+
+
+def reacting(bound: float = 0.5) -> dict[str, Any]:
+    """Return fields of a request whose gates, latch and stop depend on the text that it generates."""
+    late = {"readout": "late", "above": bound}
+    return {
+        "readouts": {name: {**each, "positions": "all"} for name, each in READOUTS.items()},
+        "steering": [
+            add(layer=3, when={"readout": "early", "above": 0.0}),
+            add(layer=0, seed=6, when={**late, "window": "previous"}),
+            add(layer=1, seed=7, strength=0.5, when={**late, "window": "latch", "release": {"below": 0.4}}),
+        ],
+        "stop_on": [{**late, "tokens": 6}],
+    }
+
+
+def check_consistent(sample: Any, prompt_len: int, bound: float = 0.5) -> None:
+    """Compare the trace and the end of a sample of :func:`reacting` with the readouts that it returns."""
+    early, late = (sample.readouts[name].values for name in ("early", "late"))
+    trace = sample.steering_trace
+    latched, run = 0.0, 0
+    for place, position in enumerate(trace.positions.tolist()):
+        before = late[position - 1]
+        latched = 1.0 if before > bound else 0.0 if before < 0.4 else latched
+        assert trace.gates[place].tolist() == [early[position] > 0, before > bound, latched], position
+        assert run < 6, "generation went on behind a stop"
+        run = run + 1 if late[position] > bound else 0
+    assert trace.positions.tolist() == list(range(prompt_len, prompt_len + len(trace.positions)))
+    assert (run == 6) == (sample.finish_reason == "stop")
+    assert len(trace.positions) == len(sample.token_ids) - (run < 6)

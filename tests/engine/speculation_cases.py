@@ -124,3 +124,8 @@ def test_checks_find_kept_drafts(drafting: Any, decided: drafts.Truth) -> None:
 def test_lens_of_accepted_drafts(drafting: Any, plain: tuple[list[Any], list[Any]]) -> None:
     """Catches lens readouts of a rejected draft, of another segment, and disturbed rows of captures."""
     drafts.check_lens(drafts.run_lens(drafting, REPETITIVE), plain[1])
+
+
+def test_live_changes(drafting: Any, tiny_llama: Path) -> None:
+    """Catches a change that holds at another position than the reported one, because drafts were rejected."""
+    drafts.check_live(drafting, tiny_llama)

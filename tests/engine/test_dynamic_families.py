@@ -10,16 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.conformance import model as conformance
 from tests.conformance.engine import steered_engine
 from tests.conformance.zoo import BY_NAME
-from tests.engine.answers import tokens_of
-from tests.engine.dynamic_cases import GENERATED, PROMPTS, READOUTS, add, bounds_of, cases, check_all, expect, run_all
+from tests.engine.dynamic_cases import PROMPTS, bounds_of, cases, check_all, expect, run_all
 from tests.engine.dynamic_reference import Reference
-from tests.engine.test_live import drive
+from tests.engine.test_live import check_changes, drive
 
 TEXTS = [PROMPTS[0], PROMPTS[1], PROMPTS[3]]
 FAMILIES = ("gemma2", "gpt2", "cohere", "mixtral", "granitemoehybrid")
@@ -36,7 +34,6 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         yield llm, Reference(model, model.get_submodule(tiny.blocks))
 
 
-@pytest.mark.feature("readouts, gates and stops of other families", "steer", "capture")
 def test_every_window_fold_and_stop(family: tuple[Any, Reference]) -> None:
     """Catches a gate or stop of another token, and scores of another place in the blocks of a family."""
     llm, reference = family
@@ -57,17 +54,7 @@ def test_live_changes(family: tuple[Any, Reference]) -> None:
     llm, reference = family
     outputs, changed = drive(llm, [1, 3])
     assert changed
-
-    def live(position: int) -> dict[str, float]:
-        past = [changed[start] for start in sorted(changed) if start <= position]
-        return {"calm": past[-1] if past else 1.0}
-
-    edits = [add(layer=1, live="calm"), add(layer=2, seed=7, strength=0.5)]
-    expected = reference.run(PROMPTS[1], GENERATED, READOUTS, edits, live=live)
-    assert tokens_of(outputs["1"]) == expected.tokens
-    plain = reference.run(PROMPTS[1], GENERATED, READOUTS, edits)
-    assert expected.tokens != plain.tokens, "the changes have no effect"
-    np.testing.assert_array_equal(
-        outputs["1"].outputs[0].steering_trace.live["calm"],
-        [live(p)["calm"] for p in outputs["1"].outputs[0].steering_trace.positions.tolist()],
-    )
+    check_changes(reference, outputs, changed, 1)
+    check_changes(reference, outputs, {}, 3)
+    with pytest.raises(AssertionError):
+        check_changes(reference, outputs, {start + 1: value for start, value in changed.items()}, 1)

@@ -37,9 +37,12 @@ def draw_reactive(rng: Random, facts: ModelFacts) -> dict[str, list[Any]]:
     if facts.layers > 1 and rng.random() < 0.3:
         for number in range(int(rng.integers(1, 3))):
             readout = _draw_probe(rng, facts, f"p{number}")
+            edits = [_draw_gated_edit(rng, facts, readout) for _ in range(int(rng.integers(0, 3)))]
+            drawn["edits"] += edits
+            # Ties need the scores that conditions use; a prompt whose scores are not returned may be cached.
+            if all(edit.tokens == "generated" and edit.when[0].window != "prompt" for edit in edits):
+                readout = msgspec.structs.replace(readout, positions=[[-1, None]])
             drawn["readouts"].append(readout)
-            for _ in range(int(rng.integers(0, 3))):
-                drawn["edits"].append(_draw_gated_edit(rng, facts, readout))
             if rng.random() < 0.4:
                 count = int(rng.integers(1, 4))
                 drawn["stops"].append(_draw_gate(rng, facts, readout, {"tokens": count}, 0.7 if count == 1 else 0.2))
