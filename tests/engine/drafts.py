@@ -98,7 +98,7 @@ def lens_requests() -> list[Any]:
 
 
 def check_lens(outputs: Sequence[Any], right: Sequence[Any]) -> None:
-    """Compare lens readouts with those of an engine without drafts."""
+    """Compare lens readouts with the results of an engine without drafts."""
     for i, (got, want) in enumerate(zip(outputs, right, strict=True)):
         assert tokens_of(got) == tokens_of(want), i
         found, wanted = got.outputs[0].readouts["lens"], want.outputs[0].readouts["lens"]

@@ -91,7 +91,7 @@ class ReadoutFeed:
         return found
 
     def take_json(self) -> bytes:
-        """Return what :meth:`take` returns as JSON; nothing if there is no new value."""
+        """Return the result of :meth:`take` as JSON, empty without a new value."""
         if self._template is None:
             values = self.take()
             return _encoder.encode(values) if values else b""

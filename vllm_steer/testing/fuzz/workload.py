@@ -102,7 +102,7 @@ class CaptureCase(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class ReadoutCase(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """One readout. Weights and directions are seeded and have norm 1; ``top_k`` alone stands for a lens."""
+    """One readout. Weights and directions are seeded and have norm 1; with ``top_k`` alone it is a lens."""
 
     layers: list[int]
     positions: Tokens
