@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_steer.compat.version import Conflict, IncompatibleError
+from vllm_steer.compat.version import Conflict
 from vllm_steer.config import from_vllm_config
+from vllm_steer.errors import IncompatibleError
 
 OFFLINE_ONLY = "steering_config.user_hooks: functions run in engines of LLM only, never in a server or AsyncLLM"
 
