@@ -10,16 +10,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.distributed import get_pp_group
-from vllm.utils import length_from_prompt_token_ids_or_embeds
-from vllm.v1.kv_cache_interface import FullAttentionSpec
-from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID
 
+from vllm_steer.compat.internals import FullAttentionSpec, get_pp_group, length_from_prompt_token_ids_or_embeds
 from vllm_steer.engine.model_output import attach_rows
 from vllm_steer.engine.model_setup import set_up_steering
 from vllm_steer.engine.step_batch import StepBatch
 from vllm_steer.engine.worker_manager import WorkerSteeringManager
 from vllm_steer.taps.assignment import BatchLayout
+
+_REJECTED = -1
+"""Token id that vLLM's rejection sampler gives to what it rejects."""
 
 
 class SteeringRunnerV1:
@@ -134,9 +134,8 @@ class SteeringRunnerV1:
             return output
         kept = self.steering.accepted_tokens(lambda: _num_drafts(spec_decode_metadata))
         if kept is not None:
-            # vLLM marks rejected drafts in the same way.
             columns = torch.arange(output.sampled_token_ids.shape[1], device=self.device)
-            output.sampled_token_ids.masked_fill_(columns >= kept.unsqueeze(1), PLACEHOLDER_TOKEN_ID)
+            output.sampled_token_ids.masked_fill_(columns >= kept.unsqueeze(1), _REJECTED)
         return output
 
     def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
