@@ -22,6 +22,7 @@ from vllm_steer.peers.inspect.rows import FOLDER_SUFFIX, StoredTensor, folder_of
 from vllm_steer.peers.vllm_lens.tensors import stack_layers
 
 STREAM = "residual_stream"
+READOUTS = "readouts."
 _CHOICE_FIELDS = ("capture_results", "readouts", "steering_trace", "token_ids")
 _TOP_FIELDS = ("prompt_token_ids",)
 _external: dict[tuple[str, str], Any] = {}
@@ -152,20 +153,16 @@ class VllmSteerAPI(VLLMAPI):
             else:
                 for (point, layer), rows in sites.items():
                     tensors[f"{point}.{layer}"] = rows.rows
-                    facts[f"{point}.{layer}"] = {"positions": rows.positions.tolist()}
-        readouts = {}
-        for name, values in choice.readouts.items():
-            tensors[f"readouts.{name}"] = torch.from_numpy(values.values)
-            facts[f"readouts.{name}"] = {"positions": values.positions.tolist()}
-            if values.indices is not None:
-                tensors[f"readouts.{name}.indices"] = torch.from_numpy(values.indices)
+                    tensors[f"{point}.{layer}.positions"] = rows.positions
+        for name, readout in choice.readouts.items():
+            arrays = {"values": readout.values, "positions": readout.positions, "indices": readout.indices}
+            tensors |= {_key(name, part): torch.from_numpy(each) for part, each in arrays.items() if each is not None}
         folder, base = self._folder()
         stored = await anyio.to_thread.run_sync(store, tensors, facts, folder, base)
-        for name in choice.readouts:
-            readouts[name] = {"values": stored[f"readouts.{name}"], **_part(stored, name)}
+        readouts = {name: _parts(stored, name) for name in choice.readouts}
         found: dict[str, Any] = {"token_ids": raw.get("token_ids")}
         if choice.captures:
-            found["activations"] = {name: each for name, each in stored.items() if not name.startswith("readouts.")}
+            found["activations"] = {name: each for name, each in stored.items() if not name.startswith(READOUTS)}
         reports = {name: report.data for name, report in choice.captures.items() if name != "memory"}
         if reports:
             found["capture_results"] = reports
@@ -203,10 +200,14 @@ class VllmSteerAPI(VLLMAPI):
         return {"Authorization": f"Bearer {self.api_key}"}
 
 
-def _part(stored: Mapping[str, StoredTensor], name: str) -> dict[str, Any]:
-    """Return the indices of a readout, and for a probe its mean over the tokens."""
-    indices = stored.get(f"readouts.{name}.indices")
-    if indices is not None:
-        return {"indices": indices}
-    values = stored[f"readouts.{name}"]
-    return {"mean": float(values.mean())} if values.ndim == 1 and len(values) else {}
+def _key(readout: str, part: str) -> str:
+    return f"{READOUTS}{readout}.{part}"
+
+
+def _parts(stored: Mapping[str, StoredTensor], name: str) -> dict[str, Any]:
+    """Return the tensors of a readout, and for a probe the mean of its values."""
+    parts: dict[str, Any] = {part: stored.get(_key(name, part)) for part in ("values", "positions", "indices")}
+    values = parts["values"]
+    if values.ndim == 1 and len(values):
+        parts["mean"] = float(values.mean())
+    return {part: each for part, each in parts.items() if each is not None}

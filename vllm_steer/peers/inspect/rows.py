@@ -34,7 +34,7 @@ class StoredTensor(torch.Tensor):
         )
     )
     reference: Mapping[str, Any]
-    """``path``, ``digest``, ``name``, ``shape``, ``dtype`` and the facts of the tensor, such as ``layers``."""
+    """``path``, ``digest``, ``name``, ``shape``, ``dtype``, and ``layers`` of a residual stream."""
 
     @classmethod
     def of(cls, tensor: torch.Tensor, reference: Mapping[str, Any]) -> StoredTensor:

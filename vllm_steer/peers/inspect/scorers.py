@@ -138,9 +138,7 @@ def _readout_mean(output: ModelOutput, name: str) -> float:
     readout = metadata.get("readouts", {}).get(name)
     if readout is None:
         raise SteeringError("readout", f"the output has no readout {name!r}")
-    values = readout["values"]
-    prompt = len(metadata["prompt_token_ids"])
-    kept = [i for i, position in enumerate(values.reference["positions"]) if position >= prompt]
-    if values.ndim != 1 or not kept:
+    values = readout["values"][readout["positions"] >= len(metadata["prompt_token_ids"])]
+    if values.ndim != 1 or not len(values):
         raise SteeringError("readout", f"{name!r} has no values of a probe at the answer's tokens")
-    return float(values[kept].float().mean())
+    return float(values.mean())

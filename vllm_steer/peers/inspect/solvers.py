@@ -14,13 +14,21 @@ from vllm_steer.errors import SteeringError
 _SOURCES = ("answer_mean", "answer")
 
 
-@solver
+class _Fields:
+    """Fields with vectors; Inspect logs an argument of this type by its name."""
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        self.fields = fields
+        self.name = f"<{', '.join(fields)}>"
+
+
 def steer(
     modules: Sequence[Any] | Mapping[str, float] | str | None = None, edits: Sequence[Any] = (), vectors: Any = None
 ) -> Solver:
-    """Generate with steering, in addition to the task's ``extra_body``.
+    """Return a solver that generates with steering, in addition to the task's ``extra_body``.
 
-    Logs contain names of modules, but no vectors.
+    Logs contain names of modules, but no vectors. On the command line, the solver is ``vllm_steer/steer``, with
+    ``modules`` only.
 
     Args:
         modules: Modules that the server has, by name or as ``{name: scale}``.
@@ -30,21 +38,28 @@ def steer(
     Raises:
         SteeringError: Nothing is given.
     """
-    fields: dict[str, Any] = {}
+    given: dict[str, Any] = {}
+    if edits:
+        given["steering"] = list(edits)
+    if vectors is not None:
+        given["extra_args"] = {"apply_steering_vectors": vectors}
+    return _steer(modules, _Fields(given) if given else None)
+
+
+@solver(name="steer")
+def _steer(modules: Any = None, fields: _Fields | None = None) -> Solver:
+    """Generate with modules and other fields."""
+    given: dict[str, Any] = {} if fields is None else dict(fields.fields)
     if modules:
         named = list(modules.items()) if isinstance(modules, Mapping) else modules
-        fields["steering_modules"] = [named] if isinstance(named, str) else [_reference(each) for each in named]
-    if edits:
-        fields["steering"] = list(edits)
-    if vectors is not None:
-        fields["extra_args"] = {"apply_steering_vectors": vectors}
-    if not fields:
+        given["steering_modules"] = [named] if isinstance(named, str) else [_reference(each) for each in named]
+    if not given:
         raise SteeringError("steer", "needs modules, edits or vectors")
 
     async def solve(state: TaskState, generate: Generate) -> TaskState:
         from vllm_steer.peers.inspect.fields import shared
 
-        with shared(fields) as key:
+        with shared(given) as key:
             return await generate(state, extra_body=_with_task_fields(key))
 
     return solve
