@@ -2,7 +2,7 @@
 """Tasks for Inspect AI: score answers by a probe, steer them, and ask an activation oracle what they mean.
 
 inspect eval examples/peers/inspect_tasks.py@probed -T probe=probe.safetensors \
-    --model vllm-steer/demo -M base_url=http://localhost:8000
+    --model vllm-steer/demo --model-base-url http://localhost:8000
 """
 
 from inspect_ai import Task, task

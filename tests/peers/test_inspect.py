@@ -237,7 +237,7 @@ def test_the_command_line_and_the_alias(url: str, probe: Path, tmp_path: Path) -
     """Catches an entry point that Inspect does not find, and an alias that is on by itself or cannot be switched on."""
     command = [
         sys.executable, "-m", "inspect_ai._cli.main", "eval", "examples/peers/inspect_tasks.py@probed", "-T",
-        f"probe={probe}", "--model", f"vllm-steer/{MODEL},vllm-lens/{MODEL}", "-M", f"base_url={url}", "--log-dir",
+        f"probe={probe}", "--model", f"vllm-steer/{MODEL},vllm-lens/{MODEL}", "--model-base-url", url, "--log-dir",
         str(tmp_path / "logs"), "--limit", "2",
     ]  # fmt: skip
     on = subprocess.run(
