@@ -38,6 +38,7 @@ from vllm_steer.server.auth.current_key import current_key, require_field_rights
 from vllm_steer.server.auth.rights import Right
 from vllm_steer.server.http.confusables import resembles
 from vllm_steer.server.http.request_context import RequestContext, ResultsLocation, current_request
+from vllm_steer.server.http.row_sources import take_store_option, with_rows
 from vllm_steer.server.quota.tracker import Reservation
 from vllm_steer.spec.readout import READOUTS_FIELD
 from vllm_steer.spec.unknown_fields import problem_of
@@ -205,8 +206,9 @@ def _apply(fields: Mapping[str, Any], params: Any, context: RequestContext, answ
     compiled = context.compiled
     if compiled is None:
         require_field_rights(fields)
+        fields, context.store_rows = take_store_option(fields, MEMORY)
         try:
-            own = compile_fields(fields)
+            own = compile_fields(with_rows(fields, context))
         except SteeringError as error:
             raise error if context.engine is None else context.engine.capabilities.with_layers(error) from None
         # All prompts of a body are composed together, so that they get the same global steering.
