@@ -61,7 +61,7 @@ GROUPS: dict[str, PatchingGroup] = {
             "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": LETTERS,
             "max_position_embeddings": 512, "tie_word_embeddings": False,
         },
-        "float32", 64, 4, {"max_model_len": 512, "enforce_eager": True}, 1e-4,
+        "float32", 96, 4, {"max_model_len": 512, "enforce_eager": True, "block_size": 32}, 1e-4,
     ),
     # Needs one GPU with 80 GiB: three copies of 16 GiB of weights and two caches.
     "llama-8b": PatchingGroup(
