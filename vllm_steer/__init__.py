@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from vllm_steer.config import SteeringConfig, engine_kwargs
     from vllm_steer.errors import SteeringError
     from vllm_steer.frontend.controllers import ControlledRequest, Controller
+    from vllm_steer.frontend.user_hooks import HookHandle
     from vllm_steer.llm import LLM
     from vllm_steer.params import SamplingParams
     from vllm_steer.registry.registry import SteeringRegistry
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from vllm_steer.spec import CaptureSpec, Edit
     from vllm_steer.spec.projection import Projection
     from vllm_steer.spec.selector import Selector
+    from vllm_steer.taps.user_hooks import HookedRows
 
 __all__ = [
     "LLM",
@@ -51,6 +53,8 @@ __all__ = [
     "Controller",
     "Edit",
     "HiddenStates",
+    "HookHandle",
+    "HookedRows",
     "IncompatibleError",
     "Projection",
     "SamplingParams",
@@ -74,6 +78,8 @@ _MODULES = {
     "CaptureSpec": "vllm_steer.spec",
     "Edit": "vllm_steer.spec",
     "HiddenStates": "vllm_steer.capture.hidden_states",
+    "HookHandle": "vllm_steer.frontend.user_hooks",
+    "HookedRows": "vllm_steer.taps.user_hooks",
     "capture_hidden_states": "vllm_steer.capture.hidden_states",
     "AsyncClient": "vllm_steer.client",
     "Client": "vllm_steer.client",

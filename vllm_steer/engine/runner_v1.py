@@ -94,6 +94,8 @@ class SteeringRunnerV1:
             steering.begin_step(self._steer_step_batch(kwargs))
         else:
             steering.begin_idle_step()
+        if steering.hooked:
+            steering.begin_hooks(self._steer_step_batch(kwargs))
         output = super()._model_forward(*args, **kwargs)  # type: ignore[misc]
         steering.end_step()
         return output

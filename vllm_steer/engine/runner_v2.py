@@ -101,6 +101,8 @@ def _steering_state(base: Any) -> Any:
                 self.steering.begin_step(_step_batch(input_batch))
             else:
                 self.steering.begin_idle_step()
+            if self.steering_step_is_real and self.steering.hooked:
+                self.steering.begin_hooks(_step_batch(input_batch))
             self.steering_step_is_real = False
             result: dict[str, Any] = super().prepare_inputs(input_batch, req_states)
             return result

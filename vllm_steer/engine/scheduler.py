@@ -26,6 +26,7 @@ from vllm_steer.engine.admission import REFUSED, AdmissionController
 from vllm_steer.engine.arena import ArenaBudget, TokenLimiter
 from vllm_steer.engine.cache_keys import steering_hasher
 from vllm_steer.engine.edited_blocks import EditedBlocks
+from vllm_steer.engine.model_output import failed_of
 from vllm_steer.engine.record_keeper import FiredStop, RecordKeeper
 from vllm_steer.engine.row_sender import RowSender
 from vllm_steer.engine.stats_collector import EngineStatsCollector
@@ -257,6 +258,8 @@ class SteeringSchedulerMixin:
         started = perf_counter()
         self.steering_row_sender.collect(model_runner_output, self.requests)
         stopped = self._cut_at_stops(scheduler_output, model_runner_output)
+        if failed := failed_of(model_runner_output):
+            self._drop_failed(failed, model_runner_output)
         upstream = perf_counter()
         outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
         started += perf_counter() - upstream
@@ -291,6 +294,15 @@ class SteeringSchedulerMixin:
             sampled[index] = sampled[index][:kept]
             reasons[request_id] = self._stop_reason(request_id, stop)
         return reasons
+
+    def _drop_failed(self: Any, failed: dict[str, str], model_output: Any) -> None:
+        """Drop the tokens of requests whose user hooks failed, which :meth:`_end_refused` then ends."""
+        for request_id, reason in failed.items():
+            request = self.requests.get(request_id)
+            if request is not None and not request.is_finished():
+                if model_output.sampled_token_ids:
+                    model_output.sampled_token_ids[model_output.req_id_to_index[request_id]] = []
+                self._malformed[request_id] = reason
 
     def _stop_reason(self: Any, request_id: str, stop: FiredStop) -> str:
         program = Program.from_trusted_bytes(program_bytes(self.requests[request_id].sampling_params) or b"")

@@ -101,6 +101,8 @@ def plain_code_problem(
     """
     if config.plain_code is False:
         return "--no-steering-plain-code (SteeringConfig(plain_code=False)) is set"
+    if config.user_hooks:
+        return "user_hooks is set, and hooks need the taps of every step"
     if vllm_config.compilation_config.mode == CompilationMode.NONE:
         return "vLLM does not compile the model"
     if not separate_idle_graphs:

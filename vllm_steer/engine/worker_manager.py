@@ -97,6 +97,7 @@ class WorkerSteeringManager:
         # Tokens whose row on the device may not be 0.
         self._num_assigned = 0
         self._assigned = RowAssignmentCache()
+        self.hooks = self.tables.hooks
         # Whether the arena offsets on the device belong to the current assignment.
         self._offsets_assigned = False
         self._seconds = 0.0
@@ -189,6 +190,16 @@ class WorkerSteeringManager:
     def _assign_rows(self, layout: BatchLayout, num_padded: int) -> None:
         self._ops.assign_rows(self.tables, layout, num_padded)
 
+    @property
+    def hooked(self) -> bool:
+        """Whether user hooks are registered."""
+        return self.hooks is not None and self.hooks.registered
+
+    def begin_hooks(self, batch: StepBatch) -> None:
+        """Prepare the user hooks for the forward pass of a real step while :attr:`hooked`."""
+        if self.hooks is not None:
+            self.hooks.begin(batch.ids, batch.first.tolist(), batch.count.tolist())
+
     def begin_idle_step(self) -> None:
         """Prepare a forward pass without steered or captured requests: a plain step, a dummy or a capture run."""
         self.store.flush()
@@ -201,6 +212,8 @@ class WorkerSteeringManager:
     def end_step(self) -> None:
         """Restore the model, fold records and start copying rows, after the forward pass and on the same stream."""
         self.graph_sets.restore_model()
+        if self.hooks is not None:
+            self.hooks.end()
         self._start_copy()
 
     @_timed
