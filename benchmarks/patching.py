@@ -296,7 +296,7 @@ def main() -> None:
             print(json.dumps(rounds[-1]), flush=True)
     wrong = {way: error for way, error in worst.items() if not error < group.tolerance}
     if wrong:
-        raise SystemExit(f"grids differ from those of the hooks: {wrong}")
+        raise SystemExit(f"grids and hooks differ: {wrong}")
     result = {
         "environment": {
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",

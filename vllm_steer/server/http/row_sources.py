@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of ``replace`` edits that a request names instead of sending: stored captures and probes of modules.
 
-They are resolved before the fields are compiled, so the program, its cache keys and its quotas are those of the same
-request with the rows in it.
+They are resolved before the fields are compiled, so program, cache keys and quotas are the same as if the request had
+sent the rows.
 """
 
 from __future__ import annotations
