@@ -18,7 +18,7 @@ from vllm_steer.server.capture_store import CaptureStore, StoreLimits
 from vllm_steer.server.http.request_context import RequestContext
 from vllm_steer.server.http.row_encoding import encode_file
 from vllm_steer.server.http.row_sources import take_store_option, with_rows
-from vllm_steer.spec import parse_capture, parse_fields
+from vllm_steer.spec import Edit, parse_capture, parse_fields
 
 ROWS = torch.arange(4.0 * HIDDEN).reshape(4, HIDDEN) + 1
 ((_, SPEC),) = parse_capture({"memory": {"hooks": {"post_block": [1]}, "positions": "all_prompt"}})
@@ -35,9 +35,8 @@ def store(tmp_path: Path) -> Iterator[CaptureStore]:
 
 
 def resolve(store: CaptureStore | None, vector: Any, owner: bytes = MINE, **changes: Any) -> np.ndarray:
-    context = RequestContext(
-        engine=engine_context(), owner=owner, capture_store=None if store is None else lambda: store
-    )
+    opener = None if store is None else lambda: store
+    context = RequestContext(engine=engine_context(), owner=owner, capture_store=opener)
     edit = {"kind": "replace", "point": "post_block", "layers": 1, "vector": vector, "tokens": [1, 2], **changes}
     (parsed,) = parse_fields(with_rows({"steering": [edit]}, context))
     return parsed.vector
@@ -80,9 +79,7 @@ def test_sources_without_rows_are_refused(store: CaptureStore) -> None:
             resolve(given, vector)
         assert refused.value.field.startswith("steering[0].vector")
     with pytest.raises(SteeringError, match="names rows on a server"):
-        parse_fields(
-            {"steering": [{"kind": "replace", "point": "post_block", "layers": 1, "vector": {"module": "a/b"}}]}
-        )
+        Edit(kind="replace", point="post_block", layers=1, vector={"module": "a/b"})
 
 
 def test_the_option_store() -> None:
