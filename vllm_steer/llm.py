@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vllm.entrypoints.llm import LLM as VllmLLM
-from vllm.v1.metrics.reader import Metric
-
 from vllm_steer.capture.consumers import read_consumers
+from vllm_steer.compat.internals import LLM as VllmLLM
+from vllm_steer.compat.internals import Metric
 from vllm_steer.config import SteeringConfig, engine_kwargs
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import NOT_ENABLED, RegistryOptions, engine_context, set_consumers, set_registry

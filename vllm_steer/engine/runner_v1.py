@@ -10,10 +10,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.distributed import get_pp_group
-from vllm.utils import length_from_prompt_token_ids_or_embeds
-from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from vllm_steer.compat.internals import FullAttentionSpec, get_pp_group, length_from_prompt_token_ids_or_embeds
 from vllm_steer.engine.model_output import attach_rows
 from vllm_steer.engine.model_setup import set_up_steering
 from vllm_steer.engine.step_batch import StepBatch

@@ -12,15 +12,17 @@ import copy
 from time import perf_counter
 from typing import Any
 
-from vllm.platforms import current_platform
-from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.interface import PauseState
-from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
-from vllm.v1.request import RequestStatus
-
+from vllm_steer.compat.internals import (
+    AsyncScheduler,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    FullAttentionManager,
+    PauseState,
+    RequestStatus,
+    Scheduler,
+    current_platform,
+    get_hash_fn_by_name,
+)
 from vllm_steer.config import from_vllm_config
 from vllm_steer.engine.admission import REFUSED, AdmissionController
 from vllm_steer.engine.arena import ArenaBudget, TokenLimiter

@@ -11,10 +11,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
-from vllm.exceptions import VLLMValidationError
-
 from vllm_steer.capture.consumers.memory import STREAM, MemoryConsumer
+from vllm_steer.compat.internals import ResponsesRequest, VLLMValidationError
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import EngineContext
 from vllm_steer.limits import REQUEST_EDITS

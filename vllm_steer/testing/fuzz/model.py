@@ -53,9 +53,7 @@ def prepare_environment() -> None:
 @contextmanager
 def engine(model: str, dtype: str, settings: Settings, *, steering: bool = True) -> Iterator[Any]:
     """Start an ``LLM`` with these settings and shut it down on exit, so that the next one can start in this process."""
-    from vllm.distributed import cleanup_dist_env_and_memory
-    from vllm.platforms import current_platform
-
+    from vllm_steer.compat.internals import cleanup_dist_env_and_memory, current_platform
     from vllm_steer.llm import LLM
 
     steering_args: dict[str, Any] = {"enable_steering": True, "steering_config": settings.steering} if steering else {}
@@ -101,8 +99,7 @@ def facts_of(llm: Any) -> ModelFacts:
     Raises:
         ValueError: The engine was started without steering.
     """
-    from vllm.platforms import current_platform
-
+    from vllm_steer.compat.internals import current_platform
     from vllm_steer.frontend.context import engine_context
     from vllm_steer.params import SamplingParams
 

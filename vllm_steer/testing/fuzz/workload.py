@@ -13,8 +13,8 @@ from typing import Any, TypeAlias
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from vllm.sampling_params import RequestOutputKind
 
+from vllm_steer.compat.internals import RequestOutputKind
 from vllm_steer.params import SamplingParams
 from vllm_steer.spec import Edit
 
