@@ -256,3 +256,11 @@ def test_answers_of_several_tokens_are_scored_as_sequences() -> None:
     expected = runner.logprobs(base, edits)[1] + runner.logprobs([*base, 1], edits)[3]
     assert result.grid("post_block", "logprob")[0, 0] == pytest.approx(expected, abs=1e-5)
     assert np.array_equal(edits[0].vector, rows[1])
+
+
+def test_progress_is_shown_apart_from_the_output(capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a bar that is written to the program's output, or that fails on cells without values."""
+    runner = FakeRunner()
+    runner.fail = lambda request: "no room" if request.edits and request.edits[0].layers == (1,) else None
+    result = study(runner).sweep(progress=True)
+    assert len(result.failed()) == 4 and capsys.readouterr().out == ""

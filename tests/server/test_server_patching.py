@@ -158,6 +158,9 @@ def test_the_alias(client: httpx.Client) -> None:
     }  # fmt: skip
     assert (answer["layers"], answer["positions"], answer["hook"]) == ([0, 2], list(range(11)), "pre_attn")
     assert np.array(answer["grid"]).shape == (2, 11) and answer["grid"] == answer["hook_grids"]["pre_attn"]
+    streamed = client.post("/v1/patch_sweep", json={**SWEEP, "layers": [0], "positions": [4, 5], "stream": True})
+    names = [line.removeprefix("event: ") for line in streamed.text.splitlines() if line.startswith("event: ")]
+    assert names == ["start", "cell", "cell", "summary"], streamed.text
     for change, field in (
         ({"source_run": "run-1"}, "source_run"),
         ({"clean_baseline": False}, "clean_baseline"),

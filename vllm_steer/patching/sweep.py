@@ -160,13 +160,11 @@ def _run(sweep: Sweep, runner: Runner, cells: Sequence[Cell], controls: Sequence
             continue
         runs.append((case, edits))
         kept.append(cell)
-    for number, point, layer in controls:
+    for number, place, row in controls:
         case = sweep.cases[number]
         if case.own_rows is not None:
-            positions_of_columns = sorted({position for column in case.columns for position in column})
-            runs.append(
-                (case, cell_edits(case.own_rows, sweep.points[point], sweep.layers[layer], positions_of_columns, 1.0))
-            )
+            covered = sorted({position for column in case.columns for position in column})
+            runs.append((case, cell_edits(case.own_rows, sweep.points[place], sweep.layers[row], covered, 1.0)))
     runs += [(sweep.cases[number], ()) for number in present]
     results = iter(measure(runner, runs + drawn, sweep.custom))
     return Batch(

@@ -41,7 +41,9 @@ def take_store_option(fields: Mapping[str, Any], consumer: str) -> tuple[Mapping
         SteeringError: The option is not a boolean.
     """
     capture = fields.get(CAPTURE_FIELD)
-    spec = capture.get(consumer) if isinstance(capture, Mapping) else None
+    if not isinstance(capture, Mapping):
+        return fields, False
+    spec = capture.get(consumer)
     if not isinstance(spec, Mapping) or STORE not in spec:
         return fields, False
     store = spec[STORE]
