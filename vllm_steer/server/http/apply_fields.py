@@ -34,6 +34,7 @@ from vllm_steer.registry.snapshot import Snapshot
 from vllm_steer.server.access_errors import AccessError
 from vllm_steer.server.auth.current_key import current_key, require_field_rights
 from vllm_steer.server.auth.rights import Right
+from vllm_steer.server.http.compiled_fields import compile_json_fields
 from vllm_steer.server.http.confusables import resembles
 from vllm_steer.server.http.request_context import RequestContext, ResultsLocation, current_request
 from vllm_steer.server.http.row_sources import take_store_option, with_rows
@@ -206,7 +207,9 @@ def _apply(fields: Mapping[str, Any], params: Any, context: RequestContext, answ
         require_field_rights(fields)
         fields, context.store_rows = take_store_option(fields, MEMORY)
         try:
-            own = compile_fields(with_rows(fields, context))
+            resolved = with_rows(fields, context)
+            # The cache identifies fields by their JSON, which does not contain rows that are named.
+            own = compile_json_fields(fields) if resolved is fields else compile_fields(resolved)
         except SteeringError as error:
             raise error if context.engine is None else context.engine.capabilities.with_layers(error) from None
         # All prompts of a body are composed together, so that they get the same global steering.
