@@ -11,8 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_steer.errors import SteeringError
+from vllm_steer.limits import MAX_WIDTH
+from vllm_steer.spec.json_schema import any_of
 from vllm_steer.spec.scalars import shown
 from vllm_steer.spec.selector import OPEN_END, Selector
+from vllm_steer.spec.vector import PackedVector
 
 
 class StoredRowsForm(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -30,6 +33,23 @@ class ModuleRowsForm(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     module: Annotated[str, msgspec.Meta(description="`module/probe`, the name of a module and of a probe in it.")]
 
+
+RowsForm = Annotated[
+    Any,
+    any_of(
+        Annotated[list[float | list[float]], msgspec.Meta(min_length=1, max_length=MAX_WIDTH)],
+        PackedVector,
+        StoredRowsForm,
+        ModuleRowsForm,
+        None,
+    ),
+    msgspec.Meta(
+        description="A vector of the model's hidden size. `replace` also takes a matrix `[n, H]`, with one row for "
+        "each of the n positions in `tokens`, and, over HTTP, the id of a stored capture or the name of a module's "
+        "probe instead of rows."
+    ),
+]
+"""JSON form of the vector of an edit."""
 
 _NAMING_KEYS = (StoredRowsForm.__struct_fields__[0], ModuleRowsForm.__struct_fields__[0])
 

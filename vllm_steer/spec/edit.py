@@ -11,13 +11,12 @@ import msgspec
 import numpy as np
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.limits import MAX_CONDITIONS, MAX_SAE_FEATURES, MAX_WIDTH
+from vllm_steer.limits import MAX_CONDITIONS, MAX_SAE_FEATURES
 from vllm_steer.points import OPTIONAL_POINTS, POINTS_FLAG, PointName
 from vllm_steer.spec.arguments import suggest_arguments
 from vllm_steer.spec.capture_source import (
     CapturedRows,
-    ModuleRowsForm,
-    StoredRowsForm,
+    RowsForm,
     is_captured,
     refuse_names,
     rows_of,
@@ -25,13 +24,12 @@ from vllm_steer.spec.capture_source import (
 from vllm_steer.spec.condition import Condition, ConditionForm, WhenInput, read_when
 from vllm_steer.spec.feature import PARAMETERS as FEATURE_PARAMETERS
 from vllm_steer.spec.feature import FeatureEdit, no_vector, read_feature_edit
-from vllm_steer.spec.json_schema import any_of
 from vllm_steer.spec.matrix import Matrix, MatrixForm, MatrixInput, is_matrix, parse_matrix, parse_subspace
 from vllm_steer.spec.references import read_name
 from vllm_steer.spec.scalars import is_integer, read_choice, read_number, shown
 from vllm_steer.spec.selector import PositionListForm, Selector, SelectorName, TokensInput
 from vllm_steer.spec.sites import Layers, LayersForm, LayersInput, PointForm, read_layers_of, read_site
-from vllm_steer.spec.vector import PackedVector, Vector, VectorInput, pack_array, parse_vector
+from vllm_steer.spec.vector import Vector, VectorInput, pack_array, parse_vector
 
 KindName = Literal["add", "add_normed", "ablate", "clamp", "replace", "feature"]
 
@@ -100,23 +98,6 @@ KINDS: Mapping[KindName, EditKind] = MappingProxyType(
         )
     }
 )
-
-
-RowsForm = Annotated[
-    Any,
-    any_of(
-        Annotated[list[float | list[float]], msgspec.Meta(min_length=1, max_length=MAX_WIDTH)],
-        PackedVector,
-        StoredRowsForm,
-        ModuleRowsForm,
-        None,
-    ),
-    msgspec.Meta(
-        description="A vector of the model's hidden size. `replace` also takes a matrix `[n, H]`, with one row for "
-        "each of the n positions in `tokens`, and, over HTTP, the id of a stored capture or the name of a module's "
-        "probe instead of rows."
-    ),
-]
 
 
 class EditForm(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
