@@ -53,6 +53,8 @@ def servers(
     model: Path, tmp_path_factory: pytest.TempPathFactory, postgres_server: PostgresServer
 ) -> Iterator[list[Server]]:
     folder = tmp_path_factory.mktemp("two")
+    patch = pytest.MonkeyPatch()
+    patch.setenv("VLLM_LOGGING_LEVEL", "INFO")  # logs the arguments
     flags = ["--enable-steering", "--steering-registry", postgres_server.new_database()]
 
     def start(i: int) -> Server:
@@ -62,6 +64,7 @@ def servers(
 
     with ThreadPoolExecutor(2) as pool:  # both create the tables
         started = list(pool.map(start, range(2)))
+    patch.undo()
     yield started
     for server in started:
         server.kill()
@@ -114,4 +117,4 @@ def test_two_servers_share_a_registry(servers: list[Server]) -> None:
 
     shown = [other.http.get(path).text for path in ("/v1/steering/capabilities", "/v1/steering/set", MODULES)]
     assert not [text for text in (*shown, one.log.read_text(), other.log.read_text()) if PASSWORD in text]
-    assert "postgresql://***@/" in one.log.read_text()  # the arguments are logged
+    assert "postgresql://***@/" in one.log.read_text()

@@ -29,7 +29,7 @@ from vllm_steer.metrics.collectors import start as start_metrics
 from vllm_steer.params import capture_specs, program_of
 from vllm_steer.program.program_files import ProgramFileCache
 from vllm_steer.registry.index import RegistryLimits
-from vllm_steer.registry.location import parse_location, show_location
+from vllm_steer.registry.location import REGISTRY_VARIABLE, parse_location, show_location
 from vllm_steer.registry.registry import SteeringRegistry
 from vllm_steer.registry.storage import open_store
 from vllm_steer.spec.scalars import shown
@@ -38,14 +38,13 @@ if TYPE_CHECKING:
     from vllm_steer.frontend.controller_runner import ControllerRunner
 
 CONSUMERS_VARIABLE = "VLLM_STEER_CAPTURE_CONSUMERS"
-REGISTRY_VARIABLE = "VLLM_STEER_REGISTRY"
 NOT_ENABLED = (
     "the engine runs without steering; start it with --enable-steering, LLM(enable_steering=True) or "
     "AsyncEngineArgs(**engine_kwargs())"
 )
 NO_ROWS_OF_EARLIER_STAGES = (
-    "not supported here with pipeline parallelism; set distributed_executor_backend='mp' and remove the encoder-cache "
-    "connector, or use tensor parallelism instead"
+    "not supported here with pipeline parallelism; set distributed_executor_backend='mp' or 'ray', remove "
+    "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0 and the encoder-cache connector, or use tensor parallelism instead"
 )
 NO_READOUTS_ACROSS_STAGES = (
     "readouts, gates and stops are not supported with pipeline parallelism; use tensor parallelism"
