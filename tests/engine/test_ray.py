@@ -59,7 +59,7 @@ def executor_of(llm: Any) -> Any:
     return llm.llm_engine.engine_core.engine_core.model_executor
 
 
-@pytest.mark.feature("ray", "steer", "capture")
+@pytest.mark.feature("Ray", "steer", "capture")
 def test_matches_one_rank(llm: Any, truth: list[Any], nodes: list[str]) -> None:
     """Catches workers without steering, rows of one stage taken for all, and both workers on one node."""
     executor = executor_of(llm)
@@ -70,7 +70,6 @@ def test_matches_one_rank(llm: Any, truth: list[Any], nodes: list[str]) -> None:
     assert len(found.sites) == 3 * LAYERS
 
 
-@pytest.mark.feature("ray", "modules")
 def test_modules_and_global_steering(llm: Any) -> None:
     """Catches a module or global steering that does not reach the workers of another node."""
     site = {"post_block": {layer: direction(3) for layer in range(LAYERS)}}
