@@ -25,6 +25,8 @@ from vllm_steer.spec.scalars import did_you_mean, read_choice, shown
 WORKER_CLS = "vllm_steer.engine.worker.SteeringWorker"
 SCHEDULER_CLS = "vllm_steer.engine.scheduler.make_scheduler"
 EXECUTOR_CLS = "vllm_steer.engine.executor.SteeringExecutor"
+REGISTRY_VARIABLE = "VLLM_STEER_REGISTRY"
+"""Environment variable that passes the registry's options, which can contain a password, to API server processes."""
 RAY_EXECUTOR_CLS = "vllm_steer.engine.ray_executor.SteeringRayExecutor"
 
 CapturePolicy = Literal["wait", "fail"]
@@ -252,7 +254,7 @@ def choose_executor(vllm_config: Any) -> None:
     executor's name. :func:`rows_of_all_stages` is False in these cases. vLLM's earlier executor for Ray, which it uses
     with ``VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0``, returns outputs of the last stage only.
     """
-    from vllm import envs
+    from vllm_steer.compat.internals import envs
 
     parallel = vllm_config.parallel_config
     backend = parallel.distributed_executor_backend

@@ -17,8 +17,8 @@ from tests.engine.conftest import close
 from tests.engine.ray_nodes import two_nodes
 from tests.engine.test_parallel import KINDS, SMALL, as_on_one_rank, workload
 from tests.tiny import LAYERS, direction, make_llm
+from vllm_steer.config import REGISTRY_VARIABLE
 from vllm_steer.engine.ray_executor import SteeringRayExecutor
-from vllm_steer.registry.location import REGISTRY_VARIABLE
 
 pytestmark = [
     pytest.mark.skipif(find_spec("ray") is None, reason="needs ray; `make setup` installs it"),

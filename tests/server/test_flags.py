@@ -13,11 +13,18 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from vllm_steer.config import MULTI_CHOICES, SCHEDULER_CLS, SWITCHES, WORKER_CLS, SteeringConfig, Switch
+from vllm_steer.config import (
+    MULTI_CHOICES,
+    REGISTRY_VARIABLE,
+    SCHEDULER_CLS,
+    SWITCHES,
+    WORKER_CLS,
+    SteeringConfig,
+    Switch,
+)
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import CONSUMERS_VARIABLE, RegistryOptions
 from vllm_steer.limits import ENGINE_LIMITS, MAX_BODY_MIB
-from vllm_steer.registry.location import REGISTRY_VARIABLE
 from vllm_steer.server.apply_flags import MIDDLEWARE, apply_flags
 from vllm_steer.server.flags import add_flags
 from vllm_steer.server.settings import capture_store_name, max_body_bytes, store_limits

@@ -12,10 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from vllm.v1.executor.ray_executor_v2 import RayExecutorV2
-
+from vllm_steer.compat.internals import RayExecutorV2
+from vllm_steer.config import REGISTRY_VARIABLE
 from vllm_steer.engine.executor import RowsOfAllStages
-from vllm_steer.registry.location import REGISTRY_VARIABLE
 
 
 class SteeringRayExecutor(RowsOfAllStages, RayExecutorV2):  # type: ignore[misc]

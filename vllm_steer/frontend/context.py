@@ -20,7 +20,7 @@ import msgspec
 from vllm_steer.capture.consumers.memory import STREAM, is_streamed
 from vllm_steer.capture.manager import CaptureManager
 from vllm_steer.compat.internals import MPClient, RequestOutputKind
-from vllm_steer.config import SteeringConfig, from_vllm_config, rows_of_all_stages
+from vllm_steer.config import REGISTRY_VARIABLE, SteeringConfig, from_vllm_config, rows_of_all_stages
 from vllm_steer.engine.capabilities import Capabilities
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.controllers import read_controller
@@ -28,7 +28,7 @@ from vllm_steer.metrics.collectors import start as start_metrics
 from vllm_steer.params import capture_specs, program_of
 from vllm_steer.program.program_files import ProgramFileCache
 from vllm_steer.registry.index import RegistryLimits
-from vllm_steer.registry.location import REGISTRY_VARIABLE, parse_location, show_location
+from vllm_steer.registry.location import parse_location, show_location
 from vllm_steer.registry.registry import SteeringRegistry
 from vllm_steer.registry.storage import open_store
 from vllm_steer.spec.scalars import shown

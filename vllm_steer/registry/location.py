@@ -13,8 +13,6 @@ from urllib.parse import SplitResult, urlsplit
 
 from vllm_steer.errors import SteeringError
 
-REGISTRY_VARIABLE = "VLLM_STEER_REGISTRY"
-"""Environment variable that passes the registry's options, which can contain a password, to API server processes."""
 DATABASES = ("sqlite", "postgresql")
 """Schemes of database URLs."""
 EXAMPLES = "sqlite:///registry.db or postgresql://user@host/database"

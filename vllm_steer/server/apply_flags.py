@@ -14,12 +14,12 @@ from typing import Any
 import msgspec
 from pydantic_core import PydanticSerializationError, to_jsonable_python
 
-from vllm_steer.config import SCHEDULER_CLS, WORKER_CLS, engine_kwargs
+from vllm_steer.config import REGISTRY_VARIABLE, SCHEDULER_CLS, WORKER_CLS, engine_kwargs
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import CONSUMERS_VARIABLE, CONTROLLER_VARIABLE, RegistryOptions
 from vllm_steer.fs.private_tempdir import private_tempdir
 from vllm_steer.fs.shared_tempdir import remove_at_exit
-from vllm_steer.registry.location import HIDDEN, REGISTRY_VARIABLE, is_url, parse_location, show_location
+from vllm_steer.registry.location import HIDDEN, is_url, parse_location, show_location
 from vllm_steer.server.auth.key_file import read_keys
 from vllm_steer.server.flags import (
     BATCH_DESTS,
