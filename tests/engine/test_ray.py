@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.engine.answers import params, prompt, run, tokens_of
@@ -17,6 +18,7 @@ from tests.engine.conftest import close
 from tests.engine.ray_nodes import two_nodes
 from tests.engine.test_parallel import KINDS, SMALL, as_on_one_rank, workload
 from tests.tiny import LAYERS, direction, make_llm
+from vllm_steer import Edit
 from vllm_steer.config import REGISTRY_VARIABLE
 from vllm_steer.engine.ray_executor import SteeringRayExecutor
 
@@ -37,7 +39,7 @@ def nodes() -> Iterator[list[str]]:
 def truth(tiny_llama: Path) -> list[Any]:
     llm = make_llm(tiny_llama)
     try:
-        return run(llm, *workload())
+        return run(llm, *workload()) + run(llm, *watched())
     finally:
         close(llm)
 
@@ -55,6 +57,15 @@ def llm(request: pytest.FixtureRequest, nodes: list[str], truth: list[Any], tiny
             close(engine)
 
 
+def watched() -> tuple[list[Any], list[Any]]:
+    """Return a steered request with readouts of two layers."""
+    probes = {
+        f"of{layer}": {"probe": direction(layer, 0.05), "point": "post_block", "layer": layer} for layer in (0, 2)
+    }
+    edits = [Edit(kind="add", point="post_block", layers=1, vector=direction(4))]
+    return [prompt(*range(1, 20))], [params(8, readouts=probes, steering=edits)]
+
+
 def executor_of(llm: Any) -> Any:
     return llm.llm_engine.engine_core.engine_core.model_executor
 
@@ -65,7 +76,7 @@ def test_matches_one_rank(llm: Any, truth: list[Any], nodes: list[str]) -> None:
     executor = executor_of(llm)
     assert isinstance(executor, SteeringRayExecutor)
     assert {handle.node_id for handle in executor.ray_worker_handles} == set(nodes)
-    as_on_one_rank(run(llm, *workload()), truth)
+    as_on_one_rank(run(llm, *workload()), truth[:-1])
     found = result(run(llm, [prompt(*range(1, 40))], [params(4, capture=capture())])[0])
     assert len(found.sites) == 3 * LAYERS
 
@@ -83,6 +94,21 @@ def test_modules_and_global_steering(llm: Any) -> None:
     (steered,) = run(llm, [prompt(1, 2, 3)], [params(6)])
     llm.steering.clear()
     assert tokens_of(steered) == tokens_of(inline)
+
+
+def test_readouts(llm: Any, truth: list[Any]) -> None:
+    """Catches readouts that every rank sends or that no rank sends, and stages that answer with a part of them."""
+    parallel = llm.llm_engine.vllm_config.parallel_config
+    if parallel.pipeline_parallel_size > 1:
+        with pytest.raises(ValueError, match="not supported with pipeline parallelism"):
+            run(llm, *watched())
+        return
+    (found,) = run(llm, *watched())
+    assert tokens_of(found) == tokens_of(truth[-1])
+    for name, expected in truth[-1].readouts.items():
+        assert found.readouts[name].positions.tolist() == expected.positions.tolist()
+        assert np.abs(expected.values).max() > 0.01
+        np.testing.assert_allclose(found.readouts[name].values, expected.values, atol=1e-3)
 
 
 def variable_of(worker: Any) -> str | None:
