@@ -61,6 +61,8 @@ class SteeringSchedulerMixin:
         self._steering_hash = get_hash_fn_by_name(self.vllm_config.cache_config.prefix_caching_hash_algo)
         self._with_program: dict[str, Resolved] = {}
         self._malformed: dict[str, str] = {}
+        # Requests with live strengths, in engines with draft tokens.
+        self._without_drafts: set[str] = set()
         self._row_bytes = int(model_config.get_hidden_size() * model_config.dtype.itemsize)
         self._capture_policy = config.capture_policy
         self.steering_allocator = TableAllocator(
@@ -121,6 +123,8 @@ class SteeringSchedulerMixin:
         dynamic = resolved.dynamic
         if dynamic is not None and dynamic.replays:
             self.steering_records.add_request(request.request_id)
+        if dynamic is not None and dynamic.layout.live and self.num_spec_tokens:
+            self._without_drafts.add(request.request_id)
         if self._needs_whole_prompt(resolved, request):
             request.skip_reading_prefix_cache = True
         upstream = request._block_hasher
@@ -177,6 +181,9 @@ class SteeringSchedulerMixin:
         else:
             # Hot path, called for every request: call vLLM's method directly while no request captures.
             self._reserve_prefill_lookahead = super()._reserve_prefill_lookahead  # type: ignore[misc]
+        for request_id in self._without_drafts:
+            # A change of strength holds from the position that is reported, which drafts would make uncertain.
+            self.requests[request_id].spec_token_ids = []
         scheduled = super().schedule(*args, **kwargs)  # type: ignore[misc]
         if self._edited_blocks is not None and self._with_program:
             self._edited_blocks.record(scheduled, self._with_program)
@@ -344,6 +351,7 @@ class SteeringSchedulerMixin:
 
     def _free_request(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         self._with_program.pop(request.request_id, None)
+        self._without_drafts.discard(request.request_id)
         self.steering_records.remove_request(request.request_id)
         self._arena.remove_request(request.request_id)
         self.steering_admission.release(request.request_id)

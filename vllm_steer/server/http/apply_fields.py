@@ -23,7 +23,6 @@ from vllm_steer.params import (
     PROGRAM_KEY,
     PROMPT_KEY,
     RESERVED_KEYS,
-    compile_fields,
     program_of,
     read_specs,
 )
@@ -34,6 +33,7 @@ from vllm_steer.registry.snapshot import Snapshot
 from vllm_steer.server.access_errors import AccessError
 from vllm_steer.server.auth.current_key import current_key, require_field_rights
 from vllm_steer.server.auth.rights import Right
+from vllm_steer.server.http.compiled_fields import compile_json_fields
 from vllm_steer.server.http.confusables import resembles
 from vllm_steer.server.http.request_context import RequestContext, ResultsLocation, current_request
 from vllm_steer.server.quota.tracker import Reservation
@@ -204,7 +204,7 @@ def _apply(fields: Mapping[str, Any], params: Any, context: RequestContext, answ
     if compiled is None:
         require_field_rights(fields)
         try:
-            own = compile_fields(fields)
+            own = compile_json_fields(fields)
         except SteeringError as error:
             raise error if context.engine is None else context.engine.capabilities.with_layers(error) from None
         # All prompts of a body are composed together, so that they get the same global steering.
