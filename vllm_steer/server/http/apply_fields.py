@@ -213,9 +213,7 @@ def _apply(fields: Mapping[str, Any], params: Any, context: RequestContext, answ
         except SteeringError as error:
             raise error if context.engine is None else context.engine.capabilities.with_layers(error) from None
         # All prompts of a body are composed together, so that they get the same global steering.
-        compiled = context.compiled = (
-            own if context.engine is None else _compose(own, context.engine, context.reservation)
-        )
+        compiled = context.compiled = own if context.engine is None else _compose(own, context.engine, context)
     if not compiled:
         return
     # Set before the engine sees the request, because the responses route starts its stream earlier.
@@ -252,14 +250,14 @@ def _reserve_records(program: Program, params: Any, context: RequestContext) -> 
         context.reservation.reserve_rows(4 * program.layout.width * tokens * params.n)
 
 
-def _compose(own: Mapping[str, bytes], engine: EngineContext, reservation: Reservation | None) -> Mapping[str, bytes]:
+def _compose(own: Mapping[str, bytes], engine: EngineContext, context: RequestContext) -> Mapping[str, bytes]:
     """Return the request's ``extra_args`` with modules and global steering, and reserve what they take.
 
     The result always has `APPLIED_KEY`, so that the engine's front end does not compose them again.
     """
-    snapshot = engine.registry.snapshot()
+    snapshot = context.snapshot or engine.registry.snapshot()
     try:
-        return _compose_in(snapshot, own, engine, reservation)
+        return _compose_in(snapshot, own, engine, context.reservation)
     except UnknownModuleError as error:
         key = current_key()
         raise (error.with_names(snapshot.index.modules) if key is None or Right.READ in key.rights else error) from None
