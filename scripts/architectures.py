@@ -14,7 +14,7 @@ import msgspec
 
 from vllm_steer.models.proofs import Proof, Record
 from vllm_steer.models.recipes import RECIPES
-from vllm_steer.models.unsupported import UNSUPPORTED
+from vllm_steer.models.unsupported import UNSUPPORTED, UNSUPPORTED_ARCHITECTURES
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 Row = Mapping[str, Any]
@@ -76,6 +76,8 @@ def status(entry: Row, results: Results) -> tuple[str, str]:
         return PROVEN, results.rows[name]["proof"]
     if entry["kind"] in ("pooling", "drafter", "backend"):
         return NO_DECODER, {"pooling": POOLS, "drafter": DRAFTS, "backend": BACKEND}[entry["kind"]]
+    if name in UNSUPPORTED_ARCHITECTURES:
+        return REFUSAL, UNSUPPORTED_ARCHITECTURES[name]
     if refused := [layer for layer in layers if layer in UNSUPPORTED]:
         return REFUSAL, UNSUPPORTED[refused[0]]
     same = [
@@ -123,7 +125,8 @@ def page(table: MakeTable) -> str:
         "`post_attn` is missing if attention and MLP run in parallel. *Points* includes the points on the branches that the run\n"
         "has proven; [models](models.md) lists what each class serves. Requests to multimodal models contain only text. On a CPU,\n"
         "Mamba 1's recurrence is its formula in PyTorch and Step 1's attention bias has no square root, since vLLM has only GPU\n"
-        "kernels for them; all other code is vLLM's own.\n\n"
+        "kernels for them. Plain attention stands in for the sparse and the delta attention of DeepSeek V3.2, GLM 5, MiniMax M3,\n"
+        "Kimi-Linear and Ling 3. All other code, the decoder layers included, is vLLM's own.\n\n"
         "## Proven\n\n"
         + table(("architecture", "decoder layers", "family", "points", "proof", "value", "cause", "dtype"), proven)
         + "\n## By their layers\n\n"

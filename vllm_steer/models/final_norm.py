@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from torch import nn
+from vllm.model_executor.models.utils import PPMissingLayer
 
 from vllm_steer.models.discovery import Decoder
 
@@ -16,6 +17,8 @@ def find_final_norm(model: nn.Module, decoder: Decoder) -> nn.Module | None:
     last = decoder.layers[-1].module
     for parent in model.modules():
         if any(isinstance(each, nn.ModuleList) and any(layer is last for layer in each) for each in parent.children()):
-            found = [norm for name in _NAMES if isinstance(norm := getattr(parent, name, None), nn.Module)]
+            norms = [getattr(parent, name, None) for name in _NAMES]
+            # Another pipeline stage has the norm that a placeholder stands for.
+            found = [norm for norm in norms if isinstance(norm, nn.Module) and not isinstance(norm, PPMissingLayer)]
             return found[0] if len(found) == 1 else None
     return None

@@ -84,3 +84,7 @@ class Tap(nn.Module):
             other: The stream's second summand, None if ``target`` is the whole stream.
         """
         torch.ops.vllm_steer.tap(target, other, self.head, None)
+
+    def is_active(self) -> bool:
+        """Return whether the current step runs this site. Only for models that vLLM does not compile."""
+        return _launches(get_forward_context().no_compile_layers[CONTEXT_KEY], self.head, None)
