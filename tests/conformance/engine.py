@@ -86,7 +86,7 @@ def steered_engine(tiny: TinyModel, path: Path, mode: str, branches: Sequence[st
     resources = ExitStack()
     resources.enter_context(_cheap_collections())
     if mode == "eager":
-        resources.enter_context(cpu_kernels())
+        resources.enter_context(cpu_kernels(tiny.model_class))
     try:
         llm = LLM(
             model=str(path),
@@ -94,7 +94,7 @@ def steered_engine(tiny: TinyModel, path: Path, mode: str, branches: Sequence[st
             # GPU-only classes are refused until these tests have proven them. The check at start would refuse wrong
             # taps before these tests see them.
             steering_config={"allow_unproven": tiny.gpu_only, "self_check": False, "points": [*branches]},
-            skip_tokenizer_init=True,
+            skip_tokenizer_init=tiny.cross is None,
             dtype=tiny.dtype,
             max_model_len=MAX_POSITIONS,
             # Smaller than the batch, so that prompts are split and run beside generated tokens of other requests.

@@ -65,8 +65,12 @@ class _StubModule(ModuleType):
 
 
 @contextmanager
-def cpu_kernels() -> Iterator[None]:
-    """Let engines that start here call the functions below for missing kernels; do nothing on a GPU."""
+def cpu_kernels(model_class: str | None = None) -> Iterator[None]:
+    """Let engines that start here call the functions below for missing kernels; do nothing on a GPU.
+
+    Args:
+        model_class: The class of the model, ``module:name``, if ``stand_ins.py`` replaces its mixers.
+    """
     from vllm import _custom_ops
 
     if hasattr(torch.ops._C, "selective_scan_fwd"):
@@ -85,8 +89,9 @@ def cpu_kernels() -> Iterator[None]:
         (CPUAttentionBackendImpl, "__init__", _without_extras(CPUAttentionBackendImpl.__init__)),
         (CPUAttentionBackend, "supports_alibi_sqrt", classmethod(lambda cls: True)),
     )
+    others = () if model_class is None else stand_ins.replacements(model_class.partition(":")[0])
     with ExitStack() as stack:
-        for owner, name, function in (*replacements, *_slips(), *stand_ins.replacements()):
+        for owner, name, function in (*replacements, *_slips(), *others):
             stack.enter_context(patch.object(owner, name, function, create=True))
         yield
 

@@ -26,7 +26,6 @@ from tests.conformance.model import (
     TinyModel,
 )  # fmt: skip
 from tests.conformance.no_reference_wrappers import NO_REFERENCE_WRAPPERS
-from tests.conformance.shapes import TEXT_ONLY
 
 PLAIN: Final[dict[str, Any]] = {
     "vocab_size": VOCAB,
@@ -89,6 +88,7 @@ _SPEECH: Final[dict[str, Any]] = {
     "max_source_positions": 16, "max_target_positions": MAX_POSITIONS, "activation_function": "gelu",
     "is_encoder_decoder": True,
 }  # fmt: skip
+_NO_PROFILE: Final[dict[str, Any]] = {"skip_mm_profiling": True}
 _HRM: Final[dict[str, Any]] = {"pass_argument": "current_step", "head_dim": 32, "num_key_value_heads": 2}
 _ATTENTION: Final = {"attention": {"no_op": False, "n_heads_in_group": 2}}
 _NO_ATTENTION: Final = {"attention": {"no_op": True}}
@@ -178,19 +178,10 @@ NO_REFERENCE: Final[tuple[TinyModel, ...]] = (
          H_cycles=2, L_cycles=1, gaps=(1, 2, 3)),
     _row("HrmTextForCausalLM", "hrm_text", "HrmTextDecoderLayer", "UNFUSED", **_HRM, name="hrmtext_stacks",
          num_layers_per_stack=2, H_cycles=1, L_cycles=1, gaps=(2,)),
-    # Decoders of encoder-decoders; the encoder has another number of layers.
+    # The decoder of an encoder-decoder; the encoder has another number of layers.
     _row("WhisperForConditionalGeneration", "whisper", "WhisperDecoderLayer", "UNFUSED", name="whisper",
-         **_SPEECH, cross="encoder_attn", engine=TEXT_ONLY),
-    _row("CohereAsrForConditionalGeneration", "cohere_asr_remote", "CohereASRDecoderLayer", "UNFUSED",
-         name="cohere_asr", is_encoder_decoder=True, cross="second_sub_layer", branch_in_vllm="first_sub_layer",
-         engine=TEXT_ONLY, head={"num_classes": VOCAB, "hidden_size": HIDDEN}, sample_rate=16000,
-         encoder={"d_model": HIDDEN, "n_layers": 2, "subsampling_factor": 8},
-         transf_decoder={"config_dict": {"hidden_size": HIDDEN, "inner_size": 128, "hidden_act": "relu",
-                                         "num_attention_heads": 2, "num_layers": LAYERS,
-                                         "max_sequence_length": MAX_POSITIONS}}),
-    _row("NemotronParseForConditionalGeneration", "nemotron_parse", "MBartDecoderLayer", "UNFUSED",
-         name="nemotron_parse", is_encoder_decoder=True, cross="encoder_attn", engine=TEXT_ONLY, image_size=[32, 32],
-         encoder={"hidden_size": HIDDEN}, decoder={**PLAIN, **_SPEECH, "scale_embedding": False}),
+         **_SPEECH, cross="encoder_attn", engine=_NO_PROFILE,
+         model_class="vllm.model_executor.models.whisper:WhisperForConditionalGeneration"),
     # The classes for NVIDIA's GPUs; on a CPU, vLLM runs DeepSeek V2's.
     _row("DeepseekV32ForCausalLM", "deepseek_v32", "DeepseekV32DecoderLayer", name="deepseek_v32",
          model_class="vllm.models.deepseek_v32.nvidia.model:DeepseekV32ForCausalLM", **_DEEPSEEK_MLA, **_SPARSE),
@@ -199,12 +190,14 @@ NO_REFERENCE: Final[tuple[TinyModel, ...]] = (
     # Dense, since its experts' activation has no CPU kernel.
     _row("MiniMaxM3SparseForCausalLM", "minimax_m3_text", "MiniMaxM3DecoderLayer", name="minimax_m3",
          model_class="vllm.models.minimax_m3.nvidia.model:MiniMaxM3SparseForCausalLM", hidden_act="swigluoai",
+         swiglu_limit=7.0, swiglu_alpha=1.702, swiglu_beta=1.0, use_gemma_norm=True,
          dense_intermediate_size=128, moe_layer_freq=[0] * LAYERS, head_dim=32,
          sparse_attention_config={"sparse_attention_freq": [0, 1] * (LAYERS // 2), "sparse_num_index_heads": 1,
                                   "sparse_topk_blocks": 2}),
     _row("KimiLinearForCausalLM", "kimi_linear", "KimiDecoderLayer", name="kimi_linear",
          model_class="vllm.models.kimi_k3.nvidia.model:KimiLinearForCausalLM", **_KIMI),
     _row("BailingMoeV3ForCausalLM", "bailing_hybrid", "BailingMoeV3DecoderLayer", name="bailing_moe_v3",
+         model_class="vllm.model_executor.models.bailing_moe_v3:BailingMoeV3ForCausalLM",
          **{**_BAILING, **_MLA, "q_lora_rank": 32}, layer_group_size=2, moe_shared_expert_intermediate_size=64,
          short_conv_kernel_size=4, no_kda_lora=True, routed_scaling_factor=2.0, is_scale_e=False),
     *NO_REFERENCE_WRAPPERS,
@@ -217,7 +210,22 @@ def save_config(tiny: TinyModel, folder: Path) -> Path:
     path.mkdir(parents=True, exist_ok=True)
     config = {**PLAIN, **tiny.settings, "model_type": tiny.config, "architectures": [tiny.architecture]}
     (path / "config.json").write_text(json.dumps(config))
+    if tiny.cross is not None:
+        _save_speech_processor(path)
     return path
+
+
+def _save_speech_processor(path: Path) -> None:
+    """Save the tokenizer and the feature extractor that vLLM wants of an encoder-decoder, although no sound comes."""
+    from transformers import WhisperFeatureExtractor, WhisperProcessor, WhisperTokenizer
+
+    names = ["<|endoftext|>", "<|startoftranscript|>", *(f"t{number}" for number in range(VOCAB - 2))]
+    tokenizer = WhisperTokenizer(vocab={name: number for number, name in enumerate(names)}, merges=[])
+    WhisperProcessor(WhisperFeatureExtractor(feature_size=16, chunk_length=1), tokenizer).save_pretrained(path)
+
+
+_PARTS: Final = ("text_config", "vision_config", "vit_config", "adapter_config")
+"""Fields that are configs of their own."""
 
 
 class _Fields(dict[str, Any]):
@@ -231,12 +239,12 @@ class _Fields(dict[str, Any]):
 
 
 def _config_class(model_type: str) -> type[Any]:
-    """Return a config class; ``x_config`` becomes a config of its own and ``x_configs`` objects with attributes."""
+    """Return a config class; parts become configs of their own and ``x_configs`` objects with attributes."""
     from transformers import PretrainedConfig
 
     def init(self: Any, **fields: Any) -> None:
         for name, value in fields.items():
-            if (name.endswith("_config") or name in ("encoder", "decoder")) and isinstance(value, dict):
+            if name in _PARTS and isinstance(value, dict):
                 setattr(self, name, PretrainedConfig(**value))
             elif name.endswith("_configs"):
                 setattr(self, name, [_Fields({part: _Fields(of) for part, of in each.items()}) for each in value])

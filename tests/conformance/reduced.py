@@ -52,7 +52,7 @@ def prepare() -> ExitStack:
     from vllm_steer.compat.wraps import load
 
     ModelRegistry.register_model("DeepseekV32ForCausalLM", load(f"{MODEL}:DeepseekV32ForCausalLM"))
-    patches = [*stand_ins.replacements()]
+    patches = [*stand_ins.replacements(MODEL)]
     if os.environ.get(KERNEL) == "kernel":
         patches += [
             (reducing, "_can_use_flashinfer", lambda hidden, size: (True, 1 << 20)),

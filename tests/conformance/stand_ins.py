@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plain attention in place of mixers that only GPUs can run, for models whose other code runs on a CPU.
+"""Plain attention in place of mixers that only GPUs can run or that need an encoder's output.
 
 The decoder layers, which say where the stream is, are vLLM's own, and so are norms, MLPs, experts, reductions and the
 loop over the layers. What a mixer computes does not change where the stream is, and both sides of the identities use
@@ -24,33 +24,30 @@ _MIXERS: Final[dict[str, tuple[str, ...]]] = {
     "vllm.models.dots3_note.nvidia.model": ("Dots3NoteSlidingAttention", "Dots3NoteFullAttention"),
     "vllm.models.minimax_m3.nvidia.model": ("MiniMaxM3SparseAttention", "MiniMaxM3Attention"),
     "vllm.models.kimi_k3.nvidia.model": ("KimiLinearGatedDeltaNetAttention", "MultiHeadLatentAttention"),
-    _MODELS + "bailing_moe_v3": ("BailingMoeV3KimiDeltaAttention",),
+    _MODELS + "bailing_moe_v3": ("BailingMoeV3KimiDeltaAttention", "BailingMoeV3MLAAttention"),
 }
 """Mixers by the module that uses them."""
 _PARTIAL: Final = ("deepseek_v32", "dots3_note", "minimax_m3")
 """Families whose mixers leave one partial sum per rank."""
-_CROSS: Final[dict[str, str]] = {
-    _MODELS + "whisper": "WhisperCrossAttention",
-    _MODELS + "nemotron_parse": "WhisperCrossAttention",
-    _MODELS + "cohere_asr": "CohereASRCrossAttention",
-}
-"""Attention to an encoder, which needs an image or a sound; requests here have only text."""
 
 
-def replacements() -> Iterator[tuple[Any, str, Any]]:
-    """Yield the owner, the name and the replacement of everything that the loaded models need a GPU for."""
-    for module, names in _MIXERS.items():
-        if (owner := sys.modules.get(module)) is not None:
-            kind = PartialAttention if any(family in module for family in _PARTIAL) else PlainAttention
-            yield from ((owner, name, kind) for name in names)
-            if hasattr(owner, "fused_embed_norm"):
-                yield owner, "fused_embed_norm", embed_and_norm
-    for module, name in _CROSS.items():
-        if (owner := sys.modules.get(module)) is not None:
-            yield owner, name, PlainCross
-    if (minimax := sys.modules.get("vllm.models.minimax_m3.nvidia.model")) is not None:
-        yield minimax.MiniMAXGemmaRMSNorm, "forward", gemma_norm
-    if "vllm.models.kimi_k3.nvidia.model" in sys.modules:
+def replacements(model: str) -> Iterator[tuple[Any, str, Any]]:
+    """Yield the owner, the name and the replacement of everything that a model needs a GPU for.
+
+    Args:
+        model: Module of the model's class, which has been imported.
+    """
+    from vllm.config import ModelConfig
+
+    owner: Any = sys.modules[model]
+    kind = PartialAttention if any(family in model for family in _PARTIAL) else PlainAttention
+    yield from ((owner, name, kind) for name in _MIXERS.get(model, ()))
+    yield from ((owner, name, value) for name, value in _OTHERS.items() if hasattr(owner, name))
+    # Latent attention has a cache of its own, which plain attention does not use.
+    yield ModelConfig, "use_mla", property(lambda config: False)
+    if "minimax_m3" in model:
+        yield owner.MiniMAXGemmaRMSNorm, "forward", gemma_norm
+    if "kimi_k3" in model:
         yield torch.cuda, "Stream", lambda *args, **kwargs: None
 
 
@@ -87,7 +84,7 @@ class PlainAttention(nn.Module):
 
 
 class PlainCross(nn.Module):
-    """A function of the token in place of attention to an encoder."""
+    """A function of the token in place of attention to an encoder, which would need an image or a sound."""
 
     def __init__(self, *args: Any, prefix: str, **kwargs: Any) -> None:
         from vllm.model_executor.layers.linear import ReplicatedLinear
@@ -99,6 +96,15 @@ class PlainCross(nn.Module):
     def forward(self, hidden_states: torch.Tensor, encoder_hidden_states: Any) -> torch.Tensor:
         out: torch.Tensor = self.second(self.first(hidden_states)[0].tanh())[0]
         return out
+
+
+class NoEncoder(nn.Module):
+    """An encoder that no request reaches."""
+
+    d_model = HIDDEN
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
 
 
 class PartialAttention(PlainAttention):
@@ -124,3 +130,13 @@ def gemma_norm(norm: Any, x: torch.Tensor, residual: torch.Tensor | None = None)
         return normed
     residual.copy_(stream)
     return x.copy_(normed), residual
+
+
+_OTHERS: Final[dict[str, Any]] = {
+    "WhisperCrossAttention": PlainCross,
+    "WhisperEncoder": NoEncoder,
+    "fused_embed_norm": embed_and_norm,
+    "maybe_init_gemm_rs_ar": lambda *args: False,
+    "enable_kimi_k3_low_latency_gemm": lambda *args: None,
+}
+"""Encoders and what attends to them, and functions that use kernels of NVIDIA's GPUs."""

@@ -89,13 +89,5 @@ WRAPPERS: Final[tuple[TinyModel, ...]] = (
          **BFLOAT16),
     _row("Qwen3_5MoeConfig", Part("Qwen3_5MoeTextConfig", GDN), "Qwen3_5DecoderLayer",
          branch="linear_attn|self_attn", **BFLOAT16),
-    _row("CohereCompassConfig", Part("CohereCompassTextConfig", {**MQA, **COHERE2, "logit_scale": 1.0}),
-         "CohereCompassDecoderLayer", "PARALLEL", **PARALLEL),
-    # On the Transformers backend.
-    _row("Emu3Config", Part("Emu3TextConfig", GQA), "Emu3DecoderLayer", "UNFUSED", blocks="model.text_model.layers",
-         settings={"vq_config": Part("Emu3VQVAEConfig", {"base_channels": 32, "channel_multiplier": [1, 1],
-                                                        "num_res_blocks": 1, "codebook_size": 64})}),
-    _row("HunYuanVLConfig", Part("HunYuanVLTextConfig", GQA), "HunYuanVLDenseV1DecoderLayer", "UNFUSED"),
-    _row("VibeVoiceAsrConfig", Part("Qwen2Config", MQA), "Qwen2DecoderLayer", "UNFUSED"),
 )
 # fmt: on
