@@ -99,8 +99,8 @@ def status(entry: Row, results: Results) -> tuple[str, str]:
     if unproven or entry["others"]:
         missing = ", ".join(f"`{layer}`" for layer in (*unproven, *(_short(o) for o in entry["others"])))
         return REFUSAL, f"no recipe is proven for {missing}"
-    if (layer := BACKEND_LAYERS.get(name)) in results.layers:
-        return WRAPPED, f"`{layer}`"
+    if (layer := BACKEND_LAYERS.get(name)) is not None:
+        return WRAPPED if layer in results.layers else OUTSTANDING, f"`{layer}`"
     if entry["kind"] in ("multimodal", "text"):
         return WRAPPED, ", ".join(f"`{layer}`" for layer in short) or "the one that its config names"
     return REFUSAL, "no recipe is proven for its decoder layers"
@@ -133,8 +133,8 @@ def page(table: MakeTable) -> str:
         "`post_attn` is missing if attention and MLP run in parallel. *Points* includes the points on the branches that the run\n"
         "has proven; [models](models.md) lists what each class serves. Requests to multimodal models contain only text. On a CPU,\n"
         "Mamba 1's recurrence is its formula in PyTorch and Step 1's attention bias has no square root, since vLLM has only GPU\n"
-        "kernels for them. Plain attention stands in for the sparse and the delta attention of DeepSeek V3.2, GLM 5, MiniMax M3,\n"
-        "Kimi-Linear and Ling 3. All other code, the decoder layers included, is vLLM's own.\n\n"
+        "kernels for them. Plain attention replaces the sparse and the delta attention of DeepSeek V3.2, GLM 5, MiniMax M3,\n"
+        "Kimi-Linear and Ling 3, and a function of the token Whisper's attention to its encoder. All other code, the decoder layers included, is vLLM's own.\n\n"
         "## Proven\n\n"
         + table(("architecture", "decoder layers", "family", "points", "proof", "value", "cause", "dtype"), proven)
         + "\n## By their layers\n\n"

@@ -264,7 +264,8 @@ def _values(hooks: HookedModel, llm: Any, stream_points: Sequence[str], branches
 
     with hooks.watching() as seen:
         streams = generate(llm, [Case("values", PROMPTS[0])], [*stream_points, *branches], new_tokens=1)[0].streams
-    rows = len(PROMPTS[0])
+    # vLLM begins the prompt of an encoder-decoder with a token of its own.
+    rows = streams["pre_attn"].shape[1]
     for number in range(LAYERS):
         at = {point: stream[number] for point, stream in streams.items()}
         x_in = _rows(seen[number]["x_in"], rows)
@@ -328,7 +329,7 @@ def _logprob_distance(one: Answer, other: Answer) -> float:
     )
     # Row t predicts token t + 1, so the last row with a common past is the one before the first difference.
     ours, theirs = one.logprobs[:same], other.logprobs[:same]
-    # Some models rule tokens out by a log-probability of minus infinity, which is no distance from itself.
+    # Some models rule tokens out by a log-probability of minus infinity, whose difference from itself is not a number.
     return float(np.abs(np.where(ours == theirs, 0.0, ours - theirs)).max())
 
 

@@ -86,7 +86,7 @@ _SPEECH: Final[dict[str, Any]] = {
     "d_model": HIDDEN, "encoder_layers": 2, "decoder_layers": LAYERS, "encoder_attention_heads": 2,
     "decoder_attention_heads": 2, "encoder_ffn_dim": 64, "decoder_ffn_dim": 128, "num_mel_bins": 16,
     "max_source_positions": 16, "max_target_positions": MAX_POSITIONS, "activation_function": "gelu",
-    "is_encoder_decoder": True,
+    "is_encoder_decoder": True, "decoder_start_token_id": 1,
 }  # fmt: skip
 _NO_PROFILE: Final[dict[str, Any]] = {"skip_mm_profiling": True}
 _HRM: Final[dict[str, Any]] = {"pass_argument": "current_step", "head_dim": 32, "num_key_value_heads": 2}

@@ -9,7 +9,6 @@ from tests.conformance.model import TinyModel
 from tests.conformance.shapes import (
     BASE,
     GPT,
-    GQA,
     LOCAL,
     MQA,
     NEOX_AT,
@@ -17,8 +16,6 @@ from tests.conformance.shapes import (
     POST_NORM,
     SOFT_CAPS,
 )  # fmt: skip
-
-_NO_OUTPUT: Final = "HF loads its language model without an output"
 
 # fmt: off
 BACKEND: Final[tuple[TinyModel, ...]] = (
@@ -53,14 +50,6 @@ BACKEND: Final[tuple[TinyModel, ...]] = (
     TinyModel("nanochat", "NanoChatConfig", {}, "UNFUSED", "NanoChatDecoderLayer"),
     TinyModel("persimmon", "PersimmonConfig", {}, "UNFUSED", "PersimmonDecoderLayer"),
     TinyModel("solar_open", "SolarOpenConfig", {}, "UNFUSED", "SolarOpenDecoderLayer"),
-    # Language models of multimodal wrappers, whose processors cannot be built from a configuration. The names of the
-    # architectures only select the backend's class for text.
-    TinyModel("emu3", "Emu3TextConfig", MQA, "UNFUSED", "Emu3DecoderLayer", auto="AutoModel",
-              architecture="SmolLM3ForCausalLM", no_parity=_NO_OUTPUT),
-    TinyModel("hunyuan_vl", "HunYuanVLTextConfig", {**GQA, "rope_parameters": {"rope_type": "default",
-              "rope_theta": 10000.0, "mrope_section": [4, 4, 4, 4]}}, "UNFUSED", "HunYuanVLDenseV1DecoderLayer",
-              auto="AutoModel", architecture="HunYuanDenseV1ForCausalLM",
-              no_parity=_NO_OUTPUT),
     TinyModel("qwen2_backend", "Qwen2Config", MQA, "UNFUSED", "Qwen2DecoderLayer",
               engine={"model_impl": "transformers"}),
 )

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 from torch import nn
-from vllm.model_executor.models.utils import PPMissingLayer
 
+from vllm_steer.compat.internals import PPMissingLayer
 from vllm_steer.models.discovery import Decoder
 
 _NAMES = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f", "final_norm")
@@ -18,7 +18,7 @@ def find_final_norm(model: nn.Module, decoder: Decoder) -> nn.Module | None:
     for parent in model.modules():
         if any(isinstance(each, nn.ModuleList) and any(layer is last for layer in each) for each in parent.children()):
             norms = [getattr(parent, name, None) for name in _NAMES]
-            # Another pipeline stage has the norm that a placeholder stands for.
+            # A placeholder marks the norm of another pipeline stage.
             found = [norm for norm in norms if isinstance(norm, nn.Module) and not isinstance(norm, PPMissingLayer)]
             return found[0] if len(found) == 1 else None
     return None

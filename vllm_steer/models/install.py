@@ -143,7 +143,7 @@ def _install_at_norms(decoder: Decoder, taps: Sequence[Mapping[PointName, Tap]])
         TappedNorm(mid, stream, [own["post_attn"]], own.get("mlp_in"))
         before = own
     if decoder.final_norm is None:
-        # Another stage adds this branch, which is complete: there is no tensor parallelism.
+        # Another stage adds this branch, which is complete without tensor parallelism.
         last: Any = decoder.layers[-1].module
         last.forward = _last_layer(last.forward, _with_branch(before.get("mlp_out"), before["post_block"]))
     else:
@@ -265,7 +265,7 @@ def _pair_layer(forward: Forward, pre_attn: TapCall, post_block: TapCall, residu
 
 
 def _single_layer(forward: Forward, pre_attn: TapCall, post_block: TapCall) -> Forward:
-    # The signature is that of the layer's own forward, also if this wraps another wrapper.
+    # Wrappers keep the signature of the layer's own forward.
     names = inspect.signature(forward).parameters
     hidden_of = _argument(forward, "hidden_states" if "hidden_states" in names else "decoder_hidden_states")
 

@@ -67,7 +67,7 @@ class TappedNorm:
 
 
 def reduce_and_norm(function: Forward, hidden_states: Any, residual: Any, norm: Any) -> tuple[Any, Any]:
-    """Join vLLM's fused function: norms without taps, such as those of a drafter, are left to it."""
+    """Join vLLM's fused function: the norms of a drafter have no taps and are left to it."""
     tapped = vars(norm).get("forward")
     if not isinstance(tapped, TappedNorm):
         result: tuple[Any, Any] = function(hidden_states, residual, norm)

@@ -46,7 +46,7 @@ UNSUPPORTED: Final[Mapping[str, str]] = {
 UNSUPPORTED_ARCHITECTURES: Final[Mapping[str, str]] = {
     "KimiK3ForConditionalGeneration": _STREAMS,
     "NanbeigeForCausalLM": (
-        "its layers are code of the checkpoint, which no release of Transformers has, so there is no source to prove"
+        "its layers are code of the checkpoint, and Transformers has no such class, so its source cannot be proven"
     ),
 }
 """Architectures that are refused although classes of layers that they name have a recipe, or name none."""

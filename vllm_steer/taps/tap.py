@@ -111,4 +111,5 @@ class Tap(nn.Module):
 
     def is_active(self) -> bool:
         """Return whether the current step runs this site. Only for models that vLLM does not compile."""
-        return _launches(get_forward_context().no_compile_layers[CONTEXT_KEY], self.head, None)
+        tables: Tables = get_forward_context().no_compile_layers[CONTEXT_KEY]
+        return tables.hooks is not None or _launches(tables, self.head, None)
