@@ -55,9 +55,9 @@ def _derived(layer: str, base: str) -> Recipe:
 
 def _deci_lm(layer: Any) -> Mapping[str, Any]:
     """Return where the stream after attention is in a block that may lack its attention or its MLP."""
-    if layer._is_no_op_ffn:
+    if getattr(layer, "mlp", None) is None:
         return {"post_attn": BLOCK_OUTPUT}
-    return {"post_attn": BLOCK_INPUT} if layer._is_no_op_attention else {}
+    return {"post_attn": BLOCK_INPUT} if getattr(layer, "self_attn", None) is None else {}
 
 
 def _falcon(layer: Any) -> Mapping[str, Any]:
@@ -247,7 +247,7 @@ VLLM_RECIPES: Final[tuple[Recipe, ...]] = (
     _single("zamba2.Zamba2HybridLayer", BLOCK_OUTPUT),
     _single("zamba2.Zamba2MambaDecoderLayer", BLOCK_OUTPUT),
     # Attention and MLP in parallel.
-    _single("cohere_compass.CohereCompassDecoderLayer", None, **_SELF_ATTN),
+    _single("cohere_compass.CohereCompassDecoderLayer", None, **_SELF_ATTN, proven=False),
     _single("cohere2_moe.Cohere2MoeDecoderLayer", None),
     _single("commandr.CohereDecoderLayer", None, **_SELF_ATTN, partial_sums=True),
     _single("falcon.FalconDecoderLayer", None, **_SELF_ATTENTION, partial_sums=True, attn_added=_falcon_attention,
