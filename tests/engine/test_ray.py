@@ -46,15 +46,19 @@ def truth(tiny_llama: Path) -> list[Any]:
 
 @pytest.fixture(scope="module", params=list(KINDS), ids=list(KINDS))
 def llm(request: pytest.FixtureRequest, nodes: list[str], truth: list[Any], tiny_llama: Path) -> Iterator[Any]:
+    from ray.util import remove_placement_group
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_HOST_IP", "127.0.0.1")
         patch.setenv(REGISTRY_VARIABLE, SECRET)
         engine = make_llm(tiny_llama, distributed_executor_backend="ray", **SMALL, **KINDS[request.param])
         patch.delenv(REGISTRY_VARIABLE)
+        group = executor_of(engine).parallel_config.placement_group
         try:
             yield engine
         finally:
             close(engine)
+            remove_placement_group(group)  # vLLM leaves it to the end of the process
 
 
 def watched() -> tuple[list[Any], list[Any]]:
