@@ -24,6 +24,7 @@ from vllm_steer.engine.ray_executor import SteeringRayExecutor
 
 pytestmark = [
     pytest.mark.skipif(find_spec("ray") is None, reason="needs ray; `make setup` installs it"),
+    pytest.mark.slow,
     pytest.mark.timeout(900),
 ]
 SECRET = "postgresql://user:s3cr3t@host/db"
