@@ -110,10 +110,10 @@ def test_readouts(llm: Any, truth: list[Any]) -> None:
         return
     (found,) = run(llm, *watched())
     assert tokens_of(found) == tokens_of(truth[-1])
-    for name, expected in truth[-1].readouts.items():
-        assert found.readouts[name].positions.tolist() == expected.positions.tolist()
+    for name, expected in truth[-1].outputs[0].readouts.items():
+        assert found.outputs[0].readouts[name].positions.tolist() == expected.positions.tolist()
         assert np.abs(expected.values).max() > 0.01
-        np.testing.assert_allclose(found.readouts[name].values, expected.values, atol=1e-3)
+        np.testing.assert_allclose(found.outputs[0].readouts[name].values, expected.values, atol=1e-3)
 
 
 def variable_of(worker: Any) -> str | None:
