@@ -19,8 +19,10 @@ from vllm_steer.cli import doctor
 from vllm_steer.cli.main import app
 from vllm_steer.config import SWITCHES
 from vllm_steer.patching.request import check_fields
+from vllm_steer.server.http.row_sources import take_store_option
 from vllm_steer.server.routes.capabilities import ROUTE
 from vllm_steer.spec import parse_capture
+from vllm_steer.spec.capture_source import StoredRowsForm
 
 
 @pytest.mark.slow
@@ -46,6 +48,15 @@ def test_capture_guide_runs() -> None:
         f"[rows.status, result.status, [request.tag for request in captures], captures.missing(), {streamed}]",
     )
     assert shown == ["ok", "ok", [None, "The list of", "Return the value of"], [], [True, True]]
+
+
+@pytest.mark.slow
+def test_hooks_guide_runs() -> None:
+    """Catches an example that no longer runs, and a hook that is not called or changes nothing."""
+    differ = "plain[0].outputs[0].text != sparse[0].outputs[0].text"
+    calls = "[seen[0][1:] == (1, list(range(len(plain[0].prompt_token_ids)))), len(seen)]"
+    shown = run_python(offline_blocks("docs/guides/hooks.md"), f"[{differ}, {calls}]")
+    assert shown == [True, [True, 2 * 2 * 8]]
 
 
 @pytest.mark.slow
@@ -77,7 +88,9 @@ def test_patching_guide_finds_the_circuit() -> None:
 
 def test_patching_guide_studies_are_accepted() -> None:
     """Catches a study over HTTP or in a file with a field that is refused."""
-    (body,) = (json.loads(block.code) for block in blocks_of(PATCHING, "json"))
+    body, capturing, naming = (json.loads(block.code) for block in blocks_of(PATCHING, "json"))
+    assert take_store_option(capturing, "memory")[1]
+    assert set(naming["steering"][0]["vector"]) == set(StoredRowsForm.__struct_fields__)
     (file,) = (msgspec.yaml.decode(block.code) for block in blocks_of(PATCHING, "yaml"))
     for study in (body, file):
         check_fields(study)
