@@ -49,9 +49,11 @@ def _every_pass(now: Any, number: int, tap: Any) -> Any:
     return tap
 
 
-def _next_pass(now: Any, number: int, tap: Any) -> Any:
+def _other_pass(now: Any, number: int, tap: Any) -> Any:
+    """Gate the tap by the other of two passes."""
+
     def gated(*summands: Any) -> None:
-        if now._number == number + 1:
+        if now._number == 1 - number:
             tap(*summands)
 
     return gated
@@ -90,12 +92,12 @@ ALL = (
     Wrong("moondream3", "late", ((install, "_single_layer", late_layer("single", "ln")),), ("pre_attn",)),
     Wrong("iquestloopcoder", "late", ((install, "_single_mid", late_mid("single")),), ("post_attn",)),
     Wrong("iquestloopcoder", "every", ((install.Pass, "only_in", _every_pass),), ("pre_attn", "post_attn")),
-    Wrong("hrmtext", "next", ((install.Pass, "only_in", _next_pass),), ("pre_attn", "post_attn")),
+    Wrong("iquestloopcoder", "other", ((install.Pass, "only_in", _other_pass),), ("x_in", "post_attn")),
     Wrong("deepseek_v32", "late", ((TappedNorm, "__call__", _late_norm),), ("post_attn",)),
     Wrong("deepseek_v32", "half", ((TappedNorm, "__call__", _half_norm),), ("x_in", "x_mid")),
     Wrong("minimax_m3", "late", ((TappedNorm, "__call__", _late_norm),), ("post_attn",)),
 )
-IN_EVERY_RUN = ("deepseek_v32-late", "iquestloopcoder-every")
+IN_EVERY_RUN = ("deepseek_v32-late",)
 CHOSEN = [wrong for wrong in ALL if EVERYTHING or str(wrong) in IN_EVERY_RUN or selected(str(wrong))]
 
 
@@ -110,10 +112,6 @@ def test_rejects(
     for owner, name, value in wrong.replaced:
         monkeypatch.setattr(owner, name, value)
     tiny = ROWS[wrong.row]
-    try:
-        problems = prove_by_identities(tiny, zoo_folder, reference_process).problems(tiny)
-    except RuntimeError as failed:
-        # A site that no run reaches returns no row.
-        problems = [f"{point}: {failed}" for point in wrong.spoiled]
+    problems = prove_by_identities(tiny, zoo_folder, reference_process).problems(tiny)
     for point in wrong.spoiled:
         assert [problem for problem in problems if point in problem], point
