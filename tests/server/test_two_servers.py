@@ -70,6 +70,7 @@ def servers(
         server.kill()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_two_servers_share_a_registry(servers: list[Server]) -> None:
     """Catches a change that one server does not apply, changes lost between the servers, and a password that is shown.
