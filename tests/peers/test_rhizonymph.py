@@ -132,7 +132,7 @@ def test_requests_choose_their_layout(tmp_path: Path) -> None:
         for name, chosen in (("a", options), ("b", {}))
     ]
     consumer.close()
-    assert [Path(path).suffix for path in paths] == [".arrow", ".safetensors"]
+    assert [Path(path).suffix for path in paths] == [".arrows", ".safetensors"]
     assert [each.tag for each in open_captures(tmp_path)] == ["mine", None]
     with pytest.raises(SteeringError, match="layout"):
         consumer.check(CaptureSpec(hooks={"post_block": [1]}, options={"layout": "scattered"}), "capture.filesystem")

@@ -77,7 +77,10 @@ def test_filters_and_edits(model: HookedTransformer, hf: Any) -> None:
     with pytest.raises(SteeringError, match="different numbers of tokens"):
         model.run_with_cache(["a", "bb"])
     with pytest.raises(SteeringError, match="run_with_edits"):
-        model.run_with_hooks("a", fwd_hooks=[])
+        model.add_hook("blocks.1.hook_resid_post", print)
+
+
+HALVED = "blocks.1.hook_resid_post"
 
 
 def in_hf(hf: Any, tokens: torch.Tensor, layer: int, change: Any) -> torch.Tensor:
@@ -92,6 +95,36 @@ def in_hf(hf: Any, tokens: torch.Tensor, layer: int, change: Any) -> torch.Tenso
         logits = hf(tokens).logits.log_softmax(-1)
     handle.remove()
     return logits
+
+
+@pytest.mark.slow
+def test_functions_run_at_hooks(model: HookedTransformer, hf: Any) -> None:
+    """Catches functions at another hook, rows of several prompts, and errors that are not raised."""
+    tokens = torch.tensor([[5, 9, 17, 33], [8, 3, 21, 60]])
+    seen = []
+
+    def mix(rows: torch.Tensor, hook: Any) -> torch.Tensor:
+        seen.append((hook.name, hook.layer(), tuple(rows.shape)))
+        rows = rows.clone()
+        rows[:, 2] = rows[:, 0] - rows[:, 1]
+        return rows
+
+    def halve(rows: torch.Tensor, hook: Any) -> None:
+        rows[:, 1] *= 0.5
+
+    def change(rows: torch.Tensor) -> torch.Tensor:
+        rows = mix(rows, SimpleNamespace(name="", layer=lambda: 0))
+        halve(rows, None)
+        return rows
+
+    found = model.run_with_hooks(tokens, fwd_hooks=[("resid_post.1", mix), (lambda name: name == HALVED, halve)])
+    assert seen == [(HALVED, 1, (1, 4, 64))] * 2
+    torch.testing.assert_close(found[:, 0], in_hf(hf, tokens, 1, change)[:, -1], atol=5e-3, rtol=1e-3)
+    torch.testing.assert_close(
+        model(tokens)[:, 0], in_hf(hf, tokens, 1, lambda rows: rows)[:, -1], atol=5e-3, rtol=1e-3
+    )
+    with pytest.raises(RuntimeError, match=r"prompts.0.: steering: the user hook .* IndexError"):
+        model.run_with_hooks(tokens, fwd_hooks=[(HALVED, lambda rows, hook: rows[:, 9])])
 
 
 @pytest.mark.slow
