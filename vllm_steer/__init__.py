@@ -23,9 +23,8 @@ if TYPE_CHECKING:
     from vllm_steer.client.responses import Completion
     from vllm_steer.compat.names import install
     from vllm_steer.compat.request_state import CapacityError
-    from vllm_steer.compat.version import IncompatibleError
     from vllm_steer.config import SteeringConfig, engine_kwargs
-    from vllm_steer.errors import SteeringError
+    from vllm_steer.errors import IncompatibleError, SteeringError
     from vllm_steer.frontend.controllers import ControlledRequest, Controller
     from vllm_steer.frontend.user_hooks import HookHandle
     from vllm_steer.llm import LLM
@@ -97,7 +96,7 @@ _MODULES = {
     "CapacityError": "vllm_steer.compat.request_state",
     "install": "vllm_steer.compat.names",
     "Completion": "vllm_steer.client.responses",
-    "IncompatibleError": "vllm_steer.compat.version",
+    "IncompatibleError": "vllm_steer.errors",
     "Projection": "vllm_steer.spec.projection",
     "Selector": "vllm_steer.spec.selector",
     "SteeringRegistry": "vllm_steer.registry.registry",

@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vllm.entrypoints.llm import LLM as VllmLLM
-from vllm.v1.metrics.reader import Metric
-
 from vllm_steer.capture.consumers import read_consumers
+from vllm_steer.compat.internals import LLM as VllmLLM
+from vllm_steer.compat.internals import Metric
 from vllm_steer.config import SteeringConfig, engine_kwargs
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import NOT_ENABLED, RegistryOptions, engine_context, set_consumers, set_registry
@@ -34,8 +33,8 @@ class LLM(VllmLLM):  # type: ignore[misc]
             of its fields.
         capture_consumers: Options of capture consumers beside ``memory``, by name, for example
             ``{"filesystem": {"root": "acts"}}``.
-        steering_registry: Folder that stores modules and global steering, and that several engines can share. By
-            default they are kept in memory.
+        steering_registry: Folder or database URL that stores modules and global steering, and that several engines
+                can share. By default they are kept in memory.
         steering_modules: Paths of safetensors files to register as modules, by name.
         **kwargs: Further arguments of vLLM's ``LLM``.
 

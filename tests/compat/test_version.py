@@ -37,6 +37,7 @@ def config(**changes: Any) -> Any:
         model_config=N(runner_type="generate", is_diffusion=False),
         speculative_config=N(enable_adaptive_verification=False),
         kv_transfer_config=None,
+        kernel_config=N(),
     )
     for name, value in changes.items():
         part, field = name.split("__")
@@ -58,6 +59,7 @@ def config(**changes: Any) -> Any:
         ({"parallel__distributed_executor_backend": "external_launcher"}, "external_launcher"),
         ({"parallel__enable_elastic_ep": True}, "enable-elastic-ep"),
         ({"model__is_diffusion": True}, "diffusion"),
+        ({"kernel__monokernel": True}, "monokernel"),
         ({"speculative__enable_adaptive_verification": True}, "adaptive_verification"),
     ],
 )
@@ -99,7 +101,7 @@ def test_rejects_an_untested_version(version: str, monkeypatch: pytest.MonkeyPat
     with pytest.raises(IncompatibleError, match=f"{TESTED_RANGE}.*1 of the 9.*sched/scheduler.py.*{OVERRIDE}"):
         check_version(version)
     monkeypatch.setenv(OVERRIDE, "1")
-    assert check_version(version) is None
+    assert check_version(version) is changed
 
 
 def test_starts_an_untested_version_in_which_nothing_changed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,8 +27,8 @@ def engine_config(original: Callable[..., Any], engine_args: Any, *args: Any, **
         IncompatibleError: Steering is enabled, and the version or the settings of vLLM do not support it.
     """
     import vllm
-    from vllm.engine.arg_utils import AsyncEngineArgs
 
+    from vllm_steer.compat.internals import AsyncEngineArgs
     from vllm_steer.config import choose_executor, from_vllm_config
 
     enabled = from_vllm_config(engine_args) is not None
@@ -53,5 +53,5 @@ def wrap_front_end() -> None:
     """Wrap the methods of vLLM's front end and extend its outputs. Engine and worker processes never call this."""
     from vllm_steer.compat.front_end import extend_outputs
 
-    extend_outputs()
     install(front_end_joins())
+    extend_outputs()

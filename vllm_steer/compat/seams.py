@@ -41,12 +41,19 @@ class Seam:
         kind: How it is used.
         why: What for.
         ours: The function of ours that joins it, for wraps and overrides.
+        moved_to: Place of the same name in later versions, or an empty string.
     """
 
     path: str
     kind: Kind
     why: str
     ours: str = ""
+    moved_to: str = ""
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """All places of the name, the latest first."""
+        return (self.moved_to, self.path) if self.moved_to else (self.path,)
 
 
 def _attributes(owner: str, why: str, names: str) -> Iterator[Seam]:
@@ -173,6 +180,7 @@ _ENGINE: Final = (
         "vllm.v1.core.sched.interface:PauseState",
         "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager",
         "vllm.v1.executor.multiproc_executor:MultiprocExecutor",
+        "vllm.v1.executor.ray_executor_v2:RayExecutorV2",
         "vllm.v1.kv_cache_interface:FullAttentionSpec",
         "vllm.v1.outputs:AsyncModelRunnerOutput",
         "vllm.v1.request:RequestStatus",
@@ -233,8 +241,8 @@ _FRONT_END: Final = (
     *_attributes(
         "vllm.config.vllm:VllmConfig",
         "settings that conflict with steering or size the tables",
-        "additional_config cache_config compilation_config ec_transfer_config kv_transfer_config model_config "
-        "num_lookahead_tokens num_speculative_tokens parallel_config scheduler_config speculative_config",
+        "additional_config cache_config compilation_config ec_transfer_config kernel_config kv_transfer_config "
+        "model_config num_lookahead_tokens num_speculative_tokens parallel_config scheduler_config speculative_config",
     ),
     *_attributes(
         "vllm.config.model:ModelConfig",
@@ -270,15 +278,20 @@ _FRONT_END: Final = (
     *_imports(
         "the command vllm-steer serve",
         "vllm.entrypoints.cli.serve:ServeSubcommand",
-        "vllm.entrypoints.serve.utils.api_utils:cli_env_setup",
         "vllm.logger:configure_logging_from_args",
         "vllm.utils.argparse_utils:FlexibleArgumentParser",
+    ),
+    Seam(
+        "vllm.entrypoints.serve.utils.api_utils:cli_env_setup",
+        Kind.IMPORT,
+        "the command vllm-steer serve",
+        moved_to="vllm.entrypoints.common.startup:cli_env_setup",  # 0.33
     ),
 )
 
 _MODELS: Final = (
     *_imports("log in vLLM's format", "vllm.logger:init_logger"),
-    *_imports("version and environment variables", "vllm:", "vllm.envs:", "vllm:envs", "vllm:__version__"),
+    *_imports("version and environment variables", "vllm:", "vllm:envs", "vllm:__version__"),
     *_imports(
         "finding the decoder layers of a model",
         "vllm.model_executor.models.interfaces:supports_multimodal",

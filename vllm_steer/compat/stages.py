@@ -178,6 +178,8 @@ REQUEST_STAGES: tuple[Stage, ...] = (
         "captured rows of one step on the device",
         "outputs under a reserved request id that carry the rows, ahead of the step's outputs",
         (
+            Join(f"{_RUNNER_V1}._sample", OVERRIDE, f"{_STEERING_V1}._sample"),
+            Join(f"{_RUNNER_V2}.sample", OVERRIDE, f"{_STEERING_V2}.sample"),
             Join(f"{_RUNNER_V1}.sample_tokens", OVERRIDE, f"{_STEERING_V1}.sample_tokens"),
             Join(f"{_RUNNER_V2}.sample_tokens", OVERRIDE, f"{_STEERING_V2}.sample_tokens"),
             Join(

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_steer.compat.version import Conflict, IncompatibleError
+from vllm_steer.compat.version import Conflict
 from vllm_steer.config import from_vllm_config
+from vllm_steer.errors import IncompatibleError
 
 OFFLINE_ONLY = "steering_config.user_hooks: functions run in engines of LLM only, never in a server or AsyncLLM"
 
@@ -32,8 +33,7 @@ CONFLICTS: tuple[Conflict, ...] = (
 
 
 def _has_cuda_graphs(vllm_config: Any) -> bool:
-    from vllm.config.compilation import CUDAGraphMode
-    from vllm.platforms import current_platform
+    from vllm_steer.compat.internals import CUDAGraphMode, current_platform
 
     return not current_platform.is_cpu() and vllm_config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE
 

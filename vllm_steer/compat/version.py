@@ -9,6 +9,10 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from vllm_steer.compat.internals import LIST_ALL
+from vllm_steer.compat.wraps import file_of
+from vllm_steer.errors import IncompatibleError
+
 if TYPE_CHECKING:
     from vllm_steer.compat.sources import SourceTree
 
@@ -17,18 +21,6 @@ TESTED_RANGE = "0.31.x and 0.32.x"
 OVERRIDE = "VLLM_STEER_ALLOW_UNTESTED_VLLM"
 _NAMED = 3
 """Number of changed parts that a message names."""
-
-
-class IncompatibleError(ValueError):
-    """The version or the settings of vLLM do not support steering.
-
-    Example:
-        >>> from vllm_steer import LLM, IncompatibleError  # doctest: +SKIP
-        >>> try:  # doctest: +SKIP
-        ...     llm = LLM("demo/model", enable_steering=True)
-        ... except IncompatibleError as error:
-        ...     print(error)
-    """
 
 
 @dataclass(frozen=True)
@@ -73,7 +65,7 @@ def check_version(version: str | None = None) -> VersionCheck | None:
     """Check that vLLM is in the tested range, or that everything of it that this package uses is unchanged.
 
     Returns:
-        None if the version is tested or the user overrides the check, otherwise what was compared.
+        None if the version is tested, otherwise what was compared, which may differ if the user overrides the check.
 
     Raises:
         IncompatibleError: The version is not tested and differs; the message names the changed functions and files.
@@ -82,14 +74,14 @@ def check_version(version: str | None = None) -> VersionCheck | None:
         import vllm
 
         version = vllm.__version__
-    if is_tested(version) or os.environ.get(OVERRIDE) == "1":
+    if is_tested(version):
         return None
     check = compare_installed(version)
-    if check.unchanged:
+    if check.unchanged or os.environ.get(OVERRIDE) == "1":
         return check
     raise IncompatibleError(
         f"vllm-steer supports vLLM {TESTED_RANGE}; {check}. Install a supported version, or set {OVERRIDE}=1 to run "
-        "untested."
+        f"untested. All differences: {LIST_ALL}"
     )
 
 
@@ -112,8 +104,8 @@ def compare_with_tested(tree: SourceTree, version: str) -> VersionCheck:
     changed = {tested: changes(record, seams) for tested, record in recorded().items() if is_tested(tested)}
     closest = min(changed, key=lambda tested: len(changed[tested]))
     places = tuple(
-        f"{name or 'the module'} in {module.replace('.', '/')}.py"
-        for module, _, name in (change.seam.path.partition(":") for change in changed[closest])
+        f"{change.seam.path.partition(':')[2] or 'the module'} in {file_of(change.seam.path)}"
+        for change in changed[closest]
     )
     return VersionCheck(version, closest, len(seams), places)
 
@@ -188,6 +180,12 @@ CONFLICTS: tuple[Conflict, ...] = (
         "wrong positions",
     ),
     Conflict(
+        "--monokernel",
+        # A setting of 0.33.
+        lambda c: bool(getattr(c.kernel_config, "monokernel", False)),
+        "one kernel decodes whole layers, so the taps in them would not run",
+    ),
+    Conflict(
         "a diffusion language model",
         lambda c: bool(c.model_config.is_diffusion),
         "its tokens are not generated in order",
@@ -204,7 +202,7 @@ CONFLICTS: tuple[Conflict, ...] = (
 
 
 def _rust_frontend() -> bool:
-    import vllm.envs as envs
+    from vllm_steer.compat.internals import envs
 
     return bool(getattr(envs, "VLLM_USE_RUST_FRONTEND", False))
 

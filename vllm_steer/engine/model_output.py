@@ -11,9 +11,8 @@ import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from vllm.v1.outputs import AsyncModelRunnerOutput
-
 from vllm_steer.capture.step_rows import StepRows
+from vllm_steer.compat.internals import AsyncModelRunnerOutput
 from vllm_steer.engine.device_to_host import PendingRows
 from vllm_steer.metrics.worker_stats import WorkerStats
 

@@ -8,9 +8,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from vllm import envs
-from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
+from vllm_steer.compat.internals import (
+    envs,
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+)
 from vllm_steer.config import SteeringConfig, from_vllm_config
 from vllm_steer.engine.cudagraph_sets import CUDAGraphSetManager
 from vllm_steer.engine.program_store import ProgramStore

@@ -127,6 +127,8 @@ class ProgramStore:
         # Largest record, in columns, most conditions, and whether any request has state, over running requests.
         self.record_width = self.num_conditions = 0
         self.has_state = False
+        # Whether readouts of generated tokens decide about later ones.
+        self.feeds_back = False
         # Records of resumed requests, on the host and on the device, until they have been computed again.
         self.replays: dict[str, tuple[Replay, torch.Tensor]] = {}
         num_slots = tables.segment_start.shape[0]
@@ -310,6 +312,7 @@ class ProgramStore:
         self.record_width = max((each.layout.width for each in running), default=0)
         self.num_conditions = max((len(each.conditions) for each in running), default=0)
         self.has_state = any(each.has_state for each in running)
+        self.feeds_back = any(each.feeds_back for each in running)
 
     def remove(self, request_id: str) -> int | None:
         """Remove a request, reset its request slot to row 0, and return the slot, or None if it had none."""

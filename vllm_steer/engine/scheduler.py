@@ -12,15 +12,17 @@ import copy
 from time import perf_counter
 from typing import Any
 
-from vllm.platforms import current_platform
-from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.interface import PauseState
-from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
-from vllm.v1.request import RequestStatus
-
+from vllm_steer.compat.internals import (
+    AsyncScheduler,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    FullAttentionManager,
+    PauseState,
+    RequestStatus,
+    Scheduler,
+    current_platform,
+    get_hash_fn_by_name,
+)
 from vllm_steer.config import from_vllm_config
 from vllm_steer.engine.admission import REFUSED, AdmissionController
 from vllm_steer.engine.arena import ArenaBudget, TokenLimiter
@@ -59,6 +61,8 @@ class SteeringSchedulerMixin:
         self._steering_hash = get_hash_fn_by_name(self.vllm_config.cache_config.prefix_caching_hash_algo)
         self._with_program: dict[str, Resolved] = {}
         self._malformed: dict[str, str] = {}
+        # Requests with live strengths, in engines with draft tokens.
+        self._without_drafts: set[str] = set()
         self._row_bytes = int(model_config.get_hidden_size() * model_config.dtype.itemsize)
         self._capture_policy = config.capture_policy
         self.steering_allocator = TableAllocator(
@@ -119,6 +123,8 @@ class SteeringSchedulerMixin:
         dynamic = resolved.dynamic
         if dynamic is not None and dynamic.replays:
             self.steering_records.add_request(request.request_id)
+        if dynamic is not None and dynamic.layout.live and self.num_spec_tokens:
+            self._without_drafts.add(request.request_id)
         if self._needs_whole_prompt(resolved, request):
             request.skip_reading_prefix_cache = True
         upstream = request._block_hasher
@@ -175,6 +181,9 @@ class SteeringSchedulerMixin:
         else:
             # Hot path, called for every request: call vLLM's method directly while no request captures.
             self._reserve_prefill_lookahead = super()._reserve_prefill_lookahead  # type: ignore[misc]
+        for request_id in self._without_drafts:
+            # A change of strength holds from the position that is reported, which drafts would make uncertain.
+            self.requests[request_id].spec_token_ids = []
         scheduled = super().schedule(*args, **kwargs)  # type: ignore[misc]
         if self._edited_blocks is not None and self._with_program:
             self._edited_blocks.record(scheduled, self._with_program)
@@ -342,6 +351,7 @@ class SteeringSchedulerMixin:
 
     def _free_request(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         self._with_program.pop(request.request_id, None)
+        self._without_drafts.discard(request.request_id)
         self.steering_records.remove_request(request.request_id)
         self._arena.remove_request(request.request_id)
         self.steering_admission.release(request.request_id)

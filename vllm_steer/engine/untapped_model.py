@@ -18,11 +18,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from vllm import envs
-from vllm.compilation.backends import set_model_tag
-from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
-from vllm.config import CompilationMode, set_current_vllm_config
 
+from vllm_steer.compat.internals import (
+    CompilationMode,
+    TorchCompileWithNoGuardsWrapper,
+    envs,
+    set_current_vllm_config,
+    set_model_tag,
+)
 from vllm_steer.config import SteeringConfig
 from vllm_steer.models.discovery import Decoder
 from vllm_steer.models.install import TAPS

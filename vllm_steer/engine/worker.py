@@ -11,8 +11,8 @@ from functools import cache
 from typing import Any
 
 import torch
-from vllm.platforms import current_platform
 
+from vllm_steer.compat.internals import current_platform
 from vllm_steer.config import has_worker_processes
 from vllm_steer.engine.model_output import attach_failed, attach_stats
 from vllm_steer.engine.runner_v1 import SteeringRunnerV1
@@ -23,11 +23,11 @@ from vllm_steer.errors import SteeringError
 
 def _platform_worker() -> Any:
     if current_platform.is_cpu():
-        from vllm.v1.worker.cpu_worker import CPUWorker
+        from vllm_steer.compat.internals import CPUWorker
 
         return CPUWorker
     if current_platform.is_cuda_alike():
-        from vllm.v1.worker.gpu_worker import Worker
+        from vllm_steer.compat.internals import Worker
 
         return Worker
     raise RuntimeError(f"steering supports CPU and CUDA, not {current_platform.device_name}")
@@ -36,7 +36,7 @@ def _platform_worker() -> Any:
 @cache
 def _steering_runner(base: Any) -> Any:
     """Return a subclass of vLLM's runner class ``base`` that steers."""
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as RunnerV1
+    from vllm_steer.compat.internals import GPUModelRunner as RunnerV1
 
     mixin = SteeringRunnerV1 if issubclass(base, RunnerV1) else SteeringRunnerV2
     return type(f"Steering{base.__name__}", (mixin, base), {})

@@ -12,9 +12,7 @@ from itertools import count
 from types import TracebackType
 from typing import Any, Self
 
-from vllm import envs
-from vllm.v1.engine.core_client import MPClient
-
+from vllm_steer.compat.internals import MPClient, envs
 from vllm_steer.config import SteeringConfig
 from vllm_steer.engine.capabilities import Capabilities
 from vllm_steer.errors import SteeringError

@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
-from vllm.forward_context import get_forward_context
 
+from vllm_steer.compat.internals import get_forward_context
 from vllm_steer.taps.fusion_pass import SCHEMA
 from vllm_steer.taps.reference import apply_tap
 from vllm_steer.taps.tables import Tables

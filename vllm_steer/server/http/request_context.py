@@ -21,6 +21,7 @@ from vllm_steer.frontend.context import EngineContext
 from vllm_steer.frontend.outputs import is_dynamic, on_results, state_request_id
 from vllm_steer.frontend.reach import Unreached, as_no_effect, on_reach
 from vllm_steer.params import APPLIED_KEY, PROGRAM_KEY, PROMPT_KEY
+from vllm_steer.registry.snapshot import Snapshot
 from vllm_steer.server.auth.current_key import NO_OWNER
 from vllm_steer.server.http.readout_feed import ReadoutFeed
 from vllm_steer.server.http.running_requests import RunningRequest, RunningRequests
@@ -39,6 +40,8 @@ class RequestContext:
     """Names of the steering and capture fields in the body."""
     engine: EngineContext | None = None
     """Capabilities and registry of the engine; None if unknown."""
+    snapshot: Snapshot | None = None
+    """State of the registry when the request arrived, if reading it can wait for another machine; otherwise None."""
     reservation: Reservation | None = None
     """Resources reserved for this request; None without quotas, as in a batch run."""
     owner: bytes = NO_OWNER
