@@ -131,8 +131,6 @@ SECTIONS: Mapping[str, Mapping[str, Callable[[MakeTable], str]]] = {
     "docs/design/architecture.md": {"stages": stages},
     "docs/explanation/comparison.md": {"published": published},
     "docs/explanation/limitations.md": {"conflicts": conflicts},
-    "docs/peers/nnterp.md": {"speed": speed},
-    "docs/peers/transformer-lens.md": {"speed": speed},
 }
 
 

@@ -133,7 +133,7 @@ def test_requests_choose_their_layout(tmp_path: Path) -> None:
     ]
     consumer.close()
     assert [Path(path).suffix for path in paths] == [".arrows", ".safetensors"]
-    assert [each.tag for each in open_captures(tmp_path)] == ["mine", None]
+    assert {each.request_id: each.tag for each in open_captures(tmp_path)} == {"a": "mine", "b": None}
     with pytest.raises(SteeringError, match="layout"):
         consumer.check(CaptureSpec(hooks={"post_block": [1]}, options={"layout": "scattered"}), "capture.filesystem")
 
