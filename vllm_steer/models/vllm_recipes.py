@@ -145,6 +145,10 @@ VLLM_RECIPES: Final[tuple[Recipe, ...]] = (
     _pair("sarvam.SarvamMLABlock"),
     _pair("step1.StepDecoderLayer"),
     _pair("step3_text.Step3TextDecoderLayer"),
+    # Only 0.31 has these; later versions run the layers of Transformers.
+    _pair("arcee.ArceeDecoderLayer"),
+    _pair("mellum.MellumDecoderLayer"),
+    _pair("seed_oss.SeedOssDecoderLayer"),
     # Other token mixers instead of, or beside, attention: pairs.
     _pair("bailing_moe_linear.BailingMoeV25DecoderLayer", refused_points={"mlp_out": _BFLOAT16_ONLY}),
     _pair("jamba.JambaAttentionDecoderLayer", "pre_ff_layernorm"),

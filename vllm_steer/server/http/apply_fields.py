@@ -23,6 +23,7 @@ from vllm_steer.params import (
     PROGRAM_KEY,
     PROMPT_KEY,
     RESERVED_KEYS,
+    compile_fields,
     program_of,
     read_specs,
 )
@@ -36,6 +37,7 @@ from vllm_steer.server.auth.rights import Right
 from vllm_steer.server.http.compiled_fields import compile_json_fields
 from vllm_steer.server.http.confusables import resembles
 from vllm_steer.server.http.request_context import RequestContext, ResultsLocation, current_request
+from vllm_steer.server.http.row_sources import take_store_option, with_rows
 from vllm_steer.server.quota.tracker import Reservation
 from vllm_steer.spec.readout import READOUTS_FIELD
 from vllm_steer.spec.unknown_fields import problem_of
@@ -203,8 +205,11 @@ def _apply(fields: Mapping[str, Any], params: Any, context: RequestContext, answ
     compiled = context.compiled
     if compiled is None:
         require_field_rights(fields)
+        fields, context.store_rows = take_store_option(fields, MEMORY)
         try:
-            own = compile_json_fields(fields)
+            resolved = with_rows(fields, context)
+            # The cache identifies fields by their JSON, which does not contain rows that are named.
+            own = compile_json_fields(fields) if resolved is fields else compile_fields(resolved)
         except SteeringError as error:
             raise error if context.engine is None else context.engine.capabilities.with_layers(error) from None
         # All prompts of a body are composed together, so that they get the same global steering.

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Iterable
+from functools import partial
 from http import HTTPStatus
 from typing import NoReturn
 
@@ -54,6 +55,7 @@ class RequestGuard:
             reservation=reservation, owner=current_owner(), store_bytes=reservation.store_bytes
         )
         self._app = scope["app"]
+        self.context.capture_store = partial(capture_store_of, self._app)
         self.context.directory = running_requests_of(self._app)
         self.context.batched = app_path(scope).endswith("/batch")
         self._scope, self._receive = scope, receive
