@@ -114,9 +114,9 @@ def speed(table: MakeTable) -> str:
     ]
     return (
         f"Seconds on {about['threads']} CPU thread with `{about['model']}` in float32, the minimum of {RUNS} runs, and the "
-        "largest difference\nfrom HF Transformers (`python -m benchmarks.peers`, `benchmarks/results/peers.json`). "
-        f"*Activations*: the output of each layer at all\ntokens of {about['prompts']} prompts of {about['length']} tokens. "
-        f"*Grid*: {about['grid_length']} positions of each layer patched with rows of another prompt,\nand "
+        "largest\ndifference from HF Transformers (`python -m benchmarks.peers`, `benchmarks/results/peers.json`). "
+        f"*Activations*: the output of\neach layer at all tokens of {about['prompts']} prompts of {about['length']} "
+        f"tokens. *Grid*: {about['grid_length']} positions of each layer patched with rows of\nanother prompt, and "
         "the log-probabilities of the next token.\n\n"
         + table(("", "activations", "grid", "difference of activations", "difference of log-probabilities"), rows)
     )

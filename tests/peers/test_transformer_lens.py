@@ -147,7 +147,7 @@ def test_the_driver_of_transformer_lens_4(engine: Any, hf: Any) -> None:
         assert result.captured["blocks.0.hook_attn_out"].shape == (2, 4, 64)
         state = torch.stack([hidden_states(hf, row.tolist())[2] for row in tokens])
         torch.testing.assert_close(result.captured[name], change(state), atol=1e-3, rtol=1e-3)
-        last = driver.forward(tokens, intervene={name: spec}, max_new_tokens=2)
+        last = driver.forward(tokens, intervene={name: spec}, max_new_tokens=2, output_attentions=True)
         torch.testing.assert_close(last.logits[:, -1], right[:, -1], atol=5e-3, rtol=1e-3)
         assert torch.isinf(last.logits[:, :-1]).all()
         assert last.new_tokens.shape == (2, 2)

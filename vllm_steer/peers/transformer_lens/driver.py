@@ -96,7 +96,7 @@ class SteeringDriver:
             intervene: Operations by name of the hook: ``{"op": "add", "value": vector, "pos": [3]}``.
             max_new_tokens: Number of tokens to generate.
             return_logits: Whether log-probabilities are returned.
-            **kwargs: ``attention_mask`` of ones; no other argument is served.
+            **kwargs: ``attention_mask`` of ones, and ``output_attentions``, which has no effect; others are refused.
 
         Raises:
             SteeringError: An argument is invalid or not served.
@@ -104,6 +104,8 @@ class SteeringDriver:
         """
         tokens = _read_tokens(input_ids)
         _check_mask(kwargs.pop("attention_mask", None))
+        # run_with_cache sets it in any case. Attention patterns are not among the hooks of this driver.
+        kwargs.pop("output_attentions", None)
         if kwargs:
             raise SteeringError(next(iter(kwargs)), "is not supported by this driver; omit it")
         names = [self._known(name, "capture") for name in capture]
@@ -216,4 +218,4 @@ def _read_tokens(input_ids: Any) -> list[list[int]]:
 
 def _check_mask(mask: Any) -> None:
     if mask is not None and not bool(torch.as_tensor(mask).bool().all()):
-        raise SteeringError("attention_mask", "masks tokens; there is no padding here, so run prompts of one length")
+        raise SteeringError("attention_mask", "masks tokens; prompts are not padded, so run prompts of one length")
