@@ -3,7 +3,6 @@
 
     python -m benchmarks.peers --case "vllm-steer" --out benchmarks/results/peers.json
     python -m benchmarks.peers --case "TransformerLens" --out benchmarks/results/peers.json
-    python -m benchmarks.peers --case "nnterp" --out benchmarks/results/peers.json
     python -m benchmarks.peers --case "HF Transformers" --out benchmarks/results/peers.json
 
 Each case runs in a process of its own, and those of peers in an environment that has the peer. Tasks: the stream after
@@ -158,37 +157,9 @@ def lens_tasks(path: str) -> dict[str, Task]:
     return {"activations": activations, "grid": grid}
 
 
-def nnterp_tasks(path: str) -> dict[str, Task]:
-    """Return the tasks with nnterp's ``StandardizedTransformer``."""
-    from nnterp import StandardizedTransformer
-
-    model = StandardizedTransformer(path, dtype=torch.float32, device_map="cpu")
-
-    def streams(tokens: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad(), model.trace(tokens):
-            saved = [model.layers_output[layer].save() for layer in range(model.num_layers)]
-        return torch.stack([getattr(each, "value", each) for each in saved])
-
-    def activations() -> torch.Tensor:
-        return torch.cat([streams(batch) for batch in TOKENS.split(BATCH)], dim=1)
-
-    def grid() -> torch.Tensor:
-        clean, rows = streams(CLEAN[None]), []
-        index = torch.arange(GRID_LENGTH)
-        for layer in range(model.num_layers):
-            with torch.no_grad(), model.trace(CORRUPT.expand(GRID_LENGTH, -1)):
-                model.layers_output[layer][index, index] = clean[layer, 0]
-                logits = model.logits[:, -1].save()
-            rows.append(getattr(logits, "value", logits).log_softmax(-1))
-        return torch.stack(rows)
-
-    return {"activations": activations, "grid": grid}
-
-
 CASES: dict[str, tuple[Callable[[str], dict[str, Task]], tuple[str, ...]]] = {
     "vllm-steer": (steer_tasks, ("vllm",)),
     "TransformerLens": (lens_tasks, ("transformer_lens", "transformers")),
-    "nnterp": (nnterp_tasks, ("nnterp", "nnsight", "transformers")),
     "HF Transformers": (hf_tasks, ("transformers",)),
 }
 """By name: the tasks, and the packages whose versions are stored."""
@@ -216,6 +187,7 @@ def main() -> None:
     parser.add_argument("--case", choices=tuple(CASES), required=True)
     parser.add_argument("--model", default="demo/model")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--beside", default="nothing", help="other load on the machine, for the record")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -232,6 +204,7 @@ def main() -> None:
         "machine": platform.machine(), "cores": os.cpu_count(), "threads": args.threads, "torch": torch.__version__,
         "python": platform.python_version(), "model": args.model, "prompts": PROMPTS, "length": LENGTH,
         "grid_length": GRID_LENGTH, "batch": BATCH,
+        "beside": args.beside,
     }  # fmt: skip
     cases = {**stored.get("cases", {}), args.case: result}
     args.out.write_text(json.dumps({"setup": about, "cases": cases}, indent=1) + "\n")

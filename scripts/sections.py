@@ -113,11 +113,11 @@ def speed(table: MakeTable) -> str:
         for name, case in cases.items()
     ]
     return (
-        f"Seconds on {about['threads']} CPU thread with `{about['model']}` in float32, the minimum of {RUNS} runs, and the "
-        "largest\ndifference from HF Transformers (`python -m benchmarks.peers`, `benchmarks/results/peers.json`). "
+        f"Seconds on {about['threads']} CPU thread with `{about['model']}` in float32, the minimum of {RUNS} runs, and "
+        "the largest\ndifference from HF Transformers (`python -m benchmarks.peers`, `benchmarks/results/peers.json`). "
         f"*Activations*: the output of\neach layer at all tokens of {about['prompts']} prompts of {about['length']} "
         f"tokens. *Grid*: {about['grid_length']} positions of each layer patched with rows of\nanother prompt, and "
-        "the log-probabilities of the next token.\n\n"
+        f"the log-probabilities of the next token. Running at the same time: {about['beside']}.\n\n"
         + table(("", "activations", "grid", "difference of activations", "difference of log-probabilities"), rows)
     )
 
@@ -133,6 +133,7 @@ SECTIONS: Mapping[str, Mapping[str, Callable[[MakeTable], str]]] = {
     "docs/explanation/comparison.md": {"published": published},
     "docs/explanation/patching-compared.md": {"speed": patching_sections.speed, "hits": patching_sections.hits},
     "docs/explanation/limitations.md": {"conflicts": conflicts},
+    "docs/peers/transformer-lens.md": {"speed": speed},
 }
 
 
