@@ -26,7 +26,7 @@ def engine(model_path: Path) -> Iterator[Any]:
     """Return an engine whose requests can have steering."""
     llm = make_llm(
         model_path, skip_tokenizer_init=False, max_model_len=128, max_logprobs=-1,
-        steering_config={"points": ["attn_out", "mlp_in", "mlp_out"]},
+        steering_config={"points": ["attn_out", "mlp_in", "mlp_out"], "user_hooks": True},
     )  # fmt: skip
     yield llm
     close(llm)
