@@ -35,7 +35,7 @@ def patch(
     from vllm_steer.errors import SteeringError
 
     if model is not None and url is not None:
-        raise typer.BadParameter("cannot be combined with --url", param_hint="--model")
+        raise typer.BadParameter("cannot be combined with --url (or VLLM_STEER_URL; unset it)", param_hint="--model")
     for path in (plot, html, out):
         if path is not None and not path.absolute().parent.is_dir():
             raise fail(f"folder not found: {path.absolute().parent}")
@@ -137,11 +137,16 @@ def _print(result: PatchingResult) -> None:
         ),
     )
     typer.echo(
-        f"{result.info.metric}: {result.cells[..., 0].size} cells, {len(result.errors)} failed; noise floor "
+        f"{result.info.metric}: {result.cells[..., 0].size} cells, {len(result.errors)} failed"
+        + (f", {len(result.not_run)} not run" if result.not_run else "")
+        + f"; noise floor "
         f"{result.noise_floor():.3g}, control {result.control():.3g}"
         + (f", random subspace {result.random_control():.3g}" if result.info.random_control else "")
     )
     for pair in result.too_close() if result.info.metric == "recovered" else ():
-        typer.echo(f"missing: clean {pair['clean']:.4g} and corrupt {pair['corrupt']:.4g} are within the noise")
+        typer.echo(
+            f"pair {pair['pair']}: recovered is missing, because clean ({pair['clean']:.4g}) and corrupt "
+            f"({pair['corrupt']:.4g}) differ by less than the noise floor ({pair['noise_floor']:.4g})"
+        )
     for each in result.failed()[:3]:
         typer.echo(f"failed: {each['point']} layer {each['layer']} at {each['position']}: {each['error']}")

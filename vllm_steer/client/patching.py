@@ -54,6 +54,7 @@ class HttpRunner:
             MAX_TOP,
             vocab,
             known.get("max_model_len"),
+            f"with one request per cell; use client.patch, and start the server with --max-logprobs {MAX_SCORED}",
         )
 
     def encode(self, text: str, special: bool) -> list[int]:

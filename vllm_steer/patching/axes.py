@@ -127,8 +127,14 @@ def _items(value: object, field: str, what: str) -> list[tuple[int, object]]:
     if isinstance(value, np.ndarray):
         value = value.tolist()
     if not isinstance(value, (list, tuple, range)) or not value:
-        raise SteeringError(field, f'must be "all" or a list of {what} and [start, stop] pairs, not {shown(value)}')
+        raise SteeringError(
+            field, f'must be "all" or a list of {what} and [start, stop] pairs{_text_form(what)}, not {shown(value)}'
+        )
     return list(enumerate(value))
+
+
+def _text_form(what: str) -> str:
+    return ', or {"span": "Eiffel Tower"}' if what.startswith("position") else ""
 
 
 def _span(item: object, stop: int, field: str, what: str) -> Span:
@@ -138,9 +144,14 @@ def _span(item: object, stop: int, field: str, what: str) -> Span:
     elif isinstance(item, (list, tuple)) and len(item) == 2 and all(map(is_integer, item)):
         start, end = (int(each) + (stop if each < 0 else 0) for each in item)
     else:
-        raise SteeringError(field, f"must be a {what} or a [start, stop] pair, not {shown(item)}")
+        raise SteeringError(field, f"must be a {what} or a [start, stop] pair{_text_form(what)}, not {shown(item)}")
     if not 0 <= start < end <= stop:
-        raise SteeringError(field, f"{shown(item)} is not within the {stop} {what}s, or is empty")
+        if is_integer(item):
+            raise SteeringError(field, f"{what} {item} is outside of the {stop} {what}s, 0 to {stop - 1}")
+        raise SteeringError(
+            field,
+            f"{shown(item)}: start must be below stop, and both must be between 0 and {stop}, the number of {what}s",
+        )
     return start, end
 
 

@@ -29,11 +29,20 @@ class _Document(msgspec.Struct, frozen=True):
     errors: list[tuple[tuple[int, int, int, int], str]]
     cached_tokens: int
     prompt_tokens: int
+    control_errors: list[tuple[tuple[int, int, int, int], str]] = []
+    not_run: list[tuple[tuple[int, int, int, int], str]] = []
 
 
 def encode(result: PatchingResult) -> bytes:
     """Return the bytes of the file."""
-    document = _Document(result.info, list(result.errors.items()), result.cached_tokens, result.prompt_tokens)
+    document = _Document(
+        result.info,
+        list(result.errors.items()),
+        result.cached_tokens,
+        result.prompt_tokens,
+        list(result.control_errors.items()),
+        list(result.not_run.items()),
+    )
     arrays = {name: np.ascontiguousarray(getattr(result, name)) for name in _ARRAYS}
     arrays["repeat_cases"] = np.array([case for case, _ in result.repeats], np.int64)
     arrays["repeats"] = np.array([measures for _, measures in result.repeats]).reshape(-1, NUM_MEASURES)
@@ -56,13 +65,21 @@ def load(path: Path) -> PatchingResult:
         with open_file(path, "numpy") as file:
             metadata = file.metadata() or {}
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+        if _KEY not in metadata:
+            raise SteeringError(str(path), "has no patching study in its metadata")
         document = msgspec.json.decode(metadata[_KEY], type=_Document)
-    except (SafetensorError, KeyError, msgspec.MsgspecError) as error:
+    except (SafetensorError, msgspec.MsgspecError) as error:
         raise SteeringError(str(path), f"is not a file of a patching study: {error}") from None
     info = document.info
     shape = (len(info.pairs) * info.draws, len(info.points), len(info.layers), len(info.pairs[0].columns), NUM_MEASURES)
-    if info.version != VERSION or any(name not in arrays for name in _ARRAYS) or arrays["cells"].shape != shape:
-        raise SteeringError(str(path), f"has version {info.version} or arrays of other shapes; expected {VERSION}")
+    if info.version != VERSION:
+        raise SteeringError(str(path), f"has version {info.version} of the format; this release reads {VERSION}")
+    missing = [name for name in (*_ARRAYS, "repeat_cases", "repeats") if name not in arrays]
+    if missing:
+        raise SteeringError(str(path), f"is damaged: it has no array {missing[0]}; run the sweep again")
+    if arrays["cells"].shape != shape:
+        found = list(arrays["cells"].shape)
+        raise SteeringError(str(path), f"is damaged: cells has shape {found}, not {list(shape)}; run the sweep again")
     repeats = list(zip(arrays["repeat_cases"].tolist(), arrays["repeats"], strict=True))
     return PatchingResult(
         info,
@@ -75,6 +92,8 @@ def load(path: Path) -> PatchingResult:
         arrays["random"],
         document.cached_tokens,
         document.prompt_tokens,
+        dict(document.control_errors),
+        dict(document.not_run),
     )
 
 

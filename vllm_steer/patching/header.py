@@ -57,6 +57,8 @@ class SweepInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Digest of the directions, if only a subspace was patched."""
     random_control: bool = False
     """Whether each cell was run a second time in a random subspace."""
+    sources: str = ""
+    """Digest of the prompts of ``reference``, the positions of ``subject`` and the alignment."""
 
     @property
     def has_foil(self) -> bool:

@@ -24,7 +24,7 @@ def page(result: PatchingResult, metric: str) -> str:
     Cells within the noise have grey numbers. Failed cells are grey and show the reason when pointed at.
     """
     info = result.info
-    reasons = {cell[1:]: reason for cell, reason in result.errors.items()}
+    reasons = {cell[1:]: reason for cell, reason in (*result.not_run.items(), *result.errors.items())}
     centre = float(result.baseline(metric).mean())
     grids = {point: result.grid(point, metric) for point in info.points}
     reach = max((float(np.nanmax(np.abs(g - centre))) for g in grids.values() if not np.isnan(g).all()), default=1.0)

@@ -33,13 +33,14 @@ class OfflineRunner:
     def facts(self) -> ModelFacts:
         """Facts about the model and the engine."""
         known = self._context.capabilities
-        vocab = int(self._llm.llm_engine.vllm_config.model_config.get_vocab_size())
+        config = self._llm.llm_engine.vllm_config.model_config
+        vocab = int(config.get_vocab_size())
         return ModelFacts(
             model=self._context.model_name,
             num_layers=known.num_layers,
             hidden_size=known.hidden_size,
             points=points_on(known.config.points),
-            max_reference=min(vocab, MAX_SCORED),
+            max_reference=most_reference(vocab, int(config.max_logprobs)),
             vocab_size=vocab,
             max_model_len=known.max_model_len,
         )
@@ -77,8 +78,6 @@ class OfflineRunner:
 
     def top(self, tokens: Sequence[int], count: int) -> dict[int, float]:
         """Return the log-probabilities of the most probable next tokens."""
-        limit = int(self._llm.llm_engine.vllm_config.model_config.max_logprobs)
-        count = count if limit < 0 else min(count, limit)
         params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, logprobs=count)
         (output,) = self._generate([tokens], [params])
         return {token: each.logprob for token, each in output.outputs[0].logprobs[0].items()}
@@ -98,13 +97,19 @@ class OfflineRunner:
     @cached_property
     def _tokenizer(self) -> Any:
         if self._llm.llm_engine.vllm_config.model_config.skip_tokenizer_init:
-            raise SteeringError("clean", "is a text, but the engine was started without a tokenizer; give token ids")
+            raise SteeringError("study", "is a text, but the engine was started without a tokenizer; give token ids")
         return self._llm.get_tokenizer()
 
     def _generate(self, prompts: Sequence[Sequence[int]], params: list[Any]) -> list[Any]:
         wrapped = [{"prompt_token_ids": list(tokens)} for tokens in prompts]
         outputs: list[Any] = self._llm.generate(wrapped, params, use_tqdm=False)
         return outputs
+
+
+def most_reference(vocab: int, max_logprobs: int) -> int:
+    """Return the number of tokens that the divergence can distinguish; -1 for ``max_logprobs`` is no limit."""
+    most = min(vocab, MAX_SCORED)
+    return most if max_logprobs < 0 else min(most, max_logprobs)
 
 
 def score_params(request: ScoreRequest) -> Any:

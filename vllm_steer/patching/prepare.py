@@ -17,7 +17,7 @@ from vllm_steer.patching.header import Direction, PairInfo, SweepInfo
 from vllm_steer.patching.metrics import Array, CustomMetric, read_metric
 from vllm_steer.patching.prompts import Pair, read_tokens
 from vllm_steer.patching.result import PatchingResult
-from vllm_steer.patching.runner import Runner, SiteRows
+from vllm_steer.patching.runner import MAX_SCORED, Runner, SiteRows
 from vllm_steer.patching.settings import Corruption, read_direction, read_subspaces
 from vllm_steer.patching.sources import (
     PromptSource,
@@ -47,6 +47,8 @@ class Settings:
     layers: tuple[Span, ...]
     positions: Any
     position_window: int
+    skip_unaligned: bool
+    """Whether columns may contain positions that have no aligned position, which are then not patched."""
     direction: Direction
     metric: str
     custom: CustomMetric | None
@@ -76,6 +78,10 @@ def read_settings(
     kl_tokens = arguments["kl_tokens"]
     if kl_tokens is None:
         kl_tokens = facts.max_reference if metric == "kl" else 0
+    most = min(facts.vocab_size, MAX_SCORED)
+    wanted = 1 if metric == "kl" and arguments["kl_tokens"] is None else kl_tokens
+    if is_integer(wanted) and facts.max_reference < wanted <= most:
+        raise SteeringError("kl_tokens", f"at most {facts.max_reference} {facts.reference_limit}")
     if not is_integer(kl_tokens) or not 0 <= kl_tokens <= facts.max_reference:
         raise SteeringError("kl_tokens", f"must be an integer from 0 to {facts.max_reference}, not {shown(kl_tokens)}")
     if metric == "kl" and not kl_tokens:
@@ -92,6 +98,7 @@ def read_settings(
         layers=layers,
         positions=arguments["positions"],
         position_window=read_window(arguments["position_window"], "position_window"),
+        skip_unaligned=bool(arguments.get("skip_unaligned", False)),
         direction=direction,
         metric=metric,
         custom=custom,
@@ -101,6 +108,11 @@ def read_settings(
         random=None if subspaces is None or not control else random_subspaces(subspaces, corruption.seed),
         control=control,
     )
+
+
+def _subject_forms(count: int) -> str:
+    each = f", one text for each of the {count} pairs" if count > 1 else ""
+    return f"give one text{each}, or [start, stop]"
 
 
 class Preparation:
@@ -134,6 +146,9 @@ class Preparation:
         subspace = hashlib.blake2b(digest_size=8)
         for site, directions in sorted((settings.subspaces or {}).items()):
             subspace.update(repr(site).encode() + directions.tobytes())
+        where = [list(alignment.source_of.items()) for _, _, alignment in infos]
+        reference = self._reference() if self._corruption.ablate in ("mean", "resample") else []
+        subjects = [] if self._corruption.noise is None else list(map(self._subject, range(len(self._pairs))))
         info = SweepInfo(
             model=self._runner.facts.model,
             direction=settings.direction,
@@ -148,6 +163,7 @@ class Preparation:
             kl_tokens=settings.kl_tokens,
             subspace="" if settings.subspaces is None else subspace.hexdigest(),
             random_control=settings.random is not None,
+            sources=hashlib.blake2b(repr((where, reference, subjects)).encode(), digest_size=8).hexdigest(),
         )
         sweep = Sweep(
             settings.points,
@@ -180,11 +196,11 @@ class Preparation:
             singles = given
             for i, span in enumerate(given):
                 lost = [position for position in range(*span) if position not in alignment.source_of]
-                if lost:
+                if lost and not settings.skip_unaligned:
                     raise SteeringError(
                         f"positions[{i}]",
-                        f"position {lost[0]} of pair {number} ({shown(pieces[lost[0]])}) has no counterpart: the "
-                        f"prompts have {len(base)} and {len(source)} tokens; give alignment, or leave it out",
+                        f"position {lost[0]} of pair {number} ({shown(pieces[lost[0]])}) has no aligned position in "
+                        "the other prompt. Remove it from positions, or add a pair for it to alignment",
                     )
         spans = windows(singles, settings.position_window, len(base))
         columns = tuple(tuple(p for p in range(*span) if p in alignment.source_of) for span in spans)
@@ -255,7 +271,7 @@ class Preparation:
             clean_rows = self._capture(pair.clean, self._with_embeddings())
         cases = []
         for draw in range(corruption.draws):
-            noise = () if corruption.noise is None else self._noise(number, pair, clean_rows, deviation, draw)
+            noise = () if corruption.noise is None else self._noise(number, clean_rows, deviation, draw)
             edits = noise if denoising else ()
             if sources is not None:
                 source = sources[number][draw]
@@ -273,16 +289,23 @@ class Preparation:
             cases.append((case, None if self._ablated else other))
         return cases
 
-    def _noise(self, number: int, pair: Pair, clean_rows: SiteRows, deviation: float, draw: int) -> tuple[Edit, ...]:
+    def _noise(self, number: int, clean_rows: SiteRows, deviation: float, draw: int) -> tuple[Edit, ...]:
         corruption = self._corruption
-        subject = corruption.subject
-        if isinstance(subject, (list, tuple)) and len(subject) == len(self._pairs) and isinstance(subject[0], str):
+        sigma = (corruption.noise or 0.0) * deviation
+        return (noised(clean_rows[EMBEDDINGS], self._subject(number), sigma, (corruption.seed, number, draw)),)
+
+    def _subject(self, number: int) -> list[int]:
+        """Return the positions of a pair's clean prompt that get noise."""
+        subject, count = self._corruption.subject, len(self._pairs)
+        if isinstance(subject, (list, tuple)) and any(isinstance(each, str) for each in subject):
+            if len(subject) != count or not all(isinstance(each, str) for each in subject):
+                raise SteeringError("subject", f"{_subject_forms(count)}, not {shown(subject)}")
             subject = subject[number]
         span = {"span": subject} if isinstance(subject, str) else subject
-        spans = read_positions([span], self._runner.pieces(pair.clean), "subject")
-        positions = [position for each in spans or () for position in range(*each)]
-        sigma = (corruption.noise or 0.0) * deviation
-        return (noised(clean_rows[EMBEDDINGS], positions, sigma, (corruption.seed, number, draw)),)
+        if not isinstance(span, (dict, list, tuple)) and not is_integer(span):
+            raise SteeringError("subject", f"{_subject_forms(count)}, not {shown(subject)}")
+        spans = read_positions([span], self._runner.pieces(self._pairs[number].clean), "subject")
+        return [position for each in spans or () for position in range(*each)]
 
     def _with_embeddings(self) -> dict[str, list[int]]:
         sites = dict(self._settings.sites)

@@ -39,7 +39,10 @@ def read_tokens(value: object, runner: Runner, field: str, *, special: bool) -> 
         SteeringError: The value has another form, is empty, or has a token that the model lacks.
     """
     if isinstance(value, str):
-        tokens = tuple(runner.encode(value, special))
+        try:
+            tokens = tuple(runner.encode(value, special))
+        except SteeringError as error:  # the engine has no tokenizer
+            raise SteeringError(field, error.problem) from None
         if not tokens:
             raise SteeringError(field, f"{shown(value)} has no tokens")
         return tokens

@@ -56,7 +56,10 @@ class StudyForm(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_d
     reference: Annotated[list[TextForm] | None, msgspec.Meta(description="Prompts of `mean` and `resample`.")] = None
     draws: Annotated[int | None, msgspec.Meta(description="Draws of the noise or of resampled prompts.")] = None
     alignment: Annotated[
-        list[SpanForm] | None, msgspec.Meta(description="Pairs of positions (in the source, in the patched run).")
+        list[SpanForm] | None,
+        msgspec.Meta(
+            description="Pairs of positions (in the prompt of the rows, in the patched prompt), for all `pairs`."
+        ),
     ] = None
     seed: Annotated[int, msgspec.Meta(ge=0, description="Seed of the draws.")] = 0
     points: Annotated[str | list[str], msgspec.Meta(description="Hook points; one grid each.")] = "post_block"

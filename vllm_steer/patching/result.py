@@ -54,6 +54,10 @@ class PatchingResult:
     """Prompt tokens of all requests that came from the prefix cache."""
     prompt_tokens: int = 0
     """Prompt tokens of all requests."""
+    control_errors: dict[Cell, str] = field(default_factory=dict)
+    """Reasons why the controls with a random subspace failed; their cells may have values."""
+    not_run: dict[Cell, str] = field(default_factory=dict)
+    """Reasons why `PatchingStudy.coarse_to_fine` did not run a cell, which has not failed."""
 
     @classmethod
     def empty(cls, info: SweepInfo, clean: Array, corrupt: Array) -> PatchingResult:
@@ -83,7 +87,9 @@ class PatchingResult:
         for cell, measured in batch.random.items():
             self.random[cell] = measured.measures
             if measured.error is not None:
-                self.errors.setdefault(cell, f"control with a random subspace: {measured.error}")
+                self.control_errors[cell] = measured.error
+            else:
+                self.control_errors.pop(cell, None)
             self._count(measured)
         for case, measured in batch.repeats.items():
             if measured.error is None:
@@ -204,7 +210,11 @@ class PatchingResult:
         return summarise(self.effects(metric)[:, self._point(point)], confidence, seed)
 
     def noise_floor(self, metric: str | None = None) -> float:
-        """Return the largest distance between unpatched runs: those in the cells' batches, and the one before them."""
+        """Return the noise of unpatched runs.
+
+        It is the largest distance of an unpatched run in the cells' batches from the unpatched run before the sweep.
+        For ``recovered``, it is divided by the least distance of clean and corrupt.
+        """
         name = self._metric(metric)
         noise = self._noise(self._basis(name))
         return noise / self._least_gap() if name == "recovered" else noise
@@ -230,14 +240,14 @@ class PatchingResult:
         return float("nan") if np.isnan(effects).all() else float(np.nanmax(effects))
 
     def below_floor(self, point: str, metric: str | None = None) -> npt.NDArray[np.bool_]:
-        """Return the cells whose effect does not exceed the noise floor or the control, ``[rows, columns]``."""
+        """Mark cells whose effect is at most the larger of `noise_floor` and `control`, bool ``[rows, columns]``."""
         control = self.control(metric)
         floor = max(self.noise_floor(metric), 0.0 if np.isnan(control) else control)
         marked: npt.NDArray[np.bool_] = np.abs(self.effects(metric)[:, self._point(point)].mean(axis=0)) <= floor
         return marked
 
     def failed(self) -> list[dict[str, Any]]:
-        """Return place and reason of each failed cell."""
+        """Return place and reason of each failed cell, without the cells of `not_run`."""
         return [
             {
                 "pair": case // self.info.draws,
@@ -251,7 +261,9 @@ class PatchingResult:
 
     def records(self, metric: str | None = None) -> list[dict[str, Any]]:
         """Return one dict per cell, with the value, the effect and the statistics over the pairs."""
-        reasons: dict[tuple[int, ...], str] = {cell[1:]: reason for cell, reason in self.errors.items()}
+        reasons: dict[tuple[int, ...], str] = {
+            cell[1:]: reason for cell, reason in (*self.not_run.items(), *self.errors.items())
+        }
         rows = []
         for number, point in enumerate(self.info.points):
             grid, marked, stats = (
@@ -320,7 +332,9 @@ class PatchingResult:
         if name == "kl" and not self.info.kl_tokens:
             raise SteeringError("metric", "the sweep did not measure kl; run it with kl_tokens or metric='kl'")
         if name == CUSTOM and self.info.metric != CUSTOM:
-            raise SteeringError("metric", "the sweep had no metric that is a callable")
+            raise SteeringError(
+                "metric", f"the sweep ran with metric={self.info.metric!r}; run it with your function as metric"
+            )
         if name == "recovered" and self.info.direction == "ablation":
             raise SteeringError("metric", "recovered needs a corrupt run, and an ablation has none; use logit_diff")
         return name

@@ -37,6 +37,8 @@ class ModelFacts:
     vocab_size: int
     max_model_len: int | None = None
     """Most tokens of a prompt, the answer and one more token; None if unknown."""
+    reference_limit: str = f"with this engine; start it with max_logprobs={MAX_SCORED}"
+    """End of the error for more tokens than ``max_reference``."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,6 +11,7 @@ import numpy as np
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.patching.header import Direction
+from vllm_steer.spec.matrix import parse_subspace
 from vllm_steer.spec.scalars import is_integer, read_choice, read_number, shown
 
 Ablation = Literal["zero", "mean", "resample"]
@@ -129,5 +130,5 @@ def read_subspaces(
             raise SteeringError(field, "must be a list of directions or an array [k, hidden]") from None
         if directions.ndim != 2 or directions.shape[1] != hidden:
             raise SteeringError(field, f"has shape {list(directions.shape)}; directions are [k, {hidden}]")
-        result[point, layer] = directions
+        result[point, layer] = parse_subspace(directions, hidden, field)
     return result

@@ -53,8 +53,10 @@ class PatchingStudy:
         reference: Prompts for ``ablate``; the clean prompts by default.
         draws: Draws of the noise or of resampled prompts, over which grids are averaged. Default 10 for noise, 1 for
             resampling.
-        alignment: Pairs of positions (in the source, in the patched run) if the prompts differ in length. By default
-            the equal beginning and the equal end are aligned and other positions are skipped.
+        alignment: Pairs of positions (in the prompt that rows come from, in the patched prompt). With
+            ``direction="noising"`` the two prompts change places, so the order of each pair does too. All ``pairs`` use
+            the same alignment. By default, prompts of equal length are aligned position by position; of others, the
+            equal beginning and the equal end are aligned and other positions are skipped.
         seed: Seed of the draws.
 
     Raises:
@@ -138,8 +140,9 @@ class PatchingStudy:
             positions: ``"all"``, or a list of positions in the patched run (negative ones count from the end),
                 ``[start, stop]`` pairs and texts as ``{"span": text, "occurrence": 0}``; one column each.
             metric: Default metric of the grids: ``"logit_diff"``, ``"logprob"``, ``"recovered"``, ``"kl"``, or a
-                function of :class:`~vllm_steer.patching.metrics.LogProbs` that returns a number. All metrics are
-                computed from the same runs.
+                function of :class:`~vllm_steer.patching.metrics.LogProbs` that returns a number. ``logprob``,
+                ``logit_diff`` and ``recovered`` come from the same runs; ``kl`` needs ``kl_tokens`` or ``metric="kl"``
+                in the sweep, and a function must be the sweep's metric.
             direction: ``"denoising"`` (default) patches clean rows into the corrupt run: are they sufficient?
                 ``"noising"`` patches corrupt rows into the clean run: are they necessary?
             strength: 1 to replace rows, less to interpolate.
@@ -168,8 +171,9 @@ class PatchingStudy:
         return self._run(arguments, file, progress)
 
     def stream(self, **arguments: Any) -> Iterator[tuple[PatchingResult, Batch | None]]:
-        """Run a sweep and yield its result after each batch of cells; the arguments are those of `sweep`.
+        """Run a sweep and yield its result after each batch of cells.
 
+        The arguments are those of `sweep`; ``file`` and ``progress`` are not accepted.
         The first result has the unpatched runs only, and no batch. The result is one object, which is updated.
         """
         defaults = {
@@ -205,7 +209,7 @@ class PatchingStudy:
             **arguments: Further arguments of `sweep`, other than layers, positions and windows.
 
         Returns:
-            The grids of single cells. Cells of other blocks are NaN, with the block's effect as the reason.
+            The grids of single cells. Cells of other blocks are NaN; `PatchingResult.not_run` has the block's effect.
 
         Raises:
             SteeringError: See `sweep`.
@@ -219,6 +223,10 @@ class PatchingStudy:
             "metric": "logit_diff", "direction": None, "strength": 1.0, "layer_window": 1, "position_window": 1,
             "subspace": None, "kl_tokens": None, "control": True,
         }  # fmt: skip
+        for name in arguments:
+            if name not in defaults:
+                accepted = [each for each in defaults if each not in ("layer_window", "position_window")]
+                raise SteeringError(name, f"unknown argument; use one of {', '.join(accepted)}")
         fine = {**defaults, **arguments, "points": points, "layers": "all", "positions": "all"}
         _, empty = self._prepare(fine)
         columns = empty.info.pairs[0].columns
@@ -227,7 +235,8 @@ class PatchingStudy:
         blocks = tile(len(columns), width[1])
         spans = [[columns[start][0], columns[stop - 1][1]] for start, stop in blocks]
         rows = tile(self._runner.facts.num_layers, width[0])
-        coarse = self._run({**fine, "layers": [list(row) for row in rows], "positions": spans}, None, progress)
+        blocky = {**fine, "layers": [list(row) for row in rows], "positions": spans, "skip_unaligned": True}
+        coarse = self._run(blocky, None, progress)
         only: set[Cell] = set()
         reasons: dict[Cell, str] = {}
         effects = np.abs(coarse.effects().mean(axis=0))
@@ -243,7 +252,7 @@ class PatchingStudy:
                 else:
                     reasons[cell] = f"not run: the block around it has an effect of {effect:.3g}, below {limit:.3g}"
         result = self._run(fine, file, progress, only)
-        result.errors.update(reasons)
+        result.not_run.update(reasons)
         return result
 
     def _prepare(self, arguments: Mapping[str, Any]) -> Any:

@@ -45,8 +45,8 @@ RowsForm = Annotated[
     ),
     msgspec.Meta(
         description="A vector of the model's hidden size. `replace` also takes a matrix `[n, H]`, with one row for "
-        "each of the n positions in `tokens`, and, over HTTP, the id of a stored capture or the name of a module's "
-        "probe instead of rows."
+        "each of the n positions in `tokens` in ascending order, and, over HTTP, the id of a stored capture or the name of a "
+        "module's probe instead of rows."
     ),
 ]
 """JSON form of the vector of an edit."""
@@ -106,10 +106,11 @@ def rows_of(
         raise SteeringError("layers", "must be one layer if the rows come from a capture")
     site = sites.get((point, layers[0]))
     if site is None:
-        known = (
-            ", ".join(f"{name}[{layer}]" for name, layer in sites)
-            or 'none; fetch them, or send {"capture": id} as the vector'
-        )
+        if not sites:
+            raise SteeringError(
+                "vector", 'the response did not contain the rows: call `client.fetch(report)`, or pass {"capture": id}'
+            )
+        known = ", ".join(f"{name}[{layer}]" for name, layer in sites)
         raise SteeringError("vector", f"is a capture without rows of {point}[{layers[0]}]; its sites: {known}")
     rows = site.rows.float().numpy()
     found = np.asarray(site.positions).tolist()

@@ -88,7 +88,13 @@ KINDS: Mapping[KindName, EditKind] = MappingProxyType(
                 True,
                 "x + s (clip(x.u, low, high) - x.u) u",
             ),
-            EditKind("replace", ("vector", "strength", "subspace"), False, "x + s (v - x)", takes_matrix=True),
+            EditKind(
+                "replace",
+                ("vector", "strength", "subspace"),
+                False,
+                "x + s (v - x), or x + s P(v - x); P is the projection on the span of the subspace",
+                takes_matrix=True,
+            ),
             EditKind(
                 "feature",
                 ("strength", *FEATURE_PARAMETERS),

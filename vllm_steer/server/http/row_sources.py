@@ -89,7 +89,10 @@ def _resolve(edit: Mapping[str, Any], field: str, context: RequestContext, opene
             raise SteeringError(field, f"unknown key {shown(name)}; use {', '.join(form.__struct_fields__)}{hint}")
     if _MODULE in source:
         if context.engine is None:
-            raise SteeringError(f"{field}.{_MODULE}", "cannot be read here, because no engine is known; send the rows")
+            raise SteeringError(
+                f"{field}.{_MODULE}",
+                "cannot be read on this route, which knows no engine; use /v1/completions, or send the rows",
+            )
         return _probe(source[_MODULE], f"{field}.{_MODULE}", context.engine)
     require(Right.CAPTURE)
     name = source[_CAPTURE]
@@ -116,9 +119,7 @@ def _open(capture_id: str, context: RequestContext, field: str) -> StoredRequest
         raise SteeringError(field, f"{_GONE}; capture the rows again")
     with capture.file:
         if capture.format != "safetensors":
-            raise SteeringError(
-                field, "is the report of a consumer and has no rows; use a capture of the consumer memory"
-            )
+            raise SteeringError(field, "this capture went to a consumer that keeps no rows; capture with `memory`")
         try:
             (request,) = open_captures(capture.file.name)
             for site in request.sites:
@@ -134,11 +135,14 @@ def _pair(positions: object, tokens: object, field: str, request: StoredRequest)
         raise SteeringError(field, f"must be a list of positions in the captured prompt, not {shown(positions)}")
     selector = Selector.parse("all" if tokens is None else tokens)
     if selector.is_named or selector.num_positions is None or selector.intervals(1 << 30)[-1][1] > 1 << 29:
-        raise SteeringError(field, "needs tokens that are a list of positions from the start of the prompt")
+        raise SteeringError(field, "is matched with `tokens` one by one, so `tokens` must be a list such as [3, 4]")
     here = [position for start, stop in selector.intervals(1) for position in range(start, stop)]
     if len(here) != len(positions):
         raise SteeringError(field, f"has {len(positions)} positions for {len(here)} tokens; give one for each token")
     length = request.num_prompt_tokens
+    for position in positions:
+        if not -length <= position < length:
+            raise SteeringError(field, f"position {position} is outside of the captured prompt of {length} tokens")
     return {mine: position + (length if position < 0 else 0) for mine, position in zip(here, positions, strict=True)}
 
 

@@ -202,7 +202,7 @@ class QuotaTracker:
             raise TooLargeError(
                 "study",
                 f"has {runs} runs of cells; at most {maximum} are allowed ({KEY_STUDY_RUNS.flag}); use fewer points, "
-                "layers or positions, or windows",
+                "layers, positions, pairs or draws, [start, stop] pairs, or control=False with a subspace",
             )
 
     def release(self, key: Key | None, usage: KeyUsage | None, program: ProgramUsage | None, row_bytes: int) -> None:

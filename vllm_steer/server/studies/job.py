@@ -97,7 +97,7 @@ def _as_refusal(error: Exception) -> SteeringError:
     if isinstance(error, SteeringError):
         return error
     if isinstance(error, (ValueError, VLLMValidationError)):  # vLLM refused a prompt, for example because of its length
-        return SteeringError("clean", f"a run of the study was refused: {error}")
+        return SteeringError("study", f"the engine refused a run: {error}")
     if not isinstance(error, RuntimeError):
         logger.error("A patching study failed", exc_info=error)
     return StudyFailedError("study", f"failed: {str(error) or type(error).__name__}")

@@ -21,7 +21,7 @@ import numpy as np
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import EngineContext
 from vllm_steer.params import SamplingParams
-from vllm_steer.patching.offline import read_score, score_params
+from vllm_steer.patching.offline import most_reference, read_score, score_params
 from vllm_steer.patching.runner import MAX_SCORED, ModelFacts, Score, ScoreRequest, SiteRows
 from vllm_steer.points import points_on
 from vllm_steer.spec import Edit
@@ -88,15 +88,16 @@ class EngineRunner:
             known.num_layers,
             known.hidden_size,
             points_on(known.config.points),
-            min(vocab, MAX_SCORED),
+            most_reference(vocab, int(self._model_config.max_logprobs)),
             vocab,
             known.max_model_len,
+            f"with this server; start it with --max-logprobs {MAX_SCORED}",
         )
 
     def encode(self, text: str, special: bool) -> list[int]:
         """Return the tokens of a text."""
         if self._tokenizer is None:
-            raise SteeringError("clean", "is a text, but the server runs without a tokenizer; give token ids")
+            raise SteeringError("study", "is a text, but the server runs without a tokenizer; give token ids")
         return list(self._tokenizer.encode(text, add_special_tokens=special))
 
     def pieces(self, tokens: Sequence[int]) -> list[str]:
@@ -132,8 +133,6 @@ class EngineRunner:
 
     def top(self, tokens: Sequence[int], count: int) -> dict[int, float]:
         """Return the log-probabilities of the most probable next tokens."""
-        limit = int(self._model_config.max_logprobs)
-        count = count if limit < 0 else min(count, limit)
         params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, logprobs=count)
         output = self.call(self._generate(tokens, params))
         return {token: each.logprob for token, each in output.outputs[0].logprobs[0].items()}

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a sweep refuses, and what it lists as failed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from tests.patching.fake import FakeRunner
+from tests.patching.test_study import study
+from vllm_steer import SteeringError
+from vllm_steer.patching import PatchingResult
+from vllm_steer.patching.axes import read_layers, read_positions
+from vllm_steer.patching.offline import most_reference
+
+NOISY = {"corrupt": None, "noise": 1.0, "draws": 2}
+MEAN = {"corrupt": None, "ablate": "mean"}
+LONG = {"corrupt": "the blue fast bus is"}
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({**NOISY, "subject": "red"}, {**NOISY, "subject": "car"}),
+        ({**MEAN, "reference": ["the slow bus"]}, {**MEAN, "reference": ["the fast bus"]}),
+        ({**LONG, "alignment": [(0, 0), (1, 1)]}, {**LONG, "alignment": [(0, 0), (2, 1)]}),
+    ],
+)
+def test_a_file_of_other_sources_is_refused(tmp_path: Path, first: dict[str, Any], second: dict[str, Any]) -> None:
+    """Catches cells of two subjects, references or alignments in one grid."""
+    file = tmp_path / "study.safetensors"
+    study(**first).sweep(file=file, positions=[1], progress=False)
+    study(**first).sweep(file=file, positions=[1], progress=False)
+    with pytest.raises(SteeringError, match="another sweep"):
+        study(**second).sweep(file=file, positions=[1], progress=False)
+
+
+def test_blocks_across_skipped_positions() -> None:
+    """Catches blocks that fail at positions between the aligned ones, or that patch them."""
+    runner = FakeRunner()
+    result = study(runner, **LONG).coarse_to_fine(position_span=4, layer_span=2, keep=0.0, progress=False)
+    assert result.grid("post_block").shape == (2, 2) and not np.isnan(result.grid("post_block")).any()
+    patched = [r.edits[0].tokens.to_wire() for r in runner.requests if r.edits]
+    assert [0, 4] in patched and not any({1, 2, 3} & set(tokens) for tokens in patched)
+
+
+def test_unknown_arguments_are_refused() -> None:
+    """Catches a misspelt argument that leaves its default in place."""
+    with pytest.raises(SteeringError, match="strenght: unknown argument; use one of metric"):
+        study().coarse_to_fine(strenght=0.5, progress=False)
+    with pytest.raises(SteeringError, match="file: unknown argument"):
+        next(study().stream(file="x"))
+
+
+def test_more_tokens_than_the_engine_reports_are_refused() -> None:
+    """Catches a divergence over fewer tokens than were asked for."""
+    runner = FakeRunner()
+    runner.facts = replace(runner.facts, max_reference=4)
+    with pytest.raises(SteeringError, match="kl_tokens: at most 4 with this engine; start it with max_logprobs=128"):
+        study(runner).sweep(kl_tokens=5, progress=False)
+    assert study(runner).sweep(metric="kl", progress=False).info.kl_tokens == 4
+    assert [most_reference(1000, limit) for limit in (-1, 20, 500)] == [128, 20, 128] and most_reference(8, 20) == 8
+
+
+@pytest.mark.parametrize(("rows", "problem"), [([0], "zero"), ([1, 1], "rank 1")])
+def test_a_bad_subspace_is_refused_once(rows: list[int], problem: str) -> None:
+    """Catches directions that make every cell fail."""
+    runner, directions = FakeRunner(), np.zeros((len(rows), 8), np.float32)
+    directions[:, 1] = rows
+    with pytest.raises(SteeringError, match=problem):
+        study(runner).sweep(subspace=directions, progress=False)
+    assert not runner.requests
+
+
+def test_a_failed_control_is_no_failed_cell(tmp_path: Path) -> None:
+    """Catches a cell with a value that is listed as failed because its random control failed."""
+    runner, directions = FakeRunner(), np.eye(8, dtype=np.float32)[1:2]
+    runner.fail = lambda r: (
+        "no room" if any(e.subspace is not None and np.count_nonzero(e.subspace) > 1 for e in r.edits) else None
+    )
+    result = study(runner).sweep(subspace=directions, positions=[1], progress=False)
+    assert not np.isnan(result.grid("post_block")).any() and not result.failed()
+    assert list(result.control_errors.values()) == ["no room"] * 2
+    result.save(tmp_path / "study.safetensors")
+    assert PatchingResult.load(tmp_path / "study.safetensors").control_errors == result.control_errors
+
+
+def test_files_that_are_not_sweeps(tmp_path: Path) -> None:
+    """Catches an error that shows a key, or that confuses another version with a damaged file."""
+    save_file({"cells": np.zeros(3, np.float32)}, tmp_path / "other.safetensors")
+    with pytest.raises(SteeringError, match="has no patching study in its metadata"):
+        PatchingResult.load(tmp_path / "other.safetensors")
+    result = study().sweep(progress=False)
+    result.cells = result.cells[:, :, :1]
+    result.save(tmp_path / "damaged.safetensors")
+    with pytest.raises(SteeringError, match="is damaged: cells has shape"):
+        PatchingResult.load(tmp_path / "damaged.safetensors")
+    result.info = replace_version(result)
+    result.save(tmp_path / "later.safetensors")
+    with pytest.raises(SteeringError, match="has version 9 of the format"):
+        PatchingResult.load(tmp_path / "later.safetensors")
+
+
+def replace_version(result: PatchingResult) -> Any:
+    import msgspec
+
+    return msgspec.structs.replace(result.info, version=9)
+
+
+def test_errors_name_the_accepted_forms() -> None:
+    """Catches errors on positions that leave out the text form, and one text too few for the pairs."""
+    with pytest.raises(SteeringError, match=r'or \{"span": "Eiffel Tower"\}'):
+        read_positions(["x"], ["a", "b"])
+    with pytest.raises(SteeringError) as error:
+        read_layers([[2, 2]], 4)
+    assert "start must be below stop, and both must be between 0 and 4" in str(error.value)
+    assert "Eiffel" not in str(error.value)
+    with pytest.raises(SteeringError, match=r"give one text, or \[start, stop\]"):
+        study(**NOISY, subject=["red", "car"]).sweep(progress=False)
+    with pytest.raises(SteeringError, match="metric='logit_diff'; run it with your function as metric"):
+        study().sweep(progress=False).grid("post_block", "custom")
+
+
+def test_a_text_without_tokenizer_names_its_field() -> None:
+    """Catches an error that blames `clean` for another field."""
+    runner = FakeRunner()
+
+    def encode(text: str, special: bool) -> list[int]:
+        raise SteeringError("study", "is a text, but the engine was started without a tokenizer")
+
+    runner.encode = encode  # type: ignore[method-assign]
+    with pytest.raises(SteeringError, match="foil: is a text"):
+        study(runner, clean=[0, 1], corrupt=[0, 2], answer=[1], foil=" blue")
