@@ -31,10 +31,10 @@ from vllm_steer.program import (
     TokenProgram,
     resolve,
 )
-from vllm_steer.program.dynamic import STOP_COLUMN, Dynamic
+from vllm_steer.program.dynamic import BOUND_FIELDS, CONDITION_FIELDS, STOP_COLUMN, Dynamic
 from vllm_steer.program.instructions import CAPTURE, GATE, REPLACE_AT
 from vllm_steer.program.position_runs import NO_RUN
-from vllm_steer.taps.dynamic import initial_state, state_after
+from vllm_steer.taps.dynamic import state_after
 from vllm_steer.taps.tables import OPEN_END, Tables
 
 _MAX_STRENGTHS = 4096
@@ -239,15 +239,11 @@ class ProgramStore:
         self._put_initial(request_id, slot, dynamic)
         self.next_step[slot] = 0
         _, drafts, width = self.tables.carry.shape
-        condition = np.zeros((width, 8), dtype=np.int32)
-        bound = np.zeros((width, 6), dtype=np.float32)
+        condition = np.zeros((width, CONDITION_FIELDS), dtype=np.int32)
+        bound = np.zeros((width, BOUND_FIELDS), dtype=np.float32)
         carry = np.zeros((drafts, width), dtype=np.float64)
         for c, each in enumerate(dynamic.conditions):
-            condition[c] = (
-                each.kind, each.score, each.target, each.first, each.stop, each.count, each.start, each.number
-            )  # fmt: skip
-            bound[c] = each.threshold, each.sign, each.sharpness, each.release, each.release_sign, each.alpha
-            carry[:, c] = initial_state(each.kind)
+            condition[c], bound[c], carry[:, c] = each.fields, each.numbers, each.initial_state
         self._condition.put(slot, condition)
         self._bound.put(slot, bound)
         self._carry.put(slot, carry)
@@ -297,7 +293,9 @@ class ProgramStore:
             return
         _, drafts, width = self.tables.carry.shape
         carry = np.zeros((drafts, width), dtype=np.float64)
-        carry[:, : len(dynamic.conditions)] = state_after(dynamic.conditions, replay.records, replay.start)
+        carry[:, : len(dynamic.conditions)] = state_after(
+            dynamic.conditions, replay.records, replay.start, replay.generated, replay.prompt_len
+        )
         self._carry.put(slot, carry)
         records = torch.from_numpy(replay.records)
         if self.tables.device.type == "cuda":

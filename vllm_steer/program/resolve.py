@@ -398,7 +398,8 @@ def _kv_digest(parts: _EditParts, num_layers: int, program: Program, prompt_len:
     """Return the digest of the edits that can change a token's keys and values; None if there are none.
 
     The factor of a gated edit depends on all readouts and edits and, except in the window ``token``, on the length of
-    the prompt.
+    the prompt. That of an edit in a part of the output depends on the tokens, which are part of the keys, and on the
+    length of the prompt.
 
     The last layer computes its keys and values from its ``pre_attn`` stream, so edits at its later points, branches
     included, change no cache entry. Reads change nothing. Of a matrix, only the rows of these positions count, each at
@@ -416,6 +417,6 @@ def _kv_digest(parts: _EditParts, num_layers: int, program: Program, prompt_len:
         return None
     if any(edit.when for edit in edits):
         digests.append(program.dynamic_digest)
-        if any(each.kind != TOKEN for edit in edits for each in edit.when):
-            digests.append(b"prompt%d" % prompt_len)
+    if any(edit.parts or any(each.kind != TOKEN for each in edit.when) for edit in edits):
+        digests.append(b"prompt%d" % prompt_len)
     return hashlib.blake2b(b"".join(digests), digest_size=16).digest()

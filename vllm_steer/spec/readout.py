@@ -16,6 +16,7 @@ from vllm_steer.spec.json_schema import any_of
 from vllm_steer.spec.projection import NamedProjection, Projection
 from vllm_steer.spec.references import read_name
 from vllm_steer.spec.scalars import is_integer, read_number, shown
+from vllm_steer.spec.part import PartName, SpanForm
 from vllm_steer.spec.selector import POSITIONS, PositionListForm, PositionsName, Selector
 from vllm_steer.spec.sites import PointForm, read_layer, read_site
 from vllm_steer.spec.vector import PackedVector, VectorForm, parse_vector
@@ -80,7 +81,7 @@ class ReadoutForm(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         msgspec.Meta(description="`lens` only: several layers."),
     ] = None
     positions: Annotated[
-        PositionsName | PositionListForm,
+        PositionsName | PartName | Literal["image"] | PositionListForm | SpanForm,
         msgspec.Meta(description="Tokens that are returned. Gates and stops also compute the tokens that they need."),
     ] = "all_generated"
 
