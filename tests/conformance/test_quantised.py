@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hook points of models with quantised weights or a quantised key-value cache, on vLLM's CPU kernels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.conformance.part import selected
+from tests.conformance.quantised import CACHES, SCHEMES, Scheme, examine
+
+# The first scheme in every run, the others in turn, as the architectures.
+TURN = [scheme for scheme in SCHEMES if scheme is SCHEMES[0] or selected(scheme.name)]
+
+
+@pytest.mark.feature("quantised weights: AWQ, GPTQ, int4, int8, FP8", "steer")
+@pytest.mark.feature("quantised weights: AWQ, GPTQ, int4, int8, FP8", "capture")
+@pytest.mark.parametrize("scheme", TURN, ids=str)
+def test_hook_points_with_quantised_weights(scheme: Scheme, tmp_path: Path) -> None:
+    """Catches edits and rows that quantised layers move, and weights that are read in another order."""
+    examine(scheme, tmp_path)
+
+
+@pytest.mark.feature("quantised key-value cache: FP8", "steer")
+@pytest.mark.feature("quantised key-value cache: FP8", "capture")
+@pytest.mark.parametrize("scheme", CACHES, ids=str)
+def test_hook_points_with_a_quantised_cache(scheme: Scheme, tmp_path: Path) -> None:
+    """Catches edits that reach the cache of other tokens, and rows that change by more than the cache rounds."""
+    if "avx512f" not in Path("/proc/cpuinfo").read_text():
+        pytest.skip("vLLM's FP8 cache on a CPU needs AVX-512")
+    examine(scheme, tmp_path)
