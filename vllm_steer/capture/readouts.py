@@ -51,8 +51,8 @@ class SteeringTrace:
     positions: IntArray
     """``[n]`` int64, ascending."""
     gates: FloatArray
-    """float32 ``[n, gated edits]``: the factor in force, in the order of the request's edits with ``when`` or ``tokens``
-    in a part of the output.
+    """float32 ``[n, gated edits]``: the factor in force, in the order of the request's edits that have ``when`` or
+    whose ``tokens`` are a part of the output.
 
     0 at tokens that the edit does not cover."""
     live: Mapping[str, FloatArray]

@@ -142,6 +142,8 @@ class Capabilities:
             reason = self.unread.get(point, {}).get(layer)
             if reason is not None:
                 raise SteeringError(source, f"cannot be read at {point} of layer {layer}: {reason}")
+        if readout.mlp is not None and self.drafts:
+            raise SteeringError(f"{source}.probe", f"a hidden layer {NOT_WITH_DRAFTS}")
         if readout.head:
             self._check_head(readout, source)
         self._check_enabled(point, source)
@@ -173,7 +175,11 @@ class Capabilities:
 
     def _check_dynamic(self, program: Program) -> None:
         needed = (
-            ("record_columns", program.layout.width, "record columns for readouts, gated edits, live strengths and parts"),
+            (
+                "record_columns",
+                program.layout.width,
+                "record columns for readouts, gated edits, live strengths and parts",
+            ),
             ("max_conditions", program.num_conditions, "conditions"),
         )
         for name, count, unit in needed:

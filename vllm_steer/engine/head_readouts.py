@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Readouts that a head computes from rows of the arena after the forward pass, and writes to the records of a step.
+"""Readouts that are computed from rows of the arena after the forward pass, and written to the records of a step.
+
+These are the largest outputs of heads, and probes with a hidden layer.
 
 The rows are stored by CAPTURE instructions, like captured rows, but do not leave the device. While the batch does not
 change, a step launches the same indices again.
@@ -13,26 +15,37 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
+from cachetools import LRUCache
 
 from vllm_steer.engine.program_store import ProgramStore
 from vllm_steer.engine.step_batch import StepBatch
+from vllm_steer.program.token_program import MlpRead
 from vllm_steer.taps.heads import Head, largest_outputs
+from vllm_steer.taps.mlp import MlpHead
 
+_MAX_MLPS = 32
+"""Probes with a hidden layer whose weights are kept on the device beside the vector table."""
 _Part = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]
 
 
 @dataclass(frozen=True)
 class _Group:
-    """Rows of a step that one head reads with one ``k``; int64 tensors on the device."""
+    """Rows of a step that one head reads with one ``k``, or one probe; int64 tensors on the device."""
 
-    head: Head
+    head: Head | MlpHead
     top_k: int
     arena_rows: torch.Tensor
     """``[rows]``."""
     tokens: torch.Tensor
     """``[rows, 1]``, the token of each row."""
     columns: torch.Tensor
-    """``[rows, 2 k]``, the columns of its record."""
+    """``[rows, 2 k]``, the columns of its record; ``[rows, 1]`` of a probe."""
+
+    def values(self, rows: torch.Tensor) -> torch.Tensor | None:
+        """Return what is written to the columns; None on ranks that have no result."""
+        if isinstance(self.head, MlpHead):
+            return self.head.values(rows)
+        return largest_outputs(self.head, rows, self.top_k)
 
 
 class HeadReadouts:
@@ -41,7 +54,8 @@ class HeadReadouts:
     Args:
         store: The rank's programs.
         heads: Heads by the names that programs use.
-        enabled: Whether this rank returns records. Other ranks run collective heads only.
+        enabled: Whether this rank returns records. Other ranks run collective heads, and probes, on which gates may
+            depend.
     """
 
     def __init__(self, store: ProgramStore, heads: Mapping[str, Head], *, enabled: bool) -> None:
@@ -51,6 +65,7 @@ class HeadReadouts:
         self._key: tuple[int, tuple[str, ...], bytes, bytes] | None = None
         self._steady: tuple[_Group, ...] = ()
         self._planned: tuple[_Group, ...] = ()
+        self._mlps: LRUCache[MlpRead, MlpHead] = LRUCache(_MAX_MLPS)
 
     def plan(self, batch: StepBatch, capturing: npt.NDArray[np.int64]) -> None:
         """Choose the rows that the heads read after the next forward pass.
@@ -71,7 +86,7 @@ class HeadReadouts:
         self._planned = self._steady
 
     def _groups(self, batch: StepBatch, capturing: npt.NDArray[np.int64]) -> tuple[_Group, ...]:
-        parts: dict[tuple[str, int], list[_Part]] = {}
+        parts: dict[tuple[str | MlpRead, int], list[_Part]] = {}
         starts = np.cumsum(batch.count) - batch.count
         base = 0
         for index in capturing.tolist():
@@ -83,19 +98,26 @@ class HeadReadouts:
                 for head, place in () if segment.program is None else segment.program.heads:
                     columns = np.full(len(offsets), head.column)
                     part = (base + offsets * stored + place, token + offsets, columns)
-                    parts.setdefault((head.head, head.top_k), []).append(part)
+                    parts.setdefault((head.mlp or head.head, head.top_k), []).append(part)
                 base += len(offsets) * stored
                 token += len(offsets)
-        return tuple(self._group(self.heads[name], top_k, found) for (name, top_k), found in parts.items())
+        return tuple(self._group(self._head(name), top_k, found) for (name, top_k), found in parts.items())
 
-    def _group(self, head: Head, top_k: int, parts: list[_Part]) -> _Group:
+    def _head(self, name: str | MlpRead) -> Head | MlpHead:
+        if isinstance(name, str):
+            return self.heads[name]
+        if name not in self._mlps:
+            self._mlps[name] = self._store.mlp_head(name)
+        return self._mlps[name]
+
+    def _group(self, head: Head | MlpHead, top_k: int, parts: list[_Part]) -> _Group:
         arena_rows, tokens, columns = (np.concatenate(each) for each in zip(*parts, strict=True))
         return _Group(
             head,
             top_k,
             self._upload(arena_rows),
             self._upload(tokens[:, None]),
-            self._upload(columns[:, None] + np.arange(2 * top_k)),
+            self._upload(columns[:, None] + np.arange(2 * top_k or 1)),
         )
 
     def _upload(self, numbers: npt.NDArray[np.int64]) -> torch.Tensor:
@@ -108,9 +130,9 @@ class HeadReadouts:
         planned, self._planned = self._planned, ()
         tables = self._store.tables
         for group in planned:
-            if not (self._enabled or group.head.collective):
+            if not (self._enabled or isinstance(group.head, MlpHead) or group.head.collective):
                 continue
-            new = largest_outputs(group.head, tables.arena.index_select(0, group.arena_rows), group.top_k)
+            new = group.values(tables.arena.index_select(0, group.arena_rows))
             if new is not None:
                 old = tables.record[group.tokens, group.columns]
                 replayed = tables.replayed[group.tokens] != 0

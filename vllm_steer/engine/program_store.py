@@ -34,7 +34,9 @@ from vllm_steer.program import (
 from vllm_steer.program.dynamic import BOUND_FIELDS, CONDITION_FIELDS, STOP_COLUMN, Dynamic
 from vllm_steer.program.instructions import CAPTURE, GATE, REPLACE_AT
 from vllm_steer.program.position_runs import NO_RUN
+from vllm_steer.program.token_program import MlpRead
 from vllm_steer.taps.dynamic import state_after
+from vllm_steer.taps.mlp import MlpHead
 from vllm_steer.taps.tables import OPEN_END, Tables
 
 _MAX_STRENGTHS = 4096
@@ -350,6 +352,14 @@ class ProgramStore:
                 indices = indices.pin_memory().to(self.tables.device, non_blocking=True)
             held.gathered = self.tables.vector.index_select(0, indices)
         return held.gathered
+
+    def mlp_head(self, mlp: MlpRead) -> MlpHead:
+        """Return a probe with a hidden layer of a running request, on the device."""
+        indices = torch.tensor([self._allocator.vector_index(digest) for digest in mlp.vectors])
+        if self.tables.device.type == "cuda":
+            indices = indices.pin_memory().to(self.tables.device, non_blocking=True)
+        weights = self.tables.vector.index_select(0, indices)
+        return MlpHead(weights, mlp.biases, mlp.outputs, mlp.bias, mlp.activation, sigmoid=mlp.sigmoid)
 
     def flush(self) -> None:
         """Write the changes since the last step to the tables."""

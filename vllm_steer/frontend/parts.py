@@ -95,9 +95,7 @@ def bind_request(request: Any, tokenizer: Any, markers: PartMarkers) -> None:
     prompt = request.prompt_token_ids
     if prompt is None:
         raise SteeringError("steering", "parts of a conversation need a prompt of tokens, not of embeddings")
-    bound = bind_to_prompt(
-        program, prompt, _images(request), lambda part, field: markers.find(part, tokenizer, field)
-    )
+    bound = bind_to_prompt(program, prompt, _images(request), lambda part, field: markers.find(part, tokenizer, field))
     request.sampling_params = params = copy.copy(request.sampling_params)
     params.extra_args = {**params.extra_args, PROGRAM_KEY: bound.encode_cached()}
 

@@ -67,5 +67,7 @@ def _positions(tokens: Wire, images: Ranges, field: str) -> Wire:
     if not images:
         raise SteeringError(field, "selects images, but the prompt has none")
     if len(images) > MAX_SELECTOR_ITEMS:
-        raise SteeringError(field, f"has {len(images)} ranges of image tokens; at most {MAX_SELECTOR_ITEMS} are allowed")
+        raise SteeringError(
+            field, f"has {len(images)} ranges of image tokens; at most {MAX_SELECTOR_ITEMS} are allowed"
+        )
     return [[start, stop] for start, stop in images]

@@ -22,6 +22,7 @@ from vllm_steer.program.dynamic import (
     WINDOW_CODES,
     CompiledBound,
     CompiledCondition,
+    CompiledMlp,
     CompiledReadout,
     CompiledStop,
 )
@@ -235,7 +236,11 @@ def _compile_readout(readout: Readout, vectors: _VectorTable) -> CompiledReadout
     indices: tuple[int, ...] = ()
     names: tuple[str, ...] = ()
     head = LENS if readout.kind == "lens" else SAE_PREFIX + readout.sae if readout.kind == "sae" else ""
-    if directions is None:
+    mlp = None
+    if readout.mlp is not None:
+        indices = vectors.add_directions(readout.mlp.weights, f"readouts.{readout.name}.probe.weights")
+        mlp = CompiledMlp(readout.mlp.activation, readout.mlp.biases, readout.mlp.outputs)
+    elif directions is None:
         pass
     elif isinstance(directions, NamedProjection):
         names = tuple(map(str, directions.probes))
@@ -256,6 +261,7 @@ def _compile_readout(readout: Readout, vectors: _VectorTable) -> CompiledReadout
         layers=readout.layers,
         cosine=readout.cosine,
         parts=compile_parts(readout.tokens),
+        mlp=mlp,
     )
 
 
@@ -295,6 +301,12 @@ def _compile_condition(
     readout = readouts[index]
     first_layer = 0 if edit.layers == "all" else edit.layers[0]
     edited = (first_layer, POINT_NAMES.index(edit.point))
+    if kind == TOKEN and readout.mlp is not None:
+        raise SteeringError(
+            f"{field}.window",
+            "a probe with a hidden layer is computed after the forward pass, too late for an edit of the same token; "
+            'use the window "previous", "latch" or "prompt"',
+        )
     if kind == TOKEN and edited <= (readout.layer, POINT_NAMES.index(readout.point)):
         raise SteeringError(
             f"{field}.window",

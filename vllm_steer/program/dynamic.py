@@ -16,6 +16,7 @@ import msgspec
 from vllm_steer.points import POINT_NAMES
 from vllm_steer.program.part import CompiledPart
 from vllm_steer.spec import OPEN_END, Selector
+from vllm_steer.spec.mlp import ACTIVATIONS
 from vllm_steer.spec.selector import Wire
 
 TOKEN, PREVIOUS, LATCH, PROMPT_MEAN, PROMPT_MAX, PROMPT_LAST, MEAN, MAX, EMA, HELD, PART, STOP = range(1, 13)
@@ -32,6 +33,20 @@ LENS, SAE_PREFIX = "lens", "sae:"
 
 _STOP_REASON = "readout {} is {:.6g} at position {}"
 STOP_REASON_PREFIX = _STOP_REASON.partition("{")[0]
+
+
+class CompiledMlp(msgspec.Struct, frozen=True, array_like=True):
+    """The second half of a probe with a hidden layer, whose weights are vectors of the program."""
+
+    activation: str
+    biases: bytes
+    """float32 ``[n]``."""
+    outputs: bytes
+    """float32 ``[n]``."""
+
+    def is_sound(self, width: int) -> bool:
+        """Return whether the parts fit a hidden layer of ``width`` units."""
+        return len(self.biases) == len(self.outputs) == 4 * width and self.activation in ACTIVATIONS
 
 
 class CompiledReadout(msgspec.Struct, frozen=True, array_like=True):
@@ -58,6 +73,8 @@ class CompiledReadout(msgspec.Struct, frozen=True, array_like=True):
     """Whether each product is divided by the norms of its factors."""
     parts: tuple[CompiledPart, ...] = ()
     """Parts of the output to which the returned tokens are restricted."""
+    mlp: CompiledMlp | None = None
+    """The rest of a probe with a hidden layer; None for other readouts."""
 
     @property
     def site_number(self) -> int:
@@ -75,7 +92,9 @@ class CompiledReadout(msgspec.Struct, frozen=True, array_like=True):
 
         Indices are exact in float32 up to 2^24.
         """
-        return 2 * self.top_k * len(self.layers) if self.head else len(self.vectors or self.probes)
+        if self.head:
+            return 2 * self.top_k * len(self.layers)
+        return 1 if self.mlp else len(self.vectors or self.probes)
 
     @property
     def selector(self) -> Selector:
@@ -139,7 +158,7 @@ class RecordLayout:
 
 @dataclass(frozen=True)
 class DeviceCondition:
-    """A condition resolved for a prompt length, as it stands in the device tables.
+    """A condition resolved for a prompt length, in the form of the device tables.
 
     The state of a :data:`PART` is 1 after its start token and 0 after its end token. ``score`` and ``count`` are these
     tokens, and ``number`` is 1 for tokens outside.

@@ -309,6 +309,7 @@ class Program(msgspec.Struct, frozen=True, array_like=True, dict=True, weakref=T
             0 <= readout.point < len(POINT_NAMES)
             and 0 <= readout.layer < MAX_LAYERS
             and all(0 <= index < len(self.vectors) for index in readout.vectors)
+            and (readout.mlp is None or (readout.scalar and readout.mlp.is_sound(len(readout.vectors))))
             and readout.width > 0
             and bool(readout.head) == bool(readout.top_k) == bool(readout.layers)
             and 0 <= readout.top_k <= MAX_TOP_K
@@ -318,7 +319,12 @@ class Program(msgspec.Struct, frozen=True, array_like=True, dict=True, weakref=T
     def _is_sound_condition(self, condition: CompiledCondition, readout: int) -> bool:
         if condition.tokens is not None:
             Selector.from_wire(condition.tokens)
-        sound = TOKEN <= condition.kind < STOP and condition.kind != PART and condition.count >= 0 and 0 <= condition.alpha < 1
+        sound = (
+            TOKEN <= condition.kind < STOP
+            and condition.kind != PART
+            and condition.count >= 0
+            and 0 <= condition.alpha < 1
+        )
         return sound and 0 <= readout < len(self.readouts)
 
     def _verify_content(self) -> None:
@@ -334,6 +340,12 @@ class Program(msgspec.Struct, frozen=True, array_like=True, dict=True, weakref=T
             )
             and all(np.isfinite(self.vector(i)).all() for i in range(len(self.vectors)))
             and np.isfinite([readout.bias for readout in self.readouts]).all()
+            and all(
+                np.isfinite(np.frombuffer(numbers, "<f4")).all()
+                for readout in self.readouts
+                if readout.mlp is not None
+                for numbers in (readout.mlp.biases, readout.mlp.outputs)
+            )
             and np.isfinite(
                 [
                     number

@@ -106,8 +106,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     add(
         PART,
-        "The tokens that begin and end a part of the output, as ids or as text that is one token: thinking=START,END or "
-        "tool_call=START,END. By default those of --reasoning-parser and --tool-call-parser. Repeatable.",
+        "The tokens that begin and end a part of the output, as ids or as text that is one token, for example "
+        "tool_call=START,END or thinking=START,END. By default those of --reasoning-parser and --tool-call-parser. "
+        "Repeatable.",
         action="append",
         metavar="NAME=START,END",
     )

@@ -11,9 +11,9 @@ import msgspec
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_CONDITIONS, MAX_STOP_TOKENS, MAX_STOPS
+from vllm_steer.spec.part import PartName, SpanForm
 from vllm_steer.spec.references import read_name
 from vllm_steer.spec.scalars import is_integer, read_choice, read_number, shown
-from vllm_steer.spec.part import PartName, SpanForm
 from vllm_steer.spec.selector import PositionListForm, Selector, SelectorName
 
 WindowName = Literal["token", "previous", "latch", "prompt"]
@@ -69,8 +69,8 @@ class ConditionForm(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     positions: Annotated[
         SelectorName | PartName | Literal["image"] | PositionListForm | SpanForm | None,
         msgspec.Meta(
-            description="`prompt`: one range of prompt tokens; default the whole prompt. `previous` and `latch`: a part "
-            "of the output, to whose tokens alone the condition looks; default all."
+            description="`prompt`: one range of prompt tokens; default the whole prompt. `previous` and `latch`: a "
+            "part of the output, to whose tokens alone the condition looks; default all."
         ),
     ] = None
     sharpness: Annotated[

@@ -132,8 +132,8 @@ class EditForm(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     tokens: Annotated[
         TokensForm | None,
         msgspec.Meta(
-            description="Tokens to edit: a name, a part of the output or a list of positions. Default `all`; `generated` if `when` has a "
-            "window other than `token`."
+            description="Tokens to edit: a name, a part of the output or a list of positions. Default `all`; "
+            "`generated` if `when` has a window other than `token`."
         ),
     ] = None
     low: Annotated[
@@ -248,8 +248,8 @@ class Edit:
             strength: A finite number. For ``replace``, 1 puts the row there and numbers between 0 and 1 interpolate.
             tokens: ``"all"``, ``"prompt"``, ``"generated"``, ``"last_prompt"``, ``"image"``, ``"thinking"``,
                 ``"answer"``, ``"tool_call"``, a list of positions and ``[start, stop]`` pairs, or a dict of
-                :class:`~vllm_steer.spec.part.SpanForm`'s fields. Default ``"all"``; ``"generated"`` if ``when`` has a window other
-                than ``"token"``.
+                :class:`~vllm_steer.spec.part.SpanForm`'s fields. Default ``"all"``; ``"generated"`` if ``when`` has a
+                window other than ``"token"``.
             low: Lower bound of ``clamp``, which needs ``low``, ``high`` or both, with ``low <= high``.
             high: Upper bound of ``clamp``.
             subspace: For ``replace``, a matrix ``[k, H]`` of linearly independent directions: only the component of a

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parts of a conversation that are decided by the generated tokens themselves.
 
-A span begins with a start token and ends with an end token; both belong to it. Which tokens mark the named parts depends
-on the model, so the front end fills them in (:mod:`vllm_steer.frontend.parts`). A request can name tokens itself.
+A span begins with a start token and ends with an end token; both belong to it. Which tokens mark the named parts
+depends on the model, so the front end fills them in (:mod:`vllm_steer.frontend.parts`). A request can name tokens
+itself.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ def read_parts(value: object, field: str) -> dict[str, tuple[Marker, ...]]:
         SteeringError: ``value`` has another form.
     """
     if not isinstance(value, Mapping):
-        raise SteeringError(field, f'must be {{name: [start, end]}}, not {shown(value)}')
+        raise SteeringError(field, f"must be {{name: [start, end]}}, not {shown(value)}")
     read: dict[str, tuple[Marker, ...]] = {}
     for name, pair in value.items():
         read_choice(name, SPANS, field)

@@ -19,7 +19,7 @@ SelectorName = Literal["all", "prompt", "generated", "last_prompt"]
 PositionsName = Literal["last_prompt", "all_prompt", "all_generated", "all"]
 TokensName = SelectorName | PartName | Literal["image"]
 TokensInput: TypeAlias = "TokensName | Mapping[str, Any] | Sequence[int | Sequence[int | None]] | range | Selector"
-Wire: TypeAlias = "str | list[int | list[int | None]] | dict[str, Any]"
+Wire = str | list[int | list[int | None]] | dict[str, Any]
 IMAGE: Literal["image"] = "image"
 """Selects the placeholder tokens of images in the prompt, whose positions the front end fills in."""
 
@@ -94,8 +94,8 @@ class Selector:
     same terms are equal.
 
     Edits, readouts and conditions also take parts of the output that its tokens decide: ``"thinking"``, ``"answer"``,
-    ``"tool_call"``, or ``{"between": [start, end]}`` and ``{"outside": [start, end]}`` with two tokens, and ``"image"``,
-    the placeholder tokens of images in the prompt.
+    ``"tool_call"``, or ``{"between": [start, end]}`` and ``{"outside": [start, end]}`` with two tokens; and
+    ``"image"``, the placeholder tokens of images in the prompt.
 
     Example:
         >>> from vllm_steer import Selector

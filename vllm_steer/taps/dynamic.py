@@ -2,8 +2,9 @@
 """Definition of what happens to the records of a step before and after the forward pass.
 
 Before it, :func:`begin_records` initializes the record of every token and multiplies the factors of gates that depend
-on earlier tokens, or on the part of the output that the token itself belongs to. After it, :func:`fold_records` folds the readouts of the step's tokens into the state of each
-condition and marks the tokens with which generation stops.
+on earlier tokens, or on the part of the output that the token itself belongs to. After it, :func:`fold_records` folds
+the readouts and the ids of the step's tokens into the state of each condition and marks the tokens with which
+generation stops.
 
 The last tokens of a step may be drafts that are rejected. The state is therefore kept as it is after the step without
 its last 0, 1, ... tokens. The next step starts at the first position that was not accepted, which selects the state.
@@ -110,9 +111,7 @@ def fold_records(tables: Tables, layout: BatchLayout, num_conditions: int) -> No
     tables.next_position[slot] = layout.position[last] + 1
 
 
-def _inside_span(
-    layout: BatchLayout, field: torch.Tensor, state: torch.Tensor, request: torch.Tensor
-) -> torch.Tensor:
+def _inside_span(layout: BatchLayout, field: torch.Tensor, state: torch.Tensor, request: torch.Tensor) -> torch.Tensor:
     """Return whether each token is in the span of its request's condition, ``[tokens]``; both ends are inside.
 
     Args:

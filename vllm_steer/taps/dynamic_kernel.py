@@ -101,7 +101,8 @@ def _fold_kernel(  # type: ignore[no-untyped-def]
             threshold, sign = tl.load(number), tl.load(number + 1)
             release, release_sign = tl.load(number + 3), tl.load(number + 4)
             kept = (1.0 - tl.load(number + 5)).to(tl.float64)
-            score_column = tl.load(field + 1)
+            # The fields of a part are tokens instead of columns.
+            score_column = tl.where(kind == _PART, 0, tl.load(field + 1))
             low, high = tl.load(field + 3), tl.load(field + 4)
             mask_column = tl.load(field + 8)
             start_id, end_id = tl.load(field + 1), tl.load(field + 5)
@@ -124,15 +125,16 @@ def _fold_kernel(  # type: ignore[no-untyped-def]
                     computed = tl.load(replayed + token, mask=real, other=1) == 0
                     inside = real & computed & (where >= low) & (where < high)
                     row = record + token.to(tl.int64) * columns
-                    masked = inside & (mask_column != 0)
-                    inside = inside & (tl.load(row + mask_column, mask=masked, other=1.0) != 0)
-                    # A part's tokens are no columns.
-                    score = tl.load(row + score_column, mask=inside & (kind != _PART), other=0.0)
-                    ids = tl.load(token_id + token, mask=inside & (kind == _PART), other=-2)
-                    above = tl.where(kind == _PART, ids == start_id, sign * (score - threshold) > 0)
-                    below = tl.where(kind == _PART, ids == end_id, release_sign * (score - release) > 0)
-                    holds = inside & above
-                    released = inside & below
+                    folded = tl.load(row + mask_column, mask=real, other=0.0)
+                    inside = inside & (tl.where(mask_column == 0, 1.0, folded) != 0)
+                    score = tl.load(row + score_column, mask=inside, other=0.0)
+                    ids = tl.load(token_id + token, mask=real, other=-2)
+                    above = tl.where(ids == start_id, 1.0, 0.0)
+                    above = tl.where(kind == _PART, above, sign * (score - threshold))
+                    below = tl.where(ids == end_id, 1.0, 0.0)
+                    below = tl.where(kind == _PART, below, release_sign * (score - release))
+                    holds = inside & (above > 0)
+                    released = inside & (below > 0)
                     latest = tl.maximum(latest, tl.max(tl.where(inside, token, -1), axis=0))
                     set_at = tl.maximum(set_at, tl.max(tl.where(holds, token, -1), axis=0))
                     reset_at = tl.maximum(reset_at, tl.max(tl.where(released, token, -1), axis=0))
@@ -154,7 +156,7 @@ def _fold_kernel(  # type: ignore[no-untyped-def]
                         average *= tl.exp2(number_taken.to(tl.float64) * tl.log2(kept))
                         average += tl.sum(tl.where(inside, weight * wide, 0.0), axis=0)
                 at = record + tl.maximum(latest, 0).to(tl.int64) * columns
-                last = tl.load(at + score_column, mask=(latest >= 0) & (kind != _PART), other=0.0).to(tl.float64)
+                last = tl.load(at + score_column, mask=latest >= 0, other=0.0).to(tl.float64)
                 last = tl.where(latest >= 0, last, before)
                 latched = tl.where(set_at >= reset_at, tl.where(set_at >= 0, 1.0, before), 0.0)
                 state = tl.where((kind == _PREVIOUS) | (kind == _LAST), last, before)
