@@ -3,21 +3,28 @@
 
     python benchmarks/front_end.py --out benchmarks/results/front-end.json
 
-No engine runs. The script parses and compiles the vectors, composes and checks the request, clones it as vLLM does and
-encodes it with vLLM's encoder. The time of the same request without steering is subtracted. Every request has its own
-vectors, except in the cases with equal vectors. Times are CPU milliseconds, as the median over the requests, for hidden
-size 4,096.
+No engine runs. The first part is the way in: the script parses and compiles the vectors, composes and checks the
+request, clones it as vLLM does and encodes it with vLLM's encoder. The time of the same request without steering is
+subtracted. Every request has its own vectors, except in the cases with equal vectors.
+
+The second part is the way out, for 16 probes: the records of a batch's steps are received, split by request, and
+written into the chunks of its stream, one per token. The time without readouts is that of passing the chunks on.
+
+Times are CPU milliseconds, as the median over the requests or the minimum over the batches, for hidden size 4,096.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import gc
 import json
 import os
 import platform
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,16 +36,29 @@ from vllm.v1.serial_utils import MsgpackEncoder
 
 from vllm_steer import SamplingParams
 from vllm_steer.capture.manager import CaptureManager
+from vllm_steer.capture.row_payload import RECORDS, ROWS_REQUEST_ID, encode_step
+from vllm_steer.capture.step_rows import RowIndex, StepRows
 from vllm_steer.config import SteeringConfig
 from vllm_steer.engine.capabilities import Capabilities
 from vllm_steer.frontend.context import EngineContext
+from vllm_steer.frontend.outputs import begin_capture, take_rows
 from vllm_steer.frontend.requests import check_engine_request, complete_params
 from vllm_steer.params import strip_for_engine
 from vllm_steer.program.program_files import ProgramFileCache
 from vllm_steer.registry.registry import SteeringRegistry
+from vllm_steer.server.http.compiled_fields import compile_json_fields
+from vllm_steer.server.http.readout_feed import ReadoutFeed
+from vllm_steer.server.http.readout_results import ReadoutWriter
+from vllm_steer.server.http.request_context import RequestContext
 
 LAYERS, HIDDEN, REQUESTS, WARM_UP = 32, 4096, 128, 8
 POINTS = ("pre_attn", "post_attn", "post_block")
+BATCH, CHUNKS = 64, 64
+CHUNK = (
+    b'data: {"id":"cmpl-0123456789abcdef0123456789abcdef","object":"text_completion","created":1700000000,'
+    b'"model":"bench","choices":[{"index":0,"text":" word","logprobs":null,"finish_reason":null,"stop_reason":null,'
+    b'"token_ids":null}],"usage":null}\n\n'
+)
 PROBES = [f"p{i}" for i in range(16)]
 
 
@@ -68,15 +88,18 @@ def make_context() -> EngineContext:
     )
 
 
-def measure(fields: Callable[[int], dict[str, Any]], context: EngineContext) -> float:
-    """Return the milliseconds per request."""
+def measure(fields: Callable[[int], dict[str, Any]], context: EngineContext, *, http: bool = False) -> float:
+    """Return the milliseconds per request, with the fields of a body if ``http``."""
     processor = SimpleNamespace(_steering_context=context)
     encoder = MsgpackEncoder()
     spent: list[float] = []
     for i in range(REQUESTS):
         given = fields(i)
         started = time.process_time()
-        params = complete_params(context, SamplingParams(max_tokens=16, temperature=0, **given)).clone()
+        made = SamplingParams(max_tokens=16, temperature=0, **({} if http else given))
+        if http:
+            made.extra_args = compile_json_fields(given)
+        params = complete_params(context, made).clone()
         request = EngineCoreRequest(
             request_id=f"request-{i}", prompt_token_ids=[1] * 16, mm_features=None, sampling_params=params,
             pooling_params=None, arrival_time=0.0, lora_request=None, cache_salt=None, data_parallel_rank=None,
@@ -88,11 +111,73 @@ def measure(fields: Callable[[int], dict[str, Any]], context: EngineContext) -> 
     return 1000 * statistics.median(spent[WARM_UP:])
 
 
+def read_probes(weights: list[Any]) -> dict[str, Any]:
+    """Return the fields of a request with sixteen probes as readouts at four layers."""
+    sites = [{"point": "post_block", "layer": LAYERS * (i % 4) // 4} for i in range(len(PROBES))]
+    return {
+        "readouts": {name: {"probe": each, **site} for name, each, site in zip(PROBES, weights, sites, strict=True)}
+    }
+
+
+def measure_stream(fields: dict[str, Any] | None, context: EngineContext) -> float:
+    """Return the milliseconds per request of the streams of a batch, from the engine's outputs to the socket."""
+    processor: Any = SimpleNamespace(_steering_context=context, request_states={})
+    params = None
+    if fields is not None:
+        params = complete_params(context, SamplingParams(max_tokens=CHUNKS, temperature=0, **fields))
+    http = [RequestContext() for _ in range(BATCH)]
+    states = [
+        SimpleNamespace(
+            request_id=f"request-{i}", external_req_id=f"request-{i}", parent_req=None, request_index=0, prompt_len=16,
+            detokenizer=SimpleNamespace(num=0),
+        )
+        for i in range(BATCH)
+    ]  # fmt: skip
+    for i, state in enumerate(states):
+        state.detokenizer.num_output_tokens = partial(getattr, state.detokenizer, "num")
+        processor.request_states[state.request_id] = state
+        if params is not None:
+            begin_capture(processor, SimpleNamespace(request_id=state.request_id, sampling_params=params))
+            http[i].readouts[0] = ReadoutFeed(state)
+    index = RowIndex(tuple(processor.request_states), ((20,),) * BATCH, RECORDS)
+    rows = np.random.default_rng(3).standard_normal((BATCH, 20), dtype="f4").view("u1")
+    sent = 0
+
+    async def send(message: Any) -> None:
+        nonlocal sent
+        sent += len(message["body"])
+
+    writers = [send if params is None else ReadoutWriter(each, send).send for each in http]
+    for writer in writers:
+        if params is not None:
+            writer.__self__._is_stream = True
+
+    async def stream() -> None:
+        for number in range(CHUNKS):
+            step = StepRows(index, np.full(BATCH, 15 + number), np.ones(BATCH, dtype=np.int64), rows)
+            if params is not None:
+                output = SimpleNamespace(
+                    request_id=ROWS_REQUEST_ID, kv_transfer_params=encode_step(step), routed_experts=rows.copy()
+                )
+                take_rows(processor, [output])
+            for state, writer in zip(states, writers, strict=True):
+                state.detokenizer.num = number + 1
+                await writer({"type": "http.response.body", "body": CHUNK, "more_body": True})
+
+    started = time.process_time()
+    asyncio.run(stream())
+    spent = time.process_time() - started
+    if params is not None and sent < BATCH * (CHUNKS - 1) * 16 * 10:
+        raise RuntimeError(f"the streams carry {sent} bytes, too few for their readouts")
+    return 1000 * spent / BATCH
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     context = make_context()
+    gc.freeze()  # as vLLM does
     equal, directions = vectors(LAYERS, 1), probes()
     cases: dict[str, Callable[[int], dict[str, Any]]] = {
         "own vectors at 3 sites": lambda i: {"steering_vectors": vectors(1, i + 10)},
@@ -102,15 +187,24 @@ def main() -> None:
         "16 probes at 4 layers": lambda i: projected(directions=directions),
         "16 probes by name": lambda i: projected(probes=[f"bench/{name}" for name in PROBES]),
     }
+    cases |= {
+        "16 readouts": lambda i: read_probes(list(directions)),
+        "16 readouts by name": lambda i: read_probes([f"bench/{name}" for name in PROBES]),
+    }
     plain = measure(lambda i: {}, context)
     found = {name: measure(fields, context) - plain for name, fields in cases.items()}
+    name = "16 readouts by name"
+    found[f"{name}, HTTP"] = measure(cases[name], context, http=True) - plain
     environment = {
         "cpus": os.cpu_count(),
         "load_average": os.getloadavg(),
         "machine": platform.machine(),
         "torch": torch.__version__,
     }
-    result = {"environment": environment, "plain_ms": plain, "added_ms_per_request": found}
+    named = read_probes([f"bench/{name}" for name in PROBES])
+    passed, read = (min(measure_stream(each, context) for _ in range(5)) for each in (None, named))
+    streams = {"chunks": CHUNKS, "plain_ms": passed, "added_ms_per_request": {"16 readouts": read - passed}}
+    result = {"environment": environment, "plain_ms": plain, "added_ms_per_request": found, "streams": streams}
     arguments.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))
 

@@ -9,6 +9,8 @@ stand-ins alone is subtracted. Results are microseconds per step, the minimum of
 * *Idle*: no request steers or captures.
 * *Settled*: every request of a batch has one vector and decodes with the table rows of the previous step. In the
   scheduler, where decoding with a vector costs nothing, every request captures one layer.
+* *Readouts*: every request of a batch decodes with 16 probes, without and with a gate on one of them. The step of the
+  worker includes taking the records of a CPU, and the scheduler passes them on. Kernels do not run.
 * *Waves*: many requests with equal captures, or with different vectors, arrive at once, run their prompt's step and one
   decoding step, and end.
 """
@@ -32,7 +34,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.request import RequestStatus
 
-from vllm_steer import SamplingParams
+from vllm_steer import Edit, SamplingParams
 from vllm_steer.config import SteeringConfig
 from vllm_steer.engine.admission import AdmissionController
 from vllm_steer.engine.arena import ArenaBudget, TokenLimiter
@@ -51,7 +53,9 @@ from vllm_steer.points import points_on
 from vllm_steer.program import TableAllocator, compile_program
 from vllm_steer.program.program_files import MIN_PROGRAM_BYTES
 from vllm_steer.spec import parse_capture, parse_fields
+from vllm_steer.taps.assignment import BatchLayout
 from vllm_steer.taps.ops import DeviceOps
+from vllm_steer.taps.projection import products_at
 from vllm_steer.taps.tables import Tables
 
 LAYERS, HIDDEN, RUNS, STEPS, WAVES, PROMPT = 32, 4096, 7, 5000, 21, 16
@@ -110,7 +114,7 @@ def make_manager() -> WorkerSteeringManager:
         decoder,
         ProgramStore(tables, config, LAYERS, range(LAYERS)),
         CUDAGraphSetManager(tables, config.graph_sets, 3, range(LAYERS), "the stand-in has no model"),
-        DeviceOps(lambda *args: None, lambda *args: None),
+        DeviceOps(*[lambda *args: None] * 2, products_at, *[lambda *args: None] * 2),
         {},
         heads={},
         no_lens=None,
@@ -137,6 +141,7 @@ def make_scheduler() -> Any:
     made._steering_stats = EngineStatsCollector(made.steering_admission)
     made._arena = ArenaBudget(config.capture_rows, 0, speculates=False)
     made._with_program, made._malformed, made.requests = {}, {}, {}
+    made._without_drafts, made.num_spec_tokens = set(), 0
     made._token_limiter = TokenLimiter(made._arena, made._with_program, None)
     managers = (object.__new__(FullAttentionManager),)
     made.kv_cache_manager = SimpleNamespace(coordinator=SimpleNamespace(single_type_managers=managers))
@@ -206,6 +211,48 @@ def measure_scheduler(batch: int, *, capture: bool = False) -> float:
         scheduler.update_from_output(None, output)
 
     return 1e6 * (seconds_per_call(lambda: step(steering)) - seconds_per_call(lambda: step(stub)))
+
+
+def measure_readouts(batch: int, *, gated: bool = False) -> dict[str, float]:
+    """Return the microseconds that 16 probes add to a decoding step of ``batch`` requests."""
+    manager, scheduler = make_manager(), make_scheduler()
+    probes = {f"p{i}": {"probe": np.ones(HIDDEN, "f4"), "point": "post_block", "layer": 3} for i in range(16)}
+    when = {"readout": "p0", "above": 0.5, "window": "previous"}
+    edit = Edit(kind="add", point="post_block", layers=5, vector=np.ones(HIDDEN, "f4"), when=when)
+    params = SamplingParams(readouts=probes, steering=[edit] if gated else None)
+    requests = make_requests([params.extra_args] * batch)
+    for slot, request in enumerate(requests):
+        request.sampling_params = params
+        request.is_finished = lambda: False
+        scheduler.add_request(request)
+        scheduler.requests[request.request_id] = request
+        request.client_index = 0
+        manager.store.add(request.request_id, slot, params, PROMPT)
+    layout = BatchLayout(torch.arange(batch), torch.arange(batch + 1), torch.full((batch,), 20))
+    first = np.full(batch, 20)
+    step_batch = StepBatch(
+        layout=lambda: layout, ids=[request.request_id for request in requests], request_slot=np.arange(batch),
+        first=first, count=np.ones(batch, dtype=np.int64), num_padded=batch,
+    )  # fmt: skip
+    scheduled, output = SimpleNamespace(preempted_req_ids=None, num_scheduled_tokens={}), SimpleNamespace()
+    least = {"worker": float("inf"), "scheduler": float("inf")}
+    for _ in range(RUNS):
+        spent = dict.fromkeys(least, 0.0)
+        for _ in range(STEPS // 10):
+            started = time.thread_time()
+            manager.begin_step(step_batch)
+            manager.end_step()
+            output.steering_rows = tuple(step for each in manager.take_rows() for step in each.wait())
+            manager.take_stats()
+            done = time.thread_time()
+            scheduler.update_from_output(scheduled, output)
+            spent["scheduler"] += time.thread_time() - done
+            spent["worker"] += done - started
+            first += 1
+        least = {part: min(least[part], 1e6 * seconds / (STEPS // 10)) for part, seconds in spent.items()}
+    if not output.steering_rows:
+        raise RuntimeError("the step has no records")
+    return least
 
 
 def make_requests(extra_args: list[dict[str, bytes]]) -> list[Any]:
@@ -287,6 +334,13 @@ def main() -> None:
         "idle, scheduler": {str(batch): measure_scheduler(batch) for batch in (1, 256)},
         "settled, scheduler": {str(batch): measure_scheduler(batch, capture=True) for batch in (1, 256)},
         "settled, worker": {str(batch): measure_worker(batch) for batch in (1, 256)},
+    }
+    readouts = {str(batch): measure_readouts(batch) for batch in (1, 256)}
+    gates = {str(batch): measure_readouts(batch, gated=True) for batch in (1, 256)}
+    found |= {
+        f"{name}, {part}": {batch: each[part] for batch, each in measured.items()}
+        for name, measured in (("16 readouts", readouts), ("16 readouts and a gate", gates))
+        for part in ("worker", "scheduler")
     }
     waves = {kind: measure_wave(kind, 256) for kind in ("own vectors", "one layer", "16 probes at 4 layers")}
     waves["own vectors at 96 sites"] = measure_wave("own vectors at 96 sites", 16)

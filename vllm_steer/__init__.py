@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from vllm_steer.client.responses import Completion
     from vllm_steer.compat.names import install
     from vllm_steer.compat.request_state import CapacityError
-    from vllm_steer.compat.version import IncompatibleError
     from vllm_steer.config import SteeringConfig, engine_kwargs
-    from vllm_steer.errors import SteeringError
+    from vllm_steer.errors import IncompatibleError, SteeringError
     from vllm_steer.frontend.controllers import ControlledRequest, Controller
+    from vllm_steer.frontend.user_hooks import HookHandle
     from vllm_steer.llm import LLM
     from vllm_steer.params import SamplingParams
     from vllm_steer.registry.registry import SteeringRegistry
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from vllm_steer.spec import CaptureSpec, Edit
     from vllm_steer.spec.projection import Projection
     from vllm_steer.spec.selector import Selector
+    from vllm_steer.taps.user_hooks import HookedRows
 
 __all__ = [
     "LLM",
@@ -51,6 +52,8 @@ __all__ = [
     "Controller",
     "Edit",
     "HiddenStates",
+    "HookHandle",
+    "HookedRows",
     "IncompatibleError",
     "Projection",
     "SamplingParams",
@@ -74,6 +77,8 @@ _MODULES = {
     "CaptureSpec": "vllm_steer.spec",
     "Edit": "vllm_steer.spec",
     "HiddenStates": "vllm_steer.capture.hidden_states",
+    "HookHandle": "vllm_steer.frontend.user_hooks",
+    "HookedRows": "vllm_steer.taps.user_hooks",
     "capture_hidden_states": "vllm_steer.capture.hidden_states",
     "AsyncClient": "vllm_steer.client",
     "Client": "vllm_steer.client",
@@ -91,7 +96,7 @@ _MODULES = {
     "CapacityError": "vllm_steer.compat.request_state",
     "install": "vllm_steer.compat.names",
     "Completion": "vllm_steer.client.responses",
-    "IncompatibleError": "vllm_steer.compat.version",
+    "IncompatibleError": "vllm_steer.errors",
     "Projection": "vllm_steer.spec.projection",
     "Selector": "vllm_steer.spec.selector",
     "SteeringRegistry": "vllm_steer.registry.registry",

@@ -9,9 +9,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from vllm.v1.engine.async_llm import AsyncLLM as VllmAsyncLLM
-
 from vllm_steer.capture.consumers import read_consumers
+from vllm_steer.compat.internals import AsyncLLM as VllmAsyncLLM
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import (
     NOT_ENABLED,

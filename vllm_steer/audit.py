@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from vllm.logger import init_logger
+from vllm_steer.compat.internals import init_logger
 
 LOGGER = "vllm.steering.audit"
 FIELDS: Mapping[str, str] = {

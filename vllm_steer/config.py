@@ -143,6 +143,10 @@ class SteeringConfig(msgspec.Struct, metaclass=_ConfigMeta, frozen=True, forbid_
     points: tuple[str, ...] = ()
     """Additional hook points: ``attn_out``, ``mlp_in``, ``mlp_out``."""
 
+    user_hooks: bool = False
+    """Whether functions of this process may run at hook points, see :meth:`vllm_steer.LLM.register_hook`. Servers
+    refuse the setting."""
+
     saes: dict[str, str] = {}
     """Folders of sparse autoencoders by the names that readouts use; see ``--steering-sae``."""
 
@@ -167,6 +171,8 @@ class SteeringConfig(msgspec.Struct, metaclass=_ConfigMeta, frozen=True, forbid_
             value = getattr(self, switch.name)
             if not isinstance(value, bool) and (value is not None or switch.default is not None):
                 raise SteeringError(f"steering_config.{switch.name}", f"must be true or false, not {shown(value)}")
+        if not isinstance(self.user_hooks, bool):
+            raise SteeringError("steering_config.user_hooks", f"must be true or false, not {shown(self.user_hooks)}")
         read_choice(self.capture_policy, CAPTURE_POLICIES, "steering_config.capture_policy")
         if self.plain_code and self.graph_sets == 1:
             raise SteeringError(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The exception raised for invalid steering and capture requests."""
+"""Exceptions raised for invalid steering and capture requests, and for an unsuitable vLLM."""
 
 
 class SteeringError(ValueError):
@@ -30,3 +30,15 @@ class SteeringError(ValueError):
 
     def __str__(self) -> str:
         return f"{self.field}: {self.problem}"
+
+
+class IncompatibleError(ValueError):
+    """The version or the settings of vLLM do not support steering.
+
+    Example:
+        >>> from vllm_steer import LLM, IncompatibleError  # doctest: +SKIP
+        >>> try:  # doctest: +SKIP
+        ...     llm = LLM("demo/model", enable_steering=True)
+        ... except IncompatibleError as error:
+        ...     print(error)
+    """

@@ -7,17 +7,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vllm.entrypoints.llm import LLM as VllmLLM
-from vllm.v1.metrics.reader import Metric
-
 from vllm_steer.capture.consumers import read_consumers
+from vllm_steer.compat.internals import LLM as VllmLLM
+from vllm_steer.compat.internals import Metric
 from vllm_steer.config import SteeringConfig, engine_kwargs
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import NOT_ENABLED, RegistryOptions, engine_context, set_consumers, set_registry
 from vllm_steer.frontend.live import SET_STRENGTH_RPC, check_strengths, first_position, samples_of
+from vllm_steer.frontend.user_hooks import HookHandle, check_process, register_hook
 from vllm_steer.metrics.reader import read_metrics
 from vllm_steer.params import has_steering
 from vllm_steer.registry.registry import SteeringRegistry
+from vllm_steer.taps.user_hooks import Hook
 
 
 class LLM(VllmLLM):  # type: ignore[misc]
@@ -66,6 +67,7 @@ class LLM(VllmLLM):  # type: ignore[misc]
             # Before the model is loaded, which takes long.
             consumers = read_consumers(capture_consumers)
             registry = RegistryOptions.of(steering_registry, steering_modules)
+            check_process(SteeringConfig.parse(steering_config))
             kwargs.update(engine_kwargs(steering_config, kwargs.get("additional_config")))
         else:
             steering_only = {
@@ -112,6 +114,27 @@ class LLM(VllmLLM):  # type: ignore[misc]
         engine = self.llm_engine
         ids, checked = check_strengths(engine, request_id, samples_of(engine.output_processor, request_id), strengths)
         return first_position(engine, request_id, ids, engine.collective_rpc(SET_STRENGTH_RPC, args=(ids, checked)))
+
+    def register_hook(self, fn: Hook, point: str, layers: Any = None) -> HookHandle:
+        """Run a function on the rows of every request at a hook point, from now on until the hook is removed.
+
+        The engine needs ``steering_config={"user_hooks": True}``. The function gets a :class:`vllm_steer.HookedRows`
+        for each request, layer and step, and changes its rows or returns new ones. Hooks run ahead of the edits and
+        captures of their site. If the function raises, its request ends with ``finish_reason="error"`` and the
+        exception in ``stop_reason``; other requests are not affected.
+
+        Args:
+            fn: The function.
+            point: A hook point such as ``"post_block"``, or a name of another library.
+            layers: A layer, a list of layers, or ``"all"``; None if the name of the point states a layer.
+
+        Returns:
+            A handle with ``remove()``, also a context manager.
+
+        Raises:
+            SteeringError: An argument is invalid, the engine was started without user hooks, or requests are running.
+        """
+        return register_hook(self.llm_engine, fn, point, layers)
 
     def get_metrics(self) -> list[Metric]:
         """Return vLLM's metrics and vllm-steer's, whose names begin with ``vllm_steer:``.

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm.logger import init_logger
+from vllm_steer.compat.internals import init_logger
 
 
 def steering_logger(name: str) -> Any:

@@ -17,8 +17,8 @@ from typing import Any, TypeAlias
 
 import msgspec
 from cachetools import LRUCache
-from vllm.sampling_params import SamplingParams as VllmSamplingParams
 
+from vllm_steer.compat.internals import SamplingParams as VllmSamplingParams
 from vllm_steer.errors import SteeringError
 from vllm_steer.program import Program, compile_program
 from vllm_steer.program.program_files import ProgramFileCache, fetch_program

@@ -104,4 +104,4 @@ def test_long_steps_are_not_listed_whole(
     long = step(0, 4)
     add(long)
     assert records.take(4)[1] == [[1.0, p, 0.0] for p in range(4)]
-    assert "_listed" not in vars(long)
+    assert "_records" not in vars(long)

@@ -44,6 +44,8 @@ def report(**new: str) -> str:
         ({"arguments": "self, x=1"}, rf"\* `{SCHEDULER}`: `\(self\)` to `\(self, x=1\)`"),
         ({"field": "seeds"}, "Engine arguments, new: `seeds`; gone: `seed`"),
         ({"variable": "VLLM_B"}, "Environment variables, new: `VLLM_B`; gone: `VLLM_A`"),
+        ({"variable": "VLLM_B"}, "Without a row in `compat/settings.py`: `VLLM_B`"),
+        ({"field": "monokernel"}, r"\| `monokernel` \| refused \|"),
     ],
 )
 def test_reports_a_difference(new: dict[str, str], expected: str) -> None:
@@ -71,4 +73,17 @@ def test_pages_list_the_recorded_changes(old: str, new: str) -> None:
     """Catches a page that was not written again after the table of seams changed."""
     page = (ROOT / "docs" / "design" / "releases" / f"{new.removesuffix('.0')}.md").read_text()
     changed = changes(recorded()[old], recorded()[new])
-    assert {change.seam.path for change in changed} == set(re.findall(r"^\| `(vllm[\w.]*:[\w.]*)`", page, re.MULTILINE))
+    rows = re.findall(r"^\| `(vllm[\w.]*:[\w.]*)` \| (\w+) \| (\w+) \| [^|]* \| (.*) \|$", page, re.MULTILINE)
+    expected = {
+        (change.seam.path, change.seam.kind.value, change.summary, change.seam.ours.removeprefix("vllm_steer."))
+        for change in changed
+    }
+    assert {(*row[:3], row[3].strip("`") if row[3].startswith("`") else "") for row in rows} == expected
+
+
+@pytest.mark.parametrize("version", ["0.32", "0.33"])
+def test_pages_have_no_setting_without_a_verdict(version: str) -> None:
+    """Catches a new setting of vLLM that was never compared with steering."""
+    page = (ROOT / "docs" / "design" / "releases" / f"{version}.md").read_text()
+    assert "* Without a row in `compat/settings.py`: none\n" in page
+    assert "| `monokernel` | refused |" in page or version != "0.33"

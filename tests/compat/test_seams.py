@@ -7,15 +7,15 @@ import re
 
 import pytest
 
-from tests.compat.usage import attributes_of_base, foreign_private_attributes, imported, sources
+from tests.compat.usage import INTERNALS, attributes_of_base, foreign_private_attributes, imported, sources
 from vllm_steer.compat.record import read_seams, recorded
-from vllm_steer.compat.seams import SEAMS, Kind
+from vllm_steer.compat.seams import SEAMS, Kind, Seam
 from vllm_steer.compat.sources import installed_source, installed_version
 
 FILES = sources()
 ATTRIBUTES = {seam.path.rpartition(".")[2] for seam in SEAMS if seam.kind is not Kind.IMPORT}
 QUOTED = {name for seam in SEAMS for name in re.findall(r"`(\w+)`", seam.why)}
-OF_OTHERS = {"_fields", "_modules", "_register_fake", "_replace", "_vllm_steer"}
+OF_OTHERS = {"_fields", "_modules", "_patching_runner", "_register_fake", "_replace", "_vllm_steer"}
 """Attributes of ast, torch, dataclasses and of ours that vLLM does not define."""
 
 BASES = (
@@ -31,11 +31,22 @@ BASES = (
 
 def test_lists_every_import_of_vllm() -> None:
     """Catches an import that the next release may break without a word, and a row whose import is gone."""
-    listed = {seam.path for seam in SEAMS if seam.kind in (Kind.IMPORT, Kind.WIRE)}
+    listed = {name_of(seam) for seam in SEAMS if seam.kind in (Kind.IMPORT, Kind.WIRE)}
     used = imported(FILES)
     missing = {name: sorted(used[name]) for name in used if name not in listed}
     assert missing == {}, "add rows to vllm_steer/compat/seams.py, then run scripts/seams.py for each version"
-    assert {seam.path for seam in SEAMS if seam.kind is Kind.IMPORT} - used.keys() == set()
+    assert {name_of(seam) for seam in SEAMS if seam.kind is Kind.IMPORT} - used.keys() == set()
+
+
+def name_of(seam: Seam) -> str:
+    """Return the name under which a seam is imported, ``module:`` for a module."""
+    return seam.path.rpartition(":")[2] or seam.path
+
+
+def test_imported_names_are_unique() -> None:
+    """Catches two rows with one name, of which only the second can be imported."""
+    names = [name_of(seam) for seam in {s.path: s for s in SEAMS if s.kind in (Kind.IMPORT, Kind.WIRE)}.values()]
+    assert sorted({name for name in names if names.count(name) > 1}) == []
 
 
 def test_lists_every_private_attribute() -> None:
@@ -79,10 +90,11 @@ def test_the_record_is_that_of_the_installed_version() -> None:
 def test_usage_is_found() -> None:
     """Negative control: finds imports within functions, private attributes, and attributes of a base class."""
     files = {
-        "a.py": "def f(x):\n    from vllm.v1.request import Request\n    import vllm.envs\n    return x._key, x._own",
+        "a.py": f"def f(x):\n    from {INTERNALS} import Request\n    import vllm.envs\n"
+        "    return x._key, getattr(x, '_named')",
         "b.py": "class C(Base):\n    def __init__(self):\n        self._own = self.theirs\n"
         "    def step(self):\n        super().step()\n        super().other()",
     }
-    assert imported(files) == {"vllm.v1.request:Request": {"a.py"}, "vllm.envs:": {"a.py"}}
-    assert foreign_private_attributes(files) == {"_key": {"a.py"}}
+    assert imported(files) == {"Request": {"a.py"}, "vllm.envs:": {"a.py"}}
+    assert foreign_private_attributes(files) == {"_key": {"a.py"}, "_named": {"a.py"}}
     assert attributes_of_base(files["b.py"], "C") == {"theirs", "other"}

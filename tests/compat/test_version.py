@@ -37,6 +37,7 @@ def config(**changes: Any) -> Any:
         model_config=N(runner_type="generate", is_diffusion=False),
         speculative_config=N(enable_adaptive_verification=False),
         kv_transfer_config=None,
+        kernel_config=N(),
     )
     for name, value in changes.items():
         part, field = name.split("__")
@@ -58,6 +59,7 @@ def config(**changes: Any) -> Any:
         ({"parallel__distributed_executor_backend": "external_launcher"}, "external_launcher"),
         ({"parallel__enable_elastic_ep": True}, "enable-elastic-ep"),
         ({"model__is_diffusion": True}, "diffusion"),
+        ({"kernel__monokernel": True}, "monokernel"),
         ({"speculative__enable_adaptive_verification": True}, "adaptive_verification"),
     ],
 )

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from vllm_steer.compat.wraps import How, Join, install
+from vllm_steer.errors import IncompatibleError
 
 calls: list[Any] = []
 
@@ -120,3 +121,12 @@ def test_leaves_overrides_and_missing_modules_alone(target: Any) -> None:
     method = target.method
     install([join("method", How.OVERRIDE, "first"), Join("no_module:f", How.BEFORE, "x:y", only_if_imported=True)])
     assert target.method is method
+
+
+@pytest.mark.parametrize("method", ["wrapped_module:Target.gone", "wrapped_module:Gone.method"])
+def test_a_missing_method_is_reported_before_anything_is_wrapped(target: Any, method: str) -> None:
+    """Catches a KeyError that names no file, and a vLLM of which half is wrapped."""
+    with pytest.raises(IncompatibleError, match=r"no \S+ in wrapped_module\.py, which .*:first joins"):
+        install([join("method", How.BEFORE, "first"), Join(method, How.BEFORE, f"{__name__}:first")])
+    target().method(1)
+    assert calls == ["method"]

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "vllm_steer"
+INTERNALS = "vllm_steer.compat.internals"
 
 
 def sources() -> dict[str, str]:
@@ -16,12 +17,12 @@ def sources() -> dict[str, str]:
 
 
 def imported(files: Mapping[str, str]) -> dict[str, set[str]]:
-    """Return the importing files of each name of vLLM, ``module:name``, or ``module:`` for a module."""
+    """Return the files that import each name from ``vllm`` or from ``compat.internals``."""
     found: dict[str, set[str]] = {}
     for file, text in files.items():
         for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] == "vllm":
-                names = [f"{node.module}:{alias.name}" for alias in node.names]
+            if isinstance(node, ast.ImportFrom) and node.module in ("vllm", INTERNALS):
+                names = [alias.name for alias in node.names]
             elif isinstance(node, ast.Import):
                 names = [f"{alias.name}:" for alias in node.names if alias.name.partition(".")[0] == "vllm"]
             else:
@@ -32,15 +33,28 @@ def imported(files: Mapping[str, str]) -> dict[str, set[str]]:
 
 
 def foreign_private_attributes(files: Mapping[str, str]) -> dict[str, set[str]]:
-    """Return the files that read or set each attribute with a leading underscore that the package does not define."""
-    own, used = set[str](), dict[str, set[str]]()
+    """Return the files that use each private attribute that the same file does not define.
+
+    Attributes named by a string, as in ``getattr(x, "_name")``, count too.
+    """
+    used: dict[str, set[str]] = {}
     for file, text in files.items():
         tree = ast.parse(text)
-        own |= set(_defined(tree))
+        own = set(_defined(tree))
         for node in ast.walk(tree):
-            if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
-                used.setdefault(node.attr, set()).add(file)
-    return {name: where for name, where in used.items() if name not in own}
+            name = node.attr if isinstance(node, ast.Attribute) else _named_attribute(node)
+            if name.startswith("_") and not name.startswith("__") and name not in own:
+                used.setdefault(name, set()).add(file)
+    return used
+
+
+def _named_attribute(node: ast.AST) -> str:
+    """Return the attribute that a call of ``getattr`` and the like names, or an empty string."""
+    if not isinstance(node, ast.Call) or len(node.args) < 2:
+        return ""
+    function, name = node.func, node.args[1]
+    is_access = isinstance(function, ast.Name) and function.id in ("getattr", "setattr", "hasattr", "delattr")
+    return str(name.value) if is_access and isinstance(name, ast.Constant) else ""
 
 
 def attributes_of_base(text: str, cls: str) -> set[str]:

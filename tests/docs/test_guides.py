@@ -49,6 +49,15 @@ def test_capture_guide_runs() -> None:
 
 
 @pytest.mark.slow
+def test_hooks_guide_runs() -> None:
+    """Catches an example that no longer runs, and a hook that is not called or changes nothing."""
+    differ = "plain[0].outputs[0].text != sparse[0].outputs[0].text"
+    calls = "[seen[0][1:] == (1, list(range(len(plain[0].prompt_token_ids)))), len(seen)]"
+    shown = run_python(offline_blocks("docs/guides/hooks.md"), f"[{differ}, {calls}]")
+    assert shown == [True, [True, 2 * 2 * 8]]
+
+
+@pytest.mark.slow
 def test_readouts_guide_runs() -> None:
     """Catches an example that no longer runs, a gate that never opens, a stop or a live strength without effect."""
     lens = "list(looked.readouts['lens'].token_ids.shape)"

@@ -16,14 +16,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.engine import drafts
 from tests.engine.answers import params, prompt, run, tokens_of
 from tests.engine.captures import capture, close_to, result
 from tests.engine.conftest import close
+from tests.engine.dynamic_cases import PROMPTS as ALL_PROMPTS
 from tests.engine.test_mixing import program
 from tests.tiny import HIDDEN, LAYERS, VOCAB, make_llm
 
 SMALL = {"max_model_len": 128, "max_num_seqs": 16}
 NUM_DRAFTS = 3
+PROMPTS = ALL_PROMPTS[1::2]
 
 
 def workload() -> tuple[list[Any], list[Any]]:
@@ -70,10 +73,11 @@ def save_eagle_head(target: Path, folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def truth(tiny_llama: Path) -> list[Any]:
+def plain(tiny_llama: Path) -> tuple[list[Any], list[Any]]:
+    """Return outputs of an engine without drafts: of the workload, and of requests with lens readouts."""
     llm = make_llm(tiny_llama, **SMALL)
     try:
-        return run(llm, *workload())
+        return run(llm, *workload()), drafts.run_lens(llm, PROMPTS)
     finally:
         close(llm)
 
@@ -81,9 +85,17 @@ def truth(tiny_llama: Path) -> list[Any]:
 SAVE = {"draft_model": save_draft_model, "eagle": save_eagle_head}
 
 
+@pytest.fixture(scope="module")
+def decided(tiny_llama: Path) -> drafts.Truth:
+    """Return gates and stops, and what a reference without drafts does."""
+    return (*drafts.truth_of(tiny_llama, PROMPTS), PROMPTS)
+
+
 @pytest.mark.parametrize("method", list(SAVE))
-def test_matches_decoding_without_speculation(truth: list[Any], tiny_llama: Path, tmp_path: Path, method: str) -> None:
-    """Catches rejected drafts that are captured, and a steered drafter of the target's class."""
+def test_matches_decoding_without_speculation(
+    plain: tuple[list[Any], list[Any]], decided: drafts.Truth, tiny_llama: Path, tmp_path: Path, method: str
+) -> None:
+    """Catches captures, gates and stops of rejected drafts, and a steered drafter of the target's class."""
     drafter = SAVE[method](tiny_llama, tmp_path / method)
     speculative = {"method": method, "model": str(drafter), "num_speculative_tokens": NUM_DRAFTS}
     llm = make_llm(tiny_llama, **SMALL, speculative_config=speculative)
@@ -91,32 +103,22 @@ def test_matches_decoding_without_speculation(truth: list[Any], tiny_llama: Path
         runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
         assert _hooked(runner.get_model()) == LAYERS
         assert _hooked(runner.drafter.model) == 0
-        seen = _watch_acceptance(llm)
+        seen = drafts.watch_drafts(llm)
         outputs = run(llm, *workload())
-        assert any(accepted < drafts for drafts, accepted in seen), "no draft was rejected"
+        assert any(accepted < made for made, accepted in seen), "no draft was rejected"
         assert method == "eagle" or any(accepted for _, accepted in seen), "no draft was accepted"
-        for i, (got, right) in enumerate(zip(outputs, truth, strict=True)):
+        for i, (got, right) in enumerate(zip(outputs, plain[0], strict=True)):
             assert tokens_of(got) == tokens_of(right), i
             if i % 2:
                 close_to(result(got), result(right), i)
+        if method == "draft_model":
+            drafts.check_every_window(llm, decided)
+            drafts.check_controls(llm, decided)
+            drafts.check_live(llm, tiny_llama)
+            drafts.check_lens(drafts.run_lens(llm, PROMPTS), plain[1])
     finally:
         close(llm)
 
 
 def _hooked(model: Any) -> int:
     return sum(hasattr(module, "steering_taps") for module in model.modules())
-
-
-def _watch_acceptance(llm: Any) -> list[tuple[int, int]]:
-    """Record ``(drafts, accepted)`` of every verified request of every step from now on."""
-    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    original = scheduler.update_from_output
-    seen: list[tuple[int, int]] = []
-
-    def counted(scheduled: Any, output: Any) -> Any:
-        for name, drafts in scheduled.scheduled_spec_decode_tokens.items():
-            seen.append((len(drafts), len(output.sampled_token_ids[output.req_id_to_index[name]]) - 1))
-        return original(scheduled, output)
-
-    scheduler.update_from_output = counted
-    return seen

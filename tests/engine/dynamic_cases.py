@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -71,22 +72,22 @@ def cases(bounds: dict[str, tuple[float, float]]) -> dict[str, dict[str, Any]]:
     }  # fmt: skip
 
 
-def bounds_of(reference: Reference) -> dict[str, tuple[float, float]]:
+def bounds_of(reference: Reference, texts: Sequence[list[int]] = PROMPTS) -> dict[str, tuple[float, float]]:
     """Return bounds that about a third of the tokens exceed, in the widest gaps between scores."""
-    runs = [reference.run(tokens, GENERATED, READOUTS) for tokens in PROMPTS]
+    runs = [reference.run(tokens, GENERATED, READOUTS) for tokens in texts]
     found = {
         name: (_gap(values, 0.35), _gap(values, 0.65))
         for name in READOUTS
         for values in (np.sort(np.concatenate([each.scores[name] for each in runs])),)
     }
-    runs_of_late = [each.scores["late"][len(tokens) - 1 :] for each, tokens in zip(runs, PROMPTS, strict=True)]
+    runs_of_late = [each.scores["late"][len(tokens) - 1 :] for each, tokens in zip(runs, texts, strict=True)]
     means = np.sort(np.concatenate([np.cumsum(each) / np.arange(1, len(each) + 1) for each in runs_of_late]))
     averages = np.sort(np.concatenate([[_ema(each[: n + 1], 0.6) for n in range(len(each))] for each in runs_of_late]))
     found["running"] = (_gap(means, 0.5), _gap(averages, 0.5))
-    prompts = [each.scores["early"][: len(tokens)] for each, tokens in zip(runs, PROMPTS, strict=True)]
+    prompts = [each.scores["early"][: len(tokens)] for each, tokens in zip(runs, texts, strict=True)]
     for over, fold in FOLDS.items():
         # Half of the prompts exceed it.
-        low, high = np.sort([fold(values) for values in prompts])[len(prompts) // 2 - 1 :][:2]
+        low, high = np.sort([fold(values) for values in prompts])[len(texts) // 2 - 1 :][:2]
         found[over] = (float(low + high) / 2,) * 2
     return found
 
@@ -111,8 +112,8 @@ def _gap(values: np.ndarray, quantile: float) -> float:
     return float((values[place] + values[place + 1]) / 2)
 
 
-def request(case: dict[str, Any], **fields: Any) -> Any:
-    readouts = {name: {**each, "positions": "all"} for name, each in READOUTS.items()}
+def request(case: dict[str, Any], *, positions: Any = "all", **fields: Any) -> Any:
+    readouts = {name: {**each, "positions": positions} for name, each in READOUTS.items()}
     return params(
         GENERATED, logprobs=None, readouts=readouts, steering=case.get("edits"), stop_on=case.get("stops"), **fields
     )  # fmt: skip
@@ -136,8 +137,61 @@ def check(output: Any, expected: Expected, prompt_len: int, name: str = "") -> N
         assert first.stop_reason.endswith(f"at position {expected.stop[1]}")
 
 
-def run_all(llm: Any, made: dict[str, dict[str, Any]], **fields: Any) -> dict[tuple[str, int], Any]:
+def expect(
+    reference: Reference, made: dict[str, dict[str, Any]], texts: Sequence[list[int]] = PROMPTS
+) -> dict[tuple[str, int], Expected]:
+    """Return what the reference does with each case and prompt."""
+    return {
+        (name, number): reference.run(tokens, GENERATED, READOUTS, case.get("edits", ()), case.get("stops", ()))
+        for name, case in made.items()
+        for number, tokens in enumerate(texts)
+    }
+
+
+def check_all(
+    outputs: dict[tuple[str, int], Any],
+    expected: dict[tuple[str, int], Expected],
+    texts: Sequence[list[int]] = PROMPTS,
+) -> None:
+    """Compare the outputs of :func:`run_all` with those of :func:`expect`."""
+    for (name, number), output in outputs.items():
+        check(output, expected[name, number], len(texts[number]), f"{name}, prompt {number}")
+
+
+def run_all(
+    llm: Any, made: dict[str, dict[str, Any]], texts: Sequence[list[int]] = PROMPTS, **fields: Any
+) -> dict[tuple[str, int], Any]:
     """Run every case with every prompt in one batch and return the outputs."""
-    keys = [(name, number) for name in made for number in range(len(PROMPTS))]
-    prompts = [prompt(*PROMPTS[number]) for _, number in keys]
+    keys = [(name, number) for name in made for number in range(len(texts))]
+    prompts = [prompt(*texts[number]) for _, number in keys]
     return dict(zip(keys, run(llm, prompts, [request(made[name], **fields) for name, _ in keys]), strict=True))
+
+
+def reacting(bound: float = 0.5) -> dict[str, Any]:
+    """Return fields of a request whose gates, latch and stop depend on the text that it generates."""
+    late = {"readout": "late", "above": bound}
+    return {
+        "readouts": {name: {**each, "positions": "all"} for name, each in READOUTS.items()},
+        "steering": [
+            add(layer=3, when={"readout": "early", "above": 0.0}),
+            add(layer=0, seed=6, when={**late, "window": "previous"}),
+            add(layer=1, seed=7, strength=0.5, when={**late, "window": "latch", "release": {"below": 0.4}}),
+        ],
+        "stop_on": [{**late, "tokens": 6}],
+    }
+
+
+def check_consistent(sample: Any, prompt_len: int, bound: float = 0.5) -> None:
+    """Compare the trace and the end of a sample of :func:`reacting` with the readouts that it returns."""
+    early, late = (sample.readouts[name].values for name in ("early", "late"))
+    trace = sample.steering_trace
+    latched, run = 0.0, 0
+    for place, position in enumerate(trace.positions.tolist()):
+        before = late[position - 1]
+        latched = 1.0 if before > bound else 0.0 if before < 0.4 else latched
+        assert trace.gates[place].tolist() == [early[position] > 0, before > bound, latched], position
+        assert run < 6, "generation went on behind a stop"
+        run = run + 1 if late[position] > bound else 0
+    assert trace.positions.tolist() == list(range(prompt_len, prompt_len + len(trace.positions)))
+    assert (run == 6) == (sample.finish_reason == "stop")
+    assert len(trace.positions) == len(sample.token_ids) - (run < 6)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.engine import drafts
 from tests.engine.answers import params, prompt, run, tokens_of
 from tests.engine.captures import capture, close_to, result
 from tests.engine.conftest import close
@@ -36,13 +37,29 @@ def workload() -> tuple[list[Any], list[Any]]:
     return prompts, wanted
 
 
+REPETITIVE = [np.random.default_rng(i).integers(1, 40, 5).tolist() * (2 + 2 * i) + [i] for i in range(3)]
+
+
 @pytest.fixture(scope="module")
-def truth(tiny_llama: Path) -> list[Any]:
-    """Return each request's output alone in an engine without drafts."""
+def plain(tiny_llama: Path) -> tuple[list[Any], list[Any]]:
+    """Return outputs of an engine without drafts: each request of the workload alone, and lens readouts."""
     plain = make_llm(tiny_llama, max_model_len=128)
     outputs = [run(plain, [p], [w])[0] for p, w in zip(*workload(), strict=True)]
+    lens = drafts.run_lens(plain, REPETITIVE)
     close(plain)
-    return outputs
+    return outputs, lens
+
+
+@pytest.fixture(scope="module")
+def truth(plain: tuple[list[Any], list[Any]]) -> list[Any]:
+    """Return each request's output alone in an engine without drafts."""
+    return plain[0]
+
+
+@pytest.fixture(scope="module")
+def decided(tiny_llama: Path) -> drafts.Truth:
+    """Return gates and stops, and what a reference without drafts does."""
+    return (*drafts.truth_of(tiny_llama, REPETITIVE), REPETITIVE)
 
 
 @pytest.fixture(scope="module")
@@ -61,9 +78,9 @@ def test_captures_and_steers_accepted_drafts_only(
     original = type(scheduler).update_from_output
 
     def counted(self: Any, scheduled: Any, output: Any) -> Any:
-        for name, drafts in scheduled.scheduled_spec_decode_tokens.items():
+        for name, draft in scheduled.scheduled_spec_decode_tokens.items():
             accepted = len(output.sampled_token_ids[output.req_id_to_index[name]]) - 1
-            seen.append((len(drafts), accepted))
+            seen.append((len(draft), accepted))
         return original(self, scheduled, output)
 
     monkeypatch.setattr(type(scheduler), "update_from_output", counted)
@@ -92,3 +109,23 @@ def test_check_finds_rows_of_rejected_drafts(drafting: Any, truth: list[Any], mo
     with pytest.raises(AssertionError):
         for got, right in zip(outputs, truth, strict=True):
             close_to(result(got), result(right))
+
+
+def test_every_window_and_stop(drafting: Any, decided: drafts.Truth) -> None:
+    """Catches a gate or a stop of a rejected draft, and a draft with the factor of the token before it."""
+    drafts.check_every_window(drafting, decided)
+
+
+def test_checks_find_kept_drafts(drafting: Any, decided: drafts.Truth) -> None:
+    """Negative control of the test above."""
+    drafts.check_controls(drafting, decided)
+
+
+def test_lens_of_accepted_drafts(drafting: Any, plain: tuple[list[Any], list[Any]]) -> None:
+    """Catches lens readouts of a rejected draft, of another segment, and disturbed rows of captures."""
+    drafts.check_lens(drafts.run_lens(drafting, REPETITIVE), plain[1])
+
+
+def test_live_changes(drafting: Any, tiny_llama: Path) -> None:
+    """Catches a change that holds at another position than the reported one, because drafts were rejected."""
+    drafts.check_live(drafting, tiny_llama)

@@ -117,6 +117,19 @@ def test_appended_blocks_have_the_keys_of_a_prompt() -> None:
     assert keys([everywhere], PROMPT, OUTPUT) == keys([everywhere], PROMPT + OUTPUT)
 
 
+def test_a_cleared_list_is_keyed_anew() -> None:
+    """Catches a request without keys after vLLM has cleared them, as 0.33 does for inputs that are streamed."""
+    request = Request(
+        "r", list(PROMPT), VllmSamplingParams(max_tokens=50), None, block_hasher=get_request_block_hasher(BLOCK, HASH)
+    )
+    resolved = resolve(compile_program([edit(1)]), len(PROMPT), LAYERS)
+    request._block_hasher = steering_hasher(request._block_hasher, resolved, BLOCK, HASH)
+    for _ in range(2):
+        request.block_hashes.clear()
+        request.update_block_hashes()
+        assert list(request.block_hashes) == keys([edit(1)], PROMPT)
+
+
 def test_only_pre_attn_of_the_last_layer_changes_keys() -> None:
     """Catches needless misses for edits after the last layer's attention."""
 

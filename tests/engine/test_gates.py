@@ -4,14 +4,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.engine import hf
+from tests.engine.answers import params, prompt, run, tokens_of
 from tests.engine.conftest import close
-from tests.engine.dynamic_cases import GENERATED, PROMPTS, READOUTS, bounds_of, cases, check, run_all
+from tests.engine.dynamic_cases import (
+    GENERATED,
+    PROMPTS,
+    READOUTS,
+    bounds_of,
+    cases,
+    check,
+    check_consistent,
+    reacting,
+    request,
+    run_all,
+)
 from tests.engine.dynamic_reference import Expected, Reference
 from tests.tiny import make_llm
 from vllm_steer.engine.record_keeper import RecordKeeper
@@ -102,6 +116,41 @@ def test_preemption_and_chunked_prefill(crowded: tuple[Any, list[Any]], truth: T
     engine, preempted = crowded
     assert_all(run_all(engine, truth[0]), truth)
     assert preempted
+
+
+def test_gated_blocks_are_shared_by_equal_requests_only(crowded: tuple[Any, list[Any]], truth: Truth) -> None:
+    """Catches a block of another gate, and decisions of a cached prompt that are assumed."""
+    engine, _ = crowded
+    names = ("previous", "latch", "token", "token, below, of the prompt", "prompt, mean", "several")
+    cached = 0
+    for _ in range(2):
+        for number in (4, 5):
+            for name in names:
+                wanted = request(truth[0][name], positions="all_generated")
+                (output,) = run(engine, [prompt(*PROMPTS[number])], [wanted])
+                cached += output.num_cached_tokens
+                expected = truth[1][name, number]
+                assert tokens_of(output) == expected.tokens, (name, number)
+                gates, start = output.outputs[0].steering_trace.gates, len(PROMPTS[number])
+                np.testing.assert_allclose(gates, expected.factors[start : start + len(gates)], atol=2e-2)
+    assert cached
+
+
+def test_each_sample_decides_for_itself(crowded: tuple[Any, list[Any]]) -> None:
+    """Catches state that the samples of a request share."""
+    engine, _ = crowded
+    wanted = params(20, n=3, temperature=1.5, logprobs=None, **reacting())
+    outputs = run(engine, [prompt(*each) for each in PROMPTS], [wanted] * len(PROMPTS))
+    samples = [(output, sample) for output in outputs for sample in output.outputs]
+    for output, sample in samples:
+        check_consistent(sample, len(output.prompt_token_ids))
+    assert any(sample.finish_reason == "stop" for _, sample in samples)
+    assert len({tuple(sample.token_ids) for _, sample in samples}) > len(outputs)
+    # Negative control: decisions of another sample are noticed.
+    with pytest.raises(AssertionError):
+        for (output, sample), (_, other) in pairwise(samples):
+            sample.steering_trace = other.steering_trace
+            check_consistent(sample, len(output.prompt_token_ids))
 
 
 def test_preempted_requests_repeat_their_decisions(

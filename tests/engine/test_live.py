@@ -41,6 +41,21 @@ def drive(llm: Any, numbers: list[int]) -> tuple[dict[str, Any], dict[int, float
     return outputs, changed
 
 
+def check_changes(reference: Reference, outputs: dict[str, Any], changed: dict[int, float], number: int) -> None:
+    """Compare the output of a request of :func:`drive` with the reference; ``changed`` holds for this request."""
+
+    def live(position: int) -> dict[str, float]:
+        past = [changed[start] for start in sorted(changed) if start <= position]
+        return {"calm": past[-1] if past else 1.0}
+
+    edits = [add(layer=1, live="calm"), add(layer=2, seed=7, strength=0.5)]
+    expected = reference.run(PROMPTS[number], GENERATED, READOUTS, edits, live=live)
+    output = outputs[str(number)]
+    assert tokens_of(output) == expected.tokens, number
+    trace = output.outputs[0].steering_trace
+    np.testing.assert_array_equal(trace.live["calm"], [live(p)["calm"] for p in trace.positions.tolist()])
+
+
 def test_changes_hold_from_the_reported_position(llm: Any, tiny_llama: Path) -> None:
     """Catches a change that takes effect at another token, or for another request, and a trace without it."""
     numbers = [1, 3, 4]
@@ -49,17 +64,7 @@ def test_changes_hold_from_the_reported_position(llm: Any, tiny_llama: Path) -> 
     model = hf.load(tiny_llama)
     reference = Reference(model, model.model.layers)
     for number in numbers:
-
-        def live(position: int, number: int = number) -> dict[str, float]:
-            past = [changed[start] for start in sorted(changed) if start <= position and number == numbers[0]]
-            return {"calm": past[-1] if past else 1.0}
-
-        edits = [add(layer=1, live="calm"), add(layer=2, seed=7, strength=0.5)]
-        expected = reference.run(PROMPTS[number], GENERATED, READOUTS, edits, live=live)
-        output = outputs[str(number)]
-        assert tokens_of(output) == expected.tokens, number
-        trace = output.outputs[0].steering_trace
-        np.testing.assert_array_equal(trace.live["calm"], [live(p)["calm"] for p in trace.positions.tolist()])
+        check_changes(reference, outputs, changed if number == numbers[0] else {}, number)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from tests.engine import hf
 from tests.engine.answers import logprobs_of, params, prompt, tokens_of
 from tests.engine.captures import capture, close_to, result
 from tests.engine.conftest import close
+from tests.engine.dynamic_cases import check_consistent, reacting
 from tests.tiny import HIDDEN, LAYERS, VOCAB, direction, make_llm
 
 RANK, ALPHA = 8, 16
@@ -139,3 +140,16 @@ def _cached_tokens(llm: Any, adapters: dict[str, Path], first_token: int) -> lis
     p = prompt(first_token, *np.random.default_rng(8).integers(1, VOCAB, 299).tolist())
     combinations = [(p, adapter, params(1, steering_vectors=edit)) for adapter in ADAPTERS for edit in EDITS]
     return [ask(llm, adapters, [request])[0].num_cached_tokens for request in combinations * 2]
+
+
+def test_gates_and_stops_of_adapters(llm: Any, adapters: dict[str, Path]) -> None:
+    """Catches a gate that reads another request's adapter, and state that requests share."""
+    requests = [
+        (prompt(*range(10 + i, 30 + i)), ADAPTERS[i % 3], params(16, logprobs=None, **reacting())) for i in range(6)
+    ]
+    outputs = ask(llm, adapters, requests)
+    for i, output in enumerate(outputs):
+        check_consistent(output.outputs[0], 20)
+        (alone,) = ask(llm, adapters, [requests[i]])
+        assert tokens_of(output) == tokens_of(alone), i
+        np.testing.assert_array_equal(output.outputs[0].steering_trace.gates, alone.outputs[0].steering_trace.gates)

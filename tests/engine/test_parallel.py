@@ -16,10 +16,11 @@ import pytest
 from tests.engine.answers import logprobs_of, params, prompt, run, tokens_of
 from tests.engine.captures import capture, close_to, result
 from tests.engine.conftest import close
+from tests.engine.dynamic_cases import PROMPTS, add, check_consistent, reacting
 from tests.engine.steps import chunks_of
 from tests.engine.test_mixing import program
 from tests.tiny import LAYERS, VOCAB, direction, make_llm
-from vllm_steer import Edit, engine_kwargs
+from vllm_steer import Edit, SteeringError, engine_kwargs
 
 CORES = sorted(os.sched_getaffinity(0))[:2]
 KINDS = {"tensor": {"tensor_parallel_size": 2}, "pipeline": {"pipeline_parallel_size": 2}}
@@ -121,6 +122,29 @@ def test_dummy_batches_change_nothing(llm: Any, truth: list[Any]) -> None:
         assert tokens_of(done[i]) == tokens_of(right), i
         if i % 2:
             close_to(result(done[i]), result(right), i)
+
+
+@pytest.mark.parametrize("llm", [KINDS["tensor"]], ids=["tensor"], indirect=True)
+def test_ranks_decide_alike(llm: Any, tiny_llama: Path) -> None:
+    """Catches ranks whose gates differ, and records that are sent twice or lost."""
+    outputs = run(llm, [prompt(*each) for each in PROMPTS], [params(16, logprobs=None, **reacting())] * len(PROMPTS))
+    for output in outputs:
+        check_consistent(output.outputs[0], len(output.prompt_token_ids))
+    first, second = llm.collective_rpc(_carry)
+    np.testing.assert_array_equal(first, second)
+    assert first.any()
+
+
+def _carry(worker: Any) -> Any:
+    return worker.model_runner.steering.tables.carry.numpy()
+
+
+@pytest.mark.parametrize("llm", [KINDS["pipeline"]], ids=["pipeline"], indirect=True)
+def test_readouts_are_refused_across_stages(llm: Any) -> None:
+    """Catches a gate whose readout is on another stage, and is never computed."""
+    for fields in (reacting(), {"steering": [add(live="calm")]}):
+        with pytest.raises(SteeringError, match="pipeline"):
+            run(llm, [prompt(*range(5, 15))], [params(2, **fields)])
 
 
 @pytest.mark.parametrize("llm", [KINDS["tensor"]], ids=["tensor"], indirect=True)

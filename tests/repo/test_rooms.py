@@ -18,6 +18,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("compat.syntax", "compat.sources", "compat.wraps"),
     ("compat.stages",),
     ("compat.seams",),
+    ("compat.internals",),
     ("compat.record",),
     ("points", "log", "fs", "limits", "compat.version"),
     ("site_names",),

@@ -106,11 +106,8 @@ class ReadoutStream:
             start = int(np.searchsorted(positions, prompt_len))
             generated = records[start:]
             live = {name: _columns(generated, column, 1)[:, 0] for name, column in layout.live.items()}
-            gates = np.stack(
-                [_columns(generated, column, 1)[:, 0] for column in layout.gates.values()]
-                or [np.empty((0,), np.float32)],
-                axis=1,
-            )
+            columns = [_columns(generated, column, 1) for column in layout.gates.values()]
+            gates = np.concatenate([np.empty((len(generated), 0), np.float32), *columns], axis=1)
             covered = 0
             for place, number in enumerate(layout.gates):
                 inside = _inside(positions[start:], self.program.edits[number].selector.intervals(prompt_len))

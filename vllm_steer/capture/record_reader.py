@@ -45,12 +45,17 @@ class RecordReader:
         runs = self._waiting
         if self._shared:
             self._receiver.flush(self._request_id)
-        collected, self._next_chunk = self._assembler.records_since(self._next_chunk)
-        runs += collected
+        if self._assembler.num_chunks > self._next_chunk:
+            collected, self._next_chunk = self._assembler.records_since(self._next_chunk)
+            runs += collected
         if not self._shared:
             runs += self._receiver.take_records(self._request_id)
         self._waiting = []
-        first, self._next_position = self._next_position, max(self._next_position, forwarded)
+        first = self._next_position
+        if len(runs) == 1 and first <= runs[0][0] == forwarded - 1 and len(runs[0][1]) == 1:
+            self._next_position = forwarded
+            return [forwarded - 1], list(runs[0][1])
+        self._next_position = max(first, forwarded)
         if len(runs) > 1:
             runs = _merge(runs)
         positions: list[int] = []

@@ -81,6 +81,11 @@ class RowAssembler:
         part._chunks = self._chunks[chunk:]
         return part, len(self._chunks)
 
+    @property
+    def num_chunks(self) -> int:
+        """Number of chunks so far."""
+        return len(self._chunks)
+
     def records_since(self, chunk: int) -> tuple[list[tuple[int, list[list[float]]]], int]:
         """Return first position and records of each chunk from number ``chunk`` on, and the number of chunks so far."""
         runs = [

@@ -40,13 +40,15 @@ class _Run:
 class RowReceiver:
     """Receiver of captured rows for one front end."""
 
-    def __init__(self, on_size: Callable[[int], None] = lambda num_bytes: None) -> None:
+    def __init__(self, on_size: Callable[[int], None] = lambda num_bytes: None, *, max_steps: int = MAX_STEPS) -> None:
         """Create an empty receiver.
 
         Args:
             on_size: Called with the number of buffered bytes whenever it changes.
+            max_steps: Steps after which all rows are split by request.
         """
         self._on_size = on_size
+        self._max_steps = max_steps
         self._steps: list[StepRows] = []
         self._size = 0
         self._num_merged = 0  # leading steps that merging has already looked at
@@ -84,13 +86,11 @@ class RowReceiver:
         with self._lock:
             if request_id not in self._assemblers:
                 return []
-            steps = self._steps[self._num_taken.get(request_id, 0) :]
-            self._num_taken[request_id] = len(self._steps)
-        return [
-            (step.extents[0][entry], step.records_of(entry))
-            for step in steps
-            for entry in step.index.entries_by_request.get(request_id, ())
-        ]
+            taken, self._num_taken[request_id] = self._num_taken.get(request_id, 0), len(self._steps)
+            steps = self._steps[taken:]
+        if len(steps) == 1:
+            return steps[0].records_of(request_id)
+        return [run for step in steps for run in step.records_of(request_id)]
 
     def flush(self, request_id: str) -> None:
         """Pass the buffered rows of a request to its assembler."""
@@ -130,7 +130,7 @@ class RowReceiver:
         with self._lock:
             self._steps.append(step)
             self._size += step.rows.nbytes
-            if self._size > MAX_BYTES or len(self._steps) > MAX_STEPS:
+            if self._size > MAX_BYTES or len(self._steps) > self._max_steps:
                 for request_id in list(self._assemblers):
                     self.flush(request_id)
                 self._clear()

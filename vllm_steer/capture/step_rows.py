@@ -102,19 +102,25 @@ class StepRows:
         _, _, offsets = self.extents
         return self.rows[offsets[entry] : offsets[entry + 1]]
 
-    def records_of(self, entry: int) -> list[list[float]]:
-        """Return the rows of one entry of records as lists of numbers."""
-        _, _, offsets = self.extents
-        start, stop = offsets[entry], offsets[entry + 1]
-        if len(self.rows) > _MAX_LISTED_RECORDS:
-            listed: list[list[float]] = self.rows[start:stop].view(np.float32).tolist()
-            return listed
-        return self._listed[start:stop]
+    def records_of(self, request_id: str) -> list[tuple[int, list[list[float]]]]:
+        """Return first position and records of each entry of a request, for rows that are records."""
+        if len(self.rows) <= _MAX_LISTED_RECORDS:
+            return self._records.get(request_id, [])
+        starts, _, offsets = self.extents
+        return [
+            (starts[entry], self.rows[offsets[entry] : offsets[entry + 1]].view(np.float32).tolist())
+            for entry in self.index.entries_by_request.get(request_id, ())
+        ]
 
     @cached_property
-    def _listed(self) -> list[list[float]]:
+    def _records(self) -> dict[str, list[tuple[int, list[list[float]]]]]:
+        """The records of all requests: a stream is rarely alone in its batch."""
+        starts, _, offsets = self.extents
         listed: list[list[float]] = self.rows.view(np.float32).tolist()
-        return listed
+        return {
+            request_id: [(starts[entry], listed[offsets[entry] : offsets[entry + 1]]) for entry in entries]
+            for request_id, entries in self.index.entries_by_request.items()
+        }
 
     def can_merge(self, following: StepRows) -> bool:
         """Return whether ``following`` continues every entry at its next position.

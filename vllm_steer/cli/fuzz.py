@@ -86,6 +86,8 @@ def _print_report(report: Report) -> None:
         typer.echo(finding.workload.to_json())
     if report.findings:
         raise typer.Exit(1)
+    if not report.counts.requests:
+        raise fail("no request was compared; give more minutes")
     typer.echo(f"no findings in {report.seconds / 60:.1f} minutes: {report.counts.requests} requests compared")
 
 

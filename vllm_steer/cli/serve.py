@@ -18,11 +18,12 @@ def run(arguments: Sequence[str]) -> None:
     """
     _allow_plugin()
 
-    from vllm.entrypoints.cli.serve import ServeSubcommand
-    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
-    from vllm.logger import configure_logging_from_args
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
+    from vllm_steer.compat.internals import (
+        FlexibleArgumentParser,
+        ServeSubcommand,
+        cli_env_setup,
+        configure_logging_from_args,
+    )
     from vllm_steer.compat.plugin import register
     from vllm_steer.server.flags import ENABLE
 

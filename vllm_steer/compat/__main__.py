@@ -33,7 +33,7 @@ def diff(
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
     if output is None:
-        typer.echo(report)
+        typer.echo(report, nl=False)
     else:
         output.write_text(report)
 

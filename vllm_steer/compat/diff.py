@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from vllm_steer.compat.layers import LayerChange, layer_changes
 from vllm_steer.compat.record import Change, SeamSource, changes, read_seams
 from vllm_steer.compat.seams import Kind
+from vllm_steer.compat.settings import SETTINGS
 from vllm_steer.compat.sources import Function, SourceTree
 
 _ENGINE_ARGS = "vllm.engine.arg_utils:EngineArgs"
@@ -106,11 +107,19 @@ def _lines(diff: ReleaseDiff, with_source: bool) -> Iterator[str]:
     else:
         yield "None changed."
     yield ""
-    yield "## Settings to classify as served or refused"
+    yield "## Settings"
     yield ""
     for title, settings in (("Engine arguments", diff.arguments), ("Environment variables", diff.variables)):
         yield f"* {title}, new: {_names(settings.new)}; gone: {_names(settings.gone)}"
+    new = (*diff.arguments.new, *diff.variables.new)
+    yield f"* Without a row in `compat/settings.py`: {_names(tuple(name for name in new if name not in SETTINGS))}"
     yield ""
+    if any(name in SETTINGS for name in new):
+        yield "| new setting | with steering | reason |"
+        yield "| --- | --- | --- |"
+        for setting in (SETTINGS[name] for name in new if name in SETTINGS):
+            yield f"| `{setting.name}` | {setting.verdict.value} | {setting.reason} |"
+        yield ""
     yield "## To prove again"
     yield ""
     again = [layer for layer in diff.layers if layer.note == "prove again"]

@@ -6,12 +6,10 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
-from vllm.outputs import CompletionOutput, RequestOutput
-from vllm.v1.engine import EngineCoreRequest
-
 from vllm_steer.capture.readouts import merge_readouts
 from vllm_steer.capture.row_deltas import merge_deltas
 from vllm_steer.capture.row_payload import ROWS_REQUEST_ID
+from vllm_steer.compat.internals import CompletionOutput, EngineCoreRequest, RequestOutput
 from vllm_steer.frontend.context import engine_context
 from vllm_steer.frontend.outputs import consumers_paused, feed_controllers, take_rows
 from vllm_steer.frontend.requests import complete_params, complete_params_async, refuse_streaming_input

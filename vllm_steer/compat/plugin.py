@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_steer.compat.stages import STARTUP, front_end_joins
+from vllm_steer.compat.user_hooks import check_user_hooks
 from vllm_steer.compat.version import check_settings, check_version, is_tested
 from vllm_steer.compat.wraps import install
 from vllm_steer.log import steering_logger
@@ -27,6 +28,7 @@ def engine_config(original: Callable[..., Any], engine_args: Any, *args: Any, **
     """
     import vllm
 
+    from vllm_steer.compat.internals import AsyncEngineArgs
     from vllm_steer.config import choose_executor, from_vllm_config
 
     enabled = from_vllm_config(engine_args) is not None
@@ -39,6 +41,7 @@ def engine_config(original: Callable[..., Any], engine_args: Any, *args: Any, **
     vllm_config = original(engine_args, *args, **kwargs)
     if enabled:
         check_settings(vllm_config)
+        check_user_hooks(vllm_config, asynchronous=isinstance(engine_args, AsyncEngineArgs))
         choose_executor(vllm_config)
         install_fusion_pass(vllm_config)
     if enabled or is_tested(vllm.__version__):

@@ -57,7 +57,7 @@ def read_seam(tree: SourceTree, seam: Seam) -> SeamSource | None:
     A class counts with its bases, its fields and the signature of its ``__init__``; the methods that matter are seams
     of their own. A function counts as a whole.
     """
-    found = tree.find(seam.path)
+    found = next(filter(None, map(tree.find, seam.places)), None)
     if found is None:
         return None
     nodes = _relevant(found)

@@ -6,9 +6,7 @@ from __future__ import annotations
 from http import HTTPStatus
 from typing import Any
 
-from vllm.exceptions import GracefulHTTPError
-from vllm.v1.engine.output_processor import RequestState
-
+from vllm_steer.compat.internals import GracefulHTTPError, RequestState
 from vllm_steer.frontend.outputs import applied_steering, finish_capture, new_readouts, new_rows, refusal
 from vllm_steer.frontend.reach import record_reach
 from vllm_steer.params import program_bytes

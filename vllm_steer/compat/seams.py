@@ -41,12 +41,19 @@ class Seam:
         kind: How it is used.
         why: What for.
         ours: The function of ours that joins it, for wraps and overrides.
+        moved_to: Place of the same name in later versions, or an empty string.
     """
 
     path: str
     kind: Kind
     why: str
     ours: str = ""
+    moved_to: str = ""
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """All places of the name, the latest first."""
+        return (self.moved_to, self.path) if self.moved_to else (self.path,)
 
 
 def _attributes(owner: str, why: str, names: str) -> Iterator[Seam]:
@@ -100,8 +107,8 @@ _ENGINE: Final = (
     *_attributes(
         _V1,
         "the batch of a step of runner V1, and its loaded model",
-        "device get_model input_batch intermediate_tensors kv_cache_config kv_caches max_num_tokens model_config "
-        "model_memory_usage positions query_start_loc requests scheduler_config vllm_config",
+        "device get_model input_batch input_ids intermediate_tensors kv_cache_config kv_caches max_num_tokens "
+        "model_config model_memory_usage positions query_start_loc requests scheduler_config vllm_config",
     ),
     *_attributes(
         "vllm.v1.worker.gpu_input_batch:InputBatch",
@@ -233,8 +240,9 @@ _FRONT_END: Final = (
     *_attributes(
         "vllm.config.vllm:VllmConfig",
         "settings that conflict with steering or size the tables",
-        "additional_config cache_config compilation_config ec_transfer_config kv_transfer_config model_config "
-        "num_lookahead_tokens num_speculative_tokens parallel_config scheduler_config speculative_config",
+        "additional_config cache_config compilation_config ec_transfer_config kernel_config kv_transfer_config "
+        "model_config num_lookahead_tokens num_speculative_tokens parallel_config scheduler_config speculative_config "
+        "structured_outputs_config",
     ),
     *_attributes(
         "vllm.config.model:ModelConfig",
@@ -244,6 +252,20 @@ _FRONT_END: Final = (
     ),
     *_attributes("vllm.config.cache:CacheConfig", "settings that conflict", "kv_sharing_fast_prefill"),
     *_attributes("vllm.config.speculative:SpeculativeConfig", "settings that conflict", "enable_adaptive_verification"),
+    *_imports(
+        "the tokens that begin and end reasoning and tool calls",
+        "vllm.reasoning.abs_reasoning_parsers:ReasoningParserManager",
+        "vllm.tool_parsers.abstract_tool_parser:ToolParserManager",
+    ),
+    *_attributes(
+        "vllm.reasoning.abs_reasoning_parsers:ReasoningParser",
+        "the tokens that begin and end reasoning",
+        "reasoning_end_str reasoning_start_str",
+    ),
+    *_attributes("vllm.config.structured_outputs:StructuredOutputsConfig", "the reasoning parser", "reasoning_parser"),
+    *_attributes("vllm.v1.engine.input_processor:InputProcessor", "ids of marker tokens", "tokenizer"),
+    *_attributes("vllm.multimodal.inputs:PlaceholderRange", "positions of image tokens", "extract_embeds_range"),
+    *_attributes("vllm.multimodal.inputs:MultiModalFeatureSpec", "positions of image tokens", "mm_position modality"),
     *_imports(
         "base classes and types of the front end",
         "vllm.engine.arg_utils:AsyncEngineArgs",
@@ -270,15 +292,20 @@ _FRONT_END: Final = (
     *_imports(
         "the command vllm-steer serve",
         "vllm.entrypoints.cli.serve:ServeSubcommand",
-        "vllm.entrypoints.serve.utils.api_utils:cli_env_setup",
         "vllm.logger:configure_logging_from_args",
         "vllm.utils.argparse_utils:FlexibleArgumentParser",
+    ),
+    Seam(
+        "vllm.entrypoints.serve.utils.api_utils:cli_env_setup",
+        Kind.IMPORT,
+        "the command vllm-steer serve",
+        moved_to="vllm.entrypoints.common.startup:cli_env_setup",  # 0.33
     ),
 )
 
 _MODELS: Final = (
     *_imports("log in vLLM's format", "vllm.logger:init_logger"),
-    *_imports("version and environment variables", "vllm:", "vllm.envs:", "vllm:envs", "vllm:__version__"),
+    *_imports("version and environment variables", "vllm:", "vllm:envs", "vllm:__version__"),
     *_imports(
         "finding the decoder layers of a model",
         "vllm.model_executor.models.interfaces:supports_multimodal",

@@ -120,6 +120,7 @@ REQUEST_STAGES: tuple[Stage, ...] = (
             ),
             Join(f"{_OUTPUT_PROCESSOR}.add_request", BEFORE, f"{_REQUESTS}:check_resumable"),
             Join(f"{_OUTPUT_PROCESSOR}.add_request", BEFORE, "vllm_steer.server.auth.current_key:salt_request"),
+            Join(f"{_OUTPUT_PROCESSOR}.add_request", BEFORE, "vllm_steer.frontend.user_hooks:separate_cache"),
             Join(f"{_OUTPUT_PROCESSOR}.add_request", AFTER, "vllm_steer.compat.request_state:extend_state"),
             Join(f"{_OUTPUT_PROCESSOR}.add_request", AFTER, f"{_OUTPUTS}:begin_capture"),
             Join(f"{_OUTPUT_PROCESSOR}.add_request", AFTER, f"{_OUTPUTS}:record_applied"),
@@ -177,6 +178,8 @@ REQUEST_STAGES: tuple[Stage, ...] = (
         "captured rows of one step on the device",
         "outputs under a reserved request id that carry the rows, ahead of the step's outputs",
         (
+            Join(f"{_RUNNER_V1}._sample", OVERRIDE, f"{_STEERING_V1}._sample"),
+            Join(f"{_RUNNER_V2}.sample", OVERRIDE, f"{_STEERING_V2}.sample"),
             Join(f"{_RUNNER_V1}.sample_tokens", OVERRIDE, f"{_STEERING_V1}.sample_tokens"),
             Join(f"{_RUNNER_V2}.sample_tokens", OVERRIDE, f"{_STEERING_V2}.sample_tokens"),
             Join(

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from vllm_steer.compat.wraps import file_of
+from vllm_steer.errors import IncompatibleError
+
 if TYPE_CHECKING:
     from vllm_steer.compat.sources import SourceTree
 
@@ -17,18 +20,6 @@ TESTED_RANGE = "0.31.x and 0.32.x"
 OVERRIDE = "VLLM_STEER_ALLOW_UNTESTED_VLLM"
 _NAMED = 3
 """Number of changed parts that a message names."""
-
-
-class IncompatibleError(ValueError):
-    """The version or the settings of vLLM do not support steering.
-
-    Example:
-        >>> from vllm_steer import LLM, IncompatibleError  # doctest: +SKIP
-        >>> try:  # doctest: +SKIP
-        ...     llm = LLM("demo/model", enable_steering=True)
-        ... except IncompatibleError as error:
-        ...     print(error)
-    """
 
 
 @dataclass(frozen=True)
@@ -112,8 +103,8 @@ def compare_with_tested(tree: SourceTree, version: str) -> VersionCheck:
     changed = {tested: changes(record, seams) for tested, record in recorded().items() if is_tested(tested)}
     closest = min(changed, key=lambda tested: len(changed[tested]))
     places = tuple(
-        f"{name or 'the module'} in {module.replace('.', '/')}.py"
-        for module, _, name in (change.seam.path.partition(":") for change in changed[closest])
+        f"{change.seam.path.partition(':')[2] or 'the module'} in {file_of(change.seam.path)}"
+        for change in changed[closest]
     )
     return VersionCheck(version, closest, len(seams), places)
 
@@ -188,6 +179,12 @@ CONFLICTS: tuple[Conflict, ...] = (
         "wrong positions",
     ),
     Conflict(
+        "--monokernel",
+        # A setting of 0.33.
+        lambda c: bool(getattr(c.kernel_config, "monokernel", False)),
+        "one kernel decodes whole layers, so the taps in them would not run",
+    ),
+    Conflict(
         "a diffusion language model",
         lambda c: bool(c.model_config.is_diffusion),
         "its tokens are not generated in order",
@@ -204,7 +201,7 @@ CONFLICTS: tuple[Conflict, ...] = (
 
 
 def _rust_frontend() -> bool:
-    import vllm.envs as envs
+    from vllm_steer.compat.internals import envs
 
     return bool(getattr(envs, "VLLM_USE_RUST_FRONTEND", False))
 

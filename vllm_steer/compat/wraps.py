@@ -12,6 +12,8 @@ from enum import Enum
 from importlib import import_module
 from typing import Any
 
+from vllm_steer.errors import IncompatibleError
+
 _MARK = "_vllm_steer_wraps"
 
 
@@ -48,6 +50,11 @@ class Join:
         return self.how is not How.OVERRIDE
 
 
+def file_of(path: str) -> str:
+    """Return the file of a module, or of the module in ``module:qualified.name``, relative to the environment."""
+    return f"{path.partition(':')[0].replace('.', '/')}.py"
+
+
 def load(path: str) -> Any:
     """Return the object that ``path``, ``module:qualified.name``, names."""
     module, _, name = path.partition(":")
@@ -59,16 +66,37 @@ def install(joins: Iterable[Join]) -> None:
 
     Joins of one method run in the order given. Our functions are imported on their first call, so that a process
     imports only the rooms that it uses.
+
+    Raises:
+        IncompatibleError: vLLM does not have one of the methods. No method is wrapped then.
     """
     by_method: dict[str, list[Join]] = {}
     for join in joins:
         module = join.method.partition(":")[0]
         if join.is_wrap and (module in sys.modules or not join.only_if_imported):
             by_method.setdefault(join.method, []).append(join)
+    owners = {method: _owner(method, of_method[0]) for method, of_method in by_method.items()}
     for method, of_method in by_method.items():
-        module, _, name = method.partition(":")
-        owner, _, name = name.rpartition(".")
-        _wrap(load(f"{module}:{owner}") if owner else import_module(module), name, of_method)
+        _wrap(owners[method], method.rpartition(":")[2].rpartition(".")[2], of_method)
+
+
+def _owner(method: str, join: Join) -> Any:
+    """Return the class or module that defines ``method``."""
+    module, _, name = method.partition(":")
+    owner, _, last = name.rpartition(".")
+    try:
+        found = load(f"{module}:{owner}") if owner else import_module(module)
+        if last in vars(found):
+            return found
+    except AttributeError:
+        pass
+    except ModuleNotFoundError as error:
+        if not str(error.name).startswith("vllm."):
+            raise
+    raise IncompatibleError(
+        f"this vLLM has no {name} in {file_of(module)}, which {join.runs} joins. Install a tested version of vLLM. To "
+        "run vLLM without steering, uninstall vllm-steer or leave `steering` out of VLLM_PLUGINS."
+    )
 
 
 def _wrap(owner: Any, name: str, joins: list[Join]) -> None:

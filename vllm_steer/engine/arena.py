@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from vllm.v1.request import RequestStatus
-
+from vllm_steer.compat.internals import RequestStatus
 from vllm_steer.program import Resolved
 
 Spans = list[tuple[int, int]]

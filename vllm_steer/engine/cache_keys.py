@@ -66,6 +66,8 @@ def steering_hasher(
         # The upstream hasher continues the chain in request.block_hashes (get_request_block_hasher in
         # v1/core/kv_cache_utils.py), so it has to find its own hashes there.
         keys, request.block_hashes = request.block_hashes, unedited
+        if not keys:
+            unedited.clear()  # vLLM computes all keys anew
         try:
             new = upstream(request)
         finally:

@@ -22,7 +22,6 @@ from vllm_steer.spec.sites import OF_THE_MODEL
 
 EXCEEDS = "the engine allows"
 """Part of the message about a request that exceeds a limit of the engine."""
-NOT_WITH_DRAFTS = "is not supported with speculative decoding; start the engine without it"
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -142,8 +141,6 @@ class Capabilities:
             reason = self.unread.get(point, {}).get(layer)
             if reason is not None:
                 raise SteeringError(source, f"cannot be read at {point} of layer {layer}: {reason}")
-        if readout.mlp is not None and self.drafts:
-            raise SteeringError(f"{source}.probe", f"a hidden layer {NOT_WITH_DRAFTS}")
         if readout.head:
             self._check_head(readout, source)
         self._check_enabled(point, source)
@@ -156,8 +153,6 @@ class Capabilities:
     def _check_head(self, readout: CompiledReadout, source: str) -> None:
         """Raise :class:`SteeringError` unless the engine has a readout's head."""
         heads: Mapping[str, int] = self.facts.get("heads", {})
-        if self.drafts:
-            raise SteeringError(source, "lens and sae are not supported with speculative decoding; disable it")
         if readout.head == LENS:
             if (reason := self.facts.get("no_lens", "it was not reported")) is not None:
                 raise SteeringError(f"{source}.lens", f"is not supported by this engine: {reason}")
@@ -190,10 +185,6 @@ class Capabilities:
             field = f"{program.edit_source(i)}.{'when' if edit.when or edit.live else 'tokens'}"
             if (edit.is_gated or edit.live) and self.no_readouts is not None:
                 raise SteeringError(field, self.no_readouts)
-            if self.drafts and edit.when:
-                raise SteeringError(field, NOT_WITH_DRAFTS)
-        if self.drafts and program.stops:
-            raise SteeringError("stop_on", NOT_WITH_DRAFTS)
 
     def with_layers(self, error: SteeringError) -> SteeringError:
         """Return an error of the parser with this model's layers instead of the range of layers of any model."""

@@ -23,10 +23,8 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphWrapper
-from vllm.compilation.cuda_graph import CUDAGraphWrapper
-from vllm.config.compilation import CUDAGraphMode
 
+from vllm_steer.compat.internals import BreakableCUDAGraphWrapper, CUDAGraphMode, CUDAGraphWrapper
 from vllm_steer.engine.untapped_model import UntappedModel, UntappedModelUnavailableError
 from vllm_steer.log import steering_logger
 from vllm_steer.taps.tables import Tables

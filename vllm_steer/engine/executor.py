@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from vllm.v1.executor.multiproc_executor import MultiprocExecutor
-
+from vllm_steer.compat.internals import MultiprocExecutor
 from vllm_steer.engine.model_output import ROWS_ATTRIBUTE, rows_of
 
 

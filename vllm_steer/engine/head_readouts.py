@@ -9,7 +9,7 @@ change, a step launches the same indices again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,13 +19,14 @@ from cachetools import LRUCache
 
 from vllm_steer.engine.program_store import ProgramStore
 from vllm_steer.engine.step_batch import StepBatch
-from vllm_steer.program.token_program import MlpRead
+from vllm_steer.program.token_program import HeadRead, MlpRead
 from vllm_steer.taps.heads import Head, largest_outputs
 from vllm_steer.taps.mlp import MlpHead
+from vllm_steer.taps.tables import OPEN_END, Tables
 
 _MAX_MLPS = 32
 """Probes with a hidden layer whose weights are kept on the device beside the vector table."""
-_Part = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]
+_Part = tuple[npt.NDArray[np.int64], ...]
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,8 @@ class _Group:
     head: Head | MlpHead
     top_k: int
     arena_rows: torch.Tensor
-    """``[rows]``."""
+    """``[rows]``. With speculative decoding ``[segments, 3, rows]``: start and end of each segment that the token may
+    be in, and the place of the row among the rows of the token."""
     tokens: torch.Tensor
     """``[rows, 1]``, the token of each row."""
     columns: torch.Tensor
@@ -47,6 +49,18 @@ class _Group:
             return self.head.values(rows)
         return largest_outputs(self.head, rows, self.top_k)
 
+    def rows(self, tables: Tables, position: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the arena rows, and which records keep their values because they have none, ``[rows, 1]``."""
+        kept = tables.replayed[self.tokens] != 0
+        if self.arena_rows.ndim == 1:
+            return self.arena_rows, kept
+        token = self.tokens[:, 0]
+        start, stop, place = self.arena_rows.unbind(1)
+        inside = (position[token] >= start) & (position[token] < stop)
+        found = inside.any(0)
+        rows = torch.where(found, tables.token_base[token] + torch.where(inside, place, 0).sum(0), 0)
+        return rows, kept | ~found.unsqueeze(1)
+
 
 class HeadReadouts:
     """Head readouts of one engine rank.
@@ -56,37 +70,56 @@ class HeadReadouts:
         heads: Heads by the names that programs use.
         enabled: Whether this rank returns records. Other ranks run collective heads, and probes, on which gates may
             depend.
+        speculative: Whether draft tokens make the host's positions uncertain.
     """
 
-    def __init__(self, store: ProgramStore, heads: Mapping[str, Head], *, enabled: bool) -> None:
+    def __init__(self, store: ProgramStore, heads: Mapping[str, Head], *, enabled: bool, speculative: bool) -> None:
         self.heads = heads
         self._store = store
         self._enabled = enabled
+        self._speculative = speculative
         self._key: tuple[int, tuple[str, ...], bytes, bytes] | None = None
         self._steady: tuple[_Group, ...] = ()
-        self._planned: tuple[_Group, ...] = ()
+        self._planned: tuple[tuple[_Group, ...], torch.Tensor] | None = None
         self._mlps: LRUCache[MlpRead, MlpHead] = LRUCache(_MAX_MLPS)
 
     def plan(self, batch: StepBatch, capturing: npt.NDArray[np.int64]) -> None:
         """Choose the rows that the heads read after the next forward pass.
 
         Args:
-            batch: The step's batch. The host knows its positions: heads are refused with draft tokens.
+            batch: The step's batch.
             capturing: Indices of the requests in the batch that store rows in this step.
         """
         if not self._store.num_with_heads:
             return
-        if not (batch.first[capturing] >= self._store.last_segment[batch.request_slot[capturing]]).all():
-            self._planned = self._groups(batch, capturing)
-            return
-        # A request that starts to read, such as one whose prompt has ended, changes neither ids nor counts.
-        key = self._store.changes, tuple(batch.ids), batch.count.tobytes(), capturing.tobytes()
-        if key != self._key:
-            self._steady, self._key = self._groups(batch, capturing), key
-        self._planned = self._steady
+        slots = batch.request_slot[capturing]
+        reached = batch.first[capturing] + batch.count[capturing] * self._speculative
+        if not (reached >= self._store.last_segment[slots] + self._speculative).all():
+            groups = self._groups(batch, capturing)
+        else:
+            # A request that starts to read, such as one whose prompt has ended, changes neither ids nor counts.
+            key = self._store.changes, tuple(batch.ids), batch.count.tobytes(), capturing.tobytes()
+            if key != self._key:
+                self._steady, self._key = self._groups(batch, capturing), key
+            groups = self._steady
+        self._planned = groups, batch.layout().position
 
     def _groups(self, batch: StepBatch, capturing: npt.NDArray[np.int64]) -> tuple[_Group, ...]:
+        found = self._possible_rows(batch, capturing) if self._speculative else self._rows(batch, capturing)
         parts: dict[tuple[str | MlpRead, int], list[_Part]] = {}
+        for head, part in found:
+            parts.setdefault((head.mlp or head.head, head.top_k), []).append(part)
+        return tuple(self._group(self._head(name), top_k, each) for (name, top_k), each in parts.items())
+
+    def _head(self, name: str | MlpRead) -> Head | MlpHead:
+        if isinstance(name, str):
+            return self.heads[name]
+        if name not in self._mlps:
+            self._mlps[name] = self._store.mlp_head(name)
+        return self._mlps[name]
+
+    def _rows(self, batch: StepBatch, capturing: npt.NDArray[np.int64]) -> Iterator[tuple[HeadRead, _Part]]:
+        """Return the arena rows, tokens and first columns of each run of tokens."""
         starts = np.cumsum(batch.count) - batch.count
         base = 0
         for index in capturing.tolist():
@@ -96,28 +129,48 @@ class HeadReadouts:
                 offsets = np.arange(stop - start)
                 stored = segment.num_captures
                 for head, place in () if segment.program is None else segment.program.heads:
-                    columns = np.full(len(offsets), head.column)
-                    part = (base + offsets * stored + place, token + offsets, columns)
-                    parts.setdefault((head.mlp or head.head, head.top_k), []).append(part)
+                    yield head, (base + offsets * stored + place, token + offsets, np.full(len(offsets), head.column))
                 base += len(offsets) * stored
                 token += len(offsets)
-        return tuple(self._group(self._head(name), top_k, found) for (name, top_k), found in parts.items())
 
-    def _head(self, name: str | MlpRead) -> Head | MlpHead:
-        if isinstance(name, str):
-            return self.heads[name]
-        if name not in self._mlps:
-            self._mlps[name] = self._store.mlp_head(name)
-        return self._mlps[name]
+    def _possible_rows(self, batch: StepBatch, capturing: npt.NDArray[np.int64]) -> Iterator[tuple[HeadRead, _Part]]:
+        """Return places, tokens, first columns and segments of each run of tokens that may store rows.
+
+        The host's positions are upper bounds, so every segment up to them is possible.
+        """
+        starts = np.cumsum(batch.count) - batch.count
+        for index in capturing.tolist():
+            count = int(batch.count[index])
+            stop = int(batch.first[index]) + count
+            found: dict[HeadRead, list[tuple[int, int, int]]] = {}
+            for start, end, segment in self._store.resolved_of(batch.ids[index]).spans(0, stop):
+                for head, place in () if segment.program is None else segment.program.heads:
+                    # The last segment that is reached may go on.
+                    found.setdefault(head, []).append((start, OPEN_END if end == stop else end, place))
+            for head, segments in found.items():
+                token = starts[index] + np.arange(count)
+                yield head, (np.array(segments), token, np.full(count, head.column))
 
     def _group(self, head: Head | MlpHead, top_k: int, parts: list[_Part]) -> _Group:
-        arena_rows, tokens, columns = (np.concatenate(each) for each in zip(*parts, strict=True))
+        rows, tokens, columns = zip(*parts, strict=True)
+        if self._speculative:
+            # Segments that do not exist are empty.
+            most = max(map(len, rows))
+            arena_rows = np.concatenate(
+                [
+                    np.repeat(np.pad(each, ((0, most - len(each)), (0, 0)))[:, :, None], len(token), axis=2)
+                    for each, token in zip(rows, tokens, strict=True)
+                ],
+                axis=2,
+            )
+        else:
+            arena_rows = np.concatenate(rows)
         return _Group(
             head,
             top_k,
             self._upload(arena_rows),
-            self._upload(tokens[:, None]),
-            self._upload(columns[:, None] + np.arange(2 * top_k or 1)),
+            self._upload(np.concatenate(tokens)[:, None]),
+            self._upload(np.concatenate(columns)[:, None] + np.arange(2 * top_k or 1)),
         )
 
     def _upload(self, numbers: npt.NDArray[np.int64]) -> torch.Tensor:
@@ -127,13 +180,16 @@ class HeadReadouts:
 
     def run(self) -> None:
         """Compute the planned readouts, after the forward pass and on the same stream."""
-        planned, self._planned = self._planned, ()
+        planned, self._planned = self._planned, None
+        if planned is None:
+            return
+        groups, position = planned
         tables = self._store.tables
-        for group in planned:
+        for group in groups:
             if not (self._enabled or isinstance(group.head, MlpHead) or group.head.collective):
                 continue
-            new = group.values(tables.arena.index_select(0, group.arena_rows))
+            rows, kept = group.rows(tables, position)
+            new = group.values(tables.arena.index_select(0, rows))
             if new is not None:
                 old = tables.record[group.tokens, group.columns]
-                replayed = tables.replayed[group.tokens] != 0
-                tables.record[group.tokens, group.columns] = torch.where(replayed, old, new)
+                tables.record[group.tokens, group.columns] = torch.where(kept, old, new)

@@ -11,14 +11,14 @@ import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from vllm.v1.outputs import AsyncModelRunnerOutput
-
 from vllm_steer.capture.step_rows import StepRows
+from vllm_steer.compat.internals import AsyncModelRunnerOutput
 from vllm_steer.engine.device_to_host import PendingRows
 from vllm_steer.metrics.worker_stats import WorkerStats
 
 ROWS_ATTRIBUTE = "steering_rows"
 _STATS_ATTRIBUTE = "steering_stats"
+_FAILED_ATTRIBUTE = "steering_failed"
 
 
 def attach_rows(output: Any, pending: Sequence[PendingRows]) -> Any:
@@ -38,6 +38,17 @@ def attach_rows(output: Any, pending: Sequence[PendingRows]) -> Any:
 def attach_stats(output: Any, stats: WorkerStats | None) -> Any:
     """Return ``output`` with a step's worker statistics attached."""
     return output if stats is None else _attach(output, _STATS_ATTRIBUTE, lambda: stats, wait=False)
+
+
+def attach_failed(output: Any, failed: dict[str, str]) -> Any:
+    """Return ``output`` with the errors of requests whose user hooks failed in its step."""
+    return _attach(output, _FAILED_ATTRIBUTE, lambda: failed, wait=False) if failed else output
+
+
+def failed_of(output: Any) -> dict[str, str]:
+    """Return the errors of requests whose user hooks failed, by id."""
+    failed: dict[str, str] = getattr(output, _FAILED_ATTRIBUTE, {})
+    return failed
 
 
 def rows_of(output: Any) -> tuple[StepRows, ...]:

@@ -8,8 +8,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
+from vllm_steer.compat.internals import (
+    envs,
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+)
 from vllm_steer.config import SteeringConfig, from_vllm_config
 from vllm_steer.engine.cudagraph_sets import CUDAGraphSetManager
 from vllm_steer.engine.program_store import ProgramStore
@@ -27,13 +31,14 @@ from vllm_steer.models.discovery import Decoder, find_decoder
 from vllm_steer.models.final_norm import find_final_norm
 from vllm_steer.models.install import install_taps
 from vllm_steer.models.sae import encoder_shape, read_encoder
-from vllm_steer.points import POINTS_FLAG, points_on
+from vllm_steer.points import POINT_NAMES, POINTS, POINTS_FLAG, points_on
 from vllm_steer.program.dynamic import LENS, SAE_PREFIX
 from vllm_steer.taps.heads import Head, LensHead
 from vllm_steer.taps.ops import device_ops
 from vllm_steer.taps.sparse_encoder import SparseEncoderHead
 from vllm_steer.taps.tables import Tables
 from vllm_steer.taps.tap import CONTEXT_KEY
+from vllm_steer.taps.user_hooks import UserHooks
 
 logger = steering_logger(__name__)
 
@@ -82,6 +87,8 @@ def set_up_steering(
         device=device,
         drafts=vllm_config.num_speculative_tokens,
     )
+    if config.user_hooks:
+        tables.hooks = _user_hooks(tables, decoder)
     own_forward = modules_with_own_forward(model)
     install_taps(decoder, tables)
     vllm_config.compilation_config.static_forward_context[CONTEXT_KEY] = tables
@@ -118,6 +125,18 @@ def set_up_steering(
         1000 * (time.perf_counter() - started),
     )
     return manager
+
+
+def _user_hooks(tables: Tables, decoder: Decoder) -> UserHooks:
+    def shown_id(request_id: str) -> str:
+        # vLLM appends a random part (v1/engine/input_processor.py, assign_request_id).
+        return request_id if envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION else request_id.rpartition("-")[0]
+
+    first = {layer: layer * len(POINT_NAMES) for layer in range(decoder.num_layers)}
+    columns = {
+        (layer, name): tables.column[first[layer] + POINTS[name].index] for layer in first for name in tables.points
+    }
+    return UserHooks(columns, shown_id)
 
 
 def _heads(model: Any, decoder: Decoder, vllm_config: Any) -> tuple[dict[str, Head], str | None]:

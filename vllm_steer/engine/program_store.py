@@ -8,7 +8,7 @@ writes are enqueued on the model's stream, so a step in flight never sees the ta
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from vllm_steer.config import SteeringConfig
 from vllm_steer.engine.operand_runs import OperandRuns
 from vllm_steer.engine.pinned_writer import PinnedTableWriter
 from vllm_steer.engine.record_keeper import Replay
+from vllm_steer.engine.request_ranges import RequestRanges
 from vllm_steer.params import program_bytes
 from vllm_steer.program import (
     Instruction,
@@ -73,27 +74,6 @@ class _Directions:
     gathered: torch.Tensor | None = None
 
 
-class RequestRanges:
-    """A range of positions ``[low, high)`` per request slot, empty by default. Kept on the host for whole batches."""
-
-    def __init__(self, num_slots: int) -> None:
-        self._low = np.full(num_slots, OPEN_END, dtype=np.int64)
-        self._high = np.zeros(num_slots, dtype=np.int64)
-
-    def set(self, slot: int, low: int, high: int) -> None:
-        self._low[slot], self._high[slot] = low, high
-
-    def clear(self, slot: int) -> None:
-        self.set(slot, OPEN_END, 0)
-
-    def overlap(
-        self, slot: npt.NDArray[np.int64], first: npt.NDArray[np.int64], stop: npt.NDArray[np.int64]
-    ) -> npt.NDArray[np.bool_]:
-        """Return for each request whether the positions ``[first, stop)`` overlap its range."""
-        overlap: npt.NDArray[np.bool_] = (stop > self._low[slot]) & (first < self._high[slot])
-        return overlap
-
-
 def _run_key(program: TokenProgram, number: int) -> bytes:
     return program.digest + number.to_bytes(4, "little")
 
@@ -129,6 +109,8 @@ class ProgramStore:
         # Largest record, in columns, most conditions, and whether any request has state, over running requests.
         self.record_width = self.num_conditions = 0
         self.has_state = False
+        # Whether readouts of generated tokens decide about later ones.
+        self.feeds_back = False
         # Records of resumed requests, on the host and on the device, until they have been computed again.
         self.replays: dict[str, tuple[Replay, torch.Tensor]] = {}
         num_slots = tables.segment_start.shape[0]
@@ -310,6 +292,7 @@ class ProgramStore:
         self.record_width = max((each.layout.width for each in running), default=0)
         self.num_conditions = max((len(each.conditions) for each in running), default=0)
         self.has_state = any(each.has_state for each in running)
+        self.feeds_back = any(each.feeds_back for each in running)
 
     def remove(self, request_id: str) -> int | None:
         """Remove a request, reset its request slot to row 0, and return the slot, or None if it had none."""
@@ -347,19 +330,19 @@ class ProgramStore:
         """
         held = self._directions[projection]
         if held.gathered is None:
-            indices = torch.tensor([self._allocator.vector_index(digest) for digest in held.digests])
-            if self.tables.device.type == "cuda":
-                indices = indices.pin_memory().to(self.tables.device, non_blocking=True)
-            held.gathered = self.tables.vector.index_select(0, indices)
+            held.gathered = self._gather(held.digests)
         return held.gathered
 
     def mlp_head(self, mlp: MlpRead) -> MlpHead:
         """Return a probe with a hidden layer of a running request, on the device."""
-        indices = torch.tensor([self._allocator.vector_index(digest) for digest in mlp.vectors])
+        weights = self._gather(mlp.vectors)
+        return MlpHead(weights, mlp.biases, mlp.outputs, mlp.bias, mlp.activation, sigmoid=mlp.sigmoid)
+
+    def _gather(self, digests: Sequence[bytes]) -> torch.Tensor:
+        indices = torch.tensor([self._allocator.vector_index(digest) for digest in digests])
         if self.tables.device.type == "cuda":
             indices = indices.pin_memory().to(self.tables.device, non_blocking=True)
-        weights = self.tables.vector.index_select(0, indices)
-        return MlpHead(weights, mlp.biases, mlp.outputs, mlp.bias, mlp.activation, sigmoid=mlp.sigmoid)
+        return self.tables.vector.index_select(0, indices)
 
     def flush(self) -> None:
         """Write the changes since the last step to the tables."""

@@ -23,6 +23,8 @@ from vllm_steer.capture.step_rows import StepRows
 from vllm_steer.engine.model_output import rows_of
 from vllm_steer.program.dynamic import STOP_COLUMN
 
+_MAX_STEPS = 512
+"""Steps after which records are split by request. Records are small, and few requests are preempted."""
 REPLAYS_ATTRIBUTE = "steering_replays"
 """Attribute of vLLM's ``SchedulerOutput`` with the records of resumed requests, by request id."""
 
@@ -60,7 +62,7 @@ class RecordKeeper:
     """Records of the running requests of one scheduler."""
 
     def __init__(self) -> None:
-        self._receiver = RowReceiver()
+        self._receiver = RowReceiver(max_steps=_MAX_STEPS)
         self._assemblers: dict[str, RowAssembler] = {}
         self._preempted: set[str] = set()
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 
 from vllm_steer.capture.row_payload import ROWS_REQUEST_ID, encode_missing_reason, encode_step
 from vllm_steer.capture.step_rows import RowIndex
+from vllm_steer.compat.internals import EngineCoreOutput, EngineCoreOutputs
 from vllm_steer.engine.model_output import rows_of
 
 _MAX_CACHED_CLIENTS = 64

@@ -10,15 +10,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.distributed import get_pp_group
-from vllm.utils import length_from_prompt_token_ids_or_embeds
-from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from vllm_steer.compat.internals import FullAttentionSpec, get_pp_group, length_from_prompt_token_ids_or_embeds
 from vllm_steer.engine.model_output import attach_rows
 from vllm_steer.engine.model_setup import set_up_steering
 from vllm_steer.engine.step_batch import StepBatch
 from vllm_steer.engine.worker_manager import WorkerSteeringManager
 from vllm_steer.taps.assignment import BatchLayout
+
+_REJECTED = -1
+"""Token id that vLLM's rejection sampler gives to what it rejects."""
 
 
 class SteeringRunnerV1:
@@ -94,6 +95,8 @@ class SteeringRunnerV1:
             steering.begin_step(self._steer_step_batch(kwargs))
         else:
             steering.begin_idle_step()
+        if steering.hooked:
+            steering.begin_hooks(self._steer_step_batch(kwargs))
         output = super()._model_forward(*args, **kwargs)  # type: ignore[misc]
         steering.end_step()
         return output
@@ -126,6 +129,16 @@ class SteeringRunnerV1:
             num_padded=tokens if model_input is None else model_input.shape[0],
         )
 
+    def _sample(self: Any, logits: Any, spec_decode_metadata: Any) -> Any:
+        output = super()._sample(logits, spec_decode_metadata)  # type: ignore[misc]
+        if spec_decode_metadata is None:
+            return output
+        kept = self.steering.accepted_tokens(lambda: _num_drafts(spec_decode_metadata))
+        if kept is not None:
+            columns = torch.arange(output.sampled_token_ids.shape[1], device=self.device)
+            output.sampled_token_ids.masked_fill_(columns >= kept.unsqueeze(1), _REJECTED)
+        return output
+
     def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
         output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
         return attach_rows(output, self.steering.take_rows())
@@ -145,3 +158,9 @@ class SteeringRunnerV1:
         output = super()._dummy_run(*args, **kwargs)  # type: ignore[misc]
         self.steering.graph_sets.restore_model()
         return output
+
+
+def _num_drafts(metadata: Any) -> torch.Tensor:
+    """Return the number of draft tokens of each request of a step, ``[requests]`` on the device."""
+    total = metadata.cu_num_draft_tokens
+    return torch.diff(total, prepend=total.new_zeros(1))

@@ -69,6 +69,17 @@ class SteeringRunnerV2:
         self.steering.end_step()
         return output
 
+    def sample(self: Any, hidden_states: Any, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        result = super().sample(hidden_states, input_batch, *args, **kwargs)  # type: ignore[misc]
+        kept = self.steering.accepted_tokens(lambda: input_batch.cu_num_logits[: input_batch.num_reqs + 1].diff() - 1)
+        if kept is not None:
+            _, num_sampled, num_rejected = result
+            dropped = (num_sampled - kept).clamp_(min=0)
+            # The sampler's output refers to the same tensors.
+            num_sampled -= dropped
+            num_rejected += dropped
+        return result
+
     def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
         output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
         return attach_rows(output, self.steering.take_rows())
@@ -101,6 +112,8 @@ def _steering_state(base: Any) -> Any:
                 self.steering.begin_step(_step_batch(input_batch))
             else:
                 self.steering.begin_idle_step()
+            if self.steering_step_is_real and self.steering.hooked:
+                self.steering.begin_hooks(_step_batch(input_batch))
             self.steering_step_is_real = False
             result: dict[str, Any] = super().prepare_inputs(input_batch, req_states)
             return result

@@ -12,20 +12,23 @@ import copy
 from time import perf_counter
 from typing import Any
 
-from vllm.platforms import current_platform
-from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.interface import PauseState
-from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
-from vllm.v1.request import RequestStatus
-
+from vllm_steer.compat.internals import (
+    AsyncScheduler,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    FullAttentionManager,
+    PauseState,
+    RequestStatus,
+    Scheduler,
+    current_platform,
+    get_hash_fn_by_name,
+)
 from vllm_steer.config import from_vllm_config
 from vllm_steer.engine.admission import REFUSED, AdmissionController
 from vllm_steer.engine.arena import ArenaBudget, TokenLimiter
 from vllm_steer.engine.cache_keys import steering_hasher
 from vllm_steer.engine.edited_blocks import EditedBlocks
+from vllm_steer.engine.model_output import failed_of
 from vllm_steer.engine.record_keeper import FiredStop, RecordKeeper
 from vllm_steer.engine.row_sender import RowSender
 from vllm_steer.engine.stats_collector import EngineStatsCollector
@@ -58,6 +61,8 @@ class SteeringSchedulerMixin:
         self._steering_hash = get_hash_fn_by_name(self.vllm_config.cache_config.prefix_caching_hash_algo)
         self._with_program: dict[str, Resolved] = {}
         self._malformed: dict[str, str] = {}
+        # Requests with live strengths, in engines with draft tokens.
+        self._without_drafts: set[str] = set()
         self._row_bytes = int(model_config.get_hidden_size() * model_config.dtype.itemsize)
         self._capture_policy = config.capture_policy
         self.steering_allocator = TableAllocator(
@@ -120,6 +125,8 @@ class SteeringSchedulerMixin:
         dynamic = resolved.dynamic
         if dynamic is not None and dynamic.replays:
             self.steering_records.add_request(request.request_id)
+        if dynamic is not None and dynamic.layout.live and self.num_spec_tokens:
+            self._without_drafts.add(request.request_id)
         if self._needs_whole_prompt(resolved, request):
             request.skip_reading_prefix_cache = True
         upstream = request._block_hasher
@@ -176,6 +183,9 @@ class SteeringSchedulerMixin:
         else:
             # Hot path, called for every request: call vLLM's method directly while no request captures.
             self._reserve_prefill_lookahead = super()._reserve_prefill_lookahead  # type: ignore[misc]
+        for request_id in self._without_drafts:
+            # A change of strength holds from the position that is reported, which drafts would make uncertain.
+            self.requests[request_id].spec_token_ids = []
         scheduled = super().schedule(*args, **kwargs)  # type: ignore[misc]
         if self._edited_blocks is not None and self._with_program:
             self._edited_blocks.record(scheduled, self._with_program)
@@ -259,6 +269,8 @@ class SteeringSchedulerMixin:
         started = perf_counter()
         self.steering_row_sender.collect(model_runner_output, self.requests)
         stopped = self._cut_at_stops(scheduler_output, model_runner_output)
+        if failed := failed_of(model_runner_output):
+            self._drop_failed(failed, model_runner_output)
         upstream = perf_counter()
         outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
         started += perf_counter() - upstream
@@ -293,6 +305,15 @@ class SteeringSchedulerMixin:
             sampled[index] = sampled[index][:kept]
             reasons[request_id] = self._stop_reason(request_id, stop)
         return reasons
+
+    def _drop_failed(self: Any, failed: dict[str, str], model_output: Any) -> None:
+        """Drop the tokens of requests whose user hooks failed, which :meth:`_end_refused` then ends."""
+        for request_id, reason in failed.items():
+            request = self.requests.get(request_id)
+            if request is not None and not request.is_finished():
+                if model_output.sampled_token_ids:
+                    model_output.sampled_token_ids[model_output.req_id_to_index[request_id]] = []
+                self._malformed[request_id] = reason
 
     def _stop_reason(self: Any, request_id: str, stop: FiredStop) -> str:
         program = Program.from_trusted_bytes(program_bytes(self.requests[request_id].sampling_params) or b"")
@@ -332,6 +353,7 @@ class SteeringSchedulerMixin:
 
     def _free_request(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         self._with_program.pop(request.request_id, None)
+        self._without_drafts.discard(request.request_id)
         self.steering_records.remove_request(request.request_id)
         self._arena.remove_request(request.request_id)
         self.steering_admission.release(request.request_id)

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.logger import init_logger
 
+from vllm_steer.compat.internals import init_logger
 from vllm_steer.config import SteeringConfig, from_vllm_config
 from vllm_steer.engine.self_check_runner import SelfCheckRunner, allocate_blocks, can_disable_connector
 from vllm_steer.engine.worker_manager import WorkerSteeringManager

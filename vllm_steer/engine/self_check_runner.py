@@ -12,10 +12,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.sampling_params import SamplingParams
-from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
 from vllm_steer.capture.step_rows import StepRows
+from vllm_steer.compat.internals import NewRequestData, SamplingParams, SchedulerOutput
 from vllm_steer.config import SteeringConfig
 from vllm_steer.engine.worker_manager import WorkerSteeringManager
 from vllm_steer.models.self_check_plan import NEEDED, TOKENS, CheckRequest, Rows, Site, prompt_of

@@ -18,11 +18,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from vllm import envs
-from vllm.compilation.backends import set_model_tag
-from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
-from vllm.config import CompilationMode, set_current_vllm_config
 
+from vllm_steer.compat.internals import (
+    CompilationMode,
+    TorchCompileWithNoGuardsWrapper,
+    envs,
+    set_current_vllm_config,
+    set_model_tag,
+)
 from vllm_steer.config import SteeringConfig
 from vllm_steer.models.discovery import Decoder
 from vllm_steer.models.install import TAPS
@@ -101,6 +104,8 @@ def plain_code_problem(
     """
     if config.plain_code is False:
         return "--no-steering-plain-code (SteeringConfig(plain_code=False)) is set"
+    if config.user_hooks:
+        return "user_hooks is set, and hooks need the taps of every step"
     if vllm_config.compilation_config.mode == CompilationMode.NONE:
         return "vLLM does not compile the model"
     if not separate_idle_graphs:

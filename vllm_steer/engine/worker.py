@@ -11,22 +11,23 @@ from functools import cache
 from typing import Any
 
 import torch
-from vllm.platforms import current_platform
 
+from vllm_steer.compat.internals import current_platform
 from vllm_steer.config import has_worker_processes
-from vllm_steer.engine.model_output import attach_stats
+from vllm_steer.engine.model_output import attach_failed, attach_stats
 from vllm_steer.engine.runner_v1 import SteeringRunnerV1
 from vllm_steer.engine.runner_v2 import SteeringRunnerV2
 from vllm_steer.engine.self_check import self_check
+from vllm_steer.errors import SteeringError
 
 
 def _platform_worker() -> Any:
     if current_platform.is_cpu():
-        from vllm.v1.worker.cpu_worker import CPUWorker
+        from vllm_steer.compat.internals import CPUWorker
 
         return CPUWorker
     if current_platform.is_cuda_alike():
-        from vllm.v1.worker.gpu_worker import Worker
+        from vllm_steer.compat.internals import Worker
 
         return Worker
     raise RuntimeError(f"steering supports CPU and CUDA, not {current_platform.device_name}")
@@ -35,7 +36,7 @@ def _platform_worker() -> Any:
 @cache
 def _steering_runner(base: Any) -> Any:
     """Return a subclass of vLLM's runner class ``base`` that steers."""
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as RunnerV1
+    from vllm_steer.compat.internals import GPUModelRunner as RunnerV1
 
     mixin = SteeringRunnerV1 if issubclass(base, RunnerV1) else SteeringRunnerV2
     return type(f"Steering{base.__name__}", (mixin, base), {})
@@ -78,7 +79,9 @@ class SteeringWorker(_platform_worker()):  # type: ignore[misc]
             self._saved_tables = None
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        return attach_stats(super().sample_tokens(*args, **kwargs), self.model_runner.steering.take_stats())
+        steering = self.model_runner.steering
+        output = attach_stats(super().sample_tokens(*args, **kwargs), steering.take_stats())
+        return output if steering.hooks is None else attach_failed(output, steering.hooks.take_failed())
 
     def compile_or_warm_up_model(self) -> Any:
         """Run vLLM's last step of the startup, then the self-check on the code path that will serve."""
@@ -90,6 +93,22 @@ class SteeringWorker(_platform_worker()):  # type: ignore[misc]
         """Set live strengths. Called by RPC; see :meth:`ProgramStore.set_strengths`."""
         store = self.model_runner.steering.store
         return [store.set_strengths(request_id, strengths) for request_id in request_ids]
+
+    def steering_register_hook(self, number: int, function: Any, point: Any, layers: list[int]) -> None:
+        """Register a user hook. Called by RPC; see :meth:`UserHooks.register`.
+
+        Raises:
+            SteeringError: The engine was started without user hooks.
+        """
+        hooks = self.model_runner.steering.hooks
+        if hooks is None:
+            raise SteeringError("steering_config.user_hooks", "is off")
+        hooks.register(number, function, point, layers)
+
+    def steering_remove_hook(self, number: int) -> None:
+        """Remove a user hook. Called by RPC."""
+        if self.model_runner.steering.hooks is not None:
+            self.model_runner.steering.hooks.remove(number)
 
     def steering_capabilities(self) -> dict[str, Any]:
         """Return what this rank serves. Called by RPC; see :meth:`WorkerSteeringManager.capabilities`."""

@@ -14,6 +14,7 @@ from typing import Any, Concatenate, ParamSpec
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from vllm_steer.engine.cudagraph_sets import CUDAGraphSetManager
 from vllm_steer.engine.device_to_host import DeviceToHostCopier, PendingRows
@@ -27,6 +28,7 @@ from vllm_steer.engine.step_batch import StepBatch
 from vllm_steer.metrics.worker_stats import WorkerStats
 from vllm_steer.models.discovery import Decoder
 from vllm_steer.taps.assignment import BatchLayout, clear_rows
+from vllm_steer.taps.dynamic import accepted_tokens, committed_state, wrong_drafts
 from vllm_steer.taps.heads import Head
 from vllm_steer.taps.ops import DeviceOps
 
@@ -85,10 +87,12 @@ class WorkerSteeringManager:
         self.self_check: dict[str, Any] = {"ran": False, "reason": "the engine is still starting"}
         copier = DeviceToHostCopier(store.tables.device, ops.products_at)
         self.capture = RowCapture(store, copier, enabled=captures, speculative=speculative)
-        self.heads = HeadReadouts(store, heads, enabled=captures)
+        self.heads = HeadReadouts(store, heads, enabled=captures, speculative=speculative)
         self.no_lens = no_lens
         self.records = RecordCopy(store, copier, enabled=captures, speculative=speculative)
         self._recorded: BatchLayout | None = None
+        # Drafts of the last step that were computed with wrong factors, by request.
+        self._wrong: torch.Tensor | None = None
         # Tokens whose replay flag on the device may not be 0.
         self._num_replayed = 0
         self._ops = ops
@@ -97,6 +101,7 @@ class WorkerSteeringManager:
         # Tokens whose row on the device may not be 0.
         self._num_assigned = 0
         self._assigned = RowAssignmentCache()
+        self.hooks = self.tables.hooks
         # Whether the arena offsets on the device belong to the current assignment.
         self._offsets_assigned = False
         self._seconds = 0.0
@@ -189,6 +194,16 @@ class WorkerSteeringManager:
     def _assign_rows(self, layout: BatchLayout, num_padded: int) -> None:
         self._ops.assign_rows(self.tables, layout, num_padded)
 
+    @property
+    def hooked(self) -> bool:
+        """Whether user hooks are registered."""
+        return self.hooks is not None and self.hooks.registered
+
+    def begin_hooks(self, batch: StepBatch) -> None:
+        """Prepare the user hooks for the forward pass of a real step while :attr:`hooked`."""
+        if self.hooks is not None:
+            self.hooks.begin(batch.ids, batch.first.tolist(), batch.count.tolist())
+
     def begin_idle_step(self) -> None:
         """Prepare a forward pass without steered or captured requests: a plain step, a dummy or a capture run."""
         self.store.flush()
@@ -201,16 +216,35 @@ class WorkerSteeringManager:
     def end_step(self) -> None:
         """Restore the model, fold records and start copying rows, after the forward pass and on the same stream."""
         self.graph_sets.restore_model()
+        if self.hooks is not None:
+            self.hooks.end()
         self._start_copy()
 
     @_timed
     def _start_copy(self) -> None:
         self.capture.start_copy()
         self.heads.run()
+        self._wrong = None
         if self._recorded is not None:
-            self._ops.fold_records(self.tables, self._recorded, self.store.num_conditions)
+            self._fold_records(self._recorded)
             self._recorded = None
         self.records.start_copy()
+
+    def _fold_records(self, layout: BatchLayout) -> None:
+        conditions = self.store.num_conditions
+        feeds_back = self._speculative and self.store.feeds_back
+        before = committed_state(self.tables, layout) if feeds_back else None
+        self._ops.fold_records(self.tables, layout, conditions)
+        if before is not None:
+            self._wrong = wrong_drafts(self.tables, layout, before, conditions)
+
+    def accepted_tokens(self, num_drafts: Callable[[], torch.Tensor]) -> torch.Tensor | None:
+        """Return how many tokens sampled in the last step each request can keep; None if all.
+
+        Args:
+            num_drafts: Returns the number of draft tokens of each request of the step, on the device.
+        """
+        return None if self._wrong is None else accepted_tokens(self._wrong, num_drafts())
 
     def take_rows(self) -> tuple[PendingRows, ...]:
         """Return the captured rows and the records of the last step, once."""

@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine.core_client import MPClient
 
 from vllm_steer.capture.consumers.memory import STREAM, is_streamed
 from vllm_steer.capture.manager import CaptureManager
+from vllm_steer.compat.internals import MPClient, RequestOutputKind
 from vllm_steer.config import SteeringConfig, from_vllm_config, rows_of_all_stages
 from vllm_steer.engine.capabilities import Capabilities
 from vllm_steer.errors import SteeringError

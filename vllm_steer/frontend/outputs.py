@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine import FinishReason
 
 from vllm_steer.capture.consumers.memory import is_streamed
 from vllm_steer.capture.manager import CaptureManager
@@ -24,6 +22,7 @@ from vllm_steer.capture.results import CaptureResults
 from vllm_steer.capture.row_assembler import RowAssembler
 from vllm_steer.capture.row_deltas import RowDelta, RowDeltaStream
 from vllm_steer.capture.row_receiver import RowReceiver
+from vllm_steer.compat.internals import FinishReason, RequestOutputKind
 from vllm_steer.engine.admission import REFUSED
 from vllm_steer.frontend.context import capture_manager_of, context_of
 from vllm_steer.frontend.controllers import ControlledRequest

@@ -67,7 +67,13 @@ class PartMarkers:
         parser_name = self._tool_parser if name == "tool_call" else _reasoning_parser(self._vllm_config)
         if not parser_name:
             return None
-        markers = (_tool_markers if name == "tool_call" else _reasoning_markers)(parser_name, tokenizer)
+        try:
+            markers = (_tool_markers if name == "tool_call" else _reasoning_markers)(parser_name, tokenizer)
+        except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
+            # Parsers look for their tokens in the tokenizer.
+            raise SteeringError(
+                field, f"vLLM's parser {parser_name!r} does not fit the tokenizer: {shown(str(error))}"
+            ) from None
         if markers is None:
             raise SteeringError(
                 field,
@@ -116,7 +122,7 @@ def _reasoning_parser(vllm_config: Any) -> str:
 
 
 def _reasoning_markers(parser: str, tokenizer: Any) -> tuple[Marker, Marker] | None:
-    from vllm.reasoning import ReasoningParserManager  # slow to import, and rarely needed
+    from vllm_steer.compat.internals import ReasoningParserManager  # slow to import, and rarely needed
 
     made = ReasoningParserManager.get_reasoning_parser(parser)(tokenizer)
     start, end = made.reasoning_start_str, made.reasoning_end_str
@@ -124,7 +130,7 @@ def _reasoning_markers(parser: str, tokenizer: Any) -> tuple[Marker, Marker] | N
 
 
 def _tool_markers(parser: str, tokenizer: Any) -> tuple[Marker, Marker] | None:
-    from vllm.tool_parsers import ToolParserManager  # slow to import, and rarely needed
+    from vllm_steer.compat.internals import ToolParserManager  # slow to import, and rarely needed
 
     made = ToolParserManager.get_tool_parser(parser)(tokenizer)
     for start, end in _TOOL_ATTRIBUTES:

@@ -7,10 +7,9 @@ import asyncio
 import copy
 from typing import Any
 
-from vllm.sampling_params import SamplingParams as VllmSamplingParams
-from vllm.utils import length_from_prompt_token_ids_or_embeds
-
 from vllm_steer.capture.server_wide import with_captures
+from vllm_steer.compat.internals import SamplingParams as VllmSamplingParams
+from vllm_steer.compat.internals import length_from_prompt_token_ids_or_embeds
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import NOT_ENABLED, EngineContext, context_of, ensure_engine_context
 from vllm_steer.frontend.parts import bind_request

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from prometheus_client import REGISTRY
-from vllm.v1.metrics.reader import Counter, Gauge, Histogram, Metric
 
+from vllm_steer.compat.internals import Counter, Gauge, Histogram, Metric
 from vllm_steer.metrics.definitions import PREFIX
 
 

@@ -6,8 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from vllm.v1.metrics.loggers import AggregateStatLoggerBase
-
+from vllm_steer.compat.internals import AggregateStatLoggerBase
 from vllm_steer.config import SteeringConfig, from_vllm_config
 from vllm_steer.metrics.collectors import collector, start
 from vllm_steer.metrics.definitions import STEP_PARTS, TABLES, WAITING

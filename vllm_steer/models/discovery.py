@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from vllm.model_executor.models.interfaces import supports_multimodal
-from vllm.model_executor.models.utils import PPMissingLayer
 
+from vllm_steer.compat.internals import PPMissingLayer, supports_multimodal
 from vllm_steer.models.digests import why_unproven
 from vllm_steer.models.recipe import Recipe, qualified_name
 from vllm_steer.models.recipes import RECIPES

@@ -37,8 +37,7 @@ def outline(model: str, steering: Mapping[str, Any], engine: Mapping[str, Any]) 
 
 
 def _fill(facts: dict[str, Any], model: str, config: Any, engine: Mapping[str, Any]) -> None:
-    from vllm.engine.arg_utils import EngineArgs
-
+    from vllm_steer.compat.internals import EngineArgs
     from vllm_steer.compat.version import CONFLICTS
     from vllm_steer.models.discovery import find_decoder
     from vllm_steer.models.sae import encoder_bytes, encoder_shape
@@ -86,7 +85,7 @@ def _fill(facts: dict[str, Any], model: str, config: Any, engine: Mapping[str, A
 
 def import_architecture(model: str) -> None:
     """Register the classes of a model's architectures; vLLM starts a process to inspect classes known only by name."""
-    from vllm import ModelRegistry
+    from vllm_steer.compat.internals import ModelRegistry
 
     for name in architectures_of(model):
         known = ModelRegistry.models.get(name)
@@ -112,10 +111,14 @@ def _unquantised(hf_config: Any) -> Any:
 
 def _build_on_meta(vllm_config: Any) -> Any:
     import torch
-    from vllm.config import set_current_vllm_config
-    from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
-    from vllm.model_executor.model_loader.utils import initialize_model
-    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    from vllm_steer.compat.internals import (
+        ensure_model_parallel_initialized,
+        init_distributed_environment,
+        initialize_model,
+        set_current_vllm_config,
+        set_default_torch_dtype,
+    )
 
     with tempfile.TemporaryDirectory() as folder, set_current_vllm_config(vllm_config):
         init_distributed_environment(1, 0, f"file://{Path(folder) / 'store'}", 0, "gloo")

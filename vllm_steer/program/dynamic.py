@@ -232,6 +232,11 @@ class Dynamic:
     """Whether decisions are kept for a preemption."""
 
     @property
+    def feeds_back(self) -> bool:
+        """Whether the readout of a generated token decides about edits of later ones."""
+        return any(each.kind not in OF_PROMPT and each.kind != STOP for each in self.conditions)
+
+    @property
     def open(self) -> bool:
         """Whether records leave the device until the request ends."""
         return self.record_stop == OPEN_END

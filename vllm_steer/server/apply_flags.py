@@ -136,7 +136,7 @@ def _set_server_options(args: argparse.Namespace, given: Mapping[str, Any]) -> N
 
 def _check_front_end(args: argparse.Namespace) -> None:
     """Raise ``SteeringError`` for servers other than vLLM's in Python, which would bypass keys and fields."""
-    from vllm import envs
+    from vllm_steer.compat.internals import envs
 
     reason = f"conflicts with {ENABLE}: it bypasses steering and API keys; remove one of them"
     if getattr(args, "grpc", False):

@@ -21,6 +21,8 @@ import numpy.typing as npt
 import torch
 
 from vllm_steer.program.dynamic import (
+    BOUND_FIELDS,
+    CONDITION_FIELDS,
     EMA,
     HELD,
     LATCH,
@@ -133,6 +135,51 @@ def _inside_span(layout: BatchLayout, field: torch.Tensor, state: torch.Tensor, 
 def _markers(token: torch.Tensor, field: torch.Tensor, request: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return whether each token is the start and the end of the span of its request's condition."""
     return token == field[request, 1], token == field[request, 5]
+
+
+def wrong_drafts(tables: Tables, layout: BatchLayout, before: torch.Tensor, num_conditions: int) -> torch.Tensor:
+    """Return which tokens at the end of each request's step had other factors than the tokens before them decide.
+
+    The factors of a step follow from the state before it, but the second token of a step may be edited differently
+    because of the first. Such a token must count as a rejected draft, so that it is computed again.
+
+    Args:
+        tables: The rank's device tables, after :func:`fold_records`.
+        layout: The step's batch.
+        before: ``[requests, conditions]``, :func:`committed_state` before :func:`fold_records`.
+        num_conditions: Most conditions of a running request.
+
+    Returns:
+        ``[requests, d]`` bool. Item d stands for the last token but d.
+    """
+    slot, last = layout.request_slot.long(), layout.start[1:].long() - 1
+    drafts = tables.carry.shape[1] - 1
+    token = last.unsqueeze(1) - torch.arange(drafts, device=tables.device)
+    position = layout.position[token.clamp(min=0)].unsqueeze(2).expand(-1, -1, num_conditions)
+    field = tables.condition[slot, :num_conditions].unsqueeze(1).expand(-1, drafts, -1, -1)
+    bound = tables.bound[slot, :num_conditions].unsqueeze(1).expand(-1, drafts, -1, -1)
+    kind = field[..., 0]
+    # The part of a token is known in its own step.
+    applies = (kind >= PREVIOUS) & (kind < PART) & (position >= field[..., 6])
+    applies &= (token >= layout.start[:-1].unsqueeze(1)).unsqueeze(2)
+    flat = field.reshape(-1, CONDITION_FIELDS), bound.reshape(-1, BOUND_FIELDS)
+    used = before[:, :num_conditions].unsqueeze(1).expand(-1, drafts, -1)
+    right = tables.carry[slot, 1:, :num_conditions]
+    factors = (_state_factor(*flat, state.reshape(-1), position.reshape(-1)) for state in (used, right))
+    return (applies & torch.ne(*factors).view(kind.shape)).any(2)
+
+
+def accepted_tokens(wrong: torch.Tensor, num_drafts: torch.Tensor) -> torch.Tensor:
+    """Return how many sampled tokens of each request can be kept, ``[requests]``.
+
+    Args:
+        wrong: ``[requests, d]``, the result of :func:`wrong_drafts`.
+        num_drafts: ``[requests]`` number of draft tokens, which are the last tokens of a request's step.
+    """
+    number = torch.arange(wrong.shape[1], device=wrong.device)
+    # The draft in front of d others is the draft with the index n - 1 - d; the tokens sampled before it are kept.
+    dropped = torch.where(wrong & (number < num_drafts.unsqueeze(1)), number + 1, 0).amax(1)
+    return num_drafts + 1 - dropped
 
 
 def _request_of(layout: BatchLayout) -> torch.Tensor:

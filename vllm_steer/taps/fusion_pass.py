@@ -17,8 +17,8 @@ from typing import Any
 
 from torch import fx
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
-from vllm.compilation.passes.inductor_pass import InductorPass
-from vllm.platforms import current_platform
+
+from vllm_steer.compat.internals import InductorPass, current_platform
 
 SCHEMA = "tap(Tensor(a!) target, Tensor? other, Tensor head, Tensor? second) -> ()"
 """Schema of the tap's custom op; ``second`` is the head of the fused second site."""

@@ -51,6 +51,7 @@ import torch
 from vllm_steer.config import SteeringConfig
 from vllm_steer.points import columns_of, points_on
 from vllm_steer.program.dynamic import BOUND_FIELDS, CONDITION_FIELDS
+from vllm_steer.taps.user_hooks import UserHooks
 
 OPEN_END = 2**31 - 1
 """Position after the last one of an open-ended segment."""
@@ -155,6 +156,8 @@ class Tables:
         # Truthy for each column whose tap launches. CUDA graphs replay the launches of their capture instead.
         self.no_sites = (False,) * num_sites
         self.active_sites: Sequence[object] = self.no_sites
+        # Functions of the user; None in engines without them.
+        self.hooks: UserHooks | None = None
 
     @property
     def num_bytes(self) -> int:

@@ -8,13 +8,16 @@ time it finds the tables in vLLM's forward context, so compiled code refers to n
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
-from vllm.forward_context import get_forward_context
 
+from vllm_steer.compat.internals import get_forward_context
 from vllm_steer.taps.fusion_pass import SCHEMA
 from vllm_steer.taps.reference import apply_tap
 from vllm_steer.taps.tables import Tables
+from vllm_steer.taps.user_hooks import UserHooks
 
 CONTEXT_KEY = "vllm_steer.tables"
 
@@ -30,9 +33,28 @@ def _launches(tables: Tables, head: torch.Tensor, second: torch.Tensor | None) -
     return bool(active[int(head.storage_offset())] or (second is not None and active[int(second.storage_offset())]))
 
 
+def _run_with_hooks(
+    hooks: UserHooks,
+    apply: Callable[..., None],
+    target: torch.Tensor,
+    other: torch.Tensor | None,
+    head: torch.Tensor,
+    second: torch.Tensor | None,
+) -> None:
+    """Run the user hooks of each site and then its instructions."""
+    tables: Tables = get_forward_context().no_compile_layers[CONTEXT_KEY]
+    summands = _summands(target, other)
+    for each in (head,) if second is None else (head, second):
+        hooks.run(int(each.storage_offset()), *summands)
+        if _launches(tables, each, None):
+            apply(*summands, each, tables)
+
+
 def _tap_cpu(target: torch.Tensor, other: torch.Tensor | None, head: torch.Tensor, second: torch.Tensor | None) -> None:
     tables: Tables = get_forward_context().no_compile_layers[CONTEXT_KEY]
-    if _launches(tables, head, second):
+    if tables.hooks is not None:
+        _run_with_hooks(tables.hooks, apply_tap, target, other, head, second)
+    elif _launches(tables, head, second):
         for each in (head,) if second is None else (head, second):
             apply_tap(*_summands(target, other), each, tables)
 
@@ -55,7 +77,9 @@ if torch.version.cuda is not None:
         target: torch.Tensor, other: torch.Tensor | None, head: torch.Tensor, second: torch.Tensor | None
     ) -> None:
         tables: Tables = get_forward_context().no_compile_layers[CONTEXT_KEY]
-        if _launches(tables, head, second):
+        if tables.hooks is not None:
+            _run_with_hooks(tables.hooks, launch_tap, target, other, head, second)
+        elif _launches(tables, head, second):
             launch_tap(*_summands(target, other), head, tables, second)
 
     _library.impl("tap", _tap_cuda, dispatch_key="CUDA")

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from vllm_steer.cli.main import app
 from vllm_steer.testing.fuzz import model, session
+from vllm_steer.testing.fuzz.compare import Counts
 from vllm_steer.testing.fuzz.workload import Request, Settings, Workload
 
 SMALL = Workload(settings=Settings(), requests=[Request(name="r1", prompt=[1, 2], max_tokens=3)])
@@ -20,11 +21,11 @@ SMALL = Workload(settings=Settings(), requests=[Request(name="r1", prompt=[1, 2]
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Record the arguments of sessions. Each session returns ``made["findings"]``."""
-    seen: dict[str, Any] = {"findings": []}
+    seen: dict[str, Any] = {"findings": [], "counts": Counts(requests=9)}
 
     def run(self: session.Session) -> session.Report:
         seen.update(seed=self.seed, minutes=self.minutes, model=self.model, points=self.points)
-        return session.Report(self.seed, seconds=90.0, findings=seen["findings"])
+        return session.Report(self.seed, seconds=90.0, counts=seen["counts"], findings=seen["findings"])
 
     monkeypatch.setattr(session.Session, "run", run)
     monkeypatch.setattr(model, "save_tiny_llama", lambda folder: folder)
@@ -42,6 +43,14 @@ def test_nothing_found(made: dict[str, Any], tmp_path: Path) -> None:
     written = json.loads(out.read_text())
     assert written["command"] == "vllm-steer fuzz --minutes 2 --seed 5 --requests 48 --dtype float32"
     assert written["findings"] == []
+
+
+def test_nothing_compared(made: dict[str, Any]) -> None:
+    """Catches a run that ends before its first comparison and counts as a success."""
+    made["counts"] = Counts()
+    done = CliRunner().invoke(app, ["fuzz", "a-model"])
+    assert done.exit_code == 1
+    assert "no request was compared" in done.output
 
 
 def test_points_on_the_branches(made: dict[str, Any]) -> None:

@@ -11,7 +11,8 @@ import torch
 
 from vllm_steer.testing.fuzz.answers import Answer, Sample
 from vllm_steer.testing.fuzz.compare import Counts, Tolerance, compare
-from vllm_steer.testing.fuzz.draw import MAX_MODEL_LEN, ModelFacts, draw_requests, draw_settings
+from vllm_steer.testing.fuzz.draw import MAX_MODEL_LEN, draw_requests, draw_settings
+from vllm_steer.testing.fuzz.facts import ModelFacts
 from vllm_steer.testing.fuzz.workload import CaptureCase, Request, Workload, sampling_params
 
 REQUEST = Request(

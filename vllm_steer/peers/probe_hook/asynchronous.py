@@ -47,9 +47,8 @@ class AsyncLLM:
             last_decode_token=last_decode_token,
             include_last=False,
         )
-        from vllm.engine.arg_utils import AsyncEngineArgs
-
         import vllm_steer
+        from vllm_steer.compat.internals import AsyncEngineArgs
 
         if isinstance(model, vllm_steer.AsyncLLM):
             self._engine = model
@@ -66,8 +65,7 @@ class AsyncLLM:
             SteeringError: The sampling parameters have steering or captures.
             RuntimeError: Rows are missing.
         """
-        from vllm.sampling_params import RequestOutputKind
-
+        from vllm_steer.compat.internals import RequestOutputKind
         from vllm_steer.params import has_steering
 
         if has_steering(sampling_params):
@@ -87,7 +85,7 @@ class AsyncLLM:
             yield output
 
     def _add(self, output: Any, completion: Any, kind: Any, so_far: dict[int, _Sample]) -> None:
-        from vllm.sampling_params import RequestOutputKind
+        from vllm_steer.compat.internals import RequestOutputKind
 
         prompt = len(output.prompt_token_ids)
         if kind is RequestOutputKind.FINAL_ONLY:

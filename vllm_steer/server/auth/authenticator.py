@@ -152,7 +152,7 @@ async def authenticate(scope: Scope) -> AuthResult:
 
 def vllm_keys_of(args: object) -> tuple[str, ...]:
     """Return the keys that vLLM's own authentication accepts."""
-    from vllm import envs
+    from vllm_steer.compat.internals import envs
 
     return tuple(key for key in (getattr(args, "api_key", None) or [envs.VLLM_API_KEY]) if key)
 

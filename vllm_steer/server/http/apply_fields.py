@@ -11,10 +11,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
-from vllm.exceptions import VLLMValidationError
-
 from vllm_steer.capture.consumers.memory import STREAM, MemoryConsumer
+from vllm_steer.compat.internals import ResponsesRequest, VLLMValidationError
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import EngineContext
 from vllm_steer.limits import REQUEST_EDITS
@@ -25,7 +23,6 @@ from vllm_steer.params import (
     PROGRAM_KEY,
     PROMPT_KEY,
     RESERVED_KEYS,
-    compile_fields,
     program_of,
     read_specs,
 )
@@ -36,6 +33,7 @@ from vllm_steer.registry.snapshot import Snapshot
 from vllm_steer.server.access_errors import AccessError
 from vllm_steer.server.auth.current_key import current_key, require_field_rights
 from vllm_steer.server.auth.rights import Right
+from vllm_steer.server.http.compiled_fields import compile_json_fields
 from vllm_steer.server.http.confusables import resembles
 from vllm_steer.server.http.request_context import RequestContext, ResultsLocation, current_request
 from vllm_steer.server.quota.tracker import Reservation
@@ -206,7 +204,7 @@ def _apply(fields: Mapping[str, Any], params: Any, context: RequestContext, answ
     if compiled is None:
         require_field_rights(fields)
         try:
-            own = compile_fields(fields)
+            own = compile_json_fields(fields)
         except SteeringError as error:
             raise error if context.engine is None else context.engine.capabilities.with_layers(error) from None
         # All prompts of a body are composed together, so that they get the same global steering.

@@ -10,6 +10,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from typing import Any, NamedTuple
 
+import msgspec
+
 from vllm_steer.capture.record_reader import Record
 from vllm_steer.frontend.outputs import num_forwarded, read_records
 from vllm_steer.metrics.requests import count_gates
@@ -21,6 +23,15 @@ READOUTS_KEY, TRACE_KEY = "readouts", "steering_trace"
 """Names of the response fields."""
 _FIELDS = {"": ("values",), "sae": ("indices", "values"), LENS: ("token_ids", "logprobs")}
 """Fields of a readout beside ``positions``, by the kind of its head."""
+_encoder = msgspec.json.Encoder()
+
+
+class _Tokens(NamedTuple):
+    """The tokens that readouts return."""
+
+    intervals: tuple[Interval, ...]
+    part: int
+    """Column that is 0 for other tokens; 0 for none."""
 
 
 class _Readout(NamedTuple):
@@ -57,13 +68,16 @@ class ReadoutFeed:
             for number, column in program.layout.gates.items()
         ]
         self._live = dict(program.layout.live)
+        self._template = None if self._gates or self._live else _template(self._by_tokens)
         self._trace_taken = False
         self._trace_positions: list[int] = []
         self._trace_records: list[Record] = []
 
     def take(self) -> dict[str, Any]:
         """Return ``{name: {"positions", "values"}}`` of the new tokens, without readouts that have no new value."""
-        positions, records = self._reader.take(num_forwarded(self._state))
+        return self._values(*self._reader.take(num_forwarded(self._state)))
+
+    def _values(self, positions: list[int], records: list[Record]) -> dict[str, Any]:
         if not positions:
             return {}
         if self._gates or self._live:
@@ -71,8 +85,8 @@ class ReadoutFeed:
             self._trace_positions += positions[generated:]
             self._trace_records += records[generated:]
         found: dict[str, Any] = {}
-        for intervals, readouts in self._by_tokens:
-            chosen, rows = _choose(positions, records, intervals)
+        for tokens, readouts in self._by_tokens:
+            chosen, rows = _choose(positions, records, tokens)
             if not chosen:
                 continue
             columns = list(zip(*rows, strict=False))
@@ -83,6 +97,22 @@ class ReadoutFeed:
                 values = columns[column] if scalar else [row[column : column + width] for row in rows]
                 found[name] = {"positions": chosen, "values": values}
         return found
+
+    def take_json(self) -> bytes:
+        """Return the result of :meth:`take` as JSON, empty without a new value."""
+        if self._template is None:
+            values = self.take()
+            return _encoder.encode(values) if values else b""
+        positions, records = self._reader.take(num_forwarded(self._state))
+        if len(positions) != 1 or not any(
+            start <= positions[0] < stop for start, stop in self._by_tokens[0][0].intervals
+        ):
+            values = self._values(positions, records)
+            return _encoder.encode(values) if values else b""
+        template, start, stop = self._template
+        arguments: list[Any] = [positions[0]] * (2 * (stop - start))
+        arguments[1::2] = _encoder.encode(records[0][start:stop])[1:-1].split(b",")
+        return template % tuple(arguments)
 
     def take_all(self) -> dict[str, Any]:
         """Return the values of `take` for every readout of the request, in its order."""
@@ -113,15 +143,31 @@ class ReadoutFeed:
         }
 
 
-def _readouts_by_tokens(program: Program, prompt_len: int) -> list[tuple[tuple[Interval, ...], list[_Readout]]]:
+def _readouts_by_tokens(program: Program, prompt_len: int) -> list[tuple[_Tokens, list[_Readout]]]:
     """Return the readouts grouped by the positions that they return."""
-    groups: dict[tuple[Interval, ...], list[_Readout]] = {}
+    groups: dict[_Tokens, list[_Readout]] = {}
     for readout, column in zip(program.readouts, program.layout.readouts, strict=True):
-        intervals = tuple(readout.selector.intervals(prompt_len))
-        groups.setdefault(intervals, []).append(
+        tokens = _Tokens(readout.selector.intervals(prompt_len), program.layout.parts.get(readout.parts, 0))
+        groups.setdefault(tokens, []).append(
             _Readout(readout.name, column, readout.width, readout.scalar, readout.head == LENS, readout.top_k)
         )
     return list(groups.items())
+
+
+def _template(groups: list[tuple[_Tokens, list[_Readout]]]) -> tuple[bytes, int, int] | None:
+    """Return the JSON of one position of probes that return the same positions, and their columns; None for others.
+
+    Each probe has two places in the JSON: for the position, and for the value.
+    """
+    if len(groups) != 1 or groups[0][0].part:
+        return None
+    readouts = groups[0][1]
+    columns = [each.column for each in readouts]
+    if not all(each.scalar for each in readouts) or columns != list(range(columns[0], columns[0] + len(columns))):
+        return None
+    names = [_encoder.encode(each.name).replace(b"%", b"%%") for each in readouts]
+    members = b",".join(name + b':{"positions":[%d],"values":[%b]}' for name in names)
+    return b"{" + members + b"}", columns[0], columns[-1] + 1
 
 
 def _split(rows: list[Record], column: int, width: int, top_k: int, *, is_lens: bool) -> dict[str, Any]:
@@ -134,10 +180,14 @@ def _split(rows: list[Record], column: int, width: int, top_k: int, *, is_lens: 
     return {"indices": [each for (each,) in indices], "values": [each for (each,) in values]}
 
 
-def _choose(
-    positions: list[int], records: list[Record], intervals: tuple[Interval, ...]
-) -> tuple[list[int], list[Record]]:
-    """Return the positions inside the intervals, and their records."""
+def _choose(positions: list[int], records: list[Record], tokens: _Tokens) -> tuple[list[int], list[Record]]:
+    """Return the positions that readouts return, and their records."""
+    intervals, part = tokens
+    if part:
+        kept = [place for place, record in enumerate(records) if record[part]]
+        positions, records = [positions[place] for place in kept], [records[place] for place in kept]
+        if not kept:
+            return [], []
     first, last = positions[0], positions[-1]
     if any(start <= first and last < stop for start, stop in intervals):
         return positions, records

@@ -137,8 +137,8 @@ async def _encode_all(feed: ReadoutFeed) -> dict[str, msgspec.Raw]:
 
 def _members(feed: ReadoutFeed, *, last: bool) -> bytes:
     """Return the new values as members of a JSON object, with the trace if this is the ``last`` event of the choice."""
-    values = feed.take()
-    members = b'"%b":%b' % (READOUTS_KEY.encode(), _encoder.encode(values)) if values else b""
+    values = feed.take_json()
+    members = b'"%b":%b' % (READOUTS_KEY.encode(), values) if values else b""
     trace = feed.take_trace() if last else None
     if trace is None:
         return members

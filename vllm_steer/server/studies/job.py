@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from vllm.exceptions import VLLMValidationError
 
+from vllm_steer.compat.internals import VLLMValidationError
 from vllm_steer.errors import SteeringError
 from vllm_steer.log import steering_logger
 from vllm_steer.patching.result import PatchingResult

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 
 from vllm_steer.capture.results import Site
@@ -15,6 +17,9 @@ Rows: TypeAlias = Mapping[Site, tuple[tuple[int, ...], torch.Tensor]]
 """Positions and float32 rows ``[positions, H]`` by site, and the values of readouts by name and :data:`READOUT`."""
 READOUT = -1
 """Stands for the layer of a readout's values."""
+TRACE = ("steering_trace", READOUT)
+"""Key of the factors of gates and of live strengths."""
+_VALUE = re.compile(r" is \S+")
 
 
 @dataclass(frozen=True)
@@ -24,6 +29,8 @@ class Sample:
     tokens: tuple[int, ...] = ()
     top: tuple[Mapping[int, float], ...] = ()
     finish_reason: str | None = None
+    stop: str | None = None
+    """Readout and position of a stop."""
     status: str | None = None
     error: str | None = None
     rows: Rows = field(default_factory=dict)
@@ -72,10 +79,16 @@ def _sample(each: Any, streamed: bool) -> Sample:
         values = values.unsqueeze(1) if values.ndim == 1 else values.flatten(1)
         # First, as in a stream, whose reduced rows come at its end.
         rows = {(name, READOUT): (tuple(readout.positions.tolist()), values), **rows}
+    trace = getattr(each, "steering_trace", None)
+    if trace is not None:
+        gates = torch.from_numpy(np.concatenate([trace.gates, *(v[:, None] for v in trace.live.values())], axis=1))
+        rows = {TRACE: (tuple(trace.positions.tolist()), gates.float()), **rows}
     return Sample(
         tokens=tuple(each.token_ids),
         top=tuple({token: entry.logprob for token, entry in step.items()} for step in each.logprobs or ()),
         finish_reason=each.finish_reason,
+        # The value that the readout had is subject to rounding.
+        stop=_VALUE.sub("", each.stop_reason) if isinstance(each.stop_reason, str) else None,
         status=None if result is None else result.status,
         error=None if result is None else result.error,
         rows=rows,

@@ -11,8 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from vllm_steer.engine.capabilities import EXCEEDS
+from vllm_steer.spec.selector import OPEN_END
 from vllm_steer.testing.fuzz.answers import READOUT, Answer, Sample
 from vllm_steer.testing.fuzz.drive import Run
+from vllm_steer.testing.fuzz.ties import first_undecided
 from vllm_steer.testing.fuzz.workload import LOWEST_TEMPERATURE, Request
 
 _NO_CHECK = "the self-check, which proves the final norm, was skipped"
@@ -49,6 +51,10 @@ class Counts:
     plain_requests: int = 0
     by_module: int = 0
     globally: int = 0
+    gated: int = 0
+    stopped: int = 0
+    live: int = 0
+    undecided: int = 0
     streamed: int = 0
     tokens: int = 0
     rows: int = 0
@@ -94,6 +100,9 @@ def compare(request: Request, got: Answer, right: Answer, tolerance: Tolerance, 
     counts.by_module += request.module
     counts.globally += bool(request.globally)
     counts.streamed += request.stream
+    counts.gated += any(edit.when for edit in request.edits)
+    counts.live += bool(request.strengths)
+    counts.stopped += any(sample.stop is not None for sample in got.samples)
     if len(got.samples) != len(right.samples):
         return f"{len(got.samples)} samples, expected {len(right.samples)}"
     for number, (sample, reference) in enumerate(zip(got.samples, right.samples, strict=True)):
@@ -106,8 +115,14 @@ def compare(request: Request, got: Answer, right: Answer, tolerance: Tolerance, 
 def _compare_sample(request: Request, got: Sample, right: Sample, tolerance: Tolerance, counts: Counts) -> str | None:
     # Sampling at this temperature picks a token that is less likely by d with odds of exp(-d / LOWEST_TEMPERATURE).
     tie = tolerance.tie if request.n == 1 else tolerance.tie + 25 * LOWEST_TEMPERATURE
-    agreed = len(right.tokens)
+    undecided = first_undecided(request, right, 2.5 * tolerance.row)
+    # The token behind that position is the last one that does not depend on it.
+    certain = max(undecided + 1 - len(request.prompt), 0)
+    counts.undecided += certain <= len(right.tokens)
+    agreed = min(len(right.tokens), certain)
     for i, (token, expected) in enumerate(zip(got.tokens, right.tokens, strict=False)):
+        if i >= agreed:
+            break
         top = right.top[i]
         if token != expected:
             if top.get(token, float("-inf")) < max(top.values()) - tie:
@@ -118,14 +133,20 @@ def _compare_sample(request: Request, got: Sample, right: Sample, tolerance: Tol
             break
         if token in got.top[i] and abs(got.top[i][token] - top[token]) > tolerance.logprob:
             return f"token {i} has log-probability {got.top[i][token]:.5f}, expected {top[token]:.5f}"
-    else:
-        if len(got.tokens) != len(right.tokens) or got.finish_reason != right.finish_reason:
-            return (
-                f"{len(got.tokens)} tokens ({got.finish_reason}), expected {len(right.tokens)} ({right.finish_reason})"
-            )
+    if len(got.tokens) < agreed:
+        return f"{len(got.tokens)} tokens ({got.finish_reason}), expected {agreed} or more"
+    if agreed == len(right.tokens) < certain:
+        ends = [
+            f"{len(each.tokens)} tokens ({each.finish_reason}{(each.stop and f', {each.stop}') or ''})"
+            for each in (got, right)
+        ]
+        if ends[0] != ends[1]:
+            return f"{ends[0]}, expected {ends[1]}"
+        undecided = OPEN_END
     counts.tokens += agreed
+    stop = min(len(request.prompt) + agreed, undecided)
     return _compare_rows(
-        request, got, right, len(request.prompt) + agreed, agreed < len(right.tokens), tolerance, counts
+        request, got, right, stop, agreed < len(right.tokens) or undecided < OPEN_END, tolerance, counts
     )
 
 

@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import msgspec
-import numpy as np
 
-from vllm_steer.points import POINT_NAMES, points_on
 from vllm_steer.spec import KINDS
+from vllm_steer.testing.fuzz.draw_reactive import draw_reactive
+from vllm_steer.testing.fuzz.facts import ModelFacts, Random, draw_edit, draw_layers
 from vllm_steer.testing.fuzz.workload import TIERS, CaptureCase, EditCase, ReadoutCase, Request, Settings
 
 MAX_MODEL_LEN = 256
@@ -21,25 +20,6 @@ MATRIX_TOKENS: tuple[Any, ...] = ([0, 2], [1, 2, 3], [0, -1], [-3, -1])
 POSITIONS: tuple[Any, ...] = ("last_prompt", "all_prompt", "all_generated", "all", [0, [3, 9], -2], [[-1, None]], [-1])
 DRAWN_PARAMETERS = {"vector", "strength", "low", "high", "subspace"}
 """Parameters that :class:`EditCase` has; kinds with other parameters are not drawn."""
-Random: TypeAlias = np.random.Generator
-
-
-@dataclass(frozen=True)
-class ModelFacts:
-    """Properties of the model that a workload depends on.
-
-    Attributes:
-        scale: Typical norm of the rows at ``len(POINT_NAMES) * layer + point``.
-        points: Hook points that can be edited and captured.
-        cuda: Whether the engine runs on a GPU.
-    """
-
-    hidden: int
-    layers: int
-    vocab: int
-    scale: tuple[float, ...]
-    points: tuple[str, ...] = points_on(())
-    cuda: bool = False
 
 
 def draw_requests(rng: Random, count: int, facts: ModelFacts) -> list[Request]:
@@ -59,6 +39,8 @@ def draw_requests(rng: Random, count: int, facts: ModelFacts) -> list[Request]:
                 grows, keep = parent.name, int(rng.integers(1, min(parent.max_tokens, 40) + 1))
                 if rng.random() < 0.6:
                     options = {"edits": parent.edits, "salt": parent.salt}
+                    if any(edit.when for edit in parent.edits):
+                        options["readouts"] = [each for each in parent.readouts if each.name]
         prefix = (
             prefixes[int(rng.integers(NUM_PREFIXES))][: int(rng.choice([20, 64, PREFIX_LENGTH]))]
             if rng.random() < 0.6
@@ -81,7 +63,10 @@ def draw_requests(rng: Random, count: int, facts: ModelFacts) -> list[Request]:
             options["salt"] = "ab"[int(rng.integers(2))]
         drawn = _draw_readouts(rng.spawn(1)[0], facts)
         if drawn:
-            options["readouts"] = drawn
+            options["readouts"] = [*options.get("readouts", []), *drawn]
+        if not options.get("module") and not any(edit.when for edit in options.get("edits", ())):
+            reactive = draw_reactive(rng.spawn(1)[0], facts)
+            options.update({name: [*options.get(name, []), *each] for name, each in reactive.items() if each})
         if rng.random() < 0.1:
             options["n"] = int(rng.integers(2, 4))
         elif rng.random() < 0.12:
@@ -140,11 +125,6 @@ def draw_settings(rng: Random, facts: ModelFacts, graphs: bool = False) -> Setti
     return Settings(engine=engine, steering=steering)
 
 
-def _draw_layers(rng: Random, facts: ModelFacts, most: int) -> list[int]:
-    count = int(rng.integers(1, min(most, facts.layers) + 1))
-    return sorted(int(layer) for layer in rng.choice(facts.layers, count, replace=False))
-
-
 def _draw_edits(rng: Random, facts: ModelFacts) -> list[EditCase]:
     edits = []
     for _ in range(int(rng.choice([1, 1, 2, 3]))):
@@ -154,7 +134,7 @@ def _draw_edits(rng: Random, facts: ModelFacts) -> list[EditCase]:
             field = "steering"
             kind = str(rng.choice([kind.name for kind in KINDS.values() if set(kind.params) <= DRAWN_PARAMETERS]))
             given["tokens"] = EDIT_TOKENS[int(rng.integers(len(EDIT_TOKENS)))]
-        edit = _draw_edit(rng, facts, field, kind, **given)
+        edit = draw_edit(rng, facts, field, kind, **given)
         if kind == "clamp":
             bound = str(rng.choice(["low", "high"]))
             edit = msgspec.structs.replace(edit, **{bound: edit.length * float(rng.choice([-0.2, 0.2]))})
@@ -168,34 +148,28 @@ def _draw_edits(rng: Random, facts: ModelFacts) -> list[EditCase]:
     return edits
 
 
-def _draw_edit(rng: Random, facts: ModelFacts, field: str, kind: str, **given: Any) -> EditCase:
-    """Draw an edit at one or two layers of a point, with a norm comparable to the rows there."""
-    point = str(rng.choice(facts.points))
-    layers = _draw_layers(rng, facts, 2)
-    length = facts.scale[len(POINT_NAMES) * layers[0] + POINT_NAMES.index(point)] * float(rng.uniform(0.3, 1.2))
-    return EditCase(
-        field=field, kind=kind, point=point, layers=layers, seed=int(rng.integers(1 << 30)), length=length,
-        strength=float(rng.uniform(0.4, 1.0)), **given,
-    )  # fmt: skip
-
-
 def _draw_global_edits(rng: Random, facts: ModelFacts) -> list[EditCase]:
     """Draw one or two additions, each in its own tier."""
     tiers = rng.choice(TIERS, int(rng.integers(1, 3)), replace=False)
-    return [_draw_edit(rng, facts, str(tier), "add") for tier in tiers]
+    return [draw_edit(rng, facts, str(tier), "add") for tier in tiers]
 
 
 def _draw_readouts(rng: Random, facts: ModelFacts) -> list[ReadoutCase]:
-    """Draw a probe, a lens, both or, mostly, nothing."""
-    return [
+    """Draw a probe, a lens, both or, mostly, nothing; in place of the probe also projections or features."""
+    drawn = [
         ReadoutCase(
-            layers=_draw_layers(rng, facts, 2),
+            layers=draw_layers(rng, facts, 2),
             positions=POSITIONS[int(rng.integers(len(POSITIONS)))],
             seed=int(rng.integers(1 << 30)),
             top_k=top_k,
         )
         for top_k in (0, 3)
         if rng.random() < 0.2
+    ]
+    form = str(rng.choice(["", "sigmoid", "cosine", "projections", "sae"]))
+    return [
+        each if each.top_k else msgspec.structs.replace(each, form=form, top_k=4 if form == "sae" else 0)
+        for each in drawn
     ]
 
 
@@ -204,7 +178,7 @@ def _draw_capture(rng: Random, facts: ModelFacts) -> CaptureCase:
         hooks: dict[str, Any] = dict.fromkeys(facts.points, "all")
     else:
         points = rng.choice(facts.points, int(rng.integers(1, len(facts.points) + 1)), replace=False)
-        hooks = {str(point): _draw_layers(rng, facts, 3) for point in points}
+        hooks = {str(point): draw_layers(rng, facts, 3) for point in points}
     return CaptureCase(
         hooks=hooks,
         positions=POSITIONS[int(rng.integers(len(POSITIONS)))],

@@ -89,6 +89,8 @@ def _drive(llm: Any, waiting: list[Request], hidden: int, done: Run) -> None:
                 if request.module:
                     llm.steering.register(MODULE, **module_of(request.edits, hidden))
                 engine.add_request(request.name, prompt_of(request), sampling_params(request, hidden))
+                if request.strengths:
+                    llm.set_strength(request.name, **request.strengths)
             except SteeringError as error:
                 done.answers[request.name] = Answer(refused=str(error))
             else:

@@ -3,18 +3,23 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from vllm_steer.points import POINT_NAMES, points_on
-from vllm_steer.testing.fuzz.draw import MAX_MODEL_LEN, ModelFacts
-from vllm_steer.testing.fuzz.workload import Settings
+from vllm_steer.testing.fuzz.draw import MAX_MODEL_LEN
+from vllm_steer.testing.fuzz.facts import ModelFacts
+from vllm_steer.testing.fuzz.workload import NUM_FEATURES, SAE, Settings
 
 _MULTIPROCESSING = "VLLM_ENABLE_V1_MULTIPROCESSING"
 
@@ -50,15 +55,39 @@ def prepare_environment() -> None:
     os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
 
 
+@cache
+def _save_autoencoder(model: str) -> str:
+    """Save a random ReLU autoencoder for the model, for as long as the process runs, and return its folder.
+
+    A threshold above 0 would make features of equal rows differ by rounding.
+    """
+    from transformers import AutoConfig
+
+    hidden = AutoConfig.from_pretrained(model).get_text_config().hidden_size
+    random = np.random.default_rng(7)
+    arrays = {
+        "W_enc": random.standard_normal((hidden, NUM_FEATURES)) / hidden**0.5,
+        "W_dec": random.standard_normal((NUM_FEATURES, hidden)) / hidden**0.5,
+        "b_enc": np.zeros(NUM_FEATURES),
+        "b_dec": np.zeros(hidden),
+        "threshold": np.zeros(NUM_FEATURES),
+    }
+    folder = tempfile.mkdtemp(prefix="vllm-steer-fuzz-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    np.savez(Path(folder) / "params.npz", **{name: array.astype(np.float32) for name, array in arrays.items()})
+    return folder
+
+
 @contextmanager
 def engine(model: str, dtype: str, settings: Settings, *, steering: bool = True) -> Iterator[Any]:
     """Start an ``LLM`` with these settings and shut it down on exit, so that the next one can start in this process."""
-    from vllm.distributed import cleanup_dist_env_and_memory
-    from vllm.platforms import current_platform
-
+    from vllm_steer.compat.internals import cleanup_dist_env_and_memory, current_platform
     from vllm_steer.llm import LLM
 
-    steering_args: dict[str, Any] = {"enable_steering": True, "steering_config": settings.steering} if steering else {}
+    steering_args: dict[str, Any] = {}
+    if steering:
+        config = {"saes": {SAE: _save_autoencoder(model)}, **settings.steering}
+        steering_args = {"enable_steering": True, "steering_config": config}
     given = {
         "dtype": dtype, "max_model_len": MAX_MODEL_LEN, "skip_tokenizer_init": True, "disable_log_stats": True,
         "use_tqdm_on_load": False, "seed": 0, "enforce_eager": True,
@@ -101,8 +130,7 @@ def facts_of(llm: Any) -> ModelFacts:
     Raises:
         ValueError: The engine was started without steering.
     """
-    from vllm.platforms import current_platform
-
+    from vllm_steer.compat.internals import current_platform
     from vllm_steer.frontend.context import engine_context
     from vllm_steer.params import SamplingParams
 

@@ -138,7 +138,7 @@ class Session:
     def _compare_with_stock(self, requests: list[Request], settings: Settings) -> dict[str, str]:
         """Compare plain requests bit by bit: batched with steered ones, and in stock vLLM with the same batches.
 
-        Batches are equal only if scheduling does not depend on steering: no cache, no preemption, no aborts.
+        Batches are equal only if scheduling does not depend on steering: no cache, no preemption, no aborts, no stops.
         """
         uncontended = Settings(
             engine={
@@ -150,7 +150,7 @@ class Session:
             # Room for every site of every token of a step, and for all requests at once.
             steering={"capture_rows": 1 << 15, "capture_mib": 1 << 20, **with_points(self.points)},
         )
-        mixed = [msgspec.structs.replace(request, abort_after=None) for request in requests]
+        mixed = [msgspec.structs.replace(request, abort_after=None, stops=[]) for request in requests]
         stripped = [
             msgspec.structs.replace(request, edits=[], globally=[], capture=None, readouts=[], module=False)
             for request in mixed

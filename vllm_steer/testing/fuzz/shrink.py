@@ -159,10 +159,18 @@ def _simplify_requests(comparator: Comparator, settings: Settings, requests: lis
 
 def _simpler_forms(request: Request) -> Iterator[Request]:
     """Yield forms of the request with one property removed."""
+    changes: dict[str, Any]
 
     def without(**changes: Any) -> Request:
         return msgspec.structs.replace(request, **changes)
 
+    if request.stops:
+        yield without(stops=[])
+    for i, edit in enumerate(request.edits):
+        for changes in ({"when": []}, {"live": None}):
+            simpler = msgspec.structs.replace(edit, **changes)
+            if simpler != edit:
+                yield without(edits=[*request.edits[:i], simpler, *request.edits[i + 1 :]])
     for i in range(len(request.readouts)):
         yield without(readouts=[*request.readouts[:i], *request.readouts[i + 1 :]])
     if request.capture is not None:
@@ -174,7 +182,6 @@ def _simpler_forms(request: Request) -> Iterator[Request]:
         yield without(edits=[])
         for i in range(len(request.edits) if len(request.edits) > 1 else 0):
             yield without(edits=[edit for j, edit in enumerate(request.edits) if j != i])
-    changes: dict[str, Any]
     for changes in (
         {"n": 1},
         {"globally": []},

@@ -13,8 +13,8 @@ from typing import Any, TypeAlias
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from vllm.sampling_params import RequestOutputKind
 
+from vllm_steer.compat.internals import RequestOutputKind
 from vllm_steer.params import SamplingParams
 from vllm_steer.spec import Edit
 
@@ -23,6 +23,8 @@ NUM_LOGPROBS = 5
 LOWEST_TEMPERATURE = 0.01
 """Temperature of requests with ``n > 1``, for which vLLM refuses greedy sampling; the smallest value it accepts."""
 NUM_DIRECTIONS = 2
+SAE, NUM_FEATURES = "fuzz", 48
+"""Name and size of the sparse autoencoder of every engine."""
 Tokens: TypeAlias = str | list[int | list[int | None]]
 TIERS = ("steering_vectors", "prefill_steering_vectors", "decode_steering_vectors")
 MODULE = "drawn"
@@ -31,6 +33,31 @@ TOKENS_OF = dict(zip(TIERS, ("all", "prompt", "generated"), strict=True))
 """Token selector of each tier."""
 IN_MODULE = dict(zip((*TIERS, "steering"), ("base", "prefill", "decode", "edits"), strict=True))
 """Name in a module of each steering field of a request."""
+
+
+class GateCase(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """A condition on the probe ``readout``, as in ``when`` of an edit; a stop has ``tokens`` only."""
+
+    readout: str
+    bound: float
+    above: bool = True
+    window: str | None = None
+    over: str | None = None
+    alpha: float | None = None
+    tokens: int | None = None
+    positions: Tokens | None = None
+    sharpness: float | None = None
+    release: float | None = None
+    """Bound of the opposite direction that switches a latch off."""
+
+    def to_field(self) -> dict[str, Any]:
+        """Return the argument that a user would write."""
+        direction, other = ("above", "below") if self.above else ("below", "above")
+        given = {name: getattr(self, name) for name in ("window", "over", "alpha", "tokens", "positions", "sharpness")}
+        field: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        if self.release is not None:
+            field["release"] = {other: self.release}
+        return {"readout": self.readout, direction: self.bound, **field}
 
 
 class EditCase(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
@@ -50,11 +77,18 @@ class EditCase(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """``replace`` only: number of seeded directions of the subspace; 0 for the whole row."""
     matrix: bool = False
     """``replace`` only: another row at each position in ``tokens``, which are single positions."""
+    feature: int = 0
+    """``feature`` only: number of the feature of :data:`SAE`."""
+    set: float | None = None
+    add: float | None = None
+    when: list[GateCase] = []
+    live: float | None = None
+    """Live strength that is set when the request arrives."""
 
     @property
     def in_module(self) -> bool:
         """Whether a module can have the edit."""
-        return not self.directions and not self.matrix
+        return not (self.directions or self.matrix or self.when or self.kind == "feature" or self.live is not None)
 
 
 class CaptureCase(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
@@ -68,12 +102,16 @@ class CaptureCase(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class ReadoutCase(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """One readout: a probe with seeded weights of norm 1, or a lens if ``top_k`` is given."""
+    """One readout. Weights and directions are seeded and have norm 1; with ``top_k`` alone it is a lens."""
 
     layers: list[int]
     positions: Tokens
     seed: int = 0
     top_k: int = 0
+    name: str = ""
+    """Name that conditions use."""
+    form: str = ""
+    """``sigmoid`` or ``cosine`` for a probe, ``projections`` or ``sae``; empty for a plain probe or a lens."""
 
 
 class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
@@ -96,6 +134,7 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     globally: list[EditCase] = []
     capture: CaptureCase | None = None
     readouts: list[ReadoutCase] = []
+    stops: list[GateCase] = []
     n: int = 1
     salt: str | None = None
     skip_cache: bool = False
@@ -110,6 +149,16 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     def plain(self) -> bool:
         """Whether the request is neither steered nor read."""
         return not self.edits and not self.globally and self.capture is None and not self.readouts
+
+    @property
+    def conditions(self) -> list[GateCase]:
+        """Conditions of all edits, and stops."""
+        return [*(each for edit in self.edits for each in edit.when), *self.stops]
+
+    @property
+    def strengths(self) -> dict[str, float]:
+        """Live strengths by name."""
+        return {live_name(edit): edit.live for edit in self.edits if edit.live is not None}
 
     @property
     def standalone(self) -> Request:
@@ -171,7 +220,9 @@ def sampling_params(request: Request, hidden: int) -> Any:
             spec["stream"] = True
         fields["capture"] = {"memory": spec}
     if request.readouts:
-        fields["readouts"] = {f"r{i}": _readout(each, hidden) for i, each in enumerate(request.readouts)}
+        fields["readouts"] = {each.name or f"r{i}": _readout(each, hidden) for i, each in enumerate(request.readouts)}
+    if request.stops:
+        fields["stop_on"] = [each.to_field() for each in request.stops]
     return SamplingParams(
         max_tokens=request.max_tokens,
         temperature=0.0 if request.n == 1 else LOWEST_TEMPERATURE,
@@ -187,9 +238,20 @@ def sampling_params(request: Request, hidden: int) -> Any:
 
 def _readout(case: ReadoutCase, hidden: int) -> dict[str, Any]:
     site: dict[str, Any] = {"point": "post_block", "positions": case.positions}
+    if case.form == "sae":
+        return {"sae": SAE, "top_k": case.top_k, "layer": case.layers[0], **site}
     if case.top_k:
         return {"lens": {"top_k": case.top_k}, "layers": case.layers, **site}
-    return {"probe": vector(case.seed, 1.0, hidden), "layer": case.layers[0], **site}
+    site["layer"] = case.layers[0]
+    if case.form == "projections":
+        return {"projections": [vector(case.seed + i, 1.0, hidden) for i in range(NUM_DIRECTIONS)], **site}
+    switch = {case.form: True} if case.form else {}
+    return {"probe": vector(case.seed, 1.0, hidden), **switch, **site}
+
+
+def live_name(edit: EditCase) -> str:
+    """Return the name of the live strength of an edit."""
+    return f"live{edit.seed}"
 
 
 def module_of(edits: Sequence[EditCase], hidden: int) -> dict[str, Any]:
@@ -210,6 +272,16 @@ def _edit_fields(edits: Sequence[EditCase], hidden: int) -> dict[str, Any]:
             bounds: dict[str, Any] = {
                 name: getattr(edit, name) for name in ("low", "high") if getattr(edit, name) is not None
             }
+            if edit.when:
+                bounds["when"] = [each.to_field() for each in edit.when]
+            if edit.live is not None:
+                bounds["live"] = live_name(edit)
+            if edit.kind == "feature":
+                change = {"set": edit.set} if edit.add is None else {"add": edit.add}
+                fields.setdefault("steering", []).append(
+                    Edit(sae=SAE, feature=edit.feature, **change, **general, **bounds)
+                )
+                continue
             rows = v
             if edit.matrix:
                 rows = np.stack([vector(edit.seed + i, edit.length, hidden) for i in range(len(edit.tokens))])

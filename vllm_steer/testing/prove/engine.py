@@ -105,8 +105,8 @@ def _distance(ours: np.ndarray, theirs: np.ndarray) -> float:
 def _register_random_weights() -> None:
     """Register a load format with larger weights: with vLLM's dummy weights the blocks hardly change the stream."""
     import torch
-    from vllm.model_executor.model_loader import register_model_loader
-    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    from vllm_steer.compat.internals import DummyModelLoader, register_model_loader
 
     class RandomLoader(DummyModelLoader):  # type: ignore[misc]
         def load_weights(self, model: Any, model_config: Any) -> None:
@@ -121,7 +121,7 @@ def _register_random_weights() -> None:
 
 
 def _write_config(source: str, model: Path, trust_remote_code: bool) -> None:
-    from vllm.transformers_utils.config import get_config
+    from vllm_steer.compat.internals import get_config
 
     config = get_config(source, trust_remote_code)
     shrink(config.get_text_config())

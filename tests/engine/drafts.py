@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of gates, stops and heads that hold under every method of speculative decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.engine import hf
+from tests.engine.answers import params, prompt, run, tokens_of
+from tests.engine.dynamic_cases import bounds_of, cases, check_all, expect, run_all
+from tests.engine.dynamic_reference import Expected, Reference
+from tests.engine.test_live import check_changes, drive
+from tests.tiny import direction
+from vllm_steer.engine.worker_manager import WorkerSteeringManager
+from vllm_steer.taps import dynamic
+
+Truth = tuple[dict[str, dict[str, Any]], dict[tuple[str, int], Expected], Sequence[list[int]]]
+LENS = {"lens": {"top_k": 3}, "point": "post_block", "layers": [1, 3], "positions": "all"}
+
+
+def truth_of(
+    folder: Path, texts: Sequence[list[int]]
+) -> tuple[dict[str, dict[str, Any]], dict[tuple[str, int], Expected]]:
+    """Return the cases, and what a model without drafts does with each prompt."""
+    model = hf.load(folder)
+    reference = Reference(model, model.model.layers)
+    made = cases(bounds_of(reference, texts))
+    return made, expect(reference, made, texts)
+
+
+def watch_drafts(llm: Any) -> list[tuple[int, int]]:
+    """Record ``(drafts, accepted)`` of every verified request of every step from now on."""
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    original = scheduler.update_from_output
+    seen: list[tuple[int, int]] = []
+
+    def counted(scheduled: Any, output: Any) -> Any:
+        for name, drafts in scheduled.scheduled_spec_decode_tokens.items():
+            seen.append((len(drafts), len(output.sampled_token_ids[output.req_id_to_index[name]]) - 1))
+        return original(scheduled, output)
+
+    scheduler.update_from_output = counted
+    return seen
+
+
+def check_every_window(llm: Any, truth: Truth) -> None:
+    """Compare every window, fold and stop with a reference that has no drafts."""
+    made, expected, texts = truth
+    seen = watch_drafts(llm)
+    check_all(run_all(llm, made, texts), expected, texts)
+    assert any(0 <= accepted < drafts for drafts, accepted in seen), "no draft was rejected"
+    assert any(accepted > 0 for _, accepted in seen), "no draft was accepted"
+
+
+def check_live(llm: Any, folder: Path) -> None:
+    """Compare changes of a live strength with the reference, which changes it at the reported positions."""
+    outputs, changed = drive(llm, [1, 3, 5])
+    model = hf.load(folder)
+    check_changes(Reference(model, model.model.layers), outputs, changed, 1)
+
+
+def check_controls(llm: Any, truth: Truth) -> None:
+    """Negative controls: kept state of rejected drafts and drafts with another token's factor must be noticed."""
+    made, expected, texts = truth
+    chosen = {name: made[name] for name in ("previous", "latch", "previous, mean", "stop, two in a row", "several")}
+    for name in ("_keep_rejected", "_accept_all"):
+        with pytest.MonkeyPatch.context() as patch:
+            globals()[name](patch)
+            with pytest.raises(AssertionError):
+                check_all(run_all(llm, chosen, texts), expected, texts)
+
+
+def _keep_rejected(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(dynamic, "committed_state", lambda tables, layout: tables.carry[layout.request_slot.long(), 0])
+
+
+def _accept_all(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(WorkerSteeringManager, "accepted_tokens", lambda *_: None)
+
+
+def lens_requests() -> list[Any]:
+    """Return parameters with lens readouts at all positions and at ranges, some with captures and an edit."""
+    return [
+        params(
+            20,
+            logprobs=None,
+            readouts={"lens": LENS if i % 2 else {**LENS, "positions": [[4, 12], [33, 40]]}},
+            capture={"memory": {"hooks": {"post_block": [1], "pre_attn": [2]}, "positions": "all"}} if i % 3 else None,
+            decode_steering_vectors={"post_block": {1: direction(i)}} if i % 2 else None,
+        )
+        for i in range(6)
+    ]
+
+
+def check_lens(outputs: Sequence[Any], right: Sequence[Any]) -> None:
+    """Compare lens readouts with the results of an engine without drafts."""
+    for i, (got, want) in enumerate(zip(outputs, right, strict=True)):
+        assert tokens_of(got) == tokens_of(want), i
+        found, wanted = got.outputs[0].readouts["lens"], want.outputs[0].readouts["lens"]
+        assert found.positions.tolist() == wanted.positions.tolist(), i
+        np.testing.assert_allclose(found.logprobs, wanted.logprobs, atol=5e-3, err_msg=str(i))
+        assert (found.token_ids == wanted.token_ids).mean() > 0.99
+
+
+def run_lens(llm: Any, texts: Sequence[list[int]]) -> list[Any]:
+    """Run the requests with lens readouts in one batch."""
+    return run(llm, [prompt(*each) for each in [*texts, *texts]], lens_requests())

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engine arguments and environment variables that came with a version of vLLM: served, refused, or not yet run.
+
+``python -m vllm_steer.compat diff`` prints the rows of new settings and lists those that have none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final
+
+
+class Verdict(Enum):
+    """What happens when a setting is used together with steering."""
+
+    SERVED = "served"
+    """Does not touch what steering uses."""
+    REFUSED = "refused"
+    """The engine, or every model class to which the setting applies, is refused."""
+    UNTESTED = "served, not run"
+    """Compatible according to the source of vLLM; no test has run it."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting.
+
+    Attributes:
+        name: Field of ``EngineArgs``, or environment variable.
+        verdict: The class of the setting.
+        reason: Why.
+    """
+
+    name: str
+    verdict: Verdict
+    reason: str
+
+
+def _rows(verdict: Verdict, reason: str, names: str) -> Iterator[Setting]:
+    return (Setting(name, verdict, reason) for name in names.split())
+
+
+SETTINGS: Final[Mapping[str, Setting]] = {
+    setting.name: setting
+    for setting in (
+        # New in 0.32.
+        *_rows(Verdict.SERVED, "buckets of vLLM's own histograms", "custom_histogram_buckets"),
+        *_rows(Verdict.REFUSED, "for hyper-connections, whose layer classes are refused", "enable_hc_sp"),
+        *_rows(Verdict.UNTESTED, "how tensors of multimodal inputs reach the workers", "enable_shm_tensor_arena"),
+        *_rows(Verdict.UNTESTED, "saves vLLM's pool of graphs, which holds all sets", "sleep_mode_offload_cudagraph"),
+        *_rows(Verdict.SERVED, "time limit of the chat template", "VLLM_CHAT_TEMPLATE_RENDER_TIMEOUT"),
+        *_rows(
+            Verdict.UNTESTED,
+            "precision of the branch of mixtures of experts, not of the stream",
+            "VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE",
+        ),
+        *_rows(
+            Verdict.UNTESTED,
+            "transfer of blocks by their hashes, which include the edits",
+            "VLLM_P2P_HANDSHAKE_TIMEOUT_S VLLM_P2P_IDLE_TIMEOUT_S VLLM_P2P_MAX_PEERS",
+        ),
+        *_rows(
+            Verdict.REFUSED,
+            "for layer classes on ROCm that are refused",
+            "VLLM_ROCM_AITER_MEGA_MOE_FUSE_SHARED_EXPERTS VLLM_ROCM_MONO_DECODE VLLM_ROCM_USE_AITER_MOE_A4W4_DSV4 "
+            "VLLM_ROCM_USE_AITER_TRITON_SPARSE_MLA",
+        ),
+        # New in 0.33.
+        *_rows(
+            Verdict.REFUSED,
+            "one kernel decodes whole layers, so their taps would not run (compat/version.py)",
+            "monokernel",
+        ),
+        *_rows(
+            Verdict.UNTESTED,
+            "sleep level 2 saves and restores the tables under every backend",
+            "sleep_mode_backend",
+        ),
+        *_rows(Verdict.SERVED, "dumps the stacks of a process that hangs", "watchdog_config"),
+        *_rows(
+            Verdict.SERVED,
+            "parsing of texts and chat templates",
+            "VLLM_BEAM_ALWAYS_CONSTRAIN_OUTPUT VLLM_CHAT_TEMPLATE_FUEL",
+        ),
+        *_rows(
+            Verdict.UNTESTED,
+            "attention and experts of a layer on two streams; the layer class has to be proven again",
+            "VLLM_COHERE2_ATTN_MOE_DUAL_STREAM_TOKEN_THRESHOLD",
+        ),
+        *_rows(
+            Verdict.UNTESTED,
+            "also limits bodies with vectors; vLLM answers HTTP 413",
+            "VLLM_HTTP_MAX_REQUEST_BODY_SIZE",
+        ),
+        *_rows(
+            Verdict.SERVED,
+            "size of images, audio and video in a request",
+            "VLLM_MAX_MEDIA_REQUEST_DECODE_BYTES VLLM_MAX_MEDIA_REQUEST_DOWNLOAD_SIZE_MB",
+        ),
+        *_rows(
+            Verdict.UNTESTED,
+            "bodies with vectors are logged too; leave it at DEBUG where vectors are confidential",
+            "VLLM_REQUEST_BODY_LOG_LEVEL",
+        ),
+        *_rows(
+            Verdict.REFUSED,
+            "for new layer classes without a recipe, which are refused",
+            "VLLM_ROCM_MUSE_MOE_ONLINE_QUANT VLLM_ROCM_MUSE_MOE_REDUCE_DTYPE VLLM_STEP5_SHARD_SP_SHARED_EXPERT",
+        ),
+    )
+}
+"""Settings by name."""

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draw edits that react to probes, stops, live strengths and edits of features."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from vllm_steer.points import POINT_NAMES
+from vllm_steer.testing.fuzz.facts import ModelFacts, Random, draw_edit, draw_layers
+from vllm_steer.testing.fuzz.workload import NUM_FEATURES, EditCase, GateCase, ReadoutCase
+
+WINDOWS: tuple[dict[str, Any], ...] = (
+    {"window": "token"},
+    {"window": "token", "sharpness": 1.0},
+    {"window": "previous"},
+    {"window": "previous", "sharpness": 2.0},
+    {"window": "previous", "over": "max"},
+    {"window": "previous", "over": "mean", "sharpness": 2.0},
+    {"window": "previous", "over": "ema", "alpha": 0.4, "sharpness": 2.0},
+    {"window": "previous", "tokens": 2},
+    {"window": "latch"},
+    {"window": "latch", "release": 0.0},
+    {"window": "prompt", "over": "max"},
+    {"window": "prompt", "over": "last"},
+    {"window": "prompt", "over": "mean", "sharpness": 2.0},
+    {"window": "prompt", "over": "mean", "sharpness": 2.0, "positions": [[1, 4]]},
+)
+"""Hard conditions compare single scores, so that a tie is visible in the scores; averages are soft."""
+TOKENS: tuple[Any, ...] = ("all", "prompt", "generated", [[-2, None]], [[3, 40]])
+
+
+def draw_reactive(rng: Random, facts: ModelFacts) -> dict[str, list[Any]]:
+    """Return readouts, edits and stops to add to a request, mostly none."""
+    drawn: dict[str, list[Any]] = {"readouts": [], "edits": [], "stops": []}
+    if facts.layers > 1 and rng.random() < 0.3:
+        for number in range(int(rng.integers(1, 3))):
+            readout = _draw_probe(rng, facts, f"p{number}")
+            edits = [_draw_gated_edit(rng, facts, readout) for _ in range(int(rng.integers(0, 3)))]
+            drawn["edits"] += edits
+            # Ties need the scores that conditions use; a prompt whose scores are not returned may be cached.
+            if all(edit.tokens == "generated" and edit.when[0].window != "prompt" for edit in edits):
+                readout = msgspec.structs.replace(readout, positions=[[-1, None]])
+            drawn["readouts"].append(readout)
+            if rng.random() < 0.4:
+                count = int(rng.integers(1, 4))
+                drawn["stops"].append(_draw_gate(rng, facts, readout, {"tokens": count}, 0.7 if count == 1 else 0.2))
+    if rng.random() < 0.1:
+        edit = draw_edit(rng, facts, "steering", "add", tokens="all")
+        drawn["edits"].append(msgspec.structs.replace(edit, live=float(rng.uniform(-1, 1))))
+    if rng.random() < 0.1:
+        drawn["edits"].append(_draw_feature_edit(rng, facts))
+    return drawn
+
+
+def _draw_probe(rng: Random, facts: ModelFacts, name: str) -> ReadoutCase:
+    # The last layer has no edits behind it.
+    layer = int(rng.integers(facts.layers - 1))
+    form = str(rng.choice(["", "", "cosine"]))
+    return ReadoutCase(layers=[layer], positions="all", seed=int(rng.integers(1 << 30)), name=name, form=form)
+
+
+def _spread(facts: ModelFacts, readout: ReadoutCase) -> float:
+    """Return the typical size of a readout's values."""
+    if readout.form == "cosine":
+        return float(facts.hidden**-0.5)
+    place = len(POINT_NAMES) * readout.layers[0] + POINT_NAMES.index("post_block")
+    return float(facts.scale[place] * facts.hidden**-0.5)
+
+
+def _draw_gate(
+    rng: Random, facts: ModelFacts, readout: ReadoutCase, window: dict[str, Any], shift: float = 0.0
+) -> GateCase:
+    spread = _spread(facts, readout)
+    above = bool(rng.random() < 0.6)
+    sign = 1 if above else -1
+    given = dict(window)
+    bound = spread * sign * (shift + float(rng.normal()) * 0.4)
+    if "sharpness" in given:
+        given["sharpness"] /= spread
+    if "release" in given:
+        given["release"] = bound - sign * spread * float(rng.uniform(0.2, 0.8))
+    return GateCase(readout=readout.name, bound=bound, above=above, **given)
+
+
+def _draw_gated_edit(rng: Random, facts: ModelFacts, readout: ReadoutCase) -> EditCase:
+    window = WINDOWS[int(rng.integers(len(WINDOWS)))]
+    kind = str(rng.choice(["add", "add", "add_normed", "ablate"]))
+    tokens = TOKENS[int(rng.integers(len(TOKENS)))] if window["window"] == "token" else "generated"
+    edit = draw_edit(rng, facts, "steering", kind, tokens=tokens)
+    if window["window"] == "token":
+        layers = sorted(int(rng.integers(readout.layers[0] + 1, facts.layers)) for _ in range(2))
+        edit = msgspec.structs.replace(edit, layers=sorted(set(layers)))
+    return msgspec.structs.replace(edit, when=[_draw_gate(rng, facts, readout, window)])
+
+
+def _draw_feature_edit(rng: Random, facts: ModelFacts) -> EditCase:
+    layers = draw_layers(rng, facts, 2)
+    point = str(rng.choice([each for each in ("pre_attn", "post_attn", "post_block") if each in facts.points]))
+    scale = facts.scale[len(POINT_NAMES) * layers[0] + POINT_NAMES.index(point)]
+    change: dict[str, Any] = {"set" if rng.random() < 0.5 else "add": scale * float(rng.uniform(-0.5, 1.0))}
+    return EditCase(
+        field="steering", kind="feature", point=point, layers=layers, seed=0, length=0.0,
+        tokens=str(rng.choice(["all", "generated"])), feature=int(rng.integers(NUM_FEATURES)), **change,
+    )  # fmt: skip
