@@ -74,7 +74,9 @@ def test_limits_reach_the_engine() -> None:
 def test_every_setting_has_a_flag() -> None:
     """Catches a setting of the engine without a flag; functions of the user run offline only."""
     named = (entry.name for entry in (*ENGINE_LIMITS.values(), *SWITCHES, *MULTI_CHOICES))
-    assert {*named, "capture_policy", "saes", "user_hooks"} == set(SteeringConfig.__struct_fields__)
+    assert {*named, "capture_policy", "saes", "user_hooks", "parts", "tool_parser"} == set(
+        SteeringConfig.__struct_fields__
+    )
 
 
 @pytest.mark.parametrize("switch", SWITCHES, ids=lambda switch: switch.name)
@@ -98,6 +100,25 @@ def test_switches_require_enable_steering(capsys: pytest.CaptureFixture[str]) ->
     with pytest.raises(SystemExit):
         server_parser().parse_args(["--steering-skip-self-check"])
     assert "--steering-skip-self-check" in capsys.readouterr().err
+
+
+def test_parts_reach_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches markers that are dropped, an id that is taken for text, and a tool parser that is ignored."""
+    words = [
+        "--steering-part",
+        "thinking=<a>,<b,c>",
+        "--steering-part",
+        "tool_call=5,6",
+        "--tool-call-parser",
+        "hermes",
+    ]
+    section = server_parser().parse_args(["--enable-steering", *words]).additional_config["steering"]
+    assert section["parts"] == {"thinking": ["<a>", "<b,c>"], "tool_call": [5, 6]}
+    assert section["tool_parser"] == "hermes"
+    for wrong in ("thinking", "thinking=<a>", "answer=<a>,<b>", "thinking=<a>,<a>"):
+        with pytest.raises(SystemExit):
+            server_parser().parse_args(["--enable-steering", "--steering-part", wrong])
+        assert "--steering-part" in capsys.readouterr().err
 
 
 def test_points_flag_selects_optional_points() -> None:

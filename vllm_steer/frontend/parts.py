@@ -89,7 +89,7 @@ class PartMarkers:
         return ids
 
 
-def bind_request(request: Any, tokenizer: Any, markers: PartMarkers) -> None:
+def bind_request(request: Any, input_processor: Any, markers: PartMarkers) -> None:
     """Replace the program of an engine request by the one for its prompt, if they differ.
 
     Raises:
@@ -98,6 +98,7 @@ def bind_request(request: Any, tokenizer: Any, markers: PartMarkers) -> None:
     program = program_of(request.sampling_params)
     if program is None or not program.needs_prompt:
         return
+    tokenizer = input_processor.tokenizer
     prompt = request.prompt_token_ids
     if prompt is None:
         raise SteeringError("steering", "parts of a conversation need a prompt of tokens, not of embeddings")

@@ -85,7 +85,7 @@ def check_engine_request(input_processor: Any, request: Any) -> None:
     if context is None:
         raise SteeringError("steering", NOT_ENABLED)
     if context.markers is not None:
-        bind_request(request, input_processor.tokenizer, context.markers)
+        bind_request(request, input_processor, context.markers)
         params = request.sampling_params
     context.check(params, length_from_prompt_token_ids_or_embeds(request.prompt_token_ids, request.prompt_embeds))
 
