@@ -140,7 +140,7 @@ def test_comparison_detects_a_forgotten_state(llm: Any, truth: Truth, monkeypatc
 
 
 def test_readouts_of_a_part(llm: Any, truth: Truth) -> None:
-    """Catches values of other tokens among those of a part."""
+    """Catches values of tokens outside of the part."""
     readouts = {
         "all": {**READOUTS["late"], "positions": "all"},
         "part": {**READOUTS["late"], "positions": "answer"},

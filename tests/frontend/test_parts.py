@@ -55,7 +55,7 @@ def parts(*args: Any, **kwargs: Any) -> tuple[CompiledPart, ...]:
      ("mistral", "[TOOL_CALLS]", None)],
 )  # fmt: skip
 def test_markers_of_tool_parsers(parser: str, start: str, end: str | None, tokenizer: Any) -> None:
-    """Catches other tokens than those of the parser, and an end that the parser does not have."""
+    """Catches tokens that differ from the markers of the parser, and an end that the parser does not have."""
     (part,) = parts("tool_call", [1], tokenizer, markers(tool=parser))
     assert part.start == tokenizer.convert_tokens_to_ids(start)
     assert part.end == (NO_TOKEN if end is None else tokenizer.convert_tokens_to_ids(end))
@@ -63,7 +63,7 @@ def test_markers_of_tool_parsers(parser: str, start: str, end: str | None, token
 
 @pytest.mark.parametrize("parser", ["deepseek_r1", "qwen3"])
 def test_markers_of_reasoning_parsers(parser: str, tokenizer: Any) -> None:
-    """Catches other tokens than those of the parser, and an answer inside of a tool call."""
+    """Catches tokens that differ from the markers of the parser, and an answer inside of a tool call."""
     ids = tokenizer.convert_tokens_to_ids(WORDS)
     (thinking,) = parts("answer", [1], tokenizer, markers(reasoning=parser))
     assert (thinking.start, thinking.end, thinking.outside) == (ids[0], ids[1], True)
@@ -84,7 +84,7 @@ def test_prompt_opens_a_span(prompt: list[int], opened: bool) -> None:
 
 
 def test_images_become_positions() -> None:
-    """Catches positions of placeholder tokens that are no image, such as separators."""
+    """Catches positions of separators among the placeholder tokens."""
     import torch
 
     images = [PlaceholderRange(2, 3), PlaceholderRange(9, 4, torch.tensor([False, True, True, False]))]

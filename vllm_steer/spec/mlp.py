@@ -35,7 +35,7 @@ class MlpForm(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         Any, any_of(VectorForm), msgspec.Meta(description="Biases `[n]` of the hidden layer; default 0.")
     ] = None
     activation: Annotated[
-        ActivationName, msgspec.Meta(description="Of the hidden layer; `gelu` is the exact form.")
+        ActivationName, msgspec.Meta(description="Activation of the hidden layer; `gelu` is the exact form.")
     ] = "relu"
 
 
