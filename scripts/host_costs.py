@@ -64,7 +64,20 @@ def _front_end(table: MakeTable) -> str:
         f"{result['plain_ms']:.3f} ms, and own vectors\nat 3 sites added {busy['added_ms_per_request'][OWN_VECTORS]:.2f} ms. "
         f"On a slower machine, a plain request takes {slower['plain_ms']:.3f} ms. The table compares\nthis build with an "
         "earlier one, which held a request's own vectors twice, and with one that used SHA-256, for which the\nmachine has "
-        "no instructions:\n\n" + table(("request", "added", "earlier build", "with SHA-256"), slower_rows)
+        "no instructions:\n\n"
+        + table(("request", "added", "earlier build", "with SHA-256"), slower_rows)
+        + _readouts(table, result["readouts"])
+    )
+
+
+def _readouts(table: MakeTable, result: Any) -> str:
+    """Return the part about requests with 16 probes, over HTTP."""
+    before = result["before"]
+    rows = [(name, f"{ms:.2f} ms", f"{before[name]:.2f} ms") for name, ms in result["added_ms_per_request"].items()]
+    return (
+        f"\nCPU time that 16 probes add to a request in the API server ({result['machine']}).\n"
+        "The earlier build compiled the fields of each body and encoded values from dictionaries:\n\n"
+        + table(("part of the request", "added", "earlier build"), rows)
     )
 
 
@@ -111,6 +124,16 @@ def _steps(table: MakeTable) -> str:
         f"(`python -m benchmarks.step`; {load_of(result)}). The earlier build checked the capture room of every request in\n"
         "each step.\n\n"
         + table(("step", "batch", "added", "earlier build"), rows)
+        + "\nThe same for steps in which every request has 16 probes "
+        f"({result['readouts']['machine']}):\n\n"
+        + table(
+            ("step", "batch", "added"),
+            [
+                (what, batch, f"{micros:.1f}")
+                for what, by_batch in result["readouts"]["microseconds"].items()
+                for batch, micros in by_batch.items()
+            ],
+        )
         + "\nTime per request of a wave in which 256 requests (16 with 96 sites) arrive together, run their prefill and one\n"
         "more step, and end; microseconds in total, with the earlier build in brackets:\n\n"
         + table(("wave of", *next(iter(result["wave"].values()))), waves)

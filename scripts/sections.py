@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+import patching_sections
 from performance import KEPT, LARGE, cell
 from steps_page import MakeTable
 
@@ -104,6 +105,7 @@ SECTIONS: Mapping[str, Mapping[str, Callable[[MakeTable], str]]] = {
     "README.md": {"costs": costs},
     "docs/design/architecture.md": {"stages": stages},
     "docs/explanation/comparison.md": {"published": published},
+    "docs/explanation/patching-compared.md": {"speed": patching_sections.speed, "hits": patching_sections.hits},
     "docs/explanation/limitations.md": {"conflicts": conflicts},
 }
 

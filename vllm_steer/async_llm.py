@@ -59,7 +59,8 @@ class AsyncLLM(VllmAsyncLLM):  # type: ignore[misc]
                 engine is stock vLLM, and requests with steering or capture are refused.
             *args: Further arguments of vLLM's method.
             capture_consumers: Options of capture consumers beside ``memory``, by name, as for ``LLM``.
-            steering_registry: Folder that stores modules and global steering. By default they are kept in memory.
+            steering_registry: Folder or database URL that stores modules and global steering. By default they are
+                kept in memory.
             steering_modules: Paths of safetensors files to register as modules, by name.
             steering_controller: The controller of requests with readouts and live strengths, ``{name: options}``; see
                 :class:`vllm_steer.Controller`.

@@ -8,6 +8,7 @@ artifact compiled without steering or with other tables must not be loaded into 
 
 from __future__ import annotations
 
+import pkgutil
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -25,6 +26,9 @@ from vllm_steer.spec.scalars import did_you_mean, read_choice, shown
 WORKER_CLS = "vllm_steer.engine.worker.SteeringWorker"
 SCHEDULER_CLS = "vllm_steer.engine.scheduler.make_scheduler"
 EXECUTOR_CLS = "vllm_steer.engine.executor.SteeringExecutor"
+REGISTRY_VARIABLE = "VLLM_STEER_REGISTRY"
+"""Environment variable that passes the registry's options, which can contain a password, to API server processes."""
+RAY_EXECUTOR_CLS = "vllm_steer.engine.ray_executor.SteeringRayExecutor"
 
 CapturePolicy = Literal["wait", "fail"]
 CAPTURE_POLICIES: tuple[CapturePolicy, ...] = get_args(CapturePolicy)
@@ -253,17 +257,20 @@ def engine_kwargs(
 
 
 def choose_executor(vllm_config: Any) -> None:
-    """Select the executor that collects captured rows from all pipeline stages of one host.
+    """Select the executor that collects captured rows from all pipeline stages.
 
     Other executors are kept. The executor is also kept if there is an encoder-cache connector, which depends on the
-    executor's name. :func:`rows_of_all_stages` is False in these cases.
+    executor's name. :func:`rows_of_all_stages` is False in these cases. vLLM's earlier executor for Ray, which it uses
+    with ``VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0``, returns outputs of the last stage only.
     """
+    from vllm_steer.compat.internals import envs
+
     parallel = vllm_config.parallel_config
-    if (
-        parallel.pipeline_parallel_size > 1
-        and parallel.distributed_executor_backend == "mp"
-        and vllm_config.ec_transfer_config is None
-    ):
+    backend = parallel.distributed_executor_backend
+    if backend == "ray" and envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND and vllm_config.ec_transfer_config is None:
+        # As a class, because vLLM reads its attribute `uses_ray`.
+        parallel.distributed_executor_backend = pkgutil.resolve_name(RAY_EXECUTOR_CLS)
+    if backend == "mp" and parallel.pipeline_parallel_size > 1 and vllm_config.ec_transfer_config is None:
         parallel.distributed_executor_backend = EXECUTOR_CLS
 
 
@@ -275,7 +282,9 @@ def has_worker_processes(vllm_config: Any) -> bool:
 def rows_of_all_stages(vllm_config: Any) -> bool:
     """Return whether captured rows of every pipeline stage reach the front end."""
     parallel = vllm_config.parallel_config
-    return bool(parallel.pipeline_parallel_size == 1 or parallel.distributed_executor_backend == EXECUTOR_CLS)
+    backend = parallel.distributed_executor_backend
+    name = f"{backend.__module__}.{backend.__qualname__}" if isinstance(backend, type) else backend
+    return bool(parallel.pipeline_parallel_size == 1 or name in (EXECUTOR_CLS, RAY_EXECUTOR_CLS))
 
 
 def from_vllm_config(vllm_config: Any) -> SteeringConfig | None:

@@ -33,8 +33,8 @@ class LLM(VllmLLM):  # type: ignore[misc]
             of its fields.
         capture_consumers: Options of capture consumers beside ``memory``, by name, for example
             ``{"filesystem": {"root": "acts"}}``.
-        steering_registry: Folder that stores modules and global steering, and that several engines can share. By
-            default they are kept in memory.
+        steering_registry: Folder or database URL that stores modules and global steering, and that several engines
+                can share. By default they are kept in memory.
         steering_modules: Paths of safetensors files to register as modules, by name.
         **kwargs: Further arguments of vLLM's ``LLM``.
 

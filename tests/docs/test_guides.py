@@ -19,8 +19,10 @@ from vllm_steer.cli import doctor
 from vllm_steer.cli.main import app
 from vllm_steer.config import SWITCHES
 from vllm_steer.patching.request import check_fields
+from vllm_steer.server.http.row_sources import take_store_option
 from vllm_steer.server.routes.capabilities import ROUTE
 from vllm_steer.spec import parse_capture
+from vllm_steer.spec.capture_source import StoredRowsForm
 
 
 @pytest.mark.slow
@@ -89,7 +91,9 @@ def test_patching_guide_finds_the_circuit() -> None:
 
 def test_patching_guide_studies_are_accepted() -> None:
     """Catches a study over HTTP or in a file with a field that is refused."""
-    (body,) = (json.loads(block.code) for block in blocks_of(PATCHING, "json"))
+    body, capturing, naming = (json.loads(block.code) for block in blocks_of(PATCHING, "json"))
+    assert take_store_option(capturing, "memory")[1]
+    assert set(naming["steering"][0]["vector"]) == set(StoredRowsForm.__struct_fields__)
     (file,) = (msgspec.yaml.decode(block.code) for block in blocks_of(PATCHING, "yaml"))
     for study in (body, file):
         check_fields(study)

@@ -111,8 +111,10 @@ def test_check_finds_rows_of_rejected_drafts(drafting: Any, truth: list[Any], mo
             close_to(result(got), result(right))
 
 
-def test_every_window_and_stop(drafting: Any, decided: drafts.Truth) -> None:
+def test_every_window_and_stop(drafting: Any, decided: drafts.Truth, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a gate or a stop of a rejected draft, and a draft with the factor of the token before it."""
+    drafts.check_every_window(drafting, decided)
+    drafts.draft_likely_text(monkeypatch, drafting, decided)
     drafts.check_every_window(drafting, decided)
 
 
@@ -121,8 +123,9 @@ def test_parts_of_the_output(drafting: Any, tiny_llama: Path) -> None:
     drafts.check_parts(drafting, tiny_llama, REPETITIVE)
 
 
-def test_checks_find_kept_drafts(drafting: Any, decided: drafts.Truth) -> None:
+def test_checks_find_kept_drafts(drafting: Any, decided: drafts.Truth, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control of the test above."""
+    drafts.draft_likely_text(monkeypatch, drafting, decided)
     drafts.check_controls(drafting, decided)
 
 

@@ -76,7 +76,7 @@ class Event:
         (2, "mp", None, EXECUTOR_CLS, True),
         (1, "mp", None, "mp", True),
         (1, "uni", None, "uni", True),
-        (2, "ray", None, "ray", False),
+        (2, "ray", object(), "ray", False),
         (2, "external_launcher", None, "external_launcher", False),
         (2, "mp", object(), "mp", False),
     ],

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from vllm_steer.engine.runner_v2 import SteeringRunnerV2, _step_batch
+from vllm_steer.taps.dynamic import accepted_tokens
 
 
 def test_step_batch_is_trimmed_and_int64() -> None:
@@ -75,3 +76,23 @@ def test_graph_memory_covers_all_sets() -> None:
     runner: Any = type("Steered", (SteeringRunnerV2, Runner), {})([])
     assert runner.profile_cudagraph_memory() == 250
     assert runner.ran == ["graphs", "rest"]
+
+
+class Sampler:
+    """Stand-in for vLLM's runner that has accepted some drafts."""
+
+    def sample(self, hidden_states: Any, input_batch: Any, grammar_output: Any) -> Any:
+        # Requests with 3, 3 and 0 drafts, and a prompt that is not complete.
+        return "tokens", torch.tensor([4, 2, 1, 0]), torch.tensor([0, 2, 0, 0])
+
+
+def test_wrong_drafts_count_as_rejected() -> None:
+    """Catches a draft that was computed with another token's factor and is accepted."""
+    runner: Any = type("Steered", (SteeringRunnerV2, Sampler), {})()
+    batch = SimpleNamespace(num_reqs=4, cu_num_logits=torch.tensor([0, 4, 8, 9, 10, 10], dtype=torch.int32))
+    wrong = torch.tensor([[False, True, False], [True, False, False], [True, True, True], [False] * 3])
+    runner.steering = SimpleNamespace(accepted_tokens=lambda drafts: accepted_tokens(wrong, drafts()))
+    _, sampled, rejected = runner.sample(None, batch, None)
+    assert (sampled.tolist(), rejected.tolist()) == ([2, 2, 1, 0], [2, 2, 0, 0])
+    runner.steering = SimpleNamespace(accepted_tokens=lambda drafts: None)
+    assert runner.sample(None, batch, None)[1].tolist() == [4, 2, 1, 0]

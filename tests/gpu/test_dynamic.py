@@ -15,6 +15,7 @@ os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
 
 from tests.engine import hf
 from tests.engine.conftest import close
+from tests.engine.drafter_cases import save_draft_model
 from tests.engine.dynamic_cases import GENERATED, PROMPTS, READOUTS, bounds_of, cases, check, run_all
 from tests.engine.dynamic_reference import Reference
 from tests.gpu.runner import V1, V2, choose_runner, runner_of
@@ -30,6 +31,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "enforce_eager": False, "num_gpu_blocks_override": 16, "block_size": 16, "max_num_batched_tokens": 24,
         "max_num_seqs": 12, "max_model_len": 128,
     },
+    "v2-drafts": {"enforce_eager": False},
+    "v1-drafts": {},
 }  # fmt: skip
 
 
@@ -52,12 +55,16 @@ def truth(model: Any) -> Any:
 
 
 @pytest.fixture(params=list(VARIANTS))
-def engine(request: pytest.FixtureRequest, model: Any) -> Iterator[Any]:
+def engine(request: pytest.FixtureRequest, model: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    extra: dict[str, Any] = {}
+    if request.param.endswith("drafts"):
+        drafter = save_draft_model(model, tmp_path_factory.mktemp("drafter") / "model")
+        extra["speculative_config"] = {"method": "draft_model", "model": str(drafter), "num_speculative_tokens": 3}
     with pytest.MonkeyPatch.context() as patch:
         old = request.param.startswith("v1")
         choose_runner(patch, "0" if old else "1")
         settings = {"max_num_seqs": 64, "gpu_memory_utilization": 0.02, "kv_cache_memory_bytes": 1 << 30}
-        llm = make_llm(model, **{**settings, **VARIANTS[request.param]})
+        llm = make_llm(model, **{**settings, **VARIANTS[request.param], **extra})
         assert runner_of(llm) == (V1 if old else V2)
         yield llm
         close(llm)

@@ -21,6 +21,7 @@ class FakeRunner:
 
     def __init__(self) -> None:
         self.requests: list[ScoreRequest] = []
+        self.noise: Any = lambda request: 0.0
         self.fail: Any = lambda request: None
         self.facts = ModelFacts("fake", LAYERS, len(WORDS), ("pre_attn", "post_block"), len(WORDS), len(WORDS))
 
@@ -37,7 +38,11 @@ class FakeRunner:
         rows = np.eye(len(WORDS), dtype=np.float32)[list(tokens)]
         for edit in edits:
             positions = [p for start, stop in edit.tokens.intervals(len(tokens)) for p in range(start, stop)]
-            rows[positions] += edit.strength * (edit.vector - rows[positions])
+            away = edit.vector - rows[positions]
+            if edit.subspace is not None:
+                basis = np.linalg.qr(edit.subspace.astype(np.float64).T)[0]
+                away = (away @ basis @ basis.T).astype(np.float32)
+            rows[positions] += edit.strength * away
         return rows
 
     def capture(self, tokens: Sequence[int], sites: Mapping[str, Sequence[int]], edits: Sequence[Any] = ()) -> Any:
@@ -60,5 +65,6 @@ class FakeRunner:
         if (error := self.fail(request)) is not None:
             return Score(error=error, prompt_tokens=len(request.tokens))
         known = self.logprobs(request.tokens, request.edits)
-        scored = {token: known[token] for token in (*request.wanted, *request.reference)}
+        noise = self.noise(request)
+        scored = {token: known[token] + noise * token for token in (*request.wanted, *request.reference)}
         return Score(scored, None, 1, len(request.tokens))

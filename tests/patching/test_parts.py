@@ -84,10 +84,10 @@ def test_divergence() -> None:
 
 def test_small_denominators_are_refused() -> None:
     """Catches `recovered` that divides by zero or by noise."""
-    check_gaps(np.array([1.0]), np.array([0.0]), 0.1, "logit_diff")
-    for corrupt, floor in ((1.0, 0.0), (0.5, 0.6)):
-        with pytest.raises(SteeringError, match=r"1 - "):
-            check_gaps(np.array([1.0]), np.array([corrupt]), floor, "logit_diff")
+    check_gaps(np.array([1.0]), np.array([0.0]), "logit_diff")
+    for corrupt in (1.0, 1.0005):
+        with pytest.raises(SteeringError, match=r"1 - 1"):
+            check_gaps(np.array([1.0]), np.array([corrupt]), "logit_diff")
 
 
 def test_statistics() -> None:

@@ -137,3 +137,130 @@ def test_bad_studies_are_refused(changes: dict[str, Any], field: str) -> None:
     """Catches prompts and answers that cannot be scored."""
     with pytest.raises(SteeringError, match=field):
         study(**changes)
+
+
+def moved(result: PatchingResult, **more: Any) -> list[bool]:
+    effects: list[bool] = (np.abs(result.effect("post_block", **more)[0]) > 1e-5).tolist()
+    return effects
+
+
+def test_windows_strength_and_spans() -> None:
+    """Catches a window that patches its centre only, a strength that is ignored, and a span of the wrong tokens."""
+    runner = FakeRunner()
+    result = study(runner).sweep(position_window=3, layer_window=2, progress=False)
+    assert moved(result) == [True, True, True, False]
+    patched = next(request for request in runner.requests if request.edits and len(request.tokens) == 4)
+    assert {edit.layers for edit in patched.edits} <= {(0,), (1,)} and patched.edits[0].tokens.num_positions in (2, 3)
+    half, whole = (study().sweep(strength=s, progress=False).effect("post_block")[0, 1] for s in (0.5, 1.0))
+    assert 0 < half < whole
+    spans = study().sweep(positions=[{"span": "blue"}, [2, 4], -1], progress=False)
+    assert spans.info.column_names == ("1  blue", "2-3  bus is", "3  is") and moved(spans) == [True, False, False]
+
+
+def test_sources_of_ablations() -> None:
+    """Catches a mean over the wrong tokens, and rows that are resampled from the prompt itself or another position."""
+    given = {"corrupt": None, "reference": ["the blue bus is", "the slow car is"]}
+    runner = FakeRunner()
+    study(runner, **given, ablate="mean").sweep(positions=[1], progress=False)
+    expected = np.mean([runner.rows(runner.encode(text, True), ()) for text in given["reference"]], axis=(0, 1))
+    edit = next(request.edits[0] for request in runner.requests if request.edits)
+    np.testing.assert_allclose(edit.vector, expected, atol=1e-6)
+    runner = FakeRunner()
+    result = study(runner, **given, ablate="resample", draws=4, seed=1).sweep(positions=[1], progress=False)
+    rows = {int(edit.vector.argmax()) for request in runner.requests for edit in request.edits}
+    assert rows == {2, 7, 1} and len(result.clean) == 4  # blue and slow, and red of the control
+    with pytest.raises(SteeringError, match="no prompt other than"):
+        study(corrupt=None, ablate="resample").sweep(progress=False)
+
+
+def test_a_random_subspace_beside_the_real_one() -> None:
+    """Catches a control that changes rows by another norm, in the same subspace, or that is missing in the result."""
+    runner = FakeRunner()
+    directions = np.zeros((1, 8), np.float32)
+    directions[0, 1], directions[0, 2] = 1, -1  # red minus blue
+    result = study(runner).sweep(subspace=directions, metric="recovered", positions=[1], progress=False)
+    np.testing.assert_allclose(result.grid("post_block"), 1, atol=1e-5)
+    control = result.grid("post_block", random=True)
+    assert np.abs(control - 1).min() > 0.2 and result.random_control() == pytest.approx(np.abs(control).max(), rel=1e-5)
+    tokens = runner.encode("the blue bus is", True)
+    changes = []
+    for request in runner.requests:
+        if request.edits and request.edits[0].subspace is not None:
+            change = (runner.rows(tokens, request.edits) - runner.rows(tokens, ()))[1]
+            changes.append(float(np.linalg.norm(change)))
+    assert len(changes) == 4 and np.allclose(changes, np.sqrt(2), atol=1e-4)
+    assert runner.reserved[0] == 4
+    with pytest.raises(SteeringError, match="random"):
+        study().sweep(subspace=directions, control=False, progress=False).grid("post_block", random=True)
+
+
+def test_normalised_values_within_the_noise_are_missing(tmp_path: Path) -> None:
+    """Catches `recovered` that divides by a distance which is smaller than the noise floor."""
+    runner = FakeRunner()
+    cells = 8
+    runner.noise = lambda request: 5.0 if len(runner.requests) > cells and not request.edits else 0.0
+    result = study(runner).sweep(metric="recovered", progress=False)
+    assert np.isnan(result.grid("post_block")).all() and not np.isnan(result.grid("post_block", "logit_diff")).any()
+    (pair,) = result.too_close()
+    assert abs(pair["clean"] - pair["corrupt"]) < pair["noise_floor"]
+    result.plot(tmp_path / "out.png")
+    assert "recovered" in result.to_html()
+
+
+def test_prompts_of_different_lengths() -> None:
+    """Catches rows that are taken from the same number instead of the aligned position, and a skipped one that runs."""
+    runner = FakeRunner()
+    result = study(runner, clean="the red car is", corrupt="the blue fast bus is").sweep(progress=False)
+    pair = result.info.pairs[0]
+    assert pair.skipped == (1, 2, 3) and [start for start, _ in pair.columns] == [0, 4]
+    given = study(runner, corrupt="the blue fast bus is", alignment=[(1, 1), (2, 3)]).sweep(progress=False)
+    assert given.info.pairs[0].skipped == (0, 2, 4)
+    sources = {
+        (request.edits[0].tokens.to_wire()[0], int(request.edits[0].vector.argmax()))
+        for request in runner.requests
+        if request.edits and request.edits[0].vector.ndim == 1
+    }
+    assert {(1, 1), (3, 3)} <= sources  # red at 1, car at 3
+    with pytest.raises(SteeringError, match=r"position 2 .* has no counterpart: the prompts have 5 and 4 tokens"):
+        study(corrupt="the blue fast bus is").sweep(positions=[2], progress=False)
+
+
+def test_a_metric_of_the_user() -> None:
+    """Catches a callable that is given other numbers than the run's, and a sweep that continues with another one."""
+
+    def chance(logprobs: Any) -> float:
+        return float(np.exp(logprobs.answer))
+
+    result = study().sweep(metric=chance, kl_tokens=8, progress=False)
+    np.testing.assert_allclose(result.grid("post_block"), np.exp(result.grid("post_block", "logprob")), rtol=1e-5)
+
+
+def test_a_sweep_continues_only_with_the_same_model_and_metric(tmp_path: Path) -> None:
+    """Catches cells of two models, or of two callables, in one grid."""
+    file, other = tmp_path / "study.safetensors", FakeRunner()
+    study().sweep(metric=lambda logprobs: logprobs.answer, file=file, progress=False)
+    with pytest.raises(SteeringError, match="differ by"):
+        study().sweep(metric=lambda logprobs: 100 * logprobs.answer, file=file, progress=False)
+    other.noise = lambda request: 2.0
+    with pytest.raises(SteeringError, match="differ by"):
+        study(other).sweep(metric=lambda logprobs: logprobs.answer, file=file, progress=False)
+
+
+def test_answers_of_several_tokens_are_scored_as_sequences() -> None:
+    """Catches a cell whose later tokens are scored without the earlier ones, or without the patch."""
+    runner = FakeRunner()
+    result = study(runner, answer=" red car", foil=" blue").sweep(positions=[1], progress=False)
+    rows = runner.rows(runner.encode("the red car is", True), ())
+    edits = next(request.edits for request in runner.requests if request.edits)
+    base = runner.encode("the blue bus is", True)
+    expected = runner.logprobs(base, edits)[1] + runner.logprobs([*base, 1], edits)[3]
+    assert result.grid("post_block", "logprob")[0, 0] == pytest.approx(expected, abs=1e-5)
+    assert np.array_equal(edits[0].vector, rows[1])
+
+
+def test_progress_is_shown_apart_from_the_output(capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a bar that is written to the program's output, or that fails on cells without values."""
+    runner = FakeRunner()
+    runner.fail = lambda request: "no room" if request.edits and request.edits[0].layers == (1,) else None
+    result = study(runner).sweep(progress=True)
+    assert len(result.failed()) == 4 and capsys.readouterr().out == ""

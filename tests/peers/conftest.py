@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from tests.engine.conftest import close
-from tests.server.server import save_model
+from tests.peers.adapters import save_adapter
+from tests.server.server import run_server, save_model, vllm_command
 from tests.tiny import make_llm
 
 
@@ -43,3 +44,40 @@ def hidden_states(hf: Any, token_ids: list[int]) -> list[torch.Tensor]:
     with torch.no_grad():
         states = hf(torch.tensor([token_ids]), output_hidden_states=True).hidden_states
     return [state[0] for state in states]
+
+
+@pytest.fixture(scope="session")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Return the folders of two LoRA adapters by name."""
+    folder = tmp_path_factory.mktemp("adapters")
+    return {name: save_adapter(folder / name, seed) for seed, name in enumerate(("oracle", "other"))}
+
+
+@pytest.fixture(scope="session")
+def url(model_path: Path, adapters: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Return the URL of a server with both adapters, whose prefill has chunks of 32 tokens."""
+    flags = ["--enable-steering", "--steering-peers", "vllm-lens", "--capture-inline-kib", "16"]
+    flags += ["--max-num-seqs", "16", "--max-num-batched-tokens", "32"]
+    # One slot more than there are adapters: see tests/engine/test_lora.py.
+    flags += ["--enable-lora", "--max-loras", "3", "--max-lora-rank", "8", "--lora-modules"]
+    flags += [f"{name}={path}" for name, path in adapters.items()]
+    yield from run_server(model_path, [*vllm_command(), "serve"], flags, tmp_path_factory.mktemp("log") / "server.log")
+
+
+def steered_states(
+    hf: Any, token_ids: list[int], layer: int, rows: dict[int, torch.Tensor], *, norm_match: bool
+) -> list[torch.Tensor]:
+    """Return `hidden_states` with rows added to a layer's output at some positions."""
+
+    def add(module: Any, args: Any, output: Any) -> Any:
+        hidden = (output[0] if isinstance(output, tuple) else output).clone()
+        for position, row in rows.items():
+            length = hidden[0, position].norm() / row.norm() if norm_match else 1.0
+            hidden[0, position] += length * row
+        return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+
+    handle = hf.model.layers[layer].register_forward_hook(add)
+    try:
+        return hidden_states(hf, token_ids)
+    finally:
+        handle.remove()

@@ -23,6 +23,7 @@ REQUIRED_FILES = (
     "Makefile",
     "README.md",
     "demo/run.py",
+    "deploy/Dockerfile",
     "mkdocs.yml",
     "pyproject.toml",
     "requirements/cpu.txt",
@@ -49,6 +50,7 @@ PUBLIC_HOSTS = {
     "huggingface.co",
     "keepachangelog.com",
     "semver.org",
+    "vllm-project.github.io",
     "www.apache.org",
     "www.w3.org",
 }

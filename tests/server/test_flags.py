@@ -13,9 +13,17 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from vllm_steer.config import MULTI_CHOICES, SCHEDULER_CLS, SWITCHES, WORKER_CLS, SteeringConfig, Switch
+from vllm_steer.config import (
+    MULTI_CHOICES,
+    REGISTRY_VARIABLE,
+    SCHEDULER_CLS,
+    SWITCHES,
+    WORKER_CLS,
+    SteeringConfig,
+    Switch,
+)
 from vllm_steer.errors import SteeringError
-from vllm_steer.frontend.context import CONSUMERS_VARIABLE, REGISTRY_VARIABLE, RegistryOptions
+from vllm_steer.frontend.context import CONSUMERS_VARIABLE, RegistryOptions
 from vllm_steer.limits import ENGINE_LIMITS, MAX_BODY_MIB
 from vllm_steer.server.apply_flags import MIDDLEWARE, apply_flags
 from vllm_steer.server.flags import add_flags
@@ -313,6 +321,32 @@ def test_module_paths_are_absolute(tmp_path: Path) -> None:
     server_parser().parse_args(["--enable-steering", *words])
     options = msgspec.json.decode(os.environ[REGISTRY_VARIABLE], type=RegistryOptions)
     assert options == RegistryOptions(str(tmp_path / "here"), {"calm": str(tmp_path / "calm.safetensors")})
+
+
+def test_passwords_of_databases_are_not_arguments() -> None:
+    """Catches a password in the arguments, which vLLM logs, and an API server process that lacks it."""
+    url = "postgresql://user:s3cr3t@host/db"
+    args = server_parser().parse_args(["--enable-steering", "--steering-registry", url])
+    assert args.steering_registry == "postgresql://***@host/db"
+    assert "s3cr3t" not in repr(vars(args))
+    for _ in range(2):  # spawned processes apply the flags of their parent again
+        assert json.loads(os.environ[REGISTRY_VARIABLE])["folder"] == url
+        apply_flags(copy.deepcopy(args))
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("postgresql://***@host/db", "*** replaces user and password in logs"),
+        ("mysql://user:s3cr3t@host/db", "scheme 'mysql' is not supported"),
+        ("postgresql://user:s3c@r3t@host/db", "must be percent-encoded"),
+    ],
+)
+def test_refuses_wrong_databases(url: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a server that starts without the registry of its command line."""
+    message = error_of(capsys, "--enable-steering", "--steering-registry", url)
+    assert said in message
+    assert "r3t" not in message
 
 
 @pytest.mark.parametrize(

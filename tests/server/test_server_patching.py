@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from tests.server.server import LAYERS
-from vllm_steer import Client
+from vllm_steer import AsyncClient, Client
 from vllm_steer.patching import PatchingResult, PatchingStudy
 
 PROMPTS = {"clean": "the cat sat", "corrupt": "the dog sat", "answer": "ab", "foil": "c"}
@@ -157,6 +158,9 @@ def test_the_alias(client: httpx.Client) -> None:
     }  # fmt: skip
     assert (answer["layers"], answer["positions"], answer["hook"]) == ([0, 2], list(range(11)), "pre_attn")
     assert np.array(answer["grid"]).shape == (2, 11) and answer["grid"] == answer["hook_grids"]["pre_attn"]
+    streamed = client.post("/v1/patch_sweep", json={**SWEEP, "layers": [0], "positions": [4, 5], "stream": True})
+    names = [line.removeprefix("event: ") for line in streamed.text.splitlines() if line.startswith("event: ")]
+    assert names == ["start", "cell", "cell", "summary"], streamed.text
     for change, field in (
         ({"source_run": "run-1"}, "source_run"),
         ({"clean_baseline": False}, "clean_baseline"),
@@ -188,3 +192,16 @@ def test_the_command(url: str, tmp_path: Path, hook_grid: np.ndarray) -> None:
         study.write_text(text)
         run = CliRunner().invoke(app, ["patch", str(study), "--url", url])
         assert run.exit_code == 1 and message in run.output and str(study) in run.output, run.output
+
+
+def test_a_study_with_an_asynchronous_client(url: str, hook_grid: np.ndarray) -> None:
+    """Catches a study that works with one of the clients only."""
+
+    async def run() -> tuple[PatchingResult, PatchingResult]:
+        async with AsyncClient(url) as client:
+            study = await asyncio.to_thread(lambda: PatchingStudy(client, **PROMPTS))
+            one = await asyncio.to_thread(lambda: study.sweep(positions=[4], progress=False))
+            return one, await client.patch(**PROMPTS, positions=[4])
+
+    for result in asyncio.run(run()):
+        np.testing.assert_allclose(result.grid("post_block")[:, 0], hook_grid[:, 4], atol=TOLERANCE)

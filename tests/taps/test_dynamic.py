@@ -185,6 +185,70 @@ def test_part_equals_a_loop_over_accepted_tokens(seed: int) -> None:
     assert seen == {0.0, 1.0}
 
 
+def factor_of(each: DeviceCondition, before: np.ndarray, position: int) -> float:
+    """Return the factor at a position from the scores of the positions ahead of it, or of a part of them."""
+    state = state_of(each, before)
+    if each.kind == kinds.LATCH:
+        return state
+    if each.kind == kinds.HELD:
+        return float(state >= each.count)
+    if each.mask and not np.isfinite(state):
+        return 0.0
+    if each.kind in (kinds.PROMPT_MEAN, kinds.MEAN):
+        state /= max(1, each.count if each.kind == kinds.PROMPT_MEAN else position - each.first)
+    distance = each.sign * (state - each.threshold)
+    return 1 / (1 + np.exp(-each.sharpness * distance)) if each.sharpness else float(distance > 0)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_drafts_with_another_factor_are_found(seed: int) -> None:
+    """Catches a draft that keeps the factor of the token before it, and drafts that are dropped without need."""
+    rng = np.random.default_rng(seed)
+    tables = make_tables()
+    made = [conditions(rng)[: rng.integers(1, 4)] for _ in range(REQUESTS)]
+    for slot, each in enumerate(made):
+        write(tables, slot, each)
+    history = [np.zeros((0, COLUMNS), dtype=np.float32)] * REQUESTS
+    seen = set()
+    for chosen, counts, layout in steps(rng):
+        tokens = int(layout.position.shape[0])
+        before = dynamic.committed_state(tables, layout)
+        tables.record[:tokens, 1:5] = torch.from_numpy(rng.normal(size=(tokens, 4)).astype("f4"))
+        tables.record[:tokens, PART_COLUMN] = torch.from_numpy(rng.integers(0, 2, tokens).astype("f4"))
+        dynamic.fold_records(tables, layout, CONDITIONS)
+        wrong = dynamic.wrong_drafts(tables, layout, before, CONDITIONS)
+        for r, (slot, count) in enumerate(zip(chosen, counts, strict=True)):
+            begin = int(layout.start[r])
+            first = int(layout.position[begin])
+            committed = history[slot][:first]
+            history[slot] = np.concatenate([committed, tables.record[begin : begin + count].numpy().copy()])
+            for dropped in range(min(DRAFTS, count)):
+                position = first + count - 1 - dropped
+                expected = any(
+                    factor_of(each, committed, position) != factor_of(each, history[slot][:position], position)
+                    for each in made[slot]
+                    if each.kind not in (kinds.PART, kinds.STOP) and position >= each.start
+                )
+                assert bool(wrong[r, dropped]) == expected
+                seen.add(expected)
+    assert seen == {True, False}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "drafts", "kept"),
+    [
+        ([False, False, False], 3, 4),
+        ([True, False, False], 3, 3),
+        ([True, False, True], 3, 1),
+        ([False, True, True], 1, 2),
+        ([True, True, True], 0, 1),
+    ],
+)
+def test_tokens_before_the_first_wrong_draft_are_kept(wrong: list[bool], drafts: int, kept: int) -> None:
+    """Catches a wrong draft that is accepted, and one token too few; tokens that are not drafts always count."""
+    assert dynamic.accepted_tokens(torch.tensor([wrong]), torch.tensor([drafts])).tolist() == [kept]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(6))
 def test_kernels_equal_the_definition(seed: int) -> None:

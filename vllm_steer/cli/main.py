@@ -104,14 +104,18 @@ def _given(options: dict[str, int | None]) -> dict[str, int]:
 def version() -> None:
     """Print the versions of vllm-steer and vLLM, and the tested vLLM versions."""
     from vllm_steer._version import __version__
-    from vllm_steer.compat.version import TESTED_RANGE, is_tested
+    from vllm_steer.compat.internals import NOT_INSTALLED
+    from vllm_steer.compat.version import TESTED_RANGE, compare_installed, is_tested
 
     typer.echo(f"vllm-steer {__version__}")
     try:
         from vllm import __version__ as vllm_version
     except ImportError as error:
-        raise fail(f"vLLM cannot be imported: {error}") from None
+        missing = isinstance(error, ModuleNotFoundError) and error.name == "vllm"
+        raise fail(NOT_INSTALLED if missing else f"vLLM cannot be imported: {error}") from None
     typer.echo(f"vLLM {vllm_version}" + ("" if is_tested(vllm_version) else " (not tested)"))
+    if not is_tested(vllm_version):
+        typer.echo(str(compare_installed(vllm_version)))
     typer.echo(f"tested with vLLM {TESTED_RANGE}")
 
 

@@ -139,6 +139,9 @@ def _print(result: PatchingResult) -> None:
     typer.echo(
         f"{result.info.metric}: {result.cells[..., 0].size} cells, {len(result.errors)} failed; noise floor "
         f"{result.noise_floor():.3g}, control {result.control():.3g}"
+        + (f", random subspace {result.random_control():.3g}" if result.info.random_control else "")
     )
+    for pair in result.too_close() if result.info.metric == "recovered" else ():
+        typer.echo(f"missing: clean {pair['clean']:.4g} and corrupt {pair['corrupt']:.4g} are within the noise")
     for each in result.failed()[:3]:
         typer.echo(f"failed: {each['point']} layer {each['layer']} at {each['position']}: {each['error']}")

@@ -20,6 +20,7 @@ from vllm_steer.client.retry import Retry
 from vllm_steer.registry.schema import Deleted, GlobalSteering, LiveStrengths, ModuleInfo, ModuleList
 
 if TYPE_CHECKING:
+    from vllm_steer.client.patching import HttpRunner
     from vllm_steer.patching import PatchingResult
 
 T = TypeVar("T")
@@ -51,6 +52,7 @@ class AsyncClient:
         self._http = httpx.AsyncClient(base_url=url, headers=headers, timeout=timeout, transport=transport)
         self._model = model
         self._retry = retry
+        self._blocking: dict[str, Any] = {"api_key": api_key, "timeout": timeout}
 
     async def register(self, name: str, **content: Any) -> ModuleInfo:
         """Register a module; the arguments are those of `SteeringRegistry.register`."""
@@ -138,6 +140,14 @@ class AsyncClient:
     async def detokenize(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens."""
         return await self._request(endpoints.detokenize(await self.model(), tokens))
+
+    def _patching_runner(self) -> HttpRunner:
+        """Return the runner that `PatchingStudy` uses for this client, which has connections of its own."""
+        from vllm_steer.client.patching import HttpRunner
+        from vllm_steer.client.sync_client import Client
+
+        client = Client(str(self._http.base_url), model=self._model, retry=self._retry, **self._blocking)
+        return HttpRunner(client)
 
     async def model(self) -> str:
         """Return the model that requests name."""

@@ -19,6 +19,12 @@ from vllm_steer.compat.seams import SEAMS, Kind, Seam
 from vllm_steer.compat.wraps import file_of
 from vllm_steer.errors import IncompatibleError
 
+LIST_ALL: Final = "python -m vllm_steer.compat diff installed --old 0.32.0"
+"""Command that lists all differences between the installed vLLM and a tested version."""
+NOT_INSTALLED: Final = (
+    "vLLM is not installed: run `pip install 'vllm-steer[cuda]'`, or for the CPU build `pip install 'vllm-steer[cpu]' "
+    "--extra-index-url https://download.pytorch.org/whl/cpu`"
+)
 _IMPORTED: Final[Mapping[str, Seam]] = {
     name: seam
     for seam in SEAMS
@@ -36,13 +42,15 @@ def __getattr__(name: str) -> Any:
             return getattr(import_module(module), name)
         except ModuleNotFoundError as error:
             # Other missing modules are vLLM itself or one of its requirements, not a difference between versions.
+            if error.name == "vllm":
+                raise ModuleNotFoundError(NOT_INSTALLED, name="vllm") from None
             if not str(error.name).startswith("vllm."):
                 raise
         except AttributeError:
             pass
     raise IncompatibleError(
         f"this vLLM has no {name} in {' or in '.join(map(file_of, seam.places))}; vllm-steer needs it: {seam.why}. "
-        "`python -m vllm_steer.compat diff installed --old 0.32.0` lists what changed."
+        f"All differences: {LIST_ALL}"
     )
 
 

@@ -53,5 +53,5 @@ def wrap_front_end() -> None:
     """Wrap the methods of vLLM's front end and extend its outputs. Engine and worker processes never call this."""
     from vllm_steer.compat.front_end import extend_outputs
 
-    extend_outputs()
     install(front_end_joins())
+    extend_outputs()

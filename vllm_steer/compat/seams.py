@@ -180,6 +180,7 @@ _ENGINE: Final = (
         "vllm.v1.core.sched.interface:PauseState",
         "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager",
         "vllm.v1.executor.multiproc_executor:MultiprocExecutor",
+        "vllm.v1.executor.ray_executor_v2:RayExecutorV2",
         "vllm.v1.kv_cache_interface:FullAttentionSpec",
         "vllm.v1.outputs:AsyncModelRunnerOutput",
         "vllm.v1.request:RequestStatus",

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from vllm_steer.compat.internals import LIST_ALL
 from vllm_steer.compat.wraps import file_of
 from vllm_steer.errors import IncompatibleError
 
@@ -64,7 +65,7 @@ def check_version(version: str | None = None) -> VersionCheck | None:
     """Check that vLLM is in the tested range, or that everything of it that this package uses is unchanged.
 
     Returns:
-        None if the version is tested or the user overrides the check, otherwise what was compared.
+        None if the version is tested, otherwise what was compared, which may differ if the user overrides the check.
 
     Raises:
         IncompatibleError: The version is not tested and differs; the message names the changed functions and files.
@@ -73,14 +74,14 @@ def check_version(version: str | None = None) -> VersionCheck | None:
         import vllm
 
         version = vllm.__version__
-    if is_tested(version) or os.environ.get(OVERRIDE) == "1":
+    if is_tested(version):
         return None
     check = compare_installed(version)
-    if check.unchanged:
+    if check.unchanged or os.environ.get(OVERRIDE) == "1":
         return check
     raise IncompatibleError(
         f"vllm-steer supports vLLM {TESTED_RANGE}; {check}. Install a supported version, or set {OVERRIDE}=1 to run "
-        "untested."
+        f"untested. All differences: {LIST_ALL}"
     )
 
 

@@ -29,13 +29,19 @@ class RowAggregator:
         return result
 
 
-class SteeringExecutor(MultiprocExecutor):  # type: ignore[misc]
-    """vLLM's ``MultiprocExecutor`` with the rows of every stage, set as ``distributed_executor_backend``."""
+class RowsOfAllStages:
+    """Mixin of executors that derive from vLLM's ``MultiprocExecutor``: it adds the rows of every stage."""
+
+    kv_output_aggregator: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.kv_output_aggregator = RowAggregator()
 
     def init_kv_output_aggregator(self, connector: Any) -> None:
-        super().init_kv_output_aggregator(connector)
+        super().init_kv_output_aggregator(connector)  # type: ignore[misc]
         self.kv_output_aggregator = RowAggregator(self.kv_output_aggregator)
+
+
+class SteeringExecutor(RowsOfAllStages, MultiprocExecutor):  # type: ignore[misc]
+    """vLLM's ``MultiprocExecutor`` with the rows of every stage, set as ``distributed_executor_backend``."""

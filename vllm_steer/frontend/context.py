@@ -20,7 +20,7 @@ import msgspec
 from vllm_steer.capture.consumers.memory import STREAM, is_streamed
 from vllm_steer.capture.manager import CaptureManager
 from vllm_steer.compat.internals import MPClient, RequestOutputKind
-from vllm_steer.config import SteeringConfig, from_vllm_config, rows_of_all_stages
+from vllm_steer.config import REGISTRY_VARIABLE, SteeringConfig, from_vllm_config, rows_of_all_stages
 from vllm_steer.engine.capabilities import Capabilities
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.controllers import read_controller
@@ -28,23 +28,23 @@ from vllm_steer.frontend.parts import PartMarkers
 from vllm_steer.metrics.collectors import start as start_metrics
 from vllm_steer.params import capture_specs, program_of
 from vllm_steer.program.program_files import ProgramFileCache
-from vllm_steer.registry.directory import DirectoryStore
 from vllm_steer.registry.index import RegistryLimits
+from vllm_steer.registry.location import parse_location, show_location
 from vllm_steer.registry.registry import SteeringRegistry
+from vllm_steer.registry.storage import open_store
 from vllm_steer.spec.scalars import shown
 
 if TYPE_CHECKING:
     from vllm_steer.frontend.controller_runner import ControllerRunner
 
 CONSUMERS_VARIABLE = "VLLM_STEER_CAPTURE_CONSUMERS"
-REGISTRY_VARIABLE = "VLLM_STEER_REGISTRY"
 NOT_ENABLED = (
     "the engine runs without steering; start it with --enable-steering, LLM(enable_steering=True) or "
     "AsyncEngineArgs(**engine_kwargs())"
 )
 NO_ROWS_OF_EARLIER_STAGES = (
-    "not supported here with pipeline parallelism; set distributed_executor_backend='mp' and remove the encoder-cache "
-    "connector, or use tensor parallelism instead"
+    "not supported here with pipeline parallelism; set distributed_executor_backend='mp' or 'ray', remove "
+    "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0 and the encoder-cache connector, or use tensor parallelism instead"
 )
 NO_READOUTS_ACROSS_STAGES = (
     "readouts, gates and stops are not supported with pipeline parallelism; use tensor parallelism"
@@ -61,11 +61,15 @@ class RegistryOptions(msgspec.Struct, frozen=True):
     """Location of the registry, and the modules that it contains at start."""
 
     folder: str | None = None
-    """Folder of the registry; None keeps it in the memory of this process."""
+    """Folder or database URL of the registry; None keeps it in the memory of this process."""
     modules: dict[str, str] = {}
     """Paths of safetensors files by module name."""
     limits: RegistryLimits = RegistryLimits()
     """Largest number and size of modules."""
+
+    def __repr__(self) -> str:
+        folder = None if self.folder is None else show_location(self.folder)
+        return f"RegistryOptions({folder!r}, modules={self.modules!r}, limits={self.limits!r})"
 
     @classmethod
     def of(cls, folder: str | Path | None, modules: Mapping[str, str | Path] | None) -> RegistryOptions:
@@ -76,7 +80,7 @@ class RegistryOptions(msgspec.Struct, frozen=True):
                 f'must be {{name: path}} such as {{"calm": "calm.safetensors"}}, not {shown(modules)}',
             )
         paths = {name: str(path) for name, path in (modules or {}).items()}
-        return cls(None if folder is None else str(folder), paths)
+        return cls(None if folder is None else parse_location(str(folder), "steering_registry"), paths)
 
 
 @dataclass(frozen=True)
@@ -229,7 +233,7 @@ def _registry(engine: Any, capabilities: Capabilities, model: str, config: Steer
     if options is None:
         # The server's flags set the variable; API server processes inherit it.
         options = msgspec.json.decode(os.environ.get(REGISTRY_VARIABLE, "{}"), type=RegistryOptions)
-    store = None if options.folder is None else DirectoryStore(options.folder)
+    store = None if options.folder is None else open_store(options.folder)
     registry = SteeringRegistry(capabilities, store, options.limits, model_name=model, saes=config.saes)
     for name, path in options.modules.items():
         registry.ensure_file(name, path)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 from typing import Any
 
@@ -15,6 +14,7 @@ from vllm_steer.frontend.context import NOT_ENABLED, EngineContext, context_of, 
 from vllm_steer.frontend.parts import bind_request
 from vllm_steer.metrics.requests import count_request
 from vllm_steer.params import (
+    APPLIED_KEY,
     CAPTURE_KEY,
     FEATURES_KEY,
     FILE_KEY,
@@ -26,14 +26,15 @@ from vllm_steer.params import (
     strip_for_engine,
 )
 from vllm_steer.registry.errors import UnknownModuleError
+from vllm_steer.registry.snapshot import Snapshot
 from vllm_steer.spec.references import MODULES_FIELD
 
 
-def complete_params(context: EngineContext | None, params: Any) -> Any:
+def complete_params(context: EngineContext | None, params: Any, snapshot: Snapshot | None = None) -> Any:
     """Return ``params`` with everything that the front end adds.
 
     That is global steering, the modules that the request names, and the server-wide captures. Returns ``params`` itself
-    if there is nothing to add, otherwise a copy.
+    if there is nothing to add, otherwise a copy. Modules are those of ``snapshot``, by default the registry's newest.
 
     Raises:
         SteeringError: A module does not exist, the combined edits exceed a limit, or a key of ``extra_args`` is a
@@ -44,9 +45,9 @@ def complete_params(context: EngineContext | None, params: Any) -> Any:
     extra = params.extra_args or {}
     refuse_unknown_args(extra)
     try:
-        completed = context.registry.compose(extra)
+        completed = context.registry.compose(extra, snapshot)
     except UnknownModuleError as error:
-        raise error.with_names(context.registry.module_names()) from None
+        raise error.with_names((snapshot or context.registry.snapshot()).index.modules) from None
     if completed is not extra:
         params = copy.copy(params)
         params.extra_args = completed
@@ -57,9 +58,9 @@ def complete_params(context: EngineContext | None, params: Any) -> Any:
 async def complete_params_async(engine_client: Any, params: Any) -> Any:
     """Return :func:`complete_params` for an ``AsyncLLM``, without reading files in its event loop."""
     context = await ensure_engine_context(engine_client)
-    if context is not None and context.registry.is_stale():
-        await asyncio.to_thread(context.registry.snapshot)
-    return complete_params(context, params)
+    if context is None or APPLIED_KEY in (getattr(params, "extra_args", None) or {}):
+        return complete_params(context, params)  # the server has composed it
+    return complete_params(context, params, await context.registry.refresh())
 
 
 def check_engine_request(input_processor: Any, request: Any) -> None:

@@ -48,6 +48,10 @@ def summary(result: PatchingResult, *, with_file: bool = False) -> dict[str, Any
         "effects": {point: numbers(result.effect(point)) for point in points},
         "below_floor": {point: result.below_floor(point).tolist() for point in points},
         "unpatched": {"metric": name, "clean": number(clean), "corrupt": number(corrupt)},
+        "random_effects": {
+            point: numbers(result.effect(point, random=True)) for point in points if result.info.random_control
+        },
+        "too_close": result.too_close() if result.info.metric == "recovered" else [],
         "noise_floor": number(result.noise_floor()),
         "control_error": number(result.control()),
         "failed": result.failed(),

@@ -19,7 +19,9 @@ from vllm_steer.patching.metrics import NUM_MEASURES
 from vllm_steer.patching.result import PatchingResult
 
 _KEY = "vllm_steer.patching"
-_ARRAYS = ("clean", "corrupt", "cells", "controls")
+_ARRAYS = ("clean", "corrupt", "cells", "controls", "random")
+MOST_CHANGE = 0.25
+"""Largest distance, in nats or units of the metric, of the unpatched runs of a sweep from those in its file."""
 
 
 class _Document(msgspec.Struct, frozen=True):
@@ -70,6 +72,7 @@ def load(path: Path) -> PatchingResult:
         arrays["controls"],
         repeats,
         dict(document.errors),
+        arrays["random"],
         document.cached_tokens,
         document.prompt_tokens,
     )
@@ -97,7 +100,15 @@ def resume(path: Path, fresh: PatchingResult) -> PatchingResult:
         raise SteeringError(
             "file", f"{path} has the results of another sweep (other prompts, cells or settings); use another file"
         )
+    pairs = ((fresh.clean, found.clean), (fresh.corrupt, found.corrupt))
+    change = max(float(np.nan_to_num(np.abs(now - before)).max()) for now, before in pairs)
+    if change > MOST_CHANGE:
+        raise SteeringError(
+            "file",
+            f"{path} has unpatched runs that differ by {change:.3g} from those of this model and metric; use another "
+            "file",
+        )
     return PatchingResult(
-        fresh.info, found.clean, found.corrupt, found.cells, found.controls, found.repeats, {},
+        fresh.info, found.clean, found.corrupt, found.cells, found.controls, found.repeats, {}, found.random,
         found.cached_tokens, found.prompt_tokens,
     )  # fmt: skip

@@ -55,6 +55,8 @@ class SweepInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of the clean distribution that the divergence distinguishes; 0 if it was not measured."""
     subspace: str = ""
     """Digest of the directions, if only a subspace was patched."""
+    random_control: bool = False
+    """Whether each cell was run a second time in a random subspace."""
 
     @property
     def has_foil(self) -> bool:

@@ -34,7 +34,8 @@ def page(result: PatchingResult, metric: str) -> str:
         f"<h1>Activation patching: {escape(info.model)}</h1>",
         f"<p>{escape(info.direction)}; {escape(info.corruption)}; metric {escape(metric)}; {len(info.pairs)} pairs; "
         f"noise floor {result.noise_floor(metric):.3g}; control {result.control(metric):.3g}; "
-        f"prefix cache {result.cache_hit_rate:.0%}</p>",
+        + (f"random subspace {result.random_control(metric):.3g}; " if info.random_control else "")
+        + f"prefix cache {result.cache_hit_rate:.0%}</p>",
     ]
     for number, (point, grid) in enumerate(grids.items()):
         marked = result.below_floor(point, metric)

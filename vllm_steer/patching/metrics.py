@@ -140,20 +140,18 @@ def raw_metric(name: str, measures: Array) -> Array:
     return difference
 
 
-def check_gaps(clean: Array, corrupt: Array, floor: float, what: str) -> None:
-    """Raise ``SteeringError`` if `recovered` would divide by a distance within the noise.
+def check_gaps(clean: Array, corrupt: Array, what: str) -> None:
+    """Raise ``SteeringError`` if `recovered` would divide by a distance below ``MIN_GAP``.
 
     Args:
         clean: Metric of the clean run of each pair.
         corrupt: Metric of the corrupt run of each pair.
-        floor: Noise floor of the metric.
         what: Name of the metric, for the error.
     """
-    least = max(MIN_GAP, floor)
     for i, (high, low) in enumerate(zip(clean.tolist(), corrupt.tolist(), strict=True)):
-        if not abs(high - low) > least:
+        if not abs(high - low) > MIN_GAP:
             raise SteeringError(
                 "metric",
                 f"recovered divides by clean - corrupt, which is {high:.6g} - {low:.6g} = {high - low:.3g} ({what} of "
-                f"pair {i}); it must exceed {least:.3g}. Use another pair, or metric={shown(what)}",
+                f"pair {i}); it must exceed {MIN_GAP:g}. Use another pair, or metric={shown(what)}",
             )

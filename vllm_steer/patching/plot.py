@@ -55,8 +55,9 @@ def plot(result: PatchingResult, path: Path, metric: str) -> None:
     bar = figure.colorbar(image, ax=axes.tolist(), shrink=0.9)
     bar.set_label(metric, fontsize=8)
     bar.ax.tick_params(labelsize=7)
+    drawn = f", random subspace {result.random_control(metric):.2g}" if info.random_control else ""
     figure.suptitle(
-        f"{info.direction}, {info.corruption}; noise floor {result.noise_floor(metric):.2g} (dots: within it)",
+        f"{info.direction}, {info.corruption}; noise floor {result.noise_floor(metric):.2g} (dots: within it){drawn}",
         fontsize=8,
     )
     figure.savefig(path)

@@ -53,6 +53,8 @@ class Settings:
     strength: float
     kl_tokens: int
     subspaces: Subspaces | None
+    random: Subspaces | None
+    """Random directions by site, for the control of subspaces."""
     control: bool
 
     @property
@@ -83,8 +85,7 @@ def read_settings(
     layers = windows(rows, read_window(arguments["layer_window"], "layer_window"), facts.num_layers)
     sites = [(point, layer) for point in points for layer in sorted({i for span in layers for i in range(*span)})]
     subspaces = read_subspaces(arguments["subspace"], sites, facts.hidden_size)
-    if subspaces is not None and arguments["random_subspace"]:
-        subspaces = random_subspaces(subspaces, corruption.seed)
+    control = bool(arguments["control"])
     return Settings(
         points=points,
         row_layers=rows,
@@ -97,7 +98,8 @@ def read_settings(
         strength=read_number(arguments["strength"], "strength"),
         kl_tokens=int(kl_tokens),
         subspaces=subspaces,
-        control=bool(arguments["control"]),
+        random=None if subspaces is None or not control else random_subspaces(subspaces, corruption.seed),
+        control=control,
     )
 
 
@@ -145,6 +147,7 @@ class Preparation:
             strength=settings.strength,
             kl_tokens=settings.kl_tokens,
             subspace="" if settings.subspaces is None else subspace.hexdigest(),
+            random_control=settings.random is not None,
         )
         sweep = Sweep(
             settings.points,
@@ -153,6 +156,7 @@ class Preparation:
             settings.strength,
             settings.subspaces,
             settings.custom,
+            settings.random,
         )
         clean, corrupt = self._unpatched(cases)
         result = PatchingResult.empty(info, clean, corrupt)
@@ -216,10 +220,12 @@ class Preparation:
         """Return the number of forward passes of all cells, and the size of the captured rows in bytes."""
         settings, draws = self._settings, self._corruption.draws
         cells = len(settings.points) * len(settings.layers) * len(infos[0].columns) * draws
+        cells *= 1 if settings.random is None else 2
         runs = sum(cells * len(pair.targets.passes) for pair in self._pairs)
         sites = sum(map(len, settings.sites.values()))
         captured = draws if settings.direction == "noising" else 1
-        tokens = sum(captured * len(info.source) + settings.control * len(info.base) for info in infos)
+        own = draws if settings.random is not None else int(settings.control)
+        tokens = sum(captured * len(info.source) + own * len(info.base) for info in infos)
         if self._ablated and self._corruption.ablate != "zero":
             tokens += sum(map(len, self._reference()))
         return runs, 4 * tokens * sites * self._runner.facts.hidden_size
@@ -259,7 +265,7 @@ class Preparation:
                 corrupt = self._capture(pair.corrupt or pair.clean, settings.sites, noise)
                 source = PromptSource(corrupt, alignment.source_of)
             own = None
-            if settings.control and draw == 0:
+            if settings.control and (draw == 0 or settings.random is not None):
                 own = PromptSource(self._capture(base, settings.sites, edits), {p: p for p in range(len(base))})
             case = Case(base, edits, source, pair.targets, columns, own, clean_next)
             # The run with which the patched runs are compared; a case that is only measured.

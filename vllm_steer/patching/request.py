@@ -81,9 +81,10 @@ class StudyForm(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_d
         any_of(MatrixForm, dict[str, dict[str, MatrixForm]], None),
         msgspec.Meta(description="Directions, or by point and layer; only the component in their span is patched."),
     ] = None
-    random_subspace: Annotated[bool, msgspec.Meta(description="Random directions instead, as a control.")] = False
     kl_tokens: Annotated[int | None, msgspec.Meta(description="Tokens that `kl` distinguishes.")] = None
-    control: Annotated[bool, msgspec.Meta(description="Also put the unpatched run's own rows in place.")] = True
+    control: Annotated[
+        bool, msgspec.Meta(description="Also put the unpatched run's own rows in place, and patch random subspaces.")
+    ] = True
 
 
 STUDY_FIELDS = tuple(name for name in inspect.signature(PatchingStudy).parameters if name != "llm")
@@ -120,6 +121,5 @@ def check_fields(body: Mapping[Any, Any], extra: tuple[str, ...] = ()) -> None:
             raise SteeringError(
                 shown(name).strip("'"), f"unknown field; did you mean {hint}?" if hint else f"use {', '.join(known)}"
             )
-    for name in ("control", "random_subspace"):
-        if not isinstance(body.get(name), (bool, type(None))):
-            raise SteeringError(name, f"must be true or false, not {shown(body[name])}")
+    if not isinstance(body.get("control"), (bool, type(None))):
+        raise SteeringError("control", f"must be true or false, not {shown(body['control'])}")

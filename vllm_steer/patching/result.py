@@ -47,6 +47,9 @@ class PatchingResult:
     """Measures of the unpatched runs that ran in the batches of the cells, with their cases."""
     errors: dict[Cell, str] = field(default_factory=dict)
     """Reasons why cells failed, by case, point, row and column."""
+    random: Array = field(default_factory=lambda: np.empty(0))
+    """Measures of the cells with changes of the same norm in a random subspace, in the shape of ``cells``; empty if the
+    sweep patched whole rows or had no control."""
     cached_tokens: int = 0
     """Prompt tokens of all requests that came from the prefix cache."""
     prompt_tokens: int = 0
@@ -62,6 +65,7 @@ class PatchingResult:
             corrupt,
             np.full((*shape, NUM_MEASURES), np.nan),
             np.full((*shape[:3], NUM_MEASURES), np.nan),
+            random=np.full((*shape, NUM_MEASURES) if info.random_control else 0, np.nan),
         )
 
     def add(self, batch: Batch) -> None:
@@ -75,6 +79,11 @@ class PatchingResult:
             self._count(measured)
         for site, measured in batch.controls.items():
             self.controls[site] = measured.measures
+            self._count(measured)
+        for cell, measured in batch.random.items():
+            self.random[cell] = measured.measures
+            if measured.error is not None:
+                self.errors.setdefault(cell, f"control with a random subspace: {measured.error}")
             self._count(measured)
         for case, measured in batch.repeats.items():
             if measured.error is None:
@@ -100,32 +109,50 @@ class PatchingResult:
         """Share of the requests' prompt tokens that came from the prefix cache."""
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
-    def grid(self, point: str, metric: str | None = None) -> npt.NDArray[np.float32]:
+    def grid(self, point: str, metric: str | None = None, *, random: bool = False) -> npt.NDArray[np.float32]:
         """Return a grid, float32 ``[rows, columns]``.
 
         Args:
             point: A hook point of the sweep.
             metric: ``"logprob"``, ``"logit_diff"``, ``"recovered"``, ``"kl"`` or ``"custom"``; the sweep's by default.
                 ``recovered`` is (cell - corrupt) / (clean - corrupt): 0 as corrupt, 1 as clean, in both directions.
+                It is NaN if clean and corrupt of a pair are closer than the noise floor; see `too_close`.
+            random: Return the control of a sweep with ``subspace``: the same cells with changes of the same norm in a
+                random subspace.
 
         Raises:
-            SteeringError: The sweep lacks the point or the metric, or clean and corrupt are too close to divide by.
+            SteeringError: The sweep lacks the point, the metric or the control, or clean and corrupt are equal.
         """
-        values: Array = self.values(metric)[:, self._point(point)]
+        values: Array = self.values(metric, random=random)[:, self._point(point)]
         grid: npt.NDArray[np.float32] = values.mean(axis=0).astype(np.float32)
         return grid
 
-    def values(self, metric: str | None = None) -> Array:
+    def values(self, metric: str | None = None, *, random: bool = False) -> Array:
         """Return the metric of each pair, ``[pairs, points, rows, columns]``; see `grid`."""
         name = self._metric(metric)
-        cells = self._over_draws(raw_metric(self._basis(name), self.cells))
+        if random and not self.info.random_control:
+            raise SteeringError(
+                "random", "the sweep had no control with a random subspace: it needs subspace and control"
+            )
+        cells = self._over_draws(raw_metric(self._basis(name), self.random if random else self.cells))
         if name != "recovered":
             return cells
         clean, corrupt = self._ends()
-        check_gaps(clean, corrupt, self._noise(self._basis(name)), self._basis(name))
+        check_gaps(clean, corrupt, self._basis(name))
+        gaps = np.where(self._far_apart(), clean - corrupt, np.nan)
         shape = (-1, 1, 1, 1)
-        recovered: Array = (cells - corrupt.reshape(shape)) / (clean - corrupt).reshape(shape)
+        recovered: Array = (cells - corrupt.reshape(shape)) / gaps.reshape(shape)
         return recovered
+
+    def too_close(self) -> list[dict[str, Any]]:
+        """Return the pairs whose ``recovered`` is missing, because clean and corrupt are within the noise."""
+        clean, corrupt = self._ends()
+        least = self._noise(self._basis("recovered"))
+        return [
+            {"pair": i, "clean": float(clean[i]), "corrupt": float(corrupt[i]), "noise_floor": least}
+            for i, apart in enumerate(self._far_apart())
+            if not apart
+        ]
 
     def cell_value(self, case: int, measures: Array) -> float:
         """Return the sweep's metric for the measures of one cell of a case."""
@@ -134,7 +161,7 @@ class PatchingResult:
             return value
         pair = case // self.info.draws
         clean, corrupt = (float(each[pair]) for each in self._ends())
-        return (value - corrupt) / (clean - corrupt)
+        return (value - corrupt) / (clean - corrupt) if self._far_apart()[pair] else float("nan")
 
     def unpatched_values(self) -> tuple[str, float, float]:
         """Return the metric that is measured, and its mean over the clean and over the corrupt runs.
@@ -145,16 +172,15 @@ class PatchingResult:
         name = self._basis(self.info.metric)
         return name, float(raw_metric(name, self.clean).mean()), float(raw_metric(name, self.corrupt).mean())
 
-    def effects(self, metric: str | None = None) -> Array:
+    def effects(self, metric: str | None = None, *, random: bool = False) -> Array:
         """Return the metric of each pair minus that of the unpatched run, ``[pairs, points, rows, columns]``."""
         name = self._metric(metric)
-        if name == "recovered":
-            return self.values(name) - (0.0 if self.info.direction == "denoising" else 1.0)
-        return self.values(name) - self.baseline(name).reshape(-1, 1, 1, 1)
+        return self.values(name, random=random) - self.baseline(name).reshape(-1, 1, 1, 1)
 
-    def effect(self, point: str, metric: str | None = None) -> npt.NDArray[np.float32]:
-        """Return the mean effect of each cell, float32 ``[rows, columns]``."""
-        effect: npt.NDArray[np.float32] = self.effects(metric)[:, self._point(point)].mean(axis=0).astype(np.float32)
+    def effect(self, point: str, metric: str | None = None, *, random: bool = False) -> npt.NDArray[np.float32]:
+        """Return the mean effect of each cell, float32 ``[rows, columns]``; the arguments are those of `grid`."""
+        effects = self.effects(metric, random=random)[:, self._point(point)]
+        effect: npt.NDArray[np.float32] = effects.mean(axis=0).astype(np.float32)
         return effect
 
     def baseline(self, metric: str | None = None) -> Array:
@@ -195,6 +221,13 @@ class PatchingResult:
             return float("nan")
         largest = float(np.nanmax(distance))
         return largest / self._least_gap() if name == "recovered" else largest
+
+    def random_control(self, metric: str | None = None) -> float:
+        """Return the largest effect of the cells in a random subspace; NaN if the sweep had no such control."""
+        if not self.info.random_control:
+            return float("nan")
+        effects = np.abs(self.effects(metric, random=True).mean(axis=0))
+        return float("nan") if np.isnan(effects).all() else float(np.nanmax(effects))
 
     def below_floor(self, point: str, metric: str | None = None) -> npt.NDArray[np.bool_]:
         """Return the cells whose effect does not exceed the noise floor or the control, ``[rows, columns]``."""
@@ -307,6 +340,12 @@ class PatchingResult:
     def _ends(self) -> tuple[Array, Array]:
         basis = self._basis("recovered")
         return self._over_draws(raw_metric(basis, self.clean)), self._over_draws(raw_metric(basis, self.corrupt))
+
+    def _far_apart(self) -> npt.NDArray[np.bool_]:
+        """Return the pairs whose clean and corrupt runs differ by more than the noise."""
+        clean, corrupt = self._ends()
+        apart: npt.NDArray[np.bool_] = np.abs(clean - corrupt) > self._noise(self._basis("recovered"))
+        return apart
 
     def _least_gap(self) -> float:
         clean, corrupt = self._ends()

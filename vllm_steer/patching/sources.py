@@ -87,6 +87,50 @@ def cell_edits(
     return tuple(edits)
 
 
+def random_control_edits(
+    source: Source,
+    own: Source,
+    point: PointName,
+    layers: Span,
+    positions: Sequence[int],
+    strength: float,
+    subspaces: Subspaces,
+    random: Subspaces,
+) -> tuple[Edit, ...]:
+    """Return the edits of a cell's control: changes of the same norm in a random subspace.
+
+    Each row changes as much as the patch in ``subspaces`` changes the row of the unpatched run.
+
+    Args:
+        source: The rows.
+        own: Rows of the unpatched run.
+        point: The hook point.
+        layers: The layers.
+        positions: Positions in the patched run, ascending.
+        strength: As for `cell_edits`.
+        subspaces: Directions of the patch by site.
+        random: Directions of the control by site.
+    """
+    edits: list[Edit] = []
+    for layer in range(*layers):
+        here = own.rows(point, layer, positions).astype(np.float64)
+        away = source.rows(point, layer, positions) - here
+        wanted, found = (
+            np.linalg.norm(away @ _basis(each[point, layer]), axis=1, keepdims=True) for each in (subspaces, random)
+        )
+        scale = np.divide(wanted, found, out=np.zeros_like(wanted), where=found > 0)
+        moved = PromptSource(
+            {(point, layer): (here + scale * away).astype(np.float32)},
+            {position: i for i, position in enumerate(positions)},
+        )
+        edits += cell_edits(moved, point, (layer, layer + 1), positions, strength, random)
+    return tuple(edits)
+
+
+def _basis(directions: Rows) -> np.ndarray[Any, np.dtype[np.float64]]:
+    return np.linalg.qr(directions.astype(np.float64).T)[0]
+
+
 def zeros(sites: Sequence[tuple[str, int]], hidden: int) -> ConstantSource:
     """Return the source of zero ablation."""
     return ConstantSource(dict.fromkeys(sites, np.zeros((1, hidden), np.float32)))
@@ -131,11 +175,6 @@ def noised(embeddings: Rows, positions: Sequence[int], sigma: float, seed: tuple
 
 
 def random_subspaces(subspaces: Subspaces, seed: int) -> dict[tuple[str, int], Rows]:
-    """Return random directions with the norms and the number of the given ones, for the control."""
+    """Return as many random directions for each site as are given, for the control."""
     random = np.random.default_rng(seed)
-    result = {}
-    for site, directions in subspaces.items():
-        drawn = random.standard_normal(directions.shape)
-        norms = np.linalg.norm(directions, axis=1, keepdims=True) / np.linalg.norm(drawn, axis=1, keepdims=True)
-        result[site] = (drawn * norms).astype(np.float32)
-    return result
+    return {site: random.standard_normal(given.shape).astype(np.float32) for site, given in subspaces.items()}

@@ -32,8 +32,10 @@ class PatchingStudy:
     """Activation patching between two runs: a clean one, and one whose answer has changed.
 
     Args:
-        llm: A :class:`~vllm_steer.LLM` with steering, or a :class:`~vllm_steer.Client` of a server. Over a server,
-            ``kl`` distinguishes at most 20 tokens, and ``cache_hit_rate`` needs ``--enable-prompt-tokens-details``.
+        llm: A :class:`~vllm_steer.LLM` with steering, or a :class:`~vllm_steer.Client` or
+            :class:`~vllm_steer.AsyncClient` of a server. Over a server, ``kl`` distinguishes at most 20 tokens, and
+            ``cache_hit_rate`` needs ``--enable-prompt-tokens-details``. The study and its sweeps wait for their
+            requests; in asynchronous code, run them with ``asyncio.to_thread``, or await `AsyncClient.patch`.
         clean: The clean prompt, as text or token ids.
         corrupt: The corrupt prompt. Instead, ``noise`` or ``ablate`` can be given.
         answer: The answer of the clean prompt, as text or token ids. An answer of several tokens is scored as a
@@ -123,7 +125,6 @@ class PatchingStudy:
         layer_window: int = 1,
         position_window: int = 1,
         subspace: Any = None,
-        random_subspace: bool = False,
         kl_tokens: int | None = None,
         control: bool = True,
         file: str | Path | None = None,
@@ -145,12 +146,12 @@ class PatchingStudy:
             layer_window: Patch this many layers around each layer together.
             position_window: Patch this many positions around each position together.
             subspace: Directions ``[k, hidden]``, or ``{point: {layer: directions}}``, if only the component in their
-                span is patched.
-            random_subspace: Use random directions of the same norms instead, as a control.
+                span is patched. With ``control``, each cell is run a second time with a change of the same norm in a
+                random subspace of as many dimensions; see `PatchingResult.grid`.
             kl_tokens: Most probable tokens of the clean run that the divergence distinguishes; all others count as one
                 event, so that ``kl`` is a lower bound unless they are the whole vocabulary. Default: as many as the
                 engine allows if the metric is ``"kl"``, otherwise the divergence is not measured.
-            control: Also run each site with the unpatched run's own rows.
+            control: Also run each site with the unpatched run's own rows, and subspaces beside random ones.
             file: Safetensors file to which the results are written as they come. If it exists, its sweep continues;
                 cells that failed are run again.
             progress: Whether to show a progress bar.
@@ -162,7 +163,7 @@ class PatchingStudy:
         arguments = {
             "points": points, "layers": layers, "positions": positions, "metric": metric, "direction": direction,
             "strength": strength, "layer_window": layer_window, "position_window": position_window,
-            "subspace": subspace, "random_subspace": random_subspace, "kl_tokens": kl_tokens, "control": control,
+            "subspace": subspace, "kl_tokens": kl_tokens, "control": control,
         }  # fmt: skip
         return self._run(arguments, file, progress)
 
@@ -173,7 +174,7 @@ class PatchingStudy:
         """
         defaults = {
             "points": ("post_block",), "layers": "all", "positions": "all", "metric": "logit_diff", "direction": None,
-            "strength": 1.0, "layer_window": 1, "position_window": 1, "subspace": None, "random_subspace": False,
+            "strength": 1.0, "layer_window": 1, "position_window": 1, "subspace": None,
             "kl_tokens": None, "control": True,
         }  # fmt: skip
         for name in arguments:
@@ -216,7 +217,7 @@ class PatchingStudy:
                 raise SteeringError(name, "is chosen by coarse_to_fine; use sweep to choose it")
         defaults = {
             "metric": "logit_diff", "direction": None, "strength": 1.0, "layer_window": 1, "position_window": 1,
-            "subspace": None, "random_subspace": False, "kl_tokens": None, "control": True,
+            "subspace": None, "kl_tokens": None, "control": True,
         }  # fmt: skip
         fine = {**defaults, **arguments, "points": points, "layers": "all", "positions": "all"}
         _, empty = self._prepare(fine)

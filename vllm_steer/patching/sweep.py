@@ -14,7 +14,7 @@ import numpy as np
 from vllm_steer.patching.axes import Span
 from vllm_steer.patching.metrics import NUM_MEASURES, Array, CustomMetric, Targets
 from vllm_steer.patching.runner import Runner, Score, ScoreRequest
-from vllm_steer.patching.sources import Source, Subspaces, cell_edits
+from vllm_steer.patching.sources import Source, Subspaces, cell_edits, random_control_edits
 from vllm_steer.points import PointName
 from vllm_steer.spec import Edit
 
@@ -53,6 +53,8 @@ class Sweep:
     strength: float = 1.0
     subspaces: Subspaces | None = None
     custom: CustomMetric | None = None
+    random: Subspaces | None = None
+    """Random directions by site, in which each cell is run a second time as a control."""
     batch: int = BATCH
 
     @property
@@ -94,6 +96,8 @@ class Batch:
     """Unpatched runs with their own rows put in place, by case, point and span of layers."""
     repeats: Mapping[int, Measured]
     """Unpatched runs by case."""
+    random: Mapping[Cell, Measured]
+    """Cells with changes of the same norm in a random subspace; empty without subspaces."""
 
 
 def run_batches(
@@ -140,31 +144,34 @@ def _run(sweep: Sweep, runner: Runner, cells: Sequence[Cell], controls: Sequence
     failed: dict[Cell, Measured] = {}
     runs: list[tuple[Case, tuple[Edit, ...]]] = []
     kept: list[Cell] = []
+    drawn: list[tuple[Case, tuple[Edit, ...]]] = []
     for cell in cells:
-        case = sweep.cases[cell[0]]
+        case, point, layers = sweep.cases[cell[0]], sweep.points[cell[1]], sweep.layers[cell[2]]
         positions = case.columns[cell[3]]
         try:
-            edits = cell_edits(
-                case.source, sweep.points[cell[1]], sweep.layers[cell[2]], positions, sweep.strength, sweep.subspaces
-            )
+            edits = cell_edits(case.source, point, layers, positions, sweep.strength, sweep.subspaces)
+            if sweep.subspaces is not None and sweep.random is not None and case.own_rows is not None:
+                control = random_control_edits(
+                    case.source, case.own_rows, point, layers, positions, sweep.strength, sweep.subspaces, sweep.random
+                )
+                drawn.append((case, control))
         except ValueError as error:  # for example rows that are not finite
             failed[cell] = Measured(MISSING, str(error), 0, 0)
             continue
         runs.append((case, edits))
         kept.append(cell)
-    for number, point, layer in controls:
+    for number, place, row in controls:
         case = sweep.cases[number]
         if case.own_rows is not None:
-            positions_of_columns = sorted({position for column in case.columns for position in column})
-            runs.append(
-                (case, cell_edits(case.own_rows, sweep.points[point], sweep.layers[layer], positions_of_columns, 1.0))
-            )
+            covered = sorted({position for column in case.columns for position in column})
+            runs.append((case, cell_edits(case.own_rows, sweep.points[place], sweep.layers[row], covered, 1.0)))
     runs += [(sweep.cases[number], ()) for number in present]
-    results = iter(measure(runner, runs, sweep.custom))
+    results = iter(measure(runner, runs + drawn, sweep.custom))
     return Batch(
         {cell: next(results) for cell in kept} | failed,
         {control: next(results) for control in controls},
         {number: next(results) for number in present},
+        {cell: next(results) for cell in kept} if drawn else {},
     )
 
 

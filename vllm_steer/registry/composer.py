@@ -28,8 +28,8 @@ from vllm_steer.program import Program, compile_program, join, with_probes, with
 from vllm_steer.registry.index import ResolvedModule
 from vllm_steer.registry.module import DIGEST_PREFIX
 from vllm_steer.registry.snapshot import Snapshot
-from vllm_steer.spec import CaptureSpec, NamedProjection, Projection
-from vllm_steer.spec.references import GLOBAL_SOURCE, MODULES_FIELD, Reference
+from vllm_steer.spec import CaptureSpec, NamedProjection, Projection, Vector
+from vllm_steer.spec.references import GLOBAL_SOURCE, MODULES_FIELD, ProbeReference, Reference, parse_probe
 
 _COMPOSED_KEYS = (PROGRAM_KEY, MODULES_KEY, CAPTURE_KEY, IDLE_KEY)
 _CACHE_SIZE = 256
@@ -99,6 +99,16 @@ def resolve_probes(
     )
 
 
+def find_probe(name: object, snapshot: Snapshot, field: str) -> Vector:
+    """Return the direction that ``name``, written ``module/probe``, refers to.
+
+    Raises:
+        UnknownModuleError: The module is unknown.
+        SteeringError: The name has another form, or the module has no such probe.
+    """
+    return _find_probe(parse_probe(name, field), snapshot, field)
+
+
 def _compose(steering_args: Mapping[str, Any], snapshot: Snapshot) -> dict[str, bytes]:
     own = None if PROGRAM_KEY not in steering_args else Program.from_bytes(steering_args[PROGRAM_KEY])
     references = read_references(steering_args)
@@ -149,14 +159,17 @@ def _directions(names: tuple[str, ...], snapshot: Snapshot, field: str) -> Proje
 def _projection(named: NamedProjection, snapshot: Snapshot, field: str) -> Projection:
     directions = []
     for i, probe in enumerate(named.probes):
-        module, _ = snapshot.find(probe.module, f"{field}[{i}]")
-        probes = snapshot.content(module.digest).probes
-        if probe.probe not in probes:
-            existing = ", ".join(probes) or "none"
-            problem = f"module {probe.module} has no probe {probe.probe!r}; its probes are: {existing}"
-            raise SteeringError(f"{field}[{i}]", problem)
-        directions.append(probes[probe.probe])
+        directions.append(_find_probe(probe, snapshot, f"{field}[{i}]"))
     return Projection(directions, field)
+
+
+def _find_probe(probe: ProbeReference, snapshot: Snapshot, field: str) -> Vector:
+    module, _ = snapshot.find(probe.module, field)
+    probes = snapshot.content(module.digest).probes
+    if probe.probe not in probes:
+        existing = ", ".join(probes) or "none"
+        raise SteeringError(field, f"module {probe.module} has no probe {probe.probe!r}; its probes are: {existing}")
+    return probes[probe.probe]
 
 
 def _encode_applied(

@@ -26,33 +26,31 @@ import msgspec
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.fs.dirfd import TEMPORARY_PREFIX, exists, open_dir, open_readonly, read_regular, write_atomic
-from vllm_steer.registry.errors import RegistryFullError, RegistryUnavailableError
-from vllm_steer.registry.index import INDEX_VERSION, RegistryIndex
+from vllm_steer.fs.mounts import WARNED, find_refusal, mount_of
+from vllm_steer.registry.errors import FIELD, RegistryUnavailableError
+from vllm_steer.registry.index import MAX_INDEX_BYTES, RegistryIndex, decode_index, encode_index
 from vllm_steer.registry.module import DIGEST_PREFIX, Module
 from vllm_steer.registry.module_files import read_module, write_module
 from vllm_steer.registry.snapshot import Snapshot
 
-FIELD = "steering registry"
 INDEX, LOCK, OBJECTS, SUFFIX = "index.json", "lock", "objects", ".safetensors"
 LOCK_SECONDS = 10.0
 """How long a change waits for another process to finish its own."""
 RETRY_SECONDS = 1.0
 """Interval between attempts to read content after an I/O error."""
-MAX_INDEX_BYTES = 1 << 28
-"""Size limit for reading an index."""
-MAX_WRITTEN_INDEX_BYTES = MAX_INDEX_BYTES // 2
-"""Size limit for growing an index, well below the limit for reading one."""
 
 
 class DirectoryStore:
     """Registry storage in a directory. Thread-safe; implements `RegistryStore`."""
 
+    is_remote = False
+
     def __init__(self, path: str | Path) -> None:
         """Open the directory, which is created if it does not exist.
 
         Raises:
-            SteeringError: It is a symbolic link, belongs to another user, is writable by others or contains a
-                damaged index.
+            SteeringError: It is a symbolic link, belongs to another user, is writable by others, contains a damaged
+                index, or is on a file system without locks that hold on all hosts.
         """
         self.path = Path(path)
         self._lock = threading.RLock()
@@ -64,6 +62,7 @@ class DirectoryStore:
                 self.path.mkdir(mode=0o700, parents=True)
             self._root = open_dir(self.path)
             _check_private(self._root, self.path)
+            _check_file_system(self.path)
             with suppress(FileExistsError):
                 os.mkdir(OBJECTS, 0o700, dir_fd=self._root)
             self._objects = open_dir(OBJECTS, self._root)
@@ -104,7 +103,7 @@ class DirectoryStore:
             old = self.refresh()
             new = update(old)
             if new is not old:
-                index = self._encode(new.index)
+                index = encode_index(new.index, os.fstat(self._index_fd).st_size)
                 for digest in new.contents.keys() - old.contents.keys():
                     write_atomic(_file_name(digest), write_module(new.contents[digest]), self._objects)
                 write_atomic(INDEX, index, self._root)
@@ -122,21 +121,10 @@ class DirectoryStore:
         current = os.stat(INDEX, dir_fd=self._root, follow_symlinks=False)
         return os.path.samestat(current, os.fstat(index_fd))
 
-    def _encode(self, index: RegistryIndex) -> bytes:
-        data = msgspec.json.encode(index)
-        # An index that does not grow is always accepted: otherwise nothing could be deleted from one that is too large.
-        if len(data) > max(MAX_WRITTEN_INDEX_BYTES, os.fstat(self._index_fd).st_size):
-            raise RegistryFullError(
-                "module",
-                f"would increase the registry's index to {len(data)} bytes; at most {MAX_WRITTEN_INDEX_BYTES} are "
-                "allowed. Delete a module, or shorten description and provenance",
-            )
-        return data
-
     def _read(self) -> None:
         fd, adopted = open_readonly(INDEX, self._root), False
         try:
-            index = _decode(read_regular(fd, f"{FIELD}: {INDEX}", MAX_INDEX_BYTES))
+            index = decode_index(read_regular(fd, f"{FIELD}: {INDEX}", MAX_INDEX_BYTES))
             needed = index.digests()
             contents = {digest: module for digest, module in self._snapshot.contents.items() if digest in needed}
             problems: dict[str, str] = {}
@@ -205,20 +193,28 @@ class DirectoryStore:
                         os.unlink(name, dir_fd=folder)
 
 
-def _decode(data: bytes) -> RegistryIndex:
-    try:
-        index = msgspec.json.decode(data, type=RegistryIndex)
-    except msgspec.MsgspecError as error:
-        raise RegistryUnavailableError(FIELD, f"its index cannot be parsed: {error}") from None
-    if index.version != INDEX_VERSION:
-        raise RegistryUnavailableError(FIELD, f"its index has version {index.version}, not {INDEX_VERSION}")
-    return index
-
-
 def _check_private(directory: int, path: Path) -> None:
     status = os.fstat(directory)
     if status.st_uid != os.geteuid() or status.st_mode & 0o022:
         raise SteeringError(FIELD, f"others can write to {path}; use a directory of your own with mode 0700")
+
+
+def _check_file_system(path: Path) -> None:
+    mount = mount_of(path)
+    if mount is None:
+        return
+    refusal = find_refusal(mount)
+    if refusal is not None:
+        raise SteeringError(FIELD, f"{path} is on {mount.kind}: {refusal}. Use a local folder or a database URL")
+    if mount.kind in WARNED:
+        from vllm_steer.log import steering_logger  # loads vLLM, which the storage needs for nothing else
+
+        steering_logger(__name__).warning(
+            "The steering registry %s is on %s: %s. Use a database URL if servers of several hosts share it",
+            path,
+            mount.kind,
+            WARNED[mount.kind],
+        )
 
 
 def _file_name(digest: str) -> str:

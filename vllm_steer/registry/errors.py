@@ -8,6 +8,8 @@ from collections.abc import Collection
 from vllm_steer.errors import SteeringError
 from vllm_steer.spec.scalars import did_you_mean
 
+FIELD = "steering registry"
+"""Field of errors that concern the whole registry."""
 _MAX_NAMES = 10
 
 
@@ -35,4 +37,4 @@ class RegistryFullError(SteeringError):
 
 
 class RegistryUnavailableError(SteeringError):
-    """The registry's directory cannot be read or written."""
+    """The registry's directory or database cannot be read or written."""

@@ -8,10 +8,15 @@ from dataclasses import dataclass
 
 import msgspec
 
+from vllm_steer.registry.errors import FIELD, RegistryFullError, RegistryUnavailableError
 from vllm_steer.registry.metadata import ModuleMetadata
 from vllm_steer.registry.module import DIGEST_PREFIX
 
 INDEX_VERSION = 1
+MAX_INDEX_BYTES = 1 << 28
+"""Size limit for reading an index."""
+MAX_WRITTEN_INDEX_BYTES = MAX_INDEX_BYTES // 2
+"""Size limit for growing an index, well below the limit for reading one."""
 
 
 @dataclass(frozen=True)
@@ -77,3 +82,27 @@ class RegistryIndex(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         named = {version.digest for versions in self.modules.values() for version in versions}
         unnamed = set() if self.steering.content is None else {self.steering.content}
         return applied | named | unnamed
+
+
+def encode_index(index: RegistryIndex, old_size: int) -> bytes:
+    """Return an index as JSON, which replaces one of ``old_size`` bytes; raises ``RegistryFullError``."""
+    data = msgspec.json.encode(index)
+    # An index that does not grow is always accepted: otherwise nothing could be deleted from one that is too large.
+    if len(data) > max(MAX_WRITTEN_INDEX_BYTES, old_size):
+        raise RegistryFullError(
+            "module",
+            f"would increase the registry's index to {len(data)} bytes; at most {MAX_WRITTEN_INDEX_BYTES} are "
+            "allowed. Delete a module, or shorten description and provenance",
+        )
+    return data
+
+
+def decode_index(data: bytes) -> RegistryIndex:
+    """Parse an index; raises ``RegistryUnavailableError``."""
+    try:
+        index = msgspec.json.decode(data, type=RegistryIndex)
+    except msgspec.MsgspecError as error:
+        raise RegistryUnavailableError(FIELD, f"its index cannot be parsed: {error}") from None
+    if index.version != INDEX_VERSION:
+        raise RegistryUnavailableError(FIELD, f"its index has version {index.version}, not {INDEX_VERSION}")
+    return index

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import builtins
 import time
 from collections.abc import Callable, Mapping
@@ -283,9 +284,20 @@ class SteeringRegistry:
         self._update_gauges(snapshot)
         return snapshot
 
+    @property
+    def is_remote(self) -> bool:
+        """Whether `snapshot` can wait for another machine."""
+        return self._store.is_remote
+
     def is_stale(self) -> bool:
-        """Return whether `snapshot` would read files."""
+        """Return whether `snapshot` would read files or a database's content."""
         return self._store.is_stale()
+
+    async def refresh(self) -> Snapshot:
+        """Return `snapshot` without waiting for files or a database in the event loop."""
+        if self.is_remote or self.is_stale():
+            return await asyncio.to_thread(self.snapshot)
+        return self._store.snapshot
 
     def compose(self, extra: Mapping[str, Any], snapshot: Snapshot | None = None) -> Mapping[str, Any]:
         """Return a request's ``extra_args`` for the engine, by default with the newest snapshot.

@@ -14,11 +14,12 @@ from typing import Any
 import msgspec
 from pydantic_core import PydanticSerializationError, to_jsonable_python
 
-from vllm_steer.config import SCHEDULER_CLS, WORKER_CLS, engine_kwargs
+from vllm_steer.config import REGISTRY_VARIABLE, SCHEDULER_CLS, WORKER_CLS, engine_kwargs
 from vllm_steer.errors import SteeringError
-from vllm_steer.frontend.context import CONSUMERS_VARIABLE, CONTROLLER_VARIABLE, REGISTRY_VARIABLE, RegistryOptions
+from vllm_steer.frontend.context import CONSUMERS_VARIABLE, CONTROLLER_VARIABLE, RegistryOptions
 from vllm_steer.fs.private_tempdir import private_tempdir
 from vllm_steer.fs.shared_tempdir import remove_at_exit
+from vllm_steer.registry.location import HIDDEN, is_url, parse_location, show_location
 from vllm_steer.server.auth.key_file import read_keys
 from vllm_steer.server.flags import (
     BATCH_DESTS,
@@ -130,8 +131,22 @@ def _set_server_options(args: argparse.Namespace, given: Mapping[str, Any]) -> N
     if dest_of(KEYS) in given:
         read_keys(Path(args.steering_keys))  # fails now, with a message, instead of in every API server process
         args.steering_keys = str(Path(args.steering_keys).absolute())
-    options = RegistryOptions(str(Path(args.steering_registry).absolute()), modules, registry_limits(args))
+    location = _registry_location(args.steering_registry)
+    options = RegistryOptions(location, modules, registry_limits(args))
     os.environ[REGISTRY_VARIABLE] = msgspec.json.encode(options).decode()
+    # vLLM logs the arguments, so they must not contain a password.
+    args.steering_registry = show_location(location)
+
+
+def _registry_location(text: str) -> str:
+    """Return the complete location for the value of ``--steering-registry``, which may be one that was shown before."""
+    if is_url(text) and HIDDEN in text:
+        known = os.environ.get(REGISTRY_VARIABLE)
+        location = None if known is None else msgspec.json.decode(known, type=RegistryOptions).folder
+        if location is None or show_location(location) != text:
+            raise SteeringError(REGISTRY, f"{HIDDEN[:-1]} replaces user and password in logs; give the complete URL")
+        return location
+    return parse_location(text, REGISTRY)
 
 
 def _check_front_end(args: argparse.Namespace) -> None:

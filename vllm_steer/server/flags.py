@@ -87,9 +87,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     add(
         REGISTRY,
-        "Folder of modules and global steering, shared by all processes of the server and kept when it ends. Default: "
-        "a temporary folder.",
-        metavar="DIR",
+        "Folder or database (sqlite:///FILE, postgresql://HOST/DATABASE) of modules and global steering, shared by all "
+        "processes of the server and kept when it ends. Default: a temporary folder.",
+        metavar="DIR|URL",
     )
     add(
         MODULES,

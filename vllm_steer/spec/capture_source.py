@@ -4,14 +4,62 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, TypeGuard
+from typing import Annotated, Any, Protocol, TypeGuard
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from vllm_steer.errors import SteeringError
+from vllm_steer.limits import MAX_WIDTH
+from vllm_steer.spec.json_schema import any_of
 from vllm_steer.spec.scalars import shown
 from vllm_steer.spec.selector import OPEN_END, Selector
+from vllm_steer.spec.vector import PackedVector
+
+
+class StoredRowsForm(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Rows of a capture that the server has stored."""
+
+    capture: Annotated[str, msgspec.Meta(description="Id of the capture, in `capture_results`.")]
+    positions: Annotated[
+        list[int] | None,
+        msgspec.Meta(description="Positions in the captured prompt, one for each of `tokens`; by default the same."),
+    ] = None
+
+
+class ModuleRowsForm(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A direction of a registered module."""
+
+    module: Annotated[str, msgspec.Meta(description="`module/probe`, the name of a module and of a probe in it.")]
+
+
+RowsForm = Annotated[
+    Any,
+    any_of(
+        Annotated[list[float | list[float]], msgspec.Meta(min_length=1, max_length=MAX_WIDTH)],
+        PackedVector,
+        StoredRowsForm,
+        ModuleRowsForm,
+        None,
+    ),
+    msgspec.Meta(
+        description="A vector of the model's hidden size. `replace` also takes a matrix `[n, H]`, with one row for "
+        "each of the n positions in `tokens`, and, over HTTP, the id of a stored capture or the name of a module's "
+        "probe instead of rows."
+    ),
+]
+"""JSON form of the vector of an edit."""
+
+_NAMING_KEYS = (StoredRowsForm.__struct_fields__[0], ModuleRowsForm.__struct_fields__[0])
+
+
+def refuse_names(vector: object) -> None:
+    """Raise SteeringError for rows that are named by capture id or module, which only a server can look up."""
+    if isinstance(vector, Mapping) and any(key in vector for key in _NAMING_KEYS):
+        raise SteeringError(
+            "vector", "names rows on a server; send the edit there as a dict, or pass a CaptureResult or the rows"
+        )
 
 
 class CapturedRows(Protocol):
@@ -58,7 +106,10 @@ def rows_of(
         raise SteeringError("layers", "must be one layer if the rows come from a capture")
     site = sites.get((point, layers[0]))
     if site is None:
-        known = ", ".join(f"{name}[{layer}]" for name, layer in sites) or "none; fetch them"
+        known = (
+            ", ".join(f"{name}[{layer}]" for name, layer in sites)
+            or 'none; fetch them, or send {"capture": id} as the vector'
+        )
         raise SteeringError("vector", f"is a capture without rows of {point}[{layers[0]}]; its sites: {known}")
     rows = site.rows.float().numpy()
     found = np.asarray(site.positions).tolist()

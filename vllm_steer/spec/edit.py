@@ -11,10 +11,16 @@ import msgspec
 import numpy as np
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.limits import MAX_CONDITIONS, MAX_SAE_FEATURES, MAX_WIDTH
+from vllm_steer.limits import MAX_CONDITIONS, MAX_SAE_FEATURES
 from vllm_steer.points import OPTIONAL_POINTS, POINTS_FLAG, PointName
 from vllm_steer.spec.arguments import suggest_arguments
-from vllm_steer.spec.capture_source import CapturedRows, is_captured, rows_of
+from vllm_steer.spec.capture_source import (
+    CapturedRows,
+    RowsForm,
+    is_captured,
+    refuse_names,
+    rows_of,
+)
 from vllm_steer.spec.condition import Condition, ConditionForm, WhenInput, read_when
 from vllm_steer.spec.feature import PARAMETERS as FEATURE_PARAMETERS
 from vllm_steer.spec.feature import FeatureEdit, no_vector, read_feature_edit
@@ -23,7 +29,7 @@ from vllm_steer.spec.references import read_name
 from vllm_steer.spec.scalars import is_integer, read_choice, read_number, shown
 from vllm_steer.spec.selector import Selector, TokensForm, TokensInput
 from vllm_steer.spec.sites import Layers, LayersForm, LayersInput, PointForm, read_layers_of, read_site
-from vllm_steer.spec.vector import PackedVector, Vector, VectorInput, pack_array, parse_vector
+from vllm_steer.spec.vector import Vector, VectorInput, pack_array, parse_vector
 
 KindName = Literal["add", "add_normed", "ablate", "clamp", "replace", "feature"]
 
@@ -94,15 +100,6 @@ KINDS: Mapping[KindName, EditKind] = MappingProxyType(
 )
 
 
-RowsForm = Annotated[
-    Annotated[list[float | list[float]], msgspec.Meta(min_length=1, max_length=MAX_WIDTH)] | PackedVector,
-    msgspec.Meta(
-        description="A vector of the model's hidden size. `replace` also takes a matrix `[n, H]`, with one row for "
-        "each of the n positions in `tokens`."
-    ),
-]
-
-
 class EditForm(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """One edit of the residual stream."""
 
@@ -121,7 +118,7 @@ class EditForm(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             "accepted (docs/reference/points.md)."
         ),
     ]
-    vector: RowsForm | None = None
+    vector: RowsForm = None
     layers: Annotated[
         LayersForm | None,
         msgspec.Meta(
@@ -281,6 +278,7 @@ class Edit:
                 _check_parameter(name, definition)
             if vector is None:
                 raise SteeringError("vector", f"is missing; {definition.name} needs a vector, of the hidden size")
+            refuse_names(vector)
             if is_captured(vector):
                 if not definition.takes_matrix:
                     raise SteeringError("vector", f"is a capture, which {definition.name} does not take; use replace")

@@ -27,6 +27,7 @@ FIELDS_OF_OTHERS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "output_qk": ("vllm-lens", "queries and keys cannot be captured"),
         "apply_steering_vectors": ("vllm-lens", "use steering_vectors, or steering with kind add_normed"),
         "apply_hooks": ("vllm-lens", "code in requests is not run; use steering and capture"),
+        "lora_request": ("vllm-lens", "omit it, and name the adapter in model"),
         "activations_transport": ("vllm-lens", "use capture; large rows are fetched from /v1/captures"),
         "capture_wait": ("RhizoNymph/vllm", "omit it; the response waits for the consumers"),
         "steering_name": ("RhizoNymph/vllm", "use steering_modules"),

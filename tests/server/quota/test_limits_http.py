@@ -20,7 +20,8 @@ from tests.server.application import Body, add_error_handler
 from tests.server.auth.guarded import EVERYTHING, client_of, make_guarded_app, rejected, start, write_keys
 from tests.server.fakes import HIDDEN, LAYERS, MAX_MODEL_LEN, FakeEngine, engine_context, vector
 from tests.server.http.answers import captured, done, make_capturing_app
-from vllm_steer.frontend.context import REGISTRY_VARIABLE, RegistryOptions
+from vllm_steer.config import REGISTRY_VARIABLE
+from vllm_steer.frontend.context import RegistryOptions
 from vllm_steer.params import compile_fields, program_of
 from vllm_steer.registry import composer
 from vllm_steer.server.auth.keys import hash_secret

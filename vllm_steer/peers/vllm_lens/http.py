@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, NoReturn, TypeAlias
 from urllib.parse import quote
 
 import torch
@@ -23,9 +23,8 @@ from vllm_steer.client.encoding import to_json
 from vllm_steer.client.responses import CaptureAnswer, parse_completion, read_capture_file
 from vllm_steer.errors import SteeringError
 from vllm_steer.peers.vllm_lens.client import HEADER
-from vllm_steer.peers.vllm_lens.keys import CAPTURE_KEY, KEYS, REFUSED_KEYS, LensRequest, read_keys
-from vllm_steer.peers.vllm_lens.offline import stack_layers
-from vllm_steer.peers.vllm_lens.tensors import serialize_tensor, tensor_bytes, zstd
+from vllm_steer.peers.vllm_lens.keys import KEYS, REFUSED_KEYS, LensRequest, read_keys
+from vllm_steer.peers.vllm_lens.tensors import serialize_tensor, stack_layers, tensor_bytes, zstd
 from vllm_steer.server.http.error_response import BodyTooLargeError, error_response
 from vllm_steer.server.routes.base import app_path
 from vllm_steer.server.settings import max_body_bytes
@@ -34,6 +33,9 @@ ROUTES = ("/v1/completions", "/v1/chat/completions")
 HANDLE_PREFIX, HOOKS_PREFIX = "/v1/activations/", "/v1/hooks"
 PARENTS = ("extra_args", "vllm_xargs")
 LORA_FIELD = "lora_request"
+RESULTS_EVENT = b'data: {"object":"capture_results"'
+"""Start of the event of a stream that has the captured rows."""
+Fetch: TypeAlias = Callable[[str], Awaitable[torch.Tensor]]
 _WORDS = tuple(f'"{key}"'.encode() for key in (*KEYS, LORA_FIELD))
 
 
@@ -56,9 +58,9 @@ class VllmLensMiddleware:
             response = await self._activations(scope, path.removeprefix(HANDLE_PREFIX))
             await response(scope, receive, send)
         elif path in ROUTES and scope["method"] == "POST":
-            exchange = _Exchange(scope, receive, send)
+            exchange = _Exchange(scope, receive, send, lambda capture_id: self._fetch(scope, capture_id))
             await self.app(scope, exchange.receive, exchange.send)
-            await exchange.finish(lambda capture_id: self._fetch(scope, capture_id))
+            await exchange.finish()
         else:
             await self.app(scope, receive, send)
 
@@ -110,8 +112,13 @@ class VllmLensMiddleware:
         start: Message = {"status": 500, "headers": []}
         chunks: list[bytes] = []
 
+        messages: list[Message] = [{"type": "http.request", "body": b"", "more_body": False}]
+
         async def receive() -> Message:
-            return {"type": "http.request", "body": b"", "more_body": False}
+            if not messages:
+                # A streamed response asks for a disconnect until its end; without a pause, that would hang the server.
+                await asyncio.Event().wait()
+            return messages.pop()
 
         async def send(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -126,13 +133,13 @@ class VllmLensMiddleware:
 class _Exchange:
     """Body and response of one request."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._scope, self._receive, self._send = scope, receive, send
+    def __init__(self, scope: Scope, receive: Receive, send: Send, fetch: Fetch) -> None:
+        self._scope, self._receive, self._send, self._fetch = scope, receive, send, fetch
         self._keys: LensRequest | None = None
         self._refusal: SteeringError | None = None
         self._all_read = False
         self._start: Message | None = None
-        self._held = False
+        self._held = self._is_stream = False
         self._body: list[bytes] = []
 
     async def receive(self) -> Message:
@@ -165,23 +172,42 @@ class _Exchange:
         raise HTTPException(status_code=400, detail=str(error))
 
     async def send(self, message: Message) -> None:
-        """Pass a message on, or hold the response that is replaced or extended after its end."""
+        """Pass a message on, or hold the response that is replaced or extended after its end.
+
+        Events of a stream pass at once; only the event with the captured rows is replaced.
+        """
         if message["type"] == "http.response.start":
             captures = self._keys is not None and self._keys.capture is not None and message["status"] == 200
-            self._held = self._refusal is not None or captures
+            content_type = MutableHeaders(scope=message).get("content-type", "")
+            self._is_stream = captures and content_type.startswith("text/event-stream")
+            self._held = self._refusal is not None or (captures and not self._is_stream)
             self._start = message
-        if not self._held:
+        if self._is_stream and RESULTS_EVENT in message.get("body", b""):
+            await self._send({**message, "body": await self._with_activations(message["body"])})
+        elif not self._held:
             await self._send(message)
         elif message["type"] == "http.response.body":
             self._body.append(message.get("body", b""))
 
-    async def finish(self, fetch: Callable[[str], Any]) -> None:
+    async def _with_activations(self, events: bytes) -> bytes:
+        """Return the events with ``activations`` in the place of captured rows."""
+        translated = []
+        for event in events.split(b"\n\n"):
+            if event.startswith(RESULTS_EVENT):
+                document = json.loads(event.removeprefix(b"data: "))
+                await add_activations(document, self._keys is not None and self._keys.binary, self._fetch)
+                document["object"] = "activations"
+                event = b"data: " + json.dumps(document).encode()
+            translated.append(event)
+        return b"\n\n".join(translated)
+
+    async def finish(self) -> None:
         """Send the refusal, or the held response with ``activations``."""
         if self._refusal is not None:
             await error_response(self._refusal)(self._scope, self._receive, self._send)
         elif self._held and self._start is not None and self._keys is not None:
             document = json.loads(b"".join(self._body))
-            await add_activations(document, self._keys.binary, fetch)
+            await add_activations(document, self._keys.binary, self._fetch)
             response = JSONResponse(document)
             headers = MutableHeaders(raw=[*self._start["headers"]])
             headers["content-length"] = str(len(response.body))
@@ -220,8 +246,6 @@ def translate_body(body: bytes) -> tuple[bytes, LensRequest | None]:
     keys = None
     if given:
         keys = read_keys(given, field)
-        if keys.capture is not None and document.get("stream"):
-            raise SteeringError(f"{field}.{CAPTURE_KEY}", "is not supported with stream; use capture, or omit stream")
         document = to_json(keys.add_to(document, field), "body")
     return json.dumps(document).encode(), keys
 
@@ -235,9 +259,10 @@ def _adapter(value: Any) -> str:
     return name
 
 
-async def add_activations(document: dict[str, Any], binary: bool, fetch: Callable[[str], Any]) -> None:
-    """Replace captured rows in a response by ``activations``, in each choice and, for the first, at the top."""
-    answers = parse_completion(document).choices
+async def add_activations(document: dict[str, Any], binary: bool, fetch: Fetch) -> None:
+    """Replace captured rows by ``activations``, in each choice and, for the first, at the top."""
+    # The choices of an event have no text.
+    answers = parse_completion({"choices": [{"text": "", **choice} for choice in document["choices"]]}).choices
     for choice, answer in zip(document["choices"], answers, strict=True):
         report = answer.captures["memory"]
         try:
@@ -253,7 +278,7 @@ async def add_activations(document: dict[str, Any], binary: bool, fetch: Callabl
             document[key] = document["choices"][0][key]
 
 
-async def _stream(report: CaptureAnswer, binary: bool, fetch: Callable[[str], Any]) -> dict[str, Any]:
+async def _stream(report: CaptureAnswer, binary: bool, fetch: Fetch) -> dict[str, Any]:
     if report.status != "ok":
         raise SteeringError("activations", str(report.error))
     if report.id is not None:

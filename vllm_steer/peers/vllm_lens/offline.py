@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 import vllm_steer.params
-from vllm_steer.errors import SteeringError
 from vllm_steer.llm import LLM as SteerLLM
 from vllm_steer.peers.vllm_lens.keys import KEYS, read_keys
+from vllm_steer.peers.vllm_lens.tensors import stack_layers
 
 
 class _KeysMeta(type(vllm_steer.params.SamplingParams)):  # type: ignore[misc]
@@ -80,15 +80,3 @@ def activations_of(output: Any) -> dict[str, torch.Tensor] | None:
     if result.status != "ok":
         raise RuntimeError(f"the activations are not complete: {result.error}")
     return {"residual_stream": stack_layers({site: rows.rows for site, rows in result.sites.items()})}
-
-
-def stack_layers(sites: dict[tuple[str, int], torch.Tensor]) -> torch.Tensor:
-    """Return the rows of ``post_block`` as ``[layers, positions, hidden]``, layers ascending.
-
-    Raises:
-        SteeringError: There are none.
-    """
-    layers = sorted(layer for point, layer in sites if point == "post_block")
-    if not layers:
-        raise SteeringError("capture", "has no rows of post_block")
-    return torch.stack([sites["post_block", layer] for layer in layers])

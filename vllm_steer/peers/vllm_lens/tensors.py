@@ -134,3 +134,15 @@ def decode_activations(activations: Mapping[str, Any] | None) -> dict[str, torch
         for name, value in (activations or {}).items()
         if isinstance(value, Mapping) and "data" in value
     }
+
+
+def stack_layers(sites: dict[tuple[str, int], torch.Tensor]) -> torch.Tensor:
+    """Return the rows of ``post_block`` as ``[layers, positions, hidden]``, layers ascending.
+
+    Raises:
+        SteeringError: There are none.
+    """
+    layers = sorted(layer for point, layer in sites if point == "post_block")
+    if not layers:
+        raise SteeringError("capture", "has no rows of post_block")
+    return torch.stack([sites["post_block", layer] for layer in layers])

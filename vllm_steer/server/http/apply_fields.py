@@ -23,6 +23,7 @@ from vllm_steer.params import (
     PROGRAM_KEY,
     PROMPT_KEY,
     RESERVED_KEYS,
+    compile_fields,
     program_of,
     read_specs,
 )
@@ -36,6 +37,7 @@ from vllm_steer.server.auth.rights import Right
 from vllm_steer.server.http.compiled_fields import compile_json_fields
 from vllm_steer.server.http.confusables import resembles
 from vllm_steer.server.http.request_context import RequestContext, ResultsLocation, current_request
+from vllm_steer.server.http.row_sources import take_store_option, with_rows
 from vllm_steer.server.quota.tracker import Reservation
 from vllm_steer.spec.readout import READOUTS_FIELD
 from vllm_steer.spec.unknown_fields import problem_of
@@ -203,14 +205,15 @@ def _apply(fields: Mapping[str, Any], params: Any, context: RequestContext, answ
     compiled = context.compiled
     if compiled is None:
         require_field_rights(fields)
+        fields, context.store_rows = take_store_option(fields, MEMORY)
         try:
-            own = compile_json_fields(fields)
+            resolved = with_rows(fields, context)
+            # The cache identifies fields by their JSON, which does not contain rows that are named.
+            own = compile_json_fields(fields) if resolved is fields else compile_fields(resolved)
         except SteeringError as error:
             raise error if context.engine is None else context.engine.capabilities.with_layers(error) from None
         # All prompts of a body are composed together, so that they get the same global steering.
-        compiled = context.compiled = (
-            own if context.engine is None else _compose(own, context.engine, context.reservation)
-        )
+        compiled = context.compiled = own if context.engine is None else _compose(own, context.engine, context)
     if not compiled:
         return
     # Set before the engine sees the request, because the responses route starts its stream earlier.
@@ -247,14 +250,14 @@ def _reserve_records(program: Program, params: Any, context: RequestContext) -> 
         context.reservation.reserve_rows(4 * program.layout.width * tokens * params.n)
 
 
-def _compose(own: Mapping[str, bytes], engine: EngineContext, reservation: Reservation | None) -> Mapping[str, bytes]:
+def _compose(own: Mapping[str, bytes], engine: EngineContext, context: RequestContext) -> Mapping[str, bytes]:
     """Return the request's ``extra_args`` with modules and global steering, and reserve what they take.
 
     The result always has `APPLIED_KEY`, so that the engine's front end does not compose them again.
     """
-    snapshot = engine.registry.snapshot()
+    snapshot = context.snapshot or engine.registry.snapshot()
     try:
-        return _compose_in(snapshot, own, engine, reservation)
+        return _compose_in(snapshot, own, engine, context.reservation)
     except UnknownModuleError as error:
         key = current_key()
         raise (error.with_names(snapshot.index.modules) if key is None or Right.READ in key.rights else error) from None

@@ -39,6 +39,8 @@ async def build_reports(
         Reports by choice and consumer.
     """
     reports: dict[int, dict[str, Any]] = {}
+    if context.store_rows:
+        inline_bytes = 0
     for choice, results in context.results.items():
         if choice in context.rerun_choices:
             reports[choice] = {name: error_report(_RERUN) for name in results}
@@ -70,7 +72,7 @@ async def _build_report(result: CaptureResult, inline_bytes: int, store: StoreRe
     if data is None:
         return report
     if isinstance(data, CapturedRequest):
-        if data.num_bytes <= inline_bytes:
+        if data.num_bytes <= inline_bytes and inline_bytes > 0:
             return {**report, "sites": await asyncio.to_thread(encode_inline, data)}
         return {**report, **await store(data.num_bytes, lambda: encode_file(data), "safetensors")}
     try:

@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.live import EndedRequestError, UnknownRequestError
 from vllm_steer.metrics.requests import count_refusal
-from vllm_steer.registry.directory import FIELD as REGISTRY_FIELD
+from vllm_steer.registry.errors import FIELD as REGISTRY_FIELD
 from vllm_steer.registry.errors import RegistryFullError, RegistryUnavailableError, UnknownModuleError
 from vllm_steer.registry.schema import ErrorAnswer, ErrorDetail
 from vllm_steer.server.access_errors import (

@@ -8,7 +8,7 @@ response objects have no field for them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
@@ -21,7 +21,9 @@ from vllm_steer.frontend.context import EngineContext
 from vllm_steer.frontend.outputs import is_dynamic, on_results, state_request_id
 from vllm_steer.frontend.reach import Unreached, as_no_effect, on_reach
 from vllm_steer.params import APPLIED_KEY, PROGRAM_KEY, PROMPT_KEY
+from vllm_steer.registry.snapshot import Snapshot
 from vllm_steer.server.auth.current_key import NO_OWNER
+from vllm_steer.server.capture_store import CaptureStore
 from vllm_steer.server.http.readout_feed import ReadoutFeed
 from vllm_steer.server.http.running_requests import RunningRequest, RunningRequests
 from vllm_steer.server.quota.tracker import Reservation
@@ -39,10 +41,16 @@ class RequestContext:
     """Names of the steering and capture fields in the body."""
     engine: EngineContext | None = None
     """Capabilities and registry of the engine; None if unknown."""
+    snapshot: Snapshot | None = None
+    """State of the registry when the request arrived, if reading it can wait for another machine; otherwise None."""
     reservation: Reservation | None = None
     """Resources reserved for this request; None without quotas, as in a batch run."""
     owner: bytes = NO_OWNER
     """Owner of the captures that this request stores."""
+    capture_store: Callable[[], CaptureStore] | None = None
+    """Returns the server's store of captures; None outside of a server."""
+    store_rows: bool = False
+    """Whether captured rows are stored whatever their size."""
     store_bytes: int | None = None
     """Maximum bytes of stored captures for the owner; None for no limit per owner."""
     refusal: SteeringError | None = None

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Iterable
+from functools import partial
 from http import HTTPStatus
 from typing import NoReturn
 
@@ -54,6 +55,7 @@ class RequestGuard:
             reservation=reservation, owner=current_owner(), store_bytes=reservation.store_bytes
         )
         self._app = scope["app"]
+        self.context.capture_store = partial(capture_store_of, self._app)
         self.context.directory = running_requests_of(self._app)
         self.context.batched = app_path(scope).endswith("/batch")
         self._scope, self._receive = scope, receive
@@ -67,11 +69,13 @@ class RequestGuard:
         self._refusal: SteeringError | None = None
 
     async def refresh_registry(self) -> None:
-        """Load the current modules and global steering in a thread, so that the event loop reads no files later."""
+        """Load the current modules and global steering in a thread, so that the event loop does not wait for them."""
         engine = getattr(self._app.state, "engine_client", None)
         self.context.engine = None if engine is None else known_engine_context(engine)
-        if self.context.engine is not None and self.context.engine.registry.is_stale():
-            await asyncio.to_thread(self.context.engine.registry.snapshot)
+        if self.context.engine is not None:
+            registry = self.context.engine.registry
+            snapshot = await registry.refresh()
+            self.context.snapshot = snapshot if registry.is_remote else None
 
     @property
     def refusal_pending(self) -> bool:

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Generated sections of docs/explanation/patching-compared.md."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from steps_page import RESULTS, MakeTable
+
+
+def speed(table: MakeTable) -> str:
+    """Return the section on cells per second, from the results of ``patching.py``."""
+    result = _read("patching.json")
+    setup, environment = result["setup"], result["environment"]
+    rows = [
+        (
+            way,
+            f"{found['cells_per_second']:.1f}",
+            "{:.2f} ({:.2f} to {:.2f})".format(*found["ratio"]),
+            f"{result['largest_distance_from_hooks'][way]:.1g}",
+        )
+        for way, found in result["ways"].items()
+    ]
+    return (
+        f"One sweep of {setup['cells']} cells: {setup['layers']} layers, {setup['prompt_tokens']} positions, a random Llama "
+        f"with hidden size {setup['hidden_size']} in {setup['dtype']}, on one\nmachine ({environment['device']}, "
+        f"{environment['cpus']} cores, one thread per process, vLLM {environment['vllm']}). The ways took turns in "
+        f"{setup['rounds']} rounds; the table has medians, and the ratio\nto the first way within a round with its minimum "
+        "and maximum. The last column is the largest distance of checked cells from the hooks, in nats\n"
+        f"(`python -m benchmarks.patching`, `benchmarks/results/patching.json`). Running at the same time: {environment['beside']}.\n\n"
+        + table(("way", "cells per second", "ratio to the first", "distance"), rows)
+        + f"\n{100 * result['hit_rate_offline']:.0f} % of the prompt tokens of the offline study came from the prefix cache. "
+        "The model is so small that a step's\nfixed costs, not its arithmetic, take most of the time. The loops hold all of the "
+        "machine; the engine serves other requests meanwhile.\nThe group `llama-8b` of the benchmark, a model of 8 billion "
+        "parameters on a GPU, has not been run yet.\n"
+    )
+
+
+def hits(table: MakeTable) -> str:
+    """Return the section on the prefix cache, from the results of ``patching_cache.py``."""
+    if not (RESULTS / "patching-cache.json").exists():
+        return "Not measured yet (`python -m benchmarks.patching_cache`).\n"
+    result = _read("patching-cache.json")
+    rows = [
+        (
+            row["case"],
+            f"{row['cells']:,}",
+            f"{row['cached_tokens']:,} of {row['prompt_tokens']:,}",
+            f"{100 * row['hit_rate']:.1f} %",
+            f"{100 * row['bound']:.1f} %",
+        )
+        for row in result["rows"]
+    ]
+    return (
+        f"Hit rates of whole studies, in blocks of {result['setup']['block_size']} tokens, at one point and four layers. The bound "
+        "is the rate of cells that find every full\nblock before their first patched position; later tokens of an answer find more "
+        "(`python -m benchmarks.patching_cache`).\n\n"
+        + table(("study", "cells", "cached prompt tokens", "hit rate", "bound"), rows)
+    )
+
+
+def _read(name: str) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads((RESULTS / name).read_text())
+    return result

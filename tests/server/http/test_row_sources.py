@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows that a request names, looked up in a store and a registry."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.server.fakes import HIDDEN, engine_context
+from vllm_steer.capture.results import CapturedRequest, SiteRows
+from vllm_steer.errors import SteeringError
+from vllm_steer.server.capture_store import CaptureStore, StoreLimits
+from vllm_steer.server.http.request_context import RequestContext
+from vllm_steer.server.http.row_encoding import encode_file
+from vllm_steer.server.http.row_sources import take_store_option, with_rows
+from vllm_steer.spec import Edit, parse_capture, parse_fields
+
+ROWS = torch.arange(4.0 * HIDDEN).reshape(4, HIDDEN) + 1
+((_, SPEC),) = parse_capture({"memory": {"hooks": {"post_block": [1]}, "positions": "all_prompt"}})
+SITE = SiteRows(np.arange(4), ROWS)
+CAPTURED = CapturedRequest("a", 0, "tiny", (5, 6, 7, 8), (9,), SPEC, {("post_block", 1): SITE}, "ok", None)
+MINE, OTHERS = b"mine", b"others"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[CaptureStore]:
+    made = CaptureStore(StoreLimits(1 << 20, 1 << 20, 600.0), tmp_path.name)
+    yield made
+    made.close()
+
+
+def resolve(store: CaptureStore | None, vector: Any, owner: bytes = MINE, **changes: Any) -> np.ndarray:
+    opener = None if store is None else lambda: store
+    context = RequestContext(engine=engine_context(), owner=owner, capture_store=opener)
+    edit = {"kind": "replace", "point": "post_block", "layers": 1, "vector": vector, "tokens": [1, 2], **changes}
+    (parsed,) = parse_fields(with_rows({"steering": [edit]}, context))
+    return parsed.vector
+
+
+def test_only_the_owner_can_name_a_capture(store: CaptureStore) -> None:
+    """Catches rows of another key's capture, and a capture that is gone and leaves the request unpatched."""
+    named = {"capture": store.put(encode_file(CAPTURED), "safetensors", MINE)}
+    assert np.array_equal(resolve(store, named), ROWS[1:3].numpy())
+    with pytest.raises(SteeringError, match="no such capture"):
+        resolve(store, named, OTHERS)
+    store.delete(named["capture"], MINE)
+    with pytest.raises(SteeringError, match="no such capture"):
+        resolve(store, named)
+
+
+def test_rows_of_other_positions(store: CaptureStore) -> None:
+    """Catches rows in the order of the capture instead of the one that is named, and one position off."""
+    named = {"capture": store.put(encode_file(CAPTURED), "safetensors", MINE)}
+    assert np.array_equal(resolve(store, {**named, "positions": [3, 0]}), ROWS[[3, 0]].numpy())
+    assert np.array_equal(resolve(store, {**named, "positions": [-1]}, tokens=[0]), ROWS[3].numpy())
+    assert np.array_equal(resolve(store, {**named, "positions": [2, 1, 0]}, tokens=[[5, 8]]), ROWS[[2, 1, 0]].numpy())
+    for positions, tokens in (([1], [1, 2]), ([1, 9], [1, 2]), ([1], "prompt"), ([1], [-1]), ("x", [1]), ([1], None)):
+        with pytest.raises(SteeringError, match="positions"):
+            resolve(store, {**named, "positions": positions}, tokens=tokens)
+
+
+def test_sources_without_rows_are_refused(store: CaptureStore) -> None:
+    """Catches a report that is read as rows, a batch run without a store, and a module that is gone."""
+    report = store.put(b"{}", "json", MINE)
+    cases: list[tuple[Any, Any, str]] = [
+        (store, {"capture": report}, "has no rows"),
+        (None, {"capture": report}, "stores no captures"),
+        (store, {"module": "gone/probe"}, "unknown module"),
+        (store, {"module": "gone"}, "must be a probe of a module"),
+        (store, {"module": "a/b", "capture": "x"}, "unknown key"),
+    ]
+    for given, vector, message in cases:
+        with pytest.raises(SteeringError, match=message) as refused:
+            resolve(given, vector)
+        assert refused.value.field.startswith("steering[0].vector")
+    with pytest.raises(SteeringError, match="names rows on a server"):
+        Edit(kind="replace", point="post_block", layers=1, vector={"module": "a/b"})
+
+
+def test_the_option_store() -> None:
+    """Catches an option that reaches a consumer, which does not know it, and a value that is not a boolean."""
+    spec = {"hooks": {"post_block": [1]}}
+    fields, stored = take_store_option({"capture": {"memory": {**spec, "store": True}, "logging": spec}}, "memory")
+    assert stored and fields == {"capture": {"memory": spec, "logging": spec}}
+    assert take_store_option({"capture": {"memory": spec}}, "memory")[1] is False
+    with pytest.raises(SteeringError, match="store"):
+        take_store_option({"capture": {"memory": {**spec, "store": 1}}}, "memory")

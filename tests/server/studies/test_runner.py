@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests of a study among those of other clients."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.server.fakes import engine_context
+from vllm_steer.patching.runner import Score, ScoreRequest
+from vllm_steer.server.studies.runner import FCFS_CONCURRENCY, PRIORITY, EngineRunner, StudyCancelledError
+
+REQUESTS = [ScoreRequest((1, 2, number), wanted=(7,)) for number in range(3 * FCFS_CONCURRENCY)]
+
+
+class Engine:
+    """Engine that holds each request until all that may run at one time have arrived."""
+
+    def __init__(self, policy: str) -> None:
+        self.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(policy=policy))
+        self.running = self.most = self.aborted = 0
+        self.priorities: set[int] = set()
+        self.stuck = False
+
+    async def generate(self, prompt: Any, params: Any, request_id: str, *, priority: int) -> AsyncIterator[Any]:
+        self.priorities.add(priority)
+        self.running += 1
+        self.most = max(self.most, self.running)
+        try:
+            await (asyncio.Event().wait() if self.stuck else asyncio.sleep(0.05))
+        except asyncio.CancelledError:
+            self.aborted += 1
+            raise
+        finally:
+            self.running -= 1
+        logprobs = [{7: SimpleNamespace(logprob=-float(prompt["prompt_token_ids"][2]))}]
+        sample = SimpleNamespace(finish_reason="length", stop_reason=None, logprobs=logprobs)
+        yield SimpleNamespace(finished=True, outputs=[sample], num_cached_tokens=0)
+
+
+def runner_of(engine: Engine) -> EngineRunner:
+    return EngineRunner(engine, engine_context(), asyncio.get_running_loop(), lambda runs, size: None)
+
+
+async def scores_of(engine: Engine) -> list[Score]:
+    return await asyncio.to_thread(runner_of(engine).score, REQUESTS)
+
+
+@pytest.mark.parametrize("policy", ["priority", "fcfs"])
+def test_cells_run_behind_other_requests(policy: str) -> None:
+    """Catches cells that run ahead of other requests, or that fill a scheduler without priorities."""
+    engine = Engine(policy)
+    scores = asyncio.run(scores_of(engine))
+    assert [score.logprobs[7] for score in scores] == [-float(number) for number in range(len(REQUESTS))]
+    if policy == "priority":
+        assert engine.priorities == {PRIORITY} and PRIORITY > 0
+        assert engine.most > FCFS_CONCURRENCY
+    else:
+        assert engine.priorities == {0} and engine.most <= FCFS_CONCURRENCY
+
+
+def test_requests_of_a_cancelled_study_are_aborted() -> None:
+    """Catches a cancelled study that leaves requests in the engine, or that sends further ones."""
+
+    async def run() -> tuple[Engine, list[BaseException]]:
+        engine, raised = Engine("priority"), list[BaseException]()
+        engine.stuck = True
+        runner = runner_of(engine)
+
+        def work() -> None:
+            for _ in range(2):
+                try:
+                    runner.score(REQUESTS)
+                except StudyCancelledError as error:
+                    raised.append(error)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        while engine.running < len(REQUESTS):
+            await asyncio.sleep(0.01)
+        runner.cancel()
+        await asyncio.to_thread(thread.join)
+        return engine, raised
+
+    engine, raised = asyncio.run(run())
+    assert engine.aborted == len(REQUESTS) and engine.running == 0 and len(raised) == 2

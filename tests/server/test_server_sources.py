@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of `replace` that a request names: a stored capture, or a probe of a module."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import httpx
+import numpy as np
+
+from tests.server.server import HIDDEN, LAYERS
+from vllm_steer.spec import pack_vector
+
+CLEAN, CORRUPT = "the cat sat", "the dog sat"
+GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 1, "logprobs": 5}
+SPEC = {"hooks": {"post_block": "all"}, "positions": "all_prompt"}
+
+
+def complete(client: httpx.Client, prompt: str, **fields: Any) -> dict[str, Any]:
+    response = client.post("/v1/completions", json={**GREEDY, "prompt": prompt, **fields})
+    assert response.status_code == 200, response.text
+    choice: dict[str, Any] = response.json()["choices"][0]
+    return choice
+
+
+def logprobs(client: httpx.Client, **fields: Any) -> list[float]:
+    found: list[float] = complete(client, CORRUPT, **fields)["logprobs"]["token_logprobs"]
+    return found
+
+
+def edit(vector: Any, **changes: Any) -> dict[str, Any]:
+    return {"kind": "replace", "point": "post_block", "layers": 2, "vector": vector, "tokens": [4, 5], **changes}
+
+
+def test_rows_of_a_stored_capture(client: httpx.Client) -> None:
+    """Catches rows of another site, prompt or position than the ones that are named, and rows that still travel."""
+    inline = complete(client, CLEAN, capture={"memory": SPEC})["capture_results"]["memory"]["sites"]["post_block"]
+    report = complete(client, CLEAN, capture={"memory": {**SPEC, "store": True}})["capture_results"]["memory"]
+    assert report["status"] == "ok" and "sites" not in report
+    site = inline["2"]
+    rows = {"dtype": site["dtype"], "shape": site["shape"], "data": site["data"]}
+    whole = logprobs(client, steering=[edit(rows, tokens="prompt")])
+    assert logprobs(client, steering=[edit({"capture": report["id"]}, tokens="prompt")]) == whole
+    array = np.frombuffer(base64.b64decode(site["data"]), "<f4").reshape(site["shape"])
+    sent = {shift: [pack_vector(row) for row in array[4 + shift : 6 + shift]] for shift in (0, 1)}
+    named = {"capture": report["id"]}
+    here, off = (logprobs(client, steering=[edit(sent[shift])]) for shift in (0, 1))
+    assert logprobs(client, steering=[edit(named)]) == here != off
+    assert logprobs(client, steering=[edit({**named, "positions": [5, 6]})]) == off
+    one = logprobs(client, steering=[edit(pack_vector(array[-1]), tokens=[4])])
+    assert logprobs(client, steering=[edit({**named, "positions": [-1]}, tokens=[4])]) == one
+    wrong: dict[str, tuple[dict[str, Any], str]] = {
+        "a kind without rows": (edit(named, kind="add"), "steering[0].vector"),
+        "a position that was not captured": (edit(named, tokens=[4, 50]), "steering[0].tokens"),
+        "another number of positions": (edit({**named, "positions": [1]}), "steering[0].vector.positions"),
+        "a position outside of the prompt": (edit({**named, "positions": [1, 40]}), "steering[0].vector.positions"),
+        "a point that was not captured": (edit(named, point="pre_attn"), "steering[0].vector"),
+        "an id that does not exist": (edit({"capture": "x" * 43}), "steering[0].vector.capture"),
+        "an id of another type": (edit({"capture": 3}), "steering[0].vector.capture"),
+        "a misspelt key": (edit({**named, "position": [1, 2]}), "steering[0].vector"),
+    }
+    for case, (bad, field) in wrong.items():
+        response = client.post("/v1/completions", json={**GREEDY, "prompt": CORRUPT, "steering": [bad]})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, field), (case, response.text)
+    assert client.delete(f"/v1/captures/{report['id']}").status_code == 204
+    response = client.post("/v1/completions", json={**GREEDY, "prompt": CORRUPT, "steering": [edit(named)]})
+    assert response.status_code == 400 and "no such capture" in response.text
+
+
+def test_rows_of_a_module(client: httpx.Client) -> None:
+    """Catches a probe of another name, and an edit that is dropped because its module is unknown."""
+    probes = {name: np.random.default_rng(i).standard_normal(HIDDEN).astype("f4") for i, name in enumerate("ab")}
+    body = {"name": "rows", "probes": {name: pack_vector(probe) for name, probe in probes.items()}}
+    client.post("/v1/steering/modules", json=body).raise_for_status()
+    first, second = (logprobs(client, steering=[edit(pack_vector(probes[name]))]) for name in "ab")
+    assert logprobs(client, steering=[edit({"module": "rows/b"})]) == second != first
+    assert LAYERS > 2
+    for name in ("rows/c", "gone/a", "rows"):
+        response = client.post(
+            "/v1/completions", json={**GREEDY, "prompt": CORRUPT, "steering": [edit({"module": name})]}
+        )
+        assert response.status_code == 400, response.text
+        assert response.json()["error"]["param"] == "steering[0].vector.module"

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Inspect AI: a model provider, solvers and scorers; needs the extra ``inspect``.
+
+Public: the names in ``__all__``. Inspect finds the provider ``vllm-steer`` by the entry point group ``inspect_ai``.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm_steer.peers.inspect.api import VllmSteerAPI
+    from vllm_steer.peers.inspect.registry import add_alias
+    from vllm_steer.peers.inspect.rows import StoredTensor, read_activations
+    from vllm_steer.peers.inspect.scorers import LinearProbe, auroc, probe_score, probe_scorer
+    from vllm_steer.peers.inspect.solvers import ask_oracle, steer
+
+__all__ = [
+    "LinearProbe",
+    "StoredTensor",
+    "VllmSteerAPI",
+    "add_alias",
+    "ask_oracle",
+    "auroc",
+    "probe_score",
+    "probe_scorer",
+    "read_activations",
+    "steer",
+]
+
+_MODULES = {
+    "VllmSteerAPI": "api",
+    "add_alias": "registry",
+    "StoredTensor": "rows",
+    "read_activations": "rows",
+    "LinearProbe": "scorers",
+    "auroc": "scorers",
+    "probe_score": "scorers",
+    "probe_scorer": "scorers",
+    "ask_oracle": "solvers",
+    "steer": "solvers",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    raise AttributeError(f"module {__name__} has no attribute {name}")

@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Storage of a registry in a database that several servers share: SQLite on one host, PostgreSQL on many.
+
+One row of ``vllm_steer_registry`` is the state without content. ``vllm_steer_objects`` contains the content: one
+safetensors file per module, by digest. A change is one transaction: it locks the row, writes content and state, and
+removes unused content. The database rolls the transaction back if its process dies. Each change writes a new random
+revision, so one small query detects a newer state, also after the database was restored from a backup.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import msgspec
+import sqlalchemy as sa
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
+
+from vllm_steer.errors import SteeringError
+from vllm_steer.registry.database_engine import LOCK_SECONDS, WRITES, create_engine
+from vllm_steer.registry.errors import FIELD, RegistryUnavailableError
+from vllm_steer.registry.index import RegistryIndex, decode_index, encode_index
+from vllm_steer.registry.location import show_location, split_url
+from vllm_steer.registry.module import Module
+from vllm_steer.registry.module_files import read_module, write_module
+from vllm_steer.registry.snapshot import Snapshot
+
+T = TypeVar("T")
+
+_METADATA = sa.MetaData()
+STATE = sa.Table(
+    "vllm_steer_registry",
+    _METADATA,
+    sa.Column("id", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("revision", sa.String(32), nullable=False),
+    sa.Column("state", sa.LargeBinary, nullable=False),
+)
+OBJECTS = sa.Table(
+    "vllm_steer_objects",
+    _METADATA,
+    sa.Column("digest", sa.String(80), primary_key=True),
+    sa.Column("content", sa.LargeBinary, nullable=False),
+)
+_ROW = STATE.c.id == 1
+_CREATE_LOCK = 7_310_589_204_116_273_477
+"""Key of PostgreSQL's advisory lock for the creation of the tables, which is not atomic there."""
+_WRITER_SETTINGS = (
+    "SET LOCAL synchronous_commit = on",  # an acknowledged change survives a crash of the database
+    f"SET LOCAL lock_timeout = '{int(LOCK_SECONDS)}s'",
+    f"SET LOCAL idle_in_transaction_session_timeout = '{int(3 * LOCK_SECONDS)}s'",  # of a writer that hangs
+)
+
+
+class DatabaseStore:
+    """Registry storage in a database. Thread-safe; implements `RegistryStore`."""
+
+    is_remote = True
+
+    def __init__(self, url: str) -> None:
+        """Connect to the database, and create the tables if they do not exist.
+
+        Raises:
+            SteeringError: The URL is invalid, the database cannot be used, or its state is damaged.
+        """
+        parts = split_url(url, FIELD)
+        self._shown = show_location(url)
+        self._lock = threading.RLock()
+        self._snapshot = Snapshot()
+        self._revision = ""
+        self._is_postgresql = parts.scheme == "postgresql"
+        self._engine, self._check_file = create_engine(parts)
+        with self._report_errors():
+            if not self._transact(_has_state):
+                self._transact(self._create_tables, writes=True)
+        self.refresh()
+
+    @property
+    def snapshot(self) -> Snapshot:
+        """Snapshot that this process read last."""
+        return self._snapshot
+
+    def is_stale(self) -> bool:
+        """Return whether there is a newer state. Queries the database, so it must not run in an event loop."""
+        try:
+            with self._report_errors():
+                return self._transact(_read_revision) != self._revision
+        except RegistryUnavailableError:
+            return True  # `refresh` reports the error
+
+    def refresh(self) -> Snapshot:
+        """Return the newest snapshot; raises ``RegistryUnavailableError``."""
+        with self._lock, self._report_errors():
+            self._revision, self._snapshot = self._transact(self._load)
+            return self._snapshot
+
+    def change(self, update: Callable[[Snapshot], Snapshot]) -> Snapshot:
+        """Apply ``update`` to the newest snapshot, as `RegistryStore.change` specifies.
+
+        Raises:
+            RegistryFullError: The index would exceed its size limit.
+            RegistryUnavailableError: The database cannot be read or written. If the connection is lost during the
+                commit, the change may have been stored.
+        """
+        updating = False
+
+        def write(connection: sa.Connection) -> tuple[str, Snapshot]:
+            nonlocal updating
+            revision, old = self._load(connection, lock=True)
+            updating = True
+            new = update(old)
+            if new is old:
+                return revision, old
+            size = connection.execute(sa.select(sa.func.length(STATE.c.state)).where(_ROW)).scalar_one()
+            return self._store(connection, encode_index(new.index, size), old, new), new
+
+        with self._lock, self._report_errors():
+            self._revision, self._snapshot = self._transact(write, writes=True, may_retry=lambda: not updating)
+            return self._snapshot
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._engine.dispose()
+
+    def _create_tables(self, connection: sa.Connection) -> None:
+        if self._is_postgresql:
+            connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_CREATE_LOCK)))
+        _METADATA.create_all(connection)
+        if connection.execute(sa.select(STATE.c.id).where(_ROW)).one_or_none() is None:
+            state = msgspec.json.encode(RegistryIndex())
+            connection.execute(sa.insert(STATE).values(id=1, revision=secrets.token_hex(16), state=state))
+
+    def _load(self, connection: sa.Connection, lock: bool = False) -> tuple[str, Snapshot]:
+        """Return the newest revision and its snapshot. Content that is already in memory is not read again."""
+        query = sa.select(STATE.c.revision, STATE.c.state).where(_ROW)
+        row = connection.execute(query.with_for_update() if lock else query).one_or_none()
+        if row is None:
+            raise RegistryUnavailableError(FIELD, f"the table {STATE.name} in {self._shown} has lost its row")
+        if row.revision == self._revision:
+            return self._revision, self._snapshot
+        index = decode_index(row.state)
+        needed = index.digests()
+        contents = {digest: module for digest, module in self._snapshot.contents.items() if digest in needed}
+        problems: dict[str, str] = {}
+        for digest in needed - contents.keys():
+            data = connection.execute(sa.select(OBJECTS.c.content).where(OBJECTS.c.digest == digest)).scalar()
+            if data is None:
+                problems[digest] = "its content is missing from the registry's database"
+                continue
+            try:
+                contents[digest] = _read_content(digest, bytes(data))
+            except SteeringError as error:
+                problems[digest] = f"its content in the registry's database is damaged: {error}"
+        return row.revision, Snapshot(index, contents, problems)
+
+    def _store(self, connection: sa.Connection, state: bytes, old: Snapshot, new: Snapshot) -> str:
+        """Write a snapshot and return its revision."""
+        needed = new.index.digests()
+        added = new.contents.keys() - old.contents.keys()
+        stored = set(connection.execute(sa.select(OBJECTS.c.digest)).scalars())
+        unused = [{"old": digest} for digest in (stored - needed) | (stored & added)]  # damaged content is replaced
+        if unused:
+            connection.execute(sa.delete(OBJECTS).where(OBJECTS.c.digest == sa.bindparam("old")), unused)
+        for digest in added:
+            connection.execute(sa.insert(OBJECTS).values(digest=digest, content=write_module(new.contents[digest])))
+        revision = secrets.token_hex(16)
+        connection.execute(sa.update(STATE).where(_ROW).values(revision=revision, state=state))
+        return revision
+
+    def _transact(
+        self, body: Callable[[sa.Connection], T], writes: bool = False, may_retry: Callable[[], bool] = lambda: True
+    ) -> T:
+        """Run ``body`` in a transaction. If the connection was lost while it was idle, run it again on a new one."""
+        try:
+            return self._run(body, writes)
+        except DBAPIError as error:
+            if not error.connection_invalidated or not may_retry():
+                raise
+        return self._run(body, writes)
+
+    def _run(self, body: Callable[[sa.Connection], T], writes: bool) -> T:
+        if self._check_file is not None:
+            self._check_file()
+        options: dict[str, Any] = {WRITES: writes}
+        if self._is_postgresql:
+            options["isolation_level"] = "READ COMMITTED" if writes else "REPEATABLE READ"
+        with self._engine.connect() as pooled:
+            connection = pooled.execution_options(**options)
+            with connection.begin():
+                if writes and self._is_postgresql:
+                    for setting in _WRITER_SETTINGS:
+                        connection.exec_driver_sql(setting)
+                return body(connection)
+
+    @contextmanager
+    def _report_errors(self) -> Iterator[None]:
+        """Turn the library's errors into a ``RegistryUnavailableError`` with the database's reason."""
+        try:
+            yield
+        except SQLAlchemyError as error:
+            original: Any = getattr(error, "orig", None) or error
+            reason = next(iter(str(original).strip().splitlines()), type(original).__name__)
+            if getattr(original, "sqlstate", None) == "55P03" or reason == "database is locked":
+                reason = "another process is changing it; try again"
+            raise RegistryUnavailableError(FIELD, f"{self._shown}: {reason}") from None
+
+
+def _has_state(connection: sa.Connection) -> bool:
+    return sa.inspect(connection).has_table(STATE.name) and _read_revision(connection) is not None
+
+
+def _read_revision(connection: sa.Connection) -> str | None:
+    return connection.execute(sa.select(STATE.c.revision).where(_ROW)).scalar_one_or_none()
+
+
+def _read_content(digest: str, data: bytes) -> Module:
+    module, _ = read_module(data)
+    if module.digest != digest:
+        raise SteeringError(digest, f"the file contains {module.digest}")
+    return module

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of ``replace`` edits that a request names instead of sending: stored captures and probes of modules.
+
+They are resolved before the fields are compiled, so program, cache keys and quotas are the same as if the request had
+sent the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from vllm_steer.capture.files.reader import StoredRequest, open_captures
+from vllm_steer.capture.results import SiteRows
+from vllm_steer.errors import SteeringError
+from vllm_steer.frontend.context import EngineContext
+from vllm_steer.params import CAPTURE_FIELD
+from vllm_steer.registry.composer import find_probe
+from vllm_steer.server.auth.current_key import require
+from vllm_steer.server.auth.rights import Right
+from vllm_steer.server.capture_store import CaptureStore
+from vllm_steer.server.http.request_context import RequestContext
+from vllm_steer.spec.capture_source import ModuleRowsForm, StoredRowsForm
+from vllm_steer.spec.fields import GENERAL_FIELD
+from vllm_steer.spec.scalars import did_you_mean, is_integer, shown
+from vllm_steer.spec.selector import Selector
+
+STORE = "store"
+"""Option of the capture consumer ``memory`` over HTTP: keep the rows on the server, whatever their size."""
+_CAPTURE, _MODULE = StoredRowsForm.__struct_fields__[0], ModuleRowsForm.__struct_fields__[0]
+_GONE = "no such capture: it has expired, was deleted, or never existed"
+
+
+def take_store_option(fields: Mapping[str, Any], consumer: str) -> tuple[Mapping[str, Any], bool]:
+    """Return ``fields`` without the option ``store`` of a consumer's capture, and its value.
+
+    Raises:
+        SteeringError: The option is not a boolean.
+    """
+    capture = fields.get(CAPTURE_FIELD)
+    if not isinstance(capture, Mapping):
+        return fields, False
+    spec = capture.get(consumer)
+    if not isinstance(spec, Mapping) or STORE not in spec:
+        return fields, False
+    store = spec[STORE]
+    if not isinstance(store, bool):
+        raise SteeringError(f"{CAPTURE_FIELD}.{consumer}.{STORE}", f"must be true or false, not {shown(store)}")
+    rest = {name: value for name, value in spec.items() if name != STORE}
+    return {**fields, CAPTURE_FIELD: {**capture, consumer: rest}}, store
+
+
+def with_rows(fields: Mapping[str, Any], context: RequestContext) -> Mapping[str, Any]:
+    """Return ``fields`` with the rows in place of their names.
+
+    Raises:
+        SteeringError: A capture or a module is gone, or lacks the site, a position or the probe.
+        AccessError: The key has no right to read captures.
+    """
+    edits = fields.get(GENERAL_FIELD)
+    if not isinstance(edits, (list, tuple)) or not any(map(_names_rows, edits)):
+        return fields
+    opened: dict[str, StoredRequest] = {}
+    resolved = [
+        {**edit, "vector": _resolve(edit, f"{GENERAL_FIELD}[{i}].vector", context, opened)}
+        if _names_rows(edit)
+        else edit
+        for i, edit in enumerate(edits)
+    ]
+    return {**fields, GENERAL_FIELD: resolved}
+
+
+def _names_rows(edit: object) -> bool:
+    vector = edit.get("vector") if isinstance(edit, Mapping) else None
+    return isinstance(vector, Mapping) and (_CAPTURE in vector or _MODULE in vector)
+
+
+def _resolve(edit: Mapping[str, Any], field: str, context: RequestContext, opened: dict[str, StoredRequest]) -> Any:
+    source: Mapping[str, Any] = edit["vector"]
+    if edit.get("kind") != "replace":
+        raise SteeringError(field, f"names rows, which {shown(edit.get('kind'))} does not take; use the kind replace")
+    form = StoredRowsForm if _CAPTURE in source else ModuleRowsForm
+    for name in source:
+        if name not in form.__struct_fields__:
+            hint = did_you_mean(name, form.__struct_fields__, {})
+            raise SteeringError(field, f"unknown key {shown(name)}; use {', '.join(form.__struct_fields__)}{hint}")
+    if _MODULE in source:
+        if context.engine is None:
+            raise SteeringError(f"{field}.{_MODULE}", "cannot be read here, because no engine is known; send the rows")
+        return _probe(source[_MODULE], f"{field}.{_MODULE}", context.engine)
+    require(Right.CAPTURE)
+    name = source[_CAPTURE]
+    if not isinstance(name, str):
+        raise SteeringError(f"{field}.{_CAPTURE}", f"must be the id of a stored capture, not {shown(name)}")
+    if name not in opened:
+        opened[name] = _open(name, context, f"{field}.{_CAPTURE}")
+    moved = None
+    if source.get("positions") is not None:
+        moved = _pair(source["positions"], edit.get("tokens"), f"{field}.positions", opened[name])
+    return StoredRows(opened[name], moved)
+
+
+def _probe(name: object, field: str, engine: EngineContext) -> Any:
+    return find_probe(name, engine.registry.snapshot(), field)
+
+
+def _open(capture_id: str, context: RequestContext, field: str) -> StoredRequest:
+    store: CaptureStore | None = None if context.capture_store is None else context.capture_store()
+    if store is None:
+        raise SteeringError(field, "cannot be read here: a batch run stores no captures; send the rows")
+    capture = store.open(capture_id, context.owner)
+    if capture is None:
+        raise SteeringError(field, f"{_GONE}; capture the rows again")
+    with capture.file:
+        if capture.format != "safetensors":
+            raise SteeringError(
+                field, "is the report of a consumer and has no rows; use a capture of the consumer memory"
+            )
+        try:
+            (request,) = open_captures(capture.file.name)
+            for site in request.sites:
+                request.tensor(*site)  # maps the file, so that it can expire while it is read
+        except FileNotFoundError:
+            raise SteeringError(field, f"{_GONE}; capture the rows again") from None
+    return request
+
+
+def _pair(positions: object, tokens: object, field: str, request: StoredRequest) -> dict[int, int]:
+    """Return the captured position for each position of the edit."""
+    if not isinstance(positions, (list, tuple)) or not positions or not all(map(is_integer, positions)):
+        raise SteeringError(field, f"must be a list of positions in the captured prompt, not {shown(positions)}")
+    selector = Selector.parse("all" if tokens is None else tokens)
+    if selector.is_named or selector.num_positions is None or selector.intervals(1 << 30)[-1][1] > 1 << 29:
+        raise SteeringError(field, "needs tokens that are a list of positions from the start of the prompt")
+    here = [position for start, stop in selector.intervals(1) for position in range(start, stop)]
+    if len(here) != len(positions):
+        raise SteeringError(field, f"has {len(positions)} positions for {len(here)} tokens; give one for each token")
+    length = request.num_prompt_tokens
+    return {mine: position + (length if position < 0 else 0) for mine, position in zip(here, positions, strict=True)}
+
+
+class StoredRows:
+    """Rows of a stored capture, in the form that ``Edit`` takes as a vector."""
+
+    status: str = "ok"
+    error: str | None = None
+
+    def __init__(self, request: StoredRequest, moved: Mapping[int, int] | None) -> None:
+        """Create the source.
+
+        Args:
+            request: The capture.
+            moved: Position in the captured prompt by position of the edit; None if they are the same.
+        """
+        self.data = request if moved is None else None
+        self._sites = _Sites(request, moved)
+        if request.status != "ok":
+            self.status, self.error = request.status, request.error
+
+    @property
+    def sites(self) -> Mapping[tuple[str, int], SiteRows]:
+        """Rows by point and layer."""
+        return self._sites
+
+
+class _Sites(Mapping[tuple[str, int], SiteRows]):
+    """Rows by point and layer, which are read when they are used."""
+
+    def __init__(self, request: StoredRequest, moved: Mapping[int, int] | None) -> None:
+        self._request, self._moved = request, moved
+        self._read = lru_cache(maxsize=1)(self._read_site)
+
+    def __getitem__(self, site: tuple[str, int]) -> SiteRows:
+        if site not in self._request.sites:
+            raise KeyError(site)
+        return self._read(site)
+
+    def __iter__(self) -> Iterator[tuple[str, int]]:
+        return iter(self._request.sites)
+
+    def __len__(self) -> int:
+        return len(self._request.sites)
+
+    def _read_site(self, site: tuple[str, int]) -> SiteRows:
+        rows, positions = self._request.tensor(*site), self._request.positions(*site)
+        if self._moved is None:
+            return SiteRows(positions.numpy(), rows)
+        place = {position: i for i, position in enumerate(positions.tolist())}
+        if len(rows) != len(positions):
+            raise SteeringError("vector.positions", "has no effect on a reduced capture, which has one row; omit it")
+        lost = [position for position in self._moved.values() if position not in place]
+        if lost:
+            raise SteeringError("vector.positions", f"position {lost[0]} was not captured; capture it, or omit it")
+        picked: Sequence[int] = [place[position] for position in self._moved.values()]
+        return SiteRows(torch.tensor(list(self._moved)).numpy(), rows[picked])
