@@ -46,6 +46,7 @@ def server_parser(middleware: bool = True) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
     parser.add_argument("--worker-cls", default="auto")
     parser.add_argument("--scheduler-cls", default=None)
+    parser.add_argument("--tool-call-parser", default=None)
     parser.add_argument("--additional-config", type=json.loads, default={})
     if middleware:
         parser.add_argument("--middleware", action="append", default=[])

@@ -19,7 +19,9 @@ from vllm_steer.taps.reference import apply_tap
 from vllm_steer.taps.tables import Tables
 
 REQUESTS, CONDITIONS, COLUMNS, DRAFTS, TOKENS, HIDDEN = 5, 11, 12, 2, 64, 48
-PART_COLUMN, VOCAB = 10, 6
+PART_COLUMN = 10
+IDS = range(40, 46)
+"""Token ids, none of which is a column."""
 OPEN = 2**31 - 1
 
 
@@ -53,7 +55,7 @@ def conditions(rng: np.random.Generator) -> list[DeviceCondition]:
 
 def part(rng: np.random.Generator) -> DeviceCondition:
     """Return the condition of a part of the output, from a start token to an end token."""
-    start, end = rng.permutation(VOCAB)[:2]
+    start, end = rng.permutation(IDS)[:2]
     first = int(rng.integers(3, 6))
     return DeviceCondition(
         kind=kinds.PART, score=int(start), target=PART_COLUMN, first=first, stop=OPEN, count=int(end), start=first,
@@ -112,7 +114,7 @@ def steps(rng: np.random.Generator) -> Any:
                 torch.tensor(chosen),
                 torch.tensor(start, dtype=torch.int32),
                 torch.tensor(position),
-                torch.from_numpy(rng.integers(0, VOCAB, len(position))).int(),
+                torch.from_numpy(rng.choice(IDS, len(position))).int(),
             ),
         )
         for slot, count in zip(chosen, counts, strict=True):

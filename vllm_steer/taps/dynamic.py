@@ -99,7 +99,9 @@ def fold_records(tables: Tables, layout: BatchLayout, num_conditions: int) -> No
         exists = marked >= layout.start[:-1].long()
         for c in range(num_conditions):
             field, bound = tables.condition[slot, c], tables.bound[slot, c]
-            score = tables.record[token, field[request, 1].long()].double()
+            # A part has a token id there.
+            column = torch.where(field[:, 0] == PART, 0, field[:, 1])
+            score = tables.record[token, column[request].long()].double()
             inside = kept & (layout.position >= field[request, 3]) & (layout.position < field[request, 4])
             mask = field[request, 8].long()
             inside &= (mask == 0) | (tables.record[token, mask] != 0)
