@@ -101,11 +101,12 @@ def test_comparison_detects_another_activation(llm: Any, truth: Truth, monkeypat
     real = mlp.MlpHead.values
 
     def wrong(self: Any, rows: Any) -> Any:
-        self._biases = self._biases * 0
-        return real(self, rows)
+        biases, self._biases = self._biases, self._biases * 0
+        value = real(self, rows)
+        self._biases = biases
+        return value
 
     monkeypatch.setattr(mlp.MlpHead, "values", wrong)
-    llm.llm_engine.model_executor.driver_worker.worker.model_runner.steering.heads._mlps.clear()
     with pytest.raises(AssertionError):
         compare(llm, truth)
 
@@ -144,6 +145,6 @@ def test_refuses_another_width_and_too_many(llm: Any) -> None:
     """Catches weights of another width than the model's, and more of them than the engine's vector table holds."""
     narrow = {**READOUT, "probe": {**probe(), "weights": probe()["weights"][:, :-1]}}
     many = {f"r{i}": {**READOUT, "probe": probe(units=256, seed=i)} for i in range(9)}
-    for readouts, words in (({"r": narrow}, "hidden size is 64"), (many, "max_vectors")):
+    for readouts, words in (({"r": narrow}, "hidden size is 64"), (many, "max.vectors")):
         with pytest.raises(SteeringError, match=words):
             run(llm, [prompt(1, 2, 3)], [params(readouts=readouts)])
