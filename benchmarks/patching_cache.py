@@ -24,11 +24,11 @@ from vllm_steer.testing.fuzz.model import prepare_environment, save_tiny_llama
 BLOCK, VOCAB = 32, 128
 CASES: dict[str, tuple[int, int, dict[str, Any], dict[str, Any]]] = {
     "64 tokens, all positions": (64, 1, {}, {}),
-    "256 tokens, all positions": (256, 1, {}, {}),
-    "1,024 tokens, every 8th position": (1024, 8, {}, {}),
-    "256 tokens, answer of 3 tokens": (256, 1, {"answer": [3, 5, 7], "foil": [4, 6, 8]}, {}),
-    "256 tokens, noising": (256, 1, {}, {"direction": "noising"}),
-    "256 tokens, windows of 8 positions": (256, 1, {}, {"position_window": 8}),
+    "256 tokens, every 4th position": (256, 4, {}, {}),
+    "1,024 tokens, every 16th position": (1024, 16, {}, {}),
+    "256 tokens, every 4th position, answer of 3 tokens": (256, 4, {"answer": [3, 5, 7], "foil": [4, 6, 8]}, {}),
+    "256 tokens, every 4th position, noising": (256, 4, {}, {"direction": "noising"}),
+    "256 tokens, every 4th position, windows of 8": (256, 4, {}, {"position_window": 8}),
     "256 tokens, last 32 positions": (256, 1, {}, {"positions": list(range(224, 256))}),
 }
 """Length of the prompts, step of the positions, and further arguments of the study and of the sweep."""
@@ -43,7 +43,9 @@ def measure(llm: Any, number: int, case: str) -> dict[str, Any]:
     clean, corrupt = (random.integers(1, VOCAB, length).tolist() for _ in range(2))
     arguments = {"clean": clean, "corrupt": corrupt, "answer": [3], "foil": [4], **study}
     positions = list(range(0, length, step))
-    result = PatchingStudy(llm, **arguments).sweep(**{"positions": positions, "progress": False, **sweep})
+    result = PatchingStudy(llm, **arguments).sweep(
+        **{"layers": [1, 2], "positions": positions, "progress": False, **sweep}
+    )
     starts = [start // BLOCK * BLOCK for start, _ in result.info.pairs[0].columns]
     return {
         "cells": int(result.cells[..., 0].size),

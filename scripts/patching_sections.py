@@ -53,7 +53,7 @@ def hits(table: MakeTable) -> str:
         for row in result["rows"]
     ]
     return (
-        f"Hit rates of whole studies, in blocks of {result['setup']['block_size']} tokens, at one point and four layers. The bound "
+        f"Hit rates of whole studies, in blocks of {result['setup']['block_size']} tokens, at one point and two layers. The bound "
         "is the rate of cells that find every full\nblock before their first patched position; later tokens of an answer find more "
         "(`python -m benchmarks.patching_cache`).\n\n"
         + table(("study", "cells", "cached prompt tokens", "hit rate", "bound"), rows)

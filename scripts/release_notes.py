@@ -23,7 +23,7 @@ _CUDA = re.compile(r'^cuda = \["vllm==([^"]+)"\]', re.MULTILINE)
 
 
 class NotesError(Exception):
-    """One sentence that tells why there are no notes."""
+    """Reason why the notes cannot be written, one sentence."""
 
 
 def section(change_log: str, version: str) -> tuple[str, str]:

@@ -267,8 +267,9 @@ def choose_executor(vllm_config: Any) -> None:
 
     parallel = vllm_config.parallel_config
     backend = parallel.distributed_executor_backend
-    if backend == "ray" and envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND and vllm_config.ec_transfer_config is None:
-        # As a class, because vLLM reads its attribute `uses_ray`.
+    newer_ray = getattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", True)  # vLLM 0.33 has no other
+    if backend == "ray" and newer_ray and vllm_config.ec_transfer_config is None:
+        # The class itself rather than its name, because vLLM reads its attribute `uses_ray`.
         parallel.distributed_executor_backend = pkgutil.resolve_name(RAY_EXECUTOR_CLS)
     if backend == "mp" and parallel.pipeline_parallel_size > 1 and vllm_config.ec_transfer_config is None:
         parallel.distributed_executor_backend = EXECUTOR_CLS

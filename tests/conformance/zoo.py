@@ -10,7 +10,8 @@ from tests.conformance.model import TinyModel
 from tests.conformance.zoo_backend import BACKEND
 from tests.conformance.zoo_hybrids import HYBRIDS
 from tests.conformance.zoo_native import NATIVE
+from tests.conformance.zoo_settings import SETTINGS
 from tests.conformance.zoo_wrappers import WRAPPERS
 
-ZOO: Final[tuple[TinyModel, ...]] = (*NATIVE, *HYBRIDS, *BACKEND, *WRAPPERS)
+ZOO: Final[tuple[TinyModel, ...]] = (*NATIVE, *HYBRIDS, *BACKEND, *WRAPPERS, *SETTINGS)
 BY_NAME: Final[Mapping[str, TinyModel]] = {tiny.name: tiny for tiny in ZOO}

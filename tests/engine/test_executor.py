@@ -90,3 +90,17 @@ def test_sets_the_executor_for_pipeline_stages_only(
     choose_executor(config)
     assert parallel.distributed_executor_backend == chosen
     assert rows_of_all_stages(config) is complete
+
+
+@pytest.mark.parametrize("newer", [True, False])
+def test_ray(newer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches captures accepted with the earlier executor for Ray, which drops the rows of earlier stages."""
+    monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", str(int(newer)))
+    for stages in (1, 2):
+        parallel = SimpleNamespace(pipeline_parallel_size=stages, distributed_executor_backend="ray")
+        config = SimpleNamespace(parallel_config=parallel, ec_transfer_config=None)
+        choose_executor(config)
+        backend = parallel.distributed_executor_backend
+        assert getattr(backend, "uses_ray", False) is newer
+        assert (backend == "ray") is not newer
+        assert rows_of_all_stages(config) is (newer or stages == 1)

@@ -24,6 +24,7 @@ from vllm_steer.engine.ray_executor import SteeringRayExecutor
 
 pytestmark = [
     pytest.mark.skipif(find_spec("ray") is None, reason="needs ray; `make setup` installs it"),
+    pytest.mark.slow,
     pytest.mark.timeout(900),
 ]
 SECRET = "postgresql://user:s3cr3t@host/db"
@@ -46,15 +47,19 @@ def truth(tiny_llama: Path) -> list[Any]:
 
 @pytest.fixture(scope="module", params=list(KINDS), ids=list(KINDS))
 def llm(request: pytest.FixtureRequest, nodes: list[str], truth: list[Any], tiny_llama: Path) -> Iterator[Any]:
+    from ray.util import remove_placement_group
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_HOST_IP", "127.0.0.1")
         patch.setenv(REGISTRY_VARIABLE, SECRET)
         engine = make_llm(tiny_llama, distributed_executor_backend="ray", **SMALL, **KINDS[request.param])
         patch.delenv(REGISTRY_VARIABLE)
+        group = executor_of(engine).parallel_config.placement_group
         try:
             yield engine
         finally:
             close(engine)
+            remove_placement_group(group)  # vLLM leaves it to the end of the process
 
 
 def watched() -> tuple[list[Any], list[Any]]:
@@ -105,10 +110,10 @@ def test_readouts(llm: Any, truth: list[Any]) -> None:
         return
     (found,) = run(llm, *watched())
     assert tokens_of(found) == tokens_of(truth[-1])
-    for name, expected in truth[-1].readouts.items():
-        assert found.readouts[name].positions.tolist() == expected.positions.tolist()
+    for name, expected in truth[-1].outputs[0].readouts.items():
+        assert found.outputs[0].readouts[name].positions.tolist() == expected.positions.tolist()
         assert np.abs(expected.values).max() > 0.01
-        np.testing.assert_allclose(found.readouts[name].values, expected.values, atol=1e-3)
+        np.testing.assert_allclose(found.outputs[0].readouts[name].values, expected.values, atol=1e-3)
 
 
 def variable_of(worker: Any) -> str | None:

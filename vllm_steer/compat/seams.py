@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
-from vllm_steer.compat.stages import LIFECYCLE, STARTUP, front_end_joins
+from vllm_steer.compat.stages import LIFECYCLE, MODEL, STARTUP, front_end_joins
 from vllm_steer.compat.wraps import How
 
 
@@ -333,7 +333,7 @@ _JOINED: Final = {
     join.method: Seam(
         join.method, Kind.OVERRIDE if join.how is How.OVERRIDE else Kind.WRAP, "vllm_steer/compat/stages.py", join.runs
     )
-    for join in (*STARTUP, *front_end_joins(), *LIFECYCLE)
+    for join in (*STARTUP, *front_end_joins(), *LIFECYCLE, *MODEL)
     if join.method.startswith("vllm.")
 }
 

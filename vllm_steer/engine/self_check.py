@@ -131,7 +131,7 @@ def _check(runner: SelfCheckRunner, steering: WorkerSteeringManager, config: Ste
                 {site: rows for request, found in plain if request.donor is is_donor for site, rows in found.items()}
                 for is_donor in (False, True)
             )
-            check_plain(sites, base, donor, epsilon)
+            check_plain(sites, base, donor, epsilon, steering.decoder.gaps)
             # Every rank runs the same number of requests. Requests are plain on ranks that do not own their layers.
             aligned = list(aligned_hops(all_sites, hops_of(sites)))
             requests = [CheckRequest(donor=False) if hop is None else hop_request(hop, base, donor) for hop in aligned]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a registry is stored: a folder, or a database given by its URL.
+"""Locations of a registry: a folder, or a database given by its URL.
 
 A URL can contain a password. `show_location` returns the form for messages and logs, without user, password and query.
 """

@@ -134,7 +134,7 @@ def _set_server_options(args: argparse.Namespace, given: Mapping[str, Any]) -> N
     location = _registry_location(args.steering_registry)
     options = RegistryOptions(location, modules, registry_limits(args))
     os.environ[REGISTRY_VARIABLE] = msgspec.json.encode(options).decode()
-    # vLLM logs the arguments, so they must not contain a password.
+    # vLLM logs arguments, so they must not contain a password.
     args.steering_registry = show_location(location)
 
 
