@@ -21,7 +21,10 @@ SAE = "--steering-sae"
 PART = "--steering-part"
 PEERS = "--steering-peers"
 PEER_MIDDLEWARE: Mapping[str, str] = MappingProxyType(
-    {"vllm-lens": "vllm_steer.peers.vllm_lens.http.VllmLensMiddleware"}
+    {
+        "vllm-lens": "vllm_steer.peers.vllm_lens.http.VllmLensMiddleware",
+        "rhizonymph": "vllm_steer.peers.rhizonymph.http.RhizonymphMiddleware",
+    }
 )
 """Middleware that serves the request keys of another project, by its name."""
 CONTROLLER = "--steering-controller"
