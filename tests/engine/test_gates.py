@@ -92,6 +92,19 @@ def test_comparison_detects_a_forgotten_latch(llm: Any, truth: Truth, monkeypatc
         assert_all(run_all(llm, {"latch": truth[0]["latch"]}), truth)
 
 
+def test_comparison_detects_a_late_stop(llm: Any, truth: Truth, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: a stop that takes effect with the next step must be noticed."""
+    real = RecordKeeper.receive
+
+    def late(self: Any, output: Any) -> Any:
+        before, self._fired = getattr(self, "_fired", {}), real(self, output)
+        return before
+
+    monkeypatch.setattr(RecordKeeper, "receive", late)
+    with pytest.raises(AssertionError):
+        assert_all(run_all(llm, {"stop": truth[0]["stop"]}), truth)
+
+
 @pytest.fixture(scope="module")
 def crowded(tiny_llama: Path, llm: Any) -> Iterator[tuple[Any, list[Any]]]:
     """Return an engine with few cache blocks and small steps, and the list of requests that it preempts."""

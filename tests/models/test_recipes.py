@@ -28,10 +28,10 @@ from vllm_steer.models.unsupported import UNSUPPORTED
 from vllm_steer.models.vllm_recipes import MODULES, VLLM_RECIPES
 from vllm_steer.points import OPTIONAL_POINTS
 
-MIN_PROVEN = 140
+MIN_PROVEN = 155
 """Architectures that must stay proven."""
 SETTINGS_REFUSE = {
-    "falcon", "falcon_new", "falcon_rw", "gemma4", "gemma4_wrapper", "gpt_neox_seq", "opt_post_ln",
+    "decilm_no_ops", "falcon", "falcon_new", "falcon_rw", "gemma4", "gemma4_wrapper", "gpt_neox_seq", "opt_post_ln",
     "qwen3_5moe_wrapper",
 }  # fmt: skip
 """Models whose settings, not their class, decide which points on the branches they serve."""
