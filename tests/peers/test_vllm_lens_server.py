@@ -126,7 +126,6 @@ def test_vectors_at_every_token(client: VLLMLensClient, hf: Any) -> None:
     tokens = forwarded(answer.document["choices"][0])
     states = steered_states(hf, tokens, 1, dict.fromkeys(range(len(tokens)), 3.0 * row), norm_match=False)
     torch.testing.assert_close(answer.activations["residual_stream"], torch.stack(states[2:4]), **TOLERANCE)
-    assert answer.text != client.generate(PROMPT, 3).text
 
 
 @pytest.mark.parametrize("positions", [[50, 3, 40], None])
