@@ -23,8 +23,8 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-# Some tests import models for GPUs, which load llvmlite. On a CPU, vLLM 0.32 then takes its library for a namespace when
-# it looks for Triton kernels, and the next engine in the process does not start.
+# Some tests import models for GPUs, which load llvmlite. On a CPU, vLLM 0.32 then takes its library for a namespace
+# when it looks for Triton kernels, and the next engine in the process does not start.
 with suppress(ImportError):
     from llvmlite.binding import ffi
 
