@@ -14,9 +14,15 @@ import msgspec
 
 from vllm_steer.models.proofs import Proof, Record
 from vllm_steer.models.recipes import RECIPES
-from vllm_steer.models.unsupported import UNSUPPORTED
+from vllm_steer.models.unsupported import UNSUPPORTED, UNSUPPORTED_ARCHITECTURES
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+BACKEND_LAYERS = {
+    "Emu3ForConditionalGeneration": "Emu3DecoderLayer",
+    "HunYuanVLForConditionalGeneration": "HunYuanVLDenseV1DecoderLayer",
+    "VibeVoiceAsrForConditionalGeneration": "Qwen2DecoderLayer",
+}
+"""Layers of multimodal models that vLLM runs on its Transformers backend, whose source does not name them."""
 Row = Mapping[str, Any]
 MakeTable = Callable[[tuple[str, ...], list[tuple[str, ...]]], str]
 
@@ -76,6 +82,8 @@ def status(entry: Row, results: Results) -> tuple[str, str]:
         return PROVEN, results.rows[name]["proof"]
     if entry["kind"] in ("pooling", "drafter", "backend"):
         return NO_DECODER, {"pooling": POOLS, "drafter": DRAFTS, "backend": BACKEND}[entry["kind"]]
+    if name in UNSUPPORTED_ARCHITECTURES:
+        return REFUSAL, UNSUPPORTED_ARCHITECTURES[name]
     if refused := [layer for layer in layers if layer in UNSUPPORTED]:
         return REFUSAL, UNSUPPORTED[refused[0]]
     same = [
@@ -91,6 +99,8 @@ def status(entry: Row, results: Results) -> tuple[str, str]:
     if unproven or entry["others"]:
         missing = ", ".join(f"`{layer}`" for layer in (*unproven, *(_short(o) for o in entry["others"])))
         return REFUSAL, f"no recipe is proven for {missing}"
+    if (layer := BACKEND_LAYERS.get(name)) is not None:
+        return WRAPPED if layer in results.layers else OUTSTANDING, f"`{layer}`"
     if entry["kind"] in ("multimodal", "text"):
         return WRAPPED, ", ".join(f"`{layer}`" for layer in short) or "the one that its config names"
     return REFUSAL, "no recipe is proven for its decoder layers"
@@ -112,7 +122,7 @@ def page(table: MakeTable) -> str:
         "# Architectures\n\n"
         f"Status of every architecture in the registry of vLLM {about['vllm']}. Of {len(found)} names, {count[PROVEN]} are proven\n"
         f"(and {len(beyond)} more that vLLM runs on its Transformers backend), {count[WRAPPED]} are steered by layers that are proven in\n"
-        f"other models (multimodal wrappers), {count[OUTSTANDING]} need a proof on a GPU and are refused until then, {count[REFUSAL]} are refused\n"
+        f"other models (multimodal wrappers), {count[OUTSTANDING]} need a proof and are refused until then, {count[REFUSAL]} are refused\n"
         f"when the engine starts, and {count[NO_DECODER]} have no decoder to steer. Measured on {about['date']} with Transformers\n"
         f"{about['transformers']} by `make conformance`; GPU-only architectures by `tests/gpu/test_architectures.py`.\n\n"
         "Each model is the real architecture shrunk to four layers, with at least one layer of each kind and random weights.\n"
@@ -123,7 +133,8 @@ def page(table: MakeTable) -> str:
         "`post_attn` is missing if attention and MLP run in parallel. *Points* includes the points on the branches that the run\n"
         "has proven; [models](models.md) lists what each class serves. Requests to multimodal models contain only text. On a CPU,\n"
         "Mamba 1's recurrence is its formula in PyTorch and Step 1's attention bias has no square root, since vLLM has only GPU\n"
-        "kernels for them; all other code is vLLM's own.\n\n"
+        "kernels for them. Plain attention replaces the sparse and the delta attention of DeepSeek V3.2, GLM 5, MiniMax M3,\n"
+        "Kimi-Linear and Ling 3, and a function of the token Whisper's attention to its encoder. All other code, the decoder layers included, is vLLM's own.\n\n"
         "## Proven\n\n"
         + table(("architecture", "decoder layers", "family", "points", "proof", "value", "cause", "dtype"), proven)
         + "\n## By their layers\n\n"
@@ -131,7 +142,7 @@ def page(table: MakeTable) -> str:
         "are proven above; towers never are. If a wrapper's config chooses the language model, the engine checks its layers at start.\n\n"
         + table(("architecture", "decoder layers"), _two(found, WRAPPED))
         + (
-            "\n## Outstanding\n\nTheir recipes need a proof on a GPU, and such a run failed or was not made. The engine refuses them\n"
+            "\n## Outstanding\n\nTheir recipes need a proof, and such a run failed or was not made. The engine refuses them\n"
             "without `--steering-allow-unproven`, and warns with it.\n\n"
             + table(("architecture", "decoder layers"), _two(found, OUTSTANDING))
             if count[OUTSTANDING]

@@ -63,7 +63,15 @@ def post_attn(recipe: Recipe) -> str:
         return f"read only: block input + `{recipe.attn_out}`{partial}"
     if (reason := recipe.refusal("post_attn")) is not None:
         return "refused: " + reason.format(layer="the block").partition(";")[0]
-    return f"before `{recipe.post_attn}`"
+    behind = "; attention to the encoder follows" if recipe.cross_attention else ""
+    return f"before `{recipe.post_attn}`{behind}"
+
+
+def stream(recipe: Recipe) -> str:
+    """Return in which form the stream travels."""
+    if recipe.reduced_by:
+        return f"{recipe.shape}, reduced in the norm"
+    return f"{recipe.shape}, looped" if recipe.runs is not None else recipe.shape
 
 
 def branches(recipe: Recipe) -> str:
@@ -71,7 +79,7 @@ def branches(recipe: Recipe) -> str:
 
 
 def models() -> str:
-    rows = [(f"`{r.layer_class}`", r.shape, post_attn(r), branches(r)) for r in RECIPES.values()]
+    rows = [(f"`{r.layer_class}`", stream(r), post_attn(r), branches(r)) for r in RECIPES.values()]
     return (
         "# Models\n\n"
         "vllm-steer supports a model if its decoder layers are of the classes below. [Architectures](architectures.md) says\n"
@@ -81,7 +89,31 @@ def models() -> str:
         f"All classes serve `pre_attn` and `post_block`. The points on the branches need `{POINTS_FLAG}`; requests at a point that\n"
         "is missing from the last column are refused with the reason.\n\n"
         + table(("decoder layer", "stream", "`post_attn`", "on the branches"), rows)
+        + _EXCEPTIONS
     )
+
+
+_EXCEPTIONS = """
+## Blocks that are joined otherwise
+
+In most models block *i + 1* reads what block *i* leaves, so `post_block` of *i* is `pre_attn` of *i + 1*. These differ:
+
+* **Looped models** (`looped` in the table) run their layers several times per token. A layer number counts runs, as vLLM
+  counts the key-value caches of these models: run *r* of layer *i* of a stack of *n* layers is layer *r n + i*. An edit at
+  every layer is an edit at every run. IQuest-LoopCoder with *n* layers and `loop_num` 2 has layers 0 to *2n - 1*, and the
+  second run of layer 3 is layer *n + 3*; it also attends to the keys and values of the first run. HRM-Text has
+  `H_cycles * (L_cycles + 1)` runs of a stack; the last run of each cycle is the high stack, the others are the low one. The
+  first layer of a run reads the sum of the states of both stacks, each behind a norm, and not the `post_block` before it.
+* **Solar** mixes an earlier stream into the input of some blocks (`bskcn_3` and `bskcn_4` in its configuration): `pre_attn`
+  is the mixture. The earlier stream is copied in front of the blocks in `bskcn_1` and `bskcn_2`. An edit at `post_block` of the
+  block before is part of the copy; an edit at `pre_attn` of the block itself is not.
+* **Encoder-decoders** are steered in the decoder. `post_attn` is the stream after self-attention and before the attention to
+  the encoder, so `post_block` is `post_attn` plus what that attention and the MLP add. `mlp_in` is the output of the MLP's norm.
+* **Layers that reduce in the norm** (DeepSeek V3.2, GLM 5, MiniMax M3, Dots 3) leave the branches as partial sums under tensor
+  parallelism. The taps run behind the fused kernel, on the complete stream that it returns, and the norm is computed again from
+  the edited stream. `attn_out` and `mlp_out` are refused under tensor parallelism, and so is pipeline together with tensor
+  parallelism.
+"""
 
 
 def points() -> str:

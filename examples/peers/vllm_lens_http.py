@@ -19,7 +19,8 @@ def run(url: str) -> dict[str, Any]:
         vector = SteeringVector(activations=stream[:, -1], layer_indices=[1], scale=4.0)
         steered = client.generate("Once upon a time", max_tokens=4, steering_vectors=vector)
         chat = client.chat([{"role": "user", "content": "Hello"}], max_tokens=4, steering_vectors=vector)
-    return {"shape": tuple(stream.shape), "plain": plain.text, "steered": steered.text, "chat": chat.text}
+    tokens = chat.document["usage"]["completion_tokens"]
+    return {"shape": tuple(stream.shape), "plain": plain.text, "steered": steered.text, "chat": tokens}
 
 
 if __name__ == "__main__":

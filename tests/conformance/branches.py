@@ -38,6 +38,8 @@ _REFUSED_BY_ROW: Final[Mapping[str, tuple[str, ...]]] = {
     # supported nevertheless, because the point is proven on another row of its class.
     "qwen3_5moe_wrapper": ("mlp_out",),
     "bailingmoev2_5": ("mlp_out",),
+    # Only some of its blocks have both branches.
+    "decilm_no_ops": BRANCHES,
     "longcat_flash": BRANCHES,
     "museglimmer": BRANCHES,
     "olmo_hybrid": BRANCHES,

@@ -68,10 +68,17 @@ def prepare_environment() -> None:
 
 
 @contextmanager
-def steered_engine(tiny: TinyModel, path: Path, mode: str, branches: Sequence[str] = ()) -> Iterator[Any]:
+def steered_engine(
+    tiny: TinyModel, path: Path, mode: str, branches: Sequence[str] = (), *, self_check: bool = False
+) -> Iterator[Any]:
     """Run a steered engine on the model at ``path``; release it on exit, even if it did not start.
 
-    ``branches``: the optional points of the engine.
+    Args:
+        tiny: The row.
+        path: Its model.
+        mode: One of ``MODES``.
+        branches: The optional points of the engine.
+        self_check: Whether the engine checks its taps at start.
     """
     import torch
     from vllm.distributed import cleanup_dist_env_and_memory
@@ -79,22 +86,22 @@ def steered_engine(tiny: TinyModel, path: Path, mode: str, branches: Sequence[st
     from vllm_steer import LLM
 
     with torchvision_stub():
-        _register(path)
+        _register(path, tiny.model_class)
     # More threads make models of this size slower.
     torch.set_num_threads(1)
     llm = None
     resources = ExitStack()
     resources.enter_context(_cheap_collections())
     if mode == "eager":
-        resources.enter_context(cpu_kernels())
+        resources.enter_context(cpu_kernels(tiny.model_class))
     try:
         llm = LLM(
             model=str(path),
             enable_steering=True,
             # GPU-only classes are refused until these tests have proven them. The check at start would refuse wrong
             # taps before these tests see them.
-            steering_config={"allow_unproven": tiny.gpu_only, "self_check": False, "points": [*branches]},
-            skip_tokenizer_init=True,
+            steering_config={"allow_unproven": tiny.gpu_only, "self_check": self_check, "points": [*branches]},
+            skip_tokenizer_init=tiny.cross is None,
             dtype=tiny.dtype,
             max_model_len=MAX_POSITIONS,
             # Smaller than the batch, so that prompts are split and run beside generated tokens of other requests.
@@ -142,12 +149,17 @@ def engine_settings(tiny: TinyModel, mode: str) -> dict[str, Any]:
     return {**MODES[mode], **own, **({"compilation_config": merged} if merged else {})}
 
 
-def _register(path: Path) -> None:
+def _register(path: Path, model_class: str | None) -> None:
     """Register the model's class; vLLM starts a process, for ten seconds, to inspect a class known only by name."""
     from vllm import ModelRegistry
 
+    from vllm_steer.compat.wraps import load
+
     config = json.loads((path / "config.json").read_text())
     architecture = config["architectures"][0]
+    if model_class is not None:
+        ModelRegistry.register_model(architecture, load(model_class))
+        return
     if architecture not in ModelRegistry.models:
         # The fallback that vLLM chooses.
         many = any("experts" in name for name in config)
@@ -180,7 +192,9 @@ def _tapped(model: Any) -> set[str]:
 
 def generate(llm: Any, cases: Sequence[Case], points: Sequence[str] = (), new_tokens: int = NEW_TOKENS) -> list[Answer]:
     """Run all cases as one batch; each also captures all layers at ``points``."""
-    prompts = [{"prompt_token_ids": list(case.prompt)} for case in cases]
+    prompts: list[Any] = [{"prompt_token_ids": list(case.prompt)} for case in cases]
+    if llm.llm_engine.vllm_config.model_config.is_encoder_decoder:
+        prompts = [{"encoder_prompt": {"prompt_token_ids": [1]}, "decoder_prompt": each} for each in prompts]
     outputs = llm.generate(prompts, [_params(case.edits, points, new_tokens) for case in cases], use_tqdm=False)
     return [_answer(output) for output in outputs]
 

@@ -34,6 +34,8 @@ BRANCHES = "self_attn|attn|attention|self_attention|mixer|mamba|linear_attn|shor
 """Usual names of the attention branch in vLLM's layers, for rows that do not name it."""
 MLPS = ("mlp", "feed_forward", "ffn", "fc1", "block_sparse_moe", "moe", "share_expert", "shared_mlp")
 """Names of the submodules that compute the MLP branch in vLLM's layers; a layer may have several."""
+SHARED = "meta_mlp"
+"""Name of the list of MLPs, one per layer here, that are not part of the layers."""
 BRANCH_KINDS = ("add_normed", "ablate")
 """Kinds of edit to try at the points on the branches, whose taps are the same as those on the stream."""
 
@@ -53,19 +55,50 @@ class HookedModel:
     def __init__(self, tiny: TinyModel, model: nn.Module) -> None:
         self.tiny = tiny
         self.layers: list[Any] = [module for module in model.modules() if hasattr(module, "steering_taps")]
-        if len(self.layers) != LAYERS:
+        self.runs: list[Any] = [None] * len(self.layers)
+        self.current: Any = None
+        if tiny.pass_argument is None and len(self.layers) != LAYERS:
             raise RuntimeError(f"{tiny}: {len(self.layers)} layers carry taps")
+        # Blocks of Intern-S2 share lists of experts, which read the MLP's input beside each block's own MLP.
+        self.shared_mlps: Any = next((found for each in model.modules() if (found := getattr(each, SHARED, None))), ())
         self.pair = tiny.recipe.startswith("FUSED")
         scale = tiny.multiplier if tiny.multiplier is not None else 1.0
         self.scale = float(tiny.settings[scale] if isinstance(scale, str) else scale)
+
+    def observe_runs(self, llm: Any) -> None:
+        """Find the runs of the layers by running the model, if it runs its layers several times per token."""
+        if self.tiny.pass_argument is None:
+            return
+        seen: list[tuple[Any, Any]] = []
+
+        def enter(module: Any, args: Any, kwargs: Any) -> None:
+            names = list(inspect.signature(type(module).forward).parameters)[1:]
+            self.current = {**dict(zip(names, args, strict=False)), **kwargs}[self.tiny.pass_argument]
+            seen.append((module, self.current))
+
+        for layer in self.layers:
+            layer.register_forward_pre_hook(enter, with_kwargs=True)
+        generate(llm, [Case("runs", PROMPTS[0])], new_tokens=1)
+        if len(seen) != LAYERS:
+            raise RuntimeError(f"{self.tiny}: {len(seen)} runs of layers")
+        self.layers, self.runs = [module for module, _ in seen], [run for _, run in seen]
+
+    def in_run(self, number: int, hook: Any) -> Any:
+        """Return a hook that acts only in one run of its layer."""
+
+        def in_its_run(*given: Any) -> Any:
+            return hook(*given) if self.current == self.runs[number] else None
+
+        return in_its_run
 
     def stream_in(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, str]:
         """Return the input stream of a call in float32, and the name of the argument that becomes the residual."""
         names = list(inspect.signature(type(layer).forward).parameters)[1:]
         given = {**dict(zip(names, args, strict=False)), **kwargs}
-        hidden, residual = given["hidden_states"], given.get("residual") if self.pair else None
+        name = next(name for name in ("hidden_states", "decoder_hidden_states") if name in given)
+        hidden, residual = given[name], given.get("residual") if self.pair else None
         if residual is None:
-            return hidden.float(), "hidden_states"
+            return hidden.float(), name
         return hidden.float() + residual.float(), "residual"
 
     def branch_of(self, number: int) -> nn.Module | None:
@@ -85,7 +118,8 @@ class HookedModel:
     def mlps_of(self, number: int) -> list[nn.Module]:
         """Return the modules that read the MLP's input."""
         layer = self.layers[number]
-        return [getattr(layer, name) for name in MLPS if getattr(layer, name, None) is not None]
+        own = [getattr(layer, name) for name in MLPS if getattr(layer, name, None) is not None]
+        return [*own, *self.shared_mlps[number : number + 1]]
 
     @contextmanager
     def watching(self) -> Iterator[list[dict[str, Any]]]:
@@ -97,20 +131,26 @@ class HookedModel:
             def enter(module: Any, args: Any, kwargs: Any, number: int = number) -> None:
                 seen[number]["x_in"] = self.stream_in(module, args, kwargs)[0].clone().cpu()
 
-            handles.append(layer.register_forward_pre_hook(enter, with_kwargs=True))
+            handles.append(layer.register_forward_pre_hook(self.in_run(number, enter), with_kwargs=True))
             branch = self.branch_of(number)
             for mlp in self.mlps_of(number):
 
                 def given(module: Any, args: Any, kwargs: Any, number: int = number) -> None:
                     seen[number]["mlp_in"] = (args[0] if args else kwargs["hidden_states"]).float().clone().cpu()
 
-                handles.append(mlp.register_forward_pre_hook(given, with_kwargs=True))
+                handles.append(mlp.register_forward_pre_hook(self.in_run(number, given), with_kwargs=True))
             if branch is not None:
 
                 def leave(module: Any, args: Any, kwargs: Any, out: Any, number: int = number) -> None:
                     seen[number]["branch"] = _branch_output(args, kwargs, out).float().clone().cpu()
 
-                handles.append(branch.register_forward_hook(leave, with_kwargs=True))
+                handles.append(branch.register_forward_hook(self.in_run(number, leave), with_kwargs=True))
+            if self.tiny.cross is not None:
+
+                def cross(module: Any, args: Any, out: Any, number: int = number) -> None:
+                    seen[number]["cross"] = out.float().clone().cpu()
+
+                handles.append(layer.get_submodule(self.tiny.cross).register_forward_hook(cross))
         try:
             yield seen
         finally:
@@ -152,19 +192,28 @@ class HookedModel:
         def leave(module: Any, args: Any, out: Any) -> Any:
             before = streams["x_mid"] if point == "mlp_out" else 0.0
             if self.pair:
-                change = _change(rows, out[0].float() + out[1].float() - before)
-                return (out[0], _plus(out[1], change), *out[2:])
+                # Kimi's layers return another stream between the two summands, which Kimi-Linear does not have.
+                at = 1 if out[1] is not None else 2
+                change = _change(rows, out[0].float() + out[at].float() - before)
+                return (*out[:at], _plus(out[at], change), *out[at + 1 :])
             if isinstance(out, tuple):
                 return (_plus(out[0], _change(rows, out[0].float() - before)), *out[1:])
             return _plus(out, _change(rows, out.float() - before))
 
-        handles = [layer.register_forward_pre_hook(enter, with_kwargs=True)]
+        def leave_cross(module: Any, args: Any, out: Any) -> None:
+            streams["x_mid"] = streams["x_mid"] + out.float()
+
+        handles = [layer.register_forward_pre_hook(self.in_run(number, enter), with_kwargs=True)]
+        if self.tiny.cross is not None and point == "mlp_out":
+            handles.append(layer.get_submodule(self.tiny.cross).register_forward_hook(leave_cross))
         if point in ("post_block", "mlp_out"):
-            handles.append(layer.register_forward_hook(leave))
+            handles.append(layer.register_forward_hook(self.in_run(number, leave)))
         if point == "mlp_in":
-            handles += [mlp.register_forward_pre_hook(enter_mlp, with_kwargs=True) for mlp in self.mlps_of(number)]
+            gated = self.in_run(number, enter_mlp)
+            handles += [mlp.register_forward_pre_hook(gated, with_kwargs=True) for mlp in self.mlps_of(number)]
         if point in ("attn_out", "post_attn", "mlp_out") and not at_entry:
-            handles.append(branch.register_forward_hook(leave_branch, with_kwargs=True))  # type: ignore[union-attr]
+            gated = self.in_run(number, leave_branch)
+            handles.append(branch.register_forward_hook(gated, with_kwargs=True))  # type: ignore[union-attr]
         try:
             yield
         finally:
@@ -200,6 +249,7 @@ def check_identities(tiny: TinyModel, llm: Any) -> list[Check]:
     """Run all comparisons in one engine; ``tiny`` names its attention branch."""
     hooks: list[HookedModel] = []
     llm.apply_model(lambda model: hooks.append(HookedModel(tiny, model)))
+    hooks[0].observe_runs(llm)
     stream_points = [point for point in STREAM_FIELDS if point not in tiny.refused]
     branches = supported_branches(tiny)
     return [*_values(hooks[0], llm, stream_points, branches), *_causes(hooks[0], llm, stream_points, branches)]
@@ -214,12 +264,13 @@ def _values(hooks: HookedModel, llm: Any, stream_points: Sequence[str], branches
 
     with hooks.watching() as seen:
         streams = generate(llm, [Case("values", PROMPTS[0])], [*stream_points, *branches], new_tokens=1)[0].streams
-    rows = len(PROMPTS[0])
+    # vLLM begins the prompt of an encoder-decoder with a token of its own.
+    rows = streams["pre_attn"].shape[1]
     for number in range(LAYERS):
         at = {point: stream[number] for point, stream in streams.items()}
         x_in = _rows(seen[number]["x_in"], rows)
         compare(f"x_in({number}) is the input of the block", at["pre_attn"], x_in)
-        if number:
+        if number and number not in hooks.tiny.gaps:
             compare(f"x_out({number - 1}) is x_in({number})", streams["post_block"][number - 1], at["pre_attn"])
         if "post_attn" in stream_points:
             branch = hooks.scale * _rows(seen[number]["branch"], rows) if "branch" in seen[number] else 0 * x_in
@@ -227,7 +278,9 @@ def _values(hooks: HookedModel, llm: Any, stream_points: Sequence[str], branches
             if "attn_out" in branches:
                 compare(f"attn_out({number})", at["attn_out"], branch)
             if "mlp_out" in branches:
-                compare(f"mlp_out({number}) is x_out - x_mid", at["mlp_out"], at["post_block"] - x_in - branch)
+                between = _rows(seen[number]["cross"], rows) if "cross" in seen[number] else 0.0
+                mlp = at["post_block"] - x_in - branch - between
+                compare(f"mlp_out({number}) is x_out - x_mid", at["mlp_out"], mlp)
         if "mlp_in" in branches:
             compare(f"mlp_in({number}) is the input of the MLP", at["mlp_in"], _rows(seen[number]["mlp_in"], rows))
     return checks
@@ -248,7 +301,8 @@ def _causes(hooks: HookedModel, llm: Any, stream_points: Sequence[str], branches
             with hooks.changed(point, number, edit.formula):
                 theirs = generate(llm, plain_cases)
             checks.append(_compare(f"{kind} at {point} of layer {number}, by hooks", ours, theirs, plain))
-    for number in range(LAYERS - 1):
+    joined = set(range(1, LAYERS)) - {*hooks.tiny.gaps, *hooks.tiny.forks}
+    for number in (after - 1 for after in sorted(joined)):
         for kind in KINDS:
             edit = make.edit(kind, "post_block", number)
             ours, theirs = _steered(llm, edit), _steered(llm, EditAt(edit.formula, "pre_attn", number + 1))
@@ -274,7 +328,9 @@ def _logprob_distance(one: Answer, other: Answer) -> float:
         (i for i, (a, b) in enumerate(zip(one.token_ids, other.token_ids, strict=True)) if a != b), len(one.token_ids)
     )
     # Row t predicts token t + 1, so the last row with a common past is the one before the first difference.
-    return float(np.abs(one.logprobs[:same] - other.logprobs[:same]).max())
+    ours, theirs = one.logprobs[:same], other.logprobs[:same]
+    # Some models rule tokens out by a log-probability of minus infinity, whose difference from itself is not a number.
+    return float(np.abs(np.where(ours == theirs, 0.0, ours - theirs)).max())
 
 
 def _rows(tensor: torch.Tensor, count: int) -> Array:

@@ -4,7 +4,7 @@
 Mamba 1's recurrence has only GPU kernels; its published formula replaces them. Some models import torchvision to
 prepare images; an empty stub replaces it if it is not installed, since no test sends an image. CPU attention takes the
 bias of Step 1 without its square root: the result of attention does not affect where the stream is, and both sides of
-the identities use the same one.
+the identities use the same one. Slips of vLLM 0.32 that keep models from starting are mended (``_slips``).
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ from unittest.mock import MagicMock, patch
 
 import torch
 from torch.nn import functional
+
+from tests.conformance import stand_ins
+from tests.conformance.namespaces import without_namespace
 
 
 @contextmanager
@@ -63,8 +66,12 @@ class _StubModule(ModuleType):
 
 
 @contextmanager
-def cpu_kernels() -> Iterator[None]:
-    """Let engines that start here call the functions below for missing kernels; do nothing on a GPU."""
+def cpu_kernels(model_class: str | None = None) -> Iterator[None]:
+    """Let engines that start here call the functions below for missing kernels; do nothing on a GPU.
+
+    Args:
+        model_class: The class of the model, ``module:name``, if ``stand_ins.py`` replaces its mixers.
+    """
     from vllm import _custom_ops
 
     if hasattr(torch.ops._C, "selective_scan_fwd"):
@@ -83,10 +90,30 @@ def cpu_kernels() -> Iterator[None]:
         (CPUAttentionBackendImpl, "__init__", _without_extras(CPUAttentionBackendImpl.__init__)),
         (CPUAttentionBackend, "supports_alibi_sqrt", classmethod(lambda cls: True)),
     )
+    others = () if model_class is None else stand_ins.replacements(model_class.partition(":")[0])
     with ExitStack() as stack:
-        for owner, name, function in replacements:
-            stack.enter_context(patch.object(owner, name, function))
+        for owner, name, function in (*replacements, *_slips(), *others):
+            stack.enter_context(patch.object(owner, name, function, create=True))
         yield
+
+
+def _slips() -> Iterator[tuple[Any, str, Any]]:
+    """Yield what the loaded models of vLLM 0.32 lack, as the owner, the name and the value.
+
+    Ernie 4.5 VL's rotary embedding takes one argument less than the CPU's calls pass, Intern-S1-Pro reads an attribute
+    that it never sets, and the search for Triton kernels in all modules takes llvmlite's library for a namespace.
+    """
+    from vllm.config import get_current_vllm_config
+
+    if found := sys.modules.get("vllm.model_executor.layers.rotary_embedding.ernie45_vl_rope"):
+        rotary: Any = found.Ernie4_5_VLRotaryEmbedding
+        yield rotary, "forward_cpu", lambda self, *args: self.forward_native(*args[:3])
+    if found := sys.modules.get("llvmlite.binding.ffi"):
+        library: Any = type(found.lib)
+        yield library, "__getattr__", without_namespace(library.__getattr__)
+    if found := sys.modules.get("vllm.model_executor.models.interns1_pro"):
+        model: Any = found.InternS1ProForConditionalGeneration
+        yield model, "model_config", property(lambda self: get_current_vllm_config().model_config)
 
 
 def _for_mamba_1(update: Callable[..., None]) -> Callable[..., None]:

@@ -25,6 +25,7 @@ from tests.conformance.model import (
     WEIGHT_STD,
     TinyModel,
 )  # fmt: skip
+from tests.conformance.no_reference_wrappers import NO_REFERENCE_WRAPPERS
 
 PLAIN: Final[dict[str, Any]] = {
     "vocab_size": VOCAB,
@@ -75,6 +76,25 @@ def _row(architecture: str, model_type: str, layer: str, recipe: str = "FUSED", 
     return TinyModel(name, model_type, settings, recipe, layer, architecture=architecture, **more)
 
 
+_SPARSE: Final[dict[str, Any]] = {"index_topk": 8, "index_n_heads": 2, "index_head_dim": 128}
+_KIMI: Final[dict[str, Any]] = {
+    "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "mla_use_nope": True,
+    "linear_attn_config": {"kda_layers": [1, 3], "full_attn_layers": [2, 4], "num_heads": 2, "head_dim": 32,
+                           "short_conv_kernel_size": 4},
+}  # fmt: skip
+_SPEECH: Final[dict[str, Any]] = {
+    "d_model": HIDDEN, "encoder_layers": 2, "decoder_layers": LAYERS, "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2, "encoder_ffn_dim": 64, "decoder_ffn_dim": 128, "num_mel_bins": 16,
+    "max_source_positions": 16, "max_target_positions": MAX_POSITIONS, "activation_function": "gelu",
+    "is_encoder_decoder": True, "decoder_start_token_id": 1,
+}  # fmt: skip
+_NO_PROFILE: Final[dict[str, Any]] = {"skip_mm_profiling": True}
+_HRM: Final[dict[str, Any]] = {"pass_argument": "current_step", "head_dim": 32, "num_key_value_heads": 2}
+_ATTENTION: Final = {"attention": {"no_op": False, "n_heads_in_group": 2}}
+_NO_ATTENTION: Final = {"attention": {"no_op": True}}
+_FFN: Final = {"ffn": {"no_op": False, "ffn_mult": 2.0}}
+_NO_FFN: Final = {"ffn": {"no_op": True}}
+
 NO_REFERENCE: Final[tuple[TinyModel, ...]] = (
     _row("BailingMoeForCausalLM", "bailing_moe", "BailingMoeBlock", **_BAILING),
     _row("BailingMoeV2ForCausalLM", "bailing_moe_v2", "BailingMoeBlock", **_BAILING, use_qk_norm=True),
@@ -85,6 +105,12 @@ NO_REFERENCE: Final[tuple[TinyModel, ...]] = (
          n_heads=2, n_layers=LAYERS, max_seq_len=MAX_POSITIONS,
          attn_config={"kv_n_heads": 1, "clip_qkv": 8.0, "rope_theta": 10000.0},
          ffn_config={"hidden_size": HIDDEN, "ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2}),
+    # Blocks of a searched architecture differ: groups of heads, widths, and some lack attention or MLP.
+    _row("DeciLMForCausalLM", "nemotron-nas", "DeciLMDecoderLayer", name="decilm",
+         block_configs=[{**_ATTENTION, **_FFN}, {"attention": {"no_op": False, "n_heads_in_group": 1}, **_FFN}] * 2),
+    _row("DeciLMForCausalLM", "nemotron-nas", "DeciLMDecoderLayer", name="decilm_no_ops", mlp_blocks=(2,),
+         block_configs=[{**_ATTENTION, **_FFN}, {**_ATTENTION, **_NO_FFN}, {**_NO_ATTENTION, **_FFN},
+                        {**_ATTENTION, **_FFN}]),
     _row("DeepseekForCausalLM", "deepseek", "DeepseekV2DecoderLayer", **_DEEPSEEK),
     _row("ExaoneForCausalLM", "exaone", "ExaoneDecoderLayer", activation_function="silu", layer_norm_epsilon=1e-5),
     _row("InternLM2ForCausalLM", "internlm2", "InternLMDecoderLayer"),
@@ -142,6 +168,39 @@ NO_REFERENCE: Final[tuple[TinyModel, ...]] = (
          num_nextn_predict_layers=0, partial_rotary_factor=1.0, gpu_only=True,
          branch_in_vllm="self_attn"),
     _row("MistralLarge3ForCausalLM", "deepseek_v3", "DeepseekV2DecoderLayer", **_DEEPSEEK_MLA),
+    # Blocks read a mixture of the stream and an earlier one. With 48 layers, real checkpoints have four of these.
+    _row("SolarForCausalLM", "solar", "SolarDecoderLayer", bskcn_1=[1], bskcn_2=[1], bskcn_3=[3], bskcn_4=[3],
+         bskcn_tv=[0.9, 0.8], gaps=(3,), forks=(1,)),
+    # Looped: two passes over two layers; a low and a high stack, each of which runs twice; stacks of two layers.
+    _row("IQuestLoopCoderForCausalLM", "iquest_loopcoder", "LoopCoderDecoderLayer", "UNFUSED",
+         num_hidden_layers=LAYERS // 2, loop_num=2, loop_window_size=8, pass_argument="loop_idx"),
+    _row("HrmTextForCausalLM", "hrm_text", "HrmTextDecoderLayer", "UNFUSED", **_HRM, num_layers_per_stack=1,
+         H_cycles=2, L_cycles=1, gaps=(1, 2, 3)),
+    _row("HrmTextForCausalLM", "hrm_text", "HrmTextDecoderLayer", "UNFUSED", **_HRM, name="hrmtext_stacks",
+         num_layers_per_stack=2, H_cycles=1, L_cycles=1, gaps=(2,)),
+    # The decoder of an encoder-decoder; the encoder has another number of layers.
+    _row("WhisperForConditionalGeneration", "whisper", "WhisperDecoderLayer", "UNFUSED", name="whisper",
+         **_SPEECH, cross="encoder_attn", engine=_NO_PROFILE,
+         model_class="vllm.model_executor.models.whisper:WhisperForConditionalGeneration"),
+    # The classes for NVIDIA's GPUs; on a CPU, vLLM runs DeepSeek V2's.
+    _row("DeepseekV32ForCausalLM", "deepseek_v32", "DeepseekV32DecoderLayer", name="deepseek_v32",
+         model_class="vllm.models.deepseek_v32.nvidia.model:DeepseekV32ForCausalLM", **_DEEPSEEK_MLA, **_SPARSE),
+    _row("GlmMoeDsaForCausalLM", "glm_moe_dsa", "DeepseekV32DecoderLayer", name="glm_moe_dsa",
+         model_class="vllm.models.deepseek_v32.nvidia.model:DeepseekV32ForCausalLM", **_DEEPSEEK_MLA, **_SPARSE),
+    # Dense, since its experts' activation has no CPU kernel.
+    _row("MiniMaxM3SparseForCausalLM", "minimax_m3_text", "MiniMaxM3DecoderLayer", name="minimax_m3",
+         model_class="vllm.models.minimax_m3.nvidia.model:MiniMaxM3SparseForCausalLM", hidden_act="swigluoai",
+         swiglu_limit=7.0, swiglu_alpha=1.702, swiglu_beta=1.0, use_gemma_norm=True,
+         dense_intermediate_size=128, moe_layer_freq=[0] * LAYERS, head_dim=32,
+         sparse_attention_config={"sparse_attention_freq": [0, 1] * (LAYERS // 2), "sparse_num_index_heads": 1,
+                                  "sparse_topk_blocks": 2}),
+    _row("KimiLinearForCausalLM", "kimi_linear", "KimiDecoderLayer", name="kimi_linear",
+         model_class="vllm.models.kimi_k3.nvidia.model:KimiLinearForCausalLM", **_KIMI),
+    _row("BailingMoeV3ForCausalLM", "bailing_hybrid", "BailingMoeV3DecoderLayer", name="bailing_moe_v3",
+         model_class="vllm.model_executor.models.bailing_moe_v3:BailingMoeV3ForCausalLM",
+         **{**_BAILING, **_MLA, "q_lora_rank": 32}, layer_group_size=2, moe_shared_expert_intermediate_size=64,
+         short_conv_kernel_size=4, no_kda_lora=True, routed_scaling_factor=2.0, is_scale_e=False),
+    *NO_REFERENCE_WRAPPERS,
 )  # fmt: skip
 
 
@@ -151,19 +210,59 @@ def save_config(tiny: TinyModel, folder: Path) -> Path:
     path.mkdir(parents=True, exist_ok=True)
     config = {**PLAIN, **tiny.settings, "model_type": tiny.config, "architectures": [tiny.architecture]}
     (path / "config.json").write_text(json.dumps(config))
+    if tiny.cross is not None:
+        _save_speech_processor(path)
     return path
+
+
+def _save_speech_processor(path: Path) -> None:
+    """Save the tokenizer and the feature extractor that vLLM wants of an encoder-decoder, although no sound comes."""
+    from transformers import WhisperFeatureExtractor, WhisperProcessor, WhisperTokenizer
+
+    names = ["<|endoftext|>", "<|startoftranscript|>", *(f"t{number}" for number in range(VOCAB - 2))]
+    tokenizer = WhisperTokenizer(vocab={name: number for number, name in enumerate(names)}, merges=[])
+    WhisperProcessor(WhisperFeatureExtractor(feature_size=16, chunk_length=1), tokenizer).save_pretrained(path)
+
+
+_PARTS: Final = ("text_config", "vision_config", "vit_config", "adapter_config")
+"""Fields that are configs of their own."""
+
+
+class _Fields(dict[str, Any]):
+    """A dict whose entries are attributes too, like the dataclasses in a remote config."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+def _config_class(model_type: str) -> type[Any]:
+    """Return a config class; parts become configs of their own and ``x_configs`` objects with attributes."""
+    from transformers import PretrainedConfig
+
+    def init(self: Any, **fields: Any) -> None:
+        for name, value in fields.items():
+            if name in _PARTS and isinstance(value, dict):
+                setattr(self, name, PretrainedConfig(**value))
+            elif name.endswith("_configs"):
+                setattr(self, name, [_Fields({part: _Fields(of) for part, of in each.items()}) for each in value])
+        PretrainedConfig.__init__(self, **{name: value for name, value in fields.items() if name not in vars(self)})
+
+    return type(model_type, (PretrainedConfig,), {"model_type": model_type, "__init__": init})
 
 
 @contextmanager
 def random_weights(tiny: TinyModel) -> Iterator[dict[str, Any]]:
     """Yield engine settings for random weights; vLLM's dummy weights are too small for a block to change the stream."""
-    from transformers import AutoConfig, PretrainedConfig
+    from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from vllm.model_executor.model_loader import dummy_loader
     from vllm.transformers_utils.config import _CONFIG_REGISTRY
 
     if tiny.config not in CONFIG_MAPPING and tiny.config not in _CONFIG_REGISTRY:
-        AutoConfig.register(tiny.config, type(tiny.config, (PretrainedConfig,), {"model_type": tiny.config}))
+        AutoConfig.register(tiny.config, _config_class(tiny.config))
     generator = torch.Generator().manual_seed(zlib.crc32(tiny.name.encode()))
 
     @torch.no_grad()

@@ -61,3 +61,5 @@ BFLOAT16: Final[dict[str, Any]] = {
 # out wrong. A compiled engine does not use it, and neither do these rows.
 NATIVE: Final[dict[str, Any]] = {"engine": {"compilation_config": {"custom_ops": ["none"]}}}
 ONE_BRANCH: Final[dict[str, Any]] = {"reads_mid": None, "one_branch": True}
+TEXT_ONLY: Final[dict[str, Any]] = {"language_model_only": True}
+"""Engine settings of multimodal models: their towers are not built."""

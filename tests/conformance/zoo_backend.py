@@ -50,5 +50,7 @@ BACKEND: Final[tuple[TinyModel, ...]] = (
     TinyModel("nanochat", "NanoChatConfig", {}, "UNFUSED", "NanoChatDecoderLayer"),
     TinyModel("persimmon", "PersimmonConfig", {}, "UNFUSED", "PersimmonDecoderLayer"),
     TinyModel("solar_open", "SolarOpenConfig", {}, "UNFUSED", "SolarOpenDecoderLayer"),
+    TinyModel("qwen2_backend", "Qwen2Config", MQA, "UNFUSED", "Qwen2DecoderLayer",
+              engine={"model_impl": "transformers"}),
 )
 # fmt: on

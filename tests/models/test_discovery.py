@@ -82,10 +82,33 @@ def test_refuses_unsupported_classes_with_the_reason(qualified: str) -> None:
 
 
 def test_names_an_unsupported_class_if_its_list_has_another_length() -> None:
-    """Catches the reason "no list of layers found" for models whose layers run several times."""
-    looped = nn.ModuleList(layer("vllm.model_executor.models.hrm_text.HrmTextDecoderLayer") for _ in range(2))
-    with pytest.raises(UnsupportedModelError, match="run several times"):
-        find_decoder(model(looped), CONFIG)
+    """Catches the reason "no list of layers found" for a class that is known not to be supported."""
+    other = nn.ModuleList(layer("vllm.model_executor.models.gemma3n.Gemma3nDecoderLayer") for _ in range(2))
+    with pytest.raises(UnsupportedModelError, match="several residual streams"):
+        find_decoder(model(other), CONFIG)
+
+
+def test_numbers_every_run_of_a_looped_layer() -> None:
+    """Catches a pass that is left out, and runs in another order than the model's."""
+    looped = of("vllm.model_executor.models.iquest_loopcoder.LoopCoderDecoderLayer")
+    body = model(looped)
+    body.gate_projections, body.layers = nn.ModuleList(), looped
+    decoder = find_decoder(body, SimpleNamespace(num_hidden_layers=LAYERS, loop_num=2))
+    assert [(each.number, each.module, each.run) for each in decoder.layers] == [
+        (run * LAYERS + i, looped[i], run) for run in range(2) for i in range(LAYERS)
+    ]
+    assert (decoder.num_layers, decoder.loops, decoder.gaps) == (2 * LAYERS, True, frozenset())
+
+
+def test_knows_where_the_stream_is_not_the_one_before() -> None:
+    """Catches a self-check that refuses Solar, whose blocks mix in earlier streams, and models with cross-attention."""
+    config = SimpleNamespace(num_hidden_layers=LAYERS, bskcn_3=[1], bskcn_4=[2])
+    decoder = find_decoder(model(of("vllm.model_executor.models.solar.SolarDecoderLayer")), config)
+    assert decoder.gaps == {("pre_attn", 1), ("pre_attn", 2)}
+    whisper = of("vllm.model_executor.models.whisper.WhisperDecoderLayer")
+    # The configuration counts the layers of the encoder.
+    decoder = find_decoder(model(whisper), SimpleNamespace(num_hidden_layers=LAYERS + 3))
+    assert decoder.gaps == {("post_block", number) for number in range(LAYERS)}
 
 
 def test_refuses_unknown_classes_by_name() -> None:

@@ -26,7 +26,7 @@ def engine(model_path: Path) -> Iterator[Any]:
     """Return an engine whose requests can have steering."""
     llm = make_llm(
         model_path, skip_tokenizer_init=False, max_model_len=128, max_logprobs=-1,
-        steering_config={"points": ["attn_out", "mlp_in", "mlp_out"]},
+        steering_config={"points": ["attn_out", "mlp_in", "mlp_out"], "user_hooks": True},
     )  # fmt: skip
     yield llm
     close(llm)
@@ -65,7 +65,7 @@ def url(model_path: Path, adapters: dict[str, Path], tmp_path_factory: pytest.Te
 
 
 def steered_states(
-    hf: Any, token_ids: list[int], layer: int, rows: dict[int, torch.Tensor], *, norm_match: bool
+    hf: Any, token_ids: list[int], layer: int, rows: dict[int, torch.Tensor], *, norm_match: bool, scale: float = 1.0
 ) -> list[torch.Tensor]:
     """Return `hidden_states` with rows added to a layer's output at some positions."""
 
@@ -73,10 +73,11 @@ def steered_states(
         hidden = (output[0] if isinstance(output, tuple) else output).clone()
         for position, row in rows.items():
             length = hidden[0, position].norm() / row.norm() if norm_match else 1.0
-            hidden[0, position] += length * row
+            hidden[0, position] += scale * length * row
         return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
-    handle = hf.model.layers[layer].register_forward_hook(add)
+    # Ahead of the hooks with which HF records hidden states.
+    handle = hf.model.layers[layer].register_forward_hook(add, prepend=True)
     try:
         return hidden_states(hf, token_ids)
     finally:

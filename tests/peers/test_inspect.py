@@ -63,7 +63,7 @@ def model(url: str, **arguments: Any) -> Any:
 
 def run(task: Task, url: str, folder: Path) -> Any:
     """Run a task and return its log as read from the file."""
-    (log,) = run_eval(task, model=model(url), log_dir=str(folder / "logs"), log_format="json")
+    (log,) = run_eval(task, model=model(url), log_dir=str(folder / "logs"), log_format="json", log_model_api=True)
     assert log.status == "success", log.error
     return read_eval_log(log.location)
 
@@ -143,25 +143,31 @@ def test_a_solver_steers(url: str, hf: Any, tmp_path: Path) -> None:
     assert encoded[:40] not in text
 
 
-def test_an_oracle_is_asked(url: str, hf: Any, tmp_path: Path) -> None:
-    """Catches a question without its rows, at another position, or to another adapter."""
+def test_an_oracle_is_asked(url: str, tmp_path: Path) -> None:
+    """Catches a question without its rows, with other rows, at another position, or to another adapter."""
     log = run(inspect_tasks.asked("oracle", LAYER, "?"), url, tmp_path)
     for sample in log.samples:
-        event = next(event for event in sample.events if event.event == "model")
-        metadata = event.output.metadata
-        rows = states_of(hf, metadata)[LAYER + 1][len(metadata["prompt_token_ids"]) :]
+        answered, asked = (event for event in sample.events if event.event == "model")
+        stream = read_activations(answered.output, log)["residual_stream"]
+        rows = stream[0, len(answered.output.metadata["prompt_token_ids"]) :]
+        assert len(rows) == 3
         vector = SteeringVector(
-            activations=rows.mean(0)[None, None],
+            activations=rows.float().mean(0, keepdim=True)[None],
             layer_indices=[1],
             norm_match=True,
             position_indices=[len("user: ")],
         )
-        messages = [{"role": "user", "content": f"?\n{QUESTION}"}]
+        expected = prepare({"extra_args": {"apply_steering_vectors": [vector]}})
+        request = asked.call.request
+        assert (request["model"], request["extra_body"]) == ("oracle", expected.logged)
         with VLLMLensClient(url, model=MODEL) as client:
-            expected = client.chat(messages, 4, steering_vectors=vector, lora_request={"lora_name": "oracle"})
-            without = client.chat(messages, 4, lora_request={"lora_name": "oracle"})
-        assert sample.metadata["oracle"] == expected.text != without.text
-        assert sample.output.completion == expected.text
+            messages = [{"role": "user", "content": f"?\n{QUESTION}"}]
+            answer = client.chat(messages, 4, steering_vectors=vector, lora_request={"lora_name": "oracle"})
+        assert sample.metadata["oracle"] == sample.output.completion == answer.text
+        # Digests of the compiled edits: their vectors, layers and positions.
+        applied = asked.output.metadata["steering_applied"]["request"]
+        assert applied
+        assert applied == answer.document["steering_applied"]["request"]
 
 
 def test_readouts_and_modules(url: str, probe: Path, tmp_path: Path) -> None:
@@ -190,7 +196,7 @@ async def test_samples_and_streams(url: str) -> None:
     """Catches one sample's rows for another, and streams, which lose the rows."""
     seen: list[Any] = []
     extra = {"capture": {"memory": {"hooks": {"post_attn": [2]}, "positions": "last_prompt"}}}
-    config = GenerateConfig(max_tokens=3, num_choices=2, temperature=5.0, seed=1, extra_body={"extra_args": extra})
+    config = GenerateConfig(max_tokens=8, num_choices=2, temperature=2.0, extra_body={"extra_args": extra})
     output = await model(url).generate("one", config=config, on_stream=seen.append)
     first, second = output.metadata["choices"]
     assert first["token_ids"] != second["token_ids"]

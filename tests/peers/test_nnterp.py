@@ -189,6 +189,39 @@ def test_a_trace_reads_and_writes(model: StandardizedTransformer, hf: Any) -> No
     torch.testing.assert_close(torch.add(scaled, clean), scaled.value + clean.value)
 
 
+def test_generation_is_traced(model: StandardizedTransformer, hf: Any) -> None:
+    """Catches reads and writes of another step, and steps shifted by one."""
+    vector = torch.randn(64, generator=torch.Generator().manual_seed(2))
+    rows, probs = [], []
+    with model.trace(PROMPTS[1], max_new_tokens=3) as tracer:
+        for step in tracer.iter[:]:
+            if step != 1:
+                model.layers_output[1][:, -1] += 2.0 * vector
+            rows.append(model.layers_output[1].save())
+            probs.append(model.next_token_probs.save())
+        tokens = tracer.result.save()
+    whole, count = tokens.value[0], len(model.encode(PROMPTS[1]))
+    assert len(whole) == count + 3
+    pushed = torch.zeros(len(whole) - 1, 1)
+    pushed[[count - 1, count + 1]] = 2.0
+    outputs: list[torch.Tensor] = []
+
+    def push(module: Any, args: Any, output: Any) -> Any:
+        changed = (output[0] if isinstance(output, tuple) else output) + pushed * vector
+        outputs.append(changed[0])
+        return (changed, *output[1:]) if isinstance(output, tuple) else changed
+
+    handle = hf.model.layers[1].register_forward_hook(push)
+    with torch.no_grad():
+        logits = hf(whole[None, :-1]).logits[0]
+    handle.remove()
+    expected = logits.softmax(-1)[count - 1 :]
+    assert whole[count:].tolist() == expected.argmax(-1).tolist()
+    torch.testing.assert_close(torch.cat([each.value for each in probs]), expected, atol=1e-3, rtol=1e-2)
+    assert [each.shape for each in rows] == [(1, count, 64), (1, 1, 64), (1, 1, 64)]
+    torch.testing.assert_close(torch.cat([each.value[0] for each in rows]), outputs[0], atol=1e-3, rtol=1e-3)
+
+
 def test_what_cannot_be_compiled_is_refused_with_the_line(model: StandardizedTransformer) -> None:
     """Catches code of a trace that is ignored, and errors without its line."""
     vector = torch.ones(64)
@@ -214,7 +247,17 @@ def test_what_cannot_be_compiled_is_refused_with_the_line(model: StandardizedTra
         with pytest.raises(SteeringError) as caught, model.trace("one"):
             function()
         assert line in caught.value.problem
-    with pytest.raises(SteeringError, match=r"line [0-9]+: .*tracer.iter"), model.trace("one") as tracer:
-        tracer.iter[:]
+    with pytest.raises(SteeringError, match=r"line [0-9]+: .*tracer.iter\[1\]: the invoke has 1 steps"):  # noqa: SIM117
+        with model.trace("one") as tracer:
+            tracer.iter[1]
+    with pytest.raises(SteeringError, match=r"line [0-9]+: .*a context has one step"):  # noqa: SIM117
+        with model.trace("one", max_new_tokens=3) as tracer:
+            with tracer.iter[:]:
+                pass
+    with pytest.raises(SteeringError, match="of the same invoke"):  # noqa: SIM117
+        with model.trace("one", max_new_tokens=2) as tracer:
+            first = model.layers_output[1][:, -1]
+            with tracer.iter[1]:
+                model.layers_output[1][:, -1] = first
     with pytest.raises(SteeringError, match=r"within model\.trace"):
         model.layers_output[1].save()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from examples.peers import transformer_lens
 from tests.peers.conftest import hidden_states
 from vllm_steer import Edit, SteeringError
-from vllm_steer.peers.transformer_lens import ActivationCache, HookedTransformer, get_act_name
+from vllm_steer.peers.transformer_lens import ActivationCache, HookedTransformer, SteeringDriver, get_act_name
 from vllm_steer.peers.transformer_lens.cache import HOOKS, hook_name
 from vllm_steer.site_names import site
 
@@ -76,7 +77,95 @@ def test_filters_and_edits(model: HookedTransformer, hf: Any) -> None:
     with pytest.raises(SteeringError, match="different numbers of tokens"):
         model.run_with_cache(["a", "bb"])
     with pytest.raises(SteeringError, match="run_with_edits"):
-        model.run_with_hooks("a", fwd_hooks=[])
+        model.add_hook("blocks.1.hook_resid_post", print)
+
+
+HALVED = "blocks.1.hook_resid_post"
+
+
+def in_hf(hf: Any, tokens: torch.Tensor, layer: int, change: Any) -> torch.Tensor:
+    """Return HF's log-probabilities ``[batch, tokens, vocab]`` with changed outputs of a layer."""
+
+    def hook(module: Any, args: Any, output: Any) -> Any:
+        rows = output[0] if isinstance(output, tuple) else output
+        return (change(rows), *output[1:]) if isinstance(output, tuple) else change(rows)
+
+    handle = hf.model.layers[layer].register_forward_hook(hook)
+    with torch.no_grad():
+        logits = hf(tokens).logits.log_softmax(-1)
+    handle.remove()
+    return logits
+
+
+@pytest.mark.slow
+def test_functions_run_at_hooks(model: HookedTransformer, hf: Any) -> None:
+    """Catches functions at another hook, rows of several prompts, and errors that are not raised."""
+    tokens = torch.tensor([[5, 9, 17, 33], [8, 3, 21, 60]])
+    seen = []
+
+    def mix(rows: torch.Tensor, hook: Any) -> torch.Tensor:
+        seen.append((hook.name, hook.layer(), tuple(rows.shape)))
+        rows = rows.clone()
+        rows[:, 2] = rows[:, 0] - rows[:, 1]
+        return rows
+
+    def halve(rows: torch.Tensor, hook: Any) -> None:
+        rows[:, 1] *= 0.5
+
+    def change(rows: torch.Tensor) -> torch.Tensor:
+        rows = mix(rows, SimpleNamespace(name="", layer=lambda: 0))
+        halve(rows, None)
+        return rows
+
+    found = model.run_with_hooks(tokens, fwd_hooks=[("resid_post.1", mix), (lambda name: name == HALVED, halve)])
+    assert seen == [(HALVED, 1, (1, 4, 64))] * 2
+    torch.testing.assert_close(found[:, 0], in_hf(hf, tokens, 1, change)[:, -1], atol=5e-3, rtol=1e-3)
+    torch.testing.assert_close(
+        model(tokens)[:, 0], in_hf(hf, tokens, 1, lambda rows: rows)[:, -1], atol=5e-3, rtol=1e-3
+    )
+    with pytest.raises(RuntimeError, match=r"prompts.0.: steering: the user hook .* IndexError"):
+        model.run_with_hooks(tokens, fwd_hooks=[(HALVED, lambda rows, hook: rows[:, 9])])
+
+
+@pytest.mark.slow
+def test_the_driver_of_transformer_lens_4(engine: Any, hf: Any) -> None:
+    """Catches an operation at other positions, logits of shifted tokens, and rows of another prompt of the batch."""
+    config = SimpleNamespace(n_layers=4, d_model=64, architecture="LlamaForCausalLM")
+    tokens = torch.tensor([[5, 9, 17, 33], [8, 3, 21, 60]])
+    vector = torch.randn(64, generator=torch.Generator().manual_seed(3))
+    driver, full = SteeringDriver(engine, config), SteeringDriver(engine, config, sequence_logits=True)
+    name, factors = "blocks.1.hook_resid_post", torch.tensor([1.0, 0.5, 1.0, 0.5])[None, :, None]
+    for spec, change in (
+        ({"op": "suppress", "pos": 2}, lambda rows: rows * torch.tensor([1.0, 1.0, 0.0, 1.0])[None, :, None]),
+        ({"op": "scale", "factor": 0.5, "pos": [1, -1]}, lambda rows: rows * factors),
+        ({"op": "add", "value": vector}, lambda rows: rows + vector),
+        ({"op": "set", "value": 0.25}, lambda rows: torch.full_like(rows, 0.25)),
+    ):
+        right = in_hf(hf, tokens, 1, change)
+        result = full.forward(tokens, capture=(name, "blocks.0.hook_attn_out"), intervene={name: spec})
+        torch.testing.assert_close(result.logits, right, atol=5e-3, rtol=1e-3)
+        assert result.captured["blocks.0.hook_attn_out"].shape == (2, 4, 64)
+        state = torch.stack([hidden_states(hf, row.tolist())[2] for row in tokens])
+        torch.testing.assert_close(result.captured[name], change(state), atol=1e-3, rtol=1e-3)
+        last = driver.forward(tokens, intervene={name: spec}, max_new_tokens=2, output_attentions=True)
+        torch.testing.assert_close(last.logits[:, -1], right[:, -1], atol=5e-3, rtol=1e-3)
+        assert torch.isinf(last.logits[:, :-1]).all()
+        assert last.new_tokens.shape == (2, 2)
+    refused: list[dict[str, Any]] = [
+        {"intervene": {name: lambda rows: rows}},
+        {"intervene": {name: {"op": "add", "value": vector, "scale": 2}}},
+        {"intervene": {name: {"op": "add", "value": vector[:3]}}},
+        {"intervene": {name: {"op": "add", "value": 1.0, "pos": "last"}}},
+        {"intervene": {"blocks.1.attn.hook_q": {"op": "suppress"}}},
+        {"capture": ("hook_embed",)},
+        {"attention_mask": torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]])},
+        {"past_key_values": 1},
+    ]
+    for arguments in refused:
+        with pytest.raises(SteeringError):
+            driver.forward(tokens, **arguments)
+    with pytest.raises(SteeringError, match="n_layers=5"):
+        SteeringDriver(engine, SimpleNamespace(n_layers=5))
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from tests.registry.backends import Backend
 from tests.registry.modules import registry
 from tests.repo.tree import ROOT
 
-ROUNDS, WRITERS = 20, 2
+ROUNDS, WRITERS = 10, 2
 # A process of its own with one thread, which may fork: the writers need not load anything. Each writes down a module's
 # name and digest when its change has returned or, for the control, before it is made.
 HARNESS = """
@@ -89,5 +89,5 @@ def test_killed_writers_lose_no_changes(backend: Backend) -> None:
 
 def test_early_acknowledgement_is_detected(backend: Backend) -> None:
     """Negative control: the test detects modules that are acknowledged before they are stored."""
-    _, lost, _, _ = run(backend.location, 5, "early")
+    _, lost, _, _ = run(backend.location, 3, "early")
     assert lost

@@ -157,7 +157,7 @@ for i in range(len(store.snapshot.index.modules), 100000):
 
 def test_killed_writer_keeps_acknowledged_changes(backend: Backend) -> None:
     """Catches a module acknowledged before it is stored, and a lock that outlives its holder."""
-    for round_ in range(4):
+    for round_ in range(2):
         process = subprocess.Popen(
             [sys.executable, "-c", WRITER, backend.location], cwd=ROOT, stdout=subprocess.PIPE, text=True
         )

@@ -106,6 +106,8 @@ def test_captures_list_unreached_positions(name: str, client: httpx.Client) -> N
         ({"output_residual_stream": [3]}, "output_residual_stream", "vllm-lens"),
         ({"vllm_xargs": {"output_residual_stream": "[3]"}}, "vllm_xargs.output_residual_stream", "vllm-lens"),
         ({"extra_args": {"apply_steering_vectors": []}}, "extra_args.apply_steering_vectors", "vllm-lens"),
+        ({"vllm_xargs": {"apply_hooks": "gASV"}}, "vllm_xargs.apply_hooks", "code in requests is not run"),
+        ({"lora_request": {"lora_name": "oracle"}}, "lora_request", "name the adapter in model"),
     ],
 )
 def test_refuses_mistakes(fields: dict[str, Any], path: str, words: str, name: str, client: httpx.Client) -> None:

@@ -229,7 +229,7 @@ REQUEST_STAGES: tuple[Stage, ...] = (
     ),
 )
 """Stages of a request, in order. ``OVERRIDE`` rows are subclasses and wrap nothing; the others are wrapped in front
-ends when an engine's configuration is made. Engine and worker processes wrap nothing."""
+ends when an engine's configuration is made. Engine and worker processes wrap only :data:`MODEL`."""
 
 LIFECYCLE: tuple[Join, ...] = (
     *(
@@ -251,6 +251,21 @@ LIFECYCLE: tuple[Join, ...] = (
     ),
 )
 """Overridden for loading, graph capture and sleep; no request passes here."""
+
+
+_REDUCING: tuple[tuple[str, str], ...] = (
+    ("deepseek_v32.nvidia.model", "fused_allreduce_rms_norm"),
+    ("deepseek_v32.amd.model", "fused_allreduce_rms_norm"),
+    ("minimax_m3.nvidia.model", "fused_allreduce_gemma_rms_norm"),
+    ("minimax_m3.amd.model", "fused_allreduce_gemma_rms_norm"),
+)
+"""Modules of layers that reduce, add and norm in one function, and its name there."""
+
+MODEL: tuple[Join, ...] = tuple(
+    Join(f"vllm.models.{module}:{name}", AROUND, "vllm_steer.models.reduced_norm:reduce_and_norm")
+    for module, name in _REDUCING
+)
+"""Wrapped in worker processes, each only when its model gets taps."""
 
 
 def front_end_joins() -> tuple[Join, ...]:

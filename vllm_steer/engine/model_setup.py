@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -74,7 +75,12 @@ def set_up_steering(
             "has no steering section, but the steering worker is in use; use vllm_steer.engine_kwargs()",
         )
     model_config = vllm_config.model_config
-    decoder = find_decoder(model, model_config.hf_text_config, allow_unproven=config.allow_unproven)
+    found = find_decoder(model, model_config.hf_text_config, allow_unproven=config.allow_unproven)
+    decoder = replace(
+        found,
+        tensor_parallel=get_tensor_model_parallel_world_size() > 1,
+        final_norm=find_final_norm(model, found),
+    )
     _log_restrictions(decoder, config)
     points = points_on(config.points)
     tables = Tables(
@@ -144,7 +150,7 @@ def _heads(model: Any, decoder: Decoder, vllm_config: Any) -> tuple[dict[str, He
     if vllm_config.lora_config is not None:
         # vLLM's logits of an engine with LoRA depend on the rows that it samples from.
         return {}, "the engine serves LoRA adapters"
-    norm = find_final_norm(model, decoder)
+    norm = decoder.final_norm
     if norm is None or not hasattr(model, "compute_logits"):
         return {}, f"the final norm or the unembedding of {type(model).__name__} is not known"
     return {LENS: LensHead(norm, model.compute_logits, vllm_config.model_config.get_vocab_size())}, None

@@ -8,7 +8,7 @@ parallelism the layers of other stages are placeholders in that list.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,8 +34,11 @@ class DecoderLayer:
     """One decoder layer of this rank."""
 
     number: int
+    """Place in the order in which layers run. A layer that runs several times has one number for each run."""
     module: nn.Module
     recipe: Recipe
+    run: int = 0
+    """Which run of the module this is, in a model that runs its layers several times per token."""
 
     def refusal(self, point: PointName, *, capturing: bool, tensor_parallel: bool) -> str | None:
         """Return why a point is refused on this layer, or None."""
@@ -49,6 +52,14 @@ class Decoder:
 
     layers: tuple[DecoderLayer, ...]
     num_layers: int
+    gaps: frozenset[tuple[PointName, int]] = frozenset()
+    """Sites whose stream is not the one before plus the branches: ``pre_attn`` behind a skip or a new pass, and
+    ``post_block`` behind a cross-attention."""
+    recalls: frozenset[int] = frozenset()
+    """Layers whose attention also reads what an earlier run cached, so their stream alone does not decide it."""
+    tensor_parallel: bool = False
+    final_norm: nn.Module | None = None
+    """The norm of the last layer's output; None if it is not known or on another pipeline stage."""
     unproven: tuple[str, ...] = ()
     """Reasons why layer classes are unproven, one sentence each; empty unless ``allow_unproven`` was given."""
 
@@ -77,6 +88,11 @@ class Decoder:
             key = qualified_name(type(layer.module)), layer.recipe.shape, layer.recipe.post_attn
             found.setdefault(key, []).append(layer.number)
         return [{"layer": c, "stream": s, "mid": m, "layers": numbers} for (c, s, m), numbers in found.items()]
+
+    @property
+    def loops(self) -> bool:
+        """Whether layers run several times per token."""
+        return len({layer.module for layer in self.layers}) < len(self.layers)
 
     @property
     def layer_range(self) -> range:
@@ -110,10 +126,13 @@ def find_decoder(model: nn.Module, hf_text_config: Any, *, allow_unproven: bool 
     def refuse(problem: str) -> UnsupportedModelError:
         return UnsupportedModelError(f"{type(model).__name__} cannot be steered{problem}")
 
-    num_layers = layer_count(hf_text_config)
+    runs = _find_runs(model, hf_text_config, allow_unproven, refuse)
+    num_layers = len(runs)
     layers = []
+    gaps: set[tuple[PointName, int]] = set()
+    recalls: set[int] = set()
     unproven: dict[str, None] = {}
-    for number, module in enumerate(_find_layers(model, num_layers, allow_unproven, refuse)):
+    for number, (module, run) in enumerate(runs):
         if isinstance(module, PPMissingLayer):
             continue
         recipe = recipe_of(module, allow_unproven)
@@ -129,8 +148,30 @@ def find_decoder(model: nn.Module, hf_text_config: Any, *, allow_unproven: bool 
             unproven[doubt] = None
         if (reason := recipe.why_unsupported(module)) is not None:
             raise refuse(f": {name} with {reason}")
-        layers.append(DecoderLayer(number, module, recipe.of(module)))
-    return Decoder(tuple(layers), num_layers, tuple(unproven))
+        layers.append(DecoderLayer(number, module, recipe.of(module), run))
+        if recipe.recalls and run:
+            recalls.add(number)
+        if recipe.cross_attention:
+            gaps.add(("post_block", number))
+        if number in recipe.gaps(hf_text_config):
+            gaps.add(("pre_attn", number))
+    return Decoder(tuple(layers), num_layers, frozenset(gaps), frozenset(recalls), unproven=tuple(unproven))
+
+
+def _find_runs(
+    model: nn.Module, config: Any, allow_unproven: bool, refuse: Callable[[str], UnsupportedModelError]
+) -> Sequence[tuple[nn.Module, int]]:
+    """Return the decoder layers in the order in which they run, each with its pass, 0 in models without a loop."""
+    root: Any = model.get_language_model() if supports_multimodal(model) else model  # type: ignore[operator]
+    for module in root.modules():
+        recipe = recipe_of(module, allow_unproven)
+        if recipe is not None and recipe.runs is not None:
+            return recipe.runs(root, config)
+        if recipe is not None and recipe.cross_attention:
+            # The configuration counts the layers of the encoder.
+            lists = [each for each in root.modules() if isinstance(each, nn.ModuleList) and module in set(each)]
+            return [(layer, 0) for layer in lists[0]]
+    return [(layer, 0) for layer in _find_layers(model, layer_count(config), allow_unproven, refuse)]
 
 
 def _find_layers(

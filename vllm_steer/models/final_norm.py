@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from vllm_steer.compat.internals import PPMissingLayer
 from vllm_steer.models.discovery import Decoder
 
 _NAMES = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f", "final_norm")
@@ -16,6 +17,8 @@ def find_final_norm(model: nn.Module, decoder: Decoder) -> nn.Module | None:
     last = decoder.layers[-1].module
     for parent in model.modules():
         if any(isinstance(each, nn.ModuleList) and any(layer is last for layer in each) for each in parent.children()):
-            found = [norm for name in _NAMES if isinstance(norm := getattr(parent, name, None), nn.Module)]
+            norms = [getattr(parent, name, None) for name in _NAMES]
+            # A placeholder marks the norm of another pipeline stage.
+            found = [norm for norm in norms if isinstance(norm, nn.Module) and not isinstance(norm, PPMissingLayer)]
             return found[0] if len(found) == 1 else None
     return None

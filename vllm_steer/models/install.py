@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
+from vllm_steer.compat.stages import MODEL
+from vllm_steer.compat.wraps import install as install_joins
 from vllm_steer.models.discovery import Decoder, DecoderLayer, UnsupportedModelError
 from vllm_steer.models.recipe import BLOCK_INPUT, BLOCK_OUTPUT, SUMMAND, Recipe
+from vllm_steer.models.reduced_norm import TappedNorm
 from vllm_steer.points import OPTIONAL_POINTS, POINT_NAMES, POINTS, PointName
 from vllm_steer.taps.tables import Tables
 from vllm_steer.taps.tap import Tap
@@ -27,6 +30,10 @@ _OFFLOADED = (
     "--cpu-offload-gb with VLLM_WEIGHT_OFFLOADING_DISABLE_UVA=1) and would remove the taps. Disable weight offloading "
     "or --enable-steering"
 )
+_PARTIAL_STAGE = (
+    "{layer} cannot be steered with pipeline and tensor parallelism together: a stage hands over one partial sum per "
+    "rank. Use one of the two"
+)
 Forward = Callable[..., Any]
 TapCall = Callable[..., None]
 """A function of the stream's summands at one location."""
@@ -36,18 +43,69 @@ def install_taps(decoder: Decoder, tables: Tables) -> None:
     """Install the taps of this rank's layers at the engine's points.
 
     Raises:
-        UnsupportedModelError: A layer does not run the ``forward`` of its class.
+        UnsupportedModelError: A layer does not run the ``forward`` of its class, or hands partial sums to another
+            pipeline stage.
     """
     for layer in decoder.layers:
         if "forward" in vars(layer.module):
             name = type(layer.module).__name__
             raise UnsupportedModelError(_OFFLOADED.format(number=layer.number, layer=name))
+    reduced = any(layer.recipe.reduced_by for layer in decoder.layers)
+    if reduced and decoder.tensor_parallel and len(decoder.layers) < decoder.num_layers:
+        raise UnsupportedModelError(_PARTIAL_STAGE.format(layer=type(decoder.layers[0].module).__name__))
+    every: list[Mapping[PointName, Tap]] = []
+    modules: dict[nn.Module, list[Tap]] = {}
     for layer in decoder.layers:
         first = layer.number * len(POINT_NAMES)
-        taps = {name: Tap(tables, tables.column[first + POINTS[name].index]) for name in tables.points}
-        _install(layer, taps)
+        every.append({name: Tap(tables, tables.column[first + POINTS[name].index]) for name in tables.points})
+        modules.setdefault(layer.module, []).extend(every[-1].values())
+    for module, taps in modules.items():
         # Registered on the layer, so that the taps' buffers are the module's own and move with it.
-        layer.module.register_module(TAPS, nn.ModuleList(taps.values()))
+        module.register_module(TAPS, nn.ModuleList(taps))
+    if reduced:
+        _install_at_norms(decoder, every)
+    elif decoder.loops:
+        _install_in_loop(decoder, every)
+    else:
+        for layer, own in zip(decoder.layers, every, strict=True):
+            _install(layer, own)
+
+
+def _install_in_loop(decoder: Decoder, taps: Sequence[Mapping[PointName, Tap]]) -> None:
+    """Install the taps of layers that run several times per token: each in the pass that its number names."""
+    passes: dict[nn.Module, Pass] = {layer.module: Pass() for layer in decoder.layers}
+    arguments = {layer.module: _argument(layer.module.forward, layer.recipe.pass_argument) for layer in decoder.layers}
+    for layer, own in zip(decoder.layers, taps, strict=True):
+        now = passes[layer.module]
+        _install(layer, {name: now.only_in(layer.run, tap) for name, tap in own.items()})
+    for module, now in passes.items():
+        looped: Any = module
+        looped.forward = now.follow(looped.forward, arguments[module])
+
+
+class Pass:
+    """The pass in which a layer runs that several passes share."""
+
+    def __init__(self) -> None:
+        self._number = -1
+
+    def only_in(self, number: int, tap: TapCall) -> Any:
+        """Return a tap that does nothing in other passes."""
+
+        def gated(*summands: Any) -> None:
+            if self._number == number:
+                tap(*summands)
+
+        return gated
+
+    def follow(self, forward: Forward, number_of: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> Forward:
+        """Wrap the layer's ``forward`` to read the number of the pass from its arguments."""
+
+        def steered(*args: Any, **kwargs: Any) -> Any:
+            self._number = number_of(args, kwargs)
+            return forward(*args, **kwargs)
+
+        return steered
 
 
 def _install(layer: DecoderLayer, taps: Mapping[PointName, Tap]) -> None:
@@ -60,12 +118,74 @@ def _install(layer: DecoderLayer, taps: Mapping[PointName, Tap]) -> None:
     post_block = _with_branch(summands.get("mlp_out"), taps["post_block"])
     before: TapCall = _in_order(taps["pre_attn"], post_attn) if recipe.post_attn == BLOCK_INPUT else taps["pre_attn"]
     after: TapCall = _in_order(post_attn, post_block) if recipe.post_attn == BLOCK_OUTPUT else post_block
-    module.forward = (_pair_layer if pair else _single_layer)(forward, before, after)
+    make = functools.partial(_pair_layer, residual_at=recipe.residual_at) if recipe.residual_at != 1 else _pair_layer
+    module.forward = (make if pair else _single_layer)(forward, before, after)
     if recipe.parallel:
         _read_parallel(module, forward, recipe, taps["post_attn"])
     elif recipe.post_attn not in (None, BLOCK_INPUT, BLOCK_OUTPUT):
         reader: Any = module.get_submodule(str(recipe.post_attn))
         reader.forward = (_pair_mid if pair else _single_mid)(reader.forward, post_attn)
+
+
+def _install_at_norms(decoder: Decoder, taps: Sequence[Mapping[PointName, Tap]]) -> None:
+    """Install the taps of layers whose norms reduce the branch: each at the norm that adds the branch to the stream."""
+    first: Any = type(decoder.layers[0].module)
+    module = first.forward.__module__
+    install_joins(join for join in MODEL if join.method.partition(":")[0] == module)
+    before: Mapping[PointName, Tap] = {}
+    for layer, own in zip(decoder.layers, taps, strict=True):
+        block: Any = layer.module
+        branch = {} if decoder.tensor_parallel else own
+        block.forward = _first_layer(block.forward, own["pre_attn"])
+        _tap_norm(block.input_layernorm, before, own["pre_attn"], decoder.tensor_parallel)
+        stream = _with_branch(branch.get("attn_out"), own["post_attn"])
+        mid = block.get_submodule(str(layer.recipe.post_attn))
+        TappedNorm(mid, stream, [own["post_attn"]], own.get("mlp_in"))
+        before = own
+    if decoder.final_norm is None:
+        # Another stage adds this branch, which is complete without tensor parallelism.
+        last: Any = decoder.layers[-1].module
+        last.forward = _last_layer(last.forward, _with_branch(before.get("mlp_out"), before["post_block"]))
+    else:
+        _tap_norm(decoder.final_norm, before, None, decoder.tensor_parallel)
+
+
+def _tap_norm(norm: nn.Module, before: Mapping[PointName, Tap], pre_attn: Tap | None, tensor_parallel: bool) -> None:
+    """Install at a norm the taps of the layer before it, which ends there, and ``pre_attn`` of its own."""
+    calls: list[TapCall] = []
+    if before:
+        calls.append(_with_branch(None if tensor_parallel else before.get("mlp_out"), before["post_block"]))
+    if pre_attn is not None:
+        calls.append(pre_attn)
+    taps = [tap for tap in (before.get("post_block"), pre_attn) if tap is not None]
+    TappedNorm(norm, functools.reduce(_in_order, calls), taps)
+
+
+def _first_layer(forward: Forward, pre_attn: Tap) -> Forward:
+    """Wrap a layer to tap the model's first stream, which has no branch yet."""
+    residual_of = _argument(forward, "residual")
+    signature = inspect.signature(forward)
+
+    def steered(*args: Any, **kwargs: Any) -> Any:
+        if residual_of(args, kwargs) is not None:
+            return forward(*args, **kwargs)
+        given = signature.bind(*args, **kwargs).arguments
+        pre_attn(given["hidden_states"])
+        if given.get("attn_in") is not None and pre_attn.is_active():
+            # The norm of the stream before the edit, from the kernel that looks up the embedding.
+            given["attn_in"] = None
+        return forward(**given)
+
+    return steered
+
+
+def _last_layer(forward: Forward, post_block: TapCall) -> Forward:
+    def steered(*args: Any, **kwargs: Any) -> Any:
+        out = forward(*args, **kwargs)
+        post_block(out[1], out[0])
+        return out
+
+    return steered
 
 
 def _tap_branch_outputs(layer: DecoderLayer, taps: Mapping[PointName, Tap]) -> dict[PointName, Tap]:
@@ -127,7 +247,7 @@ def _argument(forward: Forward, name: str) -> Callable[[tuple[Any, ...], dict[st
     return get
 
 
-def _pair_layer(forward: Forward, pre_attn: TapCall, post_block: TapCall) -> Forward:
+def _pair_layer(forward: Forward, pre_attn: TapCall, post_block: TapCall, residual_at: int = 1) -> Forward:
     hidden_of, residual_of = _argument(forward, "hidden_states"), _argument(forward, "residual")
 
     def steered(*args: Any, **kwargs: Any) -> Any:
@@ -138,15 +258,18 @@ def _pair_layer(forward: Forward, pre_attn: TapCall, post_block: TapCall) -> For
             pre_attn(residual, hidden)
         out = forward(*args, **kwargs)
         # Some layers return more than the two summands.
-        post_block(out[1], out[0])
+        post_block(out[residual_at], out[0])
         return out
 
     return steered
 
 
 def _single_layer(forward: Forward, pre_attn: TapCall, post_block: TapCall) -> Forward:
-    hidden_of = _argument(forward, "hidden_states")
+    # Wrappers keep the signature of the layer's own forward.
+    names = inspect.signature(forward).parameters
+    hidden_of = _argument(forward, "hidden_states" if "hidden_states" in names else "decoder_hidden_states")
 
+    @functools.wraps(forward)
     def steered(*args: Any, **kwargs: Any) -> Any:
         pre_attn(hidden_of(args, kwargs))
         out = forward(*args, **kwargs)

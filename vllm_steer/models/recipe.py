@@ -5,6 +5,8 @@ vLLM's decoder layers pass the residual stream on in one of two shapes:
 
 * **pair**: ``(hidden_states, residual)``, summed by the next fused add-norm. The taps edit the residual summand, which
   is complete on every tensor-parallel rank; vLLM's all-reduce fusion still matches. The other summand is the branch.
+  Layers with ``reduced_by`` pass the branch on as one partial sum per rank, and the norm that consumes it reduces it
+  first; their taps are at the norms (``reduced_norm.py``).
 * **single**: one tensor. ``post_attn`` is the tensor that enters the second norm. These layers keep that same tensor as
   their residual, so an in-place edit reaches both the MLP and the residual sum.
 
@@ -14,7 +16,7 @@ block refuses edits at ``post_attn``; captures return the block's input plus the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
@@ -39,6 +41,9 @@ PARTIAL_STREAM: Final = (
 )
 PARTIAL_BRANCH: Final = (
     "under tensor parallelism {layer} reduces attention and MLP in one sum, so no rank holds this branch"
+)
+REDUCED_BRANCH: Final = (
+    "under tensor parallelism {layer} reduces the branch in the kernel that adds it, so no rank holds this branch"
 )
 ONE_BRANCH: Final = "{layer} has only one branch, which is the difference of post_block and pre_attn"
 NO_SUBMODULE: Final = "no known submodule of {layer} outputs exactly what is added to the stream"
@@ -74,6 +79,22 @@ class Recipe:
     """Parallel blocks: what the output of ``attn_out`` adds to the stream."""
     partial_sums: bool = False
     """Parallel blocks: whether each tensor-parallel rank holds only its part of the branches."""
+    mlp_in: str = ""
+    """Submodule whose output the MLP reads, if it is not the one of ``post_attn``."""
+    cross_attention: bool = False
+    """Whether the layer attends to an encoder between ``post_attn`` and the MLP."""
+    pass_argument: str = ""
+    """Argument of ``forward`` with the number of the pass, in models that run their layers several times per token."""
+    runs: Callable[[Any, Any], Sequence[tuple[Any, int]]] | None = None
+    """Given the model and its configuration, return these layers in the order in which they run, with their passes."""
+    recalls: bool = False
+    """Whether later runs of the layer also attend to the keys and values of its first run."""
+    gaps: Callable[[Any], Sequence[int]] = lambda config: ()
+    """Return the layers, by number, that do not read what the layer before them leaves."""
+    residual_at: int = 1
+    """Shape ``pair``: place of the residual in what the layer returns; the branch is the first."""
+    reduced_by: str = ""
+    """Shape ``pair``: the function in the layer's module that reduces the branch, adds it and norms the sum."""
     refused_points: Reasons = field(default_factory=dict)
     """Points that are refused although the rules of the shape would allow them."""
     variant: Callable[[Any], Mapping[str, Any]] = lambda layer: {}
@@ -109,6 +130,8 @@ class Recipe:
             if capturing and self.parallel:
                 return PARTIAL_STREAM if self.partial_sums and tensor_parallel else None
             return self.refused_points.get(point, PARALLEL)
+        if self.reduced_by and tensor_parallel and point in ("attn_out", "mlp_out"):
+            return REDUCED_BRANCH
         if point not in OPTIONAL_POINTS:
             return None
         if point in self.refused_points:
@@ -124,7 +147,7 @@ class Recipe:
     def location(self, point: PointName, layer: nn.Module) -> str:
         """Return ``SUMMAND`` or the submodule whose (first) output is the value of a served optional point."""
         if point == "mlp_in":
-            return str(self.post_attn)
+            return self.mlp_in or str(self.post_attn)
         if self.shape == "pair":
             return SUMMAND
         names = self._branch(point).split("|")

@@ -8,7 +8,8 @@ read D too, whatever the layer computes between the two (activation patching). C
 
 * **reached**: every site stored a finite row. The arena is filled with NaN before a step, so a tap that did not run
   (a skipped layer, another code path) is detected.
-* **joined**: ``post_block(i)`` reads what ``pre_attn(i + 1)`` reads. Detects taps on other layers than they claim.
+* **joined**: ``post_block(i)`` reads what ``pre_attn(i + 1)`` reads, except at the gaps of the model. Detects taps on
+  other layers than they claim.
 * **cause**: within each layer, ``D - B`` added at one point makes the next read D: the branch between them was computed
   from the edited stream, and the stream is that plus the branch. Detects an edit after the norm at which the branch
   starts, one summand read instead of the sum, a tap that runs twice, and two points in the wrong order.
@@ -27,7 +28,7 @@ differs from HF Transformers. ``tests/conformance`` covers these.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 
@@ -123,8 +124,13 @@ def _by_layer(sites: Sequence[Site]) -> Iterator[tuple[int, list[PointName], lis
         yield layer, points, [point for point in points if not POINTS[point].optional]
 
 
-def hops_of(sites: Sequence[Site]) -> list[Hop]:
-    """Return the hops within the layers of ``sites``, which are in order of computation."""
+def hops_of(sites: Sequence[Site], recalls: Collection[int] = ()) -> list[Hop]:
+    """Return the hops within the layers of ``sites``, which are in order of computation.
+
+    Args:
+        sites: The sites of this rank.
+        recalls: Layers whose attention reads more than the stream; no hop goes through it.
+    """
     hops: list[Hop] = []
     for layer, points, stream in _by_layer(sites):
         pairs = [(a, b, False) for a, b in pairwise(stream)]
@@ -136,7 +142,8 @@ def hops_of(sites: Sequence[Site]) -> list[Hop]:
         mlp_source: PointName = "post_attn" if "post_attn" in points else "pre_attn"
         mlp: list[PointName] = [point for point in (mlp_source, "mlp_in", "mlp_out") if point in points]
         pairs += [(a, b, False) for a, b in pairwise(mlp)]
-        hops += [Hop((a, layer), (b, layer), adds) for a, b, adds in pairs]
+        through_attention = {"pre_attn"} if layer in recalls else set()
+        hops += [Hop((a, layer), (b, layer), adds) for a, b, adds in pairs if a not in through_attention]
     return hops
 
 
@@ -186,8 +193,17 @@ def hop_request(hop: Hop, base: Streams, donor: Streams) -> CheckRequest:
     return CheckRequest(donor=False, edits=edits, captures=(hop.target,))
 
 
-def check_plain(sites: Sequence[Site], base: Streams, donor: Streams, epsilon: float) -> None:
+def check_plain(
+    sites: Sequence[Site], base: Streams, donor: Streams, epsilon: float, gaps: Collection[Site] = ()
+) -> None:
     """Check the requests without edits: every site was reached, neighbouring layers join, branches add up.
+
+    Args:
+        sites: The sites of this rank.
+        base: Rows of the first request.
+        donor: Rows of the second request.
+        epsilon: Relative rounding of the model's dtype.
+        gaps: Sites whose stream is more than the one before plus the branches.
 
     Raises:
         SelfCheckError: A tap is in the wrong place.
@@ -197,11 +213,15 @@ def check_plain(sites: Sequence[Site], base: Streams, donor: Streams, epsilon: f
             _fail(site, "stored no finite row: its tap did not run in a forward pass, or the stream itself overflows")
     for layer in (n for point, n in sites if point == "post_block" and ("pre_attn", n + 1) in sites):
         after: Site = ("pre_attn", layer + 1)
+        if after in gaps:
+            continue
         for rows in (base, donor):
             distance = _length(rows["post_block", layer] - rows[after])
             if (distance > _noise(epsilon, rows[after])).any():
                 _fail(after, f"does not read the stream that post_block of layer {layer} reads, although they are one")
     for before, branches, stream in _sums_of(sites):
+        if stream in gaps:
+            continue
         for rows in (base, donor):
             distance = _length(rows[stream] - rows[before] - sum(rows[branch] for branch in branches))
             if (distance > _noise(epsilon, rows[before], rows[stream])).any():

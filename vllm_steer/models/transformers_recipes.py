@@ -7,6 +7,7 @@ All of them keep the stream in one tensor. Each row is proven by ``tests/conform
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 from vllm_steer.models.recipe import Recipe
@@ -39,6 +40,9 @@ TRANSFORMERS_RECIPES: Final[tuple[Recipe, ...]] = (
     _sequential("bitnet", "BitNetDecoderLayer"),
     _sequential("cwm", "CwmDecoderLayer"),
     _sequential("dots1", "Dots1DecoderLayer"),
+    # The backend runs these two only behind a processor of images.
+    replace(_sequential("emu3", "Emu3DecoderLayer"), proven=False),
+    replace(_sequential("hunyuan_vl", "HunYuanVLDenseV1DecoderLayer"), proven=False),
     _post_norm("flex_olmo", "FlexOlmoDecoderLayer"),
     _sequential("glm", "GlmDecoderLayer"),
     _sequential("gpt_bigcode", "GPTBigCodeBlock", "ln_2", "attn"),
@@ -55,6 +59,7 @@ TRANSFORMERS_RECIPES: Final[tuple[Recipe, ...]] = (
     _post_norm("olmo3", "Olmo3DecoderLayer"),
     _sequential("persimmon", "PersimmonDecoderLayer"),
     _parallel("phi", "PhiDecoderLayer", "self_attn"),
+    _sequential("qwen2", "Qwen2DecoderLayer"),
     _sequential("seed_oss", "SeedOssDecoderLayer"),
     _sequential("smollm3", "SmolLM3DecoderLayer"),
     _sequential("solar_open", "SolarOpenDecoderLayer"),

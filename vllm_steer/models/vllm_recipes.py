@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import torch
 
+from vllm_steer.models.loops import hrm_text_gaps, hrm_text_runs, loop_coder_runs, solar_gaps
 from vllm_steer.models.recipe import BLOCK_INPUT, BLOCK_OUTPUT, NO_SUBMODULE, Reasons, Recipe
 from vllm_steer.points import OPTIONAL_POINTS
 
@@ -25,8 +26,12 @@ _SECOND_INPUT: Final = "this {layer} scales the norm's output by a second input 
 _TWO_NORMS: Final = "this {layer} gives its MLP and its experts different norms of the stream"
 _OUTER_BIAS: Final = "{layer} adds the branch's bias separately, so no tensor holds what is added to the stream"
 
+_REDUCE: Final = "fused_allreduce_rms_norm"
+_REDUCE_GEMMA: Final = "fused_allreduce_gemma_rms_norm"
+
 _BOTH_MULTIPLIED: Final[Reasons] = {"attn_out": _MULTIPLIED, "mlp_out": _MULTIPLIED}
 _POST_NORMS: Final = {"attn_out": "post_attention_layernorm", "mlp_out": "post_feedforward_layernorm"}
+_NORMS_AFTER: Final = {"attn_out": "input_layernorm", "mlp_out": "post_attention_layernorm"}
 _SELF_ATTN: Final = {"attn_out": "self_attn", "mlp_out": "mlp"}
 _SELF_ATTENTION: Final = {"attn_out": "self_attention", "mlp_out": "mlp"}
 
@@ -39,9 +44,20 @@ def _single(layer: str, post_attn: str | None = "post_attention_layernorm", **mo
     return Recipe(MODULES + layer, "single", post_attn, **more)
 
 
+def _reduced(layer: str, function: str, **more: Any) -> Recipe:
+    return Recipe(f"vllm.models.{layer}", "pair", reduced_by=function, **more)
+
+
 def _derived(layer: str, base: str) -> Recipe:
     """Return the row of a class that inherits ``forward``; its other fields are the base's."""
     return Recipe(MODULES + layer, "pair", inherits=MODULES + base)
+
+
+def _deci_lm(layer: Any) -> Mapping[str, Any]:
+    """Return where the stream after attention is in a block that may lack its attention or its MLP."""
+    if getattr(layer, "mlp", None) is None:
+        return {"post_attn": BLOCK_OUTPUT}
+    return {"post_attn": BLOCK_INPUT} if getattr(layer, "self_attn", None) is None else {}
 
 
 def _falcon(layer: Any) -> Mapping[str, Any]:
@@ -100,6 +116,13 @@ def _scaled_in_float16(layer: Any) -> str | None:
     return _sequence_parallel(layer)
 
 
+def _kimi(layer: Any) -> str | None:
+    for name in ("use_attn_res", "use_attn_residuals"):
+        if getattr(layer, name, False):
+            return "attention residuals (Kimi-K3): it carries several residual streams and mixes them"
+    return _sequence_parallel(layer)
+
+
 VLLM_RECIPES: Final[tuple[Recipe, ...]] = (
     # Attention, then MLP: pairs.
     _pair("AXK1.AXK1DecoderLayer", why_unsupported=_scaled_in_float16),
@@ -107,8 +130,10 @@ VLLM_RECIPES: Final[tuple[Recipe, ...]] = (
     _pair("apertus.ApertusDecoderLayer", "feedforward_layernorm"),
     _derived("aria.AriaTextDecoderLayer", "llama.LlamaDecoderLayer"),
     _pair("bailing_moe.BailingMoeBlock"),
+    _pair("bailing_moe_v3.BailingMoeV3DecoderLayer"),
     _pair("deepseek_v2.DeepseekV2DecoderLayer", why_unsupported=_scaled_in_float16),
     _pair("ernie45_moe.Ernie4_5_MoeDecoderLayer"),
+    _pair("ernie45_vl_moe.Ernie4_5_VLMoeDecoderLayer"),
     _pair("exaone.ExaoneDecoderLayer", "ln_2"),
     _pair("exaone_moe.ExaoneMoeDecoderLayer"),
     _pair("gemma.GemmaDecoderLayer"),
@@ -120,6 +145,7 @@ VLLM_RECIPES: Final[tuple[Recipe, ...]] = (
     _pair("gpt_oss.TransformerBlock"),
     _pair("hy_v3.HYV3DecoderLayer"),
     _pair("internlm2.InternLMDecoderLayer", "ffn_norm"),
+    _pair("interns1_pro.InternS1ProMoeDecoderLayer"),
     _pair("k2_horizon.K2HorizonDecoderLayer"),
     _pair("laguna.LagunaDecoderLayer"),
     _pair("llama.LlamaDecoderLayer"),
@@ -130,7 +156,10 @@ VLLM_RECIPES: Final[tuple[Recipe, ...]] = (
     _pair("minimax_m2.MiniMaxM2DecoderLayer"),
     _pair("mistral.MistralDecoderLayer", variant=_mistral),
     _pair("mixtral.MixtralDecoderLayer"),
+    _pair("molmo.MolmoDecoderLayer"),
+    _pair("molmo2.Molmo2DecoderLayer"),
     _pair("nemotron.NemotronDecoderLayer"),
+    _pair("nemotron_nas.DeciLMDecoderLayer", variant=_deci_lm),
     _pair("olmoe.OlmoeDecoderLayer"),
     _pair("openpangu.OpenPanguDecoderLayer", variant=_openpangu, why_unsupported=_scaled_in_float16),
     _pair("param2moe.Param2MoEDecoderLayer"),
@@ -143,16 +172,25 @@ VLLM_RECIPES: Final[tuple[Recipe, ...]] = (
     _derived("qwen3_vl_moe.Qwen3VLMoeDecoderLayer", "qwen3_moe.Qwen3MoeDecoderLayer"),
     _pair("rnj1.Rnj1DecoderLayer", "pre_feedforward_layernorm"),
     _pair("sarvam.SarvamMLABlock"),
+    _pair("solar.SolarDecoderLayer", gaps=solar_gaps),
     _pair("step1.StepDecoderLayer"),
     _pair("step3_text.Step3TextDecoderLayer"),
     # Only 0.31 has these; later versions run the layers of Transformers.
     _pair("arcee.ArceeDecoderLayer"),
     _pair("mellum.MellumDecoderLayer"),
     _pair("seed_oss.SeedOssDecoderLayer"),
+    # The same, with the tensor-parallel reduction in the norms.
+    _reduced("deepseek_v32.nvidia.model.DeepseekV32DecoderLayer", _REDUCE, why_unsupported=_sequence_parallel),
+    _reduced("dots3_note.nvidia.model.Dots3NoteDecoderLayer", _REDUCE, why_unsupported=_sequence_parallel,
+             inherits="vllm.models.deepseek_v32.nvidia.model.DeepseekV32DecoderLayer"),
+    _reduced("minimax_m3.nvidia.model.MiniMaxM3DecoderLayer", _REDUCE_GEMMA),
     # Other token mixers instead of, or beside, attention: pairs.
     _pair("bailing_moe_linear.BailingMoeV25DecoderLayer", refused_points={"mlp_out": _BFLOAT16_ONLY}),
+    _pair("interns2_mobius.InternS2MobiusDecoderLayer", why_unsupported=_sequence_parallel),
     _pair("jamba.JambaAttentionDecoderLayer", "pre_ff_layernorm"),
     _pair("jamba.JambaMambaDecoderLayer", "pre_ff_layernorm"),
+    Recipe("vllm.models.kimi_k3.amd.linear.KimiDecoderLayer", "pair", why_unsupported=_kimi),
+    Recipe("vllm.models.kimi_k3.nvidia.model.KimiDecoderLayer", "pair", residual_at=2, why_unsupported=_kimi),
     _pair("lfm2.Lfm2AttentionDecoderLayer", "ffn_norm"),
     _pair("lfm2.Lfm2ShortConvDecoderLayer", "ffn_norm"),
     _pair("lfm2_moe.Lfm2MoeAttentionDecoderLayer", "ffn_norm"),
@@ -160,6 +198,7 @@ VLLM_RECIPES: Final[tuple[Recipe, ...]] = (
     _pair("qwen3_5.Qwen3_5DecoderLayer", why_unsupported=_sequence_parallel),
     _pair("qwen3_next.Qwen3NextDecoderLayer", why_unsupported=_sequence_parallel),
     # Blocks with one branch: pairs.
+    _pair("cosmos3_edge.Cosmos3EdgeAttentionDecoderLayer", BLOCK_OUTPUT),
     _pair("mamba.MambaDecoderLayer", BLOCK_OUTPUT),
     _pair("mamba2.Mamba2DecoderLayer", BLOCK_OUTPUT),
     _pair("nemotron_h.NemotronHMambaDecoderLayer", BLOCK_OUTPUT),
@@ -181,6 +220,9 @@ VLLM_RECIPES: Final[tuple[Recipe, ...]] = (
     _single("hyperclovax.HyperCLOVAXDecoderLayer", refused_points=_BOTH_MULTIPLIED),
     _single("minicpm.MiniCPMDecoderLayer", refused_points=_BOTH_MULTIPLIED),
     _single("minicpm3.MiniCPM3DecoderLayer", refused_points=_BOTH_MULTIPLIED),
+    # These keep the names of pre-norm layers: the norms follow attention and MLP.
+    _single("molmo.MolmoDecoderNormAfterLayer", "mlp", **_NORMS_AFTER),
+    _single("molmo2.Molmo2DecoderNormAfterLayer", "mlp", **_NORMS_AFTER),
     _single("muse_glimmer.MuseGlimmerDecoderLayer", "pre_feedforward_layernorm",
             refused_points={"mlp_in": NO_SUBMODULE}),
     _single("opt.OPTDecoderLayer", "final_layer_norm", attn_out="self_attn", mlp_out="fc2", variant=_opt),
@@ -188,6 +230,18 @@ VLLM_RECIPES: Final[tuple[Recipe, ...]] = (
     _single("phimoe.PhiMoEDecoderLayer", attn_out="self_attn", mlp_out="block_sparse_moe"),
     _single("stablelm.StablelmDecoderLayer", **_SELF_ATTN),
     _single("step3p5.Step3p5DecoderLayer", attn_out="self_attn", mlp_out="moe|mlp"),
+    # Layers that run several times per token.
+    _single("hrm_text.HrmTextDecoderLayer", **_SELF_ATTN, pass_argument="current_step", runs=hrm_text_runs,
+            gaps=hrm_text_gaps),
+    _single("iquest_loopcoder.LoopCoderDecoderLayer", **_SELF_ATTN, pass_argument="loop_idx", runs=loop_coder_runs,
+            recalls=True),
+    # Self-attention, attention to an encoder, then MLP: post_attn is in front of the second.
+    _single("cohere_asr.CohereASRDecoderLayer", "layer_norm_2", attn_out="first_sub_layer", mlp_out="third_sub_layer",
+            mlp_in="layer_norm_3", cross_attention=True, proven=False),
+    _single("nemotron_parse.MBartDecoderLayer", "encoder_attn_layer_norm", attn_out="self_attn", mlp_out="fc2",
+            mlp_in="final_layer_norm", cross_attention=True, proven=False),
+    _single("whisper.WhisperDecoderLayer", "encoder_attn_layer_norm", attn_out="self_attn", mlp_out="mlp",
+            mlp_in="final_layer_norm", cross_attention=True),
     # Other token mixers instead of, or beside, attention: single tensors.
     _single("falcon_h1.FalconH1ParallelHybrid", "pre_ff_layernorm", mlp_out="feed_forward",
             refused_points={"attn_out": _MULTIPLIED}),
@@ -198,9 +252,11 @@ VLLM_RECIPES: Final[tuple[Recipe, ...]] = (
     _single("zamba2.Zamba2HybridLayer", BLOCK_OUTPUT),
     _single("zamba2.Zamba2MambaDecoderLayer", BLOCK_OUTPUT),
     # Attention and MLP in parallel.
+    _single("cohere_compass.CohereCompassDecoderLayer", None, **_SELF_ATTN, proven=False),
     _single("cohere2_moe.Cohere2MoeDecoderLayer", None),
     _single("commandr.CohereDecoderLayer", None, **_SELF_ATTN, partial_sums=True),
     _single("falcon.FalconDecoderLayer", None, **_SELF_ATTENTION, partial_sums=True, attn_added=_falcon_attention,
             variant=_falcon),
     _single("gpt_j.GPTJBlock", None, attn_out="attn", mlp_out="mlp"),
+    _single("moondream3.Moondream3DecoderLayer", None, attn_out="attn", mlp_out="mlp"),
 )  # fmt: skip

@@ -108,3 +108,8 @@ class Tap(nn.Module):
             other: The stream's second summand, None if ``target`` is the whole stream.
         """
         torch.ops.vllm_steer.tap(target, other, self.head, None)
+
+    def is_active(self) -> bool:
+        """Return whether the current step runs this site. Only for models that vLLM does not compile."""
+        tables: Tables = get_forward_context().no_compile_layers[CONTEXT_KEY]
+        return tables.hooks is not None or _launches(tables, self.head, None)

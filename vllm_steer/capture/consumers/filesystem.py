@@ -42,7 +42,9 @@ class FilesystemConsumer(Consumer):
     """
 
     name: ClassVar[str] = "filesystem"
-    spec_options: ClassVar[Mapping[str, Any]] = MappingProxyType({"tag": Annotated[str, Field(max_length=1024)]})
+    spec_options: ClassVar[Mapping[str, Any]] = MappingProxyType(
+        {"tag": Annotated[str, Field(max_length=1024)], "layout": LayoutName}
+    )
 
     def __init__(
         self,
@@ -79,11 +81,20 @@ class FilesystemConsumer(Consumer):
         directory = CaptureDirectory(root, fsync=fsync, quota=quota)
         run = timestamped_stem("run", time.time_ns()) if run is None else escape_surrogates(run)
         self._journal = SubmissionJournal(directory, run)
-        self._layout: FileLayout
+        self._directory, self._run = directory, run
+        self._default: LayoutName = layout
+        self._layouts: dict[LayoutName, FileLayout] = {}
+        self._open(layout, given)
+
+    def _open(self, layout: LayoutName, limits: Mapping[str, Any]) -> FileLayout:
+        """Return the writer of a layout, with its limits for new files."""
+        opened: FileLayout
         if layout == "per_request":
-            self._layout = PerRequestLayout(directory, run)
+            opened = PerRequestLayout(self._directory, self._run)
         else:
-            self._layout = RotatingLayout(directory, layout, replace(ROTATION_LIMITS[layout], **given), run)
+            opened = RotatingLayout(self._directory, layout, replace(ROTATION_LIMITS[layout], **limits), self._run)
+        self._layouts[layout] = opened
+        return opened
 
     def begin(self, submitted: SubmittedRequest) -> None:
         """Add the request to the journal of submitted requests."""
@@ -100,7 +111,8 @@ class FilesystemConsumer(Consumer):
             CaptureWriteError: The disk or the quota is full, or the directory is missing or not writable.
         """
         try:
-            return self._layout.write(captured)
+            layout: LayoutName = captured.spec.options.get("layout", self._default)
+            return (self._layouts.get(layout) or self._open(layout, {})).write(captured)
         except Exception as error:
             if captured.submission is not None:
                 submitted = SubmittedRequest(captured.request_id, captured.sample, captured.submission, captured.spec)
@@ -109,6 +121,7 @@ class FilesystemConsumer(Consumer):
             raise
 
     def close(self) -> None:
-        """Complete the open file."""
-        self._layout.close()
+        """Complete the open files."""
+        for layout in self._layouts.values():
+            layout.close()
         self._journal.close()

@@ -149,7 +149,7 @@ class StandardizedTransformer:
         return torch.stack([torch.cat([result.tensor(point, layer) for result in results]) for layer in chosen])
 
     @contextmanager
-    def trace(self, prompt: Any = None, **unsupported: Any) -> Iterator[Tracer]:
+    def trace(self, prompt: Any = None, *, max_new_tokens: int = 1, **unsupported: Any) -> Iterator[Tracer]:
         """Record reads and writes of sites, and run them when the context ends.
 
         Within the context, ``model.layers_output[i]``, ``layers_input``, ``attentions_output``, ``mlps_input`` and
@@ -159,6 +159,9 @@ class StandardizedTransformer:
         Args:
             prompt: A text or tokens. Without it, add prompts with ``tracer.invoke(prompt)``, which may write rows of
                 other invokes.
+            max_new_tokens: Number of tokens to generate, greedily. ``for step in tracer.iter[:]`` selects the forward
+                pass of the reads and writes in its body: 0 for the prompt, then one for each generated token but the
+                last.
             **unsupported: Other arguments of nnsight, which are refused.
 
         Raises:
@@ -168,7 +171,9 @@ class StandardizedTransformer:
             raise SteeringError(name, "is not supported by trace")
         if self._tracer is not None:
             raise SteeringError("trace", "a trace is already open")
-        self._tracer = tracer = Tracer(self)
+        if not is_integer(max_new_tokens) or max_new_tokens < 1:
+            raise SteeringError("max_new_tokens", f"must be 1 or more, not {shown(max_new_tokens)}")
+        self._tracer = tracer = Tracer(self, int(max_new_tokens))
         try:
             with tracer.invoke(prompt) if prompt is not None else nullcontext():
                 yield tracer
@@ -179,7 +184,9 @@ class StandardizedTransformer:
     @property
     def next_token_probs(self) -> Any:
         """Within a trace, the probabilities ``[1, vocab]``; otherwise a function of prompts: ``[prompts, vocab]``."""
-        return self._next_token_probs if self._tracer is None else Probabilities(self._tracer.current())
+        return (
+            self._next_token_probs if self._tracer is None else Probabilities(self._tracer.current(), self._tracer.step)
+        )
 
     def _next_token_probs(self, prompts: Any) -> torch.Tensor:
         encoded = [self.encode(text) for text in read_prompts(prompts)]
@@ -208,10 +215,11 @@ class StandardizedTransformer:
             )
         return {"logprobs": -1, "flat_logprobs": True, "detokenize": False}
 
-    def read_probabilities(self, output: Any) -> torch.Tensor:
-        """Return the probabilities of an output's first token, ``[vocab]``."""
+    def read_probabilities(self, output: Any, step: int = 0) -> torch.Tensor:
+        """Return the probabilities of one of an output's generated tokens, ``[vocab]``."""
         flat, probs = output.outputs[0].logprobs, torch.zeros(self.vocab_size)
-        probs[torch.tensor(flat.token_ids)] = torch.tensor(flat.logprobs).exp()
+        part = slice(flat.start_indices[step], flat.end_indices[step])
+        probs[torch.tensor(flat.token_ids[part])] = torch.tensor(flat.logprobs[part]).exp()
         return probs
 
     def project_on_vocab(self, hidden_state: torch.Tensor) -> torch.Tensor:

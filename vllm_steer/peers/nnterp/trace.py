@@ -45,10 +45,13 @@ class Invoke:
     """One prompt of a trace, with what is read and written."""
 
     tokens: list[int]
+    num_steps: int = 1
+    """Most forward passes: one of the prompt, and one of each generated token but the last."""
     reads: list[Rows] = field(default_factory=list)
     writes: list[tuple[str, Rows, Any]] = field(default_factory=list)
     """Kind, the rows that are written, and the value."""
     probs: list[Probabilities] = field(default_factory=list)
+    results: list[Result] = field(default_factory=list)
 
     @property
     def sources(self) -> set[int]:
@@ -71,7 +74,7 @@ class Value:
             SteeringError: The trace has not run, or the value was not saved.
         """
         if self._value is None:
-            refuse("the value exists after the trace, if it was saved with save()")
+            refuse("the value exists after the trace, if it was saved with save() and its step has run")
         return self._value
 
     @classmethod
@@ -85,12 +88,25 @@ class Value:
         return getattr(self.value, name)
 
 
-class Probabilities(Value):
-    """Probabilities of the next token, ``[1, vocab]``."""
+class Result(Value):
+    """Tokens of the prompt and generated tokens, ``[1, tokens]``."""
 
     def __init__(self, invoke: Invoke) -> None:
         super().__init__()
         self._invoke = invoke
+
+    def save(self) -> Result:
+        """Keep the tokens."""
+        self._invoke.results.append(self)
+        return self
+
+
+class Probabilities(Value):
+    """Probabilities of the token that a step samples, ``[1, vocab]``."""
+
+    def __init__(self, invoke: Invoke, step: int = 0) -> None:
+        super().__init__()
+        self._invoke, self.step = invoke, step
 
     def save(self) -> Probabilities:
         """Keep the probabilities."""
@@ -99,11 +115,17 @@ class Probabilities(Value):
 
 
 class Rows(Value):
-    """Rows of one site in one invoke, as a tensor ``[1, tokens, hidden]`` or a part of it."""
+    """Rows of one site in one step of an invoke, as a tensor ``[1, tokens, hidden]`` or a part of it."""
 
-    def __init__(self, invoke: Invoke, point: Any, layer: int, index: tuple[Any, ...] = ()) -> None:
+    def __init__(self, invoke: Invoke, point: Any, layer: int, step: int, index: tuple[Any, ...] = ()) -> None:
         super().__init__()
-        self.invoke, self.point, self.layer, self.index = invoke, point, layer, index
+        self.invoke, self.point, self.layer, self.step, self.index = invoke, point, layer, step, index
+
+    @property
+    def span(self) -> range:
+        """Positions of the step's tokens."""
+        count = len(self.invoke.tokens)
+        return range(count) if self.step == 0 else range(count + self.step - 1, count + self.step)
 
     def save(self) -> Rows:
         """Keep the rows, as they are after all writes."""
@@ -116,8 +138,8 @@ class Rows(Value):
         if self.index:
             refuse("rows are indexed once, as in [:, -1]")
         index = index if isinstance(index, tuple) else (index,)
-        positions_of(index, len(self.invoke.tokens))
-        return Rows(self.invoke, self.point, self.layer, index)
+        positions_of(index, len(self.span))
+        return Rows(self.invoke, self.point, self.layer, self.step, index)
 
     def __setitem__(self, index: Any, value: Any) -> None:
         part = self[index]
@@ -142,7 +164,7 @@ class Rows(Value):
         return (
             isinstance(value, Rows)
             and value.invoke is self.invoke
-            and (value.point, value.layer) == (self.point, self.layer)
+            and (value.point, value.layer, value.step) == (self.point, self.layer, self.step)
         )
 
     def _write(self, kind: str, value: Any) -> None:
@@ -187,12 +209,51 @@ class Sites:
     def __getitem__(self, layer: Any) -> Rows:
         (number,) = self._tracer.model.read_layers(layer, self._name)
         point, _ = site(f"{self._name}.{number}")
-        return Rows(self._tracer.current(), point, number)
+        return Rows(self._tracer.current(), point, number, self._tracer.step)
 
     def __setitem__(self, layer: Any, value: Any) -> None:
         rows = self[layer]
         if not rows._is_own(value):
             rows._write("replace", value)
+
+
+class Steps:
+    """Steps of the open invoke, chosen by ``tracer.iter[...]``: iterable, and a context if there is only one."""
+
+    def __init__(self, tracer: Tracer, chosen: range) -> None:
+        self._tracer, self._chosen = tracer, chosen
+
+    def __iter__(self) -> Iterator[int]:
+        for step in self._chosen:
+            self._tracer.step = step
+            yield step
+        self._tracer.step = 0
+
+    def __enter__(self) -> int:
+        if len(self._chosen) != 1:
+            refuse("a context has one step; write: for step in tracer.iter[...]")
+        self._tracer.step = self._chosen[0]
+        return self._tracer.step
+
+    def __exit__(self, *error: object) -> None:
+        self._tracer.step = 0
+
+
+class StepChoice:
+    """``tracer.iter``: chooses steps by a number or a slice."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
+
+    def __getitem__(self, index: Any) -> Steps:
+        steps = range(self._tracer.current().num_steps)
+        if isinstance(index, slice):
+            return Steps(self._tracer, steps[index])
+        if not is_integer(index):
+            refuse("steps are chosen by a number or a slice")
+        if index not in steps:
+            refuse(f"the invoke has {len(steps)} steps; set max_new_tokens")
+        return Steps(self._tracer, steps[index : index + 1])
 
 
 def positions_of(index: tuple[Any, ...], count: int) -> range:
@@ -214,9 +275,8 @@ def positions_of(index: tuple[Any, ...], count: int) -> range:
 
 def edit_of(kind: str, rows: Rows, value: Any, width: int) -> Edit:
     """Return the edit of a write to rows of ``width`` components."""
-    count = len(rows.invoke.tokens)
-    positions = positions_of(rows.index, count)
-    site_fields: dict[str, Any] = {"point": rows.point, "layers": rows.layer, "tokens": list(positions)}
+    positions = [rows.span[i] for i in positions_of(rows.index, len(rows.span))]
+    site_fields: dict[str, Any] = {"point": rows.point, "layers": rows.layer, "tokens": positions}
     if kind == "scale":
         return Edit(kind="replace", vector=torch.zeros(width), strength=1.0 - value, **site_fields)
     tensor = (value.value if isinstance(value, Value) else value).detach().float().cpu()
@@ -235,8 +295,11 @@ def edit_of(kind: str, rows: Rows, value: Any, width: int) -> Edit:
 class Tracer:
     """A running trace."""
 
-    def __init__(self, model: StandardizedTransformer) -> None:
+    def __init__(self, model: StandardizedTransformer, num_steps: int = 1) -> None:
         self.model = model
+        self.num_steps = num_steps
+        self.step = 0
+        """Step of the reads and writes that follow."""
         self.invokes: list[Invoke] = []
         self._current: Invoke | None = None
 
@@ -255,17 +318,22 @@ class Tracer:
             prompt = prompt[0]
         if isinstance(prompt, (list, tuple)) and not (prompt and is_integer(prompt[0])):
             refuse("an invoke has one prompt; use an invoke for each")
-        self._current = Invoke(self.model.encode(prompt))
+        self._current = Invoke(self.model.encode(prompt), self.num_steps)
         self.invokes.append(self._current)
         try:
             yield
         finally:
-            self._current = None
+            self._current, self.step = None, 0
 
     @property
-    def iter(self) -> Any:
-        """Not supported."""
-        refuse("generated tokens are not traced; use generate, or capture of SamplingParams")
+    def iter(self) -> StepChoice:
+        """Steps of the open invoke: 0 forwards the prompt, and each other one the token that was sampled before."""
+        return StepChoice(self)
+
+    @property
+    def result(self) -> Result:
+        """Tokens of the open invoke, with the generated ones."""
+        return Result(self.current())
 
     def stop(self) -> None:
         """Do nothing: the prompt is forwarded once in any case."""
@@ -290,12 +358,19 @@ class Tracer:
                     hooks[rows.point].append(rows.layer)
             edits = [edit_of(kind, rows, value, self.model.hidden_size) for kind, rows, value in invoke.writes]
             fields = self.model.all_logprobs() if invoke.probs else {}
-            capture = {"hooks": hooks, "positions": "all_prompt"} if hooks else None
-            params.append(self.model.params(edits=edits, capture=capture, **fields))
+            positions = "all" if any(rows.step for rows in invoke.reads) else "all_prompt"
+            capture = {"hooks": hooks, "positions": positions} if hooks else None
+            params.append(self.model.params(edits=edits, capture=capture, max_tokens=invoke.num_steps, **fields))
         for invoke, output in zip(invokes, self.model.run([each.tokens for each in invokes], params), strict=True):
             if invoke.reads:
                 found = self.model.rows_of(output)
                 for rows in invoke.reads:
-                    rows._value = found.tensor(rows.point, rows.layer)[None][rows.index]
+                    tensor = found.tensor(rows.point, rows.layer)
+                    if rows.span.stop <= len(tensor):  # generation may have ended before
+                        rows._value = tensor[rows.span.start : rows.span.stop][None][rows.index]
+            tokens = output.outputs[0].token_ids
             for probs in invoke.probs:
-                probs._value = self.model.read_probabilities(output)[None]
+                if probs.step < len(tokens):
+                    probs._value = self.model.read_probabilities(output, probs.step)[None]
+            for result in invoke.results:
+                result._value = torch.tensor([[*invoke.tokens, *tokens]])

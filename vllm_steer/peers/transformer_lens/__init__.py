@@ -11,11 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vllm_steer.peers.transformer_lens.cache import ActivationCache, get_act_name
+    from vllm_steer.peers.transformer_lens.driver import SteeringDriver
     from vllm_steer.peers.transformer_lens.model import HookedTransformer
 
-__all__ = ["ActivationCache", "HookedTransformer", "get_act_name"]
+__all__ = ["ActivationCache", "HookedTransformer", "SteeringDriver", "get_act_name"]
 
-_MODULES = {"ActivationCache": "cache", "HookedTransformer": "model", "get_act_name": "cache"}
+_MODULES = {
+    "ActivationCache": "cache",
+    "HookedTransformer": "model",
+    "SteeringDriver": "driver",
+    "get_act_name": "cache",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -18,12 +19,12 @@ from vllm_steer.points import PointName, points_on
 from vllm_steer.site_names import site
 from vllm_steer.spec import Edit
 from vllm_steer.spec.scalars import is_integer, shown
+from vllm_steer.taps.user_hooks import Hook, HookedRows
 
 REFUSED = {
-    "run_with_hooks": "functions are not run in the engine; use run_with_edits",
-    "hooks": "functions are not run in the engine; use run_with_edits",
-    "add_hook": "functions are not run in the engine; use run_with_edits",
-    "add_perma_hook": "functions are not run in the engine; use LLM.steering",
+    "hooks": "use run_with_hooks or run_with_edits",
+    "add_hook": "use run_with_hooks, LLM.register_hook or run_with_edits",
+    "add_perma_hook": "use LLM.register_hook or LLM.steering",
     "W_E": "weights are not served",
     "W_U": "weights are not served",
 }
@@ -126,6 +127,40 @@ class HookedTransformer:
         outputs = self._run(self._encode(prompts), "logits", edits, None)
         return torch.stack([self._read(output) for output in outputs])[:, None]
 
+    def run_with_hooks(
+        self,
+        prompts: Any,
+        return_type: str | None = "logits",
+        *,
+        fwd_hooks: Sequence[tuple[Any, Callable[[torch.Tensor, Any], Any]]] = (),
+    ) -> torch.Tensor | None:
+        """Return the log-probabilities at the last token, with functions at hooks.
+
+        The engine needs ``steering_config={"user_hooks": True}``, see :meth:`vllm_steer.LLM.register_hook`.
+
+        Args:
+            prompts: As for :meth:`run_with_cache`.
+            return_type: ``"logits"`` or None.
+            fwd_hooks: ``(name, function)``; a name may be a function of names. Functions get the rows of one prompt,
+                ``[1, tokens, hidden]``, and an object with ``name`` and ``layer()``.
+
+        Raises:
+            SteeringError: An argument is invalid, or the engine runs no user hooks.
+            RuntimeError: A function failed.
+        """
+        tokens = self._encode(prompts)
+        with ExitStack() as stack:
+            for names, function in fwd_hooks:
+                for point, layers in self._read_filter(names).items():
+                    for layer in layers:
+                        hook = _on_prompts(function, hook_name(point, layer), layer, len(tokens[0]))
+                        stack.enter_context(self.llm.register_hook(hook, point, layer))
+            outputs = self._run(tokens, return_type, (), None)
+        for i, output in enumerate(outputs):
+            if output.outputs[0].finish_reason == "error":
+                raise RuntimeError(f"prompts[{i}]: {output.outputs[0].stop_reason}")
+        return self._logits(outputs, return_type)
+
     def __call__(self, prompts: Any, return_type: str | None = "logits") -> torch.Tensor | None:
         """Return the log-probabilities at the last token, ``[batch, 1, vocab]``."""
         return self._logits(self._run(self._encode(prompts), return_type, (), None), return_type)
@@ -200,3 +235,15 @@ class HookedTransformer:
         if name in REFUSED:
             raise SteeringError(name, REFUSED[name])
         raise AttributeError(f"HookedTransformer has no attribute {name}")
+
+
+def _on_prompts(function: Callable[[torch.Tensor, Any], Any], name: str, layer: int, count: int) -> Hook:
+    """Return a user hook that calls a function of TransformerLens on the rows of prompts of ``count`` tokens."""
+
+    def hook(view: HookedRows) -> torch.Tensor | None:
+        if len(view.rows) != count:
+            raise ValueError("the prompt is computed in parts; raise max_num_batched_tokens of the engine")
+        found = function(view.rows[None], SimpleNamespace(name=name, layer=lambda: layer))
+        return None if found is None else found[0]
+
+    return hook

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plain attention in place of mixers that only GPUs can run or that need an encoder's output.
+
+The decoder layers, which say where the stream is, are vLLM's own, and so are norms, MLPs, experts, reductions and the
+loop over the layers. What a mixer computes does not change where the stream is, and both sides of the identities use
+the same one.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from tests.conformance.model import HIDDEN
+
+_HEADS: Final = 2
+_MODELS: Final = "vllm.model_executor.models."
+_MIXERS: Final[dict[str, tuple[str, ...]]] = {
+    "vllm.models.deepseek_v32.nvidia.model": ("DeepseekV32Attention",),
+    "vllm.models.dots3_note.nvidia.model": ("Dots3NoteSlidingAttention", "Dots3NoteFullAttention"),
+    "vllm.models.minimax_m3.nvidia.model": ("MiniMaxM3SparseAttention", "MiniMaxM3Attention"),
+    "vllm.models.kimi_k3.nvidia.model": ("KimiLinearGatedDeltaNetAttention", "MultiHeadLatentAttention"),
+    _MODELS + "bailing_moe_v3": ("BailingMoeV3KimiDeltaAttention", "BailingMoeV3MLAAttention"),
+}
+"""Mixers by the module that uses them."""
+_PARTIAL: Final = ("deepseek_v32", "dots3_note", "minimax_m3")
+"""Families whose mixers leave one partial sum per rank."""
+
+
+def replacements(model: str) -> Iterator[tuple[Any, str, Any]]:
+    """Yield the owner, the name and the replacement of everything that a model needs a GPU for.
+
+    Args:
+        model: Module of the model's class, which has been imported.
+    """
+    from vllm.config import ModelConfig
+
+    owner: Any = sys.modules[model]
+    kind = PartialAttention if any(family in model for family in _PARTIAL) else PlainAttention
+    yield from ((owner, name, kind) for name in _MIXERS.get(model, ()))
+    yield from ((owner, name, value) for name, value in _OTHERS.items() if hasattr(owner, name))
+    # Latent attention has a cache of its own, which plain attention does not use.
+    yield ModelConfig, "use_mla", property(lambda config: False)
+    if "minimax_m3" in model:
+        yield owner.MiniMAXGemmaRMSNorm, "forward", gemma_norm
+    if "kimi_k3" in model:
+        yield torch.cuda, "Stream", lambda *args, **kwargs: None
+
+
+class PlainAttention(nn.Module):
+    """Causal attention with the interface of any mixer."""
+
+    reduce_results = True
+
+    def __init__(self, *args: Any, prefix: str, **kwargs: Any) -> None:
+        from vllm.config import get_current_vllm_config
+        from vllm.distributed import get_tensor_model_parallel_world_size
+        from vllm.model_executor.layers.attention import Attention
+        from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
+
+        super().__init__()
+        size = HIDDEN // _HEADS
+        heads = _HEADS // get_tensor_model_parallel_world_size()
+        config = get_current_vllm_config()
+        self.qkv_proj = QKVParallelLinear(HIDDEN, size, _HEADS, _HEADS, bias=False, prefix=f"{prefix}.qkv_proj")
+        cache = config.cache_config
+        self.attn = Attention(heads, size, size**-0.5, num_kv_heads=heads, cache_config=cache, prefix=f"{prefix}.attn")
+        self.o_proj = RowParallelLinear(
+            HIDDEN, HIDDEN, bias=False, reduce_results=self.reduce_results, prefix=f"{prefix}.o_proj"
+        )
+
+    def forward(self, *args: Any, hidden_states: Any = None, **kwargs: Any) -> Any:
+        hidden = args[0] if hidden_states is None else hidden_states
+        query, key, value = self.qkv_proj(hidden)[0].chunk(3, dim=-1)
+        out = self.o_proj(self.attn(query, key, value))[0]
+        if len(args) < 3:
+            return out
+        args[2].copy_(out)
+        return None
+
+
+class PlainCross(nn.Module):
+    """A function of the token in place of attention to an encoder, which would need an image or a sound."""
+
+    def __init__(self, *args: Any, prefix: str, **kwargs: Any) -> None:
+        from vllm.model_executor.layers.linear import ReplicatedLinear
+
+        super().__init__()
+        self.first = ReplicatedLinear(HIDDEN, HIDDEN, bias=False, prefix=f"{prefix}.first")
+        self.second = ReplicatedLinear(HIDDEN, HIDDEN, bias=False, prefix=f"{prefix}.second")
+
+    def forward(self, hidden_states: torch.Tensor, encoder_hidden_states: Any) -> torch.Tensor:
+        out: torch.Tensor = self.second(self.first(hidden_states)[0].tanh())[0]
+        return out
+
+
+class NoEncoder(nn.Module):
+    """An encoder that no request reaches."""
+
+    d_model = HIDDEN
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+
+
+class PartialAttention(PlainAttention):
+    """The same, as one partial sum per rank."""
+
+    reduce_results = False
+
+
+def embed_and_norm(ids: torch.Tensor, table: torch.Tensor, chain_weight: torch.Tensor, eps: float) -> Any:
+    """Compute what the fused kernel computes: the embedding and its norm."""
+    found = table[ids]
+    wide = found.float()
+    normed = wide * (wide.pow(2).mean(-1, keepdim=True) + eps).rsqrt() * chain_weight.float()
+    return found, normed.to(found.dtype)
+
+
+def gemma_norm(norm: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+    """Compute what FlashInfer's kernels compute: the norm of x or, in place, of the sum, which the residual keeps."""
+    stream = (x if residual is None else x.add_(residual)).float()
+    normed = stream * (stream.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon).rsqrt()
+    normed = (normed * (1.0 + norm.weight.float())).to(x.dtype)
+    if residual is None:
+        return normed
+    residual.copy_(stream)
+    return x.copy_(normed), residual
+
+
+_OTHERS: Final[dict[str, Any]] = {
+    "WhisperCrossAttention": PlainCross,
+    "WhisperEncoder": NoEncoder,
+    "fused_embed_norm": embed_and_norm,
+    "maybe_init_gemm_rs_ar": lambda *args: False,
+    "enable_kimi_k3_low_latency_gemm": lambda *args: None,
+}
+"""Encoders and what attends to them, and functions that use kernels of NVIDIA's GPUs."""
