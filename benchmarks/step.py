@@ -228,7 +228,9 @@ def measure_readouts(batch: int, *, gated: bool = False) -> dict[str, float]:
         scheduler.requests[request.request_id] = request
         request.client_index = 0
         manager.store.add(request.request_id, slot, params, PROMPT)
-    layout = BatchLayout(torch.arange(batch), torch.arange(batch + 1), torch.full((batch,), 20))
+    layout = BatchLayout(
+        torch.arange(batch), torch.arange(batch + 1), torch.full((batch,), 20), torch.ones(batch, dtype=torch.int64)
+    )
     first = np.full(batch, 20)
     step_batch = StepBatch(
         layout=lambda: layout, ids=[request.request_id for request in requests], request_slot=np.arange(batch),

@@ -36,6 +36,7 @@ def main() -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from rich.console import Console
 
+    from demo.gate import run_gate
     from demo.plot import plot
     from demo.server import complete, running_server
     from demo.sweep import PROMPTS, best_layer, gentlest, steering_params, sweep
@@ -69,9 +70,13 @@ def main() -> None:
         for s, on in wanted
     ]
     show([(p, *(c[i] for c in columns)) for i, p in enumerate(prompts)], f"LLM.generate, layer {layer}")  # type: ignore[misc]
+    log("4. Gating the edit towards prose: it applies only after tokens that look like code")
+    for each in run_gate(llm, prompts, vectors[layer], layer, low):
+        log(f"   {each.prompt!r}: open at {each.open:.0%} of the tokens; plain {each.plain[:40]!r}, ", end="")
+        log(f"gated {each.text[:40]!r}", markup=False)
     del llm
 
-    log("4. Repeating it over HTTP with vllm-steer serve and the openai client")
+    log("5. Repeating it over HTTP with vllm-steer serve and the openai client")
     with running_server(MODEL, OUT / "server.log") as url:
         prompt = prompts[0]
         texts = [complete(url, prompt, vectors[layer] if on else None, layer, s) for s, on in wanted]

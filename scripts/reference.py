@@ -101,9 +101,9 @@ In most models block *i + 1* reads what block *i* leaves, so `post_block` of *i*
 * **Looped models** (`looped` in the table) run their layers several times per token. A layer number counts runs, as vLLM
   counts the key-value caches of these models: run *r* of layer *i* of a stack of *n* layers is layer *r n + i*. An edit at
   every layer is an edit at every run. IQuest-LoopCoder with *n* layers and `loop_num` 2 has layers 0 to *2n - 1*, and the
-  second run of layer 3 is layer *n + 3*. HRM-Text has `H_cycles * (L_cycles + 1)` runs of a stack; the last run of each cycle
-  is the high stack, the others are the low one. The first layer of a run reads the sum of the states of both stacks, each
-  behind a norm, and not the `post_block` before it.
+  second run of layer 3 is layer *n + 3*; it also attends to the keys and values of the first run. HRM-Text has
+  `H_cycles * (L_cycles + 1)` runs of a stack; the last run of each cycle is the high stack, the others are the low one. The
+  first layer of a run reads the sum of the states of both stacks, each behind a norm, and not the `post_block` before it.
 * **Solar** mixes an earlier stream into the input of some blocks (`bskcn_3` and `bskcn_4` in its configuration): `pre_attn`
   is the mixture. The earlier stream is copied in front of the blocks in `bskcn_1` and `bskcn_2`. An edit at `post_block` of the
   block before is part of the copy; an edit at `pre_attn` of the block itself is not.

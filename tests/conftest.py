@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from hypothesis import settings
 
 from tests.conformance import part
+from tests.conformance.namespaces import without_namespace
 from tests.features import FeatureRecord
 
 # One engine in this very process, small caches, and no pinning of threads to cores that other engines of the same test
@@ -20,6 +22,13 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# Some tests import models for GPUs, which load llvmlite. On a CPU, vLLM 0.32 then takes its library for a namespace
+# when it looks for Triton kernels, and the next engine in the process does not start.
+with suppress(ImportError):
+    from llvmlite.binding import ffi
+
+    type(ffi.lib).__getattr__ = without_namespace(type(ffi.lib).__getattr__)
 
 # No test of this project is about time.
 settings.register_profile("vllm-steer", deadline=None)

@@ -19,6 +19,7 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.limits import ENGINE_LIMITS, MAX_SAES
 from vllm_steer.points import OPTIONAL_POINTS, POINTS_FLAG
 from vllm_steer.spec.arguments import describe_arguments
+from vllm_steer.spec.part import read_parts
 from vllm_steer.spec.references import read_name
 from vllm_steer.spec.scalars import did_you_mean, read_choice, shown
 
@@ -153,8 +154,16 @@ class SteeringConfig(msgspec.Struct, metaclass=_ConfigMeta, frozen=True, forbid_
     saes: dict[str, str] = {}
     """Folders of sparse autoencoders by the names that readouts use; see ``--steering-sae``."""
 
+    parts: dict[str, tuple[int | str, ...]] = {}
+    """Start and end token of parts of conversations, as ids or text; see ``--steering-part``."""
+    tool_parser: str = ""
+    """Name of vLLM's tool parser, which knows the tokens of tool calls; the server sets it."""
+
     def __post_init__(self) -> None:
         self._check_saes()
+        msgspec.structs.force_setattr(self, "parts", read_parts(self.parts, "steering_config.parts"))
+        if not isinstance(self.tool_parser, str):
+            raise SteeringError("steering_config.tool_parser", f"must be a name, not {shown(self.tool_parser)}")
         for limit in ENGINE_LIMITS.values():
             value: object = getattr(self, limit.name)
             if not isinstance(value, int) or isinstance(value, bool) or not limit.low <= value <= limit.high:

@@ -153,8 +153,8 @@ ENGINE_LIMITS: Mapping[str, EngineLimit] = MappingProxyType(
                 4,
                 1024,
                 "numbers that one token records: one per probe or direction of its readouts, 2 x `top_k` per layer of "
-                "`lens` and `sae`, one per edit with `when`, "
-                "one per name in `live`, and one for stops; each takes 4 bytes for each token of a step",
+                "`lens` and `sae`, one per edit with `when` or in a part of the output, one per name in `live`, one "
+                "per part of the output in `positions`, and one for stops; each takes 4 bytes for each token of a step",
             ),
             EngineLimit(
                 "max_conditions",
@@ -386,6 +386,7 @@ MAX_STOPS = 16
 MAX_STOP_TOKENS = 1024
 MAX_STRENGTHS_BYTES = 65536
 MAX_TOP_K = 64
+MAX_PROBE_WIDTH = 256
 MAX_SAES = 64
 MAX_CONTROLLED = 1024
 MAX_SAE_FEATURES = 1 << 22
@@ -412,6 +413,7 @@ FORMAT_LIMITS: tuple[FormatLimit, ...] = (
     FormatLimit("conditions", MAX_CONDITIONS, "conditions in `when` of one edit"),
     FormatLimit("stops", MAX_STOPS, "conditions in `stop_on`"),
     FormatLimit("stop tokens", MAX_STOP_TOKENS, "`tokens` of a condition in `stop_on`"),
+    FormatLimit("hidden units", MAX_PROBE_WIDTH, "hidden units of a probe"),
     FormatLimit("top k", MAX_TOP_K, "`top_k` of a readout `lens` or `sae`"),
     FormatLimit("autoencoders", MAX_SAES, "sparse autoencoders of an engine"),
     FormatLimit("controlled samples", MAX_CONTROLLED, "samples that a controller steers at one time, in one process"),

@@ -68,10 +68,17 @@ def prepare_environment() -> None:
 
 
 @contextmanager
-def steered_engine(tiny: TinyModel, path: Path, mode: str, branches: Sequence[str] = ()) -> Iterator[Any]:
+def steered_engine(
+    tiny: TinyModel, path: Path, mode: str, branches: Sequence[str] = (), *, self_check: bool = False
+) -> Iterator[Any]:
     """Run a steered engine on the model at ``path``; release it on exit, even if it did not start.
 
-    ``branches``: the optional points of the engine.
+    Args:
+        tiny: The row.
+        path: Its model.
+        mode: One of ``MODES``.
+        branches: The optional points of the engine.
+        self_check: Whether the engine checks its taps at start.
     """
     import torch
     from vllm.distributed import cleanup_dist_env_and_memory
@@ -93,7 +100,7 @@ def steered_engine(tiny: TinyModel, path: Path, mode: str, branches: Sequence[st
             enable_steering=True,
             # GPU-only classes are refused until these tests have proven them. The check at start would refuse wrong
             # taps before these tests see them.
-            steering_config={"allow_unproven": tiny.gpu_only, "self_check": False, "points": [*branches]},
+            steering_config={"allow_unproven": tiny.gpu_only, "self_check": self_check, "points": [*branches]},
             skip_tokenizer_init=tiny.cross is None,
             dtype=tiny.dtype,
             max_model_len=MAX_POSITIONS,

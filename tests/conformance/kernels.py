@@ -23,6 +23,7 @@ import torch
 from torch.nn import functional
 
 from tests.conformance import stand_ins
+from tests.conformance.namespaces import without_namespace
 
 
 @contextmanager
@@ -109,19 +110,10 @@ def _slips() -> Iterator[tuple[Any, str, Any]]:
         yield rotary, "forward_cpu", lambda self, *args: self.forward_native(*args[:3])
     if found := sys.modules.get("llvmlite.binding.ffi"):
         library: Any = type(found.lib)
-        yield library, "__getattr__", _without_namespace(library.__getattr__)
+        yield library, "__getattr__", without_namespace(library.__getattr__)
     if found := sys.modules.get("vllm.model_executor.models.interns1_pro"):
         model: Any = found.InternS1ProForConditionalGeneration
         yield model, "model_config", property(lambda self: get_current_vllm_config().model_config)
-
-
-def _without_namespace(get: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
-    def found(library: Any, name: str) -> Any:
-        if name == "__dict__":
-            raise AttributeError(name)
-        return get(library, name)
-
-    return found
 
 
 def _for_mamba_1(update: Callable[..., None]) -> Callable[..., None]:

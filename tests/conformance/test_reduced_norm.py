@@ -117,11 +117,12 @@ def test_two_ranks_answer_as_one(kernel: str, folder: Path, truth: tuple[list[Ca
     assert len(refused["attn_out"]) == LAYERS
 
 
-def test_rejects_taps_that_the_kernel_bypasses(folder: Path, truth: tuple[list[Case], list[Answer]]) -> None:
-    """Catches a comparison that accepts an engine whose taps do not run behind the kernel."""
-    cases, right = truth
-    steered = [number for number, case in enumerate(cases) if case.edits and "pre_attn of layer 0" not in case.name]
-    with two_ranks(folder, **{reduced.KERNEL: "kernel", reduced.UNJOINED: "1"}) as llm:
-        got = generate(llm, [cases[number] for number in steered])
-    plain = [np.abs(a.logprobs - right[number].logprobs).max() for number, a in zip(steered, got, strict=True)]
-    assert min(plain) > 10 * TOLERANCE
+def test_the_check_at_start_rejects_taps_that_the_kernel_bypasses(folder: Path) -> None:
+    """Catches an engine that starts although its taps do not run behind the kernel."""
+    with (
+        pytest.raises(
+            RuntimeError, match="self-check of its taps failed at post_attn of layer 0: stored no finite row"
+        ),
+        two_ranks(folder, **{reduced.KERNEL: "kernel", reduced.UNJOINED: "1"}),
+    ):
+        pytest.fail("the engine started")

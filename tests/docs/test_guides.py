@@ -65,12 +65,15 @@ def test_readouts_guide_runs() -> None:
     lens = "list(looked.readouts['lens'].token_ids.shape)"
     live = "live.live['calm'].tolist() == [float(p < position) for p in live.positions.tolist()] and position > 4"
     gates = "float(trace.gates.max())"
+    factors = "inside.outputs[0].steering_trace.gates[:, 0]"
+    part = f"float({factors}[0]), float({factors}[-1]), len(scored.outputs[0].readouts['deep'].values)"
+    part = f"[{part}]"
     values = "len(output.token_ids) - len(scores.values), output.readouts['topics'].values.shape[1]"
     shown = run_python(
         offline_blocks("docs/guides/readouts.md"),
-        f"[{gates}, {values}, stopped.finish_reason, stopped.stop_reason[:16], {live}, {lens}]",
+        f"[{gates}, {values}, stopped.finish_reason, stopped.stop_reason[:16], {live}, {lens}, {part}]",
     )
-    assert shown == [1.0, 1, 2, "stop", "readout refusal ", True, [3, 2, 3]]
+    assert shown == [1.0, 1, 2, "stop", "readout refusal ", True, [3, 2, 3], [1.0, 0.0, 7]]
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 
 from tests.engine import hf
 from tests.engine.answers import params, prompt, run, tokens_of
-from tests.engine.dynamic_cases import bounds_of, cases, check_all, expect, run_all
+from tests.engine.dynamic_cases import GENERATED, add, bounds_of, cases, check_all, expect, run_all
 from tests.engine.dynamic_reference import Expected, Reference
 from tests.engine.test_live import check_changes, drive
 from tests.tiny import VOCAB, direction
@@ -75,6 +76,31 @@ def check_every_window(llm: Any, truth: Truth) -> None:
     seen = watch_drafts(llm)
     check_all(run_all(llm, made, texts), expected, texts)
     assert any(0 <= accepted < drafts for drafts, accepted in seen), "no draft was rejected"
+    assert any(accepted > 0 for _, accepted in seen), "no draft was accepted"
+
+
+def parts_of(
+    folder: Path, texts: Sequence[list[int]]
+) -> tuple[dict[str, dict[str, Any]], dict[tuple[str, int], Expected]]:
+    """Return edits in parts of the output, and what a model without drafts does with each prompt."""
+    model = hf.load(folder)
+    reference = Reference(model, model.model.layers)
+    outputs = [reference.run(tokens, GENERATED, {}).tokens for tokens in texts]
+    # Tokens that the model repeats are drafted.
+    (start, _), (end, _) = Counter(token for tokens in outputs for token in tokens[:-1]).most_common(2)
+    made = {
+        where: {"edits": [add(layer=2, strength=0.3, tokens={where: [start, end]})]} for where in ("between", "outside")
+    }
+    expected = expect(reference, made, texts)
+    assert {float(factor) for each in expected.values() for factor in each.factors.ravel()} == {0.0, 1.0}
+    return made, expected
+
+
+def check_parts(llm: Any, folder: Path, texts: Sequence[list[int]]) -> None:
+    """Compare edits in parts of the output with a reference that has no drafts."""
+    made, expected = parts_of(folder, texts)
+    seen = watch_drafts(llm)
+    check_all(run_all(llm, made, texts), expected, texts)
     assert any(accepted > 0 for _, accepted in seen), "no draft was accepted"
 
 

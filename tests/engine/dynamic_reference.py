@@ -13,6 +13,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn import functional
+
+from vllm_steer import Selector
 
 Live = Callable[[int], Mapping[str, float]]
 
@@ -33,15 +36,16 @@ class Expected:
 
 
 class Reference:
-    """A model of HF Transformers with edits that react to readouts.
+    """A model of HF Transformers with edits that react to readouts and to generated tokens.
 
     Args:
         model: A causal language model whose decoder layers take and return the stream.
         layers: Its decoder layers.
+        parts: Start and end token of named parts of the output.
     """
 
-    def __init__(self, model: Any, layers: Sequence[Any]) -> None:
-        self._model, self._layers = model, layers
+    def __init__(self, model: Any, layers: Sequence[Any], parts: Mapping[str, Sequence[int]] | None = None) -> None:
+        self._model, self._layers, self._parts = model, layers, parts or {}
 
     def run(
         self,
@@ -51,6 +55,7 @@ class Reference:
         edits: Sequence[Any] = (),
         stops: Sequence[Any] = (),
         live: Live = lambda position: {},
+        bias: Mapping[int, float] | None = None,
     ) -> Expected:
         """Generate greedily.
 
@@ -61,6 +66,7 @@ class Reference:
             edits: ``Edit`` objects of the kinds ``add`` and ``ablate``.
             stops: As in a request.
             live: Returns the live strengths at a position.
+            bias: Numbers added to the logits of tokens.
         """
         tokens, prompt_len = list(prompt), len(prompt)
         scores: dict[str, list[float]] = {name: [] for name in readouts}
@@ -78,18 +84,23 @@ class Reference:
             position = len(tokens) - 1
             if position >= prompt_len:
                 for number, stop in enumerate(stops):
+                    if "positions" in stop and not self._is_in(stop["positions"], tokens, prompt_len, position):
+                        continue
                     runs[number] = runs[number] + 1 if _holds(stop, scores[stop["readout"]][position], expected) else 0
                     if runs[number] >= stop.get("tokens", 1):
                         expected.stop = (stop["readout"], position)
                         break
             if expected.stop or len(tokens) - prompt_len == generated:
                 break
-            tokens.append(int(self._logits[-1].argmax()))
+            logits = self._logits[-1].clone()
+            for token, added in (bias or {}).items():
+                logits[token] += added
+            tokens.append(int(logits.argmax()))
             if len(tokens) - prompt_len == generated:
                 break
         expected.tokens = tokens[prompt_len:]
         expected.scores = {name: np.array(values) for name, values in scores.items()}
-        chosen = [i for i, e in enumerate(edits) if e.when]
+        chosen = [i for i, e in enumerate(edits) if e.when or e.tokens.spans]
         expected.factors = np.array(factors)[:, chosen]
         for place, number in enumerate(chosen):
             covered = np.zeros(len(factors), dtype=bool)
@@ -108,9 +119,32 @@ class Reference:
                 continue
             values = scores[condition.readout]
             for position in range(len(factors), len(tokens)):
-                if position >= prompt_len:
+                if position < prompt_len:
+                    continue
+                if condition.tokens is not None and condition.tokens.spans:
+                    seen = [
+                        values[p] for p in range(prompt_len, position)
+                        if self._is_in(condition.tokens, tokens, prompt_len, p)
+                    ]  # fmt: skip
+                    factor[position] *= _early(condition, seen, len(seen), 1, expected) if seen else 0.0
+                else:
                     factor[position] *= _early(condition, values, position, prompt_len, expected)
+        for position in range(max(len(factors), prompt_len), len(tokens)):
+            factor[position] *= self._is_in(edit.tokens, tokens, prompt_len, position)
         return factor
+
+    def _is_in(self, selector: Any, tokens: list[int], prompt_len: int, position: int) -> bool:
+        """Return whether a generated token is in the part of the output that a selector names."""
+        for span in Selector.parse(selector).spans:
+            if span.name and span.name not in self._parts:
+                continue
+            start, end = self._parts[span.name] if span.name else (span.start, span.end)
+            inside = span.opened
+            for token in tokens[:position]:
+                inside = (inside or token == start) and token != end
+            if (inside or tokens[position] == start) == span.outside:
+                return False
+        return True
 
     def _forward(
         self, tokens: list[int], readouts: Any, edits: Any, gated: Any, live: Live, first: int, expected: Expected
@@ -147,7 +181,7 @@ class Reference:
                     x = x - scale * (x @ u).unsqueeze(1) * u
             for name, each in readouts.items():
                 if each["point"] == point and each["layer"] == layer:
-                    value = x @ torch.as_tensor(each["probe"]) + each.get("bias", 0.0)
+                    value = _probe(x, each["probe"]) + each.get("bias", 0.0)
                     found[name] = torch.sigmoid(value) if each.get("sigmoid") else value
             return x
 
@@ -171,6 +205,16 @@ class Reference:
             self._length = len(tokens)
             self._history = [torch.ones(len(tokens))] * 64
         return self._length
+
+
+def _probe(x: torch.Tensor, probe: Any) -> torch.Tensor:
+    """Return the product with a vector, or the output of a hidden layer."""
+    if not isinstance(probe, Mapping):
+        return x @ torch.as_tensor(probe)
+    activation = {"relu": torch.relu, "tanh": torch.tanh, "gelu": functional.gelu, "silu": functional.silu}
+    weights, outputs = (torch.as_tensor(probe[name]) for name in ("weights", "outputs"))
+    before = x @ weights.T + torch.as_tensor(probe.get("biases", np.zeros(len(outputs), dtype="f4")))
+    return activation[probe.get("activation", "relu")](before) @ outputs
 
 
 def _before(at_site: Any, layer: int) -> Any:

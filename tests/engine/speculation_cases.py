@@ -118,6 +118,11 @@ def test_every_window_and_stop(drafting: Any, decided: drafts.Truth, monkeypatch
     drafts.check_every_window(drafting, decided)
 
 
+def test_parts_of_the_output(drafting: Any, tiny_llama: Path) -> None:
+    """Catches a marker among rejected drafts, and one that counts from the next step on."""
+    drafts.check_parts(drafting, tiny_llama, REPETITIVE)
+
+
 def test_checks_find_kept_drafts(drafting: Any, decided: drafts.Truth, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control of the test above."""
     drafts.draft_likely_text(monkeypatch, drafting, decided)

@@ -24,6 +24,7 @@ def test_step_batch_is_trimmed_and_int64() -> None:
         idx_mapping_np=np.array([3, 1, 0], dtype=np.int32),
         query_start_loc=torch.tensor([0, 4, 5, 5], dtype=torch.int32),
         positions=torch.arange(8),
+        input_ids=torch.arange(8, dtype=torch.int32),
         num_computed_tokens_np=np.array([7, 9, 0], dtype=np.int32),
         num_scheduled_tokens=np.array([4, 1], dtype=np.int32),
     )

@@ -46,6 +46,7 @@ def server_parser(middleware: bool = True) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
     parser.add_argument("--worker-cls", default="auto")
     parser.add_argument("--scheduler-cls", default=None)
+    parser.add_argument("--tool-call-parser", default=None)
     parser.add_argument("--additional-config", type=json.loads, default={})
     if middleware:
         parser.add_argument("--middleware", action="append", default=[])
@@ -82,7 +83,9 @@ def test_limits_reach_the_engine() -> None:
 def test_every_setting_has_a_flag() -> None:
     """Catches a setting of the engine without a flag; functions of the user run offline only."""
     named = (entry.name for entry in (*ENGINE_LIMITS.values(), *SWITCHES, *MULTI_CHOICES))
-    assert {*named, "capture_policy", "saes", "user_hooks"} == set(SteeringConfig.__struct_fields__)
+    assert {*named, "capture_policy", "saes", "user_hooks", "parts", "tool_parser"} == set(
+        SteeringConfig.__struct_fields__
+    )
 
 
 @pytest.mark.parametrize("switch", SWITCHES, ids=lambda switch: switch.name)
@@ -106,6 +109,25 @@ def test_switches_require_enable_steering(capsys: pytest.CaptureFixture[str]) ->
     with pytest.raises(SystemExit):
         server_parser().parse_args(["--steering-skip-self-check"])
     assert "--steering-skip-self-check" in capsys.readouterr().err
+
+
+def test_parts_reach_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches markers that are dropped, an id that is taken for text, and a tool parser that is ignored."""
+    words = [
+        "--steering-part",
+        "thinking=<a>,<b,c>",
+        "--steering-part",
+        "tool_call=5,6",
+        "--tool-call-parser",
+        "hermes",
+    ]
+    section = server_parser().parse_args(["--enable-steering", *words]).additional_config["steering"]
+    assert section["parts"] == {"thinking": ["<a>", "<b,c>"], "tool_call": [5, 6]}
+    assert section["tool_parser"] == "hermes"
+    for wrong in ("thinking", "thinking=<a>", "answer=<a>,<b>", "thinking=<a>,<a>"):
+        with pytest.raises(SystemExit):
+            server_parser().parse_args(["--enable-steering", "--steering-part", wrong])
+        assert "--steering-part" in capsys.readouterr().err
 
 
 def test_points_flag_selects_optional_points() -> None:

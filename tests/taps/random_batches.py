@@ -34,6 +34,7 @@ def compare_rows(seed: int, device: torch.device, max_requests: int = 60, max_to
         request_slot=torch.from_numpy(rng.permutation(SLOTS)[: len(counts)]).to(device),
         start=torch.from_numpy(np.concatenate([[0], np.cumsum(counts)]).astype("i4")).to(device),
         position=torch.from_numpy(np.concatenate([rng.integers(0, 180) + np.arange(n) for n in counts])).to(device),
+        token=torch.zeros(sum(counts), dtype=torch.int32, device=device),
     )
     found = []
     for rows, places in ((assign_rows, assign_arena_offsets), (launch_rows, launch_arena_offsets)):

@@ -32,6 +32,7 @@ def batch_layout(requests: list[tuple[int, int, int]], device: str = "cpu") -> B
         request_slot=torch.tensor([slot for slot, _, _ in requests], device=device),
         start=torch.tensor([sum(counts[:i]) for i in range(len(counts) + 1)], dtype=torch.int32, device=device),
         position=torch.tensor([first + i for _, first, count in requests for i in range(count)], device=device),
+        token=torch.zeros(sum(counts), dtype=torch.int32, device=device),
     )
 
 

@@ -18,7 +18,10 @@ from vllm_steer.taps.assignment import BatchLayout
 from vllm_steer.taps.reference import apply_tap
 from vllm_steer.taps.tables import Tables
 
-REQUESTS, CONDITIONS, COLUMNS, DRAFTS, TOKENS, HIDDEN = 5, 10, 12, 2, 64, 48
+REQUESTS, CONDITIONS, COLUMNS, DRAFTS, TOKENS, HIDDEN = 5, 11, 12, 2, 64, 48
+PART_COLUMN = 10
+IDS = range(40, 46)
+"""Token ids, none of which is a column."""
 OPEN = 2**31 - 1
 
 
@@ -33,8 +36,9 @@ def make_tables(device: str = "cpu") -> Tables:
 def conditions(rng: np.random.Generator) -> list[DeviceCondition]:
     """Return conditions of every kind with state, in random order."""
     drawn = rng.permutation(np.arange(kinds.PREVIOUS, kinds.STOP + 1))
+    masked = rng.integers(0, 2, len(drawn)) * PART_COLUMN
     return [
-        DeviceCondition(
+        part(rng) if kind == kinds.PART else DeviceCondition(
             kind=int(kind), score=int(rng.integers(1, 5)), target=0 if kind == kinds.STOP else int(rng.integers(6, 10)),
             first=int(rng.integers(0, 6)),
             stop=OPEN if kind in (kinds.PREVIOUS, kinds.LATCH, kinds.STOP) else int(rng.integers(8, 20)),
@@ -43,27 +47,39 @@ def conditions(rng: np.random.Generator) -> list[DeviceCondition]:
             sharpness=float(rng.choice([0.0, 2.0])) if kind != kinds.LATCH else 0.0,
             release=float(rng.normal()), release_sign=float(rng.choice([-1, 0, 1])),
             alpha=float(np.float32(rng.uniform(0.1, 0.9))),
+            mask=0 if kind in (kinds.MEAN, *kinds.OF_PROMPT) else int(mask),
         )
-        for kind in drawn
+        for kind, mask in zip(drawn, masked, strict=True)
     ]  # fmt: skip
+
+
+def part(rng: np.random.Generator) -> DeviceCondition:
+    """Return the condition of a part of the output, from a start token to an end token."""
+    start, end = rng.permutation(IDS)[:2]
+    first = int(rng.integers(3, 6))
+    return DeviceCondition(
+        kind=kinds.PART, score=int(start), target=PART_COLUMN, first=first, stop=OPEN, count=int(end), start=first,
+        number=int(rng.integers(0, 2)), threshold=0.0, sign=1.0, sharpness=0.0, release=0.0, release_sign=0.0,
+        opened=bool(rng.integers(0, 2)),
+    )  # fmt: skip
 
 
 def write(tables: Tables, slot: int, made: list[DeviceCondition]) -> None:
     for c, each in enumerate(made):
-        tables.condition[slot, c] = torch.tensor(
-            [each.kind, each.score, each.target, each.first, each.stop, each.count, each.start, each.number]
-        )
-        tables.bound[slot, c] = torch.tensor(
-            [each.threshold, each.sign, each.sharpness, each.release, each.release_sign, each.alpha]
-        )
-        tables.carry[slot, :, c] = dynamic.initial_state(each.kind)
+        tables.condition[slot, c] = torch.tensor(each.fields)
+        tables.bound[slot, c] = torch.tensor(each.numbers)
+        tables.carry[slot, :, c] = each.initial_state
 
 
 def state_of(each: DeviceCondition, scores: np.ndarray) -> float:
-    """Return the state after all positions, by a loop."""
-    state = dynamic.initial_state(each.kind)
+    """Return the state after all positions, by a loop; the last column of ``scores`` is the token."""
+    state = each.initial_state
+    if each.kind == kinds.PART:
+        for token in scores[each.first :, -1]:
+            state = 1.0 if token == each.score else 0.0 if token == each.count else state
+        return state
     for position, score in enumerate(scores[:, each.score].astype(float)):
-        if not each.first <= position < each.stop:
+        if not each.first <= position < each.stop or (each.mask and not scores[position, each.mask]):
             continue
         holds = each.sign * (score - each.threshold) > 0
         if each.kind in (kinds.PREVIOUS, kinds.PROMPT_LAST):
@@ -94,7 +110,12 @@ def steps(rng: np.random.Generator) -> Any:
         yield (
             chosen,
             counts,
-            BatchLayout(torch.tensor(chosen), torch.tensor(start, dtype=torch.int32), torch.tensor(position)),
+            BatchLayout(
+                torch.tensor(chosen),
+                torch.tensor(start, dtype=torch.int32),
+                torch.tensor(position),
+                torch.from_numpy(rng.choice(IDS, len(position))).int(),
+            ),
         )
         for slot, count in zip(chosen, counts, strict=True):
             rejected = int(rng.integers(0, min(count, DRAFTS + 1))) if final[slot] >= 8 else 0
@@ -110,7 +131,7 @@ def test_state_equals_a_loop_over_accepted_tokens(seed: int) -> None:
     made = [conditions(rng) for _ in range(REQUESTS)]
     for slot, each in enumerate(made):
         write(tables, slot, each)
-    history = [np.zeros((0, COLUMNS), dtype=np.float32)] * REQUESTS
+    history = [np.zeros((0, COLUMNS + 1), dtype=np.float32)] * REQUESTS
     for chosen, counts, layout in steps(rng):
         tokens = int(layout.position.shape[0])
         dynamic.begin_records(tables, layout, CONDITIONS)
@@ -125,14 +146,45 @@ def test_state_equals_a_loop_over_accepted_tokens(seed: int) -> None:
         dynamic.fold_records(tables, layout, CONDITIONS)
         for slot, begin, count in zip(chosen, layout.start.tolist(), counts, strict=False):
             rows = tables.record[begin : begin + count].numpy().copy()
+            rows = np.concatenate([rows, layout.token[begin : begin + count, None]], axis=1)
             history[slot] = np.concatenate([history[slot], rows])
             for offset in range(max(0, count - DRAFTS - 1), count):
                 upto = history[slot][: len(history[slot]) - count + offset + 1]
                 numbers = [
                     each.number for each in made[slot]
                     if each.kind == kinds.STOP and len(upto) > each.first and state_of(each, upto) >= each.count
+                    and (not each.mask or upto[-1, each.mask])
                 ]  # fmt: skip
                 assert rows[offset, 0] == min(numbers, default=0)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_part_equals_a_loop_over_accepted_tokens(seed: int) -> None:
+    """Catches a part that begins or ends one token late, and markers of rejected drafts or of other requests."""
+    rng = np.random.default_rng(seed)
+    tables = make_tables()
+    tables.initial[:, 1:] = 1.0
+    made = [part(rng) for _ in range(REQUESTS)]
+    for slot, each in enumerate(made):
+        write(tables, slot, [each])
+    tokens: list[list[int]] = [[] for _ in range(REQUESTS)]
+    seen = set()
+    for chosen, counts, layout in steps(rng):
+        dynamic.begin_records(tables, layout, CONDITIONS)
+        dynamic.fold_records(tables, layout, CONDITIONS)
+        for slot, begin, count in zip(chosen, layout.start.tolist(), counts, strict=False):
+            each = made[slot]
+            del tokens[slot][int(layout.position[begin]) :]
+            for index in range(begin, begin + count):
+                inside = each.opened
+                for token in tokens[slot][each.first :]:
+                    inside = (inside or token == each.score) and token != each.count
+                tokens[slot].append(int(layout.token[index]))
+                inside |= tokens[slot][-1] == each.score
+                expected = float(inside != bool(each.number)) if layout.position[index] >= each.start else 1.0
+                assert tables.record[index, PART_COLUMN] == expected
+                seen.add(expected)
+    assert seen == {0.0, 1.0}
 
 
 def factor_of(each: DeviceCondition, before: np.ndarray, position: int) -> float:
@@ -142,6 +194,8 @@ def factor_of(each: DeviceCondition, before: np.ndarray, position: int) -> float
         return state
     if each.kind == kinds.HELD:
         return float(state >= each.count)
+    if each.mask and not np.isfinite(state):
+        return 0.0
     if each.kind in (kinds.PROMPT_MEAN, kinds.MEAN):
         state /= max(1, each.count if each.kind == kinds.PROMPT_MEAN else position - each.first)
     distance = each.sign * (state - each.threshold)
@@ -162,6 +216,7 @@ def test_drafts_with_another_factor_are_found(seed: int) -> None:
         tokens = int(layout.position.shape[0])
         before = dynamic.committed_state(tables, layout)
         tables.record[:tokens, 1:5] = torch.from_numpy(rng.normal(size=(tokens, 4)).astype("f4"))
+        tables.record[:tokens, PART_COLUMN] = torch.from_numpy(rng.integers(0, 2, tokens).astype("f4"))
         dynamic.fold_records(tables, layout, CONDITIONS)
         wrong = dynamic.wrong_drafts(tables, layout, before, CONDITIONS)
         for r, (slot, count) in enumerate(zip(chosen, counts, strict=True)):
@@ -174,7 +229,7 @@ def test_drafts_with_another_factor_are_found(seed: int) -> None:
                 expected = any(
                     factor_of(each, committed, position) != factor_of(each, history[slot][:position], position)
                     for each in made[slot]
-                    if each.kind != kinds.STOP and position >= each.start
+                    if each.kind not in (kinds.PART, kinds.STOP) and position >= each.start
                 )
                 assert bool(wrong[r, dropped]) == expected
                 seen.add(expected)
@@ -216,7 +271,7 @@ def test_kernels_equal_the_definition(seed: int) -> None:
         tokens = int(layout.position.shape[0])
         scores = torch.from_numpy(rng.normal(size=(tokens, 4)).astype("f4"))
         replayed = torch.from_numpy(rng.integers(0, 8, tokens) == 0).int()
-        on_gpu = BatchLayout(layout.request_slot.cuda(), layout.start.cuda(), layout.position.cuda())
+        on_gpu = BatchLayout(*(each.cuda() for each in vars(layout).values()))
         begun = []
         for tables, place, begin, fold in (
             (slow, layout, dynamic.begin_records, dynamic.fold_records),

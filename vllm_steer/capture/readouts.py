@@ -51,7 +51,8 @@ class SteeringTrace:
     positions: IntArray
     """``[n]`` int64, ascending."""
     gates: FloatArray
-    """float32 ``[n, gated edits]``: the factor in force, in the order of the request's edits with ``when``.
+    """float32 ``[n, gated edits]``: the factor in force, in the order of the request's edits that have ``when`` or
+    whose ``tokens`` are a part of the output.
 
     0 at tokens that the edit does not cover."""
     live: Mapping[str, FloatArray]
@@ -119,6 +120,8 @@ class ReadoutStream:
         found = {}
         for readout, column in zip(self.program.readouts, self.program.layout.readouts, strict=True):
             wanted = _inside(positions, readout.selector.intervals(prompt_len))
+            if readout.parts:
+                wanted &= _columns(records, self.program.layout.parts[readout.parts], 1)[:, 0] != 0
             values = _columns(records, column, readout.width)[wanted]
             found[readout.name] = _values(readout, positions[wanted], values)
         return found

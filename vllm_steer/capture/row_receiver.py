@@ -40,15 +40,17 @@ class _Run:
 class RowReceiver:
     """Receiver of captured rows for one front end."""
 
-    def __init__(self, on_size: Callable[[int], None] = lambda num_bytes: None, *, max_steps: int = MAX_STEPS) -> None:
+    def __init__(
+        self, on_size: Callable[[int], None] = lambda num_bytes: None, *, max_steps: int | None = None
+    ) -> None:
         """Create an empty receiver.
 
         Args:
             on_size: Called with the number of buffered bytes whenever it changes.
-            max_steps: Steps after which all rows are split by request.
+            max_steps: Steps after which all rows are split by request; :data:`MAX_STEPS` by default.
         """
         self._on_size = on_size
-        self._max_steps = max_steps
+        self._max_steps = MAX_STEPS if max_steps is None else max_steps
         self._steps: list[StepRows] = []
         self._size = 0
         self._num_merged = 0  # leading steps that merging has already looked at

@@ -107,8 +107,8 @@ _ENGINE: Final = (
     *_attributes(
         _V1,
         "the batch of a step of runner V1, and its loaded model",
-        "device get_model input_batch intermediate_tensors kv_cache_config kv_caches max_num_tokens model_config "
-        "model_memory_usage positions query_start_loc requests scheduler_config vllm_config",
+        "device get_model input_batch input_ids intermediate_tensors kv_cache_config kv_caches max_num_tokens "
+        "model_config model_memory_usage positions query_start_loc requests scheduler_config vllm_config",
     ),
     *_attributes(
         "vllm.v1.worker.gpu_input_batch:InputBatch",
@@ -242,7 +242,8 @@ _FRONT_END: Final = (
         "vllm.config.vllm:VllmConfig",
         "settings that conflict with steering or size the tables",
         "additional_config cache_config compilation_config ec_transfer_config kernel_config kv_transfer_config "
-        "model_config num_lookahead_tokens num_speculative_tokens parallel_config scheduler_config speculative_config",
+        "model_config num_lookahead_tokens num_speculative_tokens parallel_config scheduler_config speculative_config "
+        "structured_outputs_config",
     ),
     *_attributes(
         "vllm.config.model:ModelConfig",
@@ -252,6 +253,20 @@ _FRONT_END: Final = (
     ),
     *_attributes("vllm.config.cache:CacheConfig", "settings that conflict", "kv_sharing_fast_prefill"),
     *_attributes("vllm.config.speculative:SpeculativeConfig", "settings that conflict", "enable_adaptive_verification"),
+    *_imports(
+        "the tokens that begin and end reasoning and tool calls",
+        "vllm.reasoning.abs_reasoning_parsers:ReasoningParserManager",
+        "vllm.tool_parsers.abstract_tool_parser:ToolParserManager",
+    ),
+    *_attributes(
+        "vllm.reasoning.abs_reasoning_parsers:ReasoningParser",
+        "the tokens that begin and end reasoning",
+        "reasoning_end_str reasoning_start_str",
+    ),
+    *_attributes("vllm.config.structured_outputs:StructuredOutputsConfig", "the reasoning parser", "reasoning_parser"),
+    *_attributes("vllm.v1.engine.input_processor:InputProcessor", "ids of marker tokens", "tokenizer"),
+    *_attributes("vllm.multimodal.inputs:PlaceholderRange", "positions of image tokens", "extract_embeds_range"),
+    *_attributes("vllm.multimodal.inputs:MultiModalFeatureSpec", "positions of image tokens", "mm_position modality"),
     *_imports(
         "base classes and types of the front end",
         "vllm.engine.arg_utils:AsyncEngineArgs",

@@ -170,7 +170,11 @@ class Capabilities:
 
     def _check_dynamic(self, program: Program) -> None:
         needed = (
-            ("record_columns", program.layout.width, "record columns for readouts, gated edits and live strengths"),
+            (
+                "record_columns",
+                program.layout.width,
+                "record columns for readouts, gated edits, live strengths and parts",
+            ),
             ("max_conditions", program.num_conditions, "conditions"),
         )
         for name, count, unit in needed:
@@ -178,8 +182,8 @@ class Capabilities:
             if count > limit:
                 raise SteeringError("readouts", f"needs {count} {unit}; {EXCEEDS} {limit} ({ENGINE_LIMITS[name].flag})")
         for i, edit in enumerate(program.edits):
-            field = f"{program.edit_source(i)}.when"
-            if (edit.when or edit.live) and self.no_readouts is not None:
+            field = f"{program.edit_source(i)}.{'when' if edit.when or edit.live else 'tokens'}"
+            if (edit.is_gated or edit.live) and self.no_readouts is not None:
                 raise SteeringError(field, self.no_readouts)
 
     def with_layers(self, error: SteeringError) -> SteeringError:

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Readouts that a head computes from rows of the arena after the forward pass, and writes to the records of a step.
+"""Readouts that are computed from rows of the arena after the forward pass, and written to the records of a step.
+
+These are the largest outputs of heads, and probes with a hidden layer.
 
 The rows are stored by CAPTURE instructions, like captured rows, but do not leave the device. While the batch does not
 change, a step launches the same indices again.
@@ -13,21 +15,25 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
+from cachetools import LRUCache
 
 from vllm_steer.engine.program_store import ProgramStore
 from vllm_steer.engine.step_batch import StepBatch
-from vllm_steer.program.token_program import HeadRead
+from vllm_steer.program.token_program import HeadRead, MlpRead
 from vllm_steer.taps.heads import Head, largest_outputs
+from vllm_steer.taps.mlp import MlpHead
 from vllm_steer.taps.tables import OPEN_END, Tables
 
+_MAX_MLPS = 32
+"""Probes with a hidden layer whose weights are kept on the device beside the vector table."""
 _Part = tuple[npt.NDArray[np.int64], ...]
 
 
 @dataclass(frozen=True)
 class _Group:
-    """Rows of a step that one head reads with one ``k``; int64 tensors on the device."""
+    """Rows of a step that one head reads with one ``k``, or one probe; int64 tensors on the device."""
 
-    head: Head
+    head: Head | MlpHead
     top_k: int
     arena_rows: torch.Tensor
     """``[rows]``. With speculative decoding ``[segments, 3, rows]``: start and end of each segment that the token may
@@ -35,7 +41,13 @@ class _Group:
     tokens: torch.Tensor
     """``[rows, 1]``, the token of each row."""
     columns: torch.Tensor
-    """``[rows, 2 k]``, the columns of its record."""
+    """``[rows, 2 k]``, the columns of its record; ``[rows, 1]`` of a probe."""
+
+    def values(self, rows: torch.Tensor) -> torch.Tensor | None:
+        """Return what is written to the columns; None on ranks that have no result."""
+        if isinstance(self.head, MlpHead):
+            return self.head.values(rows)
+        return largest_outputs(self.head, rows, self.top_k)
 
     def rows(self, tables: Tables, position: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the arena rows, and which records keep their values because they have none, ``[rows, 1]``."""
@@ -56,7 +68,8 @@ class HeadReadouts:
     Args:
         store: The rank's programs.
         heads: Heads by the names that programs use.
-        enabled: Whether this rank returns records. Other ranks run collective heads only.
+        enabled: Whether this rank returns records. Other ranks run collective heads, and probes, on which gates may
+            depend.
         speculative: Whether draft tokens make the host's positions uncertain.
     """
 
@@ -68,6 +81,7 @@ class HeadReadouts:
         self._key: tuple[int, tuple[str, ...], bytes, bytes] | None = None
         self._steady: tuple[_Group, ...] = ()
         self._planned: tuple[tuple[_Group, ...], torch.Tensor] | None = None
+        self._mlps: LRUCache[MlpRead, MlpHead] = LRUCache(_MAX_MLPS)
 
     def plan(self, batch: StepBatch, capturing: npt.NDArray[np.int64]) -> None:
         """Choose the rows that the heads read after the next forward pass.
@@ -92,10 +106,17 @@ class HeadReadouts:
 
     def _groups(self, batch: StepBatch, capturing: npt.NDArray[np.int64]) -> tuple[_Group, ...]:
         found = self._possible_rows(batch, capturing) if self._speculative else self._rows(batch, capturing)
-        parts: dict[tuple[str, int], list[_Part]] = {}
+        parts: dict[tuple[str | MlpRead, int], list[_Part]] = {}
         for head, part in found:
-            parts.setdefault((head.head, head.top_k), []).append(part)
-        return tuple(self._group(self.heads[name], top_k, each) for (name, top_k), each in parts.items())
+            parts.setdefault((head.mlp or head.head, head.top_k), []).append(part)
+        return tuple(self._group(self._head(name), top_k, each) for (name, top_k), each in parts.items())
+
+    def _head(self, name: str | MlpRead) -> Head | MlpHead:
+        if isinstance(name, str):
+            return self.heads[name]
+        if name not in self._mlps:
+            self._mlps[name] = self._store.mlp_head(name)
+        return self._mlps[name]
 
     def _rows(self, batch: StepBatch, capturing: npt.NDArray[np.int64]) -> Iterator[tuple[HeadRead, _Part]]:
         """Return the arena rows, tokens and first columns of each run of tokens."""
@@ -130,7 +151,7 @@ class HeadReadouts:
                 token = starts[index] + np.arange(count)
                 yield head, (np.array(segments), token, np.full(count, head.column))
 
-    def _group(self, head: Head, top_k: int, parts: list[_Part]) -> _Group:
+    def _group(self, head: Head | MlpHead, top_k: int, parts: list[_Part]) -> _Group:
         rows, tokens, columns = zip(*parts, strict=True)
         if self._speculative:
             # Segments that do not exist are empty.
@@ -149,7 +170,7 @@ class HeadReadouts:
             top_k,
             self._upload(arena_rows),
             self._upload(np.concatenate(tokens)[:, None]),
-            self._upload(np.concatenate(columns)[:, None] + np.arange(2 * top_k)),
+            self._upload(np.concatenate(columns)[:, None] + np.arange(2 * top_k or 1)),
         )
 
     def _upload(self, numbers: npt.NDArray[np.int64]) -> torch.Tensor:
@@ -165,10 +186,10 @@ class HeadReadouts:
         groups, position = planned
         tables = self._store.tables
         for group in groups:
-            if not (self._enabled or group.head.collective):
+            if not (self._enabled or isinstance(group.head, MlpHead) or group.head.collective):
                 continue
             rows, kept = group.rows(tables, position)
-            new = largest_outputs(group.head, tables.arena.index_select(0, rows), group.top_k)
+            new = group.values(tables.arena.index_select(0, rows))
             if new is not None:
                 old = tables.record[group.tokens, group.columns]
                 tables.record[group.tokens, group.columns] = torch.where(kept, old, new)

@@ -8,7 +8,7 @@ writes are enqueued on the model's stream, so a step in flight never sees the ta
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from vllm_steer.config import SteeringConfig
 from vllm_steer.engine.operand_runs import OperandRuns
 from vllm_steer.engine.pinned_writer import PinnedTableWriter
 from vllm_steer.engine.record_keeper import Replay
+from vllm_steer.engine.request_ranges import RequestRanges
 from vllm_steer.params import program_bytes
 from vllm_steer.program import (
     Instruction,
@@ -31,10 +32,12 @@ from vllm_steer.program import (
     TokenProgram,
     resolve,
 )
-from vllm_steer.program.dynamic import STOP_COLUMN, Dynamic
+from vllm_steer.program.dynamic import BOUND_FIELDS, CONDITION_FIELDS, STOP_COLUMN, Dynamic
 from vllm_steer.program.instructions import CAPTURE, GATE, REPLACE_AT
 from vllm_steer.program.position_runs import NO_RUN
-from vllm_steer.taps.dynamic import initial_state, state_after
+from vllm_steer.program.token_program import MlpRead
+from vllm_steer.taps.dynamic import state_after
+from vllm_steer.taps.mlp import MlpHead
 from vllm_steer.taps.tables import OPEN_END, Tables
 
 _MAX_STRENGTHS = 4096
@@ -69,27 +72,6 @@ class _Directions:
     digests: tuple[bytes, ...]
     users: int = 0
     gathered: torch.Tensor | None = None
-
-
-class RequestRanges:
-    """A range of positions ``[low, high)`` per request slot, empty by default. Kept on the host for whole batches."""
-
-    def __init__(self, num_slots: int) -> None:
-        self._low = np.full(num_slots, OPEN_END, dtype=np.int64)
-        self._high = np.zeros(num_slots, dtype=np.int64)
-
-    def set(self, slot: int, low: int, high: int) -> None:
-        self._low[slot], self._high[slot] = low, high
-
-    def clear(self, slot: int) -> None:
-        self.set(slot, OPEN_END, 0)
-
-    def overlap(
-        self, slot: npt.NDArray[np.int64], first: npt.NDArray[np.int64], stop: npt.NDArray[np.int64]
-    ) -> npt.NDArray[np.bool_]:
-        """Return for each request whether the positions ``[first, stop)`` overlap its range."""
-        overlap: npt.NDArray[np.bool_] = (stop > self._low[slot]) & (first < self._high[slot])
-        return overlap
 
 
 def _run_key(program: TokenProgram, number: int) -> bytes:
@@ -241,15 +223,11 @@ class ProgramStore:
         self._put_initial(request_id, slot, dynamic)
         self.next_step[slot] = 0
         _, drafts, width = self.tables.carry.shape
-        condition = np.zeros((width, 8), dtype=np.int32)
-        bound = np.zeros((width, 6), dtype=np.float32)
+        condition = np.zeros((width, CONDITION_FIELDS), dtype=np.int32)
+        bound = np.zeros((width, BOUND_FIELDS), dtype=np.float32)
         carry = np.zeros((drafts, width), dtype=np.float64)
         for c, each in enumerate(dynamic.conditions):
-            condition[c] = (
-                each.kind, each.score, each.target, each.first, each.stop, each.count, each.start, each.number
-            )  # fmt: skip
-            bound[c] = each.threshold, each.sign, each.sharpness, each.release, each.release_sign, each.alpha
-            carry[:, c] = initial_state(each.kind)
+            condition[c], bound[c], carry[:, c] = each.fields, each.numbers, each.initial_state
         self._condition.put(slot, condition)
         self._bound.put(slot, bound)
         self._carry.put(slot, carry)
@@ -299,7 +277,9 @@ class ProgramStore:
             return
         _, drafts, width = self.tables.carry.shape
         carry = np.zeros((drafts, width), dtype=np.float64)
-        carry[:, : len(dynamic.conditions)] = state_after(dynamic.conditions, replay.records, replay.start)
+        carry[:, : len(dynamic.conditions)] = state_after(
+            dynamic.conditions, replay.records, replay.start, replay.generated, replay.prompt_len
+        )
         self._carry.put(slot, carry)
         records = torch.from_numpy(replay.records)
         if self.tables.device.type == "cuda":
@@ -350,11 +330,19 @@ class ProgramStore:
         """
         held = self._directions[projection]
         if held.gathered is None:
-            indices = torch.tensor([self._allocator.vector_index(digest) for digest in held.digests])
-            if self.tables.device.type == "cuda":
-                indices = indices.pin_memory().to(self.tables.device, non_blocking=True)
-            held.gathered = self.tables.vector.index_select(0, indices)
+            held.gathered = self._gather(held.digests)
         return held.gathered
+
+    def mlp_head(self, mlp: MlpRead) -> MlpHead:
+        """Return a probe with a hidden layer of a running request, on the device."""
+        weights = self._gather(mlp.vectors)
+        return MlpHead(weights, mlp.biases, mlp.outputs, mlp.bias, mlp.activation, sigmoid=mlp.sigmoid)
+
+    def _gather(self, digests: Sequence[bytes]) -> torch.Tensor:
+        indices = torch.tensor([self._allocator.vector_index(digest) for digest in digests])
+        if self.tables.device.type == "cuda":
+            indices = indices.pin_memory().to(self.tables.device, non_blocking=True)
+        return self.tables.vector.index_select(0, indices)
 
     def flush(self) -> None:
         """Write the changes since the last step to the tables."""

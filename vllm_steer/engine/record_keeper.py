@@ -36,6 +36,9 @@ class Replay:
     start: int
     records: npt.NDArray[np.float32]
     """``[tokens, columns]``."""
+    generated: npt.NDArray[np.int64]
+    """The generated tokens up to the last recorded one."""
+    prompt_len: int
 
     @property
     def stop(self) -> int:
@@ -90,7 +93,7 @@ class RecordKeeper:
         if self._preempted:
             replays: dict[str, Replay] = {}
             for request_id in self._preempted & scheduled.num_scheduled_tokens.keys():
-                replay = self._replay(request_id, requests[request_id].num_tokens - 1)
+                replay = self._replay(request_id, requests[request_id])
                 if replay is not None:
                     replays[request_id] = replay
             self._preempted -= scheduled.num_scheduled_tokens.keys()
@@ -101,10 +104,10 @@ class RecordKeeper:
             resumed = scheduled.num_scheduled_tokens.keys()
             self._preempted |= (scheduled.preempted_req_ids & self._assemblers.keys()) - resumed
 
-    def _replay(self, request_id: str, forwarded: int) -> Replay | None:
-        """Return the records of the positions before ``forwarded``, whose tokens are final."""
+    def _replay(self, request_id: str, request: Any) -> Replay | None:
+        """Return the records of a request's tokens but the last one. They are final."""
         self._receiver.flush(request_id)
-        positions, records = self._assemblers[request_id].records(forwarded)
+        positions, records = self._assemblers[request_id].records(request.num_tokens - 1)
         if not len(positions):
             return None
         # Positions that came from the prefix cache have no record; the last run of positions counts.
@@ -112,7 +115,10 @@ class RecordKeeper:
         first = int(breaks[-1]) + 1 if len(breaks) else 0
         records = records[first:].copy()
         records[:, STOP_COLUMN] = 0.0
-        return Replay(int(positions[first]), records)
+        prompt_len = request.num_prompt_tokens
+        count = max(int(positions[-1]) + 1 - prompt_len, 0)
+        generated = np.array(request.output_token_ids[:count], dtype=np.int64)
+        return Replay(int(positions[first]), records, generated, prompt_len)
 
 
 def replays_of(scheduled: Any) -> Mapping[str, Replay]:

@@ -120,6 +120,7 @@ class SteeringRunnerV1:
                 request_slot=self._steer_batch_slot[:requests],
                 start=self.query_start_loc.gpu[: requests + 1],
                 position=self.positions[:tokens],
+                token=self.input_ids.gpu[:tokens],
             ),
             ids=ids,
             request_slot=self._steer_slots,

@@ -133,6 +133,7 @@ def _step_batch(input_batch: Any) -> StepBatch:
             request_slot=input_batch.idx_mapping[:requests],
             start=input_batch.query_start_loc[: requests + 1],
             position=input_batch.positions[: input_batch.num_tokens],
+            token=input_batch.input_ids[: input_batch.num_tokens],
         ),
         ids=input_batch.req_ids,
         request_slot=input_batch.idx_mapping_np[:requests],

@@ -113,6 +113,8 @@ class SteeringSchedulerMixin:
         disabled = next(iter(program.points - self._steering_points), None)
         if disabled is not None:
             raise SteeringError("extra_args.steer", how_to_switch_on(disabled))
+        if program.needs_prompt:
+            raise SteeringError("extra_args.steer", "the front end has not filled in the prompt's parts")
         resolved = resolve(program, request.num_prompt_tokens, self._steering_layers)
         if not resolved.token_programs:
             return

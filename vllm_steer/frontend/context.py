@@ -24,6 +24,7 @@ from vllm_steer.config import REGISTRY_VARIABLE, SteeringConfig, from_vllm_confi
 from vllm_steer.engine.capabilities import Capabilities
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.controllers import read_controller
+from vllm_steer.frontend.parts import PartMarkers
 from vllm_steer.metrics.collectors import start as start_metrics
 from vllm_steer.params import capture_specs, program_of
 from vllm_steer.program.program_files import ProgramFileCache
@@ -95,6 +96,8 @@ class EngineContext:
     """Files that pass large programs to the engine; None if the engine runs in this process or on another host."""
     controllers: ControllerRunner | None = None
     """Runs the controller; None if none is switched on."""
+    markers: PartMarkers | None = None
+    """Tokens that mark parts of conversations."""
 
     def check(self, params: Any, prompt_len: int | None) -> None:
         """Raise :class:`SteeringError` unless this engine serves ``params`` exactly as written.
@@ -192,6 +195,7 @@ def _create(engine: Any, reports: Any, config: SteeringConfig) -> EngineContext:
         model,
         ProgramFileCache() if _shares_files(engine) else None,
         _controllers(engine),
+        PartMarkers(vllm_config, config.parts, config.tool_parser),
     )
     setattr(engine.input_processor, _CONTEXT, context)
     setattr(engine.output_processor, _CONTEXT, context)

@@ -55,6 +55,8 @@ class Decoder:
     gaps: frozenset[tuple[PointName, int]] = frozenset()
     """Sites whose stream is not the one before plus the branches: ``pre_attn`` behind a skip or a new pass, and
     ``post_block`` behind a cross-attention."""
+    recalls: frozenset[int] = frozenset()
+    """Layers whose attention also reads what an earlier run cached, so their stream alone does not decide it."""
     tensor_parallel: bool = False
     final_norm: nn.Module | None = None
     """The norm of the last layer's output; None if it is not known or on another pipeline stage."""
@@ -128,6 +130,7 @@ def find_decoder(model: nn.Module, hf_text_config: Any, *, allow_unproven: bool 
     num_layers = len(runs)
     layers = []
     gaps: set[tuple[PointName, int]] = set()
+    recalls: set[int] = set()
     unproven: dict[str, None] = {}
     for number, (module, run) in enumerate(runs):
         if isinstance(module, PPMissingLayer):
@@ -146,11 +149,13 @@ def find_decoder(model: nn.Module, hf_text_config: Any, *, allow_unproven: bool 
         if (reason := recipe.why_unsupported(module)) is not None:
             raise refuse(f": {name} with {reason}")
         layers.append(DecoderLayer(number, module, recipe.of(module), run))
+        if recipe.recalls and run:
+            recalls.add(number)
         if recipe.cross_attention:
             gaps.add(("post_block", number))
         if number in recipe.gaps(hf_text_config):
             gaps.add(("pre_attn", number))
-    return Decoder(tuple(layers), num_layers, frozenset(gaps), unproven=tuple(unproven))
+    return Decoder(tuple(layers), num_layers, frozenset(gaps), frozenset(recalls), unproven=tuple(unproven))
 
 
 def _find_runs(

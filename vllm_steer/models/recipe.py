@@ -87,6 +87,8 @@ class Recipe:
     """Argument of ``forward`` with the number of the pass, in models that run their layers several times per token."""
     runs: Callable[[Any, Any], Sequence[tuple[Any, int]]] | None = None
     """Given the model and its configuration, return these layers in the order in which they run, with their passes."""
+    recalls: bool = False
+    """Whether later runs of the layer also attend to the keys and values of its first run."""
     gaps: Callable[[Any], Sequence[int]] = lambda config: ()
     """Return the layers, by number, that do not read what the layer before them leaves."""
     residual_at: int = 1

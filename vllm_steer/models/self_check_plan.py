@@ -124,8 +124,13 @@ def _by_layer(sites: Sequence[Site]) -> Iterator[tuple[int, list[PointName], lis
         yield layer, points, [point for point in points if not POINTS[point].optional]
 
 
-def hops_of(sites: Sequence[Site]) -> list[Hop]:
-    """Return the hops within the layers of ``sites``, which are in order of computation."""
+def hops_of(sites: Sequence[Site], recalls: Collection[int] = ()) -> list[Hop]:
+    """Return the hops within the layers of ``sites``, which are in order of computation.
+
+    Args:
+        sites: The sites of this rank.
+        recalls: Layers whose attention reads more than the stream; no hop goes through it.
+    """
     hops: list[Hop] = []
     for layer, points, stream in _by_layer(sites):
         pairs = [(a, b, False) for a, b in pairwise(stream)]
@@ -137,7 +142,8 @@ def hops_of(sites: Sequence[Site]) -> list[Hop]:
         mlp_source: PointName = "post_attn" if "post_attn" in points else "pre_attn"
         mlp: list[PointName] = [point for point in (mlp_source, "mlp_in", "mlp_out") if point in points]
         pairs += [(a, b, False) for a, b in pairwise(mlp)]
-        hops += [Hop((a, layer), (b, layer), adds) for a, b, adds in pairs]
+        through_attention = {"pre_attn"} if layer in recalls else set()
+        hops += [Hop((a, layer), (b, layer), adds) for a, b, adds in pairs if a not in through_attention]
     return hops
 
 

@@ -233,7 +233,8 @@ VLLM_RECIPES: Final[tuple[Recipe, ...]] = (
     # Layers that run several times per token.
     _single("hrm_text.HrmTextDecoderLayer", **_SELF_ATTN, pass_argument="current_step", runs=hrm_text_runs,
             gaps=hrm_text_gaps),
-    _single("iquest_loopcoder.LoopCoderDecoderLayer", **_SELF_ATTN, pass_argument="loop_idx", runs=loop_coder_runs),
+    _single("iquest_loopcoder.LoopCoderDecoderLayer", **_SELF_ATTN, pass_argument="loop_idx", runs=loop_coder_runs,
+            recalls=True),
     # Self-attention, attention to an encoder, then MLP: post_attn is in front of the second.
     _single("cohere_asr.CohereASRDecoderLayer", "layer_norm_2", attn_out="first_sub_layer", mlp_out="third_sub_layer",
             mlp_in="layer_norm_3", cross_attention=True, proven=False),

@@ -12,9 +12,11 @@ import numpy.typing as npt
 
 from vllm_steer.program.dynamic import CompiledCondition
 from vllm_steer.program.instructions import CODES
+from vllm_steer.program.part import CompiledPart
 from vllm_steer.spec import Selector, content_digest
+from vllm_steer.spec.selector import Wire
 
-WIRE_VERSION = 9
+WIRE_VERSION = 10
 """Version of the wire form of programs."""
 
 
@@ -47,7 +49,7 @@ class CompiledEdit(msgspec.Struct, frozen=True, array_like=True):
     strength: float
     low: float
     high: float
-    tokens: str | list[int | list[int | None]]
+    tokens: Wire
     digest: bytes
     when: tuple[CompiledCondition, ...] = ()
     live: str = ""
@@ -57,6 +59,13 @@ class CompiledEdit(msgspec.Struct, frozen=True, array_like=True):
     coordinates: bytes = b""
     feature: CompiledFeature | None = None
     """Of an edit of a feature. Its rows are the encoder's, with ``set`` only, and the decoder's; none at first."""
+    parts: tuple[CompiledPart, ...] = ()
+    """Parts of the output to which the edit is restricted; a token must be in all of them."""
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether a factor in the records of its tokens decides about the edit."""
+        return bool(self.when or self.parts)
 
     @property
     def selector(self) -> Selector:
@@ -116,6 +125,8 @@ def edit_digest(edit: CompiledEdit, strength: float, digests: Sequence[bytes]) -
         content += msgspec.msgpack.encode((edit.feature, [digests[index] for index in edit.rows]))
     if edit.when or edit.live:
         content += msgspec.msgpack.encode((edit.when, edit.live))
+    if edit.parts:
+        content += msgspec.msgpack.encode(edit.parts)
     if edit.num_rows or edit.basis:
         vectors = [digests[index] for index in edit.vectors]
         content += msgspec.msgpack.encode((edit.num_rows, bool(edit.basis), vectors, edit.coordinates))

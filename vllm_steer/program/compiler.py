@@ -22,10 +22,12 @@ from vllm_steer.program.dynamic import (
     WINDOW_CODES,
     CompiledBound,
     CompiledCondition,
+    CompiledMlp,
     CompiledReadout,
     CompiledStop,
 )
 from vllm_steer.program.instructions import CODES, UNBOUNDED
+from vllm_steer.program.part import compile_parts
 from vllm_steer.program.program import ALL_LAYERS, NO_PROJECTION, CompiledCapture, Program
 from vllm_steer.spec import (
     KINDS,
@@ -36,6 +38,7 @@ from vllm_steer.spec import (
     NamedProjection,
     Projection,
     Readout,
+    Selector,
     Stop,
     bytes_of,
     content_digest,
@@ -44,6 +47,7 @@ from vllm_steer.spec.condition import condition_source
 from vllm_steer.spec.feature import FeatureEdit
 from vllm_steer.spec.matrix import orthonormal_basis
 from vllm_steer.spec.scalars import closest
+from vllm_steer.spec.selector import IMAGE, Wire
 from vllm_steer.spec.sites import Layers
 
 
@@ -175,9 +179,10 @@ def _compile_edit(edit: Edit, vectors: _VectorTable, when: tuple[CompiledConditi
         strength=float(edit.strength),
         low=-UNBOUNDED if edit.low is None else float(edit.low),
         high=UNBOUNDED if edit.high is None else float(edit.high),
-        tokens=edit.tokens.to_wire(),
+        tokens=_tokens_of(edit.tokens),
         digest=b"",
         when=when,
+        parts=compile_parts(edit.tokens),
         live=edit.live or "",
         num_rows=edit.num_rows or 0,
         rows=() if edit.num_rows is None else rows,
@@ -203,9 +208,10 @@ def _compile_feature(edit: Edit, feature: FeatureEdit, when: tuple[CompiledCondi
         strength=0.0,
         low=new,
         high=new,
-        tokens=edit.tokens.to_wire(),
+        tokens=_tokens_of(edit.tokens),
         digest=b"",
         when=when,
+        parts=compile_parts(edit.tokens),
         live=edit.live or "",
         feature=CompiledFeature(feature.sae, feature.feature, feature.set is not None),
     )
@@ -214,6 +220,11 @@ def _compile_feature(edit: Edit, feature: FeatureEdit, when: tuple[CompiledCondi
 def _coordinates(values: npt.NDArray[np.float64]) -> bytes:
     """Return coordinates ``[n, k]`` or ``[k]`` in a basis as float32 bytes, by direction, then by position."""
     return np.ascontiguousarray(np.atleast_2d(values).T, "<f4").tobytes()
+
+
+def _tokens_of(selector: Selector) -> Wire:
+    """Return the positions that a selector may cover; parts of the output are compiled on their own."""
+    return "generated" if selector.spans else selector.to_wire()
 
 
 def _compile_bound(bound: Bound) -> CompiledBound:
@@ -225,7 +236,11 @@ def _compile_readout(readout: Readout, vectors: _VectorTable) -> CompiledReadout
     indices: tuple[int, ...] = ()
     names: tuple[str, ...] = ()
     head = LENS if readout.kind == "lens" else SAE_PREFIX + readout.sae if readout.kind == "sae" else ""
-    if directions is None:
+    mlp = None
+    if readout.mlp is not None:
+        indices = vectors.add_directions(readout.mlp.weights, f"readouts.{readout.name}.probe.weights")
+        mlp = CompiledMlp(readout.mlp.activation, readout.mlp.biases, readout.mlp.outputs)
+    elif directions is None:
         pass
     elif isinstance(directions, NamedProjection):
         names = tuple(map(str, directions.probes))
@@ -239,12 +254,14 @@ def _compile_readout(readout: Readout, vectors: _VectorTable) -> CompiledReadout
         vectors=indices,
         bias=readout.bias,
         sigmoid=readout.sigmoid,
-        tokens=readout.tokens.to_wire(),
+        tokens=_tokens_of(readout.tokens),
         probes=names,
         head=head,
         top_k=readout.top_k,
         layers=readout.layers,
         cosine=readout.cosine,
+        parts=compile_parts(readout.tokens),
+        mlp=mlp,
     )
 
 
@@ -268,7 +285,8 @@ def _use_instead(name: str, numbers: Mapping[str, int]) -> str:
 
 
 def _compile_stop(stop: Stop, readouts: Sequence[Readout], numbers: Mapping[str, int], field: str) -> CompiledStop:
-    return CompiledStop(_find_probe(stop.readout, readouts, numbers, field), _compile_bound(stop.bound), stop.tokens)
+    number = _find_probe(stop.readout, readouts, numbers, field)
+    return CompiledStop(number, _compile_bound(stop.bound), stop.tokens, compile_parts(stop.part))
 
 
 def _compile_condition(
@@ -283,13 +301,19 @@ def _compile_condition(
     readout = readouts[index]
     first_layer = 0 if edit.layers == "all" else edit.layers[0]
     edited = (first_layer, POINT_NAMES.index(edit.point))
+    if kind == TOKEN and readout.mlp is not None:
+        raise SteeringError(
+            f"{field}.window",
+            "a probe with a hidden layer is computed after the forward pass, too late for an edit of the same token; "
+            'use the window "previous", "latch" or "prompt"',
+        )
     if kind == TOKEN and edited <= (readout.layer, POINT_NAMES.index(readout.point)):
         raise SteeringError(
             f"{field}.window",
             f"the edit at {edit.point} of layer {first_layer} is computed before the readout at {readout.point} of "
             f'layer {readout.layer}; use the window "previous", or edit later sites only',
         )
-    if kind != TOKEN and edit.tokens.to_wire() in ("all", "prompt", "last_prompt"):
+    if kind != TOKEN and edit.tokens.to_wire() in ("all", "prompt", "last_prompt", IMAGE):
         raise SteeringError(
             f"{field}.window",
             f'"{condition.window}" decides about generated tokens only, not tokens="{edit.tokens.to_wire()}"; '
@@ -301,9 +325,10 @@ def _compile_condition(
         _compile_bound(condition.bound),
         condition.sharpness or 0.0,
         None if condition.release is None else _compile_bound(condition.release),
-        None if condition.tokens is None else condition.tokens.to_wire(),
+        None if condition.tokens is None or condition.tokens.spans else condition.tokens.to_wire(),
         condition.alpha or 0.0,
         condition.count or 0,
+        compile_parts(condition.tokens),
     )
 
 

@@ -9,14 +9,20 @@ values of the readouts, the factor of each edit with conditions or a live name, 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf, nan
 
 import msgspec
 
 from vllm_steer.points import POINT_NAMES
+from vllm_steer.program.part import CompiledPart
 from vllm_steer.spec import OPEN_END, Selector
+from vllm_steer.spec.mlp import ACTIVATIONS
+from vllm_steer.spec.selector import Wire
 
-TOKEN, PREVIOUS, LATCH, PROMPT_MEAN, PROMPT_MAX, PROMPT_LAST, MEAN, MAX, EMA, HELD, STOP = range(1, 12)
-"""Kinds of conditions on the device; 0 is none."""
+TOKEN, PREVIOUS, LATCH, PROMPT_MEAN, PROMPT_MAX, PROMPT_LAST, MEAN, MAX, EMA, HELD, PART, STOP = range(1, 13)
+"""Kinds of conditions on the device; 0 is none. :data:`PART` looks at the token itself instead of a readout."""
+CONDITION_FIELDS, BOUND_FIELDS = 9, 6
+"""Integers and numbers of a condition on the device."""
 WINDOW_CODES: dict[str, int] = {"token": TOKEN, "previous": PREVIOUS, "latch": LATCH}
 OVER_CODES: dict[str, int] = {"mean": PROMPT_MEAN, "max": PROMPT_MAX, "last": PROMPT_LAST}
 PREVIOUS_CODES: dict[str, int] = {"mean": MEAN, "max": MAX, "last": PREVIOUS, "ema": EMA}
@@ -28,7 +34,19 @@ LENS, SAE_PREFIX = "lens", "sae:"
 _STOP_REASON = "readout {} is {:.6g} at position {}"
 STOP_REASON_PREFIX = _STOP_REASON.partition("{")[0]
 
-Wire = str | list[int | list[int | None]]
+
+class CompiledMlp(msgspec.Struct, frozen=True, array_like=True):
+    """The second half of a probe with a hidden layer, whose weights are vectors of the program."""
+
+    activation: str
+    biases: bytes
+    """float32 ``[n]``."""
+    outputs: bytes
+    """float32 ``[n]``."""
+
+    def is_sound(self, width: int) -> bool:
+        """Return whether the parts fit a hidden layer of ``width`` units."""
+        return len(self.biases) == len(self.outputs) == 4 * width and self.activation in ACTIVATIONS
 
 
 class CompiledReadout(msgspec.Struct, frozen=True, array_like=True):
@@ -53,6 +71,10 @@ class CompiledReadout(msgspec.Struct, frozen=True, array_like=True):
     layers: tuple[int, ...] = ()
     cosine: bool = False
     """Whether each product is divided by the norms of its factors."""
+    parts: tuple[CompiledPart, ...] = ()
+    """Parts of the output to which the returned tokens are restricted."""
+    mlp: CompiledMlp | None = None
+    """The rest of a probe with a hidden layer; None for other readouts."""
 
     @property
     def site_number(self) -> int:
@@ -70,7 +92,9 @@ class CompiledReadout(msgspec.Struct, frozen=True, array_like=True):
 
         Indices are exact in float32 up to 2^24.
         """
-        return 2 * self.top_k * len(self.layers) if self.head else len(self.vectors or self.probes)
+        if self.head:
+            return 2 * self.top_k * len(self.layers)
+        return 1 if self.mlp else len(self.vectors or self.probes)
 
     @property
     def selector(self) -> Selector:
@@ -97,6 +121,8 @@ class CompiledCondition(msgspec.Struct, frozen=True, array_like=True):
     alpha: float = 0.0
     count: int = 0
     """Tokens in a row of :data:`HELD`."""
+    parts: tuple[CompiledPart, ...] = ()
+    """Parts of the output to whose tokens the condition looks; empty for all."""
 
     @property
     def selector(self) -> Selector | None:
@@ -110,6 +136,8 @@ class CompiledStop(msgspec.Struct, frozen=True, array_like=True):
     readout: int
     bound: CompiledBound
     tokens: int
+    parts: tuple[CompiledPart, ...] = ()
+    """Parts of the output to whose tokens the condition looks; empty for all."""
 
 
 @dataclass(frozen=True)
@@ -119,16 +147,22 @@ class RecordLayout:
     readouts: tuple[int, ...]
     """First column of each readout."""
     gates: dict[int, int]
-    """Column of the factor of each edit with conditions, by edit index."""
+    """Column of the factor of each edit with conditions or in a part, by edit index."""
     live: dict[str, int]
     """Column of each live strength."""
+    parts: dict[tuple[CompiledPart, ...], int]
+    """Column of each selection of parts by readouts, conditions and stops: 1 for its tokens, 0 for others."""
     width: int
     """Number of columns."""
 
 
 @dataclass(frozen=True)
 class DeviceCondition:
-    """A condition resolved for a prompt length, as it stands in the device tables."""
+    """A condition resolved for a prompt length, in the form of the device tables.
+
+    The state of a :data:`PART` is 1 after its start token and 0 after its end token. ``score`` and ``count`` are these
+    tokens, and ``number`` is 1 for tokens outside.
+    """
 
     kind: int
     score: int
@@ -153,6 +187,31 @@ class DeviceCondition:
     """0 without a release bound."""
     alpha: float = 0.0
     """Weight of the newest value of :data:`EMA`."""
+    mask: int = 0
+    """Column that is not 0 for the tokens that are folded; 0 for all."""
+    opened: bool = False
+    """Whether a :data:`PART` has begun in the prompt."""
+
+    @property
+    def initial_state(self) -> float:
+        """The state before the first folded token. A condition without any folded token does not hold."""
+        if self.kind == PART:
+            return float(self.opened)
+        if self.kind == EMA or (self.kind == PREVIOUS and self.mask):
+            return nan
+        return -inf if self.kind in (PROMPT_MAX, MAX) else 0.0
+
+    @property
+    def fields(self) -> tuple[int, ...]:
+        """The integers of the condition on the device, :data:`CONDITION_FIELDS` of them."""
+        return (
+            self.kind, self.score, self.target, self.first, self.stop, self.count, self.start, self.number, self.mask
+        )  # fmt: skip
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """The numbers of the condition on the device, :data:`BOUND_FIELDS` of them."""
+        return self.threshold, self.sign, self.sharpness, self.release, self.release_sign, self.alpha
 
 
 @dataclass(frozen=True)

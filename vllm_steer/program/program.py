@@ -18,6 +18,7 @@ from vllm_steer.limits import MAX_LAYERS, MAX_TOP_K
 from vllm_steer.points import POINT_NAMES, PointName
 from vllm_steer.program.compiled_edit import WIRE_VERSION, CompiledEdit, edit_digest
 from vllm_steer.program.dynamic import (
+    PART,
     STOP,
     STOP_COLUMN,
     TOKEN,
@@ -27,9 +28,11 @@ from vllm_steer.program.dynamic import (
     RecordLayout,
 )
 from vllm_steer.program.instructions import CODES, KIND_OF
+from vllm_steer.program.part import CompiledPart
 from vllm_steer.program.program_cache import CachedProgram, ProgramCache
 from vllm_steer.spec import Selector, content_digest, projection_digest
 from vllm_steer.spec.references import GLOBAL_SOURCE, MODULES_FIELD, SERVER_WIDE_SOURCE
+from vllm_steer.spec.selector import Wire
 
 ALL_LAYERS: tuple[int, ...] = ()
 NO_PROJECTION = -1
@@ -51,7 +54,7 @@ class CompiledCapture(msgspec.Struct, frozen=True, array_like=True):
     point: int
     layers: tuple[int, ...]
     before: bool
-    tokens: str | list[int | list[int | None]]
+    tokens: Wire
     projection: int = NO_PROJECTION
 
     @property
@@ -204,7 +207,26 @@ class Program(msgspec.Struct, frozen=True, array_like=True, dict=True, weakref=T
     @cached_property
     def is_dynamic(self) -> bool:
         """Whether tokens of the request have records."""
-        return bool(self.readouts) or any(edit.live for edit in self.edits)
+        return bool(self.readouts) or any(edit.live or edit.parts for edit in self.edits)
+
+    @cached_property
+    def part_selections(self) -> tuple[tuple[CompiledPart, ...], ...]:
+        """The distinct selections of parts by readouts, conditions and stops."""
+        conditions = (each.parts for edit in self.edits for each in edit.when)
+        found = (*(each.parts for each in self.readouts), *(each.parts for each in self.stops), *conditions)
+        return tuple(dict.fromkeys(parts for parts in found if parts))
+
+    @cached_property
+    def needs_prompt(self) -> bool:
+        """Whether the front end has to fill in what depends on the prompt: ids and state of parts, or images."""
+        parts = (part for selection in self.part_selections for part in selection)
+        selectors = [*(edit.selector for edit in self.edits), *(readout.selector for readout in self.readouts)]
+        conditions = (each.selector for edit in self.edits for each in edit.when)
+        return (
+            any(not part.bound for part in (*parts, *(part for edit in self.edits for part in edit.parts)))
+            or any(selector.is_image for selector in selectors)
+            or any(selector is not None and selector.is_image for selector in conditions)
+        )
 
     @cached_property
     def layout(self) -> RecordLayout:
@@ -217,19 +239,21 @@ class Program(msgspec.Struct, frozen=True, array_like=True, dict=True, weakref=T
         gates: dict[int, int] = {}
         live: dict[str, int] = {}
         for number, edit in enumerate(self.edits):
-            if edit.when:
+            if edit.is_gated:
                 gates[number] = column
                 column += 1
         for edit in self.edits:
             if edit.live and edit.live not in live:
                 live[edit.live] = column
                 column += 1
-        return RecordLayout(tuple(readouts), gates, live, column)
+        parts = {selection: column + i for i, selection in enumerate(self.part_selections)}
+        return RecordLayout(tuple(readouts), gates, live, parts, column + len(parts))
 
     @cached_property
     def num_conditions(self) -> int:
-        """Number of conditions of all edits and stops."""
-        return sum(len(edit.when) for edit in self.edits) + len(self.stops)
+        """Number of conditions of all edits and stops, and of spans of parts."""
+        conditions = sum(len(edit.when) + len(edit.parts) for edit in self.edits)
+        return conditions + len(self.stops) + sum(map(len, self.part_selections))
 
     @cached_property
     def dynamic_digest(self) -> bytes:
@@ -238,7 +262,7 @@ class Program(msgspec.Struct, frozen=True, array_like=True, dict=True, weakref=T
             (*msgspec.structs.astuple(readout), [self.digests[index] for index in readout.vectors])
             for readout in self.readouts
         ]
-        edits = [(edit.digest, edit.tokens, edit.when) for edit in self.edits]
+        edits = [(edit.digest, edit.tokens, edit.when, edit.parts) for edit in self.edits]
         return content_digest(msgspec.msgpack.encode((readouts, edits)))
 
     @cached_property
@@ -285,6 +309,7 @@ class Program(msgspec.Struct, frozen=True, array_like=True, dict=True, weakref=T
             0 <= readout.point < len(POINT_NAMES)
             and 0 <= readout.layer < MAX_LAYERS
             and all(0 <= index < len(self.vectors) for index in readout.vectors)
+            and (readout.mlp is None or (readout.scalar and readout.mlp.is_sound(len(readout.vectors))))
             and readout.width > 0
             and bool(readout.head) == bool(readout.top_k) == bool(readout.layers)
             and 0 <= readout.top_k <= MAX_TOP_K
@@ -294,7 +319,12 @@ class Program(msgspec.Struct, frozen=True, array_like=True, dict=True, weakref=T
     def _is_sound_condition(self, condition: CompiledCondition, readout: int) -> bool:
         if condition.tokens is not None:
             Selector.from_wire(condition.tokens)
-        sound = TOKEN <= condition.kind < STOP and condition.count >= 0 and 0 <= condition.alpha < 1
+        sound = (
+            TOKEN <= condition.kind < STOP
+            and condition.kind != PART
+            and condition.count >= 0
+            and 0 <= condition.alpha < 1
+        )
         return sound and 0 <= readout < len(self.readouts)
 
     def _verify_content(self) -> None:
@@ -310,6 +340,12 @@ class Program(msgspec.Struct, frozen=True, array_like=True, dict=True, weakref=T
             )
             and all(np.isfinite(self.vector(i)).all() for i in range(len(self.vectors)))
             and np.isfinite([readout.bias for readout in self.readouts]).all()
+            and all(
+                np.isfinite(np.frombuffer(numbers, "<f4")).all()
+                for readout in self.readouts
+                if readout.mlp is not None
+                for numbers in (readout.mlp.biases, readout.mlp.outputs)
+            )
             and np.isfinite(
                 [
                     number

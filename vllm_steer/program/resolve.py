@@ -21,7 +21,7 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.limits import ENGINE_LIMITS, MAX_BOUNDARIES, MAX_SEGMENTS
 from vllm_steer.points import POINT_NAMES
 from vllm_steer.program.compiled_edit import CompiledEdit
-from vllm_steer.program.dynamic import TOKEN, Dynamic
+from vllm_steer.program.dynamic import TOKEN, CompiledReadout, Dynamic
 from vllm_steer.program.position_runs import EditStep, PositionRun, covered_intervals, edit_steps
 from vllm_steer.program.program import NO_PROJECTION, CompiledCapture, Program
 from vllm_steer.program.resolve_dynamic import read_intervals, resolve_dynamic
@@ -31,6 +31,7 @@ from vllm_steer.program.token_program import (
     CaptureSite,
     Gate,
     HeadRead,
+    MlpRead,
     Read,
     RowFormat,
     TokenProgram,
@@ -265,7 +266,7 @@ def _dynamic_parts(program: Program, edits: list[int], readouts: list[int]) -> _
         )
         for number in readouts
         for readout in (program.readouts[number],)
-        for i, vector in enumerate(readout.vectors)
+        for i, vector in enumerate(() if readout.mlp else readout.vectors)
     ]
     gates = [
         Gate(
@@ -294,7 +295,21 @@ def _dynamic_parts(program: Program, edits: list[int], readouts: list[int]) -> _
         for readout in (program.readouts[number],)
         for i, layer in enumerate(readout.layers)
     ]
+    heads += [
+        HeadRead(readout.site_number, layout.readouts[number], "", 0, _mlp_read(program, readout))
+        for number in readouts
+        for readout in (program.readouts[number],)
+        if readout.mlp
+    ]
     return _DynamicParts(tuple(reads), tuple(gates), tuple(factors) if any(factors) else (), tuple(heads))
+
+
+def _mlp_read(program: Program, readout: CompiledReadout) -> MlpRead | None:
+    mlp = readout.mlp
+    if mlp is None:
+        return None
+    vectors = tuple(program.digests[index] for index in readout.vectors)
+    return MlpRead(vectors, mlp.biases, mlp.outputs, readout.bias, mlp.activation, readout.sigmoid)
 
 
 def _boundaries(program: Program, prompt_len: int) -> dict[int, set[int]]:
@@ -368,6 +383,7 @@ def _token_program(
             row_formats.append(RowFormat(names[projection], needed, indices, codes))
     if dynamics is not None:
         directions += [read.vector for read in dynamics.reads]
+        directions += [digest for head in heads if head.mlp for digest in head.mlp.vectors]
     needed_by_edits = [
         program.digests[index]
         for edit in edits.edits
@@ -398,7 +414,8 @@ def _kv_digest(parts: _EditParts, num_layers: int, program: Program, prompt_len:
     """Return the digest of the edits that can change a token's keys and values; None if there are none.
 
     The factor of a gated edit depends on all readouts and edits and, except in the window ``token``, on the length of
-    the prompt.
+    the prompt. That of an edit in a part of the output depends on the tokens, which are part of the keys, and on the
+    length of the prompt.
 
     The last layer computes its keys and values from its ``pre_attn`` stream, so edits at its later points, branches
     included, change no cache entry. Reads change nothing. Of a matrix, only the rows of these positions count, each at
@@ -416,6 +433,6 @@ def _kv_digest(parts: _EditParts, num_layers: int, program: Program, prompt_len:
         return None
     if any(edit.when for edit in edits):
         digests.append(program.dynamic_digest)
-        if any(each.kind != TOKEN for edit in edits for each in edit.when):
-            digests.append(b"prompt%d" % prompt_len)
+    if any(edit.parts or any(each.kind != TOKEN for each in edit.when) for edit in edits):
+        digests.append(b"prompt%d" % prompt_len)
     return hashlib.blake2b(b"".join(digests), digest_size=16).digest()

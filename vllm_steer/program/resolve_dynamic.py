@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from vllm_steer.errors import SteeringError
 from vllm_steer.program.dynamic import (
     OF_PROMPT,
+    PART,
     PROMPT_MEAN,
     STOP,
     STOP_COLUMN,
@@ -15,6 +18,7 @@ from vllm_steer.program.dynamic import (
     DeviceCondition,
     Dynamic,
 )
+from vllm_steer.program.part import NO_TOKEN, CompiledPart
 from vllm_steer.program.program import Program
 from vllm_steer.spec.condition import condition_source
 from vllm_steer.spec.selector import OPEN_END, Interval
@@ -62,8 +66,11 @@ def resolve_dynamic(program: Program, prompt_len: int) -> Dynamic:
         intervals = readout.selector.intervals(prompt_len, f"{program.readout_source(number)}.positions")
         returned += intervals
         needed.append(intervals[0][0])
+    for selection, column in layout.parts.items():
+        conditions += _resolve_parts(selection, column, prompt_len)
     for number, edit in enumerate(program.edits):
         source = program.edit_source(number)
+        conditions += _resolve_parts(edit.parts, layout.gates.get(number, STOP_COLUMN), prompt_len)
         for i, condition in enumerate(edit.when):
             if condition.kind == TOKEN:
                 continue
@@ -75,9 +82,8 @@ def resolve_dynamic(program: Program, prompt_len: int) -> Dynamic:
                     f"decides about generated tokens only, but the edit covers position {first} of the prompt; use "
                     'tokens="generated", or the window "token"',
                 )
-            resolved = _resolve_condition(
-                condition, layout.readouts[condition.readout], layout.gates[number], prompt_len, field
-            )
+            score, mask = layout.readouts[condition.readout], layout.parts.get(condition.parts, 0)
+            resolved = _resolve_condition(condition, score, layout.gates[number], mask, prompt_len, field)
             if condition.kind in OF_PROMPT:
                 needed.append(resolved.first)
             conditions.append(resolved)
@@ -92,6 +98,7 @@ def resolve_dynamic(program: Program, prompt_len: int) -> Dynamic:
                 count=stop.tokens,
                 start=prompt_len,
                 number=number + 1,
+                mask=layout.parts.get(stop.parts, 0),
                 **_numbers(stop.bound, 0.0, None),
             )
         )
@@ -101,7 +108,7 @@ def resolve_dynamic(program: Program, prompt_len: int) -> Dynamic:
     if gated:
         # Decisions about every token are kept, since a preempted request repeats them.
         starts, stops = [0], [OPEN_END]
-    elif program.stops:
+    elif program.stops or layout.parts:
         starts.append(prompt_len)
         stops.append(OPEN_END)
     return Dynamic(
@@ -116,9 +123,10 @@ def resolve_dynamic(program: Program, prompt_len: int) -> Dynamic:
 
 
 def _resolve_condition(
-    condition: CompiledCondition, score: int, target: int, prompt_len: int, field: str
+    condition: CompiledCondition, score: int, target: int, mask: int, prompt_len: int, field: str
 ) -> DeviceCondition:
-    first, stop = prompt_len - 1, OPEN_END
+    # The last prompt token is in no part of the output.
+    first, stop = prompt_len if mask else prompt_len - 1, OPEN_END
     if condition.kind in OF_PROMPT:
         first, stop = _prompt_interval(condition, prompt_len, field)
     return DeviceCondition(
@@ -131,11 +139,36 @@ def _resolve_condition(
         start=prompt_len,
         number=0,
         alpha=condition.alpha,
+        mask=mask,
         **_numbers(condition.bound, condition.sharpness, condition.release),
     )
 
 
-def _numbers(bound: CompiledBound, sharpness: float, release: CompiledBound | None) -> dict[str, float]:
+def _resolve_parts(parts: tuple[CompiledPart, ...], column: int, prompt_len: int) -> list[DeviceCondition]:
+    """Return the conditions that make a column 0 for generated tokens that are not in all ``parts``."""
+    return [
+        DeviceCondition(
+            kind=PART,
+            score=_token(part.start),
+            target=column,
+            first=prompt_len,
+            stop=OPEN_END,
+            count=_token(part.end),
+            start=prompt_len,
+            number=int(part.outside),
+            opened=part.opened,
+            **_numbers(CompiledBound(True, 0.0), 0.0, None),
+        )
+        for part in parts
+    ]
+
+
+def _token(marker: int | str) -> int:
+    # Before the front end has filled in the ids, no token matches.
+    return marker if isinstance(marker, int) else NO_TOKEN
+
+
+def _numbers(bound: CompiledBound, sharpness: float, release: CompiledBound | None) -> dict[str, Any]:
     return {
         "threshold": bound.threshold,
         "sign": 1.0 if bound.above else -1.0,

@@ -66,13 +66,28 @@ class Gate(msgspec.Struct, frozen=True):
     sharpness: float
 
 
+class MlpRead(msgspec.Struct, frozen=True):
+    """A probe with a hidden layer, whose weights are vectors; see ``CompiledReadout``."""
+
+    vectors: tuple[bytes, ...]
+    biases: bytes
+    outputs: bytes
+    bias: float
+    activation: str
+    sigmoid: bool
+
+
 class HeadRead(msgspec.Struct, frozen=True):
-    """The largest outputs of a head on the stream at a site, recorded from a column on; see ``CompiledReadout``."""
+    """Outputs of a head on the stream at a site, recorded from a column on; see ``CompiledReadout``.
+
+    Those are the indices and values of the ``top_k`` largest outputs, or the value of a probe.
+    """
 
     site_number: int
     column: int
     head: str
     top_k: int
+    mlp: MlpRead | None = None
 
 
 class CaptureSite(msgspec.Struct, frozen=True):

@@ -143,6 +143,9 @@ def parse_module(content: Mapping[str, Any]) -> Module:
         for name in ("when", "live"):
             if getattr(edit, name):
                 raise SteeringError(f"{path}.{name}", "is supported in requests only, not in modules; omit it")
+        if edit.tokens.spans or edit.tokens.is_image:
+            problem = "parts of a conversation are supported in requests only, not in modules; name positions"
+            raise SteeringError(f"{path}.tokens", problem)
         if edit.feature is not None:
             raise SteeringError(f"{path}.feature", "is supported in requests only, not in modules; omit it")
         if edit.num_rows is not None or edit.subspace is not None:

@@ -30,7 +30,7 @@ class NoEffect(_Answer):
     """Path of the edit in the request, `steering_modules[i]`, or `global steering`."""
     reason: Literal["unreached", "zero_vector", "zero_strength"]
     """`unreached`: the request ended before the first token of the edit. The others were known from the start."""
-    tokens: str | list[int | list[int | None]] | None = None
+    tokens: str | list[int | list[int | None]] | dict[str, Any] | None = None
     """Tokens of an unreached edit."""
     choices: tuple[int, ...] | None = None
     """Choices (samples) in which an unreached edit reached no token, by index; null for the other reasons."""

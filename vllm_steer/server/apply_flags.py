@@ -31,6 +31,7 @@ from vllm_steer.server.flags import (
     LIMIT_DESTS,
     MODULES,
     MULTI_CHOICE_DESTS,
+    PART,
     PEER_MIDDLEWARE,
     PEERS,
     POLICY,
@@ -42,6 +43,7 @@ from vllm_steer.server.flags import (
     flag_of,
 )
 from vllm_steer.server.settings import STORE_NAME_DEST, registry_limits
+from vllm_steer.spec.part import read_parts
 from vllm_steer.spec.references import read_name
 
 MIDDLEWARE = "vllm_steer.server.http.middleware.SteeringMiddleware"
@@ -73,7 +75,7 @@ def apply_flags(args: argparse.Namespace) -> None:
             raise SteeringError(", ".join(unsupported), "has no effect here: this command serves no HTTP requests")
     if enabled:
         _check_front_end(args)
-        _set_engine_arguments(args, _engine_settings(given))
+        _set_engine_arguments(args, _engine_settings(given, getattr(args, "tool_call_parser", None)))
         if getattr(args, STORE_NAME_DEST, None) is None:
             name = secrets.token_hex(8)
             setattr(args, STORE_NAME_DEST, name)
@@ -91,12 +93,16 @@ def apply_flags(args: argparse.Namespace) -> None:
         _set_server_options(args, given)
 
 
-def _engine_settings(given: Mapping[str, Any]) -> dict[str, Any]:
+def _engine_settings(given: Mapping[str, Any], tool_parser: str | None) -> dict[str, Any]:
     settings = {limit.name: given[dest] for dest, limit in LIMIT_DESTS.items() if dest in given}
     settings |= {switch.name: given[dest] for dest, switch in SWITCH_DESTS.items() if dest in given}
     settings |= {choice.name: given[dest] for dest, choice in MULTI_CHOICE_DESTS.items() if dest in given}
     if dest_of(SAE) in given:
         settings["saes"] = _named_paths(given[dest_of(SAE)], SAE)
+    if dest_of(PART) in given:
+        settings["parts"] = _parts(given[dest_of(PART)])
+    if tool_parser:
+        settings["tool_parser"] = tool_parser
     if dest_of(POLICY) in given:
         settings["capture_policy"] = given[dest_of(POLICY)]
     return settings
@@ -183,6 +189,21 @@ def _controller(text: str) -> str:
         options[key] = value
     read_controller({name: options}, CONTROLLER)
     return json.dumps({name: options})
+
+
+def _parts(texts: Sequence[str]) -> dict[str, list[int | str]]:
+    """Return start and end token of each part. Raises ``SteeringError`` if a part is wrong or repeated."""
+    parts: dict[str, list[int | str]] = {}
+    for text in texts:
+        name, equals, markers = text.partition("=")
+        start, comma, end = markers.partition(",")
+        if not equals or not comma:
+            raise SteeringError(PART, f"must be name=start,end, not {text!r}")
+        if name in parts:
+            raise SteeringError(PART, f"{name} is given twice")
+        parts[name] = [int(each) if each.isdecimal() else each for each in (start, end)]
+    read_parts(parts, PART)
+    return parts
 
 
 def _named_paths(texts: Sequence[str], flag: str) -> dict[str, str]:

@@ -18,6 +18,7 @@ REGISTRY = "--steering-registry"
 MODULES = "--steering-modules"
 KEYS = "--steering-keys"
 SAE = "--steering-sae"
+PART = "--steering-part"
 PEERS = "--steering-peers"
 PEER_MIDDLEWARE: Mapping[str, str] = MappingProxyType(
     {
@@ -49,7 +50,7 @@ SWITCH_DESTS: Mapping[str, Switch] = MappingProxyType({dest_of(switch.flag): swi
 MULTI_CHOICE_DESTS: Mapping[str, MultiChoice] = MappingProxyType(
     {dest_of(choice.flag): choice for choice in MULTI_CHOICES}
 )
-ENGINE_DESTS = (dest_of(POLICY), dest_of(SAE), *SWITCH_DESTS, *MULTI_CHOICE_DESTS, *LIMIT_DESTS)
+ENGINE_DESTS = (dest_of(POLICY), dest_of(SAE), dest_of(PART), *SWITCH_DESTS, *MULTI_CHOICE_DESTS, *LIMIT_DESTS)
 """Flags that become settings of the engine."""
 SERVER_DESTS = (
     *map(dest_of, (CONSUMERS, REGISTRY, MODULES, KEYS, PEERS, CONTROLLER)),
@@ -105,6 +106,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "kept on the device in float32. Repeatable.",
         action="append",
         metavar="NAME=FOLDER",
+    )
+    add(
+        PART,
+        "The tokens that begin and end a part of the output, as ids or as text that is one token, for example "
+        "tool_call=START,END or thinking=START,END. By default those of --reasoning-parser and --tool-call-parser. "
+        "Repeatable.",
+        action="append",
+        metavar="NAME=START,END",
     )
     add(
         CONTROLLER,

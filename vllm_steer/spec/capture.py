@@ -301,9 +301,14 @@ def _read_site_names(names: list[object] | tuple[object, ...]) -> Hooks:
 def _read_positions(value: object) -> Selector:
     if isinstance(value, str):
         return Selector(POSITIONS[read_choice(value, POSITIONS, "positions", aliases=POSITION_ALIASES)])
-    if not isinstance(value, (list, tuple, range, Selector)):
+    if not isinstance(value, (list, tuple, range, Selector, Mapping)):
         raise selector_form_error(value, POSITIONS, "positions")
-    return Selector.parse(value, "positions")
+    selector = Selector.parse(value, "positions")
+    if selector.spans or selector.is_image:
+        raise SteeringError(
+            "positions", "parts of a conversation are not supported for captures, whose room is reserved by position"
+        )
+    return selector
 
 
 def _read_flag(value: object, field: str) -> bool:

@@ -11,6 +11,7 @@ import msgspec
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_CONDITIONS, MAX_STOP_TOKENS, MAX_STOPS
+from vllm_steer.spec.part import PartName, SpanForm
 from vllm_steer.spec.references import read_name
 from vllm_steer.spec.scalars import is_integer, read_choice, read_number, shown
 from vllm_steer.spec.selector import PositionListForm, Selector, SelectorName
@@ -21,6 +22,7 @@ WINDOWS: tuple[WindowName, ...] = get_args(WindowName)
 OVERS: tuple[OverName, ...] = get_args(OverName)
 _OVERS_OF: Mapping[WindowName, tuple[OverName, ...]] = {"prompt": ("mean", "max", "last"), "previous": OVERS}
 STOP_FIELD = "stop_on"
+_PARTS_OF_OUTPUT = "thinking, answer, tool_call, or between or outside of two tokens"
 
 _Above = Annotated[float | None, msgspec.Meta(description="The condition holds if the readout is larger.")]
 _Below = Annotated[float | None, msgspec.Meta(description="The condition holds if the readout is smaller.")]
@@ -65,8 +67,11 @@ class ConditionForm(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         msgspec.Meta(description="`previous` only: tokens in a row, up to t - 1, at which the condition must hold."),
     ] = None
     positions: Annotated[
-        SelectorName | PositionListForm | None,
-        msgspec.Meta(description="`prompt` only: one range of prompt tokens; default the whole prompt."),
+        SelectorName | PartName | Literal["image"] | PositionListForm | SpanForm | None,
+        msgspec.Meta(
+            description="`prompt`: one range of prompt tokens; default the whole prompt. `previous` and `latch`: a "
+            "part of the output, to whose tokens alone the condition looks; default all."
+        ),
     ] = None
     sharpness: Annotated[
         float | None,
@@ -92,6 +97,10 @@ class StopForm(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             ge=1, le=MAX_STOP_TOKENS, description="Generated tokens in a row at which the condition must hold."
         ),
     ] = 1
+    positions: Annotated[
+        PartName | SpanForm | None,
+        msgspec.Meta(description="A part of the output, to whose tokens alone the condition looks; default all."),
+    ] = None
 
 
 ConditionInput: TypeAlias = "Mapping[str, Any] | Condition"
@@ -123,7 +132,7 @@ class Condition:
     window: WindowName = "token"
     over: OverName | None = None
     tokens: Selector | None = None
-    """Prompt tokens of the window ``prompt``; None for the whole prompt."""
+    """Prompt tokens of the window ``prompt``, or the part of the output that another window looks at; None for all."""
     sharpness: float | None = None
     release: Bound | None = None
     alpha: float | None = None
@@ -147,7 +156,7 @@ class Condition:
             if window not in _OVERS_OF:
                 raise SteeringError(f"{field}.over", f'needs the window "prompt" or "previous", not "{window}"')
             over = read_choice(over, _OVERS_OF[window], f"{field}.over")
-        for name, owner in (("positions", "prompt"), ("release", "latch"), ("tokens", "previous")):
+        for name, owner in (("release", "latch"), ("tokens", "previous")):
             if given.get(name) is not None and window != owner:
                 raise SteeringError(f"{field}.{name}", f'needs the window "{owner}", not "{window}"; omit it')
         sharpness = given.get("sharpness")
@@ -170,7 +179,7 @@ class Condition:
             for name in ("over", "sharpness"):
                 if given.get(name) is not None:
                     raise SteeringError(f"{field}.{name}", "cannot be combined with tokens; omit one of them")
-        positions = given.get("positions")
+        positions = None if given.get("positions") is None else _read_positions(given, window, over, field)
         release = given.get("release")
         if release is not None:
             release = _read_bound(_read_mapping(release, BoundForm, f"{field}.release"), f"{field}.release")
@@ -179,7 +188,7 @@ class Condition:
             _read_bound(given, field),
             window,
             over or ("mean" if window == "prompt" else None),
-            None if positions is None else Selector.parse(positions, f"{field}.positions"),
+            positions,
             sharpness,
             release,
             alpha,
@@ -207,6 +216,8 @@ class Stop:
     readout: str
     bound: Bound
     tokens: int = 1
+    part: Selector | None = None
+    """The part of the output that the condition looks at; None for all generated tokens."""
 
 
 def read_when(value: object, field: str = "when") -> tuple[Condition, ...]:
@@ -251,7 +262,30 @@ def _read_stop(value: object, field: str) -> Stop:
     tokens = given.get("tokens", 1)
     if not is_integer(tokens) or not 1 <= tokens <= MAX_STOP_TOKENS:
         raise SteeringError(f"{field}.tokens", f"must be 1 to {MAX_STOP_TOKENS}, not {shown(tokens)}")
-    return Stop(read_name(given["readout"], f"{field}.readout"), _read_bound(given, field), int(tokens))
+    part = None
+    if given.get("positions") is not None:
+        part = Selector.parse(given["positions"], f"{field}.positions")
+        if not part.spans:
+            raise SteeringError(f"{field}.positions", f"must be a part of the output: {_PARTS_OF_OUTPUT}")
+    return Stop(read_name(given["readout"], f"{field}.readout"), _read_bound(given, field), int(tokens), part)
+
+
+def _read_positions(given: Mapping[str, Any], window: WindowName, over: OverName | None, field: str) -> Selector:
+    """Return the tokens that a condition looks at."""
+    path = f"{field}.positions"
+    selector = Selector.parse(given["positions"], path)
+    if window == "prompt":
+        if selector.spans:
+            raise SteeringError(path, "is a part of the output, but the window is the prompt; use previous or latch")
+    elif window == "token":
+        raise SteeringError(path, "the window token looks at the edited token only; give the part as the edit's tokens")
+    elif not selector.spans:
+        raise SteeringError(
+            path, f'must be a part of the output: {_PARTS_OF_OUTPUT}. Positions need the window "prompt"'
+        )
+    elif over == "mean":
+        raise SteeringError(path, "cannot be combined with a mean; use over last, max or ema, or tokens in a row")
+    return selector
 
 
 def _read_mapping(value: object, form: Any, field: str) -> Mapping[str, Any]:

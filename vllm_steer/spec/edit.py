@@ -27,7 +27,7 @@ from vllm_steer.spec.feature import FeatureEdit, no_vector, read_feature_edit
 from vllm_steer.spec.matrix import Matrix, MatrixForm, MatrixInput, is_matrix, parse_matrix, parse_subspace
 from vllm_steer.spec.references import read_name
 from vllm_steer.spec.scalars import is_integer, read_choice, read_number, shown
-from vllm_steer.spec.selector import PositionListForm, Selector, SelectorName, TokensInput
+from vllm_steer.spec.selector import Selector, TokensForm, TokensInput
 from vllm_steer.spec.sites import Layers, LayersForm, LayersInput, PointForm, read_layers_of, read_site
 from vllm_steer.spec.vector import Vector, VectorInput, pack_array, parse_vector
 
@@ -133,10 +133,10 @@ class EditForm(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ] = None
     strength: Annotated[float, msgspec.Meta(description="Multiplies the edit.")] = 1.0
     tokens: Annotated[
-        SelectorName | PositionListForm | None,
+        TokensForm | None,
         msgspec.Meta(
-            description="Tokens to edit: a name, or a list of positions. Default `all`; `generated` if `when` has a "
-            "window other than `token`."
+            description="Tokens to edit: a name, a part of the output or a list of positions. Default `all`; "
+            "`generated` if `when` has a window other than `token`."
         ),
     ] = None
     low: Annotated[
@@ -249,9 +249,10 @@ class Edit:
                 ``CaptureResult``, whose rows of the same site and positions are used; without ``tokens``, all of its
                 rows. ``feature`` has none.
             strength: A finite number. For ``replace``, 1 puts the row there and numbers between 0 and 1 interpolate.
-            tokens: ``"all"``, ``"prompt"``, ``"generated"``, ``"last_prompt"``, or a list of positions and
-                ``[start, stop]`` pairs. Default ``"all"``; ``"generated"`` if ``when`` has a window other
-                than ``"token"``.
+            tokens: ``"all"``, ``"prompt"``, ``"generated"``, ``"last_prompt"``, ``"image"``, ``"thinking"``,
+                ``"answer"``, ``"tool_call"``, a list of positions and ``[start, stop]`` pairs, or a dict of
+                :class:`~vllm_steer.spec.part.SpanForm`'s fields. Default ``"all"``; ``"generated"`` if ``when`` has a
+                window other than ``"token"``.
             low: Lower bound of ``clamp``, which needs ``low``, ``high`` or both, with ``low <= high``.
             high: Upper bound of ``clamp``.
             subspace: For ``replace``, a matrix ``[k, H]`` of linearly independent directions: only the component of a

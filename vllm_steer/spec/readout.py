@@ -13,6 +13,8 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_LAYERS, MAX_READOUTS, MAX_TOP_K
 from vllm_steer.points import PointName
 from vllm_steer.spec.json_schema import any_of
+from vllm_steer.spec.mlp import MlpForm, MlpProbe, is_mlp
+from vllm_steer.spec.part import PartName, SpanForm
 from vllm_steer.spec.projection import NamedProjection, Projection
 from vllm_steer.spec.references import read_name
 from vllm_steer.spec.scalars import is_integer, read_number, shown
@@ -49,8 +51,11 @@ class ReadoutForm(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     probe: Annotated[
         Any,
-        any_of(VectorForm, str),
-        msgspec.Meta(description="Weights w of `x.w + bias`, or the probe of a registered module, `module/probe`."),
+        any_of(VectorForm, str, MlpForm),
+        msgspec.Meta(
+            description="Weights w of `x.w + bias`, the probe of a registered module, `module/probe`, or a probe with "
+            "a hidden layer."
+        ),
     ] = None
     projections: Annotated[
         Any,
@@ -80,7 +85,7 @@ class ReadoutForm(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         msgspec.Meta(description="`lens` only: several layers."),
     ] = None
     positions: Annotated[
-        PositionsName | PositionListForm,
+        PositionsName | PartName | Literal["image"] | PositionListForm | SpanForm,
         msgspec.Meta(description="Tokens that are returned. Gates and stops also compute the tokens that they need."),
     ] = "all_generated"
 
@@ -92,7 +97,7 @@ class Readout:
     name: str
     kind: ReadoutKind
     directions: Projection | NamedProjection | None
-    """One direction for a probe; None for `lens` and `sae`."""
+    """One direction for a probe; None for `lens` and `sae`, and for a probe with a hidden layer."""
     bias: float
     sigmoid: bool
     point: PointName
@@ -107,6 +112,8 @@ class Readout:
     """Name of the autoencoder."""
     cosine: bool = False
     """Whether the product is divided by the norms of its factors."""
+    mlp: MlpProbe | None = None
+    """A probe with a hidden layer, instead of ``directions``."""
 
 
 def parse_readouts(value: object) -> tuple[Readout, ...]:
@@ -151,10 +158,13 @@ def _read(name: str, value: object) -> Readout:
     elif kind == "sae":
         top_k = _read_top_k(value.get("top_k", 8), f"{field}.top_k")
         sae = read_name(value["sae"], f"{field}.sae")
+    mlp = MlpProbe.parse(value["probe"], f"{field}.probe") if kind == "probe" and is_mlp(value["probe"]) else None
+    if mlp is not None and cosine:
+        raise SteeringError(f"{field}.cosine", "cannot be combined with a hidden layer; omit it")
     return Readout(
         name,
         kind,
-        None if top_k else _read_directions(value[kind], kind, f"{field}.{kind}"),
+        None if top_k or mlp else _read_directions(value[kind], kind, f"{field}.{kind}"),
         read_number(value.get("bias", 0.0), f"{field}.bias"),
         sigmoid,
         point,
@@ -164,6 +174,7 @@ def _read(name: str, value: object) -> Readout:
         top_k,
         sae,
         cosine,
+        mlp,
     )
 
 

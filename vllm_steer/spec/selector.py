@@ -11,12 +11,17 @@ import msgspec
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_SELECTOR_ITEMS
+from vllm_steer.spec.part import NO_PROMPT_PARTS, OF_THE_PROMPT, PARTS, PartName, Span, SpanForm, read_span
 from vllm_steer.spec.scalars import is_integer, read_choice, shown
 
 Interval: TypeAlias = tuple[int, int]
 SelectorName = Literal["all", "prompt", "generated", "last_prompt"]
 PositionsName = Literal["last_prompt", "all_prompt", "all_generated", "all"]
-TokensInput: TypeAlias = "SelectorName | Sequence[int | Sequence[int | None]] | range | Selector"
+TokensName = SelectorName | PartName | Literal["image"]
+TokensInput: TypeAlias = "TokensName | Mapping[str, Any] | Sequence[int | Sequence[int | None]] | range | Selector"
+Wire = str | list[int | list[int | None]] | dict[str, Any]
+IMAGE: Literal["image"] = "image"
+"""Selects the placeholder tokens of images in the prompt, whose positions the front end fills in."""
 
 PositionListForm = Annotated[
     list[int | list[int | None]],
@@ -28,6 +33,8 @@ PositionListForm = Annotated[
     ),
 ]
 """JSON form of a list of positions."""
+TokensForm = TokensName | PositionListForm | SpanForm
+"""JSON form of the tokens of an edit."""
 
 OPEN_END = 2**31 - 1
 """Stop of an interval without end; all positions are smaller, because the device stores them as int32."""
@@ -66,6 +73,16 @@ POSITION_ALIASES: Mapping[str, PositionsName] = MappingProxyType(
 """Position names by names that other interfaces use, for error messages."""
 
 
+@dataclass(frozen=True)
+class _Generated:
+    """Intervals that count from the first generated token."""
+
+    intervals: tuple[Interval, ...]
+
+
+_Where: TypeAlias = "SelectorName | PartName | Literal['image'] | tuple[Interval, ...] | _Generated | Span"
+
+
 @dataclass(frozen=True, init=False, repr=False)
 class Selector:
     """A set of token positions of one request; immutable and hashable.
@@ -73,7 +90,12 @@ class Selector:
     A selector is written as a name (``"all"``, ``"prompt"``, ``"generated"``, ``"last_prompt"``), a ``range``, or a
     list of positions and ``[start, stop)`` pairs. Positions count from 0 over prompt and generated tokens. Negative
     positions count back from the end of the prompt (-1 is the last prompt token). A stop of None means no end.
-    Selectors that list the same positions in the same terms are equal.
+    ``{"generated": [[8, None]]}`` counts from the first generated token. Selectors that list the same positions in the
+    same terms are equal.
+
+    Edits, readouts and conditions also take parts of the output that its tokens decide: ``"thinking"``, ``"answer"``,
+    ``"tool_call"``, or ``{"between": [start, end]}`` and ``{"outside": [start, end]}`` with two tokens; and
+    ``"image"``, the placeholder tokens of images in the prompt.
 
     Example:
         >>> from vllm_steer import Selector
@@ -83,7 +105,7 @@ class Selector:
 
     # A name, or intervals. In an interval, a start below 0 and a stop of 0 or below count from the prompt's end. A stop
     # of 0 is that end itself, which a pair in a request cannot express. OPEN_END means no end.
-    _where: SelectorName | tuple[Interval, ...]
+    _where: _Where
 
     def __init__(self, tokens: TokensInput = "all", field: str = "tokens") -> None:
         """Parse ``tokens``; raise SteeringError naming ``field`` if it has none of the forms above."""
@@ -105,8 +127,15 @@ class Selector:
         """
         if prompt_len < 1:
             raise SteeringError(field, f"needs a prompt of at least one token, not {prompt_len}")
+        if isinstance(self._where, _Generated):
+            return tuple(
+                (start + prompt_len, min(stop + prompt_len, OPEN_END)) for start, stop in self._where.intervals
+            )
+        if isinstance(self._where, Span) or self._where in PARTS:
+            return (NAMED["generated"](prompt_len),)
         if isinstance(self._where, str):
-            return (NAMED[self._where](prompt_len),)
+            # Images are somewhere in the prompt until their positions are filled in.
+            return (NAMED["prompt" if self._where == IMAGE else self._where](prompt_len),)  # type: ignore[index]
         return tuple(_merged(_resolved(interval, prompt_len, field) for interval in self._where))
 
     def reaches(self, prompt_len: int, stop: int) -> bool:
@@ -135,45 +164,67 @@ class Selector:
     @property
     def is_named(self) -> bool:
         """Whether the selector is a name, which is relative to the prompt."""
-        return isinstance(self._where, str)
+        return isinstance(self._where, (str, Span))
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """Spans of the output to which the selection is restricted, each inside or outside."""
+        if isinstance(self._where, Span):
+            return (self._where,)
+        return PARTS.get(self._where, ()) if isinstance(self._where, str) else ()  # type: ignore[arg-type]
+
+    @property
+    def is_image(self) -> bool:
+        """Whether the placeholder tokens of images are selected."""
+        return self._where == IMAGE
 
     @property
     def is_open(self) -> bool:
         """Whether the selection has no end, so that it covers as many tokens as are generated."""
-        if isinstance(self._where, str):
-            return self._where in ("all", "generated")
-        return any(stop == OPEN_END for _, stop in self._where)
+        if self.is_named:
+            return self._where in ("all", "generated") or bool(self.spans)
+        return any(stop == OPEN_END for _, stop in self._intervals)
+
+    @property
+    def _intervals(self) -> tuple[Interval, ...]:
+        """The intervals of a selector that is not named."""
+        if isinstance(self._where, _Generated):
+            return self._where.intervals
+        return () if isinstance(self._where, (str, Span)) else self._where
 
     @property
     def num_positions(self) -> int | None:
         """Number of positions selected if it is the same for every prompt, otherwise None."""
-        if isinstance(self._where, str):
+        if self.is_named:
             return 1 if self._where == "last_prompt" else None
-        absolute = [start >= 0 and 0 < stop < OPEN_END for start, stop in self._where]
-        relative = [start < 0 and stop <= 0 for start, stop in self._where]
+        absolute = [start >= 0 and 0 < stop < OPEN_END for start, stop in self._intervals]
+        relative = [start < 0 and stop <= 0 for start, stop in self._intervals]
         # Absolute and relative positions of one selector overlap for some prompts.
-        return sum(stop - start for start, stop in self._where) if all(absolute) or all(relative) else None
+        return sum(stop - start for start, stop in self._intervals) if all(absolute) or all(relative) else None
 
     def keeps_order(self, prompt_len: int) -> bool:
         """Return whether all positions counted from the start of the prompt come before those counted from its end."""
-        if isinstance(self._where, str):
+        if self.is_named or isinstance(self._where, _Generated):
             return True
-        resolved = [(start < 0, *_resolved((start, stop), prompt_len, "tokens")) for start, stop in self._where]
+        resolved = [(start < 0, *_resolved((start, stop), prompt_len, "tokens")) for start, stop in self._intervals]
         last = max((stop for relative, _, stop in resolved if not relative), default=0)
         return all(start >= last for relative, start, _ in resolved if relative)
 
     @property
     def max_position(self) -> int:
         """The largest absolute position that is named; -1 if there is none."""
-        if isinstance(self._where, str):
+        if self.is_named:
             return -1
-        return max(max(start, stop - 1 if stop < OPEN_END else -1, -1) for start, stop in self._where)
+        return max(max(start, stop - 1 if stop < OPEN_END else -1, -1) for start, stop in self._intervals)
 
-    def to_wire(self) -> str | list[int | list[int | None]]:
+    def to_wire(self) -> Wire:
         """Return the selector as builtins for JSON and msgpack; `from_wire` is the inverse."""
         if isinstance(self._where, str):
             return self._where
-        return [item for interval in self._where for item in _written(interval)]
+        if isinstance(self._where, Span):
+            return self._where.to_wire()
+        items = [item for interval in self._intervals for item in _written(interval)]
+        return {"generated": items} if isinstance(self._where, _Generated) else items
 
     @classmethod
     def from_wire(cls, obj: object) -> "Selector":
@@ -190,11 +241,15 @@ def _named(name: str) -> "Selector":
     return Selector.parse(name)
 
 
-def _read(tokens: object, field: str) -> SelectorName | tuple[Interval, ...]:
+def _read(tokens: object, field: str) -> _Where:
     if isinstance(tokens, Selector):
         return tokens._where
     if isinstance(tokens, str):
-        return read_choice(tokens, NAMED, field, aliases=TOKEN_ALIASES)
+        if tokens in OF_THE_PROMPT:
+            raise SteeringError(field, f"is {tokens!r}, but {NO_PROMPT_PARTS}")
+        return read_choice(tokens, (*NAMED, *PARTS, IMAGE), field, aliases=TOKEN_ALIASES)
+    if isinstance(tokens, Mapping):
+        return _read_mapping(tokens, field)
     if isinstance(tokens, range):
         return _canonical(_range_intervals(tokens, field))
     if isinstance(tokens, tuple):
@@ -204,6 +259,27 @@ def _read(tokens: object, field: str) -> SelectorName | tuple[Interval, ...]:
     if not 1 <= len(tokens) <= MAX_SELECTOR_ITEMS:
         raise SteeringError(field, f"has {len(tokens)} items; list 1 to {MAX_SELECTOR_ITEMS} positions or pairs")
     return _canonical(_item_interval(item, f"{field}[{i}]") for i, item in enumerate(tokens))
+
+
+def _read_mapping(tokens: Mapping[str, Any], field: str) -> _Generated | Span:
+    names = SpanForm.__struct_fields__
+    unknown = [key for key in tokens if key not in names]
+    if not tokens or len(unknown) == len(tokens):
+        raise selector_form_error(tokens, NAMED, field)
+    if unknown:
+        raise SteeringError(field, f"unknown key {shown(unknown[0])}; use {', '.join(names)}")
+    if tokens.get("generated") is None:
+        return read_span(tokens, field)
+    if len(tokens) > 1:
+        raise SteeringError(field, "give one of generated, between and outside, and only one of them")
+    items, path = tokens["generated"], f"{field}.generated"
+    if not isinstance(items, list) or not 1 <= len(items) <= MAX_SELECTOR_ITEMS:
+        raise SteeringError(path, f"must be a list of 1 to {MAX_SELECTOR_ITEMS} positions or pairs, not {shown(items)}")
+    intervals = [_item_interval(item, f"{path}[{i}]") for i, item in enumerate(items)]
+    for i, (start, stop) in enumerate(intervals):
+        if start < 0 or stop <= 0:
+            raise SteeringError(f"{path}[{i}]", "must be 0 or more; positions count from the first generated token")
+    return _Generated(tuple(_merged(intervals)))
 
 
 def selector_form_error(value: object, names: Iterable[str], field: str) -> SteeringError:

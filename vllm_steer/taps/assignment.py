@@ -26,11 +26,13 @@ class BatchLayout:
         start: ``[requests + 1]`` int32, the first token of each request in the batch; the last item is the number of
             tokens.
         position: ``[tokens]`` int64, absolute positions.
+        token: ``[tokens]`` int32, token ids.
     """
 
     request_slot: torch.Tensor
     start: torch.Tensor
     position: torch.Tensor
+    token: torch.Tensor
 
 
 def assign_rows(tables: Tables, layout: BatchLayout, num_padded: int) -> None:

@@ -90,5 +90,5 @@ def warm_up(tables: Tables) -> None:
     """Compile the kernels, so that the first request with a program does not wait for it."""
     device = tables.device
     zero = torch.zeros(1, dtype=torch.int64, device=device)
-    launch_rows(tables, BatchLayout(zero, torch.tensor([0, 1], dtype=torch.int32, device=device), zero), 1)
+    launch_rows(tables, BatchLayout(zero, torch.tensor([0, 1], dtype=torch.int32, device=device), zero, zero.int()), 1)
     launch_arena_offsets(tables, 1)

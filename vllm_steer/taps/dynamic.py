@@ -2,8 +2,9 @@
 """Definition of what happens to the records of a step before and after the forward pass.
 
 Before it, :func:`begin_records` initializes the record of every token and multiplies the factors of gates that depend
-on earlier tokens. After it, :func:`fold_records` folds the readouts of the step's tokens into the state of each
-condition and marks the tokens with which generation stops.
+on earlier tokens, or on the part of the output that the token itself belongs to. After it, :func:`fold_records` folds
+the readouts and the ids of the step's tokens into the state of each condition and marks the tokens with which
+generation stops.
 
 The last tokens of a step may be drafts that are rejected. The state is therefore kept as it is after the step without
 its last 0, 1, ... tokens. The next step starts at the first position that was not accepted, which selects the state.
@@ -20,11 +21,14 @@ import numpy.typing as npt
 import torch
 
 from vllm_steer.program.dynamic import (
+    BOUND_FIELDS,
+    CONDITION_FIELDS,
     EMA,
     HELD,
     LATCH,
     MAX,
     MEAN,
+    PART,
     PREVIOUS,
     PROMPT_LAST,
     PROMPT_MAX,
@@ -58,6 +62,10 @@ def begin_records(tables: Tables, layout: BatchLayout, num_conditions: int) -> N
         index = applies.nonzero().squeeze(1)
         of = request[index]
         factor = _state_factor(field[of], bound[of], state[of, c], layout.position[index])
+        if (field[:, 0] == PART).any():
+            inside = _inside_span(layout, field, state[:, c], request)[index]
+            in_part = torch.where(field[of, 7] != 0, ~inside, inside)
+            factor = torch.where(field[of, 0] == PART, in_part.float(), factor)
         new[index, field[of, 2].long()] *= factor
     tables.record[:tokens] = torch.where(computed.unsqueeze(1), new, tables.record[:tokens])
 
@@ -91,9 +99,13 @@ def fold_records(tables: Tables, layout: BatchLayout, num_conditions: int) -> No
         exists = marked >= layout.start[:-1].long()
         for c in range(num_conditions):
             field, bound = tables.condition[slot, c], tables.bound[slot, c]
-            score = tables.record[token, field[request, 1].long()].double()
+            # A part has a token id there.
+            column = torch.where(field[:, 0] == PART, 0, field[:, 1])
+            score = tables.record[token, column[request].long()].double()
             inside = kept & (layout.position >= field[request, 3]) & (layout.position < field[request, 4])
-            state = _fold(field[:, 0], bound, before[:, c], score, inside, request, token, requests)
+            mask = field[request, 8].long()
+            inside &= (mask == 0) | (tables.record[token, mask] != 0)
+            state = _fold(field, bound, before[:, c], score, inside, request, token, requests, layout.token)
             tables.carry[slot, dropped, c] = state
             holds = exists & (field[:, 0] == STOP) & inside[marked.clamp(min=0)] & (state >= field[:, 5])
             at = marked[holds]
@@ -101,6 +113,30 @@ def fold_records(tables: Tables, layout: BatchLayout, num_conditions: int) -> No
             stopped[at] = torch.where((stopped[at] == 0) | (number < stopped[at]), number, stopped[at])
     tables.record[:tokens, STOP_COLUMN] = torch.where(computed, stopped, tables.record[:tokens, STOP_COLUMN])
     tables.next_position[slot] = layout.position[last] + 1
+
+
+def _inside_span(layout: BatchLayout, field: torch.Tensor, state: torch.Tensor, request: torch.Tensor) -> torch.Tensor:
+    """Return whether each token is in the span of its request's condition, ``[tokens]``; both ends are inside.
+
+    Args:
+        layout: The step's batch.
+        field: ``[requests, fields]`` of the condition.
+        state: ``[requests]``, whether the span was open before the step.
+        request: ``[tokens]`` index of the request.
+    """
+    token = torch.arange(len(request), device=request.device)
+    counts = layout.position >= field[request, 3]
+    starts, ends = (counts & marks for marks in _markers(layout.token, field, request))
+    latest = torch.cummax(torch.where(starts | ends, token, -1), 0).values
+    before = torch.cat((latest.new_full((1,), -1), latest[:-1]))
+    in_step = before >= layout.start[request]
+    opened = torch.where(in_step, starts[before.clamp(min=0)], state[request] != 0)
+    return opened | starts
+
+
+def _markers(token: torch.Tensor, field: torch.Tensor, request: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return whether each token is the start and the end of the span of its request's condition."""
+    return token == field[request, 1], token == field[request, 5]
 
 
 def wrong_drafts(tables: Tables, layout: BatchLayout, before: torch.Tensor, num_conditions: int) -> torch.Tensor:
@@ -125,9 +161,10 @@ def wrong_drafts(tables: Tables, layout: BatchLayout, before: torch.Tensor, num_
     field = tables.condition[slot, :num_conditions].unsqueeze(1).expand(-1, drafts, -1, -1)
     bound = tables.bound[slot, :num_conditions].unsqueeze(1).expand(-1, drafts, -1, -1)
     kind = field[..., 0]
-    applies = (kind >= PREVIOUS) & (kind < STOP) & (position >= field[..., 6])
+    # The part of a token is known in its own step.
+    applies = (kind >= PREVIOUS) & (kind < PART) & (position >= field[..., 6])
     applies &= (token >= layout.start[:-1].unsqueeze(1)).unsqueeze(2)
-    flat = field.reshape(-1, 8), bound.reshape(-1, 6)
+    flat = field.reshape(-1, CONDITION_FIELDS), bound.reshape(-1, BOUND_FIELDS)
     used = before[:, :num_conditions].unsqueeze(1).expand(-1, drafts, -1)
     right = tables.carry[slot, 1:, :num_conditions]
     factors = (_state_factor(*flat, state.reshape(-1), position.reshape(-1)) for state in (used, right))
@@ -164,11 +201,13 @@ def _state_factor(
     score = torch.where((kind == PROMPT_MEAN) | (kind == MEAN), state / count, state).float()
     factor = condition_factor(score, *bound[:, :3].unbind(1))
     factor = torch.where(kind == HELD, (state >= field[:, 5]).float(), factor)
+    # A part of the output may not have had a token yet.
+    factor = torch.where((field[:, 8] != 0) & (state.isnan() | (state == -torch.inf)), 0.0, factor)
     return torch.where(kind == LATCH, state.float(), factor)
 
 
 def _fold(
-    kind: torch.Tensor,
+    field: torch.Tensor,
     bound: torch.Tensor,
     before: torch.Tensor,
     score: torch.Tensor,
@@ -176,11 +215,12 @@ def _fold(
     request: torch.Tensor,
     token: torch.Tensor,
     requests: int,
+    ids: torch.Tensor,
 ) -> torch.Tensor:
     """Return the state of one condition of each request after the tokens ``inside``.
 
     Args:
-        kind: ``[requests]``, kind of the condition.
+        field: ``[requests, fields]`` of the condition.
         bound: ``[requests, 6]``.
         before: ``[requests]`` float64, the state before.
         score: ``[tokens]`` float64, value of the readout.
@@ -188,7 +228,9 @@ def _fold(
         request: ``[tokens]`` index of the request.
         token: ``[tokens]`` index of the token.
         requests: Number of requests.
+        ids: ``[tokens]`` token ids.
     """
+    kind = field[:, 0]
     none = torch.full((requests,), -1, device=score.device)
 
     def last_of(mask: torch.Tensor) -> torch.Tensor:
@@ -198,6 +240,10 @@ def _fold(
     release, release_sign = bound[:, 3].double(), bound[:, 4].double()
     holds = inside & (sign[request] * (score - threshold[request]) > 0)
     releases = inside & (release_sign[request] * (score - release[request]) > 0)
+    starts, ends = _markers(ids, field, request)
+    of_part = (kind == PART)[request]
+    holds = torch.where(of_part, inside & starts, holds)
+    releases = torch.where(of_part, inside & ends, releases)
     latest = last_of(inside)
     latest_score = torch.where(latest >= 0, score[latest.clamp(min=0)], before)
     total = before + torch.zeros_like(before).index_add_(0, request, torch.where(inside, score, 0.0))
@@ -235,43 +281,53 @@ def _fold(
         (EMA, average),
         (HELD, run),
         (LATCH, latched),
+        (PART, latched),
         (STOP, run),
     ):
         state = torch.where(kind == code, value, state)
     return state
 
 
-def initial_state(kind: int) -> float:
-    """Return the state of a condition of a new request."""
-    if kind == EMA:
-        return torch.nan
-    return -torch.inf if kind in (PROMPT_MAX, MAX) else 0.0
-
-
 def state_after(
-    conditions: Sequence[DeviceCondition], records: npt.NDArray[np.float32], start: int
+    conditions: Sequence[DeviceCondition],
+    records: npt.NDArray[np.float32],
+    start: int,
+    generated: npt.NDArray[np.int64],
+    prompt_len: int,
 ) -> npt.NDArray[np.float64]:
     """Return the state of the conditions of one request after recorded tokens, ``[conditions]``, on the host.
 
     Args:
         conditions: The conditions.
         records: ``[tokens, columns]`` of the tokens from position ``start`` on.
-        start: Position of the first token.
+        start: Position of the first recorded token.
+        generated: The generated tokens up to the last recorded one.
+        prompt_len: Number of prompt tokens.
     """
-    tokens = len(records)
-    positions = np.arange(start, start + tokens)
     state = np.zeros(len(conditions), dtype=np.float64)
     for c, each in enumerate(conditions):
-        bound = torch.tensor([[each.threshold, each.sign, each.sharpness, each.release, each.release_sign, each.alpha]])
+        if each.kind == PART:
+            # Tokens from the prefix cache have no record, but their ids are known.
+            first, scores = prompt_len, np.zeros(len(generated))
+            ids, mask = torch.from_numpy(generated), np.ones(len(generated), dtype=bool)
+        else:
+            first, scores = start, records[:, each.score].astype(np.float64)
+            ids = torch.zeros(len(records), dtype=torch.int64)
+            mask = records[:, each.mask] != 0 if each.mask else np.ones(len(records), dtype=bool)
+        positions = np.arange(first, first + len(scores))
+        state[c] = each.initial_state
+        if not len(scores):
+            continue
         folded = _fold(
-            torch.tensor([each.kind]),
-            bound,
-            torch.tensor([initial_state(each.kind)], dtype=torch.float64),
-            torch.from_numpy(records[:, each.score].astype(np.float64)),
-            torch.from_numpy((positions >= each.first) & (positions < each.stop)),
-            torch.zeros(tokens, dtype=torch.int64),
-            torch.arange(tokens),
+            torch.tensor([each.fields]),
+            torch.tensor([each.numbers]),
+            torch.tensor([each.initial_state], dtype=torch.float64),
+            torch.from_numpy(scores),
+            torch.from_numpy((positions >= each.first) & (positions < each.stop) & mask),
+            torch.zeros(len(scores), dtype=torch.int64),
+            torch.arange(len(scores)),
             1,
+            ids,
         )
         state[c] = folded.item()
     return state

@@ -13,21 +13,22 @@ from vllm_steer.program import dynamic as kinds
 from vllm_steer.taps.assignment import BatchLayout
 from vllm_steer.taps.tables import Tables
 
-_PREVIOUS, _LATCH, _PROMPT_MEAN, _PROMPT_MAX, _LAST, _MEAN, _MAX, _EMA, _HELD, _STOP = (
+_PREVIOUS, _LATCH, _PROMPT_MEAN, _PROMPT_MAX, _LAST, _MEAN, _MAX, _EMA, _HELD, _PART, _STOP = (
     tl.constexpr(kind)
     for kind in (
         kinds.PREVIOUS, kinds.LATCH, kinds.PROMPT_MEAN, kinds.PROMPT_MAX, kinds.PROMPT_LAST,
-        kinds.MEAN, kinds.MAX, kinds.EMA, kinds.HELD, kinds.STOP,
+        kinds.MEAN, kinds.MAX, kinds.EMA, kinds.HELD, kinds.PART, kinds.STOP,
     )
 )  # fmt: skip
-_TOKENS = 128
+_FIELDS, _BOUNDS = tl.constexpr(kinds.CONDITION_FIELDS), tl.constexpr(kinds.BOUND_FIELDS)
+_TOKENS, _SCANNED = 128, 32
 
 
 @triton.jit(do_not_specialize=["requests", "conditions"])  # type: ignore[untyped-decorator, unused-ignore]
 def _begin_kernel(  # type: ignore[no-untyped-def]
-    slot, start, position, record, replayed, initial, condition, bound, carry, next_position,
+    slot, start, position, token_id, record, replayed, initial, condition, bound, carry, next_position,
     requests, conditions, columns, most_conditions, most_dropped,
-    SEARCH_STEPS: tl.constexpr, COLUMNS: tl.constexpr,
+    SEARCH_STEPS: tl.constexpr, COLUMNS: tl.constexpr, SCANNED: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0)
     if tl.load(replayed + token) != 0:
@@ -41,16 +42,17 @@ def _begin_kernel(  # type: ignore[no-untyped-def]
         high = tl.where(before, high, middle)
     place = tl.load(slot + low).to(tl.int64)
     where = tl.load(position + token)
-    first = tl.load(position + tl.load(start + low))
+    begin = tl.load(start + low)
+    first = tl.load(position + begin)
     dropped = tl.minimum(tl.maximum(tl.load(next_position + place) - first, 0), most_dropped - 1)
     column = tl.arange(0, COLUMNS)
     values = tl.load(initial + place * columns + column, mask=column < columns, other=0.0)
     for c in range(conditions):
-        field = condition + (place * most_conditions + c) * 8
+        field = condition + (place * most_conditions + c) * _FIELDS
         kind = tl.load(field)
         applies = (kind >= _PREVIOUS) & (kind < _STOP) & (where >= tl.load(field + 6))
         if applies:
-            number = bound + (place * most_conditions + c) * 6
+            number = bound + (place * most_conditions + c) * _BOUNDS
             state = tl.load(carry + (place * most_dropped + dropped) * most_conditions + c)
             needed = tl.load(field + 5)
             count = tl.maximum(tl.where(kind == _MEAN, where.to(tl.int32) - tl.load(field + 3), needed), 1)
@@ -59,14 +61,31 @@ def _begin_kernel(  # type: ignore[no-untyped-def]
             sharpness = tl.load(number + 2)
             factor = tl.where(sharpness == 0, (distance > 0).to(tl.float32), tl.sigmoid(sharpness * distance))
             factor = tl.where(kind == _HELD, (state >= needed).to(tl.float32), factor)
+            is_empty = (tl.load(field + 8) != 0) & ((state != state) | (state == float("-inf")))
+            factor = tl.where(is_empty, 0.0, factor)
             factor = tl.where(kind == _LATCH, state.to(tl.float32), factor)
+            if kind == _PART:
+                set_at = tl.full([], -1, tl.int32)
+                reset_at = tl.full([], -1, tl.int32)
+                start_id, end_id = tl.load(field + 1), needed
+                # The prompt's tokens are behind the state of a new request.
+                earliest = tl.maximum(begin, token - (where.to(tl.int32) - tl.load(field + 3)))
+                for offset in range(earliest, token, SCANNED):
+                    other = offset + tl.arange(0, SCANNED)
+                    ids = tl.load(token_id + other, mask=other < token, other=-2)
+                    set_at = tl.maximum(set_at, tl.max(tl.where(ids == start_id, other, -1), axis=0))
+                    reset_at = tl.maximum(reset_at, tl.max(tl.where(ids == end_id, other, -1), axis=0))
+                opened = tl.where(set_at >= reset_at, tl.where(set_at >= 0, 1.0, state.to(tl.float32)), 0.0)
+                starts = (tl.load(token_id + token) == start_id) & (where >= tl.load(field + 3))
+                inside = tl.where(starts, 1.0, opened)
+                factor = tl.where(tl.load(field + 7) != 0, 1.0 - inside, inside)
             values = tl.where(column == tl.load(field + 2), values * factor, values)
     tl.store(record + token.to(tl.int64) * columns + column, values, mask=column < columns)
 
 
 @triton.jit(do_not_specialize=["conditions"])  # type: ignore[untyped-decorator, unused-ignore]
 def _fold_kernel(  # type: ignore[no-untyped-def]
-    slot, start, position, record, replayed, condition, bound, carry, next_position,
+    slot, start, position, token_id, record, replayed, condition, bound, carry, next_position,
     conditions, columns, most_conditions, most_dropped, TOKENS: tl.constexpr,
 ):  # fmt: skip
     request = tl.program_id(0)
@@ -75,15 +94,18 @@ def _fold_kernel(  # type: ignore[no-untyped-def]
     first_position = tl.load(position + begin)
     dropped_before = tl.minimum(tl.maximum(tl.load(next_position + place) - first_position, 0), most_dropped - 1)
     for c in range(conditions):
-        field = condition + (place * most_conditions + c) * 8
+        field = condition + (place * most_conditions + c) * _FIELDS
         kind = tl.load(field)
         if kind != 0:
-            number = bound + (place * most_conditions + c) * 6
+            number = bound + (place * most_conditions + c) * _BOUNDS
             threshold, sign = tl.load(number), tl.load(number + 1)
             release, release_sign = tl.load(number + 3), tl.load(number + 4)
             kept = (1.0 - tl.load(number + 5)).to(tl.float64)
-            score_column = tl.load(field + 1)
+            # The fields of a part are tokens instead of columns.
+            score_column = tl.where(kind == _PART, 0, tl.load(field + 1))
             low, high = tl.load(field + 3), tl.load(field + 4)
+            mask_column = tl.load(field + 8)
+            start_id, end_id = tl.load(field + 1), tl.load(field + 5)
             before = tl.load(carry + (place * most_dropped + dropped_before) * most_conditions + c)
             # All warps have read the state before one thread writes it.
             tl.debug_barrier()
@@ -102,9 +124,17 @@ def _fold_kernel(  # type: ignore[no-untyped-def]
                     where = tl.load(position + token, mask=real, other=-1)
                     computed = tl.load(replayed + token, mask=real, other=1) == 0
                     inside = real & computed & (where >= low) & (where < high)
-                    score = tl.load(record + token.to(tl.int64) * columns + score_column, mask=inside, other=0.0)
-                    holds = inside & (sign * (score - threshold) > 0)
-                    released = inside & (release_sign * (score - release) > 0)
+                    row = record + token.to(tl.int64) * columns
+                    folded = tl.load(row + mask_column, mask=real, other=0.0)
+                    inside = inside & (tl.where(mask_column == 0, 1.0, folded) != 0)
+                    score = tl.load(row + score_column, mask=inside, other=0.0)
+                    ids = tl.load(token_id + token, mask=real, other=-2)
+                    above = tl.where(ids == start_id, 1.0, 0.0)
+                    above = tl.where(kind == _PART, above, sign * (score - threshold))
+                    below = tl.where(ids == end_id, 1.0, 0.0)
+                    below = tl.where(kind == _PART, below, release_sign * (score - release))
+                    holds = inside & (above > 0)
+                    released = inside & (below > 0)
                     latest = tl.maximum(latest, tl.max(tl.where(inside, token, -1), axis=0))
                     set_at = tl.maximum(set_at, tl.max(tl.where(holds, token, -1), axis=0))
                     reset_at = tl.maximum(reset_at, tl.max(tl.where(released, token, -1), axis=0))
@@ -133,7 +163,7 @@ def _fold_kernel(  # type: ignore[no-untyped-def]
                 state = tl.where((kind == _PROMPT_MEAN) | (kind == _MEAN), total, state)
                 state = tl.where((kind == _PROMPT_MAX) | (kind == _MAX), highest, state)
                 state = tl.where(kind == _EMA, average, state)
-                state = tl.where(kind == _LATCH, latched, state)
+                state = tl.where((kind == _LATCH) | (kind == _PART), latched, state)
                 state = tl.where((kind == _STOP) | (kind == _HELD), run, state)
                 tl.store(carry + (place * most_dropped + dropped) * most_conditions + c, state)
                 if kind == _STOP:
@@ -154,6 +184,7 @@ def launch_begin(tables: Tables, layout: BatchLayout, num_conditions: int) -> No
         layout.request_slot,
         layout.start,
         layout.position,
+        layout.token,
         tables.record,
         tables.replayed,
         tables.initial,
@@ -168,6 +199,7 @@ def launch_begin(tables: Tables, layout: BatchLayout, num_conditions: int) -> No
         tables.carry.shape[1],
         SEARCH_STEPS=tables.segment_start.shape[0].bit_length() + 1,
         COLUMNS=triton.next_power_of_2(columns),
+        SCANNED=_SCANNED,
         num_warps=1,
     )
 
@@ -179,6 +211,7 @@ def launch_fold(tables: Tables, layout: BatchLayout, num_conditions: int) -> Non
         layout.request_slot,
         layout.start,
         layout.position,
+        layout.token,
         tables.record,
         tables.replayed,
         tables.condition,
@@ -199,7 +232,7 @@ def warm_up(tables: Tables) -> None:
     zero = torch.zeros(1, dtype=torch.int64, device=tables.device)
     start = torch.tensor([0, 1], dtype=torch.int32, device=tables.device)
     for slot in (zero, zero.int()):
-        launch_begin(tables, BatchLayout(slot, start, zero), 1)
-        launch_fold(tables, BatchLayout(slot, start, zero), 1)
+        launch_begin(tables, BatchLayout(slot, start, zero, zero.int()), 1)
+        launch_fold(tables, BatchLayout(slot, start, zero, zero.int()), 1)
     tables.record.zero_()
     tables.next_position.zero_()

@@ -28,8 +28,9 @@ table               shape, dtype             meaning
                                              :mod:`vllm_steer.program.dynamic`
 ``replayed``        [tokens] int32           1 for tokens whose record was computed before a preemption
 ``initial``         [requests, columns] f32  record of a token before its step: 1 for factors, the live strengths
-``condition``       [requests, c, 8] int32   kind, readout's column, factor's column, first and stop of the folded
-                                             positions, count, first position scaled, number of the stop
+``condition``       [requests, c, 9] int32   kind, readout's column, factor's column, first and stop of the folded
+                                             positions, count, first position scaled, number of the stop, column of the
+                                             folded tokens; see :class:`~vllm_steer.program.dynamic.DeviceCondition`
 ``bound``           [requests, c, 6] f32     threshold, sign, sharpness, release, sign of release (0 for none), alpha
 ``carry``           [requests, d, c] f64     state of each condition after the last step without its last 0, 1, ...
                                              tokens, which are drafts that may be rejected
@@ -49,6 +50,7 @@ import torch
 
 from vllm_steer.config import SteeringConfig
 from vllm_steer.points import columns_of, points_on
+from vllm_steer.program.dynamic import BOUND_FIELDS, CONDITION_FIELDS
 from vllm_steer.taps.user_hooks import UserHooks
 
 OPEN_END = 2**31 - 1
@@ -83,8 +85,8 @@ def table_shapes(
         "record": ((max_tokens, config.record_columns), torch.float32),
         "replayed": ((max_tokens,), torch.int32),
         "initial": ((max_requests, config.record_columns), torch.float32),
-        "condition": ((max_requests, config.max_conditions, 8), torch.int32),
-        "bound": ((max_requests, config.max_conditions, 6), torch.float32),
+        "condition": ((max_requests, config.max_conditions, CONDITION_FIELDS), torch.int32),
+        "bound": ((max_requests, config.max_conditions, BOUND_FIELDS), torch.float32),
         "carry": ((max_requests, drafts + 1, config.max_conditions), torch.float64),
         "next_position": ((max_requests,), torch.int64),
     }

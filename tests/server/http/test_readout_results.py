@@ -286,9 +286,15 @@ async def test_background_responses_are_refused() -> None:
 def test_choose_positions() -> None:
     """Catches positions outside of the intervals, and records of other positions."""
     positions, records = [3, 4, 5, 8], [[3.0], [4.0], [5.0], [8.0]]
-    assert readout_feed._choose(positions, records, ((0, 9),)) == (positions, records)
-    assert readout_feed._choose(positions, records, ((4, 5), (6, 9))) == ([4, 8], [[4.0], [8.0]])
-    assert readout_feed._choose(positions, records, ((9, 12),)) == ([], [])
+
+    def choose(*intervals: tuple[int, int], part: int = 0) -> Any:
+        return readout_feed._choose(positions, records, readout_feed._Tokens(intervals, part))
+
+    assert choose((0, 9)) == (positions, records)
+    assert choose((4, 5), (6, 9)) == ([4, 8], [[4.0], [8.0]])
+    assert choose((9, 12)) == ([], [])
+    records = [[0.0, float(position == 4)] for position in positions]
+    assert choose((0, 9), part=1) == ([4], [[0.0, 1.0]])
 
 
 def test_heads_have_indices_and_values() -> None:

@@ -37,7 +37,7 @@ def compile_gates(items: Sequence[Any], field: str = "steering") -> tuple[list[d
         field: Path of ``items``, for errors.
 
     Raises:
-        SteeringError: A gate is invalid, has a part that is not served, or stands beside edits of this project.
+        SteeringError: A gate is invalid, has a part that is not served, or is mixed with edits of this project.
     """
     edits: list[dict[str, Any]] = []
     readouts: dict[str, Any] = {}

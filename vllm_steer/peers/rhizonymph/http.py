@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """ASGI middleware that serves the fork's request fields and routes over HTTP.
 
-It stands in front of the steering middleware and translates bodies and paths, so API keys, quotas and checks are those
-of the translated requests. A body is read only when the server reads it, which is after authentication.
+It runs ahead of the steering middleware and translates bodies and paths, so API keys, quotas and checks apply to the
+translated requests. A body is read only when the server reads it, which is after authentication.
 """
 
 from __future__ import annotations

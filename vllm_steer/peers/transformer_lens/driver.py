@@ -52,7 +52,7 @@ class SteeringDriver:
         bridge_config: TransformerLens' configuration of the model, ``adapter.cfg``.
         tokenizer: The tokenizer of the bridge; the engine's by default.
         sequence_logits: Whether logits of all tokens are returned, which vLLM computes as prompt log-probabilities: the
-            loss needs them, and they take more time than the forward pass. Otherwise those of the last token.
+            loss needs them, and they take more time than the forward pass. Otherwise only the last token has logits.
 
     Raises:
         SteeringError: The engine does not fit.

@@ -26,6 +26,14 @@ _FIELDS = {"": ("values",), "sae": ("indices", "values"), LENS: ("token_ids", "l
 _encoder = msgspec.json.Encoder()
 
 
+class _Tokens(NamedTuple):
+    """The tokens that readouts return."""
+
+    intervals: tuple[Interval, ...]
+    part: int
+    """Column that is 0 for other tokens; 0 for none."""
+
+
 class _Readout(NamedTuple):
     """A readout and its place in a record."""
 
@@ -77,8 +85,8 @@ class ReadoutFeed:
             self._trace_positions += positions[generated:]
             self._trace_records += records[generated:]
         found: dict[str, Any] = {}
-        for intervals, readouts in self._by_tokens:
-            chosen, rows = _choose(positions, records, intervals)
+        for tokens, readouts in self._by_tokens:
+            chosen, rows = _choose(positions, records, tokens)
             if not chosen:
                 continue
             columns = list(zip(*rows, strict=False))
@@ -96,7 +104,9 @@ class ReadoutFeed:
             values = self.take()
             return _encoder.encode(values) if values else b""
         positions, records = self._reader.take(num_forwarded(self._state))
-        if len(positions) != 1 or not any(start <= positions[0] < stop for start, stop in self._by_tokens[0][0]):
+        if len(positions) != 1 or not any(
+            start <= positions[0] < stop for start, stop in self._by_tokens[0][0].intervals
+        ):
             values = self._values(positions, records)
             return _encoder.encode(values) if values else b""
         template, start, stop = self._template
@@ -133,23 +143,23 @@ class ReadoutFeed:
         }
 
 
-def _readouts_by_tokens(program: Program, prompt_len: int) -> list[tuple[tuple[Interval, ...], list[_Readout]]]:
+def _readouts_by_tokens(program: Program, prompt_len: int) -> list[tuple[_Tokens, list[_Readout]]]:
     """Return the readouts grouped by the positions that they return."""
-    groups: dict[tuple[Interval, ...], list[_Readout]] = {}
+    groups: dict[_Tokens, list[_Readout]] = {}
     for readout, column in zip(program.readouts, program.layout.readouts, strict=True):
-        intervals = tuple(readout.selector.intervals(prompt_len))
-        groups.setdefault(intervals, []).append(
+        tokens = _Tokens(readout.selector.intervals(prompt_len), program.layout.parts.get(readout.parts, 0))
+        groups.setdefault(tokens, []).append(
             _Readout(readout.name, column, readout.width, readout.scalar, readout.head == LENS, readout.top_k)
         )
     return list(groups.items())
 
 
-def _template(groups: list[tuple[tuple[Interval, ...], list[_Readout]]]) -> tuple[bytes, int, int] | None:
+def _template(groups: list[tuple[_Tokens, list[_Readout]]]) -> tuple[bytes, int, int] | None:
     """Return the JSON of one position of probes that return the same positions, and their columns; None for others.
 
     Each probe has two places in the JSON: for the position, and for the value.
     """
-    if len(groups) != 1:
+    if len(groups) != 1 or groups[0][0].part:
         return None
     readouts = groups[0][1]
     columns = [each.column for each in readouts]
@@ -170,10 +180,14 @@ def _split(rows: list[Record], column: int, width: int, top_k: int, *, is_lens: 
     return {"indices": [each for (each,) in indices], "values": [each for (each,) in values]}
 
 
-def _choose(
-    positions: list[int], records: list[Record], intervals: tuple[Interval, ...]
-) -> tuple[list[int], list[Record]]:
-    """Return the positions inside the intervals, and their records."""
+def _choose(positions: list[int], records: list[Record], tokens: _Tokens) -> tuple[list[int], list[Record]]:
+    """Return the positions that readouts return, and their records."""
+    intervals, part = tokens
+    if part:
+        kept = [place for place, record in enumerate(records) if record[part]]
+        positions, records = [positions[place] for place in kept], [records[place] for place in kept]
+        if not kept:
+            return [], []
     first, last = positions[0], positions[-1]
     if any(start <= first and last < stop for start, stop in intervals):
         return positions, records

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Probes with a hidden layer in readouts, gates and stops, against a token-by-token reference."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.engine import hf
+from tests.engine.answers import params, prompt, run
+from tests.engine.dynamic_cases import GENERATED, PROMPTS, add, check
+from tests.engine.dynamic_reference import Expected, Reference
+from tests.tiny import HIDDEN
+from vllm_steer import SteeringError
+from vllm_steer.spec.mlp import ACTIVATIONS
+from vllm_steer.taps import mlp
+
+
+def probe(activation: str = "relu", units: int = 24, seed: int = 0) -> dict[str, Any]:
+    rng = np.random.default_rng(seed)
+    return {
+        "weights": (rng.standard_normal((units, HIDDEN)) * 0.05).astype("f4"),
+        "biases": rng.standard_normal(units).astype("f4"),
+        "outputs": rng.standard_normal(units).astype("f4"),
+        "activation": activation,
+    }
+
+
+READOUTS: dict[str, Any] = {
+    name: {"probe": probe(name, 24 + number, number), "bias": 0.2, "sigmoid": name == "silu", "point": "post_block",
+           "layer": 2 * (number % 2)}
+    for number, name in enumerate(ACTIVATIONS)
+}  # fmt: skip
+CHOSEN = PROMPTS[:4]
+
+Truth = tuple[dict[str, dict[str, Any]], dict[tuple[str, int], Expected]]
+
+
+def cases(bounds: dict[str, float]) -> dict[str, dict[str, Any]]:
+    def when(name: str, **fields: Any) -> dict[str, Any]:
+        return {"readout": name, "above": bounds[name], **fields}
+
+    return {
+        "previous": {"edits": [add(layer=0, when=when("relu", window="previous"))]},
+        "latch": {"edits": [add(layer=1, when=when("gelu", window="latch", release={"below": bounds["gelu"] - 0.5}))]},
+        "prompt": {"edits": [add(layer=1, when=when("tanh", window="prompt", over="max"))]},
+        "stop": {"stops": [{"readout": "silu", "above": bounds["silu"], "tokens": 2}]},
+    }
+
+
+@pytest.fixture(scope="module")
+def truth(tiny_llama: Path) -> Truth:
+    model = hf.load(tiny_llama)
+    reference = Reference(model, model.model.layers)
+    plain = [reference.run(tokens, GENERATED, READOUTS) for tokens in CHOSEN]
+    bounds = {name: float(np.median(np.concatenate([each.scores[name] for each in plain]))) for name in READOUTS}
+    maxima = sorted(
+        float(np.max(each.scores["tanh"][: len(tokens)])) for each, tokens in zip(plain, CHOSEN, strict=True)
+    )
+    bounds["tanh"] = (maxima[1] + maxima[2]) / 2
+    made = cases(bounds)
+    expected = {
+        (name, number): reference.run(tokens, GENERATED, READOUTS, case.get("edits", ()), case.get("stops", ()))
+        for name, case in made.items()
+        for number, tokens in enumerate(CHOSEN)
+    }
+    return made, expected
+
+
+def compare(llm: Any, truth: Truth) -> None:
+    keys = list(truth[1])
+    readouts = {name: {**each, "positions": "all"} for name, each in READOUTS.items()}
+    wanted = [
+        params(GENERATED, logprobs=None, readouts=readouts, steering=truth[0][name].get("edits"),
+               stop_on=truth[0][name].get("stops"))
+        for name, _ in keys
+    ]  # fmt: skip
+    outputs = run(llm, [prompt(*CHOSEN[number]) for _, number in keys], wanted)
+    for (name, number), output in zip(keys, outputs, strict=True):
+        check(output, truth[1][name, number], len(CHOSEN[number]), f"{name}, prompt {number}")
+
+
+def test_cases_are_decided(truth: Truth) -> None:
+    """Catches cases that decide nothing."""
+    for name in truth[0]:
+        found = [truth[1][name, number] for number in range(len(CHOSEN))]
+        assert min((margin for each in found for margin in each.margins), default=1.0) > 2e-5, name
+        assert len({float(factor) for each in found for factor in each.factors.ravel()}) > 1 or found[0].stop, name
+
+
+def test_every_window_and_stop(llm: Any, truth: Truth) -> None:
+    """Catches an activation, bias or weight of another probe, and a value that comes behind the folding of a step."""
+    compare(llm, truth)
+
+
+def test_comparison_detects_another_activation(llm: Any, truth: Truth, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: a hidden layer without its biases must be noticed."""
+    real = mlp.MlpHead.values
+
+    def wrong(self: Any, rows: Any) -> Any:
+        biases, self._biases = self._biases, self._biases * 0
+        value = real(self, rows)
+        self._biases = biases
+        return value
+
+    monkeypatch.setattr(mlp.MlpHead, "values", wrong)
+    with pytest.raises(AssertionError):
+        compare(llm, truth)
+
+
+READOUT = {"probe": probe(), "point": "post_block", "layer": 1}
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "biases": ({"probe": {**probe(), "biases": np.zeros(3)}}, "readouts.r.probe.biases"),
+    "outputs": ({"probe": {**probe(), "outputs": np.zeros(3)}}, "readouts.r.probe.outputs"),
+    "not finite": ({"probe": {**probe(), "outputs": np.full(24, np.nan)}}, "readouts.r.probe.outputs[0]"),
+    "missing": ({"probe": {"weights": probe()["weights"]}}, "readouts.r.probe.outputs"),
+    "activation": ({"probe": {**probe(), "activation": "swish"}}, "readouts.r.probe.activation"),
+    "key": ({"probe": {**probe(), "bias": 1.0}}, "readouts.r.probe"),
+    "too wide": ({"probe": probe(units=257)}, "readouts.r.probe.weights"),
+    "cosine": ({"cosine": True}, "readouts.r.cosine"),
+}
+
+
+@pytest.mark.parametrize("name", list(BAD))
+def test_refuses(name: str) -> None:
+    """Catches probes whose parts do not fit together and reach the engine."""
+    fields, path = BAD[name]
+    with pytest.raises(SteeringError) as caught:
+        params(readouts={"r": {**READOUT, **fields}})
+    assert caught.value.field == path
+
+
+def test_refuses_the_token_window() -> None:
+    """Catches a gate on a value that is computed after the edit."""
+    edit = add(layer=3, when={"readout": "r", "above": 0.0})
+    with pytest.raises(SteeringError, match="after the forward pass") as caught:
+        params(readouts={"r": READOUT}, steering=[edit])
+    assert caught.value.field == "steering[0].when.window"
+
+
+def test_refuses_another_width_and_too_many(llm: Any) -> None:
+    """Catches weights of another width than the model's, and more of them than the engine's vector table holds."""
+    narrow = {**READOUT, "probe": {**probe(), "weights": probe()["weights"][:, :-1]}}
+    many = {f"r{i}": {**READOUT, "probe": probe(units=256, seed=i)} for i in range(9)}
+    for readouts, words in (({"r": narrow}, "hidden size is 64"), (many, "max.vectors")):
+        with pytest.raises(SteeringError, match=words):
+            run(llm, [prompt(1, 2, 3)], [params(readouts=readouts)])

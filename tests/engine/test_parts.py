@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Edits, conditions, stops and readouts in parts of the output, against a token-by-token reference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.engine import hf
+from tests.engine.answers import params, prompt, run, tokens_of
+from tests.engine.conftest import close
+from tests.engine.dynamic_cases import READOUTS, add, bounds_of, check
+from tests.engine.dynamic_reference import Expected, Reference
+from tests.tiny import make_llm
+from vllm_steer import SteeringError
+from vllm_steer.engine.record_keeper import RecordKeeper
+from vllm_steer.taps import dynamic
+
+GENERATED = 24
+PARTS = {"thinking": [3, 4], "tool_call": [5, 6]}
+PROMPTS = [np.random.default_rng(i).integers(10, 120, 6 + 5 * i).tolist() for i in range(5)]
+# The prompt opens a part, has closed it, or has closed another one.
+PROMPTS[1] += [3, 9]
+PROMPTS[2] += [3, 11, 4]
+PROMPTS[3] += [3, 5, 12, 6]
+SMALL = {"max_model_len": 128, "max_num_seqs": 48, "steering_config": {"parts": PARTS}}
+
+Truth = tuple[dict[str, dict[str, Any]], dict[tuple[str, int], Expected], dict[int, float]]
+
+
+def cases(bounds: dict[str, tuple[float, float]]) -> dict[str, dict[str, Any]]:
+    early, late = bounds["early"], bounds["late"]
+    high = {"readout": "late", "above": late[0]}
+    return {
+        "thinking": {"edits": [add(tokens="thinking")]},
+        "answer": {"edits": [add(tokens="answer")]},
+        "tool call": {"edits": [add(tokens="tool_call")]},
+        "outside of tool calls": {"edits": [add(tokens={"outside": "tool_call"})]},
+        "opened": {"edits": [add(tokens={"between": [5, 4], "opened": True})]},
+        "from the fifth on": {"edits": [
+            add(tokens={"generated": [[4, None]]}, when={"readout": "early", "above": -99})]},
+        "gated": {"edits": [add(tokens={"outside": [3, 6]}, when={"readout": "early", "above": early[0]})]},
+        "several": {"edits": [add(tokens="thinking"), add(layer=1, seed=7, tokens="answer", kind="ablate")]},
+        "latch": {"edits": [add(layer=1, tokens="answer", when={**high, "window": "latch", "positions": "thinking"})]},
+        "previous": {"edits": [add(layer=1, when={**high, "window": "previous", "positions": {"outside": [3, 4]}})]},
+        "max": {"edits": [
+            add(layer=1, when={"readout": "late", "below": late[1], "window": "previous", "over": "max",
+                               "positions": "thinking"})]},
+        "ema": {"edits": [
+            add(layer=1, when={**high, "window": "previous", "over": "ema", "alpha": 0.5, "positions": "thinking"})]},
+        "in a row": {"edits": [
+            add(layer=1, when={**high, "window": "previous", "tokens": 2, "positions": "answer"})]},
+        "stop": {"stops": [{"readout": "late", "above": late[0], "positions": "answer", "tokens": 2}]},
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def truth(tiny_llama: Path) -> Truth:
+    """Return the cases, what the reference does with each prompt, and the bias with which markers are generated."""
+    model = hf.load(tiny_llama)
+    reference = Reference(model, model.model.layers, PARTS)
+    reference.run(PROMPTS[0], 1, READOUTS)
+    bias = {token: 1.5 * float(reference._logits.std()) for pair in PARTS.values() for token in pair}
+    made = cases(bounds_of(reference))
+    expected = {
+        (name, number): reference.run(
+            tokens, GENERATED, READOUTS, case.get("edits", ()), case.get("stops", ()), bias=bias
+        )
+        for name, case in made.items()
+        for number, tokens in enumerate(PROMPTS)
+    }
+    return made, expected, bias
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_llama: Path) -> Iterator[Any]:
+    engine = make_llm(tiny_llama, **SMALL)
+    yield engine
+    close(engine)
+
+
+def run_cases(llm: Any, truth: Truth, names: Any) -> None:
+    keys = [(name, number) for name in names for number in range(len(PROMPTS))]
+    readouts = {name: {**each, "positions": "all"} for name, each in READOUTS.items()}
+    wanted = [
+        params(
+            GENERATED, logprobs=None, readouts=readouts, logit_bias=truth[2], steering=truth[0][name].get("edits"),
+            stop_on=truth[0][name].get("stops"),
+        )
+        for name, _ in keys
+    ]  # fmt: skip
+    outputs = run(llm, [prompt(*PROMPTS[number]) for _, number in keys], wanted)
+    for (name, number), output in zip(keys, outputs, strict=True):
+        check(output, truth[1][name, number], len(PROMPTS[number]), f"{name}, prompt {number}")
+
+
+def test_cases_are_decided(truth: Truth) -> None:
+    """Catches cases that decide nothing: parts that never begin or end, gates that never change."""
+    for name in truth[0]:
+        found = [truth[1][name, number] for number in range(len(PROMPTS))]
+        assert min((margin for each in found for margin in each.margins), default=1.0) > 2e-5, name
+        values = {
+            float(factor)
+            for each, tokens in zip(found, PROMPTS, strict=True)
+            for factor in each.factors[len(tokens) :].ravel()
+        }
+        assert len(values) > 1 or any(each.stop for each in found) or name == "from the fifth on", name
+
+
+def test_parts_equal_the_reference(llm: Any, truth: Truth) -> None:
+    """Catches a part of another request, one that a prompt opens and is forgotten, and a boundary at another token."""
+    run_cases(llm, truth, truth[0])
+
+
+def test_comparison_detects_a_late_boundary(llm: Any, truth: Truth, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: parts that begin one token after their start token must be noticed."""
+    real = dynamic._inside_span
+
+    def late(layout: Any, field: Any, state: Any, request: Any) -> Any:
+        starts, _ = dynamic._markers(layout.token, field, request)
+        return real(layout, field, state, request) & ~starts
+
+    monkeypatch.setattr(dynamic, "_inside_span", late)
+    with pytest.raises(AssertionError):
+        run_cases(llm, truth, ["thinking"])
+
+
+def test_comparison_detects_a_forgotten_state(llm: Any, truth: Truth, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: without the state behind earlier steps, a part ends after its start token."""
+    real = dynamic._inside_span
+    monkeypatch.setattr(
+        dynamic, "_inside_span", lambda layout, field, state, *rest: real(layout, field, state * 0, *rest)
+    )
+    with pytest.raises(AssertionError):
+        run_cases(llm, truth, ["thinking"])
+
+
+def test_readouts_of_a_part(llm: Any, truth: Truth) -> None:
+    """Catches values of tokens outside of the part."""
+    readouts = {
+        "all": {**READOUTS["late"], "positions": "all"},
+        "part": {**READOUTS["late"], "positions": "answer"},
+        "late tokens": {**READOUTS["late"], "positions": {"generated": [[20, None]]}},
+    }
+    wanted = params(GENERATED, logprobs=None, readouts=readouts, logit_bias=truth[2])
+    outputs = run(llm, [prompt(*tokens) for tokens in PROMPTS], [wanted] * len(PROMPTS))
+    counts = set()
+    for tokens, output in zip(PROMPTS, outputs, strict=True):
+        found = output.outputs[0].readouts
+        sequence, inside, positions = tokens + tokens_of(output), {"thinking": False, "tool_call": False}, []
+        for position, token in enumerate(sequence[:-1]):
+            before = dict(inside)
+            for name, (start, end) in PARTS.items():
+                inside[name] = (inside[name] or token == start) and token != end
+            if position >= len(tokens) and not any(before[name] or inside[name] for name in PARTS):
+                positions.append(position)
+        assert found["part"].positions.tolist() == positions
+        np.testing.assert_array_equal(found["part"].values, found["all"].values[positions])
+        late = list(range(len(tokens) + 20, len(sequence) - 1))
+        assert found["late tokens"].positions.tolist() == late
+        counts.add(len(positions))
+    assert len(counts) > 1
+
+
+def test_cached_blocks_of_a_part_are_not_shared(llm: Any, truth: Truth) -> None:
+    """Catches KV of an edited answer that serves a request whose edit is in another part, or none."""
+    whole = prompt(*PROMPTS[4])
+    edits = [add(layer=0, tokens=part) for part in ("answer", "thinking")]
+    first = run(llm, [whole], [params(GENERATED, logprobs=None, steering=[edits[0]], logit_bias=truth[2])])[0]
+    longer = prompt(*PROMPTS[4], *tokens_of(first), *range(40, 50))
+    cached = [run(llm, [longer], [params(4, steering=[edit])])[0] for edit in edits]
+    fresh = [run(llm, [longer], [params(4, steering=[edit], skip_reading_prefix_cache=True)])[0] for edit in edits]
+    for got, expected in zip(cached, fresh, strict=True):
+        assert tokens_of(got) == tokens_of(expected)
+
+
+@pytest.fixture(scope="module")
+def crowded(tiny_llama: Path) -> Iterator[tuple[Any, list[Any]]]:
+    """Return an engine with few cache blocks and small steps, and the list of requests that it preempts."""
+    engine = make_llm(
+        tiny_llama, num_gpu_blocks_override=8, block_size=32, max_num_batched_tokens=24, **{**SMALL, "max_num_seqs": 12}
+    )
+    scheduler = engine.llm_engine.engine_core.engine_core.scheduler
+    preempted: list[Any] = []
+    original = scheduler._preempt_request
+    scheduler._preempt_request = lambda r, *a, **k: (preempted.append(r), original(r, *a, **k))[1]
+    yield engine, preempted
+    close(engine)
+
+
+def test_preemption_and_chunked_prefill(crowded: tuple[Any, list[Any]], truth: Truth) -> None:
+    """Catches a part that is forgotten in a preemption or decided again from other tokens."""
+    engine, preempted = crowded
+    run_cases(engine, truth, truth[0])
+    assert preempted
+
+
+def test_comparison_detects_a_missing_replay(
+    crowded: tuple[Any, list[Any]], truth: Truth, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: without the generated tokens, the part of a resumed request is wrong."""
+    real = RecordKeeper._replay
+
+    def empty(self: Any, *args: Any) -> Any:
+        replay = real(self, *args)
+        if replay is not None:
+            replay.generated[:] = 0
+        return replay
+
+    monkeypatch.setattr(RecordKeeper, "_replay", empty)
+    with pytest.raises(AssertionError):
+        run_cases(crowded[0], truth, ["thinking", "answer", "outside of tool calls", "latch"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "path", "words"),
+    [
+        ({"steering": [add(tokens={"between": [3, "<think>"]})]}, "steering[0].tokens", "no tokenizer"),
+        ({"steering": [add(tokens="image")]}, "steering[0].tokens", "the prompt has none"),
+    ],
+)
+def test_refused_with_the_prompt(llm: Any, fields: dict[str, Any], path: str, words: str) -> None:
+    """Catches parts that cannot be decided for a prompt and are ignored."""
+    with pytest.raises(SteeringError, match=words) as caught:
+        run(llm, [prompt(1, 2, 3)], [params(2, **fields)])
+    assert caught.value.field == path

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parts of a conversation: the tokens that mark them, and the program of a request bound to its prompt."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vllm_steer.errors import SteeringError
+from vllm_steer.params import PROGRAM_KEY, program_of
+from vllm_steer.program.bind import bind_to_prompt
+from vllm_steer.program.part import NO_TOKEN, CompiledPart
+from vllm_steer.spec.part import Marker
+from vllm_steer.spec.scalars import shown
+
+_PARSER_FLAGS: Mapping[str, str] = {"thinking": "--reasoning-parser", "tool_call": "--tool-call-parser"}
+_TOOL_ATTRIBUTES = (
+    ("tool_calls_start_token", "tool_calls_end_token"),
+    ("tool_call_start_token", "tool_call_end_token"),
+)
+"""Attributes of vLLM's tool parsers, the outermost markers first."""
+_TOOL_TERMINALS = (("TOOL_SECTION_START", "TOOL_SECTION_END"), ("TOOL_START", "TOOL_END"), ("TOOL_CALLS", ""))
+"""Terminals of vLLM's declarative parsers, the outermost markers first."""
+
+
+class PartMarkers:
+    """Start and end tokens of the parts of an engine's conversations.
+
+    Args:
+        vllm_config: The engine's configuration.
+        given: Start and end of parts by name, as ids or text.
+        tool_parser: Name of the server's tool parser, or an empty string.
+    """
+
+    def __init__(self, vllm_config: Any, given: Mapping[str, Sequence[Marker]], tool_parser: str) -> None:
+        self._vllm_config = vllm_config
+        self._given = given
+        self._tool_parser = tool_parser
+        self._named: dict[str, tuple[int, int]] = {}
+
+    def find(self, part: CompiledPart, tokenizer: Any, field: str) -> tuple[int, int] | None:
+        """Return the start and end token of a part; None if it is optional and the engine has none.
+
+        Raises:
+            SteeringError: The tokens are not known, or a marker is not one token.
+        """
+        if not part.name:
+            return self._ids(part.start, part.end, tokenizer, field)
+        if part.name not in self._named:
+            markers = self._given.get(part.name) or self._of_parser(part.name, tokenizer, field)
+            if markers is None and part.optional:
+                return None
+            if markers is None:
+                raise SteeringError(
+                    field,
+                    f"this engine does not know which tokens mark {part.name}; start it with "
+                    f"{_PARSER_FLAGS[part.name]} or --steering-part {part.name}=START,END, or give both tokens: "
+                    '{"between": [start, end]}',
+                )
+            start, end = markers
+            self._named[part.name] = self._ids(start, end, tokenizer, f"{field} ({part.name})")
+        return self._named[part.name]
+
+    def _of_parser(self, name: str, tokenizer: Any, field: str) -> tuple[Marker, Marker] | None:
+        """Return the markers of vLLM's parser for a part; None if the engine has no such parser."""
+        parser_name = self._tool_parser if name == "tool_call" else _reasoning_parser(self._vllm_config)
+        if not parser_name:
+            return None
+        try:
+            markers = (_tool_markers if name == "tool_call" else _reasoning_markers)(parser_name, tokenizer)
+        except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
+            # Parsers look for their tokens in the tokenizer.
+            raise SteeringError(
+                field, f"vLLM's parser {parser_name!r} does not fit the tokenizer: {shown(str(error))}"
+            ) from None
+        if markers is None:
+            raise SteeringError(
+                field,
+                f"vLLM's parser {parser_name!r} does not mark {name} by one start token; use --steering-part "
+                f'{name}=START,END, or give both tokens: {{"between": [start, end]}}',
+            )
+        return markers
+
+    def _ids(self, start: Marker, end: Marker, tokenizer: Any, field: str) -> tuple[int, int]:
+        ids = _token_id(start, tokenizer, field), _token_id(end, tokenizer, field)
+        if ids[0] == ids[1]:
+            raise SteeringError(field, f"token {ids[0]} cannot both begin and end a part; name two tokens")
+        return ids
+
+
+def bind_request(request: Any, input_processor: Any, markers: PartMarkers) -> None:
+    """Replace the program of an engine request by the one for its prompt, if they differ.
+
+    Raises:
+        SteeringError: A part or an image of the program is not in the prompt, or its tokens are not known.
+    """
+    program = program_of(request.sampling_params)
+    if program is None or not program.needs_prompt:
+        return
+    tokenizer = input_processor.tokenizer
+    prompt = request.prompt_token_ids
+    if prompt is None:
+        raise SteeringError("steering", "parts of a conversation need a prompt of tokens, not of embeddings")
+    bound = bind_to_prompt(program, prompt, _images(request), lambda part, field: markers.find(part, tokenizer, field))
+    request.sampling_params = params = copy.copy(request.sampling_params)
+    params.extra_args = {**params.extra_args, PROGRAM_KEY: bound.encode_cached()}
+
+
+def _images(request: Any) -> list[tuple[int, int]]:
+    """Return the ranges of the prompt's image tokens."""
+    ranges = []
+    for feature in request.mm_features or ():
+        if feature.modality == "image":
+            place = feature.mm_position
+            # Both ends of a range are included.
+            ranges += [(first, last + 1) for first, last in place.extract_embeds_range()]
+    return sorted(ranges)
+
+
+def _reasoning_parser(vllm_config: Any) -> str:
+    return str(getattr(vllm_config.structured_outputs_config, "reasoning_parser", "") or "")
+
+
+def _reasoning_markers(parser: str, tokenizer: Any) -> tuple[Marker, Marker] | None:
+    from vllm_steer.compat.internals import ReasoningParserManager  # slow to import, and rarely needed
+
+    made = ReasoningParserManager.get_reasoning_parser(parser)(tokenizer)
+    start, end = made.reasoning_start_str, made.reasoning_end_str
+    return (start.strip(), end.strip()) if start and end else None
+
+
+def _tool_markers(parser: str, tokenizer: Any) -> tuple[Marker, Marker] | None:
+    from vllm_steer.compat.internals import ToolParserManager  # slow to import, and rarely needed
+
+    made = ToolParserManager.get_tool_parser(parser)(tokenizer)
+    for start, end in _TOOL_ATTRIBUTES:
+        if isinstance(first := getattr(made, start, None), str):
+            return first, getattr(made, end, None) or NO_TOKEN
+    engine = getattr(made, "_parser_engine", None)
+    terminals = getattr(getattr(engine, "parser_engine_config", None), "token_id_terminals", {})
+    for start, end in _TOOL_TERMINALS:
+        if start in terminals:
+            return terminals[start], terminals.get(end, NO_TOKEN)
+    return None
+
+
+def _token_id(marker: Marker, tokenizer: Any, field: str) -> int:
+    if isinstance(marker, int):
+        return marker
+    if tokenizer is None:
+        raise SteeringError(field, f"the engine has no tokenizer for {shown(marker)}; give token ids")
+    ids = tokenizer.encode(marker, add_special_tokens=False)
+    if len(ids) != 1:
+        raise SteeringError(
+            field,
+            f"{shown(marker)} is {len(ids)} tokens of this model; a part begins and ends with one token, since each "
+            "token is decided on its own",
+        )
+    return int(ids[0])

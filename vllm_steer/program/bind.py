@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Binding of a program to a prompt: the tokens and the state of parts, and the positions of images."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from vllm_steer.errors import SteeringError
+from vllm_steer.limits import MAX_SELECTOR_ITEMS
+from vllm_steer.program.part import CompiledPart, bound_parts
+from vllm_steer.program.program import Program
+from vllm_steer.spec.condition import STOP_FIELD, condition_source
+from vllm_steer.spec.selector import IMAGE, Wire
+
+FindMarkers = Callable[[CompiledPart, str], tuple[int, int] | None]
+Ranges = Sequence[tuple[int, int]]
+
+
+def bind_to_prompt(program: Program, prompt: Sequence[int], images: Ranges, find: FindMarkers) -> Program:
+    """Return the program with everything filled in that depends on the model's tokens and on the prompt.
+
+    Args:
+        program: The program.
+        prompt: The prompt's tokens.
+        images: Ranges of positions of image tokens, ascending.
+        find: Returns the start and end token of a part, or None to leave the part out. It gets the path of the field.
+
+    Raises:
+        SteeringError: The tokens of a part are not known, or the prompt has no image.
+    """
+
+    def parts_of(parts: tuple[CompiledPart, ...], field: str) -> tuple[CompiledPart, ...]:
+        return bound_parts(parts, lambda part: find(part, field), prompt) if parts else parts
+
+    edits = []
+    for number, edit in enumerate(program.edits):
+        source = program.edit_source(number)
+        when = []
+        for i, condition in enumerate(edit.when):
+            field = f"{condition_source(source, i, len(edit.when))}.positions"
+            tokens = None if condition.tokens is None else _positions(condition.tokens, images, field)
+            when.append(msgspec.structs.replace(condition, tokens=tokens, parts=parts_of(condition.parts, field)))
+        bound = msgspec.structs.replace(
+            edit,
+            tokens=_positions(edit.tokens, images, f"{source}.tokens"),
+            parts=parts_of(edit.parts, f"{source}.tokens"),
+            when=tuple(when),
+        )
+        edits.append(edit if bound == edit else bound.with_strength(bound.strength, program.digests))
+    readouts = []
+    for number, readout in enumerate(program.readouts):
+        field = f"{program.readout_source(number)}.positions"
+        tokens = _positions(readout.tokens, images, field)
+        readouts.append(msgspec.structs.replace(readout, tokens=tokens, parts=parts_of(readout.parts, field)))
+    stops = [
+        msgspec.structs.replace(stop, parts=parts_of(stop.parts, f"{STOP_FIELD}[{i}].positions"))
+        for i, stop in enumerate(program.stops)
+    ]
+    return msgspec.structs.replace(program, edits=tuple(edits), readouts=tuple(readouts), stops=tuple(stops))
+
+
+def _positions(tokens: Wire, images: Ranges, field: str) -> Wire:
+    if tokens != IMAGE:
+        return tokens
+    if not images:
+        raise SteeringError(field, "selects images, but the prompt has none")
+    if len(images) > MAX_SELECTOR_ITEMS:
+        raise SteeringError(
+            field, f"has {len(images)} ranges of image tokens; at most {MAX_SELECTOR_ITEMS} are allowed"
+        )
+    return [[start, stop] for start, stop in images]

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiled parts of a conversation, and what the front end fills in for a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from vllm_steer.spec.part import Marker, Span
+from vllm_steer.spec.selector import Selector
+
+NO_TOKEN = -1
+"""End of a span that lasts until the request ends."""
+
+
+class CompiledPart(msgspec.Struct, frozen=True, array_like=True):
+    """A span of generated tokens from ``start`` to ``end``, both included, or what lies outside of it.
+
+    ``start`` and ``end`` are empty for a named span, and may be text, until the front end fills in the token ids.
+    """
+
+    name: str
+    start: Marker
+    end: Marker
+    outside: bool
+    opened: bool
+    """Whether the span has begun: at first if the prompt has neither token, once bound at the end of the prompt."""
+    optional: bool = False
+    """Whether the part is left out on engines that do not know the tokens of its span."""
+    bound: bool = False
+    """Whether the ids are filled in and the prompt has been read."""
+
+    def after(self, prompt: Sequence[int]) -> bool:
+        """Return whether the span is open at the end of a prompt."""
+        for token in reversed(prompt):
+            if token in (self.start, self.end):
+                return token == self.start
+        return self.opened
+
+
+def compile_parts(selector: Selector | None) -> tuple[CompiledPart, ...]:
+    """Return the parts to which a selector is restricted, in a fixed order."""
+    spans = () if selector is None else selector.spans
+    return tuple(_compile(span) for span in spans)
+
+
+def _compile(span: Span) -> CompiledPart:
+    return CompiledPart(span.name, span.start, span.end, span.outside, span.opened, span.optional)
+
+
+def bound_parts(
+    parts: tuple[CompiledPart, ...],
+    find: Callable[[CompiledPart], tuple[int, int] | None],
+    prompt: Sequence[int],
+) -> tuple[CompiledPart, ...]:
+    """Return parts with their token ids, in the state at the end of a prompt.
+
+    Args:
+        parts: Parts of one selection.
+        find: Returns start and end of a part, or None to leave it out.
+        prompt: The prompt's tokens.
+    """
+    filled = []
+    for part in parts:
+        ids = find(part)
+        if ids is not None:
+            part = msgspec.structs.replace(part, start=ids[0], end=ids[1])
+            filled.append(msgspec.structs.replace(part, opened=part.after(prompt), optional=False, bound=True))
+    return tuple(filled)
