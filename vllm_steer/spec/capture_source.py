@@ -45,8 +45,8 @@ RowsForm = Annotated[
     ),
     msgspec.Meta(
         description="A vector of the model's hidden size. `replace` also takes a matrix `[n, H]`, with one row for "
-        "each of the n positions in `tokens` in ascending order, and, over HTTP, the id of a stored capture or the name "
-        "of a module's probe instead of rows."
+        "each of the n positions in `tokens` in ascending order, and, over HTTP, the id of a stored capture or "
+        "the name of a module's probe instead of rows."
     ),
 ]
 """JSON form of the vector of an edit."""
