@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a sweep refuses, and what it lists as failed."""
+"""Refusals of a sweep, and the cells that it lists as failed."""
 
 from __future__ import annotations
 

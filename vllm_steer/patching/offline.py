@@ -107,7 +107,7 @@ class OfflineRunner:
 
 
 def most_reference(vocab: int, max_logprobs: int) -> int:
-    """Return the number of tokens that the divergence can distinguish; -1 for ``max_logprobs`` is no limit."""
+    """Return the number of tokens that the divergence can distinguish; -1 for ``max_logprobs`` removes vLLM's limit."""
     most = min(vocab, MAX_SCORED)
     return most if max_logprobs < 0 else min(most, max_logprobs)
 

@@ -62,13 +62,15 @@ def test_rows_of_other_positions(store: CaptureStore) -> None:
     for positions, tokens in (([1], [1, 2]), ([1, 9], [1, 2]), ([1], "prompt"), ([1], [-1]), ("x", [1]), ([1], None)):
         with pytest.raises(SteeringError, match="positions"):
             resolve(store, {**named, "positions": positions}, tokens=tokens)
+    with pytest.raises(SteeringError, match="position -20 is outside of the captured prompt of 4 tokens"):
+        resolve(store, {**named, "positions": [-20]}, tokens=[0])
 
 
 def test_sources_without_rows_are_refused(store: CaptureStore) -> None:
     """Catches a report that is read as rows, a batch run without a store, and a module that is gone."""
     report = store.put(b"{}", "json", MINE)
     cases: list[tuple[Any, Any, str]] = [
-        (store, {"capture": report}, "has no rows"),
+        (store, {"capture": report}, "keeps no rows"),
         (None, {"capture": report}, "stores no captures"),
         (store, {"module": "gone/probe"}, "unknown module"),
         (store, {"module": "gone"}, "must be a probe of a module"),

@@ -141,7 +141,7 @@ def _pair(positions: object, tokens: object, field: str, request: StoredRequest)
         raise SteeringError(field, f"has {len(positions)} positions for {len(here)} tokens; give one for each token")
     length = request.num_prompt_tokens
     for position in positions:
-        if not -length <= position < length:
+        if position < -length:  # later positions may be captured tokens of the answer
             raise SteeringError(field, f"position {position} is outside of the captured prompt of {length} tokens")
     return {mine: position + (length if position < 0 else 0) for mine, position in zip(here, positions, strict=True)}
 
