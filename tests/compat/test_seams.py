@@ -15,8 +15,11 @@ from vllm_steer.compat.sources import installed_source, installed_version
 FILES = sources()
 ATTRIBUTES = {seam.path.rpartition(".")[2] for seam in SEAMS if seam.kind is not Kind.IMPORT}
 QUOTED = {name for seam in SEAMS for name in re.findall(r"`(\w+)`", seam.why)}
-OF_OTHERS = {"_fields", "_modules", "_patching_runner", "_register_fake", "_replace", "_vllm_steer"}
-"""Attributes of ast, torch, dataclasses and of ours that vLLM does not define."""
+OF_OTHERS = {
+    "_C", "_disabled_torch_function_impl", "_ensure_server_started", "_fields", "_init_base_url", "_modules",
+    "_patching_runner", "_register_fake", "_replace", "_vllm_steer",
+}  # fmt: skip
+"""Attributes of ast, torch, dataclasses, inspect_ai and of ours that vLLM does not define."""
 
 BASES = (
     ("engine/scheduler.py", "SteeringSchedulerMixin", "vllm.v1.core.sched.scheduler:Scheduler"),

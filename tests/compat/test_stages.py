@@ -40,7 +40,7 @@ def overriding_classes() -> dict[Any, Any]:
     from vllm.v1.worker.gpu_worker import Worker
 
     from vllm_steer.compat.request_state import SteeredRequestState
-    from vllm_steer.engine.executor import RowAggregator, SteeringExecutor
+    from vllm_steer.engine.executor import RowAggregator, RowsOfAllStages
     from vllm_steer.engine.runner_v1 import SteeringRunnerV1
     from vllm_steer.engine.runner_v2 import SteeringRunnerV2, _steering_state
     from vllm_steer.engine.scheduler import SteeringSchedulerMixin
@@ -53,7 +53,7 @@ def overriding_classes() -> dict[Any, Any]:
         SteeringRunnerV1: RunnerV1,
         SteeringRunnerV2: RunnerV2,
         _steering_state(ModelState): ModelState,
-        SteeringExecutor: MultiprocExecutor,
+        RowsOfAllStages: MultiprocExecutor,
         RowAggregator: KVOutputAggregator,
     }
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "vllm_steer"
 INTERNALS = "vllm_steer.compat.internals"
+OUR_TEXTS = {"LIST_ALL", "NOT_INSTALLED"}
+"""Names of ``compat.internals`` that are not vLLM's."""
 
 
 def sources() -> dict[str, str]:
@@ -22,7 +24,7 @@ def imported(files: Mapping[str, str]) -> dict[str, set[str]]:
     for file, text in files.items():
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.ImportFrom) and node.module in ("vllm", INTERNALS):
-                names = [alias.name for alias in node.names]
+                names = [alias.name for alias in node.names if alias.name not in OUR_TEXTS]
             elif isinstance(node, ast.Import):
                 names = [f"{alias.name}:" for alias in node.names if alias.name.partition(".")[0] == "vllm"]
             else:

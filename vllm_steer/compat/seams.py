@@ -254,7 +254,7 @@ _FRONT_END: Final = (
     *_attributes("vllm.config.cache:CacheConfig", "settings that conflict", "kv_sharing_fast_prefill"),
     *_attributes("vllm.config.speculative:SpeculativeConfig", "settings that conflict", "enable_adaptive_verification"),
     *_imports(
-        "the tokens that begin and end reasoning and tool calls",
+        "the tokens that begin and end reasoning and tool calls; some parsers keep them in `_parser_engine`",
         "vllm.reasoning.abs_reasoning_parsers:ReasoningParserManager",
         "vllm.tool_parsers.abstract_tool_parser:ToolParserManager",
     ),

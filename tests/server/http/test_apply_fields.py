@@ -286,7 +286,7 @@ def test_fields_of_a_body_are_compiled_once(context: RequestContext, monkeypatch
         parsed.append(fields)
         return compile_fields(fields)
 
-    monkeypatch.setattr(apply_fields, "compile_fields", compile_once)
+    monkeypatch.setattr(apply_fields, "compile_json_fields", compile_once)
     request = request_with(**FIELD_VALUES)
     programs = [apply_to_params(request, SamplingParams()).extra_args[PROGRAM_KEY] for _ in range(5)]
     assert len(parsed) == 1
