@@ -56,3 +56,10 @@ def test_large_fields_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled_fields, "_cache", cache)
     assert compile_json_fields(fields()) == compile_fields(fields())
     assert not cache
+
+
+def test_fields_without_a_key_are_refused_by_name() -> None:
+    """Catches an error of the encoder, which names no field, instead of the parser's."""
+    for vector in ([10**400], ["\ud800"]):
+        with pytest.raises(SteeringError, match=r"steering_vectors\.post_block\[1\]"):
+            compile_json_fields({"steering_vectors": {"post_block": {"1": vector}}})

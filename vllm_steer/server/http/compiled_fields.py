@@ -34,7 +34,10 @@ def compile_json_fields(fields: Mapping[str, Any]) -> dict[str, bytes]:
     Raises:
         SteeringError: A field is invalid. Errors are not cached.
     """
-    key = msgspec.msgpack.encode(dict(fields))
+    try:
+        key = msgspec.msgpack.encode(dict(fields))
+    except (OverflowError, RecursionError, UnicodeEncodeError):  # huge integers, deep nesting, lone surrogates
+        return compile_fields(fields)
     if len(key) > MAX_FIELD_BYTES:
         return compile_fields(fields)
     with _lock:
