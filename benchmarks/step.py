@@ -175,6 +175,7 @@ def measure_worker(batch: int) -> float:
         num_reqs=size, num_tokens=size, num_tokens_after_padding=size, req_ids=[f"request-{i}" for i in range(size)],
         idx_mapping=torch.arange(size), idx_mapping_np=np.arange(size, dtype=np.int32),
         query_start_loc=torch.arange(size + 1), positions=torch.full((size,), 20),
+        input_ids=torch.zeros(size, dtype=torch.int32),
         num_computed_tokens_np=np.full(size, 20, dtype=np.int32), num_scheduled_tokens=np.ones(size, dtype=np.int32),
     )  # fmt: skip
 

@@ -144,7 +144,7 @@ def test_readouts_of_a_part(llm: Any, truth: Truth) -> None:
     readouts = {
         "all": {**READOUTS["late"], "positions": "all"},
         "part": {**READOUTS["late"], "positions": "answer"},
-        "late tokens": {**READOUTS["late"], "positions": {"generated": [[20, None]]}},
+        "late_tokens": {**READOUTS["late"], "positions": {"generated": [[20, None]]}},
     }
     wanted = params(GENERATED, logprobs=None, readouts=readouts, logit_bias=truth[2])
     outputs = run(llm, [prompt(*tokens) for tokens in PROMPTS], [wanted] * len(PROMPTS))
@@ -161,7 +161,7 @@ def test_readouts_of_a_part(llm: Any, truth: Truth) -> None:
         assert found["part"].positions.tolist() == positions
         np.testing.assert_array_equal(found["part"].values, found["all"].values[positions])
         late = list(range(len(tokens) + 20, len(sequence) - 1))
-        assert found["late tokens"].positions.tolist() == late
+        assert found["late_tokens"].positions.tolist() == late
         counts.add(len(positions))
     assert len(counts) > 1
 
@@ -213,7 +213,7 @@ def test_comparison_detects_a_missing_replay(
 
     monkeypatch.setattr(RecordKeeper, "_replay", empty)
     with pytest.raises(AssertionError):
-        run_cases(crowded[0], truth, ["thinking", "answer", "outside of tool calls", "latch"])
+        run_cases(crowded[0], truth, truth[0])
 
 
 @pytest.mark.parametrize(

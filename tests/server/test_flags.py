@@ -122,7 +122,8 @@ def test_parts_reach_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
         "hermes",
     ]
     section = server_parser().parse_args(["--enable-steering", *words]).additional_config["steering"]
-    assert section["parts"] == {"thinking": ["<a>", "<b,c>"], "tool_call": [5, 6]}
+    parts = {name: list(markers) for name, markers in section["parts"].items()}
+    assert parts == {"thinking": ["<a>", "<b,c>"], "tool_call": [5, 6]}
     assert section["tool_parser"] == "hermes"
     for wrong in ("thinking", "thinking=<a>", "answer=<a>,<b>", "thinking=<a>,<a>"):
         with pytest.raises(SystemExit):

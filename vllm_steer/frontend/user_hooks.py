@@ -31,7 +31,12 @@ _numbers = count(1)
 
 
 class HookHandle:
-    """A registered user hook. As a context manager, it removes the hook at the end of the block."""
+    """A registered user hook. As a context manager, it removes the hook at the end of the block.
+
+    Example:
+        >>> with llm.register_hook(fn, "post_block", [3]) as handle:  # doctest: +SKIP
+        ...     outputs = llm.generate(prompts, params)
+    """
 
     def __init__(self, engine: Any, number: int) -> None:
         self._engine, self._number = engine, number

@@ -299,10 +299,11 @@ class TestRotation:
         """Catches a timer that fired while its file was being sealed and then seals the next file."""
         consumer = FilesystemConsumer(root=str(tmp_path), layout="sharded", max_requests=2)
         consumer.accept(captured("a"))
-        old = consumer._layout._file
+        (layout,) = consumer._layouts.values()
+        old = layout._file
         consumer.accept(captured("b"))
         consumer.accept(captured("c"))
-        consumer._layout._expire(old)
+        layout._expire(old)
         assert consumer.accept(captured("d"))["index"] == 1
         consumer.close()
         assert len(open_captures(tmp_path).files()) == 2

@@ -342,7 +342,8 @@ class TestQuota:
             except CaptureWriteError:
                 continue
         consumer.close()
-        used = consumer._layout._directory._used
+        (layout,) = consumer._layouts.values()
+        used = layout._directory._used
         assert used == sum(path.stat().st_size for path in tmp_path.iterdir()) > 0
 
 
