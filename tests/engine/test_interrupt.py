@@ -66,7 +66,8 @@ def test_interrupted_run(tiny_llama: Path, tmp_path: Path) -> None:
         timeout=300,
         check=False,
     )
-    assert done.returncode == -signal.SIGINT, done.stderr[-4000:]
+    # Once Ray has been imported, which vLLM does if it is installed, an interrupted script exits with 1.
+    assert done.returncode in (-signal.SIGINT, 1) and "KeyboardInterrupt" in done.stderr, done.stderr[-4000:]
     assert "workers: [True]" in done.stdout
     for trouble in ("Exception ignored", "fatal error", "EngineDeadError", "TypeError"):
         assert trouble not in done.stdout + done.stderr, done.stderr[-4000:]
