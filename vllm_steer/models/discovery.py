@@ -57,6 +57,8 @@ class Decoder:
     ``post_block`` behind a cross-attention."""
     recalls: frozenset[int] = frozenset()
     """Layers whose attention also reads what an earlier run cached, so their stream alone does not decide it."""
+    mixed: frozenset[int] = frozenset()
+    """Layers that also read other streams than the one of their points."""
     tensor_parallel: bool = False
     final_norm: nn.Module | None = None
     """The norm of the last layer's output; None if it is not known or on another pipeline stage."""
@@ -131,6 +133,7 @@ def find_decoder(model: nn.Module, hf_text_config: Any, *, allow_unproven: bool 
     layers = []
     gaps: set[tuple[PointName, int]] = set()
     recalls: set[int] = set()
+    mixed: set[int] = set()
     unproven: dict[str, None] = {}
     for number, (module, run) in enumerate(runs):
         if isinstance(module, PPMissingLayer):
@@ -151,11 +154,15 @@ def find_decoder(model: nn.Module, hf_text_config: Any, *, allow_unproven: bool 
         layers.append(DecoderLayer(number, module, recipe.of(module), run))
         if recipe.recalls and run:
             recalls.add(number)
+        if recipe.of(module).mixed:
+            mixed.add(number)
         if recipe.cross_attention:
             gaps.add(("post_block", number))
         if number in recipe.gaps(hf_text_config):
             gaps.add(("pre_attn", number))
-    return Decoder(tuple(layers), num_layers, frozenset(gaps), frozenset(recalls), unproven=tuple(unproven))
+    return Decoder(
+        tuple(layers), num_layers, frozenset(gaps), frozenset(recalls), frozenset(mixed), unproven=tuple(unproven)
+    )
 
 
 def _find_runs(

@@ -111,6 +111,9 @@ class Pass:
 def _install(layer: DecoderLayer, taps: Mapping[PointName, Tap]) -> None:
     recipe = layer.recipe
     module: Any = layer.module
+    if recipe.install is not None:
+        recipe.install(module, taps)
+        return
     forward: Forward = module.forward
     pair = recipe.shape == "pair"
     summands = _tap_branch_outputs(layer, taps)

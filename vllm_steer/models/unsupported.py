@@ -36,7 +36,6 @@ UNSUPPORTED: Final[Mapping[str, str]] = {
             ("bert.BertLayer", _ENCODER),
             ("bert_with_rope.BertWithRopeBlock", _ENCODER),
             ("embedding_gemma2.EmbeddingGemma2DecoderLayer", _ENCODER),
-            ("gemma3n.Gemma3nDecoderLayer", _STREAMS),
             ("modernbert.ModernBertLayer", _ENCODER),
             ("openai_privacy_filter.OpenAIPrivacyFilterDecoderLayer", _ENCODER),
         )

@@ -8,8 +8,9 @@ from typing import Any, Final
 
 import torch
 
-from vllm_steer.models.loops import hrm_text_gaps, hrm_text_runs, loop_coder_runs, solar_gaps
-from vllm_steer.models.recipe import BLOCK_INPUT, BLOCK_OUTPUT, NO_SUBMODULE, Reasons, Recipe
+from vllm_steer.models import streams
+from vllm_steer.models.loops import every_gap, hrm_text_gaps, hrm_text_runs, loop_coder_runs, solar_gaps
+from vllm_steer.models.recipe import BLOCK_INPUT, BLOCK_OUTPUT, MIXED_BRANCH, NO_SUBMODULE, Reasons, Recipe
 from vllm_steer.points import OPTIONAL_POINTS
 
 MODULES: Final = "vllm.model_executor.models."
@@ -30,6 +31,7 @@ _REDUCE: Final = "fused_allreduce_rms_norm"
 _REDUCE_GEMMA: Final = "fused_allreduce_gemma_rms_norm"
 
 _BOTH_MULTIPLIED: Final[Reasons] = {"attn_out": _MULTIPLIED, "mlp_out": _MULTIPLIED}
+_MIXED: Final[Reasons] = {"attn_out": MIXED_BRANCH, "mlp_out": MIXED_BRANCH}
 _POST_NORMS: Final = {"attn_out": "post_attention_layernorm", "mlp_out": "post_feedforward_layernorm"}
 _NORMS_AFTER: Final = {"attn_out": "input_layernorm", "mlp_out": "post_attention_layernorm"}
 _SELF_ATTN: Final = {"attn_out": "self_attn", "mlp_out": "mlp"}
@@ -46,6 +48,11 @@ def _single(layer: str, post_attn: str | None = "post_attention_layernorm", **mo
 
 def _reduced(layer: str, function: str, **more: Any) -> Recipe:
     return Recipe(f"vllm.models.{layer}", "pair", reduced_by=function, **more)
+
+
+def _streams(layer: str, install: Any, **more: Any) -> Recipe:
+    settings: dict[str, Any] = {"normed": False, "refused_points": _MIXED, "mixed": True, **more}
+    return Recipe(layer, "streams", install=install, **settings)
 
 
 def _derived(layer: str, base: str) -> Recipe:
@@ -230,6 +237,9 @@ VLLM_RECIPES: Final[tuple[Recipe, ...]] = (
     _single("phimoe.PhiMoEDecoderLayer", attn_out="self_attn", mlp_out="block_sparse_moe"),
     _single("stablelm.StablelmDecoderLayer", **_SELF_ATTN),
     _single("step3p5.Step3p5DecoderLayer", attn_out="self_attn", mlp_out="moe|mlp"),
+    # Several streams.
+    _streams(MODULES + "gemma3n.Gemma3nDecoderLayer", streams.altup, post_attn="pre_feedforward_layernorm",
+             stream="the active one", gaps=every_gap),
     # Layers that run several times per token.
     _single("hrm_text.HrmTextDecoderLayer", **_SELF_ATTN, pass_argument="current_step", runs=hrm_text_runs,
             gaps=hrm_text_gaps),
