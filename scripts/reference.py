@@ -61,6 +61,8 @@ def post_attn(recipe: Recipe) -> str:
     if recipe.parallel:
         partial = ", not under tensor parallelism" if recipe.partial_sums else ""
         return f"read only: block input + `{recipe.attn_out}`{partial}"
+    if recipe.stream == "the mean":
+        return "before the mix that the MLP reads"
     if (reason := recipe.refusal("post_attn")) is not None:
         return "refused: " + reason.format(layer="the block").partition(";")[0]
     behind = "; attention to the encoder follows" if recipe.cross_attention else ""
@@ -69,6 +71,8 @@ def post_attn(recipe: Recipe) -> str:
 
 def stream(recipe: Recipe) -> str:
     """Return in which form the stream travels."""
+    if recipe.install is not None:
+        return f"{recipe.stream} of several"
     if recipe.reduced_by:
         return f"{recipe.shape}, reduced in the norm"
     return f"{recipe.shape}, looped" if recipe.runs is not None else recipe.shape
@@ -85,7 +89,8 @@ def models() -> str:
         "vllm-steer supports a model if its decoder layers are of the classes below. [Architectures](architectures.md) says\n"
         "how each class was proven, [parity](parity.md) has the figures. If a class implements several kinds of block, the row\n"
         "describes the usual one. The engine refuses every other class at start, and also a listed class whose `forward` is not\n"
-        "the code that was proven (`models/digests.json`). `pair`: the stream travels as two summands; `single`: as one tensor.\n"
+        "the code that was proven (`models/digests.json`). `pair`: the stream travels as two summands; `single`: as one tensor;\n"
+        "`of several`: [one of several streams, or their mean](streams.md).\n"
         f"All classes serve `pre_attn` and `post_block`. The points on the branches need `{POINTS_FLAG}`; requests at a point that\n"
         "is missing from the last column are refused with the reason.\n\n"
         + table(("decoder layer", "stream", "`post_attn`", "on the branches"), rows)
@@ -125,7 +130,8 @@ def points() -> str:
     return (
         "# Hook points\n\nHook points in order of computation. Points on a branch exist only in engines that were started with\n"
         f'them: `{POINTS_FLAG} {",".join(OPTIONAL_POINTS)}` or `steering_config={{"points": [...]}}`.\n'
-        "Requests at a point that the model does not support are refused with the reason ([models](models.md)).\n\n"
+        "Requests at a point that the model does not support are refused with the reason ([models](models.md)). Some models\n"
+        "carry [several residual streams](streams.md); the page on them says which of them the points are on.\n\n"
         + table(("point", "available", "value", "an edit affects", *libraries), rows)
         + "\n\n## Names in other libraries\n\nEdits, captures, readouts and the command line also accept the names in rows without a note. A name without a\n"
         'layer replaces our point: `Edit(point="hook_resid_post", layers=3)`, `hooks={"resid_post": [3]}`. A name with a layer is a\n'
