@@ -118,6 +118,8 @@ In most models block *i + 1* reads what block *i* leaves, so `post_block` of *i*
   parallelism. The taps run behind the fused kernel, on the complete stream that it returns, and the norm is computed again from
   the edited stream. `attn_out` and `mlp_out` are refused under tensor parallelism, and so is pipeline together with tensor
   parallelism.
+* **Several streams**: `pre_attn` of Gemma 3n is a prediction from all streams, and some layers of Kimi K3 begin a new sum
+  ([definitions](streams.md)).
 """
 
 

@@ -53,8 +53,8 @@ class Decoder:
     layers: tuple[DecoderLayer, ...]
     num_layers: int
     gaps: frozenset[tuple[PointName, int]] = frozenset()
-    """Sites whose stream is not the one before plus the branches: ``pre_attn`` behind a skip or a new pass, and
-    ``post_block`` behind a cross-attention."""
+    """Sites whose stream is not the one before plus the branches: ``pre_attn`` behind a skip or a new pass,
+    ``post_attn`` of a layer that begins a new sum, and ``post_block`` behind a cross-attention."""
     recalls: frozenset[int] = frozenset()
     """Layers whose attention also reads what an earlier run cached, so their stream alone does not decide it."""
     mixed: frozenset[int] = frozenset()
@@ -151,11 +151,14 @@ def find_decoder(model: nn.Module, hf_text_config: Any, *, allow_unproven: bool 
             unproven[doubt] = None
         if (reason := recipe.why_unsupported(module)) is not None:
             raise refuse(f": {name} with {reason}")
-        layers.append(DecoderLayer(number, module, recipe.of(module), run))
+        own = recipe.of(module)
+        layers.append(DecoderLayer(number, module, own, run))
         if recipe.recalls and run:
             recalls.add(number)
-        if recipe.of(module).mixed:
+        if own.mixed:
             mixed.add(number)
+        if own.restarts:
+            gaps.add(("post_attn", number))
         if recipe.cross_attention:
             gaps.add(("post_block", number))
         if number in recipe.gaps(hf_text_config):

@@ -105,8 +105,10 @@ class Recipe:
     """Shape ``streams``: which of the streams is the stream of the points, in words."""
     normed: bool = True
     """Whether the model's final norm reads the stream of the last layer."""
+    restarts: bool = False
+    """Whether the stream after attention is the attention branch alone."""
     mixed: bool = False
-    """Whether the layer also reads streams other than that of its points, so that this stream alone does not decide
+    """Whether the layer also reads streams other than the one of its points, so that this one alone does not decide
     what the layer computes."""
     reduced_by: str = ""
     """Shape ``pair``: the function in the layer's module that reduces the branch, adds it and norms the sum."""

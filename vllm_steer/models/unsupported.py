@@ -12,8 +12,8 @@ from typing import Final
 from vllm_steer.models.vllm_recipes import MODULES
 
 _DELAYED: Final = (
-    "each mix of its residual streams takes its weights from the sublayer before, and prefill may run the last layers on "
-    "a part of the tokens, so the streams of other hyper-connections are not proven for it"
+    "each mix of its residual streams takes its weights from the sublayer before, and prefill may run the last layers "
+    "on a part of the tokens; its hook points are not proven"
 )
 _DEFERRED: Final = "its blocks pass a branch on for the next block to filter and add, so no tensor holds the stream"
 _ENCODER: Final = "it is an encoder: it computes all positions together and generates nothing"

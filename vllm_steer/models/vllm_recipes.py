@@ -145,6 +145,7 @@ def _kimi_k3(layer: Any) -> Mapping[str, Any]:
         "stream": "the running sum",
         "post_attn": "_post_attn_norm",
         "normed": False,
+        "restarts": layer.is_block_write_layer,
         "mixed": True,
     }
 
