@@ -21,7 +21,7 @@ from typing import Any
 
 import psutil
 
-START_SECONDS = 400
+START_SECONDS = 600
 # Part of a process title or command line -> the name of the process in results. The root process is the API server.
 PROCESSES = {"EngineCore": "engine core", "Worker": "worker", "resource_tracker": "resource tracker"}
 CACHES = ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
