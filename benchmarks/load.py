@@ -30,6 +30,7 @@ import numpy as np
 import torch
 import vllm
 
+from benchmarks.build import identity
 from benchmarks.server_process import ServerProcess
 from vllm_steer.spec import pack_vector
 
@@ -132,7 +133,7 @@ def main() -> None:
             print(json.dumps(pairs[-1]), flush=True)
     environment = {
         "cpus": os.cpu_count(), "machine": platform.machine(), "torch": torch.__version__, "vllm": vllm.__version__,
-        "beside": arguments.beside,
+        "beside": arguments.beside, **identity()
     }  # fmt: skip
     setup = {"clients": CLIENTS, "requests_each": EACH, "prompt_tokens": 48, "generated_tokens": TOKENS}
     result = {"environment": environment, "setup": setup, "ratios": latency_ratios(pairs), "pairs": pairs}

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.build import digests
+from benchmarks.build import identity
 from benchmarks.server_process import ServerProcess
 from benchmarks.shapes import SHAPES
 from vllm_steer.testing.fuzz.model import prepare_environment
@@ -280,7 +280,7 @@ def main() -> None:
         "environment": {
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
             "cpus": os.cpu_count(), "machine": platform.machine(), "threads": torch.get_num_threads(),
-            "torch": torch.__version__, "vllm": vllm.__version__, "beside": arguments.beside, "build": digests(),
+            "torch": torch.__version__, "vllm": vllm.__version__, "beside": arguments.beside, **identity(),
         },
         "setup": {
             "group": arguments.group, "dtype": group.dtype, "layers": layers, "prompt_tokens": group.prompt_tokens,

@@ -4,12 +4,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.build import ROOT, digests
+from benchmarks.build import identity
 
 _COMMON: dict[str, Any] = {"dtype": "bfloat16", "bos_token_id": 0, "eos_token_id": 1, "hidden_act": "silu"}
 
@@ -60,33 +58,19 @@ def save_shape(name: str, folder: Path) -> Path:
     return folder
 
 
-def commit() -> str | None:
-    """Return the commit of the working tree, marked if files differ from it, or None without a repository."""
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
 def environment() -> dict[str, Any]:
     """Return the date, the GPU, the package versions and the code, on which results depend."""
     import torch
     import triton
     import vllm
 
-    import vllm_steer
-
     cuda = torch.cuda.is_available()
     return {
-        "date": f"{datetime.now(UTC):%Y-%m-%d}",
-        "version": vllm_steer.__version__,
-        "commit": commit(),
         "gpu": torch.cuda.get_device_name() if cuda else None,
         "gpus": torch.cuda.device_count() if cuda else 0,
         "torch": torch.__version__,
         "triton": triton.__version__,
         "vllm": vllm.__version__,
         "cuda": torch.version.cuda,
-        "build": digests(),
+        **identity(),
     }
