@@ -112,7 +112,7 @@ SEVERAL_STREAMS: Final = (
     _row("Glm5NextForCausalLM", "glm5_next_text", "Glm5NextDecoderLayer", "HYPER-CONNECTIONS", name="glm5_next",
          model_class="vllm.models.glm5next.common.model:Glm5NextForCausalLM", mhc=True, hc_mult=4, hc_eps=1e-6,
          hc_sinkhorn_iters=5, mlp_layer_types=["dense"] * LAYERS, layer_types=["full_attention"] * LAYERS,
-         indexer_types=["full"] * LAYERS, **{**_MLA, "q_lora_rank": 32}, index_topk=8),
+         indexer_types=["full"] * LAYERS, **{**_MLA, "q_lora_rank": 32}, index_topk=8, index_kpool=4),
     _row("Qwen4ExpForCausalLM", "qwen4_exp_text", "Qwen4ExpDecoderLayer", "HYPER-CONNECTIONS", name="qwen4_exp",
          model_class="vllm.models.qwen4_exp.nvidia.model:Qwen4ExpForCausalLM", hc_count=4, hc_lowrank=12,
          layer_types=["full_attention"] * LAYERS, ple_layer_ids=[], num_experts=4, num_experts_per_tok=2,
@@ -228,6 +228,12 @@ NO_REFERENCE: Final[tuple[TinyModel, ...]] = (
          model_class="vllm.model_executor.models.bailing_moe_v3:BailingMoeV3ForCausalLM",
          **{**_BAILING, **_MLA, "q_lora_rank": 32}, layer_group_size=2, moe_shared_expert_intermediate_size=64,
          short_conv_kernel_size=4, no_kda_lora=True, routed_scaling_factor=2.0, is_scale_e=False),
+    # The language model of a wrapper.
+    _row("CohereCompassForCausalLM", "cohere_compass_text", "CohereCompassDecoderLayer", "PARALLEL",
+         name="cohere_compass", refused=("post_attn",), layer_norm_eps=1e-5, logit_scale=0.25, head_dim=32,
+         model_class="vllm.model_executor.models.cohere_compass:CohereCompassForCausalLM", tie_word_embeddings=True,
+         attention_bias=False, sliding_window=8, layer_types=["sliding_attention", "full_attention"] * (LAYERS // 2),
+         rope_parameters={"sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}),
     *SEVERAL_STREAMS,
     *NO_REFERENCE_WRAPPERS,
 )  # fmt: skip

@@ -310,7 +310,7 @@ VLLM_RECIPES: Final[tuple[Recipe, ...]] = (
     _single("zamba2.Zamba2HybridLayer", BLOCK_OUTPUT),
     _single("zamba2.Zamba2MambaDecoderLayer", BLOCK_OUTPUT),
     # Attention and MLP in parallel.
-    _single("cohere_compass.CohereCompassDecoderLayer", None, **_SELF_ATTN, proven=False),
+    _single("cohere_compass.CohereCompassDecoderLayer", None, **_SELF_ATTN),
     _single("cohere2_moe.Cohere2MoeDecoderLayer", None),
     _single("commandr.CohereDecoderLayer", None, **_SELF_ATTN, partial_sums=True),
     _single("falcon.FalconDecoderLayer", None, **_SELF_ATTENTION, partial_sums=True, attn_added=_falcon_attention,
