@@ -24,7 +24,7 @@ import vllm_steer.models.proofs
 from vllm_steer.config import CAPTURE_POLICIES, MULTI_CHOICES, SWITCHES
 from vllm_steer.limits import ENGINE_LIMITS, FORMAT_LIMITS, SERVER_LIMITS
 from vllm_steer.metrics.definitions import METRICS, Metric
-from vllm_steer.models.recipe import BLOCK_INPUT, BLOCK_OUTPUT, Recipe
+from vllm_steer.models.recipe import BLOCK_INPUT, BLOCK_OUTPUT, MLP_MIX, Recipe
 from vllm_steer.models.recipes import RECIPES
 from vllm_steer.points import OPTIONAL_POINTS, POINTS, POINTS_FLAG
 from vllm_steer.server.auth.rights import RIGHT_DESCRIPTIONS
@@ -61,8 +61,8 @@ def post_attn(recipe: Recipe) -> str:
     if recipe.parallel:
         partial = ", not under tensor parallelism" if recipe.partial_sums else ""
         return f"read only: block input + `{recipe.attn_out}`{partial}"
-    if recipe.stream == "the mean":
-        return "before the mix that the MLP reads"
+    if recipe.post_attn == MLP_MIX:
+        return f"before {MLP_MIX}"
     if (reason := recipe.refusal("post_attn")) is not None:
         return "refused: " + reason.format(layer="the block").partition(";")[0]
     behind = "; attention to the encoder follows" if recipe.cross_attention else ""

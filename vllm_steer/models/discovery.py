@@ -87,7 +87,8 @@ class Decoder:
         """Return the recipes in use as builtins, each with the class and the numbers of its layers."""
         found: dict[tuple[str, str, str | None], list[int]] = {}
         for layer in self.layers:
-            key = qualified_name(type(layer.module)), layer.recipe.shape, layer.recipe.post_attn
+            of_several = layer.recipe.stream and f"{layer.recipe.stream} of several"
+            key = qualified_name(type(layer.module)), of_several or layer.recipe.shape, layer.recipe.post_attn
             found.setdefault(key, []).append(layer.number)
         return [{"layer": c, "stream": s, "mid": m, "layers": numbers} for (c, s, m), numbers in found.items()]
 

@@ -31,6 +31,8 @@ BLOCK_INPUT: Final = "the block's input"
 """Location of ``post_attn`` in a block that has only an MLP."""
 BLOCK_OUTPUT: Final = "the block's output"
 """Location of ``post_attn`` in a block that has only a token mixer."""
+MLP_MIX: Final = "the mix that the MLP reads"
+"""Location of ``post_attn`` in layers of hyper-connections."""
 SUMMAND: Final = "the summand beside the residual"
 """Location of a branch in layers of shape ``pair``."""
 

@@ -10,7 +10,7 @@ import torch
 
 from vllm_steer.models import streams
 from vllm_steer.models.loops import every_gap, hrm_text_gaps, hrm_text_runs, loop_coder_runs, solar_gaps
-from vllm_steer.models.recipe import BLOCK_INPUT, BLOCK_OUTPUT, MIXED_BRANCH, NO_SUBMODULE, Reasons, Recipe
+from vllm_steer.models.recipe import BLOCK_INPUT, BLOCK_OUTPUT, MIXED_BRANCH, MLP_MIX, NO_SUBMODULE, Reasons, Recipe
 from vllm_steer.points import OPTIONAL_POINTS
 
 MODULES: Final = "vllm.model_executor.models."
@@ -52,7 +52,14 @@ def _reduced(layer: str, function: str, **more: Any) -> Recipe:
 
 
 def _streams(layer: str, install: Any, **more: Any) -> Recipe:
-    settings: dict[str, Any] = {"normed": False, "refused_points": _MIXED, "mixed": True, "stream": _MEAN, **more}
+    settings: dict[str, Any] = {
+        "normed": False,
+        "refused_points": _MIXED,
+        "mixed": True,
+        "stream": _MEAN,
+        "post_attn": MLP_MIX,
+        **more,
+    }
     return Recipe(layer, "streams", install=install, **settings)
 
 
