@@ -121,7 +121,7 @@ def page(table: MakeTable) -> str:
     return (
         "# Architectures\n\n"
         f"Status of every architecture in the registry of vLLM {about['vllm']}. Of {len(found)} names, {count[PROVEN]} are proven\n"
-        f"(and {len(beyond)} more that vLLM runs on its Transformers backend), {count[WRAPPED]} are steered by layers that are proven in\n"
+        f"(and {len(beyond)} more that are not in the registry), {count[WRAPPED]} are steered by layers that are proven in\n"
         f"other models (multimodal wrappers), {count[OUTSTANDING]} need a proof and are refused until then, {count[REFUSAL]} are refused\n"
         f"when the engine starts, and {count[NO_DECODER]} have no decoder to steer. Measured on {about['date']} with Transformers\n"
         f"{about['transformers']} by `make conformance`; GPU-only architectures by `tests/gpu/test_architectures.py`.\n\n"
