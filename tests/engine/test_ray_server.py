@@ -96,10 +96,11 @@ def test_matches_one_rank(client: Client, truth: list[Any], fields: dict[str, An
     expected = truth[bool(fields)]
     found = client.complete(PROMPT, max_tokens=8, temperature=0, capture=ROWS, **fields)
     assert found.text == expected.outputs[0].text
-    capture = client.fetch(found.choices[0].captures["memory"])
+    capture = found.choices[0].captures["memory"]
+    assert len(capture.sites) == server.LAYERS
     for layer in range(server.LAYERS):
         rows = expected.outputs[0].capture_results["memory"].tensor("post_block", layer).numpy()
-        np.testing.assert_allclose(capture["post_block", layer].rows.numpy(), rows, atol=2e-3)
+        np.testing.assert_allclose(capture.sites["post_block", layer].rows.numpy(), rows, atol=2e-3)
     assert truth[0].outputs[0].text != truth[1].outputs[0].text
 
 
