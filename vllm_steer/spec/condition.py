@@ -11,7 +11,7 @@ import msgspec
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_CONDITIONS, MAX_STOP_TOKENS, MAX_STOPS
-from vllm_steer.spec.part import PartName, SpanForm
+from vllm_steer.spec.part import PartName, PromptPartName, SpanForm
 from vllm_steer.spec.references import read_name
 from vllm_steer.spec.scalars import is_integer, read_choice, read_number, shown
 from vllm_steer.spec.selector import PositionListForm, Selector, SelectorName
@@ -67,7 +67,7 @@ class ConditionForm(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         msgspec.Meta(description="`previous` only: tokens in a row, up to t - 1, at which the condition must hold."),
     ] = None
     positions: Annotated[
-        SelectorName | PartName | Literal["image"] | PositionListForm | SpanForm | None,
+        SelectorName | PartName | PromptPartName | PositionListForm | SpanForm | None,
         msgspec.Meta(
             description="`prompt`: one range of prompt tokens; default the whole prompt. `previous` and `latch`: a "
             "part of the output, to whose tokens alone the condition looks; default all."

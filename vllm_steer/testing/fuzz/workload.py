@@ -17,6 +17,7 @@ import numpy.typing as npt
 from vllm_steer.compat.internals import RequestOutputKind
 from vllm_steer.params import SamplingParams
 from vllm_steer.spec import Edit
+from vllm_steer.spec.mlp import ACTIVATIONS
 
 NUM_LOGPROBS = 5
 """Number of log-probabilities per token, enough to distinguish a tie from a wrong token."""
@@ -25,7 +26,12 @@ LOWEST_TEMPERATURE = 0.01
 NUM_DIRECTIONS = 2
 SAE, NUM_FEATURES = "fuzz", 48
 """Name and size of the sparse autoencoder of every engine."""
-Tokens: TypeAlias = str | list[int | list[int | None]]
+Tokens: TypeAlias = str | list[int | list[int | None]] | dict[str, Any]
+"""A selector; a part of the output is a dict with ``between`` or ``outside`` of two token ids."""
+MARKER_BIAS = 4.0
+"""Logit bias of the tokens that begin and end parts, without which a model seldom generates them."""
+NUM_UNITS = 6
+"""Hidden units of a probe with a hidden layer."""
 TIERS = ("steering_vectors", "prefill_steering_vectors", "decode_steering_vectors")
 MODULE = "drawn"
 """Name under which each request with ``module`` registers its edits, so that every request replaces the module."""
@@ -88,7 +94,9 @@ class EditCase(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     @property
     def in_module(self) -> bool:
         """Whether a module can have the edit."""
-        return not (self.directions or self.matrix or self.when or self.kind == "feature" or self.live is not None)
+        if self.directions or self.matrix or self.when or self.kind == "feature" or self.live is not None:
+            return False
+        return not isinstance(self.tokens, dict)
 
 
 class CaptureCase(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
@@ -111,7 +119,8 @@ class ReadoutCase(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     name: str = ""
     """Name that conditions use."""
     form: str = ""
-    """``sigmoid`` or ``cosine`` for a probe, ``projections`` or ``sae``; empty for a plain probe or a lens."""
+    """``sigmoid`` or ``cosine`` for a probe, an activation for one with a hidden layer, ``projections`` or ``sae``;
+    empty for a plain probe or a lens."""
 
 
 class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
@@ -154,6 +163,14 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     def conditions(self) -> list[GateCase]:
         """Conditions of all edits, and stops."""
         return [*(each for edit in self.edits for each in edit.when), *self.stops]
+
+    @property
+    def markers(self) -> list[int]:
+        """Tokens that begin and end the parts of the request."""
+        selectors: list[Tokens | None] = [each.tokens for each in self.edits]
+        selectors += [each.positions for each in self.readouts] + [each.positions for each in self.conditions]
+        pairs = (each.get("between") or each["outside"] for each in selectors if isinstance(each, dict))
+        return sorted({token for pair in pairs for token in pair})
 
     @property
     def strengths(self) -> dict[str, float]:
@@ -230,6 +247,7 @@ def sampling_params(request: Request, hidden: int) -> Any:
         ignore_eos=True,
         detokenize=False,
         logprobs=NUM_LOGPROBS,
+        logit_bias=dict.fromkeys(request.markers, MARKER_BIAS) or None,
         skip_reading_prefix_cache=request.skip_cache,
         output_kind=RequestOutputKind.DELTA if request.stream else RequestOutputKind.CUMULATIVE,
         **fields,
@@ -245,6 +263,11 @@ def _readout(case: ReadoutCase, hidden: int) -> dict[str, Any]:
     site["layer"] = case.layers[0]
     if case.form == "projections":
         return {"projections": [vector(case.seed + i, 1.0, hidden) for i in range(NUM_DIRECTIONS)], **site}
+    if case.form in ACTIVATIONS:
+        units = [vector(case.seed + i, 1.0, hidden) for i in range(NUM_UNITS)]
+        outputs = vector(case.seed, NUM_UNITS**0.5, NUM_UNITS)
+        probe = {"weights": units, "outputs": outputs, "biases": outputs[::-1] * 0.1, "activation": case.form}
+        return {"probe": probe, **site}
     switch = {case.form: True} if case.form else {}
     return {"probe": vector(case.seed, 1.0, hidden), **switch, **site}
 
