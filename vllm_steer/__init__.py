@@ -7,10 +7,10 @@ Importing this package changes nothing in ``vllm``, which is imported on first u
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm_steer._version import __version__
+from vllm_steer.lazy import imported_on_use
 
 if TYPE_CHECKING:
     from vllm_steer.async_llm import AsyncLLM
@@ -103,11 +103,7 @@ _MODULES = {
     "site": "vllm_steer.site_names",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return getattr(import_module(_MODULES[name]), name)
-    raise AttributeError(f"module {__name__} has no attribute {name}")
+__getattr__ = imported_on_use(__name__, _MODULES)
 
 
 def __dir__() -> list[str]:

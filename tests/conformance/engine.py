@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +10,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 
@@ -20,6 +18,7 @@ from tests.conformance.edits import EditAt
 from tests.conformance.hf_reference import Array
 from tests.conformance.kernels import cpu_kernels, torchvision_stub
 from tests.conformance.model import MAX_POSITIONS, VOCAB, TinyModel
+from vllm_steer.testing.heap import cheap_collections
 
 MODES: Mapping[str, Mapping[str, Any]] = {
     "eager": {"enforce_eager": True},
@@ -91,7 +90,7 @@ def steered_engine(
     torch.set_num_threads(1)
     llm = None
     resources = ExitStack()
-    resources.enter_context(_cheap_collections())
+    resources.enter_context(cheap_collections())
     if mode == "eager":
         resources.enter_context(cpu_kernels(tiny.model_class))
     try:
@@ -127,19 +126,6 @@ def steered_engine(
             torch._dynamo.reset()
         cleanup_dist_env_and_memory()
         resources.close()
-
-
-@contextmanager
-def _cheap_collections() -> Iterator[None]:
-    """Exclude the objects that exist now from garbage collection.
-
-    vLLM collects eight times in an engine's life and unfreezes the heap before it does; each of these collections would
-    traverse all loaded modules, which takes longer than the requests.
-    """
-    gc.collect()
-    gc.freeze()
-    with patch.object(gc, "freeze"), patch.object(gc, "unfreeze"):
-        yield
 
 
 def engine_settings(tiny: TinyModel, mode: str) -> dict[str, Any]:

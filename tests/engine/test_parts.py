@@ -13,6 +13,7 @@ import pytest
 from tests.engine import hf
 from tests.engine.answers import logprobs_of, params, prompt, run, tokens_of
 from tests.engine.conftest import close
+from tests.engine.crowded import crowded_engine
 from tests.engine.dynamic_cases import READOUTS, add, bounds_of, check
 from tests.engine.dynamic_reference import Expected, Reference
 from tests.tiny import make_llm
@@ -223,16 +224,8 @@ def test_parts_without_a_token_are_reported(llm: Any, truth: Truth) -> None:
 
 @pytest.fixture(scope="module")
 def crowded(tiny_llama: Path) -> Iterator[tuple[Any, list[Any]]]:
-    """Return an engine with few cache blocks and small steps, and the list of requests that it preempts."""
-    engine = make_llm(
-        tiny_llama, num_gpu_blocks_override=8, block_size=32, max_num_batched_tokens=24, **{**SMALL, "max_num_seqs": 12}
-    )
-    scheduler = engine.llm_engine.engine_core.engine_core.scheduler
-    preempted: list[Any] = []
-    original = scheduler._preempt_request
-    scheduler._preempt_request = lambda r, *a, **k: (preempted.append(r), original(r, *a, **k))[1]
-    yield engine, preempted
-    close(engine)
+    with crowded_engine(tiny_llama, max_num_batched_tokens=24, **{**SMALL, "max_num_seqs": 12}) as crowd:
+        yield crowd
 
 
 def test_preemption_and_chunked_prefill(crowded: tuple[Any, list[Any]], truth: Truth) -> None:

@@ -6,8 +6,9 @@ Public: the names in ``__all__``.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from vllm_steer.lazy import imported_on_use
 
 if TYPE_CHECKING:
     from vllm_steer.peers.nnterp.interventions import (
@@ -27,17 +28,17 @@ if TYPE_CHECKING:
     )
 
 _MODULES = {
-    "Prompt": "prompts",
-    "StandardizedTransformer": "model",
-    "TargetPrompt": "interventions",
-    "collect_token_activations_batched": "prompts",
-    "compute_next_token_probs": "prompts",
-    "get_token_activations": "prompts",
-    "logit_lens": "interventions",
-    "patchscope_generate": "interventions",
-    "patchscope_lens": "interventions",
-    "repeat_prompt": "interventions",
-    "run_prompts": "prompts",
+    "Prompt": ".prompts",
+    "StandardizedTransformer": ".model",
+    "TargetPrompt": ".interventions",
+    "collect_token_activations_batched": ".prompts",
+    "compute_next_token_probs": ".prompts",
+    "get_token_activations": ".prompts",
+    "logit_lens": ".interventions",
+    "patchscope_generate": ".interventions",
+    "patchscope_lens": ".interventions",
+    "repeat_prompt": ".interventions",
+    "run_prompts": ".prompts",
 }
 
 __all__ = [
@@ -54,8 +55,4 @@ __all__ = [
     "run_prompts",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
-    raise AttributeError(f"module {__name__} has no attribute {name}")
+__getattr__ = imported_on_use(__name__, _MODULES)

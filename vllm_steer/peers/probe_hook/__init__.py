@@ -6,8 +6,9 @@ Public: the names in ``__all__``.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from vllm_steer.lazy import imported_on_use
 
 if TYPE_CHECKING:
     from vllm_steer.params import SamplingParams
@@ -22,8 +23,4 @@ _MODULES = {
     "SamplingParams": "vllm_steer.params",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return getattr(import_module(_MODULES[name]), name)
-    raise AttributeError(f"module {__name__} has no attribute {name}")
+__getattr__ = imported_on_use(__name__, _MODULES)

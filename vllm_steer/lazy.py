@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names of a package that are imported on first use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+
+def imported_on_use(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return the ``__getattr__`` of a package.
+
+    Args:
+        package: Name of the package.
+        modules: The module of each public name, relative (``.model``) or absolute.
+    """
+
+    def find(name: str) -> Any:
+        if name in modules:
+            return getattr(import_module(modules[name], package), name)
+        raise AttributeError(f"module {package} has no attribute {name}")
+
+    return find
