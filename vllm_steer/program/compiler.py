@@ -147,7 +147,7 @@ class _VectorTable:
         if self.width not in (0, width):
             raise SteeringError(
                 path,
-                f"have width {width}, but other vectors of the request have width {self.width}; "
+                f"has width {width}, but other vectors of the request have width {self.width}; "
                 "all vectors have the model's hidden size",
             )
         self.width = width

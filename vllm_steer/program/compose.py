@@ -102,7 +102,7 @@ def with_probes(program: Program, find: FindProbes) -> Program:
                 projection = projection.weights
             own = projection.directions.shape[1]
             if width not in (0, own):
-                raise SteeringError(field, f"have width {own}, but other vectors of the request have width {width}")
+                raise SteeringError(field, f"has width {own}, but other vectors of the request have width {width}")
             width = own
             for digest, data in zip(projection.digests, projection.vectors, strict=True):
                 vectors.setdefault(digest, memoryview(data))

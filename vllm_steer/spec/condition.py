@@ -154,7 +154,7 @@ class Condition:
         over = given.get("over")
         if over is not None:
             if window not in _OVERS_OF:
-                raise SteeringError(f"{field}.over", f'needs the window "prompt" or "previous", not "{window}"')
+                raise SteeringError(f"{field}.over", f'needs the window "prompt" or "previous", not "{window}"; omit it')
             over = read_choice(over, _OVERS_OF[window], f"{field}.over")
         for name, owner in (("release", "latch"), ("tokens", "previous")):
             if given.get(name) is not None and window != owner:
@@ -167,8 +167,10 @@ class Condition:
             if sharpness <= 0:
                 raise SteeringError(f"{field}.sharpness", f"must be above 0, not {shown(sharpness)}")
         alpha, count = given.get("alpha"), given.get("tokens")
-        if (alpha is None) == (over == "ema"):
-            raise SteeringError(f"{field}.alpha", 'is needed with over="ema", and only there')
+        if alpha is None and over == "ema":
+            raise SteeringError(f"{field}.alpha", "is missing; ema needs the weight of the newest value, such as 0.2")
+        if alpha is not None and over != "ema":
+            raise SteeringError(f"{field}.alpha", 'has a meaning with over="ema" only; omit it')
         if alpha is not None:
             alpha = read_number(alpha, f"{field}.alpha")
             if not 0 < alpha < 1:

@@ -109,11 +109,11 @@ class ReadoutFeed:
         if len(positions) != 1 or not any(
             start <= positions[0] < stop for start, stop in self._by_tokens[0][0].intervals
         ):
-            found = self._values(positions, records)
-            return _encoder.encode(found) if found else b""
+            values = self._values(positions, records)
+            return _encoder.encode(values) if values else b""
         template, start, stop = self._template
-        values = _encoder.encode(records[0][start:stop])[1:-1].split(b",")
-        return template.replace(_POSITION, b"%d" % positions[0]) % tuple(values)
+        numbers = _encoder.encode(records[0][start:stop])[1:-1].split(b",")
+        return template.replace(_POSITION, b"%d" % positions[0]) % tuple(numbers)
 
     def take_all(self) -> dict[str, Any]:
         """Return the values of `take` for every readout of the request, in its order."""
