@@ -140,7 +140,7 @@ def test_preemption_between_drafts(
     # Negative control: requests that resume without their records must be noticed.
     monkeypatch.setattr(RecordKeeper, "_replay", lambda *_: None)
     with pytest.raises(AssertionError):
-        drafts.check_preempted(drafting, decided, pressure(drafting))
+        drafts.check_preempted(drafting, decided, pressure(drafting), drafts.PREEMPTED[:3])
 
 
 def test_lens_of_accepted_drafts(drafting: Any, plain: tuple[list[Any], list[Any]]) -> None:

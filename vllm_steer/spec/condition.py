@@ -154,7 +154,9 @@ class Condition:
         over = given.get("over")
         if over is not None:
             if window not in _OVERS_OF:
-                raise SteeringError(f"{field}.over", f'needs the window "prompt" or "previous", not "{window}"; omit it')
+                raise SteeringError(
+                    f"{field}.over", f'needs the window "prompt" or "previous", not "{window}"; omit it'
+                )
             over = read_choice(over, _OVERS_OF[window], f"{field}.over")
         for name, owner in (("release", "latch"), ("tokens", "previous")):
             if given.get(name) is not None and window != owner:

@@ -36,7 +36,11 @@ TOKENS: tuple[Any, ...] = ("all", "prompt", "generated", [[-2, None]], [[3, 40]]
 
 
 def draw_part(rng: Random, facts: ModelFacts) -> dict[str, Any]:
-    """Return a selector of a part of the output, between two tokens or outside of them."""
+    """Return a selector of a part of the output, between two tokens or outside of them.
+
+    Random prompts have most tokens of a small vocabulary. A logit bias would make the tokens more frequent in the
+    output, but log-probabilities do not contain it, so that ties could not be told from wrong tokens.
+    """
     start, end = rng.choice(np.arange(1, facts.vocab), 2, replace=False).tolist()
     opened = {"opened": True} if rng.random() < 0.3 else {}
     return {"between" if rng.random() < 0.6 else "outside": [int(start), int(end)], **opened}

@@ -28,8 +28,6 @@ SAE, NUM_FEATURES = "fuzz", 48
 """Name and size of the sparse autoencoder of every engine."""
 Tokens: TypeAlias = str | list[int | list[int | None]] | dict[str, Any]
 """A selector; a part of the output is a dict with ``between`` or ``outside`` of two token ids."""
-MARKER_BIAS = 4.0
-"""Logit bias of the tokens that begin and end parts, without which a model seldom generates them."""
 NUM_UNITS = 6
 """Hidden units of a probe with a hidden layer."""
 TIERS = ("steering_vectors", "prefill_steering_vectors", "decode_steering_vectors")
@@ -165,14 +163,6 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         return [*(each for edit in self.edits for each in edit.when), *self.stops]
 
     @property
-    def markers(self) -> list[int]:
-        """Tokens that begin and end the parts of the request."""
-        selectors: list[Tokens | None] = [each.tokens for each in self.edits]
-        selectors += [each.positions for each in self.readouts] + [each.positions for each in self.conditions]
-        pairs = (each.get("between") or each["outside"] for each in selectors if isinstance(each, dict))
-        return sorted({token for pair in pairs for token in pair})
-
-    @property
     def strengths(self) -> dict[str, float]:
         """Live strengths by name."""
         return {live_name(edit): edit.live for edit in self.edits if edit.live is not None}
@@ -247,7 +237,6 @@ def sampling_params(request: Request, hidden: int) -> Any:
         ignore_eos=True,
         detokenize=False,
         logprobs=NUM_LOGPROBS,
-        logit_bias=dict.fromkeys(request.markers, MARKER_BIAS) or None,
         skip_reading_prefix_cache=request.skip_cache,
         output_kind=RequestOutputKind.DELTA if request.stream else RequestOutputKind.CUMULATIVE,
         **fields,
