@@ -70,7 +70,7 @@ def draw_reactive(rng: Random, facts: ModelFacts) -> dict[str, list[Any]]:
         drawn["edits"].append(msgspec.structs.replace(edit, live=float(rng.uniform(-1, 1))))
     if rng.random() < 0.1:
         drawn["edits"].append(_draw_feature_edit(rng, facts))
-    if rng.random() < 0.15:
+    if rng.random() < 0.08:
         drawn["edits"].append(draw_edit(rng, facts, "steering", "add", tokens=draw_part(rng, facts)))
     return drawn
 
