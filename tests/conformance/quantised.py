@@ -27,7 +27,7 @@ from tests.conformance.zoo import BY_NAME
 
 GROUP: Final = 32
 """Rows of a weight that share a scale, in the 4-bit schemes."""
-FLOAT8_DISTANCE: Final = 0.3
+FLOAT8_ERROR: Final = 0.3
 """Largest mean distance of a row where activations have 8-bit floats, which cost up to 0.18 at layer 3.
 
 Weights in a wrong order are at distances above 1.
@@ -152,7 +152,7 @@ SCHEMES: Final = (
         "fp8 weights and activations (compressed-tensors)",
         _compressed("float-quantized", {**_CHANNEL, "type": "float"}, _per_token("float")),
         _float8,
-        max_distance=FLOAT8_DISTANCE,
+        max_distance=FLOAT8_ERROR,
     ),
 )
 """Quantised weights."""
@@ -160,12 +160,12 @@ SCHEMES: Final = (
 # Blocks are 128 by 128, and the number of inputs of a layer must be a multiple of it.
 _BLOCKS: Final = {"hidden_size": 128, "intermediate_size": 256}
 GPU_SCHEMES: Final = tuple(
-    Scheme(f"{name}, quantised at start", engine={"quantization": name}, max_distance=FLOAT8_DISTANCE, settings=settings)
-    for name, settings in {"fp8_per_tensor": {}, "fp8_per_block": _BLOCKS, "fp8_per_channel": {}, "mxfp8": {}}.items()
+    Scheme(f"{name}, quantised at start", engine={"quantization": name}, max_distance=FLOAT8_ERROR, settings=more)
+    for name, more in {"fp8_per_tensor": {}, "fp8_per_block": _BLOCKS, "fp8_per_channel": {}, "mxfp8": {}}.items()
 )
 """Quantised weights whose kernels exist on GPUs only."""
 
-CACHES: Final = (Scheme("fp8 key-value cache", engine={"kv_cache_dtype": "fp8"}, max_distance=FLOAT8_DISTANCE),)
+CACHES: Final = (Scheme("fp8 key-value cache", engine={"kv_cache_dtype": "fp8"}, max_distance=FLOAT8_ERROR),)
 """Quantised key-value caches."""
 
 
