@@ -143,7 +143,8 @@ def tap_streams(
 ) -> Any:
     """Join vLLM's function that completes the streams and mixes them; mixes of a drafter have no taps."""
     if (tapped := getattr(fn, TAPPED, None)) is not None:
-        x, residual, post, comb = _completed(*tapped, x, residual, post, comb)
+        complete, tap = tapped
+        x, residual, post, comb = _completed(complete, tap, x, residual, post, comb)
     return function(x, residual, post, comb, fn, *others, **more)
 
 
