@@ -128,6 +128,7 @@ ALL = (
     Wrong("deepseek_v32", "half", ((TappedNorm, "__call__", _half_norm),), ("x_in", "x_mid")),
     Wrong("hy_v4", "late", ((streams, "_before", _late_mix),), ("pre_attn", "post_attn")),
     Wrong("deepseek_v4", "half", ((streams, "_completed", _incomplete),), ("x_in", "x_mid")),
+    Wrong("glm5_next", "half", ((streams, "_completed", _incomplete),), ("x_in", "x_mid")),
     Wrong("kimi_k3", "half", ((streams, "attention_residuals", _unstored),), ("x_in", "x_out")),
     Wrong("minimax_m3", "late", ((TappedNorm, "__call__", _late_norm),), ("post_attn",)),
 )
