@@ -112,7 +112,7 @@ SEVERAL_STREAMS: Final = (
     _row("Glm5NextForCausalLM", "glm5_next_text", "Glm5NextDecoderLayer", "HYPER-CONNECTIONS", name="glm5_next",
          model_class="vllm.models.glm5next.common.model:Glm5NextForCausalLM", mhc=True, hc_mult=4, hc_eps=1e-6,
          hc_sinkhorn_iters=5, mlp_layer_types=["dense"] * LAYERS, layer_types=["full_attention"] * LAYERS,
-         indexer_types=["full"] * LAYERS, index_topk=8, index_kpool=4,
+         indexer_types=["full"] * LAYERS, index_topk=8, index_kpool=4, mla_use_nope=True,
          **{**_MLA, "q_lora_rank": 32, "qk_rope_head_dim": 0}, head_dim=32),
     _row("Qwen4ExpForCausalLM", "qwen4_exp_text", "Qwen4ExpDecoderLayer", "HYPER-CONNECTIONS", name="qwen4_exp",
          model_class="vllm.models.qwen4_exp.nvidia.model:Qwen4ExpForCausalLM", hc_count=4, hc_lowrank=12,
