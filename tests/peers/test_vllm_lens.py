@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -17,7 +16,6 @@ from fastapi.responses import StreamingResponse
 
 from examples.peers import vllm_lens
 from tests.peers.conftest import hidden_states
-from tests.repo.tree import read
 from vllm_steer import SteeringError
 from vllm_steer.peers.vllm_lens import (
     SamplingParams,
@@ -29,8 +27,7 @@ from vllm_steer.peers.vllm_lens import (
     serialize_tensor,
 )
 from vllm_steer.peers.vllm_lens.http import VllmLensMiddleware
-from vllm_steer.peers.vllm_lens.keys import REFUSED_KEYS, read_keys
-from vllm_steer.spec.unknown_fields import FIELDS_OF_OTHERS, problem_of
+from vllm_steer.peers.vllm_lens.keys import read_keys
 
 VECTOR = SteeringVector(activations=torch.tensor([[1.0, 2.0], [3.0, 4.0]]), layer_indices=[1, 2], scale=2.0)
 
@@ -273,17 +270,6 @@ async def test_a_stored_capture_does_not_hang_the_server() -> None:
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
         answer = await client.get("/v1/activations/abc")
     assert (answer.status_code, answer.content) == (404, b"not a capture file")
-
-
-def test_the_page_lists_the_sentences() -> None:
-    """Catches a list of refusals that differs from the refusals."""
-    page = read("docs/peers/vllm-lens.md").partition("## Keys that are refused")[2]
-    with_flag, without = page.split("Without the flag")
-    sentences = dict(re.findall(r"^\| `(\w+)`(?:, `\S+`)? \| (.*) \|$", with_flag, re.MULTILINE))
-    assert sentences == REFUSED_KEYS
-    rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", without, re.MULTILINE)
-    assert {name: problem_of(name) for name, _ in rows} == dict(rows)
-    assert {name for name, (project, _) in FIELDS_OF_OTHERS.items() if project == "vllm-lens"} == dict(rows).keys()
 
 
 async def test_other_bodies_are_not_touched(http: httpx.AsyncClient) -> None:

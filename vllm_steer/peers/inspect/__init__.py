@@ -6,8 +6,9 @@ Public: the names in ``__all__``. Inspect finds the provider ``vllm-steer`` by t
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from vllm_steer.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from vllm_steer.peers.inspect.api import VllmSteerAPI
@@ -29,21 +30,18 @@ __all__ = [
     "steer",
 ]
 
-_MODULES = {
-    "VllmSteerAPI": "api",
-    "add_alias": "registry",
-    "StoredTensor": "rows",
-    "read_activations": "rows",
-    "LinearProbe": "scorers",
-    "auroc": "scorers",
-    "probe_score": "scorers",
-    "probe_scorer": "scorers",
-    "ask_oracle": "solvers",
-    "steer": "solvers",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
-    raise AttributeError(f"module {__name__} has no attribute {name}")
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "VllmSteerAPI": "api",
+        "add_alias": "registry",
+        "StoredTensor": "rows",
+        "read_activations": "rows",
+        "LinearProbe": "scorers",
+        "auroc": "scorers",
+        "probe_score": "scorers",
+        "probe_scorer": "scorers",
+        "ask_oracle": "solvers",
+        "steer": "solvers",
+    },
+)

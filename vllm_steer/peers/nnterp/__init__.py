@@ -6,8 +6,10 @@ Public: the names in ``__all__``.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from vllm_steer.lazy_names import lazy_names
+from vllm_steer.peers.nnterp.refused import FUNCTIONS
 
 if TYPE_CHECKING:
     from vllm_steer.peers.nnterp.interventions import (
@@ -26,20 +28,6 @@ if TYPE_CHECKING:
         run_prompts,
     )
 
-_MODULES = {
-    "Prompt": "prompts",
-    "StandardizedTransformer": "model",
-    "TargetPrompt": "interventions",
-    "collect_token_activations_batched": "prompts",
-    "compute_next_token_probs": "prompts",
-    "get_token_activations": "prompts",
-    "logit_lens": "interventions",
-    "patchscope_generate": "interventions",
-    "patchscope_lens": "interventions",
-    "repeat_prompt": "interventions",
-    "run_prompts": "prompts",
-}
-
 __all__ = [
     "Prompt",
     "StandardizedTransformer",
@@ -54,8 +42,20 @@ __all__ = [
     "run_prompts",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
-    raise AttributeError(f"module {__name__} has no attribute {name}")
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "Prompt": "prompts",
+        "StandardizedTransformer": "model",
+        "TargetPrompt": "interventions",
+        "collect_token_activations_batched": "prompts",
+        "compute_next_token_probs": "prompts",
+        "get_token_activations": "prompts",
+        "logit_lens": "interventions",
+        "patchscope_generate": "interventions",
+        "patchscope_lens": "interventions",
+        "repeat_prompt": "interventions",
+        "run_prompts": "prompts",
+    },
+    FUNCTIONS,
+)

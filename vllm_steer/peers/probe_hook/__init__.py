@@ -6,8 +6,9 @@ Public: the names in ``__all__``.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from vllm_steer.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from vllm_steer.params import SamplingParams
@@ -16,14 +17,11 @@ if TYPE_CHECKING:
 
 __all__ = ["LLM", "AsyncLLM", "SamplingParams"]
 
-_MODULES = {
-    "LLM": "vllm_steer.peers.probe_hook.offline",
-    "AsyncLLM": "vllm_steer.peers.probe_hook.asynchronous",
-    "SamplingParams": "vllm_steer.params",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return getattr(import_module(_MODULES[name]), name)
-    raise AttributeError(f"module {__name__} has no attribute {name}")
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "LLM": "offline",
+        "AsyncLLM": "asynchronous",
+        "SamplingParams": "options",
+    },
+)

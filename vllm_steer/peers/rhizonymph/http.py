@@ -33,6 +33,7 @@ PATHS: Mapping[tuple[str, str], str] = {
 """Our routes by method and path of the fork."""
 SETTERS = ("/v1/steering/set", "/v1/steering/modules")
 DYNAMIC = "/v1/steering/dynamic"
+DYNAMIC_PROBLEM = SteeringError("dynamic", f"{DYNAMIC} is not supported; the gates of a request are in its answer")
 _WORDS = tuple(f'"{name}"'.encode() for name in (*FIELDS, *VECTOR_FIELDS))
 RESULTS = "capture_results"
 
@@ -47,8 +48,7 @@ class RhizonymphMiddleware:
         path = app_path(scope) if scope["type"] == "http" else ""
         method = scope.get("method", "")
         if path.startswith(DYNAMIC):
-            problem = SteeringError("dynamic", f"{DYNAMIC} is not supported; the gates of a request are in its answer")
-            await error_response(problem)(scope, receive, send)
+            await error_response(DYNAMIC_PROBLEM)(scope, receive, send)
             return
         if (method, path) in PATHS:
             root = scope["path"][: len(scope["path"]) - len(path)]

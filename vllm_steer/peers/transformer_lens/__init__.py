@@ -6,8 +6,9 @@ Public: the names in ``__all__``.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from vllm_steer.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from vllm_steer.peers.transformer_lens.cache import ActivationCache, get_act_name
@@ -16,15 +17,12 @@ if TYPE_CHECKING:
 
 __all__ = ["ActivationCache", "HookedTransformer", "SteeringDriver", "get_act_name"]
 
-_MODULES = {
-    "ActivationCache": "cache",
-    "HookedTransformer": "model",
-    "SteeringDriver": "driver",
-    "get_act_name": "cache",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
-    raise AttributeError(f"module {__name__} has no attribute {name}")
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "ActivationCache": "cache",
+        "HookedTransformer": "model",
+        "SteeringDriver": "driver",
+        "get_act_name": "cache",
+    },
+)

@@ -11,9 +11,8 @@ from typing import Any, NoReturn
 import torch
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.frontend.context import NOT_ENABLED, engine_context
-from vllm_steer.llm import LLM
 from vllm_steer.params import SamplingParams
+from vllm_steer.peers.engines import open_engine
 from vllm_steer.peers.transformer_lens.cache import HOOKS, ActivationCache, hook_name
 from vllm_steer.points import PointName, points_on
 from vllm_steer.site_names import site
@@ -29,6 +28,24 @@ REFUSED = {
     "W_U": "weights are not served",
 }
 """Attributes of TransformerLens that are not supported, with the reason."""
+_BACKWARD = "the engine runs no backward pass; omit it"
+_ALL_LAYERS = "the engine runs all layers; omit it"
+_CLEAN = "hooks are removed when the call ends; omit it"
+ARGUMENTS = {
+    "bwd_hooks": _BACKWARD,
+    "incl_bwd": _BACKWARD,
+    "stop_at_layer": _ALL_LAYERS,
+    "start_at_layer": _ALL_LAYERS,
+    "reset_hooks_end": _CLEAN,
+    "clear_contexts": _CLEAN,
+    "pos_slice": "is not supported; index the rows of the cache",
+    "prepend_bos": "the tokenizer decides; pass tokens to decide yourself",
+    "padding_side": "prompts are not padded; omit it",
+    "loss_per_token": "the loss is not computed; use SteeringDriver with sequence_logits=True",
+    "device": "rows are on the CPU; omit it",
+    "return_cache_object": "the result is an ActivationCache; omit it",
+}
+"""Arguments of TransformerLens' methods that are not supported, with the reason."""
 
 
 class HookedTransformer:
@@ -49,13 +66,8 @@ class HookedTransformer:
     """
 
     def __init__(self, model: Any, **kwargs: Any) -> None:
-        if not isinstance(model, LLM):
-            model = LLM(str(model), **{"enable_steering": True, "max_logprobs": -1, **kwargs})
-        context = engine_context(model.llm_engine)
-        if context is None:
-            raise SteeringError("model", NOT_ENABLED)
-        self.llm: LLM = model
-        config = model.llm_engine.vllm_config.model_config
+        self.llm, context = open_engine(model, kwargs)
+        config = self.llm.llm_engine.vllm_config.model_config
         known = context.capabilities
         self.cfg = SimpleNamespace(
             n_layers=known.num_layers, d_model=known.hidden_size, d_vocab=config.get_vocab_size()
@@ -84,6 +96,7 @@ class HookedTransformer:
         return_type: str | None = "logits",
         remove_batch_dim: bool = False,
         edits: Sequence[Edit] = (),
+        **unsupported: Any,
     ) -> tuple[torch.Tensor | None, ActivationCache]:
         """Forward prompts and return rows by name of the hook.
 
@@ -94,6 +107,7 @@ class HookedTransformer:
             return_type: ``"logits"`` for the log-probabilities at the last token, ``[batch, 1, vocab]``; None for none.
             remove_batch_dim: Whether the rows of one prompt have no first dimension.
             edits: Edits that apply during the run.
+            **unsupported: Other arguments of TransformerLens, which are refused.
 
         Returns:
             The log-probabilities and the cache.
@@ -102,6 +116,7 @@ class HookedTransformer:
             SteeringError: An argument is invalid.
             RuntimeError: Rows are missing.
         """
+        _refuse(unsupported)
         tokens, hooks = self._encode(prompts), self._read_filter(names_filter)
         outputs = self._run(tokens, return_type, edits, {"hooks": hooks, "positions": "all_prompt"})
         found = []
@@ -133,6 +148,7 @@ class HookedTransformer:
         return_type: str | None = "logits",
         *,
         fwd_hooks: Sequence[tuple[Any, Callable[[torch.Tensor, Any], Any]]] = (),
+        **unsupported: Any,
     ) -> torch.Tensor | None:
         """Return the log-probabilities at the last token, with functions at hooks.
 
@@ -143,11 +159,13 @@ class HookedTransformer:
             return_type: ``"logits"`` or None.
             fwd_hooks: ``(name, function)``; a name may be a function of names. Functions get the rows of one prompt,
                 ``[1, tokens, hidden]``, and an object with ``name`` and ``layer()``.
+            **unsupported: Other arguments of TransformerLens, which are refused.
 
         Raises:
             SteeringError: An argument is invalid, or the engine runs no user hooks.
             RuntimeError: A function failed.
         """
+        _refuse(unsupported)
         tokens = self._encode(prompts)
         with ExitStack() as stack:
             for names, function in fwd_hooks:
@@ -207,7 +225,11 @@ class HookedTransformer:
 
     def _run(self, tokens: list[list[int]], return_type: str | None, edits: Sequence[Edit], capture: Any) -> list[Any]:
         if return_type not in ("logits", None):
-            raise SteeringError("return_type", f"must be 'logits' or None, not {shown(return_type)}")
+            raise SteeringError(
+                "return_type",
+                f"must be 'logits' or None, not {shown(return_type)}; SteeringDriver with sequence_logits=True serves "
+                "the loss",
+            )
         fields: dict[str, Any] = {"max_tokens": 1, "temperature": 0.0, "detokenize": False}
         if return_type == "logits":
             if 0 <= self._max_logprobs < self.cfg.d_vocab:
@@ -235,6 +257,11 @@ class HookedTransformer:
         if name in REFUSED:
             raise SteeringError(name, REFUSED[name])
         raise AttributeError(f"HookedTransformer has no attribute {name}")
+
+
+def _refuse(arguments: dict[str, Any]) -> None:
+    for name in arguments:
+        raise SteeringError(name, ARGUMENTS.get(name, "is not an argument of this method; omit it"))
 
 
 def _on_prompts(function: Callable[[torch.Tensor, Any], Any], name: str, layer: int, count: int) -> Hook:

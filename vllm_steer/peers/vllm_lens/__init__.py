@@ -7,8 +7,9 @@ over HTTP; the server flag ``--steering-peers vllm-lens`` installs it.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from vllm_steer.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from vllm_steer.peers.vllm_lens.client import VLLMLensClient
@@ -27,19 +28,16 @@ __all__ = [
     "serialize_tensor",
 ]
 
-_MODULES = {
-    "LLM": "offline",
-    "SamplingParams": "offline",
-    "activations_of": "offline",
-    "SteeringVector": "keys",
-    "VLLMLensClient": "client",
-    "decode_activations": "tensors",
-    "deserialize_tensor": "tensors",
-    "serialize_tensor": "tensors",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
-    raise AttributeError(f"module {__name__} has no attribute {name}")
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "LLM": "offline",
+        "SamplingParams": "offline",
+        "activations_of": "offline",
+        "SteeringVector": "keys",
+        "VLLMLensClient": "client",
+        "decode_activations": "tensors",
+        "deserialize_tensor": "tensors",
+        "serialize_tensor": "tensors",
+    },
+)
