@@ -44,6 +44,10 @@ def _lora() -> Any:
 
 
 def vllm_lens() -> list[Refusal]:
+    import vllm_steer.peers.vllm_lens as package
+    from vllm_steer.peers.vllm_lens.refused import CLIENT_ARGUMENTS, CLIENT_METHODS, LLM_METHODS, NAMES
+
+    client, llm = package.VLLMLensClient(model="m"), package.LLM.__new__(package.LLM)
     vector = {"activations": [[[1.0]]], "layer_indices": [1]}
     return [
         Refusal("`output_qk: true`", _lens(output_qk=True)),
@@ -56,6 +60,13 @@ def vllm_lens() -> list[Refusal]:
             _lens(apply_steering_vectors=[{**vector, "activations": [[1.0]], "position_indices": [1]}]),
         ),
         Refusal("`lora_request` with `lora_path` (HTTP)", _lora),
+        *(Refusal(f"`{name}`", lambda name=name: getattr(package, name)) for name in NAMES),
+        *(Refusal(f"`llm.{name}`", lambda name=name: getattr(llm, name)) for name in LLM_METHODS),
+        *(Refusal(f"`client.{name}`", lambda name=name: getattr(client, name)) for name in CLIENT_METHODS),
+        *(
+            Refusal(f"`client.generate(..., {name}=...)`", lambda name=name: client.generate("one", **{name: [1]}))
+            for name in CLIENT_ARGUMENTS
+        ),
     ]
 
 
@@ -124,7 +135,7 @@ def transformer_lens() -> list[Refusal]:
     from types import SimpleNamespace
 
     from vllm_steer.peers.transformer_lens import HookedTransformer, SteeringDriver, get_act_name
-    from vllm_steer.peers.transformer_lens.model import ARGUMENTS, REFUSED
+    from vllm_steer.peers.transformer_lens.refused import ARGUMENTS, LOADING, REFUSED
 
     model = HookedTransformer.__new__(HookedTransformer)
     driver = SteeringDriver.__new__(SteeringDriver)
@@ -141,6 +152,10 @@ def transformer_lens() -> list[Refusal]:
         Refusal("`get_act_name('pattern', 1)`", lambda: get_act_name("pattern", 1)),
         Refusal("`return_type='loss'`", lambda: model._run([], "loss", (), None)),
         *(Refusal(f"`{each}=...`", lambda each=each: model.run_with_cache("one", **{each: 1})) for each in ARGUMENTS),
+        *(
+            Refusal(f"`from_pretrained(..., {each}=...)`", lambda each=each: model.from_pretrained("m", **{each: 1}))
+            for each in LOADING
+        ),
         Refusal("`intervene={name: function}` (driver)", forward(intervene={name: print})),
         Refusal("`attention_mask` with zeros (driver)", forward(attention_mask=[[0, 1]])),
         Refusal("`past_key_values` (driver)", forward(past_key_values=1)),

@@ -10,20 +10,22 @@ import pytest
 from tests.repo.tree import read
 from vllm_steer.peers.nnterp.refused import ATTRIBUTES, FUNCTIONS
 from vllm_steer.peers.rhizonymph.fields import REFUSED as RHIZONYMPH
-from vllm_steer.peers.transformer_lens.model import ARGUMENTS
-from vllm_steer.peers.transformer_lens.model import REFUSED as TRANSFORMER_LENS
+from vllm_steer.peers.transformer_lens.refused import ARGUMENTS, LOADING
+from vllm_steer.peers.transformer_lens.refused import REFUSED as TRANSFORMER_LENS
 from vllm_steer.peers.vllm_lens.keys import REFUSED_KEYS
+from vllm_steer.peers.vllm_lens.refused import CLIENT_ARGUMENTS, LLM_METHODS
+from vllm_steer.peers.vllm_lens.refused import NAMES as LENS_NAMES
 from vllm_steer.spec.unknown_fields import FIELDS_OF_OTHERS, problem_of
 
 
 @pytest.mark.parametrize(
     ("page", "table", "project"),
     [
-        ("vllm-lens", REFUSED_KEYS, "vllm-lens"),
+        ("vllm-lens", {**REFUSED_KEYS, **LENS_NAMES, **LLM_METHODS, **CLIENT_ARGUMENTS}, "vllm-lens"),
         ("inspect", REFUSED_KEYS, None),
         ("vllm-probe-hook", {}, None),
         ("nnterp", {**ATTRIBUTES, **FUNCTIONS}, None),
-        ("transformer-lens", {**TRANSFORMER_LENS, **ARGUMENTS}, None),
+        ("transformer-lens", {**TRANSFORMER_LENS, **ARGUMENTS, **LOADING}, None),
         ("rhizonymph", RHIZONYMPH, "RhizoNymph/vllm"),
     ],
 )

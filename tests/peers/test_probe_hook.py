@@ -99,6 +99,8 @@ def test_hidden_states_are_those_of_hf(engine: Any, hf: Any, include_last: bool)
 @pytest.mark.slow
 def test_last_tokens_only(engine: Any, hf: Any) -> None:
     """Catches the first row in place of the last."""
+    with pytest.raises(SteeringError, match="already runs"):
+        LLM(engine, layers=[0], seed=1)
     llm = LLM(engine, layers=[0], last_prefill_token=True, last_decode_token=True)
     output = llm.generate("one", SamplingParams(max_tokens=4, temperature=0), use_tqdm=False)[0]
     states = hidden_states(hf, [*output.prompt_token_ids, *output.outputs[0].token_ids])[1]

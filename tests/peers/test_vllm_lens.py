@@ -298,3 +298,30 @@ def test_client_reads_the_tensors() -> None:
     client = VLLMLensClient("http://server/v1", model="m", transport=httpx.MockTransport(serve))
     answer = client.generate("one", capture_layers=[1], steering_vectors=VECTOR)
     assert torch.equal(answer.activations["residual_stream"], rows)
+    transports: list[str] = []
+
+    def answered(request: httpx.Request) -> httpx.Response:
+        body = json.loads(request.content)
+        assert "activations_transport" not in body
+        transports.append(body["extra_args"]["activations_transport"])
+        return httpx.Response(200, json={"choices": [{"text": "x"}]})
+
+    plain = VLLMLensClient("http://server/v1", model="m", transport=httpx.MockTransport(answered))
+    plain.generate("one", capture_layers=[1])
+    plain.chat([], capture_layers=[1], activations_transport="json")
+    assert transports == ["binary", "json"]
+    for refused in (lambda: plain.generate("one", hooks=[1]), lambda: plain.chat([], capture_qk=[1])):
+        with pytest.raises(SteeringError):
+            refused()
+    with pytest.raises(SteeringError, match="a server runs no code"):
+        plain.register_hooks([])
+    with pytest.raises(SteeringError, match="user hooks"):
+        from vllm_steer.peers.vllm_lens import Hook  # noqa: F401
+    assert not hasattr(plain, "nonsense")
+
+
+def test_the_transport_is_checked() -> None:
+    """Catches an error about JSON for a transport that is misspelt, and a JSON text that is not read."""
+    with pytest.raises(SteeringError, match="must be json or binary, not 'shm'"):
+        read_keys({"activations_transport": "shm"}, "extra_args")
+    assert read_keys({"activations_transport": '"binary"'}, "extra_args").binary

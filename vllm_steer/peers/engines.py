@@ -22,11 +22,19 @@ def open_engine(model: Any, arguments: Mapping[str, Any]) -> tuple[LLM, EngineCo
         arguments: Arguments of a new engine.
 
     Raises:
-        SteeringError: The engine has no steering.
+        SteeringError: The engine has no steering, or arguments are given with an engine.
     """
-    if not isinstance(model, LLM):
+    if isinstance(model, LLM):
+        refuse_settings(arguments)
+    else:
         model = LLM(str(model), **{"enable_steering": True, "max_logprobs": -1, **arguments})
     context = engine_context(model.llm_engine)
     if context is None:
         raise SteeringError("model", NOT_ENABLED)
     return model, context
+
+
+def refuse_settings(arguments: Mapping[str, Any]) -> None:
+    """Raise SteeringError if arguments of a new engine are given with one that already runs."""
+    for name in arguments:
+        raise SteeringError(name, "has no effect on an engine that already runs; omit it")

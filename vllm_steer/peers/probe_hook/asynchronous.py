@@ -27,14 +27,17 @@ class AsyncLLM(ProbingEngine):
         >>> llm = AsyncLLM("demo/model", layers=[1])  # doctest: +SKIP
     """
 
-    def _open(self, model: Any, arguments: dict[str, Any]) -> Any:
+    def _is_engine(self, model: Any) -> bool:
+        import vllm_steer
+
+        return isinstance(model, vllm_steer.AsyncLLM)
+
+    def _start(self, model: str, arguments: dict[str, Any]) -> Any:
         import vllm_steer
         from vllm_steer.compat.internals import AsyncEngineArgs
 
-        if isinstance(model, vllm_steer.AsyncLLM):
-            return model
         arguments = {**arguments, **vllm_steer.engine_kwargs()}
-        return vllm_steer.AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(model), **arguments))
+        return vllm_steer.AsyncLLM.from_engine_args(AsyncEngineArgs(model=model, **arguments))
 
     async def generate(
         self, prompt: Any, sampling_params: Any, request_id: str, *args: Any, **kwargs: Any

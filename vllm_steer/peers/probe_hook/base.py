@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm_steer.peers.engines import refuse_settings
 from vllm_steer.peers.probe_hook.options import ProbeOptions
 
 ATTRIBUTES = ("hidden_states", "hidden", "prefill_hidden_states", "prefill_hidden")
@@ -27,7 +28,7 @@ class ProbingEngine:
         last_prefill_token: Keep only the last row of the prompt.
         last_decode_token: Keep only the last row of the generated tokens.
         include_last: Add the row of the last generated token, which costs a second request per sample.
-        dtype: Dtype of the model, and so of the rows.
+        dtype: Dtype of the model, and so of the rows; not used with an engine.
         **kwargs: Further arguments of the engine.
 
     Raises:
@@ -54,10 +55,18 @@ class ProbingEngine:
             last_decode_token=last_decode_token,
             include_last=include_last,
         )
-        self._engine = self._open(model, {"dtype": dtype, **kwargs})
+        if self._is_engine(model):
+            refuse_settings(kwargs)
+            self._engine = model
+        else:
+            self._engine = self._start(str(model), {"dtype": dtype, **kwargs})
 
-    def _open(self, model: Any, arguments: dict[str, Any]) -> Any:
-        """Return the engine: ``model`` itself, or a new one."""
+    def _is_engine(self, model: Any) -> bool:
+        """Return whether ``model`` is an engine that already runs."""
+        raise NotImplementedError
+
+    def _start(self, model: str, arguments: dict[str, Any]) -> Any:
+        """Start an engine."""
         raise NotImplementedError
 
     def __getattr__(self, name: str) -> Any:

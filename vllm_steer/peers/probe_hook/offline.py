@@ -19,8 +19,11 @@ class LLM(ProbingEngine):
         >>> LLM("demo/model", layers=[1]).generate("one")[0].hidden_states[1].shape  # doctest: +SKIP
     """
 
-    def _open(self, model: Any, arguments: dict[str, Any]) -> Any:
-        return model if isinstance(model, SteerLLM) else SteerLLM(str(model), **{"enable_steering": True, **arguments})
+    def _is_engine(self, model: Any) -> bool:
+        return isinstance(model, SteerLLM)
+
+    def _start(self, model: str, arguments: dict[str, Any]) -> Any:
+        return SteerLLM(model, **{"enable_steering": True, **arguments})
 
     @property
     def capture(self) -> dict[str, Any]:

@@ -13,9 +13,9 @@ from vllm_steer.lazy_names import lazy_names
 if TYPE_CHECKING:
     from vllm_steer.peers.transformer_lens.cache import ActivationCache, get_act_name
     from vllm_steer.peers.transformer_lens.driver import SteeringDriver
-    from vllm_steer.peers.transformer_lens.model import HookedTransformer
+    from vllm_steer.peers.transformer_lens.model import HookedTransformer, TransformerBridge
 
-__all__ = ["ActivationCache", "HookedTransformer", "SteeringDriver", "get_act_name"]
+__all__ = ["ActivationCache", "HookedTransformer", "SteeringDriver", "TransformerBridge", "get_act_name"]
 
 __getattr__ = lazy_names(
     __name__,
@@ -23,6 +23,7 @@ __getattr__ = lazy_names(
         "ActivationCache": "cache",
         "HookedTransformer": "model",
         "SteeringDriver": "driver",
+        "TransformerBridge": "model",
         "get_act_name": "cache",
     },
 )

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 
@@ -14,38 +14,12 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.params import SamplingParams
 from vllm_steer.peers.engines import open_engine
 from vllm_steer.peers.transformer_lens.cache import HOOKS, ActivationCache, hook_name
+from vllm_steer.peers.transformer_lens.refused import REFUSED, loading_arguments, refuse
 from vllm_steer.points import PointName, points_on
 from vllm_steer.site_names import site
 from vllm_steer.spec import Edit
 from vllm_steer.spec.scalars import is_integer, shown
 from vllm_steer.taps.user_hooks import Hook, HookedRows
-
-REFUSED = {
-    "hooks": "use run_with_hooks or run_with_edits",
-    "add_hook": "use run_with_hooks, LLM.register_hook or run_with_edits",
-    "add_perma_hook": "use LLM.register_hook or LLM.steering",
-    "W_E": "weights are not served",
-    "W_U": "weights are not served",
-}
-"""Attributes of TransformerLens that are not supported, with the reason."""
-_BACKWARD = "the engine runs no backward pass; omit it"
-_ALL_LAYERS = "the engine runs all layers; omit it"
-_CLEAN = "hooks are removed when the call ends; omit it"
-ARGUMENTS = {
-    "bwd_hooks": _BACKWARD,
-    "incl_bwd": _BACKWARD,
-    "stop_at_layer": _ALL_LAYERS,
-    "start_at_layer": _ALL_LAYERS,
-    "reset_hooks_end": _CLEAN,
-    "clear_contexts": _CLEAN,
-    "pos_slice": "is not supported; index the rows of the cache",
-    "prepend_bos": "the tokenizer decides; pass tokens to decide yourself",
-    "padding_side": "prompts are not padded; omit it",
-    "loss_per_token": "the loss is not computed; use SteeringDriver with sequence_logits=True",
-    "device": "rows are on the CPU; omit it",
-    "return_cache_object": "the result is an ActivationCache; omit it",
-}
-"""Arguments of TransformerLens' methods that are not supported, with the reason."""
 
 
 class HookedTransformer:
@@ -78,6 +52,24 @@ class HookedTransformer:
             hook_name(point, layer) for layer in range(known.num_layers) for point in HOOKS if point in points
         )
         """Names of the hooks that the engine serves."""
+
+    @classmethod
+    def from_pretrained(cls, model_name: Any, **kwargs: Any) -> Self:
+        """Start an engine, as the class itself does.
+
+        Args:
+            model_name: Name or folder of a model, or a ``vllm_steer.LLM`` with steering enabled.
+            **kwargs: Arguments of ``vllm_steer.LLM``, and ``device`` if vLLM runs on it.
+
+        Raises:
+            SteeringError: An argument of TransformerLens is not supported.
+        """
+        return cls(model_name, **loading_arguments(kwargs))
+
+    @classmethod
+    def boot_transformers(cls, model_name: Any, **kwargs: Any) -> Self:
+        """Start an engine; the same as :meth:`from_pretrained`."""
+        return cls.from_pretrained(model_name, **kwargs)
 
     @property
     def tokenizer(self) -> Any:
@@ -116,7 +108,7 @@ class HookedTransformer:
             SteeringError: An argument is invalid.
             RuntimeError: Rows are missing.
         """
-        _refuse(unsupported)
+        refuse(unsupported)
         tokens, hooks = self._encode(prompts), self._read_filter(names_filter)
         outputs = self._run(tokens, return_type, edits, {"hooks": hooks, "positions": "all_prompt"})
         found = []
@@ -165,7 +157,7 @@ class HookedTransformer:
             SteeringError: An argument is invalid, or the engine runs no user hooks.
             RuntimeError: A function failed.
         """
-        _refuse(unsupported)
+        refuse(unsupported)
         tokens = self._encode(prompts)
         with ExitStack() as stack:
             for names, function in fwd_hooks:
@@ -259,9 +251,8 @@ class HookedTransformer:
         raise AttributeError(f"HookedTransformer has no attribute {name}")
 
 
-def _refuse(arguments: dict[str, Any]) -> None:
-    for name in arguments:
-        raise SteeringError(name, ARGUMENTS.get(name, "is not an argument of this method; omit it"))
+TransformerBridge = HookedTransformer
+"""Name of the class in TransformerLens 4."""
 
 
 def _on_prompts(function: Callable[[torch.Tensor, Any], Any], name: str, layer: int, count: int) -> Hook:

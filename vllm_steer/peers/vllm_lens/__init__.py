@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vllm_steer.lazy_names import lazy_names
+from vllm_steer.peers.vllm_lens.refused import NAMES
 
 if TYPE_CHECKING:
     from vllm_steer.peers.vllm_lens.client import VLLMLensClient
@@ -40,4 +41,5 @@ __getattr__ = lazy_names(
         "deserialize_tensor": "tensors",
         "serialize_tensor": "tensors",
     },
+    NAMES,
 )
