@@ -98,7 +98,7 @@ def test_vectors_become_edits() -> None:
         ({"output_qk": True}, "output_qk", "cannot be captured"),
         ({"apply_hooks": "gASV"}, "apply_hooks", "not valid JSON"),
         ({"apply_hooks": ["gASV"]}, "apply_hooks", "pickled code is not run"),
-        ({"activations_transport": "ftp"}, "activations_transport", "JSON"),
+        ({"activations_transport": "ftp"}, "activations_transport", "must be json or binary"),
         ({"skip_reading_prefix_cache": 1}, "skip_reading_prefix_cache", "true or false"),
         ({"apply_steering_vectors": 1}, "apply_steering_vectors", "must be a list"),
         ({"apply_steering_vectors": [{"layer_indices": [1]}]}, r"apply_steering_vectors\[0\].activations", "required"),
