@@ -31,6 +31,7 @@ import torch
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+from benchmarks.build import identity
 from vllm_steer.capture.manager import CaptureManager
 from vllm_steer.capture.row_assembler import RowAssembler
 from vllm_steer.capture.row_receiver import RowReceiver
@@ -155,6 +156,7 @@ def main() -> None:
             "load_average": os.getloadavg(),
             "machine": platform.machine(),
             "torch": torch.__version__,
+            **identity(),
         },
         "microseconds_per_request_and_step": {name: measure(*case) for name, case in cases.items()},
         "ending_milliseconds": {

@@ -13,7 +13,8 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -68,18 +69,24 @@ def measure(llm: Any, number: int, fields: Callable[[int], dict[str, Any]]) -> d
     return {"prompt_tokens": prompt_tokens, "cached_tokens": cached, "hit_rate": round(cached / prompt_tokens, 4)}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True)
-    out = parser.parse_args().out
+@contextmanager
+def small_engine() -> Iterator[Any]:
+    """Return an engine on a small random Llama with blocks of ``BLOCK`` tokens."""
     prepare_environment()
     from vllm_steer import LLM
 
     with tempfile.TemporaryDirectory() as folder:
-        llm = LLM(
+        yield LLM(
             model=str(save_tiny_llama(Path(folder))), enable_steering=True, enforce_eager=True, dtype="float32",
             max_model_len=2048, block_size=BLOCK, skip_tokenizer_init=True, disable_log_stats=True, seed=0,
         )  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    out = parser.parse_args().out
+    with small_engine() as llm:
         rows = [{"case": name, **measure(llm, number, fields)} for number, (name, fields) in enumerate(CASES.items())]
     setup = {"requests": REQUESTS, "shared_prefix": PREFIX, "own_tokens": OWN, "block_size": BLOCK}
     out.write_text(json.dumps({"setup": setup, "rows": rows}, indent=1) + "\n")

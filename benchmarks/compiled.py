@@ -17,6 +17,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks.build import identity
+
 LAYERS = 4
 _SIZES = {"vocab_size": 128, "bos_token_id": 1, "eos_token_id": 2}
 _ROTARY = {
@@ -79,7 +81,7 @@ def main() -> None:
     import torch
     import vllm
 
-    environment = {"torch": torch.__version__, "vllm": vllm.__version__}
+    environment = {"torch": torch.__version__, "vllm": vllm.__version__, **identity()}
     result = {"environment": environment, "layers": LAYERS, "kernels": found}
     arguments.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(found, indent=1))

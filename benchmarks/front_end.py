@@ -34,6 +34,7 @@ import torch
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackEncoder
 
+from benchmarks.build import identity
 from vllm_steer import SamplingParams
 from vllm_steer.capture.manager import CaptureManager
 from vllm_steer.capture.row_payload import RECORDS, ROWS_REQUEST_ID, encode_step
@@ -200,6 +201,7 @@ def main() -> None:
         "load_average": os.getloadavg(),
         "machine": platform.machine(),
         "torch": torch.__version__,
+        **identity(),
     }
     named = read_probes([f"bench/{name}" for name in PROBES])
     passed, read = (min(measure_stream(each, context) for _ in range(5)) for each in (None, named))

@@ -18,10 +18,7 @@ import contextlib
 import json
 import os
 import platform
-import socket
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -33,10 +30,12 @@ import numpy as np
 import torch
 import vllm
 
+from benchmarks.build import identity
+from benchmarks.server_process import ServerProcess
 from vllm_steer.spec import pack_vector
 
 DEMO = Path(__file__).parents[1] / "demo" / "model"
-MODEL, HIDDEN, LAYERS = "demo", 256, 6
+MODEL, HIDDEN, LAYERS = ServerProcess.model_name, 256, 6
 CLIENTS, EACH, PAIRS, TOKENS = 200, 3, 5, 16
 KINDS = ("plain", "steered", "captured")
 # Name of a run -> its server and the kinds of requests that its clients send.
@@ -46,7 +45,6 @@ RUNS: dict[str, tuple[str, tuple[str, ...]]] = {
     "mixed": ("steering", KINDS),
 }
 PERCENTILES = (50, 95, 99)
-START_SECONDS = 300
 
 
 def make_body(kind: str, client: int, number: int) -> dict[str, Any]:
@@ -66,35 +64,14 @@ def make_body(kind: str, client: int, number: int) -> dict[str, Any]:
 @contextlib.contextmanager
 def server(steering: bool, folder: Path) -> Iterator[str]:
     """Run ``vllm serve`` and yield its URL."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(DEMO), "--served-model-name", MODEL]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager"]
-    command += ["--max-num-seqs", "256", "--uvicorn-log-level", "warning"]
-    env = {
-        **os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600",
-    }  # fmt: skip
+    options = ["--dtype", "float32", "--enforce-eager", "--max-num-seqs", "256", "--uvicorn-log-level", "warning"]
+    env = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600"}
     if steering:
-        command.append("--enable-steering")
-    else:
-        env["VLLM_PLUGINS"] = "none"  # not the name of a plug-in, so none is loaded
-    with (folder / f"{steering}.log").open("w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env)
-    try:
-        deadline = time.monotonic() + START_SECONDS
-        while process.poll() is None and time.monotonic() < deadline:
-            with contextlib.suppress(httpx.TransportError):
-                if httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200:
-                    break
-            time.sleep(0.5)
-        else:
-            raise RuntimeError(f"The server did not start: {(folder / f'{steering}.log').read_text()[-4000:]}")
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        process.wait(60)
+        options.append("--enable-steering")
+    log = folder / f"{steering}.log"
+    with ServerProcess(DEMO, options, log, folder / "caches", plugin=steering, env=env) as process:
+        process.wait_until_ready()
+        yield process.url
 
 
 async def run_clients(url: str, kinds: tuple[str, ...]) -> tuple[dict[str, list[float]], float]:
@@ -156,7 +133,7 @@ def main() -> None:
             print(json.dumps(pairs[-1]), flush=True)
     environment = {
         "cpus": os.cpu_count(), "machine": platform.machine(), "torch": torch.__version__, "vllm": vllm.__version__,
-        "beside": arguments.beside,
+        "beside": arguments.beside, **identity()
     }  # fmt: skip
     setup = {"clients": CLIENTS, "requests_each": EACH, "prompt_tokens": 48, "generated_tokens": TOKENS}
     result = {"environment": environment, "setup": setup, "ratios": latency_ratios(pairs), "pairs": pairs}

@@ -20,6 +20,8 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.build import identity
+
 REQUESTS, STEPS = 256, 400
 CASES = ("stock vLLM", "plain requests", "steered requests")
 KINDS = {"streamed": "DELTA", "at the end": "FINAL_ONLY"}
@@ -78,7 +80,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     found = {name: {case: measure_in_process(case, kind) for case in CASES} for name, kind in KINDS.items()}
-    environment = {"cpus": os.cpu_count(), "load_average": os.getloadavg(), "machine": platform.machine()}
+    environment = {"cpus": os.cpu_count(), "load_average": os.getloadavg(), "machine": platform.machine(), **identity()}
     arguments.out.write_text(json.dumps({"environment": environment, "microseconds": found}, indent=1) + "\n")
     print(json.dumps(found, indent=1))
 

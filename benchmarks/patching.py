@@ -16,29 +16,25 @@ import contextlib
 import json
 import os
 import platform
-import socket
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import httpx
 import numpy as np
 
-from benchmarks.build import digests
+from benchmarks.build import identity
+from benchmarks.server_process import ServerProcess
 from benchmarks.shapes import SHAPES
 from vllm_steer.testing.fuzz.model import prepare_environment
 
-MODEL, LETTERS, SCORED = "model", 256, (7, 11)
+MODEL, LETTERS, SCORED = ServerProcess.model_name, 256, (7, 11)
 BATCH = 32
 """Cells per forward pass of the batched loop of hooks."""
 CHECKED = 24
 """Cells of each grid that are compared with the hooks."""
-START_SECONDS = 600
 
 
 class PatchingGroup(NamedTuple):
@@ -197,31 +193,14 @@ def save_model(group: PatchingGroup, folder: Path) -> Path:
 @contextlib.contextmanager
 def server(group: PatchingGroup, folder: Path) -> Iterator[str]:
     """Run ``vllm serve`` and yield its URL."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder), "--served-model-name", MODEL]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", group.dtype, "--enable-steering"]
-    command += ["--uvicorn-log-level", "warning"]
+    options = ["--dtype", group.dtype, "--enable-steering", "--uvicorn-log-level", "warning"]
     for name, value in group.engine.items():
-        command += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
-    env = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+        options += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     log = folder.with_suffix(".log")
-    with log.open("w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env)
-    try:
-        deadline = time.monotonic() + START_SECONDS
-        while process.poll() is None and time.monotonic() < deadline:
-            with contextlib.suppress(httpx.TransportError):
-                if httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200:
-                    break
-            time.sleep(0.5)
-        else:
-            raise RuntimeError(f"The server did not start: {log.read_text()[-4000:]}")
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        process.wait(60)
+    with ServerProcess(folder, options, log, folder / "caches", plugin=True, env=env) as process:
+        process.wait_until_ready()
+        yield process.url
 
 
 def summarise(rounds: list[dict[str, float]], reference: str) -> dict[str, Any]:
@@ -301,7 +280,7 @@ def main() -> None:
         "environment": {
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
             "cpus": os.cpu_count(), "machine": platform.machine(), "threads": torch.get_num_threads(),
-            "torch": torch.__version__, "vllm": vllm.__version__, "beside": arguments.beside, "build": digests(),
+            "torch": torch.__version__, "vllm": vllm.__version__, "beside": arguments.beside, **identity(),
         },
         "setup": {
             "group": arguments.group, "dtype": group.dtype, "layers": layers, "prompt_tokens": group.prompt_tokens,

@@ -13,15 +13,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from vllm_steer.testing.fuzz.model import prepare_environment, save_tiny_llama
+from benchmarks.cache_hits import BLOCK, VOCAB, small_engine
 
-BLOCK, VOCAB = 32, 128
 CASES: dict[str, tuple[int, int, dict[str, Any], dict[str, Any]]] = {
     "64 tokens, all positions": (64, 1, {}, {}),
     "256 tokens, every 4th position": (256, 4, {}, {}),
@@ -61,14 +59,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     out = parser.parse_args().out
-    prepare_environment()
-    from vllm_steer import LLM
-
-    with tempfile.TemporaryDirectory() as folder:
-        llm = LLM(
-            model=str(save_tiny_llama(Path(folder))), enable_steering=True, enforce_eager=True, dtype="float32",
-            max_model_len=2048, block_size=BLOCK, skip_tokenizer_init=True, disable_log_stats=True, seed=0,
-        )  # fmt: skip
+    with small_engine() as llm:
         rows = []
         for number, case in enumerate(CASES):
             rows.append({"case": case, **measure(llm, number, case)})

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.build import digests
+from benchmarks.build import identity
 
 _COMMON: dict[str, Any] = {"dtype": "bfloat16", "bos_token_id": 0, "eos_token_id": 1, "hidden_act": "silu"}
 
@@ -59,17 +59,18 @@ def save_shape(name: str, folder: Path) -> Path:
 
 
 def environment() -> dict[str, Any]:
-    """Return the GPU, the package versions and the digests of the code, on which results depend."""
+    """Return the date, the GPU, the package versions and the code, on which results depend."""
     import torch
     import triton
     import vllm
 
+    cuda = torch.cuda.is_available()
     return {
-        "gpu": torch.cuda.get_device_name(),
-        "gpus": torch.cuda.device_count(),
+        "gpu": torch.cuda.get_device_name() if cuda else None,
+        "gpus": torch.cuda.device_count() if cuda else 0,
         "torch": torch.__version__,
         "triton": triton.__version__,
         "vllm": vllm.__version__,
         "cuda": torch.version.cuda,
-        "build": digests(),
+        **identity(),
     }

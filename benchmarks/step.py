@@ -34,6 +34,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.request import RequestStatus
 
+from benchmarks.build import identity
 from vllm_steer import Edit, SamplingParams
 from vllm_steer.config import SteeringConfig
 from vllm_steer.engine.admission import AdmissionController
@@ -349,7 +350,7 @@ def main() -> None:
     waves["own vectors at 96 sites"] = measure_wave("own vectors at 96 sites", 16)
     environment = {
         "cpus": os.cpu_count(), "load_average": os.getloadavg(), "machine": platform.machine(),
-        "python": platform.python_version(),
+        "python": platform.python_version(), **identity()
     }  # fmt: skip
     arguments.out.write_text(
         json.dumps({"environment": environment, "microseconds": found, "wave": waves}, indent=1) + "\n"

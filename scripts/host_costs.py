@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sections of docs/reference/performance.md about the host: CPU time, transfers and latency under load."""
+"""Sections of the performance pages about the host: CPU time, transfers and latency under load."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
-from steps_page import RESULTS, MakeTable
+from measured import read
+from steps_page import MakeTable
 
 PINNED = """
 ## Transfer of captured rows to the host
 
 Throughput of captured rows in GB/s from the arena to pinned memory, and from there to memory of their own while the next
-step runs (`python -m benchmarks.pinned`, {gpu}, `benchmarks/results/gpu-pinned.json`). Target: 5 GB/s.
+step runs (`python -m benchmarks.pinned`, {gpu}, `benchmarks/results/{name}`). Target: 5 GB/s.
 
 """
 
@@ -37,36 +37,38 @@ EARLIER_BUILDS = ("before", "with_sha256")
 """Earlier builds that were measured on the slower machine."""
 
 
-def cpu_time(table: MakeTable) -> str:
-    """Return the section on the CPU time of the processes around the GPU."""
-    return _front_end(table) + _assembly(table) + _steps(table) + _outputs(table)
-
-
-def _front_end(table: MakeTable) -> str:
-    """Return the part about the front end, from the results of ``front_end.py``."""
-    result = read("front-end.json")
-    slower, busy = result["slower_machine"], result["beside_another_benchmark"]
+def front_end(name: str, table: MakeTable) -> str:
+    """Return the section on the front end, from a result of ``front_end.py``."""
+    result = read(name)
     added = [
         (name, f"{spent:.2f} ms", f"≤ {FRONT_END_TARGETS[name]:g} ms" if name in FRONT_END_TARGETS else "")
         for name, spent in result["added_ms_per_request"].items()
     ]
+    return (
+        "\n## CPU time of requests\n\n"
+        "CPU time that steering adds to a request in the front end, for a model with hidden size 4,096"
+        f"{', on the host' if 'host' in result else ''}\n{result.get('host', '')}"
+        f"{' ' if 'host' in result else ''}(`benchmarks/front_end.py`, `benchmarks/results/{name}`; {load_of(result)}):\n\n"
+        + table(("request", "added", "target"), added)
+        + (_slower_machine(table, result) if "slower_machine" in result else "")
+        + (_readouts(table, result["readouts"]) if "readouts" in result else "")
+    )
+
+
+def _slower_machine(table: MakeTable, result: Any) -> str:
+    """Return the part about an earlier build on a slower machine."""
+    slower, busy = result["slower_machine"], result["beside_another_benchmark"]
     builds = (slower, *(slower[name] for name in EARLIER_BUILDS))
     slower_rows = [
         (name, *(f"{build['added_ms_per_request'][name]:.2f} ms" for build in builds))
         for name in slower["added_ms_per_request"]
     ]
     return (
-        "\n## CPU time on the host\n\n"
-        "CPU time that steering adds to a request in the front end, for a model with hidden size 4,096, on the host\n"
-        f"{result['host']} (`benchmarks/front_end.py`; {load_of(result)}):\n\n"
-        + table(("request", "added", "target"), added)
-        + f"\nWhile another benchmark ran there, a plain request took {busy['plain_ms']:.3f} ms instead of "
+        f"\nWhile another benchmark ran there, a plain request took {busy['plain_ms']:.3f} ms instead of "
         f"{result['plain_ms']:.3f} ms, and own vectors\nat 3 sites added {busy['added_ms_per_request'][OWN_VECTORS]:.2f} ms. "
         f"On a slower machine, a plain request takes {slower['plain_ms']:.3f} ms. The table compares\nthis build with an "
         "earlier one, which held a request's own vectors twice, and with one that used SHA-256, for which the\nmachine has "
-        "no instructions:\n\n"
-        + table(("request", "added", "earlier build", "with SHA-256"), slower_rows)
-        + _readouts(table, result["readouts"])
+        "no instructions:\n\n" + table(("request", "added", "earlier build", "with SHA-256"), slower_rows)
     )
 
 
@@ -81,68 +83,79 @@ def _readouts(table: MakeTable, result: Any) -> str:
     )
 
 
-def _assembly(table: MakeTable) -> str:
-    """Return the part about captured rows, from the results of ``assembly.py``."""
-    result = read("assembly.json")
-    spent, before = result["microseconds_per_request_and_step"], result["before"]
+def assembly(name: str, table: MakeTable) -> str:
+    """Return the section on captured rows, from a result of ``assembly.py``."""
+    result = read(name)
+    spent, before = result["microseconds_per_request_and_step"], result.get("before")
     stages = list(next(iter(spent.values())))
     rows = [
-        (name, *(f"{micros[stage]:.1f} ({before[name][stage]:.1f})" for stage in stages))
+        (name, *(f"{micros[stage]:.1f}" + (f" ({before[name][stage]:.1f})" if before else "") for stage in stages))
         for name, micros in spent.items()
     ]
     ending = [
-        (name, *(f"{each:.1f}" for each in found.values()), f"{before['ending_milliseconds'][name]:.1f}")
+        (name, *(f"{each:.1f}" for each in found.values()),
+         *([f"{before['ending_milliseconds'][name]:.1f}"] if before else []))
         for name, found in result["ending_milliseconds"].items()
-    ]
+    ]  # fmt: skip
+    heads = ("capture", "consumers after the step", "consumers at once", *(["earlier build"] if before else []))
     return (
-        "\nCPU time per captured request and step in each process, for a model with hidden size 4,096, in microseconds\n"
-        f"(`benchmarks/assembly.py` describes the stages; {load_of(result)}). In brackets: an earlier build on a loaded\n"
-        "machine, which split rows in the engine process and projected them on arrival.\n\n"
+        "\n## CPU time of captured rows\n\n"
+        "CPU time per captured request and step in each process, for a model with hidden size 4,096, in microseconds\n"
+        f"(`benchmarks/assembly.py` describes the stages, `benchmarks/results/{name}`; {load_of(result)})."
+        + (" In brackets: an earlier\nbuild on a loaded machine, which split rows in the engine process and projected "
+           "them on arrival." if before else "") + "\n\n"
         + table(("capture", *stages), rows)
-        + "\nTime in milliseconds that a step in which 256 such requests end blocks the delivery of tokens: with consumers that\n"
-        "start after the step, with consumers that start at once, and in an earlier build, in which each request also\n"
-        "iterated over all steps, however small its rows:\n\n"
-        + table(("capture", "consumers after the step", "consumers at once", "earlier build"), ending)
-    )
+        + "\nTime in milliseconds that a step in which 256 such requests end blocks the delivery of tokens, with consumers that\n"
+        "start after the step and with consumers that start at once"
+        + ("; in the earlier build, each request also iterated over\nall steps, however small its rows" if before else "")
+        + ":\n\n"
+        + table(heads, ending)
+    )  # fmt: skip
 
 
-def _steps(table: MakeTable) -> str:
-    """Return the part about the Python code of a step, from the results of ``step.py``."""
-    result = read("step.json")
-    before = result["before"]
+def steps(name: str, table: MakeTable) -> str:
+    """Return the section on the Python code of a step, from a result of ``step.py``."""
+    result = read(name)
+    before, readouts = result.get("before"), result.get("readouts")
     rows = [
-        (what, batch, f"{micros:.1f}", f"{before['microseconds'][what][batch]:.1f}")
+        (what, batch, f"{micros:.1f}",
+         *([f"{before['microseconds'].get(what, {}).get(batch, float('nan')):.1f}"] if before else []))
         for what, by_batch in result["microseconds"].items()
         for batch, micros in by_batch.items()
-    ]
+    ]  # fmt: skip
     waves = [
-        (kind, *(f"{micros:.0f} ({before['wave'][kind][part]:.0f})" for part, micros in parts.items()))
+        (kind, *(f"{micros:.0f}" + (f" ({before['wave'][kind][part]:.0f})" if before else "")
+                 for part, micros in parts.items()))
         for kind, parts in result["wave"].items()
+    ]  # fmt: skip
+    return (
+        "\n## CPU time of a step\n\n"
+        "Python time that a step takes in addition to stock vLLM's, in microseconds, in the engine process\n"
+        f"(`python -m benchmarks.step`, `benchmarks/results/{name}`; {load_of(result)})."
+        + (" The earlier build checked the capture\nroom of every request in each step." if before else "") + "\n\n"
+        + table(("step", "batch", "added", *(["earlier build"] if before else [])), rows)
+        + (_readout_steps(table, readouts) if readouts else "")
+        + "\nTime per request of a wave in which 256 requests (16 with 96 sites) arrive together, run their prefill and one\n"
+        f"more step, and end; microseconds in total{', with the earlier build in brackets' if before else ''}:\n\n"
+        + table(("wave of", *next(iter(result["wave"].values()))), waves)
+    )  # fmt: skip
+
+
+def _readout_steps(table: MakeTable, readouts: Mapping[str, Any]) -> str:
+    rows = [
+        (what, batch, f"{micros:.1f}")
+        for what, by_batch in readouts["microseconds"].items()
+        for batch, micros in by_batch.items()
     ]
     return (
-        "\nPython time that a step takes in addition to stock vLLM's, in microseconds, in the engine process\n"
-        f"(`python -m benchmarks.step`; {load_of(result)}). The earlier build checked the capture room of every request in\n"
-        "each step.\n\n"
-        + table(("step", "batch", "added", "earlier build"), rows)
-        + "\nThe same for steps in which every request has 16 probes "
-        f"({result['readouts']['machine']}):\n\n"
-        + table(
-            ("step", "batch", "added"),
-            [
-                (what, batch, f"{micros:.1f}")
-                for what, by_batch in result["readouts"]["microseconds"].items()
-                for batch, micros in by_batch.items()
-            ],
-        )
-        + "\nTime per request of a wave in which 256 requests (16 with 96 sites) arrive together, run their prefill and one\n"
-        "more step, and end; microseconds in total, with the earlier build in brackets:\n\n"
-        + table(("wave of", *next(iter(result["wave"].values()))), waves)
-    )
+        f"\nThe same for steps in which every request has 16 probes ({readouts['machine']}):\n\n"
+        + table(("step", "batch", "added"), rows)
+    )  # fmt: skip
 
 
-def _outputs(table: MakeTable) -> str:
-    """Return the part about outputs in the front end, from the results of ``outputs.py``."""
-    result = read("outputs.json")
+def outputs(name: str, table: MakeTable) -> str:
+    """Return the section on outputs in the front end, from a result of ``outputs.py``."""
+    result = read(name)
     by_kind = result["microseconds"]
     rows = [
         (case, *(f"{found[case] / found['stock vLLM']:.2f}" for found in by_kind.values()))
@@ -150,19 +163,21 @@ def _outputs(table: MakeTable) -> str:
     ]
     stock = " and ".join(f"{found['stock vLLM']:.1f} µs {kind}" for kind, found in by_kind.items())
     return (
-        "\nTime of one output in the front end's output processor, relative to stock vLLM, which takes\n"
-        f"{stock} (`python -m benchmarks.outputs`; {load_of(result)}):\n\n" + table(("requests", *by_kind), rows)
+        "\n## CPU time of outputs\n\n"
+        "Time of one output in the front end's output processor, relative to stock vLLM, which takes\n"
+        f"{stock} (`python -m benchmarks.outputs`, `benchmarks/results/{name}`; {load_of(result)}):\n\n"
+        + table(("requests", *by_kind), rows)
     )
 
 
-def pinned(table: MakeTable) -> str:
-    """Return the section on transfers, from the results of ``pinned.py``."""
-    result = read("gpu-pinned.json")
+def pinned(name: str, table: MakeTable) -> str:
+    """Return the section on transfers, from a result of ``pinned.py``."""
+    result = read(name)
     rows = [
         (rows, f"{found['mib']:.0f}", f"{found['pinned']:.1f}", f"{found['owned']:.1f}")
         for rows, found in result["gb_per_second"].items()
     ]
-    return PINNED.format(**result["environment"]) + table(("rows", "MiB", "pinned", "own memory"), rows)
+    return PINNED.format(**result["environment"], name=name) + table(("rows", "MiB", "pinned", "own memory"), rows)
 
 
 def load(name: str, table: MakeTable) -> str:
@@ -175,12 +190,6 @@ def load(name: str, table: MakeTable) -> str:
     ]
     about = {**result["setup"], **result["environment"], "pairs": len(result["pairs"]), "name": name}
     return LOAD.format(**about) + table(("clients", *percentiles), rows)
-
-
-def read(name: str) -> dict[str, Any]:
-    """Return a results file."""
-    result: dict[str, Any] = json.loads((RESULTS / name).read_text())
-    return result
 
 
 def load_of(result: Mapping[str, Any]) -> str:

@@ -6,7 +6,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from steps_page import RESULTS, MakeTable
+from measured import RESULTS
+from steps_page import MakeTable
 
 
 def speed(table: MakeTable) -> str:

@@ -7,7 +7,8 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from steps_page import RESULTS, MakeTable
+from measured import RESULTS
+from steps_page import MakeTable
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.spec.unknown_fields import FIELDS_OF_OTHERS, problem_of

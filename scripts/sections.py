@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import patching_sections
 import peer_sections
-from performance import KEPT, LARGE, cell
+from measured import current_costs
+from performance import cell
 from steps_page import MakeTable
 
 from vllm_steer.compat.stages import REQUEST_STAGES
@@ -19,11 +20,15 @@ from vllm_steer.compat.version import CONFLICTS
 ROOT = Path(__file__).parents[1]
 
 
+LARGE, KEPT = "gpu-cost-llama-8b-large.json", "gpu-cost-llama-8b-kept.json"
+
+
 class Cost(NamedTuple):
     """A row of the README's table."""
 
     workload: str
     file: str
+    """Result of an earlier build, shown while no result is of the present code."""
     variant: str
     batch: str
     published: str = ""
@@ -49,28 +54,21 @@ PUBLISHED = [
 
 
 def costs(table: MakeTable) -> str:
-    """Return the README's table of costs."""
-    rows = [
-        (
-            cost.workload,
-            f"{int(cost.batch):,}",
-            ratio(cost, "throughput"),
-            ratio(cost, "per token"),
-            cost.published,
-        )
-        for cost in COSTS
-    ]
+    """Return the README's table of costs, in which figures of earlier builds are marked."""
+    rows = []
+    for cost in COSTS:
+        found = current_costs("llama-8b", cost.variant).get(cost.batch)
+        file, mark = (cost.file, "²") if found is None else (found.name, "")
+        ratios = (cell(file, cost.variant, cost.batch, figure) for figure in ("throughput", "per token"))
+        shown = ("" if value is None else f"{value:.2f}{mark}" for value in ratios)
+        rows.append((cost.workload, f"{int(cost.batch):,}", *shown, cost.published))
     return (
-        "Llama-8B shape on one H200, relative to stock vLLM with compilation and CUDA graphs, measured in pairs:\n\n"
+        "Llama-8B shape on one GPU, relative to stock vLLM with compilation and CUDA graphs, measured in pairs:\n\n"
         + table(("workload", "requests", "throughput", "time per token", "throughput published by others¹"), rows)
         + "\n¹ On other models and machines; see [comparison](docs/explanation/comparison.md).\n"
-        "[Performance](docs/reference/performance.md) has all figures, their spread and the targets.\n"
+        + ("² Of an [earlier build](docs/reference/performance-history.md).\n" if "²" in str(rows) else "")
+        + "[Performance](docs/reference/performance.md) has each target beside its figure.\n"
     )
-
-
-def ratio(cost: Cost, figure: str) -> str:
-    value = cell(cost.file, cost.variant, cost.batch, figure)
-    return "" if value is None else f"{value:.2f}"
 
 
 def published(table: MakeTable) -> str:

@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sections of docs/reference/performance.md about GPU steps: kernels, profiles, forward passes."""
+"""Sections of the performance pages about GPU steps: kernels, profiles, forward passes."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+from measured import read
+
 MakeTable = Callable[[tuple[str, ...], list[tuple[str, ...]]], str]
 
 _NUMBER = re.compile(r"_\d+$")
@@ -27,8 +26,10 @@ The compiler numbers its kernels in the order in which it makes them; the number
 """
 
 PLAIN_CODE = """
+## Kernels with plain code
+
 With plain code (`--steering-plain-code`), an idle step runs a second compilation of the model, which has no taps. Its
-list on an {gpu}, compared with stock vLLM's (`benchmarks/results/gpu-kernels-plain-code-*.json`):
+list, compared with stock vLLM's:
 
 """
 
@@ -46,7 +47,7 @@ SECOND_STREAM = """
 ## Kernels on a second stream
 
 What the forward pass of a full decode step took, in milliseconds (median, tenth and nine tenths), in one engine that
-did these one after another (`benchmarks/results/gpu-second-stream.json`, {shape} at batch {batch}, {gpu}). From
+did these one after another (`benchmarks/results/{name}`, {shape} at batch {batch}, {gpu}). From
 the first copies that ran on a second stream on, every forward pass is slower, steps with nothing to do among them.
 
 """
@@ -55,14 +56,16 @@ COMPILED = """
 ## What the compiler makes of taps
 
 Kernels that Inductor makes of the decoder of a model of {layers} layers, for a CPU (`python -m benchmarks.compiled`,
-torch {torch}, vLLM {vllm}, `benchmarks/results/compiled.json`). The op of a tap is none of them; it keeps the compiler
+torch {torch}, vLLM {vllm}, `benchmarks/results/{name}`). The op of a tap is none of them; it keeps the compiler
 from making one kernel of what is ahead of it and what is behind it. *Plain*: what `--steering-plain-code` runs in idle
 steps.
 
 """
 
 
-def kernels_of(result: Mapping[str, Any], name: str, table: MakeTable) -> str:
+def kernels_of(name: str, table: MakeTable) -> str:
+    """Return the section on the kernels of steps that have taps."""
+    result = read(name)
     steps = result["steps"]
     count = sum(number for stream in result["stock"] for number in stream[1::2]) // steps
     changed = {variant: Counter[str]() for variant in result["variants"]}
@@ -79,19 +82,20 @@ def kernels_of(result: Mapping[str, Any], name: str, table: MakeTable) -> str:
     return KERNELS.format(**about) + table(("step", "kernel", "per step"), rows)
 
 
-def plain_code_kernels(table: MakeTable) -> str:
+def plain_code_kernels(names: Sequence[str], table: MakeTable) -> str:
     """Return the comparison of idle steps with stock vLLM's under ``--steering-plain-code``, for each shape."""
-    results = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("gpu-kernels-plain-code-*.json"))]
     rows = [
         (
             result["shape"],
+            result["environment"]["gpu"].removeprefix("NVIDIA "),
             str(sum(number for stream in result["stock"] for number in stream[1::2]) // result["steps"]),
             "equal" if result["variants"]["idle"]["equal"] else "different",
+            f"`{name}`",
         )
-        for result in results
+        for name in names
+        for result in [read(name)]
     ]
-    heads = ("shape", "kernels and copies per step", "idle step")
-    return PLAIN_CODE.format(**results[0]["environment"]) + table(heads, rows)
+    return PLAIN_CODE + table(("shape", "GPU", "kernels and copies per step", "idle step", "result"), rows)
 
 
 def spent_on_taps_and_products(found: Mapping[str, Any]) -> tuple[float, float]:
@@ -103,32 +107,38 @@ def spent_on_taps_and_products(found: Mapping[str, Any]) -> tuple[float, float]:
     )
 
 
-def timeline(result: Mapping[str, Any], name: str, table: MakeTable) -> str:
+def timeline(name: str, table: MakeTable) -> str:
+    """Return the section on the time of a step, from a result of ``timeline.py``."""
+    result = read(name)
     rows = [
         (variant, *(f"{found[what]:.3f}" for what in ("step", "busy", "idle", "others")),
          *(f"{spent:.3f}" if spent else "" for spent in spent_on_taps_and_products(found)))
         for variant, found in result["variants"].items()
     ]  # fmt: skip
-    about = {**result, **result["environment"], "name": name}
+    about = {"title": result["shape"], **result, **result["environment"], "name": name}
     return TIMELINE.format(**about) + table(
         ("step", "takes", "busy", "nothing to do", "other streams", "taps", "products"), rows
     )
 
 
-def second_stream(table: MakeTable) -> str:
-    result = json.loads((RESULTS / "gpu-second-stream.json").read_text())
+def second_stream(name: str, table: MakeTable) -> str:
+    """Return the section on forward passes after kernels on a second stream."""
+    result = read(name)
     rows = [
         (run["what"], run["streams"], "{median:.2f} ({tenth:.2f} to {nine tenths:.2f})".format(**run["forward_ms"]))
         for run in result["runs"]
     ]
-    return SECOND_STREAM.format(**result, **result["environment"]) + table(("what", "captured rows", "forward"), rows)
+    return SECOND_STREAM.format(**result, **result["environment"], name=name) + table(
+        ("what", "captured rows", "forward"), rows
+    )
 
 
-def compiled(table: MakeTable) -> str:
-    result = json.loads((RESULTS / "compiled.json").read_text())
+def compiled(name: str, table: MakeTable) -> str:
+    """Return the section on generated kernels, from a result of ``compiled.py``."""
+    result = read(name)
     rows = [
         (name, str(stock), str(tapped), str(both - tapped))
         for name, (stock, tapped, both) in ((name, found.values()) for name, found in result["kernels"].items())
     ]
-    about = {"layers": result["layers"], **result["environment"]}
+    about = {"layers": result["layers"], "name": name, **result["environment"]}
     return COMPILED.format(**about) + table(("layers as of", "stock vLLM", "with taps", "plain"), rows)

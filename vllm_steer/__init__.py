@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vllm_steer._version import __version__
-from vllm_steer.lazy_names import lazy_names
+from vllm_steer.lazy import imported_on_use
 
 if TYPE_CHECKING:
     from vllm_steer.async_llm import AsyncLLM
@@ -70,41 +70,40 @@ __all__ = [
     "site",
 ]
 
-__getattr__ = lazy_names(
-    __name__,
-    {
-        "AsyncLLM": "async_llm",
-        "LLM": "llm",
-        "SamplingParams": "params",
-        "CaptureSpec": "spec",
-        "Edit": "spec",
-        "HiddenStates": "capture.hidden_states",
-        "HookHandle": "frontend.user_hooks",
-        "HookedRows": "taps.user_hooks",
-        "capture_hidden_states": "capture.hidden_states",
-        "AsyncClient": "client",
-        "Client": "client",
-        "ServerError": "client",
-        "SteeringConfig": "config",
-        "engine_kwargs": "config",
-        "SteeringError": "errors",
-        "CaptureFileError": "capture.files.format",
-        "CaptureResult": "capture.results",
-        "CapturedRequest": "capture.results",
-        "Consumer": "capture.consumers",
-        "ControlledRequest": "frontend.controllers",
-        "Controller": "frontend.controllers",
-        "open_captures": "capture.files.reader",
-        "CapacityError": "compat.request_state",
-        "install": "compat.names",
-        "Completion": "client.responses",
-        "IncompatibleError": "errors",
-        "Projection": "spec.projection",
-        "Selector": "spec.selector",
-        "SteeringRegistry": "registry.registry",
-        "site": "site_names",
-    },
-)
+_MODULES = {
+    "AsyncLLM": "vllm_steer.async_llm",
+    "LLM": "vllm_steer.llm",
+    "SamplingParams": "vllm_steer.params",
+    "CaptureSpec": "vllm_steer.spec",
+    "Edit": "vllm_steer.spec",
+    "HiddenStates": "vllm_steer.capture.hidden_states",
+    "HookHandle": "vllm_steer.frontend.user_hooks",
+    "HookedRows": "vllm_steer.taps.user_hooks",
+    "capture_hidden_states": "vllm_steer.capture.hidden_states",
+    "AsyncClient": "vllm_steer.client",
+    "Client": "vllm_steer.client",
+    "ServerError": "vllm_steer.client",
+    "SteeringConfig": "vllm_steer.config",
+    "engine_kwargs": "vllm_steer.config",
+    "SteeringError": "vllm_steer.errors",
+    "CaptureFileError": "vllm_steer.capture.files.format",
+    "CaptureResult": "vllm_steer.capture.results",
+    "CapturedRequest": "vllm_steer.capture.results",
+    "Consumer": "vllm_steer.capture.consumers",
+    "ControlledRequest": "vllm_steer.frontend.controllers",
+    "Controller": "vllm_steer.frontend.controllers",
+    "open_captures": "vllm_steer.capture.files.reader",
+    "CapacityError": "vllm_steer.compat.request_state",
+    "install": "vllm_steer.compat.names",
+    "Completion": "vllm_steer.client.responses",
+    "IncompatibleError": "vllm_steer.errors",
+    "Projection": "vllm_steer.spec.projection",
+    "Selector": "vllm_steer.spec.selector",
+    "SteeringRegistry": "vllm_steer.registry.registry",
+    "site": "vllm_steer.site_names",
+}
+
+__getattr__ = imported_on_use(__name__, _MODULES)
 
 
 def __dir__() -> list[str]:

@@ -37,9 +37,9 @@ def test_finds_changed_new_and_gone_layers() -> None:
     assert layer_changes(tree(), tree()) == []
     module = LLAMA.rpartition(".")[0]
     assert layer_changes(tree(), tree("2", child + other)) == [
-        LayerChange(f"{module}.ChildDecoderLayer", "new", LLAMA, "add a row and prove it"),
+        LayerChange(f"{module}.ChildDecoderLayer", "new", LLAMA, "add a recipe and prove it"),
         LayerChange(LLAMA, "changed", LLAMA, "prove again"),
-        LayerChange(f"{module}.OtherDecoderLayer", "new", "", "add a row and prove it"),
+        LayerChange(f"{module}.OtherDecoderLayer", "new", "", "add a recipe and prove it"),
     ]
     assert layer_changes(tree(others=child), tree()) == [LayerChange(f"{module}.ChildDecoderLayer", "gone")]
 

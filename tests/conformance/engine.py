@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +10,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 
@@ -20,6 +18,8 @@ from tests.conformance.edits import EditAt
 from tests.conformance.hf_reference import Array
 from tests.conformance.kernels import cpu_kernels, torchvision_stub
 from tests.conformance.model import MAX_POSITIONS, VOCAB, TinyModel
+from tests.tiny import register_class
+from vllm_steer.testing.heap import cheap_collections
 
 MODES: Mapping[str, Mapping[str, Any]] = {
     "eager": {"enforce_eager": True},
@@ -91,7 +91,7 @@ def steered_engine(
     torch.set_num_threads(1)
     llm = None
     resources = ExitStack()
-    resources.enter_context(_cheap_collections())
+    resources.enter_context(cheap_collections())
     if mode == "eager":
         resources.enter_context(cpu_kernels(tiny.model_class))
     try:
@@ -129,19 +129,6 @@ def steered_engine(
         resources.close()
 
 
-@contextmanager
-def _cheap_collections() -> Iterator[None]:
-    """Exclude the objects that exist now from garbage collection.
-
-    vLLM collects eight times in an engine's life and unfreezes the heap before it does; each of these collections would
-    traverse all loaded modules, which takes longer than the requests.
-    """
-    gc.collect()
-    gc.freeze()
-    with patch.object(gc, "freeze"), patch.object(gc, "unfreeze"):
-        yield
-
-
 def engine_settings(tiny: TinyModel, mode: str) -> dict[str, Any]:
     """Merge the settings of the mode and of the row; both may configure the compiler."""
     own = dict(tiny.engine or {})
@@ -150,7 +137,7 @@ def engine_settings(tiny: TinyModel, mode: str) -> dict[str, Any]:
 
 
 def _register(path: Path, model_class: str | None) -> None:
-    """Register the model's class; vLLM starts a process, for ten seconds, to inspect a class known only by name."""
+    """Register the model's class."""
     from vllm import ModelRegistry
 
     from vllm_steer.compat.wraps import load
@@ -164,7 +151,7 @@ def _register(path: Path, model_class: str | None) -> None:
         # The fallback that vLLM chooses.
         many = any("experts" in name for name in config)
         architecture = "TransformersMoEForCausalLM" if many else "TransformersForCausalLM"
-    ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())
+    register_class(architecture)
 
 
 def _backend(llm: Any) -> str | None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.tiny import make_llm, save_tiny_llama
+from vllm_steer.testing.heap import exclude_existing_objects
 
 
 @pytest.fixture(scope="session")
@@ -26,6 +27,7 @@ def close(llm: Any) -> None:
     del llm
     gc.collect()
     cleanup_dist_env_and_memory()
+    exclude_existing_objects()  # among them the modules that the engine has loaded
 
 
 @pytest.fixture(scope="module")

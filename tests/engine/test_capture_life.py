@@ -20,6 +20,7 @@ import pytest
 from tests.engine.answers import params, prompt, run, tokens_of
 from tests.engine.captures import capture, close_to, result
 from tests.engine.conftest import close
+from tests.engine.crowded import crowded_engine
 from tests.engine.test_mixing import program
 from tests.tiny import VOCAB, make_llm
 from vllm_steer import SteeringError
@@ -140,14 +141,8 @@ def test_chunked_prefill_of_any_size(tiny_llama: Path, expected: list[Any], rows
 
 @pytest.fixture(scope="module")
 def crowded(tiny_llama: Path, expected: list[Any]) -> Iterator[tuple[Any, list[Any]]]:
-    """Return an engine with 8 cache blocks for 12 requests, and the list of requests that it preempts."""
-    llm = make_llm(tiny_llama, num_gpu_blocks_override=8, block_size=32, max_model_len=128)
-    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    preempted: list[Any] = []
-    original = scheduler._preempt_request
-    scheduler._preempt_request = lambda r, *a, **k: (preempted.append(r), original(r, *a, **k))[1]
-    yield llm, preempted
-    close(llm)
+    with crowded_engine(tiny_llama) as crowd:
+        yield crowd
 
 
 @pytest.mark.feature("preemption", "steer", "capture")

@@ -13,7 +13,7 @@ import pytest
 
 from tests.engine import hf
 from tests.engine.answers import params, prompt, run, tokens_of
-from tests.engine.conftest import close
+from tests.engine.crowded import crowded_engine
 from tests.engine.dynamic_cases import (
     GENERATED,
     PROMPTS,
@@ -27,7 +27,6 @@ from tests.engine.dynamic_cases import (
     run_all,
 )
 from tests.engine.dynamic_reference import Expected, Reference
-from tests.tiny import make_llm
 from vllm_steer.engine.record_keeper import RecordKeeper
 from vllm_steer.taps import dynamic
 
@@ -107,21 +106,8 @@ def test_comparison_detects_a_late_stop(llm: Any, truth: Truth, monkeypatch: pyt
 
 @pytest.fixture(scope="module")
 def crowded(tiny_llama: Path, llm: Any) -> Iterator[tuple[Any, list[Any]]]:
-    """Return an engine with few cache blocks and small steps, and the list of requests that it preempts."""
-    engine = make_llm(
-        tiny_llama,
-        num_gpu_blocks_override=8,
-        block_size=32,
-        max_num_batched_tokens=24,
-        max_num_seqs=12,
-        max_model_len=128,
-    )
-    scheduler = engine.llm_engine.engine_core.engine_core.scheduler
-    preempted: list[Any] = []
-    original = scheduler._preempt_request
-    scheduler._preempt_request = lambda r, *a, **k: (preempted.append(r), original(r, *a, **k))[1]
-    yield engine, preempted
-    close(engine)
+    with crowded_engine(tiny_llama, max_num_batched_tokens=24, max_num_seqs=12) as crowd:
+        yield crowd
 
 
 def test_preemption_and_chunked_prefill(crowded: tuple[Any, list[Any]], truth: Truth) -> None:

@@ -12,6 +12,7 @@ import pytest
 from tests.engine.answers import chosen_logprobs, logprobs_of, params, prompt, run, tokens_of
 from tests.engine.captures import capture
 from tests.engine.conftest import close
+from tests.engine.crowded import crowded_engine
 from tests.engine.test_mixing import program
 from tests.tiny import VOCAB, direction, make_llm
 from vllm_steer import SteeringError
@@ -48,23 +49,12 @@ def compare(outputs: list[Any], truth: list[Any]) -> None:
 
 @pytest.mark.failure(9)
 @pytest.mark.feature("preemption", "steer")
-def test_preemption_in_decode(tiny_llama: Path, truth: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preemption_in_decode(tiny_llama: Path, truth: list[Any]) -> None:
     """Catches recomputed tokens that take the prompt's row. 12 requests share 8 cache blocks."""
-    llm = make_llm(tiny_llama, num_gpu_blocks_override=8, block_size=32, max_model_len=128, enable_prefix_caching=False)
-    scheduler = scheduler_of(llm)
-    preempted = []
-    original = type(scheduler)._preempt_request
-    monkeypatch.setattr(
-        type(scheduler),
-        "_preempt_request",
-        lambda self, r, *a, **k: (preempted.append(r), original(self, r, *a, **k))[1],
-    )
-    try:
+    with crowded_engine(tiny_llama, enable_prefix_caching=False) as (llm, preempted):
         compare(run(llm, *workload()), truth)
         assert any(request.num_output_tokens > 0 for request in preempted), "no request was preempted in decode"
-        assert scheduler.steering_allocator.in_use == (0, 0, 0, 0)
-    finally:
-        close(llm)
+        assert scheduler_of(llm).steering_allocator.in_use == (0, 0, 0, 0)
 
 
 @pytest.mark.failure(8)

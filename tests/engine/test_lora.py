@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
+from tests.adapters import save_adapter
 from tests.engine import hf
 from tests.engine.answers import logprobs_of, params, prompt, tokens_of
 from tests.engine.captures import capture, close_to, result
@@ -30,29 +30,13 @@ EDITED = 1
 EDITS = (None, {"post_attn": {EDITED: direction(1)}}, {"post_attn": {EDITED: direction(2)}})
 
 
-def save_adapter(folder: Path, seed: int) -> Path:
-    """Save a random adapter in PEFT's format, large enough to change the output."""
-    generator = torch.Generator().manual_seed(seed)
-    tensors = {}
-    for layer in range(LAYERS):
-        for name, (wide_in, wide_out) in WIDTHS.items():
-            prefix = f"base_model.model.model.layers.{layer}.{name}"
-            tensors[f"{prefix}.lora_A.weight"] = torch.randn(RANK, wide_in, generator=generator) * 0.1
-            tensors[f"{prefix}.lora_B.weight"] = torch.randn(wide_out, RANK, generator=generator) * 0.3
-    folder.mkdir(parents=True)
-    save_file(tensors, folder / "adapter_model.safetensors")
-    settings = {
-        "peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "bias": "none",
-        "target_modules": [name.split(".")[1] for name in WIDTHS],
-    }  # fmt: skip
-    (folder / "adapter_config.json").write_text(json.dumps(settings))
-    return folder
-
-
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("adapters")
-    return {name: save_adapter(folder / name, seed) for seed, name in enumerate(ADAPTERS) if name}
+    return {
+        name: save_adapter(folder / name, seed, WIDTHS, RANK, ALPHA, layers=LAYERS, scale=0.3)
+        for seed, name in enumerate(ADAPTERS) if name
+    }  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -147,14 +147,6 @@ def _states(worker: Any) -> Any:
     return sorted(each for each in states if any(each))
 
 
-@pytest.mark.parametrize("llm", [KINDS["pipeline"]], ids=["pipeline"], indirect=True)
-def test_readouts_are_refused_across_stages(llm: Any) -> None:
-    """Catches a gate whose readout is on another stage, and is never computed."""
-    for fields in (reacting(), {"steering": [add(live="calm")]}):
-        with pytest.raises(SteeringError, match="pipeline"):
-            run(llm, [prompt(*range(5, 15))], [params(2, **fields)])
-
-
 @pytest.mark.parametrize("llm", [KINDS["tensor"]], ids=["tensor"], indirect=True)
 def test_comparison_finds_an_edit_of_partial_sums(llm: Any) -> None:
     """Negative control: a vector added to each rank's partial sum counts twice."""
@@ -180,6 +172,17 @@ def _add_to_partial_sums(worker: Any, vector: Any) -> None:
     if vector is not None:
         original = method.apply
         method.apply = lambda layer, x, bias=None: original(layer, x, bias) + torch.from_numpy(vector)
+
+
+# Tests of pipelines come last: pytest runs them between the tests of both kinds, so each engine starts once.
+
+
+@pytest.mark.parametrize("llm", [KINDS["pipeline"]], ids=["pipeline"], indirect=True)
+def test_readouts_are_refused_across_stages(llm: Any) -> None:
+    """Catches a gate whose readout is on another stage, and is never computed."""
+    for fields in (reacting(), {"steering": [add(live="calm")]}):
+        with pytest.raises(SteeringError, match="pipeline"):
+            run(llm, [prompt(*range(5, 15))], [params(2, **fields)])
 
 
 @pytest.mark.parametrize("llm", [KINDS["pipeline"]], ids=["pipeline"], indirect=True)

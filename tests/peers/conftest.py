@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.engine.conftest import close
-from tests.peers.adapters import save_adapter
+from tests.peers.adapters import save_random_adapter
 from tests.server.server import run_server, save_model, vllm_command
 from tests.tiny import make_llm
 
@@ -50,7 +50,7 @@ def hidden_states(hf: Any, token_ids: list[int]) -> list[torch.Tensor]:
 def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Return the folders of two LoRA adapters by name."""
     folder = tmp_path_factory.mktemp("adapters")
-    return {name: save_adapter(folder / name, seed) for seed, name in enumerate(("oracle", "other"))}
+    return {name: save_random_adapter(folder / name, seed) for seed, name in enumerate(("oracle", "other"))}
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "vllm_steer"
 
 ROOMS: tuple[tuple[str, ...], ...] = (
-    ("_version", "errors", "lazy_names"),
+    ("_version", "errors", "lazy"),
     ("compat.syntax", "compat.sources", "compat.wraps"),
     ("compat.stages",),
     ("compat.seams",),

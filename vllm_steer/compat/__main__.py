@@ -21,8 +21,10 @@ def main() -> None:
 
 @app.command()
 def diff(
-    version: Annotated[str, typer.Argument(help="Version, wheel, sdist or folder.")],
-    old: Annotated[str, typer.Option(help="What to compare it with.")] = "installed",
+    version: Annotated[
+        str, typer.Argument(help="Version (pip downloads it), wheel, source archive, folder, or `installed`.")
+    ],
+    old: Annotated[str, typer.Option(help="What to compare it with; the same forms.")] = "installed",
     source: Annotated[bool, typer.Option(help="Show the difference of every seam.")] = True,
     output: Annotated[Path | None, typer.Option(help="Markdown file to write.")] = None,
 ) -> None:

@@ -7,6 +7,7 @@ import ast
 import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Final
 
 from vllm_steer.compat.layers import LayerChange, layer_changes
 from vllm_steer.compat.record import Change, SeamSource, changes, read_seams
@@ -61,6 +62,18 @@ def compare(old: SourceTree, new: SourceTree) -> ReleaseDiff:
     )
 
 
+SEAM_LEGEND: Final = (
+    "A *seam* is a part of vLLM that vllm-steer uses. Its kind is `wrap` or `override` for a method that vllm-steer",
+    "wraps or overrides, `attribute` for what it reads, sets or calls on an internal object, `wire` for a type that",
+    "vLLM sends between processes, and `import` for other names. *Lines* counts the lines of code that were added and",
+    "removed; *used by* has the function of vllm-steer, or the purpose where several functions use the seam.",
+)
+LAYER_LEGEND: Final = (
+    "A *recipe* says where in the `forward` of a class the hook points are. Classes without one are refused."
+)
+PROOF_LEGEND: Final = "A version is supported when these pass with it, and so does `make test-version VLLM=VERSION`."
+
+
 def write_report(diff: ReleaseDiff, *, with_source: bool = False) -> str:
     """Return the report in Markdown.
 
@@ -84,6 +97,8 @@ def _lines(diff: ReleaseDiff, with_source: bool) -> Iterator[str]:
         "Comments, docstrings and annotations do not count."
     )
     yield ""
+    yield from SEAM_LEGEND
+    yield ""
     if diff.seams:
         yield "| seam | kind | change | lines | used by |"
         yield "| --- | --- | --- | --- | --- |"
@@ -100,7 +115,9 @@ def _lines(diff: ReleaseDiff, with_source: bool) -> Iterator[str]:
     yield "## Decoder-layer classes"
     yield ""
     if diff.layers:
-        yield "| class | state | recipe | to do |"
+        yield LAYER_LEGEND
+        yield ""
+        yield "| class | state | recipe | status |"
         yield "| --- | --- | --- | --- |"
         for layer in diff.layers:
             yield f"| `{layer.name}` | {layer.state} | {_code(layer.recipe)} | {layer.note} |"
@@ -121,6 +138,8 @@ def _lines(diff: ReleaseDiff, with_source: bool) -> Iterator[str]:
             yield f"| `{setting.name}` | {setting.verdict.value} | {setting.reason} |"
         yield ""
     yield "## To prove again"
+    yield ""
+    yield PROOF_LEGEND
     yield ""
     again = [layer for layer in diff.layers if layer.note == "prove again"]
     yield f"* Layer classes: {_names(tuple(layer.name.rpartition('.')[2] for layer in again))} (`make conformance`)"

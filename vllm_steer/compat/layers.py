@@ -25,7 +25,7 @@ class LayerChange:
         name: Qualified name.
         state: ``new``, ``changed`` or ``gone``.
         recipe: The class whose recipe applies, or an empty string.
-        note: What is to do: nothing if the class is refused or its source is a proven one.
+        note: Whether the class is refused or proven, or what is to do.
     """
 
     name: str
@@ -69,7 +69,7 @@ def _note(name: str, digest: str | None, recipe: str) -> str:
         return f"proven with {versions[-1]}"
     if digest is None:
         return ""
-    return "prove again" if recipe == name else "add a row and prove it"
+    return "prove again" if recipe == name else "add a recipe and prove it"
 
 
 def _recipe(tree: SourceTree, name: str) -> str:

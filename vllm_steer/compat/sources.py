@@ -221,7 +221,9 @@ def installed_source() -> SourceTree:
     """Return the source of the installed vLLM. Raises :class:`SourceError` if there is none."""
     spec = find_spec(PACKAGE)
     if spec is None or spec.origin is None:
-        raise SourceError("vLLM is not installed")
+        raise SourceError(
+            "vLLM is not installed in this environment; name a version, a wheel, a source archive or a folder"
+        )
     return _from_folder(Path(spec.origin).parent.parent, installed_version())
 
 
@@ -246,7 +248,7 @@ class _LazyFiles(Mapping[str, str]):
 
 def _from_folder(folder: Path, label: str) -> SourceTree:
     if not (folder / PACKAGE / "__init__.py").is_file():
-        raise SourceError(f"{folder} has no folder {PACKAGE} with Python source")
+        raise SourceError(f"{folder} has no folder {PACKAGE} with Python source; name the folder that contains it")
     return SourceTree(_LazyFiles(folder), label)
 
 
@@ -279,14 +281,20 @@ def _checked(files: Mapping[str, str], path: Path) -> SourceTree:
 
 def _downloaded(wanted: str) -> SourceTree:
     """Return the source of a version that ``pip download`` gets, without its dependencies."""
+    reason = ""
     for name in DISTRIBUTIONS:
         with tempfile.TemporaryDirectory() as folder:
             command = ["-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder, f"{name}=={wanted}"]
-            if subprocess.run([sys.executable, *command], capture_output=True, check=False).returncode:
+            done = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False)
+            if done.returncode:
+                reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
                 continue
             (file,) = Path(folder).iterdir()
             return _from_wheel(file) if file.suffix == ".whl" else _from_sdist(file)
-    raise SourceError(f"pip finds vLLM {wanted} neither as {' nor as '.join(DISTRIBUTIONS)}")
+    raise SourceError(
+        f"pip downloads vLLM {wanted} neither as {' nor as '.join(DISTRIBUTIONS)} ({reason}); give a wheel, a source "
+        "archive or a folder"
+    )
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:

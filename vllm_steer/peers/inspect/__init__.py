@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_steer.lazy_names import lazy_names
+from vllm_steer.lazy import imported_on_use
 
 if TYPE_CHECKING:
     from vllm_steer.peers.inspect.api import VllmSteerAPI
@@ -30,18 +30,17 @@ __all__ = [
     "steer",
 ]
 
-__getattr__ = lazy_names(
-    __name__,
-    {
-        "VllmSteerAPI": "api",
-        "add_alias": "registry",
-        "StoredTensor": "rows",
-        "read_activations": "rows",
-        "LinearProbe": "scorers",
-        "auroc": "scorers",
-        "probe_score": "scorers",
-        "probe_scorer": "scorers",
-        "ask_oracle": "solvers",
-        "steer": "solvers",
-    },
-)
+_MODULES = {
+    "VllmSteerAPI": ".api",
+    "add_alias": ".registry",
+    "StoredTensor": ".rows",
+    "read_activations": ".rows",
+    "LinearProbe": ".scorers",
+    "auroc": ".scorers",
+    "probe_score": ".scorers",
+    "probe_scorer": ".scorers",
+    "ask_oracle": ".solvers",
+    "steer": ".solvers",
+}
+
+__getattr__ = imported_on_use(__name__, _MODULES)

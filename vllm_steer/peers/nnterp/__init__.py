@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_steer.lazy_names import lazy_names
+from vllm_steer.lazy import imported_on_use
 from vllm_steer.peers.nnterp.refused import FUNCTIONS
 
 if TYPE_CHECKING:
@@ -28,6 +28,20 @@ if TYPE_CHECKING:
         run_prompts,
     )
 
+_MODULES = {
+    "Prompt": ".prompts",
+    "StandardizedTransformer": ".model",
+    "TargetPrompt": ".interventions",
+    "collect_token_activations_batched": ".prompts",
+    "compute_next_token_probs": ".prompts",
+    "get_token_activations": ".prompts",
+    "logit_lens": ".interventions",
+    "patchscope_generate": ".interventions",
+    "patchscope_lens": ".interventions",
+    "repeat_prompt": ".interventions",
+    "run_prompts": ".prompts",
+}
+
 __all__ = [
     "Prompt",
     "StandardizedTransformer",
@@ -42,20 +56,4 @@ __all__ = [
     "run_prompts",
 ]
 
-__getattr__ = lazy_names(
-    __name__,
-    {
-        "Prompt": "prompts",
-        "StandardizedTransformer": "model",
-        "TargetPrompt": "interventions",
-        "collect_token_activations_batched": "prompts",
-        "compute_next_token_probs": "prompts",
-        "get_token_activations": "prompts",
-        "logit_lens": "interventions",
-        "patchscope_generate": "interventions",
-        "patchscope_lens": "interventions",
-        "repeat_prompt": "interventions",
-        "run_prompts": "prompts",
-    },
-    FUNCTIONS,
-)
+__getattr__ = imported_on_use(__name__, _MODULES, FUNCTIONS)

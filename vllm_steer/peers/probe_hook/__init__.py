@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_steer.lazy_names import lazy_names
+from vllm_steer.lazy import imported_on_use
 
 if TYPE_CHECKING:
     from vllm_steer.params import SamplingParams
@@ -17,11 +17,10 @@ if TYPE_CHECKING:
 
 __all__ = ["LLM", "AsyncLLM", "SamplingParams"]
 
-__getattr__ = lazy_names(
-    __name__,
-    {
-        "LLM": "offline",
-        "AsyncLLM": "asynchronous",
-        "SamplingParams": "options",
-    },
-)
+_MODULES = {
+    "LLM": "vllm_steer.peers.probe_hook.offline",
+    "AsyncLLM": "vllm_steer.peers.probe_hook.asynchronous",
+    "SamplingParams": "vllm_steer.params",
+}
+
+__getattr__ = imported_on_use(__name__, _MODULES)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_steer.lazy_names import lazy_names
+from vllm_steer.lazy import imported_on_use
 
 if TYPE_CHECKING:
     from vllm_steer.peers.rhizonymph.captures import FilesystemCaptureRequest
@@ -17,12 +17,11 @@ if TYPE_CHECKING:
 
 __all__ = ["LLM", "FilesystemCaptureRequest", "SamplingParams", "translate_fields"]
 
-__getattr__ = lazy_names(
-    __name__,
-    {
-        "FilesystemCaptureRequest": "captures",
-        "LLM": "offline",
-        "SamplingParams": "offline",
-        "translate_fields": "fields",
-    },
-)
+_MODULES = {
+    "FilesystemCaptureRequest": ".captures",
+    "LLM": ".offline",
+    "SamplingParams": ".offline",
+    "translate_fields": ".fields",
+}
+
+__getattr__ = imported_on_use(__name__, _MODULES)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_steer.lazy_names import lazy_names
+from vllm_steer.lazy import imported_on_use
 
 if TYPE_CHECKING:
     from vllm_steer.peers.transformer_lens.cache import ActivationCache, get_act_name
@@ -17,13 +17,12 @@ if TYPE_CHECKING:
 
 __all__ = ["ActivationCache", "HookedTransformer", "SteeringDriver", "TransformerBridge", "get_act_name"]
 
-__getattr__ = lazy_names(
-    __name__,
-    {
-        "ActivationCache": "cache",
-        "HookedTransformer": "model",
-        "SteeringDriver": "driver",
-        "TransformerBridge": "model",
-        "get_act_name": "cache",
-    },
-)
+_MODULES = {
+    "ActivationCache": ".cache",
+    "HookedTransformer": ".model",
+    "SteeringDriver": ".driver",
+    "TransformerBridge": ".model",
+    "get_act_name": ".cache",
+}
+
+__getattr__ = imported_on_use(__name__, _MODULES)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_steer.lazy_names import lazy_names
+from vllm_steer.lazy import imported_on_use
 from vllm_steer.peers.vllm_lens.refused import NAMES
 
 if TYPE_CHECKING:
@@ -29,17 +29,15 @@ __all__ = [
     "serialize_tensor",
 ]
 
-__getattr__ = lazy_names(
-    __name__,
-    {
-        "LLM": "offline",
-        "SamplingParams": "offline",
-        "activations_of": "offline",
-        "SteeringVector": "keys",
-        "VLLMLensClient": "client",
-        "decode_activations": "tensors",
-        "deserialize_tensor": "tensors",
-        "serialize_tensor": "tensors",
-    },
-    NAMES,
-)
+_MODULES = {
+    "LLM": ".offline",
+    "SamplingParams": ".offline",
+    "activations_of": ".offline",
+    "SteeringVector": ".keys",
+    "VLLMLensClient": ".client",
+    "decode_activations": ".tensors",
+    "deserialize_tensor": ".tensors",
+    "serialize_tensor": ".tensors",
+}
+
+__getattr__ = imported_on_use(__name__, _MODULES, NAMES)

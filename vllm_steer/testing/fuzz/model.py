@@ -20,6 +20,7 @@ from vllm_steer.points import POINT_NAMES, points_on
 from vllm_steer.testing.fuzz.draw import MAX_MODEL_LEN
 from vllm_steer.testing.fuzz.facts import ModelFacts
 from vllm_steer.testing.fuzz.workload import NUM_FEATURES, SAE, Settings
+from vllm_steer.testing.heap import cheap_collections
 
 _MULTIPROCESSING = "VLLM_ENABLE_V1_MULTIPROCESSING"
 
@@ -94,14 +95,15 @@ def engine(model: str, dtype: str, settings: Settings, *, steering: bool = True)
         **(_CUDA_ARGUMENTS if current_platform.is_cuda() else {"gpu_memory_utilization": 0.6}),
         **settings.engine, **steering_args,
     }  # fmt: skip
-    llm = LLM(model=model, **given)
-    try:
-        yield llm
-    finally:
-        llm.llm_engine.engine_core.shutdown()
-        del llm
-        gc.collect()
-        cleanup_dist_env_and_memory()
+    with cheap_collections():
+        llm = LLM(model=model, **given)
+        try:
+            yield llm
+        finally:
+            llm.llm_engine.engine_core.shutdown()
+            del llm
+            gc.collect()
+            cleanup_dist_env_and_memory()
 
 
 def reference_settings(points: Sequence[str] = ()) -> Settings:

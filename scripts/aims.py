@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table on top of docs/reference/performance.md: each aim beside its figure on the present code."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from host_costs import FRONT_END_TARGETS
+from measured import code_of, current, current_costs, date_of, kind_of, machine_of, names, read
+from steps_page import MakeTable
+
+from benchmarks.shapes import SHAPES
+from vllm_steer import __version__
+from vllm_steer.config import SteeringConfig
+from vllm_steer.taps.tables import table_bytes, table_shapes
+
+NOT_MEASURED = "not measured on this build"
+
+
+class Bound(NamedTuple):
+    """A target for every value of a figure. A missing end is open."""
+
+    low: float | None = None
+    high: float | None = None
+    text: str = ""
+
+    def __str__(self) -> str:
+        if self.text:
+            return self.text
+        return f"≤ {self.high:g}" if self.low is None and self.high is not None else f"≥ {self.low:g}"
+
+    def holds(self, value: float) -> bool:
+        rounded = round(value, 3)
+        return (self.low is None or rounded >= self.low) and (self.high is None or rounded <= self.high)
+
+
+class Figure(NamedTuple):
+    """Values by batch or concurrency, and the results that have them."""
+
+    values: Mapping[str, float]
+    sources: Sequence[tuple[str, dict[str, Any]]]
+    text: str = ""
+    """Shown instead of the values."""
+
+
+class Aim(NamedTuple):
+    """A row of the table. ``figure`` returns None if no result is of the present code."""
+
+    what: str
+    unit: str
+    bound: Bound | None
+    kind: str
+    figure: Callable[[], Figure | None]
+    bound_at: Sequence[str] = ()
+    """Batches at which the bound holds; default: all."""
+
+
+def cost(
+    what: str, variant: str, unit: str, bound: Bound | None, batches: Sequence[str] = (), shape: str = "llama-8b",
+    gpus: int = 1,
+) -> Aim:  # fmt: skip
+    """Return an aim for a ratio measured by ``benchmarks/cost.py``. ``batches``: those shown; default: all."""
+
+    def figure() -> Figure | None:
+        found = {
+            batch: each
+            for batch, each in current_costs(shape, variant, gpus).items()
+            if unit in each.figures and (not batches or batch in batches)
+        }
+        if not found:
+            return None
+        return Figure(
+            {batch: float(each.figures[unit]) for batch, each in found.items()},
+            [(each.name, each.result) for each in found.values()],
+        )
+
+    where = f"{shape}, two GPUs" if gpus == 2 else shape
+    return Aim(f"{what}, {where}", unit, bound, kind_of(variant), figure)
+
+
+def serve(way: str, unit: str, bound: Bound, key: str, shape: str, concurrency: int | None = None) -> Aim:
+    """Return an aim for a figure of ``benchmarks/serve.py``."""
+
+    def figure() -> Figure | None:
+        values, sources = {}, []
+        for name in names(f"gpu-serve*{shape}*.json"):
+            result = read(name)
+            if result["shape"] != shape or not current("server", result):
+                continue
+            found = {str(each["concurrency"]): value for each in result["figures"] if each["way"] == way
+                     and (value := _served(result, each, key)) is not None
+                     and concurrency in (None, each["concurrency"])}  # fmt: skip
+            values |= dict(sorted(found.items(), key=lambda item: int(item[0])))
+            sources += [(name, result)] if found else []
+        return Figure(values, sources) if values else None
+
+    what = {"idle": "no steering", "vector": "own vector in each body", "probes": "16 probes, memory consumer",
+            "capture": "one layer to files"}[way]  # fmt: skip
+    bound_at = ("256",) if concurrency is None else ()
+    return Aim(f"server, {shape}: {what}", unit, bound, "server", figure, bound_at)
+
+
+def _served(result: Mapping[str, Any], figure: Mapping[str, Any], key: str) -> float | None:
+    if key == "cpu":
+        return float(figure["added_cpu_ms"]["api server"])
+    if key == "added token_ms":
+        cells = {(cell["round"], cell["way"]): cell for cell in result["cells"]
+                 if cell["concurrency"] == figure["concurrency"]}  # fmt: skip
+        added = [
+            cells[number, way]["token_ms"] - cells[number, "stock"]["token_ms"]
+            for number, way in cells
+            if way == figure["way"] and (number, "stock") in cells
+        ]
+        return statistics.median(added)
+    return float(figure[key][0]) if key in figure else None
+
+
+def started(what: str, unit: str, bound: Bound, key: str, sign: int) -> Aim:
+    """Return an aim for the difference between the starts of the two servers."""
+
+    def figure() -> Figure | None:
+        for name in names("gpu-serve*llama-8b*.json"):
+            result = read(name)
+            servers = result["servers"]
+            if current("server", result) and all(key in servers.get(each, {}) for each in ("stock", "steering")):
+                return Figure({"": sign * (servers["steering"][key] - servers["stock"][key])}, [(name, result)])
+        return None
+
+    return Aim(what, unit, bound, "server", figure)
+
+
+def kernels(shape: str) -> Aim:
+    """Return the aim that an idle step of plain code runs stock vLLM's kernels."""
+
+    def figure() -> Figure | None:
+        for name in reversed(names("gpu-kernels*.json")):
+            result = read(name)
+            if result["shape"] == shape and result.get("plain_code") and current("idle steps", result):
+                equal = bool(result["variants"]["idle"]["equal"])
+                return Figure({"": float(equal)}, [(name, result)], "equal" if equal else "different")
+        return None
+
+    return Aim(f"kernels of an idle step with plain code, {shape}", "list", Bound(1, 1, "equal to stock vLLM's"),
+               "idle steps", figure)  # fmt: skip
+
+
+def host(what: str, unit: str, bound: Bound, file: str, kind: str, value: Callable[[Any], dict[str, float]]) -> Aim:
+    """Return an aim for a figure of one named result."""
+
+    def figure() -> Figure | None:
+        if file not in names(file) or not current(kind, result := read(file)):
+            return None
+        return Figure(value(result), [(file, result)])
+
+    return Aim(what, unit, bound, kind, figure)
+
+
+def patching() -> Figure | None:
+    """Return the cells per second of a study and of a loop of hooks on a GPU."""
+    for name in names("gpu-patching*.json"):
+        if current("patching", result := read(name)):
+            return Figure({way: found["cells_per_second"] for way, found in result["ways"].items()}, [(name, result)])
+    return None
+
+
+def peers() -> Figure | None:
+    """Return the ratios of each project to its own stock vLLM, from results with a list ``rows``."""
+    for name in names("gpu-peers*.json"):
+        if current("captured steps", result := read(name)) and "rows" in result:
+            rows = {f"{row['project']}, {row['workload']}, {row['requests']}": row["ratio"] for row in result["rows"]}
+            return Figure(rows, [(name, result)])
+    return None
+
+
+def tested() -> Figure | None:
+    """Return the number of GPU test runs that passed on the present code, of all."""
+    runs = read("gpu-tests.json")["runs"] if names("gpu-tests.json") else {}
+    now = [run for run in runs.values() if current("captured steps", run)]
+    if not now:
+        return None
+    passed = sum(not run["failed"] for run in now)
+    newest = max(now, key=date_of)
+    return Figure({"": passed / len(runs)}, [("gpu-tests.json", newest)], f"{passed} of {len(runs)} runs passed")
+
+
+_IDLE = Bound(0.997, 1.003, "1.000 ± 0.003")
+_STARTS = "start of a server, llama-8b"
+AIMS: Sequence[Aim] = (
+    *(cost("no steering", "idle", "per token", _IDLE, shape=shape)
+      for shape in ("llama-8b", "qwen3-0.6b", "granite-4-tiny", "gemma3-27b", "qwen3-30b-a3b")),
+    cost("no steering", "idle", "per token", _IDLE, gpus=2),
+    cost("two stock engines", "stock again", "per token", None),
+    cost("no steering", "idle", "first token", Bound(high=1.01)),
+    kernels("llama-8b"),
+    kernels("granite-4-tiny"),
+    *(cost("one site, every request", "one site", "per token", Bound(high=1.005), ("1", "8", "32", "128", "256"), shape)
+      for shape in ("llama-8b", "qwen3-0.6b", "granite-4-tiny", "gemma3-27b", "qwen3-30b-a3b")),
+    cost("one site, every request", "one site", "per token", Bound(high=1.005), gpus=2),
+    cost("one site, prefill of 8,192 tokens", "one site", "first token", Bound(high=1.005), ("prefill 8192",)),
+    cost("all sites, own vectors, batch 1", "all sites", "per token", Bound(high=1.04), ("1",)),
+    cost("all sites, own vectors, batch 128", "all sites", "per token", Bound(high=1.02), ("128",)),
+    cost("different edits for each request", "own program each", "throughput", Bound(0.98), ("256", "1000")),
+    cost("capture one layer, all tokens", "capture one layer, all tokens", "throughput", Bound(0.97), ("1000",)),
+    cost("capture all layers, last prompt token", "capture all layers, last prompt token", "throughput", Bound(0.98),
+         ("1000",)),
+    cost("capture all layers, all tokens", "capture all layers, all tokens", "throughput", Bound(0.6), ("32",)),
+    cost("16 probes at 4 layers, all tokens", "16 probes by name at 4 layers, all tokens", "throughput", Bound(0.99),
+         ("1000",)),
+    cost("readout of one probe", "readout of one probe", "per token", None),
+    cost("gate of one probe", "gate of one probe", "per token", None),
+    cost("live strength", "live strength", "per token", None),
+    cost("lens at one layer", "lens at one layer", "per token", None),
+    cost("SAE features at one layer", "SAE features at one layer", "per token", None),
+    *(serve(way, "throughput", Bound(0.98, text="≥ 0.98 at 256"), "tokens_per_second", "llama-8b")
+      for way in ("idle", "vector", "probes", "capture")),
+    *(serve(way, "first token, one at a time", Bound(high=1.05), "first_token_ms", "llama-8b", 1)
+      for way in ("idle", "vector", "probes", "capture")),
+    *(serve(way, "CPU of the API server per request", Bound(high=0.3, text="≤ 0.3 ms"), "cpu", "llama-8b", 256)
+      for way in ("probes", "capture")),
+    *(serve(way, "ms per token, one at a time", Bound(high=most, text=f"≤ +{most:g} ms"), "added token_ms",
+            "qwen3-0.6b", 1) for way, most in (("idle", 0.01), ("vector", 0.02), ("probes", 0.05))),
+    started(_STARTS, "seconds", Bound(high=10, text="≤ +10 s"), "start_seconds", 1),
+    started(_STARTS, "memory taken from the key-value cache", Bound(high=1, text="≤ +1 GiB"), "cache_gib", -1),
+    Aim("patching on a GPU", "cells per second", None, "patching", patching),
+    Aim("peers beside this project, ratio to their stock vLLM", "throughput", None, "captured steps", peers),
+    Aim("GPU tests", "runs", Bound(1, text="all pass"), "captured steps", tested),
+    host("captured rows to pinned memory", "GB/s", Bound(5, text="≥ 5 GB/s"), "gpu-pinned.json", "row copies",
+         lambda result: {rows: each["pinned"] for rows, each in result["gb_per_second"].items()}),
+    *(host(f"front end: {name}", "CPU", Bound(high=most, text=f"≤ {most:g} ms"), "front-end.json", "requests",
+           lambda result, name=name: {"": result["added_ms_per_request"][name]})
+      for name, most in FRONT_END_TARGETS.items()),
+)  # fmt: skip
+
+
+def table_of_aims(table: MakeTable) -> str:
+    """Return the table, with the version and the dates of its results."""
+    rows, dates = [], set()
+    for aim in AIMS:
+        target = "" if aim.bound is None else str(aim.bound)
+        found = aim.figure()
+        if found is None:
+            rows.append((aim.what, aim.unit, target, NOT_MEASURED, "", ""))
+            continue
+        dates |= {date_of(result) for _, result in found.sources} - {""}
+        rows.append((aim.what, aim.unit, target, _shown(found), _reached(aim, found), _source(aim.kind, found)))
+    share = _tables_share()
+    rows.append(("tables at defaults, llama-8b", "memory", "≤ 1 % of the weights", f"{100 * share:.2f} %",
+                 "yes" if share <= 0.01 else "no", "computed"))  # fmt: skip
+    when = f"measured on {' and '.join(sorted(dates))}" if dates else "no figure measured yet"
+    return f"vllm-steer {__version__}, {when}:\n\n" + table(
+        ("aim", "figure", "target", "measured (batch or concurrency)", "reached", "source"), rows
+    )
+
+
+def _shown(found: Figure) -> str:
+    if found.text:
+        return found.text
+    return ", ".join(f"{value:.3f}" + (f" ({batch})" if batch else "") for batch, value in found.values.items())
+
+
+def _reached(aim: Aim, found: Figure) -> str:
+    values = [value for batch, value in found.values.items() if not aim.bound_at or batch in aim.bound_at]
+    if aim.bound is None or not values:
+        return ""
+    return "yes" if all(aim.bound.holds(value) for value in values) else "no"
+
+
+def _source(kind: str, found: Figure) -> str:
+    """Return file, machine, date and code of each result."""
+    shown = {
+        name: f"`{name}`, " + ", ".join(filter(None, (machine_of(result), date_of(result), code_of(kind, result))))
+        for name, result in found.sources
+    }
+    return "; ".join(shown.values())
+
+
+def _tables_share() -> float:
+    """Return the tables' share of the memory of a Llama-8B's bfloat16 weights, with vLLM's server defaults."""
+    shape = SHAPES["llama-8b"]
+    hidden, layers = shape["hidden_size"], shape["num_hidden_layers"]
+    heads = (shape["num_attention_heads"] + shape["num_key_value_heads"]) * 2 * hidden // shape["num_attention_heads"]
+    weights = 2 * shape["vocab_size"] * hidden + layers * hidden * (heads + 3 * shape["intermediate_size"])
+    tables = table_shapes(
+        SteeringConfig(), num_sites=3 * layers, hidden_size=hidden, max_tokens=8192, max_requests=256,
+        dtype=torch.bfloat16,
+    )  # fmt: skip
+    return sum(table_bytes(tables).values()) / (2 * weights)

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Section of the performance pages about servers, from the results of ``benchmarks/serve.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from measured import date_of, machine_of, read
+from steps_page import MakeTable
+
+TEXT = """
+## Servers of {shape}
+
+A steering server beside stock `vllm serve` on one {machine}, driven in turn by the client of `vllm bench serve`
+(`python -m benchmarks.serve`, {date}, vLLM {vllm}, torch {torch}; `benchmarks/results/{name}`): {prompt} random
+prompt tokens and {output} generated tokens per request, {requests}. Ratios within a round: median, minimum and maximum.
+*CPU*: milliseconds that a request adds to stock vLLM's CPU time in the API server and in the engine core. {note}
+
+"""
+
+
+def served(name: str, table: MakeTable) -> str:
+    """Return the section of one result."""
+    result = read(name)
+    setup = result["setup"]
+    loads = ", ".join(f"{count:,} requests at concurrency {at}" for at, count in setup["requests"].items())
+    rows = [
+        (
+            each["way"],
+            str(each["concurrency"]),
+            *(_spread(each.get(key)) for key in ("tokens_per_second", "first_token_ms", "token_ms")),
+            *(f"{each['added_cpu_ms'][process]:+.2f}" for process in ("api server", "engine core")),
+            str(each["rounds"]),
+        )
+        for each in result["figures"]
+    ]
+    about = {**result["environment"], **setup, "requests": loads, "shape": result["shape"], "name": name,
+             "machine": machine_of(result), "date": date_of(result), "note": result.get("note", "")}  # fmt: skip
+    heads = ("way", "concurrency", "throughput", "first token", "per token", "CPU, API server", "CPU, engine", "rounds")
+    starts = [
+        (kind, *(f"{found[key]:,}" if key in found else "" for key in ("start_seconds", "cache_gib", "cache_tokens")))
+        for kind, found in result["servers"].items()
+    ]
+    return (
+        TEXT.format(**about).replace(" \n", "\n")
+        + table(heads, rows)
+        + f"\nStarts, with {setup['caches']} compile caches:\n\n"
+        + table(("server", "seconds", "key-value cache, GiB", "tokens"), starts)
+    )
+
+
+def _spread(found: Sequence[float] | None) -> str:
+    return "" if found is None else "{:.3f} ({:.3f} to {:.3f})".format(*found)
