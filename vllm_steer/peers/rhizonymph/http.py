@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.peers.rhizonymph.fields import FIELDS, VECTOR_FIELDS, read_hooks, translate_fields
+from vllm_steer.peers.rhizonymph.fields import FIELDS, MODULE_FIELDS, read_hooks, translate_fields
 from vllm_steer.server.http.error_response import BodyTooLargeError, error_response
 from vllm_steer.server.routes.base import app_path
 from vllm_steer.server.routes.capabilities import ROUTE as CAPABILITIES
@@ -34,7 +34,7 @@ PATHS: Mapping[tuple[str, str], str] = {
 SETTERS = ("/v1/steering/set", "/v1/steering/modules")
 DYNAMIC = "/v1/steering/dynamic"
 DYNAMIC_PROBLEM = SteeringError("dynamic", f"{DYNAMIC} is not supported; the gates of a request are in its answer")
-_WORDS = tuple(f'"{name}"'.encode() for name in (*FIELDS, *VECTOR_FIELDS))
+_WORDS = tuple(f'"{name}"'.encode() for name in (*FIELDS, *MODULE_FIELDS))
 RESULTS = "capture_results"
 
 
@@ -69,7 +69,7 @@ def rename_vectors(document: Mapping[str, Any]) -> dict[str, Any]:
         SteeringError: A field is given by both names, or is invalid.
     """
     fields = dict(document)
-    for theirs, ours in VECTOR_FIELDS.items():
+    for theirs, ours in MODULE_FIELDS.items():
         if theirs in fields:
             if ours in fields:
                 raise SteeringError(theirs, f"is the field {ours}, which is also given; send one of them")
