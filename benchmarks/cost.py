@@ -58,6 +58,9 @@ def serve(who: str, model: str, settings: dict[str, Any], pipe: Any) -> None:
         chosen = variants(config.get_total_num_hidden_layers(), config.get_hidden_size()) if steered else {}
         if steered:
             register(llm.steering, config.get_hidden_size())
+        # Collections before runs then skip vLLM's modules, which would take up to half a second each time.
+        gc.collect()
+        gc.freeze()
         pipe.send({"started": time.perf_counter() - started})
         while (command := pipe.recv()) is not None:
             variant, batch, prompt, generated, times = command

@@ -121,7 +121,7 @@ def page(table: MakeTable) -> str:
     return (
         "# Architectures\n\n"
         f"Status of every architecture in the registry of vLLM {about['vllm']}. Of {len(found)} names, {count[PROVEN]} are proven\n"
-        f"(and {len(beyond)} more that vLLM runs on its Transformers backend), {count[WRAPPED]} are steered by layers that are proven in\n"
+        f"(and {len(beyond)} more that are not in the registry), {count[WRAPPED]} are steered by layers that are proven in\n"
         f"other models (multimodal wrappers), {count[OUTSTANDING]} need a proof and are refused until then, {count[REFUSAL]} are refused\n"
         f"when the engine starts, and {count[NO_DECODER]} have no decoder to steer. Measured on {about['date']} with Transformers\n"
         f"{about['transformers']} by `make conformance`; GPU-only architectures by `tests/gpu/test_architectures.py`.\n\n"
@@ -134,7 +134,9 @@ def page(table: MakeTable) -> str:
         "has proven; [models](models.md) lists what each class serves. Requests to multimodal models contain only text. On a CPU,\n"
         "Mamba 1's recurrence is its formula in PyTorch and Step 1's attention bias has no square root, since vLLM has only GPU\n"
         "kernels for them. Plain attention replaces the sparse and the delta attention of DeepSeek V3.2, GLM 5, MiniMax M3,\n"
-        "Kimi-Linear and Ling 3, and a function of the token Whisper's attention to its encoder. All other code, the decoder layers included, is vLLM's own.\n\n"
+        "Kimi-Linear, Ling 3 and models with [several residual streams](streams.md), whose kernels of mixes are replaced by their\n"
+        "formulas and experts of DeepSeek V4 and Qwen 4 by an MLP. A function of the token replaces Whisper's attention to its\n"
+        "encoder. All other code, the decoder layers included, is vLLM's own.\n\n"
         "## Proven\n\n"
         + table(("architecture", "decoder layers", "family", "points", "proof", "value", "cause", "dtype"), proven)
         + "\n## By their layers\n\n"

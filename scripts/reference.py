@@ -24,7 +24,7 @@ import vllm_steer.models.proofs
 from vllm_steer.config import CAPTURE_POLICIES, MULTI_CHOICES, SWITCHES
 from vllm_steer.limits import ENGINE_LIMITS, FORMAT_LIMITS, SERVER_LIMITS
 from vllm_steer.metrics.definitions import METRICS, Metric
-from vllm_steer.models.recipe import BLOCK_INPUT, BLOCK_OUTPUT, Recipe
+from vllm_steer.models.recipe import BLOCK_INPUT, BLOCK_OUTPUT, MLP_MIX, Recipe
 from vllm_steer.models.recipes import RECIPES
 from vllm_steer.points import OPTIONAL_POINTS, POINTS, POINTS_FLAG
 from vllm_steer.server.auth.rights import RIGHT_DESCRIPTIONS
@@ -61,6 +61,8 @@ def post_attn(recipe: Recipe) -> str:
     if recipe.parallel:
         partial = ", not under tensor parallelism" if recipe.partial_sums else ""
         return f"read only: block input + `{recipe.attn_out}`{partial}"
+    if recipe.post_attn == MLP_MIX:
+        return f"before {MLP_MIX}"
     if (reason := recipe.refusal("post_attn")) is not None:
         return "refused: " + reason.format(layer="the block").partition(";")[0]
     behind = "; attention to the encoder follows" if recipe.cross_attention else ""
@@ -69,6 +71,8 @@ def post_attn(recipe: Recipe) -> str:
 
 def stream(recipe: Recipe) -> str:
     """Return in which form the stream travels."""
+    if recipe.install is not None:
+        return f"{recipe.stream} of several"
     if recipe.reduced_by:
         return f"{recipe.shape}, reduced in the norm"
     return f"{recipe.shape}, looped" if recipe.runs is not None else recipe.shape
@@ -85,7 +89,8 @@ def models() -> str:
         "vllm-steer supports a model if its decoder layers are of the classes below. [Architectures](architectures.md) says\n"
         "how each class was proven, [parity](parity.md) has the figures. If a class implements several kinds of block, the row\n"
         "describes the usual one. The engine refuses every other class at start, and also a listed class whose `forward` is not\n"
-        "the code that was proven (`models/digests.json`). `pair`: the stream travels as two summands; `single`: as one tensor.\n"
+        "the code that was proven (`models/digests.json`). `pair`: the stream travels as two summands; `single`: as one tensor;\n"
+        "`of several`: [one of several streams, or their mean](streams.md).\n"
         f"All classes serve `pre_attn` and `post_block`. The points on the branches need `{POINTS_FLAG}`; requests at a point that\n"
         "is missing from the last column are refused with the reason.\n\n"
         + table(("decoder layer", "stream", "`post_attn`", "on the branches"), rows)
@@ -113,6 +118,8 @@ In most models block *i + 1* reads what block *i* leaves, so `post_block` of *i*
   parallelism. The taps run behind the fused kernel, on the complete stream that it returns, and the norm is computed again from
   the edited stream. `attn_out` and `mlp_out` are refused under tensor parallelism, and so is pipeline together with tensor
   parallelism.
+* **Several streams**: `pre_attn` of Gemma 3n is a prediction from all streams, and some layers of Kimi K3 begin a new sum
+  ([definitions](streams.md)).
 """
 
 
@@ -125,7 +132,8 @@ def points() -> str:
     return (
         "# Hook points\n\nHook points in order of computation. Points on a branch exist only in engines that were started with\n"
         f'them: `{POINTS_FLAG} {",".join(OPTIONAL_POINTS)}` or `steering_config={{"points": [...]}}`.\n'
-        "Requests at a point that the model does not support are refused with the reason ([models](models.md)).\n\n"
+        "Requests at a point that the model does not support are refused with the reason ([models](models.md)). Some models\n"
+        "carry [several residual streams](streams.md); the page on them says which of them the points are on.\n\n"
         + table(("point", "available", "value", "an edit affects", *libraries), rows)
         + "\n\n## Names in other libraries\n\nEdits, captures, readouts and the command line also accept the names in rows without a note. A name without a\n"
         'layer replaces our point: `Edit(point="hook_resid_post", layers=3)`, `hooks={"resid_post": [3]}`. A name with a layer is a\n'

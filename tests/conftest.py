@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import os
+import re
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -46,6 +48,27 @@ def pytest_configure(config: pytest.Config) -> None:
     path = config.getoption("--features")
     if path is not None:
         config.pluginmanager.register(FeatureRecord(path))
+
+
+SHARING = re.compile(
+    r"tests/(?:server/test_(?:server(?!_modules|_stock)\w*|openai_example)|peers/test_(?:inspect|vllm_lens_server))\.py"
+)
+"""Files whose tests use a server of the session."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give the files that share a server to one worker, since every worker that runs one of them starts a server."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class SharedServers(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return file.rpartition("/")[0] if SHARING.fullmatch(file) else file
+
+    return SharedServers(config, log)
 
 
 _PRELOAD = os.environ.get("LD_PRELOAD")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
@@ -56,10 +57,20 @@ def _skip_loaded_modules() -> None:
     _until_exit.enter_context(cheap_collections())
 
 
+def register_class(architecture: str) -> None:
+    """Register a class that vLLM knows by name only, which it would inspect in a process of ten seconds."""
+    from vllm import ModelRegistry
+
+    known = ModelRegistry.models.get(architecture)
+    if known is not None and hasattr(known, "module_name"):
+        ModelRegistry.register_model(architecture, known.load_model_cls())
+
+
 def make_llm(folder: Path, **overrides: Any) -> Any:
     """Return an in-process engine with steering; eager and float32 by default."""
     from vllm_steer import LLM
 
+    register_class(json.loads((Path(folder) / "config.json").read_text())["architectures"][0])
     _skip_loaded_modules()
     settings: dict[str, Any] = dict(  # noqa: C408
         enable_steering=True, enforce_eager=True, dtype="float32", max_model_len=512, skip_tokenizer_init=True,

@@ -158,12 +158,15 @@ class SteeringConfig(msgspec.Struct, metaclass=_ConfigMeta, frozen=True, forbid_
     """Start and end token of parts of conversations, as ids or text; see ``--steering-part``."""
     tool_parser: str = ""
     """Name of vLLM's tool parser, which knows the tokens of tool calls; the server sets it."""
+    chat_template: str = ""
+    """Chat template, or its file, by which messages of a prompt are found; the server sets it."""
 
     def __post_init__(self) -> None:
         self._check_saes()
         msgspec.structs.force_setattr(self, "parts", read_parts(self.parts, "steering_config.parts"))
-        if not isinstance(self.tool_parser, str):
-            raise SteeringError("steering_config.tool_parser", f"must be a name, not {shown(self.tool_parser)}")
+        for name in ("tool_parser", "chat_template"):
+            if not isinstance(getattr(self, name), str):
+                raise SteeringError(f"steering_config.{name}", f"must be text, not {shown(getattr(self, name))}")
         for limit in ENGINE_LIMITS.values():
             value: object = getattr(self, limit.name)
             if not isinstance(value, int) or isinstance(value, bool) or not limit.low <= value <= limit.high:

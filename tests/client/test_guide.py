@@ -15,5 +15,7 @@ def test_client_example_of_the_modules_guide(url: str) -> None:
     code = block.code.replace("http://localhost:8000", url).replace(
         "standard_normal(256)", f"standard_normal({HIDDEN})"
     )
-    shown = run_python([replace(block, code=code)], "[answer.text[:9], capture.sites['post_block', 1].rows.tolist()]")
+    shown = run_python(
+        [replace(block, code=code)], "[answer.text[:9], capture.sites['post_block', 1].rows.tolist()]", warm=False
+    )
     assert shown == ["I am calm", [[1.0, 2.0]]]

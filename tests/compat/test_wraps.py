@@ -126,7 +126,9 @@ def test_leaves_overrides_and_missing_modules_alone(target: Any) -> None:
 @pytest.mark.parametrize("method", ["wrapped_module:Target.gone", "wrapped_module:Gone.method"])
 def test_a_missing_method_is_reported_before_anything_is_wrapped(target: Any, method: str) -> None:
     """Catches a KeyError that names no file, and a vLLM of which half is wrapped."""
-    with pytest.raises(IncompatibleError, match=r"no \S+ in wrapped_module\.py, which .*:first joins"):
+    with pytest.raises(
+        IncompatibleError, match=r"no \S+ in wrapped_module\.py, with which .*:first of vllm-steer runs"
+    ):
         install([join("method", How.BEFORE, "first"), Join(method, How.BEFORE, f"{__name__}:first")])
     target().method(1)
     assert calls == ["method"]

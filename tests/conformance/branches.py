@@ -20,6 +20,9 @@ _REFUSED_BY_FAMILY: Final[Mapping[str, tuple[str, ...]]] = {
     "UNFUSED+POSTNORM": ("mlp_in",),
     # The branches are multiplied when they are added.
     "UNFUSED*MULT": ("attn_out", "mlp_out"),
+    # Several streams add different multiples of the branches.
+    "ALTUP": ("attn_out", "mlp_out"),
+    "HYPER-CONNECTIONS": ("attn_out", "mlp_out"),
     # The MLP reads the block's input.
     "PARALLEL": ("mlp_in",),
 }

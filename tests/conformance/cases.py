@@ -12,7 +12,7 @@ import numpy as np
 from tests.conformance.branches import BRANCHES
 from tests.conformance.edits import KINDS, EditAt, Formula, Tokens
 from tests.conformance.hf_reference import Array, Trace
-from tests.conformance.model import HIDDEN, LAYERS, TinyModel
+from tests.conformance.model import LAYERS, TinyModel
 
 PROMPTS = (
     (5, 9, 17, 33, 60, 2, 11, 90, 41),
@@ -115,7 +115,7 @@ class EditMaker:
     ) -> EditAt:
         rows: Array = getattr(self._plain, TRACE_FIELDS[point])[layers if isinstance(layers, int) else LAYER]
         length = float(np.linalg.norm(rows, axis=-1).mean())
-        noise = self._random.standard_normal(HIDDEN)
+        noise = self._random.standard_normal(rows.shape[-1])
         vector = (rows.mean(0) + noise * length / np.linalg.norm(noise)).astype(np.float32)
         along = rows @ (vector / np.linalg.norm(vector))
         # Bounds beyond all rows, on one side or the other.

@@ -18,6 +18,7 @@ from tests.conformance.edits import EditAt
 from tests.conformance.hf_reference import Array
 from tests.conformance.kernels import cpu_kernels, torchvision_stub
 from tests.conformance.model import MAX_POSITIONS, VOCAB, TinyModel
+from tests.tiny import register_class
 from vllm_steer.testing.heap import cheap_collections
 
 MODES: Mapping[str, Mapping[str, Any]] = {
@@ -136,7 +137,7 @@ def engine_settings(tiny: TinyModel, mode: str) -> dict[str, Any]:
 
 
 def _register(path: Path, model_class: str | None) -> None:
-    """Register the model's class; vLLM starts a process, for ten seconds, to inspect a class known only by name."""
+    """Register the model's class."""
     from vllm import ModelRegistry
 
     from vllm_steer.compat.wraps import load
@@ -150,7 +151,7 @@ def _register(path: Path, model_class: str | None) -> None:
         # The fallback that vLLM chooses.
         many = any("experts" in name for name in config)
         architecture = "TransformersMoEForCausalLM" if many else "TransformersForCausalLM"
-    ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())
+    register_class(architecture)
 
 
 def _backend(llm: Any) -> str | None:

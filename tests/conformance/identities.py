@@ -39,6 +39,9 @@ SHARED = "meta_mlp"
 BRANCH_KINDS = ("add_normed", "ablate")
 """Kinds of edit to try at the points on the branches, whose taps are the same as those on the stream."""
 
+MIXED = ("HYPER-CONNECTIONS", "ATTENTION-RESIDUALS")
+"""Families with several streams, which formulas replace (``mixed_identities.py``)."""
+
 
 @dataclass(frozen=True)
 class Check:
@@ -247,8 +250,11 @@ def _replace_branch(kwargs: Any, args: Any, out: Any, new: Any) -> Any:
 
 def check_identities(tiny: TinyModel, llm: Any) -> list[Check]:
     """Run all comparisons in one engine; ``tiny`` names its attention branch."""
+    from tests.conformance.mixed_identities import MixedModel
+
+    kind = MixedModel if tiny.recipe in MIXED else HookedModel
     hooks: list[HookedModel] = []
-    llm.apply_model(lambda model: hooks.append(HookedModel(tiny, model)))
+    llm.apply_model(lambda model: hooks.append(kind(tiny, model)))
     hooks[0].observe_runs(llm)
     stream_points = [point for point in STREAM_FIELDS if point not in tiny.refused]
     branches = supported_branches(tiny)
@@ -276,11 +282,14 @@ def _values(hooks: HookedModel, llm: Any, stream_points: Sequence[str], branches
             branch = hooks.scale * _rows(seen[number]["branch"], rows) if "branch" in seen[number] else 0 * x_in
             compare(f"x_mid({number}) - x_in is the branch", at["post_attn"], x_in + branch)
             if "attn_out" in branches:
-                compare(f"attn_out({number})", at["attn_out"], branch)
+                added = _rows(seen[number]["attn_out"], rows) if "attn_out" in seen[number] else branch
+                compare(f"attn_out({number})", at["attn_out"], added)
             if "mlp_out" in branches:
                 between = _rows(seen[number]["cross"], rows) if "cross" in seen[number] else 0.0
                 mlp = at["post_block"] - x_in - branch - between
                 compare(f"mlp_out({number}) is x_out - x_mid", at["mlp_out"], mlp)
+        if "x_out" in seen[number]:
+            compare(f"x_out({number})", at["post_block"], _rows(seen[number]["x_out"], rows))
         if "mlp_in" in branches:
             compare(f"mlp_in({number}) is the input of the MLP", at["mlp_in"], _rows(seen[number]["mlp_in"], rows))
     return checks

@@ -95,6 +95,29 @@ _NO_ATTENTION: Final = {"attention": {"no_op": True}}
 _FFN: Final = {"ffn": {"no_op": False, "ffn_mult": 2.0}}
 _NO_FFN: Final = {"ffn": {"no_op": True}}
 
+_HYPER: Final[dict[str, Any]] = {
+    **_DEEPSEEK, "hc_mult": 4, "hc_eps": 1e-6, "hc_sinkhorn_iters": 5, "index_topk": 8, "num_hash_layers": 0,
+    "moe_intermediate_size": 64, "head_dim": 32, "swiglu_limit": None,
+}  # fmt: skip
+SEVERAL_STREAMS: Final = (
+    _row("DeepseekV4ForCausalLM", "deepseek_v4", "DeepseekV4DecoderLayer", "HYPER-CONNECTIONS", name="deepseek_v4",
+         model_class="vllm.models.deepseek_v4.nvidia.model:DeepseekV4ForCausalLM", **_HYPER),
+    _row("DeepseekV4ForCausalLM", "deepseek_v4", "DeepseekV4DecoderLayer", "HYPER-CONNECTIONS", name="deepseek_v4_cpu",
+         model_class="vllm.models.deepseek_v4.cpu.model:DeepseekV4ForCausalLM", **_HYPER),
+    _row("HYV4ForCausalLM", "hy_v4", "HYV4DecoderLayer", "HYPER-CONNECTIONS", name="hy_v4",
+         model_class="vllm.models.hy_v4.nvidia.model:HYV4ForCausalLM", **{**_DEEPSEEK, **_MLA, "q_lora_rank": 32},
+         hc_mult=4, index_topk=8, indexer_types=["full"] * LAYERS, enable_lm_head_fp32=False,
+         mlp_layer_types=["dense"] * LAYERS, layer_types=["full_attention"] * LAYERS),
+    _row("Qwen4ExpForCausalLM", "qwen4_exp_text", "Qwen4ExpDecoderLayer", "HYPER-CONNECTIONS", name="qwen4_exp",
+         model_class="vllm.models.qwen4_exp.nvidia.model:Qwen4ExpForCausalLM", hc_count=4, hc_lowrank=12,
+         layer_types=["full_attention"] * LAYERS, ple_layer_ids=[], num_experts=4, num_experts_per_tok=2,
+         moe_intermediate_size=64, shared_expert_intermediate_size=64, head_dim=32,
+         rope_parameters={"rope_type": "default", "rope_theta": 10000.0}),
+    _row("KimiLinearForCausalLM", "kimi_linear", "KimiDecoderLayer", "ATTENTION-RESIDUALS", name="kimi_k3",
+         model_class="vllm.models.kimi_k3.nvidia.model:KimiLinearForCausalLM", **_KIMI, attn_res_block_size=2),
+)  # fmt: skip
+"""Rows with several residual streams."""
+
 NO_REFERENCE: Final[tuple[TinyModel, ...]] = (
     _row("BailingMoeForCausalLM", "bailing_moe", "BailingMoeBlock", **_BAILING),
     _row("BailingMoeV2ForCausalLM", "bailing_moe_v2", "BailingMoeBlock", **_BAILING, use_qk_norm=True),
@@ -200,6 +223,13 @@ NO_REFERENCE: Final[tuple[TinyModel, ...]] = (
          model_class="vllm.model_executor.models.bailing_moe_v3:BailingMoeV3ForCausalLM",
          **{**_BAILING, **_MLA, "q_lora_rank": 32}, layer_group_size=2, moe_shared_expert_intermediate_size=64,
          short_conv_kernel_size=4, no_kda_lora=True, routed_scaling_factor=2.0, is_scale_e=False),
+    # The language model of a wrapper.
+    _row("CohereCompassForCausalLM", "cohere_compass_text", "CohereCompassDecoderLayer", "PARALLEL",
+         name="cohere_compass", refused=("post_attn",), layer_norm_eps=1e-5, logit_scale=0.25, head_dim=32,
+         model_class="vllm.model_executor.models.cohere_compass:CohereCompassForCausalLM", tie_word_embeddings=True,
+         attention_bias=False, sliding_window=8, layer_types=["sliding_attention", "full_attention"] * (LAYERS // 2),
+         rope_parameters={"sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}),
+    *SEVERAL_STREAMS,
     *NO_REFERENCE_WRAPPERS,
 )  # fmt: skip
 

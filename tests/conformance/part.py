@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 EVERYTHING: Final = os.environ.get("CONFORMANCE") == "all"
-PARTS: Final = 6
+PARTS: Final = 8
 
 
 @cache

@@ -27,6 +27,11 @@ from tests.conformance.zoo import BY_NAME
 
 GROUP: Final = 32
 """Rows of a weight that share a scale, in the 4-bit schemes."""
+FLOAT8_ERROR: Final = 0.3
+"""Largest mean distance of a row where activations have 8-bit floats, which cost up to 0.18 at layer 3.
+
+Weights in a wrong order are at distances above 1.
+"""
 _AWQ_ORDER: Final = (0, 2, 4, 6, 1, 3, 5, 7)
 
 Tensors = dict[str, torch.Tensor]
@@ -44,6 +49,8 @@ class Scheme:
     config: Mapping[str, Any] | None = None
     quantise: Callable[[torch.Tensor], tuple[Tensors, torch.Tensor]] | None = None
     engine: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the model that differ from the row ``llama``."""
     max_distance: float = 0.03
     """Largest mean distance of a row from HF's on the dequantised weights; activations of 8 bits are rounded more."""
 
@@ -145,18 +152,20 @@ SCHEMES: Final = (
         "fp8 weights and activations (compressed-tensors)",
         _compressed("float-quantized", {**_CHANNEL, "type": "float"}, _per_token("float")),
         _float8,
-        max_distance=0.1,
+        max_distance=FLOAT8_ERROR,
     ),
 )
 """Quantised weights."""
 
+# Blocks are 128 by 128, and the number of inputs of a layer must be a multiple of it.
+_BLOCKS: Final = {"hidden_size": 128, "intermediate_size": 256}
 GPU_SCHEMES: Final = tuple(
-    Scheme(f"{name}, quantised at start", engine={"quantization": name}, max_distance=0.1)
-    for name in ("fp8_per_tensor", "fp8_per_block", "fp8_per_channel", "mxfp8")
+    Scheme(f"{name}, quantised at start", engine={"quantization": name}, max_distance=FLOAT8_ERROR, settings=more)
+    for name, more in {"fp8_per_tensor": {}, "fp8_per_block": _BLOCKS, "fp8_per_channel": {}, "mxfp8": {}}.items()
 )
 """Quantised weights whose kernels exist on GPUs only."""
 
-CACHES: Final = (Scheme("fp8 key-value cache", engine={"kv_cache_dtype": "fp8"}, max_distance=0.1),)
+CACHES: Final = (Scheme("fp8 key-value cache", engine={"kv_cache_dtype": "fp8"}, max_distance=FLOAT8_ERROR),)
 """Quantised key-value caches."""
 
 
@@ -180,7 +189,9 @@ def save_quantised(scheme: Scheme, tiny: TinyModel, folder: Path) -> Any:
 
 def examine(scheme: Scheme, folder: Path) -> None:
     """Prove the hook points of one scheme by identities inside vLLM, and compare rows with HF Transformers."""
-    tiny = replace(BY_NAME["llama"], dtype="bfloat16", engine={**scheme.engine, "enable_prefix_caching": False})
+    llama = BY_NAME["llama"]
+    engine = {**scheme.engine, "enable_prefix_caching": False}
+    tiny = replace(llama, dtype="bfloat16", engine=engine, settings={**llama.settings, **scheme.settings})
     hf = save_quantised(scheme, tiny, folder)
     with steered_engine(tiny, folder, "eager", supported_branches(tiny)) as llm:
         checks = check_identities(tiny, llm)
@@ -192,4 +203,5 @@ def examine(scheme: Scheme, folder: Path) -> None:
     far = np.linalg.norm(streams["pre_attn"] - theirs, axis=-1) / np.linalg.norm(theirs, axis=-1)
     problems = proof.problems(tiny)
     assert not problems, "\n".join(problems)
-    assert far.mean() < scheme.max_distance
+    by_layer = [round(float(each), 3) for each in far.reshape(len(states) - 1, -1).mean(1)]
+    assert far.mean() < scheme.max_distance, f"mean distance of the rows from HF's, by layer: {by_layer}"

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from tests.conformance.altup import AltUpReference
 from tests.conformance.edits import EditAt
 from tests.conformance.hf_reference import Reference, Trace, interventions
 from tests.conformance.model import LAYERS, build, save
@@ -61,7 +62,8 @@ def _use_one_core() -> None:
 
 @cache
 def _reference(name: str) -> Reference:
-    return Reference(BY_NAME[name], build(BY_NAME[name]))
+    kind = AltUpReference if BY_NAME[name].recipe == "ALTUP" else Reference
+    return kind(BY_NAME[name], build(BY_NAME[name]))
 
 
 def _save(name: str, folder: Path) -> Path:

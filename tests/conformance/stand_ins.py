@@ -15,6 +15,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from tests.conformance import mixes
 from tests.conformance.model import HIDDEN
 
 _HEADS: Final = 2
@@ -24,6 +25,11 @@ _MIXERS: Final[dict[str, tuple[str, ...]]] = {
     "vllm.models.dots3_note.nvidia.model": ("Dots3NoteSlidingAttention", "Dots3NoteFullAttention"),
     "vllm.models.minimax_m3.nvidia.model": ("MiniMaxM3SparseAttention", "MiniMaxM3Attention"),
     "vllm.models.kimi_k3.nvidia.model": ("KimiLinearGatedDeltaNetAttention", "MultiHeadLatentAttention"),
+    "vllm.models.deepseek_v4.nvidia.model": ("DeepseekV4FlashMLAAttention",),
+    "vllm.models.deepseek_v4.cpu.model": ("DeepseekV4CPUAttention",),
+    "vllm.models.glm5next.common.model": ("Glm5NextMLAAttention", "Glm5NextLinearAttention"),
+    "vllm.models.qwen4_exp.nvidia.model": ("Qwen3NextAttention",),
+    "vllm.models.hy_v4.nvidia.model": ("HYV4MLAAttention",),
     _MODELS + "bailing_moe_v3": ("BailingMoeV3KimiDeltaAttention", "BailingMoeV3MLAAttention"),
 }
 """Mixers by the module that uses them."""
@@ -41,6 +47,7 @@ def replacements(model: str) -> Iterator[tuple[Any, str, Any]]:
 
     owner: Any = sys.modules[model]
     kind = PartialAttention if any(family in model for family in _PARTIAL) else PlainAttention
+    kind = AttentionByPosition if "deepseek_v4" in model else kind
     yield from ((owner, name, kind) for name in _MIXERS.get(model, ()))
     yield from ((owner, name, value) for name, value in _OTHERS.items() if hasattr(owner, name))
     # Latent attention has a cache of its own, which plain attention does not use.
@@ -48,6 +55,15 @@ def replacements(model: str) -> Iterator[tuple[Any, str, Any]]:
     if "minimax_m3" in model:
         yield owner.MiniMAXGemmaRMSNorm, "forward", gemma_norm
     if "kimi_k3" in model:
+        yield owner, "ReplicatedLinear", KeptLinear
+    if "qwen4_exp" in model:
+        yield owner, "Qwen4ExpSparseMoeBlock", PlainMLP
+        yield owner.Qwen4ExpForCausalLM, "set_moe_parameters", lambda *args: None
+        config = owner.HyperConnectionConfig
+        yield owner, "HyperConnectionConfig", lambda **given: config(**{**given, "params_dtype": torch.float32})
+        mixer = sys.modules[owner.GatedResidual.__module__]
+        yield from ((mixer, name, kernel) for name, kernel in mixes.QWEN.items())
+    if "kimi_k3" in model or "deepseek_v4" in model:
         yield torch.cuda, "Stream", lambda *args, **kwargs: None
 
 
@@ -55,6 +71,7 @@ class PlainAttention(nn.Module):
     """Causal attention with the interface of any mixer."""
 
     reduce_results = True
+    positions_first = False
 
     def __init__(self, *args: Any, prefix: str, **kwargs: Any) -> None:
         from vllm.config import get_current_vllm_config
@@ -74,6 +91,8 @@ class PlainAttention(nn.Module):
         )
 
     def forward(self, *args: Any, hidden_states: Any = None, **kwargs: Any) -> Any:
+        if self.positions_first:
+            args = args[1:2]
         hidden = args[0] if hidden_states is None else hidden_states
         query, key, value = self.qkv_proj(hidden)[0].chunk(3, dim=-1)
         out = self.o_proj(self.attn(query, key, value))[0]
@@ -81,6 +100,41 @@ class PlainAttention(nn.Module):
             return out
         args[2].copy_(out)
         return None
+
+
+class AttentionByPosition(PlainAttention):
+    """The same, called with positions in front of the hidden states."""
+
+    positions_first = True
+
+
+class PlainMLP(nn.Module):
+    """An MLP in place of experts whose routing has only GPU kernels."""
+
+    def __init__(self, *args: Any, prefix: str = "", **kwargs: Any) -> None:
+        from vllm.model_executor.layers.linear import ReplicatedLinear
+
+        super().__init__()
+        self.up = ReplicatedLinear(HIDDEN, HIDDEN, bias=False, prefix=f"{prefix}.up")
+        self.down = ReplicatedLinear(HIDDEN, HIDDEN, bias=False, prefix=f"{prefix}.down")
+        self.is_fused_shared_expert_enabled = False
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        out: torch.Tensor = self.down(self.up(hidden_states)[0].tanh())[0]
+        return out
+
+    def finalize_mega_moe_weights(self) -> None:
+        return None
+
+
+class KeptLinear(nn.Linear):
+    """A linear layer that keeps its weight; vLLM's CPU build moves weights into a format of its own."""
+
+    def __init__(self, input_size: int, output_size: int, bias: bool = False, **kwargs: Any) -> None:
+        super().__init__(input_size, output_size, bias)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x), None
 
 
 class PlainCross(nn.Module):
@@ -136,6 +190,18 @@ _OTHERS: Final[dict[str, Any]] = {
     "WhisperCrossAttention": PlainCross,
     "WhisperEncoder": NoEncoder,
     "fused_embed_norm": embed_and_norm,
+    "DeepseekV4MoE": PlainMLP,
+    "collect_moe_layers": lambda *args, **kwargs: None,
+    "mhc_pre_tilelang": mixes.pre,
+    "mhc_pre_broadcast_tilelang": mixes.broadcast,
+    "mhc_fused_post_pre_tilelang": mixes.fused,
+    "mhc_post_tilelang": mixes.complete,
+    "hc_head_fused_kernel_tilelang": mixes.head,
+    "MHCPreOp": lambda: mixes.pre_op,
+    "MHCPostOp": lambda: mixes.complete,
+    "MHCFusedPostPreOp": lambda: mixes.fused_op,
+    "HCHeadOp": lambda: mixes.head,
+    "attn_res": mixes.attn_res,
     "maybe_init_gemm_rs_ar": lambda *args: False,
     "enable_kimi_k3_low_latency_gemm": lambda *args: None,
 }

@@ -20,7 +20,7 @@ from tests.conformance.proof import prove_by_identities
 from tests.conformance.reference_process import ReferenceProcess
 from tests.conformance.test_wrong_taps import _half_pair_layer, _half_pair_mid
 from tests.wrong_taps import late_layer, late_mid
-from vllm_steer.models import install
+from vllm_steer.models import install, streams
 from vllm_steer.models.reduced_norm import TappedNorm
 
 ROWS = {tiny.name: tiny for tiny in NO_REFERENCE}
@@ -43,6 +43,37 @@ def _half_norm(norm: TappedNorm, x: Any, residual: Any = None) -> Any:
     norm._ran = True
     norm._stream(residual)
     return norm._forward(x, residual)
+
+
+def _late_mix(owner: Any, name: str, tap: Any) -> None:
+    """Run the tap behind the method, which mixed the streams without the edit."""
+    method = getattr(owner, name)
+
+    def late(first: Any, *others: Any, **more: Any) -> Any:
+        out = method(first, *others, **more)
+        tap(first)
+        return out
+
+    setattr(owner, name, late)
+
+
+def _incomplete(function: Any, tap: Any, x: Any, residual: Any, post: Any, comb: Any) -> tuple[Any, Any, Any, Any]:
+    """Run the tap on the streams without the output that the kernel adds."""
+    tap.mean(residual)
+    return x, residual, post, comb
+
+
+def _unstored(layer: Any, taps: Any) -> None:
+    """Run the taps of a running sum without its second summand."""
+    forward = layer.forward
+
+    def steered(*, hidden_states: Any, prefix_sum: Any, **others: Any) -> Any:
+        taps["pre_attn"](prefix_sum)
+        out = forward(hidden_states=hidden_states, prefix_sum=prefix_sum, **others)
+        taps["post_block"](out[1])
+        return out
+
+    layer.forward = steered
 
 
 def _every_pass(now: Any, number: int, tap: Any) -> Any:
@@ -95,6 +126,9 @@ ALL = (
     Wrong("iquestloopcoder", "other", ((install.Pass, "only_in", _other_pass),), ("x_in", "post_attn")),
     Wrong("deepseek_v32", "late", ((TappedNorm, "__call__", _late_norm),), ("post_attn",)),
     Wrong("deepseek_v32", "half", ((TappedNorm, "__call__", _half_norm),), ("x_in", "x_mid")),
+    Wrong("hy_v4", "late", ((streams, "_before", _late_mix),), ("pre_attn", "post_attn")),
+    Wrong("deepseek_v4", "half", ((streams, "_completed", _incomplete),), ("x_in", "x_mid")),
+    Wrong("kimi_k3", "half", ((streams, "attention_residuals", _unstored),), ("x_in", "x_out")),
     Wrong("minimax_m3", "late", ((TappedNorm, "__call__", _late_norm),), ("post_attn",)),
 )
 IN_EVERY_RUN = ("deepseek_v32-late",)

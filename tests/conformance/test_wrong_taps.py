@@ -23,7 +23,7 @@ from tests.conformance.reference_process import ReferenceProcess
 from tests.conformance.zoo import BY_NAME
 from tests.wrong_taps import Forward, late_layer, late_mid
 from vllm_steer.engine import model_setup
-from vllm_steer.models import install
+from vllm_steer.models import install, streams
 
 
 @dataclass(frozen=True)
@@ -203,3 +203,24 @@ def test_rejects_taps_one_layer_off(monkeypatch: pytest.MonkeyPatch, examined: C
 
     monkeypatch.setattr(model_setup, "find_decoder", off_by_one)
     _assert_rejects(examined(), lambda case: any(edit.layers != "all" for edit in case.edits))
+
+
+@pytest.mark.skipif(not selected("gemma3n"), reason="not in this part")
+def test_rejects_late_taps_of_an_active_stream(
+    monkeypatch: pytest.MonkeyPatch, reference_process: ReferenceProcess, zoo_folder: Path
+) -> None:
+    """Catches a comparison that accepts an edit behind the norm in front of the MLP, whose output misses it."""
+
+    def late(owner: Any, name: str, tap: Any) -> None:
+        method = getattr(owner, name)
+
+        def tapped(x: Any, *others: Any) -> Any:
+            out = method(x, *others)
+            tap(x)
+            return out
+
+        setattr(owner, name, tapped)
+
+    monkeypatch.setattr(streams, "_before", late)
+    report = examine(BY_NAME["gemma3n"], "eager", zoo_folder, reference_process, keep=_is_simple, with_branches=False)
+    _assert_rejects(report, lambda case: "post_attn" in case.points)

@@ -104,6 +104,13 @@ NATIVE: Final[tuple[TinyModel, ...]] = (
     TinyModel("exaone_moe", "ExaoneMoeConfig", LOCAL, "FUSED", "ExaoneMoeDecoderLayer"),
     TinyModel("exaone_moe_name", "ExaoneMoeConfig", LOCAL, "FUSED", "ExaoneMoeDecoderLayer",
               architecture="ExaoneMoEForCausalLM"),
+    # The last layer reads the keys and values of the one before, which vLLM expects to be of the same type.
+    TinyModel("gemma3n", "Gemma3nTextConfig",
+              {"sliding_window": 8, "layer_types": ["sliding_attention"] * 2 + ["full_attention"] * 2,
+               "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCAB, "laurel_rank": 16,
+               "num_kv_shared_layers": 1, "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0]},
+              "ALTUP", "Gemma3nDecoderLayer", reads_mid="pre_feedforward_layernorm", architecture="Gemma3nForCausalLM",
+              gaps=(1, 2, 3)),
     TinyModel("gemma4", "Gemma4TextConfig", {**LOCAL, "global_head_dim": 32, "hidden_size_per_layer_input": 16,
               "vocab_size_per_layer_input": VOCAB, "enable_moe_block": True, "top_k_experts": 2},
               "UNFUSED+POSTNORM", "Gemma4DecoderLayer", **SANDWICH),

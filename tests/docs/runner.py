@@ -7,10 +7,12 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.docs.markdown import Block, blocks
+from tests.docs.warm_process import run_warm
 from tests.repo.tree import ROOT, read
 
 # One process, so that an error in a block is the error that the test shows; small enough for any machine.
@@ -22,11 +24,11 @@ ENGINE_ENVIRONMENT = {
 }
 RESULT_MARK = "result of the blocks: "
 
-# Runs the blocks from stdin in order in one namespace, then prints the value of an expression.
+# Runs the blocks in order in one namespace, then prints the value of an expression.
 _PROGRAM = """
-import json, sys
-job = json.load(sys.stdin)
-namespace = {"__name__": "__main__"}
+import json
+job = json.loads({job!r})
+namespace = {{"__name__": "__main__"}}
 for file, line, code in job["blocks"]:
     exec(compile("\\n" * line + code, file, "exec"), namespace)
 print(job["mark"] + json.dumps(eval(job["expression"], namespace)))
@@ -48,27 +50,37 @@ def client_blocks(file: str) -> list[Block]:
     return [block for block in blocks_of(file, "python") if "Client(" in block.code]
 
 
-def run_python(python_blocks: list[Block], expression: str) -> object:
+def run_python(python_blocks: list[Block], expression: str, *, warm: bool = True) -> object:
     """Run blocks in a new process and return the value of ``expression`` after them.
 
     The process runs in a temporary folder with the demo model, so that files that a block writes are removed.
+
+    Args:
+        python_blocks: The blocks.
+        expression: What to return.
+        warm: Start with vLLM imported, as :mod:`tests.docs.warm_process` does; otherwise start a Python.
     """
     job = {
         "blocks": [(block.file, block.line, block.code) for block in python_blocks],
         "mark": RESULT_MARK,
         "expression": expression,
     }
-    with tempfile.TemporaryDirectory() as folder:
+    program = _PROGRAM.format(job=json.dumps(job))
+    environment = os.environ | ENGINE_ENVIRONMENT | {"PYTHONPATH": str(ROOT)}
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as outputs:
         Path(folder, "demo").symlink_to(ROOT / "demo")
-        done = subprocess.run(
-            [sys.executable, "-c", _PROGRAM],
-            input=json.dumps(job),
-            env=os.environ | ENGINE_ENVIRONMENT | {"PYTHONPATH": str(ROOT)},
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        done: Any
+        if warm:
+            done = run_warm(program, environment=environment, folder=folder, outputs=Path(outputs))
+        else:
+            done = subprocess.run(
+                [sys.executable, "-c", program],
+                env=environment,
+                cwd=folder,
+                capture_output=True,
+                text=True,
+                check=False,
+            )
     if done.returncode:
         pytest.fail(f"a block failed:\n{done.stderr[-4000:]}")
     return json.loads(done.stdout.rpartition(RESULT_MARK)[2])

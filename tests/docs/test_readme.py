@@ -23,7 +23,8 @@ PAGES = (README, INSTALL, STEERING, "CONTRIBUTING.md")
 @pytest.mark.slow
 def test_readme_example_changes_the_style() -> None:
     """Catches an example that no longer runs, or whose effect is not visible."""
-    plain, steered = run_python(blocks_of(README, "python"), "[output.outputs[0].text for output in outputs]")
+    texts = "[output.outputs[0].text for output in outputs]"
+    plain, steered = run_python(blocks_of(README, "python"), texts, warm=False)
     assert style.score("class " + plain) > 0.5 > style.score("class " + steered)
 
 
@@ -38,9 +39,13 @@ def test_steering_guide_runs_and_steers() -> None:
 
 def test_runner_keeps_one_namespace_and_reports_failures() -> None:
     """Catches a runner that passes whatever the blocks do."""
-    assert run_python([Block("python", "a = 1", 1, "x.md"), Block("python", "b = a + 1", 5, "x.md")], "b") == 2
-    with pytest.raises(pytest.fail.Exception, match=r'x\.md", line 8'):
-        run_python([Block("python", "1 / 0", 7, "x.md")], "1")
+    for warm in (False, True):
+        assert (
+            run_python([Block("python", "a = 1", 1, "x.md"), Block("python", "b = a + 1", 5, "x.md")], "b", warm=warm)
+            == 2
+        )
+        with pytest.raises(pytest.fail.Exception, match=r'x\.md", line 8'):
+            run_python([Block("python", "1 / 0", 7, "x.md")], "1", warm=warm)
 
 
 def test_every_block_has_a_tested_language() -> None:

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,64 @@ def parts_of(
     expected = expect(reference, made, texts)
     assert {float(factor) for each in expected.values() for factor in each.factors.ravel()} == {0.0, 1.0}
     return made, expected
+
+
+@contextmanager
+def few_blocks(llm: Any, left: int) -> Iterator[list[bool]]:
+    """Leave ``left`` free cache blocks; yield, for each preemption so far, whether the request had drafts."""
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    pool, original = scheduler.kv_cache_manager.block_pool, scheduler._preempt_request
+    taken = pool.get_new_blocks(pool.get_num_free_blocks() - left)
+    preempted: list[bool] = []
+
+    def preempt(request: Any, *args: Any, **kwargs: Any) -> Any:
+        preempted.append(bool(request.spec_token_ids))
+        return original(request, *args, **kwargs)
+
+    scheduler._preempt_request = preempt
+    try:
+        yield preempted
+    finally:
+        scheduler._preempt_request = original
+        pool.free_blocks(taken)
+
+
+@contextmanager
+def resets(llm: Any) -> Iterator[list[bool]]:
+    """Preempt and resume all requests in every fourth step; yield as :func:`few_blocks`."""
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    original = scheduler.schedule
+    calls = count()
+
+    def schedule(*args: Any, **kwargs: Any) -> Any:
+        if scheduler.running and not next(calls) % 4:
+            scheduler.reset_prefix_cache(reset_running_requests=True)
+        return original(*args, **kwargs)
+
+    with few_blocks(llm, scheduler.kv_cache_manager.block_pool.get_num_free_blocks()) as preempted:
+        scheduler.schedule = schedule
+        try:
+            yield preempted
+        finally:
+            scheduler.schedule = original
+
+
+PREEMPTED = ("previous", "previous, ema", "latch, release", "prompt, mean", "several", "stop, two in a row")
+"""Cases whose decisions need state or records of earlier tokens."""
+
+
+def check_preempted(
+    llm: Any, truth: Truth, pressure: AbstractContextManager[list[bool]], names: Sequence[str] = PREEMPTED
+) -> None:
+    """Compare gates and stops of requests that are preempted while drafts run with a reference that has neither."""
+    made, expected, texts = truth
+    seen = watch_drafts(llm)
+    with pressure as preempted:
+        outputs = run_all(llm, {name: made[name] for name in names}, texts)
+    check_all(outputs, {key: each for key, each in expected.items() if key[0] in names}, texts)
+    assert any(preempted), "no request with drafts was preempted"
+    assert any(0 <= accepted < drafts for drafts, accepted in seen), "no draft was rejected"
+    assert any(accepted > 0 for _, accepted in seen), "no draft was accepted"
 
 
 def check_parts(llm: Any, folder: Path, texts: Sequence[list[int]]) -> None:

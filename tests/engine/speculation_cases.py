@@ -16,6 +16,7 @@ from tests.engine.captures import capture, close_to, result
 from tests.engine.conftest import close
 from tests.tiny import direction, make_llm
 from vllm_steer.capture import row_assembler
+from vllm_steer.engine.record_keeper import RecordKeeper
 from vllm_steer.frontend.context import context_of
 
 SPECULATIVE = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
@@ -64,7 +65,7 @@ def decided(tiny_llama: Path) -> drafts.Truth:
 
 @pytest.fixture(scope="module")
 def drafting(tiny_llama: Path, truth: list[Any]) -> Iterator[Any]:
-    llm = make_llm(tiny_llama, max_model_len=128, speculative_config=SPECULATIVE)
+    llm = make_llm(tiny_llama, max_model_len=128, block_size=32, speculative_config=SPECULATIVE)
     yield llm
     close(llm)
 
@@ -127,6 +128,19 @@ def test_checks_find_kept_drafts(drafting: Any, decided: drafts.Truth, monkeypat
     """Negative control of the test above."""
     drafts.draft_likely_text(monkeypatch, drafting, decided)
     drafts.check_controls(drafting, decided)
+
+
+@pytest.mark.parametrize("pressure", [lambda llm: drafts.few_blocks(llm, 9), drafts.resets], ids=["blocks", "resets"])
+def test_preemption_between_drafts(
+    drafting: Any, decided: drafts.Truth, monkeypatch: pytest.MonkeyPatch, pressure: Any
+) -> None:
+    """Catches decisions that are made again, or from state of rejected drafts, after a preemption."""
+    drafts.draft_likely_text(monkeypatch, drafting, decided)
+    drafts.check_preempted(drafting, decided, pressure(drafting))
+    # Negative control: requests that resume without their records must be noticed.
+    monkeypatch.setattr(RecordKeeper, "_replay", lambda *_: None)
+    with pytest.raises(AssertionError):
+        drafts.check_preempted(drafting, decided, pressure(drafting), drafts.PREEMPTED[:3])
 
 
 def test_lens_of_accepted_drafts(drafting: Any, plain: tuple[list[Any], list[Any]]) -> None:

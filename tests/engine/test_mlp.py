@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +71,11 @@ def truth(tiny_llama: Path) -> Truth:
     return made, expected
 
 
-def compare(llm: Any, truth: Truth) -> None:
+def compare(llm: Any, truth: Truth, probes: Mapping[str, Any] | None = None) -> None:
+    """Run the cases, with other values of ``probe`` if ``probes`` has them, and compare them with the reference."""
     keys = list(truth[1])
-    readouts = {name: {**each, "positions": "all"} for name, each in READOUTS.items()}
+    given = {name: each["probe"] for name, each in READOUTS.items()} if probes is None else probes
+    readouts = {name: {**each, "probe": given[name], "positions": "all"} for name, each in READOUTS.items()}
     wanted = [
         params(GENERATED, logprobs=None, readouts=readouts, steering=truth[0][name].get("edits"),
                stop_on=truth[0][name].get("stops"))
@@ -94,6 +97,48 @@ def test_cases_are_decided(truth: Truth) -> None:
 def test_every_window_and_stop(llm: Any, truth: Truth) -> None:
     """Catches an activation, bias or weight of another probe, and a value that comes behind the folding of a step."""
     compare(llm, truth)
+
+
+@pytest.fixture
+def module(llm: Any) -> Iterator[dict[str, str]]:
+    """Register the probes as a module; yield their names in requests."""
+    probes = {name: each["probe"] for name, each in READOUTS.items()}
+    llm.steering.register("deep", probes={**probes, "flat": probe()["weights"][0]})
+    yield {name: f"deep/{name}" for name in probes}
+    llm.steering.delete("deep")
+
+
+def test_probes_of_a_module(llm: Any, truth: Truth, module: dict[str, str]) -> None:
+    """Catches a registered probe with the weights, biases or activation of another one."""
+    compare(llm, truth, module)
+    other = {**module, "gelu": module["relu"]}
+    with pytest.raises(AssertionError):
+        compare(llm, truth, other)
+
+
+NAMED = {"probe": "deep/relu", "point": "post_block", "layer": 1}
+MISUSES: dict[str, tuple[dict[str, Any], str, str]] = {
+    "window": ({"readouts": {"r": NAMED}, "steering": [add(layer=3, when={"readout": "r", "above": 0.0})]},
+               "steering[0].when.window", "after the forward pass"),
+    "cosine": ({"readouts": {"r": {**NAMED, "cosine": True}}}, "readouts.r.cosine", "omit it"),
+    "one projection": ({"readouts": {"r": {"projections": ["deep/relu"], "point": "post_block", "layer": 1}}},
+                       "readouts.r.projections", "deep/relu has a hidden layer"),
+    "projections": ({"readouts": {"r": {"projections": ["deep/flat", "deep/relu"], "point": "post_block", "layer": 1}}},
+                    "readouts.r.projections[1]", "deep/relu has a hidden layer"),
+    "capture": ({"capture": {"memory": {"hooks": {"post_block": [1]}, "reduce": {"probes": ["deep/relu"]}}}},
+                "capture.memory.reduce.probes[0]", "deep/relu has a hidden layer"),
+    "unknown": ({"readouts": {"r": {**NAMED, "probe": "deep/tanhh"}}}, "readouts.r.probe[0]", "gelu, relu, silu, tanh"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(MISUSES))
+def test_refuses_misuses_of_a_module(llm: Any, module: dict[str, str], name: str) -> None:
+    """Catches a hidden layer that is ignored, or read as a direction, because the request does not show it."""
+    fields, path, words = MISUSES[name]
+    with pytest.raises(SteeringError) as caught:
+        run(llm, [prompt(1, 2, 3)], [params(**fields)])
+    assert caught.value.field == path
+    assert words in caught.value.problem
 
 
 def test_comparison_detects_another_activation(llm: Any, truth: Truth, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.engine import hf
-from tests.engine.answers import params, prompt, run, tokens_of
+from tests.engine.answers import logprobs_of, params, prompt, run, tokens_of
 from tests.engine.conftest import close
 from tests.engine.crowded import crowded_engine
 from tests.engine.dynamic_cases import READOUTS, add, bounds_of, check
@@ -19,6 +19,9 @@ from tests.engine.dynamic_reference import Expected, Reference
 from tests.tiny import make_llm
 from vllm_steer import SteeringError
 from vllm_steer.engine.record_keeper import RecordKeeper
+from vllm_steer.frontend.context import engine_context
+from vllm_steer.frontend.roles import RoleTokens
+from vllm_steer.spec.part import ROLES
 from vllm_steer.taps import dynamic
 
 GENERATED = 24
@@ -167,6 +170,28 @@ def test_readouts_of_a_part(llm: Any, truth: Truth) -> None:
     assert len(counts) > 1
 
 
+def test_messages_of_the_prompt(llm: Any, truth: Truth, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches messages whose positions do not reach the engine, and an answer outside of the message it belongs to."""
+    tokens = [7, 3, 20, 21, 8, 30, 7, 4, 22, 8, 7, 5]
+    roles = RoleTokens(
+        {"system": (7, 3), "user": (7, 4), "assistant": (7, 5)}, dict.fromkeys(ROLES, 8), frozenset([7]), {}
+    )
+    monkeypatch.setattr(engine_context(llm.llm_engine).markers, "_role_tokens", roles)
+    readouts = {
+        "user": {**READOUTS["late"], "positions": "user"},
+        "rest": {**READOUTS["late"], "positions": "assistant"},
+    }
+    named = [params(8, readouts=readouts, steering=[add(tokens=role)]) for role in ROLES]
+    listed = [params(8, steering=[add(tokens=positions)]) for positions in ([[0, 5]], [[6, 10]], [[10, None]])]
+    outputs = run(llm, [prompt(*tokens)] * 7, [*named, *listed, params(8)])
+    for got, expected in zip(outputs[:3], outputs[3:6], strict=True):
+        assert np.array_equal(logprobs_of(got), logprobs_of(expected))
+        assert not np.array_equal(logprobs_of(got), logprobs_of(outputs[6]))
+        found = got.outputs[0].readouts
+        assert found["user"].positions.tolist() == [6, 7, 8, 9]
+        assert found["rest"].positions.tolist() == list(range(10, 12 + 8 - 1))
+
+
 def test_cached_blocks_of_a_part_are_not_shared(llm: Any, truth: Truth) -> None:
     """Catches KV of an edited answer that serves a request whose edit is in another part, or none."""
     whole = prompt(*PROMPTS[4])
@@ -177,6 +202,24 @@ def test_cached_blocks_of_a_part_are_not_shared(llm: Any, truth: Truth) -> None:
     fresh = [run(llm, [longer], [params(4, steering=[edit], skip_reading_prefix_cache=True)])[0] for edit in edits]
     for got, expected in zip(cached, fresh, strict=True):
         assert tokens_of(got) == tokens_of(expected)
+
+
+def test_parts_without_a_token_are_reported(llm: Any, truth: Truth) -> None:
+    """Catches an edit of a part that never began, reported as applied, and reports about parts with a token."""
+    selectors = ["thinking", "answer", "tool_call", {"between": [5, 6]}, {"outside": [3, 4]}]
+    edits = [add(tokens=each) for each in selectors]
+    # The prompt opens thinking; no marker is generated.
+    fields = {"logit_bias": dict.fromkeys([3, 4, 5, 6], -100.0), "logprobs": None}
+    tokens = [*PROMPTS[0], 3, 9]
+    output = run(llm, [prompt(*tokens)], [params(6, steering=edits, **fields)])[0]
+    found = [(each.edit, each.reason, each.tokens) for each in output.steering_applied.no_effect]
+    unreached = {f"steering[{i}]": edit.tokens.to_wire() for i, edit in enumerate(edits) if i}
+    assert found == [(path, "unreached", tokens) for path, tokens in unreached.items()]
+    # The trace has a column for each edit: 0 at every token for those in the report, and for no other.
+    gates = output.outputs[0].steering_trace.gates
+    assert [not column.any() for column in gates.T] == [False, True, True, True, True]
+    closed = run(llm, [prompt(*tokens, 4)], [params(6, steering=edits, **fields)])[0]
+    assert [each.edit for each in closed.steering_applied.no_effect] == ["steering[0]", "steering[2]", "steering[3]"]
 
 
 @pytest.fixture(scope="module")

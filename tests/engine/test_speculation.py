@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.feature("speculative decoding, n-gram", "steer", "capture")
 def test_n_gram() -> None:
     """Run ``speculation_cases.py``, whose tests name what they catch."""
-    _run("speculation_cases.py", 7)
+    _run("speculation_cases.py", 9)
 
 
 @pytest.mark.feature("speculative decoding, draft model and EAGLE", "steer", "capture")

@@ -33,7 +33,12 @@ def content(seed: int = 0) -> dict[str, Any]:
             {"kind": "clamp", "point": "pre_attn", "layers": [0, 1], "vector": vector(seed + 5), "low": 0.0,
              "tokens": [[0, 3], -1]},
         ],
-        "probes": {"joy": vector(seed + 6), "anger": vector(seed + 7)},
+        "probes": {
+            "joy": vector(seed + 6),
+            "anger": vector(seed + 7),
+            "deep.weights": {"weights": np.stack([vector(seed + 8), vector(seed + 9)]), "outputs": [1.0, -2.0],
+                             "biases": [0.5, 0.25], "activation": "tanh"},
+        },
     }  # fmt: skip
 
 

@@ -24,7 +24,7 @@ def test_json_round_trip() -> None:
     assert set(said) == {"base", "prefill", "decode", "edits", "probes"}
     assert again == module()
     assert again.all_edits == module().all_edits
-    assert list(again.probes) == ["anger", "joy"]
+    assert list(again.probes) == ["anger", "deep.weights", "joy"]
 
 
 def test_digest_depends_on_content_only() -> None:
@@ -40,6 +40,10 @@ def test_digest_depends_on_content_only() -> None:
         (("edits", 0, "strength"), 0.5),
         (("edits", 1, "tokens"), "all"),
         (("probes", "joy"), vector(99)),
+        (("probes", "deep.weights", "weights"), [vector(8), vector(99)]),
+        (("probes", "deep.weights", "outputs"), [1.0, 2.0]),
+        (("probes", "deep.weights", "biases"), None),
+        (("probes", "deep.weights", "activation"), "relu"),
     ):
         changed: Any = content()
         part = changed
@@ -50,7 +54,7 @@ def test_digest_depends_on_content_only() -> None:
     swapped = content()
     swapped["edits"].reverse()  # they apply in another order
     digests.add(parse_module(swapped).digest)
-    assert len(digests) == 8
+    assert len(digests) == 12
 
 
 def test_merge_keeps_unchanged_sites() -> None:
@@ -72,6 +76,9 @@ WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
     "widths in tiers": ({"base": {"pre_attn": {1: [1]}}, "decode": {"pre_attn": {1: [1, 2]}}},
                         "decode.pre_attn[1]", "base.pre_attn[1] has width 1"),
     "width of a probe": ({"base": {"pre_attn": {1: [1]}}, "probes": {"p": [1, 2]}}, "probes.p", "width 2"),
+    "width of a hidden layer": ({"probes": {"a": [1], "p": {"weights": [[1, 2]], "outputs": [1]}}},
+                                "probes.p", "width 2"),
+    "hidden layer": ({"probes": {"p": {"weights": [[1, 2]]}}}, "probes.p.outputs", "missing"),
     "probes": ({"probes": []}, "probes", "name: vector"),
     "name of a probe": ({"probes": {"a/b": [1]}}, "probes", "ASCII"),
     "kind": ({"edits": [{"kind": "x", "point": "pre_attn", "layers": 1, "vector": [1]}]}, "edits[0].kind", "clamp"),

@@ -34,16 +34,31 @@ def test_reads_the_documented_format() -> None:
         "prefill.pre_attn.0": V.double(),
         "decode.post_attn.3": V.half(),
         "probes.joy": V,
+        "mlp_probes.a.b.weights": torch.stack([V, -V]).half(),
+        "mlp_probes.a.b.outputs": torch.tensor([1.0, 2.0]),
+        "mlp_probes.c.weights": V[None].clone(),
+        "mlp_probes.c.outputs": torch.tensor([1.0]),
+        "mlp_probes.c.biases": torch.tensor([3.0]),
         "edits.x": V.clone(),
     }
     edits = [{"kind": "ablate", "point": "pre_attn", "layers": "all", "vector": "edits.x"}]
-    said = {"format": "pt", "description": "d", "scales": '{"prefill.pre_attn.0": 2}', "edits": json.dumps(edits)}
+    said = {
+        "format": "pt",
+        "description": "d",
+        "scales": '{"prefill.pre_attn.0": 2}',
+        "edits": json.dumps(edits),
+        "activations": '{"c": "silu"}',
+    }
     found, about = read_module(save(tensors, said))
     content: Any = {
         "base": {"post_block": {12: V.bfloat16()}},
         "prefill": {"pre_attn": {0: {"vector": V, "scale": 2}}},
         "decode": {"post_attn": {3: V.half()}},
-        "probes": {"joy": V},
+        "probes": {
+            "joy": V,
+            "a.b": {"weights": torch.stack([V, -V]).half(), "outputs": [1.0, 2.0]},
+            "c": {"weights": [V], "outputs": [1.0], "biases": [3.0], "activation": "silu"},
+        },
         "edits": [{**edits[0], "vector": V}],
     }
     assert found == parse_module(content)
@@ -60,6 +75,7 @@ def tensor(**changes: Any) -> dict[str, Any]:
 
 
 NAME = "base.post_block.1"
+MLP = {"mlp_probes.p.weights": V[None].clone(), "mlp_probes.p.outputs": torch.ones(1)}
 HOSTILE: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "shorter"),
     "pickle": (b"\x80\x04\x95" + b"x" * 100, "shorter"),
@@ -95,6 +111,17 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "infinite in float32": (save({NAME: V.double() * 1e300}), "finite"),
     "matrix": (save({NAME: V[None]}), "shape [H]"),
     "empty vector": (save({NAME: V[:0]}), "components"),
+    "weights no matrix": (save({"mlp_probes.p.weights": V, "mlp_probes.p.outputs": V[:1].clone()}), "shape [n, H]"),
+    "outputs a matrix": (save({"mlp_probes.p.outputs": V[None]}), "shape [H]"),
+    "no outputs": (save({"mlp_probes.p.weights": V[None]}), "mlp_probes.p.outputs: is missing"),
+    "no weights": (save({"mlp_probes.p.outputs": V}), "mlp_probes.p.weights: is missing"),
+    "another array": (save({"mlp_probes.p.bias": V}), "unknown tensor name"),
+    "no name": (save({"mlp_probes.weights": V[None]}), "unknown tensor name"),
+    "a path in a probe": (save({"mlp_probes.../x.weights": V[None], "mlp_probes.../x.outputs": V.clone()}), "ASCII"),
+    "activation": (save(MLP, {"activations": '{"p": "swish"}'}), "probes.p.activation"),
+    "activation no text": (save(MLP, {"activations": '{"p": [1]}'}), "probes.p.activation"),
+    "activation of nothing": (save(MLP, {"activations": '{"q": "relu"}'}), "names no probe"),
+    "one name twice": (save({**MLP, "probes.p": V}), "probes.p: is also in"),
     "no tier": (save({"post_block.1": V}), "unknown tensor name"),
     "no layer": (save({"base.post_block": V}), "unknown tensor name"),
     "path": (save({"base.../../x.1": V}), "base"),

@@ -83,7 +83,7 @@ def test_limits_reach_the_engine() -> None:
 def test_every_setting_has_a_flag() -> None:
     """Catches a setting of the engine without a flag; functions of the user run offline only."""
     named = (entry.name for entry in (*ENGINE_LIMITS.values(), *SWITCHES, *MULTI_CHOICES))
-    assert {*named, "capture_policy", "saes", "user_hooks", "parts", "tool_parser"} == set(
+    assert {*named, "capture_policy", "saes", "user_hooks", "parts", "tool_parser", "chat_template"} == set(
         SteeringConfig.__struct_fields__
     )
 

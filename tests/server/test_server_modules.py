@@ -8,7 +8,6 @@ import json
 import os
 import signal
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,13 @@ import openai
 import pytest
 from safetensors.numpy import save_file
 
+from tests.server.registrations import MODULES, register_during_a_kill
 from tests.server.requests import LIST, PACKED, V
 from tests.server.server import MODEL, run_server, vllm_command
 
 PROMPT = "Hello there"
 GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": 8}
 SITE = {"post_block": {"1": PACKED}}
-MODULES = "/v1/steering/modules"
 PROCESSES = 2
 CONNECTIONS = 12
 """Each goes to one of two processes: that all go to the same one happens once in 2,048 times."""
@@ -230,26 +229,10 @@ def start_time(pid: int) -> int:
 
 
 def register_until_killed(url: str, victim: int, seed: int) -> dict[str, str]:
-    """Return the digests of the last acknowledged modules of four streams, during which ``victim`` is killed.
-
-    Each registration uses a new connection, so that all processes receive some.
-    """
-    acknowledged: dict[str, str] = {}
-
-    def stream(number: int) -> None:
-        with contextlib.suppress(httpx.TransportError):
-            for i in range(2000):
-                name = f"m{seed}.{number}.{i % 50}"
-                body = {"name": name, "base": {"post_block": {"1": (V * (i + 1) / (number + 1)).tolist()}}}
-                response = httpx.post(f"{url}{MODULES}", json=body, timeout=20)
-                if response.status_code != 200:
-                    return
-                acknowledged[name] = response.json()["digest"]
-                if number == 0 and i == 20:
-                    os.kill(victim, signal.SIGKILL)
-
-    with ThreadPoolExecutor(4) as streams:
-        list(streams.map(stream, range(4)))
+    """Return the digests of the modules that were acknowledged while ``victim`` was killed."""
+    acknowledged = register_during_a_kill(
+        [url], lambda: os.kill(victim, signal.SIGKILL), each=2000, kill_at=20, seed=seed
+    )
     assert len(acknowledged) > 20
     return acknowledged
 

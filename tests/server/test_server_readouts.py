@@ -16,6 +16,7 @@ from tests.docs.runner import client_blocks, run_python
 from tests.server.server import HIDDEN, MODEL
 from tests.server.test_server_capture import CHAT, COMPLETIONS, GREEDY, PROMPT, TOKENS, events_of, rows_of
 from vllm_steer import Client
+from vllm_steer.client import ServerError
 
 W = (np.random.default_rng(3).standard_normal(HIDDEN) * 0.2).astype(np.float32)
 PROBE: dict[str, Any] = {"probe": W.tolist(), "bias": 0.5, "point": "post_block", "layer": 2}
@@ -119,10 +120,30 @@ def test_every_choice_has_its_own_readouts(client: httpx.Client) -> None:
 def test_client_streams_a_probe_of_a_module(url: str) -> None:
     """Catches a client without readouts, and a named probe with other weights."""
     with Client(url) as client:
-        client.register("safety", probes={"refusal": W})
-        readouts = {"named": {**PROBE, "probe": "safety/refusal"}, "own": {**PROBE, "probe": W}}
+        deep = {"weights": np.stack([W, -W]), "outputs": [1.0, 0.5], "biases": [0.1, 0.2], "activation": "tanh"}
+        registered = client.register("safety", probes={"refusal": W, "deep": deep})
+        assert registered.probes == ["deep", "refusal"]
+        readouts = {
+            "named": {**PROBE, "probe": "safety/refusal"},
+            "own": {**PROBE, "probe": W},
+            "deep-named": {**PROBE, "probe": "safety/deep"},
+            "deep-own": {**PROBE, "probe": deep},
+        }
         whole = client.chat(MESSAGES, temperature=0, max_tokens=TOKENS, readouts=readouts).choices[0]
         np.testing.assert_array_equal(whole.readouts["named"].values, whole.readouts["own"].values)
+        np.testing.assert_array_equal(whole.readouts["deep-named"].values, whole.readouts["deep-own"].values)
+        assert np.abs(whole.readouts["deep-own"].values - whole.readouts["own"].values).min() > 1e-3
+        late = {
+            "kind": "add",
+            "point": "post_block",
+            "layers": 3,
+            "vector": W,
+            "tokens": "generated",
+            "when": {"readout": "deep-named", "above": 0.0},
+        }
+        with pytest.raises(ServerError, match="hidden layer") as caught:
+            client.chat(MESSAGES, max_tokens=2, readouts=readouts, steering=[late])
+        assert caught.value.param == "steering[0].when.window"
         pieces = list(client.stream_chat(MESSAGES, temperature=0, max_tokens=TOKENS, readouts=readouts))
         assert "".join(piece.text for piece in pieces) == whole.text
         streamed = np.concatenate([piece.readouts["named"].values for piece in pieces if piece.readouts])
@@ -146,7 +167,7 @@ def test_client_examples_of_the_guide(url: str) -> None:
     ]
     for attempt in range(5):
         try:
-            shown = run_python([before, *asked], "[set(piece.readouts) <= {'refusal'}, len(first.id) > 0]")
+            shown = run_python([before, *asked], "[set(piece.readouts) <= {'refusal'}, len(first.id) > 0]", warm=False)
             break
         except pytest.fail.Exception as error:
             # On a busy machine, the tiny model can finish before the client is scheduled again.

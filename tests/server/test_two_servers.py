@@ -17,12 +17,12 @@ import httpx
 import pytest
 
 from tests.postgresql import PASSWORD, PostgresServer, postgres_server
+from tests.server.registrations import MODULES, register_during_a_kill
 from tests.server.requests import PACKED, V
 from tests.server.server import MODEL, run_server, vllm_command
 
 __all__ = ["postgres_server"]
 
-MODULES = "/v1/steering/modules"
 SITE = {"post_block": {"1": PACKED}}
 
 
@@ -93,28 +93,13 @@ def test_two_servers_share_a_registry(servers: list[Server]) -> None:
     one.call("POST", "/v1/steering/clear")
     assert other.complete() == (plain, {})
 
-    acknowledged: dict[str, str] = {}
-
-    def write(number: int) -> None:
-        server = servers[number % 2]
-        with contextlib.suppress(httpx.TransportError):
-            for i in range(40):
-                name = f"m{number}.{i}"
-                body = {"name": name, "base": {"post_block": {"1": (V * (i + 1) / (number + 1)).tolist()}}}
-                response = httpx.post(f"{server.http.base_url}{MODULES}", json=body, timeout=20)
-                if response.status_code != 200:
-                    return
-                acknowledged[name] = response.json()["digest"]
-                if number == 0 and i == 10:
-                    one.kill()
-
-    with ThreadPoolExecutor(4) as writers:
-        list(writers.map(write, range(4)))
-    assert {name.partition(".")[0] for name in acknowledged} == {"m0", "m1", "m2", "m3"}
+    urls = [str(server.http.base_url) for server in servers]
+    acknowledged = register_during_a_kill(urls, one.kill, each=40, kill_at=10)
+    assert {name.split(".")[1] for name in acknowledged} == {"0", "1", "2", "3"}
     found = {each["name"]: each for each in other.call("GET", MODULES)["data"]}
     assert {name: found[name]["digest"] for name in acknowledged} == acknowledged
     assert not [each for each in found.values() if each["problem"] is not None]
-    assert other.complete(steering_modules=["m0.3"])[1]["modules"][0]["digest"] == acknowledged["m0.3"]
+    assert other.complete(steering_modules=["m0.0.3"])[1]["modules"][0]["digest"] == acknowledged["m0.0.3"]
 
     shown = [other.http.get(path).text for path in ("/v1/steering/capabilities", "/v1/steering/set", MODULES)]
     assert not [text for text in (*shown, one.log.read_text(), other.log.read_text()) if PASSWORD in text]

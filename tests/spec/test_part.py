@@ -37,8 +37,7 @@ def test_positions_count_from_the_first_generated_token() -> None:
 @pytest.mark.parametrize(
     ("tokens", "field", "words"),
     [
-        ("system", "t", "chat templates"),
-        ("user", "t", "chat templates"),
+        ("developer", "t", "system, user, assistant"),
         ({"between": [3, 3]}, "t.between", "both begin and end"),
         ({"between": [[3, 4], 5]}, "t.between[0]", "several tokens"),
         ({"between": [3]}, "t.between", "a start and an end token"),

@@ -47,7 +47,7 @@ SETTINGS: Final[Mapping[str, Setting]] = {
     for setting in (
         # New in 0.32.
         *_rows(Verdict.SERVED, "buckets of vLLM's own histograms", "custom_histogram_buckets"),
-        *_rows(Verdict.REFUSED, "for hyper-connections, whose layer classes are refused", "enable_hc_sp"),
+        *_rows(Verdict.REFUSED, "spreads the tokens of hyper-connections over ranks", "enable_hc_sp"),
         *_rows(Verdict.UNTESTED, "how tensors of multimodal inputs reach the workers", "enable_shm_tensor_arena"),
         *_rows(Verdict.UNTESTED, "saves vLLM's pool of graphs, which holds all sets", "sleep_mode_offload_cudagraph"),
         *_rows(Verdict.SERVED, "time limit of the chat template", "VLLM_CHAT_TEMPLATE_RENDER_TIMEOUT"),

@@ -261,9 +261,13 @@ _REDUCING: tuple[tuple[str, str], ...] = (
 )
 """Modules of layers that reduce, add and norm in one function, and its name there."""
 
-MODEL: tuple[Join, ...] = tuple(
-    Join(f"vllm.models.{module}:{name}", AROUND, "vllm_steer.models.reduced_norm:reduce_and_norm")
-    for module, name in _REDUCING
+_STREAMS = "vllm_steer.models.streams"
+MODEL: tuple[Join, ...] = (
+    *(
+        Join(f"vllm.models.{module}:{name}", AROUND, "vllm_steer.models.reduced_norm:reduce_and_norm")
+        for module, name in _REDUCING
+    ),
+    Join("vllm.models.deepseek_v4.nvidia.model:mhc_fused_post_pre_tilelang", AROUND, f"{_STREAMS}:tap_streams"),
 )
 """Wrapped in worker processes, each only when its model gets taps."""
 

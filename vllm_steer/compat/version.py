@@ -212,4 +212,6 @@ def check_settings(vllm_config: Any) -> None:
     found = [conflict for conflict in CONFLICTS if conflict.present(vllm_config)]
     if found:
         reasons = "; ".join(f"{conflict.setting}: {conflict.reason}" for conflict in found)
-        raise IncompatibleError(f"--enable-steering cannot be combined with {reasons}. Remove one of them.")
+        raise IncompatibleError(
+            f"--enable-steering cannot be combined with {reasons}. Remove these settings, or --enable-steering."
+        )

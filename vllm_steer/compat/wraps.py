@@ -94,8 +94,9 @@ def _owner(method: str, join: Join) -> Any:
         if not str(error.name).startswith("vllm."):
             raise
     raise IncompatibleError(
-        f"this vLLM has no {name} in {file_of(module)}, which {join.runs} joins. Install a tested version of vLLM. To "
-        "run vLLM without steering, uninstall vllm-steer or leave `steering` out of VLLM_PLUGINS."
+        f"this vLLM has no {name} in {file_of(module)}, with which {join.runs} of vllm-steer runs. Install a version "
+        "that `vllm-steer version` lists as tested. To run this one without steering, uninstall vllm-steer or leave "
+        "`steering` out of VLLM_PLUGINS."
     )
 
 

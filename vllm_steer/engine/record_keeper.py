@@ -90,6 +90,9 @@ class RecordKeeper:
 
     def attach_replays(self, scheduled: Any, requests: Mapping[str, Any]) -> None:
         """Attach the records of the requests that a scheduler output resumes."""
+        if self._assemblers and scheduled.preempted_req_ids:
+            self._preempted |= scheduled.preempted_req_ids & self._assemblers.keys()
+        # A reset of the prefix cache preempts requests that the same step resumes.
         if self._preempted:
             replays: dict[str, Replay] = {}
             for request_id in self._preempted & scheduled.num_scheduled_tokens.keys():
@@ -99,10 +102,6 @@ class RecordKeeper:
             self._preempted -= scheduled.num_scheduled_tokens.keys()
             if replays:
                 setattr(scheduled, REPLAYS_ATTRIBUTE, replays)
-        if self._assemblers and scheduled.preempted_req_ids:
-            # A request that is preempted and resumed in one step has been handled above.
-            resumed = scheduled.num_scheduled_tokens.keys()
-            self._preempted |= (scheduled.preempted_req_ids & self._assemblers.keys()) - resumed
 
     def _replay(self, request_id: str, request: Any) -> Replay | None:
         """Return the records of a request's tokens but the last one. They are final."""

@@ -49,7 +49,8 @@ class RecipeReport(_Report):
     layer_class: str
     layers: list[int]
     stream: str
-    """``pair``: the stream is the sum of two tensors; ``single``: one tensor."""
+    """``pair``: the stream is the sum of two tensors; ``single``: one tensor; ``the mean of several`` and the like: one
+    of several streams, or what is computed from them."""
     post_attn_in_front_of: str | None
     """Submodule that consumes the stream after attention, or None."""
 

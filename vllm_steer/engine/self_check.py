@@ -133,7 +133,7 @@ def _check(runner: SelfCheckRunner, steering: WorkerSteeringManager, config: Ste
             )
             check_plain(sites, base, donor, epsilon, steering.decoder.gaps)
             # Every rank runs the same number of requests. Requests are plain on ranks that do not own their layers.
-            aligned = list(aligned_hops(all_sites, hops_of(sites, steering.decoder.recalls)))
+            aligned = list(aligned_hops(all_sites, hops_of(sites, steering.decoder.recalls, steering.decoder.mixed)))
             requests = [CheckRequest(donor=False) if hop is None else hop_request(hop, base, donor) for hop in aligned]
             hops = [hop for hop in aligned if hop is not None]
             found = [rows for request, rows in runner.run(requests) if request.captures]

@@ -195,7 +195,7 @@ def _create(engine: Any, reports: Any, config: SteeringConfig) -> EngineContext:
         model,
         ProgramFileCache() if _shares_files(engine) else None,
         _controllers(engine),
-        PartMarkers(vllm_config, config.parts, config.tool_parser),
+        PartMarkers(vllm_config, config.parts, config.tool_parser, config.chat_template),
     )
     setattr(engine.input_processor, _CONTEXT, context)
     setattr(engine.output_processor, _CONTEXT, context)

@@ -8,13 +8,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm_steer.errors import SteeringError
+from vllm_steer.frontend.roles import RoleTokens, read_role_tokens, read_template
 from vllm_steer.params import PROGRAM_KEY, program_of
 from vllm_steer.program.bind import bind_to_prompt
 from vllm_steer.program.part import NO_TOKEN, CompiledPart
-from vllm_steer.spec.part import Marker
+from vllm_steer.spec.part import IMAGE, Marker
 from vllm_steer.spec.scalars import shown
 
 _PARSER_FLAGS: Mapping[str, str] = {"thinking": "--reasoning-parser", "tool_call": "--tool-call-parser"}
+_GIVE_POSITIONS = "give positions, for example from return_token_ids or /tokenize"
 _TOOL_ATTRIBUTES = (
     ("tool_calls_start_token", "tool_calls_end_token"),
     ("tool_call_start_token", "tool_call_end_token"),
@@ -31,10 +33,15 @@ class PartMarkers:
         vllm_config: The engine's configuration.
         given: Start and end of parts by name, as ids or text.
         tool_parser: Name of the server's tool parser, or an empty string.
+        chat_template: The server's chat template or its file; the tokenizer's if empty.
     """
 
-    def __init__(self, vllm_config: Any, given: Mapping[str, Sequence[Marker]], tool_parser: str) -> None:
+    def __init__(
+        self, vllm_config: Any, given: Mapping[str, Sequence[Marker]], tool_parser: str, chat_template: str = ""
+    ) -> None:
         self._vllm_config = vllm_config
+        self._chat_template = chat_template
+        self._role_tokens: RoleTokens | None = None
         self._given = given
         self._tool_parser = tool_parser
         self._named: dict[str, tuple[int, int]] = {}
@@ -61,6 +68,34 @@ class PartMarkers:
             start, end = markers
             self._named[part.name] = self._ids(start, end, tokenizer, f"{field} ({part.name})")
         return self._named[part.name]
+
+    def find_messages(self, role: str, prompt: Sequence[int], tokenizer: Any, field: str) -> list[tuple[int, int]]:
+        """Return the ranges of the messages of a role; the stop of a message that the prompt leaves open is `OPEN_END`.
+
+        Raises:
+            SteeringError: The chat template does not mark the messages of the role exactly.
+        """
+        if self._role_tokens is None:
+            self._role_tokens = self._read_roles(tokenizer, field)
+        if role in self._role_tokens.problems:
+            raise SteeringError(
+                field,
+                f"the chat template of this model does not mark the messages of the role {role}: "
+                f"{self._role_tokens.problems[role]}; {_GIVE_POSITIONS}",
+            )
+        return self._role_tokens.spans(role, prompt)
+
+    def _read_roles(self, tokenizer: Any, field: str) -> RoleTokens:
+        if tokenizer is None:
+            raise SteeringError(field, f"the engine has no tokenizer, which has the chat template; {_GIVE_POSITIONS}")
+        template = read_template(self._chat_template) if self._chat_template else None
+        if self._chat_template and template is None:
+            raise SteeringError(field, f"--chat-template is not a file that can be read; {_GIVE_POSITIONS}")
+        if template is None and not getattr(tokenizer, "chat_template", None):
+            raise SteeringError(field, f"the tokenizer has no chat template (--chat-template); {_GIVE_POSITIONS}")
+        if not hasattr(tokenizer, "added_tokens_decoder"):
+            raise SteeringError(field, f"the tokenizer does not list its special tokens; {_GIVE_POSITIONS}")
+        return read_role_tokens(tokenizer, template)
 
     def _of_parser(self, name: str, tokenizer: Any, field: str) -> tuple[Marker, Marker] | None:
         """Return the markers of vLLM's parser for a part; None if the engine has no such parser."""
@@ -93,7 +128,7 @@ def bind_request(request: Any, input_processor: Any, markers: PartMarkers) -> No
     """Replace the program of an engine request by the one for its prompt, if they differ.
 
     Raises:
-        SteeringError: A part or an image of the program is not in the prompt, or its tokens are not known.
+        SteeringError: A message or an image of the program is not in the prompt, or the tokens of a part are not known.
     """
     program = program_of(request.sampling_params)
     if program is None or not program.needs_prompt:
@@ -102,7 +137,11 @@ def bind_request(request: Any, input_processor: Any, markers: PartMarkers) -> No
     prompt = request.prompt_token_ids
     if prompt is None:
         raise SteeringError("steering", "parts of a conversation need a prompt of tokens, not of embeddings")
-    bound = bind_to_prompt(program, prompt, _images(request), lambda part, field: markers.find(part, tokenizer, field))
+
+    def ranges(name: str, field: str) -> list[tuple[int, int]]:
+        return _images(request) if name == IMAGE else markers.find_messages(name, prompt, tokenizer, field)
+
+    bound = bind_to_prompt(program, prompt, ranges, lambda part, field: markers.find(part, tokenizer, field))
     request.sampling_params = params = copy.copy(request.sampling_params)
     params.extra_args = {**params.extra_args, PROGRAM_KEY: bound.encode_cached()}
 

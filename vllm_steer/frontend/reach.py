@@ -2,7 +2,8 @@
 """Edits of a finished sample that no token reached.
 
 All prompt tokens and all generated tokens but the last run through the model. Whether an edit reached one of them
-follows from its selector and the number of tokens, so the engine reports nothing. Prefix caching does not matter,
+follows from its selector and the number of tokens or, for a part of the output, from the tokens themselves, so the
+engine reports nothing. Prefix caching does not matter,
 because a block is only reused under the same edits; neither do preemption and rejected drafts.
 """
 
@@ -11,14 +12,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from vllm_steer.params import program_of
+from vllm_steer.program.part import CompiledPart, selector_of
 from vllm_steer.registry.schema import NoEffect
 from vllm_steer.spec import Selector
 
 Unreached: TypeAlias = tuple[tuple[str, Selector], ...]
 """Path and selector of each edit that a sample did not reach."""
 
-_SELECTIONS = "_steering_selections"
+_SELECTIONS, _PARTS = "_steering_selections", "_steering_parts"
 _BY_SAMPLE = "_steering_unreached"
 _LISTENER = "_steering_reach_listener"
 
@@ -27,7 +31,10 @@ def record_selections(output_processor: Any, request: Any) -> None:
     """Store the selectors of a sample's edits on its state."""
     program = program_of(request.sampling_params)
     if program is not None and program.edits:
-        setattr(output_processor.request_states[request.request_id], _SELECTIONS, program.edit_selections)
+        state = output_processor.request_states[request.request_id]
+        setattr(state, _SELECTIONS, program.edit_selections)
+        if parts := program.edit_parts:
+            setattr(state, _PARTS, parts)
 
 
 def on_reach(state: Any, listener: Callable[[Any, Unreached], None]) -> None:
@@ -38,7 +45,8 @@ def on_reach(state: Any, listener: Callable[[Any, Unreached], None]) -> None:
 def record_reach(state: Any) -> None:
     """Record which edits a sample that has finished did not reach."""
     selections: tuple[tuple[Selector, tuple[str, ...]], ...] = getattr(state, _SELECTIONS, ())
-    if not selections:
+    parts: tuple[tuple[tuple[CompiledPart, ...], str], ...] = getattr(state, _PARTS, ())
+    if not selections and not parts:
         return
     num_generated = state.detokenizer.num_output_tokens()
     # Without a generated token, no result depends on the edits, however much of the prompt was computed.
@@ -49,6 +57,13 @@ def record_reach(state: Any) -> None:
         if not selector.reaches(state.prompt_len, stop)
         for path in paths
     )
+    if parts:
+        generated = np.asarray(state.detokenizer.output_token_ids[: max(num_generated - 1, 0)], np.int64)
+        unreached += tuple(
+            (path, selector_of(part))
+            for part, path in parts
+            if not np.logical_and.reduce([each.covers(generated) for each in part]).any()
+        )
     if unreached:
         # The samples of a request share their parent, which has to report on all of them.
         vars(state if state.parent_req is None else state.parent_req).setdefault(_BY_SAMPLE, {})[

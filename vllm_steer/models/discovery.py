@@ -53,10 +53,12 @@ class Decoder:
     layers: tuple[DecoderLayer, ...]
     num_layers: int
     gaps: frozenset[tuple[PointName, int]] = frozenset()
-    """Sites whose stream is not the one before plus the branches: ``pre_attn`` behind a skip or a new pass, and
-    ``post_block`` behind a cross-attention."""
+    """Sites whose stream is not the one before plus the branches: ``pre_attn`` behind a skip or a new pass,
+    ``post_attn`` of a layer that begins a new sum, and ``post_block`` behind a cross-attention."""
     recalls: frozenset[int] = frozenset()
     """Layers whose attention also reads what an earlier run cached, so their stream alone does not decide it."""
+    mixed: frozenset[int] = frozenset()
+    """Layers that also read other streams than the one of their points."""
     tensor_parallel: bool = False
     final_norm: nn.Module | None = None
     """The norm of the last layer's output; None if it is not known or on another pipeline stage."""
@@ -85,7 +87,8 @@ class Decoder:
         """Return the recipes in use as builtins, each with the class and the numbers of its layers."""
         found: dict[tuple[str, str, str | None], list[int]] = {}
         for layer in self.layers:
-            key = qualified_name(type(layer.module)), layer.recipe.shape, layer.recipe.post_attn
+            of_several = layer.recipe.stream and f"{layer.recipe.stream} of several"
+            key = qualified_name(type(layer.module)), of_several or layer.recipe.shape, layer.recipe.post_attn
             found.setdefault(key, []).append(layer.number)
         return [{"layer": c, "stream": s, "mid": m, "layers": numbers} for (c, s, m), numbers in found.items()]
 
@@ -131,6 +134,7 @@ def find_decoder(model: nn.Module, hf_text_config: Any, *, allow_unproven: bool 
     layers = []
     gaps: set[tuple[PointName, int]] = set()
     recalls: set[int] = set()
+    mixed: set[int] = set()
     unproven: dict[str, None] = {}
     for number, (module, run) in enumerate(runs):
         if isinstance(module, PPMissingLayer):
@@ -148,14 +152,21 @@ def find_decoder(model: nn.Module, hf_text_config: Any, *, allow_unproven: bool 
             unproven[doubt] = None
         if (reason := recipe.why_unsupported(module)) is not None:
             raise refuse(f": {name} with {reason}")
-        layers.append(DecoderLayer(number, module, recipe.of(module), run))
+        own = recipe.of(module)
+        layers.append(DecoderLayer(number, module, own, run))
         if recipe.recalls and run:
             recalls.add(number)
+        if own.mixed:
+            mixed.add(number)
+        if own.restarts:
+            gaps.add(("post_attn", number))
         if recipe.cross_attention:
             gaps.add(("post_block", number))
         if number in recipe.gaps(hf_text_config):
             gaps.add(("pre_attn", number))
-    return Decoder(tuple(layers), num_layers, frozenset(gaps), frozenset(recalls), unproven=tuple(unproven))
+    return Decoder(
+        tuple(layers), num_layers, frozenset(gaps), frozenset(recalls), frozenset(mixed), unproven=tuple(unproven)
+    )
 
 
 def _find_runs(

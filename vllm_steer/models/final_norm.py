@@ -13,7 +13,9 @@ _NAMES = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f", "fina
 
 
 def find_final_norm(model: nn.Module, decoder: Decoder) -> nn.Module | None:
-    """Return the module that norms the output of the last decoder layer; None if no single module has a known name."""
+    """Return the module that norms the stream of the last decoder layer; None if no single module has a known name."""
+    if not decoder.layers[-1].recipe.normed:
+        return None
     last = decoder.layers[-1].module
     for parent in model.modules():
         if any(isinstance(each, nn.ModuleList) and any(layer is last for layer in each) for each in parent.children()):

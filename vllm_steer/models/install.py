@@ -62,6 +62,8 @@ def install_taps(decoder: Decoder, tables: Tables) -> None:
     for module, taps in modules.items():
         # Registered on the layer, so that the taps' buffers are the module's own and move with it.
         module.register_module(TAPS, nn.ModuleList(taps))
+    defined_in = {type(layer.module).forward.__module__ for layer in decoder.layers}
+    install_joins(join for join in MODEL if join.method.partition(":")[0] in defined_in)
     if reduced:
         _install_at_norms(decoder, every)
     elif decoder.loops:
@@ -111,6 +113,9 @@ class Pass:
 def _install(layer: DecoderLayer, taps: Mapping[PointName, Tap]) -> None:
     recipe = layer.recipe
     module: Any = layer.module
+    if recipe.install is not None:
+        recipe.install(module, taps)
+        return
     forward: Forward = module.forward
     pair = recipe.shape == "pair"
     summands = _tap_branch_outputs(layer, taps)
@@ -129,9 +134,6 @@ def _install(layer: DecoderLayer, taps: Mapping[PointName, Tap]) -> None:
 
 def _install_at_norms(decoder: Decoder, taps: Sequence[Mapping[PointName, Tap]]) -> None:
     """Install the taps of layers whose norms reduce the branch: each at the norm that adds the branch to the stream."""
-    first: Any = type(decoder.layers[0].module)
-    module = first.forward.__module__
-    install_joins(join for join in MODEL if join.method.partition(":")[0] == module)
     before: Mapping[PointName, Tap] = {}
     for layer, own in zip(decoder.layers, taps, strict=True):
         block: Any = layer.module

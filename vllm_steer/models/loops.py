@@ -37,3 +37,8 @@ def hrm_text_gaps(config: Any) -> Sequence[int]:
 def solar_gaps(config: Any) -> Sequence[int]:
     """Return the layers of Solar that read a mixture of the stream with an earlier one."""
     return [*config.bskcn_3, *config.bskcn_4]
+
+
+def every_gap(config: Any) -> Sequence[int]:
+    """Return all layers but the first: each reads a prediction from all streams of the layer before."""
+    return range(1, config.num_hidden_layers)

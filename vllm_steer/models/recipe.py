@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recipes: where the hook points of a decoder-layer class are, and which of them are refused.
 
-vLLM's decoder layers pass the residual stream on in one of two shapes:
+vLLM's decoder layers pass the residual stream on in one of three shapes:
 
 * **pair**: ``(hidden_states, residual)``, summed by the next fused add-norm. The taps edit the residual summand, which
   is complete on every tensor-parallel rank; vLLM's all-reduce fusion still matches. The other summand is the branch.
@@ -9,6 +9,9 @@ vLLM's decoder layers pass the residual stream on in one of two shapes:
   first; their taps are at the norms (``reduced_norm.py``).
 * **single**: one tensor. ``post_attn`` is the tensor that enters the second norm. These layers keep that same tensor as
   their residual, so an in-place edit reaches both the MLP and the residual sum.
+
+* **streams**: several streams, which the layer mixes (``streams.py``). One of them, or their mean, is the stream of the
+  points.
 
 A parallel block, which computes attention and MLP from the same input, never holds the stream after attention. Such a
 block refuses edits at ``post_attn``; captures return the block's input plus the attention branch.
@@ -28,6 +31,8 @@ BLOCK_INPUT: Final = "the block's input"
 """Location of ``post_attn`` in a block that has only an MLP."""
 BLOCK_OUTPUT: Final = "the block's output"
 """Location of ``post_attn`` in a block that has only a token mixer."""
+MLP_MIX: Final = "the mix that the MLP reads"
+"""Location of ``post_attn`` in layers of hyper-connections."""
 SUMMAND: Final = "the summand beside the residual"
 """Location of a branch in layers of shape ``pair``."""
 
@@ -44,6 +49,9 @@ PARTIAL_BRANCH: Final = (
 )
 REDUCED_BRANCH: Final = (
     "under tensor parallelism {layer} reduces the branch in the kernel that adds it, so no rank holds this branch"
+)
+MIXED_BRANCH: Final = (
+    "{layer} adds different multiples of the branch to several streams, so no tensor holds what is added to the stream"
 )
 ONE_BRANCH: Final = "{layer} has only one branch, which is the difference of post_block and pre_attn"
 NO_SUBMODULE: Final = "no known submodule of {layer} outputs exactly what is added to the stream"
@@ -67,7 +75,7 @@ class Recipe:
 
     layer_class: str
     """Qualified name of the class."""
-    shape: Literal["pair", "single"]
+    shape: Literal["pair", "single", "streams"]
     post_attn: str | None = "post_attention_layernorm"
     """Submodule that reads the stream after attention, ``BLOCK_INPUT`` or ``BLOCK_OUTPUT``; None if no tensor holds
     that stream. The tap runs before the submodule; ``mlp_in`` is the submodule's output."""
@@ -93,6 +101,17 @@ class Recipe:
     """Return the layers, by number, that do not read what the layer before them leaves."""
     residual_at: int = 1
     """Shape ``pair``: place of the residual in what the layer returns; the branch is the first."""
+    install: Callable[[Any, Mapping[PointName, Any]], None] | None = None
+    """Shape ``streams``: install the taps of one layer."""
+    stream: str = ""
+    """Shape ``streams``: which of the streams is the stream of the points, in words."""
+    normed: bool = True
+    """Whether the model's final norm reads the stream of the last layer."""
+    restarts: bool = False
+    """Whether the stream after attention is the attention branch alone."""
+    mixed: bool = False
+    """Whether the layer also reads streams other than the one of its points, so that this one alone does not decide
+    what the layer computes."""
     reduced_by: str = ""
     """Shape ``pair``: the function in the layer's module that reduces the branch, adds it and norms the sum."""
     refused_points: Reasons = field(default_factory=dict)

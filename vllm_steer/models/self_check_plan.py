@@ -124,15 +124,18 @@ def _by_layer(sites: Sequence[Site]) -> Iterator[tuple[int, list[PointName], lis
         yield layer, points, [point for point in points if not POINTS[point].optional]
 
 
-def hops_of(sites: Sequence[Site], recalls: Collection[int] = ()) -> list[Hop]:
+def hops_of(sites: Sequence[Site], recalls: Collection[int] = (), mixed: Collection[int] = ()) -> list[Hop]:
     """Return the hops within the layers of ``sites``, which are in order of computation.
 
     Args:
         sites: The sites of this rank.
         recalls: Layers whose attention reads more than the stream; no hop goes through it.
+        mixed: Layers that read more than one stream; no hop goes through them.
     """
     hops: list[Hop] = []
     for layer, points, stream in _by_layer(sites):
+        if layer in mixed:
+            continue
         pairs = [(a, b, False) for a, b in pairwise(stream)]
         if "attn_out" in points:
             pairs += [("pre_attn", "attn_out", False), ("attn_out", stream[1], True)]

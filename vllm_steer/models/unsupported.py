@@ -11,24 +11,37 @@ from typing import Final
 
 from vllm_steer.models.vllm_recipes import MODULES
 
-_STREAMS: Final = "it carries several residual streams and mixes them, so no single stream can be read or edited"
+_DELAYED: Final = (
+    "each mix of its residual streams takes its weights from the sublayer before, and prefill may run the last layers "
+    "on a part of the tokens; its hook points are not proven"
+)
 _DEFERRED: Final = "its blocks pass a branch on for the next block to filter and add, so no tensor holds the stream"
 _ENCODER: Final = "it is an encoder: it computes all positions together and generates nothing"
 
+_OTHER_KERNELS: Final = (
+    "it carries several residual streams, and its hook points are proven only for the kernels of NVIDIA's GPUs"
+)
+
 _PLATFORMS: Final = ("nvidia", "amd", "cpu", "xpu", "common")
+_OTHERS: Final = ("amd", "xpu")
 
 UNSUPPORTED: Final[Mapping[str, str]] = {
     **{
         f"vllm.models.{family}.{platform}.model.{layer}": reason
         for family, layer, reason in (
-            ("deepseek_v4", "DeepseekV4DecoderLayer", _STREAMS),
-            ("deepseek_v41", "DeepseekV4DecoderLayer", _STREAMS),
-            ("glm5next", "Glm5NextDecoderLayer", _STREAMS),
-            ("hy_v4", "HYV4DecoderLayer", _STREAMS),
+            ("deepseek_v41", "DeepseekV4DecoderLayer", _DELAYED),
             ("inkling", "InklingDecoderLayer", _DEFERRED),
-            ("qwen4_exp", "Qwen4ExpDecoderLayer", _STREAMS),
         )
         for platform in _PLATFORMS
+    },
+    **{
+        f"vllm.models.{family}.{platform}.model.{layer}": _OTHER_KERNELS
+        for family, layer in (
+            ("deepseek_v4", "DeepseekV4DecoderLayer"),
+            ("hy_v4", "HYV4DecoderLayer"),
+            ("qwen4_exp", "Qwen4ExpDecoderLayer"),
+        )
+        for platform in _OTHERS
     },
     **{
         MODULES + layer: reason
@@ -36,7 +49,6 @@ UNSUPPORTED: Final[Mapping[str, str]] = {
             ("bert.BertLayer", _ENCODER),
             ("bert_with_rope.BertWithRopeBlock", _ENCODER),
             ("embedding_gemma2.EmbeddingGemma2DecoderLayer", _ENCODER),
-            ("gemma3n.Gemma3nDecoderLayer", _STREAMS),
             ("modernbert.ModernBertLayer", _ENCODER),
             ("openai_privacy_filter.OpenAIPrivacyFilterDecoderLayer", _ENCODER),
         )
@@ -44,7 +56,6 @@ UNSUPPORTED: Final[Mapping[str, str]] = {
 }
 
 UNSUPPORTED_ARCHITECTURES: Final[Mapping[str, str]] = {
-    "KimiK3ForConditionalGeneration": _STREAMS,
     "NanbeigeForCausalLM": (
         "its layers are code of the checkpoint, and Transformers has no such class, so its source cannot be proven"
     ),

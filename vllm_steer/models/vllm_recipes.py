@@ -8,8 +8,9 @@ from typing import Any, Final
 
 import torch
 
-from vllm_steer.models.loops import hrm_text_gaps, hrm_text_runs, loop_coder_runs, solar_gaps
-from vllm_steer.models.recipe import BLOCK_INPUT, BLOCK_OUTPUT, NO_SUBMODULE, Reasons, Recipe
+from vllm_steer.models import streams
+from vllm_steer.models.loops import every_gap, hrm_text_gaps, hrm_text_runs, loop_coder_runs, solar_gaps
+from vllm_steer.models.recipe import BLOCK_INPUT, BLOCK_OUTPUT, MIXED_BRANCH, MLP_MIX, NO_SUBMODULE, Reasons, Recipe
 from vllm_steer.points import OPTIONAL_POINTS
 
 MODULES: Final = "vllm.model_executor.models."
@@ -26,10 +27,12 @@ _SECOND_INPUT: Final = "this {layer} scales the norm's output by a second input 
 _TWO_NORMS: Final = "this {layer} gives its MLP and its experts different norms of the stream"
 _OUTER_BIAS: Final = "{layer} adds the branch's bias separately, so no tensor holds what is added to the stream"
 
+_MEAN: Final = "the mean"
 _REDUCE: Final = "fused_allreduce_rms_norm"
 _REDUCE_GEMMA: Final = "fused_allreduce_gemma_rms_norm"
 
 _BOTH_MULTIPLIED: Final[Reasons] = {"attn_out": _MULTIPLIED, "mlp_out": _MULTIPLIED}
+_MIXED: Final[Reasons] = {"attn_out": MIXED_BRANCH, "mlp_out": MIXED_BRANCH}
 _POST_NORMS: Final = {"attn_out": "post_attention_layernorm", "mlp_out": "post_feedforward_layernorm"}
 _NORMS_AFTER: Final = {"attn_out": "input_layernorm", "mlp_out": "post_attention_layernorm"}
 _SELF_ATTN: Final = {"attn_out": "self_attn", "mlp_out": "mlp"}
@@ -46,6 +49,18 @@ def _single(layer: str, post_attn: str | None = "post_attention_layernorm", **mo
 
 def _reduced(layer: str, function: str, **more: Any) -> Recipe:
     return Recipe(f"vllm.models.{layer}", "pair", reduced_by=function, **more)
+
+
+def _streams(layer: str, install: Any, **more: Any) -> Recipe:
+    settings: dict[str, Any] = {
+        "normed": False,
+        "refused_points": _MIXED,
+        "mixed": True,
+        "stream": _MEAN,
+        "post_attn": MLP_MIX,
+        **more,
+    }
+    return Recipe(layer, "streams", install=install, **settings)
 
 
 def _derived(layer: str, base: str) -> Recipe:
@@ -103,7 +118,13 @@ def _post_norm_residual(layer: Any) -> str | None:
 
 
 def _sequence_parallel(layer: Any) -> str | None:
-    for name in ("use_sequence_parallel_moe", "use_attn_reduce_scatter_for_moe", "use_sequence_parallel"):
+    for name in (
+        "use_sequence_parallel_moe",
+        "use_attn_reduce_scatter_for_moe",
+        "use_sequence_parallel",
+        "is_sequence_parallel",
+        "use_hc_sequence_parallel",
+    ):
         if getattr(layer, name, False):
             return f"{name}: each rank then holds the stream of only a part of the tokens"
     return None
@@ -117,10 +138,41 @@ def _scaled_in_float16(layer: Any) -> str | None:
 
 
 def _kimi(layer: Any) -> str | None:
-    for name in ("use_attn_res", "use_attn_residuals"):
-        if getattr(layer, name, False):
-            return "attention residuals (Kimi-K3): it carries several residual streams and mixes them"
+    if getattr(layer, "use_attn_residuals", False):
+        return "attention residuals (Kimi K3), which are proven for NVIDIA's GPUs only"
     return _sequence_parallel(layer)
+
+
+def _kimi_k3(layer: Any) -> Mapping[str, Any]:
+    if not layer.use_attn_res:
+        return {}
+    return {
+        "shape": "streams",
+        "install": streams.attention_residuals,
+        "stream": "the running sum",
+        "post_attn": "_post_attn_norm",
+        "normed": False,
+        "restarts": layer.is_block_write_layer,
+        "mixed": True,
+    }
+
+
+def _fused_streams(layer: Any) -> str | None:
+    return "fused hyper-connections, which this class is proven without" if layer.use_fused_mhc else None
+
+
+def _no_mhc(layer: Any) -> str | None:
+    return _sequence_parallel(layer) if layer.mhc else "mhc=False, which is not proven"
+
+
+def _token_embeddings(layer: Any) -> str | None:
+    if layer.ple is not None:
+        return "ple_layer_ids, whose embeddings of n-grams no proof covers"
+    return _sequence_parallel(layer)
+
+
+def _single_stream(layer: Any) -> str | None:
+    return None if layer.enable_ihc else "enable_ihc=False, which is not proven"
 
 
 VLLM_RECIPES: Final[tuple[Recipe, ...]] = (
@@ -190,7 +242,8 @@ VLLM_RECIPES: Final[tuple[Recipe, ...]] = (
     _pair("jamba.JambaAttentionDecoderLayer", "pre_ff_layernorm"),
     _pair("jamba.JambaMambaDecoderLayer", "pre_ff_layernorm"),
     Recipe("vllm.models.kimi_k3.amd.linear.KimiDecoderLayer", "pair", why_unsupported=_kimi),
-    Recipe("vllm.models.kimi_k3.nvidia.model.KimiDecoderLayer", "pair", residual_at=2, why_unsupported=_kimi),
+    Recipe("vllm.models.kimi_k3.nvidia.model.KimiDecoderLayer", "pair", residual_at=2, why_unsupported=_kimi,
+           variant=_kimi_k3),
     _pair("lfm2.Lfm2AttentionDecoderLayer", "ffn_norm"),
     _pair("lfm2.Lfm2ShortConvDecoderLayer", "ffn_norm"),
     _pair("lfm2_moe.Lfm2MoeAttentionDecoderLayer", "ffn_norm"),
@@ -230,6 +283,18 @@ VLLM_RECIPES: Final[tuple[Recipe, ...]] = (
     _single("phimoe.PhiMoEDecoderLayer", attn_out="self_attn", mlp_out="block_sparse_moe"),
     _single("stablelm.StablelmDecoderLayer", **_SELF_ATTN),
     _single("step3p5.Step3p5DecoderLayer", attn_out="self_attn", mlp_out="moe|mlp"),
+    # Several streams.
+    _streams(MODULES + "gemma3n.Gemma3nDecoderLayer", streams.altup, post_attn="pre_feedforward_layernorm",
+             stream="the active one", gaps=every_gap),
+    _streams("vllm.models.deepseek_v4.cpu.model.DeepseekV4DecoderLayer", streams.unfused,
+             why_unsupported=_fused_streams),
+    _streams("vllm.models.deepseek_v4.nvidia.model.DeepseekV4DecoderLayer", streams.fused_functions,
+             why_unsupported=_sequence_parallel),
+    _streams("vllm.models.glm5next.common.model.Glm5NextDecoderLayer", streams.fused_methods, normed=True, proven=False,
+             why_unsupported=_no_mhc),
+    _streams("vllm.models.qwen4_exp.nvidia.model.Qwen4ExpDecoderLayer", streams.gated,
+             why_unsupported=_token_embeddings),
+    _streams("vllm.models.hy_v4.nvidia.model.HYV4DecoderLayer", streams.separate, why_unsupported=_single_stream),
     # Layers that run several times per token.
     _single("hrm_text.HrmTextDecoderLayer", **_SELF_ATTN, pass_argument="current_step", runs=hrm_text_runs,
             gaps=hrm_text_gaps),
@@ -252,7 +317,7 @@ VLLM_RECIPES: Final[tuple[Recipe, ...]] = (
     _single("zamba2.Zamba2HybridLayer", BLOCK_OUTPUT),
     _single("zamba2.Zamba2MambaDecoderLayer", BLOCK_OUTPUT),
     # Attention and MLP in parallel.
-    _single("cohere_compass.CohereCompassDecoderLayer", None, **_SELF_ATTN, proven=False),
+    _single("cohere_compass.CohereCompassDecoderLayer", None, **_SELF_ATTN),
     _single("cohere2_moe.Cohere2MoeDecoderLayer", None),
     _single("commandr.CohereDecoderLayer", None, **_SELF_ATTN, partial_sums=True),
     _single("falcon.FalconDecoderLayer", None, **_SELF_ATTENTION, partial_sums=True, attn_added=_falcon_attention,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Binding of a program to a prompt: the tokens and the state of parts, and the positions of images."""
+"""Binding of a program to a prompt: the tokens and the state of parts, and the positions of messages and images."""
 
 from __future__ import annotations
 
@@ -12,23 +12,26 @@ from vllm_steer.limits import MAX_SELECTOR_ITEMS
 from vllm_steer.program.part import CompiledPart, bound_parts
 from vllm_steer.program.program import Program
 from vllm_steer.spec.condition import STOP_FIELD, condition_source
-from vllm_steer.spec.selector import IMAGE, Wire
+from vllm_steer.spec.part import IMAGE, PROMPT_PARTS
+from vllm_steer.spec.selector import OPEN_END, Wire
 
 FindMarkers = Callable[[CompiledPart, str], tuple[int, int] | None]
 Ranges = Sequence[tuple[int, int]]
+FindRanges = Callable[[str, str], Ranges]
 
 
-def bind_to_prompt(program: Program, prompt: Sequence[int], images: Ranges, find: FindMarkers) -> Program:
+def bind_to_prompt(program: Program, prompt: Sequence[int], ranges: FindRanges, find: FindMarkers) -> Program:
     """Return the program with everything filled in that depends on the model's tokens and on the prompt.
 
     Args:
         program: The program.
         prompt: The prompt's tokens.
-        images: Ranges of positions of image tokens, ascending.
+        ranges: Returns the positions of messages or images as ascending ranges; the stop of an open one is
+            ``OPEN_END``. It gets the name of the part and the path of the field.
         find: Returns the start and end token of a part, or None to leave the part out. It gets the path of the field.
 
     Raises:
-        SteeringError: The tokens of a part are not known, or the prompt has no image.
+        SteeringError: The tokens of a part are not known, or the prompt has no such message or image.
     """
 
     def parts_of(parts: tuple[CompiledPart, ...], field: str) -> tuple[CompiledPart, ...]:
@@ -40,11 +43,11 @@ def bind_to_prompt(program: Program, prompt: Sequence[int], images: Ranges, find
         when = []
         for i, condition in enumerate(edit.when):
             field = f"{condition_source(source, i, len(edit.when))}.positions"
-            tokens = None if condition.tokens is None else _positions(condition.tokens, images, field)
+            tokens = None if condition.tokens is None else _positions(condition.tokens, ranges, field)
             when.append(msgspec.structs.replace(condition, tokens=tokens, parts=parts_of(condition.parts, field)))
         bound = msgspec.structs.replace(
             edit,
-            tokens=_positions(edit.tokens, images, f"{source}.tokens"),
+            tokens=_positions(edit.tokens, ranges, f"{source}.tokens"),
             parts=parts_of(edit.parts, f"{source}.tokens"),
             when=tuple(when),
         )
@@ -52,7 +55,7 @@ def bind_to_prompt(program: Program, prompt: Sequence[int], images: Ranges, find
     readouts = []
     for number, readout in enumerate(program.readouts):
         field = f"{program.readout_source(number)}.positions"
-        tokens = _positions(readout.tokens, images, field)
+        tokens = _positions(readout.tokens, ranges, field)
         readouts.append(msgspec.structs.replace(readout, tokens=tokens, parts=parts_of(readout.parts, field)))
     stops = [
         msgspec.structs.replace(stop, parts=parts_of(stop.parts, f"{STOP_FIELD}[{i}].positions"))
@@ -61,13 +64,15 @@ def bind_to_prompt(program: Program, prompt: Sequence[int], images: Ranges, find
     return msgspec.structs.replace(program, edits=tuple(edits), readouts=tuple(readouts), stops=tuple(stops))
 
 
-def _positions(tokens: Wire, images: Ranges, field: str) -> Wire:
-    if tokens != IMAGE:
+def _positions(tokens: Wire, ranges: FindRanges, field: str) -> Wire:
+    if not isinstance(tokens, str) or tokens not in PROMPT_PARTS:
         return tokens
-    if not images:
-        raise SteeringError(field, "selects images, but the prompt has none")
-    if len(images) > MAX_SELECTOR_ITEMS:
+    found = ranges(tokens, field)
+    if not found:
+        what = "images" if tokens == IMAGE else f"messages of the role {tokens}"
+        raise SteeringError(field, f"selects {what}, but the prompt has none")
+    if len(found) > MAX_SELECTOR_ITEMS:
         raise SteeringError(
-            field, f"has {len(images)} ranges of image tokens; at most {MAX_SELECTOR_ITEMS} are allowed"
+            field, f"selects {len(found)} ranges of tokens of this prompt; at most {MAX_SELECTOR_ITEMS} are allowed"
         )
-    return [[start, stop] for start, stop in images]
+    return [[start, None if stop == OPEN_END else stop] for start, stop in found]

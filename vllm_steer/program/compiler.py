@@ -46,8 +46,10 @@ from vllm_steer.spec import (
 from vllm_steer.spec.condition import condition_source
 from vllm_steer.spec.feature import FeatureEdit
 from vllm_steer.spec.matrix import orthonormal_basis
+from vllm_steer.spec.mlp import TOO_LATE, MlpProbe
+from vllm_steer.spec.part import PROMPT_PARTS
 from vllm_steer.spec.scalars import closest
-from vllm_steer.spec.selector import IMAGE, Wire
+from vllm_steer.spec.selector import Wire
 from vllm_steer.spec.sites import Layers
 
 
@@ -145,7 +147,7 @@ class _VectorTable:
         if self.width not in (0, width):
             raise SteeringError(
                 path,
-                f"have width {width}, but other vectors of the request have width {self.width}; "
+                f"has width {width}, but other vectors of the request have width {self.width}; "
                 "all vectors have the model's hidden size",
             )
         self.width = width
@@ -239,7 +241,7 @@ def _compile_readout(readout: Readout, vectors: _VectorTable) -> CompiledReadout
     mlp = None
     if readout.mlp is not None:
         indices = vectors.add_directions(readout.mlp.weights, f"readouts.{readout.name}.probe.weights")
-        mlp = CompiledMlp(readout.mlp.activation, readout.mlp.biases, readout.mlp.outputs)
+        mlp = compile_mlp(readout.mlp)
     elif directions is None:
         pass
     elif isinstance(directions, NamedProjection):
@@ -263,6 +265,11 @@ def _compile_readout(readout: Readout, vectors: _VectorTable) -> CompiledReadout
         parts=compile_parts(readout.tokens),
         mlp=mlp,
     )
+
+
+def compile_mlp(probe: MlpProbe) -> CompiledMlp:
+    """Return the part of a probe with a hidden layer that is not among the program's vectors."""
+    return CompiledMlp(probe.activation, probe.biases, probe.outputs)
 
 
 def _find_probe(name: str, readouts: Sequence[Readout], numbers: Mapping[str, int], field: str) -> int:
@@ -304,8 +311,7 @@ def _compile_condition(
     if kind == TOKEN and readout.mlp is not None:
         raise SteeringError(
             f"{field}.window",
-            "a probe with a hidden layer is computed after the forward pass, too late for an edit of the same token; "
-            'use the window "previous", "latch" or "prompt"',
+            TOO_LATE,
         )
     if kind == TOKEN and edited <= (readout.layer, POINT_NAMES.index(readout.point)):
         raise SteeringError(
@@ -313,7 +319,7 @@ def _compile_condition(
             f"the edit at {edit.point} of layer {first_layer} is computed before the readout at {readout.point} of "
             f'layer {readout.layer}; use the window "previous", or edit later sites only',
         )
-    if kind != TOKEN and edit.tokens.to_wire() in ("all", "prompt", "last_prompt", IMAGE):
+    if kind != TOKEN and edit.tokens.to_wire() in ("all", "prompt", "last_prompt", *PROMPT_PARTS):
         raise SteeringError(
             f"{field}.window",
             f'"{condition.window}" decides about generated tokens only, not tokens="{edit.tokens.to_wire()}"; '

@@ -9,10 +9,12 @@ import msgspec
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.program.compiled_edit import CompiledEdit
-from vllm_steer.program.compiler import compile_program
-from vllm_steer.program.dynamic import CompiledReadout, CompiledStop
+from vllm_steer.program.compiler import compile_mlp, compile_program
+from vllm_steer.program.dynamic import TOKEN, CompiledReadout, CompiledStop
 from vllm_steer.program.program import NO_PROJECTION, CompiledCapture, Program
 from vllm_steer.spec import Projection
+from vllm_steer.spec.condition import condition_source
+from vllm_steer.spec.mlp import HAS_HIDDEN_LAYER, NO_COSINE, TOO_LATE, MlpProbe
 from vllm_steer.spec.scalars import read_number
 
 
@@ -72,15 +74,20 @@ def join(programs: Sequence[Program]) -> Program:
     )
 
 
-def with_probes(program: Program, find: Callable[[tuple[str, ...], str], Projection]) -> Program:
-    """Return the program with the probes of modules that its readouts name replaced by their directions.
+FindProbes = Callable[[tuple[str, ...], str], Projection | MlpProbe]
+
+
+def with_probes(program: Program, find: FindProbes) -> Program:
+    """Return the program with the probes of modules that its readouts name replaced by their content.
 
     Args:
         program: The program.
-        find: Returns the directions of some probes. It gets their names and the path of the field.
+        find: Returns the directions of some probes, or the probe with a hidden layer that a single name refers to. It
+            gets the names and the path of the field.
 
     Raises:
-        SteeringError: The directions differ in width from other vectors of the request.
+        SteeringError: The directions differ in width from other vectors of the request, or a probe with a hidden layer
+            cannot be used as the request does.
     """
     vectors = dict(zip(program.digests, program.vectors, strict=True))
     width = program.width if program.vectors else 0
@@ -89,9 +96,13 @@ def with_probes(program: Program, find: Callable[[tuple[str, ...], str], Project
         if readout.probes:
             field = f"{program.readout_source(number)}.{'probe' if readout.scalar else 'projections'}"
             projection = find(readout.probes, field)
+            if isinstance(projection, MlpProbe):
+                _check_mlp(program, number, field)
+                readout = msgspec.structs.replace(readout, mlp=compile_mlp(projection))
+                projection = projection.weights
             own = projection.directions.shape[1]
             if width not in (0, own):
-                raise SteeringError(field, f"have width {own}, but other vectors of the request have width {width}")
+                raise SteeringError(field, f"has width {own}, but other vectors of the request have width {width}")
             width = own
             for digest, data in zip(projection.digests, projection.vectors, strict=True):
                 vectors.setdefault(digest, memoryview(data))
@@ -103,6 +114,20 @@ def with_probes(program: Program, find: Callable[[tuple[str, ...], str], Project
     return msgspec.structs.replace(
         program, width=width, digests=tuple(vectors), vectors=tuple(vectors.values()), readouts=tuple(readouts)
     )
+
+
+def _check_mlp(program: Program, number: int, field: str) -> None:
+    """Raise :class:`SteeringError` unless the readout with that index may have a hidden layer."""
+    readout = program.readouts[number]
+    if not readout.scalar:
+        raise SteeringError(field, f"{', '.join(readout.probes)} {HAS_HIDDEN_LAYER}")
+    if readout.cosine:
+        raise SteeringError(f"{program.readout_source(number)}.cosine", NO_COSINE)
+    for i, edit in enumerate(program.edits):
+        for j, condition in enumerate(edit.when):
+            if condition.readout == number and condition.kind == TOKEN:
+                source = condition_source(program.edit_source(i), j, len(edit.when))
+                raise SteeringError(f"{source}.window", TOO_LATE)
 
 
 def with_source(program: Program, source: str) -> Program:

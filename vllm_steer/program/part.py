@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from vllm_steer.spec.part import Marker, Span
 from vllm_steer.spec.selector import Selector
@@ -31,6 +33,15 @@ class CompiledPart(msgspec.Struct, frozen=True, array_like=True):
     bound: bool = False
     """Whether the ids are filled in and the prompt has been read."""
 
+    def covers(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Return which of ``tokens``, the generated ones from the first on, belong to the part, which is bound."""
+        places = np.flatnonzero((tokens == self.start) | (tokens == self.end))
+        opened = np.concatenate([[self.opened], tokens[places] == self.start])
+        number = np.searchsorted(places, np.arange(len(tokens)), "right")
+        # A token belongs to the span that is open before or after it.
+        inside = opened[number] | np.concatenate([[self.opened], opened[number][:-1]])[: len(tokens)]
+        return np.asarray(inside != self.outside)
+
     def after(self, prompt: Sequence[int]) -> bool:
         """Return whether the span is open at the end of a prompt."""
         for token in reversed(prompt):
@@ -47,6 +58,16 @@ def compile_parts(selector: Selector | None) -> tuple[CompiledPart, ...]:
 
 def _compile(span: Span) -> CompiledPart:
     return CompiledPart(span.name, span.start, span.end, span.outside, span.opened, span.optional)
+
+
+def selector_of(parts: tuple[CompiledPart, ...]) -> Selector:
+    """Return the selector from which parts have been compiled, with the ids of its markers unless it has a name."""
+    first = parts[0]
+    if len(parts) > 1:
+        return Selector("answer")
+    if first.name and not first.outside:
+        return Selector.parse(first.name)
+    return Selector({"outside" if first.outside else "between": first.name or [first.start, first.end]})
 
 
 def bound_parts(

@@ -151,11 +151,17 @@ class Program(msgspec.Struct, frozen=True, array_like=True, dict=True, weakref=T
 
     @cached_property
     def edit_selections(self) -> tuple[tuple[Selector, tuple[str, ...]], ...]:
-        """The distinct selectors of the edits, each with the paths of its edits."""
+        """The distinct selectors of the edits that are not in parts of the output, with the paths of their edits."""
         paths: dict[Selector, dict[str, None]] = {}
         for index, edit in enumerate(self.edits):
-            paths.setdefault(edit.selector, {})[self.edit_source(index)] = None
+            if not edit.parts:
+                paths.setdefault(edit.selector, {})[self.edit_source(index)] = None
         return tuple((selector, tuple(sources)) for selector, sources in paths.items())
+
+    @cached_property
+    def edit_parts(self) -> tuple[tuple[tuple[CompiledPart, ...], str], ...]:
+        """The parts of each edit in a part of the output, with the path of the edit."""
+        return tuple((edit.parts, self.edit_source(index)) for index, edit in enumerate(self.edits) if edit.parts)
 
     @cached_property
     def zero_edits(self) -> tuple[str, ...]:
@@ -218,14 +224,14 @@ class Program(msgspec.Struct, frozen=True, array_like=True, dict=True, weakref=T
 
     @cached_property
     def needs_prompt(self) -> bool:
-        """Whether the front end has to fill in what depends on the prompt: ids and state of parts, or images."""
+        """Whether the front end has to fill in the ids and state of parts, or the positions of messages and images."""
         parts = (part for selection in self.part_selections for part in selection)
         selectors = [*(edit.selector for edit in self.edits), *(readout.selector for readout in self.readouts)]
         conditions = (each.selector for edit in self.edits for each in edit.when)
         return (
             any(not part.bound for part in (*parts, *(part for edit in self.edits for part in edit.parts)))
-            or any(selector.is_image for selector in selectors)
-            or any(selector is not None and selector.is_image for selector in conditions)
+            or any(selector.is_prompt_part for selector in selectors)
+            or any(selector is not None and selector.is_prompt_part for selector in conditions)
         )
 
     @cached_property

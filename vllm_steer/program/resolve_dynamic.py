@@ -183,7 +183,11 @@ def _prompt_interval(condition: CompiledCondition, prompt_len: int, field: str) 
         return 0, prompt_len
     intervals = condition.selector.intervals(prompt_len, f"{field}.positions")
     if len(intervals) != 1 or intervals[0][1] > prompt_len:
-        raise SteeringError(f"{field}.positions", f"must be one range within the prompt of {prompt_len} tokens")
+        found = f"{len(intervals)} ranges" if len(intervals) > 1 else "positions after the prompt"
+        raise SteeringError(
+            f"{field}.positions",
+            f'selects {found}, but the window "prompt" reads one range within the prompt of {prompt_len} tokens',
+        )
     return intervals[0]
 
 

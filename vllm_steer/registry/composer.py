@@ -26,9 +26,10 @@ from vllm_steer.params import (
 )
 from vllm_steer.program import Program, compile_program, join, with_probes, with_source
 from vllm_steer.registry.index import ResolvedModule
-from vllm_steer.registry.module import DIGEST_PREFIX
+from vllm_steer.registry.module import DIGEST_PREFIX, Probe
 from vllm_steer.registry.snapshot import Snapshot
 from vllm_steer.spec import CaptureSpec, NamedProjection, Projection, Vector
+from vllm_steer.spec.mlp import HAS_HIDDEN_LAYER, MlpProbe
 from vllm_steer.spec.references import GLOBAL_SOURCE, MODULES_FIELD, ProbeReference, Reference, parse_probe
 
 _COMPOSED_KEYS = (PROGRAM_KEY, MODULES_KEY, CAPTURE_KEY, IDLE_KEY)
@@ -152,8 +153,11 @@ def _resolve(references: tuple[Reference, ...], snapshot: Snapshot) -> tuple[Res
     return tuple(snapshot.find(each, f"{MODULES_FIELD}[{i}]")[0] for i, each in enumerate(references))
 
 
-def _directions(names: tuple[str, ...], snapshot: Snapshot, field: str) -> Projection:
-    return _projection(NamedProjection.parse(list(names), field), snapshot, field)
+def _directions(names: tuple[str, ...], snapshot: Snapshot, field: str) -> Projection | MlpProbe:
+    named = NamedProjection.parse(list(names), field)
+    if len(names) == 1 and isinstance(probe := _find(named.probes[0], snapshot, f"{field}[0]"), MlpProbe):
+        return probe
+    return _projection(named, snapshot, field)
 
 
 def _projection(named: NamedProjection, snapshot: Snapshot, field: str) -> Projection:
@@ -164,6 +168,13 @@ def _projection(named: NamedProjection, snapshot: Snapshot, field: str) -> Proje
 
 
 def _find_probe(probe: ProbeReference, snapshot: Snapshot, field: str) -> Vector:
+    found = _find(probe, snapshot, field)
+    if isinstance(found, MlpProbe):
+        raise SteeringError(field, f"{probe} {HAS_HIDDEN_LAYER}")
+    return found
+
+
+def _find(probe: ProbeReference, snapshot: Snapshot, field: str) -> Probe:
     module, _ = snapshot.find(probe.module, field)
     probes = snapshot.content(module.digest).probes
     if probe.probe not in probes:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules: edits and probe directions, identified by a digest of their content."""
+"""Modules: edits and probes, identified by a digest of their content."""
 
 from __future__ import annotations
 
@@ -17,17 +17,20 @@ import numpy as np
 from vllm_steer.errors import SteeringError
 from vllm_steer.points import POINT_NAMES
 from vllm_steer.program import Program, compile_program
-from vllm_steer.spec import Edit, Vector, pack_vector, parse_vector
+from vllm_steer.spec import Edit, Vector, parse_vector
 from vllm_steer.spec.fields import collect_edits, read_edits, read_vectors
+from vllm_steer.spec.mlp import MlpProbe, is_mlp
 from vllm_steer.spec.references import read_name
 from vllm_steer.spec.scalars import shown
 from vllm_steer.spec.selector import SelectorName
+from vllm_steer.spec.vector import pack_array
 
 TIERS: Mapping[str, SelectorName] = MappingProxyType({"base": "all", "prefill": "prompt", "decode": "generated"})
 """Tokens to which the vectors of a tier are added. The tiers apply in this order, before ``edits``."""
 EDITS, PROBES = "edits", "probes"
 CONTENT_KEYS: tuple[str, ...] = (*TIERS, EDITS, PROBES)
 
+Probe = Vector | MlpProbe
 MAX_PROBES = 1024
 DIGEST_PREFIX = "sha256:"
 
@@ -44,8 +47,8 @@ class Module:
     """Edits that add to generated tokens."""
     edits: tuple[Edit, ...] = ()
     """Edits of any kind, each with its own token selector."""
-    probes: Mapping[str, Vector] = field(default_factory=lambda: MappingProxyType({}))
-    """Directions for projections, by name; float32 ``[H]``."""
+    probes: Mapping[str, Probe] = field(default_factory=lambda: MappingProxyType({}))
+    """Probes by name: directions, float32 ``[H]``, or probes with a hidden layer."""
 
     @property
     def all_edits(self) -> tuple[Edit, ...]:
@@ -54,14 +57,15 @@ class Module:
 
     @property
     def vectors(self) -> Iterator[Vector]:
-        """Vectors of all edits, followed by the probes."""
+        """Vectors of all edits, then the probes. The first array of a probe with a hidden layer is ``[n, H]``."""
         yield from (edit.vector for edit in self.all_edits)
-        yield from self.probes.values()
+        for probe in self.probes.values():
+            yield from probe.arrays.values() if isinstance(probe, MlpProbe) else (probe,)
 
     @property
     def width(self) -> int:
         """Size of each vector; 0 if the module is empty."""
-        return next((vector.size for vector in self.vectors), 0)
+        return next((vector.shape[-1] for vector in self.vectors), 0)
 
     @cached_property
     def num_bytes(self) -> int:
@@ -82,7 +86,7 @@ class Module:
 
     def to_wire(self) -> dict[str, Any]:
         """Return the JSON form with packed vectors and without empty parts; `parse_module` is the inverse."""
-        return self._to_dict(pack_vector)
+        return self._to_dict(pack_array)
 
     def _to_dict(self, encode: Callable[[Vector], Any]) -> dict[str, Any]:
         written: dict[str, Any] = {}
@@ -93,7 +97,12 @@ class Module:
         if self.edits:
             written[EDITS] = [{**edit.to_wire(), "vector": encode(edit.vector)} for edit in self.edits]
         if self.probes:
-            written[PROBES] = {name: encode(probe) for name, probe in self.probes.items()}
+            written[PROBES] = {
+                name: {**{key: encode(array) for key, array in probe.arrays.items()}, "activation": probe.activation}
+                if isinstance(probe, MlpProbe)
+                else encode(probe)
+                for name, probe in self.probes.items()
+            }
         return written
 
     def merged(self, change: Module) -> Module:
@@ -122,7 +131,8 @@ def parse_module(content: Mapping[str, Any]) -> Module:
     Args:
         content: Values by key; None means absent. ``base``, ``prefill`` and ``decode`` are
             ``{point: {layer: vector | {"vector": ..., "scale": ...}}}``. ``edits`` is a list of `Edit` objects or of
-            dicts with its arguments. ``probes`` is ``{name: vector}``.
+            dicts with its arguments. ``probes`` is ``{name: vector}``; a probe with a hidden layer is a dict of
+            :class:`~vllm_steer.spec.mlp.MlpForm`'s fields.
 
     Raises:
         SteeringError: A key is unknown, a value is invalid, vectors differ in width, or the module is empty. Its
@@ -143,7 +153,7 @@ def parse_module(content: Mapping[str, Any]) -> Module:
         for name in ("when", "live"):
             if getattr(edit, name):
                 raise SteeringError(f"{path}.{name}", "is supported in requests only, not in modules; omit it")
-        if edit.tokens.spans or edit.tokens.is_image:
+        if edit.tokens.spans or edit.tokens.is_prompt_part:
             problem = "parts of a conversation are supported in requests only, not in modules; name positions"
             raise SteeringError(f"{path}.tokens", problem)
         if edit.feature is not None:
@@ -158,20 +168,25 @@ def parse_module(content: Mapping[str, Any]) -> Module:
     tiers = {tier: _merge_tier((), edits.get(tier, ())) for tier in TIERS}
     module = Module(**tiers, edits=edits.get(EDITS, ()), probes=MappingProxyType(probes))
     for name, probe in probes.items():
-        if probe.size != module.width:
-            raise SteeringError(f"{PROBES}.{name}", f"has width {probe.size}; other vectors have {module.width}")
+        width = probe.width if isinstance(probe, MlpProbe) else probe.size
+        if width != module.width:
+            raise SteeringError(f"{PROBES}.{name}", f"has width {width}; other vectors have {module.width}")
     if not module.width:
         raise SteeringError("module", f"is empty; provide at least one of {', '.join(CONTENT_KEYS)}")
     return module
 
 
-def _read_probes(value: object) -> dict[str, Vector]:
+def _read_probes(value: object) -> dict[str, Probe]:
     if not isinstance(value, Mapping) or not value:
         raise SteeringError(PROBES, f"must be a non-empty {{name: vector}}, not {shown(value)}")
     if len(value) > MAX_PROBES:
         raise SteeringError(PROBES, f"has {len(value)} probes; at most {MAX_PROBES} are allowed")
     named = {read_name(name, PROBES): vector for name, vector in value.items()}
-    return {name: parse_vector(named[name], f"{PROBES}.{name}") for name in sorted(named)}
+    return {name: _read_probe(named[name], f"{PROBES}.{name}") for name in sorted(named)}
+
+
+def _read_probe(value: Any, field: str) -> Probe:
+    return MlpProbe.parse(value, field) if is_mlp(value) else parse_vector(value, field)
 
 
 def _merge_tier(old: Iterable[Edit], new: Iterable[Edit]) -> tuple[Edit, ...]:

@@ -2,9 +2,11 @@
 """Safetensors files of modules, for uploads, ``--steering-modules`` and storage.
 
 Tensor ``tier.point.layer`` (``base.post_block.12``) is a vector of a tier, and ``probes.name`` is a probe. Both have
-shape ``[H]`` and dtype float32, float16, bfloat16 or float64. All metadata are optional: ``description`` and ``model``
-are strings; ``provenance``, ``scales`` (scale by tensor name) and ``edits`` are JSON. ``edits`` is a list of edits
-whose ``vector`` is the name of a tensor ``edits.anything``.
+shape ``[H]`` and dtype float32, float16, bfloat16 or float64. A probe with a hidden layer has the tensors
+``mlp_probes.name.weights`` ``[n, H]``, ``mlp_probes.name.outputs`` ``[n]`` and, if wanted, ``mlp_probes.name.biases``.
+All metadata are optional: ``description`` and ``model`` are strings; ``provenance``, ``scales`` (scale by tensor name),
+``activations`` (activation by the name of a probe) and ``edits`` are JSON. ``edits`` is a list of edits whose
+``vector`` is the name of a tensor ``edits.anything``.
 
 Files are untrusted: the header is validated before it is used, and the content like that of any request.
 """
@@ -25,14 +27,18 @@ from vllm_steer.limits import MAX_EDITS
 from vllm_steer.registry.metadata import METADATA_KEYS, ModuleMetadata, parse_metadata
 from vllm_steer.registry.module import EDITS, MAX_PROBES, PROBES, TIERS, Module, parse_module
 from vllm_steer.registry.strict_json import parse_json
+from vllm_steer.spec.mlp import ARRAYS as MLP_ARRAYS
+from vllm_steer.spec.mlp import MlpProbe
 from vllm_steer.spec.scalars import shown
 from vllm_steer.spec.vector import PACKED_DTYPES, from_bytes
 
 MAX_HEADER_BYTES = 4 << 20
-_SCALES = "scales"
+_SCALES, _ACTIVATIONS = "scales", "activations"
+MLP_PROBES = "mlp_probes"
+_MAX_TENSORS = MAX_EDITS + MAX_PROBES * len(MLP_ARRAYS)
 _TENSOR_KEYS = frozenset({"dtype", "shape", "data_offsets"})
 """Keys of a tensor in the header; safetensors ignores all others."""
-_FILE_METADATA_KEYS = (*METADATA_KEYS, _SCALES, EDITS, "format")
+_FILE_METADATA_KEYS = (*METADATA_KEYS, _SCALES, _ACTIVATIONS, EDITS, "format")
 
 DTYPES: Mapping[str, np.dtype[Any]] = MappingProxyType(
     {
@@ -59,7 +65,14 @@ def read_module(data: bytes) -> tuple[Module, ModuleMetadata]:
         tensors = {name: _vector(name, tensor) for name, tensor in safetensors.deserialize(data)}  # type: ignore[no-untyped-call]
     except safetensors.SafetensorError as error:
         raise SteeringError("file", f"is not a valid safetensors file: {error}") from None
+    activations = _json(metadata, _ACTIVATIONS, dict) or {}
+    mlps = _mlp_probes(tensors, activations)
     content = _content(tensors, _json(metadata, _SCALES, dict) or {}, _json(metadata, EDITS, list) or [])
+    if mlps:
+        probes = content.setdefault(PROBES, {})
+        if twice := min(mlps.keys() & probes.keys(), default=None):
+            raise SteeringError(_shown_name(f"{PROBES}.{twice}"), f"is also in {MLP_PROBES}; use another name")
+        probes.update(mlps)
     provenance = _json(metadata, "provenance", dict)
     return parse_module(content), parse_metadata({**metadata, "provenance": provenance})
 
@@ -78,8 +91,16 @@ def write_module(module: Module, metadata: ModuleMetadata = ModuleMetadata()) ->
     for i, edit in enumerate(module.edits):
         tensors[f"{EDITS}.{i}"] = edit.vector
         edits.append({**edit.to_wire(), "vector": f"{EDITS}.{i}"})
-    tensors.update((f"{PROBES}.{name}", probe) for name, probe in module.probes.items())
+    activations = {}
+    for name, probe in module.probes.items():
+        if isinstance(probe, MlpProbe):
+            tensors.update((f"{MLP_PROBES}.{name}.{key}", array) for key, array in probe.arrays.items())
+            activations[name] = probe.activation
+        else:
+            tensors[f"{PROBES}.{name}"] = probe
     strings = {"description": metadata.description, "provenance": json.dumps(metadata.provenance)}
+    if activations:
+        strings[_ACTIVATIONS] = json.dumps(activations)
     if metadata.model is not None:
         strings["model"] = metadata.model
     return safetensors.numpy.save(tensors, {**strings, _SCALES: json.dumps(scales), EDITS: json.dumps(edits)})
@@ -98,8 +119,8 @@ def _header(data: bytes) -> dict[str, Any]:
     if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
         raise SteeringError("file", "has metadata that are not strings")
     tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
-    if len(tensors) > MAX_EDITS + MAX_PROBES:
-        raise SteeringError("file", f"has {len(tensors)} tensors; at most {MAX_EDITS + MAX_PROBES} are allowed")
+    if len(tensors) > _MAX_TENSORS:
+        raise SteeringError("file", f"has {len(tensors)} tensors; at most {_MAX_TENSORS} are allowed")
     for name, entry in tensors.items():
         if not isinstance(entry, dict) or entry.keys() != _TENSOR_KEYS:
             raise SteeringError(_shown_name(name), f"must have exactly the keys {', '.join(sorted(_TENSOR_KEYS))}")
@@ -111,9 +132,11 @@ def _header(data: bytes) -> dict[str, Any]:
 
 def _vector(name: str, tensor: Mapping[str, Any]) -> np.ndarray:
     shape = tuple(tensor["shape"])
-    if len(shape) != 1:
-        raise SteeringError(_shown_name(name), f"has shape {shown(list(shape))}; a vector must have shape [H]")
-    return from_bytes(bytes(tensor["data"]), DTYPES[tensor["dtype"]])
+    is_matrix = name.startswith(f"{MLP_PROBES}.") and name.endswith(".weights")
+    if len(shape) != 1 + is_matrix:
+        needed = "weights must have shape [n, H]" if is_matrix else "a vector must have shape [H]"
+        raise SteeringError(_shown_name(name), f"has shape {shown(list(shape))}; {needed}")
+    return from_bytes(bytes(tensor["data"]), DTYPES[tensor["dtype"]]).reshape(shape)
 
 
 _JSON_NAMES: Mapping[type, str] = {dict: "object", list: "array"}
@@ -126,6 +149,27 @@ def _json(metadata: Mapping[str, str], key: str, kind: type) -> Any:
     if not isinstance(value, kind):
         raise SteeringError(f"metadata.{key}", f"must be a JSON {_JSON_NAMES[kind]}, not {shown(value)}")
     return value
+
+
+def _mlp_probes(tensors: dict[str, np.ndarray], activations: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Take the tensors of probes with a hidden layer out of ``tensors`` and return the probes by name."""
+    probes: dict[str, dict[str, Any]] = {}
+    for tensor in [name for name in tensors if name.startswith(f"{MLP_PROBES}.")]:
+        name, _, array = tensor.removeprefix(f"{MLP_PROBES}.").rpartition(".")
+        if not name or array not in MLP_ARRAYS:
+            names = ", ".join(f"{MLP_PROBES}.name.{each}" for each in MLP_ARRAYS)
+            raise SteeringError(_shown_name(tensor), f"unknown tensor name; use {names}")
+        probes.setdefault(name, {})[array] = tensors.pop(tensor)
+    for name, activation in activations.items():
+        if name not in probes:
+            raise SteeringError(f"metadata.{_ACTIVATIONS}", f"{shown(name)} names no probe in {MLP_PROBES} of the file")
+        probes[name]["activation"] = activation
+    for name, probe in probes.items():
+        # An array without the weights would be read as a vector.
+        for array in ("weights", "outputs"):
+            if array not in probe:
+                raise SteeringError(_shown_name(f"{MLP_PROBES}.{name}.{array}"), "is missing from the file")
+    return probes
 
 
 def _content(tensors: dict[str, np.ndarray], scales: dict[str, Any], edits: list[Any]) -> dict[str, Any]:
@@ -144,7 +188,7 @@ def _content(tensors: dict[str, np.ndarray], scales: dict[str, Any], edits: list
             content.setdefault(part, {}).setdefault(point, {})[layer] = scaled
         else:
             names = ", ".join(f"{tier}.point.layer" for tier in TIERS)
-            problem = f"unknown tensor name; use {names}, {PROBES}.name or {EDITS}.anything"
+            problem = f"unknown tensor name; use {names}, {PROBES}.name, {MLP_PROBES}.name.weights or {EDITS}.anything"
             raise SteeringError(_shown_name(name), problem)
     if scales:
         raise SteeringError(

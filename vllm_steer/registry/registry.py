@@ -119,7 +119,8 @@ class SteeringRegistry:
             decode: Like ``base``, for generated tokens.
             edits: List of :class:`vllm_steer.Edit` or of dicts with its arguments, applied after ``base``,
                 ``prefill`` and ``decode``.
-            probes: ``{name: vector}``, directions that captures can project on.
+            probes: ``{name: vector}``, directions for readouts, captures and rows of ``replace``. A probe with a hidden
+                layer is a dict with ``weights``, ``outputs``, ``biases`` and ``activation``, for readouts only.
             description: Free text.
             model: Model that the vectors were computed for; informational.
             provenance: Origin of the vectors; informational.

@@ -29,7 +29,7 @@ class NoEffect(_Answer):
     edit: str
     """Path of the edit in the request, `steering_modules[i]`, or `global steering`."""
     reason: Literal["unreached", "zero_vector", "zero_strength"]
-    """`unreached`: the request ended before the first token of the edit. The others were known from the start."""
+    """`unreached`: no token of the request was one of the edit's. The others were known from the start."""
     tokens: str | list[int | list[int | None]] | dict[str, Any] | None = None
     """Tokens of an unreached edit."""
     choices: tuple[int, ...] | None = None
@@ -88,7 +88,7 @@ class ModuleInfo(_Answer):
     width: int
     """Size of each vector."""
     probes: list[str]
-    """Names of the probe directions."""
+    """Names of the probes."""
     content: Content
     """Sites that the module edits."""
     problem: str | None

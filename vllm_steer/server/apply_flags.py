@@ -75,7 +75,7 @@ def apply_flags(args: argparse.Namespace) -> None:
             raise SteeringError(", ".join(unsupported), "has no effect here: this command serves no HTTP requests")
     if enabled:
         _check_front_end(args)
-        _set_engine_arguments(args, _engine_settings(given, getattr(args, "tool_call_parser", None)))
+        _set_engine_arguments(args, _engine_settings(given, args))
         if getattr(args, STORE_NAME_DEST, None) is None:
             name = secrets.token_hex(8)
             setattr(args, STORE_NAME_DEST, name)
@@ -93,7 +93,7 @@ def apply_flags(args: argparse.Namespace) -> None:
         _set_server_options(args, given)
 
 
-def _engine_settings(given: Mapping[str, Any], tool_parser: str | None) -> dict[str, Any]:
+def _engine_settings(given: Mapping[str, Any], args: argparse.Namespace) -> dict[str, Any]:
     settings = {limit.name: given[dest] for dest, limit in LIMIT_DESTS.items() if dest in given}
     settings |= {switch.name: given[dest] for dest, switch in SWITCH_DESTS.items() if dest in given}
     settings |= {choice.name: given[dest] for dest, choice in MULTI_CHOICE_DESTS.items() if dest in given}
@@ -101,8 +101,9 @@ def _engine_settings(given: Mapping[str, Any], tool_parser: str | None) -> dict[
         settings["saes"] = _named_paths(given[dest_of(SAE)], SAE)
     if dest_of(PART) in given:
         settings["parts"] = _parts(given[dest_of(PART)])
-    if tool_parser:
-        settings["tool_parser"] = tool_parser
+    for name, source in (("tool_parser", "tool_call_parser"), ("chat_template", "chat_template")):
+        if getattr(args, source, None):
+            settings[name] = str(getattr(args, source))
     if dest_of(POLICY) in given:
         settings["capture_policy"] = given[dest_of(POLICY)]
     return settings

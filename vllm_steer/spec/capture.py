@@ -304,7 +304,7 @@ def _read_positions(value: object) -> Selector:
     if not isinstance(value, (list, tuple, range, Selector, Mapping)):
         raise selector_form_error(value, POSITIONS, "positions")
     selector = Selector.parse(value, "positions")
-    if selector.spans or selector.is_image:
+    if selector.spans or selector.is_prompt_part:
         raise SteeringError(
             "positions", "parts of a conversation are not supported for captures, whose room is reserved by position"
         )

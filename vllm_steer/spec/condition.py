@@ -11,7 +11,7 @@ import msgspec
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_CONDITIONS, MAX_STOP_TOKENS, MAX_STOPS
-from vllm_steer.spec.part import PartName, SpanForm
+from vllm_steer.spec.part import PartName, PromptPartName, SpanForm
 from vllm_steer.spec.references import read_name
 from vllm_steer.spec.scalars import is_integer, read_choice, read_number, shown
 from vllm_steer.spec.selector import PositionListForm, Selector, SelectorName
@@ -67,7 +67,7 @@ class ConditionForm(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         msgspec.Meta(description="`previous` only: tokens in a row, up to t - 1, at which the condition must hold."),
     ] = None
     positions: Annotated[
-        SelectorName | PartName | Literal["image"] | PositionListForm | SpanForm | None,
+        SelectorName | PartName | PromptPartName | PositionListForm | SpanForm | None,
         msgspec.Meta(
             description="`prompt`: one range of prompt tokens; default the whole prompt. `previous` and `latch`: a "
             "part of the output, to whose tokens alone the condition looks; default all."
@@ -154,7 +154,9 @@ class Condition:
         over = given.get("over")
         if over is not None:
             if window not in _OVERS_OF:
-                raise SteeringError(f"{field}.over", f'needs the window "prompt" or "previous", not "{window}"')
+                raise SteeringError(
+                    f"{field}.over", f'needs the window "prompt" or "previous", not "{window}"; omit it'
+                )
             over = read_choice(over, _OVERS_OF[window], f"{field}.over")
         for name, owner in (("release", "latch"), ("tokens", "previous")):
             if given.get(name) is not None and window != owner:
@@ -167,8 +169,10 @@ class Condition:
             if sharpness <= 0:
                 raise SteeringError(f"{field}.sharpness", f"must be above 0, not {shown(sharpness)}")
         alpha, count = given.get("alpha"), given.get("tokens")
-        if (alpha is None) == (over == "ema"):
-            raise SteeringError(f"{field}.alpha", 'is needed with over="ema", and only there')
+        if alpha is None and over == "ema":
+            raise SteeringError(f"{field}.alpha", "is missing; ema needs the weight of the newest value, such as 0.2")
+        if alpha is not None and over != "ema":
+            raise SteeringError(f"{field}.alpha", 'has a meaning with over="ema" only; omit it')
         if alpha is not None:
             alpha = read_number(alpha, f"{field}.alpha")
             if not 0 < alpha < 1:

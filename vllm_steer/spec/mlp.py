@@ -16,10 +16,19 @@ from vllm_steer.limits import MAX_PROBE_WIDTH
 from vllm_steer.spec.json_schema import any_of
 from vllm_steer.spec.projection import Projection
 from vllm_steer.spec.scalars import read_choice, shown
-from vllm_steer.spec.vector import PackedVector, VectorForm, parse_vector
+from vllm_steer.spec.vector import PackedVector, Vector, VectorForm, parse_vector
 
 ActivationName = Literal["relu", "gelu", "tanh", "silu"]
+ARRAYS = ("weights", "outputs", "biases")
+"""Fields of a probe with a hidden layer that are arrays."""
 ACTIVATIONS: tuple[ActivationName, ...] = get_args(ActivationName)
+
+TOO_LATE = (
+    "a probe with a hidden layer is computed after the forward pass, too late for an edit of the same token; "
+    'use the window "previous", "latch" or "prompt"'
+)
+NO_COSINE = "cannot be combined with a hidden layer; omit it"
+HAS_HIDDEN_LAYER = "has a hidden layer and is not a direction; it can only be the probe of a readout"
 
 
 class MlpForm(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -50,6 +59,17 @@ class MlpProbe:
     outputs: bytes
     """float32 ``[n]``."""
     activation: ActivationName
+
+    @property
+    def arrays(self) -> dict[str, Vector]:
+        """The float32 arrays by the names of :class:`MlpForm`'s fields: ``weights`` ``[n, H]``, the others ``[n]``."""
+        biases, outputs = (np.frombuffer(numbers, "<f4") for numbers in (self.biases, self.outputs))
+        return {"weights": self.weights.directions, "biases": biases, "outputs": outputs}
+
+    @property
+    def width(self) -> int:
+        """Size of each row of the weights."""
+        return int(self.weights.directions.shape[1])
 
     @classmethod
     def parse(cls, value: Mapping[str, Any], field: str) -> MlpProbe:

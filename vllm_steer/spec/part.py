@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of a conversation that are decided by the generated tokens themselves.
+"""Parts of a conversation that are decided by its tokens.
 
-A span begins with a start token and ends with an end token; both belong to it. Which tokens mark the named parts
-depends on the model, so the front end fills them in (:mod:`vllm_steer.frontend.parts`). A request can name tokens
-itself.
+A span of the output begins with a start token and ends with an end token; both belong to it. Which tokens mark the
+named parts depends on the model, so the front end fills them in (:mod:`vllm_steer.frontend.parts`). A request can name
+tokens itself.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 
@@ -21,15 +21,15 @@ from vllm_steer.spec.scalars import is_integer, read_choice, shown
 SpanName = Literal["thinking", "tool_call"]
 PartName = Literal["thinking", "answer", "tool_call"]
 SPANS: tuple[SpanName, ...] = ("thinking", "tool_call")
+RoleName = Literal["system", "user", "assistant"]
+PromptPartName = Literal["system", "user", "assistant", "image"]
+ROLES: tuple[RoleName, ...] = get_args(RoleName)
+IMAGE: Literal["image"] = "image"
+PROMPT_PARTS: tuple[PromptPartName, ...] = get_args(PromptPartName)
+"""Messages by role, and the placeholder tokens of images; the front end fills in their positions."""
 Marker = int | str
 """A token id, or text that is one token."""
 MAX_MARKER_CHARS = 64
-OF_THE_PROMPT = ("system", "user", "assistant")
-"""Parts of a prompt. Requests cannot name them."""
-NO_PROMPT_PARTS = (
-    "parts of the prompt are not supported: chat templates do not mark where the messages' tokens begin and end; give "
-    "positions, for example from return_token_ids or /tokenize"
-)
 
 _Marker = Annotated[int, msgspec.Meta(ge=0)] | Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_MARKER_CHARS)]
 _Pair = Annotated[list[_Marker], msgspec.Meta(min_length=2, max_length=2)]

@@ -13,8 +13,8 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_LAYERS, MAX_READOUTS, MAX_TOP_K
 from vllm_steer.points import PointName
 from vllm_steer.spec.json_schema import any_of
-from vllm_steer.spec.mlp import MlpForm, MlpProbe, is_mlp
-from vllm_steer.spec.part import PartName, SpanForm
+from vllm_steer.spec.mlp import NO_COSINE, MlpForm, MlpProbe, is_mlp
+from vllm_steer.spec.part import PartName, PromptPartName, SpanForm
 from vllm_steer.spec.projection import NamedProjection, Projection
 from vllm_steer.spec.references import read_name
 from vllm_steer.spec.scalars import is_integer, read_number, shown
@@ -85,7 +85,7 @@ class ReadoutForm(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         msgspec.Meta(description="`lens` only: several layers."),
     ] = None
     positions: Annotated[
-        PositionsName | PartName | Literal["image"] | PositionListForm | SpanForm,
+        PositionsName | PartName | PromptPartName | PositionListForm | SpanForm,
         msgspec.Meta(description="Tokens that are returned. Gates and stops also compute the tokens that they need."),
     ] = "all_generated"
 
@@ -160,7 +160,7 @@ def _read(name: str, value: object) -> Readout:
         sae = read_name(value["sae"], f"{field}.sae")
     mlp = MlpProbe.parse(value["probe"], f"{field}.probe") if kind == "probe" and is_mlp(value["probe"]) else None
     if mlp is not None and cosine:
-        raise SteeringError(f"{field}.cosine", "cannot be combined with a hidden layer; omit it")
+        raise SteeringError(f"{field}.cosine", NO_COSINE)
     return Readout(
         name,
         kind,

@@ -48,7 +48,7 @@ class Reference(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ProbeReference(msgspec.Struct, frozen=True, array_like=True):
-    """Reference to one probe direction of a module, written ``module/probe``."""
+    """Reference to one probe of a module, written ``module/probe``."""
 
     module: Reference
     probe: str

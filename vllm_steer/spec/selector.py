@@ -11,17 +11,15 @@ import msgspec
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_SELECTOR_ITEMS
-from vllm_steer.spec.part import NO_PROMPT_PARTS, OF_THE_PROMPT, PARTS, PartName, Span, SpanForm, read_span
+from vllm_steer.spec.part import PARTS, PROMPT_PARTS, PartName, PromptPartName, Span, SpanForm, read_span
 from vllm_steer.spec.scalars import is_integer, read_choice, shown
 
 Interval: TypeAlias = tuple[int, int]
 SelectorName = Literal["all", "prompt", "generated", "last_prompt"]
 PositionsName = Literal["last_prompt", "all_prompt", "all_generated", "all"]
-TokensName = SelectorName | PartName | Literal["image"]
+TokensName = SelectorName | PartName | PromptPartName
 TokensInput: TypeAlias = "TokensName | Mapping[str, Any] | Sequence[int | Sequence[int | None]] | range | Selector"
 Wire = str | list[int | list[int | None]] | dict[str, Any]
-IMAGE: Literal["image"] = "image"
-"""Selects the placeholder tokens of images in the prompt, whose positions the front end fills in."""
 
 PositionListForm = Annotated[
     list[int | list[int | None]],
@@ -54,6 +52,11 @@ POSITIONS: Mapping[PositionsName, SelectorName] = MappingProxyType(
 )
 """Selectors by the position names of capture specs."""
 
+_UNBOUND: Mapping[str, SelectorName] = MappingProxyType(
+    {name: "all" if name == "assistant" else "prompt" for name in PROMPT_PARTS}
+)
+"""Tokens among which the parts of a prompt are."""
+
 _ELSEWHERE: Mapping[str, str] = MappingProxyType(
     dict.fromkeys(("last", "last_token", "final"), "last_prompt")
     | dict.fromkeys(("prefill", "input"), "prompt")
@@ -80,7 +83,7 @@ class _Generated:
     intervals: tuple[Interval, ...]
 
 
-_Where: TypeAlias = "SelectorName | PartName | Literal['image'] | tuple[Interval, ...] | _Generated | Span"
+_Where: TypeAlias = "SelectorName | PartName | PromptPartName | tuple[Interval, ...] | _Generated | Span"
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -94,8 +97,9 @@ class Selector:
     same terms are equal.
 
     Edits, readouts and conditions also take parts of the output that its tokens decide: ``"thinking"``, ``"answer"``,
-    ``"tool_call"``, or ``{"between": [start, end]}`` and ``{"outside": [start, end]}`` with two tokens; and
-    ``"image"``, the placeholder tokens of images in the prompt.
+    ``"tool_call"``, or ``{"between": [start, end]}`` and ``{"outside": [start, end]}`` with two tokens; ``"image"``,
+    the placeholder tokens of images in the prompt; and ``"system"``, ``"user"`` and ``"assistant"``, messages of the
+    chat template.
 
     Example:
         >>> from vllm_steer import Selector
@@ -134,8 +138,9 @@ class Selector:
         if isinstance(self._where, Span) or self._where in PARTS:
             return (NAMED["generated"](prompt_len),)
         if isinstance(self._where, str):
-            # Images are somewhere in the prompt until their positions are filled in.
-            return (NAMED["prompt" if self._where == IMAGE else self._where](prompt_len),)  # type: ignore[index]
+            # Images and messages can be anywhere until their positions are filled in.
+            name = _UNBOUND.get(self._where, self._where)
+            return (NAMED[name](prompt_len),)  # type: ignore[index]
         return tuple(_merged(_resolved(interval, prompt_len, field) for interval in self._where))
 
     def reaches(self, prompt_len: int, stop: int) -> bool:
@@ -174,15 +179,15 @@ class Selector:
         return PARTS.get(self._where, ()) if isinstance(self._where, str) else ()  # type: ignore[arg-type]
 
     @property
-    def is_image(self) -> bool:
-        """Whether the placeholder tokens of images are selected."""
-        return self._where == IMAGE
+    def is_prompt_part(self) -> bool:
+        """Whether messages or images are selected, whose positions the front end fills in."""
+        return self._where in PROMPT_PARTS
 
     @property
     def is_open(self) -> bool:
         """Whether the selection has no end, so that it covers as many tokens as are generated."""
         if self.is_named:
-            return self._where in ("all", "generated") or bool(self.spans)
+            return self._where in ("all", "generated", "assistant") or bool(self.spans)
         return any(stop == OPEN_END for _, stop in self._intervals)
 
     @property
@@ -245,9 +250,7 @@ def _read(tokens: object, field: str) -> _Where:
     if isinstance(tokens, Selector):
         return tokens._where
     if isinstance(tokens, str):
-        if tokens in OF_THE_PROMPT:
-            raise SteeringError(field, f"is {tokens!r}, but {NO_PROMPT_PARTS}")
-        return read_choice(tokens, (*NAMED, *PARTS, IMAGE), field, aliases=TOKEN_ALIASES)
+        return read_choice(tokens, (*NAMED, *PARTS, *PROMPT_PARTS), field, aliases=TOKEN_ALIASES)
     if isinstance(tokens, Mapping):
         return _read_mapping(tokens, field)
     if isinstance(tokens, range):

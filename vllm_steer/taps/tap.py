@@ -65,10 +65,36 @@ def _tap_fake(
     return None
 
 
+def _tap_mean(streams: torch.Tensor, head: torch.Tensor, apply: Callable[..., None]) -> None:
+    """Run a site on the mean of several streams ``[tokens, streams, hidden]`` and add its change to each of them."""
+    tables: Tables = get_forward_context().no_compile_layers[CONTEXT_KEY]
+    hooks = tables.hooks
+    if hooks is None and not _launches(tables, head, None):
+        return
+    mean = streams.mean(dim=-2)
+    before = mean.clone()
+    if hooks is None:
+        apply(mean, None, head, tables)
+    else:
+        _run_with_hooks(hooks, apply, mean, None, head, None)
+    streams.add_((mean - before).unsqueeze(-2))
+
+
+def _tap_mean_cpu(streams: torch.Tensor, head: torch.Tensor) -> None:
+    _tap_mean(streams, head, apply_tap)
+
+
+def _tap_mean_fake(streams: torch.Tensor, head: torch.Tensor) -> None:
+    return None
+
+
 _library = torch.library.Library("vllm_steer", "DEF")
 _library.define(SCHEMA)
 _library.impl("tap", _tap_cpu, dispatch_key="CPU")
 _library._register_fake("tap", _tap_fake)
+_library.define("tap_mean(Tensor(a!) streams, Tensor head) -> ()")
+_library.impl("tap_mean", _tap_mean_cpu, dispatch_key="CPU")
+_library._register_fake("tap_mean", _tap_mean_fake)
 
 if torch.version.cuda is not None:
     from vllm_steer.taps.tap_kernel import launch_tap
@@ -82,7 +108,11 @@ if torch.version.cuda is not None:
         elif _launches(tables, head, second):
             launch_tap(*_summands(target, other), head, tables, second)
 
+    def _tap_mean_cuda(streams: torch.Tensor, head: torch.Tensor) -> None:
+        _tap_mean(streams, head, launch_tap)
+
     _library.impl("tap", _tap_cuda, dispatch_key="CUDA")
+    _library.impl("tap_mean", _tap_mean_cuda, dispatch_key="CUDA")
 
 
 class Tap(nn.Module):
@@ -108,6 +138,14 @@ class Tap(nn.Module):
             other: The stream's second summand, None if ``target`` is the whole stream.
         """
         torch.ops.vllm_steer.tap(target, other, self.head, None)
+
+    def mean(self, streams: torch.Tensor) -> None:
+        """Apply the edits to the mean of several streams in place: each stream changes by as much as the mean.
+
+        Args:
+            streams: ``[tokens, streams, hidden]`` in the model's dtype.
+        """
+        torch.ops.vllm_steer.tap_mean(streams, self.head)
 
     def is_active(self) -> bool:
         """Return whether the current step runs this site. Only for models that vLLM does not compile."""

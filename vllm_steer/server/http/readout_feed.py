@@ -23,6 +23,8 @@ READOUTS_KEY, TRACE_KEY = "readouts", "steering_trace"
 """Names of the response fields."""
 _FIELDS = {"": ("values",), "sae": ("indices", "values"), LENS: ("token_ids", "logprobs")}
 """Fields of a readout beside ``positions``, by the kind of its head."""
+_POSITION = b"\0"
+"""Place of the position in a template; names have no such character."""
 _encoder = msgspec.json.Encoder()
 
 
@@ -110,9 +112,8 @@ class ReadoutFeed:
             values = self._values(positions, records)
             return _encoder.encode(values) if values else b""
         template, start, stop = self._template
-        arguments: list[Any] = [positions[0]] * (2 * (stop - start))
-        arguments[1::2] = _encoder.encode(records[0][start:stop])[1:-1].split(b",")
-        return template % tuple(arguments)
+        numbers = _encoder.encode(records[0][start:stop])[1:-1].split(b",")
+        return template.replace(_POSITION, b"%d" % positions[0]) % tuple(numbers)
 
     def take_all(self) -> dict[str, Any]:
         """Return the values of `take` for every readout of the request, in its order."""
@@ -157,7 +158,7 @@ def _readouts_by_tokens(program: Program, prompt_len: int) -> list[tuple[_Tokens
 def _template(groups: list[tuple[_Tokens, list[_Readout]]]) -> tuple[bytes, int, int] | None:
     """Return the JSON of one position of probes that return the same positions, and their columns; None for others.
 
-    Each probe has two places in the JSON: for the position, and for the value.
+    Each probe has the place of its value in the JSON, and :data:`_POSITION` in the place of the position.
     """
     if len(groups) != 1 or groups[0][0].part:
         return None
@@ -166,7 +167,7 @@ def _template(groups: list[tuple[_Tokens, list[_Readout]]]) -> tuple[bytes, int,
     if not all(each.scalar for each in readouts) or columns != list(range(columns[0], columns[0] + len(columns))):
         return None
     names = [_encoder.encode(each.name).replace(b"%", b"%%") for each in readouts]
-    members = b",".join(name + b':{"positions":[%d],"values":[%b]}' for name in names)
+    members = b",".join(name + b':{"positions":[' + _POSITION + b'],"values":[%b]}' for name in names)
     return b"{" + members + b"}", columns[0], columns[-1] + 1
 
 

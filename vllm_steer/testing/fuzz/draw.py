@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 
 from vllm_steer.spec import KINDS
-from vllm_steer.testing.fuzz.draw_reactive import draw_reactive
+from vllm_steer.spec.mlp import ACTIVATIONS
+from vllm_steer.testing.fuzz.draw_reactive import draw_part, draw_reactive
 from vllm_steer.testing.fuzz.facts import ModelFacts, Random, draw_edit, draw_layers
 from vllm_steer.testing.fuzz.workload import TIERS, CaptureCase, EditCase, ReadoutCase, Request, Settings
 
@@ -166,7 +167,10 @@ def _draw_readouts(rng: Random, facts: ModelFacts) -> list[ReadoutCase]:
         for top_k in (0, 3)
         if rng.random() < 0.2
     ]
-    form = str(rng.choice(["", "sigmoid", "cosine", "projections", "sae"]))
+    form = str(rng.choice(["", "sigmoid", "cosine", "projections", "sae", *ACTIVATIONS]))
+    if rng.random() < 0.15:
+        part = draw_part(rng, facts)
+        drawn = [msgspec.structs.replace(each, positions=part) for each in drawn]
     return [
         each if each.top_k else msgspec.structs.replace(each, form=form, top_k=4 if form == "sae" else 0)
         for each in drawn

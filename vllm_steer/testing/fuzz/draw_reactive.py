@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw edits that react to probes, stops, live strengths and edits of features."""
+"""Draw edits that react to probes, stops, live strengths, edits of features and edits in parts of the output."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from vllm_steer.points import POINT_NAMES
+from vllm_steer.spec.mlp import ACTIVATIONS
 from vllm_steer.testing.fuzz.facts import ModelFacts, Random, draw_edit, draw_layers
 from vllm_steer.testing.fuzz.workload import NUM_FEATURES, EditCase, GateCase, ReadoutCase
 
@@ -28,7 +30,20 @@ WINDOWS: tuple[dict[str, Any], ...] = (
     {"window": "prompt", "over": "mean", "sharpness": 2.0, "positions": [[1, 4]]},
 )
 """Hard conditions compare single scores, so that a tie is visible in the scores; averages are soft."""
+BOUNDED = ("tanh",)
+"""Forms of probes whose values do not grow with the rows."""
 TOKENS: tuple[Any, ...] = ("all", "prompt", "generated", [[-2, None]], [[3, 40]])
+
+
+def draw_part(rng: Random, facts: ModelFacts) -> dict[str, Any]:
+    """Return a selector of a part of the output, between two tokens or outside of them.
+
+    Random prompts have most tokens of a small vocabulary. A logit bias would make the tokens more frequent in the
+    output, but log-probabilities do not contain it, so that ties could not be told from wrong tokens.
+    """
+    start, end = rng.choice(np.arange(1, facts.vocab), 2, replace=False).tolist()
+    opened = {"opened": True} if rng.random() < 0.3 else {}
+    return {"between" if rng.random() < 0.6 else "outside": [int(start), int(end)], **opened}
 
 
 def draw_reactive(rng: Random, facts: ModelFacts) -> dict[str, list[Any]]:
@@ -40,24 +55,30 @@ def draw_reactive(rng: Random, facts: ModelFacts) -> dict[str, list[Any]]:
             edits = [_draw_gated_edit(rng, facts, readout) for _ in range(int(rng.integers(0, 3)))]
             drawn["edits"] += edits
             # Ties need the scores that conditions use; a prompt whose scores are not returned may be cached.
-            if all(edit.tokens == "generated" and edit.when[0].window != "prompt" for edit in edits):
+            prompts = [edit for edit in edits if isinstance(edit.tokens, list) or edit.tokens in ("all", "prompt")]
+            if not prompts and all(edit.when[0].window != "prompt" for edit in edits):
                 readout = msgspec.structs.replace(readout, positions=[[-1, None]])
             drawn["readouts"].append(readout)
             if rng.random() < 0.4:
                 count = int(rng.integers(1, 4))
-                drawn["stops"].append(_draw_gate(rng, facts, readout, {"tokens": count}, 0.7 if count == 1 else 0.2))
+                stop = _draw_gate(rng, facts, readout, {"tokens": count}, 0.7 if count == 1 else 0.2)
+                if rng.random() < 0.3:
+                    stop = msgspec.structs.replace(stop, positions=draw_part(rng, facts))
+                drawn["stops"].append(stop)
     if rng.random() < 0.1:
         edit = draw_edit(rng, facts, "steering", "add", tokens="all")
         drawn["edits"].append(msgspec.structs.replace(edit, live=float(rng.uniform(-1, 1))))
     if rng.random() < 0.1:
         drawn["edits"].append(_draw_feature_edit(rng, facts))
+    if rng.random() < 0.08:
+        drawn["edits"].append(draw_edit(rng, facts, "steering", "add", tokens=draw_part(rng, facts)))
     return drawn
 
 
 def _draw_probe(rng: Random, facts: ModelFacts, name: str) -> ReadoutCase:
     # The last layer has no edits behind it.
     layer = int(rng.integers(facts.layers - 1))
-    form = str(rng.choice(["", "", "cosine"]))
+    form = str(rng.choice(["", "", "cosine", *ACTIVATIONS]))
     return ReadoutCase(layers=[layer], positions="all", seed=int(rng.integers(1 << 30)), name=name, form=form)
 
 
@@ -65,7 +86,10 @@ def _spread(facts: ModelFacts, readout: ReadoutCase) -> float:
     """Return the typical size of a readout's values."""
     if readout.form == "cosine":
         return float(facts.hidden**-0.5)
+    # Outputs have norm sqrt(NUM_UNITS), and about half of the units are active.
     place = len(POINT_NAMES) * readout.layers[0] + POINT_NAMES.index("post_block")
+    if readout.form in BOUNDED:
+        return 1.0
     return float(facts.scale[place] * facts.hidden**-0.5)
 
 
@@ -86,8 +110,16 @@ def _draw_gate(
 
 def _draw_gated_edit(rng: Random, facts: ModelFacts, readout: ReadoutCase) -> EditCase:
     window = WINDOWS[int(rng.integers(len(WINDOWS)))]
+    while readout.form in ACTIVATIONS and window["window"] == "token":
+        # Its value comes after the forward pass.
+        window = WINDOWS[int(rng.integers(len(WINDOWS)))]
+    in_parts = window["window"] in ("previous", "latch") and window.get("over") != "mean"
+    if in_parts and rng.random() < 0.3:
+        window = {**window, "positions": draw_part(rng, facts)}
     kind = str(rng.choice(["add", "add", "add_normed", "ablate"]))
     tokens = TOKENS[int(rng.integers(len(TOKENS)))] if window["window"] == "token" else "generated"
+    if tokens == "generated" and rng.random() < 0.25:
+        tokens = draw_part(rng, facts)
     edit = draw_edit(rng, facts, "steering", kind, tokens=tokens)
     if window["window"] == "token":
         layers = sorted(int(rng.integers(readout.layers[0] + 1, facts.layers)) for _ in range(2))

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from vllm_steer.compat.internals import RequestOutputKind
 from vllm_steer.params import SamplingParams
 from vllm_steer.spec import Edit
+from vllm_steer.spec.mlp import ACTIVATIONS
 
 NUM_LOGPROBS = 5
 """Number of log-probabilities per token, enough to distinguish a tie from a wrong token."""
@@ -25,7 +26,10 @@ LOWEST_TEMPERATURE = 0.01
 NUM_DIRECTIONS = 2
 SAE, NUM_FEATURES = "fuzz", 48
 """Name and size of the sparse autoencoder of every engine."""
-Tokens: TypeAlias = str | list[int | list[int | None]]
+Tokens: TypeAlias = str | list[int | list[int | None]] | dict[str, Any]
+"""A selector; a part of the output is a dict with ``between`` or ``outside`` of two token ids."""
+NUM_UNITS = 6
+"""Hidden units of a probe with a hidden layer."""
 TIERS = ("steering_vectors", "prefill_steering_vectors", "decode_steering_vectors")
 MODULE = "drawn"
 """Name under which each request with ``module`` registers its edits, so that every request replaces the module."""
@@ -88,7 +92,9 @@ class EditCase(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     @property
     def in_module(self) -> bool:
         """Whether a module can have the edit."""
-        return not (self.directions or self.matrix or self.when or self.kind == "feature" or self.live is not None)
+        if self.directions or self.matrix or self.when or self.kind == "feature" or self.live is not None:
+            return False
+        return not isinstance(self.tokens, dict)
 
 
 class CaptureCase(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
@@ -111,7 +117,8 @@ class ReadoutCase(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     name: str = ""
     """Name that conditions use."""
     form: str = ""
-    """``sigmoid`` or ``cosine`` for a probe, ``projections`` or ``sae``; empty for a plain probe or a lens."""
+    """``sigmoid`` or ``cosine`` for a probe, an activation for one with a hidden layer, ``projections`` or ``sae``;
+    empty for a plain probe or a lens."""
 
 
 class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
@@ -245,6 +252,11 @@ def _readout(case: ReadoutCase, hidden: int) -> dict[str, Any]:
     site["layer"] = case.layers[0]
     if case.form == "projections":
         return {"projections": [vector(case.seed + i, 1.0, hidden) for i in range(NUM_DIRECTIONS)], **site}
+    if case.form in ACTIVATIONS:
+        units = [vector(case.seed + i, 1.0, hidden) for i in range(NUM_UNITS)]
+        outputs = vector(case.seed, NUM_UNITS**0.5, NUM_UNITS)
+        probe = {"weights": units, "outputs": outputs, "biases": outputs[::-1] * 0.1, "activation": case.form}
+        return {"probe": probe, **site}
     switch = {case.form: True} if case.form else {}
     return {"probe": vector(case.seed, 1.0, hidden), **switch, **site}
 

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Observe and change layers with several streams: the layers of ``mixes.py`` run in place of vLLM's.
+
+The rows and edits of vLLM's layers with their taps must be those of the formulas. What ``HookedModel`` calls the branch
+is here the difference of two points, since no module outputs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from tests.conformance import mixes
+from tests.conformance.cases import PROMPTS, Case
+from tests.conformance.edits import Rows
+from tests.conformance.engine import generate
+from tests.conformance.identities import HookedModel, _change
+
+FIELDS = {"pre_attn": "x_in", "post_attn": "x_mid", "post_block": "x_out", "mlp_in": "mlp_in"}
+
+
+class MixedModel(HookedModel):
+    """The decoder layers of a running engine whose layers carry several streams."""
+
+    def observe_runs(self, llm: Any) -> None:
+        """Remember the engine."""
+        self.llm = llm
+
+    @contextmanager
+    def watching(self) -> Iterator[list[dict[str, Any]]]:
+        """Record the stream at the points of each layer, in a run of the formulas after the caller's."""
+        seen: list[dict[str, Any]] = [{} for _ in self.layers]
+        yield seen
+
+        def record(number: int, point: str, stream: torch.Tensor) -> torch.Tensor:
+            seen[number][point] = stream.clone()
+            return stream
+
+        with self._formulas(record):
+            generate(self.llm, [Case("values", PROMPTS[0])], new_tokens=1)
+        for found in seen:
+            for point, field in FIELDS.items():
+                found[field] = found.pop(point)
+            found["branch"] = found["x_mid"] - found["x_in"]
+
+    @contextmanager
+    def changed(self, point: str, number: int, rows: Rows) -> Iterator[None]:
+        """Edit all tokens of all requests by the formulas."""
+
+        def edit(layer: int, at: str, stream: torch.Tensor) -> torch.Tensor:
+            return stream + _change(rows, stream) if (at, layer) == (point, number) else stream
+
+        with self._formulas(edit):
+            yield
+
+    @contextmanager
+    def _formulas(self, change: Any) -> Iterator[None]:
+        with ExitStack() as stack:
+            for number, layer in enumerate(self.layers):
+
+                def at(point: str, streams: torch.Tensor, number: int = number) -> torch.Tensor:
+                    if streams.dim() == 2:
+                        changed: torch.Tensor = change(number, point, streams)
+                        return changed
+                    mean = streams.mean(-2)
+                    return streams + (change(number, point, mean) - mean).unsqueeze(-2)
+
+                forward = mixes.LAYERS_OF[type(layer).__name__](layer, at)
+                stack.enter_context(patch.object(layer, "forward", forward))
+            yield
