@@ -8,7 +8,8 @@ request, clones it as vLLM does and encodes it with vLLM's encoder. The time of 
 subtracted. Every request has its own vectors, except in the cases with equal vectors.
 
 The second part is the way out, for 16 probes: the records of a batch's steps are received, split by request, and
-written into the chunks of its stream, one per token. The time without readouts is that of passing the chunks on.
+written into the chunks of its stream, one per token. The time without readouts is that of passing the chunks on. For
+captures it starts with the writer of results around the chunks, and covers the consumer and the encoding.
 
 Times are CPU milliseconds, as the median over the requests or the minimum over the batches, for hidden size 4,096.
 """
@@ -22,8 +23,9 @@ import json
 import os
 import platform
 import statistics
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,6 +39,7 @@ from vllm.v1.serial_utils import MsgpackEncoder
 from benchmarks.build import identity
 from vllm_steer import SamplingParams
 from vllm_steer.capture.manager import CaptureManager
+from vllm_steer.capture.row_assembler import RowChunk
 from vllm_steer.capture.row_payload import RECORDS, ROWS_REQUEST_ID, encode_step
 from vllm_steer.capture.step_rows import RowIndex, StepRows
 from vllm_steer.config import SteeringConfig
@@ -44,9 +47,12 @@ from vllm_steer.engine.capabilities import Capabilities
 from vllm_steer.frontend.context import EngineContext
 from vllm_steer.frontend.outputs import begin_capture, take_rows
 from vllm_steer.frontend.requests import check_engine_request, complete_params
-from vllm_steer.params import strip_for_engine
+from vllm_steer.params import capture_specs, strip_for_engine
+from vllm_steer.points import POINT_NAMES
 from vllm_steer.program.program_files import ProgramFileCache
 from vllm_steer.registry.registry import SteeringRegistry
+from vllm_steer.server.capture_store import CaptureStore, StoreLimits
+from vllm_steer.server.http.capture_results import CaptureResultWriter
 from vllm_steer.server.http.compiled_fields import compile_json_fields
 from vllm_steer.server.http.readout_feed import ReadoutFeed
 from vllm_steer.server.http.readout_results import ReadoutWriter
@@ -79,13 +85,13 @@ def projected(**reduce: Any) -> dict[str, Any]:
     return {"capture": {"memory": {"hooks": hooks, "positions": "all", "reduce": reduce}}}
 
 
-def make_context() -> EngineContext:
+def make_context(consumers: Mapping[str, Any] | None = None) -> EngineContext:
     capabilities = Capabilities(LAYERS, HIDDEN, 8192, "bfloat16", {}, SteeringConfig())
     registry = SteeringRegistry(capabilities, None)
     registry.register("calm", base=vectors(1, 0))
     registry.register("bench", probes=dict(zip(PROBES, probes(), strict=True)))
     return EngineContext(
-        capabilities, CaptureManager(capabilities, "model", {}), registry, program_files=ProgramFileCache()
+        capabilities, CaptureManager(capabilities, "model", consumers or {}), registry, program_files=ProgramFileCache()
     )
 
 
@@ -173,6 +179,56 @@ def measure_stream(fields: dict[str, Any] | None, context: EngineContext) -> flo
     return 1000 * spent / BATCH
 
 
+def measure_results(name: str, context: EngineContext) -> float:
+    """Return the milliseconds per request from the end of a captured request to the end of its stream.
+
+    Args:
+        name: ``memory``, with the values of 16 probes, or ``filesystem``, with the rows of one layer.
+        context: An engine context whose manager has the consumer.
+    """
+    manager = context.capture_manager
+    fields = projected(probes=[f"bench/{each}" for each in PROBES]) if name == "memory" else {
+        "capture": {name: {"hooks": {"post_block": [16]}, "positions": "all"}}
+    }  # fmt: skip
+    specs = capture_specs(complete_params(context, SamplingParams(max_tokens=CHUNKS, temperature=0, **fields)))
+    [(_, spec)] = specs
+    layers = [layer for _, each in spec.hooks for layer in each]
+    codes = tuple(2 * (layer * len(POINT_NAMES) + POINT_NAMES.index("post_block")) for layer in layers)
+    digest, width = (spec.reduce.digest, 4 * len(PROBES)) if name == "memory" else (b"", 2 * HIDDEN)
+    rows = np.random.default_rng(4).integers(0, 60, (CHUNKS, len(codes) * width), dtype=np.uint8)
+    store = CaptureStore(StoreLimits(1 << 20, 1 << 30, 60), f"benchmark-{os.getpid()}")
+    sent = 0
+
+    async def send(message: Any) -> None:
+        nonlocal sent
+        sent += len(message["body"])
+
+    async def respond(number: int) -> None:
+        http, request_id = RequestContext(), f"request-{number}"
+        http.consumers = (name,)
+        assembler = manager.new_assembler()
+        assembler.add([RowChunk(request_id, 0, CHUNKS, codes, rows, digest)])
+        writer = CaptureResultWriter(http, store, send, send)
+        writer._is_stream = True
+        for _ in range(CHUNKS):
+            await writer.send({"type": "http.response.body", "body": CHUNK, "more_body": True})
+        http.results[0] = manager.submit(
+            assembler, specs, request_id=request_id, sample=0, submission=number, prompt_token_ids=(1,) * 17,
+            output_token_ids=(1,) * (CHUNKS - 16),
+        )  # fmt: skip
+        await writer.send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": True})
+
+    async def batch() -> None:
+        await asyncio.gather(*(respond(number) for number in range(BATCH)))
+
+    started = time.process_time()
+    asyncio.run(batch())
+    spent = time.process_time() - started
+    if sent < BATCH * (CHUNKS * len(CHUNK) + 100):
+        raise RuntimeError(f"the streams carry {sent} bytes, too few for their results")
+    return 1000 * spent / BATCH
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
@@ -205,7 +261,15 @@ def main() -> None:
     }
     named = read_probes([f"bench/{name}" for name in PROBES])
     passed, read = (min(measure_stream(each, context) for _ in range(5)) for each in (None, named))
-    streams = {"chunks": CHUNKS, "plain_ms": passed, "added_ms_per_request": {"16 readouts": read - passed}}
+    with tempfile.TemporaryDirectory() as root:
+        consumers = make_context({"filesystem": {"root": root, "layout": "packed"}})
+        results = {
+            what: min(measure_results(name, consumers) for _ in range(8)) - passed
+            for what, name in (("16 probes, memory", "memory"), ("one layer to files", "filesystem"))
+        }
+        consumers.capture_manager.close()
+    added = {"16 readouts": read - passed, **results}
+    streams = {"chunks": CHUNKS, "plain_ms": passed, "added_ms_per_request": added}
     result = {"environment": environment, "plain_ms": plain, "added_ms_per_request": found, "streams": streams}
     arguments.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))

@@ -21,9 +21,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.build import identity
+from benchmarks.front_end import make_context
 
 REQUESTS, STEPS = 256, 400
-CASES = ("stock vLLM", "plain requests", "steered requests")
+CASES = ("stock vLLM", "plain requests", "steered requests", "captured requests")
 KINDS = {"streamed": "DELTA", "at the end": "FINAL_ONLY"}
 
 
@@ -41,9 +42,13 @@ def measure(case: str, kind: str, pipe: Any) -> None:
         from vllm_steer.compat.plugin import wrap_front_end
 
         wrap_front_end()
-        if case == CASES[2]:
-            fields = {"steering_vectors": {"post_block": {3: np.ones(4096, "f4")}}}
+        fields = {
+            CASES[2]: {"steering_vectors": {"post_block": {3: np.ones(4096, "f4")}}},
+            CASES[3]: {"capture": {"memory": {"hooks": {"post_block": [3]}, "positions": "all"}}},
+        }.get(case, {})
     processor = OutputProcessor(None, log_stats=False)
+    if case == CASES[3]:
+        processor._steering_context = make_context()
     for i in range(REQUESTS):
         request = EngineCoreRequest(
             request_id=f"request-{i}", external_req_id=f"request-{i}", prompt_token_ids=[1] * 16, mm_features=None,

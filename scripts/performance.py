@@ -54,6 +54,8 @@ REMAINING = """
   the time of each hop).
 * Captured rows of many requests (2 MiB per step for one layer at batch 256) are copied once in the engine process and sent to the
   front end over a socket.
+* A captured request adds its consumer's thread and the encoding of its results to the API server's CPU time, more than the
+  aim of 0.3 ms on a slow machine (`benchmarks/results/captured-responses.json`, against an earlier build).
 """
 
 HISTORY = """# Performance of earlier builds

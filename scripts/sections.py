@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import patching_sections
+import peer_sections
 from measured import current_costs
 from performance import cell
 from steps_page import MakeTable
@@ -18,9 +18,6 @@ from vllm_steer.compat.stages import REQUEST_STAGES
 from vllm_steer.compat.version import CONFLICTS
 
 ROOT = Path(__file__).parents[1]
-PEERS = ROOT / "benchmarks" / "results" / "peers.json"
-RUNS = 4
-"""Runs of each task of ``benchmarks/peers.py``."""
 
 
 LARGE, KEPT = "gpu-cost-llama-8b-large.json", "gpu-cost-llama-8b-kept.json"
@@ -98,40 +95,27 @@ def conflicts(table: MakeTable) -> str:
     return table(("setting", "reason"), [(f"{conflict.setting}", conflict.reason) for conflict in CONFLICTS])
 
 
-def speed(table: MakeTable) -> str:
-    """Return the table of times of tasks with peers and with their interfaces here."""
-    found = json.loads(PEERS.read_text())
-    about, cases = found["setup"], found["cases"]
-    rows = [
-        (
-            name + "".join(f", {package} {number}" for package, number in case["versions"].items() if number),
-            *(f"{case[task]['seconds']:.2f}" for task in ("activations", "grid")),
-            *(f"{case[task]['largest_difference']:.0e}" for task in ("activations", "grid")),
-        )
-        for name, case in cases.items()
-    ]
-    return (
-        f"Seconds on {about['threads']} CPU thread with `{about['model']}` in float32, the minimum of {RUNS} runs, and "
-        "the largest\ndifference from HF Transformers (`python -m benchmarks.peers`, `benchmarks/results/peers.json`). "
-        f"*Activations*: the output of\neach layer at all tokens of {about['prompts']} prompts of {about['length']} "
-        f"tokens. *Grid*: {about['grid_length']} positions of each layer patched with rows of\nanother prompt, and "
-        f"the log-probabilities of the next token. Running at the same time: {about['beside']}.\n\n"
-        + table(("", "activations", "grid", "difference of activations", "difference of log-probabilities"), rows)
-    )
-
-
 def method_name(path: str) -> str:
     """Return the last two parts of a method's path, for example ``Scheduler.schedule``."""
     return ".".join(path.rpartition(":")[2].split(".")[-2:])
 
 
+FOREIGN = {"vllm-lens": "vllm-lens", "rhizonymph": "RhizoNymph/vllm"}
+"""Projects whose fields are refused by name without their interface, by page."""
 SECTIONS: Mapping[str, Mapping[str, Callable[[MakeTable], str]]] = {
     "README.md": {"costs": costs},
     "docs/design/architecture.md": {"stages": stages},
     "docs/explanation/comparison.md": {"published": published},
     "docs/explanation/patching-compared.md": {"speed": patching_sections.speed, "hits": patching_sections.hits},
     "docs/explanation/limitations.md": {"conflicts": conflicts},
-    "docs/peers/transformer-lens.md": {"speed": speed},
+    **{
+        f"docs/peers/{page}.md": {
+            **({} if page == "inspect" else {"speed": peer_sections.speed(page)}),
+            **({"foreign": peer_sections.foreign(FOREIGN[page])} if page in FOREIGN else {}),
+            "refused": peer_sections.refused(page),
+        }
+        for page in peer_sections.REFUSALS
+    },
 }
 
 

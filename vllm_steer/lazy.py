@@ -7,18 +7,25 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
+from vllm_steer.errors import SteeringError
 
-def imported_on_use(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
+
+def imported_on_use(
+    package: str, modules: Mapping[str, str], refused: Mapping[str, str] | None = None
+) -> Callable[[str], Any]:
     """Return the ``__getattr__`` of a package.
 
     Args:
         package: Name of the package.
         modules: The module of each public name, relative (``.model``) or absolute.
+        refused: Reasons by name of names that raise SteeringError.
     """
 
     def find(name: str) -> Any:
         if name in modules:
             return getattr(import_module(modules[name], package), name)
+        if refused and name in refused:
+            raise SteeringError(name, refused[name])
         raise AttributeError(f"module {package} has no attribute {name}")
 
     return find

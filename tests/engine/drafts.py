@@ -19,6 +19,7 @@ from tests.engine.dynamic_cases import GENERATED, add, bounds_of, cases, check_a
 from tests.engine.dynamic_reference import Expected, Reference
 from tests.engine.test_live import check_changes, drive
 from tests.tiny import VOCAB, direction
+from vllm_steer.engine.record_keeper import RecordKeeper
 from vllm_steer.engine.worker_manager import WorkerSteeringManager
 from vllm_steer.taps import dynamic
 
@@ -142,15 +143,21 @@ PREEMPTED = ("previous", "previous, ema", "latch, release", "prompt, mean", "sev
 
 
 def check_preempted(
-    llm: Any, truth: Truth, pressure: AbstractContextManager[list[bool]], names: Sequence[str] = PREEMPTED
+    llm: Any, truth: Truth, pressure: AbstractContextManager[list[bool]], again: AbstractContextManager[list[bool]]
 ) -> None:
     """Compare gates and stops of requests that are preempted while drafts run with a reference that has neither."""
     made, expected, texts = truth
     seen = watch_drafts(llm)
     with pressure as preempted:
-        outputs = run_all(llm, {name: made[name] for name in names}, texts)
-    check_all(outputs, {key: each for key, each in expected.items() if key[0] in names}, texts)
+        outputs = run_all(llm, {name: made[name] for name in PREEMPTED}, texts)
+    check_all(outputs, expected, texts)
     assert any(preempted), "no request with drafts was preempted"
+    # Negative control: requests that resume without their records must be noticed.
+    with pytest.MonkeyPatch.context() as patch, again:
+        patch.setattr(RecordKeeper, "_replay", lambda *_: None)
+        outputs = run_all(llm, made, texts)
+    with pytest.raises(AssertionError):
+        check_all(outputs, expected, texts)
     assert any(0 <= accepted < drafts for drafts, accepted in seen), "no draft was rejected"
     assert any(accepted > 0 for _, accepted in seen), "no draft was accepted"
 

@@ -22,6 +22,7 @@ from vllm_steer import AsyncLLM, SamplingParams, SteeringError, engine_kwargs, o
 from vllm_steer.compat.request_state import CapacityError
 from vllm_steer.frontend.context import ensure_engine_context
 from vllm_steer.params import FILE_KEY
+from vllm_steer.peers.probe_hook import AsyncLLM as ProbingLLM
 from vllm_steer.program import program_files
 from vllm_steer.registry.module import parse_module
 from vllm_steer.registry.module_files import write_module
@@ -104,6 +105,20 @@ async def test_streams_are_steered_and_captured(engine: Any) -> None:
         await generate(engine, "bad", steering_vectors={"post_block": {99: direction(1)}})
     assert len((await generate(engine, "after"))[0]) == 24
     await modules_are_applied(engine, site, plain[0], steered[0])
+
+
+async def test_hidden_states_of_the_last_token(engine: Any) -> None:
+    """Catches ``include_last`` of vllm-probe-hook's ``AsyncLLM`` with a row of another token, and lost rows."""
+    probing = ProbingLLM(engine, layers=[2], include_last=True)
+    params = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True, detokenize=False)
+    *_, output = [output async for output in probing.generate(PROMPT, params, "probed")]
+    tokens = [*PROMPT["prompt_token_ids"], *output.outputs[0].token_ids]
+    fields = {"hooks": {"post_block": [2]}, "positions": "all_prompt"}
+    whole = SamplingParams(max_tokens=1, temperature=0, detokenize=False, capture={"memory": fields})
+    *_, again = [each async for each in engine.generate({"prompt_token_ids": tokens}, whole, "whole")]
+    rows = again.capture_results["memory"].tensor("post_block", 2)
+    assert output.hidden_states[2].shape == (5, 64)
+    torch.testing.assert_close(output.hidden_states[2], rows[-5:], atol=1e-3, rtol=1e-3)
 
 
 async def test_consumers_and_modules_of_the_constructor(engine: Any) -> None:

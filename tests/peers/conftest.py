@@ -54,9 +54,18 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="session")
-def url(model_path: Path, adapters: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Return the URL of a server with both adapters, whose prefill has chunks of 32 tokens."""
-    flags = ["--enable-steering", "--steering-peers", "vllm-lens", "--capture-inline-kib", "16"]
+def consumer_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of the server's consumer ``filesystem``."""
+    return tmp_path_factory.mktemp("acts")
+
+
+@pytest.fixture(scope="session")
+def url(
+    model_path: Path, adapters: dict[str, Path], consumer_root: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[str]:
+    """Return the URL of a server of both peers with both adapters, whose prefill has chunks of 32 tokens."""
+    flags = ["--enable-steering", "--steering-peers", "vllm-lens", "--steering-peers", "rhizonymph"]
+    flags += ["--capture-inline-kib", "16", "--capture-consumers", f"filesystem:root={consumer_root}"]
     flags += ["--max-num-seqs", "16", "--max-num-batched-tokens", "32"]
     # One slot more than there are adapters: see tests/engine/test_lora.py.
     flags += ["--enable-lora", "--max-loras", "3", "--max-lora-rank", "8", "--lora-modules"]

@@ -68,6 +68,13 @@ def run(task: Task, url: str, folder: Path) -> Any:
     return read_eval_log(log.location)
 
 
+def _written(folder: Path, code: str) -> Path:
+    """Write a script and return its path."""
+    script = folder / "page.py"
+    script.write_text(code)
+    return script
+
+
 def states_of(hf: Any, metadata: dict[str, Any]) -> list[torch.Tensor]:
     """Return HF's hidden states of the tokens that were forwarded."""
     return hidden_states(hf, [*metadata["prompt_token_ids"], *metadata["token_ids"]][:-1])
@@ -96,8 +103,10 @@ async def test_activations_in_this_process(url: str, hf: Any, tmp_path: Path) ->
         read_activations({"activations": {"residual_stream": logged}})
 
 
-def test_the_probe_scores_a_dataset(url: str, hf: Any, probe: Path, tmp_path: Path) -> None:
-    """Catches rows of the prompt in the mean, another layer, swapped labels, and rows in the log."""
+def test_the_probe_scores_a_dataset(
+    url: str, hf: Any, probe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches rows of the prompt in the mean, another layer, swapped labels, rows in the log, and a page that fails."""
     log = run(inspect_tasks.probed(str(probe), LAYER), url, tmp_path)
     values: dict[str, list[float]] = {"0": [], "1": []}
     for sample in log.samples:
@@ -116,6 +125,10 @@ def test_the_probe_scores_a_dataset(url: str, hf: Any, probe: Path, tmp_path: Pa
     text = Path(log.location.removeprefix("file://")).read_text()
     assert '"data":' not in text
     assert "capture_results" not in text
+    monkeypatch.chdir(tmp_path)
+    _, reading = blocks_of("docs/peers/inspect.md", "python")
+    page = runpy.run_path(str(_written(tmp_path, reading.code)))
+    assert page["stream"].shape == tuple(read_activations(log.samples[0].output, log)["residual_stream"].shape)
 
 
 def test_a_solver_steers(url: str, hf: Any, tmp_path: Path) -> None:
@@ -267,8 +280,7 @@ def test_the_command_line_and_the_alias(url: str, probe: Path, tmp_path: Path) -
 
 def test_the_page_configures_requests(tmp_path: Path) -> None:
     """Catches fields in docs/peers/inspect.md that are refused."""
-    script = tmp_path / "page.py"
-    script.write_text(blocks_of("docs/peers/inspect.md", "python")[0].code)
+    script = _written(tmp_path, blocks_of("docs/peers/inspect.md", "python")[0].code)
     prepared = prepare(runpy.run_path(str(script))["config"].extra_body)
     assert (sorted(prepared.body), prepared.model) == (["capture", "readouts", "return_token_ids"], "adapter")
     assert prepared.logged["readouts"]["tone"]["probe"]["numbers"] == 256

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from examples.peers import nnterp
-from tests.peers.conftest import hidden_states
+from tests.peers.conftest import hidden_states, steered_states
 from vllm_steer import SteeringError
 from vllm_steer.peers.nnterp import (
     Prompt,
@@ -140,6 +140,65 @@ def test_run_prompts(model: StandardizedTransformer) -> None:
     torch.testing.assert_close(found["first"][:, 0], probs[:, 1] + probs[:, 2], atol=1e-4, rtol=1e-3)
     torch.testing.assert_close(found["second"][:, 0], probs[:, 3], atol=1e-4, rtol=1e-3)
     assert run_prompts(model, prompts[:1], get_probs_func=logit_lens)["first"].shape == (1, 4)
+
+
+def test_prompts_from_strings(model: StandardizedTransformer) -> None:
+    """Catches a word without its form after a space, and a space counted as a word's first token."""
+
+    class Words:
+        """A tokenizer with tokens for ``a``, ``b`` and `` a``."""
+
+        tokens: ClassVar[dict[str, list[int]]] = {"a": [1], " a": [2], "b": [3, 4], " b": [9, 3, 4], " ": [9], "c": [5]}
+
+        def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+            assert not add_special_tokens
+            return self.tokens.get(text, [5])
+
+    prompt = Prompt.from_strings("one", {"first": "a", "both": ["a", "b"]}, Words())
+    assert prompt.target_tokens == {"first": [1, 2], "both": [1, 2, 3]}
+    assert list(Prompt.from_strings("one", "a", Words()).target_tokens) == ["target"]
+    with pytest.raises(SteeringError, match="same first token"):
+        Prompt.from_strings("one", "c", Words())
+    (first,) = run_prompts(model, [Prompt.from_strings("one", "x", model)])["target"]
+    assert 0 < float(first) < 1
+
+
+def test_the_readme_of_nnterp(model: StandardizedTransformer, hf: Any) -> None:
+    """Catches ``steer`` in a trace without effect or in every invoke, and logits of another token."""
+    vector, tokens = torch.randn(64, generator=torch.Generator().manual_seed(3)), model.encode(PROMPTS[1])
+    with model.trace(PROMPTS[1]):
+        model.attentions_output[1]
+        model.mlps_output[1].save()
+        plain = model.logits.save()
+    with model.trace() as tracer:
+        with tracer.invoke(PROMPTS[1]):
+            model.steer(layers=[1, 2], steering_vector=vector, factor=1.5)
+            everywhere = model.layers_output[2].save()
+        with tracer.invoke(PROMPTS[1]):
+            model.steer(1, vector, token_positions=[0, -1])
+            some = model.layers_output[1].save()
+        with tracer.invoke(PROMPTS[1]):
+            untouched = model.logits.save()
+    with torch.no_grad():
+        logits = hf(torch.tensor([tokens])).logits[0, -1].log_softmax(-1)
+    assert plain.value.shape == (1, 1, hf.config.vocab_size)
+    torch.testing.assert_close(plain.value[0, -1], logits, atol=1e-2, rtol=1e-3)
+    torch.testing.assert_close(untouched.value, plain.value, atol=1e-3, rtol=1e-3)
+    placed = dict.fromkeys(range(len(tokens)), 1.5 * vector)
+    torch.testing.assert_close(
+        everywhere.value[0], steered_states(hf, tokens, 1, placed, norm_match=False)[3] + 1.5 * vector, atol=1e-3,
+        rtol=1e-3,
+    )  # fmt: skip
+    placed = {0: vector, len(tokens) - 1: vector}
+    torch.testing.assert_close(
+        some.value[0], steered_states(hf, tokens, 1, placed, norm_match=False)[2], atol=1e-3, rtol=1e-3
+    )
+    with pytest.raises(SteeringError, match="batch_index"), model.trace("one"):
+        model.steer(1, vector, batch_index=0)
+    with pytest.raises(SteeringError, match="pass a list of TargetPrompt"):
+        from vllm_steer.peers.nnterp import TargetPromptBatch  # noqa: F401
+    with pytest.raises(SteeringError, match=r"within model\.trace"):
+        model.logits.save()
 
 
 def test_refusals(model: StandardizedTransformer) -> None:

@@ -60,11 +60,15 @@ def test_deltas_are_joined() -> None:
 
     class Delta:
         text, token_ids, logprobs = "a", (5,), None
+        capture_rows: Any = None
 
     sample = _Sample()
     for position in (3, 4):
         delta = Delta()
-        sample.add(delta, {("post_block", 1): SiteRows(np.array([position]), torch.full((1, 2), float(position)))})
+        row = SiteRows(np.array([position]), torch.full((1, 2), float(position)))
+        delta.capture_rows = {"memory": {("post_block", 1): row}}
+        sample.add(delta)
+        sample.complete(delta)
     assert (delta.text, list(delta.token_ids)) == ("aa", [5, 5])
     assert sample.sites["post_block", 1].positions.tolist() == [3, 4]
     assert sample.sites["post_block", 1].rows[:, 0].tolist() == [3.0, 4.0]
@@ -95,6 +99,8 @@ def test_hidden_states_are_those_of_hf(engine: Any, hf: Any, include_last: bool)
 @pytest.mark.slow
 def test_last_tokens_only(engine: Any, hf: Any) -> None:
     """Catches the first row in place of the last."""
+    with pytest.raises(SteeringError, match="already runs"):
+        LLM(engine, layers=[0], seed=1)
     llm = LLM(engine, layers=[0], last_prefill_token=True, last_decode_token=True)
     output = llm.generate("one", SamplingParams(max_tokens=4, temperature=0), use_tqdm=False)[0]
     states = hidden_states(hf, [*output.prompt_token_ids, *output.outputs[0].token_ids])[1]
@@ -109,9 +115,20 @@ def test_the_example_runs(engine: Any) -> None:
 
 
 class Deltas:
-    """An engine that answers with two deltas."""
+    """An engine that answers with two deltas, and with the row 9 to a request for the last token."""
 
-    async def generate(self, prompt: str, params: Any, request_id: str) -> Any:
+    def __init__(self, final_only: bool) -> None:
+        self.final_only = final_only
+        self.asked: list[tuple[Any, str, dict[str, Any]]] = []
+
+    async def generate(self, prompt: Any, params: Any, request_id: str, **kwargs: Any) -> Any:
+        if "-last-" in request_id:
+            self.asked.append((prompt, request_id, kwargs))
+            assert (params.max_tokens, params.output_kind) == (1, RequestOutputKind.FINAL_ONLY)
+            last = {("post_block", 1): SiteRows(np.array([5]), torch.full((1, 2), 9.0))}
+            result = SimpleNamespace(status="ok", error=None, sites=last)
+            yield SimpleNamespace(capture_results={"memory": result})
+            return
         for position, reason in ((3, None), (4, "length")):
             row = {("post_block", 1): SiteRows(np.array([position]), torch.full((1, 2), float(position)))}
             result = SimpleNamespace(
@@ -120,18 +137,30 @@ class Deltas:
                 sites={("post_block", 1): SiteRows(np.array([3, 4]), torch.tensor([[3.0, 3.0], [4.0, 4.0]]))},
             )
             completion = SimpleNamespace(
-                index=0, text="a", token_ids=[position], logprobs=None, finish_reason=reason,
-                capture_rows={"memory": row}, capture_results={"memory": result} if reason else None,
+                index=0, text="a", token_ids=[7, 8] if self.final_only else [position + 4], logprobs=None,
+                finish_reason=reason, capture_rows=None if self.final_only else {"memory": row},
+                capture_results={"memory": result} if reason else None,
             )  # fmt: skip
-            yield SimpleNamespace(prompt_token_ids=[1, 2, 3], outputs=[completion])
+            if reason or not self.final_only:
+                yield SimpleNamespace(prompt_token_ids=[1, 2, 3], outputs=[completion])
 
 
-@pytest.mark.parametrize(("kind", "counts"), [("CUMULATIVE", [1, 2]), ("DELTA", [1, 1])])
-async def test_partial_outputs_have_rows(kind: str, counts: list[int]) -> None:
-    """Catches rows that come only with the last output, and cumulative outputs that have the newest row only."""
+@pytest.mark.parametrize("include_last", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "values", "tokens"),
+    [("CUMULATIVE", [[3], [3, 4]], [1, 2]), ("DELTA", [[3], [4]], [1, 1]), ("FINAL_ONLY", [[3, 4]], [2])],
+)
+async def test_partial_outputs_have_rows(kind: str, values: Any, tokens: list[int], include_last: bool) -> None:
+    """Catches rows that come only with the last output, and a last row of other tokens or in an earlier output."""
     llm = AsyncLLM.__new__(AsyncLLM)
-    llm._engine, llm._options = Deltas(), ProbeOptions.read([1], **FLAGS)
+    llm._engine = Deltas(kind == "FINAL_ONLY")
+    llm._options = ProbeOptions.read([1], **FLAGS | {"include_last": include_last})
     params = SamplingParams(max_tokens=3, output_kind=RequestOutputKind[kind])
-    outputs = [output async for output in llm.generate("one", params, "a")]
-    assert [len(output.hidden_states[1]) for output in outputs] == counts
-    assert [len(output.outputs[0].token_ids) for output in outputs] == counts
+    outputs = [output async for output in llm.generate("one", params, "a", priority=1)]
+    if include_last:
+        values = [*values[:-1], [*values[-1], 9]]
+        assert llm._engine.asked == [({"prompt_token_ids": [1, 2, 3, 7, 8]}, "a-last-0", {"priority": 1})]
+    else:
+        assert llm._engine.asked == []
+    assert [output.hidden_states[1][:, 0].tolist() for output in outputs] == values
+    assert [len(output.outputs[0].token_ids) for output in outputs] == tokens

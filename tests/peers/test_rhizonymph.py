@@ -248,9 +248,9 @@ async def test_bodies_and_paths_are_translated(http: httpx.AsyncClient) -> None:
     vectors = {"post_block": {"1": [1.0]}}
     answer = (await http.post("/v1/steering/modules/register", json={"name": "a", "vectors": vectors})).json()
     assert answer["path"] == "/v1/steering/modules"
-    assert answer["received"] == {"name": "a", "steering_vectors": vectors}
+    assert answer["received"] == {"name": "a", "base": vectors}
     answer = (await http.post("/v1/steering/set", json={"decode_vectors": {"post_block": PACKED}})).json()
-    assert list(answer["received"]["decode_steering_vectors"]["post_block"]) == ["3", "1"]
+    assert list(answer["received"]["decode"]["post_block"]) == ["3", "1"]
     assert (await http.get("/v1/steering")).json()["path"] == "/v1/steering/set"
     assert (await http.get("/v1/steering/layers")).json()["path"] == "/v1/steering/capabilities"
     own = {"prompt": "x", "steering_vectors": vectors}
@@ -262,7 +262,7 @@ async def test_http_refusals(http: httpx.AsyncClient) -> None:
     for method, path, body, field in (
         ("POST", "/v1/completions", {"conversation_id": "a"}, "conversation_id"),
         ("POST", "/v1/chat/completions", {"steering": [{**GATE, "scope": "ever"}]}, "steering[0].scope"),
-        ("POST", "/v1/steering/set", {"vectors": {}, "steering_vectors": {}}, "vectors"),
+        ("POST", "/v1/steering/set", {"vectors": {}, "base": {}}, "vectors"),
         ("GET", "/v1/steering/dynamic", None, "dynamic"),
     ):
         answer = await http.request(method, path, json=body)

@@ -12,7 +12,13 @@ import torch
 from examples.peers import transformer_lens
 from tests.peers.conftest import hidden_states
 from vllm_steer import Edit, SteeringError
-from vllm_steer.peers.transformer_lens import ActivationCache, HookedTransformer, SteeringDriver, get_act_name
+from vllm_steer.peers.transformer_lens import (
+    ActivationCache,
+    HookedTransformer,
+    SteeringDriver,
+    TransformerBridge,
+    get_act_name,
+)
 from vllm_steer.peers.transformer_lens.cache import HOOKS, hook_name
 from vllm_steer.site_names import site
 
@@ -60,6 +66,26 @@ def test_run_with_cache(model: HookedTransformer, hf: Any) -> None:
             expected = hf(tokens).logits[0, -1].log_softmax(-1)
         assert logits is not None
         torch.testing.assert_close(logits[i, 0], expected, atol=1e-2, rtol=1e-3)
+
+
+@pytest.mark.slow
+def test_the_readme_of_transformer_lens(engine: Any) -> None:
+    """Catches ways to load a model that fail or accept weights that are changed, and arguments without a reason."""
+    bridge = TransformerBridge.boot_transformers(engine, device="cpu", fold_ln=False)
+    logits, activations = bridge.run_with_cache("Hello World")
+    assert logits is not None
+    assert logits.shape == (1, 1, bridge.cfg.d_vocab)
+    assert len(activations) == len(bridge.hook_names)
+    for name, value in (("fold_ln", True), ("device", "cuda"), ("hf_model", bridge), ("seed", 1)):
+        with pytest.raises(SteeringError) as caught:
+            HookedTransformer.from_pretrained(engine, **{name: value})
+        assert caught.value.field == name
+    for call in (
+        lambda: bridge.run_with_cache("one", incl_bwd=True),
+        lambda: bridge.run_with_hooks("one", bwd_hooks=[(HALVED, print)]),
+    ):
+        with pytest.raises(SteeringError, match="no backward pass"):
+            call()
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -17,7 +16,6 @@ from fastapi.responses import StreamingResponse
 
 from examples.peers import vllm_lens
 from tests.peers.conftest import hidden_states
-from tests.repo.tree import read
 from vllm_steer import SteeringError
 from vllm_steer.peers.vllm_lens import (
     SamplingParams,
@@ -29,8 +27,7 @@ from vllm_steer.peers.vllm_lens import (
     serialize_tensor,
 )
 from vllm_steer.peers.vllm_lens.http import VllmLensMiddleware
-from vllm_steer.peers.vllm_lens.keys import REFUSED_KEYS, read_keys
-from vllm_steer.spec.unknown_fields import FIELDS_OF_OTHERS, problem_of
+from vllm_steer.peers.vllm_lens.keys import read_keys
 
 VECTOR = SteeringVector(activations=torch.tensor([[1.0, 2.0], [3.0, 4.0]]), layer_indices=[1, 2], scale=2.0)
 
@@ -101,7 +98,7 @@ def test_vectors_become_edits() -> None:
         ({"output_qk": True}, "output_qk", "cannot be captured"),
         ({"apply_hooks": "gASV"}, "apply_hooks", "not valid JSON"),
         ({"apply_hooks": ["gASV"]}, "apply_hooks", "pickled code is not run"),
-        ({"activations_transport": "ftp"}, "activations_transport", "JSON"),
+        ({"activations_transport": "ftp"}, "activations_transport", "must be json or binary"),
         ({"skip_reading_prefix_cache": 1}, "skip_reading_prefix_cache", "true or false"),
         ({"apply_steering_vectors": 1}, "apply_steering_vectors", "must be a list"),
         ({"apply_steering_vectors": [{"layer_indices": [1]}]}, r"apply_steering_vectors\[0\].activations", "required"),
@@ -275,17 +272,6 @@ async def test_a_stored_capture_does_not_hang_the_server() -> None:
     assert (answer.status_code, answer.content) == (404, b"not a capture file")
 
 
-def test_the_page_lists_the_sentences() -> None:
-    """Catches a list of refusals that differs from the refusals."""
-    page = read("docs/peers/vllm-lens.md").partition("## Keys that are refused")[2]
-    with_flag, without = page.split("Without the flag")
-    sentences = dict(re.findall(r"^\| `(\w+)`(?:, `\S+`)? \| (.*) \|$", with_flag, re.MULTILINE))
-    assert sentences == REFUSED_KEYS
-    rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", without, re.MULTILINE)
-    assert {name: problem_of(name) for name, _ in rows} == dict(rows)
-    assert {name for name, (project, _) in FIELDS_OF_OTHERS.items() if project == "vllm-lens"} == dict(rows).keys()
-
-
 async def test_other_bodies_are_not_touched(http: httpx.AsyncClient) -> None:
     """Catches a body without the keys that is changed."""
     body = {"prompt": "x", "extra_args": {"mine": 1}}
@@ -312,3 +298,30 @@ def test_client_reads_the_tensors() -> None:
     client = VLLMLensClient("http://server/v1", model="m", transport=httpx.MockTransport(serve))
     answer = client.generate("one", capture_layers=[1], steering_vectors=VECTOR)
     assert torch.equal(answer.activations["residual_stream"], rows)
+    transports: list[str] = []
+
+    def answered(request: httpx.Request) -> httpx.Response:
+        body = json.loads(request.content)
+        assert "activations_transport" not in body
+        transports.append(body["extra_args"]["activations_transport"])
+        return httpx.Response(200, json={"choices": [{"text": "x"}]})
+
+    plain = VLLMLensClient("http://server/v1", model="m", transport=httpx.MockTransport(answered))
+    plain.generate("one", capture_layers=[1])
+    plain.chat([], capture_layers=[1], activations_transport="json")
+    assert transports == ["binary", "json"]
+    for refused in (lambda: plain.generate("one", hooks=[1]), lambda: plain.chat([], capture_qk=[1])):
+        with pytest.raises(SteeringError):
+            refused()
+    with pytest.raises(SteeringError, match="a server runs no code"):
+        plain.register_hooks([])
+    with pytest.raises(SteeringError, match="user hooks"):
+        from vllm_steer.peers.vllm_lens import Hook  # noqa: F401
+    assert not hasattr(plain, "nonsense")
+
+
+def test_the_transport_is_checked() -> None:
+    """Catches an error about JSON for a transport that is misspelt, and a JSON text that is not read."""
+    with pytest.raises(SteeringError, match="must be json or binary, not 'shm'"):
+        read_keys({"activations_transport": "shm"}, "extra_args")
+    assert read_keys({"activations_transport": '"binary"'}, "extra_args").binary

@@ -14,7 +14,8 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "vllm_steer"
 
 ROOMS: tuple[tuple[str, ...], ...] = (
-    ("_version", "errors", "lazy"),
+    ("_version", "errors"),
+    ("lazy",),
     ("compat.syntax", "compat.sources", "compat.wraps"),
     ("compat.stages",),
     ("compat.seams",),

@@ -7,7 +7,14 @@ from http import HTTPStatus
 from typing import Any
 
 from vllm_steer.compat.internals import GracefulHTTPError, RequestState
-from vllm_steer.frontend.outputs import applied_steering, finish_capture, new_readouts, new_rows, refusal
+from vllm_steer.frontend.outputs import (
+    adds_to_outputs,
+    applied_steering,
+    finish_capture,
+    new_readouts,
+    new_rows,
+    refusal,
+)
 from vllm_steer.frontend.reach import record_reach
 from vllm_steer.params import program_bytes
 
@@ -31,25 +38,35 @@ class CapacityError(GracefulHTTPError):  # type: ignore[misc]
         super().__init__(f"steering: {reason}", HTTPStatus.SERVICE_UNAVAILABLE)
 
 
+_make_request_output = RequestState.make_request_output
+_new_completion_output = RequestState._new_completion_output
+
+
 class SteeredRequestState(RequestState):  # type: ignore[misc]
     """vLLM's ``RequestState`` with captured rows, applied steering and the scheduler's refusals on its outputs."""
 
     def make_request_output(
         self, new_token_ids: Any, pooling_output: Any, finish_reason: Any, stop_reason: Any, *args: Any, **kwargs: Any
     ) -> Any:
+        if finish_reason is None:  # hot path: called for every request in every step
+            output = _make_request_output(self, new_token_ids, pooling_output, None, stop_reason, *args, **kwargs)
+            if output is not None:
+                output.steering_applied = applied_steering(self, finished=False)
+            return output
         if self.queue is not None and (reason := refusal(finish_reason, stop_reason)) is not None:
             # AsyncLLM raises an exception that it finds in a request's queue. LLM has no queue and returns an output.
             self.queue.put(CapacityError(reason))
             return None
-        output = super().make_request_output(new_token_ids, pooling_output, finish_reason, stop_reason, *args, **kwargs)
+        output = _make_request_output(self, new_token_ids, pooling_output, finish_reason, stop_reason, *args, **kwargs)
         if output is not None:
             output.steering_applied = applied_steering(self, output.finished)
         return output
 
     def _new_completion_output(self, token_ids: Any, finish_reason: Any, stop_reason: Any, *args: Any) -> Any:
-        output = super()._new_completion_output(token_ids, finish_reason, stop_reason, *args)
-        output.capture_rows = new_rows(self)
-        output.readouts, output.steering_trace = new_readouts(self, stop_reason, finished=finish_reason is not None)
+        output = _new_completion_output(self, token_ids, finish_reason, stop_reason, *args)
+        if adds_to_outputs(self):
+            output.capture_rows = new_rows(self)
+            output.readouts, output.steering_trace = new_readouts(self, stop_reason, finished=finish_reason is not None)
         if finish_reason is not None:
             record_reach(self)
             output.capture_results = finish_capture(self, finish_reason, stop_reason)

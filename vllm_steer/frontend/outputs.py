@@ -160,6 +160,12 @@ def _receiver(output_processor: Any) -> RowReceiver:
     return receiver
 
 
+def adds_to_outputs(state: Any) -> bool:
+    """Return whether outputs of a sample carry rows or readouts before its end. Hot path: called for each token."""
+    running: RunningCapture | None = state.__dict__.get(_CAPTURE)
+    return running is not None and (running.readouts is not None or bool(running.streams))
+
+
 def new_rows(state: Any) -> Mapping[str, RowDelta] | None:
     """Return the rows since a sample's last delta, by consumer, or None if the request does not stream rows."""
     running: RunningCapture | None = getattr(state, _CAPTURE, None)

@@ -221,8 +221,8 @@ class SteeringRegistry:
     ) -> GlobalSteering:
         """Update global steering, which applies to every newly admitted request before its own steering.
 
-        Parts that are not given stay unchanged. In ``base``, ``prefill`` and ``decode``, each vector replaces the
-        vector of its layer and point; ``edits`` and ``modules`` are replaced completely. Parts apply in the order
+        Fields that are not given stay unchanged. In ``base``, ``prefill`` and ``decode``, each vector replaces the
+        vector of its layer and point; ``edits`` and ``modules`` are replaced completely. Fields apply in the order
         ``modules``, ``base``, ``prefill``, ``decode``, ``edits``.
 
         Args:
@@ -232,7 +232,7 @@ class SteeringRegistry:
             edits: List of edits, as in `register`.
             modules: List of references as in ``steering_modules``. Their current versions are applied; later versions
                 have no effect.
-            replace: Whether to remove all parts that are not given.
+            replace: Whether to remove all fields that are not given.
 
         Raises:
             SteeringError: A value is invalid, or the engine cannot serve it for prompts of every length.
@@ -246,8 +246,8 @@ class SteeringRegistry:
             if isinstance(value, (list, tuple, Mapping)) and not value:
                 raise SteeringError(
                     name,
-                    "is empty, and set keeps the parts that are not given; "
-                    "to remove parts, set the others with replace=True, or use clear",
+                    "is empty, and set keeps the fields that are not given; "
+                    "to remove fields, set the others with replace=True, or use clear",
                 )
         change = parse_module(given) if given else Module()
         references = None if modules is None else parse_references(modules, "modules")

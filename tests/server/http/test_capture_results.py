@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import threading
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -22,10 +23,10 @@ from vllm.sampling_params import SamplingParams
 from tests.server.fakes import HIDDEN
 from tests.server.http import answers
 from tests.server.http.answers import DONE, SPEC, captured, done, finish_samples, make_capturing_app
-from vllm_steer.capture import CaptureResult
+from vllm_steer.capture import CapturedRequest, CaptureResult
 from vllm_steer.capture.results import CaptureResults
 from vllm_steer.params import PROMPT_KEY
-from vllm_steer.server.http import capture_results
+from vllm_steer.server.http import capture_reports, capture_results
 from vllm_steer.server.http.apply_fields import apply_to_params
 from vllm_steer.server.http.request_context import current_request, record_results, track_sample
 from vllm_steer.server.http.row_encoding import encode_inline
@@ -362,6 +363,33 @@ async def test_disconnect_just_before_the_response(
     connections.append(LateDisconnect(app, {**BODY, "stream": stream}))
     await asyncio.wait_for(connections[0].task, 10)
     assert len(capture_store_of(app)) == (0 if yields else 1)
+
+
+@pytest.mark.parametrize("rows", [3, 20_000])
+@pytest.mark.parametrize("stream", [None, [DONE]])
+async def test_large_rows_are_encoded_in_a_thread(
+    rows: int, stream: list[str] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches rows of megabytes encoded in the event loop, where they delay the tokens of other requests."""
+    threads: list[threading.Thread] = []
+
+    def encode(result: CapturedRequest) -> dict[str, Any]:
+        threads.append(threading.current_thread())
+        return encode_inline(result)
+
+    monkeypatch.setattr(capture_reports, "encode_inline", encode)
+    app = make_capturing_app([{"memory": done(captured(rows))}], capture_inline_kib=4096)
+    response = await client_of(app).post(ROUTE, json={**BODY, **({"stream": stream} if stream else {})})
+    assert '"post_block"' in response.text
+    assert [thread is threading.main_thread() for thread in threads] == [rows == 3]
+
+
+@pytest.mark.parametrize("number", [10**5000, float("nan")], ids=["a long number", "not a number"])
+async def test_reports_with_numbers_that_json_lacks(number: float) -> None:
+    """Catches a short report that breaks the whole response because it was not tried alone."""
+    app = make_capturing_app([{"memory": done({"number": number})}])
+    [choice] = (await response_of(app))["choices"]
+    assert "not valid JSON" in choice["capture_results"]["memory"]["error"]
 
 
 def test_positions_are_plain_integers() -> None:

@@ -171,7 +171,7 @@ WRONG: dict[str, tuple[str, str, str, str]] = {
     "layer": (MODULES, '{"name": "a", "base": {"post_block": {"4": VECTOR}}}', "base.post_block[4]", "layers 0 to 3"),
     "refused site": (MODULES, '{"name": "a", "base": {"post_attn": {"2": VECTOR}}}', "base.post_attn[2]", "parallel"),
     "set nothing": (SET, "{}", "set", "is empty"),
-    "set no modules": (SET, '{"modules": []}', "modules", "is empty, and set keeps the parts that are not given"),
+    "set no modules": (SET, '{"modules": []}', "modules", "is empty, and set keeps the fields that are not given"),
     "set no edits": (SET, '{"edits": []}', "edits", "set the others with replace=True, or use clear"),
     "set unknown": (SET, '{"modules": ["x"]}', "modules[0]", "unknown module 'x'; registered modules: none"),
     "set probes": (SET, '{"probes": {}}', "probes", "base, prefill"),

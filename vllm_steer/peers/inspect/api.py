@@ -24,7 +24,8 @@ from vllm_steer.peers.vllm_lens.tensors import stack_layers
 STREAM = "residual_stream"
 READOUTS = "readouts."
 _CHOICE_FIELDS = ("capture_results", "readouts", "steering_trace", "token_ids")
-_TOP_FIELDS = ("prompt_token_ids",)
+# With --steering-peers rhizonymph, capture results are also at the top of the response.
+_TOP_FIELDS = ("prompt_token_ids", "capture_results")
 _external: dict[tuple[str, str], Any] = {}
 
 

@@ -13,12 +13,10 @@ from typing import Any
 
 from vllm_steer.client.encoding import to_json
 from vllm_steer.errors import SteeringError
-from vllm_steer.peers.vllm_lens.keys import KEYS, read_keys
+from vllm_steer.peers.vllm_lens.keys import KEYS, LORA_FIELD, PARENTS, read_adapter, read_keys
 from vllm_steer.spec.request_fields import RequestForm
 from vllm_steer.spec.unknown_fields import problem_of
 
-PARENTS = ("extra_args", "vllm_xargs")
-LORA_FIELD = "lora_request"
 SHARED_KEY = "vllm_steer_shared"
 """Key of ``extra_args`` that refers to fields in this process, so that no vector is written to a log."""
 FIELDS: tuple[str, ...] = RequestForm.__struct_fields__
@@ -73,7 +71,8 @@ def prepare(extra_body: Mapping[str, Any] | None) -> Prepared:
         SteeringError: A key is invalid, not supported, or given twice.
     """
     body, stacked = _separate(extra_body or {})
-    model = _adapter(body.pop(LORA_FIELD, None))
+    lora = body.pop(LORA_FIELD, None)
+    model = None if lora is None else read_adapter(lora)
     body = to_json(body, "extra_body")
     if any(name in body for name in _RESULTS):
         body["return_token_ids"] = True
@@ -149,15 +148,6 @@ def _merge(extra: dict[str, Any], values: Any, parent: str) -> None:
         if name in extra:
             raise SteeringError(f"{parent}.{name}", f"is also in {PARENTS[0]}; give it once")
         extra[name] = value
-
-
-def _adapter(value: Any) -> str | None:
-    if value is None:
-        return None
-    name = value.get("lora_name") if isinstance(value, Mapping) else None
-    if not isinstance(name, str) or set(value) - {"lora_name", "lora_int_id"}:
-        raise SteeringError(LORA_FIELD, 'must be {"lora_name": name} of an adapter that the server has loaded')
-    return name
 
 
 def _digest(value: Any) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Inspect loads through its entry point: the providers, and the names of solvers and scorers.
+"""Module that Inspect loads through its entry point: the providers, and the names of solvers and scorers.
 
 The provider's class, torch and the client are imported when a model is created.
 """

@@ -95,7 +95,7 @@ def load(reference: Mapping[str, Any], base: str | None) -> StoredTensor:
     """Read a tensor from its file.
 
     Args:
-        reference: A reference as it stands in a log.
+        reference: A reference, read from a log.
         base: Folder that a relative path starts at.
 
     Raises:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vllm_steer.lazy import imported_on_use
+from vllm_steer.peers.nnterp.refused import FUNCTIONS
 
 if TYPE_CHECKING:
     from vllm_steer.peers.nnterp.interventions import (
@@ -55,4 +56,4 @@ __all__ = [
     "run_prompts",
 ]
 
-__getattr__ = imported_on_use(__name__, _MODULES)
+__getattr__ = imported_on_use(__name__, _MODULES, FUNCTIONS)

@@ -4,34 +4,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.frontend.context import NOT_ENABLED, engine_context
-from vllm_steer.llm import LLM
 from vllm_steer.params import SamplingParams
-from vllm_steer.peers.nnterp.trace import Probabilities, Sites, Tracer
+from vllm_steer.peers.engines import open_engine
+from vllm_steer.peers.nnterp.refused import ATTRIBUTES
+from vllm_steer.peers.nnterp.trace import LogProbabilities, Probabilities, Sites, Tracer
 from vllm_steer.site_names import site
 from vllm_steer.spec import Edit
 from vllm_steer.spec.scalars import is_integer, shown
 
-REFUSED = {
-    "scan": "runs the model's code without weights; shapes are (tokens, hidden_size)",
-    "logits": "use next_token_probs",
-    "token_embeddings": "is not a hook point; layers_input[0] is the input of the first layer",
-    "session": "call the methods one after another",
-    "skip_layer": "layers cannot be skipped; replace their output with their input",
-    "skip_layers": "layers cannot be skipped; replace their output with their input",
-    "attention_probabilities": "places inside attention are not hook points; capture attentions_output",
-    "ln_final": "is not a hook point; use project_on_vocab",
-    "lm_head": "is not a hook point; use project_on_vocab",
-    "edit": "the model's code cannot be changed; use steer, or edits of SamplingParams",
-    "source": "lines of the model's code are not hook points",
-}
-"""Attributes of nnterp and nnsight that are not supported, with the reason."""
 SITES = ("layers_input", "layers_output", "attentions_output", "mlps_input", "mlps_output")
 
 
@@ -53,15 +39,10 @@ class StandardizedTransformer:
     """
 
     def __init__(self, model: Any, **kwargs: Any) -> None:
-        if not isinstance(model, LLM):
-            model = LLM(str(model), **{"enable_steering": True, "max_logprobs": -1, **kwargs})
-        context = engine_context(model.llm_engine)
-        if context is None:
-            raise SteeringError("model", NOT_ENABLED)
-        self.llm: LLM = model
+        self.llm, context = open_engine(model, kwargs)
         self.num_layers: int = context.capabilities.num_layers
         self.hidden_size: int = context.capabilities.hidden_size
-        config = model.llm_engine.vllm_config.model_config
+        config = self.llm.llm_engine.vllm_config.model_config
         self.vocab_size: int = config.get_vocab_size()
         self._max_logprobs: int = config.max_logprobs
         self._edits: list[Edit] = []
@@ -154,7 +135,9 @@ class StandardizedTransformer:
 
         Within the context, ``model.layers_output[i]``, ``layers_input``, ``attentions_output``, ``mlps_input`` and
         ``mlps_output`` are rows ``[1, tokens, hidden]`` of a prompt. They have ``save()``, and ``=``, ``+=``, ``-=``
-        and ``*=`` for all tokens or ``[:, tokens]``. ``model.next_token_probs.save()`` keeps ``[1, vocab]``.
+        and ``*=`` for all tokens or ``[:, tokens]``.
+        ``model.next_token_probs.save()`` keeps ``[1, vocab]``, and ``model.logits.save()`` the log-probabilities
+        ``[1, 1, vocab]`` at the last token.
 
         Args:
             prompt: A text or tokens. Without it, add prompts with ``tracer.invoke(prompt)``, which may write rows of
@@ -187,6 +170,17 @@ class StandardizedTransformer:
         return (
             self._next_token_probs if self._tracer is None else Probabilities(self._tracer.current(), self._tracer.step)
         )
+
+    @property
+    def logits(self) -> LogProbabilities:
+        """Within a trace, the log-probabilities ``[1, 1, vocab]`` at the last token, in place of logits.
+
+        Raises:
+            SteeringError: No trace is open.
+        """
+        if self._tracer is None:
+            raise SteeringError("logits", "is read within model.trace(...); use next_token_probs(prompts) elsewhere")
+        return LogProbabilities(self._tracer.current(), self._tracer.step)
 
     def _next_token_probs(self, prompts: Any) -> torch.Tensor:
         encoded = [self.encode(text) for text in read_prompts(prompts)]
@@ -263,28 +257,55 @@ class StandardizedTransformer:
         rows = row.detach().float().cpu()
         return Edit(kind="replace", point=point, layers=layer, vector=rows, tokens=[position])
 
-    @contextmanager
     def steer(
-        self, layers: Any, steering_vector: torch.Tensor, factor: float = 1.0, token_positions: Any = None
-    ) -> Iterator[None]:
-        """Add a vector to the output of layers in all calls within the context.
+        self,
+        layers: Any,
+        steering_vector: torch.Tensor,
+        factor: float = 1.0,
+        positions: Any = None,
+        token_positions: Any = None,
+        batch_index: Any = None,
+    ) -> AbstractContextManager[None]:
+        """Add a vector to the output of layers.
+
+        In a trace, the vector is added in the open invoke, at the step that ``tracer.iter`` selects. Elsewhere, the
+        result is a context, and the vector is added in all calls within it.
 
         Args:
             layers: A layer or a list of layers.
             steering_vector: ``[hidden]``.
             factor: Factor of the vector.
+            positions: Older name of ``token_positions``.
             token_positions: Positions of the prompt, from its end if negative; all tokens by default.
+            batch_index: Refused: use an invoke for each prompt.
 
         Raises:
             SteeringError: An argument is invalid.
         """
+        if batch_index is not None:
+            raise SteeringError("batch_index", "is not supported; steer in an invoke of its own for each prompt")
+        if positions is not None:
+            if token_positions is not None:
+                raise SteeringError("positions", "is the older name of token_positions; give one of them")
+            token_positions = positions
         tokens: Any = "all"
         if token_positions is not None:
             tokens = torch.as_tensor(token_positions).reshape(-1).tolist()
         chosen = self.read_layers(layers)
+        if self._tracer is not None:
+            for layer in chosen:
+                rows = Sites(self._tracer, "layers_output")[layer]
+                for position in [None] if tokens == "all" else tokens:
+                    part = rows if position is None else rows[:, position]
+                    part += factor * steering_vector
+            return nullcontext()
         edit = Edit(
             kind="add", point="post_block", layers=chosen, vector=steering_vector, strength=factor, tokens=tokens
         )
+        return self._steered(edit)
+
+    @contextmanager
+    def _steered(self, edit: Edit) -> Iterator[None]:
         self._edits.append(edit)
         try:
             yield
@@ -309,8 +330,8 @@ class StandardizedTransformer:
             if self._tracer is None:
                 raise SteeringError(name, "is read and written within model.trace")
             return Sites(self._tracer, name)
-        if name in REFUSED:
-            raise SteeringError(name, REFUSED[name])
+        if name in ATTRIBUTES:
+            raise SteeringError(name, ATTRIBUTES[name])
         raise AttributeError(f"StandardizedTransformer has no attribute {name}")
 
 

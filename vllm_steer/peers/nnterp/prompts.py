@@ -11,6 +11,7 @@ import torch
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.peers.nnterp.model import StandardizedTransformer, read_prompts
+from vllm_steer.spec.scalars import shown
 
 
 @dataclass
@@ -26,6 +27,43 @@ class Prompt:
     prompt: str
     target_tokens: Mapping[str, Sequence[int]]
     """Token numbers by name; the probabilities of a name's tokens are added."""
+    target_strings: Mapping[str, str | Sequence[str]] | None = None
+    """Words by name that the tokens were made from."""
+
+    @classmethod
+    def from_strings(cls, prompt: str, target_strings: Any, tokenizer: Any) -> Prompt:
+        """Return a prompt whose targets are the first tokens of words, each with and without a space ahead of it.
+
+        Args:
+            prompt: The prompt.
+            target_strings: A word or a list of words by name; without names, their name is ``target``.
+            tokenizer: A tokenizer, or a model.
+
+        Raises:
+            SteeringError: A word has no tokens of its own.
+        """
+        named = target_strings if isinstance(target_strings, Mapping) else {"target": target_strings}
+        chosen = getattr(tokenizer, "tokenizer", tokenizer)
+        return cls(prompt, {name: first_tokens(words, chosen) for name, words in named.items()}, named)
+
+
+def first_tokens(words: Any, tokenizer: Any) -> list[int]:
+    """Return the first token of each word, with and without a space ahead of it.
+
+    Raises:
+        SteeringError: The tokenizer gives a word and the word after a space the same first token.
+    """
+    space = tokenizer.encode(" ", add_special_tokens=False)
+    found: list[int] = []
+    for word in [words] if isinstance(words, str) else words:
+        plain, spaced = (tokenizer.encode(text, add_special_tokens=False) for text in (word, f" {word}"))
+        if not plain or plain[0] == spaced[0]:
+            raise SteeringError(
+                "target_strings",
+                f"{shown(word)} has the same first token with and without a space; give target_tokens instead",
+            )
+        found += [plain[0], *(spaced[:1] if spaced[:1] != space[:1] else [])]
+    return list(dict.fromkeys(found))
 
 
 def get_token_activations(

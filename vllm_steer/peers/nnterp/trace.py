@@ -114,6 +114,15 @@ class Probabilities(Value):
         return self
 
 
+class LogProbabilities(Probabilities):
+    """Log-probabilities of the token that a step samples, ``[1, 1, vocab]``: logits that differ by a constant."""
+
+    @property
+    def value(self) -> torch.Tensor:
+        """The tensor; raise SteeringError if the trace has not run."""
+        return super().value.log()[:, None]
+
+
 class Rows(Value):
     """Rows of one site in one step of an invoke, as a tensor ``[1, tokens, hidden]`` or a part of it."""
 
@@ -177,7 +186,10 @@ class Rows(Value):
         self.invoke.writes.append((kind, self, value))
 
     def _unsupported(self, *args: Any) -> NoReturn:
-        refuse("only save(), [...], =, +=, -= and *= are supported on rows; compute after the trace")
+        refuse(
+            "rows have no values within the trace; add a vector with += or -=, multiply by a number with *=, or "
+            "compute with saved rows after it"
+        )
 
     def _compute(self, name: str, *args: Any) -> Any:
         if self._value is None:

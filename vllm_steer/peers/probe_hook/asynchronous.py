@@ -10,51 +10,34 @@ import numpy as np
 import torch
 
 from vllm_steer.capture.results import SiteRows
-from vllm_steer.errors import SteeringError
-from vllm_steer.peers.probe_hook.options import ProbeOptions, complete_rows
+from vllm_steer.peers.probe_hook.base import ProbingEngine, show_first
+from vllm_steer.peers.probe_hook.options import Rows, complete_rows, last_params, last_prompt, last_rows
+
+_SAME_REQUEST = ("lora_request", "trace_headers", "priority", "data_parallel_rank")
+"""Arguments of ``generate`` that the request of the last token has as well."""
 
 
-class AsyncLLM:
-    """An asynchronous engine whose outputs have hidden states of some layers.
+class AsyncLLM(ProbingEngine):
+    """An asynchronous engine whose outputs have hidden states; its arguments are those of :class:`ProbingEngine`.
 
     Outputs of a running request have the rows of the tokens so far; with ``RequestOutputKind.DELTA``, the new rows.
-    The arguments are those of :class:`~vllm_steer.peers.probe_hook.LLM` without ``include_last``.
 
     Example:
         >>> from vllm_steer.peers.probe_hook import AsyncLLM  # doctest: +SKIP
         >>> llm = AsyncLLM("demo/model", layers=[1])  # doctest: +SKIP
     """
 
-    def __init__(
-        self,
-        model: Any,
-        layers: Any = ("all",),
-        include_prefill: bool = False,
-        include_decode: bool = True,
-        last_prefill_token: bool = False,
-        last_decode_token: bool = False,
-        include_last: bool = False,
-        dtype: Any = "bfloat16",
-        **kwargs: Any,
-    ) -> None:
-        if include_last:
-            raise SteeringError("include_last", "is served by LLM only; omit it")
-        self._options = ProbeOptions.read(
-            layers,
-            include_prefill=include_prefill,
-            include_decode=include_decode,
-            last_prefill_token=last_prefill_token,
-            last_decode_token=last_decode_token,
-            include_last=False,
-        )
+    def _is_engine(self, model: Any) -> bool:
+        import vllm_steer
+
+        return isinstance(model, vllm_steer.AsyncLLM)
+
+    def _start(self, model: str, arguments: dict[str, Any]) -> Any:
         import vllm_steer
         from vllm_steer.compat.internals import AsyncEngineArgs
 
-        if isinstance(model, vllm_steer.AsyncLLM):
-            self._engine = model
-        else:
-            arguments = {"dtype": dtype, **kwargs, **vllm_steer.engine_kwargs()}
-            self._engine = vllm_steer.AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(model), **arguments))
+        arguments = {**arguments, **vllm_steer.engine_kwargs()}
+        return vllm_steer.AsyncLLM.from_engine_args(AsyncEngineArgs(model=model, **arguments))
 
     async def generate(
         self, prompt: Any, sampling_params: Any, request_id: str, *args: Any, **kwargs: Any
@@ -66,47 +49,38 @@ class AsyncLLM:
             RuntimeError: Rows are missing.
         """
         from vllm_steer.compat.internals import RequestOutputKind
-        from vllm_steer.params import has_steering
 
-        if has_steering(sampling_params):
-            raise SteeringError("sampling_params", "have steering or captures; use vllm_steer.AsyncLLM for both")
         kind = sampling_params.output_kind
         delta = sampling_params.clone()
         if kind is not RequestOutputKind.FINAL_ONLY:
             delta.output_kind = RequestOutputKind.DELTA
-        delta = self._options.params(delta, streamed=kind is not RequestOutputKind.FINAL_ONLY)
-        so_far: dict[int, _Sample] = {}
+        delta = self._options.unsteered(delta, streamed=kind is not RequestOutputKind.FINAL_ONLY)
+        again = {name: kwargs[name] for name in _SAME_REQUEST if name in kwargs}
+        samples: dict[int, _Sample] = {}
         async for output in self._engine.generate(prompt, delta, request_id, *args, **kwargs):
             for completion in output.outputs:
-                self._add(output, completion, kind, so_far)
-            first = output.outputs[0]
-            for name in ("hidden_states", "hidden", "prefill_hidden_states", "prefill_hidden"):
-                setattr(output, name, getattr(first, name))
+                sample = samples.setdefault(completion.index, _Sample())
+                sample.add(completion)
+                last = None
+                if completion.finish_reason is not None:
+                    sites = complete_rows(completion)
+                    if kind is not RequestOutputKind.DELTA:
+                        sample.sites = sites
+                    if self._options.include_last:
+                        name = f"{request_id}-last-{completion.index}"
+                        last = await self._last(last_prompt(output, sample.tokens), name, again)
+                shown = sample.new if kind is RequestOutputKind.DELTA else sample.sites
+                if kind is RequestOutputKind.CUMULATIVE:
+                    sample.complete(completion)
+                self._options.attach(completion, shown, len(output.prompt_token_ids), last)
+            show_first(output)
             yield output
 
-    def _add(self, output: Any, completion: Any, kind: Any, so_far: dict[int, _Sample]) -> None:
-        from vllm_steer.compat.internals import RequestOutputKind
-
-        prompt = len(output.prompt_token_ids)
-        if kind is RequestOutputKind.FINAL_ONLY:
-            self._options.attach(completion, complete_rows(completion), prompt)
-            return
-        new = (getattr(completion, "capture_rows", None) or {}).get("memory", {})
-        if kind is RequestOutputKind.DELTA:
-            self._options.attach(completion, new, prompt)
-        else:
-            sample = so_far.setdefault(completion.index, _Sample())
-            sample.add(completion, new)
-            self._options.attach(completion, sample.sites, prompt)
-        if completion.finish_reason is not None:
-            sites = complete_rows(completion)
-            if kind is RequestOutputKind.CUMULATIVE:
-                self._options.attach(completion, sites, prompt)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "_engine":
-            raise AttributeError(name)
-        return getattr(self._engine, name)
+    async def _last(self, prompt: Any, request_id: str, kwargs: dict[str, Any]) -> Rows:
+        """Return the row of a prompt's last token by layer."""
+        params = last_params(self._options)
+        outputs = [each async for each in self._engine.generate(prompt, params, request_id, **kwargs)]
+        return last_rows(outputs[-1])
 
 
 class _Sample:
@@ -116,18 +90,24 @@ class _Sample:
         self.text = ""
         self.tokens: list[int] = []
         self.logprobs: list[Any] | None = None
-        self.sites: dict[Any, SiteRows] = {}
+        self.sites: dict[Any, SiteRows] | Any = {}
+        self.new: Any = {}
+        """Rows of the latest delta."""
 
-    def add(self, completion: Any, rows: Any) -> None:
-        """Add a delta, and give it all text, tokens and log-probabilities so far."""
+    def add(self, completion: Any) -> None:
+        """Add a delta."""
         self.text += completion.text
         self.tokens += completion.token_ids
         if completion.logprobs is not None:
             self.logprobs = [*(self.logprobs or []), *completion.logprobs]
-        completion.text, completion.token_ids, completion.logprobs = self.text, list(self.tokens), self.logprobs
-        for site, new in rows.items():
+        self.new = (getattr(completion, "capture_rows", None) or {}).get("memory", {})
+        for site, new in self.new.items():
             old = self.sites.get(site)
             self.sites[site] = SiteRows(
                 np.asarray(new.positions) if old is None else np.concatenate([old.positions, new.positions]),
                 new.rows if old is None else torch.cat([old.rows, new.rows]),
             )
+
+    def complete(self, completion: Any) -> None:
+        """Give a delta all text, tokens and log-probabilities so far."""
+        completion.text, completion.token_ids, completion.logprobs = self.text, list(self.tokens), self.logprobs

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.params import attach_steering, capture_specs, has_steering
+from vllm_steer.params import SamplingParams, attach_steering, capture_specs, has_steering
 from vllm_steer.spec import CaptureSpec
 from vllm_steer.spec.scalars import shown
 
@@ -53,7 +53,9 @@ class ProbeOptions:
         elif flags["include_decode"]:
             positions = "all_generated"
         else:
-            raise SteeringError("include_decode", "with include_prefill, both False: there is nothing to return")
+            raise SteeringError(
+                "include_decode", "and include_prefill are both False, so outputs would have no rows; set one of them"
+            )
         if layers in ("all", ["all"], ("all",)):
             layers = "all"
         elif not isinstance(layers, (list, tuple, range)) or not layers:
@@ -85,6 +87,16 @@ class ProbeOptions:
         attach_steering(copied, {"capture": self.capture(streamed=streamed)})
         return copied
 
+    def unsteered(self, params: Any, *, streamed: bool = False) -> Any:
+        """Return a copy of sampling parameters that captures.
+
+        Raises:
+            SteeringError: ``params`` have edits or captures.
+        """
+        if has_steering(params):
+            raise SteeringError("sampling_params", "have steering or captures; use vllm_steer.AsyncLLM for both")
+        return self.params(params, streamed=streamed)
+
     def capture(self, *, streamed: bool = False) -> dict[str, Any]:
         """Return the field ``capture`` of ``SamplingParams``."""
         wire = {"hooks": dict(self.spec.hooks), "positions": self.spec.positions.to_wire()}
@@ -113,7 +125,6 @@ class ProbeOptions:
             prefill = {layer: rows[-1:] for layer, rows in prefill.items()}
         if self.last_decode_token:
             decode = {layer: rows[-1:] for layer, rows in decode.items()}
-        # The code of vllm-probe-hook has the longer names, its README the shorter ones.
         output.hidden_states = output.hidden = decode if self.include_decode else {}
         output.prefill_hidden_states = output.prefill_hidden = prefill if self.include_prefill else {}
 
@@ -127,15 +138,15 @@ def complete_rows(completion: Any) -> Mapping[Any, Any]:
     return sites
 
 
-def last_prompt(output: Any, completion: Any) -> dict[str, list[int]]:
-    """Return the prompt whose last token is the last generated token of a sample.
+def last_prompt(output: Any, token_ids: Sequence[int]) -> dict[str, list[int]]:
+    """Return the prompt whose last token is the last of a sample's generated tokens, ``token_ids``.
 
     Raises:
         SteeringError: The prompt had images or other data that token ids do not include.
     """
     if getattr(output, "multi_modal_placeholders", None):
         raise SteeringError("include_last", "serves text prompts only; omit it")
-    return {"prompt_token_ids": [*output.prompt_token_ids, *completion.token_ids]}
+    return {"prompt_token_ids": [*output.prompt_token_ids, *token_ids]}
 
 
 def last_rows(output: Any) -> Rows:
@@ -145,7 +156,13 @@ def last_rows(output: Any) -> Rows:
 
 def last_params(options: ProbeOptions) -> Any:
     """Return the sampling parameters of a request that reads the last token of its prompt."""
-    from vllm_steer.params import SamplingParams
+    from vllm_steer.compat.internals import RequestOutputKind
 
     spec = {"hooks": dict(options.spec.hooks), "positions": "last_prompt"}
-    return SamplingParams(max_tokens=1, temperature=0, detokenize=False, capture={"memory": spec})
+    return SamplingParams(
+        max_tokens=1,
+        temperature=0,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        capture={"memory": spec},
+    )

@@ -14,11 +14,9 @@ from vllm_steer.peers.rhizonymph.gates import NO_CONVERSATION, compile_gates, is
 from vllm_steer.spec.scalars import is_integer, read_number, shown
 from vllm_steer.spec.vector import decode_packed, pack_array, parse_vector, read_packed_dtype
 
-VECTOR_FIELDS: Mapping[str, str] = {
-    "vectors": "steering_vectors",
-    "prefill_vectors": "prefill_steering_vectors",
-    "decode_vectors": "decode_steering_vectors",
-}
+VECTOR_FIELDS = ("steering_vectors", "prefill_steering_vectors", "decode_steering_vectors")
+"""Vector fields of requests."""
+MODULE_FIELDS: Mapping[str, str] = {"vectors": "base", "prefill_vectors": "prefill", "decode_vectors": "decode"}
 """Vector fields of modules and of ``/v1/steering/set`` by the fork's names."""
 REFUSED: Mapping[str, str] = {
     "steering_clamps": "is not supported; use steering with kind clamp",
@@ -39,7 +37,7 @@ _NO_SOURCE = {
 }
 _PACKED_HOOK = frozenset(("dtype", "shape", "layer_indices", "data", "scales"))
 FIELDS = (
-    "steering", "patch_sites", "patch_vectors", "steering_name", "capture_wait", "capture", *VECTOR_FIELDS.values(),
+    "steering", "patch_sites", "patch_vectors", "steering_name", "capture_wait", "capture", *VECTOR_FIELDS,
     *REFUSED,
 )  # fmt: skip
 """Fields that the translation reads; others are passed on."""
@@ -68,7 +66,7 @@ def translate_fields(given: Mapping[str, Any]) -> dict[str, Any]:
         raise SteeringError("capture_wait", "must be true; the response waits for the consumers")
     if "capture" in fields:
         fields["capture"] = read_captures(fields["capture"])
-    for name in VECTOR_FIELDS.values():
+    for name in VECTOR_FIELDS:
         if name in fields:
             fields[name] = read_hooks(fields[name], name)
     if "steering_name" in fields:

@@ -16,7 +16,7 @@ from vllm_steer.spec.scalars import read_choice, shown
 WINDOWS: Mapping[str, str] = {"this_token": "token", "next_step": "previous", "rest_of_request": "latch"}
 """Windows of conditions by scope."""
 CONVERSATION = "rest_of_conversation"
-NO_CONVERSATION = "requests of a conversation share no state, since anybody could name its id; use rest_of_request"
+NO_CONVERSATION = "requests share no state, because any client could name the id; use rest_of_request"
 ATTENUATE = "has no equivalent; add the vector with a negative strength in a gate, or use the kind ablate with when"
 READOUT = "rhizonymph_gate_{}"
 """Name of the readout of a gate, by its index."""
@@ -44,7 +44,9 @@ def compile_gates(items: Sequence[Any], field: str = "steering") -> tuple[list[d
     for i, item in enumerate(items):
         path = f"{field}[{i}]"
         if not is_gate(item):
-            raise SteeringError(path, "is an edit among gates with apply; send one form of steering")
+            raise SteeringError(
+                path, "is an edit, and other items are gates (they have apply); send gates or edits, not both"
+            )
         _check_keys(item, ("when", "scope", "apply"), path)
         edit = _edit_of(item["apply"], f"{path}.apply")
         window = _window_of(item.get("scope", "this_token"), f"{path}.scope")

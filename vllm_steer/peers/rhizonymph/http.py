@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.peers.rhizonymph.fields import FIELDS, VECTOR_FIELDS, read_hooks, translate_fields
+from vllm_steer.peers.rhizonymph.fields import FIELDS, MODULE_FIELDS, read_hooks, translate_fields
 from vllm_steer.server.http.error_response import BodyTooLargeError, error_response
 from vllm_steer.server.routes.base import app_path
 from vllm_steer.server.routes.capabilities import ROUTE as CAPABILITIES
@@ -33,7 +33,8 @@ PATHS: Mapping[tuple[str, str], str] = {
 """Our routes by method and path of the fork."""
 SETTERS = ("/v1/steering/set", "/v1/steering/modules")
 DYNAMIC = "/v1/steering/dynamic"
-_WORDS = tuple(f'"{name}"'.encode() for name in (*FIELDS, *VECTOR_FIELDS))
+DYNAMIC_PROBLEM = SteeringError("dynamic", f"{DYNAMIC} is not supported; the gates of a request are in its answer")
+_WORDS = tuple(f'"{name}"'.encode() for name in (*FIELDS, *MODULE_FIELDS))
 RESULTS = "capture_results"
 
 
@@ -47,8 +48,7 @@ class RhizonymphMiddleware:
         path = app_path(scope) if scope["type"] == "http" else ""
         method = scope.get("method", "")
         if path.startswith(DYNAMIC):
-            problem = SteeringError("dynamic", f"{DYNAMIC} is not supported; the gates of a request are in its answer")
-            await error_response(problem)(scope, receive, send)
+            await error_response(DYNAMIC_PROBLEM)(scope, receive, send)
             return
         if (method, path) in PATHS:
             root = scope["path"][: len(scope["path"]) - len(path)]
@@ -69,7 +69,7 @@ def rename_vectors(document: Mapping[str, Any]) -> dict[str, Any]:
         SteeringError: A field is given by both names, or is invalid.
     """
     fields = dict(document)
-    for theirs, ours in VECTOR_FIELDS.items():
+    for theirs, ours in MODULE_FIELDS.items():
         if theirs in fields:
             if ours in fields:
                 raise SteeringError(theirs, f"is the field {ours}, which is also given; send one of them")

@@ -10,7 +10,7 @@ import torch
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.points import PointName
-from vllm_steer.site_names import site
+from vllm_steer.site_names import find_foreign_site, site
 from vllm_steer.spec.scalars import shown
 
 HOOKS: Mapping[PointName, str] = {
@@ -34,7 +34,9 @@ def get_act_name(name: str, layer: int) -> str:
         >>> get_act_name("resid_post", 3)
         'blocks.3.hook_resid_post'
     """
-    return hook_name(*site(f"{name}.{layer}"))
+    spellings = (f"{name}.{layer}", f"blocks.{layer}.attn.hook_{name}", f"blocks.{layer}.mlp.hook_{name}")
+    known = next((each for each in spellings if find_foreign_site(each) is not None), spellings[0])
+    return hook_name(*site(known))
 
 
 def hook_name(point: PointName, layer: int) -> str:

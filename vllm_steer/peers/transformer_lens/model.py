@@ -6,29 +6,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.frontend.context import NOT_ENABLED, engine_context
-from vllm_steer.llm import LLM
 from vllm_steer.params import SamplingParams
+from vllm_steer.peers.engines import open_engine
 from vllm_steer.peers.transformer_lens.cache import HOOKS, ActivationCache, hook_name
+from vllm_steer.peers.transformer_lens.refused import REFUSED, loading_arguments, refuse
 from vllm_steer.points import PointName, points_on
 from vllm_steer.site_names import site
 from vllm_steer.spec import Edit
 from vllm_steer.spec.scalars import is_integer, shown
 from vllm_steer.taps.user_hooks import Hook, HookedRows
-
-REFUSED = {
-    "hooks": "use run_with_hooks or run_with_edits",
-    "add_hook": "use run_with_hooks, LLM.register_hook or run_with_edits",
-    "add_perma_hook": "use LLM.register_hook or LLM.steering",
-    "W_E": "weights are not served",
-    "W_U": "weights are not served",
-}
-"""Attributes of TransformerLens that are not supported, with the reason."""
 
 
 class HookedTransformer:
@@ -49,13 +40,8 @@ class HookedTransformer:
     """
 
     def __init__(self, model: Any, **kwargs: Any) -> None:
-        if not isinstance(model, LLM):
-            model = LLM(str(model), **{"enable_steering": True, "max_logprobs": -1, **kwargs})
-        context = engine_context(model.llm_engine)
-        if context is None:
-            raise SteeringError("model", NOT_ENABLED)
-        self.llm: LLM = model
-        config = model.llm_engine.vllm_config.model_config
+        self.llm, context = open_engine(model, kwargs)
+        config = self.llm.llm_engine.vllm_config.model_config
         known = context.capabilities
         self.cfg = SimpleNamespace(
             n_layers=known.num_layers, d_model=known.hidden_size, d_vocab=config.get_vocab_size()
@@ -66,6 +52,24 @@ class HookedTransformer:
             hook_name(point, layer) for layer in range(known.num_layers) for point in HOOKS if point in points
         )
         """Names of the hooks that the engine serves."""
+
+    @classmethod
+    def from_pretrained(cls, model_name: Any, **kwargs: Any) -> Self:
+        """Start an engine, as the class itself does.
+
+        Args:
+            model_name: Name or folder of a model, or a ``vllm_steer.LLM`` with steering enabled.
+            **kwargs: Arguments of ``vllm_steer.LLM``, and ``device`` if vLLM runs on it.
+
+        Raises:
+            SteeringError: An argument of TransformerLens is not supported.
+        """
+        return cls(model_name, **loading_arguments(kwargs))
+
+    @classmethod
+    def boot_transformers(cls, model_name: Any, **kwargs: Any) -> Self:
+        """Start an engine; the same as :meth:`from_pretrained`."""
+        return cls.from_pretrained(model_name, **kwargs)
 
     @property
     def tokenizer(self) -> Any:
@@ -84,6 +88,7 @@ class HookedTransformer:
         return_type: str | None = "logits",
         remove_batch_dim: bool = False,
         edits: Sequence[Edit] = (),
+        **unsupported: Any,
     ) -> tuple[torch.Tensor | None, ActivationCache]:
         """Forward prompts and return rows by name of the hook.
 
@@ -94,6 +99,7 @@ class HookedTransformer:
             return_type: ``"logits"`` for the log-probabilities at the last token, ``[batch, 1, vocab]``; None for none.
             remove_batch_dim: Whether the rows of one prompt have no first dimension.
             edits: Edits that apply during the run.
+            **unsupported: Other arguments of TransformerLens, which are refused.
 
         Returns:
             The log-probabilities and the cache.
@@ -102,6 +108,7 @@ class HookedTransformer:
             SteeringError: An argument is invalid.
             RuntimeError: Rows are missing.
         """
+        refuse(unsupported)
         tokens, hooks = self._encode(prompts), self._read_filter(names_filter)
         outputs = self._run(tokens, return_type, edits, {"hooks": hooks, "positions": "all_prompt"})
         found = []
@@ -133,6 +140,7 @@ class HookedTransformer:
         return_type: str | None = "logits",
         *,
         fwd_hooks: Sequence[tuple[Any, Callable[[torch.Tensor, Any], Any]]] = (),
+        **unsupported: Any,
     ) -> torch.Tensor | None:
         """Return the log-probabilities at the last token, with functions at hooks.
 
@@ -143,11 +151,13 @@ class HookedTransformer:
             return_type: ``"logits"`` or None.
             fwd_hooks: ``(name, function)``; a name may be a function of names. Functions get the rows of one prompt,
                 ``[1, tokens, hidden]``, and an object with ``name`` and ``layer()``.
+            **unsupported: Other arguments of TransformerLens, which are refused.
 
         Raises:
             SteeringError: An argument is invalid, or the engine runs no user hooks.
             RuntimeError: A function failed.
         """
+        refuse(unsupported)
         tokens = self._encode(prompts)
         with ExitStack() as stack:
             for names, function in fwd_hooks:
@@ -207,7 +217,11 @@ class HookedTransformer:
 
     def _run(self, tokens: list[list[int]], return_type: str | None, edits: Sequence[Edit], capture: Any) -> list[Any]:
         if return_type not in ("logits", None):
-            raise SteeringError("return_type", f"must be 'logits' or None, not {shown(return_type)}")
+            raise SteeringError(
+                "return_type",
+                f"must be 'logits' or None, not {shown(return_type)}; SteeringDriver with sequence_logits=True serves "
+                "the loss",
+            )
         fields: dict[str, Any] = {"max_tokens": 1, "temperature": 0.0, "detokenize": False}
         if return_type == "logits":
             if 0 <= self._max_logprobs < self.cfg.d_vocab:
@@ -235,6 +249,10 @@ class HookedTransformer:
         if name in REFUSED:
             raise SteeringError(name, REFUSED[name])
         raise AttributeError(f"HookedTransformer has no attribute {name}")
+
+
+TransformerBridge = HookedTransformer
+"""Name of the class in TransformerLens 4."""
 
 
 def _on_prompts(function: Callable[[torch.Tensor, Any], Any], name: str, layer: int, count: int) -> Hook:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 from urllib.parse import quote
 
 import httpx
@@ -16,6 +16,7 @@ from vllm_steer.client.endpoints import auth_headers
 from vllm_steer.client.responses import parse_error
 from vllm_steer.errors import SteeringError
 from vllm_steer.peers.vllm_lens.keys import CAPTURE_KEY, STEERING_KEY, TRANSPORT_KEY, SteeringVector
+from vllm_steer.peers.vllm_lens.refused import CLIENT_ARGUMENTS, CLIENT_METHODS, refuse_attribute
 from vllm_steer.peers.vllm_lens.tensors import decode_activations, decompress
 
 HEADER = "x-vllm-lens-"
@@ -86,10 +87,12 @@ class VLLMLensClient:
             temperature: Sampling temperature.
             capture_layers: Layers whose output is returned, or True for all.
             steering_vectors: Vectors to add.
-            **fields: Further fields of the body, such as ``lora_request={"lora_name": ...}``.
+            **fields: Further fields of the body, such as ``lora_request={"lora_name": ...}``, and
+                ``activations_transport``: binary, the default, or json.
 
         Raises:
             ServerError: The server refused the request.
+            SteeringError: An argument is not supported.
         """
         body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": temperature, **fields}
         return self._post("/v1/completions", body, capture_layers, steering_vectors)
@@ -107,6 +110,9 @@ class VLLMLensClient:
         body = {"messages": list(messages), "max_tokens": max_tokens, "temperature": temperature, **fields}
         return self._post("/v1/chat/completions", body, capture_layers, steering_vectors)
 
+    def __getattr__(self, name: str) -> NoReturn:
+        refuse_attribute(self, name, CLIENT_METHODS)
+
     def close(self) -> None:
         """Close all connections."""
         self._http.close()
@@ -118,9 +124,14 @@ class VLLMLensClient:
         self.close()
 
     def _post(self, path: str, body: Mapping[str, Any], layers: Any, vectors: Any) -> LensResponse:
+        for name, advice in CLIENT_ARGUMENTS.items():
+            if body.get(name) is not None:
+                raise SteeringError(name, advice)
+        body = dict(body)
+        transport = body.pop(TRANSPORT_KEY, None) or "binary"
         extra: dict[str, Any] = dict(body.get("extra_args") or {})
         if layers is not None:
-            extra |= {CAPTURE_KEY: layers if layers is True else list(layers), TRANSPORT_KEY: "binary"}
+            extra |= {CAPTURE_KEY: layers if layers is True else list(layers), TRANSPORT_KEY: transport}
         if vectors is not None:
             given = [vectors] if isinstance(vectors, SteeringVector) else vectors
             extra[STEERING_KEY] = [vector.model_dump() for vector in given]

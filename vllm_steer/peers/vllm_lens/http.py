@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from typing import Any, NoReturn, TypeAlias
 from urllib.parse import quote
 
@@ -23,7 +23,15 @@ from vllm_steer.client.encoding import to_json
 from vllm_steer.client.responses import CaptureAnswer, parse_completion, read_capture_file
 from vllm_steer.errors import SteeringError
 from vllm_steer.peers.vllm_lens.client import HEADER
-from vllm_steer.peers.vllm_lens.keys import KEYS, REFUSED_KEYS, LensRequest, read_keys
+from vllm_steer.peers.vllm_lens.keys import (
+    KEYS,
+    LORA_FIELD,
+    PARENTS,
+    REFUSED_KEYS,
+    LensRequest,
+    read_adapter,
+    read_keys,
+)
 from vllm_steer.peers.vllm_lens.tensors import serialize_tensor, stack_layers, tensor_bytes, zstd
 from vllm_steer.server.http.error_response import BodyTooLargeError, error_response
 from vllm_steer.server.routes.base import app_path
@@ -31,8 +39,6 @@ from vllm_steer.server.settings import max_body_bytes
 
 ROUTES = ("/v1/completions", "/v1/chat/completions")
 HANDLE_PREFIX, HOOKS_PREFIX = "/v1/activations/", "/v1/hooks"
-PARENTS = ("extra_args", "vllm_xargs")
-LORA_FIELD = "lora_request"
 RESULTS_EVENT = b'data: {"object":"capture_results"'
 """Start of the event of a stream that has the captured rows."""
 Fetch: TypeAlias = Callable[[str], Awaitable[torch.Tensor]]
@@ -228,7 +234,7 @@ def translate_body(body: bytes) -> tuple[bytes, LensRequest | None]:
     if not isinstance(document, dict):
         return body, None
     if document.get(LORA_FIELD) is not None:
-        document["model"] = _adapter(document.pop(LORA_FIELD))
+        document["model"] = read_adapter(document.pop(LORA_FIELD))
     given: dict[str, Any] = {}
     field = PARENTS[0]
     for parent in PARENTS:
@@ -248,15 +254,6 @@ def translate_body(body: bytes) -> tuple[bytes, LensRequest | None]:
         keys = read_keys(given, field)
         document = to_json(keys.add_to(document, field), "body")
     return json.dumps(document).encode(), keys
-
-
-def _adapter(value: Any) -> str:
-    name = value.get("lora_name") if isinstance(value, Mapping) else None
-    if not isinstance(name, str) or set(value) - {"lora_name", "lora_int_id"}:
-        raise SteeringError(
-            LORA_FIELD, 'must be {"lora_name": name} of an adapter that the server has loaded (--lora-modules)'
-        )
-    return name
 
 
 async def add_activations(document: dict[str, Any], binary: bool, fetch: Fetch) -> None:

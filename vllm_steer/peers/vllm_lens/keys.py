@@ -24,10 +24,13 @@ TRANSPORT_KEY = "activations_transport"
 PREFIX_CACHE_KEY = "skip_reading_prefix_cache"
 REFUSED_KEYS = {
     "output_qk": "queries and keys cannot be captured; capture attn_out instead",
-    "apply_hooks": "pickled code is not run; use capture, readouts, and edits with when (docs/peers/vllm-lens.md)",
+    "apply_hooks": "pickled code is not run; use capture, readouts, or edits with a condition in when",
 }
 KEYS = (CAPTURE_KEY, STEERING_KEY, TRANSPORT_KEY, PREFIX_CACHE_KEY, *REFUSED_KEYS)
 TRANSPORTS = ("json", "binary")
+PARENTS = ("extra_args", "vllm_xargs")
+"""Fields of a body that have request keys."""
+LORA_FIELD = "lora_request"
 
 
 class SteeringVector(BaseModel):
@@ -193,9 +196,23 @@ def read_keys(given: Mapping[str, Any], field: str) -> LensRequest:
     )
 
 
+def read_adapter(value: Any) -> str:
+    """Return the name of the adapter in the field ``lora_request`` of a body.
+
+    Raises:
+        SteeringError: The field has something else, such as the path of an adapter.
+    """
+    name = value.get("lora_name") if isinstance(value, Mapping) else None
+    if not isinstance(name, str) or set(value) - {"lora_name", "lora_int_id"}:
+        raise SteeringError(
+            LORA_FIELD, 'must be {"lora_name": name} of an adapter that the server has loaded (--lora-modules)'
+        )
+    return name
+
+
 def _from_json(value: Any, field: str) -> Any:
     """Return the value of a JSON text, and other values unchanged."""
-    if not isinstance(value, str) or value in TRANSPORTS:
+    if not isinstance(value, str) or (field.endswith(TRANSPORT_KEY) and value[:1] != '"'):
         return value
     try:
         return json.loads(value)

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 import vllm_steer.params
 from vllm_steer.llm import LLM as SteerLLM
 from vllm_steer.peers.vllm_lens.keys import KEYS, read_keys
+from vllm_steer.peers.vllm_lens.refused import LLM_METHODS, refuse_attribute
 from vllm_steer.peers.vllm_lens.tensors import stack_layers
 
 
@@ -52,6 +53,9 @@ class LLM(SteerLLM):
     def chat(self, *args: Any, **kwargs: Any) -> list[Any]:
         """Run vLLM's method and add ``activations`` to each output."""
         return _with_activations(super().chat(*args, **kwargs))
+
+    def __getattr__(self, name: str) -> NoReturn:
+        refuse_attribute(self, name, LLM_METHODS)
 
 
 def _with_activations(outputs: list[Any]) -> list[Any]:

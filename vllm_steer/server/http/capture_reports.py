@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from vllm_steer.capture import CapturedRequest, CaptureResult, CaptureResults
@@ -16,6 +16,10 @@ from vllm_steer.server.http.row_encoding import encode_file, encode_inline
 RESULTS_FIELD = "capture_results"
 MIN_INLINE_REPORT_BYTES = 64 << 10
 """Size up to which a consumer's own report is always part of the response."""
+
+SMALL_BYTES = 32 << 10
+"""Captured rows up to this size are encoded in the event loop: passing them to a thread takes longer."""
+_SHORT_FIELDS, _SHORT_TEXT = 8, 4096
 
 StoreReport = Callable[[int, Callable[[], bytes], CaptureFormat], Awaitable[dict[str, Any]]]
 """Stores data that is too large for the response. Called with the size and a function that returns the bytes; returns
@@ -73,8 +77,11 @@ async def _build_report(result: CaptureResult, inline_bytes: int, store: StoreRe
         return report
     if isinstance(data, CapturedRequest):
         if data.num_bytes <= inline_bytes and inline_bytes > 0:
-            return {**report, "sites": await asyncio.to_thread(encode_inline, data)}
+            small = data.num_bytes <= SMALL_BYTES
+            return {**report, "sites": encode_inline(data) if small else await asyncio.to_thread(encode_inline, data)}
         return {**report, **await store(data.num_bytes, lambda: encode_file(data), "safetensors")}
+    if _is_short(data):
+        return {**report, "data": data}
     try:
         text = await asyncio.to_thread(json.dumps, data, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
@@ -82,6 +89,31 @@ async def _build_report(result: CaptureResult, inline_bytes: int, store: StoreRe
     if len(text) <= max(inline_bytes, MIN_INLINE_REPORT_BYTES):
         return {**report, "data": data}
     return {**report, **await store(len(text), text.encode, "json")}
+
+
+def is_small(reports: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Return whether encoding the reports of a choice takes less time than passing them to a thread."""
+    return all(
+        sum(len(rows["data"]) for point in report["sites"].values() for rows in point.values()) <= 2 * SMALL_BYTES
+        if "sites" in report
+        else _is_short(report.get("data", {}))
+        for report in reports.values()
+    )
+
+
+def _is_short(data: object) -> bool:
+    """Return whether a consumer's report is a flat dictionary of a few short strings and whole numbers."""
+    return (
+        type(data) is dict
+        and len(data) <= _SHORT_FIELDS
+        and all(isinstance(name, str) and _is_short_value(value) for name, value in data.items())
+    )
+
+
+def _is_short_value(value: object) -> bool:
+    if isinstance(value, int):
+        return -(2**63) <= value < 2**64
+    return value is None or (isinstance(value, str) and len(value) <= _SHORT_TEXT)
 
 
 async def _wait_for(results: CaptureResults) -> dict[str, CaptureResult]:

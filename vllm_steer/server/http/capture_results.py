@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
 from typing import Any
 
@@ -18,9 +18,11 @@ from starlette.types import Message, Receive, Send
 
 from vllm_steer.server.capture_store import CaptureFormat, CaptureStore, StoreFullError
 from vllm_steer.server.http.applied_field import DONE
-from vllm_steer.server.http.capture_reports import RESULTS_FIELD, build_reports, error_report, missing_reports
+from vllm_steer.server.http.capture_reports import RESULTS_FIELD, build_reports, error_report, is_small, missing_reports
 from vllm_steer.server.http.request_context import RequestContext, ResultsLocation
 
+_FEW_CHOICES = 4
+"""Choices whose small reports are encoded in the event loop."""
 _DISCONNECT_LOOP_TURNS = 10
 """Turns of the event loop that suffice for a server to report a disconnect."""
 
@@ -41,8 +43,14 @@ class CaptureResultWriter:
         self._stored_ids: list[str] = []
         self._results_sent = False
 
-    async def send(self, message: Message) -> None:
+    def send(self, message: Message) -> Awaitable[None]:
         """Handle one ASGI message of the application."""
+        if self._is_stream and message.get("more_body", False) and not message.get("body", b"").endswith(DONE):
+            return self._send(message)  # hot path: each token of a stream
+        return self._send_edge(message)
+
+    async def _send_edge(self, message: Message) -> None:
+        """Handle the start of a response, the body of a JSON response, or the end of a stream."""
         try:
             if message["type"] == "http.response.start":
                 self._start = message
@@ -67,7 +75,8 @@ class CaptureResultWriter:
             if before:
                 await self._send({**message, "body": before, "more_body": True})
             message = {**message, "body": await self._results_event() + after}
-            await _yield_to_disconnect()  # a disconnect cancels this task here
+            if self._stored_ids:
+                await _yield_to_disconnect()  # a disconnect cancels this task here
         await self._send(message)
         self._results_sent = self._results_sent or ends_stream
 
@@ -112,12 +121,12 @@ class CaptureResultWriter:
         reports = await self._build_reports()
         if context.results_in == "response":
             event: dict[str, Any] = {"type": RESULTS_FIELD, RESULTS_FIELD: reports.get(0) or missing_reports(context)}
-            return b"event: " + RESULTS_FIELD.encode() + b"\ndata: " + await asyncio.to_thread(_encode, event) + b"\n\n"
+            return b"event: " + RESULTS_FIELD.encode() + b"\ndata: " + await _encode_event(event, reports) + b"\n\n"
         # Report every expected choice, as a JSON response does, even if it ended without a result.
         numbers = sorted({*reports, *range(context.prompts * context.samples)})
         choices = [{"index": n, RESULTS_FIELD: reports.get(n) or missing_reports(context)} for n in numbers]
         event = {"object": RESULTS_FIELD, "choices": choices}
-        return b"data: " + await asyncio.to_thread(_encode, event) + b"\n\n"
+        return b"data: " + await _encode_event(event, reports) + b"\n\n"
 
     async def _build_reports(self) -> dict[int, dict[str, Any]]:
         limits = self._store.limits
@@ -165,6 +174,12 @@ def _parse_response(body: bytes, results_in: ResultsLocation) -> tuple[dict[str,
         return None
     carriers = [document] if results_in == "response" else document.get("choices")
     return (document, carriers) if isinstance(carriers, list) else None
+
+
+async def _encode_event(event: dict[str, Any], reports: Mapping[int, Mapping[str, Any]]) -> bytes:
+    """Return the JSON of an event, encoded in a thread unless its reports are small."""
+    small = len(reports) <= _FEW_CHOICES and all(map(is_small, reports.values()))
+    return _encode(event) if small else await asyncio.to_thread(_encode, event)
 
 
 def _encode(document: dict[str, Any]) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterable
+from collections.abc import Awaitable, Iterable
 from functools import partial
 from http import HTTPStatus
 from typing import NoReturn
@@ -59,7 +59,7 @@ class RequestGuard:
         self.context.directory = running_requests_of(self._app)
         self.context.batched = app_path(scope).endswith("/batch")
         self._scope, self._receive = scope, receive
-        self._send = AppliedFieldWriter(self.context, send).send
+        self._send: Send = AppliedFieldWriter(self.context, send).send
         self._path = app_path(scope)
         self._is_form = Headers(scope=scope).get("content-type", "").lower().startswith("multipart/")
         self._tail = b""
@@ -92,8 +92,14 @@ class RequestGuard:
             return await self._receive()
         return await (self._receive_form() if self._is_form else self._receive_json())
 
-    async def send(self, message: Message) -> None:
+    def send(self, message: Message) -> Awaitable[None]:
         """Send a message of the application, or the refusal in place of the response."""
+        if self._started and not self._refused and message["type"] == "http.response.body":
+            return self._send(message)  # hot path: each token of a stream
+        return self._send_edge(message)
+
+    async def _send_edge(self, message: Message) -> None:
+        """Send the start of a response, or the refusal."""
         if self._refused:
             return
         if message["type"] == "http.response.start":

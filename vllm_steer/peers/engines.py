@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Offline engines of the interfaces that wrap one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from vllm_steer.errors import SteeringError
+from vllm_steer.frontend.context import NOT_ENABLED, engine_context
+from vllm_steer.llm import LLM
+
+if TYPE_CHECKING:
+    from vllm_steer.frontend.context import EngineContext
+
+
+def open_engine(model: Any, arguments: Mapping[str, Any]) -> tuple[LLM, EngineContext]:
+    """Return an engine that serves all log-probabilities, and its facts.
+
+    Args:
+        model: An engine, or the name or folder of a model to start one with.
+        arguments: Arguments of a new engine.
+
+    Raises:
+        SteeringError: The engine has no steering, or arguments are given with an engine.
+    """
+    if isinstance(model, LLM):
+        refuse_settings(arguments)
+    else:
+        model = LLM(str(model), **{"enable_steering": True, "max_logprobs": -1, **arguments})
+    context = engine_context(model.llm_engine)
+    if context is None:
+        raise SteeringError("model", NOT_ENABLED)
+    return model, context
+
+
+def refuse_settings(arguments: Mapping[str, Any]) -> None:
+    """Raise SteeringError if arguments of a new engine are given with one that already runs."""
+    for name in arguments:
+        raise SteeringError(name, "has no effect on an engine that already runs; omit it")
