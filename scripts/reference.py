@@ -280,15 +280,20 @@ def features() -> str:
                 note = OUTCOMES.get(entry["outcome"], f" ({entry['outcome']})")
                 proofs.setdefault(name, {}).setdefault(side, []).append(f"`{test.removeprefix('tests/')}`{note}")
     rows = [
-        (name, *("<br>".join(sides.get(side, ["no test"])) for side in ("steer", "capture")))
+        (
+            name,
+            *("<br>".join(sides.get(side, ["no test"])) for side in ("steer", "capture")),
+            "<br>".join(sides.get("react", [])),
+        )
         for name, sides in sorted(proofs.items(), key=lambda item: item[0].strip("`").lower())
     ]
     return (
         "# Features of the engine\n\n"
         "With each of these engine features, a steered or captured request gives the same result as alone in an eager engine\n"
-        "without caches, or it is refused, as the row says. The table lists the tests that prove it with their last outcome\n"
+        "without caches, or it is refused, as the row says. The last column is about [readouts, gates and\n"
+        "stops](../guides/readouts.md). The table lists the tests that prove it with their last outcome\n"
         "(`benchmarks/results/features.json`; passed unless noted):\n\n"
-        + table(("feature", "steer", "capture"), rows)
+        + table(("feature", "steer", "capture", "gates and stops"), rows)
         + gpu_tests(table)
     )
 

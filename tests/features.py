@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-SIDES = ("steer", "capture")
+SIDES = ("steer", "capture", "react")
+"""Edits, captures, and readouts with gates and stops; every feature has the first two."""
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "benchmarks" / "results" / "features.json"
 

@@ -108,6 +108,12 @@ SEVERAL_STREAMS: Final = (
          model_class="vllm.models.hy_v4.nvidia.model:HYV4ForCausalLM", **{**_DEEPSEEK, **_MLA, "q_lora_rank": 32},
          hc_mult=4, index_topk=8, indexer_types=["full"] * LAYERS, enable_lm_head_fp32=False,
          mlp_layer_types=["dense"] * LAYERS, layer_types=["full_attention"] * LAYERS),
+    # Dense: its experts have no CPU kernels.
+    _row("Glm5NextForCausalLM", "glm5_next_text", "Glm5NextDecoderLayer", "HYPER-CONNECTIONS", name="glm5_next",
+         model_class="vllm.models.glm5next.common.model:Glm5NextForCausalLM", mhc=True, hc_mult=4, hc_eps=1e-6,
+         hc_sinkhorn_iters=5, mlp_layer_types=["dense"] * LAYERS, layer_types=["full_attention"] * LAYERS,
+         indexer_types=["full"] * LAYERS, index_topk=8, index_kpool=4, mla_use_nope=True,
+         **{**_MLA, "q_lora_rank": 32, "qk_rope_head_dim": 0}, head_dim=32),
     _row("Qwen4ExpForCausalLM", "qwen4_exp_text", "Qwen4ExpDecoderLayer", "HYPER-CONNECTIONS", name="qwen4_exp",
          model_class="vllm.models.qwen4_exp.nvidia.model:Qwen4ExpForCausalLM", hc_count=4, hc_lowrank=12,
          layer_types=["full_attention"] * LAYERS, ple_layer_ids=[], num_experts=4, num_experts_per_tok=2,

@@ -64,8 +64,12 @@ def _incomplete(function: Any, tap: Any, x: Any, residual: Any, post: Any, comb:
 
 
 def _unstored(layer: Any, taps: Any) -> None:
-    """Run the taps of a running sum without its second summand."""
-    forward = layer.forward
+    """Run the taps of a running sum on one of its summands."""
+    forward, norm = layer.forward, layer._post_attn_norm
+
+    def mid(hidden_states: Any, residual: Any, prefix_sum: Any) -> Any:
+        taps["post_attn"](hidden_states)
+        return norm(hidden_states, residual, prefix_sum)
 
     def steered(*, hidden_states: Any, prefix_sum: Any, **others: Any) -> Any:
         taps["pre_attn"](prefix_sum)
@@ -73,7 +77,7 @@ def _unstored(layer: Any, taps: Any) -> None:
         taps["post_block"](out[1])
         return out
 
-    layer.forward = steered
+    layer.forward, layer._post_attn_norm = steered, mid
 
 
 def _every_pass(now: Any, number: int, tap: Any) -> Any:
@@ -128,7 +132,8 @@ ALL = (
     Wrong("deepseek_v32", "half", ((TappedNorm, "__call__", _half_norm),), ("x_in", "x_mid")),
     Wrong("hy_v4", "late", ((streams, "_before", _late_mix),), ("pre_attn", "post_attn")),
     Wrong("deepseek_v4", "half", ((streams, "_completed", _incomplete),), ("x_in", "x_mid")),
-    Wrong("kimi_k3", "half", ((streams, "attention_residuals", _unstored),), ("x_in", "x_out")),
+    Wrong("glm5_next", "half", ((streams, "_completed", _incomplete),), ("x_in", "x_mid")),
+    Wrong("kimi_k3", "half", ((streams, "attention_residuals", _unstored),), ("x_in", "x_mid")),
     Wrong("minimax_m3", "late", ((TappedNorm, "__call__", _late_norm),), ("post_attn",)),
 )
 IN_EVERY_RUN = ("deepseek_v32-late",)

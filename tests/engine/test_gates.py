@@ -61,6 +61,7 @@ def test_cases_are_decided(truth: Truth) -> None:
         assert len(values) > 1 or any(each.stop for each in found), name
 
 
+@pytest.mark.feature("continuous batching", "react")
 def test_every_window_and_stop(llm: Any, truth: Truth) -> None:
     """Catches a gate of another token, a forgotten state, a stop that is late, and decisions of another request."""
     assert_all(run_all(llm, truth[0]), truth)
@@ -110,6 +111,8 @@ def crowded(tiny_llama: Path, llm: Any) -> Iterator[tuple[Any, list[Any]]]:
         yield crowd
 
 
+@pytest.mark.feature("preemption", "react")
+@pytest.mark.feature("chunked prefill", "react")
 def test_preemption_and_chunked_prefill(crowded: tuple[Any, list[Any]], truth: Truth) -> None:
     """Catches state that is lost with a chunk, in a preemption, or behind a prefix-cache hit."""
     engine, preempted = crowded
@@ -117,6 +120,7 @@ def test_preemption_and_chunked_prefill(crowded: tuple[Any, list[Any]], truth: T
     assert preempted
 
 
+@pytest.mark.feature("prefix caching", "react")
 def test_gated_blocks_are_shared_by_equal_requests_only(crowded: tuple[Any, list[Any]], truth: Truth) -> None:
     """Catches a block of another gate, and decisions of a cached prompt that are assumed."""
     engine, _ = crowded
@@ -135,6 +139,7 @@ def test_gated_blocks_are_shared_by_equal_requests_only(crowded: tuple[Any, list
     assert cached
 
 
+@pytest.mark.feature("several samples (`n > 1`)", "react")
 def test_each_sample_decides_for_itself(crowded: tuple[Any, list[Any]]) -> None:
     """Catches state that the samples of a request share."""
     engine, _ = crowded

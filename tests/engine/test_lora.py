@@ -126,6 +126,7 @@ def _cached_tokens(llm: Any, adapters: dict[str, Path], first_token: int) -> lis
     return [ask(llm, adapters, [request])[0].num_cached_tokens for request in combinations * 2]
 
 
+@pytest.mark.feature("LoRA", "react")
 def test_gates_and_stops_of_adapters(llm: Any, adapters: dict[str, Path]) -> None:
     """Catches a gate that reads another request's adapter, and state that requests share."""
     requests = [

@@ -124,6 +124,7 @@ def test_dummy_batches_change_nothing(llm: Any, truth: list[Any]) -> None:
             close_to(result(done[i]), result(right), i)
 
 
+@pytest.mark.feature("tensor parallel", "react")
 @pytest.mark.parametrize("llm", [KINDS["tensor"]], ids=["tensor"], indirect=True)
 def test_ranks_decide_alike(llm: Any) -> None:
     """Catches ranks whose gates differ, and records that are sent twice or lost."""
@@ -177,6 +178,7 @@ def _add_to_partial_sums(worker: Any, vector: Any) -> None:
 # Tests of pipelines come last: pytest runs them between the tests of both kinds, so each engine starts once.
 
 
+@pytest.mark.feature("pipeline parallel", "react")
 @pytest.mark.parametrize("llm", [KINDS["pipeline"]], ids=["pipeline"], indirect=True)
 def test_readouts_are_refused_across_stages(llm: Any) -> None:
     """Catches a gate whose readout is on another stage, and is never computed."""

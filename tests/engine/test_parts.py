@@ -192,6 +192,7 @@ def test_messages_of_the_prompt(llm: Any, truth: Truth, monkeypatch: pytest.Monk
         assert found["rest"].positions.tolist() == list(range(10, 12 + 8 - 1))
 
 
+@pytest.mark.feature("prefix caching", "react")
 def test_cached_blocks_of_a_part_are_not_shared(llm: Any, truth: Truth) -> None:
     """Catches KV of an edited answer that serves a request whose edit is in another part, or none."""
     whole = prompt(*PROMPTS[4])
@@ -228,6 +229,8 @@ def crowded(tiny_llama: Path) -> Iterator[tuple[Any, list[Any]]]:
         yield crowd
 
 
+@pytest.mark.feature("preemption", "react")
+@pytest.mark.feature("chunked prefill", "react")
 def test_preemption_and_chunked_prefill(crowded: tuple[Any, list[Any]], truth: Truth) -> None:
     """Catches a part that is forgotten in a preemption or decided again from other tokens."""
     engine, preempted = crowded

@@ -18,14 +18,15 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.failure(17)
 @pytest.mark.failure(17, control=True)
-@pytest.mark.feature("speculative decoding, n-gram", "steer", "capture")
+@pytest.mark.feature("reset_prefix_cache", "react")
+@pytest.mark.feature("speculative decoding, n-gram", "steer", "capture", "react")
 def test_n_gram() -> None:
     """Run ``speculation_cases.py``, whose tests name what they catch."""
     _run("speculation_cases.py", 9)
 
 
-@pytest.mark.feature("speculative decoding, draft model and EAGLE", "steer", "capture")
-@pytest.mark.feature("drafters (never hooked)", "steer", "capture")
+@pytest.mark.feature("speculative decoding, draft model and EAGLE", "steer", "capture", "react")
+@pytest.mark.feature("draft models and EAGLE heads, which are not steered", "steer", "capture")
 def test_draft_models() -> None:
     """Run ``drafter_cases.py``, whose tests name what they catch."""
     _run("drafter_cases.py", 2)

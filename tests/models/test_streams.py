@@ -43,6 +43,49 @@ def test_edits_complete_streams_once_in_front_of_the_mix(active: bool) -> None:
     torch.testing.assert_close(read, expected.sum(1))
 
 
+def mhc_post_tilelang(x: Any, residual: Any, post: Any, comb: Any) -> torch.Tensor:
+    return complete(x, residual, post, comb)
+
+
+class Fused(nn.Module):
+    """A layer that completes the streams of the one before in a function of its module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hc_attn_fn, self.hc_ffn_fn = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+        self.ffn = nn.Identity()
+
+    def forward(
+        self, x: Any, positions: Any, ids: Any, post: Any = None, comb: Any = None, residual: Any = None
+    ) -> Any:
+        return x, residual, post, comb
+
+
+@pytest.mark.parametrize("first", ["embedding", "streams", "incomplete"])
+def test_taps_the_first_layer_of_a_model_and_of_a_stage(first: str) -> None:
+    """Catches an edit that no tap makes at the first layer of a pipeline stage, which gets complete streams."""
+    seen: list[str] = []
+
+    class Recording:
+        def __call__(self, target: Any) -> None:
+            seen.append("embedding")
+
+        def mean(self, whole: Any) -> None:
+            seen.append("streams")
+
+        def is_active(self) -> bool:
+            return False
+
+    layer: Any = Fused()
+    streams.fused_functions(layer, {point: Recording() for point in ("pre_attn", "post_attn", "post_block")})  # type: ignore[misc]
+    x, whole, post, comb = incomplete()
+    if first == "incomplete":
+        layer(x, None, None, post, comb, whole)
+    else:
+        layer(x if first == "embedding" else whole, None, None)
+    assert seen == ([first] if first != "incomplete" else [])
+
+
 def test_leaves_other_mixes_alone() -> None:
     """Catches an edit in a drafter, which calls the same functions with parameters of its own."""
     given = incomplete()

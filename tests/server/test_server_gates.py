@@ -32,6 +32,7 @@ def gated(threshold: float) -> list[dict[str, Any]]:
     return [{**edit, "when": {"readout": "score", "above": threshold}}]
 
 
+@pytest.mark.feature("OpenAI server", "react")
 @pytest.mark.parametrize("stream", [False, True])
 def test_trace_has_the_decisions(client: httpx.Client, stream: bool) -> None:
     """Catches a response without the trace, with it twice, or with decisions of other tokens."""
@@ -52,6 +53,7 @@ def test_trace_has_the_decisions(client: httpx.Client, stream: bool) -> None:
     assert {gate for (gate,) in trace["gates"]} == {0.0, 1.0}
 
 
+@pytest.mark.feature("OpenAI server", "react")
 @pytest.mark.parametrize("stream", [False, True])
 def test_stop_ends_the_response(client: httpx.Client, stream: bool) -> None:
     """Catches a stop that is late or unexplained, and the lost value of the token that caused it."""

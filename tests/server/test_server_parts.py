@@ -71,6 +71,7 @@ def test_readouts_of_a_part(client: httpx.Client, model: Path, markers: list[str
     np.testing.assert_allclose(found["part"]["values"], values, atol=1e-3)
 
 
+@pytest.mark.feature("OpenAI server", "react")
 def test_edit_and_stop_in_a_part(client: httpx.Client, model: Path, markers: list[str]) -> None:
     """Catches an edit at tokens of another part than those generated, and a stop at such a token."""
     edit = {**EDIT, "tokens": {"outside": markers}}

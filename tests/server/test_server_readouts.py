@@ -68,6 +68,7 @@ def scores_of(choice: dict[str, Any]) -> np.ndarray:
     return rows_of(choice["capture_results"]["memory"]["sites"]["post_block"]["2"]) @ W + 0.5
 
 
+@pytest.mark.feature("OpenAI server", "react")
 @pytest.mark.parametrize("route", [COMPLETIONS, CHAT])
 def test_readouts_equal_products_of_captured_rows(client: httpx.Client, route: str) -> None:
     """Catches values of another token, site or request, in a whole response and in its stream."""

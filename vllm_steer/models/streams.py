@@ -88,9 +88,9 @@ def fused_functions(layer: Any, taps: Taps) -> None:
     forward: Function = layer.forward
 
     def steered(x: Any, *others: Any, **more: Any) -> Any:
-        # The first layer of the model reads the embedding, which is every stream.
-        if isinstance(x, torch.Tensor) and x.dim() == 2 and _residual(others, more, layer) is None:
-            taps["pre_attn"](x)
+        if _residual(others, more, layer) is None:
+            # The model's first layer reads the embedding, which is every stream; another stage's, complete streams.
+            (taps["pre_attn"] if x.dim() == 2 else taps["pre_attn"].mean)(x)
         return forward(x, *others, **more)
 
     layer.forward = steered

@@ -290,7 +290,7 @@ VLLM_RECIPES: Final[tuple[Recipe, ...]] = (
              why_unsupported=_fused_streams),
     _streams("vllm.models.deepseek_v4.nvidia.model.DeepseekV4DecoderLayer", streams.fused_functions,
              why_unsupported=_sequence_parallel),
-    _streams("vllm.models.glm5next.common.model.Glm5NextDecoderLayer", streams.fused_methods, normed=True, proven=False,
+    _streams("vllm.models.glm5next.common.model.Glm5NextDecoderLayer", streams.fused_methods, normed=True,
              why_unsupported=_no_mhc),
     _streams("vllm.models.qwen4_exp.nvidia.model.Qwen4ExpDecoderLayer", streams.gated,
              why_unsupported=_token_embeddings),
