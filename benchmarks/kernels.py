@@ -90,7 +90,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-8b")
     parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--plain-code", action=argparse.BooleanOptionalAction, help="the setting plain_code")
+    parser.add_argument("--plain-code", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--variants", nargs="+", default=["idle", "one site"])
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from host_costs import FRONT_END_TARGETS
-from measured import code_of, current, current_costs, date_of, kind_of, machine_of, names, read
+from measured import Fits, code_of, current, date_of, kind_of, machine_of, names, newest_costs, of_any_code, read
 from steps_page import MakeTable
 
 from benchmarks.shapes import SHAPES
@@ -47,13 +47,13 @@ class Figure(NamedTuple):
 
 
 class Aim(NamedTuple):
-    """A row of the table. ``figure`` returns None if no result is of the present code."""
+    """A row of the table. ``figure`` returns None if no result that fits has the figure."""
 
     what: str
     unit: str
     bound: Bound | None
     kind: str
-    figure: Callable[[], Figure | None]
+    figure: Callable[[Fits], Figure | None]
     bound_at: Sequence[str] = ()
     """Batches at which the bound holds; default: all."""
 
@@ -64,10 +64,10 @@ def cost(
 ) -> Aim:  # fmt: skip
     """Return an aim for a ratio measured by ``benchmarks/cost.py``. ``batches``: those shown; default: all."""
 
-    def figure() -> Figure | None:
+    def figure(fits: Fits) -> Figure | None:
         found = {
             batch: each
-            for batch, each in current_costs(shape, variant, gpus).items()
+            for batch, each in newest_costs(shape, variant, gpus, fits).items()
             if unit in each.figures and (not batches or batch in batches)
         }
         if not found:
@@ -84,11 +84,11 @@ def cost(
 def serve(way: str, unit: str, bound: Bound, key: str, shape: str, concurrency: int | None = None) -> Aim:
     """Return an aim for a figure of ``benchmarks/serve.py``."""
 
-    def figure() -> Figure | None:
+    def figure(fits: Fits) -> Figure | None:
         values, sources = {}, []
         for name in names(f"gpu-serve*{shape}*.json"):
             result = read(name)
-            if result["shape"] != shape or not current("server", result):
+            if result["shape"] != shape or not fits("server", result):
                 continue
             found = {str(each["concurrency"]): value for each in result["figures"] if each["way"] == way
                      and (value := _served(result, each, key)) is not None
@@ -121,11 +121,11 @@ def _served(result: Mapping[str, Any], figure: Mapping[str, Any], key: str) -> f
 def started(what: str, unit: str, bound: Bound, key: str, sign: int) -> Aim:
     """Return an aim for the difference between the starts of the two servers."""
 
-    def figure() -> Figure | None:
+    def figure(fits: Fits) -> Figure | None:
         for name in names("gpu-serve*llama-8b*.json"):
             result = read(name)
             servers = result["servers"]
-            if current("server", result) and all(key in servers.get(each, {}) for each in ("stock", "steering")):
+            if fits("server", result) and all(key in servers.get(each, {}) for each in ("stock", "steering")):
                 return Figure({"": sign * (servers["steering"][key] - servers["stock"][key])}, [(name, result)])
         return None
 
@@ -135,10 +135,10 @@ def started(what: str, unit: str, bound: Bound, key: str, sign: int) -> Aim:
 def kernels(shape: str) -> Aim:
     """Return the aim that an idle step of plain code runs stock vLLM's kernels."""
 
-    def figure() -> Figure | None:
+    def figure(fits: Fits) -> Figure | None:
         for name in reversed(names("gpu-kernels*.json")):
             result = read(name)
-            if result["shape"] == shape and result.get("plain_code") and current("idle steps", result):
+            if result["shape"] == shape and result.get("plain_code") and fits("idle steps", result):
                 equal = bool(result["variants"]["idle"]["equal"])
                 return Figure({"": float(equal)}, [(name, result)], "equal" if equal else "different")
         return None
@@ -150,35 +150,35 @@ def kernels(shape: str) -> Aim:
 def host(what: str, unit: str, bound: Bound, file: str, kind: str, value: Callable[[Any], dict[str, float]]) -> Aim:
     """Return an aim for a figure of one named result."""
 
-    def figure() -> Figure | None:
-        if file not in names(file) or not current(kind, result := read(file)):
+    def figure(fits: Fits) -> Figure | None:
+        if file not in names(file) or not fits(kind, result := read(file)):
             return None
         return Figure(value(result), [(file, result)])
 
     return Aim(what, unit, bound, kind, figure)
 
 
-def patching() -> Figure | None:
+def patching(fits: Fits) -> Figure | None:
     """Return the cells per second of a study and of a loop of hooks on a GPU."""
     for name in names("gpu-patching*.json"):
-        if current("patching", result := read(name)):
+        if fits("patching", result := read(name)):
             return Figure({way: found["cells_per_second"] for way, found in result["ways"].items()}, [(name, result)])
     return None
 
 
-def peers() -> Figure | None:
+def peers(fits: Fits) -> Figure | None:
     """Return the ratios of each project to its own stock vLLM, from results with a list ``rows``."""
     for name in names("gpu-peers*.json"):
-        if current("captured steps", result := read(name)) and "rows" in result:
+        if fits("captured steps", result := read(name)) and "rows" in result:
             rows = {f"{row['project']}, {row['workload']}, {row['requests']}": row["ratio"] for row in result["rows"]}
             return Figure(rows, [(name, result)])
     return None
 
 
-def tested() -> Figure | None:
+def tested(fits: Fits) -> Figure | None:
     """Return the number of GPU test runs that passed on the present code, of all."""
     runs = read("gpu-tests.json")["runs"] if names("gpu-tests.json") else {}
-    now = [run for run in runs.values() if current("captured steps", run)]
+    now = [run for run in runs.values() if fits("captured steps", run)]
     if not now:
         return None
     passed = sum(not run["failed"] for run in now)
@@ -240,9 +240,10 @@ def table_of_aims(table: MakeTable) -> str:
     rows, dates = [], set()
     for aim in AIMS:
         target = "" if aim.bound is None else str(aim.bound)
-        found = aim.figure()
+        found = aim.figure(current)
         if found is None:
-            rows.append((aim.what, aim.unit, target, NOT_MEASURED, "", ""))
+            before = aim.figure(of_any_code)
+            rows.append((aim.what, aim.unit, target, NOT_MEASURED, "", "" if before is None else _earlier(before)))
             continue
         dates |= {date_of(result) for _, result in found.sources} - {""}
         rows.append((aim.what, aim.unit, target, _shown(found), _reached(aim, found), _source(aim.kind, found)))
@@ -251,7 +252,15 @@ def table_of_aims(table: MakeTable) -> str:
                  "yes" if share <= 0.01 else "no", "computed"))  # fmt: skip
     when = f"measured on {' and '.join(sorted(dates))}" if dates else "no figure measured yet"
     return f"vllm-steer {__version__}, {when}:\n\n" + table(
-        ("aim", "figure", "target", "measured (batch or concurrency)", "reached", "source"), rows
+        (
+            "aim",
+            "figure",
+            "target",
+            "measured (batch or concurrency)",
+            "reached",
+            "source, or the figure of an earlier build",
+        ),
+        rows,
     )
 
 
@@ -259,6 +268,12 @@ def _shown(found: Figure) -> str:
     if found.text:
         return found.text
     return ", ".join(f"{value:.3f}" + (f" ({batch})" if batch else "") for batch, value in found.values.items())
+
+
+def _earlier(found: Figure) -> str:
+    """Return the values of an earlier build with the machines and dates of their results."""
+    where = {", ".join(filter(None, (machine_of(result), date_of(result)))) for _, result in found.sources}
+    return f"earlier: {_shown(found)} on {' and '.join(sorted(where))}"
 
 
 def _reached(aim: Aim, found: Figure) -> str:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,6 +43,15 @@ def current(kind: str, result: object) -> bool:
     return is_current(kind, builds_in(result), NOW)
 
 
+Fits = Callable[[str, object], bool]
+"""Whether a figure of a kind in a result may be shown: `current` or `of_any_code`."""
+
+
+def of_any_code(kind: str, result: object) -> bool:
+    """Return True: figures of earlier builds may be shown, too."""
+    return True
+
+
 def date_of(result: Mapping[str, Any]) -> str:
     return str(result.get("environment", {}).get("date") or "")
 
@@ -78,12 +87,12 @@ def costs() -> Iterator[Cost]:
                 yield Cost(name, result, variant, batch, found)
 
 
-def current_costs(shape: str, variant: str, tensor_parallel: int = 1) -> dict[str, Cost]:
-    """Return the most recent cells of the present code, by batch in numeric order."""
+def newest_costs(shape: str, variant: str, tensor_parallel: int = 1, fits: Fits = current) -> dict[str, Cost]:
+    """Return the most recent cells, by batch in numeric order."""
     found = {
         cost.batch: cost
         for cost in costs()
         if (cost.result["shape"], cost.variant, cost.result["tensor_parallel"]) == (shape, variant, tensor_parallel)
-        and current(kind_of(variant), cost.result)
+        and fits(kind_of(variant), cost.result)
     }
     return {batch: found[batch] for batch in sorted(found, key=lambda batch: (not batch.isdigit(), len(batch), batch))}

@@ -17,8 +17,8 @@ HEAD = """# Performance
 
 Each aim beside its figure on this code. A result in `benchmarks/results` records its date and digests of the package. If a part
 that a figure depends on has changed since (`DEPENDS_ON` in `benchmarks/build.py`), the figure moves to
-[earlier builds](performance-history.md) and its row says "not measured on this build". Figures without a unit are ratios to
-stock vLLM in the same run; a target holds for every batch shown.
+[earlier builds](performance-history.md), and its row says "not measured on this build" and repeats the newest earlier figure.
+Figures without a unit are ratios to stock vLLM in the same run; a target holds for every batch shown.
 
 """
 

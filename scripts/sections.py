@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import patching_sections
 import peer_sections
-from measured import current_costs
+from measured import newest_costs
 from performance import cell
 from steps_page import MakeTable
 
@@ -57,7 +57,7 @@ def costs(table: MakeTable) -> str:
     """Return the README's table of costs, in which figures of earlier builds are marked."""
     rows = []
     for cost in COSTS:
-        found = current_costs("llama-8b", cost.variant).get(cost.batch)
+        found = newest_costs("llama-8b", cost.variant).get(cost.batch)
         file, mark = (cost.file, "²") if found is None else (found.name, "")
         ratios = (cell(file, cost.variant, cost.batch, figure) for figure in ("throughput", "per token"))
         shown = ("" if value is None else f"{value:.2f}{mark}" for value in ratios)

@@ -67,7 +67,8 @@ def test_changed_code_moves_figures_to_the_history(
     page, history = scripts["performance"].page(table), scripts["performance"].history(table)
     for what, variant in ((IDLE, "idle"), (ONE_SITE, "one site")):
         row, section = rows(page)[f"{what}|per token"], f"| {variant} | 1 | 1.042"
-        assert ("1.042 (1)" in row) == (section in page) == (what in on_page), row
+        assert ("| 1.042 (1) |" in row) == (section in page) == (what in on_page), row
+        assert ("earlier: 1.042 (1) on H200, 2026-01-02" in row) == (what not in on_page), row
         assert (scripts["aims"].NOT_MEASURED in row) == (section in history) == (what not in on_page), row
     if part is None:
         assert "| no | `gpu-cost-llama-8b.json`, H200, 2026-01-02, " in rows(page)[f"{IDLE}|per token"]
