@@ -252,6 +252,11 @@ _FRONT_END: Final = (
         "served_model_name",
     ),
     *_attributes("vllm.config.cache:CacheConfig", "settings that conflict", "kv_sharing_fast_prefill"),
+    *_attributes(
+        "vllm.models.kimi_k3.nvidia.model:KimiDecoderLayer",
+        "reads the running sum of Kimi K3 behind attention",
+        "_post_attn_norm",
+    ),
     *_attributes("vllm.config.speculative:SpeculativeConfig", "settings that conflict", "enable_adaptive_verification"),
     *_imports(
         "the tokens that begin and end reasoning and tool calls; some parsers keep them in `_parser_engine`",
