@@ -54,10 +54,10 @@ class AsyncLLM(ProbingEngine):
         delta = sampling_params.clone()
         if kind is not RequestOutputKind.FINAL_ONLY:
             delta.output_kind = RequestOutputKind.DELTA
-        delta = self._options.unsteered(delta, streamed=kind is not RequestOutputKind.FINAL_ONLY)
+        delta = self.options.unsteered(delta, streamed=kind is not RequestOutputKind.FINAL_ONLY)
         again = {name: kwargs[name] for name in _SAME_REQUEST if name in kwargs}
         samples: dict[int, _Sample] = {}
-        async for output in self._engine.generate(prompt, delta, request_id, *args, **kwargs):
+        async for output in self.engine.generate(prompt, delta, request_id, *args, **kwargs):
             for completion in output.outputs:
                 sample = samples.setdefault(completion.index, _Sample())
                 sample.add(completion)
@@ -66,20 +66,20 @@ class AsyncLLM(ProbingEngine):
                     sites = complete_rows(completion)
                     if kind is not RequestOutputKind.DELTA:
                         sample.sites = sites
-                    if self._options.include_last:
+                    if self.options.include_last:
                         name = f"{request_id}-last-{completion.index}"
                         last = await self._last(last_prompt(output, sample.tokens), name, again)
                 shown = sample.new if kind is RequestOutputKind.DELTA else sample.sites
                 if kind is RequestOutputKind.CUMULATIVE:
                     sample.complete(completion)
-                self._options.attach(completion, shown, len(output.prompt_token_ids), last)
+                self.options.attach(completion, shown, len(output.prompt_token_ids), last)
             show_first(output)
             yield output
 
     async def _last(self, prompt: Any, request_id: str, kwargs: dict[str, Any]) -> Rows:
         """Return the row of a prompt's last token by layer."""
-        params = last_params(self._options)
-        outputs = [each async for each in self._engine.generate(prompt, params, request_id, **kwargs)]
+        params = last_params(self.options)
+        outputs = [each async for each in self.engine.generate(prompt, params, request_id, **kwargs)]
         return last_rows(outputs[-1])
 
 

@@ -47,7 +47,7 @@ class ProbingEngine:
         dtype: Any = "bfloat16",
         **kwargs: Any,
     ) -> None:
-        self._options = ProbeOptions.read(
+        self.options = ProbeOptions.read(
             layers,
             include_prefill=include_prefill,
             include_decode=include_decode,
@@ -57,9 +57,9 @@ class ProbingEngine:
         )
         if self._is_engine(model):
             refuse_settings(kwargs)
-            self._engine = model
+            self.engine = model
         else:
-            self._engine = self._start(str(model), {"dtype": dtype, **kwargs})
+            self.engine = self._start(str(model), {"dtype": dtype, **kwargs})
 
     def _is_engine(self, model: Any) -> bool:
         """Return whether ``model`` is an engine that already runs."""
@@ -70,9 +70,9 @@ class ProbingEngine:
         raise NotImplementedError
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "_engine":
+        if name.startswith("__") or name == "engine":
             raise AttributeError(name)
-        return getattr(self._engine, name)
+        return getattr(self.engine, name)
 
 
 def show_first(output: Any) -> None:

@@ -28,7 +28,7 @@ class LLM(ProbingEngine):
     @property
     def capture(self) -> dict[str, Any]:
         """The capture of this engine, for ``SamplingParams`` that have steering as well."""
-        return self._options.capture()
+        return self.options.capture()
 
     def generate(self, prompts: Any, sampling_params: Any = None, **kwargs: Any) -> list[Any]:
         """Run vLLM's method and add hidden states to each output.
@@ -37,26 +37,26 @@ class LLM(ProbingEngine):
             SteeringError: The sampling parameters have steering and not this engine's capture.
             RuntimeError: Rows are missing.
         """
-        return self._run(self._engine.generate, prompts, sampling_params, kwargs)
+        return self._run(self.engine.generate, prompts, sampling_params, kwargs)
 
     def chat(self, messages: Any, sampling_params: Any = None, **kwargs: Any) -> list[Any]:
         """Run vLLM's method and add hidden states to each output; raises as :meth:`generate` does."""
-        return self._run(self._engine.chat, messages, sampling_params, kwargs)
+        return self._run(self.engine.chat, messages, sampling_params, kwargs)
 
     def _run(self, method: Any, prompts: Any, params: Any, kwargs: dict[str, Any]) -> list[Any]:
         if params is None:
-            params = self._engine.get_default_sampling_params() or SamplingParams()
+            params = self.engine.get_default_sampling_params() or SamplingParams()
         many = isinstance(params, (list, tuple))
-        capturing = [self._options.params(each) for each in params] if many else self._options.params(params)
+        capturing = [self.options.params(each) for each in params] if many else self.options.params(params)
         outputs: list[Any] = method(prompts, capturing, **kwargs)
         samples = [(output, completion) for output in outputs for completion in output.outputs]
         last: list[Any] = [None] * len(samples)
-        if self._options.include_last:
+        if self.options.include_last:
             again = {name: kwargs[name] for name in ("lora_request", "use_tqdm") if name in kwargs}
             texts = [last_prompt(output, completion.token_ids) for output, completion in samples]
-            last = [last_rows(each) for each in self._engine.generate(texts, last_params(self._options), **again)]
+            last = [last_rows(each) for each in self.engine.generate(texts, last_params(self.options), **again)]
         for (output, completion), rows in zip(samples, last, strict=True):
-            self._options.attach(completion, complete_rows(completion), len(output.prompt_token_ids), rows)
+            self.options.attach(completion, complete_rows(completion), len(output.prompt_token_ids), rows)
         for output in outputs:
             show_first(output)
         return outputs
