@@ -153,14 +153,14 @@ class Deltas:
 async def test_partial_outputs_have_rows(kind: str, values: Any, tokens: list[int], include_last: bool) -> None:
     """Catches rows that come only with the last output, and a last row of other tokens or in an earlier output."""
     llm = AsyncLLM.__new__(AsyncLLM)
-    llm._engine = Deltas(kind == "FINAL_ONLY")
-    llm._options = ProbeOptions.read([1], **FLAGS | {"include_last": include_last})
+    llm.engine = Deltas(kind == "FINAL_ONLY")
+    llm.options = ProbeOptions.read([1], **FLAGS | {"include_last": include_last})
     params = SamplingParams(max_tokens=3, output_kind=RequestOutputKind[kind])
     outputs = [output async for output in llm.generate("one", params, "a", priority=1)]
     if include_last:
         values = [*values[:-1], [*values[-1], 9]]
-        assert llm._engine.asked == [({"prompt_token_ids": [1, 2, 3, 7, 8]}, "a-last-0", {"priority": 1})]
+        assert llm.engine.asked == [({"prompt_token_ids": [1, 2, 3, 7, 8]}, "a-last-0", {"priority": 1})]
     else:
-        assert llm._engine.asked == []
+        assert llm.engine.asked == []
     assert [output.hidden_states[1][:, 0].tolist() for output in outputs] == values
     assert [len(output.outputs[0].token_ids) for output in outputs] == tokens
