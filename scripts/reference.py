@@ -71,7 +71,7 @@ def post_attn(recipe: Recipe) -> str:
 
 def stream(recipe: Recipe) -> str:
     """Return in which form the stream travels."""
-    if recipe.install is not None:
+    if recipe.stream:
         return f"{recipe.stream} of several"
     if recipe.reduced_by:
         return f"{recipe.shape}, reduced in the norm"
@@ -314,6 +314,7 @@ def cache() -> str:
         + "\n"
         "A block's key contains the content of the edits that can have changed the block, from the first edited token on. Blocks\n"
         "ahead of that token keep vLLM's own keys, and so do all blocks if only the last layer is edited after its attention.\n"
+        "Inkling, whose layers cache their branches, and looped models have keys of their own for those edits too.\n"
         "A request's `cache_salt` is part of the same keys.\n\n"
         "Captures do not change keys, but captured positions must be computed: a request uses no cached block from its first\n"
         "captured position on, and none at all if it captures its prompt and a layer has a window or a state.\n"

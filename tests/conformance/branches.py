@@ -23,6 +23,8 @@ _REFUSED_BY_FAMILY: Final[Mapping[str, tuple[str, ...]]] = {
     # Several streams add different multiples of the branches.
     "ALTUP": ("attn_out", "mlp_out"),
     "HYPER-CONNECTIONS": ("attn_out", "mlp_out"),
+    # Branches are convolved when they are added.
+    "CONVOLVED": ("attn_out", "mlp_out"),
     # The MLP reads the block's input.
     "PARALLEL": ("mlp_in",),
 }

@@ -39,8 +39,8 @@ SHARED = "meta_mlp"
 BRANCH_KINDS = ("add_normed", "ablate")
 """Kinds of edit to try at the points on the branches, whose taps are the same as those on the stream."""
 
-MIXED = ("HYPER-CONNECTIONS", "ATTENTION-RESIDUALS")
-"""Families with several streams, which formulas replace (``mixed_identities.py``)."""
+MIXED = ("HYPER-CONNECTIONS", "ATTENTION-RESIDUALS", "CONVOLVED")
+"""Families with several streams or convolved branches, which formulas replace (``mixed_identities.py``)."""
 
 
 @dataclass(frozen=True)

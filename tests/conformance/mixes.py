@@ -273,11 +273,31 @@ def kimi(layer: Any, at: At) -> Callable[..., Any]:
     return forward
 
 
+def inkling(layer: Any, at: At) -> Callable[..., Any]:
+    """Return the layer of Inkling, which convolves its branches, without the sum that it leaves to the next one."""
+
+    def forward(
+        positions: Any, hidden_states: Any, pending: Any = None, defer_mlp_add: bool = False, attn_in: Any = None,
+        log_scaling: Any = None,
+    ) -> Any:  # fmt: skip
+        def normed(norm: Any) -> torch.Tensor:
+            return rms(stream, norm.weight, norm.variance_epsilon)
+
+        stream = at("pre_attn", hidden_states)
+        attended = layer.attn(positions, normed(layer.attn_norm), log_scaling)
+        stream = at("post_attn", stream + layer.attn_sconv(attended, positions))
+        out = layer.mlp(at("mlp_in", normed(layer.mlp_norm)))
+        return at("post_block", stream + layer.mlp_sconv(out, positions)), None
+
+    return forward
+
+
 LAYERS_OF: Final[dict[str, Callable[[Any, At], Callable[..., Any]]]] = {
     "DeepseekV4DecoderLayer": deepseek,
     "Glm5NextDecoderLayer": glm,
     "HYV4DecoderLayer": hunyuan,
     "Qwen4ExpDecoderLayer": qwen,
     "KimiDecoderLayer": kimi,
+    "InklingDecoderLayer": inkling,
 }
 """Layers by the name of vLLM's class."""

@@ -229,6 +229,11 @@ NO_REFERENCE: Final[tuple[TinyModel, ...]] = (
          model_class="vllm.model_executor.models.bailing_moe_v3:BailingMoeV3ForCausalLM",
          **{**_BAILING, **_MLA, "q_lora_rank": 32}, layer_group_size=2, moe_shared_expert_intermediate_size=64,
          short_conv_kernel_size=4, no_kda_lora=True, routed_scaling_factor=2.0, is_scale_e=False),
+    # Dense: its experts have no CPU kernels.
+    _row("InklingForCausalLM", "inkling_model", "InklingDecoderLayer", "CONVOLVED", name="inkling",
+         model_class="vllm.models.inkling.nvidia.model:InklingForCausalLM", head_dim=32, num_key_value_heads=2,
+         dense_mlp_idx=LAYERS, use_embed_norm=True, local_layer_ids=[0, 2], sliding_window_size=8, d_rel=4,
+         rel_extent=16, sconv_kernel_size=4, engine={"tokenizer_mode": "hf"}),
     # The language model of a wrapper.
     _row("CohereCompassForCausalLM", "cohere_compass_text", "CohereCompassDecoderLayer", "PARALLEL",
          name="cohere_compass", refused=("post_attn",), layer_norm_eps=1e-5, logit_scale=0.25, head_dim=32,

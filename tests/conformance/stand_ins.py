@@ -30,6 +30,7 @@ _MIXERS: Final[dict[str, tuple[str, ...]]] = {
     "vllm.models.glm5next.common.model": ("Glm5NextMLAAttention", "Glm5NextLinearAttention"),
     "vllm.models.qwen4_exp.nvidia.model": ("Qwen3NextAttention",),
     "vllm.models.hy_v4.nvidia.model": ("HYV4MLAAttention",),
+    "vllm.models.inkling.nvidia.model": ("InklingAttention",),
     _MODELS + "bailing_moe_v3": ("BailingMoeV3KimiDeltaAttention", "BailingMoeV3MLAAttention"),
 }
 """Mixers by the module that uses them."""
@@ -47,7 +48,7 @@ def replacements(model: str) -> Iterator[tuple[Any, str, Any]]:
 
     owner: Any = sys.modules[model]
     kind = PartialAttention if any(family in model for family in _PARTIAL) else PlainAttention
-    kind = AttentionByPosition if "deepseek_v4" in model else kind
+    kind = AttentionByPosition if any(family in model for family in ("deepseek_v4", "inkling")) else kind
     yield from ((owner, name, kind) for name in _MIXERS.get(model, ()))
     yield from ((owner, name, value) for name, value in _OTHERS.items() if hasattr(owner, name))
     # Latent attention has a cache of its own, which plain attention does not use.
@@ -63,6 +64,8 @@ def replacements(model: str) -> Iterator[tuple[Any, str, Any]]:
         yield owner, "HyperConnectionConfig", lambda **given: config(**{**given, "params_dtype": torch.float32})
         mixer = sys.modules[owner.GatedResidual.__module__]
         yield from ((mixer, name, kernel) for name, kernel in mixes.QWEN.items())
+    if "inkling" in model:
+        yield owner.InklingRMSNorm, "forward", lambda norm, x: rms_norm(x, norm.weight, norm.variance_epsilon)
     if "kimi_k3" in model or "deepseek_v4" in model:
         yield torch.cuda, "Stream", lambda *args, **kwargs: None
 
@@ -106,6 +109,36 @@ class AttentionByPosition(PlainAttention):
     """The same, called with positions in front of the hidden states."""
 
     positions_first = True
+
+
+class ConvolutionState(nn.Module):
+    """The owner of the caches of a layer's convolutions, which have their own here."""
+
+    def __init__(self, *args: Any, prefix: str, **kwargs: Any) -> None:
+        super().__init__()
+        self.prefix, self.kv_cache, self.block_size = prefix, torch.empty(0), 1
+        self.stream_ranges = dict.fromkeys(range(4), (0, 0))
+
+
+class CachedMix(nn.Module):
+    """A causal mix over tokens with a cache of its input, in place of a short convolution with one."""
+
+    def __init__(self, dim: int, kernel_size: int, owner: Any, stream_idx: int) -> None:
+        from vllm.config import get_current_vllm_config
+        from vllm.model_executor.layers.attention import Attention
+
+        super().__init__()
+        self.kernel_size, self.stream_idx = kernel_size, stream_idx
+        vars(self)["owner"] = owner
+        self.weight = nn.Parameter(torch.empty(dim), requires_grad=False)
+        size, config = dim // _HEADS, get_current_vllm_config().cache_config
+        # vLLM reads the layer's number from the name, which may have no second one.
+        prefix = f"{owner.prefix}.{'kvam'[stream_idx]}"
+        self.mix = Attention(_HEADS, size, size**-0.5, num_kv_heads=_HEADS, cache_config=config, prefix=prefix)
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + self.weight * self.mix(x, x, x)
+        return out
 
 
 class PlainMLP(nn.Module):
@@ -175,6 +208,25 @@ def embed_and_norm(ids: torch.Tensor, table: torch.Tensor, chain_weight: torch.T
     return found, normed.to(found.dtype)
 
 
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Compute what the kernel computes."""
+    wide = x.float()
+    return (wide * (wide.pow(2).mean(-1, keepdim=True) + eps).rsqrt() * weight.float()).to(x.dtype)
+
+
+def add_and_norm(residual: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float) -> Any:
+    """Compute what the fused kernel computes: the norm of the sum, and the sum."""
+    stream = residual + delta
+    return rms_norm(stream, weight, eps), stream
+
+
+def embed_and_chain(ids: torch.Tensor, table: torch.Tensor, weight: Any, eps: float, chain_weight: Any = None) -> Any:
+    """Compute what Inkling's kernel computes: the embedding, its norm if it has one, and a norm of that."""
+    found = table[ids]
+    found = found if weight is None else rms_norm(found, weight, eps)
+    return found if chain_weight is None else (found, rms_norm(found, chain_weight, eps))
+
+
 def gemma_norm(norm: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
     """Compute what FlashInfer's kernels compute: the norm of x or, in place, of the sum, which the residual keeps."""
     stream = (x if residual is None else x.add_(residual)).float()
@@ -191,6 +243,12 @@ _OTHERS: Final[dict[str, Any]] = {
     "WhisperEncoder": NoEncoder,
     "fused_embed_norm": embed_and_norm,
     "DeepseekV4MoE": PlainMLP,
+    "InklingConvState": ConvolutionState,
+    "InklingShortConv": CachedMix,
+    "InklingDenseMLP": PlainMLP,
+    "add_rmsnorm": add_and_norm,
+    "embed_rmsnorm": embed_and_chain,
+    "initialize_lamport_rs_conv": lambda *args: None,
     "collect_moe_layers": lambda *args, **kwargs: None,
     "mhc_pre_tilelang": mixes.pre,
     "mhc_pre_broadcast_tilelang": mixes.broadcast,

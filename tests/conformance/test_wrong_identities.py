@@ -20,7 +20,7 @@ from tests.conformance.proof import prove_by_identities
 from tests.conformance.reference_process import ReferenceProcess
 from tests.conformance.test_wrong_taps import _half_pair_layer, _half_pair_mid
 from tests.wrong_taps import late_layer, late_mid
-from vllm_steer.models import install, streams
+from vllm_steer.models import convolved, install, streams
 from vllm_steer.models.reduced_norm import TappedNorm
 
 ROWS = {tiny.name: tiny for tiny in NO_REFERENCE}
@@ -80,6 +80,13 @@ def _unstored(layer: Any, taps: Any) -> None:
     layer.forward, layer._post_attn_norm = steered, mid
 
 
+def _late_sum(taps: Any, out: Any, stream: Any, norm: Any) -> Any:
+    """Run the taps behind the norm, whose output was computed without the edit."""
+    for tap in taps:
+        tap(stream)
+    return out
+
+
 def _every_pass(now: Any, number: int, tap: Any) -> Any:
     return tap
 
@@ -135,6 +142,8 @@ ALL = (
     Wrong("glm5_next", "half", ((streams, "_completed", _incomplete),), ("x_in", "x_mid")),
     Wrong("kimi_k3", "half", ((streams, "attention_residuals", _unstored),), ("x_in", "x_mid")),
     Wrong("minimax_m3", "late", ((TappedNorm, "__call__", _late_norm),), ("post_attn",)),
+    Wrong("glm_moe_dsa", "late", ((TappedNorm, "__call__", _late_norm),), ("post_attn",)),
+    Wrong("inkling", "late", ((convolved, "_edit_and_norm", _late_sum),), ("pre_attn", "post_attn")),
 )
 IN_EVERY_RUN = ("deepseek_v32-late",)
 CHOSEN = [wrong for wrong in ALL if EVERYTHING or str(wrong) in IN_EVERY_RUN or selected(str(wrong))]

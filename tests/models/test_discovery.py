@@ -83,8 +83,8 @@ def test_refuses_unsupported_classes_with_the_reason(qualified: str) -> None:
 
 def test_names_an_unsupported_class_if_its_list_has_another_length() -> None:
     """Catches the reason "no list of layers found" for a class that is known not to be supported."""
-    other = nn.ModuleList(layer("vllm.models.inkling.nvidia.model.InklingDecoderLayer") for _ in range(2))
-    with pytest.raises(UnsupportedModelError, match="pass a branch on"):
+    other = nn.ModuleList(layer("vllm.models.deepseek_v41.nvidia.model.DeepseekV4DecoderLayer") for _ in range(2))
+    with pytest.raises(UnsupportedModelError, match="takes its weights from"):
         find_decoder(model(other), CONFIG)
 
 

@@ -168,6 +168,14 @@ def test_kv_digest_covers_edits_that_change_keys_or_values(point: str, layers: o
     assert (resolved.segments[0].kv_digest is not None) is forks
 
 
+@pytest.mark.parametrize("point", ["attn_out", "post_attn", "mlp_in", "mlp_out", "post_block"])
+def test_kv_digest_covers_the_last_layer_where_it_caches_more(point: str) -> None:
+    """Catches a cache of convolved outputs that requests with and without an edit share, in either order."""
+    program = compile_program([edit(0, "all", point, LAYERS - 1)])
+    found = [resolve(program, 5, LAYERS, caches_behind_attention=more).segments[0] for more in (False, True, False)]
+    assert [segment.kv_digest is not None for segment in found] == [False, True, False]
+
+
 def test_all_layers_expand_in_order() -> None:
     """Catches "all" that misses the first or last layer."""
     resolved = resolve(

@@ -34,7 +34,7 @@ from vllm_steer.engine.row_sender import RowSender
 from vllm_steer.engine.stats_collector import EngineStatsCollector
 from vllm_steer.errors import SteeringError
 from vllm_steer.log import steering_logger
-from vllm_steer.models.discovery import layer_count
+from vllm_steer.models.discovery import caches_behind_attention, layer_count
 from vllm_steer.params import PROGRAM_KEY, program_bytes, restore_program
 from vllm_steer.points import how_to_switch_on, points_on
 from vllm_steer.program import Program, Resolved, TableAllocator, resolve
@@ -57,6 +57,7 @@ class SteeringSchedulerMixin:
             raise SteeringError("additional_config", "has no `steering` section; use vllm_steer.engine_kwargs()")
         model_config = self.vllm_config.model_config
         self._steering_layers = layer_count(model_config.hf_text_config)
+        self._caches_behind_attention = caches_behind_attention(model_config.hf_text_config)
         self._steering_points = frozenset(points_on(config.points))
         self._steering_hash = get_hash_fn_by_name(self.vllm_config.cache_config.prefix_caching_hash_algo)
         self._with_program: dict[str, Resolved] = {}
@@ -115,7 +116,7 @@ class SteeringSchedulerMixin:
             raise SteeringError("extra_args.steer", how_to_switch_on(disabled))
         if program.needs_prompt:
             raise SteeringError("extra_args.steer", "the front end has not filled in the prompt's parts")
-        resolved = resolve(program, request.num_prompt_tokens, self._steering_layers)
+        resolved = self._resolve(program, request)
         if not resolved.token_programs:
             return
         impossible = self._token_limiter.reason_impossible(request, resolved)
@@ -136,6 +137,14 @@ class SteeringSchedulerMixin:
             request._block_hasher = steering_hasher(upstream, resolved, self.hash_block_size, self._steering_hash, salt)
             request.block_hashes = []
             request.update_block_hashes()
+
+    def _resolve(self: Any, program: Any, request: Any) -> Resolved:
+        return resolve(
+            program,
+            request.num_prompt_tokens,
+            self._steering_layers,
+            caches_behind_attention=self._caches_behind_attention,
+        )
 
     # Prefix cache
 
@@ -255,7 +264,7 @@ class SteeringSchedulerMixin:
         request.sampling_params = params
         self.steering_row_sender.report_missing(request, CAPTURE_SKIPPED)
         self._steering_stats.given_up += 1
-        resolved = resolve(program, request.num_prompt_tokens, self._steering_layers)
+        resolved = self._resolve(program, request)
         self._with_program[request.request_id] = resolved
         return resolved
 

@@ -114,6 +114,15 @@ def layer_count(hf_text_config: Any) -> int:
     return hidden // 2 if layers is not None and 2 * layers == hidden else hidden
 
 
+def caches_behind_attention(hf_text_config: Any) -> bool:
+    """Return whether the last layer's later points change cache entries, so that edits there need keys of their own.
+
+    Inkling convolves the outputs of attention and MLP and caches them. The numbers of looped layers go beyond the
+    configuration's, so its last layer is not the last run.
+    """
+    return any(hasattr(hf_text_config, name) for name in ("sconv_kernel_size", "loop_num", "H_cycles"))
+
+
 def find_decoder(model: nn.Module, hf_text_config: Any, *, allow_unproven: bool = False) -> Decoder:
     """Return all decoder layers of this rank with their recipes.
 

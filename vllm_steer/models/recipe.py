@@ -102,7 +102,7 @@ class Recipe:
     residual_at: int = 1
     """Shape ``pair``: place of the residual in what the layer returns; the branch is the first."""
     install: Callable[[Any, Mapping[PointName, Any]], None] | None = None
-    """Shape ``streams``: install the taps of one layer."""
+    """Install the taps of one layer, for layers of shape ``streams`` and those that convolve their branches."""
     stream: str = ""
     """Shape ``streams``: which of the streams is the stream of the points, in words."""
     normed: bool = True

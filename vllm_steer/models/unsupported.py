@@ -15,7 +15,7 @@ _DELAYED: Final = (
     "each mix of its residual streams takes its weights from the sublayer before, and prefill may run the last layers "
     "on a part of the tokens; its hook points are not proven"
 )
-_DEFERRED: Final = "its blocks pass a branch on for the next block to filter and add, so no tensor holds the stream"
+_NOT_NVIDIA: Final = "its hook points are proven only for the kernels of NVIDIA's GPUs"
 _ENCODER: Final = "it is an encoder: it computes all positions together and generates nothing"
 
 _OTHER_KERNELS: Final = (
@@ -26,14 +26,8 @@ _PLATFORMS: Final = ("nvidia", "amd", "cpu", "xpu", "common")
 _OTHERS: Final = ("amd", "xpu")
 
 UNSUPPORTED: Final[Mapping[str, str]] = {
-    **{
-        f"vllm.models.{family}.{platform}.model.{layer}": reason
-        for family, layer, reason in (
-            ("deepseek_v41", "DeepseekV4DecoderLayer", _DELAYED),
-            ("inkling", "InklingDecoderLayer", _DEFERRED),
-        )
-        for platform in _PLATFORMS
-    },
+    **{f"vllm.models.deepseek_v41.{platform}.model.DeepseekV4DecoderLayer": _DELAYED for platform in _PLATFORMS},
+    "vllm.models.inkling.amd.model.InklingDecoderLayer": _NOT_NVIDIA,
     **{
         f"vllm.models.{family}.{platform}.model.{layer}": _OTHER_KERNELS
         for family, layer in (

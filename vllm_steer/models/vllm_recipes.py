@@ -9,6 +9,7 @@ from typing import Any, Final
 import torch
 
 from vllm_steer.models import streams
+from vllm_steer.models.convolved import install_convolved
 from vllm_steer.models.loops import every_gap, hrm_text_gaps, hrm_text_runs, loop_coder_runs, solar_gaps
 from vllm_steer.models.recipe import BLOCK_INPUT, BLOCK_OUTPUT, MIXED_BRANCH, MLP_MIX, NO_SUBMODULE, Reasons, Recipe
 from vllm_steer.points import OPTIONAL_POINTS
@@ -283,6 +284,8 @@ VLLM_RECIPES: Final[tuple[Recipe, ...]] = (
     _single("phimoe.PhiMoEDecoderLayer", attn_out="self_attn", mlp_out="block_sparse_moe"),
     _single("stablelm.StablelmDecoderLayer", **_SELF_ATTN),
     _single("step3p5.Step3p5DecoderLayer", attn_out="self_attn", mlp_out="moe|mlp"),
+    # Branches are convolved over tokens before they are added.
+    Recipe("vllm.models.inkling.nvidia.model.InklingDecoderLayer", "single", "mlp_norm", install=install_convolved),
     # Several streams.
     _streams(MODULES + "gemma3n.Gemma3nDecoderLayer", streams.altup, post_attn="pre_feedforward_layernorm",
              stream="the active one", gaps=every_gap),

@@ -172,6 +172,7 @@ def resolve(
     num_layers: int,
     stage_layers: range | None = None,
     max_segments: int = MAX_SEGMENTS,
+    caches_behind_attention: bool = False,
 ) -> Resolved:
     """Resolve a program for a prompt length.
 
@@ -181,13 +182,14 @@ def resolve(
         num_layers: number of decoder layers of the model.
         stage_layers: layers of this pipeline stage, to which instructions and captures are restricted; None for all.
         max_segments: most segments to make.
+        caches_behind_attention: whether the last layer caches more than the keys and values of its attention.
 
     Raises:
         SteeringError: a selector reaches before the first token of the prompt, or the program needs more than
             ``max_segments`` segments.
     """
     # Requests with equal programs share the program object and therefore this cache.
-    cache, key = program.resolve_cache, (prompt_len, num_layers, stage_layers)
+    cache, key = program.resolve_cache, (prompt_len, num_layers, stage_layers, caches_behind_attention)
     resolved: Resolved | None = cache.get(key)
     if resolved is None:
         dynamic = resolve_dynamic(program, prompt_len) if program.is_dynamic else None
@@ -205,7 +207,10 @@ def resolve(
     return resolved
 
 
-def _segments(program: Program, prompt_len: int, num_layers: int, stage_layers: range | None) -> Iterator[Segment]:
+def _segments(
+    program: Program, prompt_len: int, num_layers: int, stage_layers: range | None, caches_behind_attention: bool
+) -> Iterator[Segment]:
+    last = None if caches_behind_attention else num_layers - 1
     num_edits, num_captures = len(program.edits), len(program.captures)
     previous: Segment | None = None
     for start, stop, parts in _spans(program, prompt_len):
@@ -220,7 +225,7 @@ def _segments(program: Program, prompt_len: int, num_layers: int, stage_layers: 
         # The operands of a matrix count from the start of their segment.
         is_new = previous is None or parts_of_edits.runs or _digest_of(previous.program) != _digest_of(token_program)
         if is_new:
-            previous = Segment(start, token_program, _kv_digest(parts_of_edits, num_layers, program, prompt_len))
+            previous = Segment(start, token_program, _kv_digest(parts_of_edits, num_layers, last, program, prompt_len))
             yield previous
 
 
@@ -410,22 +415,22 @@ def _token_program(
     )
 
 
-def _kv_digest(parts: _EditParts, num_layers: int, program: Program, prompt_len: int) -> bytes | None:
+def _kv_digest(parts: _EditParts, num_layers: int, last: int | None, program: Program, prompt_len: int) -> bytes | None:
     """Return the digest of the edits that can change a token's keys and values; None if there are none.
 
     The factor of a gated edit depends on all readouts and edits and, except in the window ``token``, on the length of
     the prompt. That of an edit in a part of the output depends on the tokens, which are part of the keys, and on the
     length of the prompt.
 
-    The last layer computes its keys and values from its ``pre_attn`` stream, so edits at its later points, branches
-    included, change no cache entry. Reads change nothing. Of a matrix, only the rows of these positions count, each at
-    its distance from the start of the segment, which is part of the keys.
+    The layer ``last`` computes its keys and values from its ``pre_attn`` stream, so edits at its later points, branches
+    included, change no cache entry. It is None in models whose last layer caches more. Reads change nothing. A matrix
+    counts only with its rows at these positions, each at its distance from the start of the segment, which is part of
+    the keys.
     """
-    last = num_layers - 1
     edits = parts.edits
     digests: list[bytes] = []
     for edit, steps in zip(edits, parts.steps, strict=True):
-        if edit.point == PRE_ATTN or any(layer < last for layer in layers_of(edit, range(num_layers))):
+        if edit.point == PRE_ATTN or any(layer != last for layer in layers_of(edit, range(num_layers))):
             digests.append(edit.digest)
             if edit.num_rows:
                 digests.append(msgspec.msgpack.encode([parts.runs[step.run] for step in steps]))
