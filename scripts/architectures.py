@@ -135,8 +135,8 @@ def page(table: MakeTable) -> str:
         "Mamba 1's recurrence is its formula in PyTorch and Step 1's attention bias has no square root, since vLLM has only GPU\n"
         "kernels for them. Plain attention replaces the sparse and the delta attention of DeepSeek V3.2, GLM 5, MiniMax M3,\n"
         "Kimi-Linear, Ling 3 and models with [several residual streams](streams.md), whose kernels of mixes are replaced by their\n"
-        "formulas and experts of DeepSeek V4 and Qwen 4 by an MLP. A function of the token replaces Whisper's attention to its\n"
-        "encoder. All other code, the decoder layers included, is vLLM's own.\n\n"
+        "formulas and experts of DeepSeek V4 and Qwen 4 by an MLP. A function of the token replaces the attention of\n"
+        "Whisper, Cohere ASR and Nemotron Parse to their encoders. All other code, the decoder layers included, is vLLM's own.\n\n"
         "## Proven\n\n"
         + table(("architecture", "decoder layers", "family", "points", "proof", "value", "cause", "dtype"), proven)
         + "\n## By their layers\n\n"
