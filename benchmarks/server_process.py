@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -30,10 +31,15 @@ _GIB = re.compile(r"Available KV cache memory: ([\d.]+) GiB")
 
 
 def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-    return port
+    """Return a free port below those that the system gives to outgoing connections.
+
+    A server binds its port many seconds later. A port of the system's range may then belong to a connection.
+    """
+    for port in random.SystemRandom().sample(range(10_000, 32_000), 100):
+        with contextlib.closing(socket.socket()) as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("none of 100 ports between 10000 and 32000 is free")
 
 
 def cpu_seconds(root: int) -> dict[str, float]:

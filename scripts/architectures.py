@@ -122,7 +122,7 @@ def page(table: MakeTable) -> str:
         "# Architectures\n\n"
         f"Status of every architecture in the registry of vLLM {about['vllm']}. Of {len(found)} names, {count[PROVEN]} are proven\n"
         f"(and {len(beyond)} more that are not in the registry), {count[WRAPPED]} are steered by layers that are proven in\n"
-        f"other models (multimodal wrappers), {count[OUTSTANDING]} need a proof and are refused until then, {count[REFUSAL]} are refused\n"
+        f"other models (multimodal wrappers), {_waiting(count[OUTSTANDING])}{count[REFUSAL]} are refused\n"
         f"when the engine starts, and {count[NO_DECODER]} have no decoder to steer. Measured on {about['date']} with Transformers\n"
         f"{about['transformers']} by `make conformance`; GPU-only architectures by `tests/gpu/test_architectures.py`.\n\n"
         "Each model is the real architecture shrunk to four layers, with at least one layer of each kind and random weights.\n"
@@ -135,9 +135,10 @@ def page(table: MakeTable) -> str:
         "Mamba 1's recurrence is its formula in PyTorch and Step 1's attention bias has no square root, since vLLM has only GPU\n"
         "kernels for them. Plain attention replaces the sparse and the delta attention of DeepSeek V3.2, GLM 5, MiniMax M3,\n"
         "Kimi-Linear, Ling 3 and models with [several residual streams](streams.md), whose kernels of mixes are replaced by their\n"
-        "formulas and experts of DeepSeek V4 and Qwen 4 by an MLP. A function of the token replaces Whisper's attention to its\n"
-        "encoder, and plain attention Inkling's attention and, with a cache of its own, each of its convolutions of a branch; no\n"
-        "run of Inkling's kernels on a GPU has been made. All other code, the decoder layers included, is vLLM's own.\n\n"
+        "formulas and experts of DeepSeek V4 and Qwen 4 by an MLP. A function of the token replaces the attention of\n"
+        "Whisper, Cohere ASR and Nemotron Parse to their encoders, and plain attention Inkling's attention and, with a cache of\n"
+        "its own, each of its convolutions of a branch; no run of Inkling's kernels on a GPU has been made. All other code, the\n"
+        "decoder layers included, is vLLM's own.\n\n"
         "## Proven\n\n"
         + table(("architecture", "decoder layers", "family", "points", "proof", "value", "cause", "dtype"), proven)
         + "\n## By their layers\n\n"
@@ -156,6 +157,10 @@ def page(table: MakeTable) -> str:
         + "\n## No decoder to steer\n\n"
         + table(("architecture", "why"), _two(found, NO_DECODER))
     )
+
+
+def _waiting(outstanding: int) -> str:
+    return f"{outstanding} need a proof and are refused until then, " if outstanding else ""
 
 
 def _figures(row: Row | None, why: str) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tests.conformance.kernels import torchvision_stub
+from tests.conformance.kernels import media_stubs
 from vllm_steer.models import digests
 from vllm_steer.models.recipes import PROVEN
 
@@ -23,7 +23,7 @@ FILE = Path(digests.__file__).with_name(digests.FILE)
 def main() -> None:
     written = json.loads(FILE.read_text()) if FILE.exists() else {}
     table = {version: dict(found) for version, found in written.items()}
-    with torchvision_stub():
+    with media_stubs():
         installed = digests.installed_digests()
     for version, found in installed.items():
         # Digests of classes that cannot be imported here stay.

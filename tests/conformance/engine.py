@@ -16,8 +16,9 @@ import numpy as np
 from tests.conformance.cases import NEW_TOKENS, Case
 from tests.conformance.edits import EditAt
 from tests.conformance.hf_reference import Array
-from tests.conformance.kernels import cpu_kernels, torchvision_stub
+from tests.conformance.kernels import cpu_kernels, media_stubs
 from tests.conformance.model import MAX_POSITIONS, VOCAB, TinyModel
+from tests.conformance.processors import PROCESSORS
 from tests.tiny import register_class
 from vllm_steer.testing.heap import cheap_collections
 
@@ -85,7 +86,7 @@ def steered_engine(
 
     from vllm_steer import LLM
 
-    with torchvision_stub():
+    with media_stubs():
         _register(path, tiny.model_class)
     # More threads make models of this size slower.
     torch.set_num_threads(1)
@@ -101,7 +102,7 @@ def steered_engine(
             # GPU-only classes are refused until these tests have proven them. The check at start would refuse wrong
             # taps before these tests see them.
             steering_config={"allow_unproven": tiny.gpu_only, "self_check": self_check, "points": [*branches]},
-            skip_tokenizer_init=tiny.cross is None,
+            skip_tokenizer_init=tiny.cross is None and tiny.config not in PROCESSORS,
             dtype=tiny.dtype,
             max_model_len=MAX_POSITIONS,
             # Smaller than the batch, so that prompts are split and run beside generated tokens of other requests.

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replacements for parts that vLLM's CPU build lacks and that some tiny models need.
 
-Mamba 1's recurrence has only GPU kernels; its published formula replaces them. Some models import torchvision to
-prepare images; an empty stub replaces it if it is not installed, since no test sends an image. CPU attention takes the
-bias of Step 1 without its square root: the result of attention does not affect where the stream is, and both sides of
-the identities use the same one. Slips of vLLM 0.32 that keep models from starting are mended (``_slips``).
+Mamba 1's recurrence has only GPU kernels; its published formula replaces them. Some models import torchvision or
+torchaudio to prepare images or sound; empty stubs replace them if not installed, since no test sends either. CPU
+attention takes the bias of Step 1 without its square root: the result of attention does not affect where the stream is,
+and both sides of the identities use the same one. Slips of vLLM 0.32 that keep models from starting are mended
+(``_slips``).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from types import ModuleType
-from typing import Any
+from typing import Any, Final
 from unittest.mock import MagicMock, patch
 
 import torch
@@ -25,14 +26,18 @@ from torch.nn import functional
 from tests.conformance import stand_ins
 from tests.conformance.namespaces import without_namespace
 
+_STUBBED: Final = ("torchvision", "torchaudio")
+"""Packages to stub if they are not installed."""
+
 
 @contextmanager
-def torchvision_stub() -> Iterator[None]:
-    """Make ``import torchvision``, and any part of it, succeed with an empty stub unless it is installed."""
-    from transformers.utils import is_torchvision_available
+def media_stubs() -> Iterator[None]:
+    """Make imports of torchvision and torchaudio, and of any part, succeed with empty stubs if not installed."""
+    from transformers.utils import is_torchaudio_available, is_torchvision_available
 
-    # Transformers caches the answer; let it see the real one.
+    # Transformers caches the answers; let it see the real ones.
     is_torchvision_available()
+    is_torchaudio_available()
     finder = _StubFinder()
     sys.meta_path.append(finder)
     try:
@@ -44,10 +49,10 @@ def torchvision_stub() -> Iterator[None]:
 
 
 class _StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finder of the stub; comes last, so installed modules are found first."""
+    """Finder of the stubs; comes last, so installed modules are found first."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> Any:
-        if name.partition(".")[0] != "torchvision":
+        if name.partition(".")[0] not in _STUBBED:
             return None
         return importlib.machinery.ModuleSpec(name, self, is_package=True)
 

@@ -19,6 +19,8 @@ import torch
 import transformers
 from transformers import PretrainedConfig, PreTrainedModel
 
+from tests.conformance.processors import save_processor
+
 HIDDEN: Final = 64
 LAYERS: Final = 4
 VOCAB: Final = 128
@@ -200,6 +202,7 @@ def save(tiny: TinyModel, folder: Path) -> Path:
     path = folder / tiny.name
     if not (path / "config.json").exists():
         build(tiny).save_pretrained(path)
+        save_processor(tiny.config, path)
         if tiny.architecture is not None:
             config = json.loads((path / "config.json").read_text())
             (path / "config.json").write_text(json.dumps({**config, "architectures": [tiny.architecture]}))

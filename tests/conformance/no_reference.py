@@ -88,6 +88,15 @@ _SPEECH: Final[dict[str, Any]] = {
     "max_source_positions": 16, "max_target_positions": MAX_POSITIONS, "activation_function": "gelu",
     "is_encoder_decoder": True, "decoder_start_token_id": 1,
 }  # fmt: skip
+_COHERE_SPEECH: Final[dict[str, Any]] = {
+    "is_encoder_decoder": True, "decoder_start_token_id": 1, "num_key_value_heads": 2, "sample_rate": 16000,
+    "max_audio_clip_s": 1, "preprocessor": {"features": 16, "window_size": 0.025},
+    "encoder": {"subsampling_factor": 8, "n_heads": 2}, "head": {"num_classes": VOCAB, "hidden_size": HIDDEN},
+    "transf_decoder": {"config_dict": {
+        "hidden_size": HIDDEN, "inner_size": 128, "hidden_act": "relu", "num_attention_heads": 2, "num_layers": LAYERS,
+        "max_sequence_length": MAX_POSITIONS,
+    }},
+}  # fmt: skip
 _NO_PROFILE: Final[dict[str, Any]] = {"skip_mm_profiling": True}
 _HRM: Final[dict[str, Any]] = {"pass_argument": "current_step", "head_dim": 32, "num_key_value_heads": 2}
 _ATTENTION: Final = {"attention": {"no_op": False, "n_heads_in_group": 2}}
@@ -211,6 +220,13 @@ NO_REFERENCE: Final[tuple[TinyModel, ...]] = (
     _row("WhisperForConditionalGeneration", "whisper", "WhisperDecoderLayer", "UNFUSED", name="whisper",
          **_SPEECH, cross="encoder_attn", engine=_NO_PROFILE,
          model_class="vllm.model_executor.models.whisper:WhisperForConditionalGeneration"),
+    _row("CohereAsrForConditionalGeneration", "cohere_asr", "CohereASRDecoderLayer", "UNFUSED", name="cohere_asr",
+         branch_in_vllm="first_sub_layer", cross="second_sub_layer", engine=_NO_PROFILE, **_COHERE_SPEECH,
+         model_class="vllm.model_executor.models.cohere_asr:CohereAsrForConditionalGeneration"),
+    _row("NemotronParseForConditionalGeneration", "nemotron_parse", "MBartDecoderLayer", "UNFUSED",
+         name="nemotron_parse", cross="encoder_attn", engine=_NO_PROFILE, is_encoder_decoder=True,
+         image_size=[64, 64], encoder={"patch_size": 16}, decoder={**PLAIN, **_SPEECH, "scale_embedding": True},
+         model_class="vllm.model_executor.models.nemotron_parse:NemotronParseForConditionalGeneration"),
     # The classes for NVIDIA's GPUs; on a CPU, vLLM runs DeepSeek V2's.
     _row("DeepseekV32ForCausalLM", "deepseek_v32", "DeepseekV32DecoderLayer", name="deepseek_v32",
          model_class="vllm.models.deepseek_v32.nvidia.model:DeepseekV32ForCausalLM", **_DEEPSEEK_MLA, **_SPARSE),
@@ -265,7 +281,7 @@ def _save_speech_processor(path: Path) -> None:
     WhisperProcessor(WhisperFeatureExtractor(feature_size=16, chunk_length=1), tokenizer).save_pretrained(path)
 
 
-_PARTS: Final = ("text_config", "vision_config", "vit_config", "adapter_config")
+_PARTS: Final = ("text_config", "vision_config", "vit_config", "adapter_config", "encoder", "decoder")
 """Fields that are configs of their own."""
 
 

@@ -66,6 +66,8 @@ def replacements(model: str) -> Iterator[tuple[Any, str, Any]]:
         yield from ((mixer, name, kernel) for name, kernel in mixes.QWEN.items())
     if "inkling" in model:
         yield owner.InklingRMSNorm, "forward", lambda norm, x: rms_norm(x, norm.weight, norm.variance_epsilon)
+    if "cohere_asr" in model:
+        yield sys.modules["vllm.transformers_utils.processors.cohere_asr"], "melscale_fbanks", no_filters
     if "kimi_k3" in model or "deepseek_v4" in model:
         yield torch.cuda, "Stream", lambda *args, **kwargs: None
 
@@ -194,6 +196,11 @@ class NoEncoder(nn.Module):
         super().__init__()
 
 
+def no_filters(n_freqs: int, f_min: float, f_max: float, n_mels: int, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Return filters for the sounds with which vLLM plans its memory; torchaudio would compute real ones."""
+    return torch.ones(n_freqs, n_mels)
+
+
 class PartialAttention(PlainAttention):
     """The same, as one partial sum per rank."""
 
@@ -240,6 +247,9 @@ def gemma_norm(norm: Any, x: torch.Tensor, residual: torch.Tensor | None = None)
 
 _OTHERS: Final[dict[str, Any]] = {
     "WhisperCrossAttention": PlainCross,
+    "CohereASRCrossAttention": PlainCross,
+    "ConformerEncoder": NoEncoder,
+    "RadioWithNeck": NoEncoder,
     "WhisperEncoder": NoEncoder,
     "fused_embed_norm": embed_and_norm,
     "DeepseekV4MoE": PlainMLP,

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from tests.conformance.kernels import _selective_scan, torchvision_stub
+from tests.conformance.kernels import _selective_scan, media_stubs
 
 SOFTPLUS_1 = 1.3132616875182228
 
@@ -50,9 +50,9 @@ def test_selective_scan_in_two_parts(z: bool) -> None:
 
 
 @pytest.mark.skipif(find_spec("torchvision") is not None, reason="torchvision is installed, and is used")
-def test_torchvision_stub_is_removed() -> None:
+def test_media_stubs_are_removed() -> None:
     """Catches a stub that another test would mistake for torchvision."""
-    with torchvision_stub():
+    with media_stubs():
         from torchvision.transforms import v2
 
         assert v2.anything is not None

@@ -131,6 +131,8 @@ ALL = (
     *(_half(row) for row in _PAIRS),
     _late("molmo_after", "single", "self_attn"),
     _late("molmo2_after", "single", "self_attn"),
+    _late("cohere_asr", "single", "layer_norm_1"),
+    _late("nemotron_parse", "single", "self_attn_layer_norm"),
     Wrong("moondream3", "late", ((install, "_single_layer", late_layer("single", "ln")),), ("pre_attn",)),
     Wrong("iquestloopcoder", "late", ((install, "_single_mid", late_mid("single")),), ("post_attn",)),
     Wrong("iquestloopcoder", "every", ((install.Pass, "only_in", _every_pass),), ("pre_attn", "post_attn")),

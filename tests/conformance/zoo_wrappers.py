@@ -33,6 +33,16 @@ _HALF: Final[dict[str, Any]] = {
         "rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3], "partial_rotary_factor": 0.5
     }
 }  # fmt: skip
+_EMU_IMAGES: Final = Part(
+    "Emu3VQVAEConfig",
+    {"codebook_size": 16, "base_channels": 32, "channel_multiplier": (1, 1), "num_res_blocks": 1, "hidden_size": 32,
+     "attn_resolutions": ()},
+)  # fmt: skip
+_EMU_TOKENS: Final = {
+    "<image>": 123, "<|extra_200|>": 120, **{f"<|visual token {number:06}|>": 100 + number for number in range(16)}
+}  # fmt: skip
+# Four axes: the position, then three of the image.
+_FOUR_AXES: Final = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4] * 4}}
 
 
 def _row(
@@ -85,6 +95,11 @@ WRAPPERS: Final[tuple[TinyModel, ...]] = (
     _row("Gemma4Config", Part("Gemma4TextConfig", {**LOCAL, "global_head_dim": 32, "hidden_size_per_layer_input": 16,
          "vocab_size_per_layer_input": 128, "enable_moe_block": True, "top_k_experts": 2}), "Gemma4DecoderLayer",
          "UNFUSED+POSTNORM", **SANDWICH),
+    # On the Transformers backend.
+    _row("HunYuanVLConfig", Part("HunYuanVLTextConfig", {**GQA, **_FOUR_AXES}), "HunYuanVLDenseV1DecoderLayer",
+         "UNFUSED", settings={"image_token_id": 125}),
+    _row("Emu3Config", Part("Emu3TextConfig", MQA), "Emu3DecoderLayer", "UNFUSED", blocks="model.text_model.layers",
+         settings={"vq_config": _EMU_IMAGES, "vocabulary_map": _EMU_TOKENS}),
     _row("Qwen3_5Config", Part("Qwen3_5TextConfig", GDN), "Qwen3_5DecoderLayer", branch="linear_attn|self_attn",
          **BFLOAT16),
     _row("Qwen3_5MoeConfig", Part("Qwen3_5MoeTextConfig", GDN), "Qwen3_5DecoderLayer",

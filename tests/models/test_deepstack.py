@@ -10,7 +10,7 @@ import pytest
 import torch
 from vllm.sequence import IntermediateTensors
 
-from tests.conformance.kernels import torchvision_stub
+from tests.conformance.kernels import media_stubs
 
 TOKENS, HIDDEN = 4, 8
 
@@ -21,7 +21,7 @@ def test_image_features_are_added_between_two_points(monkeypatch: pytest.MonkeyP
     ``pre_attn`` includes the features and the preceding ``post_block`` does not; without an image, and in later blocks,
     the two are equal.
     """
-    with torchvision_stub():
+    with media_stubs():
         from vllm.model_executor.models import qwen3_vl
 
     streams: list[tuple[torch.Tensor, torch.Tensor]] = []

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,8 @@ from pathlib import Path
 
 import httpx
 import torch
+
+from benchmarks.server_process import free_port
 
 HIDDEN, LAYERS = 64, 4
 MODEL = "tiny"
@@ -57,7 +58,7 @@ def save_model(folder: Path) -> Path:
 
 def run_server(model: Path, command: Sequence[str], flags: Sequence[str], log: Path) -> Iterator[str]:
     """Start `command MODEL flags`, yield its base URL once it is healthy, and end its whole process group."""
-    port = _free_port()
+    port = free_port()
     url = f"http://127.0.0.1:{port}"
     settings = ["--enforce-eager", "--dtype", "float32", "--max-model-len", "256", "--max-logprobs", "20"]
     where = ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", MODEL]
@@ -92,12 +93,6 @@ def environment() -> dict[str, str]:
 def vllm_command() -> list[str]:
     """The `vllm` command of this environment."""
     return [sys.executable, "-m", "vllm.entrypoints.cli.main"]
-
-
-def _free_port() -> int:
-    with contextlib.closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: Path) -> None:

@@ -189,6 +189,12 @@ def test_metrics_cover_both_api_servers(server: tuple[str, Path]) -> None:
     assert counted(one, "table_size", table="rows") == ROWS
 
 
+def audited(log: Path, name: str) -> list[dict[str, Any]]:
+    """Return the audit records about ``name`` in the log of the server's processes."""
+    lines = [line[line.index('{"time"') :] for line in log.read_text().splitlines() if '{"time"' in line]
+    return [record for record in map(json.loads, lines) if record["name"] == name]
+
+
 def test_logs_each_change_once(server: tuple[str, Path], log: Path) -> None:
     """Catches a change logged by both processes or by none, and a record with a wrong client address."""
     url, _ = server
@@ -198,8 +204,9 @@ def test_logs_each_change_once(server: tuple[str, Path], log: Path) -> None:
     assert (
         request_on_new_connection("DELETE", f"{url}/v1/steering/modules/logged", headers=behind)[1].status_code == 200
     )
-    lines = [line[line.index('{"time"') :] for line in log.read_text().splitlines() if '{"time"' in line]
-    records = [record for record in map(json.loads, lines) if record["name"] == "logged"]
+    deadline = time.monotonic() + 10
+    while len(records := audited(log, "logged")) < 2 and time.monotonic() < deadline:
+        time.sleep(0.1)
     assert [(r["event"], r["who"], r["address"], r["digests"]) for r in records] == [
         ("register", audit.ANONYMOUS, "127.0.0.1", [digest]),
         ("delete", audit.ANONYMOUS, "192.0.2.9", [digest]),

@@ -28,7 +28,7 @@ OUTPUT = "steering_output"
 
 
 def install_convolved(layer: Any, taps: Mapping[PointName, Tap]) -> None:
-    """Tap the sums behind attention and MLP, and the model's first stream, which is no sum."""
+    """Tap the sums behind attention and MLP, and the stream that enters the first layer."""
     # Not as submodules: the layer owns its taps.
     vars(layer.attn_sconv)[STREAM] = taps["post_attn"]
     vars(layer.mlp_sconv)[STREAM] = taps["post_block"]

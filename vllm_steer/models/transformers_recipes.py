@@ -7,7 +7,6 @@ All of them keep the stream in one tensor. Each row is proven by ``tests/conform
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, Final
 
 from vllm_steer.models.recipe import Recipe
@@ -40,9 +39,8 @@ TRANSFORMERS_RECIPES: Final[tuple[Recipe, ...]] = (
     _sequential("bitnet", "BitNetDecoderLayer"),
     _sequential("cwm", "CwmDecoderLayer"),
     _sequential("dots1", "Dots1DecoderLayer"),
-    # The backend runs these two only behind a processor of images.
-    replace(_sequential("emu3", "Emu3DecoderLayer"), proven=False),
-    replace(_sequential("hunyuan_vl", "HunYuanVLDenseV1DecoderLayer"), proven=False),
+    _sequential("emu3", "Emu3DecoderLayer"),
+    _sequential("hunyuan_vl", "HunYuanVLDenseV1DecoderLayer"),
     _post_norm("flex_olmo", "FlexOlmoDecoderLayer"),
     _sequential("glm", "GlmDecoderLayer"),
     _sequential("gpt_bigcode", "GPTBigCodeBlock", "ln_2", "attn"),

@@ -305,9 +305,9 @@ VLLM_RECIPES: Final[tuple[Recipe, ...]] = (
             recalls=True),
     # Self-attention, attention to an encoder, then MLP: post_attn is in front of the second.
     _single("cohere_asr.CohereASRDecoderLayer", "layer_norm_2", attn_out="first_sub_layer", mlp_out="third_sub_layer",
-            mlp_in="layer_norm_3", cross_attention=True, proven=False),
+            mlp_in="layer_norm_3", cross_attention=True),
     _single("nemotron_parse.MBartDecoderLayer", "encoder_attn_layer_norm", attn_out="self_attn", mlp_out="fc2",
-            mlp_in="final_layer_norm", cross_attention=True, proven=False),
+            mlp_in="final_layer_norm", cross_attention=True),
     _single("whisper.WhisperDecoderLayer", "encoder_attn_layer_norm", attn_out="self_attn", mlp_out="mlp",
             mlp_in="final_layer_norm", cross_attention=True),
     # Other token mixers instead of, or beside, attention: single tensors.
