@@ -264,7 +264,7 @@ class SteeringSchedulerMixin:
         request.sampling_params = params
         self.steering_row_sender.report_missing(request, CAPTURE_SKIPPED)
         self._steering_stats.given_up += 1
-        resolved = self._resolve(program, request)
+        resolved: Resolved = self._resolve(program, request)
         self._with_program[request.request_id] = resolved
         return resolved
 
