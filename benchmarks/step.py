@@ -142,6 +142,7 @@ def make_scheduler() -> Any:
     made._steering_stats = EngineStatsCollector(made.steering_admission)
     made._arena = ArenaBudget(config.capture_rows, 0, speculates=False)
     made._with_program, made._malformed, made.requests = {}, {}, {}
+    made._caches_behind_attention = False
     made._without_drafts, made.num_spec_tokens = set(), 0
     made._token_limiter = TokenLimiter(made._arena, made._with_program, None)
     managers = (object.__new__(FullAttentionManager),)
