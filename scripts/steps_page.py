@@ -17,7 +17,7 @@ _PRODUCTS = ("_products_kernel", "gemm_f32f32", "direct_copy_k", "at::native::re
 """Name parts of the kernels of projections, which stock vLLM's greedy step does not run."""
 
 KERNELS = """
-## What the GPU does in a step
+## Kernels and copies of a step
 
 Every kernel and copy of {steps} decode steps at batch {batch}, listed by the profiler inside the graphs (`python -m
 benchmarks.kernels`, {shape}, `benchmarks/results/{name}`), and what differs from stock vLLM's list of {count} per step.
@@ -34,7 +34,7 @@ list, compared with stock vLLM's:
 """
 
 TIMELINE = """
-## Where a step's time goes, {title}
+## Time of a step, {title}
 
 Steps of {batch} requests, {shape}, medians in milliseconds by the profiler (`python -m benchmarks.timeline`, {gpu};
 `benchmarks/results/{name}`):
@@ -53,7 +53,7 @@ the first copies that ran on a second stream on, every forward pass is slower, s
 """
 
 COMPILED = """
-## What the compiler makes of taps
+## Kernels that the compiler makes of taps
 
 Kernels that Inductor makes of the decoder of a model of {layers} layers, for a CPU (`python -m benchmarks.compiled`,
 torch {torch}, vLLM {vllm}, `benchmarks/results/{name}`). The op of a tap is none of them; it keeps the compiler

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Observe and change layers with several streams: the layers of ``mixes.py`` run in place of vLLM's.
 
-The rows and edits of vLLM's layers with their taps must be those of the formulas. What ``HookedModel`` calls the branch
-is here the difference of two points, since no module outputs it.
+The rows and edits of vLLM's layers with their taps must equal the rows and edits of the formulas. No module outputs the
+branch of ``HookedModel``, so the difference of two points stands for it.
 """
 
 from __future__ import annotations

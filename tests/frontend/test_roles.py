@@ -142,7 +142,7 @@ def test_every_field_gets_positions(tmp_path: Path) -> None:
     [
         ("chatml", "system", "selects messages of the role system, but the prompt has none"),
         ("text", "user", "no special tokens are between the contents of messages"),
-        ("system as user", "system", "they begin like those of the user"),
+        ("system as user", "system", "they begin as user messages do"),
         ("no system", "system", "no system role"),
         (None, "user", "no chat template"),
     ],

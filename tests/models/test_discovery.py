@@ -11,7 +11,12 @@ import torch
 from torch import nn
 from vllm.model_executor.offloader import PrefetchOffloader
 
-from vllm_steer.models.discovery import UnsupportedModelError, find_decoder, layer_count
+from vllm_steer.models.discovery import (
+    UnsupportedModelError,
+    caches_behind_attention,
+    find_decoder,
+    layer_count,
+)
 from vllm_steer.models.install import install_taps
 from vllm_steer.models.recipes import RECIPES
 from vllm_steer.models.unsupported import UNSUPPORTED
@@ -169,3 +174,10 @@ def test_layer_count() -> None:
     assert layer_count(SimpleNamespace(num_hidden_layers=56, num_layers=28)) == 28
     assert layer_count(SimpleNamespace(num_hidden_layers=32)) == 32
     assert layer_count(SimpleNamespace(num_hidden_layers=32, num_layers=32)) == 32
+
+
+@pytest.mark.parametrize("field", ["sconv_kernel_size", "loop_num", "H_cycles"])
+def test_recognizes_models_whose_last_layer_caches_more(field: str) -> None:
+    """Catches an edit behind the last attention that shares cached blocks with requests without it."""
+    assert caches_behind_attention(SimpleNamespace(num_hidden_layers=LAYERS, **{field: 4}))
+    assert not caches_behind_attention(CONFIG)

@@ -94,8 +94,8 @@ def read_role_tokens(tokenizer: Any, template: str | None) -> RoleTokens:
     shared = generation[0] if generation and generation[0] in added else None
     found = _find_headers(rendered, generation, shared, added, dict(problems))
     if found.headers.get("system", ()) == found.headers.get("user", (0,)):
-        # The template writes system messages like those of the user.
-        problems["system"] = "they begin like those of the user"
+        # The template writes system messages as it writes user messages.
+        problems["system"] = "they begin as user messages do"
         rendered = [each for each in rendered if "system" not in each.roles]
     found = _find_headers(rendered, generation, shared, added, problems)
     for one, other in itertools.permutations(found.headers, 2):
