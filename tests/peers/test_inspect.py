@@ -48,6 +48,10 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("INSPECT_DISPLAY", "none")
+    # Inspect's vLLM provider changes these for the whole process when it starts a server; without its logging
+    # configuration, vLLM writes no audit records.
+    monkeypatch.setenv("VLLM_CONFIGURE_LOGGING", "1")
+    monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "False")
 
 
 @pytest.fixture(scope="module")

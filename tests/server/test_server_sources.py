@@ -82,3 +82,4 @@ def test_rows_of_a_module(client: httpx.Client) -> None:
         )
         assert response.status_code == 400, response.text
         assert response.json()["error"]["param"] == "steering[0].vector.module"
+    client.delete("/v1/steering/modules/rows").raise_for_status()
