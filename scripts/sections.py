@@ -16,6 +16,7 @@ from steps_page import MakeTable
 
 from vllm_steer.compat.stages import REQUEST_STAGES
 from vllm_steer.compat.version import CONFLICTS
+from vllm_steer.models.parallelism import PARALLELISM
 
 ROOT = Path(__file__).parents[1]
 
@@ -100,6 +101,19 @@ def method_name(path: str) -> str:
     return ".".join(path.rpartition(":")[2].split(".")[-2:])
 
 
+def splits(table: MakeTable) -> str:
+    """Return the table of splits over several ranks that are proven or refused."""
+    shown = {"proven": "proven", "unproven": "refused", "not in vLLM": "vLLM has none"}
+    return table(
+        ("family", "tensor parallel", "pipeline parallel", "a stage hands over", "both"),
+        [
+            (row.family, shown[row.tensor], shown[row.pipeline], row.between,
+             "refused" if row.pipeline == "proven" else shown[row.pipeline])
+            for row in PARALLELISM
+        ],
+    )  # fmt: skip
+
+
 FOREIGN = {"vllm-lens": "vllm-lens", "rhizonymph": "RhizoNymph/vllm"}
 """Projects whose fields are refused by name without their interface, by page."""
 SECTIONS: Mapping[str, Mapping[str, Callable[[MakeTable], str]]] = {
@@ -108,6 +122,7 @@ SECTIONS: Mapping[str, Mapping[str, Callable[[MakeTable], str]]] = {
     "docs/explanation/comparison.md": {"published": published},
     "docs/explanation/patching-compared.md": {"speed": patching_sections.speed, "hits": patching_sections.hits},
     "docs/explanation/limitations.md": {"conflicts": conflicts},
+    "docs/reference/streams.md": {"splits": splits},
     **{
         f"docs/peers/{page}.md": {
             **({} if page == "inspect" else {"speed": peer_sections.speed(page)}),

@@ -310,16 +310,25 @@ def _config_class(model_type: str) -> type[Any]:
     return type(model_type, (PretrainedConfig,), {"model_type": model_type, "__init__": init})
 
 
+def register_config(model_type: str) -> type[Any] | None:
+    """Register and return a config class for a model type that neither Transformers nor vLLM has, otherwise None."""
+    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from vllm.transformers_utils.config import _CONFIG_REGISTRY
+
+    if model_type in CONFIG_MAPPING or model_type in _CONFIG_REGISTRY:
+        return None
+    made = _config_class(model_type)
+    AutoConfig.register(model_type, made)
+    return made
+
+
 @contextmanager
 def random_weights(tiny: TinyModel) -> Iterator[dict[str, Any]]:
     """Yield engine settings for random weights; vLLM's dummy weights are too small for a block to change the stream."""
-    from transformers import AutoConfig
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from vllm.model_executor.model_loader import dummy_loader
-    from vllm.transformers_utils.config import _CONFIG_REGISTRY
 
-    if tiny.config not in CONFIG_MAPPING and tiny.config not in _CONFIG_REGISTRY:
-        AutoConfig.register(tiny.config, _config_class(tiny.config))
+    register_config(tiny.config)
     generator = torch.Generator().manual_seed(zlib.crc32(tiny.name.encode()))
 
     @torch.no_grad()

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from tests.conformance import float4
 from tests.conformance.branches import supported_branches
 from tests.conformance.cases import PROMPTS, STREAM_FIELDS, Case
 from tests.conformance.engine import generate, layer_classes, steered_engine
@@ -129,6 +130,13 @@ def _per_token(kind: str) -> dict[str, Any]:
     return {"num_bits": 8, "type": kind, "strategy": "token", "dynamic": True, "symmetric": True}
 
 
+def _float4(layout: str, strategy: str, group_size: int, inputs: bool | str) -> dict[str, Any]:
+    weights = {"num_bits": 4, "type": "float", "strategy": strategy, "group_size": group_size, "dynamic": False}
+    return _compressed(layout, weights, {**weights, "symmetric": True, "dynamic": inputs} if inputs else None)
+
+
+# Widths that kernels of blocks of 128 by 128 and of 4-bit floats accept.
+_BLOCKS: Final = {"hidden_size": 128, "intermediate_size": 256, "num_key_value_heads": 4}
 _CHANNEL: Final = {"num_bits": 8, "strategy": "channel", "dynamic": False}
 
 SCHEMES: Final = (
@@ -154,11 +162,21 @@ SCHEMES: Final = (
         _float8,
         max_distance=FLOAT8_ERROR,
     ),
+    Scheme(
+        "nvfp4 weights (compressed-tensors)",
+        _float4("nvfp4-pack-quantized", "tensor_group", float4.NV_GROUP, "local"),
+        float4.nvfp4,
+        settings=_BLOCKS,
+    ),
+    Scheme(
+        "mxfp4 weights (compressed-tensors)",
+        _float4("mxfp4-pack-quantized", "group", float4.MX_GROUP, False),
+        float4.mxfp4,
+        settings=_BLOCKS,
+    ),
 )
 """Quantised weights."""
 
-# Blocks are 128 by 128, and the number of inputs of a layer must be a multiple of it.
-_BLOCKS: Final = {"hidden_size": 128, "intermediate_size": 256}
 GPU_SCHEMES: Final = tuple(
     Scheme(f"{name}, quantised at start", engine={"quantization": name}, max_distance=FLOAT8_ERROR, settings=more)
     for name, more in {"fp8_per_tensor": {}, "fp8_per_block": _BLOCKS, "fp8_per_channel": {}, "mxfp8": {}}.items()
@@ -193,7 +211,7 @@ def examine(scheme: Scheme, folder: Path) -> None:
     engine = {**scheme.engine, "enable_prefix_caching": False}
     tiny = replace(llama, dtype="bfloat16", engine=engine, settings={**llama.settings, **scheme.settings})
     hf = save_quantised(scheme, tiny, folder)
-    with steered_engine(tiny, folder, "eager", supported_branches(tiny)) as llm:
+    with float4.cpu_kernels(), steered_engine(tiny, folder, "eager", supported_branches(tiny)) as llm:
         checks = check_identities(tiny, llm)
         streams = generate(llm, [Case("plain", PROMPTS[0])], list(STREAM_FIELDS), new_tokens=1)[0].streams
         proof = Proof("LlamaForCausalLM", "identities inside vLLM", sorted(layer_classes(llm)), checks)

@@ -14,8 +14,8 @@ from tests.conformance.quantised import CACHES, SCHEMES, Scheme, examine
 TURN = [scheme for scheme in SCHEMES if scheme is SCHEMES[0] or selected(scheme.name)]
 
 
-@pytest.mark.feature("quantised weights: AWQ, GPTQ, int4, int8, FP8", "steer")
-@pytest.mark.feature("quantised weights: AWQ, GPTQ, int4, int8, FP8", "capture")
+@pytest.mark.feature("quantised weights: AWQ, GPTQ, int4, int8, FP8, NVFP4, MXFP4", "steer")
+@pytest.mark.feature("quantised weights: AWQ, GPTQ, int4, int8, FP8, NVFP4, MXFP4", "capture")
 @pytest.mark.parametrize("scheme", TURN, ids=str)
 def test_hook_points_with_quantised_weights(scheme: Scheme, tmp_path: Path) -> None:
     """Catches edits and rows that quantised layers move, and weights that are read in another order."""

@@ -28,9 +28,11 @@ from vllm_steer.engine.untapped_model import (
 from vllm_steer.engine.worker_manager import WorkerSteeringManager
 from vllm_steer.errors import SteeringError
 from vllm_steer.log import steering_logger
-from vllm_steer.models.discovery import Decoder, find_decoder
+from vllm_steer.models.discovery import ALLOW, Decoder, UnsupportedModelError, find_decoder
 from vllm_steer.models.final_norm import find_final_norm
 from vllm_steer.models.install import install_taps
+from vllm_steer.models.parallelism import why_unproven_split
+from vllm_steer.models.recipe import qualified_name
 from vllm_steer.models.sae import encoder_shape, read_encoder
 from vllm_steer.points import POINT_NAMES, POINTS, POINTS_FLAG, points_on
 from vllm_steer.program.dynamic import LENS, SAE_PREFIX
@@ -81,6 +83,7 @@ def set_up_steering(
         tensor_parallel=get_tensor_model_parallel_world_size() > 1,
         final_norm=find_final_norm(model, found),
     )
+    decoder = _with_split(decoder, config, pipeline=vllm_config.parallel_config.pipeline_parallel_size > 1)
     _log_restrictions(decoder, config)
     points = points_on(config.points)
     tables = Tables(
@@ -173,6 +176,24 @@ def _autoencoders(config: SteeringConfig, hidden_size: int, device: torch.device
             heads[SAE_PREFIX + name] = head
             logger.info("Autoencoder %s: %d features, %.1f MiB", name, features, head.num_bytes / 2**20)
     return heads
+
+
+def _with_split(decoder: Decoder, config: SteeringConfig, *, pipeline: bool) -> Decoder:
+    """Return the decoder, with a doubt if its split over ranks is unproven.
+
+    Raises:
+        UnsupportedModelError: The split is unproven, and unproven models are not allowed.
+    """
+    first = decoder.layers[0]
+    if first.recipe.shape != "streams" and first.recipe.runs is None:
+        return decoder
+    layer_class = qualified_name(type(first.module))
+    doubt = why_unproven_split(layer_class, tensor=decoder.tensor_parallel, pipeline=pipeline)
+    if doubt is None:
+        return decoder
+    if not config.allow_unproven:
+        raise UnsupportedModelError(f"{layer_class} cannot be steered: {doubt}. Change the split, or {ALLOW}")
+    return replace(decoder, unproven=(*decoder.unproven, doubt))
 
 
 def _log_restrictions(decoder: Decoder, config: SteeringConfig) -> None:

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of splits that are proven or refused, and the refusal at start."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from vllm_steer.config import SteeringConfig
+from vllm_steer.engine.model_setup import _with_split
+from vllm_steer.models.discovery import Decoder, DecoderLayer, UnsupportedModelError
+from vllm_steer.models.parallelism import PARALLELISM, why_unproven_split
+from vllm_steer.models.recipes import RECIPES
+
+KIMI = "vllm.models.kimi_k3.nvidia.model.KimiDecoderLayer"
+
+
+def special() -> set[str]:
+    """Return the layer classes with several streams, and those of looped models."""
+    return {KIMI, *(name for name, recipe in RECIPES.items() if recipe.shape == "streams" or recipe.runs)}
+
+
+def test_has_every_family() -> None:
+    """Catches a family with several streams, or a looped one, whose splits are neither proven nor refused."""
+    listed = {name for row in PARALLELISM for name in row.layer_classes}
+    assert {name for name in special() if not name.endswith(tuple(f".{each}" for each in listed))} == set()
+    assert all(any(name.endswith(f".{each}") for name in special()) for each in listed)
+
+
+@pytest.mark.parametrize("layer_class", sorted(special()))
+def test_refuses_both_splits_together(layer_class: str) -> None:
+    """Catches an engine that starts with four ranks, in which no hook point was proven."""
+    assert "together" in str(why_unproven_split(layer_class, tensor=True, pipeline=True))
+    assert why_unproven_split(layer_class, tensor=False, pipeline=False) is None
+
+
+def decoder(layer_class: str) -> Decoder:
+    recipe = RECIPES[layer_class]
+    module, _, name = layer_class.rpartition(".")
+    layer: Any = type(name, (), {"__module__": module})()
+    return Decoder((DecoderLayer(0, layer, recipe),), 2, tensor_parallel=True)
+
+
+def test_an_engine_refuses_an_unproven_split() -> None:
+    """Catches a split that the table refuses and the engine serves, and an override that leaves no trace."""
+    found = decoder("vllm.models.hy_v4.nvidia.model.HYV4DecoderLayer")
+    with pytest.raises(UnsupportedModelError, match="HYV4DecoderLayer cannot be steered: hook points of HY V4 are not"):
+        _with_split(found, SteeringConfig(), pipeline=True)
+    assert _with_split(found, SteeringConfig(), pipeline=False) is found
+    (doubt,) = _with_split(found, SteeringConfig(allow_unproven=True), pipeline=True).unproven
+    assert "together" in doubt
+
+
+def test_ordinary_models_may_have_both() -> None:
+    """Catches a refusal of models with one stream, such as Kimi-Linear, which shares Kimi K3's class."""
+    for name in (
+        "vllm.model_executor.models.llama.LlamaDecoderLayer",
+        "vllm.models.kimi_k3.nvidia.model.KimiDecoderLayer",
+    ):
+        found = decoder(name)
+        assert _with_split(found, SteeringConfig(), pipeline=True) is found

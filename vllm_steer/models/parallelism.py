@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Splits over several ranks of models with several residual streams and of looped models: proven or refused.
+
+docs/reference/streams.md shows this table. ``tests/conformance/test_two_ranks.py`` proves it: it runs the splits that
+are proven, and the refusals of vLLM, which has no pipeline stages for some models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+Split = Literal["proven", "unproven", "not in vLLM"]
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    """Splits of one family of decoder layers."""
+
+    family: str
+    layer_classes: Sequence[str]
+    """Endings of the qualified names of the classes."""
+    tensor: Split
+    pipeline: Split
+    between: str = ""
+    """What a pipeline stage hands to the next, in words."""
+
+
+PARALLELISM: Final = (
+    Parallelism(
+        "DeepSeek V4",
+        ("deepseek_v4.nvidia.model.DeepseekV4DecoderLayer", "deepseek_v4.cpu.model.DeepseekV4DecoderLayer"),
+        tensor="unproven",
+        pipeline="proven",
+        between="the complete streams",
+    ),
+    Parallelism(
+        "GLM 5 Next", ("glm5next.common.model.Glm5NextDecoderLayer",), tensor="unproven", pipeline="not in vLLM"
+    ),
+    Parallelism(
+        "HY V4",
+        ("hy_v4.nvidia.model.HYV4DecoderLayer",),
+        tensor="proven",
+        pipeline="proven",
+        between="the complete streams",
+    ),
+    Parallelism(
+        "Qwen 4 (Exp)",
+        ("qwen4_exp.nvidia.model.Qwen4ExpDecoderLayer",),
+        tensor="unproven",
+        pipeline="unproven",
+        between="the complete streams",
+    ),
+    Parallelism("Gemma 3n", ("gemma3n.Gemma3nDecoderLayer",), tensor="unproven", pipeline="not in vLLM"),
+    Parallelism(
+        "Kimi K3",
+        ("kimi_k3.nvidia.model.KimiDecoderLayer",),
+        tensor="proven",
+        pipeline="proven",
+        between="the running sum and the bank",
+    ),
+    Parallelism("HRM-Text", ("hrm_text.HrmTextDecoderLayer",), tensor="proven", pipeline="not in vLLM"),
+    Parallelism(
+        "IQuest-LoopCoder", ("iquest_loopcoder.LoopCoderDecoderLayer",), tensor="unproven", pipeline="not in vLLM"
+    ),
+)
+
+
+def why_unproven_split(layer_class: str, *, tensor: bool, pipeline: bool) -> str | None:
+    """Return why a model cannot be split in this way, or None.
+
+    Args:
+        layer_class: Qualified name of the class of a decoder layer.
+        tensor: Whether layers are split over several ranks.
+        pipeline: Whether the model has several pipeline stages.
+    """
+    for row in PARALLELISM:
+        if not layer_class.endswith(tuple(f".{each}" for each in row.layer_classes)):
+            continue
+        if tensor and pipeline:
+            return f"hook points of {row.family} are not proven with tensor and pipeline parallelism together"
+        if tensor and row.tensor != "proven":
+            return f"hook points of {row.family} are not proven with tensor parallelism"
+        if pipeline and row.pipeline != "proven":
+            return f"hook points of {row.family} are not proven with pipeline parallelism"
+    return None
