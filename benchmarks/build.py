@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "vllm_steer"
 RESULTS = ROOT / "benchmarks" / "results"
 COMMIT_VARIABLE = "VLLM_STEER_BENCHMARK_COMMIT"
-"""Environment variable with the commit of a tree that is no git repository, such as a copy on a GPU host."""
+"""Environment variable with the commit of a tree that is not a git repository, such as a copy on a GPU host."""
 SPLIT = ("compat", "models")
 """Subpackages of which each module also has a digest, because most of their modules do not run in a step."""
 

@@ -13,7 +13,7 @@ Running the command again with the same folder continues: jobs with a complete r
 So a time limit of single commands does not limit the round; with ``--whole``, only jobs start that end in time.
 ``round.json`` in the folder has the outcome of each job. ``--archive`` names a file that holds the results and the ends
 of the logs, rewritten after each job, for hosts from which only a few files come back. ``--commit`` is recorded in the
-results if the tree is no git repository.
+results if the tree is not a git repository.
 """
 
 from __future__ import annotations
@@ -165,6 +165,9 @@ def outcome_of(run: Running, folder: Path, status: int | None) -> dict[str, Any]
     outcome = "stopped" if status is None else "done" if status == 0 else "failed"
     if status and run.job.module == "gpu_tests":
         outcome = "done"  # tests failed, which is a result
+    if outcome == "done" and run.job.module == "serve":
+        found = json.loads((folder / run.job.result).read_text())
+        outcome = "done" if found["figures"] else "stopped"  # its own time limit came before the first figure
     return {
         "outcome": outcome, "status": status, "seconds": round(time.monotonic() - run.started), "gpus": run.gpus,
         "has_result": bool((folder / run.job.result).exists()), "build": digests(),
@@ -252,7 +255,7 @@ def main() -> None:
     parser.add_argument("--gib", type=float, help="memory of each GPU; default: as found (with --plan: 79)")
     parser.add_argument("--out", type=Path, default=Path("/tmp/gpu-round"), help="folder of the results")
     parser.add_argument("--archive", type=Path, help="file with all results, rewritten after each job")
-    parser.add_argument("--commit", help="commit of a tree that is no git repository")
+    parser.add_argument("--commit", help="commit of a tree that is not a git repository")
     parser.add_argument("--only", nargs="+", help="names of results, to run only these jobs")
     parser.add_argument("--whole", action="store_true", help="start only jobs that end in time")
     parser.add_argument("--plan", action="store_true", help="print the plan and exit")

@@ -264,22 +264,24 @@ def main() -> None:
         "setup": {"prompt": arguments.prompt, "generated": arguments.generated},
         "versions": earlier.get("versions", {}), "absent": earlier.get("absent", {}), "rows": kept,
     }  # fmt: skip
+    for project in arguments.projects:
+        result["absent"].pop(project, None)
+        if (why := absence(project)) is not None:
+            result["absent"][project] = why
+            print(project, why, flush=True)
+    write(result, arguments.out)
     with tempfile.TemporaryDirectory() as folder:
         save_model(arguments.shape, model := Path(folder) / arguments.shape)
         for project in arguments.projects:
-            result["absent"].pop(project, None)
-            if (why := absence(project)) is None:
+            if project not in result["absent"]:
                 result["versions"][project] = {name: package_version(name) for name in (project, "vllm", "torch")}
                 try:
                     measure(project, result, str(model), arguments)
                 except (RuntimeError, EOFError) as error:
                     lines = str(error).strip().splitlines() or [type(error).__name__]
-                    why = f"failed: {lines[-1][:300]}"
+                    result["absent"][project] = f"failed: {lines[-1][:300]}"
                     print(error, flush=True)
-            if why is not None:
-                result["absent"][project] = why
-                print(project, why, flush=True)
-            write(result, arguments.out)
+                write(result, arguments.out)
     if not any(row["project"] in arguments.projects for row in result["rows"]):
         raise SystemExit("benchmarks.peers_gpu: no project was measured")
 
