@@ -39,8 +39,8 @@ from benchmarks.gpu_jobs import GPUS, OUT, SECONDS, Job, gpu_jobs, tiny_jobs
 RESERVE = 5.0
 """Seconds at the end for ending processes and writing files."""
 LOG_BYTES = 20_000
-MARK = "VLLM_STEER_BENCHMARK_JOB"
-"""Environment variable that all processes of a job have."""
+LOOK_SECONDS = 5.0
+"""Seconds between two looks at the descendants of a job."""
 
 
 class Running(NamedTuple):
@@ -51,6 +51,8 @@ class Running(NamedTuple):
     gpus: tuple[int, ...]
     started: float
     limit: float
+    family: set[psutil.Process]
+    """Descendants seen so far."""
 
 
 class Step(NamedTuple):
@@ -131,7 +133,7 @@ def command_of(job: Job, folder: Path, gpus: Sequence[int], limit: float) -> lis
 
 def launch(job: Job, folder: Path, gpus: tuple[int, ...], all_gpus: int, limit: float) -> Running:
     """Start a job on GPUs and on its share of the CPU cores."""
-    env = {**os.environ, "PYTHONUNBUFFERED": "1", MARK: mark_of(job)}
+    env = {**os.environ, "PYTHONUNBUFFERED": "1"}
     if job.timed:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
     command = command_of(job, folder, gpus, limit)
@@ -143,21 +145,22 @@ def launch(job: Job, folder: Path, gpus: tuple[int, ...], all_gpus: int, limit: 
     if mine:
         with contextlib.suppress(ProcessLookupError):
             os.sched_setaffinity(process.pid, mine)
-    return Running(job, process, gpus, time.monotonic(), limit)
+    return Running(job, process, gpus, time.monotonic(), limit, set())
+
+
+def note_family(run: Running) -> None:
+    """Remember the descendants of a job, because those that outlive their parents cannot be found later."""
+    with contextlib.suppress(psutil.Error):
+        run.family.update(psutil.Process(run.process.pid).children(recursive=True))
 
 
 def kill(run: Running) -> None:
-    """Kill a job with all its descendants, which have its mark, also those that outlive the job's own process."""
-    run.process.kill()
-    run.process.wait()
-    for process in psutil.process_iter():
+    """Kill a job with all its descendants, also those in sessions of their own and those whose parents have ended."""
+    note_family(run)
+    for process in (run.process, *run.family):
         with contextlib.suppress(psutil.Error):
-            if process.environ().get(MARK) == mark_of(run.job):
-                process.kill()
-
-
-def mark_of(job: Job) -> str:
-    return f"{os.getpid()} {job.name}"
+            process.kill()
+    run.process.wait()
 
 
 def outcome_of(run: Running, folder: Path, status: int | None) -> dict[str, Any]:
@@ -193,6 +196,7 @@ def run_jobs(jobs: Sequence[Job], gpus: int, end: float, folder: Path, archive_t
     outcomes: dict[str, Any] = json.loads(record.read_text()) if record.exists() else {}
     waiting = [job for job in jobs if not is_done(job, folder, outcomes)]
     running: list[Running] = []
+    looked = 0.0
 
     def note(name: str, outcome: dict[str, Any]) -> None:
         outcomes[name] = outcome
@@ -211,6 +215,10 @@ def run_jobs(jobs: Sequence[Job], gpus: int, end: float, folder: Path, archive_t
                 kill(run)
                 running.remove(run)
                 note(run.job.name, outcome_of(run, folder, status))
+            if now > looked + LOOK_SECONDS:
+                looked = now
+                for run in running:
+                    note_family(run)
             free = [gpu for gpu in range(gpus) if all(gpu not in run.gpus for run in running)]
             ends = [(run.job, max(run.started + min(run.job.seconds, run.limit) - now, 0.0)) for run in running]
             job = choose(waiting, free, ends, end - RESERVE - now)

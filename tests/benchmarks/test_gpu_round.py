@@ -17,8 +17,8 @@ import pytest
 from benchmarks import gpu_round
 from benchmarks.cost import variants
 from benchmarks.gpu_jobs import OUT, Job, gpu_jobs
-from benchmarks.groups import CONTROL, GROUPS
 from benchmarks.gpu_round import choose, lacking, plan, run_jobs
+from benchmarks.groups import CONTROL, GROUPS
 
 
 def job(name: str, seconds: float, **fields: object) -> Job:
@@ -73,8 +73,11 @@ import json, pathlib, subprocess, sys, time
 out, action = pathlib.Path(sys.argv[1]), sys.argv[2]
 out.write_text(json.dumps({"runs": out.exists()}))
 if action == "hang":
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
-    out.with_suffix(".pid").write_text(str(child.pid))
+    # As a worker of vLLM does, the grandchild outlives its parent, in a session of its own and without its environment.
+    code = "import subprocess as s, sys, time; sleep = [sys.executable, '-c', 'import time; time.sleep(600)']; "
+    code += "print(s.Popen(sleep, start_new_session=True, env={}).pid, flush=True); time.sleep(1)"
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    out.with_suffix(".pid").write_text(child.stdout.readline())
     time.sleep(600)
 sys.exit(action == "fail")
 """
@@ -84,6 +87,7 @@ def test_round_records_outcomes_kills_children_and_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     """Catches a server that survives its stopped job, a lost result, and a finished job that runs again."""
+    monkeypatch.setattr(gpu_round, "LOOK_SECONDS", 0.1)
     script = tmp_path / "job.py"
     script.write_text(SCRIPT)
     monkeypatch.setattr(
