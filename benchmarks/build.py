@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
+import os
 import subprocess
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
@@ -18,6 +19,8 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "vllm_steer"
 RESULTS = ROOT / "benchmarks" / "results"
+COMMIT_VARIABLE = "VLLM_STEER_BENCHMARK_COMMIT"
+"""Environment variable with the commit of a tree that is not a git repository, such as a copy on a GPU host."""
 SPLIT = ("compat", "models")
 """Subpackages of which each module also has a digest, because most of their modules do not run in a step."""
 
@@ -104,7 +107,12 @@ def is_current(kind: str, builds: Iterable[Mapping[str, str]], now: Mapping[str,
 
 
 def commit() -> str | None:
-    """Return the commit of the working tree, marked if files differ from it, or None without a repository."""
+    """Return the commit of the working tree, marked if files differ from it, or None without a repository.
+
+    A commit in `COMMIT_VARIABLE` comes first.
+    """
+    if given := os.environ.get(COMMIT_VARIABLE):
+        return given
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

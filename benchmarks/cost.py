@@ -26,13 +26,14 @@ import statistics
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from benchmarks.groups import CONTROL, GROUPS, PREFILL, BenchmarkGroup
 from benchmarks.shapes import SHAPES, environment, save_shape
-from benchmarks.variants import register, variants
+from benchmarks.variants import SAE_NAME, SAE_VARIANT, register, save_sae, variants
 from vllm_steer import SteeringConfig
 
 AT_ONCE = 256
@@ -86,10 +87,12 @@ def serve(who: str, model: str, settings: dict[str, Any], pipe: Any) -> None:
 class Engine:
     """Engine in a child process, controlled through a pipe."""
 
-    def __init__(self, who: str, model: str, settings: dict[str, Any]) -> None:
+    def __init__(
+        self, who: str, model: str, settings: dict[str, Any], target: Callable[..., None] = serve
+    ) -> None:  # fmt: skip
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=serve, args=(who, model, settings, theirs))
+        self._process = context.Process(target=target, args=(who, model, settings, theirs))
         self._process.start()
         self._name = who
 
@@ -235,6 +238,9 @@ def start(groups: list[BenchmarkGroup], steering: dict[str, Any], folder: Path) 
     """Start the engines that these groups share, without waiting for them."""
     group = groups[0]
     model = str(save_shape(group.shape, folder / group.shape))
+    if any(cell.startswith(SAE_VARIANT) for each in groups for cell in each.cells):
+        hidden = SHAPES[group.shape]["hidden_size"]
+        steering = {**steering, "saes": {SAE_NAME: str(save_sae(folder / f"{group.shape}-sae", hidden))}}
     settings: dict[str, Any] = {
         "max_model_len": 8448, "max_num_seqs": AT_ONCE, "max_num_batched_tokens": 8192, "enable_prefix_caching": False,
         # With a fixed cache size, all engines can start at once: vLLM does not measure the free memory.

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from benchmarks.variants import SAE_VARIANT
+
 CONTROL = "stock again"
 """Variant name of a second stock engine."""
 PREFILL = "prefill"
@@ -44,10 +46,17 @@ GROUPS: dict[str, BenchmarkGroup] = {
         ("idle@128,256", "one site@128,256", f"{CONTROL}@128,256", "all sites@128", "own program each@256"),
     ),
     "llama-8b, queues": BenchmarkGroup("llama-8b", 9.2, _QUEUES),
+    # For one GPU of 80 GiB: three engines of 15 GiB of weights, with caches for 256 requests of 144 tokens.
+    "llama-8b, one pair": BenchmarkGroup(
+        "llama-8b", 4.8,
+        ("idle@1,8,32,128,256,prefill", "one site@1,8,32,128,256,prefill", f"{CONTROL}@128,256", "all sites@1,128",
+         "own program each@256"), generated=128,
+    ),
+    # Features whose figures are the newest come first, because a run may be cut off.
     "llama-8b, readouts": BenchmarkGroup(
         "llama-8b", 9.2,
-        ("idle@1,32,256", "readout of one probe@1,32,256", "gate of one probe@1,32,256", "live strength@1,32,256",
-         "lens at one layer@1,32"), generated=128,
+        ("live strength@1,32,256", "lens at one layer@1,32,256", f"{SAE_VARIANT}@1,32,256",
+         "readout of one probe@1,32,256", "gate of one probe@1,32,256", "idle@1,32,256"), repeats=3, generated=128,
     ),
     # These runs are short, and runs of one engine differ by up to a third: the first requests may start before the
     # others have arrived.
@@ -67,6 +76,10 @@ GROUPS: dict[str, BenchmarkGroup] = {
     ),
     "qwen3-30b-a3b": BenchmarkGroup(
         "qwen3-30b-a3b", 2.7, ("idle@1,8,32,128", "one site@1,32,128", "all sites@1,128"), generated=96
+    ),
+    "tiny": BenchmarkGroup(
+        "tiny", 0.25, ("idle@1", "one site@1", "live strength@1", "lens at one layer@1", f"{SAE_VARIANT}@1",
+                       "readout of one probe@1", "gate of one probe@1"), repeats=1, generated=8,
     ),
     "gemma3-27b": BenchmarkGroup(
         "gemma3-27b", 4.6, ("idle@1,8,32,128,prefill", "one site@1,32,128,prefill", "all sites@1,32"), generated=96

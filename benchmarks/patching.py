@@ -186,7 +186,12 @@ def save_model(group: PatchingGroup, folder: Path) -> Path:
     deviation = 2.0 / group.shape["hidden_size"] ** 0.5
     config = AutoConfig.for_model(**{**group.shape, "initializer_range": deviation, "dtype": group.dtype})
     config.bos_token_id = config.eos_token_id = None
-    AutoModelForCausalLM.from_config(config).to(getattr(torch, group.dtype)).save_pretrained(folder)
+    # Numbers of billions of weights take minutes on a CPU.
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = AutoModelForCausalLM.from_config(config).to(getattr(torch, group.dtype))
+    model.save_pretrained(folder)
+    del model
+    torch.cuda.empty_cache()
     return folder
 
 
@@ -221,8 +226,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--group", choices=list(GROUPS), default="cpu")
     parser.add_argument("--beside", default="nothing", help="other work that ran on the machine")
+    parser.add_argument("--rounds", type=int, help="number of rounds; default: the group's")
     arguments = parser.parse_args()
     group = GROUPS[arguments.group]
+    if arguments.rounds:
+        group = group._replace(rounds=arguments.rounds)
     prepare_environment()
     import torch
     import vllm

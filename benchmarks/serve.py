@@ -31,11 +31,6 @@ from typing import Any, NamedTuple
 from benchmarks.server_process import ServerProcess, cpu_seconds
 from benchmarks.shapes import SHAPES, environment, save_shape
 
-TINY = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 128, "intermediate_size": 256,
-    "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 2048,
-    "max_position_embeddings": 1024, "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "torch_dtype": "float32",
-}  # fmt: skip
 PROBES = 16
 MODULE = "probes"
 
@@ -86,11 +81,7 @@ def save_model(shape: str, folder: Path) -> dict[str, Any]:
     """Write a model without weights and a tokenizer with one word per token; return the model's config."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    if shape == "tiny":
-        folder.mkdir(parents=True)
-        (folder / "config.json").write_text(json.dumps({"bos_token_id": 0, "eos_token_id": 1, **TINY}))
-    else:
-        save_shape(shape, folder)
+    save_shape(shape, folder)
     config: dict[str, Any] = json.loads((folder / "config.json").read_text())
     words = {f"w{token}": token for token in range(config["vocab_size"])}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
@@ -203,7 +194,8 @@ def measure(result: dict[str, Any], out: Path, folder: Path, arguments: argparse
     ways = make_ways(config["hidden_size"], layer)
     caches = arguments.caches or folder / "caches"
     options = ["--load-format", "dummy", "--max-model-len", str(min(1024, 2 * (load.prompt + load.output)))]
-    options += ["--enforce-eager"] if arguments.tiny else ["--gpu-memory-utilization", str(arguments.share)]
+    on_cpu, on_gpu = ["--enforce-eager", "--dtype", "float32"], ["--gpu-memory-utilization", str(arguments.share)]
+    options += on_cpu if arguments.tiny else on_gpu
     consumers = [f"filesystem:root={folder / 'rows'},layout=packed", "memory"]
     steering = ["--enable-steering", *(part for each in consumers for part in ("--capture-consumers", each))]
     with contextlib.ExitStack() as stack:

@@ -12,6 +12,12 @@ from benchmarks.build import identity
 _COMMON: dict[str, Any] = {"dtype": "bfloat16", "bos_token_id": 0, "eos_token_id": 1, "hidden_act": "silu"}
 
 SHAPES: dict[str, dict[str, Any]] = {
+    # Runs on a CPU, to try a script.
+    "tiny": {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 128, "intermediate_size": 256,
+        "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 2048,
+        "max_position_embeddings": 16384, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+    },
     "llama-8b": {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
         "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,

@@ -119,10 +119,13 @@ def _served(result: Mapping[str, Any], figure: Mapping[str, Any], key: str) -> f
 
 
 def started(what: str, unit: str, bound: Bound, key: str, sign: int) -> Aim:
-    """Return an aim for the difference between the starts of the two servers."""
+    """Return an aim for the difference between the starts of the two servers.
+
+    Servers that are alone on the GPU (``benchmarks/start.py``) come before those of ``benchmarks/serve.py``.
+    """
 
     def figure(fits: Fits) -> Figure | None:
-        for name in names("gpu-serve*llama-8b*.json"):
+        for name in (*names("gpu-start*llama-8b*.json"), *names("gpu-serve*llama-8b*.json")):
             result = read(name)
             servers = result["servers"]
             if fits("server", result) and all(key in servers.get(each, {}) for each in ("stock", "steering")):

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 #
 # Creates .venv with the pinned vLLM, vllm_steer in editable form, and the development tools.
-# Does nothing if the files that it installs from are unchanged. Writes only to .venv.
+# Does nothing if the files that it installs from are unchanged, or if .venv is a link. Writes only to .venv.
 #
 #   PYTHON=...   the Python to use (default: the first suitable of python3.11, 3.12, 3.13, python3 and python)
 #   LANE=...     cpu (default) or cuda: which build of vLLM
@@ -127,6 +127,12 @@ sys.exit(any(name.startswith(("cuda-", "nvidia-")) for name in importlib.metadat
     "$VENV_PYTHON" -m pip uninstall --yes --quiet torch >>"$LOG" 2>&1 || true
     fail "pip installed a CUDA build of torch; set PIP_EXTRA_INDEX_URL to PyTorch's index of CPU wheels and try again."
 }
+
+# A link leads to the environment of another checkout, which must not be emptied through it.
+if [[ -L $VENV ]]; then
+    [[ -x $VENV_PYTHON ]] || fail "$VENV is a link to $(readlink "$VENV"), which has no Python; run \`make setup\` there."
+    exit 0
+fi
 
 if [[ -f $STAMP && $(fingerprint "${PYTHON:-$VENV_PYTHON}") == "$(cat "$STAMP")" ]]; then
     exit 0

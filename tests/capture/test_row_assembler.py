@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.tiny import HIDDEN, LAYERS, code_of
+from vllm_steer.capture import row_assembler
 from vllm_steer.capture.row_assembler import RowAssembler, RowChunk
 from vllm_steer.spec import CaptureSpec, Projection
 
@@ -103,3 +104,26 @@ def test_infinities_of_the_model_are_not_overflow() -> None:
     assembler.add([RowChunk("r", 0, 1, (code_of("post_block", 1),), rows.view(torch.uint8).numpy())])
     spec = CaptureSpec(hooks={"post_block": [1]}, positions="all", dtype="float16")
     assert assembler.assemble(spec, 1, 2)[1] is None
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", None])
+def test_joint_conversion_is_the_conversion_of_each_site(monkeypatch: pytest.MonkeyPatch, dtype: Any) -> None:
+    """Catches rows of another site, a site's overflow named for another one, and rows that keep others alive."""
+    rng = np.random.default_rng(1)
+    rows = torch.from_numpy(rng.standard_normal((3, 3, HIDDEN)).astype("f4"))
+    rows[2, 1, 0], rows[1, 2, 1] = 7e4, float("inf")
+    codes = tuple(code_of("post_block", layer) for layer in range(3))
+    spec = CaptureSpec(hooks={"post_block": [0, 1, 2]}, positions="all", dtype=dtype)
+    found = []
+    for limit in (1 << 20, 0):
+        monkeypatch.setattr(row_assembler, "_JOINT_BYTES", limit)
+        assembler = RowAssembler(LAYERS, HIDDEN, torch.float32)
+        assembler.add([RowChunk("r", 0, 3, codes, rows.view(torch.uint8).numpy())])
+        found.append(assembler.assemble(spec, 2, 4))
+    (joint, problem), (separate, expected) = found
+    assert problem == expected
+    assert (problem or "").startswith("post_block[1] overflows") == (dtype == "float16")
+    assert list(joint) == list(separate)
+    for site, each in joint.items():
+        assert torch.equal(each.rows, separate[site].rows)
+        assert each.rows.untyped_storage().nbytes() == each.rows.nbytes

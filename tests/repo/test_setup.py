@@ -117,3 +117,15 @@ def test_make_fails_if_the_setup_fails(clone: Path) -> None:
     )
     assert done.returncode != 0
     assert "python-that-is-not-there was not found" in done.stderr
+
+
+def test_linked_environment_is_left_alone(clone: Path, tmp_path: Path) -> None:
+    """Catches a set-up in a worktree that empties the environment of the checkout to which `.venv` is a link."""
+    linked = tmp_path / "environment"
+    (clone / ".venv").symlink_to(linked)
+    assert_refused(set_up(clone), "is a link", "has no Python")
+    (linked / "bin").mkdir(parents=True)
+    (linked / "bin/python").symlink_to(sys.executable)
+    done = set_up(clone)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert [path.relative_to(linked).as_posix() for path in sorted(linked.rglob("*"))] == ["bin", "bin/python"]

@@ -24,6 +24,8 @@ from vllm_steer.points import POINT_NAMES
 from vllm_steer.spec import CaptureSpec, Projection
 
 _MAX_LISTED = 3  # sites named in an error text
+_JOINT_BYTES = 64 << 10
+"""Size up to which the rows of several sites are converted at once, because the calls take longer than copies."""
 
 
 class RowChunk(msgspec.Struct, frozen=True):
@@ -125,9 +127,11 @@ class RowAssembler:
         stored = self._stored(b"" if projection is None else projection.digest)
         # Sites usually share their chunks, and then the choice of rows as well.
         chosen: dict[tuple[int, ...], _Chosen] = {}
-        sites: dict[Site, SiteRows] = {}
+        positions: dict[Site, IntArray] = {}
+        rows: dict[Site, torch.Tensor] = {}
         missing: list[str] = []
         overflowed: list[str] = []
+        joint = self._is_small()
         dtype = self._dtype if spec.dtype is None else getattr(torch, spec.dtype)
         for point, layers in spec.hooks:
             for layer in range(self._num_layers) if layers == "all" else layers:
@@ -135,14 +139,18 @@ class RowAssembler:
                 chunks = tuple(columns)
                 if chunks not in chosen:
                     chosen[chunks] = _choose([self._chunks[number] for number in chunks], wanted)
-                positions = chosen[chunks].positions
-                if len(positions) < len(wanted):
-                    missing.append(f"{point}[{layer}] has {len(positions)} of {len(wanted)} positions")
-                reduced = _reduce(self._site_rows(columns, chosen[chunks].rows, projection), spec)
-                converted = reduced.to(dtype)
-                if converted.dtype != reduced.dtype and bool((converted.isinf() & reduced.isfinite()).any()):
-                    overflowed.append(f"{point}[{layer}]")
-                sites[point, layer] = SiteRows(positions.copy(), converted)
+                found = chosen[chunks].positions
+                if len(found) < len(wanted):
+                    missing.append(f"{point}[{layer}] has {len(found)} of {len(wanted)} positions")
+                site = point, layer
+                positions[site] = found.copy()
+                rows[site] = _reduce(self._site_rows(columns, chosen[chunks].rows, projection), spec)
+                if not joint:
+                    rows[site], overflows = _convert(rows[site], dtype)
+                    overflowed += [f"{point}[{layer}]"] if overflows else []
+        if joint:
+            overflowed = _convert_jointly(rows, dtype)
+        sites = {site: SiteRows(positions[site], each) for site, each in rows.items()}
         reasons = [self._incomplete_reason]
         if missing:
             reasons.append(self._missing_reason or "; ".join(missing[:_MAX_LISTED]))
@@ -165,6 +173,9 @@ class RowAssembler:
         """Return the number of positions with a row, or that should have one if the sample is incomplete."""
         forwarded = num_tokens - 1
         return forwarded if self._incomplete_reason is None else max(forwarded, prompt_len)
+
+    def _is_small(self) -> bool:
+        return sum(memoryview(chunk.rows).nbytes for chunk in self._chunks) <= _JOINT_BYTES
 
     def _stored(self, projection: bytes) -> dict[int, dict[int, int]]:
         """Return, for each capture code, the chunks that hold it in this format and its column in each of them."""
@@ -203,6 +214,28 @@ def _reduce(rows: torch.Tensor, spec: CaptureSpec) -> torch.Tensor:
     return rows[-1:] if spec.reduce == "last" else rows
 
 
+def _convert(rows: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, bool]:
+    """Return the rows in a dtype, and whether a finite number became infinite."""
+    converted = rows.to(dtype)
+    if converted.dtype == rows.dtype or not bool((infinite := converted.isinf()).any()):
+        return converted, False
+    return converted, bool((infinite & rows.isfinite()).any())
+
+
+def _convert_jointly(rows: dict[Site, torch.Tensor], dtype: torch.dtype) -> list[str]:
+    """Convert the rows of all sites in place; return the names of those in which a finite number became infinite."""
+    given = {site: each for site, each in rows.items() if each.dtype != dtype}
+    if not given:
+        return []
+    converted, overflows = _convert(torch.cat([each.reshape(-1) for each in given.values()]), dtype)
+    parts = converted.split([each.numel() for each in given.values()])
+    for (site, each), part in zip(given.items(), parts, strict=True):
+        rows[site] = part.clone().view(each.shape)  # the rows of a site do not keep those of others alive
+    if not overflows:
+        return []
+    return [f"{point}[{layer}]" for (point, layer), each in given.items() if _convert(each, dtype)[1]]
+
+
 def _choose(chunks: Sequence[RowChunk], wanted: IntArray) -> _Chosen:
     positions = _concatenate([np.arange(each.start, each.start + each.count) for each in chunks])
     rows: IntArray | None = None
@@ -210,6 +243,8 @@ def _choose(chunks: Sequence[RowChunk], wanted: IntArray) -> _Chosen:
         # np.unique finds first occurrences: reversed, these are the rows that were computed last.
         positions, first = np.unique(positions[::-1], return_index=True)
         rows = sum(each.count for each in chunks) - 1 - first
+    if np.array_equal(positions, wanted):
+        return _Chosen(positions, rows)
     keep = np.isin(positions, wanted)
     if not keep.all():
         positions, rows = positions[keep], np.flatnonzero(keep) if rows is None else rows[keep]

@@ -8,9 +8,10 @@ import json
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from vllm_steer.capture import CapturedRequest, CaptureResult, CaptureResults
+from vllm_steer.capture import CapturedRequest, CaptureResult
 from vllm_steer.server.capture_store import CaptureFormat
 from vllm_steer.server.http.request_context import RequestContext
+from vllm_steer.server.http.result_waiter import wait_for
 from vllm_steer.server.http.row_encoding import encode_file, encode_inline
 
 RESULTS_FIELD = "capture_results"
@@ -50,7 +51,8 @@ async def build_reports(
             reports[choice] = {name: error_report(_RERUN) for name in results}
             continue
         reports[choice] = {}
-        for name, result in (await _wait_for(results)).items():
+        for name, future in results.futures.items():
+            result = await wait_for(future)
             reports[choice][name] = report = await _build_report(result, min(inline_bytes, response_bytes), store)
             if "sites" in report:
                 response_bytes -= result.data.num_bytes
@@ -114,9 +116,3 @@ def _is_short_value(value: object) -> bool:
     if isinstance(value, int):
         return -(2**63) <= value < 2**64
     return value is None or (isinstance(value, str) and len(value) <= _SHORT_TEXT)
-
-
-async def _wait_for(results: CaptureResults) -> dict[str, CaptureResult]:
-    # Shielded: consumers finish their work even if the client disconnects.
-    pending = (asyncio.shield(asyncio.wrap_future(future)) for future in results.futures.values())
-    return dict(zip(results.futures, await asyncio.gather(*pending), strict=True))

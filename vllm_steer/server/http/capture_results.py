@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
 from typing import Any
 
+import msgspec
 from starlette.datastructures import MutableHeaders
 from starlette.types import Message, Receive, Send
 
@@ -23,6 +24,7 @@ from vllm_steer.server.http.request_context import RequestContext, ResultsLocati
 
 _FEW_CHOICES = 4
 """Choices whose small reports are encoded in the event loop."""
+_encoder = msgspec.json.Encoder()
 _DISCONNECT_LOOP_TURNS = 10
 """Turns of the event loop that suffice for a server to report a disconnect."""
 
@@ -178,8 +180,12 @@ def _parse_response(body: bytes, results_in: ResultsLocation) -> tuple[dict[str,
 
 async def _encode_event(event: dict[str, Any], reports: Mapping[int, Mapping[str, Any]]) -> bytes:
     """Return the JSON of an event, encoded in a thread unless its reports are small."""
-    small = len(reports) <= _FEW_CHOICES and all(map(is_small, reports.values()))
-    return _encode(event) if small else await asyncio.to_thread(_encode, event)
+    if len(reports) > _FEW_CHOICES or not all(map(is_small, reports.values())):
+        return await asyncio.to_thread(_encode, event)
+    try:
+        return _encoder.encode(event)
+    except (ValueError, TypeError):  # unpaired surrogates, or a subclass of a type that JSON has
+        return _encode(event)
 
 
 def _encode(document: dict[str, Any]) -> bytes:

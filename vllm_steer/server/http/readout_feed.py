@@ -23,8 +23,6 @@ READOUTS_KEY, TRACE_KEY = "readouts", "steering_trace"
 """Names of the response fields."""
 _FIELDS = {"": ("values",), "sae": ("indices", "values"), LENS: ("token_ids", "logprobs")}
 """Fields of a readout beside ``positions``, by the kind of its head."""
-_POSITION = b"\0"
-"""Place of the position in a template; names have no such character."""
 _encoder = msgspec.json.Encoder()
 
 
@@ -106,14 +104,11 @@ class ReadoutFeed:
             values = self.take()
             return _encoder.encode(values) if values else b""
         positions, records = self._reader.take(num_forwarded(self._state))
-        if len(positions) != 1 or not any(
-            start <= positions[0] < stop for start, stop in self._by_tokens[0][0].intervals
-        ):
+        template = self._template
+        if len(positions) != 1 or not template.covers(positions[0]):
             values = self._values(positions, records)
             return _encoder.encode(values) if values else b""
-        template, start, stop = self._template
-        numbers = _encoder.encode(records[0][start:stop])[1:-1].split(b",")
-        return template.replace(_POSITION, b"%d" % positions[0]) % tuple(numbers)
+        return template.fill(positions[0], records[0])
 
     def take_all(self) -> dict[str, Any]:
         """Return the values of `take` for every readout of the request, in its order."""
@@ -155,20 +150,44 @@ def _readouts_by_tokens(program: Program, prompt_len: int) -> list[tuple[_Tokens
     return list(groups.items())
 
 
-def _template(groups: list[tuple[_Tokens, list[_Readout]]]) -> tuple[bytes, int, int] | None:
-    """Return the JSON of one position of probes that return the same positions, and their columns; None for others.
+class _Template:
+    """The JSON of one position of probes that return the same positions, with places for its numbers."""
 
-    Each probe has the place of its value in the JSON, and :data:`_POSITION` in the place of the position.
-    """
+    def __init__(self, readouts: list[_Readout], intervals: tuple[Interval, ...]) -> None:
+        self._intervals = intervals
+        self._start, self._stop = readouts[0].column, readouts[-1].column + 1
+        names = [_encoder.encode(each.name) for each in readouts]
+        # For each probe: text, position, text, value.
+        self._parts: list[bytes] = []
+        for name in names:
+            self._parts += (b"]}," if self._parts else b"{") + name + b':{"positions":[', b"", b'],"values":[', b""
+        self._parts.append(b"]}}")
+        self._count = len(names)
+
+    def covers(self, position: int) -> bool:
+        """Return whether the probes return a position."""
+        for start, stop in self._intervals:  # noqa: SIM110  # hot path: faster than any()
+            if start <= position < stop:
+                return True
+        return False
+
+    def fill(self, position: int, record: Record) -> bytes:
+        """Return the JSON with the values of a record."""
+        parts = self._parts
+        parts[1::4] = [b"%d" % position] * self._count
+        parts[3::4] = _encoder.encode(record[self._start : self._stop])[1:-1].split(b",")
+        return b"".join(parts)
+
+
+def _template(groups: list[tuple[_Tokens, list[_Readout]]]) -> _Template | None:
+    """Return the template of a request's readouts, or None if they are not probes that return the same positions."""
     if len(groups) != 1 or groups[0][0].part:
         return None
-    readouts = groups[0][1]
+    tokens, readouts = groups[0]
     columns = [each.column for each in readouts]
     if not all(each.scalar for each in readouts) or columns != list(range(columns[0], columns[0] + len(columns))):
         return None
-    names = [_encoder.encode(each.name).replace(b"%", b"%%") for each in readouts]
-    members = b",".join(name + b':{"positions":[' + _POSITION + b'],"values":[%b]}' for name in names)
-    return b"{" + members + b"}", columns[0], columns[-1] + 1
+    return _Template(readouts, tokens.intervals)
 
 
 def _split(rows: list[Record], column: int, width: int, top_k: int, *, is_lens: bool) -> dict[str, Any]:

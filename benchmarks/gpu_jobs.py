@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Jobs of ``benchmarks/gpu_round.py`` in order of priority: one command and one result each.
+
+``seconds`` is an estimate for H100 GPUs: 80 s for the start of a pair of engines, and the raw times of earlier results
+on H200 GPUs (``benchmarks/results/gpu-cost-*.json``) with the warm-ups, times 1.35 for the slower memory. Most commands
+write their file after each cell, so a job that is stopped at the end of the round keeps its first cells: ``least`` is
+the time below which it does not start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from benchmarks.gpu_tests import RUNS
+
+SECONDS = "{seconds}"
+"""Argument that is replaced by the time that the job may take."""
+OUT = "{out}"
+"""Argument that is replaced by the path of the result."""
+GPUS = "{gpus}"
+"""Argument that is replaced by the numbers of the job's GPUs, as several arguments."""
+
+
+class Job(NamedTuple):
+    """A command ``python -m benchmarks.NAME ARGUMENTS``, its result, and what it needs."""
+
+    module: str
+    arguments: tuple[str, ...]
+    result: str
+    seconds: float
+    least: float
+    gpus: int = 1
+    gib: float = 75
+    """Memory of each GPU that the job needs, in GiB."""
+    timed: bool = True
+    """Whether it measures times, so that no test may run beside it."""
+    most: float = 900
+    """Seconds after which the job is stopped."""
+    title: str = ""
+    """Distinguishes jobs with the same result."""
+
+    @property
+    def name(self) -> str:
+        return self.result.removesuffix(".json") + (f"-{self.title}" if self.title else "")
+
+
+def _cost(group: str, result: str, seconds: float, least: float, gpus: int = 1, gib: float = 75) -> Job:
+    return Job("cost", ("--groups", group, "--out", OUT), result, seconds, least, gpus, gib)
+
+
+def _serve(shape: str, seconds: float, least: float) -> Job:
+    arguments = ("--shape", shape, "--seconds", SECONDS, "--out", OUT)
+    return Job("serve", arguments, f"gpu-serve-{shape}.json", seconds, least, most=seconds)
+
+
+def _kernels(shape: str) -> Job:
+    arguments = ("--shape", shape, "--variants", "idle", "--out", OUT)
+    return Job("kernels", arguments, f"gpu-kernels-plain-code-{shape}.json", 160, 140)
+
+
+def _tests(title: str, only: Sequence[str], seconds: float, gpus: int) -> Job:
+    arguments = ("--only", *only, "--gpus", GPUS, "--limit", SECONDS, "--out", OUT)
+    return Job("gpu_tests", arguments, "gpu-tests.json", seconds, 0.9 * seconds, gpus, 40, False, 570, title)
+
+
+def gpu_jobs(gpus: int) -> list[Job]:
+    """Return the jobs for a host with this number of GPUs, the most important first."""
+    first = ("quantised", "parallel") if gpus > 1 else ("quantised",)
+    others = [name for name, run in RUNS.items() if name not in first and run.gpus <= gpus]
+    two = [_cost("llama-8b, two GPUs", "gpu-cost-llama-8b-tp2.json", 260, 170, 2, 40)] if gpus > 1 else []
+    peers = ("--shape", "llama-8b", "--out", OUT)
+    return [
+        _tests("first", first, 370 if gpus > 1 else 180, min(gpus, 2)),
+        _cost("llama-8b, one pair", "gpu-cost-llama-8b-one-pair.json", 420, 220),
+        _cost("qwen3-0.6b", "gpu-cost-qwen3-0.6b.json", 220, 140),
+        _cost("granite-4-tiny", "gpu-cost-granite-4-tiny.json", 280, 180),
+        _serve("llama-8b", 560, 430),
+        Job("start", ("--shape", "llama-8b", "--variants", "stock", "steering", "--out", OUT),
+            "gpu-start-llama-8b.json", 190, 170),
+        _cost("llama-8b, readouts", "gpu-cost-llama-8b-readouts.json", 310, 180),
+        _serve("qwen3-0.6b", 400, 250),
+        _kernels("granite-4-tiny"),
+        *two,
+        # Two engines of 54 or 61 GB of weights.
+        _cost("gemma3-27b", "gpu-cost-gemma3-27b.json", 330, 200, gib=125),
+        _cost("qwen3-30b-a3b", "gpu-cost-qwen3-30b-a3b.json", 330, 200, gib=135),
+        Job("patching", ("--group", "llama-8b", "--rounds", "2", "--out", OUT), "gpu-patching-llama-8b.json", 480, 420),
+        Job("peers_gpu", peers, "gpu-peers-llama-8b.json", 280, 180),
+        _kernels("llama-8b"),
+        _tests("others", others, 510, min(gpus, 2)),
+    ]  # fmt: skip
+
+
+def tiny_jobs() -> list[Job]:
+    """Return the jobs that try the round with tiny shapes on a CPU. They have the drivers of the GPU's jobs."""
+    peers = ("--shape", "tiny", "--requests", "1", "8", "--generated", "8", "--repeats", "1", "--kv-gib", "0.25")
+    return [
+        Job("cost", ("--groups", "tiny", "--out", OUT), "gpu-cost-tiny.json", 150, 60, gib=0),
+        Job("start", ("--shape", "tiny", "--eager", "--variants", "stock", "steering", "--out", OUT),
+            "gpu-start-tiny.json", 90, 30, gib=0),
+        Job("serve", ("--tiny", "--seconds", SECONDS, "--rounds", "1", "--out", OUT), "gpu-serve-tiny.json", 150, 60,
+            gib=0, most=150),
+        Job("peers_gpu", (*peers, "--out", OUT), "gpu-peers-tiny.json", 150, 60, gib=0),
+        Job("patching", ("--group", "cpu", "--rounds", "1", "--out", OUT), "gpu-patching-tiny.json", 200, 60, gib=0),
+    ]  # fmt: skip

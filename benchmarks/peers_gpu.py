@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measure this project and its peers on a GPU, each against stock vLLM in the same environment.
+
+    python -m benchmarks.peers_gpu --shape llama-8b --out benchmarks/results/gpu-peers-llama-8b.json
+    python -m benchmarks.peers_gpu --projects vllm-lens --out benchmarks/results/gpu-peers-llama-8b.json
+
+Of each project, an engine and an engine of stock vLLM run on the same GPU in two processes and take turns, as in
+``benchmarks/cost.py``. Workloads: the stream after the middle layer, captured at every token; and one vector added to
+that stream. Each runs with 1, 8, 32 and 256 requests. A ratio compares tokens per second (median of the repetitions).
+The vector is so small that it changes no token.
+
+A peer that cannot be imported is recorded as absent. Peers need their own versions of vLLM, so the command runs again
+in an environment of each; rows of other projects in the file are kept. The file is written after each row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib.util
+import json
+import statistics
+import tempfile
+import traceback
+from collections.abc import Callable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from benchmarks.cost import Engine
+from benchmarks.serve import save_model
+from benchmarks.shapes import SHAPES, environment
+
+OURS, LENS, INTERP = "vllm-steer", "vllm-lens", "interp-engine"
+PLUGINS = {OURS: "steering", LENS: "activations"}
+"""Plug-ins that vLLM loads in the engines of a project; none in other engines."""
+MODULES = {OURS: "vllm_steer", LENS: "vllm_lens", INTERP: "interp_engine"}
+WORKLOADS = ("one layer captured", "one layer steered")
+SIZE = 1e-9
+"""Size of the elements of the steering vector."""
+
+
+class Served(NamedTuple):
+    """An engine of a project: a function that runs prompts, and one that returns the number of captured rows."""
+
+    run: Callable[[str, list[list[int]], int], None]
+    captured: Callable[[], int]
+
+
+def vector(hidden: int) -> np.ndarray[Any, Any]:
+    return (SIZE * np.random.default_rng(0).standard_normal(hidden)).astype("f4")
+
+
+def stock(model: str, layer: int, hidden: int, settings: dict[str, Any]) -> Served:
+    """Return an engine of stock vLLM, which ignores the workload."""
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(model=model, **settings)
+
+    def run(_workload: str, prompts: list[list[int]], generated: int) -> None:
+        params = SamplingParams(max_tokens=generated, temperature=0, ignore_eos=True, detokenize=False)
+        llm.generate([{"prompt_token_ids": each} for each in prompts], params, use_tqdm=False)
+
+    return Served(run, lambda: 0)
+
+
+def ours(model: str, layer: int, hidden: int, settings: dict[str, Any]) -> Served:
+    """Return an engine of this project."""
+    from vllm_steer import LLM, SamplingParams
+
+    llm: Any = LLM(model=model, enable_steering=True, **settings)
+    fields: Mapping[str, dict[str, Any]] = {
+        WORKLOADS[0]: {"capture": {"memory": {"hooks": {"post_block": [layer]}, "positions": "all"}}},
+        WORKLOADS[1]: {"steering_vectors": {"post_block": {layer: vector(hidden)}}},
+    }
+    rows = 0
+
+    def run(workload: str, prompts: list[list[int]], generated: int) -> None:
+        nonlocal rows
+        params = SamplingParams(
+            max_tokens=generated, temperature=0, ignore_eos=True, detokenize=False, **fields[workload]
+        )
+        outputs = llm.generate([{"prompt_token_ids": each} for each in prompts], params, use_tqdm=False)
+        results = [each.capture_results["memory"] for each in outputs if workload == WORKLOADS[0]]
+        rows = sum(len(result.tensor("post_block", layer)) for result in results)
+
+    return Served(run, lambda: rows)
+
+
+def vllm_lens(model: str, layer: int, hidden: int, settings: dict[str, Any]) -> Served:
+    """Return an engine of vllm-lens, a plug-in of vLLM."""
+    import torch
+    from vllm import LLM, SamplingParams
+    from vllm_lens import SteeringVector
+
+    llm: Any = LLM(model=model, **settings)
+    row = torch.from_numpy(vector(hidden))[None]
+    fields: Mapping[str, dict[str, Any]] = {
+        WORKLOADS[0]: {"output_residual_stream": [layer]},
+        WORKLOADS[1]: {"apply_steering_vectors": [SteeringVector(activations=row, layer_indices=[layer])]},
+    }
+    rows = 0
+
+    def run(workload: str, prompts: list[list[int]], generated: int) -> None:
+        nonlocal rows
+        params = SamplingParams(
+            max_tokens=generated, temperature=0, ignore_eos=True, detokenize=False, extra_args=fields[workload]
+        )
+        outputs = llm.generate([{"prompt_token_ids": each} for each in prompts], params, use_tqdm=False)
+        rows = sum(each.activations["residual_stream"].shape[1] for each in outputs if workload == WORKLOADS[0])
+
+    return Served(run, lambda: rows)
+
+
+def interp_engine(model: str, layer: int, hidden: int, settings: dict[str, Any]) -> Served:
+    """Return an engine of interp-engine with static taps at the layer, the faster of its two ways."""
+    import torch
+    from interp_engine import Address, load_model
+    from interp_engine.steer_specs import AddSpec, LayerSteeringSpec, SteeringSpec
+    from vllm import SamplingParams
+
+    point, loop = Address("resid_post", layer), asyncio.new_event_loop()
+    more = {name: value for name, value in settings.items() if name not in ("max_model_len", "gpu_memory_utilization")}
+    loaded: Any = load_model(
+        model, backend="vllm-static", dtype="bfloat16", static_points=[point], static_writes=[point],
+        max_model_len=settings["max_model_len"], gpu_memory_utilization=settings["gpu_memory_utilization"],
+        extra_vllm_kwargs={key: value for key, value in more.items() if key != "skip_tokenizer_init"},
+    )  # fmt: skip
+    add = AddSpec(torch.from_numpy(vector(hidden)), 1.0)
+    steering = SteeringSpec(layers={layer: LayerSteeringSpec(operations=[add])})
+    loop.run_until_complete(loaded.warmup())
+    rows = 0
+
+    async def request(workload: str, prompt: list[int], generated: int) -> int:
+        params = SamplingParams(max_tokens=generated, temperature=0, ignore_eos=True, detokenize=False)
+        found: dict[Any, Any] = {}
+        fields: dict[str, Any] = {"steering_spec": steering}
+        if workload == WORKLOADS[0]:
+            fields = {"capture_points": [point], "capture_out": found}
+        await loaded.generate_steered(prompt, params, **fields)
+        return sum(len(each) for each in found.values())
+
+    def run(workload: str, prompts: list[list[int]], generated: int) -> None:
+        nonlocal rows
+
+        async def batch() -> list[int]:
+            return await asyncio.gather(*(request(workload, each, generated) for each in prompts))
+
+        rows = sum(loop.run_until_complete(batch()))
+
+    return Served(run, lambda: rows)
+
+
+PROJECTS: Mapping[str, Callable[[str, int, int, dict[str, Any]], Served]] = {
+    "stock": stock, OURS: ours, LENS: vllm_lens, INTERP: interp_engine,
+}  # fmt: skip
+
+
+def serve(project: str, model: str, settings: dict[str, Any], pipe: Any) -> None:
+    """Run an engine in a child process, as ``benchmarks.cost.serve`` does."""
+    import gc
+    import os
+    import time
+
+    os.environ["VLLM_PLUGINS"] = PLUGINS.get(project, "none")
+    try:
+        started = time.perf_counter()
+        layer, hidden = settings.pop("layer"), settings.pop("hidden")
+        served = PROJECTS[project](model, layer, hidden, settings)
+        gc.collect()
+        gc.freeze()
+        pipe.send({"started": time.perf_counter() - started})
+        while (command := pipe.recv()) is not None:
+            workload, batch, prompt, generated, _times = command
+            prompts = [[(7 * i + j) % 1000 + 2 for j in range(prompt)] for i in range(batch)]
+            gc.collect()
+            began = time.perf_counter()
+            served.run(workload, prompts, generated)
+            seconds = time.perf_counter() - began
+            wanted = batch * (prompt + generated - 1) if workload == WORKLOADS[0] and project != "stock" else 0
+            rows = served.captured()
+            problems = [f"{rows} rows captured instead of {wanted}"] if wanted and rows != wanted else []
+            pipe.send({"seconds": seconds, "captured": rows, "problems": problems})
+    except Exception:  # any failure ends this process; report it to the parent
+        pipe.send({"failed": traceback.format_exc()})
+
+
+def absence(project: str) -> str | None:
+    """Return why a project cannot be measured in this environment, or None."""
+    if importlib.util.find_spec(MODULES[project]) is None:
+        return "not installed"
+    if project == LENS and importlib.util.find_spec("vllm") is None:
+        return "vLLM is not installed"
+    return None
+
+
+def package_version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def compare(one: Engine, other: Engine, workload: str, batch: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the seconds of alternating runs and the median ratio of tokens per second."""
+    raw: dict[str, list[float]] = {"stock": [], "project": []}
+    for repeat in range(arguments.repeats + 1):
+        order = [("stock", one), ("project", other)]
+        for who, engine in order if repeat % 2 else order[::-1]:
+            seconds = engine.run(workload, batch, arguments.prompt, arguments.generated)
+            if repeat:  # the first round is a warm-up
+                raw[who].append(seconds)
+    ratios = sorted(mine / theirs for mine, theirs in zip(raw["stock"], raw["project"], strict=True))
+    return {"ratio": round(statistics.median(ratios), 4), "spread": [ratios[0], ratios[-1]], "seconds": raw}
+
+
+def measure(project: str, result: dict[str, Any], model: str, arguments: argparse.Namespace) -> None:
+    """Measure all rows of a project, and write the file after each."""
+    shape = SHAPES[arguments.shape]
+    settings: dict[str, Any] = {
+        "load_format": "dummy", "seed": 0, "skip_tokenizer_init": True, "dtype": "bfloat16",
+        "max_model_len": arguments.prompt + arguments.generated + 16, "max_num_seqs": 256,
+        "max_num_batched_tokens": 8192, "enable_prefix_caching": False, "gpu_memory_utilization": 0.1,
+        "kv_cache_memory_bytes": int(arguments.kv_gib * 2**30),
+        "layer": shape["num_hidden_layers"] // 2, "hidden": shape["hidden_size"],
+    }  # fmt: skip
+    engines = [Engine(who, model, dict(settings), serve) for who in ("stock", project)]
+    try:
+        for engine in engines:
+            engine.wait()
+        for batch in arguments.requests:
+            for workload in WORKLOADS:
+                found = compare(engines[0], engines[1], workload, batch, arguments)
+                row = {"project": project, "workload": workload, "requests": batch, **found}
+                result["rows"].append(row)
+                write(result, arguments.out)
+                print(project, workload, batch, found["ratio"], flush=True)
+    finally:
+        for engine in engines:
+            engine.close()
+
+
+def write(result: Mapping[str, Any], out: Path) -> None:
+    out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--projects", nargs="+", choices=list(MODULES), default=list(MODULES))
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-8b")
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 32, 256])
+    parser.add_argument("--prompt", type=int, default=16)
+    parser.add_argument("--generated", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--kv-gib", type=float, default=4.8, help="key-value cache of each engine, in GiB")
+    arguments = parser.parse_args()
+    earlier = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
+    kept = [row for row in earlier.get("rows", ()) if row["project"] not in arguments.projects]
+    result: dict[str, Any] = {
+        "shape": arguments.shape, "environment": environment(),
+        "setup": {"prompt": arguments.prompt, "generated": arguments.generated},
+        "versions": earlier.get("versions", {}), "absent": earlier.get("absent", {}), "rows": kept,
+    }  # fmt: skip
+    for project in arguments.projects:
+        result["absent"].pop(project, None)
+        if (why := absence(project)) is not None:
+            result["absent"][project] = why
+            print(project, why, flush=True)
+    write(result, arguments.out)
+    with tempfile.TemporaryDirectory() as folder:
+        save_model(arguments.shape, model := Path(folder) / arguments.shape)
+        for project in arguments.projects:
+            if project not in result["absent"]:
+                result["versions"][project] = {name: package_version(name) for name in (project, "vllm", "torch")}
+                try:
+                    measure(project, result, str(model), arguments)
+                except (RuntimeError, EOFError) as error:
+                    lines = str(error).strip().splitlines() or [type(error).__name__]
+                    result["absent"][project] = f"failed: {lines[-1][:300]}"
+                    print(error, flush=True)
+                write(result, arguments.out)
+    if not any(row["project"] in arguments.projects for row in result["rows"]):
+        raise SystemExit("benchmarks.peers_gpu: no project was measured")
+
+
+if __name__ == "__main__":
+    main()
