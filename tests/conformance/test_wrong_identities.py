@@ -133,6 +133,8 @@ ALL = (
     _late("molmo2_after", "single", "self_attn"),
     _late("cohere_asr", "single", "layer_norm_1"),
     _late("nemotron_parse", "single", "self_attn_layer_norm"),
+    _late("whisper", "single", "self_attn_layer_norm"),
+    _late("hrmtext_stacks", "single"),
     Wrong("moondream3", "late", ((install, "_single_layer", late_layer("single", "ln")),), ("pre_attn",)),
     Wrong("iquestloopcoder", "late", ((install, "_single_mid", late_mid("single")),), ("post_attn",)),
     Wrong("iquestloopcoder", "every", ((install.Pass, "only_in", _every_pass),), ("pre_attn", "post_attn")),

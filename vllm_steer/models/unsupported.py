@@ -12,8 +12,8 @@ from typing import Final
 from vllm_steer.models.vllm_recipes import MODULES
 
 _DELAYED: Final = (
-    "each mix of its residual streams takes its weights from the sublayer before, and prefill may run the last layers "
-    "on a part of the tokens; its hook points are not proven"
+    "each mix of its residual streams takes its weights from the sublayer before, in kernels that have no taps, and "
+    "with swa_bounded_replay prefill runs the last layers on a part of the tokens; its hook points are not proven"
 )
 _NOT_NVIDIA: Final = "its hook points are proven only for the kernels of NVIDIA's GPUs"
 _ENCODER: Final = "it is an encoder: it computes all positions together and generates nothing"
@@ -51,7 +51,8 @@ UNSUPPORTED: Final[Mapping[str, str]] = {
 
 UNSUPPORTED_ARCHITECTURES: Final[Mapping[str, str]] = {
     "NanbeigeForCausalLM": (
-        "its layers are code of the checkpoint, and Transformers has no such class, so its source cannot be proven"
+        "vLLM runs it with Transformers, which has no class of it, so its layers are remote code that comes with each "
+        "checkpoint; no proof of one checkpoint's code holds for another's"
     ),
 }
 """Architectures that are refused although classes of layers that they name have a recipe, or name none."""
