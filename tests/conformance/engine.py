@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,11 @@ def _register(path: Path, model_class: str | None) -> None:
     config = json.loads((path / "config.json").read_text())
     architecture = config["architectures"][0]
     if model_class is not None:
+        # An earlier import of the package may have failed and left its inner packages behind. Python then starts in the
+        # middle, and a package that imports itself finds names that do not exist yet.
+        package = model_class.partition(":")[0].split(".")
+        for depth in range(1, len(package)):
+            import_module(".".join(package[:depth]))
         ModelRegistry.register_model(architecture, load(model_class))
         return
     if architecture not in ModelRegistry.models:

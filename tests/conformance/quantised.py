@@ -52,6 +52,12 @@ class Scheme:
     engine: Mapping[str, Any] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the model that differ from the row ``llama``."""
+    avx512: bool = False
+    """Whether vLLM's CPU kernel needs AVX-512.
+
+    Without it the 4-bit kernel is missing, and the one of 8-bit integers adds pairs of products in 16 bits, which
+    saturate (oneDNN, "Nuances of int8 computations").
+    """
     max_distance: float = 0.03
     """Largest mean distance of a row from HF's on the dequantised weights; activations of 8 bits are rounded more."""
 
@@ -140,21 +146,29 @@ _BLOCKS: Final = {"hidden_size": 128, "intermediate_size": 256, "num_key_value_h
 _CHANNEL: Final = {"num_bits": 8, "strategy": "channel", "dynamic": False}
 
 SCHEMES: Final = (
-    Scheme("awq", {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}, _awq),
+    Scheme(
+        "awq",
+        {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"},
+        _awq,
+        avx512=True,
+    ),
     Scheme(
         "gptq",
         {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": True, "lm_head": False},
         _gptq,
+        avx512=True,
     ),
     Scheme(
         "int4 weights (compressed-tensors)",
         _compressed("pack-quantized", {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}, None),
         _packed_int4,
+        avx512=True,
     ),
     Scheme(
         "int8 weights and activations (compressed-tensors)",
         _compressed("int-quantized", {**_CHANNEL, "type": "int"}, _per_token("int")),
         _int8,
+        avx512=True,
     ),
     Scheme(
         "fp8 weights and activations (compressed-tensors)",
@@ -183,7 +197,9 @@ GPU_SCHEMES: Final = tuple(
 )
 """Quantised weights whose kernels exist on GPUs only."""
 
-CACHES: Final = (Scheme("fp8 key-value cache", engine={"kv_cache_dtype": "fp8"}, max_distance=FLOAT8_ERROR),)
+CACHES: Final = (
+    Scheme("fp8 key-value cache", engine={"kv_cache_dtype": "fp8"}, avx512=True, max_distance=FLOAT8_ERROR),
+)
 """Quantised key-value caches."""
 
 
