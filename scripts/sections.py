@@ -105,13 +105,9 @@ def splits(table: MakeTable) -> str:
     """Return the table of splits over several ranks that are proven or refused."""
     shown = {"proven": "proven", "unproven": "refused", "not in vLLM": "vLLM has none"}
     return table(
-        ("family", "tensor parallel", "pipeline parallel", "a stage hands over", "both"),
-        [
-            (row.family, shown[row.tensor], shown[row.pipeline], row.between,
-             "refused" if row.pipeline == "proven" else shown[row.pipeline])
-            for row in PARALLELISM
-        ],
-    )  # fmt: skip
+        ("family", "tensor parallel", "pipeline parallel", "both", "a stage hands over"),
+        [(row.family, shown[row.tensor], shown[row.pipeline], shown[row.both], row.between) for row in PARALLELISM],
+    )
 
 
 FOREIGN = {"vllm-lens": "vllm-lens", "rhizonymph": "RhizoNymph/vllm"}

@@ -87,8 +87,8 @@ def cpu_kernels() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(patch.dict(nv, {PlatformEnum.CPU: [linear.EmulationNvFp4LinearKernel]}))
         stack.enter_context(patch.dict(mx, {PlatformEnum.CPU: [plain]}))
-        # Weights only, as Marlin computes on GPUs without instructions for 4-bit floats. With activations of 4 bits,
-        # two orders of summation differ by a third of an edit's effect, which would prove nothing.
+        # Weights only, as Marlin computes on GPUs without instructions for 4-bit floats. Activations of 4 bits are not
+        # proven: their rounding is of the size of an edit's effect.
         stack.enter_context(patch.object(plain, "can_implement", classmethod(lambda cls, config: (True, None))))
         stack.enter_context(patch.object(nvfp4_emulation_utils, "ref_nvfp4_quant_dequant", lambda x, *args, **more: x))
         stack.enter_context(patch.dict(emulation._ACTIVATION_QUANT_DEQUANT_FUNCS, clear=False))

@@ -21,8 +21,8 @@ def skip_without_kernel(scheme: Scheme) -> None:
         pytest.skip("vLLM's kernel for this scheme needs AVX-512")
 
 
-@pytest.mark.feature("quantised weights: AWQ, GPTQ, int4, int8, FP8, NVFP4, MXFP4", "steer")
-@pytest.mark.feature("quantised weights: AWQ, GPTQ, int4, int8, FP8, NVFP4, MXFP4", "capture")
+@pytest.mark.feature("quantised weights: AWQ, GPTQ, int4, int8, FP8; NVFP4 and MXFP4 in plain torch", "steer")
+@pytest.mark.feature("quantised weights: AWQ, GPTQ, int4, int8, FP8; NVFP4 and MXFP4 in plain torch", "capture")
 @pytest.mark.parametrize("scheme", TURN, ids=str)
 def test_hook_points_with_quantised_weights(scheme: Scheme, tmp_path: Path) -> None:
     """Catches edits and rows that quantised layers move, and weights that are read in another order."""

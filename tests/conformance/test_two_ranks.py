@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models with several residual streams and looped models, split over two ranks, against one rank."""
+"""Models with several residual streams and looped models, split over two or four ranks, against one rank."""
 
 from __future__ import annotations
 
@@ -22,7 +22,11 @@ from tests.conformance.part import EVERYTHING
 from vllm_steer.models.parallelism import PARALLELISM
 
 CORES = sorted(os.sched_getaffinity(0))[:2]
-KINDS_OF_SPLIT = {"tensor": {"tensor_parallel_size": 2}, "pipeline": {"pipeline_parallel_size": 2}}
+KINDS_OF_SPLIT = {
+    "tensor": {"tensor_parallel_size": 2},
+    "pipeline": {"pipeline_parallel_size": 2},
+    "both": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+}
 STREAM = ("pre_attn", "post_attn", "post_block")
 BORDER = LAYERS // 2
 TOLERANCE = 1e-3
@@ -30,7 +34,7 @@ TOLERANCE = 1e-3
 SPLITS: Final = [
     (tiny, split)
     for row in PARALLELISM
-    for split, status in (("tensor", row.tensor), ("pipeline", row.pipeline))
+    for split, status in (("tensor", row.tensor), ("pipeline", row.pipeline), ("both", row.both))
     for tiny in two_ranks.ROWS[row.family]
     if status == "proven"
 ]
@@ -84,14 +88,15 @@ def distance(one: Answer, other: Answer) -> float:
 
 
 def compare(name: str, folder: Path, split: str) -> dict[str, float]:
-    """Return the requests that two ranks answer otherwise than one, with their distances."""
+    """Return the requests that several ranks answer otherwise than one, with their distances."""
     tiny = two_ranks.row(name)
     with pytest.MonkeyPatch.context() as change, two_ranks.prepare(name):
         path, settings = two_ranks.save(tiny, folder)
         with engine(path, **settings) as llm:
             cases = cases_of(llm)
             right = generate(llm, cases, STREAM)
-        change.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(map(str, CORES)))
+        # With four ranks, two share a core.
+        change.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(map(str, CORES * (2 if split == "both" else 1))))
         change.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
         change.setenv(two_ranks.ROW, name)
         with engine(path, **settings, **KINDS_OF_SPLIT[split]) as llm:
@@ -101,14 +106,17 @@ def compare(name: str, folder: Path, split: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(("name", "split"), SPLITS)
-def test_two_ranks_answer_as_one(name: str, split: str, tmp_path: Path) -> None:
+def test_several_ranks_answer_as_one(name: str, split: str, tmp_path: Path) -> None:
     """Catches streams that are incomplete between stages, edits of partial sums, and edits that run twice or never."""
     assert not compare(name, tmp_path, split)
 
 
 @pytest.mark.parametrize("name", ABSENT)
-def test_vllm_has_no_pipeline_stages(name: str, tmp_path: Path) -> None:
+def test_vllm_has_no_pipeline_stages(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a model that gains pipeline stages, which no test has seen, in a later version of vLLM."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(map(str, CORES)))
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    monkeypatch.setenv(two_ranks.ROW, name)
     with two_ranks.prepare(name):
         path, settings = two_ranks.save(two_ranks.row(name), tmp_path)
         with (

@@ -10,7 +10,7 @@ import pytest
 from vllm_steer.config import SteeringConfig
 from vllm_steer.engine.model_setup import _with_split
 from vllm_steer.models.discovery import Decoder, DecoderLayer, UnsupportedModelError
-from vllm_steer.models.parallelism import PARALLELISM, why_unproven_split
+from vllm_steer.models.parallelism import PARALLELISM, Parallelism, why_unproven_split
 from vllm_steer.models.recipes import RECIPES
 
 KIMI = "vllm.models.kimi_k3.nvidia.model.KimiDecoderLayer"
@@ -28,11 +28,18 @@ def test_has_every_family() -> None:
     assert all(any(name.endswith(f".{each}") for name in special()) for each in listed)
 
 
-@pytest.mark.parametrize("layer_class", sorted(special()))
-def test_refuses_both_splits_together(layer_class: str) -> None:
-    """Catches an engine that starts with four ranks, in which no hook point was proven."""
-    assert "together" in str(why_unproven_split(layer_class, tensor=True, pipeline=True))
-    assert why_unproven_split(layer_class, tensor=False, pipeline=False) is None
+@pytest.mark.parametrize("row", PARALLELISM, ids=lambda row: row.family)
+def test_refuses_what_is_not_proven(row: Parallelism) -> None:
+    """Catches a split that the table does not call proven and that starts, or the reverse."""
+    for layer_class in row.layer_classes:
+        for tensor, pipeline, status in (
+            (True, False, row.tensor),
+            (False, True, row.pipeline),
+            (True, True, row.both),
+        ):
+            why = why_unproven_split(f"vllm.models.{layer_class}", tensor=tensor, pipeline=pipeline)
+            assert (why is None) == (status == "proven")
+        assert why_unproven_split(f"vllm.models.{layer_class}", tensor=False, pipeline=False) is None
 
 
 def decoder(layer_class: str) -> Decoder:
@@ -44,8 +51,10 @@ def decoder(layer_class: str) -> Decoder:
 
 def test_an_engine_refuses_an_unproven_split() -> None:
     """Catches a split that the table refuses and the engine serves, and an override that leaves no trace."""
-    found = decoder("vllm.models.hy_v4.nvidia.model.HYV4DecoderLayer")
-    with pytest.raises(UnsupportedModelError, match="HYV4DecoderLayer cannot be steered: hook points of HY V4 are not"):
+    found = decoder("vllm.models.glm5next.common.model.Glm5NextDecoderLayer")
+    with pytest.raises(
+        UnsupportedModelError, match="DecoderLayer cannot be steered: hook points of GLM 5 Next are not"
+    ):
         _with_split(found, SteeringConfig(), pipeline=True)
     assert _with_split(found, SteeringConfig(), pipeline=False) is found
     (doubt,) = _with_split(found, SteeringConfig(allow_unproven=True), pipeline=True).unproven

@@ -23,6 +23,7 @@ class Parallelism:
     """Endings of the qualified names of the classes."""
     tensor: Split
     pipeline: Split
+    both: Split
     between: str = ""
     """What a pipeline stage hands to the next, in words."""
 
@@ -31,38 +32,55 @@ PARALLELISM: Final = (
     Parallelism(
         "DeepSeek V4",
         ("deepseek_v4.nvidia.model.DeepseekV4DecoderLayer", "deepseek_v4.cpu.model.DeepseekV4DecoderLayer"),
-        tensor="unproven",
+        tensor="proven",
         pipeline="proven",
+        both="proven",
         between="the complete streams",
     ),
+    # vLLM starts its pipeline stages, although its source says that they are incomplete.
     Parallelism(
-        "GLM 5 Next", ("glm5next.common.model.Glm5NextDecoderLayer",), tensor="unproven", pipeline="not in vLLM"
+        "GLM 5 Next",
+        ("glm5next.common.model.Glm5NextDecoderLayer",),
+        tensor="proven",
+        pipeline="unproven",
+        both="unproven",
     ),
     Parallelism(
         "HY V4",
         ("hy_v4.nvidia.model.HYV4DecoderLayer",),
         tensor="proven",
         pipeline="proven",
+        both="proven",
         between="the complete streams",
     ),
     Parallelism(
         "Qwen 4 (Exp)",
         ("qwen4_exp.nvidia.model.Qwen4ExpDecoderLayer",),
-        tensor="unproven",
-        pipeline="unproven",
+        tensor="proven",
+        pipeline="proven",
+        both="proven",
         between="the complete streams",
     ),
-    Parallelism("Gemma 3n", ("gemma3n.Gemma3nDecoderLayer",), tensor="unproven", pipeline="not in vLLM"),
+    Parallelism(
+        "Gemma 3n", ("gemma3n.Gemma3nDecoderLayer",), tensor="proven", pipeline="not in vLLM", both="not in vLLM"
+    ),
     Parallelism(
         "Kimi K3",
         ("kimi_k3.nvidia.model.KimiDecoderLayer",),
         tensor="proven",
         pipeline="proven",
+        both="proven",
         between="the running sum and the bank",
     ),
-    Parallelism("HRM-Text", ("hrm_text.HrmTextDecoderLayer",), tensor="proven", pipeline="not in vLLM"),
     Parallelism(
-        "IQuest-LoopCoder", ("iquest_loopcoder.LoopCoderDecoderLayer",), tensor="unproven", pipeline="not in vLLM"
+        "HRM-Text", ("hrm_text.HrmTextDecoderLayer",), tensor="proven", pipeline="not in vLLM", both="not in vLLM"
+    ),
+    Parallelism(
+        "IQuest-LoopCoder",
+        ("iquest_loopcoder.LoopCoderDecoderLayer",),
+        tensor="proven",
+        pipeline="not in vLLM",
+        both="not in vLLM",
     ),
 )
 
@@ -78,7 +96,7 @@ def why_unproven_split(layer_class: str, *, tensor: bool, pipeline: bool) -> str
     for row in PARALLELISM:
         if not layer_class.endswith(tuple(f".{each}" for each in row.layer_classes)):
             continue
-        if tensor and pipeline:
+        if tensor and pipeline and row.both != "proven":
             return f"hook points of {row.family} are not proven with tensor and pipeline parallelism together"
         if tensor and row.tensor != "proven":
             return f"hook points of {row.family} are not proven with tensor parallelism"

@@ -148,13 +148,6 @@ def tap_streams(
     return function(x, residual, post, comb, fn, *others, **more)
 
 
-def tap_complete_streams(function: Function, residual: Any, fn: Any, *others: Any, **more: Any) -> Any:
-    """Join vLLM's function that mixes complete streams."""
-    if (tapped := getattr(fn, TAPPED, None)) is not None:
-        tapped[1].mean(residual)
-    return function(residual, fn, *others, **more)
-
-
 def _completed(complete: Function, tap: Tap, x: Any, residual: Any, post: Any, comb: Any) -> tuple[Any, Any, Any, Any]:
     """Return the parts of the streams, complete and tapped if the step runs the site."""
     if not tap.is_active():
