@@ -19,6 +19,7 @@ import msgspec
 import performance
 import sections
 from gpu_page import gpu_tests
+from mtp_page import mtp_drafters
 
 import vllm_steer.models.proofs
 from vllm_steer.config import CAPTURE_POLICIES, MULTI_CHOICES, SWITCHES
@@ -294,6 +295,7 @@ def features() -> str:
         "stops](../guides/readouts.md). The table lists the tests that prove it with their last outcome\n"
         "(`benchmarks/results/features.json`; passed unless noted):\n\n"
         + table(("feature", "steer", "capture", "gates and stops"), rows)
+        + mtp_drafters(table)
         + gpu_tests(table)
     )
 

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.engine.mtp_models import PROVEN
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -32,8 +34,15 @@ def test_draft_models() -> None:
     _run("drafter_cases.py", 2)
 
 
-def _run(file: str, passed: int) -> None:
+@pytest.mark.feature("speculative decoding, layers for multi-token prediction (MTP)", "steer", "capture", "react")
+@pytest.mark.feature("MTP layers, which are not steered", "steer", "capture")
+def test_mtp_layers() -> None:
+    """Run ``mtp_cases.py``, whose test names what it catches."""
+    _run("mtp_cases.py", len(PROVEN), timeout=200 * len(PROVEN))
+
+
+def _run(file: str, passed: int, timeout: float = 280) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/engine/{file}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False)
     assert done.returncode == 0, done.stdout[-6000:]
     assert f"{passed} passed" in done.stdout

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Section of docs/reference/features.md about drafters with layers for multi-token prediction (MTP)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.engine.mtp_models import EVERY_RUN, MODELS
+
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+MakeTable = Callable[[tuple[str, ...], list[tuple[str, ...]]], str]
+
+TEXT = """
+## Layers for multi-token prediction
+
+With `speculative_config={"method": "mtp", ...}`, vLLM drafts with layers of the target's checkpoint. They read the
+target's last hidden states, with all edits. They are not tapped: they have no edits of their own, are not captured, and
+do not count as layers. The target decides about every token. Tokens, captured rows at all hook points, readouts, gates
+and stops are compared with the same requests without drafts, for these drafters of vLLM
+(`engine/test_speculation.py::test_mtp_layers`, on a CPU, with random weights):
+
+"""
+REST = """
+vLLM has these drafters besides. They run in the same proposer; no test compares them: {names}.
+"""
+
+
+def mtp_drafters(table: MakeTable) -> str:
+    registry = json.loads((RESULTS / "architectures.json").read_text())["registry"]
+    names = {
+        entry["architecture"] for entry in registry if entry["kind"] == "drafter" and "MTP" in entry["architecture"]
+    }
+    rows = [
+        (
+            f"`{model.drafter}`",
+            f"`{model.layer}`",
+            "in every run" if name in EVERY_RUN else "in turn with other families",
+        )
+        for name, model in MODELS.items()
+    ]
+    rest = sorted(names - {model.drafter for model in MODELS.values()})
+    return (
+        TEXT
+        + table(("drafter", "its decoder layer", "compared"), rows)
+        + REST.format(names=", ".join(f"`{name}`" for name in rest))
+    )
