@@ -55,7 +55,7 @@ def test_matches_decoding_without_speculation(tmp_path: Path, family: str) -> No
         lens = None if family == "mimo" else drafts.run_lens(llm, PROMPTS)
     finally:
         close(llm)
-    decided = (*drafts.truth_of(folder / "hf", PROMPTS[:1]), PROMPTS[:1])
+    decided = (*drafts.truth_of(folder / "hf", PROMPTS[:2]), PROMPTS[:2])
     llm = make_llm(
         folder, **SMALL, **ALL_POINTS, speculative_config={"method": "mtp", "num_speculative_tokens": NUM_DRAFTS}
     )
