@@ -63,6 +63,14 @@ def _incomplete(function: Any, tap: Any, x: Any, residual: Any, post: Any, comb:
     return x, residual, post, comb
 
 
+def _late_fused(function: Any, x: Any, residual: Any, post: Any, comb: Any, fn: Any, *others: Any, **more: Any) -> Any:
+    """Run the tap behind the function that completes and mixes, which mixed the streams without the edit."""
+    out = function(x, residual, post, comb, fn, *others, **more)
+    if (tapped := getattr(fn, streams.TAPPED, None)) is not None:
+        tapped[1].mean(out[0])
+    return out
+
+
 def _unstored(layer: Any, taps: Any) -> None:
     """Run the taps of a running sum on one of its summands."""
     forward, norm = layer.forward, layer._post_attn_norm
@@ -143,6 +151,8 @@ ALL = (
     Wrong("deepseek_v32", "half", ((TappedNorm, "__call__", _half_norm),), ("x_in", "x_mid")),
     Wrong("hy_v4", "late", ((streams, "_before", _late_mix),), ("pre_attn", "post_attn")),
     Wrong("deepseek_v4", "half", ((streams, "_completed", _incomplete),), ("x_in", "x_mid")),
+    Wrong("deepseek_v41", "half", ((streams, "_completed", _incomplete),), ("x_in", "x_mid")),
+    Wrong("deepseek_v41", "late", ((streams, "tap_streams", _late_fused),), ("pre_attn", "post_attn")),
     Wrong("glm5_next", "half", ((streams, "_completed", _incomplete),), ("x_in", "x_mid")),
     Wrong("kimi_k3", "half", ((streams, "attention_residuals", _unstored),), ("x_in", "x_mid")),
     Wrong("minimax_m3", "late", ((TappedNorm, "__call__", _late_norm),), ("post_attn",)),
