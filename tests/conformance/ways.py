@@ -16,9 +16,9 @@ from vllm_steer.models.recipes import RECIPES
 
 @dataclass(frozen=True)
 class Way:
-    """What decides where ``install.py`` puts the taps of a layer, and which checks compare them.
+    """Fields that determine where ``install.py`` puts the taps of a layer and which checks compare them.
 
-    ``family`` and ``dtype`` are those of the row; the other fields are the recipe's. ``installer`` and ``variant`` are
+    ``family`` and ``dtype`` come from the row, the other fields from the recipe. ``installer`` and ``variant`` are
     names of functions, ``post_attn`` is the kind of location. ``no_ops``: some of the blocks lack a branch, so the
     variant moves their ``post_attn``.
     """
@@ -37,7 +37,7 @@ class Way:
 
     @property
     def hows(self) -> set[str]:
-        """How controls must spoil the taps: pairs have summands, and customised installers may only have these."""
+        """Controls that the way must have; empty for custom installers, of which any one control suffices."""
         if self.installer or self.family == "ATTENTION-RESIDUALS":
             return set()
         return {"late", "half"} if self.shape == "pair" else {"late"}
