@@ -40,7 +40,7 @@ class Way:
         """Controls that the way must have; empty for custom installers, of which any one control suffices."""
         if self.installer or self.family == "ATTENTION-RESIDUALS":
             return set()
-        return {"late", "half"} if self.shape == "pair" else {"late"}
+        return {"late", "half"} if self.shape == "pair" or self.post_attn == "parallel" else {"late"}
 
 
 def ways(tiny: TinyModel, recipes: Mapping[str, Recipe] = RECIPES) -> set[Way]:
