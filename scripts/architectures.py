@@ -122,7 +122,7 @@ def page(table: MakeTable) -> str:
         "# Architectures\n\n"
         f"Status of every architecture in the registry of vLLM {about['vllm']}. Of {len(found)} names, {count[PROVEN]} are proven\n"
         f"(and {len(beyond)} more that are not in the registry), {count[WRAPPED]} are steered by layers that are proven in\n"
-        f"other models (multimodal wrappers), {_waiting(count[OUTSTANDING])}{count[REFUSAL]} are refused\n"
+        f"other models (multimodal wrappers), {_waiting(count[OUTSTANDING])}{count[REFUSAL]} {'is' if count[REFUSAL] == 1 else 'are'} refused\n"
         f"when the engine starts, and {count[NO_DECODER]} have no decoder to steer. Measured on {about['date']} with Transformers\n"
         f"{about['transformers']} by `make conformance`; GPU-only architectures by `tests/gpu/test_architectures.py`.\n\n"
         "Each model is the real architecture shrunk to four layers, with at least one layer of each kind and random weights.\n"

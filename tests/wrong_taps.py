@@ -15,10 +15,14 @@ Forward = Callable[..., Any]
 
 
 def late_layer(shape: str, first: str) -> Callable[..., Forward]:
-    """Return a maker that taps ``pre_attn`` after the submodule ``first``: its output was computed without the edit."""
+    """Return a maker that taps ``pre_attn`` after the submodule ``first``: its output was computed without the edit.
 
-    def maker(forward: Forward, pre_attn: Any, post_block: Any) -> Forward:
-        module = forward.__self__.get_submodule(first)  # type: ignore[attr-defined]
+    ``a|b`` is the first that the layer has.
+    """
+
+    def maker(forward: Forward, pre_attn: Any, post_block: Any, residual_at: int = 1) -> Forward:
+        named = dict(forward.__self__.named_modules())  # type: ignore[attr-defined]
+        module = next(named[name] for name in first.split("|") if name in named)
         in_time = module.forward
 
         def late(*args: Any, **kwargs: Any) -> Any:
@@ -30,7 +34,7 @@ def late_layer(shape: str, first: str) -> Callable[..., Forward]:
         def steered(*args: Any, **kwargs: Any) -> Any:
             out = forward(*args, **kwargs)
             if shape == "pair":
-                post_block(out[1], out[0])
+                post_block(out[residual_at], out[0])
             else:
                 post_block(out[0] if isinstance(out, tuple) else out)
             return out

@@ -258,7 +258,9 @@ def check_identities(tiny: TinyModel, llm: Any) -> list[Check]:
     hooks[0].observe_runs(llm)
     stream_points = [point for point in STREAM_FIELDS if point not in tiny.refused]
     branches = supported_branches(tiny)
-    return [*_values(hooks[0], llm, stream_points, branches), *_causes(hooks[0], llm, stream_points, branches)]
+    # Parallel blocks refuse edits at post_attn and serve reads.
+    read = [point for point in STREAM_FIELDS if point not in tiny.unread]
+    return [*_values(hooks[0], llm, read, branches), *_causes(hooks[0], llm, stream_points, branches)]
 
 
 def _values(hooks: HookedModel, llm: Any, stream_points: Sequence[str], branches: Sequence[str]) -> list[Check]:

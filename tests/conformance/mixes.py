@@ -89,6 +89,25 @@ def broadcast(x: Any, *others: Any, fn_broadcast: Any, **more: Any) -> Any:
     return streams, *pre(streams, *others, **more)
 
 
+def pre_delayed(
+    streams: Any, fn: Any, scale: Any, base: Any, rms_eps: float, eps: float, sinkhorn_eps: float, strength: float,
+    rounds: int, pre_mix: Any = None, x: Any = None, norm_weight: Any = None, norm_eps: float = 0.0, **others: Any,
+) -> Any:  # fmt: skip
+    """Compute what the kernel computes whose mix takes the weights of the sublayer before."""
+    count = streams.shape[1]
+    if x is not None:  # The parameter is summed over streams, which are all ``x``.
+        fn = fn.repeat(1, count) / count
+    read, write, between = gates(streams, fn, scale, base, rms_eps, eps, strength, rounds)
+    mix = streams[:, 0] if pre_mix is None else mixed(streams, pre_mix)
+    return write, between, rms(mix, norm_weight, norm_eps), read
+
+
+def fused_delayed(x: Any, streams: Any, write: Any, between: Any, *others: Any, capture_aux: Any, **more: Any) -> Any:
+    """Compute what the kernel that completes and mixes computes."""
+    streams = complete(x, streams, write, between)
+    return streams, *pre_delayed(streams, *others, **more), streams.new_empty(0, x.shape[1])
+
+
 def head(streams: Any, fn: Any, scale: Any, base: Any, rms_eps: float, eps: float) -> Any:
     """Compute the mix in front of the model's final norm."""
     read = torch.sigmoid(rms(streams.flatten(-2).float(), None, rms_eps) @ fn.float().t() * scale + base) + eps
@@ -160,6 +179,8 @@ def done(streams: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 def deepseek(layer: Any, at: At) -> Callable[..., Any]:
     """Return the layer of DeepSeek V4; on a CPU it passes complete streams on."""
+    if hasattr(layer, "mhc_stream"):
+        return deepseek_delayed(layer, at)
     settings = layer.rms_norm_eps, layer.hc_eps, layer.hc_post_alpha, layer.hc_sinkhorn_iters
     on_cpu = hasattr(layer, "use_fused_mhc")
 
@@ -178,6 +199,31 @@ def deepseek(layer: Any, at: At) -> Callable[..., Any]:
         normed = at("mlp_in", rms(mixed(streams, read), layer.ffn_norm.weight, layer.rms_norm_eps))
         streams = at("post_block", complete(layer.ffn(normed, ids), streams, write, between))
         return (streams, None, None, None) if on_cpu else done(streams)
+
+    return forward
+
+
+def deepseek_delayed(layer: Any, at: At) -> Callable[..., Any]:
+    """Return the layer of DeepSeek V4.1, whose mixes take the weights that the sublayer before computed."""
+    settings = layer.rms_norm_eps, layer.hc_eps, layer.hc_post_alpha, layer.hc_sinkhorn_iters
+
+    def forward(
+        x: Any, positions: Any, ids: Any, read: Any = None, post: Any = None, between: Any = None,
+        residual: Any = None, *others: Any, **more: Any,
+    ) -> Any:  # fmt: skip
+        streams = all_same(x, layer.hc_mult) if x.dim() == 2 and residual is None else x
+        if residual is not None:
+            streams = complete(x, residual, post, between)
+        streams = at("pre_attn", streams)
+        if read is None:
+            read = torch.eye(layer.hc_mult)[0].expand(streams.shape[0], -1)
+        normed = rms(mixed(streams, read), layer.attn_norm.weight, layer.rms_norm_eps)
+        read, write, between = gates(streams, layer.hc_attn_fn, layer.hc_attn_scale, layer.hc_attn_base, *settings)
+        streams = at("post_attn", complete(layer.attn(positions, normed, None), streams, write, between))
+        normed = at("mlp_in", rms(mixed(streams, read), layer.ffn_norm.weight, layer.rms_norm_eps))
+        read, write, between = gates(streams, layer.hc_ffn_fn, layer.hc_ffn_scale, layer.hc_ffn_base, *settings)
+        streams = at("post_block", complete(layer.ffn(normed, ids), streams, write, between))
+        return *done(streams), read, None
 
     return forward
 

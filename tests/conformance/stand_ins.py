@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any, Final
 
 import torch
@@ -64,6 +65,11 @@ def replacements(model: str) -> Iterator[tuple[Any, str, Any]]:
         yield owner, "HyperConnectionConfig", lambda **given: config(**{**given, "params_dtype": torch.float32})
         mixer = sys.modules[owner.GatedResidual.__module__]
         yield from ((mixer, name, kernel) for name, kernel in mixes.QWEN.items())
+    if "deepseek_v41" in model:
+        yield owner, "_select_dsv4_attn_cls", lambda config: AttentionWithWindow
+        yield owner.DeepseekV41LLMForCausalLM, "set_moe_parameters", lambda *args: None
+        dispatch = sys.modules[owner.mhc_shifted_post_pre.__module__]
+        yield dispatch, "mhc_fused_post_pre_delayed_tilelang", mixes.fused_delayed
     if "inkling" in model:
         yield owner.InklingRMSNorm, "forward", lambda norm, x: rms_norm(x, norm.weight, norm.variance_epsilon)
     if "cohere_asr" in model:
@@ -111,6 +117,18 @@ class AttentionByPosition(PlainAttention):
     """The same, called with positions in front of the hidden states."""
 
     positions_first = True
+
+
+class AttentionWithWindow(AttentionByPosition):
+    """The same, with the cache of a window, which knows whether prefill leaves tokens out."""
+
+    def __init__(self, *args: Any, prefix: str, **kwargs: Any) -> None:
+        from vllm.config import get_current_vllm_config
+
+        super().__init__(*args, prefix=prefix, **kwargs)
+        config = get_current_vllm_config()
+        replay = config.cache_config.swa_bounded_replay and config.use_v2_model_runner
+        self.swa_cache_layer = SimpleNamespace(prefix=f"{prefix}.attn", bounded_replay=replay)
 
 
 class ConvolutionState(nn.Module):
@@ -264,6 +282,8 @@ _OTHERS: Final[dict[str, Any]] = {
     "mhc_pre_broadcast_tilelang": mixes.broadcast,
     "mhc_fused_post_pre_tilelang": mixes.fused,
     "mhc_post_tilelang": mixes.complete,
+    "mhc_pre_delayed_tilelang": mixes.pre_delayed,
+    "hc_collapse_triton": mixes.mixed,
     "hc_head_fused_kernel_tilelang": mixes.head,
     "MHCPreOp": lambda: mixes.pre_op,
     "MHCPostOp": lambda: mixes.complete,

@@ -6,7 +6,7 @@ One row for each new way in which taps are installed, and one for each family of
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,16 +14,18 @@ from typing import Any
 import pytest
 
 from tests.conformance import identities, proof
-from tests.conformance.no_reference import NO_REFERENCE
+from tests.conformance.model import TinyModel
 from tests.conformance.part import EVERYTHING, selected
 from tests.conformance.proof import prove_by_identities
 from tests.conformance.reference_process import ReferenceProcess
-from tests.conformance.test_wrong_taps import _half_pair_layer, _half_pair_mid
+from tests.conformance.selection import HAVE_IDENTITIES
+from tests.conformance.test_wrong_taps import _half_pair_layer, _half_pair_mid, _half_parallel
+from tests.conformance.ways import Way, ways
 from tests.wrong_taps import late_layer, late_mid
 from vllm_steer.models import convolved, install, streams
 from vllm_steer.models.reduced_norm import TappedNorm
 
-ROWS = {tiny.name: tiny for tiny in NO_REFERENCE}
+ROWS = {tiny.name: tiny for tiny in HAVE_IDENTITIES}
 
 
 def _late_norm(norm: TappedNorm, x: Any, residual: Any = None) -> Any:
@@ -61,6 +63,43 @@ def _incomplete(function: Any, tap: Any, x: Any, residual: Any, post: Any, comb:
     """Run the tap on the streams without the output that the kernel adds."""
     tap.mean(residual)
     return x, residual, post, comb
+
+
+def _late_fused(function: Any, x: Any, residual: Any, post: Any, comb: Any, fn: Any, *others: Any, **more: Any) -> Any:
+    """Run the tap behind the function that completes and mixes, which mixed the streams without the edit."""
+    out = function(x, residual, post, comb, fn, *others, **more)
+    if (tapped := getattr(fn, streams.TAPPED, None)) is not None:
+        tapped[1].mean(out[0])
+    return out
+
+
+def _late_unfused(layer: Any, taps: Any) -> None:
+    """Run the taps behind the mixes of :func:`streams.unfused`."""
+    mix = layer.module.hc_pre
+    streams.unfused(layer.module, taps)
+
+    def late(first: Any, fn: Any, *others: Any) -> Any:
+        out = mix(first, fn, *others)
+        (taps["post_attn"] if fn is layer.module.hc_ffn_fn else taps["pre_attn"]).mean(first)
+        return out
+
+    layer.module.hc_pre = late
+
+
+def _incomplete_gated(mixer: Any, tap: Any) -> None:
+    """Run the tap on the streams without the output that ``combine_and_mix`` adds."""
+    for name in ("mix", "combine_and_mix"):
+        _before_gated(mixer, name, tap)
+
+
+def _before_gated(mixer: Any, name: str, tap: Any) -> None:
+    method = getattr(mixer, name)
+
+    def tapped(first: Any, *others: Any) -> Any:
+        tap.mean(first.unflatten(-1, (mixer.hc_count, -1)))
+        return method(first, *others)
+
+    setattr(mixer, name, tapped)
 
 
 def _unstored(layer: Any, taps: Any) -> None:
@@ -125,10 +164,21 @@ def _half(row: str) -> Wrong:
     return Wrong(row, "half", replaced, ("x_in", "x_mid"))
 
 
-_PAIRS = ("decilm", "molmo", "molmo2", "interns1_pro", "ernie4_5_vl_moe", "solar", "bailing_moe_v3")
+_PAIRS = (
+    "decilm", "molmo", "molmo2", "interns1_pro", "ernie4_5_vl_moe", "solar", "bailing_moe_v3", "kimi_linear",
+    "panguultramoe", "interns2_mobius",
+)  # fmt: skip
+_NO_OPS = "input_layernorm|post_attention_layernorm"
+"""Submodules that read the stream first, in blocks that may lack their attention."""
 ALL = (
     *(_late(row, "pair") for row in _PAIRS),
     *(_half(row) for row in _PAIRS),
+    _late("decilm_no_ops", "pair", _NO_OPS),
+    _half("decilm_no_ops"),
+    _late("cosmos3_edge", "pair", "norm"),
+    _half("cosmos3_edge"),
+    _late("orion", "single"),
+    _late("minicpm", "single"),
     _late("molmo_after", "single", "self_attn"),
     _late("molmo2_after", "single", "self_attn"),
     _late("cohere_asr", "single", "layer_norm_1"),
@@ -136,6 +186,13 @@ ALL = (
     _late("whisper", "single", "self_attn_layer_norm"),
     _late("hrmtext_stacks", "single"),
     Wrong("moondream3", "late", ((install, "_single_layer", late_layer("single", "ln")),), ("pre_attn",)),
+    Wrong("moondream3", "half", ((install, "_read_parallel", _half_parallel),), ("x_mid",)),
+    Wrong(
+        "zamba2",
+        "late",
+        ((install, "_single_layer", late_layer("single", "input_layernorm|mamba_decoder")),),
+        ("pre_attn",),
+    ),
     Wrong("iquestloopcoder", "late", ((install, "_single_mid", late_mid("single")),), ("post_attn",)),
     Wrong("iquestloopcoder", "every", ((install.Pass, "only_in", _every_pass),), ("pre_attn", "post_attn")),
     Wrong("iquestloopcoder", "other", ((install.Pass, "only_in", _other_pass),), ("x_in", "post_attn")),
@@ -143,9 +200,14 @@ ALL = (
     Wrong("deepseek_v32", "half", ((TappedNorm, "__call__", _half_norm),), ("x_in", "x_mid")),
     Wrong("hy_v4", "late", ((streams, "_before", _late_mix),), ("pre_attn", "post_attn")),
     Wrong("deepseek_v4", "half", ((streams, "_completed", _incomplete),), ("x_in", "x_mid")),
+    Wrong("deepseek_v41", "half", ((streams, "_completed", _incomplete),), ("x_in", "x_mid")),
+    Wrong("deepseek_v41", "late", ((streams, "tap_streams", _late_fused),), ("pre_attn", "post_attn")),
+    Wrong("deepseek_v4_cpu", "late", ((install, "_install", _late_unfused),), ("pre_attn", "post_attn")),
+    Wrong("qwen4_exp", "half", ((streams, "_tap_gated", _incomplete_gated),), ("x_in", "x_mid")),
     Wrong("glm5_next", "half", ((streams, "_completed", _incomplete),), ("x_in", "x_mid")),
     Wrong("kimi_k3", "half", ((streams, "attention_residuals", _unstored),), ("x_in", "x_mid")),
     Wrong("minimax_m3", "late", ((TappedNorm, "__call__", _late_norm),), ("post_attn",)),
+    Wrong("minimax_m3", "half", ((TappedNorm, "__call__", _half_norm),), ("x_in", "x_mid")),
     Wrong("glm_moe_dsa", "late", ((TappedNorm, "__call__", _late_norm),), ("post_attn",)),
     Wrong("inkling", "late", ((convolved, "_edit_and_norm", _late_sum),), ("pre_attn", "post_attn")),
 )
@@ -167,3 +229,35 @@ def test_rejects(
     problems = prove_by_identities(tiny, zoo_folder, reference_process).problems(tiny)
     for point in wrong.spoiled:
         assert [problem for problem in problems if point in problem], point
+
+
+def _uncovered(rows: Iterable[TinyModel], controls: Iterable[Wrong]) -> dict[str, list[str]]:
+    """Return what each row lacks: controls of its ways of installing, by how they spoil the taps."""
+    covered: dict[Way, set[str]] = {}
+    for wrong in controls:
+        for way in ways(ROWS[wrong.row]):
+            covered.setdefault(way, set()).add(wrong.how)
+    lacking = {}
+    for tiny in rows:
+        missing = [way for way in ways(tiny) if way not in covered or not way.hows <= covered[way]]
+        if missing and not tiny.gpu_only:
+            lacking[tiny.name] = [str(way) for way in missing]
+    return lacking
+
+
+def test_every_way_of_installing_has_a_control() -> None:
+    """Catches a row proven inside vLLM alone, in whose way of installing no wrong tap was ever rejected."""
+    assert not _uncovered(HAVE_IDENTITIES, ALL)
+
+
+def test_a_new_way_of_installing_needs_a_control() -> None:
+    """Catches a coverage that any row satisfies: without its own controls each of these rows lacks one."""
+    alone = ("kimi_linear", "cosmos3_edge", "deepseek_v4_cpu", "qwen4_exp", "interns2_mobius", "zamba2", "orion")
+    for row in alone:
+        assert row in _uncovered(HAVE_IDENTITIES, [wrong for wrong in ALL if wrong.row != row])
+    for removed, rows in (
+        ("kimi_linear-half", {"kimi_linear"}),
+        ("moondream3-half", {"moondream3", "cohere_compass"}),
+    ):
+        others = [wrong for wrong in ALL if str(wrong) != removed]
+        assert _uncovered(HAVE_IDENTITIES, others).keys() == rows

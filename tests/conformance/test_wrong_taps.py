@@ -61,7 +61,7 @@ ONE_SUMMAND_FAMILIES = [family for family in FAMILIES if family.row in IN_EVERY_
 """Families for the test of one summand; CONFORMANCE=all tries every family."""
 
 
-def _half_pair_layer(forward: Forward, pre_attn: Any, post_block: Any) -> Forward:
+def _half_pair_layer(forward: Forward, pre_attn: Any, post_block: Any, residual_at: int = 1) -> Forward:
     """Tap the residual alone; before the first layer there is nothing else."""
     signature = inspect.signature(forward)
 
@@ -70,7 +70,7 @@ def _half_pair_layer(forward: Forward, pre_attn: Any, post_block: Any) -> Forwar
         residual = given.get("residual")
         pre_attn(given["hidden_states"] if residual is None else residual)
         out = forward(*args, **kwargs)
-        post_block(out[1])
+        post_block(out[residual_at])
         return out
 
     return steered

@@ -26,6 +26,7 @@ ROW: Final = "TWO_RANKS_ROW"
 """Environment variable: the row whose model the process runs."""
 ROWS: Final[dict[str, tuple[str, ...]]] = {
     "DeepSeek V4": ("deepseek_v4", "deepseek_v4_cpu"),
+    "DeepSeek V4.1": ("deepseek_v41",),
     "GLM 5 Next": ("glm5_next",),
     "HY V4": ("hy_v4",),
     "Qwen 4 (Exp)": ("qwen4_exp",),

@@ -25,6 +25,7 @@ LAYERS = 3
 LLAMA = "vllm.model_executor.models.llama.LlamaDecoderLayer"
 OPT = "vllm.model_executor.models.opt.OPTDecoderLayer"
 DEEPSEEK = "vllm.model_executor.models.deepseek_v2.DeepseekV2DecoderLayer"
+DELAYED = "vllm.models.deepseek_v41.nvidia.model.DeepseekV4DecoderLayer"
 CONFIG = SimpleNamespace(num_hidden_layers=LAYERS)
 
 
@@ -88,9 +89,32 @@ def test_refuses_unsupported_classes_with_the_reason(qualified: str) -> None:
 
 def test_names_an_unsupported_class_if_its_list_has_another_length() -> None:
     """Catches the reason "no list of layers found" for a class that is known not to be supported."""
-    other = nn.ModuleList(layer("vllm.models.deepseek_v41.nvidia.model.DeepseekV4DecoderLayer") for _ in range(2))
-    with pytest.raises(UnsupportedModelError, match="takes its weights from"):
+    other = nn.ModuleList(layer("vllm.models.deepseek_v41.amd.model.DeepseekV4DecoderLayer") for _ in range(2))
+    with pytest.raises(UnsupportedModelError, match="proven only for the kernels of NVIDIA's GPUs"):
         find_decoder(model(other), CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("settings", "replay", "reason"),
+    [
+        ({}, True, "--no-swa-bounded-replay"),
+        ({"fuse_mhc_all_reduce": True}, False, "--disable-custom-all-reduce"),
+        ({"engram": nn.Identity()}, False, "engram_layer_ids"),
+        ({"use_sequence_parallel": True}, False, "a part of the tokens"),
+    ],
+)
+def test_refuses_delayed_mixes_that_hide_rows_or_sums(settings: dict[str, Any], replay: bool, reason: str) -> None:
+    """Catches taps that miss tokens, partial sums or n-grams, and a refusal that does not name the setting."""
+    plain = {"fuse_mhc_all_reduce": False, "engram": None, "use_sequence_parallel": False}
+
+    def layers(replay: bool, **changed: Any) -> nn.ModuleList:
+        attn = nn.Module()
+        attn.swa_cache_layer = SimpleNamespace(bounded_replay=replay)
+        return of(DELAYED, **{**plain, **changed}, attn=attn)
+
+    assert len(find_decoder(model(layers(False)), CONFIG).layers) == LAYERS
+    with pytest.raises(UnsupportedModelError, match=reason):
+        find_decoder(model(layers(replay, **settings)), CONFIG)
 
 
 def test_numbers_every_run_of_a_looped_layer() -> None:

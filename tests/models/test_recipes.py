@@ -27,7 +27,7 @@ from vllm_steer.models.unsupported import UNSUPPORTED
 from vllm_steer.models.vllm_recipes import MODULES, VLLM_RECIPES
 from vllm_steer.points import OPTIONAL_POINTS
 
-MIN_PROVEN = 168
+MIN_PROVEN = 169
 """Architectures that must stay proven."""
 SETTINGS_REFUSE = {
     "decilm_no_ops", "falcon", "falcon_new", "falcon_rw", "gemma4", "gemma4_wrapper", "gpt_neox_seq", "opt_post_ln",

@@ -268,6 +268,7 @@ MODEL: tuple[Join, ...] = (
         for module, name in _REDUCING
     ),
     Join("vllm.models.deepseek_v4.nvidia.model:mhc_fused_post_pre_tilelang", AROUND, f"{_STREAMS}:tap_streams"),
+    Join("vllm.models.deepseek_v41.nvidia.model:mhc_shifted_post_pre", AROUND, f"{_STREAMS}:tap_streams"),
     Join("vllm.models.inkling.nvidia.model:_sconv_add_norm", AROUND, "vllm_steer.models.convolved:tap_sum"),
 )
 """Wrapped in worker processes, each only when its model gets taps."""

@@ -37,6 +37,13 @@ PARALLELISM: Final = (
         both="proven",
         between="the complete streams",
     ),
+    Parallelism(
+        "DeepSeek V4.1",
+        ("deepseek_v41.nvidia.model.DeepseekV4DecoderLayer",),
+        tensor="unproven",
+        pipeline="unproven",
+        both="unproven",
+    ),
     # vLLM starts its pipeline stages, although its source says that they are incomplete.
     Parallelism(
         "GLM 5 Next",

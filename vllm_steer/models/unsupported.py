@@ -11,10 +11,6 @@ from typing import Final
 
 from vllm_steer.models.vllm_recipes import MODULES
 
-_DELAYED: Final = (
-    "each mix of its residual streams takes its weights from the sublayer before, in kernels that have no taps, and "
-    "with swa_bounded_replay prefill runs the last layers on a part of the tokens; its hook points are not proven"
-)
 _NOT_NVIDIA: Final = "its hook points are proven only for the kernels of NVIDIA's GPUs"
 _ENCODER: Final = "it is an encoder: it computes all positions together and generates nothing"
 
@@ -22,16 +18,15 @@ _OTHER_KERNELS: Final = (
     "it carries several residual streams, and its hook points are proven only for the kernels of NVIDIA's GPUs"
 )
 
-_PLATFORMS: Final = ("nvidia", "amd", "cpu", "xpu", "common")
 _OTHERS: Final = ("amd", "xpu")
 
 UNSUPPORTED: Final[Mapping[str, str]] = {
-    **{f"vllm.models.deepseek_v41.{platform}.model.DeepseekV4DecoderLayer": _DELAYED for platform in _PLATFORMS},
     "vllm.models.inkling.amd.model.InklingDecoderLayer": _NOT_NVIDIA,
     **{
         f"vllm.models.{family}.{platform}.model.{layer}": _OTHER_KERNELS
         for family, layer in (
             ("deepseek_v4", "DeepseekV4DecoderLayer"),
+            ("deepseek_v41", "DeepseekV4DecoderLayer"),
             ("hy_v4", "HYV4DecoderLayer"),
             ("qwen4_exp", "Qwen4ExpDecoderLayer"),
         )

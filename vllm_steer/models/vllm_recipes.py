@@ -172,6 +172,22 @@ def _token_embeddings(layer: Any) -> str | None:
     return _sequence_parallel(layer)
 
 
+def _delayed_mixes(layer: Any) -> str | None:
+    if layer.attn.swa_cache_layer.bounded_replay:
+        return (
+            "swa_bounded_replay, with which prefill runs the last layers on a part of the tokens; set "
+            "swa_bounded_replay=False (--no-swa-bounded-replay)"
+        )
+    if layer.fuse_mhc_all_reduce:
+        return (
+            "the all-reduce in the kernel of its mixes, so no tensor holds the reduced output of a sublayer; set "
+            "disable_custom_all_reduce=True (--disable-custom-all-reduce)"
+        )
+    if layer.engram is not None:
+        return "engram_layer_ids, whose embeddings of n-grams no proof covers"
+    return _sequence_parallel(layer)
+
+
 def _single_stream(layer: Any) -> str | None:
     return None if layer.enable_ihc else "enable_ihc=False, which is not proven"
 
@@ -293,6 +309,8 @@ VLLM_RECIPES: Final[tuple[Recipe, ...]] = (
              why_unsupported=_fused_streams),
     _streams("vllm.models.deepseek_v4.nvidia.model.DeepseekV4DecoderLayer", streams.fused_functions,
              why_unsupported=_sequence_parallel),
+    _streams("vllm.models.deepseek_v41.nvidia.model.DeepseekV4DecoderLayer", streams.fused_functions,
+             why_unsupported=_delayed_mixes),
     _streams("vllm.models.glm5next.common.model.Glm5NextDecoderLayer", streams.fused_methods, normed=True,
              why_unsupported=_no_mhc),
     _streams("vllm.models.qwen4_exp.nvidia.model.Qwen4ExpDecoderLayer", streams.gated,
