@@ -23,7 +23,7 @@ and stops are compared with the same requests without drafts, for these drafters
 
 """
 REST = """
-vLLM has these drafters besides. They run in the same proposer; no test compares them: {names}.
+No test compares these other drafters of vLLM: {names}.
 """
 
 
