@@ -66,7 +66,7 @@ def _tests(title: str, only: Sequence[str], seconds: float, gpus: int) -> Job:
 
 def gpu_jobs(gpus: int) -> list[Job]:
     """Return the jobs for a host with this number of GPUs, the most important first."""
-    first = ("quantised", "parallel") if gpus > 1 else ("quantised",)
+    first = ("quantised", "drafts", "parallel") if gpus > 1 else ("quantised", "drafts")
     others = [name for name, run in RUNS.items() if name not in first and run.gpus <= gpus]
     two = [_cost("llama-8b, two GPUs", "gpu-cost-llama-8b-tp2.json", 260, 170, 2, 40)] if gpus > 1 else []
     peers = ("--shape", "llama-8b", "--out", OUT)
