@@ -38,6 +38,11 @@ table               shape, dtype             meaning
 ==================  =======================  ==================================================================
 
 Vectors are float32 for every model dtype: instructions compute in float32 and round once, when they write.
+
+The views of ``head`` that taps hold are inputs of code that all layers share. Inductor assumes the alignment that the
+first layer's views have, and copies views of other layers that are not aligned in the same way (``get_input_idxs_to_check``
+in ``torch/_inductor/compile_fx.py``). A copy does not show which site it belongs to, so columns of a layer are padded to a
+multiple of 16 bytes: views of a point then have the same alignment in every layer.
 """
 
 from __future__ import annotations
@@ -57,6 +62,20 @@ OPEN_END = 2**31 - 1
 """Position after the last one of an open-ended segment."""
 
 
+_ALIGNED_COLUMNS = 16 // torch.int32.itemsize
+"""Columns of ``head`` between two that Inductor takes for aligned."""
+
+
+def _head_stride(points: Sequence[PointName]) -> int:
+    """Return the distance between two layers in ``head``, in columns."""
+    return -(-len(points) // _ALIGNED_COLUMNS) * _ALIGNED_COLUMNS
+
+
+def _place_of(column: int, points: Sequence[PointName]) -> int:
+    layer, point = divmod(column, len(points))
+    return layer * _head_stride(points) + point
+
+
 def table_shapes(
     config: SteeringConfig,
     *,
@@ -68,10 +87,12 @@ def table_shapes(
     drafts: int = 0,
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Return the shape and dtype of every table of an engine rank."""
+    points = points_on(config.points)
+    width = -(-num_sites // len(points)) * _head_stride(points)
     rows, instructions, segments = config.max_rows + 1, config.max_instructions + 1, config.max_segments
     return {
         "token_row": ((max_tokens,), torch.int32),
-        "head": ((rows, num_sites), torch.int32),
+        "head": ((rows, width), torch.int32),
         "instruction": ((instructions, 4), torch.int32),
         "parameter": ((instructions, 4), torch.float32),
         "operand": ((config.max_matrix_rows,), torch.int32),
@@ -134,7 +155,7 @@ class Tables:
     ) -> None:
         self.device = device
         self.num_sites = num_sites
-        # Programs number the sites of all points; ``column`` maps them to the columns of this engine's points.
+        # Programs number the sites of all points; ``column`` maps them to the sites of this engine's points.
         self.points = points_on(config.points)
         self.column = columns_of(self.points, num_sites // len(self.points))
         shapes = table_shapes(
@@ -148,6 +169,9 @@ class Tables:
         )
         for name, (shape, table_dtype) in shapes.items():
             setattr(self, name, torch.zeros(shape, dtype=table_dtype, device=device))
+        # Where each site of this engine is in a row of ``head``.
+        self.places = tuple(_place_of(column, self.points) for column in range(num_sites))
+        self._column_at = {self.head_column(column).data_ptr(): column for column in range(num_sites)}
         self.segment_start.fill_(OPEN_END)
         # Number of rows with instructions, by column.
         self.site_users = [0] * num_sites
@@ -169,8 +193,23 @@ class Tables:
         return ((name, value) for name, value in vars(self).items() if isinstance(value, torch.Tensor))
 
     def head_column(self, column: int) -> torch.Tensor:
-        """Return one column of ``head``, ``[rows + 1]``: a view whose storage offset is the column's number."""
-        return self.head[:, column]
+        """Return the view of ``head`` for one site of this engine, ``[rows + 1]``; see :meth:`column_at`."""
+        return self.head[:, self.places[column]]
+
+    def column_at(self, head: torch.Tensor) -> int:
+        """Return the site whose view of ``head`` this is.
+
+        Raises:
+            RuntimeError: It is a copy. Every forward pass calls this for every tap that is not in a CUDA graph, so the
+                engine does not start.
+        """
+        column = self._column_at.get(head.data_ptr())
+        if column is None:
+            raise RuntimeError(
+                "compiled code gave a tap a copy of its table, so edits and captures would be lost: report this with the "
+                "versions of torch and vLLM, and start with --enforce-eager until then"
+            )
+        return column
 
     def save(self) -> dict[str, torch.Tensor]:
         """Return copies of all tables in host memory, except the arena, whose contents belong to one step."""
