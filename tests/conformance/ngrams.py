@@ -53,7 +53,8 @@ def replacements() -> Iterator[tuple[Any, str, Any]]:
 def _with_scales(table: Any, weight: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Fill the scales with powers of two that depend on the row of the whole table; weights are filled elsewhere."""
     row = table.vocab_start_idx + torch.arange(len(scales)).unsqueeze(-1)
-    return weight, scales.copy_(_NEUTRAL + (row + torch.arange(scales.shape[1])) % 3)
+    scales.copy_(_NEUTRAL + (row + torch.arange(scales.shape[1])) % 3)
+    return weight, scales
 
 
 def _in_float32(layer: Any, stage: Callable[..., None], *sizes: int) -> None:
@@ -95,7 +96,8 @@ def hash_ids(
     """
 
     def compressed(tokens: torch.Tensor, are_dead: torch.Tensor) -> torch.Tensor:
-        return token_map[tokens.long()].masked_fill(are_dead, dead_id)
+        found: torch.Tensor = token_map[tokens.long()].masked_fill(are_dead, dead_id)
+        return found
 
     own = compressed(ids, dead)
     named = compressed(before.clamp(min=0), before_dead)
@@ -171,7 +173,8 @@ def gated(streams: Any, kv: Any, q: Any, k: Any, keep: Any, eps: float, least: f
     gate = torch.sigmoid(torch.where(match < 0, -root, root))
     if keep is not None:
         gate = gate * keep.unsqueeze(-1)
-    return (wide + gate.unsqueeze(-1) * value.unsqueeze(1)).to(streams.dtype)
+    sums: torch.Tensor = wide + gate.unsqueeze(-1) * value.unsqueeze(1)
+    return sums.to(streams.dtype)
 
 
 def with_memory(engram: Any, streams: torch.Tensor, hashes: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:

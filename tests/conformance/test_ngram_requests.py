@@ -95,7 +95,7 @@ def model(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
         tiny = two_ranks.row(ROW)
         tiny = replace(tiny, settings={**tiny.settings, "max_position_embeddings": MAX_TOKENS})
         path, settings = two_ranks.save(tiny, folder)
-        yield path, {**settings, **(tiny.engine or {}), "max_model_len": MAX_TOKENS}
+        yield path, {**settings, "max_model_len": MAX_TOKENS}
 
 
 @pytest.fixture(scope="module")
