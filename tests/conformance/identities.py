@@ -305,7 +305,9 @@ def _causes(hooks: HookedModel, llm: Any, stream_points: Sequence[str], branches
     make = EditMaker(trace)
     checks = []
     places = [(point, number) for point in stream_points for number in (1, 2) if point != "post_block"]
-    for point, number in [*places, ("post_block", LAYERS - 1), *((point, 1) for point in branches)]:
+    # The ends of the other layers are compared with the layer that reads them.
+    ends = [number - 1 for number in sorted({*hooks.tiny.gaps, LAYERS})]
+    for point, number in [*places, *(("post_block", end) for end in ends), *((point, 1) for point in branches)]:
         for kind in BRANCH_KINDS if point in branches else KINDS:
             edit = make.edit(kind, point, number)
             ours = _steered(llm, edit)

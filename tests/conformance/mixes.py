@@ -13,6 +13,8 @@ from typing import Any, Final
 
 import torch
 
+from tests.conformance import ngrams
+
 At = Callable[[str, torch.Tensor], torch.Tensor]
 """Given a point and the streams there, return the streams to go on with."""
 
@@ -209,11 +211,13 @@ def deepseek_delayed(layer: Any, at: At) -> Callable[..., Any]:
 
     def forward(
         x: Any, positions: Any, ids: Any, read: Any = None, post: Any = None, between: Any = None,
-        residual: Any = None, *others: Any, **more: Any,
+        residual: Any = None, hashes: Any = None, keep: Any = None, **more: Any,
     ) -> Any:  # fmt: skip
         streams = all_same(x, layer.hc_mult) if x.dim() == 2 and residual is None else x
         if residual is not None:
             streams = complete(x, residual, post, between)
+            if layer.engram is not None:
+                streams = ngrams.with_memory(layer.engram, streams, hashes, keep)
         streams = at("pre_attn", streams)
         if read is None:
             read = torch.eye(layer.hc_mult)[0].expand(streams.shape[0], -1)

@@ -25,6 +25,7 @@ from tests.conformance.model import (
     WEIGHT_STD,
     TinyModel,
 )  # fmt: skip
+from tests.conformance.ngrams import COMPRESSED, save_tokenizer
 from tests.conformance.no_reference_wrappers import NO_REFERENCE_WRAPPERS
 
 PLAIN: Final[dict[str, Any]] = {
@@ -108,6 +109,11 @@ _HYPER: Final[dict[str, Any]] = {
     **_DEEPSEEK, "hc_mult": 4, "hc_eps": 1e-6, "hc_sinkhorn_iters": 5, "index_topk": 8, "num_hash_layers": 0,
     "moe_intermediate_size": 64, "head_dim": 32, "swiglu_limit": None,
 }  # fmt: skip
+_ENGRAM: Final[dict[str, Any]] = {
+    "engram_layer_ids": [1, 3], "engram_num_embeddings": [1000, 1000], "engram_max_ngram_size": 4, "engram_n_heads": 2,
+    "engram_head_dim": 32, "engram_vocab_size": 50, "engram_compressed_vocab_size": COMPRESSED,
+    "engram_pad_token_id": 0,
+}  # fmt: skip
 SEVERAL_STREAMS: Final = (
     _row("DeepseekV4ForCausalLM", "deepseek_v4", "DeepseekV4DecoderLayer", "HYPER-CONNECTIONS", name="deepseek_v4",
          model_class="vllm.models.deepseek_v4.nvidia.model:DeepseekV4ForCausalLM", **_HYPER),
@@ -116,6 +122,10 @@ SEVERAL_STREAMS: Final = (
     _row("DeepseekV41ForCausalLM", "deepseek_v4", "DeepseekV4DecoderLayer", "HYPER-CONNECTIONS", name="deepseek_v41",
          model_class="vllm.models.deepseek_v41.nvidia.model:DeepseekV41LLMForCausalLM", **_HYPER,
          kv_source_layer_ids=[LAYERS - 1], engine={"swa_bounded_replay": False}),
+    _row("DeepseekV41ForCausalLM", "deepseek_v41", "DeepseekV4DecoderLayer", "HYPER-CONNECTIONS",
+         name="deepseek_v41_engram", model_class="vllm.models.deepseek_v41.nvidia.model:DeepseekV41LLMForCausalLM",
+         **_HYPER, **_ENGRAM, kv_source_layer_ids=[LAYERS - 1], gaps=(1, 3),
+         engine={"swa_bounded_replay": False, "engram_config": {"cpu_offload": False}}),
     _row("HYV4ForCausalLM", "hy_v4", "HYV4DecoderLayer", "HYPER-CONNECTIONS", name="hy_v4",
          model_class="vllm.models.hy_v4.nvidia.model:HYV4ForCausalLM", **{**_DEEPSEEK, **_MLA, "q_lora_rank": 32},
          hc_mult=4, index_topk=8, indexer_types=["full"] * LAYERS, enable_lm_head_fp32=False,
@@ -272,6 +282,8 @@ def save_config(tiny: TinyModel, folder: Path) -> Path:
     (path / "config.json").write_text(json.dumps(config))
     if tiny.cross is not None:
         _save_speech_processor(path)
+    if "engram_layer_ids" in tiny.settings:
+        save_tokenizer(path)
     return path
 
 

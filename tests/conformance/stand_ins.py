@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from types import SimpleNamespace
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import nn
 
-from tests.conformance import mixes
+from tests.conformance import mixes, ngrams
 from tests.conformance.model import HIDDEN
 
 _HEADS: Final = 2
@@ -70,6 +70,7 @@ def replacements(model: str) -> Iterator[tuple[Any, str, Any]]:
         yield owner.DeepseekV41LLMForCausalLM, "set_moe_parameters", lambda *args: None
         dispatch = sys.modules[owner.mhc_shifted_post_pre.__module__]
         yield dispatch, "mhc_fused_post_pre_delayed_tilelang", mixes.fused_delayed
+        yield from ngrams.replacements()
     if "inkling" in model:
         yield owner.InklingRMSNorm, "forward", lambda norm, x: rms_norm(x, norm.weight, norm.variance_epsilon)
     if "cohere_asr" in model:
@@ -128,7 +129,23 @@ class AttentionWithWindow(AttentionByPosition):
         super().__init__(*args, prefix=prefix, **kwargs)
         config = get_current_vllm_config()
         replay = config.cache_config.swa_bounded_replay and config.use_v2_model_runner
-        self.swa_cache_layer = SimpleNamespace(prefix=f"{prefix}.attn", bounded_replay=replay)
+        # Engram layers keep the ids of earlier tokens by the slots of this cache.
+        self.swa_cache_layer = SlottedCache(self.attn, f"{prefix}.attn", config.cache_config.block_size, replay)
+
+
+@dataclass(frozen=True)
+class SlottedCache:
+    """A cache as the layer knows it: its name in the attention's metadata, and its tensor once vLLM has bound one."""
+
+    attn: Any
+    prefix: str
+    block_size: int
+    bounded_replay: bool
+
+    @property
+    def kv_cache(self) -> torch.Tensor:
+        cache: torch.Tensor = self.attn.kv_cache
+        return cache
 
 
 class ConvolutionState(nn.Module):

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import transformers
 
+from tests.conformance import two_ranks
 from tests.conformance.branches import BRANCHES, supported_branches
 from tests.conformance.model import LAYERS, TinyModel, config_of
 from tests.conformance.part import selected
@@ -30,6 +31,14 @@ def _outline(model: str) -> dict[str, Any]:
     finally:
         destroy_model_parallel()
         destroy_distributed_environment()
+
+
+def _outline_of_row(name: str, folder: Path) -> dict[str, Any]:
+    """Return the facts about a model of another platform, whose settings only the engine has."""
+    with two_ranks.prepare(name):
+        two_ranks.save(two_ranks.row(name), folder)
+        facts = outline(str(folder / name), {}, {"swa_bounded_replay": False})
+    return facts
 
 
 @pytest.fixture(scope="module")
@@ -53,3 +62,13 @@ def test_outline_agrees_with_the_proven_row(tiny: TinyModel, vllm_process: Proce
     refused = {point for point, layers in facts["refused"].items() if layers}
     assert refused == {*tiny.refused, *BRANCHES} - set(supported_branches(tiny))
     assert {point for point, layers in facts["unread"].items() if layers} >= set(tiny.unread)
+
+
+@pytest.mark.skipif(not selected("deepseek_v41_engram"), reason="belongs to another part of the architectures")
+def test_outline_does_not_allocate_the_tables_of_n_grams(tmp_path: Path) -> None:
+    """Catches a doctor that allocates the tables in the host's memory, which on a machine without a GPU fails."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as process:
+        facts = process.submit(_outline_of_row, "deepseek_v41_engram", tmp_path).result()
+    assert "problem" not in facts, facts["problem"]
+    assert facts["num_layers"] == LAYERS
+    assert not facts["unproven"]

@@ -18,7 +18,7 @@ from tests.conformance.part import EVERYTHING, selected
 ROWS = {tiny.name: tiny for tiny in NO_REFERENCE}
 CHECKED = (
     "solar", "iquestloopcoder", "hrmtext", "deepseek_v32", "decilm_no_ops", "kimi_linear", "whisper", "hy_v4",
-    "deepseek_v4", "kimi_k3", "inkling",
+    "deepseek_v4", "deepseek_v41_engram", "kimi_k3", "inkling",
 )  # fmt: skip
 
 

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests.conformance import identities, proof
+from tests.conformance import identities, ngrams, proof
 from tests.conformance.model import TinyModel
 from tests.conformance.part import EVERYTHING, selected
 from tests.conformance.proof import prove_by_identities
@@ -71,6 +72,38 @@ def _late_fused(function: Any, x: Any, residual: Any, post: Any, comb: Any, fn: 
     if (tapped := getattr(fn, streams.TAPPED, None)) is not None:
         tapped[1].mean(out[0])
     return out
+
+
+_memories: list[tuple[Any, torch.Tensor]] = []
+"""Taps behind memories that the next function of the layer runs, and the streams."""
+
+
+def _late_memory(owner: Any, name: str, tap: Any) -> None:
+    """Leave the tap behind a memory to :func:`_behind_the_mix`."""
+    method = getattr(owner, name)
+
+    def tapped(*args: Any, **kwargs: Any) -> Any:
+        out = method(*args, **kwargs)
+        _memories.append((tap, out))
+        return out
+
+    setattr(owner, name, tapped)
+
+
+def _behind_the_mix(function: Any, *args: Any, **more: Any) -> Any:
+    """Run the taps that were left, on streams that the mix for attention has read."""
+    while _memories:
+        tap, out = _memories.pop()
+        tap(out)
+    return _tap_streams(function, *args, **more)
+
+
+def _no_memory(engram: Any, given: torch.Tensor, hashes: Any, keep: Any) -> torch.Tensor:
+    """Leave the memory out of the formulas."""
+    return given
+
+
+_tap_streams = streams.tap_streams
 
 
 def _late_unfused(layer: Any, taps: Any) -> None:
@@ -202,6 +235,14 @@ ALL = (
     Wrong("deepseek_v4", "half", ((streams, "_completed", _incomplete),), ("x_in", "x_mid")),
     Wrong("deepseek_v41", "half", ((streams, "_completed", _incomplete),), ("x_in", "x_mid")),
     Wrong("deepseek_v41", "late", ((streams, "tap_streams", _late_fused),), ("pre_attn", "post_attn")),
+    Wrong("deepseek_v41_engram", "half", ((streams, "_after", streams._before),), ("x_in",)),
+    Wrong(
+        "deepseek_v41_engram",
+        "late",
+        ((streams, "_after", _late_memory), (streams, "tap_streams", _behind_the_mix)),
+        ("pre_attn",),
+    ),
+    Wrong("deepseek_v41_engram", "absent", ((ngrams, "with_memory", _no_memory),), ("x_in", "pre_attn")),
     Wrong("deepseek_v4_cpu", "late", ((install, "_install", _late_unfused),), ("pre_attn", "post_attn")),
     Wrong("qwen4_exp", "half", ((streams, "_tap_gated", _incomplete_gated),), ("x_in", "x_mid")),
     Wrong("glm5_next", "half", ((streams, "_completed", _incomplete),), ("x_in", "x_mid")),

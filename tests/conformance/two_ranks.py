@@ -26,7 +26,7 @@ ROW: Final = "TWO_RANKS_ROW"
 """Environment variable: the row whose model the process runs."""
 ROWS: Final[dict[str, tuple[str, ...]]] = {
     "DeepSeek V4": ("deepseek_v4", "deepseek_v4_cpu"),
-    "DeepSeek V4.1": ("deepseek_v41",),
+    "DeepSeek V4.1": ("deepseek_v41", "deepseek_v41_engram"),
     "GLM 5 Next": ("glm5_next",),
     "HY V4": ("hy_v4",),
     "Qwen 4 (Exp)": ("qwen4_exp",),
@@ -56,7 +56,7 @@ def save(tiny: TinyModel, folder: Path) -> tuple[Path, dict[str, Any]]:
     from tests.conformance.no_reference import save_config
 
     if not tiny.is_known_to_hf:
-        return save_config(tiny, folder), {"load_format": "dummy"}
+        return save_config(tiny, folder), {"load_format": "dummy", **(tiny.engine or {})}
     model: Any = build(tiny)
     model.save_pretrained(folder / tiny.name)
     return folder / tiny.name, {}
@@ -131,6 +131,9 @@ def _whole_shape(module: Any, suffix: str, tensor: torch.Tensor) -> tuple[int, .
     from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
+    if type(module).__name__ == "ParallelEngramEmbedding":
+        # One rank too keeps only the rows of its heads.
+        return module.num_embeddings, *tensor.shape[1:]
     if get_tensor_model_parallel_world_size() == 1 and not isinstance(module, VocabParallelEmbedding):
         return tuple(tensor.shape)
     if isinstance(module, VocabParallelEmbedding):

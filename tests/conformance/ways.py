@@ -20,7 +20,7 @@ class Way:
 
     ``family`` and ``dtype`` come from the row, the other fields from the recipe. ``installer`` and ``variant`` are
     names of functions, ``post_attn`` is the kind of location. ``no_ops``: some of the blocks lack a branch, so the
-    variant moves their ``post_attn``.
+    variant moves their ``post_attn``. ``gaps``: some layers do not read what the layer before them leaves.
     """
 
     family: str
@@ -34,6 +34,7 @@ class Way:
     variant: str
     cross_attention: bool
     no_ops: bool
+    gaps: bool
 
     @property
     def hows(self) -> set[str]:
@@ -74,4 +75,5 @@ def _way(tiny: TinyModel, recipe: Recipe) -> Way:
         variant="" if variant == "<lambda>" else variant,
         cross_attention=recipe.cross_attention,
         no_ops=bool(tiny.mlp_blocks) and not tiny.one_branch,
+        gaps=bool(tiny.gaps),
     )

@@ -99,13 +99,12 @@ def test_names_an_unsupported_class_if_its_list_has_another_length() -> None:
     [
         ({}, True, "--no-swa-bounded-replay"),
         ({"fuse_mhc_all_reduce": True}, False, "--disable-custom-all-reduce"),
-        ({"engram": nn.Identity()}, False, "engram_layer_ids"),
         ({"use_sequence_parallel": True}, False, "a part of the tokens"),
     ],
 )
 def test_refuses_delayed_mixes_that_hide_rows_or_sums(settings: dict[str, Any], replay: bool, reason: str) -> None:
-    """Catches taps that miss tokens, partial sums or n-grams, and a refusal that does not name the setting."""
-    plain = {"fuse_mhc_all_reduce": False, "engram": None, "use_sequence_parallel": False}
+    """Catches taps that miss tokens or partial sums, and a refusal that does not name the setting."""
+    plain = {"fuse_mhc_all_reduce": False, "use_sequence_parallel": False}
 
     def layers(replay: bool, **changed: Any) -> nn.ModuleList:
         attn = nn.Module()
@@ -115,6 +114,16 @@ def test_refuses_delayed_mixes_that_hide_rows_or_sums(settings: dict[str, Any], 
     assert len(find_decoder(model(layers(False)), CONFIG).layers) == LAYERS
     with pytest.raises(UnsupportedModelError, match=reason):
         find_decoder(model(layers(replay, **settings)), CONFIG)
+
+
+def test_marks_layers_that_add_a_memory_before_they_read_the_streams() -> None:
+    """Catches a self-check that demands that such a layer reads what the layer before it leaves."""
+    attn = nn.Module()
+    attn.swa_cache_layer = SimpleNamespace(bounded_replay=False)
+    layers = of(DELAYED, fuse_mhc_all_reduce=False, use_sequence_parallel=False, attn=attn)
+    config = SimpleNamespace(num_hidden_layers=LAYERS, engram_layer_ids=[1])
+    assert find_decoder(model(layers), config).gaps == {("pre_attn", 1)}
+    assert not find_decoder(model(layers), CONFIG).gaps
 
 
 def test_numbers_every_run_of_a_looped_layer() -> None:

@@ -61,6 +61,20 @@ def test_an_engine_refuses_an_unproven_split() -> None:
     assert "together" in doubt
 
 
+def test_refuses_a_stage_that_begins_with_an_engram_layer() -> None:
+    """Catches a stage whose first layer lacks its memory, and a refusal of the same layer elsewhere."""
+    (only,) = decoder("vllm.models.deepseek_v41.nvidia.model.DeepseekV4DecoderLayer").layers
+    module: Any = only.module
+    for number, engram, refused in ((2, object(), True), (2, None, False), (0, object(), False)):
+        module.engram = engram
+        found = Decoder((DecoderLayer(number, module, only.recipe),), 4)
+        if not refused:
+            assert _with_split(found, SteeringConfig(), pipeline=True) is found
+            continue
+        with pytest.raises(UnsupportedModelError, match="layer 2, which engram_layer_ids names"):
+            _with_split(found, SteeringConfig(), pipeline=True)
+
+
 def test_ordinary_models_may_have_both() -> None:
     """Catches a refusal of models with one stream, such as Kimi-Linear, which shares Kimi K3's class."""
     for name in (

@@ -241,15 +241,20 @@ _FRONT_END: Final = (
     *_attributes(
         "vllm.config.vllm:VllmConfig",
         "settings that conflict with steering or size the tables",
-        "additional_config cache_config compilation_config ec_transfer_config kernel_config kv_transfer_config "
-        "model_config num_lookahead_tokens num_speculative_tokens parallel_config scheduler_config speculative_config "
-        "structured_outputs_config",
+        "additional_config cache_config compilation_config ec_transfer_config engram_config kernel_config "
+        "kv_transfer_config model_config num_lookahead_tokens num_speculative_tokens parallel_config "
+        "scheduler_config speculative_config structured_outputs_config",
     ),
     *_attributes(
         "vllm.config.model:ModelConfig",
         "settings that conflict with steering or size the tables",
         "architectures get_hidden_size get_vocab_size hf_text_config is_diffusion max_model_len runner_type "
         "served_model_name",
+    ),
+    *_attributes(
+        "vllm.config.engram:EngramConfig",
+        "doctor builds a model without its tables of n-grams",
+        "cpu_offload dp_shared_memory use_thp",
     ),
     *_attributes("vllm.config.cache:CacheConfig", "settings that conflict", "kv_sharing_fast_prefill"),
     *_attributes(

@@ -31,7 +31,7 @@ from vllm_steer.log import steering_logger
 from vllm_steer.models.discovery import ALLOW, Decoder, UnsupportedModelError, find_decoder
 from vllm_steer.models.final_norm import find_final_norm
 from vllm_steer.models.install import install_taps
-from vllm_steer.models.parallelism import why_unproven_split
+from vllm_steer.models.parallelism import why_unproven_split, why_wrong_stage
 from vllm_steer.models.recipe import qualified_name
 from vllm_steer.models.sae import encoder_shape, read_encoder
 from vllm_steer.points import POINT_NAMES, POINTS, POINTS_FLAG, points_on
@@ -189,6 +189,7 @@ def _with_split(decoder: Decoder, config: SteeringConfig, *, pipeline: bool) -> 
         return decoder
     layer_class = qualified_name(type(first.module))
     doubt = why_unproven_split(layer_class, tensor=decoder.tensor_parallel, pipeline=pipeline)
+    doubt = doubt or why_wrong_stage(first.number, first.module)
     if doubt is None:
         return decoder
     if not config.allow_unproven:

@@ -42,3 +42,8 @@ def solar_gaps(config: Any) -> Sequence[int]:
 def every_gap(config: Any) -> Sequence[int]:
     """Return all layers but the first: each reads a prediction from all streams of the layer before."""
     return range(1, config.num_hidden_layers)
+
+
+def engram_gaps(config: Any) -> Sequence[int]:
+    """Return the layers of DeepSeek V4.1 that add a memory to the streams before they read them."""
+    return getattr(config, "engram_layer_ids", None) or ()

@@ -62,6 +62,9 @@ def _fill(facts: dict[str, Any], model: str, config: Any, engine: Mapping[str, A
     facts["hidden_size"] = model_config.get_hidden_size()
     facts["max_model_len"] = model_config.max_model_len
     facts["dtype"] = str(model_config.dtype).removeprefix("torch.")
+    if (tables := getattr(vllm_config, "engram_config", None)) is not None:
+        # vLLM would allocate them in the host's memory, whichever device the model is built on.
+        tables.cpu_offload = tables.dp_shared_memory = tables.use_thp = False
     module = _build_on_meta(vllm_config)
     facts["model_class"] = type(module).__name__
     decoder = find_decoder(module, model_config.hf_text_config, allow_unproven=config.allow_unproven)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 Split = Literal["proven", "unproven", "not in vLLM"]
 
@@ -40,9 +40,10 @@ PARALLELISM: Final = (
     Parallelism(
         "DeepSeek V4.1",
         ("deepseek_v41.nvidia.model.DeepseekV4DecoderLayer",),
-        tensor="unproven",
-        pipeline="unproven",
-        both="unproven",
+        tensor="proven",
+        pipeline="proven",
+        both="proven",
+        between="the complete streams",
     ),
     # vLLM starts its pipeline stages, although its source says that they are incomplete.
     Parallelism(
@@ -109,4 +110,19 @@ def why_unproven_split(layer_class: str, *, tensor: bool, pipeline: bool) -> str
             return f"hook points of {row.family} are not proven with tensor parallelism"
         if pipeline and row.pipeline != "proven":
             return f"hook points of {row.family} are not proven with pipeline parallelism"
+    return None
+
+
+def why_wrong_stage(number: int, first: Any) -> str | None:
+    """Return why no pipeline stage can begin with a layer, or None.
+
+    Args:
+        number: Number of the layer in the whole model.
+        first: The layer.
+    """
+    if number and getattr(first, "engram", None) is not None:
+        return (
+            f"a pipeline stage begins with layer {number}, which engram_layer_ids names, and vLLM adds no memory in "
+            "the first layer of a stage"
+        )
     return None

@@ -123,7 +123,7 @@ class Recipe:
     inherits: str = ""
     """Qualified name of the base class whose ``forward`` this class runs and whose recipe it shares."""
     inner_class: str = ""
-    """Class of a submodule that contains a hook point; it lives in the same module and counts for the digest."""
+    """Class of a submodule that contains a hook point; the same module has its name, and it counts for the digest."""
     proven: bool = True
     """False until the conformance tests have passed on this class; it then needs ``allow_unproven``."""
 

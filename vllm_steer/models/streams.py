@@ -84,6 +84,9 @@ def fused_functions(layer: Any, taps: Taps) -> None:
     complete: Function = type(layer).forward.__globals__["mhc_post_tilelang"]
     for parameter, point in ((layer.hc_attn_fn, taps["pre_attn"]), (layer.hc_ffn_fn, taps["post_attn"])):
         setattr(parameter, TAPPED, (complete, point))
+    if getattr(layer, "engram", None) is not None:
+        # Adds a memory to the complete streams, which a function reads that is not joined.
+        _after(layer.engram, "forward", taps["pre_attn"].mean)
     _leave_complete(layer, complete, taps["post_block"])
     forward: Function = layer.forward
 

@@ -10,7 +10,7 @@ import torch
 
 from vllm_steer.models import streams
 from vllm_steer.models.convolved import install_convolved
-from vllm_steer.models.loops import every_gap, hrm_text_gaps, hrm_text_runs, loop_coder_runs, solar_gaps
+from vllm_steer.models.loops import engram_gaps, every_gap, hrm_text_gaps, hrm_text_runs, loop_coder_runs, solar_gaps
 from vllm_steer.models.recipe import BLOCK_INPUT, BLOCK_OUTPUT, MIXED_BRANCH, MLP_MIX, NO_SUBMODULE, Reasons, Recipe
 from vllm_steer.points import OPTIONAL_POINTS
 
@@ -183,8 +183,6 @@ def _delayed_mixes(layer: Any) -> str | None:
             "the all-reduce in the kernel of its mixes, so no tensor holds the reduced output of a sublayer; set "
             "disable_custom_all_reduce=True (--disable-custom-all-reduce)"
         )
-    if layer.engram is not None:
-        return "engram_layer_ids, whose embeddings of n-grams no proof covers"
     return _sequence_parallel(layer)
 
 
@@ -310,7 +308,7 @@ VLLM_RECIPES: Final[tuple[Recipe, ...]] = (
     _streams("vllm.models.deepseek_v4.nvidia.model.DeepseekV4DecoderLayer", streams.fused_functions,
              why_unsupported=_sequence_parallel),
     _streams("vllm.models.deepseek_v41.nvidia.model.DeepseekV4DecoderLayer", streams.fused_functions,
-             why_unsupported=_delayed_mixes),
+             why_unsupported=_delayed_mixes, gaps=engram_gaps, inner_class="Engram"),
     _streams("vllm.models.glm5next.common.model.Glm5NextDecoderLayer", streams.fused_methods, normed=True,
              why_unsupported=_no_mhc),
     _streams("vllm.models.qwen4_exp.nvidia.model.Qwen4ExpDecoderLayer", streams.gated,
