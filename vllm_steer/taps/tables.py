@@ -39,10 +39,10 @@ table               shape, dtype             meaning
 
 Vectors are float32 for every model dtype: instructions compute in float32 and round once, when they write.
 
-The views of ``head`` that taps hold are inputs of code that all layers share. Inductor assumes the alignment that the
-first layer's views have, and copies views of other layers that are not aligned in the same way (``get_input_idxs_to_check``
-in ``torch/_inductor/compile_fx.py``). A copy does not show which site it belongs to, so columns of a layer are padded to a
-multiple of 16 bytes: views of a point then have the same alignment in every layer.
+Each tap gets a view of one column of ``head``, and all layers share one compiled function. Inductor assumes the
+alignment of the first layer's views and copies views of other layers that are aligned otherwise
+(``get_input_idxs_to_check`` in ``torch/_inductor/compile_fx.py``). A copy does not show which site it belongs to, so
+the columns of a layer are padded to a multiple of 16 bytes: the views of a point are aligned alike in every layer.
 """
 
 from __future__ import annotations
@@ -54,16 +54,15 @@ from typing import Any
 import torch
 
 from vllm_steer.config import SteeringConfig
-from vllm_steer.points import columns_of, points_on
+from vllm_steer.points import PointName, columns_of, points_on
 from vllm_steer.program.dynamic import BOUND_FIELDS, CONDITION_FIELDS
 from vllm_steer.taps.user_hooks import UserHooks
 
 OPEN_END = 2**31 - 1
 """Position after the last one of an open-ended segment."""
 
-
 _ALIGNED_COLUMNS = 16 // torch.int32.itemsize
-"""Columns of ``head`` between two that Inductor takes for aligned."""
+"""Distance between two columns of ``head`` with the same alignment, which Inductor takes as 16 bytes."""
 
 
 def _head_stride(points: Sequence[PointName]) -> int:
@@ -206,8 +205,8 @@ class Tables:
         column = self._column_at.get(head.data_ptr())
         if column is None:
             raise RuntimeError(
-                "compiled code gave a tap a copy of its table, so edits and captures would be lost: report this with the "
-                "versions of torch and vLLM, and start with --enforce-eager until then"
+                "compiled code gave a tap a copy of its table, so edits and captures would be lost: start with "
+                "--enforce-eager, and report this with the versions of torch and vLLM"
             )
         return column
 
