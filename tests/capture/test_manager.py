@@ -7,7 +7,6 @@ import copy
 import gc
 import pickle
 import threading
-import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -88,7 +87,8 @@ def test_engine_is_collected_in_a_consumers_thread(
     options = {"root": str(tmp_path), "layout": "packed", "max_seconds": 1 if method_name == "seal" else 600}
     manager = CaptureManager(CAPABILITIES, "a model with files", {"filesystem": options})
     engine = Engine()
-    ended = weakref.finalize(engine, manager.close_from_finalizer)
+    closed = threading.Event()
+    weakref.finalize(engine, lambda: (manager.close_from_finalizer(), closed.set()))
     method = getattr(StreamWriter, method_name)
     monkeypatch.setattr(StreamWriter, method_name, lambda *args: (gc.collect(), method(*args))[1])
     about = {"request_id": "a", "sample": 0, "prompt_token_ids": (1, 2), "output_token_ids": (3,)}
@@ -96,11 +96,8 @@ def test_engine_is_collected_in_a_consumers_thread(
     try:
         del engine
         assert manager.submit(manager.new_assembler(), TO_FILE, **about)["filesystem"].status == "partial"
-        deadline = time.monotonic() + 20
-        while ended.alive and time.monotonic() < deadline:
-            time.sleep(0.02)
+        assert closed.wait(20)
     finally:
         gc.enable()
-    assert not ended.alive
     assert [request.request_id for request in open_captures(tmp_path)] == ["a"]
     assert "is closed" in str(manager.submit(manager.new_assembler(), TO_FILE, **about)["filesystem"].error)

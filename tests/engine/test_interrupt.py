@@ -35,7 +35,7 @@ def interrupt(llm):
 if __name__ == "__main__":
     model, root = sys.argv[1:]
     consumers = {"filesystem": {"root": root, "layout": "packed"}}
-    llm = LLM(model, enable_steering=True, enforce_eager=True, dtype="float32", max_model_len=256,
+    llm = LLM(model, enable_steering=True, enforce_eager=True, dtype="float32", max_model_len=512,
               skip_tokenizer_init=True, capture_consumers=consumers)
     capture = {"filesystem": {"hooks": {"post_block": [0]}, "positions": "all"}}
 
@@ -45,7 +45,7 @@ if __name__ == "__main__":
 
     print("stored:", [output.capture_results["filesystem"].status for output in run(3, 2)], flush=True)
     threading.Thread(target=interrupt, args=(llm,), daemon=True).start()
-    run(5, 240)
+    run(5, 500)
 """
 
 
