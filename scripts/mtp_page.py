@@ -23,11 +23,12 @@ and stops are compared with the same requests without drafts, for these drafters
 
 """
 NOT = """
-These cannot be compared, since vLLM on a CPU answers otherwise with than without them, also without steering:
+The engine also starts with other drafters, because it taps no layer of a drafter. With these, the comparison is not possible
+on a CPU: vLLM's outputs differ from those without drafts, also without steering.
 
 """
 REST = """
-No test compares these other drafters of vLLM: {names}.
+No test compares the outputs with these drafters of vLLM: {names}.
 """
 
 
