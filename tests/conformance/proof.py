@@ -54,13 +54,17 @@ class Proof:
         """Largest difference of a log-probability."""
         return max(check.error for check in self.checks if check.effect is not None)
 
-    def problems(self, tiny: TinyModel) -> list[str]:
-        """Return why this does not prove the row, one sentence each."""
+    def problems(self, tiny: TinyModel, max_miss: float | None = None) -> list[str]:
+        """Return why this does not prove the row, one sentence each.
+
+        ``max_miss`` is for models that round more than bfloat16: the largest fraction of its effect by which an edit may
+        be off, at any token.
+        """
         rounded = tiny.dtype == "bfloat16"
         found = [
             f"{check.name}: off by {check.error:.1e}" + (f" of {check.effect:.1e}" if check.effect is not None else "")
             for check in self.checks
-            if not (self._agrees_rounded(check) if rounded else check.error < IDENTITY_TOLERANCE)
+            if not (self._agrees_rounded(check, max_miss) if rounded else check.error < IDENTITY_TOLERANCE)
         ]
         least = BFLOAT16_MIN_EFFECT if rounded else MIN_EFFECT
         found += [f"{c.name}: changes nothing" for c in self.checks if c.effect is not None and not c.effect > least]
@@ -72,13 +76,15 @@ class Proof:
 
     def miss(self, check: Check) -> float:
         """Return the error at the median token as a fraction of the effect of the strongest edit there."""
-        error, _ = check.medians or (check.error, 0.0)
-        return error / max(effect for _, effect in (other.medians for other in self.checks if other.medians))
+        error, _ = check.medians or (check.error, None)
+        return error / max((other.medians or (0.0, other.effect or 0.0))[1] for other in self.checks)
 
-    def _agrees_rounded(self, check: Check) -> bool:
-        if check.medians is None:
+    def _agrees_rounded(self, check: Check, max_miss: float | None) -> bool:
+        if check.effect is None:
             return check.error < BFLOAT16_ROW_TOLERANCE
-        error, effect = check.medians
+        if max_miss is not None:
+            return check.error < max_miss * check.effect
+        error, effect = check.medians or (check.error, check.effect)
         return self.miss(check) < MAX_MISS and error < MAX_OWN_MISS * effect
 
     def as_row(self, tiny: TinyModel) -> dict[str, Any]:
