@@ -23,8 +23,8 @@ and stops are compared with the same requests without drafts, for these drafters
 
 """
 NOT = """
-The engine also starts with other drafters, because it taps no layer of a drafter. With these, the comparison is not possible
-on a CPU: vLLM's outputs differ from those without drafts, also without steering.
+The engine also starts with other drafters, because it taps no layer of a drafter. With these, the comparison is not
+possible on a CPU: vLLM's outputs differ from those without drafts, also without steering.
 
 """
 REST = """

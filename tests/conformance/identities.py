@@ -47,8 +47,8 @@ MIXED = ("HYPER-CONNECTIONS", "ATTENTION-RESIDUALS", "CONVOLVED")
 class Check:
     """One comparison. ``effect`` is the change that the edit makes by itself, None for a comparison of values.
 
-    ``medians`` are the error and the effect at the median token. A wrong tap is off at most tokens, while rounding sends
-    only some of them to other experts.
+    ``medians`` are the error and the effect at the median token. A wrong tap is off at most tokens, while rounding
+    sends only some of them to other experts.
     """
 
     name: str

@@ -26,9 +26,9 @@ IDENTITY_TOLERANCE = 1e-4
 BFLOAT16_ROW_TOLERANCE = 2**-7
 """The same for a captured bfloat16 row, in lengths of the row: two sums, each rounded by at most 2**-8."""
 MAX_MISS, MAX_OWN_MISS = 0.02, 0.5
-"""Largest error of an edit at the median token in bfloat16, as a fraction of the effect of an edit as long as the stream
-and of its own effect. Rounding a stream changes it by up to 2**-8; an edit one sublayer late is off by most of its
-effect. Not at every token, since rounding may send some to other experts."""
+"""Largest error of an edit at the median token in bfloat16, as a fraction of the effect of the strongest edit, and of
+its own effect. Rounding changes a stream by up to 2**-8, and right taps miss by up to 0.011, late ones by 0.3 or more.
+Not at every token, since rounding may send some to other experts."""
 BFLOAT16_MIN_EFFECT = 0.05
 MAX_DISTANCE_FROM_HF = 0.1
 """Largest mean distance of rows in bfloat16 from HF's in float32."""
@@ -57,8 +57,8 @@ class Proof:
     def problems(self, tiny: TinyModel, max_miss: float | None = None) -> list[str]:
         """Return why this does not prove the row, one sentence each.
 
-        ``max_miss`` is for models that round more than bfloat16: the largest fraction of its effect by which an edit may
-        be off, at any token.
+        ``max_miss`` is for models that round more than bfloat16: the largest fraction of its effect by which an edit
+        may be off, at any token.
         """
         rounded = tiny.dtype == "bfloat16"
         found = [
@@ -75,7 +75,7 @@ class Proof:
         return found
 
     def miss(self, check: Check) -> float:
-        """Return the error at the median token as a fraction of the effect of the strongest edit there."""
+        """Return the error at the median token as a fraction of the effect of the strongest edit."""
         error, _ = check.medians or (check.error, None)
         return error / max((other.medians or (0.0, other.effect or 0.0))[1] for other in self.checks)
 

@@ -96,8 +96,8 @@ MODELS: Final[Mapping[str, MTPModel]] = {
 
 
 _BFLOAT16: Final = (
-    "on a CPU, the recurrent layers of its target compute in bfloat16 only, and round otherwise with drafts: {count} of "
-    "16 greedy texts of 20 tokens differ, from tokens on whose best two log-probabilities are less than 0.2 apart"
+    "on a CPU, the recurrent layers of its target compute in bfloat16 only, and round otherwise with drafts: {count} "
+    "of 16 greedy texts of 20 tokens differ, from tokens on whose best two log-probabilities are less than 0.2 apart"
 )
 NOT_COMPARABLE: Final[Mapping[str, str]] = {
     "DeepSeekMTPModel": "greedy texts differ",

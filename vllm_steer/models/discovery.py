@@ -114,11 +114,29 @@ def layer_count(hf_text_config: Any) -> int:
     return hidden // 2 if layers is not None and 2 * layers == hidden else hidden
 
 
+def run_count(hf_text_config: Any) -> int:
+    """Return the number of layers that requests name: runs of looped layers, and the decoder's beside an encoder.
+
+    The scheduler has only the configuration; :func:`find_decoder` counts the modules.
+    """
+    speech = getattr(hf_text_config, "transf_decoder", None)
+    if speech is not None:
+        return int(speech["config_dict"]["num_layers"])
+    for owner in (hf_text_config, getattr(hf_text_config, "decoder", None)):
+        if (decoder_layers := getattr(owner, "decoder_layers", None)) is not None:
+            return int(decoder_layers)
+    if hasattr(hf_text_config, "H_cycles"):
+        # Transformers counts the runs in ``num_hidden_layers``, checkpoints of other origin the layers.
+        cycles = hf_text_config.H_cycles * (hf_text_config.L_cycles + 1)
+        return int(hf_text_config.num_layers_per_stack * cycles)
+    return layer_count(hf_text_config) * int(getattr(hf_text_config, "loop_num", 1))
+
+
 def caches_behind_attention(hf_text_config: Any) -> bool:
     """Return whether the last layer's later points change cache entries, so that edits there need keys of their own.
 
-    Inkling convolves the outputs of attention and MLP and caches them. The numbers of looped layers go beyond the
-    configuration's, so its last layer is not the last run.
+    Inkling convolves the outputs of attention and MLP and caches them. Looped models are treated alike, although
+    nothing reads what the last run leaves; they lose some hits.
     """
     return any(hasattr(hf_text_config, name) for name in ("sconv_kernel_size", "loop_num", "H_cycles"))
 
@@ -140,6 +158,8 @@ def find_decoder(model: nn.Module, hf_text_config: Any, *, allow_unproven: bool 
 
     runs = _find_runs(model, hf_text_config, allow_unproven, refuse)
     num_layers = len(runs)
+    if (counted := run_count(hf_text_config)) != num_layers:
+        raise refuse(f": it runs {num_layers} layers, but the scheduler counts {counted} in its configuration")
     layers = []
     gaps: set[tuple[PointName, int]] = set()
     recalls: set[int] = set()
