@@ -45,7 +45,8 @@ def test_counts_the_users_of_each_site() -> None:
 
     def users() -> dict[int, int]:
         store.flush()
-        return {site: n for site, n in enumerate(tables.head[0].tolist()) if n}
+        counts = tables.head[0].tolist()
+        return {site: counts[place] for site, place in enumerate(tables.places) if counts[place]}
 
     assert users() == {}
     first, other = POINTS * 1 + 2, POINTS * 3 + 2

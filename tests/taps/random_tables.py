@@ -65,8 +65,8 @@ def random_tables(
                 strength = rng.standard_normal() if rng.integers(2) else 1.0
                 tables.parameter[place] = torch.tensor([strength, low, high, first]).to(device)
             if chain:
-                tables.head[row, site] = chain[0]
-                tables.head[0, site] += 1
+                tables.head_column(site)[row] = chain[0]
+                tables.head_column(site)[0] += 1
         tables.row_captures[row] = captures
     # Vectors, then numbers; a third of the positions are not covered.
     operands = np.concatenate(
@@ -123,7 +123,7 @@ def compare_fused(
     """Return how one launch for two sites differs from two launches, empty if they are bitwise equal."""
     tables = random_tables(seed, hidden, device, dtype=dtype)
     # The last site is unused; its column holds stale values from freed rows.
-    tables.head[0, NUM_SITES - 1] = 0
+    tables.head_column(NUM_SITES - 1)[0] = 0
     generator = torch.Generator().manual_seed(seed)
     for site in range(NUM_SITES):
         head, second = tables.head_column(site), tables.head_column((site + 1) % NUM_SITES)

@@ -18,7 +18,7 @@ def run_token(
 ) -> np.ndarray:
     """Return one token's stream after its instructions by the formulas; captured rows go to ``stored``."""
     row = int(tables.token_row[token])
-    place = int(tables.head[row, site]) if row else 0
+    place = int(tables.head_column(site)[row]) if row else 0
     activation = 0.0
     while place:
         code, vector, following, _ = tables.instruction[place].tolist()

@@ -122,6 +122,7 @@ class ProgramStore:
         self.next_step = np.zeros(num_slots, dtype=np.int64)
         # By request slot: the start of the last segment.
         self.last_segment = np.zeros(num_slots, dtype=np.int64)
+        self._places = np.array(tables.places)
         # Incremented when the sites in use may have changed, and when a request starts or ends.
         self.version = self.changes = self._flushed = 0
         self._no_rows = np.zeros(self._max_segments, dtype=np.int32)
@@ -349,7 +350,9 @@ class ProgramStore:
         if self._flushed == self.changes:
             return
         self._flushed = self.changes
-        self._head.put(0, np.array(self.tables.site_users, dtype=np.int32))
+        users = np.zeros(self.tables.head.shape[1], dtype=np.int32)
+        users[self._places] = self.tables.site_users
+        self._head.put(0, users)
         for staged in self._staged:
             staged.flush()
         self._operands.flush()
@@ -407,14 +410,15 @@ class ProgramStore:
         if placed.program.runs:
             self._put_runs(placed)
         self._put_parameters(placed)
-        heads = np.zeros(self.tables.num_sites, dtype=np.int32)
+        heads = np.zeros(self.tables.head.shape[1], dtype=np.int32)
         following: dict[int, int] = {}
         pairs = list(zip(placed.instruction_indices, placed.program.instructions, strict=True))
         # In reverse order, because each instruction refers to the next one at its site.
         for index, each in reversed(pairs):
             columns = 0 if each.code == CAPTURE else each.index
             self._instruction.put(index, (each.code, self._argument(each), following.get(each.site_number, 0), columns))
-            heads[self.tables.column[each.site_number]] = following[each.site_number] = index
+            place = self.tables.places[self.tables.column[each.site_number]]
+            heads[place] = following[each.site_number] = index
         self._head.put(placed.row, heads)
         self._row_captures.put(placed.row, len(placed.program.captures))
         self._count_users(placed.program.instructions, 1)

@@ -38,6 +38,11 @@ table               shape, dtype             meaning
 ==================  =======================  ==================================================================
 
 Vectors are float32 for every model dtype: instructions compute in float32 and round once, when they write.
+
+Each tap gets a view of one column of ``head``, and all layers share one compiled function. Inductor assumes the
+alignment of the first layer's views and copies views of other layers that are aligned otherwise
+(``get_input_idxs_to_check`` in ``torch/_inductor/compile_fx.py``). A copy does not show which site it belongs to, so
+the columns of a layer are padded to a multiple of 16 bytes: the views of a point are aligned alike in every layer.
 """
 
 from __future__ import annotations
@@ -49,12 +54,25 @@ from typing import Any
 import torch
 
 from vllm_steer.config import SteeringConfig
-from vllm_steer.points import columns_of, points_on
+from vllm_steer.points import PointName, columns_of, points_on
 from vllm_steer.program.dynamic import BOUND_FIELDS, CONDITION_FIELDS
 from vllm_steer.taps.user_hooks import UserHooks
 
 OPEN_END = 2**31 - 1
 """Position after the last one of an open-ended segment."""
+
+_ALIGNED_COLUMNS = 16 // torch.int32.itemsize
+"""Distance between two columns of ``head`` with the same alignment, which Inductor takes as 16 bytes."""
+
+
+def _head_stride(points: Sequence[PointName]) -> int:
+    """Return the distance between two layers in ``head``, in columns."""
+    return -(-len(points) // _ALIGNED_COLUMNS) * _ALIGNED_COLUMNS
+
+
+def _place_of(column: int, points: Sequence[PointName]) -> int:
+    layer, point = divmod(column, len(points))
+    return layer * _head_stride(points) + point
 
 
 def table_shapes(
@@ -68,10 +86,12 @@ def table_shapes(
     drafts: int = 0,
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Return the shape and dtype of every table of an engine rank."""
+    points = points_on(config.points)
+    width = -(-num_sites // len(points)) * _head_stride(points)
     rows, instructions, segments = config.max_rows + 1, config.max_instructions + 1, config.max_segments
     return {
         "token_row": ((max_tokens,), torch.int32),
-        "head": ((rows, num_sites), torch.int32),
+        "head": ((rows, width), torch.int32),
         "instruction": ((instructions, 4), torch.int32),
         "parameter": ((instructions, 4), torch.float32),
         "operand": ((config.max_matrix_rows,), torch.int32),
@@ -134,7 +154,7 @@ class Tables:
     ) -> None:
         self.device = device
         self.num_sites = num_sites
-        # Programs number the sites of all points; ``column`` maps them to the columns of this engine's points.
+        # Programs number the sites of all points; ``column`` maps them to the sites of this engine's points.
         self.points = points_on(config.points)
         self.column = columns_of(self.points, num_sites // len(self.points))
         shapes = table_shapes(
@@ -148,6 +168,9 @@ class Tables:
         )
         for name, (shape, table_dtype) in shapes.items():
             setattr(self, name, torch.zeros(shape, dtype=table_dtype, device=device))
+        # Where each site of this engine is in a row of ``head``.
+        self.places = tuple(_place_of(column, self.points) for column in range(num_sites))
+        self._column_at = {self.head_column(column).data_ptr(): column for column in range(num_sites)}
         self.segment_start.fill_(OPEN_END)
         # Number of rows with instructions, by column.
         self.site_users = [0] * num_sites
@@ -169,8 +192,23 @@ class Tables:
         return ((name, value) for name, value in vars(self).items() if isinstance(value, torch.Tensor))
 
     def head_column(self, column: int) -> torch.Tensor:
-        """Return one column of ``head``, ``[rows + 1]``: a view whose storage offset is the column's number."""
-        return self.head[:, column]
+        """Return the view of ``head`` for one site of this engine, ``[rows + 1]``; see :meth:`column_at`."""
+        return self.head[:, self.places[column]]
+
+    def column_at(self, head: torch.Tensor) -> int:
+        """Return the site whose view of ``head`` this is.
+
+        Raises:
+            RuntimeError: It is a copy. Every forward pass calls this for every tap that is not in a CUDA graph, so the
+                engine does not start.
+        """
+        column = self._column_at.get(head.data_ptr())
+        if column is None:
+            raise RuntimeError(
+                "compiled code gave a tap a copy of its table, so edits and captures would be lost: start with "
+                "--enforce-eager, and report this with the versions of torch and vLLM"
+            )
+        return column
 
     def save(self) -> dict[str, torch.Tensor]:
         """Return copies of all tables in host memory, except the arena, whose contents belong to one step."""

@@ -28,9 +28,9 @@ def _summands(target: torch.Tensor, other: torch.Tensor | None) -> tuple[torch.T
 
 
 def _launches(tables: Tables, head: torch.Tensor, second: torch.Tensor | None) -> bool:
-    """Return whether one of the sites is active. The storage offset of a site's view is its column in the tables."""
+    """Return whether one of the sites is active."""
     active = tables.active_sites
-    return bool(active[int(head.storage_offset())] or (second is not None and active[int(second.storage_offset())]))
+    return bool(active[tables.column_at(head)] or (second is not None and active[tables.column_at(second)]))
 
 
 def _run_with_hooks(
@@ -45,7 +45,7 @@ def _run_with_hooks(
     tables: Tables = get_forward_context().no_compile_layers[CONTEXT_KEY]
     summands = _summands(target, other)
     for each in (head,) if second is None else (head, second):
-        hooks.run(int(each.storage_offset()), *summands)
+        hooks.run(tables.column_at(each), *summands)
         if _launches(tables, each, None):
             apply(*summands, each, tables)
 
