@@ -253,7 +253,11 @@ def table_of_aims(table: MakeTable) -> str:
     share = _tables_share()
     rows.append(("tables at defaults, llama-8b", "memory", "≤ 1 % of the weights", f"{100 * share:.2f} %",
                  "yes" if share <= 0.01 else "no", "computed"))  # fmt: skip
-    when = f"measured on {' and '.join(sorted(dates))}" if dates else "no figure measured yet"
+    when = (
+        f"measured on {' and '.join(sorted(dates))}"
+        if dates
+        else "without a measurement of this build; the last column has the figures of earlier builds"
+    )
     return f"vllm-steer {__version__}, {when}:\n\n" + table(
         (
             "aim",

@@ -28,9 +28,69 @@ MakeTable = Callable[[tuple[str, ...], list[tuple[str, ...]]], str]
 
 PROVEN, WRAPPED, REFUSAL, NO_DECODER = "proven", "by its language model", "refused", "no decoder"
 OUTSTANDING = "outstanding"
-POOLS = "pools hidden states and generates nothing"
-DRAFTS = "is a drafter; its target model is steered"
-BACKEND = "runs the layers of Transformers, whose class decides"
+POOLS = "refused: pools hidden states and generates no tokens"
+DRAFTS = "drafter: not steered; its target model is"
+BY_CONFIG = "those of the language model that its config names"
+BACKEND = "runs a model of Transformers: its decoder-layer class decides"
+HEAD = """# Architectures
+
+Status of every architecture in the registry of vLLM {vllm}, which has {names} names:
+
+* {proven} are proven (and {beyond} more that are not in the registry),
+* {wrapped} are steered by decoder layers that are proven in other models (multimodal wrappers),
+* {waiting}{refused} {are} refused when the engine starts,
+* {drafts} are drafters for speculative decoding, which are not steered; their target models are,
+* {pools} pool hidden states and generate no tokens, and are refused,
+* {backend} are vLLM's Transformers backend: the decoder-layer class of the model decides whether it is steered.
+
+Measured on {date} with Transformers {transformers} by `make conformance`; architectures that run on GPUs only by
+`tests/gpu/test_architectures.py`.
+
+Each model is the real architecture with four layers, at least one layer of each kind, and random weights. There are two kinds of proof:
+
+* **HF Transformers**: every captured row and every edit is compared with hooks on HF's modules.
+* **Identities inside vLLM**, if HF has no such model or computes different numbers: rows are compared with forward hooks on vLLM's
+  modules, edits with the same change made by such hooks.
+
+| column | meaning |
+| --- | --- |
+| family | how the decoder layer computes the stream, see below |
+| points | the hook points that the run has compared. [Models](models.md) lists what each class serves, which can be more. `post_attn` is missing if attention and MLP run in parallel |
+| value | the largest distance of a captured row, relative to the row's length |
+| cause | the largest difference of a log-probability between the edit and its reference |
+
+In float32, value and cause must be below 1e-4. In bfloat16, for models whose CPU kernels have no float32, a captured row may be off by
+2 % of its length, and an edit by 30 % of its own effect, at the median by 5 %: if the tests' large edits meet random weights, a rounding
+difference can send a token to another expert of a mixture of experts. A *cause* such as 2e+00 in bfloat16 is the largest such
+difference, of an edit whose effect on log-probabilities is more than three times as large.
+
+| family | decoder layer |
+| --- | --- |
+| `FUSED` | the layer returns the stream as two summands, which the fused norm of the next layer adds |
+| `FUSED-SINGLE` | the same with one branch in each layer, such as a Mamba mixer or an MLP |
+| `UNFUSED` | the layer adds each branch itself and returns the stream as one tensor |
+| `UNFUSED+POSTNORM` | the same; the output of a branch is normalized before it is added |
+| `UNFUSED*MULT` | the same; the output of a branch is multiplied by a constant before it is added |
+| `PARALLEL` | attention and MLP read the same input |
+| `HYPER-CONNECTIONS`, `ALTUP` | several streams, see [models with several residual streams](streams.md) |
+| `CONVOLVED` | the output of a branch is convolved over tokens before it is added (Inkling) |
+
+The runs on a CPU replace kernels that vLLM has for GPUs only:
+
+| models | replaced | by |
+| --- | --- | --- |
+| Mamba 1 | the recurrence | its formula in PyTorch |
+| Step 1 | the square root in the attention bias | left out |
+| DeepSeek V3.2, GLM 5, MiniMax M3, Kimi-Linear, Ling 3, models with [several residual streams](streams.md) | sparse and delta attention | plain attention |
+| models with several residual streams | the kernels of the mixes | their formulas |
+| DeepSeek V4, Qwen 4 | experts | an MLP |
+| Whisper, Cohere ASR, Nemotron Parse | the attention to the encoder | a function of the token |
+| Inkling | attention and the convolutions of branches, each with its cache | plain attention with a cache of its own |
+
+All other code, including the decoder layers, is vLLM's own. No run of Inkling's kernels on a GPU has been made. Requests to multimodal
+models contain only text.
+
+"""
 
 
 @dataclass(frozen=True)
@@ -102,7 +162,7 @@ def status(entry: Row, results: Results) -> tuple[str, str]:
     if (layer := BACKEND_LAYERS.get(name)) is not None:
         return WRAPPED if layer in results.layers else OUTSTANDING, f"`{layer}`"
     if entry["kind"] in ("multimodal", "text"):
-        return WRAPPED, ", ".join(f"`{layer}`" for layer in short) or "the one that its config names"
+        return WRAPPED, ", ".join(f"`{layer}`" for layer in short) or BY_CONFIG
     return REFUSAL, "no recipe is proven for its decoder layers"
 
 
@@ -118,32 +178,29 @@ def page(table: MakeTable) -> str:
         if kind == PROVEN
     ] + [(f"`{row['architecture']}`", *_figures(row, row["proof"])) for row in beyond]
     about = results.about
+    others = Counter(why for _, kind, why in found if kind == NO_DECODER)
     return (
-        "# Architectures\n\n"
-        f"Status of every architecture in the registry of vLLM {about['vllm']}. Of {len(found)} names, {count[PROVEN]} are proven\n"
-        f"(and {len(beyond)} more that are not in the registry), {count[WRAPPED]} are steered by layers that are proven in\n"
-        f"other models (multimodal wrappers), {_waiting(count[OUTSTANDING])}{count[REFUSAL]} {'is' if count[REFUSAL] == 1 else 'are'} refused\n"
-        f"when the engine starts, and {count[NO_DECODER]} have no decoder to steer. Measured on {about['date']} with Transformers\n"
-        f"{about['transformers']} by `make conformance`; GPU-only architectures by `tests/gpu/test_architectures.py`.\n\n"
-        "Each model is the real architecture shrunk to four layers, with at least one layer of each kind and random weights.\n"
-        "**HF Transformers**: every captured row and every edit is compared with hooks on HF's modules. **Identities inside\n"
-        "vLLM**, if HF has no such model or computes different numbers: rows are compared with forward hooks on vLLM's modules,\n"
-        "edits with the same change made by such hooks. *Value* is the largest relative distance of a captured row, *cause* the\n"
-        "largest difference of a log-probability under an edit. In bfloat16 the median edit may be off by a twentieth of its effect.\n"
-        "`post_attn` is missing if attention and MLP run in parallel. *Points* includes the points on the branches that the run\n"
-        "has proven; [models](models.md) lists what each class serves. Requests to multimodal models contain only text. On a CPU,\n"
-        "Mamba 1's recurrence is its formula in PyTorch and Step 1's attention bias has no square root, since vLLM has only GPU\n"
-        "kernels for them. Plain attention replaces the sparse and the delta attention of DeepSeek V3.2, GLM 5, MiniMax M3,\n"
-        "Kimi-Linear, Ling 3 and models with [several residual streams](streams.md), whose kernels of mixes are replaced by their\n"
-        "formulas and experts of DeepSeek V4 and Qwen 4 by an MLP. A function of the token replaces the attention of\n"
-        "Whisper, Cohere ASR and Nemotron Parse to their encoders, and plain attention Inkling's attention and, with a cache of\n"
-        "its own, each of its convolutions of a branch; no run of Inkling's kernels on a GPU has been made. All other code, the\n"
-        "decoder layers included, is vLLM's own.\n\n"
-        "## Proven\n\n"
+        HEAD.format(
+            vllm=about["vllm"],
+            names=len(found),
+            proven=count[PROVEN],
+            beyond=len(beyond),
+            wrapped=count[WRAPPED],
+            waiting=_waiting(count[OUTSTANDING]),
+            refused=count[REFUSAL],
+            are="is" if count[REFUSAL] == 1 else "are",
+            drafts=others[DRAFTS],
+            pools=others[POOLS],
+            backend=others[BACKEND],
+            date=about["date"],
+            transformers=about["transformers"],
+        )
+        + "## Proven\n\n"
         + table(("architecture", "decoder layers", "family", "points", "proof", "value", "cause", "dtype"), proven)
         + "\n## By their layers\n\n"
-        "In multimodal wrappers (and a few others without a row of their own) the wrapped language model is steered, whose layers\n"
-        "are proven above; towers never are. If a wrapper's config chooses the language model, the engine checks its layers at start.\n\n"
+        "These are multimodal wrappers, and a few other models without a row of their own. vllm-steer steers the language model, whose\n"
+        "layers are proven above, and never the towers. If a wrapper's config names the language model, the engine checks its layers at\n"
+        "start.\n\n"
         + table(("architecture", "decoder layers"), _two(found, WRAPPED))
         + (
             "\n## Outstanding\n\nTheir recipes need a proof, and such a run failed or was not made. The engine refuses them\n"
@@ -154,8 +211,8 @@ def page(table: MakeTable) -> str:
         )
         + "\n## Refused\n\nThe engine does not start and reports this reason.\n\n"
         + table(("architecture", "why"), _two(found, REFUSAL))
-        + "\n## No decoder to steer\n\n"
-        + table(("architecture", "why"), _two(found, NO_DECODER))
+        + "\n## Drafters, pooling models and the Transformers backend\n\n"
+        + table(("architecture", "status"), _two(found, NO_DECODER))
     )
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,18 +17,49 @@ MakeTable = Callable[[tuple[str, ...], list[tuple[str, ...]]], str]
 TEXT = """
 ## On a GPU
 
-CI has none. What came of the tests that need one, and of the fuzzer, when they last ran (`python -m
+CI has no GPU. The table has the outcomes of the last runs of the GPU tests and of the fuzzer (`python -m
 benchmarks.gpu_tests`, {gpu}, vLLM {vllm}, torch {torch}, Triton {triton}; `benchmarks/results/gpu-tests.json`).
-`python -m benchmarks.build` says what of the code has changed since.
+`python -m benchmarks.build` lists the parts of the code that have changed since.
 
 """
 
 
-def gpu_tests(table: MakeTable) -> str:
+def read_runs() -> dict[str, dict[str, Any]]:
+    """Return the last outcome of each run of ``benchmarks/gpu_tests.py``."""
     runs: dict[str, dict[str, Any]] = json.loads((RESULTS / "gpu-tests.json").read_text())["runs"]
+    return runs
+
+
+def gpu_outcome(test: str) -> str | None:
+    """Return the outcome of a test in ``tests/gpu`` in the last run of its file, or None if the file was not run."""
+    file, _, name = test.partition("::")
+    for run in read_runs().values():
+        if file in run["command"].split():
+            failed = (each.rpartition("::")[2].partition("[")[0] for each in run["failed"])
+            return "failed" if name in failed or "no test ran" in run["failed"] else "passed"
+    return None
+
+
+def gpu_failures(table: MakeTable) -> str:
+    """Return the sentences of the page on limitations about the tests that failed in the last runs."""
+    runs = read_runs().values()
+    failed = [each for run in runs for each in run["failed"]]
+    if not failed:
+        return "All tests of the last [GPU runs](../reference/features.md#on-a-gpu) passed.\n"
+    shown = "".join(f"* `{each.removeprefix('tests.gpu.')}`\n" for each in failed)
+    notes = [run["note"] for run in runs if run["failed"] and run.get("note")]
+    text = (
+        "These tests failed in the last [GPU runs](../reference/features.md#on-a-gpu), so a GPU has not proven\n"
+        "these cases:\n\n"
+    )
+    return text + shown + "".join(f"\n{textwrap.fill(note, 120)}\n" for note in notes)
+
+
+def gpu_tests(table: MakeTable) -> str:
+    runs = read_runs()
     rows = [
         (found["covers"].replace("``", "`"), f"`{found['command']}`", summarize(found), found.get("note", ""))
         for found in runs.values()
     ]
     environment = next(iter(runs.values()))["environment"]
-    return TEXT.format(**environment) + table(("what", "command", "outcome", ""), rows)
+    return TEXT.format(**environment) + table(("tested", "command", "outcome", "note"), rows)

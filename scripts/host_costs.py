@@ -25,7 +25,7 @@ another. The table shows the latency of plain requests relative to the same clie
 (`python -m benchmarks.load`, the demo model, vLLM {vllm}; raw figures in `benchmarks/results/{name}`): the median of
 {pairs} pairs, with minimum and maximum. *Plain*: no request is steered. *Mixed*: a third of the requests each are plain,
 steered with their own vector, and captured at two layers. Clients and servers share the cores, and a request is a few steps
-of a tiny model, so the front end's share is larger than on a GPU. Running at the same time: {beside}.
+of a tiny model, so the front end's share is larger than on a GPU. The machine was not idle: beside the benchmark ran {beside}.
 
 """
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -80,18 +81,25 @@ class Cost(NamedTuple):
 
 
 def costs() -> Iterator[Cost]:
-    """Yield the cells of all results of ``benchmarks/cost.py``, the most recent results last."""
-    for name, result in sorted(((name, read(name)) for name in names("gpu-cost-*.json")), key=lambda x: date_of(x[1])):
+    """Yield the cells of all results of ``benchmarks/cost.py``."""
+    for name in names("gpu-cost-*.json"):
+        result = read(name)
         for variant, by_batch in result["variants"].items():
             for batch, found in by_batch.items():
                 yield Cost(name, result, variant, batch, found)
 
 
+def _rank(cost: Cost) -> tuple[str, float]:
+    """Return the rank of a cell: the newest date counts, then the narrowest spread of its pairs."""
+    low, high = cost.figures.get("spread", (0.0, math.inf))
+    return date_of(cost.result), low - high
+
+
 def newest_costs(shape: str, variant: str, tensor_parallel: int = 1, fits: Fits = current) -> dict[str, Cost]:
-    """Return the most recent cells, by batch in numeric order."""
+    """Return the most recent cells, by batch in numeric order; of one date, those with the narrowest spread."""
     found = {
         cost.batch: cost
-        for cost in costs()
+        for cost in sorted(costs(), key=_rank)
         if (cost.result["shape"], cost.variant, cost.result["tensor_parallel"]) == (shape, variant, tensor_parallel)
         and fits(kind_of(variant), cost.result)
     }

@@ -23,7 +23,8 @@ and stops are compared with the same requests without drafts, for these drafters
 
 """
 REST = """
-No test compares these other drafters of vLLM: {names}.
+The engine also starts with other drafters, because it taps no layer of a drafter. No test compares the
+outputs with these drafters of vLLM: {names}.
 """
 
 

@@ -29,7 +29,7 @@ def speed(table: MakeTable) -> str:
         f"{environment['cpus']} cores, one thread per process, vLLM {environment['vllm']}). The ways took turns in "
         f"{setup['rounds']} rounds; the table has medians, and the ratio\nto the first way within a round with its minimum "
         "and maximum. The last column is the largest distance of checked cells from the hooks, in nats\n"
-        f"(`python -m benchmarks.patching`, `benchmarks/results/patching.json`). Running at the same time: {environment['beside']}.\n\n"
+        f"(`python -m benchmarks.patching`, `benchmarks/results/patching.json`). The machine was not idle: beside the benchmark ran {environment['beside']}.\n\n"
         + table(("way", "cells per second", "ratio to the first", "distance"), rows)
         + f"\n{100 * result['hit_rate_offline']:.0f} % of the prompt tokens of the offline study came from the prefix cache. "
         "The model is so small that a step's\nfixed costs, not its arithmetic, take most of the time. The loops hold all of the "

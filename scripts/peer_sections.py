@@ -276,7 +276,8 @@ def speed(page: str) -> Callable[[MakeTable], str]:
             f"Seconds, and in brackets their ratio to vllm-steer, on {about['threads']} CPU thread with "
             f"`{about['model']}` (6 layers, hidden size 256) in\nfloat32: the minimum of {runs} runs, and the largest "
             f"difference from {REFERENCE} (`python -m benchmarks.peers`,\n`benchmarks/results/peers.json`). "
-            f"{'. '.join(TASKS[task].format(**about) for task in tasks)}.\nRunning at the same time: {about['beside']}."
+            f"{'. '.join(TASKS[task].format(**about) for task in tasks)}.\n"
+            f"The machine was not idle: beside the benchmark ran {about['beside']}."
             " The model is so small that fixed costs of each step and request take most of the time.\n\n"
             + table(("", *tasks, "difference"), rows)
         )

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import host_costs
-import measured
 from aims import table_of_aims
 from measured import current, kind_of, names, read
 from serve_page import served
@@ -15,10 +14,11 @@ from steps_page import MakeTable, compiled, kernels_of, plain_code_kernels, seco
 
 HEAD = """# Performance
 
-Each aim beside its figure on this code. A result in `benchmarks/results` records its date and digests of the package. If a part
-that a figure depends on has changed since (`DEPENDS_ON` in `benchmarks/build.py`), the figure moves to
-[earlier builds](performance-history.md), and its row says "not measured on this build" and repeats the newest earlier figure.
-Figures without a unit are ratios to stock vLLM in the same run; a target holds for every batch shown.
+The table shows each aim beside the figure of this build. A result in `benchmarks/results` records the digests of the parts of the
+package that were measured. If a part that a figure depends on has changed since (`DEPENDS_ON` in `benchmarks/build.py`), the figure
+moves to [earlier builds](performance-history.md). Its row then says "not measured on this build", and the last column repeats the
+newest earlier figure. If several results have a figure, the newest counts; of results with one date or without a date, the one with the
+narrowest spread. Figures without a unit are ratios to stock vLLM in the same run; a target holds for every batch shown.
 
 """
 
@@ -168,11 +168,3 @@ def _figures(found: Mapping[str, Any]) -> tuple[str, str, str, str]:
         f"{found['throughput']:.3f}",
         f"{found['stock ms per token']:.2f}",
     )
-
-
-def cell(file: str, variant: str, batch: str, figure: str) -> float | None:
-    """Return a figure of a result of ``cost.py``, or None if the result does not have it."""
-    if not (measured.RESULTS / file).exists():
-        return None
-    found = read(file)["variants"].get(variant, {}).get(batch, {}).get(figure)
-    return None if found is None else float(found)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,11 +16,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import architectures
 import bad_input
+import features_page
 import msgspec
 import performance
 import sections
-from gpu_page import gpu_tests
-from mtp_page import mtp_drafters
 
 import vllm_steer.models.proofs
 from vllm_steer.config import CAPTURE_POLICIES, MULTI_CHOICES, SWITCHES
@@ -58,16 +58,16 @@ def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 def post_attn(recipe: Recipe) -> str:
     """Return where ``post_attn`` is, or why it is refused."""
     if recipe.post_attn in (BLOCK_INPUT, BLOCK_OUTPUT):
-        return f"{recipe.post_attn}: it has one branch"
+        return f"{recipe.post_attn}, because it has one branch"
     if recipe.parallel:
         partial = ", not under tensor parallelism" if recipe.partial_sums else ""
-        return f"read only: block input + `{recipe.attn_out}`{partial}"
+        return f"read only: input of the block + output of `{recipe.attn_out}`{partial}"
     if recipe.post_attn == MLP_MIX:
-        return f"before {MLP_MIX}"
+        return f"input of {MLP_MIX}"
     if (reason := recipe.refusal("post_attn")) is not None:
         return "refused: " + reason.format(layer="the block").partition(";")[0]
     behind = "; attention to the encoder follows" if recipe.cross_attention else ""
-    return f"before `{recipe.post_attn}`{behind}"
+    return f"input of `{recipe.post_attn}`{behind}"
 
 
 def stream(recipe: Recipe) -> str:
@@ -83,6 +83,13 @@ def branches(recipe: Recipe) -> str:
     return ", ".join(f"`{point}`" for point in OPTIONAL_POINTS if recipe.refusal(point) is None) or "none"
 
 
+def _counts() -> str:
+    """Return the sentence with the number of classes that serve each point on a branch."""
+    served = Counter(point for recipe in RECIPES.values() for point in OPTIONAL_POINTS if recipe.refusal(point) is None)
+    counts = ", ".join(f"{served[point]} serve `{point}`" for point in OPTIONAL_POINTS)
+    return f"Of {len(RECIPES)} classes, {counts}."
+
+
 def models() -> str:
     rows = [(f"`{r.layer_class}`", stream(r), post_attn(r), branches(r)) for r in RECIPES.values()]
     return (
@@ -90,11 +97,14 @@ def models() -> str:
         "vllm-steer supports a model if its decoder layers are of the classes below. [Architectures](architectures.md) says\n"
         "how each class was proven, [parity](parity.md) has the figures. If a class implements several kinds of block, the row\n"
         "describes the usual one. The engine refuses every other class at start, and also a listed class whose `forward` is not\n"
-        "the code that was proven (`models/digests.json`). `pair`: the stream travels as two summands; `single`: as one tensor;\n"
-        "`of several`: [one of several streams, or their mean](streams.md).\n"
-        f"All classes serve `pre_attn` and `post_block`. The points on the branches need `{POINTS_FLAG}`; requests at a point that\n"
-        "is missing from the last column are refused with the reason.\n\n"
-        + table(("decoder layer", "stream", "`post_attn`", "on the branches"), rows)
+        "the code that was proven (`models/digests.json`). All classes serve `pre_attn` and `post_block`.\n\n"
+        "* *Stream*: `pair` if the layer passes the stream on as two summands, `single` if as one tensor, `of several` if it has\n"
+        "  [several streams](streams.md), of which the hook points are on one, or on their mean.\n"
+        "* *`post_attn`*: the submodule that reads the stream at `post_attn`. *Read only* means that captures are served and edits\n"
+        "  refused, and gives the sum that a capture returns.\n"
+        f"* *Points on the branches*: those of {', '.join(f'`{point}`' for point in OPTIONAL_POINTS)} that the class serves in an\n"
+        f"  engine with `{POINTS_FLAG}`. Requests at another one are refused with the reason. {_counts()}\n\n"
+        + table(("decoder layer", "stream", "`post_attn`", "points on the branches"), rows)
         + _EXCEPTIONS
     )
 
@@ -269,37 +279,6 @@ def parity() -> str:
     )
 
 
-OUTCOMES = {"passed": "", "skipped": " (not run here: it needs a GPU)"}
-
-
-def features() -> str:
-    record = json.loads((RESULTS / "features.json").read_text())
-    proofs: dict[str, dict[str, list[str]]] = {}
-    for test, entry in record.items():
-        for name, *sides in entry["features"]:
-            for side in sides:
-                note = OUTCOMES.get(entry["outcome"], f" ({entry['outcome']})")
-                proofs.setdefault(name, {}).setdefault(side, []).append(f"`{test.removeprefix('tests/')}`{note}")
-    rows = [
-        (
-            name,
-            *("<br>".join(sides.get(side, ["no test"])) for side in ("steer", "capture")),
-            "<br>".join(sides.get("react", [])),
-        )
-        for name, sides in sorted(proofs.items(), key=lambda item: item[0].strip("`").lower())
-    ]
-    return (
-        "# Features of the engine\n\n"
-        "With each of these engine features, a steered or captured request gives the same result as alone in an eager engine\n"
-        "without caches, or it is refused, as the row says. The last column is about [readouts, gates and\n"
-        "stops](../guides/readouts.md). The table lists the tests that prove it with their last outcome\n"
-        "(`benchmarks/results/features.json`; passed unless noted):\n\n"
-        + table(("feature", "steer", "capture", "gates and stops"), rows)
-        + mtp_drafters(table)
-        + gpu_tests(table)
-    )
-
-
 def cache() -> str:
     results = json.loads((RESULTS / "cache-hits.json").read_text())
     setup = results["setup"]
@@ -387,7 +366,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "edits.md": edits,
     "limits.md": limits,
     "parity.md": parity,
-    "features.md": features,
+    "features.md": lambda: features_page.page(table),
     "cache.md": cache,
     "architectures.md": lambda: architectures.page(table),
     "performance.md": lambda: performance.page(table),

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import patching_sections
 import peer_sections
-from measured import newest_costs
-from performance import cell
+from gpu_page import gpu_failures
+from measured import newest_costs, of_any_code
 from steps_page import MakeTable
 
 from vllm_steer.compat.stages import REQUEST_STAGES
@@ -21,15 +21,10 @@ from vllm_steer.models.parallelism import PARALLELISM
 ROOT = Path(__file__).parents[1]
 
 
-LARGE, KEPT = "gpu-cost-llama-8b-large.json", "gpu-cost-llama-8b-kept.json"
-
-
 class Cost(NamedTuple):
     """A row of the README's table."""
 
     workload: str
-    file: str
-    """Result of an earlier build, shown while no result is of the present code."""
     variant: str
     batch: str
     published: str = ""
@@ -37,11 +32,11 @@ class Cost(NamedTuple):
 
 
 COSTS = (
-    Cost("no steering", LARGE, "idle", "256"),
-    Cost("steer one site, every request", LARGE, "one site", "256", "0.89 (EasySteer, 256 requests)"),
-    Cost("steer all 96 sites", KEPT, "all sites", "1"),
-    Cost("different edits for each request", LARGE, "own program each", "256", "0.18 (EasySteer, 256 configurations)"),
-    Cost("capture one layer, all tokens", LARGE, "capture one layer, all tokens", "1000", "0.82 (vllm-lens, eager)"),
+    Cost("no steering", "idle", "256"),
+    Cost("steer one site, every request", "one site", "256", "0.89 (EasySteer, 256 requests)"),
+    Cost("steer all 96 sites", "all sites", "1"),
+    Cost("different edits for each request", "own program each", "256", "0.18 (EasySteer, 256 configurations)"),
+    Cost("capture one layer, all tokens", "capture one layer, all tokens", "1000", "0.82 (vllm-lens, eager)"),
 )
 
 PUBLISHED = [
@@ -58,17 +53,18 @@ def costs(table: MakeTable) -> str:
     """Return the README's table of costs, in which figures of earlier builds are marked."""
     rows = []
     for cost in COSTS:
-        found = newest_costs("llama-8b", cost.variant).get(cost.batch)
-        file, mark = (cost.file, "²") if found is None else (found.name, "")
-        ratios = (cell(file, cost.variant, cost.batch, figure) for figure in ("throughput", "per token"))
-        shown = ("" if value is None else f"{value:.2f}{mark}" for value in ratios)
+        now = newest_costs("llama-8b", cost.variant).get(cost.batch)
+        found = now or newest_costs("llama-8b", cost.variant, fits=of_any_code)[cost.batch]
+        ratios = (found.figures.get(figure) for figure in ("throughput", "per token"))
+        shown = ("" if value is None else f"{value:.2f}{'' if now else '²'}" for value in ratios)
         rows.append((cost.workload, f"{int(cost.batch):,}", *shown, cost.published))
     return (
-        "Llama-8B shape on one GPU, relative to stock vLLM with compilation and CUDA graphs, measured in pairs:\n\n"
+        "A model with the layer sizes of Llama 3.1 8B and random weights, on one GPU. The figures are ratios to stock\n"
+        "vLLM with compilation and CUDA graphs, measured in turns on the same GPU. They come from the results that\n"
+        "[Performance](docs/reference/performance.md) shows with their targets:\n\n"
         + table(("workload", "requests", "throughput", "time per token", "throughput published by others¹"), rows)
         + "\n¹ On other models and machines; see [comparison](docs/explanation/comparison.md).\n"
         + ("² Of an [earlier build](docs/reference/performance-history.md).\n" if "²" in str(rows) else "")
-        + "[Performance](docs/reference/performance.md) has each target beside its figure.\n"
     )
 
 
@@ -117,7 +113,7 @@ SECTIONS: Mapping[str, Mapping[str, Callable[[MakeTable], str]]] = {
     "docs/design/architecture.md": {"stages": stages},
     "docs/explanation/comparison.md": {"published": published},
     "docs/explanation/patching-compared.md": {"speed": patching_sections.speed, "hits": patching_sections.hits},
-    "docs/explanation/limitations.md": {"conflicts": conflicts},
+    "docs/explanation/limitations.md": {"conflicts": conflicts, "gpu-failures": gpu_failures},
     "docs/reference/streams.md": {"splits": splits},
     **{
         f"docs/peers/{page}.md": {

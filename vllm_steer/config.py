@@ -52,7 +52,8 @@ SWITCHES: tuple[Switch, ...] = (
         "allow_unproven",
         "--steering-allow-unproven",
         False,
-        "run on decoder-layer classes whose source differs from the one that the recipe was proven on, with a warning",
+        "run on decoder-layer classes whose source differs from the one that the recipe was proven on, and on unproven "
+        "splits over ranks, with a warning",
     ),
     Switch(
         "self_check",

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Page docs/reference/features.md: the tests that prove steering and capture with each feature of the engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Final
+
+from gpu_page import gpu_outcome, gpu_tests
+from mtp_page import mtp_drafters
+
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+MakeTable = Callable[[tuple[str, ...], list[tuple[str, ...]]], str]
+
+SHOWN: Final[Mapping[str, str]] = {
+    "a mix of all that one engine does": "random combinations of all features (`vllm-steer fuzz`)",
+    "draft models and EAGLE heads, which are not steered": "speculative decoding, draft model and EAGLE",
+    "dummy batches of data parallel ranks": "empty batches of idle data-parallel ranks",
+    "expert parallel (on CPU with the kernel's ids repaired)": "expert parallel (on a CPU; the test corrects the "
+    "expert ids that crash vLLM's kernel there)",
+    "MTP layers, which are not steered": "speculative decoding, layers for multi-token prediction (MTP)",
+    "plain code for steps without edits and captures": "[plain code](../guides/operating.md#plain-code): a second "
+    "compilation without taps, for steps without edits and captures",
+    "speculative decoding, draft model and EAGLE": "speculative decoding, draft model and EAGLE (the drafters are not "
+    "steered)",
+    "speculative decoding, layers for multi-token prediction (MTP)": "speculative decoding, layers for multi-token "
+    "prediction (MTP) (these layers are not steered)",
+    "streaming, engine in a process of its own": "streaming with `AsyncLLM`, whose engine is a separate process",
+    "waiting for a place in the tables": "requests that wait for room in the tables, or for the capture budget",
+}
+"""Names of features that need more words on the page than in the marks of tests."""
+OUTCOMES = {"passed": "", "skipped": " (not run: it needs a GPU)"}
+TEXT = """# Features of the engine
+
+A steered or captured request that uses one of these engine features gets the same result as the same request alone in
+an eager engine without caches. Rows with *refused* are features that the engine refuses together with steering and
+capture.
+
+Each cell has the tests that prove the row, as paths below `tests/`. All of them passed in their last run
+(`benchmarks/results/features.json`), unless a note follows. Tests in `gpu/` ran on a GPU, all others on a CPU. If the
+last column is empty, no test combines the feature with [readouts, gates or stops](../guides/readouts.md). Quantized
+weights are also tested on a GPU, with more schemes; [On a GPU](#on-a-gpu) has the outcome.
+
+"""
+
+
+def page(table: MakeTable) -> str:
+    """Return the page."""
+    record = json.loads((RESULTS / "features.json").read_text())
+    proofs: dict[str, dict[str, list[str]]] = {}
+    for test, entry in record.items():
+        for name, *sides in entry["features"]:
+            for side in sides:
+                cell = proofs.setdefault(_shown(name), {}).setdefault(side, [])
+                if (shown := _test(test, entry["outcome"])) not in cell:
+                    cell.append(shown)
+    rows = [
+        (
+            name,
+            *("<br>".join(sides.get(side, ["no test"])) for side in ("steer", "capture")),
+            "<br>".join(sides.get("react", [])),
+        )
+        for name, sides in sorted(proofs.items(), key=lambda item: item[0].strip("`[").lower())
+    ]
+    head = ("feature", "steer", "capture", "readouts, gates, stops")
+    return TEXT + table(head, rows) + mtp_drafters(table) + gpu_tests(table)
+
+
+def _shown(name: str) -> str:
+    """Return the name of a feature on the page; features with one name share a row."""
+    name = SHOWN.get(name, name)
+    return SHOWN.get(name, name)
+
+
+def _test(test: str, outcome: str) -> str:
+    outcome = gpu_outcome(test) or outcome
+    return f"`{test.removeprefix('tests/')}`{OUTCOMES.get(outcome, f' ({outcome})')}"
