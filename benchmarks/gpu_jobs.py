@@ -66,21 +66,21 @@ def _tests(title: str, only: Sequence[str], seconds: float, gpus: int) -> Job:
 
 def gpu_jobs(gpus: int) -> list[Job]:
     """Return the jobs for a host with this number of GPUs, the most important first."""
-    first = ("quantised", "drafts", "parallel") if gpus > 1 else ("quantised", "drafts")
+    first = ("quantised", "drafts", "points")
     others = [name for name, run in RUNS.items() if name not in first and run.gpus <= gpus]
     two = [_cost("llama-8b, two GPUs", "gpu-cost-llama-8b-tp2.json", 260, 170, 2, 40)] if gpus > 1 else []
     peers = ("--shape", "llama-8b", "--out", OUT)
     return [
-        _tests("first", first, 370 if gpus > 1 else 180, min(gpus, 2)),
-        _cost("llama-8b, one pair", "gpu-cost-llama-8b-one-pair.json", 420, 220),
-        _cost("qwen3-0.6b", "gpu-cost-qwen3-0.6b.json", 220, 140),
-        _cost("granite-4-tiny", "gpu-cost-granite-4-tiny.json", 280, 180),
+        _tests("first", first, 200, min(gpus, 2)),
         _serve("llama-8b", 560, 430),
+        _cost("llama-8b, one pair", "gpu-cost-llama-8b-one-pair.json", 560, 300),
         Job("start", ("--shape", "llama-8b", "--variants", "stock", "steering", "--out", OUT),
             "gpu-start-llama-8b.json", 190, 170),
+        _cost("qwen3-0.6b", "gpu-cost-qwen3-0.6b.json", 400, 220),
         _cost("llama-8b, readouts", "gpu-cost-llama-8b-readouts.json", 310, 180),
-        _serve("qwen3-0.6b", 400, 250),
+        _cost("granite-4-tiny", "gpu-cost-granite-4-tiny.json", 400, 220),
         _kernels("granite-4-tiny"),
+        _serve("qwen3-0.6b", 400, 250),
         *two,
         # Two engines of 54 or 61 GB of weights.
         _cost("gemma3-27b", "gpu-cost-gemma3-27b.json", 330, 200, gib=125),

@@ -54,13 +54,16 @@ class Proof:
         """Largest difference of a log-probability."""
         return max(check.error for check in self.checks if check.effect is not None)
 
-    def problems(self, tiny: TinyModel) -> list[str]:
-        """Return why this does not prove the row, one sentence each."""
+    def problems(self, tiny: TinyModel, max_miss: float = MAX_MISS) -> list[str]:
+        """Return why this does not prove the row, one sentence each.
+
+        ``max_miss`` is the largest fraction of an edit's effect by which a rounded model may be off.
+        """
         rounded = tiny.dtype == "bfloat16"
         found = [
             f"{check.name}: off by {check.error:.1e}" + (f" of {check.effect:.1e}" if check.effect is not None else "")
             for check in self.checks
-            if not check.error < _allowed(check, rounded)
+            if not check.error < _allowed(check, rounded, max_miss)
         ]
         least = BFLOAT16_MIN_EFFECT if rounded else MIN_EFFECT
         found += [f"{c.name}: changes nothing" for c in self.checks if c.effect is not None and not c.effect > least]
@@ -90,10 +93,10 @@ class Proof:
         }
 
 
-def _allowed(check: Check, rounded: bool) -> float:
+def _allowed(check: Check, rounded: bool, max_miss: float) -> float:
     if not rounded:
         return IDENTITY_TOLERANCE
-    return BFLOAT16_ROW_TOLERANCE if check.effect is None else MAX_MISS * check.effect
+    return BFLOAT16_ROW_TOLERANCE if check.effect is None else max_miss * check.effect
 
 
 def prove_against_hf(tiny: TinyModel, folder: Path, reference: ReferenceProcess) -> Proof:

@@ -23,7 +23,7 @@ from tests.conformance.cases import PROMPTS, STREAM_FIELDS, Case
 from tests.conformance.engine import generate, layer_classes, steered_engine
 from tests.conformance.identities import check_identities
 from tests.conformance.model import TinyModel, build
-from tests.conformance.proof import Proof
+from tests.conformance.proof import MAX_MISS, Proof
 from tests.conformance.zoo import BY_NAME
 
 GROUP: Final = 32
@@ -32,6 +32,12 @@ FLOAT8_ERROR: Final = 0.3
 """Largest mean distance of a row where activations have 8-bit floats, which cost up to 0.18 at layer 3.
 
 Weights in a wrong order are at distances above 1.
+"""
+FLOAT8_MISS: Final = 0.45
+"""Largest fraction of an edit's effect by which such a model may be off.
+
+Correct taps are off by up to 0.35. Edits that are made one sublayer or one layer late are off by 0.53 or more, and
+ablations by 0.99 or more.
 """
 _AWQ_ORDER: Final = (0, 2, 4, 6, 1, 3, 5, 7)
 
@@ -60,6 +66,7 @@ class Scheme:
     """
     max_distance: float = 0.03
     """Largest mean distance of a row from HF's on the dequantised weights; activations of 8 bits are rounded more."""
+    max_miss: float = MAX_MISS
 
     def __str__(self) -> str:
         return self.name
@@ -175,6 +182,7 @@ SCHEMES: Final = (
         _compressed("float-quantized", {**_CHANNEL, "type": "float"}, _per_token("float")),
         _float8,
         max_distance=FLOAT8_ERROR,
+        max_miss=FLOAT8_MISS,
     ),
     Scheme(
         "nvfp4 weights (compressed-tensors)",
@@ -192,13 +200,25 @@ SCHEMES: Final = (
 """Quantised weights."""
 
 GPU_SCHEMES: Final = tuple(
-    Scheme(f"{name}, quantised at start", engine={"quantization": name}, max_distance=FLOAT8_ERROR, settings=more)
+    Scheme(
+        f"{name}, quantised at start",
+        engine={"quantization": name},
+        max_distance=FLOAT8_ERROR,
+        max_miss=FLOAT8_MISS,
+        settings=more,
+    )
     for name, more in {"fp8_per_tensor": {}, "fp8_per_block": _BLOCKS, "fp8_per_channel": {}, "mxfp8": {}}.items()
 )
 """Quantised weights whose kernels exist on GPUs only."""
 
 CACHES: Final = (
-    Scheme("fp8 key-value cache", engine={"kv_cache_dtype": "fp8"}, avx512=True, max_distance=FLOAT8_ERROR),
+    Scheme(
+        "fp8 key-value cache",
+        engine={"kv_cache_dtype": "fp8"},
+        avx512=True,
+        max_distance=FLOAT8_ERROR,
+        max_miss=FLOAT8_MISS,
+    ),
 )
 """Quantised key-value caches."""
 
@@ -235,7 +255,7 @@ def examine(scheme: Scheme, folder: Path) -> None:
         states = hf(torch.tensor([PROMPTS[0]]), output_hidden_states=True).hidden_states
     theirs = torch.cat(states[:-1]).numpy()
     far = np.linalg.norm(streams["pre_attn"] - theirs, axis=-1) / np.linalg.norm(theirs, axis=-1)
-    problems = proof.problems(tiny)
+    problems = proof.problems(tiny, scheme.max_miss)
     assert not problems, "\n".join(problems)
     by_layer = [round(float(each), 3) for each in far.reshape(len(states) - 1, -1).mean(1)]
     assert far.mean() < scheme.max_distance, f"mean distance of the rows from HF's, by layer: {by_layer}"
