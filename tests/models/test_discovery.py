@@ -100,7 +100,7 @@ def test_names_an_unsupported_class_if_its_list_has_another_length() -> None:
     [
         ({}, True, "--no-swa-bounded-replay"),
         ({"fuse_mhc_all_reduce": True}, False, "--disable-custom-all-reduce"),
-        ({"use_sequence_parallel": True}, False, "a part of the tokens"),
+        ({"use_sequence_parallel": True}, False, "a part of the tokens; start it without --enable-expert-parallel"),
     ],
 )
 def test_refuses_delayed_mixes_that_hide_rows_or_sums(settings: dict[str, Any], replay: bool, reason: str) -> None:
@@ -175,9 +175,9 @@ def test_settings_choose_the_variant() -> None:
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"dtype": torch.float16}, "float16"),
+        ({"dtype": torch.float16}, "use --dtype bfloat16"),
         ({"dtype": torch.float16, "weights": torch.float8_e4m3fn}, "float16"),
-        ({"use_sequence_parallel_moe": True}, "only a part of the tokens"),
+        ({"use_sequence_parallel_moe": True}, "only a part of the tokens; start it without --enable-expert-parallel"),
     ],
 )
 def test_refuses_unproven_settings(settings: dict[str, Any], reason: str) -> None:

@@ -22,6 +22,9 @@ from vllm_steer.models.unsupported import UNSUPPORTED
 from vllm_steer.points import OPTIONAL_POINTS, PointName
 
 ALLOW = "pass --steering-allow-unproven (SteeringConfig(allow_unproven=True))"
+PROVE = "`vllm-steer doctor MODEL --allow-unproven --prove`"
+"""Command that compares an unproven model with HF Transformers."""
+_WITHOUT = "Start the engine without --enable-steering"
 _REFUSABLE: tuple[PointName, ...] = ("post_attn", *OPTIONAL_POINTS)
 
 
@@ -171,16 +174,16 @@ def find_decoder(model: nn.Module, hf_text_config: Any, *, allow_unproven: bool 
         recipe = recipe_of(module, allow_unproven)
         name = qualified_name(type(module))
         if recipe is None:
-            raise refuse(f": no recipe for layer {number}, {name}{_override_hint([module])}")
+            raise refuse(f": no recipe for layer {number}, {name}.{_override_hint([module])} {_WITHOUT}.")
         if (doubt := why_unproven(type(module))) is not None:
             if not allow_unproven:
                 raise refuse(
-                    f": {doubt}, so its hook points may be elsewhere. Install a proven version, or {ALLOW} to use the "
-                    "recipe unproven."
+                    f": {doubt}, so its hook points may be elsewhere. Install a proven version, or check this one with "
+                    f"{PROVE} and {ALLOW}."
                 )
             unproven[doubt] = None
         if (reason := recipe.why_unsupported(module)) is not None:
-            raise refuse(f": {name} with {reason}")
+            raise refuse(f": {name} is not supported with {reason}.")
         own = recipe.of(module)
         layers.append(DecoderLayer(number, module, own, run))
         if recipe.recalls and run:
@@ -229,19 +232,19 @@ def _find_layers(
         if any(recipe_of(layer, allow_unproven) for layer in candidate)
     }
     if len(known) > 1:
-        raise refuse(f": {len(known)} lists of {num_layers} decoder layers found, expected one")
+        raise refuse(f": {len(known)} lists of {num_layers} decoder layers found, expected one. {_WITHOUT}.")
     for found in known.values():
         return found
     classes = {qualified_name(type(module)) for module in root.modules()}
     for unsupported, why in UNSUPPORTED.items():
         if unsupported in classes:
-            raise refuse(f" ({unsupported.rpartition('.')[2]}): {why}")
+            raise refuse(f" ({unsupported.rpartition('.')[2]}): {why}. {_WITHOUT}.")
     layers = [layer for candidate in candidates for layer in candidate]
     names = ", ".join(sorted({qualified_name(type(layer)) for layer in layers}))
     raise refuse(
         f": no recipe for its decoder layers ({names or f'no list of {num_layers} layers found'})"
-        f"{_override_hint(layers)}. Start it without --enable-steering, or see docs/reference/architectures.md for the "
-        "proven architectures."
+        f".{_override_hint(layers)} {_WITHOUT}, or use another model: docs/reference/architectures.md lists them, and "
+        "`vllm-steer doctor MODEL` checks one from its config.json alone."
     )
 
 
@@ -254,4 +257,6 @@ def recipe_of(layer: nn.Module, allow_unproven: bool) -> Recipe | None:
 def _override_hint(layers: Iterable[nn.Module]) -> str:
     """Return the hint to ``allow_unproven`` if a base class of a layer has a recipe."""
     bases = sorted({recipe.layer_class for layer in layers if (recipe := recipe_of(layer, True)) is not None})
-    return f" (derived from {', '.join(bases)}: {ALLOW} to use its recipe unproven)" if bases else ""
+    return (
+        f" It derives from {', '.join(bases)}: to use that recipe, check it with {PROVE} and {ALLOW}." if bases else ""
+    )
