@@ -20,6 +20,8 @@ SHOWN: Final[Mapping[str, str]] = {
     "dummy batches of data parallel ranks": "empty batches of idle data-parallel ranks",
     "expert parallel (on CPU with the kernel's ids repaired)": "expert parallel (on a CPU; the test corrects the "
     "expert ids that crash vLLM's kernel there)",
+    "micro-batching, context parallelism, fast prefill, elastic experts, pooling (refused)": "micro-batching, prefill "
+    "context parallelism, fast prefill, elastic experts, pooling (refused)",
     "MTP layers, which are not steered": "speculative decoding, layers for multi-token prediction (MTP)",
     "plain code for steps without edits and captures": "[plain code](../guides/operating.md#plain-code): a second "
     "compilation without taps, for steps without edits and captures",

@@ -51,7 +51,7 @@ REMAINING = """
 * Steered sites add launches of neighbouring taps without work: the taps of a quarter of the layers in steps of up to 64 tokens,
   and those between layers, or all, in larger steps.
 * Requests with new vectors carry them to the engine, which delays their first token (`benchmarks/results/program-hops.json` has
-  the time of each hop).
+  the times of encoding, sending, receiving and decoding).
 * Captured rows of many requests (2 MiB per step for one layer at batch 256) are copied once in the engine process and sent to the
   front end over a socket.
 * A captured request adds its consumer's thread and the encoding of its results to the API server's CPU time, more than the

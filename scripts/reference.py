@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import architectures
 import bad_input
 import features_page
+import flags_page
 import msgspec
 import performance
 import sections
@@ -365,6 +366,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "points.md": points,
     "edits.md": edits,
     "limits.md": limits,
+    "flags.md": lambda: flags_page.page(table),
     "parity.md": parity,
     "features.md": lambda: features_page.page(table),
     "cache.md": cache,

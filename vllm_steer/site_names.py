@@ -209,7 +209,7 @@ def site(name: str, *, num_layers: int | None = None, parallel: bool = False) ->
     template, number = _split(name[:_MAX_CHARS])
     own = next((point for point in POINT_NAMES if template == f"{point}.{{i}}"), None)
     if found is None and own is None:
-        hint = "write {point}.{layer} such as post_block.10, or a name in docs/reference/points.md"
+        hint = "write {point}.{layer} such as post_block.10, or a name as in other libraries: blocks.10.hook_resid_post"
         raise SteeringError("site", f"{shown} is not the name of a site; {hint}")
     if found is not None and found.name.layer is None and found.name.point is not None and number is None:
         raise SteeringError("site", f"{shown} has no layer; write it as in {name}.10 or {name}[10]")

@@ -94,7 +94,7 @@ def test_fails_for_an_unproven_model(tmp_path: Path, monkeypatch: pytest.MonkeyP
     result = invoke(str(tmp_path))
     assert result.exit_code == 1
     assert "cannot be steered: LlamaForCausalLM cannot be steered" in result.stdout
-    assert "LlamaDecoderLayer is not a proven layer class" in result.stdout
+    assert "LlamaDecoderLayer are not proven in any version" in result.stdout
 
 
 @pytest.mark.parametrize("words", [("none/here",), ("demo/model", "--max-rows", "0")])

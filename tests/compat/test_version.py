@@ -76,7 +76,9 @@ def test_rejects_connectors_without_block_hashes() -> None:
     for name in ("ExampleConnector", "LMCacheConnectorV1", "HF3FSKVConnector", "MultiConnector", None):
         found = config()
         found.kv_transfer_config = N(kv_connector=name)
-        with pytest.raises(IncompatibleError, match="OffloadingConnector"):
+        with pytest.raises(
+            IncompatibleError, match=f"the connector {name}: .* use MooncakeStoreConnector or OffloadingConnector"
+        ):
             check_settings(found)
     for name in CONNECTORS_BY_BLOCK_HASH:
         found.kv_transfer_config = N(kv_connector=name)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,11 +23,12 @@ from tests.conformance.reference_process import ReferenceProcess
 
 IDENTITY_TOLERANCE = 1e-4
 """Largest difference of two float32 runs that counts as agreement."""
-BFLOAT16_ROW_TOLERANCE = 0.02
-"""The same for a captured bfloat16 row, in lengths of the row: bfloat16 rounds every sum."""
-MAX_MISS, MAX_MEDIAN_MISS = 0.3, 0.05
-"""Largest and median fraction of an edit's effect by which bfloat16 may be off, since a token may go to another expert.
-An edit one sublayer late is off by most of its effect."""
+BFLOAT16_ROW_TOLERANCE = 2**-7
+"""The same for a captured bfloat16 row, in lengths of the row: two sums, each rounded by at most 2**-8."""
+MAX_MISS, MAX_OWN_MISS = 0.02, 0.5
+"""Largest error of an edit at the median token in bfloat16, as a fraction of the effect of the strongest edit, and of
+its own effect. Rounding changes a stream by up to 2**-8, and right taps miss by up to 0.011, late ones by 0.3 or more.
+Not at every token, since rounding may send some to other experts."""
 BFLOAT16_MIN_EFFECT = 0.05
 MAX_DISTANCE_FROM_HF = 0.1
 """Largest mean distance of rows in bfloat16 from HF's in float32."""
@@ -54,28 +54,38 @@ class Proof:
         """Largest difference of a log-probability."""
         return max(check.error for check in self.checks if check.effect is not None)
 
-    def problems(self, tiny: TinyModel, max_miss: float = MAX_MISS) -> list[str]:
+    def problems(self, tiny: TinyModel, max_miss: float | None = None) -> list[str]:
         """Return why this does not prove the row, one sentence each.
 
-        ``max_miss`` is the largest fraction of an edit's effect by which a rounded model may be off.
+        ``max_miss`` is for models that round more than bfloat16: the largest fraction of its effect by which an edit
+        may be off, at any token.
         """
         rounded = tiny.dtype == "bfloat16"
         found = [
             f"{check.name}: off by {check.error:.1e}" + (f" of {check.effect:.1e}" if check.effect is not None else "")
             for check in self.checks
-            if not check.error < _allowed(check, rounded, max_miss)
+            if not (self._agrees_rounded(check, max_miss) if rounded else check.error < IDENTITY_TOLERANCE)
         ]
         least = BFLOAT16_MIN_EFFECT if rounded else MIN_EFFECT
         found += [f"{c.name}: changes nothing" for c in self.checks if c.effect is not None and not c.effect > least]
-        if rounded:
-            median = statistics.median(check.error / check.effect for check in self.checks if check.effect)
-            if not median < MAX_MEDIAN_MISS:
-                found.append(f"half of the edits are off by more than {median:.1e} of their effect")
-            if self.hf_value is not None and not self.hf_value < MAX_DISTANCE_FROM_HF:
-                found.append(f"rows are {self.hf_value:.1e} from those of HF")
+        if rounded and self.hf_value is not None and not self.hf_value < MAX_DISTANCE_FROM_HF:
+            found.append(f"rows are {self.hf_value:.1e} from those of HF")
         if set(self.layers) != tiny.layers:
             found.append(f"taps on {', '.join(self.layers)}")
         return found
+
+    def miss(self, check: Check) -> float:
+        """Return the error at the median token as a fraction of the effect of the strongest edit."""
+        error, _ = check.medians or (check.error, None)
+        return error / max((other.medians or (0.0, other.effect or 0.0))[1] for other in self.checks)
+
+    def _agrees_rounded(self, check: Check, max_miss: float | None) -> bool:
+        if check.effect is None:
+            return check.error < BFLOAT16_ROW_TOLERANCE
+        if max_miss is not None:
+            return check.error < max_miss * check.effect
+        error, effect = check.medians or (check.error, check.effect)
+        return self.miss(check) < MAX_MISS and error < MAX_OWN_MISS * effect
 
     def as_row(self, tiny: TinyModel) -> dict[str, Any]:
         """Return the figures in the form of ``benchmarks/results``."""
@@ -91,12 +101,6 @@ class Proof:
             "cause": float(f"{self.cause:.1e}"),
             "dtype": tiny.dtype,
         }
-
-
-def _allowed(check: Check, rounded: bool, max_miss: float) -> float:
-    if not rounded:
-        return IDENTITY_TOLERANCE
-    return BFLOAT16_ROW_TOLERANCE if check.effect is None else max_miss * check.effect
 
 
 def prove_against_hf(tiny: TinyModel, folder: Path, reference: ReferenceProcess) -> Proof:

@@ -121,7 +121,7 @@ def test_the_check_at_start_rejects_taps_that_the_kernel_bypasses(folder: Path) 
     """Catches an engine that starts although its taps do not run behind the kernel."""
     with (
         pytest.raises(
-            RuntimeError, match="self-check of its taps failed at post_attn of layer 0: stored no finite row"
+            RuntimeError, match="self-check of its taps failed at post_attn of layer 0: no finite row was stored"
         ),
         two_ranks(folder, **{reduced.KERNEL: "kernel", reduced.UNJOINED: "1"}),
     ):

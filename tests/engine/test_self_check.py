@@ -135,7 +135,7 @@ def test_rejects_taps_of_another_layer(engine: tuple[str, Any]) -> None:
 
     with (
         replaced_taps(llm, shifted) as worker,
-        pytest.raises(SelfCheckError, match="pre_attn of layer 1: does not read"),
+        pytest.raises(SelfCheckError, match="pre_attn of layer 1: rows must equal"),
     ):
         self_check(worker)
 
@@ -183,9 +183,15 @@ def test_check_is_skipped_with_a_reason(tiny_llama: Path, monkeypatch: pytest.Mo
     With wrong taps, the engine starts only if the check is skipped.
     """
     monkeypatch.setattr(install, "_pair_mid", next(w.maker for w in WRONG if w.replaces == "_pair_mid"))
-    with pytest.raises(SelfCheckError, match=r"LlamaForCausalLM cannot be steered.*--steering-skip-self-check"):
+    with pytest.raises(
+        SelfCheckError,
+        match=r"LlamaForCausalLM cannot be steered.*Start it with --enforce-eager .*--steering-skip-self-check",
+    ):
         make_llm(tiny_llama)
-    for config, said in (({"max_rows": 2}, "max_rows 2"), ({"self_check": False}, "--steering-skip-self-check")):
+    for config, said in (
+        ({"max_rows": 2}, "max_rows of at least 3, not 2"),
+        ({"self_check": False}, "--steering-skip-self-check"),
+    ):
         llm = make_llm(tiny_llama, steering_config=config)
         (report,) = llm.collective_rpc("steering_capabilities")
         close(llm)

@@ -166,7 +166,7 @@ def test_digest_covers_inner_classes_with_hook_points(monkeypatch: pytest.Monkey
         assert inside == bool(recipe.inner_class), recipe.layer_class
     assert digests.why_unproven(dbrx.DbrxBlock) is None
     monkeypatch.setattr(dbrx, "DbrxFusedNormAttention", block(BLOCK, tmp_path))
-    assert "differs from the proven one" in (digests.why_unproven(dbrx.DbrxBlock) or "")
+    assert "differs from the proven source" in (digests.why_unproven(dbrx.DbrxBlock) or "")
     monkeypatch.delattr(dbrx, "DbrxFusedNormAttention")
     assert "DbrxFusedNormAttention" in (digests.why_unproven(dbrx.DbrxBlock) or "")
 
@@ -184,7 +184,9 @@ def test_changed_source_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "vllm.model_executor.models.llama.LlamaDecoderLayer"
     assert find_decoder(model_of(LlamaDecoderLayer), TWO_LAYERS).unproven == ()
     monkeypatch.setattr(digests, "proven_digests", lambda: {"vllm 0.32.0": {name: "0" * 64}})
-    with pytest.raises(UnsupportedModelError, match=rf"{name}\.forward differs.*--steering-allow-unproven"):
+    with pytest.raises(
+        UnsupportedModelError, match=rf"{name}\.forward differs.*vllm-steer doctor MODEL .*--steering-allow-unproven"
+    ):
         find_decoder(model_of(LlamaDecoderLayer), TWO_LAYERS)
 
 
@@ -194,7 +196,7 @@ def test_allowed_changed_source_is_reported(monkeypatch: pytest.MonkeyPatch) -> 
     decoder = find_decoder(model_of(LlamaDecoderLayer), TWO_LAYERS, allow_unproven=True)
     assert len(decoder.layers) == 2
     (doubt,) = decoder.unproven
-    assert "LlamaDecoderLayer is not a proven layer class" in doubt
+    assert "LlamaDecoderLayer are not proven in any version" in doubt
 
 
 class Derived(LlamaDecoderLayer):
@@ -204,7 +206,8 @@ class Derived(LlamaDecoderLayer):
 def test_derived_class_is_refused_unless_allowed() -> None:
     """Catches a subclass that is steered by its base's recipe without permission, and an override without effect."""
     with pytest.raises(
-        UnsupportedModelError, match=r"Derived.*derived from .*LlamaDecoderLayer: pass --steering-allow"
+        UnsupportedModelError,
+        match=r"Derived.*derives from .*LlamaDecoderLayer: .*vllm-steer doctor MODEL .*pass --steering-allow",
     ):
         find_decoder(model_of(Derived), TWO_LAYERS)
     decoder = find_decoder(model_of(Derived), TWO_LAYERS, allow_unproven=True)

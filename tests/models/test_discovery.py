@@ -16,6 +16,7 @@ from vllm_steer.models.discovery import (
     caches_behind_attention,
     find_decoder,
     layer_count,
+    run_count,
 )
 from vllm_steer.models.install import install_taps
 from vllm_steer.models.recipes import RECIPES
@@ -99,7 +100,7 @@ def test_names_an_unsupported_class_if_its_list_has_another_length() -> None:
     [
         ({}, True, "--no-swa-bounded-replay"),
         ({"fuse_mhc_all_reduce": True}, False, "--disable-custom-all-reduce"),
-        ({"use_sequence_parallel": True}, False, "a part of the tokens"),
+        ({"use_sequence_parallel": True}, False, "a part of the tokens; start it without --enable-expert-parallel"),
     ],
 )
 def test_refuses_delayed_mixes_that_hide_rows_or_sums(settings: dict[str, Any], replay: bool, reason: str) -> None:
@@ -145,7 +146,7 @@ def test_knows_where_the_stream_is_not_the_one_before() -> None:
     assert decoder.gaps == {("pre_attn", 1), ("pre_attn", 2)}
     whisper = of("vllm.model_executor.models.whisper.WhisperDecoderLayer")
     # The configuration counts the layers of the encoder.
-    decoder = find_decoder(model(whisper), SimpleNamespace(num_hidden_layers=LAYERS + 3))
+    decoder = find_decoder(model(whisper), SimpleNamespace(num_hidden_layers=LAYERS + 3, decoder_layers=LAYERS))
     assert decoder.gaps == {("post_block", number) for number in range(LAYERS)}
 
 
@@ -174,9 +175,9 @@ def test_settings_choose_the_variant() -> None:
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"dtype": torch.float16}, "float16"),
+        ({"dtype": torch.float16}, "use --dtype bfloat16"),
         ({"dtype": torch.float16, "weights": torch.float8_e4m3fn}, "float16"),
-        ({"use_sequence_parallel_moe": True}, "only a part of the tokens"),
+        ({"use_sequence_parallel_moe": True}, "only a part of the tokens; start it without --enable-expert-parallel"),
     ],
 )
 def test_refuses_unproven_settings(settings: dict[str, Any], reason: str) -> None:
@@ -207,6 +208,28 @@ def test_layer_count() -> None:
     assert layer_count(SimpleNamespace(num_hidden_layers=56, num_layers=28)) == 28
     assert layer_count(SimpleNamespace(num_hidden_layers=32)) == 32
     assert layer_count(SimpleNamespace(num_hidden_layers=32, num_layers=32)) == 32
+
+
+def test_run_count() -> None:
+    """Catches a scheduler that counts the layers of a looped model instead of their runs, or an encoder's layers."""
+    config = {"num_hidden_layers": 32}
+    assert run_count(SimpleNamespace(**config)) == 32
+    assert run_count(SimpleNamespace(**config, loop_num=2)) == 64
+    hrm = {"num_layers_per_stack": 16, "H_cycles": 2, "L_cycles": 3}
+    assert run_count(SimpleNamespace(num_hidden_layers=128, **hrm)) == 128
+    assert run_count(SimpleNamespace(num_hidden_layers=16, **hrm)) == 128
+    assert run_count(SimpleNamespace(**config, decoder_layers=4)) == 4
+    assert run_count(SimpleNamespace(**config, decoder=SimpleNamespace(decoder_layers=10))) == 10
+    assert run_count(SimpleNamespace(**config, transf_decoder={"config_dict": {"num_layers": 8}})) == 8
+
+
+def test_refuses_a_model_that_runs_other_layers_than_its_configuration_counts() -> None:
+    """Catches budgets of the scheduler for another number of layers than the model runs."""
+    looped = of("vllm.model_executor.models.iquest_loopcoder.LoopCoderDecoderLayer")
+    body = model(looped)
+    body.gate_projections, body.layers = nn.ModuleList(), looped
+    with pytest.raises(UnsupportedModelError, match=f"runs {2 * LAYERS} layers, but the scheduler counts {LAYERS}"):
+        find_decoder(body, CONFIG)
 
 
 @pytest.mark.parametrize("field", ["sconv_kernel_size", "loop_num", "H_cycles"])

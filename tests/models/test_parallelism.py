@@ -58,7 +58,7 @@ def test_an_engine_refuses_an_unproven_split() -> None:
         _with_split(found, SteeringConfig(), pipeline=True)
     assert _with_split(found, SteeringConfig(), pipeline=False) is found
     (doubt,) = _with_split(found, SteeringConfig(allow_unproven=True), pipeline=True).unproven
-    assert "together" in doubt
+    assert "together; use tensor parallelism alone (--pipeline-parallel-size 1)" in doubt
 
 
 def test_refuses_a_stage_that_begins_with_an_engram_layer() -> None:
@@ -71,7 +71,7 @@ def test_refuses_a_stage_that_begins_with_an_engram_layer() -> None:
         if not refused:
             assert _with_split(found, SteeringConfig(), pipeline=True) is found
             continue
-        with pytest.raises(UnsupportedModelError, match="layer 2, which engram_layer_ids names"):
+        with pytest.raises(UnsupportedModelError, match=r"layer 2, an Engram layer .*VLLM_PP_LAYER_PARTITION"):
             _with_split(found, SteeringConfig(), pipeline=True)
 
 

@@ -149,7 +149,7 @@ def test_names_a_site_without_rows() -> None:
     model, sites = Model(), served_sites(ON_STREAM, range(LAYERS), {})
     base, donor = (dict(model.run(CheckRequest(donor=d))) for d in (False, True))
     donor[("post_attn", 2)] = np.full((TOKENS, HIDDEN), np.nan)
-    with pytest.raises(SelfCheckError, match=r"^post_attn of layer 2: stored no finite row"):
+    with pytest.raises(SelfCheckError, match=r"^post_attn of layer 2: no finite row was stored"):
         check_plain(sites, base, donor, EPSILON)
 
 
@@ -158,7 +158,9 @@ def test_names_layers_that_do_not_join() -> None:
     model, sites = Model(), served_sites(ON_STREAM, range(LAYERS), {})
     base, donor = (dict(model.run(CheckRequest(donor=d))) for d in (False, True))
     base["pre_attn", 1], base["pre_attn", 2] = base["pre_attn", 2], base["pre_attn", 1]
-    with pytest.raises(SelfCheckError, match=r"^pre_attn of layer 1: does not read.*layer 0"):
+    with pytest.raises(
+        SelfCheckError, match=r"^pre_attn of layer 1: rows must equal those of post_block of layer 0, but differ"
+    ):
         check_plain(sites, base, donor, EPSILON)
 
 
@@ -191,7 +193,7 @@ def test_checks_points_on_the_branches() -> None:
 @pytest.mark.parametrize("point", ["attn_out", "mlp_out"])
 def test_names_a_branch_on_the_other_summand(point: PointName) -> None:
     """Catches a point that reads and edits the stream instead of the branch."""
-    with pytest.raises(SelfCheckError, match=rf"^{point} of layer 1: .* is not .* plus what {point} reads"):
+    with pytest.raises(SelfCheckError, match=rf"^{point} of layer 1: .* must be .* plus {point}, but"):
         check(Model(swapped=(point, 1)), EVERYWHERE)
 
 
@@ -213,7 +215,9 @@ def test_names_an_edit_after_the_sum() -> None:
                     seen["post_attn", 1] = super().run(CheckRequest(donor=False))["post_attn", 1]
             return seen
 
-    with pytest.raises(SelfCheckError, match=r"^attn_out of layer 1: an edit .* more by as much"):
+    with pytest.raises(
+        SelfCheckError, match=r"^attn_out of layer 1: an edit .* must add the difference to post_attn of layer 1"
+    ):
         check(Behind(), EVERYWHERE)
 
 

@@ -34,20 +34,21 @@ def test_rows_by_position() -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "changes", "field"),
+    ("source", "changes", "field", "remedy"),
     [
-        (CaptureResult("error", "the store is full", None), {}, "vector"),
-        (replace(RESULT, status="partial", error="rows are missing"), {}, "vector"),
-        (CaptureResult("ok", None, {"path": "a"}), {}, "vector"),
-        (RESULT, {"layers": 2}, "vector"),
-        (RESULT, {"point": "pre_attn"}, "vector"),
-        (RESULT, {"layers": [1, 2]}, "layers"),
-        (RESULT, {"tokens": [4]}, "tokens"),
-        (RESULT, {"kind": "add"}, "vector"),
+        (CaptureResult("error", "the store is full", None), {}, "vector", "capture the rows again"),
+        (replace(RESULT, status="partial", error="rows are missing"), {}, "vector", "capture the rows again"),
+        (CaptureResult("ok", None, {"path": "a"}), {}, "vector", "capture them again"),
+        (RESULT, {"layers": 2}, "vector", "its sites: post_block"),
+        (RESULT, {"point": "pre_attn"}, "vector", "its sites: post_block"),
+        (RESULT, {"layers": [1, 2]}, "layers", "one edit per layer"),
+        (RESULT, {"tokens": [4]}, "tokens", "captured positions [0, 1, 2, 3]"),
+        (RESULT, {"kind": "add"}, "vector", "use replace"),
     ],
 )
-def test_a_source_that_is_gone_is_an_error(source: Any, changes: dict[str, Any], field: str) -> None:
-    """Catches an edit without rows that leaves the request unpatched."""
+def test_a_source_that_is_gone_is_an_error(source: Any, changes: dict[str, Any], field: str, remedy: str) -> None:
+    """Catches an edit without rows that leaves the request unpatched, and a message without a remedy."""
     with pytest.raises(SteeringError) as refused:
         edit(source, **changes)
     assert refused.value.field == field
+    assert remedy in refused.value.problem

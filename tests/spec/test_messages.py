@@ -85,6 +85,12 @@ MISTAKES: tuple[tuple[Callable[[], Any], str, str], ...] = (
     (lambda: edit(tokens="last_token"), "tokens: 'last_token' is not valid", "it is last_prompt here"),
     (lambda: edit(tokens="promt"), "tokens: 'promt' is not valid", "did you mean prompt?"),
     (lambda: edit(tokens=slice(1, 3)), "tokens: must be one of", "write [[start, stop]]"),
+    (lambda: edit(tokens=0.5), "tokens: must be one of", "thinking, answer, tool_call"),
+    (lambda: edit(tokens=0.5), "tokens: must be one of", "or a dict with generated, between or outside"),
+    (lambda: edit(tokens={"betwen": [1, 2]}), "tokens: unknown key 'betwen'", "did you mean between?"),
+    (lambda: edit(when={"readout": "r", "abov": 1}), "when: unknown key 'abov'", "did you mean above?"),
+    (lambda: edit(when={"readout": "r"}), "when.above: is missing", "give above or below"),
+    (lambda: edit(when={"readout": "r", "above": 1, "below": 2}), "when.above: cannot be combined", "omit one of them"),
     (lambda: parse_fields({"steering": EDIT}), "steering: must be a list of edits", "put the edit in a list"),
     (lambda: parse_fields({"steering": {"post_block": {1: VECTOR}}}), "steering: ", "belongs in steering_vectors"),
     (lambda: vectors(VECTOR), "steering_vectors: must be", 'such as {"post_block": {"12": vector}}'),
@@ -133,6 +139,16 @@ MISTAKES: tuple[tuple[Callable[[], Any], str, str], ...] = (
     (lambda: capture(dtype="bf16"), "capture.memory.dtype: 'bf16' is not valid", "it is bfloat16 here"),
     (lambda: capture(positions="last"), "capture.memory.positions: 'last' is not valid", "it is last_prompt here"),
     (lambda: capture(positions="decode"), "capture.memory.positions: ", "it is all_generated here"),
+    (
+        lambda: capture(positions="thinking"),
+        "capture.memory.positions: 'thinking' is a part of a conversation",
+        "use all_prompt or all_generated",
+    ),
+    (
+        lambda: capture(positions={"between": [1, 2]}),
+        "capture.memory.positions: {'between': [1, 2]} is a part of a conversation",
+        "use all_prompt or all_generated",
+    ),
 )
 
 

@@ -43,11 +43,11 @@ def test_positions_count_from_the_first_generated_token() -> None:
         ({"between": [3]}, "t.between", "a start and an end token"),
         ({"between": [3, -1]}, "t.between[1]", "token id"),
         ({"between": "answer"}, "t.between", "thinking"),
-        ({"between": [3, 4], "outside": [3, 4]}, "t", "only one"),
+        ({"between": [3, 4], "outside": [3, 4]}, "t", "exactly one of .*, not between and outside"),
         ({"between": [3, 4], "opened": 1}, "t.opened", "true or false"),
         ({"between": [3, 4], "end": 1}, "t", "unknown key"),
         ({"generated": [-1]}, "t.generated[0]", "0 or more"),
-        ({"generated": [3], "between": [3, 4]}, "t", "only one"),
+        ({"generated": [3], "between": [3, 4]}, "t", "generated without any other key"),
         ({"generated": 3}, "t.generated", "list"),
     ],
 )
@@ -66,7 +66,7 @@ def condition(**fields: Any) -> dict[str, Any]:
     ("fields", "field", "words"),
     [
         ({"when": condition(positions="answer")}, "when.positions", "edit's tokens"),
-        ({"when": condition(positions="answer", window="prompt")}, "when.positions", "previous or latch"),
+        ({"when": condition(positions="answer", window="prompt")}, "when.positions", 'window "previous" or "latch"'),
         ({"when": condition(positions=[[0, 3]], window="latch")}, "when.positions", "part of the output"),
         ({"when": condition(positions="answer", window="previous", over="mean")}, "when.positions", "mean"),
         ({"when": condition(window="latch"), "tokens": "image"}, "when.window", "generated tokens only"),

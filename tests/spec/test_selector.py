@@ -220,7 +220,7 @@ class TestValue:
 class TestRefused:
     @pytest.mark.parametrize("value", [None, 5, 1.5, True, b"all", {}, {1, 2}, {"start": 0}, np.array([1])])
     def test_type(self, value):
-        assert_refused(value, "t", "range, or a list")
+        assert_refused(value, "t", "a range, a list of positions and [start, stop] pairs, or a dict with generated")
 
     @pytest.mark.parametrize("value", ["", "All", "last", "all ", "\ud800"])
     def test_unknown_name(self, value):

@@ -47,7 +47,7 @@ def test_refuses_a_copy_of_a_view() -> None:
     assert _launches(tables, head, None)
     flat = torch.as_strided(head, (tables.head.numel() - 5,), (1,)).clone()
     copy = torch.as_strided(flat, head.size(), head.stride())
-    with pytest.raises(RuntimeError, match="a copy of its table"):
+    with pytest.raises(RuntimeError, match=r"a copy of its view .*--enforce-eager"):
         _launches(tables, copy, None)
-    with pytest.raises(RuntimeError, match="a copy of its table"):
+    with pytest.raises(RuntimeError, match=r"a copy of its view .*--enforce-eager"):
         _launches(tables, tables.head_column(3), copy)

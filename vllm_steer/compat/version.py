@@ -125,11 +125,23 @@ CONNECTORS_BY_BLOCK_HASH = frozenset({"OffloadingConnector", "MooncakeStoreConne
 
 @dataclass(frozen=True)
 class Conflict:
-    """A setting of vLLM with which taps would capture or edit the wrong tokens, or not run."""
+    """A setting of vLLM with which taps would capture or edit the wrong tokens, or not run.
+
+    Attributes:
+        setting: Name of the setting.
+        present: Whether an engine's configuration has it.
+        reason: Why it is refused, and what to use instead unless the setting can simply be omitted.
+        named: Return the setting with its value in an engine, for settings of which some values are supported.
+    """
 
     setting: str
     present: Callable[[Any], bool]
     reason: str
+    named: Callable[[Any], str] | None = None
+
+    def describe(self, vllm_config: Any) -> str:
+        """Return the setting of this engine and the reason."""
+        return f"{self.setting if self.named is None else self.named(vllm_config)}: {self.reason}"
 
 
 CONFLICTS: tuple[Conflict, ...] = (
@@ -141,7 +153,7 @@ CONFLICTS: tuple[Conflict, ...] = (
     Conflict(
         "--prefill-context-parallel-size > 1",
         lambda c: c.parallel_config.prefill_context_parallel_size > 1,
-        "each rank has a different part of every prompt",
+        "each rank has a different part of every prompt; use --tensor-parallel-size instead",
     ),
     Conflict(
         "--kv-sharing-fast-prefill",
@@ -151,22 +163,25 @@ CONFLICTS: tuple[Conflict, ...] = (
     Conflict(
         "VLLM_USE_RUST_FRONTEND",
         lambda c: _rust_frontend(),
-        "the Rust front end does not know the steering fields and would ignore them",
+        "the Rust front end does not know the steering fields and would ignore them; unset the variable",
     ),
     Conflict(
         "--runner pooling",
         lambda c: c.model_config.runner_type != "generate",
-        "steering edits generation; pooling requests have no sampling parameters to carry it",
+        "steering edits generation, and pooling requests have no sampling parameters to carry it; serve pooling models "
+        "without --enable-steering",
     ),
     Conflict(
         "sequence-parallel mixture of experts",
         lambda c: bool(c.parallel_config.use_sequence_parallel_moe),
-        "the residual stream is split over ranks by token, which no recipe supports yet",
+        "the residual stream is split over ranks by token, which no recipe supports; omit --enable-expert-parallel, or "
+        "use --data-parallel-size 1 or --tensor-parallel-size 1",
     ),
     Conflict(
         "distributed_executor_backend external_launcher",
         lambda c: c.parallel_config.distributed_executor_backend == "external_launcher",
-        "every rank schedules by itself and must decide alike, but requests that wait for room time out by the clock",
+        "every rank schedules by itself and must decide alike, but requests that wait for room time out by the clock; "
+        "use mp",
     ),
     Conflict(
         "--enable-elastic-ep",
@@ -177,7 +192,7 @@ CONFLICTS: tuple[Conflict, ...] = (
         "speculative decoding with enable_adaptive_verification",
         lambda c: c.speculative_config is not None and bool(c.speculative_config.enable_adaptive_verification),
         "the number of tokens of a request in a step is known on the device only, so captured rows would get the "
-        "wrong positions",
+        "wrong positions; set it to false",
     ),
     Conflict(
         "--monokernel",
@@ -188,15 +203,16 @@ CONFLICTS: tuple[Conflict, ...] = (
     Conflict(
         "a diffusion language model",
         lambda c: bool(c.model_config.is_diffusion),
-        "its tokens are not generated in order",
+        "its tokens are not generated in order; start it without --enable-steering",
     ),
     Conflict(
-        "--kv-transfer-config with this connector",
+        "--kv-transfer-config with other connectors",
         lambda c: (
             c.kv_transfer_config is not None and c.kv_transfer_config.kv_connector not in CONNECTORS_BY_BLOCK_HASH
         ),
-        "it may look blocks up by tokens or request and give edited keys and values to a plain request; "
-        f"{', '.join(sorted(CONNECTORS_BY_BLOCK_HASH))} use vLLM's block hashes, which include the edits",
+        "it may look blocks up by tokens or request and give edited keys and values to a plain request; use "
+        f"{' or '.join(sorted(CONNECTORS_BY_BLOCK_HASH))}, which use vLLM's block hashes, which include the edits",
+        lambda c: f"--kv-transfer-config with the connector {c.kv_transfer_config.kv_connector}",
     ),
 )
 
@@ -211,7 +227,8 @@ def check_settings(vllm_config: Any) -> None:
     """Raise :class:`IncompatibleError` naming every setting of this engine that conflicts with steering."""
     found = [conflict for conflict in CONFLICTS if conflict.present(vllm_config)]
     if found:
-        reasons = "; ".join(f"{conflict.setting}: {conflict.reason}" for conflict in found)
+        reasons = ". Nor with ".join(conflict.describe(vllm_config) for conflict in found)
         raise IncompatibleError(
-            f"--enable-steering cannot be combined with {reasons}. Remove these settings, or --enable-steering."
+            f"--enable-steering cannot be combined with {reasons}. Change these settings, or start without "
+            "--enable-steering."
         )

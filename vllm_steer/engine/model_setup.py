@@ -193,7 +193,7 @@ def _with_split(decoder: Decoder, config: SteeringConfig, *, pipeline: bool) -> 
     if doubt is None:
         return decoder
     if not config.allow_unproven:
-        raise UnsupportedModelError(f"{layer_class} cannot be steered: {doubt}. Change the split, or {ALLOW}")
+        raise UnsupportedModelError(f"{layer_class} cannot be steered: {doubt}, or {ALLOW}.")
     return replace(decoder, unproven=(*decoder.unproven, doubt))
 
 

@@ -34,7 +34,7 @@ from vllm_steer.engine.row_sender import RowSender
 from vllm_steer.engine.stats_collector import EngineStatsCollector
 from vllm_steer.errors import SteeringError
 from vllm_steer.log import steering_logger
-from vllm_steer.models.discovery import caches_behind_attention, layer_count
+from vllm_steer.models.discovery import caches_behind_attention, run_count
 from vllm_steer.params import PROGRAM_KEY, program_bytes, restore_program
 from vllm_steer.points import how_to_switch_on, points_on
 from vllm_steer.program import Program, Resolved, TableAllocator, resolve
@@ -56,7 +56,7 @@ class SteeringSchedulerMixin:
         if config is None:
             raise SteeringError("additional_config", "has no `steering` section; use vllm_steer.engine_kwargs()")
         model_config = self.vllm_config.model_config
-        self._steering_layers = layer_count(model_config.hf_text_config)
+        self._steering_layers = run_count(model_config.hf_text_config)
         self._caches_behind_attention = caches_behind_attention(model_config.hf_text_config)
         self._steering_points = frozenset(points_on(config.points))
         self._steering_hash = get_hash_fn_by_name(self.vllm_config.cache_config.prefix_caching_hash_algo)

@@ -35,6 +35,7 @@ from vllm_steer.models.self_check_plan import (
     plain_requests,
     served_sites,
 )
+from vllm_steer.points import POINTS_FLAG
 from vllm_steer.program.dynamic import LENS
 from vllm_steer.taps.heads import LensHead
 
@@ -70,7 +71,7 @@ def self_check(worker: Any) -> dict[str, Any]:
     except SelfCheckError as error:
         raise SelfCheckError(
             f"{model} cannot be steered: the self-check of its taps failed at {error}. Edits and captures would be "
-            f"wrong, so the engine does not start. To start it anyway, use {_DISABLE}."
+            f"wrong, so the engine does not start. {_next_steps(config)}"
         ) from None
     seconds = time.perf_counter() - started
     logger.info(
@@ -99,13 +100,28 @@ def _preserve_random_state(device: torch.device) -> Iterator[None]:
             np.random.set_state(numpy_state)
 
 
+def _next_steps(config: SteeringConfig) -> str:
+    """Return what to do after a failed check."""
+    fewer = f", or without {POINTS_FLAG}" if config.points else ""
+    return (
+        f"Start it with --enforce-eager (no compiled code){fewer}; if the check passes, it can be used. "
+        "`vllm-steer doctor MODEL --prove` runs the check on a shrunk copy of the model. Report the failure as an "
+        "issue of vllm-steer, with this message, the engine's flags and the versions of vLLM and torch. "
+        f"{_DISABLE} starts the engine without the check."
+    )
+
+
 def _skip_reason(worker: Any, config: SteeringConfig | None) -> str | None:
     """Return why the check cannot run, or None."""
     if config is None or not config.self_check:
         return f"{_DISABLE} is set"
-    too_small = [f"{name} {getattr(config, name)}" for name, least in NEEDED.items() if getattr(config, name) < least]
+    too_small = [
+        f"{name} of at least {least}, not {getattr(config, name)}"
+        for name, least in NEEDED.items()
+        if getattr(config, name) < least
+    ]
     if too_small:
-        return f"it needs more than {', '.join(too_small)}"
+        return f"it needs {' and '.join(too_small)}"
     scheduler = worker.vllm_config.scheduler_config
     if min(scheduler.max_num_batched_tokens, worker.vllm_config.model_config.max_model_len - 1) < TOKENS:
         return f"it needs steps and requests of {TOKENS} tokens"

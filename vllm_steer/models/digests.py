@@ -61,14 +61,14 @@ def why_unproven(cls: type) -> str | None:
     name = qualified_name(cls)
     listed = {version: digests[name] for version, digests in proven_digests().items() if name in digests}
     if not listed:
-        return f"{name} is not a proven layer class"
+        return f"the hook points of {name} are not proven in any version"
     try:
         found = digest_of(cls, RECIPES[name].inner_class if name in RECIPES else "")
     except NoSourceError as error:
-        return f"the source of {name} cannot be compared with the proven one ({error})"
+        return f"the source of {name} cannot be compared with the proven source ({error})"
     if found in listed.values():
         return None
-    return f"the source of {name}.forward differs from the proven one ({', '.join(listed)})"
+    return f"the source of {name}.forward differs from the proven source; it is proven in {', '.join(listed)}"
 
 
 def installed_digests() -> dict[str, dict[str, str]]:

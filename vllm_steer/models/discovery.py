@@ -22,6 +22,9 @@ from vllm_steer.models.unsupported import UNSUPPORTED
 from vllm_steer.points import OPTIONAL_POINTS, PointName
 
 ALLOW = "pass --steering-allow-unproven (SteeringConfig(allow_unproven=True))"
+PROVE = "`vllm-steer doctor MODEL --allow-unproven --prove`"
+"""Command that compares an unproven model with HF Transformers."""
+_WITHOUT = "Start the engine without --enable-steering"
 _REFUSABLE: tuple[PointName, ...] = ("post_attn", *OPTIONAL_POINTS)
 
 
@@ -114,11 +117,29 @@ def layer_count(hf_text_config: Any) -> int:
     return hidden // 2 if layers is not None and 2 * layers == hidden else hidden
 
 
+def run_count(hf_text_config: Any) -> int:
+    """Return the number of layers that requests name: runs of looped layers, and the decoder's beside an encoder.
+
+    The scheduler has only the configuration; :func:`find_decoder` counts the modules.
+    """
+    speech = getattr(hf_text_config, "transf_decoder", None)
+    if speech is not None:
+        return int(speech["config_dict"]["num_layers"])
+    for owner in (hf_text_config, getattr(hf_text_config, "decoder", None)):
+        if (decoder_layers := getattr(owner, "decoder_layers", None)) is not None:
+            return int(decoder_layers)
+    if hasattr(hf_text_config, "H_cycles"):
+        # Transformers counts the runs in ``num_hidden_layers``, checkpoints of other origin the layers.
+        cycles = hf_text_config.H_cycles * (hf_text_config.L_cycles + 1)
+        return int(hf_text_config.num_layers_per_stack * cycles)
+    return layer_count(hf_text_config) * int(getattr(hf_text_config, "loop_num", 1))
+
+
 def caches_behind_attention(hf_text_config: Any) -> bool:
     """Return whether the last layer's later points change cache entries, so that edits there need keys of their own.
 
-    Inkling convolves the outputs of attention and MLP and caches them. The numbers of looped layers go beyond the
-    configuration's, so its last layer is not the last run.
+    Inkling convolves the outputs of attention and MLP and caches them. Looped models are treated alike, although
+    nothing reads what the last run leaves; they lose some hits.
     """
     return any(hasattr(hf_text_config, name) for name in ("sconv_kernel_size", "loop_num", "H_cycles"))
 
@@ -140,6 +161,8 @@ def find_decoder(model: nn.Module, hf_text_config: Any, *, allow_unproven: bool 
 
     runs = _find_runs(model, hf_text_config, allow_unproven, refuse)
     num_layers = len(runs)
+    if (counted := run_count(hf_text_config)) != num_layers:
+        raise refuse(f": it runs {num_layers} layers, but the scheduler counts {counted} in its configuration")
     layers = []
     gaps: set[tuple[PointName, int]] = set()
     recalls: set[int] = set()
@@ -151,16 +174,16 @@ def find_decoder(model: nn.Module, hf_text_config: Any, *, allow_unproven: bool 
         recipe = recipe_of(module, allow_unproven)
         name = qualified_name(type(module))
         if recipe is None:
-            raise refuse(f": no recipe for layer {number}, {name}{_override_hint([module])}")
+            raise refuse(f": no recipe for layer {number}, {name}.{_override_hint([module])} {_WITHOUT}.")
         if (doubt := why_unproven(type(module))) is not None:
             if not allow_unproven:
                 raise refuse(
-                    f": {doubt}, so its hook points may be elsewhere. Install a proven version, or {ALLOW} to use the "
-                    "recipe unproven."
+                    f": {doubt}, so its hook points may be elsewhere. Install a proven version, or check this one with "
+                    f"{PROVE} and {ALLOW}."
                 )
             unproven[doubt] = None
         if (reason := recipe.why_unsupported(module)) is not None:
-            raise refuse(f": {name} with {reason}")
+            raise refuse(f": {name} is not supported with {reason}.")
         own = recipe.of(module)
         layers.append(DecoderLayer(number, module, own, run))
         if recipe.recalls and run:
@@ -209,19 +232,19 @@ def _find_layers(
         if any(recipe_of(layer, allow_unproven) for layer in candidate)
     }
     if len(known) > 1:
-        raise refuse(f": {len(known)} lists of {num_layers} decoder layers found, expected one")
+        raise refuse(f": {len(known)} lists of {num_layers} decoder layers found, expected one. {_WITHOUT}.")
     for found in known.values():
         return found
     classes = {qualified_name(type(module)) for module in root.modules()}
     for unsupported, why in UNSUPPORTED.items():
         if unsupported in classes:
-            raise refuse(f" ({unsupported.rpartition('.')[2]}): {why}")
+            raise refuse(f" ({unsupported.rpartition('.')[2]}): {why}. {_WITHOUT}.")
     layers = [layer for candidate in candidates for layer in candidate]
     names = ", ".join(sorted({qualified_name(type(layer)) for layer in layers}))
     raise refuse(
         f": no recipe for its decoder layers ({names or f'no list of {num_layers} layers found'})"
-        f"{_override_hint(layers)}. Start it without --enable-steering, or see docs/reference/architectures.md for the "
-        "proven architectures."
+        f".{_override_hint(layers)} {_WITHOUT}, or use another model: docs/reference/architectures.md lists them, and "
+        "`vllm-steer doctor MODEL` checks one from its config.json alone."
     )
 
 
@@ -234,4 +257,6 @@ def recipe_of(layer: nn.Module, allow_unproven: bool) -> Recipe | None:
 def _override_hint(layers: Iterable[nn.Module]) -> str:
     """Return the hint to ``allow_unproven`` if a base class of a layer has a recipe."""
     bases = sorted({recipe.layer_class for layer in layers if (recipe := recipe_of(layer, True)) is not None})
-    return f" (derived from {', '.join(bases)}: {ALLOW} to use its recipe unproven)" if bases else ""
+    return (
+        f" It derives from {', '.join(bases)}: to use that recipe, check it with {PROVE} and {ALLOW}." if bases else ""
+    )

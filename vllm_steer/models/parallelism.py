@@ -105,16 +105,27 @@ def why_unproven_split(layer_class: str, *, tensor: bool, pipeline: bool) -> str
         if not layer_class.endswith(tuple(f".{each}" for each in row.layer_classes)):
             continue
         if tensor and pipeline and row.both != "proven":
-            return f"hook points of {row.family} are not proven with tensor and pipeline parallelism together"
+            return _refusal(row, "tensor and pipeline parallelism together", pipeline)
         if tensor and row.tensor != "proven":
-            return f"hook points of {row.family} are not proven with tensor parallelism"
+            return _refusal(row, "tensor parallelism", pipeline)
         if pipeline and row.pipeline != "proven":
-            return f"hook points of {row.family} are not proven with pipeline parallelism"
+            return _refusal(row, "pipeline parallelism", pipeline)
     return None
 
 
+def _refusal(row: Parallelism, split: str, pipeline: bool) -> str:
+    """Return the reason why a split is refused, with a split that is proven instead."""
+    if pipeline and row.tensor == "proven":
+        instead = "use tensor parallelism alone (--pipeline-parallel-size 1)"
+    elif row.pipeline == "proven":
+        instead = "use pipeline parallelism alone (--tensor-parallel-size 1)"
+    else:
+        instead = "use one device (--tensor-parallel-size 1 --pipeline-parallel-size 1)"
+    return f"hook points of {row.family} are not proven with {split}; {instead}"
+
+
 def why_wrong_stage(number: int, first: Any) -> str | None:
-    """Return why no pipeline stage can begin with a layer, or None.
+    """Return why a pipeline stage cannot begin with a layer, or None.
 
     Args:
         number: Number of the layer in the whole model.
@@ -122,7 +133,7 @@ def why_wrong_stage(number: int, first: Any) -> str | None:
     """
     if number and getattr(first, "engram", None) is not None:
         return (
-            f"a pipeline stage begins with layer {number}, which engram_layer_ids names, and vLLM adds no memory in "
-            "the first layer of a stage"
+            f"a pipeline stage begins with layer {number}, an Engram layer (engram_layer_ids in config.json), but vLLM "
+            "skips Engram in the first layer of a stage; move the boundary with VLLM_PP_LAYER_PARTITION"
         )
     return None

@@ -42,20 +42,27 @@ PARALLEL: Final = (
 )
 PARTIAL_STREAM: Final = (
     "under tensor parallelism {layer} reduces attention and MLP in one sum, so no rank holds the stream after "
-    "attention; use pre_attn or post_block"
+    "attention; use pre_attn, post_block or --tensor-parallel-size 1"
 )
 PARTIAL_BRANCH: Final = (
-    "under tensor parallelism {layer} reduces attention and MLP in one sum, so no rank holds this branch"
+    "under tensor parallelism {layer} reduces attention and MLP in one sum, so no rank holds this branch; "
+    "use pre_attn, post_block or --tensor-parallel-size 1"
 )
 REDUCED_BRANCH: Final = (
-    "under tensor parallelism {layer} reduces the branch in the kernel that adds it, so no rank holds this branch"
+    "under tensor parallelism {layer} reduces the branch in the kernel that adds it, so no rank holds this branch; "
+    "use post_attn, post_block or --tensor-parallel-size 1"
 )
 MIXED_BRANCH: Final = (
-    "{layer} adds different multiples of the branch to several streams, so no tensor holds what is added to the stream"
+    "{layer} adds different multiples of the branch to several streams, so no tensor holds what is added to the "
+    "stream; use pre_attn, post_attn or post_block"
 )
-ONE_BRANCH: Final = "{layer} has only one branch, which is the difference of post_block and pre_attn"
-NO_SUBMODULE: Final = "no known submodule of {layer} outputs exactly what is added to the stream"
-PARALLEL_MLP: Final = "the MLP of {layer} runs in parallel with attention, on the block's own input"
+ONE_BRANCH: Final = (
+    "{layer} has only one branch, which is the difference of post_block and pre_attn; use these two points"
+)
+NO_SUBMODULE: Final = (
+    "no known submodule of {layer} outputs exactly the value of this point; use pre_attn or post_block"
+)
+PARALLEL_MLP: Final = "the MLP of {layer} runs in parallel with attention, on the block's own input; use pre_attn"
 NO_NORM: Final = "the MLP of {layer} reads the stream itself, without a norm; use post_attn"
 
 Reasons = Mapping[PointName, str]

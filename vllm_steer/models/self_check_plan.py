@@ -213,7 +213,10 @@ def check_plain(
     """
     for site in sites:
         if not all(np.isfinite(rows[site]).all() for rows in (base, donor)):
-            _fail(site, "stored no finite row: its tap did not run in a forward pass, or the stream itself overflows")
+            _fail(
+                site,
+                "no finite row was stored: the tap did not run in a forward pass, or the model's own stream overflows",
+            )
     for layer in (n for point, n in sites if point == "post_block" and ("pre_attn", n + 1) in sites):
         after: Site = ("pre_attn", layer + 1)
         if after in gaps:
@@ -221,7 +224,10 @@ def check_plain(
         for rows in (base, donor):
             distance = _length(rows["post_block", layer] - rows[after])
             if (distance > _noise(epsilon, rows[after])).any():
-                _fail(after, f"does not read the stream that post_block of layer {layer} reads, although they are one")
+                _fail(
+                    after,
+                    f"rows must equal those of post_block of layer {layer}, but differ by up to {distance.max():.3g}",
+                )
     for before, branches, stream in _sums_of(sites):
         if stream in gaps:
             continue
@@ -231,7 +237,8 @@ def check_plain(
                 names = " and ".join(branch for branch, _ in branches)
                 _fail(
                     branches[0],
-                    f"{_name(stream)} is not {_name(before)} plus what {names} reads: off by {distance.max():.3g}",
+                    f"{_name(stream)} must be {_name(before)} plus {names}, but their rows differ by up to "
+                    f" {distance.max():.3g}",
                 )
 
 
@@ -271,9 +278,9 @@ def check_hops(hops: Sequence[Hop], got: Sequence[Rows], base: Streams, donor: S
         if telling[1:].any() and wrong[telling].all():
             _fail(
                 hop.source,
-                f"an edit there that makes it another request's does not make {_name(hop.target)} "
-                + ("more by as much" if hop.adds else "that request's")
-                + f": off by {error.max():.3g}, where it makes a difference of {change.max():.3g}",
+                "an edit that replaces the rows by those of another request must "
+                + (f"add the difference to {_name(hop.target)}" if hop.adds else f"do so at {_name(hop.target)}")
+                + f", which would change by up to {change.max():.3g}, but the result is off by up to {error.max():.3g}",
             )
     return Verdict(len(hops), conclusive)
 

@@ -20,13 +20,25 @@ _TWO_ATTENTIONS: Final = (
     "{layer} has two attentions and two MLPs, with a mixture of experts beside them, so no tensor holds a stream "
     "between attention and MLP; use pre_attn or post_block"
 )
-_MULTIPLIED: Final = "{layer} multiplies the branch when it adds it, so no tensor holds what is added to the stream"
-_RESCALED: Final = "{layer} scales the whole stream after its MLP, so the stream does not grow by the branch"
-_BFLOAT16_ONLY: Final = "{layer} computes only in bfloat16, in which this point could not be proven"
-_NORMS_SUM: Final = "this {layer} normalizes the sum of stream and branch, so the stream does not grow by the branch"
-_SECOND_INPUT: Final = "this {layer} scales the norm's output by a second input before the MLP reads it"
-_TWO_NORMS: Final = "this {layer} gives its MLP and its experts different norms of the stream"
-_OUTER_BIAS: Final = "{layer} adds the branch's bias separately, so no tensor holds what is added to the stream"
+_MULTIPLIED: Final = (
+    "{layer} multiplies the branch when it adds it, so no tensor holds what is added to the stream; use post_attn or "
+    "post_block"
+)
+_RESCALED: Final = (
+    "{layer} scales the whole stream after its MLP, so the stream does not grow by the branch; use post_block"
+)
+_BFLOAT16_ONLY: Final = "{layer} computes only in bfloat16, in which this point could not be proven; use post_block"
+_NORMS_SUM: Final = (
+    "this {layer} normalizes the sum of stream and branch, so the stream does not grow by the branch; use post_attn or "
+    "post_block"
+)
+_SECOND_INPUT: Final = "this {layer} scales the norm's output by a second input before the MLP reads it; use post_attn"
+_TWO_NORMS: Final = "this {layer} gives its MLP and its experts different norms of the stream; use post_attn"
+_OUTER_BIAS: Final = (
+    "{layer} adds the branch's bias separately, so no tensor holds what is added to the stream; use pre_attn or "
+    "post_block"
+)
+_CHECKPOINT: Final = "config.json of the checkpoint sets it, so start this model without --enable-steering"
 
 _MEAN: Final = "the mean"
 _REDUCE: Final = "fused_allreduce_rms_norm"
@@ -115,7 +127,7 @@ def _opt(layer: Any) -> Mapping[str, Any]:
 def _post_norm_residual(layer: Any) -> str | None:
     if not layer.apply_residual_connection_post_layernorm:
         return None
-    return "apply_residual_connection_post_layernorm=True, which makes the normed input the residual"
+    return f"apply_residual_connection_post_layernorm=True, which makes the normed input the residual; {_CHECKPOINT}"
 
 
 def _sequence_parallel(layer: Any) -> str | None:
@@ -127,20 +139,27 @@ def _sequence_parallel(layer: Any) -> str | None:
         "use_hc_sequence_parallel",
     ):
         if getattr(layer, name, False):
-            return f"{name}: each rank then holds the stream of only a part of the tokens"
+            flags = "--enable-expert-parallel" + (" and --enable-hc-sp" if name == "use_hc_sequence_parallel" else "")
+            return (
+                f"{name}: each rank then holds the stream of only a part of the tokens; start it without {flags}, or "
+                "with --tensor-parallel-size 1"
+            )
     return None
 
 
 def _scaled_in_float16(layer: Any) -> str | None:
     # The norm has the stream's dtype even if other weights are quantised.
     if layer.input_layernorm.weight.dtype is torch.float16 and layer.routed_scaling_factor not in (None, 1):
-        return "dtype=float16, in which it scales the stream by 1 / routed_scaling_factor; use bfloat16"
+        return "dtype=float16, in which it scales the stream by 1 / routed_scaling_factor; use --dtype bfloat16"
     return _sequence_parallel(layer)
 
 
 def _kimi(layer: Any) -> str | None:
     if getattr(layer, "use_attn_residuals", False):
-        return "attention residuals (Kimi K3), which are proven for NVIDIA's GPUs only"
+        return (
+            "attention residuals (Kimi K3), which are proven only on NVIDIA GPUs; start it there, or without "
+            "--enable-steering"
+        )
     return _sequence_parallel(layer)
 
 
@@ -159,35 +178,37 @@ def _kimi_k3(layer: Any) -> Mapping[str, Any]:
 
 
 def _fused_streams(layer: Any) -> str | None:
-    return "fused hyper-connections, which this class is proven without" if layer.use_fused_mhc else None
+    if not layer.use_fused_mhc:
+        return None
+    return "hyper-connections fused by TileLang, which are not proven in this class; start it without --enable-steering"
 
 
 def _no_mhc(layer: Any) -> str | None:
-    return _sequence_parallel(layer) if layer.mhc else "mhc=False, which is not proven"
+    return _sequence_parallel(layer) if layer.mhc else f"mhc=False, which is not proven; {_CHECKPOINT}"
 
 
 def _token_embeddings(layer: Any) -> str | None:
     if layer.ple is not None:
-        return "ple_layer_ids, whose embeddings of n-grams no proof covers"
+        return f"ple_layer_ids, layers with embeddings of n-grams, which are not proven; {_CHECKPOINT}"
     return _sequence_parallel(layer)
 
 
 def _delayed_mixes(layer: Any) -> str | None:
     if layer.attn.swa_cache_layer.bounded_replay:
         return (
-            "swa_bounded_replay, with which prefill runs the last layers on a part of the tokens; set "
+            "swa_bounded_replay, with which prefill runs the last layers on only a part of the tokens; set "
             "swa_bounded_replay=False (--no-swa-bounded-replay)"
         )
     if layer.fuse_mhc_all_reduce:
         return (
-            "the all-reduce in the kernel of its mixes, so no tensor holds the reduced output of a sublayer; set "
-            "disable_custom_all_reduce=True (--disable-custom-all-reduce)"
+            "an all-reduce inside the hyper-connection kernel, so no tensor holds the reduced output of a sublayer; "
+            "set disable_custom_all_reduce=True (--disable-custom-all-reduce)"
         )
     return _sequence_parallel(layer)
 
 
 def _single_stream(layer: Any) -> str | None:
-    return None if layer.enable_ihc else "enable_ihc=False, which is not proven"
+    return None if layer.enable_ihc else f"enable_ihc=False, which is not proven; {_CHECKPOINT}"
 
 
 VLLM_RECIPES: Final[tuple[Recipe, ...]] = (

@@ -22,6 +22,7 @@ from vllm_steer.spec.capture_form import (
     ReduceName,
 )
 from vllm_steer.spec.consumer_options import NO_OPTIONS, read_options
+from vllm_steer.spec.part import PARTS, PROMPT_PARTS
 from vllm_steer.spec.projection import DirectionsInput, NamedProjection, Projection
 from vllm_steer.spec.scalars import read_choice, shown
 from vllm_steer.spec.selector import (
@@ -42,6 +43,7 @@ ReduceInput: TypeAlias = (
     ReduceName | Projection | NamedProjection | Mapping[Literal["directions", "probes"], DirectionsInput] | None
 )
 
+_PARTS_OF_CONVERSATION = (*PARTS, *PROMPT_PARTS)
 _CONSUMER_NAME = re.compile("[a-z][a-z0-9_-]{0,63}")
 _HOOKS_FORM = '{point: layers or "all"} such as {"post_block": [12]}, or a list of sites such as ["resid_post.12"]'
 _EXAMPLE = '{"memory": {"hooks": {"post_block": [12]}, "positions": "last_prompt"}}'
@@ -300,15 +302,23 @@ def _read_site_names(names: list[object] | tuple[object, ...]) -> Hooks:
 
 def _read_positions(value: object) -> Selector:
     if isinstance(value, str):
+        if value in _PARTS_OF_CONVERSATION:
+            raise _part_error(value)
         return Selector(POSITIONS[read_choice(value, POSITIONS, "positions", aliases=POSITION_ALIASES)])
     if not isinstance(value, (list, tuple, range, Selector, Mapping)):
         raise selector_form_error(value, POSITIONS, "positions")
     selector = Selector.parse(value, "positions")
     if selector.spans or selector.is_prompt_part:
-        raise SteeringError(
-            "positions", "parts of a conversation are not supported for captures, whose room is reserved by position"
-        )
+        raise _part_error(selector.to_wire())
     return selector
+
+
+def _part_error(value: object) -> SteeringError:
+    return SteeringError(
+        "positions",
+        f"{shown(value)} is a part of a conversation, which captures do not support because rows are reserved by "
+        "position; use all_prompt or all_generated, and select rows by the positions of the result",
+    )
 
 
 def _read_flag(value: object, field: str) -> bool:

@@ -11,7 +11,7 @@ from vllm_steer.points import POINT_NAMES
 from vllm_steer.spec.json_schema import any_of
 from vllm_steer.spec.projection import DirectionsForm, ProbesForm
 from vllm_steer.spec.selector import PositionListForm, PositionsName
-from vllm_steer.spec.sites import LayersForm
+from vllm_steer.spec.sites import NAMES_LISTED, LayersForm
 
 DtypeName = Literal["float32", "float16", "bfloat16"]
 ReduceName = Literal["mean", "last"]
@@ -27,7 +27,7 @@ class CaptureForm(msgspec.Struct, kw_only=True):
         any_of(dict[str, LayersForm], list[str]),
         msgspec.Meta(
             description=f"Layers by hook point ({', '.join(POINT_NAMES)}), or a list of names of sites in other "
-            "libraries, such as `blocks.3.hook_resid_post` (docs/reference/points.md).",
+            f"libraries, such as `blocks.3.hook_resid_post`; {NAMES_LISTED}.",
         ),
     ]
     positions: Annotated[

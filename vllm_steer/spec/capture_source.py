@@ -97,13 +97,17 @@ def rows_of(
         SteeringError: The capture failed, lacks the site or a position, or the edit has several layers.
     """
     if captured.status != "ok":
-        raise SteeringError("vector", f"is a capture that has status {captured.status}: {captured.error}")
+        raise SteeringError(
+            "vector", f"is a capture with status {captured.status!r}: {captured.error}; capture the rows again"
+        )
     try:
         sites = captured.sites
     except (RuntimeError, TypeError) as error:
-        raise SteeringError("vector", f"is a capture without rows: {error}") from None
+        raise SteeringError("vector", f"is a capture without rows: {error}; capture them again") from None
     if isinstance(layers, str) or len(layers) != 1:
-        raise SteeringError("layers", "must be one layer if the rows come from a capture")
+        raise SteeringError(
+            "layers", f"must be one layer if the rows come from a capture, not {shown(layers)}; send one edit per layer"
+        )
     site = sites.get((point, layers[0]))
     if site is None:
         if not sites:
@@ -126,13 +130,21 @@ def rows_of(
         if not isinstance(tokens, (list, tuple)) or any(
             place < 0 for item in tokens for place in (item if isinstance(item, (list, tuple)) else [item]) if place
         ):
-            raise SteeringError("tokens", f"must be positions from the start, not {shown(tokens)}")
+            raise SteeringError(
+                "tokens",
+                f"{shown(tokens)} depends on the length of the prompt, which a report of the client does not have; "
+                "list positions that count from 0, or omit tokens to use all captured positions",
+            )
     row_of = {position: i for i, position in enumerate(found)}
     wanted: list[int] = []
     for start, stop in selector.intervals(prompt_len):
         wanted += range(start, max(found) + 1 if stop == OPEN_END else stop)
     lost = [position for position in wanted if position not in row_of]
     if lost or not wanted:
-        raise SteeringError("tokens", f"position {lost[0] if lost else shown(tokens)} was not captured")
+        raise SteeringError(
+            "tokens",
+            f"position {lost[0] if lost else shown(tokens)} was not captured; use some of the captured positions "
+            f"{shown(found)}, or capture it too",
+        )
     picked = rows[[row_of[position] for position in wanted]]
     return (picked if len(picked) > 1 else picked[0]), tokens

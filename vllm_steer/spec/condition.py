@@ -13,7 +13,7 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_CONDITIONS, MAX_STOP_TOKENS, MAX_STOPS
 from vllm_steer.spec.part import PartName, PromptPartName, SpanForm
 from vllm_steer.spec.references import read_name
-from vllm_steer.spec.scalars import is_integer, read_choice, read_number, shown
+from vllm_steer.spec.scalars import did_you_mean, is_integer, read_choice, read_number, shown
 from vllm_steer.spec.selector import PositionListForm, Selector, SelectorName
 
 WindowName = Literal["token", "previous", "latch", "prompt"]
@@ -280,15 +280,20 @@ def _read_positions(given: Mapping[str, Any], window: WindowName, over: OverName
     selector = Selector.parse(given["positions"], path)
     if window == "prompt":
         if selector.spans:
-            raise SteeringError(path, "is a part of the output, but the window is the prompt; use previous or latch")
+            raise SteeringError(
+                path, 'is a part of the output, but the window is the prompt; use the window "previous" or "latch"'
+            )
     elif window == "token":
-        raise SteeringError(path, "the window token looks at the edited token only; give the part as the edit's tokens")
+        raise SteeringError(
+            path,
+            'does not apply to the window "token" (the default); set another window, or the edit\'s tokens',
+        )
     elif not selector.spans:
         raise SteeringError(
             path, f'must be a part of the output: {_PARTS_OF_OUTPUT}. Positions need the window "prompt"'
         )
     elif over == "mean":
-        raise SteeringError(path, "cannot be combined with a mean; use over last, max or ema, or tokens in a row")
+        raise SteeringError(path, 'cannot be combined with over="mean"; use over="last", "max" or "ema", or tokens')
     return selector
 
 
@@ -298,7 +303,8 @@ def _read_mapping(value: object, form: Any, field: str) -> Mapping[str, Any]:
         raise SteeringError(field, f"must be a dict with {', '.join(names)}, not {shown(value)}")
     unknown = [key for key in value if key not in names]
     if unknown:
-        raise SteeringError(field, f"unknown key {shown(unknown[0])}; use {', '.join(names)}")
+        similar = did_you_mean(unknown[0], names)
+        raise SteeringError(field, f"unknown key {shown(unknown[0])}; use {', '.join(names)}{similar}")
     if "readout" in names and "readout" not in value:
         raise SteeringError(f"{field}.readout", "is missing; name a probe of the request's field readouts")
     return value
@@ -306,6 +312,8 @@ def _read_mapping(value: object, form: Any, field: str) -> Mapping[str, Any]:
 
 def _read_bound(given: Mapping[str, Any], field: str) -> Bound:
     bounds = [name for name in ("above", "below") if given.get(name) is not None]
-    if len(bounds) != 1:
-        raise SteeringError(f"{field}.above", "give either above or below, and only one of them")
+    if not bounds:
+        raise SteeringError(f"{field}.above", "is missing; give above or below")
+    if len(bounds) > 1:
+        raise SteeringError(f"{field}.above", "cannot be combined with below; omit one of them")
     return Bound(bounds[0] == "above", read_number(given[bounds[0]], f"{field}.{bounds[0]}"))

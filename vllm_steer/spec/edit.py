@@ -28,7 +28,7 @@ from vllm_steer.spec.matrix import Matrix, MatrixForm, MatrixInput, is_matrix, p
 from vllm_steer.spec.references import read_name
 from vllm_steer.spec.scalars import is_integer, read_choice, read_number, shown
 from vllm_steer.spec.selector import Selector, TokensForm, TokensInput
-from vllm_steer.spec.sites import Layers, LayersForm, LayersInput, PointForm, read_layers_of, read_site
+from vllm_steer.spec.sites import NAMES_LISTED, Layers, LayersForm, LayersInput, PointForm, read_layers_of, read_site
 from vllm_steer.spec.vector import Vector, VectorInput, pack_array, parse_vector
 
 KindName = Literal["add", "add_normed", "ablate", "clamp", "replace", "feature"]
@@ -121,7 +121,7 @@ class EditForm(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         PointForm,
         msgspec.Meta(
             description=f"Hook point; {', '.join(OPTIONAL_POINTS)} need {POINTS_FLAG}. Names of other libraries are "
-            "accepted (docs/reference/points.md)."
+            f"accepted, such as `hook_resid_post`; {NAMES_LISTED}."
         ),
     ]
     vector: RowsForm = None

@@ -101,7 +101,8 @@ def read_span(value: Mapping[str, Any], field: str) -> Span:
     """
     given = [key for key in ("between", "outside") if value.get(key) is not None]
     if len(given) != 1:
-        raise SteeringError(field, "give one of generated, between and outside, and only one of them")
+        found = " and ".join(given) or "none of them"
+        raise SteeringError(field, f"must have exactly one of the keys generated, between and outside, not {found}")
     key = given[0]
     opened = value.get("opened", False)
     if not isinstance(opened, bool):

@@ -12,7 +12,7 @@ import msgspec
 from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_SELECTOR_ITEMS
 from vllm_steer.spec.part import PARTS, PROMPT_PARTS, PartName, PromptPartName, Span, SpanForm, read_span
-from vllm_steer.spec.scalars import is_integer, read_choice, shown
+from vllm_steer.spec.scalars import did_you_mean, is_integer, read_choice, shown
 
 Interval: TypeAlias = tuple[int, int]
 SelectorName = Literal["all", "prompt", "generated", "last_prompt"]
@@ -56,6 +56,9 @@ _UNBOUND: Mapping[str, SelectorName] = MappingProxyType(
     {name: "all" if name == "assistant" else "prompt" for name in PROMPT_PARTS}
 )
 """Tokens among which the parts of a prompt are."""
+
+TOKEN_NAMES: tuple[TokensName, ...] = (*NAMED, *PARTS, *PROMPT_PARTS)
+"""Named selectors and parts, the names of the tokens of an edit."""
 
 _ELSEWHERE: Mapping[str, str] = MappingProxyType(
     dict.fromkeys(("last", "last_token", "final"), "last_prompt")
@@ -250,7 +253,7 @@ def _read(tokens: object, field: str) -> _Where:
     if isinstance(tokens, Selector):
         return tokens._where
     if isinstance(tokens, str):
-        return read_choice(tokens, (*NAMED, *PARTS, *PROMPT_PARTS), field, aliases=TOKEN_ALIASES)
+        return read_choice(tokens, TOKEN_NAMES, field, aliases=TOKEN_ALIASES)
     if isinstance(tokens, Mapping):
         return _read_mapping(tokens, field)
     if isinstance(tokens, range):
@@ -258,7 +261,7 @@ def _read(tokens: object, field: str) -> _Where:
     if isinstance(tokens, tuple):
         raise SteeringError(field, "a tuple is ambiguous; write [3, 7] for two tokens or [(3, 7)] for tokens 3 to 6")
     if not isinstance(tokens, list):
-        raise selector_form_error(tokens, NAMED, field)
+        raise selector_form_error(tokens, TOKEN_NAMES, field, mapping=True)
     if not 1 <= len(tokens) <= MAX_SELECTOR_ITEMS:
         raise SteeringError(field, f"has {len(tokens)} items; list 1 to {MAX_SELECTOR_ITEMS} positions or pairs")
     return _canonical(_item_interval(item, f"{field}[{i}]") for i, item in enumerate(tokens))
@@ -267,14 +270,17 @@ def _read(tokens: object, field: str) -> _Where:
 def _read_mapping(tokens: Mapping[str, Any], field: str) -> _Generated | Span:
     names = SpanForm.__struct_fields__
     unknown = [key for key in tokens if key not in names]
-    if not tokens or len(unknown) == len(tokens):
-        raise selector_form_error(tokens, NAMED, field)
+    similar = did_you_mean(unknown[0], names) if unknown else ""
+    if not similar and len(unknown) == len(tokens):
+        raise selector_form_error(tokens, TOKEN_NAMES, field, mapping=True)
     if unknown:
-        raise SteeringError(field, f"unknown key {shown(unknown[0])}; use {', '.join(names)}")
+        raise SteeringError(
+            field, f"unknown key {shown(unknown[0])}; use generated, between or outside (with opened){similar}"
+        )
     if tokens.get("generated") is None:
         return read_span(tokens, field)
     if len(tokens) > 1:
-        raise SteeringError(field, "give one of generated, between and outside, and only one of them")
+        raise SteeringError(field, f"has the keys {', '.join(map(str, tokens))}; give generated without any other key")
     items, path = tokens["generated"], f"{field}.generated"
     if not isinstance(items, list) or not 1 <= len(items) <= MAX_SELECTOR_ITEMS:
         raise SteeringError(path, f"must be a list of 1 to {MAX_SELECTOR_ITEMS} positions or pairs, not {shown(items)}")
@@ -285,8 +291,17 @@ def _read_mapping(tokens: Mapping[str, Any], field: str) -> _Generated | Span:
     return _Generated(tuple(_merged(intervals)))
 
 
-def selector_form_error(value: object, names: Iterable[str], field: str) -> SteeringError:
-    """Return the error for a value that is not a selector in any form; ``names`` are the named ones."""
+def selector_form_error(value: object, names: Iterable[str], field: str, *, mapping: bool = False) -> SteeringError:
+    """Return the error for a value that is not a selector in any form.
+
+    Args:
+        value: Any object.
+        names: The valid names.
+        field: Path of the value.
+        mapping: Whether a dict of :class:`SpanForm`'s fields is valid.
+    """
+    pairs = "a list of positions and [start, stop] pairs"
+    forms = f"{pairs}, or a dict with generated, between or outside" if mapping else f"or {pairs}"
     hint = ""
     if is_integer(value):
         hint = f"; write [{shown(value)}] for one position"
@@ -296,8 +311,7 @@ def selector_form_error(value: object, names: Iterable[str], field: str) -> Stee
         hint = "; convert it with .tolist()"
     return SteeringError(
         field,
-        f"must be one of {', '.join(names)}, a range, or a list of positions and [start, stop] pairs, "
-        f"not {shown(value)} ({type(value).__name__}){hint}",
+        f"must be one of {', '.join(names)}, a range, {forms}, not {shown(value)} ({type(value).__name__}){hint}",
     )
 
 

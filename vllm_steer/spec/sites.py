@@ -30,10 +30,12 @@ LayersForm = Annotated[
     msgspec.Meta(description='One layer, a list of layers, or "all".'),
 ]
 """JSON form of layers."""
+NAMES_LISTED = "`GET /v1/steering/capabilities` and `vllm-steer doctor MODEL` list the usual names of each point"
+"""Where users find the names of points in other libraries, for descriptions of fields."""
 PointForm = Annotated[
     Any,
     any_of(PointName, str),
-    msgspec.Meta(description="Hook point, or its name in another library (docs/reference/points.md)."),
+    msgspec.Meta(description=f"Hook point, or its name in another library; {NAMES_LISTED}."),
 ]
 """JSON form of a hook point."""
 

@@ -62,7 +62,7 @@ OPEN_END = 2**31 - 1
 """Position after the last one of an open-ended segment."""
 
 _ALIGNED_COLUMNS = 16 // torch.int32.itemsize
-"""Distance between two columns of ``head`` with the same alignment, which Inductor takes as 16 bytes."""
+"""Columns of ``head`` in 16 bytes, the alignment that Inductor assumes."""
 
 
 def _head_stride(points: Sequence[PointName]) -> int:
@@ -199,14 +199,15 @@ class Tables:
         """Return the site whose view of ``head`` this is.
 
         Raises:
-            RuntimeError: It is a copy. Every forward pass calls this for every tap that is not in a CUDA graph, so the
-                engine does not start.
+            RuntimeError: ``head`` is a copy. Every tap outside of a CUDA graph calls this in every forward pass, so the
+                engine already fails at start.
         """
         column = self._column_at.get(head.data_ptr())
         if column is None:
             raise RuntimeError(
-                "compiled code gave a tap a copy of its table, so edits and captures would be lost: start with "
-                "--enforce-eager, and report this with the versions of torch and vLLM"
+                "compiled code passed a tap a copy of its view of the table `head`, so edits and captures are lost; "
+                "start the engine with --enforce-eager, and report this error as an issue of vllm-steer, with the "
+                "versions of torch and vLLM"
             )
         return column
 

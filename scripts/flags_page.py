@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Page docs/reference/flags.md: flags of the server, options of the command line, and environment variables."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import typer.main
+
+import vllm_steer
+from vllm_steer.cli.main import app
+from vllm_steer.cli.serve import PLUGIN
+from vllm_steer.config import REGISTRY_VARIABLE, SteeringConfig
+from vllm_steer.frontend.context import CONSUMERS_VARIABLE, CONTROLLER_VARIABLE
+from vllm_steer.server.flags import (
+    BATCH_DESTS,
+    CONSUMERS,
+    CONTROLLER,
+    ENABLE,
+    ENGINE_DESTS,
+    MODULES,
+    PART,
+    REGISTRY,
+    SAE,
+    add_flags,
+)
+
+MakeTable = Callable[[tuple[str, ...], list[tuple[str, ...]]], str]
+PACKAGE: Final = Path(vllm_steer.__file__).parent
+OFFLINE: Final[Mapping[str, str]] = {
+    ENABLE: "`enable_steering=True`",
+    CONSUMERS: "`capture_consumers=`",
+    CONTROLLER: "`steering_controller=` (`AsyncLLM`)",
+    REGISTRY: "`steering_registry=`",
+    MODULES: "`steering_modules=`",
+    SAE: "`saes`",
+    PART: "`parts`",
+    "--steering-skip-self-check": "`self_check`: `False`",
+}
+"""Python equivalents of flags: arguments, and keys of ``steering_config`` that differ from the flag."""
+
+
+class Variable(NamedTuple):
+    """An environment variable."""
+
+    name: str
+    read_by: str
+    meaning: str
+
+
+VARIABLES: Final = (
+    Variable("VLLM_STEER_URL", "`vllm-steer` commands", "URL of the server; same as `--url`"),
+    Variable("VLLM_STEER_API_KEY", "`vllm-steer` commands", "API key; same as `--api-key`"),
+    Variable("VLLM_STEER_KEYS", "`vllm-steer keys`", "key file; same as `--file`"),
+    Variable(
+        "VLLM_STEER_ALLOW_UNTESTED_VLLM",
+        "every engine",
+        "`1` starts an engine with steering on a version of vLLM that is neither tested nor unchanged "
+        "([versions](../guides/releases.md#untested-versions))",
+    ),
+    Variable(
+        "VLLM_STEER_INSPECT_ALIASES",
+        "the provider for Inspect AI",
+        "names of other providers that it also answers to, separated by commas ([Inspect AI](../peers/inspect.md))",
+    ),
+    Variable(
+        REGISTRY_VARIABLE, "API server processes", f"set by the server from `{REGISTRY}` and `{MODULES}`; do not set it"
+    ),
+    Variable(CONSUMERS_VARIABLE, "API server processes", f"set by the server from `{CONSUMERS}`; do not set it"),
+    Variable(CONTROLLER_VARIABLE, "API server processes", f"set by the server from `{CONTROLLER}`; do not set it"),
+)
+OF_VLLM: Final = (
+    ("`VLLM_PLUGINS`", f"vLLM loads only the plugins that it names: add `{PLUGIN}`. `vllm-steer serve` does so itself"),
+    ("`VLLM_USE_RUST_FRONTEND`", "refused with steering"),
+    ("`VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0`", "captures under pipeline parallelism are refused"),
+    (
+        "`VLLM_WEIGHT_OFFLOADING_DISABLE_UVA=1`",
+        "with `--cpu-offload-gb`: decoder layers with offloaded weights are refused",
+    ),
+)
+"""Variables of vLLM that change what is served."""
+
+
+def page(table: MakeTable) -> str:
+    """Return the page.
+
+    Raises:
+        ValueError: The package names an environment variable that is not on the page, or the reverse.
+    """
+    found = {name for path in PACKAGE.rglob("*.py") for name in re.findall(r'"(VLLM_STEER_[A-Z_]+)"', path.read_text())}
+    if found != {variable.name for variable in VARIABLES}:
+        raise ValueError(f"environment variables {sorted(found ^ {variable.name for variable in VARIABLES})}")
+    return (
+        "# Flags and environment variables\n\n"
+        "## Flags of the server\n\n"
+        "`vllm serve` has these flags in an environment with vllm-steer. They are refused without the first one. The\n"
+        "column *in Python* has the equivalent for `LLM` and `AsyncLLM`: an argument, with `=`, or a key of\n"
+        "`steering_config`. Flags with a key of `steering_config`, and those with a note, are also flags of\n"
+        "`vllm run-batch`. [Limits](limits.md) has the numbers in groups.\n\n"
+        + table(("flag", "in Python", "meaning"), list(_server_flags()))
+        + "\n## Commands\n\n"
+        "The command `vllm-steer` has these commands and options:\n\n"
+        + table(("command", "purpose"), [(f"`{name}`", _sentence(command)) for name, command in _commands()])
+        + "\n"
+        + table(("command", "option", "default", "meaning"), list(_options()))
+        + "\n## Environment variables\n\n"
+        + table(("variable", "read by", "meaning"), [(f"`{v.name}`", v.read_by, v.meaning) for v in VARIABLES])
+        + "\nThese variables of vLLM change what is served:\n\n"
+        + table(("variable of vLLM", "effect"), list(OF_VLLM))
+    )
+
+
+def _server_flags() -> Iterator[tuple[str, str, str]]:
+    parser = argparse.ArgumentParser(add_help=False)
+    add_flags(parser)
+    for action in parser._actions:
+        flag = action.option_strings[0]
+        values = action.metavar or ("|".join(action.choices) if action.choices else "")
+        shown = (
+            ", ".join(f"`{each}`" for each in action.option_strings) if len(action.option_strings) > 1 else f"`{flag}`"
+        )
+        batch = " Also for `vllm run-batch`." if action.dest in BATCH_DESTS else ""
+        yield f"{shown} {_values(values)}".strip(), _in_python(flag, action.dest), f"{action.help}{batch}"
+
+
+def _values(values: object) -> str:
+    return f"`{values}`" if values else ""
+
+
+def _in_python(flag: str, dest: str) -> str:
+    """Return the key of ``steering_config`` that equals a flag, or the argument."""
+    if flag in OFFLINE:
+        return OFFLINE[flag]
+    if dest not in ENGINE_DESTS:
+        return ""
+    name = next(name for name in (dest.removeprefix("steering_"), dest) if name in SteeringConfig.__struct_fields__)
+    return f"`{name}`"
+
+
+def _commands() -> Iterator[tuple[str, Any]]:
+    """Yield every command with its full name."""
+
+    def walk(command: Any, path: Sequence[str]) -> Iterator[tuple[str, Any]]:
+        for name, each in command.commands.items():
+            if getattr(each, "commands", None):
+                yield from walk(each, [*path, name])
+            else:
+                yield " ".join([*path, name]), each
+
+    return walk(typer.main.get_command(app), ["vllm-steer"])
+
+
+def _sentence(command: Any) -> str:
+    return str(command.help or "").partition("\n\n")[0].replace("\n", " ")
+
+
+def _options() -> Iterator[tuple[str, str, str, str]]:
+    for name, command in _commands():
+        for option in command.params:
+            if option.param_type_name == "argument":
+                shown = f"`{option.metavar or option.name.upper()}`"
+            else:
+                shown = ", ".join(f"`{each}`" for each in (*option.opts, *option.secondary_opts))
+            given = option.default
+            default = (
+                "required"
+                if option.required
+                else ""
+                if given is None or given is False or given == ""
+                else f"`{given}`"
+            )
+            yield f"`{name}`", shown, default, option.help or ""
