@@ -14,6 +14,7 @@ import transformers
 
 from tests.conformance import two_ranks
 from tests.conformance.branches import BRANCHES, supported_branches
+from tests.conformance.kernels import media_stubs
 from tests.conformance.model import LAYERS, TinyModel, config_of
 from tests.conformance.part import selected
 from tests.conformance.zoo_settings import SETTINGS
@@ -27,7 +28,8 @@ def _outline(model: str) -> dict[str, Any]:
     from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 
     try:
-        return outline(model, {"points": list(BRANCHES)}, {})
+        with media_stubs():
+            return outline(model, {"points": list(BRANCHES)}, {})
     finally:
         destroy_model_parallel()
         destroy_distributed_environment()
@@ -62,6 +64,55 @@ def test_outline_agrees_with_the_proven_row(tiny: TinyModel, vllm_process: Proce
     refused = {point for point, layers in facts["refused"].items() if layers}
     assert refused == {*tiny.refused, *BRANCHES} - set(supported_branches(tiny))
     assert {point for point, layers in facts["unread"].items() if layers} >= set(tiny.unread)
+
+
+PUBLISHED: dict[str, tuple[str, dict[str, Any], str, int]] = {
+    "DeepseekV3Config": ("DeepseekV3ForCausalLM", {}, "DeepseekV2DecoderLayer", 61),
+    "Qwen3NextConfig": ("Qwen3NextForCausalLM", {}, "Qwen3NextDecoderLayer", 48),
+    "Qwen3_5MoeTextConfig": ("Qwen3_5MoeForCausalLM", {}, "Qwen3_5DecoderLayer", 40),
+    "Glm4MoeConfig": ("Glm4MoeForCausalLM", {"head_dim": 128}, "Glm4MoeDecoderLayer", 46),
+    "Glm4MoeLiteConfig": ("Glm4MoeLiteForCausalLM", {"first_k_dense_replace": 1}, "Glm4MoeLiteDecoderLayer", 47),
+    "GptOssConfig": ("GptOssForCausalLM", {}, "TransformerBlock", 36),
+    "MiniMaxM2Config": (
+        "MiniMaxM2ForCausalLM",
+        {"rotary_dim": 64, "scoring_func": "sigmoid", "use_routing_bias": True},
+        "MiniMaxM2DecoderLayer",
+        62,
+    ),
+    "Gemma3nTextConfig": ("Gemma3nForCausalLM", {}, "Gemma3nDecoderLayer", 35),
+    "Gemma4TextConfig": ("Gemma4ForCausalLM", {}, "Gemma4DecoderLayer", 30),
+    "Llama4TextConfig": ("Llama4ForCausalLM", {}, "Llama4DecoderLayer", 48),
+    "Ernie4_5_MoeConfig": ("Ernie4_5_MoeForCausalLM", {}, "Ernie4_5_MoeDecoderLayer", 28),
+    "HrmTextConfig": ("HrmTextForCausalLM", {}, "HrmTextDecoderLayer", 128),
+}
+"""Config classes whose defaults are the sizes of a released model, with fields that only checkpoints have."""
+
+
+def _save_published(name: str, folder: Path, **more: Any) -> None:
+    architecture, fields, _, _ = PUBLISHED[name]
+    config = getattr(transformers, name)(**fields, **more)
+    config.architectures = [architecture]
+    config.save_pretrained(folder)
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLISHED if selected(name)])
+def test_outline_of_published_sizes(name: str, vllm_process: ProcessPoolExecutor, tmp_path: Path) -> None:
+    """Catches a doctor that fails on a released model's sizes, or that needs memory for its weights."""
+    _save_published(name, tmp_path)
+    facts = vllm_process.submit(_outline, str(tmp_path)).result()
+    assert "problem" not in facts, facts["problem"]
+    _, _, layer, count = PUBLISHED[name]
+    assert {recipe["layer"].rpartition(".")[2] for recipe in facts["recipes"]} == {layer}
+    assert facts["num_layers"] == count
+    assert not facts["unproven"]
+
+
+@pytest.mark.skipif(not selected("DeepseekV3Config"), reason="belongs to another part of the architectures")
+def test_outline_refuses_a_stream_that_float16_scales(vllm_process: ProcessPoolExecutor, tmp_path: Path) -> None:
+    """Catches a DeepSeek that is steered in float16, in which vLLM divides its stream by a factor."""
+    _save_published("DeepseekV3Config", tmp_path, dtype="float16")
+    facts = vllm_process.submit(_outline, str(tmp_path)).result()
+    assert "scales the stream by 1 / routed_scaling_factor; use --dtype bfloat16" in facts["problem"]
 
 
 @pytest.mark.skipif(not selected("deepseek_v41_engram"), reason="belongs to another part of the architectures")

@@ -126,8 +126,24 @@ def _build_on_meta(vllm_config: Any) -> Any:
     with tempfile.TemporaryDirectory() as folder, set_current_vllm_config(vllm_config):
         init_distributed_environment(1, 0, f"file://{Path(folder) / 'store'}", 0, "gloo")
         ensure_model_parallel_initialized(1, 1)
-        with set_default_torch_dtype(vllm_config.model_config.dtype), torch.device("meta"):
+        dtype = set_default_torch_dtype(vllm_config.model_config.dtype)
+        with dtype, torch.device("meta"), _scalars_on_cpu():
             return initialize_model(vllm_config)
+
+
+def _scalars_on_cpu() -> Any:
+    """Return a context in which ``torch.tensor(number)`` makes a tensor with a value, which some models read."""
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    class ScalarsOnCpu(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = kwargs or {}
+            if function is torch.tensor and args and isinstance(args[0], (int, float)):
+                kwargs = {"device": "cpu", **kwargs}
+            return function(*args, **kwargs)
+
+    return ScalarsOnCpu()
 
 
 def main() -> None:
