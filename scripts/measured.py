@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.build import builds_in, digests, is_current, joint_digest
-from benchmarks.cost import first_token
+from benchmarks.cost import first_token, per_token
 from benchmarks.groups import CONTROL
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
@@ -19,12 +19,15 @@ _STEERED = ("one site", "all sites", "own program each")
 
 
 def read(name: str) -> dict[str, Any]:
-    """Return a result. First tokens of costs are computed from the raw times, because older results differ."""
+    """Return a result. Ratios of costs are computed from the raw times, because older results differ."""
     result: dict[str, Any] = json.loads((RESULTS / name).read_text())
     if name.startswith("gpu-cost-"):
         for found in (each for by_batch in result["variants"].values() for each in by_batch.values()):
             if "first token" in found:
                 found["first token"] = first_token(found["raw"], found.get("engines", 1))
+            if "per token" in found:
+                found["median per token"] = found.get("median per token", found["per token"])
+                found["per token"] = per_token(found["raw"], found["lengths"], found.get("engines", 1))
     return result
 
 

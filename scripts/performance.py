@@ -28,14 +28,15 @@ METHOD = """
 A stock engine and a steered engine run side by side on one GPU and take turns (`python -m benchmarks.cost`;
 `benchmarks/results` has all raw times).
 
-* *Per token*: time per output token while all requests run (median, with minimum and maximum of the pairs).
+* *Per token*: time per output token while all requests run, from the fastest repetitions of both engines, because other work on
+  the host only adds time; then the median, minimum and maximum of the ratios of single repetitions.
 * *First token*: time of the whole batch with one token each. Each repetition is combined with the next one, in which the engines
   run in the opposite order, because the engine that waited starts more slowly. For small batches this figure has little meaning:
   a run takes one or two model steps, depending on whether requests arrive before or after the first step starts.
 * *Throughput*: tokens per second of the whole run, including admission.
 * *Stock again*: a second stock engine instead of the steered one, which shows the noise of the method.
 
-A wide spread indicates an uneven machine and an unreliable median. If all requests are steered by the same vector and the vector
+A wide spread indicates an uneven machine. If all requests are steered by the same vector and the vector
 changes their tokens, they do different work from stock vLLM's requests, and far less in a mixture of experts, presumably because
 equal tokens select the same experts. The vectors are therefore so small (about 1e-9 per element) that bfloat16 rounds nearly all
 of them away; the notes of results name exceptions.
@@ -163,7 +164,7 @@ def _figures(found: Mapping[str, Any]) -> tuple[str, str, str, str]:
     by_pair = found.get("by pair", ())  # not in older results
     several = f"; by pair {', '.join(f'{each:.3f}' for each in by_pair)}" if len(by_pair) > 1 else ""
     return (
-        f"{found['per token']:.3f} ({low:.3f} to {high:.3f}{several})",
+        f"{found['per token']:.3f} (median {found['median per token']:.3f}, {low:.3f} to {high:.3f}{several})",
         first,
         f"{found['throughput']:.3f}",
         f"{found['stock ms per token']:.2f}",

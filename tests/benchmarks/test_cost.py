@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks import cost
-from benchmarks.cost import compare, first_token
+from benchmarks.cost import compare, first_token, per_token
 from benchmarks.groups import GROUPS, PREFILL, BenchmarkGroup
 from benchmarks.shapes import SHAPES
 from benchmarks.variants import variants
@@ -45,6 +45,15 @@ def test_pairs_of_engines_alternate() -> None:
     # Three lengths each and one run ahead, by turns, and the other way about each time.
     turns = [steered[0], stock[0], stock[0], steered[0], steered[0], stock[0]]
     assert asked[: 4 * len(turns)] == [engine for engine in turns for _ in range(4)]
+
+
+def test_the_fastest_repetitions_count() -> None:
+    """Catches a median, which slow repetitions of one engine change, and engines of several pairs mixed up."""
+    quick, slow = [1.0, 2.0, 5.0], [1.5, 2.0, 8.0]
+    assert per_token({"stock": [quick] * 3, "steered": [slow, slow, quick]}, [1, 8, 32]) == pytest.approx(1.0)
+    twice = [[2 * each for each in quick]] * 2
+    raw = {"stock": [quick, slow, *twice], "steered": [slow, quick, *twice]}
+    assert per_token(raw, [1, 8, 32], 2) == pytest.approx(1.0)
 
 
 class WaitingEngine(TimedEngine):

@@ -34,8 +34,9 @@ def scripts() -> dict[str, ModuleType]:
 
 def cost(build: dict[str, str] | None) -> dict[str, Any]:
     """Return a result of ``cost.py`` with two variants at batch 1."""
-    found = {"first token": 1.0, "per token": 1.0421, "spread": [1.0, 1.1], "throughput": 0.9, "lengths": [1, 8],
-             "stock ms per token": 4.0, "raw": {"steered": [[1.0]], "stock": [[1.0]]}}  # fmt: skip
+    found = {"first token": 1.0, "per token": 1.0421, "spread": [1.0, 1.1], "throughput": 0.9, "lengths": [1, 8, 9],
+             "stock ms per token": 4.0,
+             "raw": {"steered": [[1.0, 2.0, 3.0421]], "stock": [[1.0, 2.0, 3.0]]}}  # fmt: skip
     environment = {"gpu": "NVIDIA H200", "torch": "2", "triton": "3", "vllm": "0.32.0", "date": "2026-01-02"}
     return {
         "shape": "llama-8b", "graph_sets": 8, "tensor_parallel": 1,
