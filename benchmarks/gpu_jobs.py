@@ -75,7 +75,7 @@ def gpu_jobs(gpus: int) -> list[Job]:
         _serve("llama-8b", 560, 430),
         _cost("llama-8b, one pair", "gpu-cost-llama-8b-one-pair.json", 560, 300),
         Job("start", ("--shape", "llama-8b", "--variants", "stock", "steering", "--out", OUT),
-            "gpu-start-llama-8b.json", 190, 170),
+            "gpu-start-llama-8b.json", 430, 280),
         _cost("qwen3-0.6b", "gpu-cost-qwen3-0.6b.json", 400, 220),
         _cost("llama-8b, readouts", "gpu-cost-llama-8b-readouts.json", 310, 180),
         _cost("granite-4-tiny", "gpu-cost-granite-4-tiny.json", 400, 220),
@@ -98,7 +98,7 @@ def tiny_jobs() -> list[Job]:
     return [
         Job("cost", ("--groups", "tiny", "--out", OUT), "gpu-cost-tiny.json", 150, 60, gib=0),
         Job("start", ("--shape", "tiny", "--eager", "--variants", "stock", "steering", "--out", OUT),
-            "gpu-start-tiny.json", 90, 30, gib=0),
+            "gpu-start-tiny.json", 150, 30, gib=0),
         Job("serve", ("--tiny", "--seconds", SECONDS, "--rounds", "1", "--out", OUT), "gpu-serve-tiny.json", 150, 60,
             gib=0, most=150),
         Job("peers_gpu", (*peers, "--out", OUT), "gpu-peers-tiny.json", 150, 60, gib=0),

@@ -226,6 +226,7 @@ AIMS: Sequence[Aim] = (
     *(serve(way, "ms per token, one at a time", Bound(high=most, text=f"≤ +{most:g} ms"), "added token_ms",
             "qwen3-0.6b", 1) for way, most in (("idle", 0.01), ("vector", 0.02), ("probes", 0.05))),
     started(_STARTS, "seconds", Bound(high=10, text="≤ +10 s"), "start_seconds", 1),
+    started(_STARTS, "seconds, with filled compile caches", Bound(high=10, text="≤ +10 s"), "restart_seconds", 1),
     started(_STARTS, "memory taken from the key-value cache", Bound(high=1, text="≤ +1 GiB"), "cache_gib", -1),
     Aim("patching on a GPU", "cells per second", None, "patching", patching),
     Aim("peers beside this project, ratio to their stock vLLM", "throughput", None, "captured steps", peers),
