@@ -278,9 +278,9 @@ def check_hops(hops: Sequence[Hop], got: Sequence[Rows], base: Streams, donor: S
         # alone proves nothing, since a model may add something for the token itself; if it is right, the tap is.
         if telling[1:].any() and wrong[telling].all():
             _fail(
-                hop.target,
-                f"it does not react as expected to an edit at {hop.source[0]}: expected change {change.max():.3g}, "
-                f"error {error.max():.3g}",
+                hop.source,
+                f"an edit there does not change {_name(hop.target)} as expected: expected change "
+                f"{change.max():.3g}, error {error.max():.3g}",
             )
     return Verdict(len(hops), conclusive)
 
