@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table on top of docs/reference/performance.md: each aim beside its figure on the present code."""
+"""The table on top of docs/reference/performance.md: each aim beside its newest measurement."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from vllm_steer import __version__
 from vllm_steer.config import SteeringConfig
 from vllm_steer.taps.tables import table_bytes, table_shapes
 
-NOT_MEASURED = "not measured on this build"
+NOT_MEASURED = "not measured"
+CHANGED = "the code has changed since"
+RATIO, MS = "{:.3f}", "{:.2f} ms"
+"""Formats of values."""
 
 
 class Bound(NamedTuple):
@@ -56,6 +59,8 @@ class Aim(NamedTuple):
     figure: Callable[[Fits], Figure | None]
     bound_at: Sequence[str] = ()
     """Batches at which the bound holds; default: all."""
+    form: str = RATIO
+    """Format of each value, with its unit."""
 
 
 def cost(
@@ -81,7 +86,9 @@ def cost(
     return Aim(f"{what}, {where}", unit, bound, kind_of(variant), figure)
 
 
-def serve(way: str, unit: str, bound: Bound, key: str, shape: str, concurrency: int | None = None) -> Aim:
+def serve(
+    way: str, unit: str, bound: Bound, key: str, shape: str, concurrency: int | None = None, form: str = RATIO
+) -> Aim:  # fmt: skip
     """Return an aim for a figure of ``benchmarks/serve.py``."""
 
     def figure(fits: Fits) -> Figure | None:
@@ -100,7 +107,7 @@ def serve(way: str, unit: str, bound: Bound, key: str, shape: str, concurrency: 
     what = {"idle": "no steering", "vector": "own vector in each body", "probes": "16 probes, memory consumer",
             "capture": "one layer to files"}[way]  # fmt: skip
     bound_at = ("256",) if concurrency is None else ()
-    return Aim(f"server, {shape}: {what}", unit, bound, "server", figure, bound_at)
+    return Aim(f"server, {shape}: {what}", unit, bound, "server", figure, bound_at, form)
 
 
 def _served(result: Mapping[str, Any], figure: Mapping[str, Any], key: str) -> float | None:
@@ -118,7 +125,7 @@ def _served(result: Mapping[str, Any], figure: Mapping[str, Any], key: str) -> f
     return float(figure[key][0]) if key in figure else None
 
 
-def started(what: str, unit: str, bound: Bound, key: str, sign: int) -> Aim:
+def started(what: str, unit: str, bound: Bound, key: str, sign: int, form: str) -> Aim:
     """Return an aim for the difference between the starts of the two servers.
 
     Servers that are alone on the GPU (``benchmarks/start.py``) come before those of ``benchmarks/serve.py``.
@@ -132,7 +139,7 @@ def started(what: str, unit: str, bound: Bound, key: str, sign: int) -> Aim:
                 return Figure({"": sign * (servers["steering"][key] - servers["stock"][key])}, [(name, result)])
         return None
 
-    return Aim(what, unit, bound, "server", figure)
+    return Aim(what, unit, bound, "server", figure, form=form)
 
 
 def kernels(shape: str) -> Aim:
@@ -150,7 +157,9 @@ def kernels(shape: str) -> Aim:
                "idle steps", figure)  # fmt: skip
 
 
-def host(what: str, unit: str, bound: Bound, file: str, kind: str, value: Callable[[Any], dict[str, float]]) -> Aim:
+def host(
+    what: str, unit: str, bound: Bound, file: str, kind: str, form: str, value: Callable[[Any], dict[str, float]]
+) -> Aim:  # fmt: skip
     """Return an aim for a figure of one named result."""
 
     def figure(fits: Fits) -> Figure | None:
@@ -158,7 +167,7 @@ def host(what: str, unit: str, bound: Bound, file: str, kind: str, value: Callab
             return None
         return Figure(value(result), [(file, result)])
 
-    return Aim(what, unit, bound, kind, figure)
+    return Aim(what, unit, bound, kind, figure, form=form)
 
 
 def patching(fits: Fits) -> Figure | None:
@@ -221,67 +230,55 @@ AIMS: Sequence[Aim] = (
       for way in ("idle", "vector", "probes", "capture")),
     *(serve(way, "first token, one at a time", Bound(high=1.05), "first_token_ms", "llama-8b", 1)
       for way in ("idle", "vector", "probes", "capture")),
-    *(serve(way, "CPU of the API server per request", Bound(high=0.3, text="≤ 0.3 ms"), "cpu", "llama-8b", 256)
+    *(serve(way, "CPU of the API server per request", Bound(high=0.3, text="≤ 0.3 ms"), "cpu", "llama-8b", 256,
+            MS)
       for way in ("probes", "capture")),
     *(serve(way, "ms per token, one at a time", Bound(high=most, text=f"≤ +{most:g} ms"), "added token_ms",
-            "qwen3-0.6b", 1) for way, most in (("idle", 0.01), ("vector", 0.02), ("probes", 0.05))),
-    started(_STARTS, "seconds", Bound(high=10, text="≤ +10 s"), "start_seconds", 1),
-    started(_STARTS, "seconds, with filled compile caches", Bound(high=10, text="≤ +10 s"), "restart_seconds", 1),
-    started(_STARTS, "memory taken from the key-value cache", Bound(high=1, text="≤ +1 GiB"), "cache_gib", -1),
-    Aim("patching on a GPU", "cells per second", None, "patching", patching),
+            "qwen3-0.6b", 1, "{:+.3f} ms") for way, most in (("idle", 0.01), ("vector", 0.02), ("probes", 0.05))),
+    started(_STARTS, "seconds", Bound(high=10, text="≤ +10 s"), "start_seconds", 1, "{:+.1f} s"),
+    started(_STARTS, "seconds, with filled compile caches", Bound(high=10, text="≤ +10 s"), "restart_seconds", 1,
+            "{:+.1f} s"),
+    started(_STARTS, "memory taken from the key-value cache", Bound(high=1, text="≤ +1 GiB"), "cache_gib", -1,
+            "{:+.2f} GiB"),
+    Aim("patching on a GPU", "cells per second", None, "patching", patching, form="{:.1f} cells/s"),
     Aim("peers beside this project, ratio to their stock vLLM", "throughput", None, "captured steps", peers),
     Aim("GPU tests", "runs", Bound(1, text="all pass"), "captured steps", tested),
     host("captured rows to pinned memory", "GB/s", Bound(5, text="≥ 5 GB/s"), "gpu-pinned.json", "row copies",
+         "{:.1f} GB/s",
          lambda result: {rows: each["pinned"] for rows, each in result["gb_per_second"].items()}),
     *(host(f"front end: {name}", "CPU", Bound(high=most, text=f"≤ {most:g} ms"), "front-end.json", "requests",
+           "{:.3f} ms",
            lambda result, name=name: {"": result["added_ms_per_request"][name]})
       for name, most in FRONT_END_TARGETS.items()),
 )  # fmt: skip
 
 
 def table_of_aims(table: MakeTable) -> str:
-    """Return the table, with the version and the dates of its results."""
-    rows, dates = [], set()
+    """Return the table, with the version and the number of rows measured on the present code."""
+    rows, of_this_build = [], 0
     for aim in AIMS:
+        now = aim.figure(current)
+        found = now or aim.figure(of_any_code)
         target = "" if aim.bound is None else str(aim.bound)
-        found = aim.figure(current)
         if found is None:
-            before = aim.figure(of_any_code)
-            rows.append((aim.what, aim.unit, target, NOT_MEASURED, "", "" if before is None else _earlier(before)))
+            rows.append((aim.what, aim.unit, target, NOT_MEASURED, "", ""))
             continue
-        dates |= {date_of(result) for _, result in found.sources} - {""}
-        rows.append((aim.what, aim.unit, target, _shown(found), _reached(aim, found), _source(aim.kind, found)))
+        of_this_build += now is not None
+        source = _source(aim.kind, found) if now else f"{_source(None, found)}; {CHANGED}"
+        rows.append((aim.what, aim.unit, target, _shown(aim, found), source, _reached(aim, found)))
     share = _tables_share()
-    rows.append(("tables at defaults, llama-8b", "memory", "≤ 1 % of the weights", f"{100 * share:.2f} %",
-                 "yes" if share <= 0.01 else "no", "computed"))  # fmt: skip
-    when = (
-        f"measured on {' and '.join(sorted(dates))}"
-        if dates
-        else "without a measurement of this build; the last column has the figures of earlier builds"
-    )
-    return f"vllm-steer {__version__}, {when}:\n\n" + table(
-        (
-            "aim",
-            "figure",
-            "target",
-            "measured (batch or concurrency)",
-            "reached",
-            "source, or the figure of an earlier build",
-        ),
-        rows,
+    rows.append(("tables at defaults, llama-8b", "memory", "≤ 1 % of the weights", f"{100 * share:.2f} %", "computed",
+                 "yes" if share <= 0.01 else "no"))  # fmt: skip
+    return (
+        f"vllm-steer {__version__}; {of_this_build} of {len(AIMS)} rows were measured on the present code:\n\n"
+        + table(("workload", "figure", "target", "last measurement", "build and GPU", "reached"), rows)
     )
 
 
-def _shown(found: Figure) -> str:
+def _shown(aim: Aim, found: Figure) -> str:
     if found.text:
         return found.text
-    return ", ".join(f"{value:.3f}" + (f" ({batch})" if batch else "") for batch, value in found.values.items())
-
-
-def _earlier(found: Figure) -> str:
-    """Return the values of an earlier build with the machines and dates of their results."""
-    where = {", ".join(filter(None, (machine_of(result), date_of(result)))) for _, result in found.sources}
-    return f"earlier: {_shown(found)} on {' and '.join(sorted(where))}"
+    return ", ".join(aim.form.format(value) + (f" ({batch})" if batch else "") for batch, value in found.values.items())
 
 
 def _reached(aim: Aim, found: Figure) -> str:
@@ -291,10 +288,11 @@ def _reached(aim: Aim, found: Figure) -> str:
     return "yes" if all(aim.bound.holds(value) for value in values) else "no"
 
 
-def _source(kind: str, found: Figure) -> str:
-    """Return file, machine, date and code of each result."""
+def _source(kind: str | None, found: Figure) -> str:
+    """Return file, machine and date of each result, and for a kind of figure also the code."""
     shown = {
-        name: f"`{name}`, " + ", ".join(filter(None, (machine_of(result), date_of(result), code_of(kind, result))))
+        name: f"`{name}`, "
+        + ", ".join(filter(None, (machine_of(result), date_of(result), "" if kind is None else code_of(kind, result))))
         for name, result in found.sources
     }
     return "; ".join(shown.values())

@@ -56,14 +56,14 @@ Each model is the real architecture with four layers, at least one layer of each
 | --- | --- |
 | family | how the decoder layer computes the stream, see below |
 | points | the hook points that the run has compared. [Models](models.md) lists what each class serves, which can be more. `post_attn` is missing if attention and MLP run in parallel |
-| value | the largest distance of a captured row, relative to the row's length |
-| cause | the largest difference of a log-probability between the edit and its reference |
+| capture error | the largest relative error of a captured row |
+| edit error | the largest error of a log-probability after an edit |
 
-In float32, value and cause must be below 1e-4. In bfloat16, for models whose CPU kernels have no float32, a captured row may be off by
+In float32, both errors must be below 1e-4. In bfloat16, for models whose CPU kernels have no float32, a captured row may be off by
 0.8 % of the stream's length, since each sum is rounded by up to 0.4 %. At the median token, an edit may be off by 2 % of the effect of
 the strongest edit (1.1 % is the most measured; edits one sublayer late are off by 30 % or more) and by half of its own effect. Single
-tokens may be off by more: if the tests' large edits meet random weights, a rounding difference can send a token to another expert. A
-*cause* such as 2e+00 in bfloat16 is the largest such difference. DeepSeek V3 and V3.2, GLM 4.5 and 5, Kimi-Linear, gpt-oss, Nemotron-H,
+tokens may be off by more: if the tests' large edits meet random weights, a rounding difference can send a token to another expert. An
+*edit error* such as 2e+00 in bfloat16 is the largest such difference. DeepSeek V3 and V3.2, GLM 4.5 and 5, Kimi-Linear, gpt-oss, Nemotron-H,
 Gemma 4, MiniMax M3 and Ling 3, which have proofs in float32, are also compared in bfloat16 (`tests/conformance/test_bfloat16.py`).
 
 | family | decoder layer |
@@ -198,7 +198,10 @@ def page(table: MakeTable) -> str:
             transformers=about["transformers"],
         )
         + "## Proven\n\n"
-        + table(("architecture", "decoder layers", "family", "points", "proof", "value", "cause", "dtype"), proven)
+        + table(
+            ("architecture", "decoder layers", "family", "points", "proof", "capture error", "edit error", "dtype"),
+            proven,
+        )
         + "\n## By their layers\n\n"
         "These are multimodal wrappers, and a few other models without a row of their own. vllm-steer steers the language model, whose\n"
         "layers are proven above, and never the towers. If a wrapper's config names the language model, the engine checks its layers at\n"

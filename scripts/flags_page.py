@@ -100,7 +100,8 @@ def page(table: MakeTable) -> str:
         "`vllm serve` has these flags in an environment with vllm-steer. They are refused without the first one. The\n"
         "column *in Python* has the equivalent for `LLM` and `AsyncLLM`: an argument, with `=`, or a key of\n"
         "`steering_config`. Flags with a key of `steering_config`, and those with a note, are also flags of\n"
-        "`vllm run-batch`. [Limits](limits.md) has the numbers in groups.\n\n"
+        "`vllm run-batch`. The [glossary](glossary.md) explains tap, table row, instruction and\n"
+        "segment. [Limits](limits.md) has the numbers in groups.\n\n"
         + table(("flag", "in Python", "meaning"), list(_server_flags()))
         + "\n## Commands\n\n"
         "The command `vllm-steer` has these commands and options:\n\n"

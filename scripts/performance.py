@@ -14,11 +14,10 @@ from steps_page import MakeTable, compiled, kernels_of, plain_code_kernels, seco
 
 HEAD = """# Performance
 
-The table shows each aim beside the figure of this build. A result in `benchmarks/results` records the digests of the parts of the
-package that were measured. If a part that a figure depends on has changed since (`DEPENDS_ON` in `benchmarks/build.py`), the figure
-moves to [earlier builds](performance-history.md). Its row then says "not measured on this build", and the last column repeats the
-newest earlier figure. If several results have a figure, the newest counts; of results with one date or without a date, the one with the
-narrowest spread. Figures without a unit are ratios to stock vLLM in the same run; a target holds for every batch shown.
+Each row shows its newest measurement: the value for each batch or concurrency in brackets, the result in `benchmarks/results` with its
+GPU and date, and whether code that the figure depends on has changed since. The sections below have all figures of the present
+code; [earlier builds](performance-history.md) has the others. Figures without a unit are ratios to stock vLLM in the same run. A target
+holds for every batch shown, and its bounds are compared with the last measurement.
 
 """
 
@@ -45,7 +44,7 @@ of them away; the notes of results name exceptions.
 REMAINING = """
 ## Known costs
 
-* Without plain code (`--steering-plain-code`), idle steps run one kernel more than stock vLLM: the embedding is written
+* With `--no-steering-plain-code`, idle steps run one kernel more than stock vLLM: the embedding is written
   before the first layer, where it can be edited and captured, instead of being fused into the first norm. In layers with
   a single tensor (Granite, GPT-2) the compiler no longer fuses an addition with the following norm.
 * The host limits models whose GPU steps are shorter than their Python code, such as a 0.6 B model at batch 1.

@@ -62,7 +62,7 @@ def post_attn(recipe: Recipe) -> str:
         return f"{recipe.post_attn}, because it has one branch"
     if recipe.parallel:
         partial = ", not under tensor parallelism" if recipe.partial_sums else ""
-        return f"read only: input of the block + output of `{recipe.attn_out}`{partial}"
+        return f"capture only: input of the block + output of `{recipe.attn_out}`{partial}"
     if recipe.post_attn == MLP_MIX:
         return f"input of {MLP_MIX}"
     if (reason := recipe.refusal("post_attn")) is not None:
@@ -76,7 +76,7 @@ def stream(recipe: Recipe) -> str:
     if recipe.stream:
         return f"{recipe.stream} of several"
     if recipe.reduced_by:
-        return f"{recipe.shape}, reduced in the norm"
+        return f"{recipe.shape}, fused all-reduce"
     return f"{recipe.shape}, looped" if recipe.runs is not None else recipe.shape
 
 
@@ -99,9 +99,11 @@ def models() -> str:
         "how each class was proven, [parity](parity.md) has the figures. If a class implements several kinds of block, the row\n"
         "describes the usual one. The engine refuses every other class at start, and also a listed class whose `forward` is not\n"
         "the code that was proven (`models/digests.json`). All classes serve `pre_attn` and `post_block`.\n\n"
-        "* *Stream*: `pair` if the layer passes the stream on as two summands, `single` if as one tensor, `of several` if it has\n"
-        "  [several streams](streams.md), of which the hook points are on one, or on their mean.\n"
-        "* *`post_attn`*: the submodule that reads the stream at `post_attn`. *Read only* means that captures are served and edits\n"
+        "* *Stream*: `pair`: the layer returns `(hidden_states, residual)`, whose sum is the stream; `single`: it returns one tensor; `fused\n"
+        "  all-reduce`: a pair whose all-reduce is fused with the addition and RMSNorm; `looped`: the layers run several times per\n"
+        "  token ([below](#blocks-that-are-joined-otherwise)); `of several`: the layer has [several streams](streams.md), of which the\n"
+        "  hook points are on one, or on their mean.\n"
+        "* *`post_attn`*: the submodule that reads the stream at `post_attn`. *Capture only* means that captures are served and edits\n"
         "  refused, and gives the sum that a capture returns.\n"
         f"* *Points on the branches*: those of {', '.join(f'`{point}`' for point in OPTIONAL_POINTS)} that the class serves in an\n"
         f"  engine with `{POINTS_FLAG}`. Requests at another one are refused with the reason. {_counts()}\n\n"
@@ -189,6 +191,8 @@ def edits() -> str:
         + table(("kind", "parameters", "new value"), rows)
         + "\n## Fields of an edit\n\n"
         + table(("field", "default", "meaning"), form_rows(EditForm))
+        + '\n`tokens` of an edit and `positions` of a capture also accept `{"generated": [[8, null]]}`, which counts from the first\n'
+        "generated token: here all from the ninth on ([token selectors](../guides/steering.md#token-selectors)).\n"
         + "\n## Fields of a capture spec\n\nAll other keys are options of the consumer.\n\n"
         + table(("field", "default", "meaning"), form_rows(CaptureForm))
     )
@@ -303,6 +307,12 @@ def cache() -> str:
     )
 
 
+def rights(route: SteeringRoute) -> str:
+    """Return the rights that a route requires."""
+    names = (route.right.value, (route.openapi_extra or {}).get(patch.ALSO_KEY))
+    return ", ".join(f"`{name}`" for name in names if name)
+
+
 def http() -> str:
     routers = (
         make_router(None, 0),
@@ -312,7 +322,7 @@ def http() -> str:
         patch.make_router(None, 0),
     )
     routes = [route for router in routers for route in router.routes if isinstance(route, SteeringRoute)]
-    rows = [(f"`{' '.join(sorted(r.methods))}`", f"`{r.path}`", f"`{r.right.value}`", r.summary or "") for r in routes]
+    rows = [(f"`{' '.join(sorted(r.methods))}`", f"`{r.path}`", rights(r), r.summary or "") for r in routes]
     answers = [
         (f"{status.value} {status.phrase}", f"`{kind}`", (cls.__doc__ or "").strip().partition("\n")[0])
         for cls, status, kind in ERRORS

@@ -12,6 +12,7 @@ import patching_sections
 import peer_sections
 from gpu_page import gpu_failures
 from measured import newest_costs, of_any_code
+from serve_page import start
 from steps_page import MakeTable
 
 from vllm_steer.compat.stages import REQUEST_STAGES
@@ -114,6 +115,7 @@ SECTIONS: Mapping[str, Mapping[str, Callable[[MakeTable], str]]] = {
     "docs/explanation/comparison.md": {"published": published},
     "docs/explanation/patching-compared.md": {"speed": patching_sections.speed, "hits": patching_sections.hits},
     "docs/explanation/limitations.md": {"conflicts": conflicts, "gpu-failures": gpu_failures},
+    "docs/guides/operating.md": {"start": start},
     "docs/reference/streams.md": {"splits": splits},
     **{
         f"docs/peers/{page}.md": {

@@ -49,5 +49,25 @@ def served(name: str, table: MakeTable) -> str:
     )
 
 
+START = """
+With the layer sizes of Llama 3.1 8B on an {machine}, a server with steering started {later:.0f} s later than stock vLLM
+({steered:.0f} s against {stock:.0f} s, with empty compile caches) and had {less:.2f} GiB less KV cache
+([Performance](../reference/performance.md)). `--no-steering-plain-code` omits the second compilation.
+""".lstrip()
+
+
+def start(table: MakeTable) -> str:
+    """Return the operator's guide's paragraph about the start of a server, from ``benchmarks/start.py``."""
+    result = read("gpu-start-llama-8b.json")
+    stock, steering = (result["servers"][kind] for kind in ("stock", "steering"))
+    return START.format(
+        machine=machine_of(result),
+        stock=stock["start_seconds"],
+        steered=steering["start_seconds"],
+        later=steering["start_seconds"] - stock["start_seconds"],
+        less=stock["cache_gib"] - steering["cache_gib"],
+    )
+
+
 def _spread(found: Sequence[float] | None) -> str:
     return "" if found is None else "{:.3f} ({:.3f} to {:.3f})".format(*found)

@@ -52,8 +52,8 @@ SWITCHES: tuple[Switch, ...] = (
         "allow_unproven",
         "--steering-allow-unproven",
         False,
-        "run on decoder-layer classes whose source differs from the one that the recipe was proven on, and on unproven "
-        "splits over ranks, with a warning",
+        "start with a warning if the source of a decoder-layer class differs from the tested source, if the class only "
+        "inherits from a supported class, or if the model is split over ranks in an untested way",
     ),
     Switch(
         "self_check",
@@ -139,7 +139,8 @@ class SteeringConfig(msgspec.Struct, metaclass=_ConfigMeta, frozen=True, forbid_
     capture_policy: CapturePolicy = "wait"
     """``wait`` or ``fail``, see above."""
     allow_unproven: bool = False
-    """Whether to run on decoder-layer classes whose source differs from the proven one."""
+    """Whether to start with a warning on decoder-layer classes that differ from the tested ones, and on untested splits
+    over ranks; see ``--steering-allow-unproven``."""
     self_check: bool = True
     """Whether to check the taps on the model when the engine starts."""
     plain_code: bool | None = None

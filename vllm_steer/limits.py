@@ -215,9 +215,10 @@ MAX_NORM = ServerLimit(
     0,
     0,
     1 << 24,
-    "norm that an edit of a request, a module or global steering may add to a row: strength x norm of the vector for "
-    "`add`, the larger bound (times a strength above 1) for `clamp`; 0 for no limit. `add_normed` and `ablate` scale "
-    "with the row itself and are not limited",
+    "norm that an edit of a request, a module or global steering may add to a row; 0 for no limit. `add`: strength x "
+    "norm of the vector; `replace`: strength x norm of the row, or of its component in the subspace; `clamp`: the "
+    "larger bound (times a strength above 1); `feature`: strength x (`set` or `add`) x norm of the decoder direction. "
+    "`add_normed` and `ablate` scale with the row itself and are not limited",
     status=HTTPStatus.BAD_REQUEST,
 )
 KEY_REQUESTS = ServerLimit(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figures are on the performance page only while the code on which they depend is unchanged."""
+"""The performance page shows each newest figure and says whether the code on which it depends has changed since."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ def rows(page: str) -> dict[str, str]:
     [(None, {IDLE, ONE_SITE}), ("server", {IDLE, ONE_SITE}), ("frontend", {IDLE, ONE_SITE}), ("program", {IDLE}),
      ("taps", set()), ("models/install.py", set()), ("no record", set())],
 )  # fmt: skip
-def test_changed_code_moves_figures_to_the_history(
+def test_changed_code_marks_figures_and_moves_their_sections(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scripts: dict[str, ModuleType], part: str | None, on_page: set[str]
 ) -> None:
-    """Catches a figure shown for code that has changed, one on neither page, and one that unrelated code removes."""
+    """Catches an unmarked figure of code that has changed, one on neither page, and one that unrelated code marks."""
     now = digests()
     build = None if part == "no record" else {**now, **({part: "another"} if part else {})}
     (tmp_path / "gpu-cost-llama-8b.json").write_text(json.dumps(cost(build)))
@@ -68,18 +68,23 @@ def test_changed_code_moves_figures_to_the_history(
     page, history = scripts["performance"].page(table), scripts["performance"].history(table)
     for what, variant in ((IDLE, "idle"), (ONE_SITE, "one site")):
         row, section = rows(page)[f"{what}|per token"], f"| {variant} | 1 | 1.042"
-        assert ("| 1.042 (1) |" in row) == (section in page) == (what in on_page), row
-        assert ("earlier: 1.042 (1) on H200, 2026-01-02" in row) == (what not in on_page), row
-        assert (scripts["aims"].NOT_MEASURED in row) == (section in history) == (what not in on_page), row
-    if part is None:
-        assert "| no | `gpu-cost-llama-8b.json`, H200, 2026-01-02, " in rows(page)[f"{IDLE}|per token"]
+        assert "| 1.042 (1) | `gpu-cost-llama-8b.json`, H200, 2026-01-02" in row and row.endswith("| no |"), row
+        assert (section in page) == (what in on_page), row
+        assert (scripts["aims"].CHANGED in row) == (section in history) == (what not in on_page), row
+    assert scripts["aims"].NOT_MEASURED in rows(page)["no steering, gemma3-27b|per token"]
+    of_this_build = sum(".json" in row and scripts["aims"].CHANGED not in row for row in rows(page).values())
+    assert f"; {of_this_build} of " in page and bool(of_this_build) == bool(on_page)
 
 
-def test_no_figure_on_the_page_is_older_than_its_code(scripts: dict[str, ModuleType]) -> None:
+def test_every_figure_that_is_older_than_its_code_is_marked(scripts: dict[str, ModuleType]) -> None:
     """Catches a page that was not generated after a change of the code that a figure depends on."""
     shown, now = rows((ROOT / "docs/reference/performance.md").read_text()), digests()
     for aim in scripts["aims"].AIMS:
         row = shown[f"{aim.what}|{aim.unit}"]
+        now_found, found = (aim.figure(scripts["measured"].__dict__[fits]) for fits in ("current", "of_any_code"))
+        assert (scripts["aims"].CHANGED in row) == (now_found is None and found is not None), row
+        if now_found is None:
+            continue
         for name in (part for part in row.split("`") if part.endswith(".json")):
             result = json.loads((ROOT / "benchmarks/results" / name).read_text())
             if name == "gpu-tests.json":

@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -65,14 +66,20 @@ def test_shell_blocks_are_valid() -> None:
 
 def test_request_bodies_are_accepted(tmp_path: Path) -> None:
     """Catches a body that is not JSON, is refused, or has a vector of the wrong width."""
-    requests = [block for block in blocks_of(STEERING, "bash") if block.code.startswith("curl")]
-    assert requests
-    width = json.loads((ROOT / "demo/model/config.json").read_text())["hidden_size"]
-    for block in requests:
+    requests = {
+        page: [block for block in blocks_of(page, "bash") if block.code.startswith("curl")]
+        for page in (README, STEERING)
+    }
+    assert all(requests.values())
+    widths = {
+        "demo/model": json.loads((ROOT / "demo/model/config.json").read_text())["hidden_size"],
+        "Qwen/Qwen3-0.6B": 1024,
+    }
+    for block in chain.from_iterable(requests.values()):
         body = json.loads(run_with_fake_curl(block, tmp_path))
         edits = parse_fields({name: value for name, value in body.items() if "steering" in name})
         assert edits
-        assert {edit.vector.size for edit in edits} == {width}
+        assert {edit.vector.size for edit in edits} == {widths[body["model"]]}
 
 
 def test_steering_guide_describes_every_default_hook_point() -> None:

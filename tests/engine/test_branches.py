@@ -112,9 +112,9 @@ def test_self_check_covers_the_branch_points(every: Any) -> None:
 @pytest.mark.parametrize(
     ("maker", "wrong", "said"),
     [
-        ("_with_branch", other_summand, "attn_out of layer 0: post_attn of layer 0 is not"),
-        ("_with_branch", after_the_stream, "attn_out of layer 0: an edit there .* post_attn of layer 0 more"),
-        ("_tap_output", copied_output, "mlp_in of layer 0: an edit there .* mlp_out of layer 0"),
+        ("_with_branch", other_summand, "attn_out of layer 0: post_attn of layer 0 must be"),
+        ("_with_branch", after_the_stream, "attn_out of layer 0: an edit there does not change post_attn of layer 0"),
+        ("_tap_output", copied_output, "mlp_in of layer 0: an edit there does not change mlp_out of layer 0"),
     ],
 )
 def test_self_check_rejects_wrong_branch_taps(

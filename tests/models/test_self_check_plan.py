@@ -114,7 +114,7 @@ def test_accepts_right_taps() -> None:
 @pytest.mark.parametrize("late", [("pre_attn", 0), ("pre_attn", 2), ("post_attn", 1)])
 def test_names_an_edit_that_misses_its_branch(late: Site) -> None:
     """Catches a tolerance that hides a missed branch."""
-    with pytest.raises(SelfCheckError, match=rf"^{late[0]} of layer {late[1]}: an edit"):
+    with pytest.raises(SelfCheckError, match=rf"^{late[0]} of layer {late[1]}: an edit there does not"):
         check(Model(late=late))
 
 
@@ -127,7 +127,7 @@ def test_tolerates_rounding_only() -> None:
 
     bfloat16 = 2.0**-7
     assert check(Model(noise=rounded), epsilon=bfloat16).conclusive == 2 * LAYERS
-    with pytest.raises(SelfCheckError, match="post_attn of layer 1"):
+    with pytest.raises(SelfCheckError, match="post_attn of layer 1: an edit there"):
         check(Model(noise=rounded, late=("post_attn", 1)), epsilon=bfloat16)
 
 
@@ -135,7 +135,7 @@ def test_accepts_values_added_for_the_token_itself() -> None:
     """Catches a check that refuses per-layer embeddings: the donor's first token differs."""
     for size in (0.02, 0.5):  # small beside the stream, and large
         assert check(Model(own_embedding=size)).hops == 2 * LAYERS
-    with pytest.raises(SelfCheckError, match="post_attn of layer 1"):
+    with pytest.raises(SelfCheckError, match="post_attn of layer 1: an edit there"):
         check(Model(own_embedding=0.02, late=("post_attn", 1)))
 
 
@@ -149,7 +149,7 @@ def test_names_a_site_without_rows() -> None:
     model, sites = Model(), served_sites(ON_STREAM, range(LAYERS), {})
     base, donor = (dict(model.run(CheckRequest(donor=d))) for d in (False, True))
     donor[("post_attn", 2)] = np.full((TOKENS, HIDDEN), np.nan)
-    with pytest.raises(SelfCheckError, match=r"^post_attn of layer 2: no finite row was stored"):
+    with pytest.raises(SelfCheckError, match=r"^post_attn of layer 2: no finite row was stored.* try --dtype bfloat16"):
         check_plain(sites, base, donor, EPSILON)
 
 
@@ -200,7 +200,7 @@ def test_names_a_branch_on_the_other_summand(point: PointName) -> None:
 @pytest.mark.parametrize("point", ["mlp_in"])
 def test_names_an_edit_that_misses_the_mlp(point: PointName) -> None:
     """Catches an edit of the MLP's input after the MLP has run; its reads are right."""
-    with pytest.raises(SelfCheckError, match=rf"^{point} of layer 2: an edit .* mlp_out"):
+    with pytest.raises(SelfCheckError, match=rf"^{point} of layer 2: .* mlp_out .*: expected change \S+, error"):
         check(Model(late=(point, 2)), EVERYWHERE)
 
 
@@ -216,7 +216,7 @@ def test_names_an_edit_after_the_sum() -> None:
             return seen
 
     with pytest.raises(
-        SelfCheckError, match=r"^attn_out of layer 1: an edit .* must add the difference to post_attn of layer 1"
+        SelfCheckError, match=r"^attn_out of layer 1: an edit there does not change post_attn of layer 1 as expected"
     ):
         check(Behind(), EVERYWHERE)
 

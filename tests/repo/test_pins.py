@@ -3,14 +3,16 @@
 
 import tomllib
 from functools import cache
+from typing import get_args
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from tests.repo.tree import read
+from tests.repo.tree import python_files, read
 from vllm_steer.compat.version import is_tested
+from vllm_steer.extras import Extra, install_hint
 
 LANES = ("cpu", "cpu-0.31.0", "cuda", "dev", "dist", "docs")
 OTHER_VERSIONS = ("0.31.0",)
@@ -91,6 +93,20 @@ def test_vllm_has_one_version() -> None:
     }
     (pin,) = pins
     assert is_tested(pin)
+
+
+@pytest.mark.parametrize("extra", get_args(Extra))
+def test_messages_name_extras_that_exist(extra: Extra) -> None:
+    """Catches a message that tells users to install an extra that pip does not find, or from an index."""
+    extras = project()["optional-dependencies"]
+    assert isinstance(extras, dict)
+    assert extra in extras
+    assert f'`pip install ".[{extra}]"`' in install_hint(extra)
+
+
+def test_no_message_installs_from_an_index() -> None:
+    """Catches a hint with the name of the package, which is on no index."""
+    assert not [path for path in python_files("vllm_steer") if "vllm-steer[" in read(path)]
 
 
 @pytest.mark.parametrize("vllm", OTHER_VERSIONS)

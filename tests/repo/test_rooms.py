@@ -14,7 +14,7 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "vllm_steer"
 
 ROOMS: tuple[tuple[str, ...], ...] = (
-    ("_version", "errors"),
+    ("_version", "errors", "extras"),
     ("lazy",),
     ("compat.syntax", "compat.sources", "compat.wraps"),
     ("compat.stages",),

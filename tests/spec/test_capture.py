@@ -17,7 +17,7 @@ from tests.spec.test_any_input import json_values
 from vllm_steer.errors import SteeringError
 from vllm_steer.points import POINT_NAMES
 from vllm_steer.spec import CaptureSpec, Projection, Selector, pack_vector, parse_capture
-from vllm_steer.spec.capture_form import DTYPES, REDUCTIONS, DtypeName, ReduceName
+from vllm_steer.spec.capture_form import DTYPES, REDUCTIONS, CaptureForm, DtypeName, ReduceName
 from vllm_steer.spec.selector import POSITIONS, PositionsName
 
 HOOKS = {"post_block": [12]}
@@ -76,11 +76,24 @@ class TestParsing:
             ([0, [2, 4], -1], ((0, 1), (2, 4), (9, 10))),
             (range(3, 5), ((3, 5),)),
             (Selector("generated"), ((10, 2**31 - 1),)),
+            ({"generated": [[8, None]]}, ((18, 2**31 - 1),)),
         ],
     )
     def test_positions(self, written, intervals):
-        """Catches names that are mixed up, such as all_prompt read as all."""
+        """Catches names that are mixed up, such as all_prompt read as all, and forms that the JSON schema lacks."""
         assert one(hooks=HOOKS, positions=written).tokens.intervals(10) == intervals
+        if isinstance(written, (str, list, dict)):
+            msgspec.convert({"hooks": HOOKS, "positions": written}, CaptureForm)
+
+    @pytest.mark.parametrize(
+        ("positions", "path"),
+        [({"between": "thinking"}, ""), ({}, ""), ({"generated": []}, ".generated"), ({"generated": None}, "")],
+    )
+    def test_schema_lacks_what_captures_refuse(self, positions, path):
+        """Catches a JSON schema with forms of edits that captures refuse."""
+        with pytest.raises(msgspec.ValidationError):
+            msgspec.convert({"hooks": HOOKS, "positions": positions}, CaptureForm)
+        refused_spec(f"positions{path}", positions=positions)
 
     def test_spec_objects_pass_through(self):
         spec = CaptureSpec(hooks={"pre_attn": 3}, positions="all", before=True, dtype="bfloat16", reduce="mean")

@@ -13,6 +13,7 @@ import torch
 from vllm_steer.config import SteeringConfig
 from vllm_steer.params import SamplingParams, attach_steering
 from vllm_steer.spec import CaptureSpec, Edit, parse_capture, parse_fields
+from vllm_steer.spec.readout import parse_readouts
 
 VECTOR = [1.0, 2.0]
 EDIT: dict[str, Any] = {"kind": "add", "point": "post_block", "layers": 1, "vector": VECTOR}
@@ -33,6 +34,10 @@ def vectors(given: Any) -> Any:
 
 def capture(**changed: Any) -> Any:
     return parse_capture({"memory": {"hooks": HOOKS, **changed}})
+
+
+def readout(**changed: Any) -> Any:
+    return parse_readouts({"a": {"point": "post_block", "layer": 1, **changed}})
 
 
 MISTAKES: tuple[tuple[Callable[[], Any], str, str], ...] = (
@@ -149,6 +154,15 @@ MISTAKES: tuple[tuple[Callable[[], Any], str, str], ...] = (
         "capture.memory.positions: {'between': [1, 2]} is a part of a conversation",
         "use all_prompt or all_generated",
     ),
+    (lambda: capture(positions={"foo": 1}), "capture.memory.positions: must be one of last_prompt", "with generated"),
+    (lambda: capture(hooks=[]), "capture.memory.hooks: is empty", "name at least one site such as"),
+    (lambda: capture(hooks=["resid_post.1"] * 30000), "hooks: has 30000 sites; at most 24576", '{"post_block": "all"}'),
+    (lambda: readout(lens={}, bias=0), "readouts.a.bias: is a parameter of probe only", "only; omit it"),
+    (lambda: readout(lens={}, top_k=3), "readouts.a.top_k: is a parameter of sae only", "give it inside lens"),
+    (lambda: readout(lens={}, layer=None), "readouts.a.layer: is missing", "give layer, or layers for a lens"),
+    (lambda: readout(probe="x"), "readouts.a.probe: must be a probe of a module", "such as"),
+    (lambda: edit(kind="replace", vector={"capture": "x"}), "vector: refers to rows stored on a server", "plain dict"),
+    (lambda: edit(vector={"capture": "x"}), "vector: refers to rows stored on a server", "only replace takes"),
 )
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 TESTED = ((0, 31), (0, 32))
 TESTED_RANGE = "0.31.x and 0.32.x"
+TESTED_ON_CPU_ONLY = ((0, 31),)
 OVERRIDE = "VLLM_STEER_ALLOW_UNTESTED_VLLM"
 _NAMED = 3
 """Number of changed parts that a message names."""
@@ -112,11 +113,25 @@ def compare_with_tested(tree: SourceTree, version: str) -> VersionCheck:
 
 def is_tested(version: str) -> bool:
     """Return whether ``version`` is in the tested range. A version that cannot be parsed is not."""
-    parts = version.split("+")[0].split(".")
+    return _release(version) in TESTED
+
+
+def untested_device(version: str) -> str | None:
+    """Return a sentence if ``version`` was tested on CPUs only and this process has a CUDA device, otherwise None."""
+    from vllm_steer.compat.internals import current_platform
+
+    release = _release(version)
+    if release not in TESTED_ON_CPU_ONLY or not current_platform.is_cuda_alike():
+        return None
+    return f"vLLM {'.'.join(map(str, release))} was tested with vllm-steer on CPUs only"
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """Return the first two numbers of a version; empty if it cannot be parsed."""
     try:
-        return tuple(int(part) for part in parts[:2]) in TESTED
+        return tuple(int(part) for part in version.split("+")[0].split(".")[:2])
     except ValueError:
-        return False
+        return ()
 
 
 CONNECTORS_BY_BLOCK_HASH = frozenset({"OffloadingConnector", "MooncakeStoreConnector"})
@@ -174,8 +189,8 @@ CONFLICTS: tuple[Conflict, ...] = (
     Conflict(
         "sequence-parallel mixture of experts",
         lambda c: bool(c.parallel_config.use_sequence_parallel_moe),
-        "the residual stream is split over ranks by token, which no recipe supports; omit --enable-expert-parallel, or "
-        "use --data-parallel-size 1 or --tensor-parallel-size 1",
+        "each rank has the residual stream of a part of the tokens, and edits and captures need that of all tokens; "
+        "omit --enable-expert-parallel, or use --data-parallel-size 1 or --tensor-parallel-size 1",
     ),
     Conflict(
         "distributed_executor_backend external_launcher",
@@ -186,7 +201,7 @@ CONFLICTS: tuple[Conflict, ...] = (
     Conflict(
         "--enable-elastic-ep",
         lambda c: bool(c.parallel_config.enable_elastic_ep),
-        "workers and graphs are rebuilt while requests run, which has not been tested with taps and tables",
+        "vLLM rebuilds workers and CUDA graphs while requests run; this was not tested with steering; omit it",
     ),
     Conflict(
         "speculative decoding with enable_adaptive_verification",
@@ -198,7 +213,7 @@ CONFLICTS: tuple[Conflict, ...] = (
         "--monokernel",
         # A setting of 0.33.
         lambda c: bool(getattr(c.kernel_config, "monokernel", False)),
-        "one kernel decodes whole layers, so the taps in them would not run",
+        "one kernel runs whole layers, so no value can be edited or captured between them; omit it",
     ),
     Conflict(
         "a diffusion language model",

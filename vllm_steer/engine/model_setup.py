@@ -182,14 +182,16 @@ def _with_split(decoder: Decoder, config: SteeringConfig, *, pipeline: bool) -> 
     """Return the decoder, with a doubt if its split over ranks is unproven.
 
     Raises:
-        UnsupportedModelError: The split is unproven, and unproven models are not allowed.
+        UnsupportedModelError: vLLM computes wrong outputs with this split, or the split is unproven and unproven
+            models are not allowed.
     """
     first = decoder.layers[0]
     if first.recipe.shape != "streams" and first.recipe.runs is None:
         return decoder
     layer_class = qualified_name(type(first.module))
+    if (wrong := why_wrong_stage(first.number, first.module)) is not None:
+        raise UnsupportedModelError(f"{layer_class} cannot be steered: {wrong}.")
     doubt = why_unproven_split(layer_class, tensor=decoder.tensor_parallel, pipeline=pipeline)
-    doubt = doubt or why_wrong_stage(first.number, first.module)
     if doubt is None:
         return decoder
     if not config.allow_unproven:

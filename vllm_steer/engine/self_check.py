@@ -61,7 +61,12 @@ def self_check(worker: Any) -> dict[str, Any]:
     model = type(worker.model_runner.get_model()).__name__
     reason = _skip_reason(worker, config)
     if config is None or reason is not None:
-        logger.warning("Skipped the self-check of the taps on %s: %s.", model, reason)
+        logger.warning(
+            "Skipped the self-check on %s: %s. The places of edits and captures are not verified, and lens readouts "
+            "are refused.",
+            model,
+            reason,
+        )
         steering.no_lens = f"the self-check, which proves the final norm, was skipped: {reason}"
         return {"ran": False, "reason": reason}
     started = time.perf_counter()
@@ -75,7 +80,7 @@ def self_check(worker: Any) -> dict[str, Any]:
         ) from None
     seconds = time.perf_counter() - started
     logger.info(
-        "Steering: self-check of the taps on %s passed, %d of %d hops conclusive, in %.0f ms",
+        "Steering: self-check passed on %s: %d of %d pairs of hook points verified, in %.0f ms",
         model,
         result["conclusive"],
         result["hops"],
@@ -126,9 +131,9 @@ def _skip_reason(worker: Any, config: SteeringConfig | None) -> str | None:
     if min(scheduler.max_num_batched_tokens, worker.vllm_config.model_config.max_model_len - 1) < TOKENS:
         return f"it needs steps and requests of {TOKENS} tokens"
     if worker.vllm_config.kv_transfer_config is not None and not can_disable_connector(worker):
-        return "this runner cannot run steps without its KV connector"
+        return "vLLM's model runner V1 cannot disable the KV connector; use runner V2 (VLLM_USE_V2_MODEL_RUNNER=1)"
     if not allocate_blocks(worker):
-        return "there are too few KV blocks"
+        return "too few KV cache blocks; raise --gpu-memory-utilization or lower --max-model-len"
     return None
 
 

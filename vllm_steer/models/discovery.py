@@ -162,7 +162,10 @@ def find_decoder(model: nn.Module, hf_text_config: Any, *, allow_unproven: bool 
     runs = _find_runs(model, hf_text_config, allow_unproven, refuse)
     num_layers = len(runs)
     if (counted := run_count(hf_text_config)) != num_layers:
-        raise refuse(f": it runs {num_layers} layers, but the scheduler counts {counted} in its configuration")
+        raise refuse(
+            f": vLLM runs {num_layers} decoder layers, but config.json describes {counted}. Check num_hidden_layers "
+            "and --hf-overrides; otherwise start without --enable-steering and report the architecture."
+        )
     layers = []
     gaps: set[tuple[PointName, int]] = set()
     recalls: set[int] = set()

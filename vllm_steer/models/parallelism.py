@@ -125,7 +125,7 @@ def _refusal(row: Parallelism, split: str, pipeline: bool) -> str:
 
 
 def why_wrong_stage(number: int, first: Any) -> str | None:
-    """Return why a pipeline stage cannot begin with a layer, or None.
+    """Return why vLLM computes wrong outputs if a pipeline stage begins with a layer, or None.
 
     Args:
         number: Number of the layer in the whole model.
@@ -134,6 +134,8 @@ def why_wrong_stage(number: int, first: Any) -> str | None:
     if number and getattr(first, "engram", None) is not None:
         return (
             f"a pipeline stage begins with layer {number}, an Engram layer (engram_layer_ids in config.json), but vLLM "
-            "skips Engram in the first layer of a stage; move the boundary with VLLM_PP_LAYER_PARTITION"
+            "leaves Engram out in the first layer of a stage; vLLM then computes wrong outputs, also without steering. "
+            "Set VLLM_PP_LAYER_PARTITION (layers per stage, e.g. 20,23) so that no stage begins with a layer in "
+            "engram_layer_ids"
         )
     return None

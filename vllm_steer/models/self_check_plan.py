@@ -215,7 +215,8 @@ def check_plain(
         if not all(np.isfinite(rows[site]).all() for rows in (base, donor)):
             _fail(
                 site,
-                "no finite row was stored: the tap did not run in a forward pass, or the model's own stream overflows",
+                "no finite row was stored: the tap did not run in a forward pass, or the model's own stream overflows; "
+                "with float16, try --dtype bfloat16",
             )
     for layer in (n for point, n in sites if point == "post_block" and ("pre_attn", n + 1) in sites):
         after: Site = ("pre_attn", layer + 1)
@@ -238,7 +239,7 @@ def check_plain(
                 _fail(
                     branches[0],
                     f"{_name(stream)} must be {_name(before)} plus {names}, but their rows differ by up to "
-                    f" {distance.max():.3g}",
+                    f"{distance.max():.3g}",
                 )
 
 
@@ -278,9 +279,8 @@ def check_hops(hops: Sequence[Hop], got: Sequence[Rows], base: Streams, donor: S
         if telling[1:].any() and wrong[telling].all():
             _fail(
                 hop.source,
-                "an edit that replaces the rows by those of another request must "
-                + (f"add the difference to {_name(hop.target)}" if hop.adds else f"do so at {_name(hop.target)}")
-                + f", which would change by up to {change.max():.3g}, but the result is off by up to {error.max():.3g}",
+                f"an edit there does not change {_name(hop.target)} as expected: expected change "
+                f"{change.max():.3g}, error {error.max():.3g}",
             )
     return Verdict(len(hops), conclusive)
 

@@ -25,14 +25,18 @@ _MULTIPLIED: Final = (
     "post_block"
 )
 _RESCALED: Final = (
-    "{layer} scales the whole stream after its MLP, so the stream does not grow by the branch; use post_block"
+    "{layer} scales the whole stream after its MLP, so the branch's output is not the difference between the residual "
+    "stream before and after it; use post_block"
 )
 _BFLOAT16_ONLY: Final = "{layer} computes only in bfloat16, in which this point could not be proven; use post_block"
 _NORMS_SUM: Final = (
-    "this {layer} normalizes the sum of stream and branch, so the stream does not grow by the branch; use post_attn or "
-    "post_block"
+    "this {layer} normalizes the sum of stream and branch, so the branch's output is not the difference between the "
+    "residual stream before and after it; use post_attn or post_block"
 )
-_SECOND_INPUT: Final = "this {layer} scales the norm's output by a second input before the MLP reads it; use post_attn"
+_SECOND_INPUT: Final = (
+    "this {layer} scales the norm's output by a second input before the MLP reads it, so the MLP's input is not the "
+    "norm's output; use post_attn"
+)
 _TWO_NORMS: Final = "this {layer} gives its MLP and its experts different norms of the stream; use post_attn"
 _OUTER_BIAS: Final = (
     "{layer} adds the branch's bias separately, so no tensor holds what is added to the stream; use pre_attn or "

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from vllm_steer.extras import install_hint
+
 if TYPE_CHECKING:
     from vllm_steer.patching.result import PatchingResult
 
@@ -27,7 +29,7 @@ def plot(result: PatchingResult, path: Path, metric: str) -> None:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("plots need matplotlib: pip install 'vllm-steer[patching]'") from error
+        raise ImportError(f"plots need matplotlib; {install_hint('patching')}") from error
     info = result.info
     rows, columns, points = len(info.layers), len(info.column_names), len(info.points)
     width, height = max(3.2, 0.42 * columns + 1.8), max(2.4, 0.26 * rows + 1.9)

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_steer.errors import SteeringError
+from vllm_steer.extras import install_hint
 from vllm_steer.patching.header import SweepInfo
 from vllm_steer.patching.metrics import CUSTOM, METRICS, NUM_MEASURES, Array, check_gaps, raw_metric
 from vllm_steer.patching.statistics import GridStatistics, summarise
@@ -294,7 +295,7 @@ class PatchingResult:
         try:
             import pandas
         except ImportError as error:
-            raise ImportError("data frames need pandas: pip install 'vllm-steer[patching]'") from error
+            raise ImportError(f"data frames need pandas; {install_hint('patching')}") from error
 
         return pandas.DataFrame(self.records(metric))
 

@@ -12,13 +12,13 @@ from pathlib import Path
 from urllib.parse import SplitResult, urlsplit
 
 from vllm_steer.errors import SteeringError
+from vllm_steer.extras import install_hint
 
 DATABASES = ("sqlite", "postgresql")
 """Schemes of database URLs."""
 EXAMPLES = "sqlite:///registry.db or postgresql://user@host/database"
 HIDDEN = "***@"
 """Replaces user and password where a URL is shown."""
-EXTRA = 'pip install "vllm-steer[database]"'
 
 _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*):/|(?P<database>(?i:postgres|sqlite)[a-z0-9+]*):")
 _MODULES = {"sqlite": ("sqlalchemy",), "postgresql": ("sqlalchemy", "psycopg")}
@@ -77,7 +77,8 @@ def parse_location(location: str, field: str) -> str:
     parts = split_url(location, field)
     missing = [name for name in _MODULES[parts.scheme] if find_spec(name) is None]
     if missing:
-        raise SteeringError(field, f"{parts.scheme} databases need the package {missing[0]}; run {EXTRA}")
+        hint = install_hint("database")
+        raise SteeringError(field, f"{parts.scheme} databases need the package {missing[0]}; {hint}")
     if parts.scheme == "sqlite":
         return f"sqlite:///{sqlite_path(parts).absolute()}"
     return location

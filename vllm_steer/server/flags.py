@@ -102,8 +102,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     add(
         SAE,
-        "A sparse autoencoder for readouts, from a local folder of SAELens, Gemma Scope or sparsify. Its encoder is "
-        "kept on the device in float32. Repeatable.",
+        "A sparse autoencoder for readouts and `feature` edits, from a local folder of SAELens, Gemma Scope (1 and 2) "
+        "or sparsify. Its encoder is kept on the device in float32. Repeatable.",
         action="append",
         metavar="NAME=FOLDER",
     )

@@ -22,7 +22,7 @@ from vllm_steer.spec.capture_form import (
     ReduceName,
 )
 from vllm_steer.spec.consumer_options import NO_OPTIONS, read_options
-from vllm_steer.spec.part import PARTS, PROMPT_PARTS
+from vllm_steer.spec.part import PARTS, PROMPT_PARTS, SpanForm
 from vllm_steer.spec.projection import DirectionsInput, NamedProjection, Projection
 from vllm_steer.spec.scalars import read_choice, shown
 from vllm_steer.spec.selector import (
@@ -92,8 +92,9 @@ class CaptureSpec:
                 numpy array or torch tensor of numbers; or ``"all"``. Or a list of names of sites in other libraries,
                 such as ``["blocks.3.hook_resid_post"]`` (docs/reference/points.md).
             positions: ``"last_prompt"``, ``"all_prompt"``, ``"all_generated"``, ``"all"``, or positions in a form that
-                `Selector` accepts: a range, or a list of positions and ``[start, stop)`` pairs. Negative positions
-                count back from the end of the prompt.
+                `Selector` accepts: a range, a list of positions and ``[start, stop)`` pairs, or such a list that counts
+                from the first generated token, ``{"generated": [[8, None]]}``. Negative positions count back from the
+                end of the prompt.
             before: Capture before the edits of the same point apply. By default rows include these edits.
             dtype: ``"float32"``, ``"float16"``, ``"bfloat16"``, or None for the model's own.
             reduce: ``"mean"`` or ``"last"`` of the rows of a site; a `Projection`, also written
@@ -287,8 +288,11 @@ def _read_hooks(value: object) -> Hooks:
 
 def _read_site_names(names: list[object] | tuple[object, ...]) -> Hooks:
     """Return the hooks of a list of names such as ``blocks.3.hook_resid_post``."""
-    if not 1 <= len(names) <= len(POINT_NAMES) * MAX_LAYERS:
-        raise SteeringError("hooks", 'is empty or too long; name sites, or use {"post_block": [12]}')
+    if not names:
+        raise SteeringError("hooks", 'is empty; name at least one site such as "resid_post.12"')
+    limit = len(POINT_NAMES) * MAX_LAYERS
+    if len(names) > limit:
+        raise SteeringError("hooks", f'has {len(names)} sites; at most {limit}; use {{"post_block": "all"}}')
     by_point: dict[PointName, list[int]] = {}
     for i, name in enumerate(names):
         point, layer = read_site(name, f"hooks[{i}]")
@@ -305,8 +309,9 @@ def _read_positions(value: object) -> Selector:
         if value in _PARTS_OF_CONVERSATION:
             raise _part_error(value)
         return Selector(POSITIONS[read_choice(value, POSITIONS, "positions", aliases=POSITION_ALIASES)])
-    if not isinstance(value, (list, tuple, range, Selector, Mapping)):
-        raise selector_form_error(value, POSITIONS, "positions")
+    unknown = isinstance(value, Mapping) and not any(key in SpanForm.__struct_fields__ for key in value)
+    if unknown or not isinstance(value, (list, tuple, range, Selector, Mapping)):
+        raise selector_form_error(value, POSITIONS, "positions", keys="generated")
     selector = Selector.parse(value, "positions")
     if selector.spans or selector.is_prompt_part:
         raise _part_error(selector.to_wire())

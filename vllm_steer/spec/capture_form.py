@@ -9,6 +9,7 @@ import msgspec
 
 from vllm_steer.points import POINT_NAMES
 from vllm_steer.spec.json_schema import any_of
+from vllm_steer.spec.part import GeneratedForm
 from vllm_steer.spec.projection import DirectionsForm, ProbesForm
 from vllm_steer.spec.selector import PositionListForm, PositionsName
 from vllm_steer.spec.sites import NAMES_LISTED, LayersForm
@@ -31,8 +32,11 @@ class CaptureForm(msgspec.Struct, kw_only=True):
         ),
     ]
     positions: Annotated[
-        PositionsName | PositionListForm,
-        msgspec.Meta(description="Tokens to capture: a name, or a list of positions."),
+        PositionsName | PositionListForm | GeneratedForm,
+        msgspec.Meta(
+            description="Tokens to capture: a name, a list of positions, or positions that count from the first "
+            "generated token."
+        ),
     ] = "last_prompt"
     before: Annotated[bool, msgspec.Meta(description="Capture before the edits of the same point apply.")] = False
     dtype: Annotated[

@@ -54,12 +54,22 @@ RowsForm = Annotated[
 _NAMING_KEYS = (StoredRowsForm.__struct_fields__[0], ModuleRowsForm.__struct_fields__[0])
 
 
-def refuse_names(vector: object) -> None:
-    """Raise SteeringError for rows that are named by capture id or module, which only a server can look up."""
-    if isinstance(vector, Mapping) and any(key in vector for key in _NAMING_KEYS):
-        raise SteeringError(
-            "vector", "names rows on a server; send the edit there as a dict, or pass a CaptureResult or the rows"
-        )
+def refuse_names(vector: object, *, takes_matrix: bool) -> None:
+    """Raise SteeringError for rows that are named by capture id or module, which only a server can look up.
+
+    Args:
+        vector: The vector of an edit in any form.
+        takes_matrix: Whether the kind of the edit takes such rows on a server.
+    """
+    if not isinstance(vector, Mapping) or not any(key in vector for key in _NAMING_KEYS):
+        return
+    if not takes_matrix:
+        raise SteeringError("vector", "refers to rows stored on a server; only replace takes stored rows")
+    raise SteeringError(
+        "vector",
+        "refers to rows stored on a server, which Edit(...) cannot look up; in a request to that server write the edit "
+        "as a plain dict; offline pass the CaptureResult or an array",
+    )
 
 
 class CapturedRows(Protocol):

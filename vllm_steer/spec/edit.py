@@ -284,7 +284,7 @@ class Edit:
                 _check_parameter(name, definition)
             if vector is None:
                 raise SteeringError("vector", f"is missing; {definition.name} needs a vector, of the hidden size")
-            refuse_names(vector)
+            refuse_names(vector, takes_matrix=definition.takes_matrix)
             if is_captured(vector):
                 if not definition.takes_matrix:
                     raise SteeringError("vector", f"is a capture, which {definition.name} does not take; use replace")

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, get_args
 import msgspec
 
 from vllm_steer.errors import SteeringError
+from vllm_steer.limits import MAX_SELECTOR_ITEMS
 from vllm_steer.spec.scalars import is_integer, read_choice, shown
 
 SpanName = Literal["thinking", "tool_call"]
@@ -32,7 +33,20 @@ Marker = int | str
 MAX_MARKER_CHARS = 64
 
 _Marker = Annotated[int, msgspec.Meta(ge=0)] | Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_MARKER_CHARS)]
+_FROM_FIRST_GENERATED = (
+    "Positions and `[start, stop]` pairs that count from 0 at the first generated token: `[[8, null]]` is every token "
+    "from the ninth one on."
+)
 _Pair = Annotated[list[_Marker], msgspec.Meta(min_length=2, max_length=2)]
+
+
+class GeneratedForm(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Generated tokens relative to the first one."""
+
+    generated: Annotated[
+        list[int | list[int | None]],
+        msgspec.Meta(min_length=1, max_length=MAX_SELECTOR_ITEMS, description=_FROM_FIRST_GENERATED),
+    ]
 
 
 class SpanForm(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -40,10 +54,7 @@ class SpanForm(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     generated: Annotated[
         list[int | list[int | None]] | None,
-        msgspec.Meta(
-            description="Positions and `[start, stop]` pairs that count from 0 at the first generated token: "
-            "`[[8, null]]` is every token from the ninth one on."
-        ),
+        msgspec.Meta(description=_FROM_FIRST_GENERATED),
     ] = None
     between: Annotated[
         SpanName | _Pair | None,

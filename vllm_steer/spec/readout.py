@@ -16,7 +16,7 @@ from vllm_steer.spec.json_schema import any_of
 from vllm_steer.spec.mlp import NO_COSINE, MlpForm, MlpProbe, is_mlp
 from vllm_steer.spec.part import PartName, PromptPartName, SpanForm
 from vllm_steer.spec.projection import NamedProjection, Projection
-from vllm_steer.spec.references import read_name
+from vllm_steer.spec.references import parse_probe, read_name
 from vllm_steer.spec.scalars import is_integer, read_number, shown
 from vllm_steer.spec.selector import POSITIONS, PositionListForm, PositionsName, Selector
 from vllm_steer.spec.sites import PointForm, read_layer, read_site
@@ -145,7 +145,8 @@ def _read(name: str, value: object) -> Readout:
     kind = kinds[0]
     for key, owner in _PARAMETERS.items():
         if value.get(key) is not None and kind != owner:
-            hint = "give one layer" if key == "layers" else "give it inside lens" if kind == "lens" else "omit it"
+            inside_lens = kind == "lens" and key in LensForm.__struct_fields__
+            hint = "give one layer" if key == "layers" else "give it inside lens" if inside_lens else "omit it"
             raise SteeringError(f"{field}.{key}", f"is a parameter of {owner} only; {hint}")
     if value.get("point") is None:
         raise SteeringError(f"{field}.point", "is missing; a readout needs point and layer")
@@ -189,7 +190,7 @@ def _read_layers(value: Mapping[str, Any], named: int | None, field: str) -> tup
     if value.get("layers") is None:
         given = value.get("layer")
         if given is None and named is None:
-            raise SteeringError(f"{field}.layer", "is missing; a readout needs point and layer")
+            raise SteeringError(f"{field}.layer", "is missing; give layer, or layers for a lens")
         layer = read_layer(named if given is None else given, f"{field}.layer")
         if named is not None and layer != named:
             raise SteeringError(f"{field}.layer", f"is {layer}, but the point names layer {named}; omit one of them")
@@ -229,7 +230,7 @@ def _position_name(value: Any) -> Any:
 def _read_directions(value: Any, kind: ReadoutKind, field: str) -> Projection | NamedProjection:
     if kind == "probe":
         return (
-            NamedProjection.parse([value], field)
+            NamedProjection((parse_probe(value, field),))
             if isinstance(value, str)
             else Projection([parse_vector(value, field)], field)
         )

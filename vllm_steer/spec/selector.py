@@ -34,6 +34,7 @@ PositionListForm = Annotated[
 TokensForm = TokensName | PositionListForm | SpanForm
 """JSON form of the tokens of an edit."""
 
+_MAPPING_KEYS = "generated, between or outside"
 OPEN_END = 2**31 - 1
 """Stop of an interval without end; all positions are smaller, because the device stores them as int32."""
 
@@ -261,7 +262,7 @@ def _read(tokens: object, field: str) -> _Where:
     if isinstance(tokens, tuple):
         raise SteeringError(field, "a tuple is ambiguous; write [3, 7] for two tokens or [(3, 7)] for tokens 3 to 6")
     if not isinstance(tokens, list):
-        raise selector_form_error(tokens, TOKEN_NAMES, field, mapping=True)
+        raise selector_form_error(tokens, TOKEN_NAMES, field, keys=_MAPPING_KEYS)
     if not 1 <= len(tokens) <= MAX_SELECTOR_ITEMS:
         raise SteeringError(field, f"has {len(tokens)} items; list 1 to {MAX_SELECTOR_ITEMS} positions or pairs")
     return _canonical(_item_interval(item, f"{field}[{i}]") for i, item in enumerate(tokens))
@@ -272,7 +273,7 @@ def _read_mapping(tokens: Mapping[str, Any], field: str) -> _Generated | Span:
     unknown = [key for key in tokens if key not in names]
     similar = did_you_mean(unknown[0], names) if unknown else ""
     if not similar and len(unknown) == len(tokens):
-        raise selector_form_error(tokens, TOKEN_NAMES, field, mapping=True)
+        raise selector_form_error(tokens, TOKEN_NAMES, field, keys=_MAPPING_KEYS)
     if unknown:
         raise SteeringError(
             field, f"unknown key {shown(unknown[0])}; use generated, between or outside (with opened){similar}"
@@ -291,17 +292,15 @@ def _read_mapping(tokens: Mapping[str, Any], field: str) -> _Generated | Span:
     return _Generated(tuple(_merged(intervals)))
 
 
-def selector_form_error(value: object, names: Iterable[str], field: str, *, mapping: bool = False) -> SteeringError:
+def selector_form_error(value: object, names: Iterable[str], field: str, *, keys: str) -> SteeringError:
     """Return the error for a value that is not a selector in any form.
 
     Args:
         value: Any object.
         names: The valid names.
         field: Path of the value.
-        mapping: Whether a dict of :class:`SpanForm`'s fields is valid.
+        keys: The keys of a valid dict, in words.
     """
-    pairs = "a list of positions and [start, stop] pairs"
-    forms = f"{pairs}, or a dict with generated, between or outside" if mapping else f"or {pairs}"
     hint = ""
     if is_integer(value):
         hint = f"; write [{shown(value)}] for one position"
@@ -311,7 +310,8 @@ def selector_form_error(value: object, names: Iterable[str], field: str, *, mapp
         hint = "; convert it with .tolist()"
     return SteeringError(
         field,
-        f"must be one of {', '.join(names)}, a range, {forms}, not {shown(value)} ({type(value).__name__}){hint}",
+        f"must be one of {', '.join(names)}, a range, a list of positions and [start, stop] pairs, or a dict with "
+        f"{keys}, not {shown(value)} ({type(value).__name__}){hint}",
     )
 
 

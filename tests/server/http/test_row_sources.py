@@ -80,8 +80,9 @@ def test_sources_without_rows_are_refused(store: CaptureStore) -> None:
         with pytest.raises(SteeringError, match=message) as refused:
             resolve(given, vector)
         assert refused.value.field.startswith("steering[0].vector")
-    with pytest.raises(SteeringError, match="names rows on a server"):
-        Edit(kind="replace", point="post_block", layers=1, vector={"module": "a/b"})
+    for kind, message in (("replace", "write the edit as a plain dict"), ("add", "only replace takes stored rows")):
+        with pytest.raises(SteeringError, match=message):
+            Edit(kind=kind, point="post_block", layers=1, vector={"module": "a/b"})
 
 
 def test_the_option_store() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from vllm_steer.errors import SteeringError
+from vllm_steer.extras import install_hint
 from vllm_steer.spec.scalars import is_integer, shown
 
 _STORED: dict[torch.dtype, torch.dtype] = {torch.bfloat16: torch.int16}
@@ -31,7 +32,7 @@ def zstd() -> Any:
     try:
         import zstandard
     except ImportError:
-        raise SteeringError("zstandard", "is not installed; pip install 'vllm-steer[vllm-lens]'") from None
+        raise SteeringError("zstandard", f"is not installed; {install_hint('vllm-lens')}") from None
     return zstandard
 
 

@@ -81,7 +81,8 @@ def _names_rows(edit: object) -> bool:
 def _resolve(edit: Mapping[str, Any], field: str, context: RequestContext, opened: dict[str, StoredRequest]) -> Any:
     source: Mapping[str, Any] = edit["vector"]
     if edit.get("kind") != "replace":
-        raise SteeringError(field, f"names rows, which {shown(edit.get('kind'))} does not take; use the kind replace")
+        kind = shown(edit.get("kind"))
+        raise SteeringError(field, f"refers to rows stored on the server; only replace takes stored rows, not {kind}")
     form = StoredRowsForm if _CAPTURE in source else ModuleRowsForm
     for name in source:
         if name not in form.__struct_fields__:

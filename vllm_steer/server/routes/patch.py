@@ -32,6 +32,9 @@ from vllm_steer.server.studies.service import StudyService
 from vllm_steer.spec.scalars import shown
 
 ROUTE = "/v1/steering/patch"
+ALSO_KEY = "x-steering-also-right"
+"""Field of a route in the OpenAPI document: a second right, which its handler requires."""
+_ALSO = {ALSO_KEY: Right.CAPTURE.value}  # the grids depend on activations
 _OPTIONS = ("model", "stream", "return_file")
 
 
@@ -81,11 +84,12 @@ def make_router(service: StudyService, max_body: int) -> APIRouter:
 
     router.add_api_route(
         ROUTE, patch, methods=["POST"], response_class=Response, summary="Run a patching study",
-        openapi_extra=requires(Right.STEER, PATCH_BODY),
+        openapi_extra=requires(Right.STEER, PATCH_BODY) | _ALSO,
     )  # fmt: skip
     router.add_api_route(
         PATCH_SWEEP_ROUTE, sweep, methods=["POST"], response_class=Response,
-        summary="Run a patching study, with the field names of another project", openapi_extra=requires(Right.STEER),
+        summary="Run a patching study, with the field names of another project",
+        openapi_extra=requires(Right.STEER) | _ALSO,
     )  # fmt: skip
     return router
 
@@ -94,7 +98,7 @@ async def _read(request: Request, max_body: int) -> Mapping[str, Any]:
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != JSON:
         raise MediaTypeError("content-type", f"must be {JSON}, not {shown(media_type)}")
-    require(Right.CAPTURE)  # the grids depend on activations
+    require(Right(_ALSO[ALSO_KEY]))
     body = parse_json(await read_body(request, max_body), "body")
     if not isinstance(body, dict):
         raise SteeringError("body", f"must be a JSON object, not {shown(body)}")
