@@ -63,7 +63,7 @@ def make_tables(tokens: int) -> Tables:
         device=DEVICE,
     )  # fmt: skip
     sites = torch.arange(3 * LAYERS, dtype=torch.int32, device=DEVICE)
-    tables.head[1, list(tables.places)] = sites + 1
+    tables.head[1, list(tables.head_index)] = sites + 1
     tables.head_column(48)[2] = 49
     tables.instruction[1:97, 0], tables.instruction[1:97, 1] = ADD, sites
     tables.parameter[1:97, 0] = 1.0

@@ -30,7 +30,7 @@ PROVEN, WRAPPED, REFUSAL, NO_DECODER = "proven", "by its language model", "refus
 OUTSTANDING = "outstanding"
 POOLS = "refused: pools hidden states and generates no tokens"
 DRAFTS = "drafter: not steered; its target model is"
-BY_CONFIG = "those of the language model that its config names"
+BY_CONFIG = "the decoder layers of the language model in `config.json`"
 BACKEND = "runs a model of Transformers: its decoder-layer class decides"
 HEAD = """# Architectures
 

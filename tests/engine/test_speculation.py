@@ -16,6 +16,8 @@ import pytest
 from tests.engine.mtp_models import PROVEN
 
 ROOT = Path(__file__).parents[2]
+_SECONDS = 900
+pytestmark = pytest.mark.timeout(_SECONDS + 60)
 
 
 @pytest.mark.failure(17)
@@ -38,11 +40,11 @@ def test_draft_models() -> None:
 @pytest.mark.feature("MTP layers, which are not steered", "steer", "capture")
 def test_mtp_layers() -> None:
     """Run ``mtp_cases.py``, whose test names what it catches."""
-    _run("mtp_cases.py", len(PROVEN), timeout=200 * len(PROVEN))
+    _run("mtp_cases.py", len(PROVEN))
 
 
-def _run(file: str, passed: int, timeout: float = 280) -> None:
+def _run(file: str, passed: int) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/engine/{file}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=_SECONDS, check=False)
     assert done.returncode == 0, done.stdout[-6000:]
     assert f"{passed} passed" in done.stdout

@@ -81,7 +81,7 @@ def test_names_a_missing_package(url: str, package: str, monkeypatch: pytest.Mon
     """Catches an ImportError in every API server process instead of one message at start."""
     real = location_module.find_spec
     monkeypatch.setattr(location_module, "find_spec", lambda name: None if name == package else real(name))
-    with pytest.raises(SteeringError, match=rf"need the package {package}; run pip install"):
+    with pytest.raises(SteeringError, match=rf"need the package {package}; run `pip install .*database"):
         parse_location(url, "x")
 
 

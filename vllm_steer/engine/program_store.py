@@ -122,7 +122,7 @@ class ProgramStore:
         self.next_step = np.zeros(num_slots, dtype=np.int64)
         # By request slot: the start of the last segment.
         self.last_segment = np.zeros(num_slots, dtype=np.int64)
-        self._places = np.array(tables.places)
+        self._head_index = np.array(tables.head_index)
         # Incremented when the sites in use may have changed, and when a request starts or ends.
         self.version = self.changes = self._flushed = 0
         self._no_rows = np.zeros(self._max_segments, dtype=np.int32)
@@ -351,7 +351,7 @@ class ProgramStore:
             return
         self._flushed = self.changes
         users = np.zeros(self.tables.head.shape[1], dtype=np.int32)
-        users[self._places] = self.tables.site_users
+        users[self._head_index] = self.tables.site_users
         self._head.put(0, users)
         for staged in self._staged:
             staged.flush()
@@ -417,8 +417,8 @@ class ProgramStore:
         for index, each in reversed(pairs):
             columns = 0 if each.code == CAPTURE else each.index
             self._instruction.put(index, (each.code, self._argument(each), following.get(each.site_number, 0), columns))
-            place = self.tables.places[self.tables.column[each.site_number]]
-            heads[place] = following[each.site_number] = index
+            column = self.tables.head_index[self.tables.column[each.site_number]]
+            heads[column] = following[each.site_number] = index
         self._head.put(placed.row, heads)
         self._row_captures.put(placed.row, len(placed.program.captures))
         self._count_users(placed.program.instructions, 1)

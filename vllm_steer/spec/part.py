@@ -113,7 +113,7 @@ def read_span(value: Mapping[str, Any], field: str) -> Span:
     given = [key for key in ("between", "outside") if value.get(key) is not None]
     if len(given) != 1:
         found = " and ".join(given) or "none of them"
-        raise SteeringError(field, f"must have exactly one of the keys generated, between and outside, not {found}")
+        raise SteeringError(field, f"must have exactly one of the keys generated, between and outside; it has {found}")
     key = given[0]
     opened = value.get("opened", False)
     if not isinstance(opened, bool):

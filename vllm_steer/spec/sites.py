@@ -31,7 +31,7 @@ LayersForm = Annotated[
 ]
 """JSON form of layers."""
 NAMES_LISTED = "`GET /v1/steering/capabilities` and `vllm-steer doctor MODEL` list the usual names of each point"
-"""Where users find the names of points in other libraries, for descriptions of fields."""
+"""End of the descriptions of fields that accept the names of points in other libraries."""
 PointForm = Annotated[
     Any,
     any_of(PointName, str),

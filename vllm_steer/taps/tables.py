@@ -7,8 +7,8 @@ They are allocated once, before the model is traced, and only written in place, 
 table               shape, dtype             meaning
 ==================  =======================  ==================================================================
 ``token_row``       [tokens] int32           row of each token of the running step, 0 for none
-``head``            [rows + 1, sites] int32  first instruction of a row at a site, 0 for none; one column per site, see
-                                             :attr:`Tables.column`. Row 0 has no instructions; it holds the number of
+``head``            [rows + 1, k] int32      first instruction of a row at a site, 0 for none; one column per site, see
+                                             :attr:`Tables.head_index`, and unused ones. Row 0 has no instructions; it holds the number of
                                              rows that have instructions at the site
 ``instruction``     [n + 1, 4] int32         operation code, vector, next instruction (0 ends), columns of a record, see
                                              :class:`vllm_steer.program.token_program.Instruction`
@@ -70,7 +70,8 @@ def _head_stride(points: Sequence[PointName]) -> int:
     return -(-len(points) // _ALIGNED_COLUMNS) * _ALIGNED_COLUMNS
 
 
-def _place_of(column: int, points: Sequence[PointName]) -> int:
+def _head_index(column: int, points: Sequence[PointName]) -> int:
+    """Return the column of ``head`` for a site of an engine with these points."""
     layer, point = divmod(column, len(points))
     return layer * _head_stride(points) + point
 
@@ -168,8 +169,8 @@ class Tables:
         )
         for name, (shape, table_dtype) in shapes.items():
             setattr(self, name, torch.zeros(shape, dtype=table_dtype, device=device))
-        # Where each site of this engine is in a row of ``head``.
-        self.places = tuple(_place_of(column, self.points) for column in range(num_sites))
+        # Columns of ``head``, by site of this engine.
+        self.head_index = tuple(_head_index(column, self.points) for column in range(num_sites))
         self._column_at = {self.head_column(column).data_ptr(): column for column in range(num_sites)}
         self.segment_start.fill_(OPEN_END)
         # Number of rows with instructions, by column.
@@ -193,7 +194,7 @@ class Tables:
 
     def head_column(self, column: int) -> torch.Tensor:
         """Return the view of ``head`` for one site of this engine, ``[rows + 1]``; see :meth:`column_at`."""
-        return self.head[:, self.places[column]]
+        return self.head[:, self.head_index[column]]
 
     def column_at(self, head: torch.Tensor) -> int:
         """Return the site whose view of ``head`` this is.
