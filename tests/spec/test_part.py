@@ -43,7 +43,7 @@ def test_positions_count_from_the_first_generated_token() -> None:
         ({"between": [3]}, "t.between", "a start and an end token"),
         ({"between": [3, -1]}, "t.between[1]", "token id"),
         ({"between": "answer"}, "t.between", "thinking"),
-        ({"between": [3, 4], "outside": [3, 4]}, "t", "exactly one of .*, it has between and outside"),
+        ({"between": [3, 4], "outside": [3, 4]}, "t", "exactly one of .*; it has between and outside"),
         ({"between": [3, 4], "opened": 1}, "t.opened", "true or false"),
         ({"between": [3, 4], "end": 1}, "t", "unknown key"),
         ({"generated": [-1]}, "t.generated[0]", "0 or more"),

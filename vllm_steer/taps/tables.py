@@ -8,8 +8,8 @@ table               shape, dtype             meaning
 ==================  =======================  ==================================================================
 ``token_row``       [tokens] int32           row of each token of the running step, 0 for none
 ``head``            [rows + 1, k] int32      first instruction of a row at a site, 0 for none; one column per site, see
-                                             :attr:`Tables.head_index`, and unused ones. Row 0 has no instructions; it holds the number of
-                                             rows that have instructions at the site
+                                             :attr:`Tables.head_index`, and unused ones. Row 0 has no instructions;
+                                             it holds the number of rows that have instructions at the site
 ``instruction``     [n + 1, 4] int32         operation code, vector, next instruction (0 ends), columns of a record, see
                                              :class:`vllm_steer.program.token_program.Instruction`
 ``parameter``       [n + 1, 4] float32       strength, low, high, first operand of the run of an edit with a matrix
