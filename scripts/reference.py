@@ -302,8 +302,14 @@ def cache() -> str:
         "ahead of that token keep vLLM's own keys, and so do all blocks if only the last layer is edited after its attention.\n"
         "Inkling, whose layers cache their branches, and looped models have keys of their own for those edits too.\n"
         "A request's `cache_salt` is part of the same keys.\n\n"
+        "The keys of image tokens contain vLLM's hash of the image. In models whose image tokens attend to all tokens of their\n"
+        "image, later ones included (Gemma 3, Gemma 4 with bidirectional vision, Molmo 2, PaliGemma and others for which vLLM's\n"
+        "`is_mm_prefix_lm` holds), an edit can change all tokens of an image that it touches. There, a block that overlaps an\n"
+        "image or a video, with the tokens that mark it, has the edits up to the end of the image in its key. Blocks ahead of\n"
+        "the image keep theirs. In other models, and for audio, only edits of earlier tokens and of the block count.\n\n"
         "Captures do not change keys, but captured positions must be computed: a request uses no cached block from its first\n"
-        "captured position on, and none at all if it captures its prompt and a layer has a window or a state.\n"
+        "captured position on, and none at all if it captures its prompt and a layer has a window or a state. If vLLM computes\n"
+        "images in one step, and the first captured position is within an image, it uses no cached block of the image either.\n"
     )
 
 

@@ -57,6 +57,15 @@ def request(name: str, prompt: list[int], max_tokens: int, **fields: Any) -> Any
     return Request(name, prompt, params, None, block_hasher=get_request_block_hasher(BLOCK, hash_fn))
 
 
+def image_item(offset: int, length: int, modality: str = "image") -> Any:
+    """Return a multimodal item at these positions, as requests have it."""
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+
+    place = PlaceholderRange(offset=offset, length=length)
+    name = f"i{offset}"
+    return MultiModalFeatureSpec(data=None, modality=modality, identifier=name, mm_position=place, mm_hash=name)
+
+
 def finish_step(scheduler: Any, scheduled: Any, rows: tuple[StepRows, ...] = ()) -> list[Any]:
     """Give the scheduler the output of a scheduled step and return the request outputs; see :func:`model_output`."""
     outputs = scheduler.update_from_output(scheduled, model_output(scheduler, scheduled, rows))

@@ -12,7 +12,7 @@ import pytest
 from vllm.v1.outputs import DraftTokenIds
 
 from tests.engine import scheduler_harness
-from vllm_steer.engine.arena import ArenaBudget, TokenLimiter, unsplit_spans
+from vllm_steer.engine.arena import ArenaBudget, TokenLimiter, block_ahead, unsplit_spans
 from vllm_steer.program import Resolved, compile_program, resolve
 from vllm_steer.spec import parse_capture
 
@@ -46,6 +46,40 @@ def test_spans_are_not_split() -> None:
     assert arena.take(resolved(), 0, 10, False, []) == 10
     assert arena.take(resolved(), 12, 48, False, image) == 0
     assert arena.take(resolved(), 40, 10, False, []) == 10
+
+
+def test_rest_of_a_span_is_not_split() -> None:
+    """Catches an image of which the first part is cached and the rest is computed in two steps.
+
+    The tokens of the first step do not attend to those of the second, so their rows and keys and values are wrong.
+    """
+    everything, image, start, rest = resolved(prompt_len=300), [(16, 272)], 112, 160
+    arena = ArenaBudget((rest + 64) * EVERY, 0, speculates=False)
+    assert arena.can_start(everything, start, image)
+    assert arena.take(everything, start, rest + 28, False, image) == rest + 28
+    assert not arena.can_start(everything, start, image)
+    arena.begin_step()
+    assert arena.take(everything, 0, rest + 8, False, []) == rest + 8
+    assert arena.take(everything, start, rest, False, image) == 0
+    assert arena.take(everything, 271, 29, False, image) == 29
+
+
+@pytest.mark.parametrize(
+    ("spans", "position", "start"),
+    [
+        ([], 119, 112),
+        ([(16, 272)], 119, 16),
+        ([(20, 272)], 119, 16),
+        ([(16, 272)], 20, 16),
+        ([(16, 112)], 119, 112),
+        ([(120, 272)], 119, 112),
+        ([(3, 20), (20, 40)], 39, 0),
+        ([(0, 64)], 63, 0),
+    ],
+)
+def test_cut_hit_does_not_end_within_a_span(spans: list[tuple[int, int]], position: int, start: int) -> None:
+    """Catches a start within an image, also one that moves from an image into the one ahead, and needless moves."""
+    assert block_ahead(spans, position, scheduler_harness.BLOCK) == start
 
 
 def test_starting_drafts_are_all_or_nothing() -> None:
@@ -181,13 +215,11 @@ def test_captured_cached_prompts_start_with_all_drafts(tiny_llama: Path) -> None
 
 def image_of(request: Any, offset: int, length: int) -> tuple[int, Any]:
     """Add an image to a request and return the encoder budget and cache that a text model's scheduler lacks."""
-    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
     from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 
-    place = PlaceholderRange(offset=offset, length=length)
-    request.mm_features = [
-        MultiModalFeatureSpec(data=None, modality="image", identifier="i", mm_position=place, mm_hash="i")
-    ]
+    request.mm_features = [scheduler_harness.image_item(offset, length)]
+    request.block_hashes.clear()
+    request.update_block_hashes()
     return 1000, EncoderCacheManager(1000)
 
 
@@ -206,6 +238,26 @@ def test_image_is_computed_in_one_step(tiny_llama: Path, capturing: bool, chunks
         seen.append(scheduled.num_scheduled_tokens.get("r", 0))
         scheduler_harness.finish_step(scheduler, scheduled)
     assert seen == chunks
+
+
+@pytest.mark.parametrize(("whole", "hit"), [(True, 16), (False, 48)])
+def test_captured_image_is_computed_from_its_start(tiny_llama: Path, whole: bool, hit: int) -> None:
+    """Catches a hit that is cut within an image: vLLM keeps an image together only ahead of its first token."""
+    made = scheduler_harness.config(tiny_llama, sequences=8)
+    made.scheduler_config.disable_chunked_mm_input = whole
+    scheduler = scheduler_harness.make(made, blocks=60)
+    asked: dict[str, dict[str, Any]] = {
+        "first": {},
+        "reads": {"capture": {"memory": {"hooks": {"post_block": [2]}, "positions": [[50, 52]]}}},
+    }
+    for name, fields in asked.items():
+        request = scheduler_harness.request(name, list(range(1, 100)), 1, **fields)
+        scheduler.max_num_encoder_input_tokens, scheduler.encoder_cache_manager = image_of(request, 20, 40)
+        scheduler.add_request(request)
+        if name == "reads":
+            assert scheduler._get_local_prefix_cache_hit(request)[1] == hit
+        while scheduler.has_unfinished_requests():
+            scheduler_harness.finish_step(scheduler, scheduler.schedule())
 
 
 def test_request_whose_drafts_never_fit_ends_with_a_reason(tiny_llama: Path) -> None:

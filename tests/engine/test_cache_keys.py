@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +33,23 @@ def edit(seed: int = 0, tokens: Any = "all", layers: Any = 0) -> Edit:
     return Edit(kind="add", point="pre_attn", layers=layers, vector=vector, tokens=tokens)
 
 
-def keys(edits: list[Edit], prompt: list[int], output: list[int] | None = None, salt: str | None = None) -> list[bytes]:
+def keys(
+    edits: list[Edit],
+    prompt: list[int],
+    output: list[int] | None = None,
+    salt: str | None = None,
+    items: list[Any] | None = None,
+    bidirectional: bool = True,
+) -> list[bytes]:
     request = Request(
         "r", list(prompt), VllmSamplingParams(max_tokens=50), None, cache_salt=salt,
-        block_hasher=get_request_block_hasher(BLOCK, HASH),
+        block_hasher=get_request_block_hasher(BLOCK, HASH), mm_features=items,
     )  # fmt: skip
     if edits:
         resolved = resolve(compile_program(edits), len(prompt), LAYERS)
-        request._block_hasher = steering_hasher(request._block_hasher, resolved, BLOCK, HASH)
+        request._block_hasher = steering_hasher(
+            request._block_hasher, resolved, BLOCK, HASH, bidirectional=bidirectional
+        )
         request.block_hashes = []
         request.update_block_hashes()
     for token in output or []:
@@ -109,6 +119,80 @@ def test_edits_after_the_last_attention_keep_vllm_keys() -> None:
     """Catches needless misses for edits that change no keys or values."""
     last = Edit(kind="add", point="post_block", layers=LAYERS - 1, vector=np.ones(4))
     assert keys([last], PROMPT, OUTPUT) == keys([], PROMPT, OUTPUT)
+
+
+LONG = list(range(40))
+
+
+def shared_with_image(tokens: Any, others: Any, *items: Any, **settings: bool) -> int:
+    """Return how many leading blocks edits of ``tokens`` and of ``others`` (None: no edit) of a prompt share."""
+    both = [
+        keys([] if each is None else [edit(1, each)], LONG, items=list(items), **settings) for each in (tokens, others)
+    ]
+    first = shared(*both)
+    assert not set(both[0][first:]) & set(both[1][first:])
+    return first
+
+
+@pytest.mark.parametrize(
+    ("tokens", "others", "blocks"),
+    [
+        ([[15, 18]], None, 1),
+        ([[15, 18]], [[15, 20]], 1),
+        ([[15, 18]], [[16, 18]], 1),
+        ([[2, 15]], [[2, 18]], 1),
+        ([25], None, 1),
+        ([26], None, 6),
+        ([[2, 26]], [[2, 30]], 6),
+        ("generated", None, 10),
+    ],
+)
+def test_blocks_of_an_image_depend_on_edits_up_to_its_end(tokens: Any, others: Any, blocks: int) -> None:
+    """Catches a plain request, or one with another edit, that hits blocks whose tokens attended to edited ones.
+
+    The tokens 6 to 25 are an image whose tokens attend to all of it. Also catches needless misses of other blocks.
+    """
+    assert shared_with_image(tokens, others, scheduler_harness.image_item(6, 20)) == blocks
+
+
+def test_images_do_not_depend_on_each_other() -> None:
+    """Catches blocks of an image that miss because of an edit in the next image."""
+    images = scheduler_harness.image_item(4, 8), scheduler_harness.image_item(12, 8)
+    assert shared_with_image([18], None, *images) == 3
+    assert shared_with_image([10], None, *images) == 1
+
+
+def test_blocks_of_causal_items_depend_on_earlier_edits_only() -> None:
+    """Negative control: needless misses in models whose images are causal, and for audio."""
+    image, audio = scheduler_harness.image_item(6, 20), scheduler_harness.image_item(6, 20, "audio")
+    assert shared_with_image([[15, 18]], None, image, bidirectional=False) == 3
+    assert shared_with_image([[15, 18]], None, audio) == 3
+
+
+def test_appended_blocks_with_an_image_have_the_keys_of_a_prompt() -> None:
+    """Catches an image that is forgotten when blocks are appended."""
+    image = [scheduler_harness.image_item(6, 20)]
+    for tokens in ([[15, 30]], [[30, 50]]):
+        whole = keys([edit(1, tokens)], LONG + OUTPUT, items=image)
+        assert keys([edit(1, tokens)], LONG, OUTPUT, items=image) == whole
+
+
+@pytest.mark.parametrize(("bidirectional", "blocks"), [(True, 1), (False, 3)])
+def test_scheduler_keys_follow_the_attention_of_the_model(tiny_llama: Path, bidirectional: bool, blocks: int) -> None:
+    """Catches a scheduler that does not pass on whether images are bidirectional."""
+    made = scheduler_harness.config(tiny_llama, sequences=2)
+    made.model_config.model_arch_config = replace(made.model_config.model_arch_config, is_mm_prefix_lm=bidirectional)
+    scheduler = scheduler_harness.make(made, blocks=12)
+    both = []
+    late = Edit(kind="add", point="post_block", layers=1, vector=np.ones(64), tokens=[[60, 65]])
+    for name, edits in (("plain", None), ("edited", [late])):
+        request = scheduler_harness.request(name, list(range(90)), 4, steering=edits)
+        request.mm_features = [scheduler_harness.image_item(20, 60)]
+        request.block_hashes.clear()
+        request.update_block_hashes()
+        scheduler.add_request(request)
+        both.append(list(request.block_hashes))
+    assert shared(*both) == blocks
 
 
 def test_appended_blocks_have_the_keys_of_a_prompt() -> None:

@@ -248,8 +248,8 @@ _FRONT_END: Final = (
     *_attributes(
         "vllm.config.model:ModelConfig",
         "settings that conflict with steering or size the tables",
-        "architectures get_hidden_size get_vocab_size hf_text_config is_diffusion max_model_len runner_type "
-        "served_model_name",
+        "architectures get_hidden_size get_vocab_size hf_text_config is_diffusion is_mm_prefix_lm max_model_len "
+        "runner_type served_model_name",
     ),
     *_attributes(
         "vllm.config.engram:EngramConfig",
@@ -275,7 +275,9 @@ _FRONT_END: Final = (
     ),
     *_attributes("vllm.config.structured_outputs:StructuredOutputsConfig", "the reasoning parser", "reasoning_parser"),
     *_attributes("vllm.v1.engine.input_processor:InputProcessor", "ids of marker tokens", "tokenizer"),
-    *_attributes("vllm.multimodal.inputs:PlaceholderRange", "positions of image tokens", "extract_embeds_range"),
+    *_attributes(
+        "vllm.multimodal.inputs:PlaceholderRange", "positions of image tokens", "extract_embeds_range length offset"
+    ),
     *_attributes("vllm.multimodal.inputs:MultiModalFeatureSpec", "positions of image tokens", "mm_position modality"),
     *_imports(
         "base classes and types of the front end",

@@ -76,13 +76,13 @@ class ArenaBudget:
     def can_start(self, resolved: Resolved, position: int, spans: Spans) -> bool:
         """Return whether a waiting request that starts at ``position`` can have its next token.
 
-        If a span begins there, it needs room as a whole. If there is none, no other capturing request can start in this
-        step.
+        If a span begins or continues there, its rest needs room as a whole. If there is none, no other capturing
+        request can start in this step.
         """
         needed = self._rows_of(resolved, position, position + 1) * (1 + self._drafts)
         for start, stop in spans:
-            if start == position:
-                needed = max(needed, self._rows_of(resolved, start, stop))
+            if start <= position < stop:
+                needed = max(needed, self._rows_of(resolved, position, stop))
         self._closed = self._closed or needed > self._free
         return not self._closed
 
@@ -94,7 +94,7 @@ class ArenaBudget:
             start: Position of the first token.
             tokens: Number of tokens that vLLM wants to compute.
             whole: Reserve all of them or none.
-            spans: Spans of the request, none of which is split.
+            spans: Spans of the request, none of which is split. The rest of one that contains ``start`` counts alike.
 
         Returns:
             The number of tokens whose rows have been reserved.
@@ -107,7 +107,7 @@ class ArenaBudget:
             return tokens
         fitting, rows = self._fitting(resolved, start, tokens)
         if fitting < tokens:
-            end = 0 if whole else _before_split(spans, start, start + fitting) - start
+            end = 0 if whole else _before_split(spans, start + fitting) - start
             fitting, rows = self._fitting(resolved, start, max(end, 0))
         self._free -= rows
         return fitting
@@ -155,7 +155,7 @@ class TokenLimiter:
 
     def reason_impossible(self, request: Any, resolved: Resolved) -> str | None:
         """Return why a request can never be computed, or None if it can."""
-        return self._arena.reason_impossible(resolved, self._spans(request)) if resolved.max_captures else None
+        return self._arena.reason_impossible(resolved, self.spans(request)) if resolved.max_captures else None
 
     def limit(self, request: Any, start: int, tokens: int) -> int:
         """Return how many of ``tokens`` tokens from position ``start`` on a request gets."""
@@ -171,7 +171,7 @@ class TokenLimiter:
     def can_start(self, request: Any, resolved: Resolved, cached_tokens: Callable[[], int]) -> bool:
         """Return whether there is room for a waiting request where it starts, which may be after its cached tokens."""
         self._reserve_recorded()
-        start, spans = request.num_computed_tokens, self._spans(request)
+        start, spans = request.num_computed_tokens, self.spans(request)
         if not start and not self._arena.fits_anywhere(resolved, spans):
             start = cached_tokens()
         return self._arena.can_start(resolved, start, spans)
@@ -188,9 +188,10 @@ class TokenLimiter:
     def _take(self, request: Any, resolved: Resolved, start: int, tokens: int) -> int:
         # vLLM asserts that a request which it starts with draft tokens gets all of them.
         has_drafts = request.status != RequestStatus.RUNNING and start + tokens > request.num_tokens
-        return self._arena.take(resolved, start, tokens, has_drafts, self._spans(request))
+        return self._arena.take(resolved, start, tokens, has_drafts, self.spans(request))
 
-    def _spans(self, request: Any) -> Spans:
+    def spans(self, request: Any) -> Spans:
+        """Return the positions that a request needs in one step; see :func:`unsplit_spans`."""
         return unsplit_spans(request, self._scheduler_config) if request.mm_features else []
 
 
@@ -198,6 +199,7 @@ def unsplit_spans(request: Any, scheduler_config: Any) -> Spans:
     """Return the positions of each multimodal item that the model's attention needs in one step.
 
     vLLM keeps these together (``Scheduler._try_schedule_encoder_inputs``) before its last limit on a request's tokens.
+    It does not keep the rest of an item together, so a request should not start within one.
     """
     if not scheduler_config.disable_chunked_mm_input:
         return []
@@ -205,6 +207,15 @@ def unsplit_spans(request: Any, scheduler_config: Any) -> Spans:
     return [(position.offset, position.offset + position.length) for position in positions]
 
 
-def _before_split(spans: Spans, start: int, end: int) -> int:
+def block_ahead(spans: Spans, position: int, block_size: int) -> int:
+    """Return the last start of a block at or before ``position`` that is not within a span."""
+    start = position // block_size * block_size
+    for first, last in sorted(spans, reverse=True):
+        if first < start < last:
+            start = first // block_size * block_size
+    return start
+
+
+def _before_split(spans: Spans, end: int) -> int:
     """Return ``end``, or the start of the span that it would split."""
-    return min([end, *(first for first, last in spans if start <= first < end < last)])
+    return min([end, *(first for first, last in spans if first < end < last)])

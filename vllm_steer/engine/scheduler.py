@@ -25,7 +25,7 @@ from vllm_steer.compat.internals import (
 )
 from vllm_steer.config import from_vllm_config
 from vllm_steer.engine.admission import REFUSED, AdmissionController
-from vllm_steer.engine.arena import ArenaBudget, TokenLimiter
+from vllm_steer.engine.arena import ArenaBudget, TokenLimiter, block_ahead
 from vllm_steer.engine.cache_keys import steering_hasher
 from vllm_steer.engine.edited_blocks import EditedBlocks
 from vllm_steer.engine.model_output import failed_of
@@ -58,6 +58,7 @@ class SteeringSchedulerMixin:
         model_config = self.vllm_config.model_config
         self._steering_layers = run_count(model_config.hf_text_config)
         self._caches_behind_attention = caches_behind_attention(model_config.hf_text_config)
+        self._bidirectional_images = model_config.is_mm_prefix_lm
         self._steering_points = frozenset(points_on(config.points))
         self._steering_hash = get_hash_fn_by_name(self.vllm_config.cache_config.prefix_caching_hash_algo)
         self._with_program: dict[str, Resolved] = {}
@@ -134,7 +135,9 @@ class SteeringSchedulerMixin:
         if upstream is not None:
             # Live strengths may change at any time, so the blocks of such a request are never shared.
             salt = request.request_id.encode() if dynamic is not None and dynamic.layout.live else b""
-            request._block_hasher = steering_hasher(upstream, resolved, self.hash_block_size, self._steering_hash, salt)
+            request._block_hasher = steering_hasher(
+                upstream, resolved, self.hash_block_size, self._steering_hash, salt, self._bidirectional_images
+            )
             request.block_hashes = []
             request.update_block_hashes()
 
@@ -167,7 +170,10 @@ class SteeringSchedulerMixin:
         return len(managers) == 1 and type(managers[0]) is FullAttentionManager
 
     def _get_local_prefix_cache_hit(self: Any, request: Any, *args: Any) -> Any:
-        """Return vLLM's hit, shortened to the first captured or read position: cached tokens are not computed."""
+        """Return vLLM's hit, shortened to the first captured or read position: cached tokens are not computed.
+
+        If an image must be computed in one step, the hit does not end within it.
+        """
         blocks, hit, *rest = super()._get_local_prefix_cache_hit(request, *args)  # type: ignore[misc]
         resolved = self._with_program.get(request.request_id)
         first = None if resolved is None else resolved.first_needed_position
@@ -175,7 +181,7 @@ class SteeringSchedulerMixin:
             return (blocks, hit, *rest)
         if not self._can_shorten_hits():
             return self.kv_cache_manager.empty_kv_cache_blocks, 0, 0, False
-        hit = first // self.block_size * self.block_size
+        hit = block_ahead(self._token_limiter.spans(request), first, self.block_size)
         return (self.kv_cache_manager.truncate_computed_blocks(blocks, hit), hit, *rest)
 
     def _get_new_block_ids_to_zero(self: Any) -> Any:
