@@ -28,14 +28,19 @@ def config(folder: Path, *, sequences: int, speculative_config: Any = None, **st
     return arguments.create_engine_config()
 
 
-def make(vllm_config: Any, blocks: int, window: int | None = None, **settings: Any) -> Any:
-    """Return a new scheduler with ``blocks`` KV blocks of 16 tokens; ``window`` is the attention window."""
+def make(vllm_config: Any, blocks: int, window: int | None = None, non_causal: bool = False, **settings: Any) -> Any:
+    """Return a new scheduler with ``blocks`` KV blocks of 16 tokens.
+
+    ``window`` is the attention window; ``non_causal`` is whether each token of a prompt attends to all of them.
+    """
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
     from vllm.v1.structured_output import StructuredOutputManager
 
     vllm_config.cache_config.num_gpu_blocks = blocks
     shape: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
-    spec = FullAttentionSpec(**shape) if window is None else SlidingWindowSpec(**shape, sliding_window=window)
+    spec: Any = FullAttentionSpec(**shape, non_causal=non_causal)
+    if window is not None:
+        spec = SlidingWindowSpec(**shape, sliding_window=window)
     return make_scheduler(
         vllm_config=vllm_config,
         kv_cache_config=KVCacheConfig(blocks, [], [KVCacheGroupSpec(["layer"], spec)]),

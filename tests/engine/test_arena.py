@@ -260,6 +260,28 @@ def test_captured_image_is_computed_from_its_start(tiny_llama: Path, whole: bool
             scheduler_harness.finish_step(scheduler, scheduler.schedule())
 
 
+@pytest.mark.parametrize(("non_causal", "chunks"), [(True, [0, 35]), (False, [30, 5])])
+def test_prompt_of_a_prefix_model_is_computed_in_one_step(
+    tiny_llama: Path, non_causal: bool, chunks: list[int]
+) -> None:
+    """Catches a prompt that is split although each of its tokens attends to all of them (HRM-Text)."""
+    made = scheduler_harness.config(tiny_llama, sequences=8, capture_rows=40 * EVERY)
+    if non_causal:
+        made.scheduler_config.enable_chunked_prefill = False  # as in vLLM's EngineCore
+    scheduler = scheduler_harness.make(made, blocks=60, non_causal=non_causal)
+    for name, length in (("first", 10), ("second", 35)):
+        scheduler.add_request(scheduler_harness.request(name, list(range(length)), 4, **captures()))
+    seen = []
+    for _ in chunks:
+        scheduled = scheduler.schedule()
+        seen.append(scheduled.num_scheduled_tokens.get("second", 0))
+        scheduler_harness.finish_step(scheduler, scheduled)
+    assert seen == chunks
+    scheduler.add_request(scheduler_harness.request("long", list(range(45)), 4, **captures()))
+    reasons = [output.stop_reason for output in scheduler_harness.finish_step(scheduler, scheduler.schedule())]
+    assert any("needs 540 rows in one step" in str(reason) for reason in reasons) == non_causal
+
+
 def test_request_whose_drafts_never_fit_ends_with_a_reason(tiny_llama: Path) -> None:
     """Catches a request that waits forever or stops the engine."""
     made = scheduler_harness.config(tiny_llama, sequences=8, capture_rows=2 * EVERY, speculative_config=NGRAM)

@@ -169,14 +169,6 @@ def test_blocks_of_causal_items_depend_on_earlier_edits_only() -> None:
     assert shared_with_image([[15, 18]], None, audio) == 3
 
 
-def test_appended_blocks_with_an_image_have_the_keys_of_a_prompt() -> None:
-    """Catches an image that is forgotten when blocks are appended."""
-    image = [scheduler_harness.image_item(6, 20)]
-    for tokens in ([[15, 30]], [[30, 50]]):
-        whole = keys([edit(1, tokens)], LONG + OUTPUT, items=image)
-        assert keys([edit(1, tokens)], LONG, OUTPUT, items=image) == whole
-
-
 @pytest.mark.parametrize(("bidirectional", "blocks"), [(True, 1), (False, 3)])
 def test_scheduler_keys_follow_the_attention_of_the_model(tiny_llama: Path, bidirectional: bool, blocks: int) -> None:
     """Catches a scheduler that does not pass on whether images are bidirectional."""

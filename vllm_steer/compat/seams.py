@@ -275,6 +275,7 @@ _FRONT_END: Final = (
     ),
     *_attributes("vllm.config.structured_outputs:StructuredOutputsConfig", "the reasoning parser", "reasoning_parser"),
     *_attributes("vllm.v1.engine.input_processor:InputProcessor", "ids of marker tokens", "tokenizer"),
+    *_attributes("vllm.v1.kv_cache_interface:FullAttentionSpec", "prompts that must not be split", "non_causal"),
     *_attributes(
         "vllm.multimodal.inputs:PlaceholderRange", "positions of image tokens", "extract_embeds_range length offset"
     ),

@@ -140,10 +140,23 @@ class TokenLimiter:
     In most steps the next tokens of all capturing requests fit together (:attr:`ArenaBudget.guaranteed_tokens`).
     Requests are then only recorded. Their rows are reserved (:meth:`_reserve_recorded`) when a capturing request wants
     more tokens or wants to start.
+
+    Args:
+        arena: Rows that are free in the step.
+        with_program: Programs of requests, by request id.
+        scheduler_config: vLLM's configuration of the scheduler.
+        whole_prompts: Whether each token of a prompt attends to all of them.
     """
 
-    def __init__(self, arena: ArenaBudget, with_program: Mapping[str, Resolved], scheduler_config: Any) -> None:
+    def __init__(
+        self,
+        arena: ArenaBudget,
+        with_program: Mapping[str, Resolved],
+        scheduler_config: Any,
+        whole_prompts: bool = False,
+    ) -> None:
         self._arena, self._with_program, self._scheduler_config = arena, with_program, scheduler_config
+        self._whole_prompts = whole_prompts
         self._recorded: list[tuple[Any, int, int]] = []
         self._recordable_tokens = 0
 
@@ -192,6 +205,8 @@ class TokenLimiter:
 
     def spans(self, request: Any) -> Spans:
         """Return the positions that a request needs in one step; see :func:`unsplit_spans`."""
+        if self._whole_prompts:
+            return [(0, request.num_prompt_tokens)]
         return unsplit_spans(request, self._scheduler_config) if request.mm_features else []
 
 

@@ -76,7 +76,10 @@ class SteeringSchedulerMixin:
         self._arena = ArenaBudget(
             config.capture_rows, self.num_spec_tokens, self.vllm_config.speculative_config is not None
         )
-        self._token_limiter = TokenLimiter(self._arena, self._with_program, self.scheduler_config)
+        groups = self.kv_cache_config.kv_cache_groups
+        # vLLM does not split the prompts of these models (``EngineCore._initialize_kv_caches``).
+        whole_prompts = any(getattr(group.kv_cache_spec, "non_causal", False) for group in groups)
+        self._token_limiter = TokenLimiter(self._arena, self._with_program, self.scheduler_config, whole_prompts)
         self.steering_row_sender = RowSender()
         self.steering_records = RecordKeeper()
         self._steering_stats = EngineStatsCollector(self.steering_admission)
