@@ -67,13 +67,20 @@ def rekey(
     keys = []
     for number, block_hash in enumerate(block_hashes, first):
         end = (number + 1) * block_size
-        for start, stop in images:
-            if start < end:
-                end = max(end, stop)
+        if images:
+            end = _end_with_images(end, images)
         before = tuple(span for span in spans if span[0] < end)
         edited = any(digest is not None for _, digest in before)
         keys.append(type(block_hash)(hash_fn(("steer", before, block_hash))) if edited else block_hash)
     return keys
+
+
+def _end_with_images(end: int, images: Images) -> int:
+    """Return the end of the tokens that the tokens before ``end`` attend to."""
+    for start, stop in images:
+        if start < end:
+            end = max(end, stop)
+    return end
 
 
 def steering_hasher(
