@@ -110,7 +110,17 @@ def test_tables_survive_sleep_level_2(llm: Any, truth: list[Any], monkeypatch: p
     Requests would run unsteered, or with readouts of zeros.
     """
     monkeypatch.setattr(CPUWorker, "sleep", discard)
-    got = interrupted(llm, lambda: sleep_and_wake(llm))
+    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    slots: list[list[int]] = []
+
+    def sleep() -> None:
+        slots.append(runner._steer_batch_slot.tolist())
+        sleep_and_wake(llm)
+        # Steps that continue a batch do not read them again.
+        slots.append(runner._steer_batch_slot.tolist())
+
+    got = interrupted(llm, sleep)
+    assert any(slots[0]) and slots[1] == slots[0]
     assert same(got, truth)
     for i in range(2):
         close_to(result(got[i]), result(truth[i]), i)
