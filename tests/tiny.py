@@ -48,6 +48,24 @@ def save_tiny_moe(folder: Path, **overrides: Any) -> Path:
     return folder
 
 
+FEATURES = 50
+
+
+def save_autoencoder(folder: Path) -> Path:
+    """Save a JumpReLU autoencoder with random float32 weights for the tiny models."""
+    random = np.random.default_rng(8)
+    arrays = {
+        "W_enc": random.standard_normal((HIDDEN, FEATURES)),
+        "W_dec": random.standard_normal((FEATURES, HIDDEN)),
+        "b_enc": random.standard_normal(FEATURES),
+        "b_dec": np.ones(HIDDEN),
+        "threshold": np.full(FEATURES, 0.1),
+    }
+    folder.mkdir(exist_ok=True)
+    np.savez(folder / "params.npz", **{name: array.astype(np.float32) for name, array in arrays.items()})
+    return folder
+
+
 _until_exit = ExitStack()
 
 

@@ -14,6 +14,7 @@ from tests.engine import drafts
 from tests.engine.answers import params, prompt, run, tokens_of
 from tests.engine.captures import capture, close_to, result
 from tests.engine.conftest import close
+from tests.engine.dynamic_cases import add
 from tests.tiny import direction, make_llm
 from vllm_steer.capture import row_assembler
 from vllm_steer.frontend.context import context_of
@@ -146,3 +147,18 @@ def test_lens_of_accepted_drafts(drafting: Any, plain: tuple[list[Any], list[Any
 def test_live_changes(drafting: Any, tiny_llama: Path) -> None:
     """Catches a change that holds at another position than the reported one, because drafts were rejected."""
     drafts.check_live(drafting, tiny_llama)
+
+
+def test_live_change_after_a_start_with_one_token(drafting: Any) -> None:
+    """Catches a reported position that counts the padding with which vLLM starts a request with one token."""
+    engine = drafting.llm_engine
+    engine.add_request("long", prompt(*REPETITIVE[0]), params(20, logprobs=None))
+    engine.step()
+    engine.add_request("short", prompt(5), params(8, logprobs=None, steering=[add(live="calm")]))
+    engine.step()
+    assert drafting.set_strength("short", calm=0.5) == 1
+    done = {}
+    while engine.has_unfinished_requests():
+        done.update({output.request_id: output for output in engine.step() if output.finished})
+    trace = done["short"].outputs[0].steering_trace
+    assert trace.live["calm"].tolist() == [1.0 if position < 1 else 0.5 for position in trace.positions.tolist()]

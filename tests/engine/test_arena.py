@@ -12,6 +12,7 @@ import pytest
 from vllm.v1.outputs import DraftTokenIds
 
 from tests.engine import scheduler_harness
+from tests.tiny import direction
 from vllm_steer.engine.arena import ArenaBudget, TokenLimiter, block_ahead, unsplit_spans
 from vllm_steer.program import Resolved, compile_program, resolve
 from vllm_steer.spec import parse_capture
@@ -211,6 +212,25 @@ def test_captured_cached_prompts_start_with_all_drafts(tiny_llama: Path) -> None
         scheduler_harness.finish_step(scheduler, scheduled)
     assert not scheduler.has_unfinished_requests()
     assert any(each.get("one") == 1 + DRAFTS for each in seen)
+
+
+def test_requests_with_live_strengths_start_without_drafts(tiny_llama: Path) -> None:
+    """Catches drafts with which vLLM pads the first step of a request: the positions of its next steps are uncertain.
+
+    The next step of an asynchronous engine is scheduled before the drafts are rejected.
+    """
+    made = scheduler_harness.config(tiny_llama, sequences=8, speculative_config=NGRAM)
+    scheduler = scheduler_harness.make(made, blocks=60)
+    scheduler.add_request(scheduler_harness.request("first", list(range(1, 20)), 9))
+    scheduler_harness.finish_step(scheduler, scheduler.schedule())
+    edit = {"kind": "add", "point": "post_block", "layers": 1, "vector": direction(1), "live": "calm"}
+    for name, fields in (("plain", {}), ("live", {"steering": [edit]})):
+        scheduler.add_request(scheduler_harness.request(name, [5], 4, **fields))
+    scheduled = scheduler.schedule()
+    assert scheduled.num_scheduled_tokens == {"first": 1, "plain": 1 + DRAFTS, "live": 1}
+    assert list(scheduled.scheduled_spec_decode_tokens) == ["plain"]
+    assert scheduled.total_num_scheduled_tokens == sum(scheduled.num_scheduled_tokens.values())
+    assert scheduler.requests["live"].num_computed_tokens == 1
 
 
 def image_of(request: Any, offset: int, length: int) -> tuple[int, Any]:

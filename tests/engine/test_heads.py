@@ -16,26 +16,13 @@ from tests.engine.answers import params, prompt, run, tokens_of
 from tests.engine.captures import result
 from tests.engine.conftest import close
 from tests.engine.test_readouts import EDIT, PROBE, PROMPTS
-from tests.tiny import HIDDEN, make_llm
+from tests.tiny import make_llm, save_autoencoder
 from vllm_steer import SteeringError
-
-FEATURES = 50
 
 
 @pytest.fixture(scope="module")
 def sae(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a JumpReLU autoencoder."""
-    random = np.random.default_rng(8)
-    arrays = {
-        "W_enc": random.standard_normal((HIDDEN, FEATURES)),
-        "W_dec": random.standard_normal((FEATURES, HIDDEN)),
-        "b_enc": random.standard_normal(FEATURES),
-        "b_dec": np.ones(HIDDEN),
-        "threshold": np.full(FEATURES, 0.1),
-    }
-    folder = tmp_path_factory.mktemp("sae")
-    np.savez(folder / "params.npz", **{name: array.astype(np.float32) for name, array in arrays.items()})
-    return folder
+    return save_autoencoder(tmp_path_factory.mktemp("sae"))
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from vllm import envs
 
 from tests.engine import hf
 from tests.engine.answers import params, prompt, tokens_of
@@ -104,3 +105,21 @@ def test_worker_reports_preempted_and_ended_requests(llm: Any) -> None:
     while engine.has_unfinished_requests():
         engine.step()
     assert llm.collective_rpc("steering_set_strength", args=([sample], {"calm": 1.0})) == [[-1]]
+
+
+def test_reused_id_starts_with_its_own_strengths(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a request with the strengths of an ended one that had its id, in engines that keep the ids they get."""
+    monkeypatch.setitem(vars(envs), "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", True)
+    engine = llm.llm_engine
+    for number in range(2):
+        engine.add_request("again", prompt(1, 2, 3), params(6, steering=[add(live="calm")]))
+        engine.step()
+        if not number:
+            llm.set_strength("again", calm=3.0)
+        while engine.has_unfinished_requests():
+            (output,) = engine.step()
+        strengths = output.outputs[0].steering_trace.live["calm"]
+        assert strengths.tolist() == ([3.0] if not number else [1.0]) * len(strengths)
+    engine.add_request("other", prompt(1, 2, 3), params(1))
+    engine.step()
+    assert llm.collective_rpc("steering_set_strength", args=(["again"], {"calm": 1.0})) == [[-1]]

@@ -19,7 +19,7 @@ from tests.engine.conftest import close
 from tests.engine.dynamic_cases import PROMPTS, add, check_consistent, reacting
 from tests.engine.steps import chunks_of
 from tests.engine.test_mixing import program
-from tests.tiny import LAYERS, VOCAB, direction, make_llm
+from tests.tiny import LAYERS, VOCAB, direction, make_llm, save_autoencoder
 from vllm_steer import Edit, SteeringError, engine_kwargs
 
 CORES = sorted(os.sched_getaffinity(0))[:2]
@@ -46,6 +46,13 @@ def workload() -> tuple[list[Any], list[Any]]:
     return prompts, [params(capture=capture() if i % 2 else None, steering=steering[i]) for i in range(12)]
 
 
+def with_features() -> tuple[list[Any], list[Any]]:
+    """Return requests with readouts of an autoencoder and, beside them, of the lens."""
+    site = {"point": "post_block", "layer": 2, "positions": "all"}
+    readouts = {"topics": {"sae": "tiny", "top_k": 4, **site}, "lens": {"lens": {"top_k": 2}, **site}}
+    return [prompt(*each) for each in PROMPTS[:3]], [params(8, readouts=readouts)] * 3
+
+
 def as_on_one_rank(outputs: list[Any], truth: list[Any]) -> None:
     for i, (got, right) in enumerate(zip(outputs, truth, strict=True)):
         assert tokens_of(got) == tokens_of(right), i
@@ -68,17 +75,30 @@ def two_ranks(folder: Path, **settings: Any) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def truth(tiny_llama: Path) -> list[Any]:
-    llm = make_llm(tiny_llama)
+def steering_config(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return {"saes": {"tiny": str(save_autoencoder(tmp_path_factory.mktemp("sae")))}}
+
+
+@pytest.fixture(scope="module")
+def on_one_rank(tiny_llama: Path, steering_config: dict[str, Any]) -> tuple[list[Any], list[Any]]:
+    """Return outputs of the workload, and of requests with features."""
+    llm = make_llm(tiny_llama, steering_config=steering_config)
     try:
-        return run(llm, *workload())
+        return run(llm, *workload()), run(llm, *with_features())
     finally:
         close(llm)
 
 
+@pytest.fixture(scope="module")
+def truth(on_one_rank: tuple[list[Any], list[Any]]) -> list[Any]:
+    return on_one_rank[0]
+
+
 @pytest.fixture(scope="module", params=list(KINDS.values()), ids=list(KINDS))
-def llm(request: pytest.FixtureRequest, truth: list[Any], tiny_llama: Path) -> Iterator[Any]:
-    with two_ranks(tiny_llama, **request.param) as engine:
+def llm(
+    request: pytest.FixtureRequest, truth: list[Any], tiny_llama: Path, steering_config: dict[str, Any]
+) -> Iterator[Any]:
+    with two_ranks(tiny_llama, **request.param, steering_config=steering_config) as engine:
         yield engine
 
 
@@ -136,6 +156,18 @@ def test_ranks_decide_alike(llm: Any) -> None:
     first, second = llm.collective_rpc(_states)
     assert first == second
     assert len(first) == len(texts)
+
+
+@pytest.mark.feature("tensor parallel", "react")
+@pytest.mark.parametrize("llm", [KINDS["tensor"]], ids=["tensor"], indirect=True)
+def test_features_and_lens_match_one_rank(llm: Any, on_one_rank: tuple[list[Any], list[Any]]) -> None:
+    """Catches a rank without autoencoders that fails, or that skips the lens, which all ranks compute together."""
+    for got, right in zip(run(llm, *with_features()), on_one_rank[1], strict=True):
+        assert tokens_of(got) == tokens_of(right)
+        found, expected = (each.outputs[0].readouts for each in (got, right))
+        assert (expected["topics"].values > 0).any()
+        np.testing.assert_allclose(found["topics"].values, expected["topics"].values, rtol=1e-3, atol=1e-2)
+        np.testing.assert_allclose(found["lens"].logprobs, expected["lens"].logprobs, atol=5e-3)
 
 
 def _clear_state(worker: Any) -> None:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +15,29 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from tests.engine import hf
 from tests.engine.answers import logprobs_of, params, prompt, run, tokens_of
 from tests.engine.captures import capture, close_to, result
-from tests.tiny import direction, save_tiny_llama
+from tests.engine.conftest import close
+from tests.tiny import direction, make_llm, save_autoencoder, save_tiny_llama
 
 LAYER, VECTOR = 1, direction(1)
 EDIT = {"post_attn": {LAYER: VECTOR}}
+TOPICS = {"topics": {"sae": "tiny", "top_k": 4, "point": "post_block", "layer": 2, "positions": "all"}}
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    sae = save_autoencoder(tmp_path_factory.mktemp("sae"))
+    engine = make_llm(tiny_llama, steering_config={"saes": {"tiny": str(sae)}})
+    yield engine
+    close(engine)
 
 
 def workload() -> tuple[list[Any], list[Any]]:
     """Return two steered requests with captures and a plain one."""
     prompts = [prompt(*range(first, first + 30)) for first in (5, 20, 35)]
-    steered = [params(12, steering_vectors={"post_block": {1: direction(i)}}, capture=capture()) for i in range(2)]
+    steered = [
+        params(12, steering_vectors={"post_block": {1: direction(i)}}, capture=capture(), readouts=TOPICS)
+        for i in range(2)
+    ]
     return prompts, [*steered, params(12)]
 
 
@@ -65,11 +78,23 @@ def test_requests_survive_a_cache_reset(llm: Any, truth: list[Any]) -> None:
         close_to(result(got[i]), result(truth[i]), i)
 
 
+def features_close_to(got: Any, right: Any) -> None:
+    """Compare the features that an autoencoder found."""
+    found, expected = (each.outputs[0].readouts["topics"] for each in (got, right))
+    assert found.positions.tolist() == expected.positions.tolist()
+    np.testing.assert_allclose(found.values, expected.values, rtol=1e-3, atol=1e-2)
+    assert (found.values > 0).any()
+    assert (found.indices == expected.indices).mean() > 0.95
+
+
 def discard(worker: Any, level: int = 1) -> None:
     """Empty the tensors of the weights' memory pool, as sleep level 2 does on a GPU, but keep the weights."""
-    for value in vars(worker.model_runner.steering.tables).values():
-        if isinstance(value, torch.Tensor):
-            value.zero_()
+    runner = worker.model_runner
+    for owner in (runner.steering.tables, *runner.steering.heads.heads.values()):
+        for value in vars(owner).values():
+            if isinstance(value, torch.Tensor):
+                value.zero_()
+    runner._steer_batch_slot.zero_()
 
 
 def sleep_and_wake(llm: Any) -> None:
@@ -80,12 +105,26 @@ def sleep_and_wake(llm: Any) -> None:
 
 @pytest.mark.feature("sleep and wake", "steer", "capture")
 def test_tables_survive_sleep_level_2(llm: Any, truth: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches tables that are lost with the weights' memory, after which requests run unsteered."""
+    """Catches tables, slots of the batch or autoencoders that are lost with the weights' memory.
+
+    Requests would run unsteered, or with readouts of zeros.
+    """
     monkeypatch.setattr(CPUWorker, "sleep", discard)
-    got = interrupted(llm, lambda: sleep_and_wake(llm))
+    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    slots: list[list[int]] = []
+
+    def sleep() -> None:
+        slots.append(runner._steer_batch_slot.tolist())
+        sleep_and_wake(llm)
+        # Steps that continue a batch do not read them again.
+        slots.append(runner._steer_batch_slot.tolist())
+
+    got = interrupted(llm, sleep)
+    assert any(slots[0]) and slots[1] == slots[0]
     assert same(got, truth)
     for i in range(2):
         close_to(result(got[i]), result(truth[i]), i)
+        features_close_to(got[i], truth[i])
 
 
 def test_comparison_finds_lost_tables(llm: Any, truth: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,6 +87,24 @@ class Sampler:
         return "tokens", torch.tensor([4, 2, 1, 0]), torch.tensor([0, 2, 0, 0])
 
 
+def test_strengths_are_forgotten_before_requests_are_added() -> None:
+    """Catches a new request that starts with the strengths of an ended one with its id."""
+    order: list[Any] = []
+
+    class Base:
+        steering = SimpleNamespace(
+            store=SimpleNamespace(forget_strengths=lambda ended: order.append(("forget", ended))),
+            receive_replays=lambda scheduled: order.append("replays"),
+        )
+
+        def add_requests(self, scheduled: Any) -> None:
+            order.append("add")
+
+    runner: Any = type("Steered", (SteeringRunnerV2, Base), {})()
+    runner.add_requests(SimpleNamespace(finished_req_ids={"a"}))
+    assert order == [("forget", {"a"}), "add", "replays"]
+
+
 def test_wrong_drafts_count_as_rejected() -> None:
     """Catches a draft that was computed with another token's factor and is accepted."""
     runner: Any = type("Steered", (SteeringRunnerV2, Sampler), {})()

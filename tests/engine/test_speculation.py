@@ -26,7 +26,7 @@ pytestmark = pytest.mark.timeout(_SECONDS + 60)
 @pytest.mark.feature("speculative decoding, n-gram", "steer", "capture", "react")
 def test_n_gram() -> None:
     """Run ``speculation_cases.py``, whose tests name what they catch."""
-    _run("speculation_cases.py", 9)
+    _run("speculation_cases.py", 10)
 
 
 @pytest.mark.feature("speculative decoding, draft model and EAGLE", "steer", "capture", "react")

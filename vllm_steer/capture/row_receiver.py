@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_steer.capture.row_assembler import RowAssembler, RowChunk
-from vllm_steer.capture.row_payload import ROWS_REQUEST_ID, decode_missing_reason, decode_step
+from vllm_steer.capture.row_payload import RECORDS, ROWS_REQUEST_ID, decode_missing_reason, decode_step
 from vllm_steer.capture.step_rows import StepRows, merge_steps
 
 MAX_BYTES = 32 << 20
@@ -162,15 +162,18 @@ class RowReceiver:
             self._steps[untouched:] = merge_steps(self._steps[untouched:])
             self._num_merged = len(self._steps)
         runs: list[_Run] = []
+        # The codes of a position's rows do not change, so the last row of a position is in the last run with its codes.
+        # Those of records, their width, depend on the other requests of the step.
         latest: dict[tuple[bytes, tuple[int, ...]], _Run] = {}
         for step in self._steps[self._num_taken.get(request_id, 0) :]:
             index = step.index
             starts, counts, offsets = step.extents
             for entry in index.entries_by_request.get(request_id, ()):
                 codes, start = index.codes[entry], starts[entry]
-                run = latest.get((index.projection, codes))
-                if run is None or run.stop != start:
-                    run = latest[index.projection, codes] = _Run(codes, index.projection, start, start)
+                key = index.projection, () if index.projection == RECORDS else codes
+                run = latest.get(key)
+                if run is None or run.stop != start or run.codes != codes:
+                    run = latest[key] = _Run(codes, index.projection, start, start)
                     runs.append(run)
                 run.parts.append(step.rows[offsets[entry] : offsets[entry + 1]])
                 run.stop += counts[entry]

@@ -143,6 +143,7 @@ REQUEST_STAGES: tuple[Stage, ...] = (
                     "_handle_blocked_waiting_request",
                     "_get_local_prefix_cache_hit",
                     "_reserve_prefill_lookahead",
+                    "_update_after_schedule",
                     "_get_new_block_ids_to_zero",
                 )
             ),

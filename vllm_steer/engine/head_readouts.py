@@ -108,6 +108,9 @@ class HeadReadouts:
         found = self._possible_rows(batch, capturing) if self._speculative else self._rows(batch, capturing)
         parts: dict[tuple[str | MlpRead, int], list[_Part]] = {}
         for head, part in found:
+            if not self._enabled and head.mlp is None and head.head not in self.heads:
+                # An autoencoder, which only the rank that returns records has.
+                continue
             parts.setdefault((head.mlp or head.head, head.top_k), []).append(part)
         return tuple(self._group(self._head(name), top_k, each) for (name, top_k), each in parts.items())
 

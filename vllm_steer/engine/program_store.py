@@ -257,7 +257,7 @@ class ProgramStore:
         return int(self.next_step[slot])
 
     def forget_strengths(self, request_ids: Iterable[str]) -> None:
-        """Forget the live strengths of requests that have ended."""
+        """Forget the live strengths of requests that have ended, before requests with the same ids are added."""
         for request_id in request_ids:
             self._strengths.pop(request_id, None)
             if request_id in self._paused:

@@ -48,6 +48,7 @@ class SteeringRunnerV1:
         self._steer_order: list[str] = []
         self._steer_slots = np.empty(0, dtype=np.int64)
         self._steer_batch_slot = torch.zeros(max_requests, dtype=torch.int64, device=self.device)
+        self.steering.allocated.append(self._steer_batch_slot)
         self._steer_tokens = 0
         self._steer_counts: dict[str, int] = {}
 
@@ -56,6 +57,8 @@ class SteeringRunnerV1:
         removed = scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set())
         for request_id in removed:
             self._steer_unbind(request_id)
+        # A new request of the same step may have the id of one that has ended.
+        steering.store.forget_strengths(scheduler_output.finished_req_ids)
         for new in scheduler_output.scheduled_new_reqs:
             self._steer_unbind(new.req_id)
             prompt_len = length_from_prompt_token_ids_or_embeds(new.prompt_token_ids, new.prompt_embeds)

@@ -61,6 +61,8 @@ class SteeringRunnerV2:
         return super().capture_model(profile_only=profile_only)  # type: ignore[misc]
 
     def add_requests(self: Any, scheduler_output: Any) -> None:
+        # vLLM has removed the requests that ended. A new one may have the id of one of them.
+        self.steering.store.forget_strengths(scheduler_output.finished_req_ids)
         super().add_requests(scheduler_output)  # type: ignore[misc]
         self.steering.receive_replays(scheduler_output)
 

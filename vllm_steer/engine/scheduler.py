@@ -210,6 +210,17 @@ class SteeringSchedulerMixin:
         self.steering_records.attach_replays(scheduled, self.requests)
         return scheduled
 
+    def _update_after_schedule(self: Any, scheduler_output: Any) -> None:
+        """Advance the scheduled requests. vLLM calls this at the end of :meth:`schedule`."""
+        if self._without_drafts:
+            drafts = scheduler_output.scheduled_spec_decode_tokens
+            # vLLM pads a request that starts or resumes with one token to the length of those with drafts.
+            for request_id in drafts.keys() & self._without_drafts:
+                padding = len(drafts.pop(request_id))
+                scheduler_output.num_scheduled_tokens[request_id] -= padding
+                scheduler_output.total_num_scheduled_tokens -= padding
+        super()._update_after_schedule(scheduler_output)  # type: ignore[misc]
+
     def _reserve_prefill_lookahead(self: Any, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
         """Return how many tokens the request gets in this step. vLLM calls this last, after all its own limits."""
         tokens = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)  # type: ignore[misc]

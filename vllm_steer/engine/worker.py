@@ -10,14 +10,13 @@ import signal
 from functools import cache
 from typing import Any
 
-import torch
-
 from vllm_steer.compat.internals import current_platform
 from vllm_steer.config import has_worker_processes
 from vllm_steer.engine.model_output import attach_failed, attach_stats
 from vllm_steer.engine.runner_v1 import SteeringRunnerV1
 from vllm_steer.engine.runner_v2 import SteeringRunnerV2
 from vllm_steer.engine.self_check import self_check
+from vllm_steer.engine.worker_manager import SavedState
 from vllm_steer.errors import SteeringError
 
 
@@ -46,7 +45,7 @@ class SteeringWorker(_platform_worker()):  # type: ignore[misc]
     """The platform's worker with a steering model runner."""
 
     model_runner: Any
-    _saved_tables: dict[str, torch.Tensor] | None = None
+    _saved: SavedState | None = None
 
     def init_device(self) -> None:
         if has_worker_processes(self.vllm_config):
@@ -67,16 +66,16 @@ class SteeringWorker(_platform_worker()):  # type: ignore[misc]
             self.model_runner.model_memory_usage += self.model_runner.steering.num_bytes
 
     def sleep(self, level: int = 1) -> None:
-        # The tables are in the memory pool of the weights, whose contents level 2 discards.
+        # What is allocated in load_model is in the memory pool of the weights, whose contents level 2 discards.
         if level == 2:
-            self._saved_tables = self.model_runner.steering.tables.save()
+            self._saved = self.model_runner.steering.save()
         super().sleep(level)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         super().wake_up(tags)
-        if self._saved_tables is not None and (tags is None or "weights" in tags):
-            self.model_runner.steering.tables.restore(self._saved_tables)
-            self._saved_tables = None
+        if self._saved is not None and (tags is None or "weights" in tags):
+            self.model_runner.steering.restore(self._saved)
+            self._saved = None
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         steering = self.model_runner.steering

@@ -8,7 +8,8 @@ the runner in use.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec
 
@@ -47,6 +48,14 @@ def _timed(
         self._seconds += time.perf_counter() - started
 
     return timed
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """Contents of a rank's device memory while it sleeps, in host memory."""
+
+    tables: Mapping[str, torch.Tensor]
+    allocated: Sequence[torch.Tensor]
 
 
 class WorkerSteeringManager:
@@ -106,6 +115,8 @@ class WorkerSteeringManager:
         self._offsets_assigned = False
         self._seconds = 0.0
         self._worked = False
+        # Tensors beside the tables that are allocated while the model is loaded; runners append theirs.
+        self.allocated = [tensor for head in heads.values() for tensor in head.tensors]
 
     @property
     def num_bytes(self) -> int:
@@ -116,6 +127,16 @@ class WorkerSteeringManager:
     def active(self) -> bool:
         """Whether any request is steered or captured. If not, a runner need not describe its batch."""
         return self.store.num_with_program > 0
+
+    def save(self) -> SavedState:
+        """Return copies in host memory of all that was allocated with the model, for sleep level 2."""
+        return SavedState(self.tables.save(), [tensor.to("cpu", copy=True) for tensor in self.allocated])
+
+    def restore(self, saved: SavedState) -> None:
+        """Restore the contents that :meth:`save` returned, in place."""
+        self.tables.restore(saved.tables)
+        for tensor, contents in zip(self.allocated, saved.allocated, strict=True):
+            tensor.copy_(contents)
 
     @_timed
     def begin_step(self, batch: StepBatch) -> None:
@@ -187,7 +208,6 @@ class WorkerSteeringManager:
 
     def receive_replays(self, scheduled: Any) -> None:
         """Take the records of resumed requests from a scheduler output, after its requests have been added."""
-        self.store.forget_strengths(scheduled.finished_req_ids)
         for request_id, replay in replays_of(scheduled).items():
             self.store.set_replay(request_id, replay)
 

@@ -6,7 +6,7 @@ Rows are handled in parts, so that the outputs of a step take a bounded amount o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -23,8 +23,12 @@ class Head(Protocol):
     num_outputs: int
 
     @property
+    def tensors(self) -> Sequence[torch.Tensor]:
+        """What the head has on the device beside the model."""
+
+    @property
     def num_bytes(self) -> int:
-        """Size on the device of what the head has beside the model."""
+        """Size of :attr:`tensors`."""
 
     def outputs(self, rows: torch.Tensor) -> torch.Tensor | None:
         """Return float32 ``[rows, outputs]`` for rows of the stream in the model's dtype; None on other ranks."""
@@ -47,6 +51,7 @@ class LensHead:
     """
 
     collective = True
+    tensors = ()
     num_bytes = 0
 
     def __init__(

@@ -57,9 +57,14 @@ class SparseEncoderHead:
         self.num_outputs = int(self._weights.shape[1])
 
     @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """The encoder's weights on the device."""
+        return tuple(each for each in vars(self).values() if isinstance(each, torch.Tensor))
+
+    @property
     def num_bytes(self) -> int:
         """Size on the device."""
-        return sum(each.nbytes for each in vars(self).values() if isinstance(each, torch.Tensor))
+        return sum(each.nbytes for each in self.tensors)
 
     def outputs(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the activations. TopK keeps its ``k`` largest only where the readout can show more of them."""
