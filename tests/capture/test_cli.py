@@ -130,11 +130,15 @@ def test_export(root, tmp_path):
         (["show", "{bad}"], "bad.safetensors"),
         (["export", "{root}", "{tmp}/out.csv"], ".npz or .parquet"),
         (["export", "{root}", "{tmp}/out.npz", "--layer", "9"], "no rows match"),
+        (
+            ["export", "{root}", "{tmp}/out.npz", "--point", "resid_post.3", "--layer", "0"],
+            "--point resid_post.3 is a site of layer 3, but --layer is 0",
+        ),
         (["export", "{root}", "{bad}"], "unknown suffix"),
     ],
 )
 def test_errors_have_no_traceback(root, tmp_path, words, message):
-    """Catches a traceback instead of an error message."""
+    """Catches a traceback instead of an error message, and rows of another layer than the named site's."""
     bad = tmp_path / "bad.safetensors"
     bad.write_bytes(b"x" * 100)
     output = run(*(word.format(root=root, tmp=tmp_path, bad=bad) for word in words), code=1)

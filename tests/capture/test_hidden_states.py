@@ -12,6 +12,7 @@ import torch
 from tests.capture.captured import captured
 from vllm_steer.capture.hidden_states import HiddenStates, capture_hidden_states
 from vllm_steer.capture.results import CaptureResult
+from vllm_steer.params import capture_specs
 
 SITE = ("post_block", 3)
 
@@ -54,3 +55,33 @@ def test_reduced_rows_have_one_row_per_prompt() -> None:
     requests = tuple(captured(str(i), seed=i, rows=4, reduced=True) for i in range(3))
     assert HiddenStates(requests).bounds(*SITE).tolist() == [0, 1, 2, 3]
     assert HiddenStates(requests).prompt_index(*SITE).tolist() == [0, 1, 2]
+
+
+class CountingModel:
+    """A model that notes its prompts, and returns one result for each."""
+
+    def generate(self, prompts: list[Any], params: Any, use_tqdm: bool) -> list[Any]:
+        self.prompts, self.params = prompts, params
+        return [SimpleNamespace(capture_results={"memory": CaptureResult("ok", None, captured())}) for _ in prompts]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "passed"),
+    [
+        ("one two", ["one two"]),
+        ({"prompt_token_ids": [1, 2, 3]}, [{"prompt_token_ids": [1, 2, 3]}]),
+        ([1, 2, 3], [[1, 2, 3]]),
+        (("one", "two"), ["one", "two"]),
+        ([[1, 2], [3]], [[1, 2], [3]]),
+        ([{"prompt": "a"}, {"prompt": "b"}], [{"prompt": "a"}, {"prompt": "b"}]),
+    ],
+    ids=["text", "mapping", "token ids", "texts", "lists of token ids", "mappings"],
+)
+@pytest.mark.parametrize("hooks", [{"post_block": [3]}, ["resid_post.3"]], ids=["mapping", "list"])
+def test_forms_of_prompts_and_hooks(prompts: Any, passed: list[Any], hooks: Any) -> None:
+    """Catches a single prompt split into letters, keys or tokens, and names of sites that are refused."""
+    model = CountingModel()
+    states = capture_hidden_states(model, prompts, hooks=hooks)
+    assert model.prompts == passed and len(states) == len(passed)
+    ((name, spec),) = capture_specs(model.params)
+    assert (name, spec.hooks) == ("memory", (("post_block", (3,)),))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -50,6 +51,12 @@ def test_rejects_invalid_flags(text: str) -> None:
         parse_consumer_flag(text)
 
 
+def test_repeated_point_in_a_flag() -> None:
+    """Catches layers that are dropped because their point is given again."""
+    with pytest.raises(SteeringError, match=r"memory\.hooks: 'post_block' is given twice; join layers with \+"):
+        parse_consumer_flag("memory:hooks=post_block:4;pre_attn:1;post_block:12")
+
+
 def test_added_to_requests_that_do_not_name_the_consumer() -> None:
     """Catches lost edits, a replaced spec of the request, and a modified ``SamplingParams`` of the caller."""
     _, specs = split_options("logging", {"hooks": {"post_block": [1]}})
@@ -84,9 +91,13 @@ def test_spec_cache_is_bounded_in_bytes() -> None:
     assert capture_specs(small) is capture_specs(small)
 
 
-def test_unsupported_capture_prevents_the_start() -> None:
-    """Catches a server that rejects every request."""
+def test_unsupported_capture_prevents_the_start(tmp_path: Path) -> None:
+    """Catches a server that rejects every request, and a run whose name stays taken after the failed start."""
     capabilities = Capabilities(4, 64, 128, "float32", {}, SteeringConfig())
     with pytest.raises(SteeringError, match="layer 9"):
         CaptureManager(capabilities, "model", {"memory": {"hooks": {"post_block": [9]}}})
     CaptureManager(capabilities, "model", {"memory": {"hooks": {"post_block": [3]}}}).close()
+    files = {"root": str(tmp_path), "run": "baseline"}
+    with pytest.raises(SteeringError, match="layer 9"):
+        CaptureManager(capabilities, "model", {"filesystem": {**files, "hooks": {"post_block": [9]}}})
+    CaptureManager(capabilities, "model", {"filesystem": files}).close()

@@ -72,6 +72,30 @@ def test_readouts_are_parsed() -> None:
     assert (plain.text, plain.readouts, plain.trace) == ("", {}, None)
 
 
+def test_trace_without_positions() -> None:
+    """Catches an error for a request that generated no token with gated edits."""
+    choice = {"text": "a", "steering_trace": {"positions": [], "gates": [], "live": {}}}
+    for parsed in (parse_completion({"choices": [choice]}).choices[0], parse_piece({"choices": [choice]})):
+        assert parsed.trace is not None and parsed.trace.positions.shape == (0,)
+        assert parsed.trace.gates.shape == (0, 0) and parsed.trace.gates.dtype == np.float32
+        assert parsed.trace.live == {}
+
+
+def test_pieces_have_captures_and_reasons() -> None:
+    """Catches captures of a streamed answer that are lost, those of another choice, and a stream without its end."""
+    reports = [{"logging": {"status": "ok", "error": None, "data": {"choice": index}}} for index in (1, 0)]
+    choices = [{"index": 1 - i, "capture_results": report} for i, report in enumerate(reports)]
+    piece = parse_piece({"object": "capture_results", "id": "cmpl-1", "choices": choices})
+    assert (piece.text, piece.id, [*piece.captures]) == ("", "cmpl-1", ["logging"])
+    assert (piece.captures["logging"].status, piece.captures["logging"].data) == ("ok", {"choice": 0})
+    assert piece.capture_results is piece.captures
+    ended = {"index": 0, "delta": {"content": "a"}, "finish_reason": "stop", "stop_reason": "b"}
+    last = parse_piece({"choices": [ended]})
+    assert (last.text, last.finish_reason, last.stop_reason, last.captures) == ("a", "stop", "b", {})
+    first = parse_piece({"choices": [{"index": 0, "delta": {"content": "a"}, "finish_reason": None}]})
+    assert (first.finish_reason, first.stop_reason) == (None, None)
+
+
 def test_errors_of_the_server(url: str) -> None:
     """Catches errors without the server's message, parameter or type."""
     with Client(url) as client:

@@ -143,7 +143,7 @@ def test_seeded_draws_do_not_depend_on_the_batch(llm: Any) -> None:
 
 @pytest.mark.feature("prompts of embeddings", "steer", "capture")
 def test_prompt_embeddings_match_tokens(llm: Any) -> None:
-    """Catches edits and captures that count positions by missing token ids."""
+    """Catches edits and captures that count positions by missing token ids, and a token reported for an embedding."""
     edited = params(steering_vectors=SITE, prefill_steering_vectors={"pre_attn": {2: SITE["post_block"][1]}},
                    capture=capture())  # fmt: skip
     by_tokens, plain = run(llm, [TEXT] * 2, [edited, params()])
@@ -154,3 +154,7 @@ def test_prompt_embeddings_match_tokens(llm: Any) -> None:
     assert tokens_of(embedded) == tokens_of(by_tokens)
     assert np.abs(right - wrong).max() > 1e-2
     close_to(result(embedded), result(by_tokens))
+    count = len(by_tokens.prompt_token_ids)
+    site = "post_block", 1
+    assert result(by_tokens).token_ids(*site)[:count].tolist() == by_tokens.prompt_token_ids
+    assert result(embedded).token_ids(*site).tolist() == [-1] * count + tokens_of(by_tokens)[:-1]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -60,3 +61,22 @@ async def test_passes_files_to_local_processes_only() -> None:
         )
         config = SimpleNamespace(parallel_config=parallel)
         assert context._shares_files(SimpleNamespace(engine_core=client, vllm_config=config)) is shared
+
+
+@pytest.mark.parametrize(
+    ("count", "rank", "given", "run"),
+    [(1, 0, "x", "x"), (4, 0, "x", "x-0"), (4, 3, "x", "x-3"), (4, 1, None, None)],
+)
+def test_each_api_server_has_a_run(
+    monkeypatch: pytest.MonkeyPatch, count: int, rank: int, given: str | None, run: str | None
+) -> None:
+    """Catches API servers that share the name of a run, in which each numbers its requests from 0."""
+    options = {"filesystem": {"root": "acts"} | ({"run": given} if given else {}), "logging": {}}
+    monkeypatch.setenv(context.CONSUMERS_VARIABLE, json.dumps(options))
+    parallel = SimpleNamespace(_api_process_count=count, _api_process_rank=rank)
+    engine = SimpleNamespace(vllm_config=SimpleNamespace(parallel_config=parallel))
+    found = context._consumer_options(engine)
+    assert found["filesystem"].get("run") == run
+    assert (found["filesystem"]["root"], found["logging"]) == ("acts", {})
+    context.set_consumers(engine, {"filesystem": {"root": "acts", "run": "y"}})
+    assert context._consumer_options(engine)["filesystem"]["run"] == (f"y-{rank}" if count > 1 else "y")

@@ -74,9 +74,9 @@ class HiddenStates:
 
 def capture_hidden_states(
     llm: Any,
-    prompts: Sequence[Any],
+    prompts: Any,
     *,
-    hooks: Mapping[str, Any],
+    hooks: Mapping[str, Any] | Sequence[str],
     positions: Any = "last_prompt",
     dtype: str | None = None,
     steering: Any = None,
@@ -88,8 +88,8 @@ def capture_hidden_states(
 
     Args:
         llm: A :class:`~vllm_steer.LLM` with steering enabled.
-        prompts: Prompts in any form that ``llm.generate`` accepts.
-        hooks: Layers by hook point, as in a capture spec.
+        prompts: Prompts in any form that ``llm.generate`` accepts: one prompt or several.
+        hooks: Layers by hook point, or names of sites, as in a capture spec.
         positions: Positions to capture, as in a capture spec.
         dtype: Dtype of the rows; the model's by default.
         steering: Edits to apply during the run.
@@ -105,12 +105,12 @@ def capture_hidden_states(
     """
     from vllm_steer.params import SamplingParams
 
-    spec: dict[str, Any] = {"hooks": dict(hooks), "positions": positions}
+    spec: dict[str, Any] = {"hooks": hooks, "positions": positions}
     if dtype is not None:
         spec["dtype"] = dtype
     params = SamplingParams(max_tokens=1, temperature=0, detokenize=False, capture={"memory": spec}, steering=steering)
     captured = []
-    for i, output in enumerate(llm.generate(list(prompts), params, use_tqdm=use_tqdm)):
+    for i, output in enumerate(llm.generate(_as_list(prompts), params, use_tqdm=use_tqdm)):
         result = output.capture_results["memory"]
         if result.status != "ok":
             raise RuntimeError(f"prompts[{i}]: {result.error}")
@@ -121,3 +121,11 @@ def capture_hidden_states(
             )
         captured.append(result.data)
     return HiddenStates(tuple(captured))
+
+
+def _as_list(prompts: Any) -> list[Any]:
+    """Return a list of prompts; a single prompt is a text, a mapping or a list of token ids."""
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    several = list(prompts)
+    return [several] if several and all(isinstance(token, int) for token in several) else several

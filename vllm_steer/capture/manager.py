@@ -69,15 +69,18 @@ class CaptureManager:
         self._may_start.set()
         self._submissions = itertools.count()
         self.server_wide: Specs = ()
-        for name, given in {"memory": {}, **options}.items():
-            own, specs = split_options(name, given)
-            self.server_wide += specs
-            self._consumers[name] = make_consumer(name, own, "capture_consumers")
-            self._threads[name] = ThreadPoolExecutor(1, thread_name_prefix=f"{THREAD_PREFIX}{name}")
-            self._meters[name] = ConsumerMetrics(model, name)
-
-        capabilities.check(compile_program([], [spec for _, spec in self.server_wide]), None)
-        self.check(self.server_wide)
+        try:
+            for name, given in {"memory": {}, **options}.items():
+                own, specs = split_options(name, given)
+                self.server_wide += specs
+                self._consumers[name] = make_consumer(name, own, "capture_consumers")
+                self._threads[name] = ThreadPoolExecutor(1, thread_name_prefix=f"{THREAD_PREFIX}{name}")
+                self._meters[name] = ConsumerMetrics(model, name)
+            capabilities.check(compile_program([], [spec for _, spec in self.server_wide]), None)
+            self.check(self.server_wide)
+        except BaseException:
+            self.close()  # the names of runs are free for the next start
+            raise
 
     def check(self, specs: Specs) -> None:
         """Check that every named consumer exists and accepts its spec.

@@ -19,6 +19,8 @@ Site: TypeAlias = tuple[str, int]
 """Point name and layer number."""
 Unreached: TypeAlias = tuple[int | list[int | None], ...]
 """Positions and ``[start, stop]`` pairs of a spec; a pair without end has None as its stop."""
+NO_TOKEN = -1
+"""Token id of the positions of a prompt of embeddings."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +65,7 @@ class CapturedRequest:
     model: str
     """Name of the served model."""
     prompt_token_ids: tuple[int, ...]
+    """Tokens of the prompt; -1 at each position of a prompt of embeddings."""
     output_token_ids: tuple[int, ...]
     spec: CaptureSpec
     """The capture spec of the request."""
@@ -96,11 +99,11 @@ class CapturedRequest:
         return torch.tensor(self._site(point, layer).positions)
 
     def token_ids(self, point: str, layer: int) -> torch.Tensor:
-        """Return the token at each of the site's positions, int64 ``[n]``."""
+        """Return the token at each of the site's positions, int64 ``[n]``; -1 in a prompt of embeddings."""
         return torch.tensor(self.tokens_at(self._site(point, layer).positions))
 
     def tokens_at(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return the token at each of ``positions``, int64 ``[n]``."""
+        """Return the token at each of ``positions``, int64 ``[n]``; -1 in a prompt of embeddings."""
         tokens = self.prompt_token_ids + self.output_token_ids
         return np.array([tokens[position] for position in positions.tolist()], dtype=np.int64)
 

@@ -34,8 +34,13 @@ def split_options(name: str, options: Mapping[str, Any]) -> tuple[dict[str, Any]
 def parse_flag_value(key: str, text: str, field: str) -> Any:
     """Parse the value of one of :data:`FLAG_KEYS`. Parsing the spec validates the result."""
     if key == "hooks":
-        sites = (part.partition(":") for part in text.split(";"))
-        return {point: _parse_layers(layers, field) for point, _, layers in sites}
+        hooks: dict[str, str | list[int]] = {}
+        for part in text.split(";"):
+            point, _, layers = part.partition(":")
+            if point in hooks:
+                raise SteeringError(f"{field}.hooks", f"{shown(point)} is given twice; join layers with +")
+            hooks[point] = _parse_layers(layers, field)
+        return hooks
     if key == "before":
         if text not in ("true", "false"):
             raise SteeringError(f"{field}.before", f"must be true or false; got {shown(text)}")

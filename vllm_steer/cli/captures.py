@@ -105,7 +105,9 @@ def export(
             raise ValueError(f"unknown suffix of {out}; use {' or '.join(exporters)}")
         exporter, unit = exporters[out.suffix]
         if point is not None:
-            point, named = read_site(point, "--point")
+            point, named = read_site(site := point, "--point")
+            if named is not None and layer not in (None, named):
+                raise ValueError(f"--point {site} is a site of layer {named}, but --layer is {layer}; leave one out")
             layer = named if layer is None else layer
         count = exporter(_find_requests(path, request_id, sample, run, tag), out, point, layer)
         typer.echo(f"{count} {unit} written to {out}")

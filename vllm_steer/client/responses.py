@@ -184,6 +184,17 @@ class Piece:
     """Trace of a request with gated or live edits, on its last piece."""
     id: str = ""
     """Id of the response, for `Client.set_strength`."""
+    captures: Mapping[str, CaptureAnswer] = field(default_factory=dict)
+    """Reports by consumer, on a piece without text after the answer; empty on others."""
+    finish_reason: str | None = None
+    """Why generation ended; None on all pieces before."""
+    stop_reason: int | str | None = None
+    """As in `Choice`."""
+
+    @property
+    def capture_results(self) -> Mapping[str, CaptureAnswer]:
+        """Reports by consumer; equal to `captures`."""
+        return self.captures
 
     @property
     def steering_applied(self) -> SteeringApplied | None:
@@ -208,7 +219,7 @@ def parse_completion(document: Mapping[str, Any]) -> Completion:
         Choice(
             text=choice["text"] if "text" in choice else choice["message"].get("content") or "",
             finish_reason=choice.get("finish_reason"),
-            captures={name: _parse_capture(each) for name, each in (choice.get("capture_results") or {}).items()},
+            captures=_parse_captures(choice),
             readouts=_parse_readouts(choice),
             trace=_parse_trace(choice),
             stop_reason=choice.get("stop_reason"),
@@ -229,7 +240,16 @@ def parse_piece(event: Mapping[str, Any]) -> Piece:
         raise ServerError(int(error.get("code") or 500), str(error.get("message")), error.get("param"))
     choice: Mapping[str, Any] = next((each for each in event.get("choices", ()) if each.get("index", 0) == 0), {})
     text = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
-    return Piece(text, _parse_applied(event), _parse_readouts(choice), _parse_trace(choice), str(event.get("id") or ""))
+    return Piece(
+        text,
+        _parse_applied(event),
+        _parse_readouts(choice),
+        _parse_trace(choice),
+        str(event.get("id") or ""),
+        _parse_captures(choice),
+        choice.get("finish_reason"),
+        choice.get("stop_reason"),
+    )
 
 
 def read_capture_file(data: bytes) -> dict[tuple[str, int], Rows]:
@@ -250,6 +270,10 @@ def read_capture_file(data: bytes) -> dict[tuple[str, int], Rows]:
 def _parse_applied(document: Mapping[str, Any]) -> SteeringApplied | None:
     applied = document.get("steering_applied")
     return None if applied is None else SteeringApplied.model_validate(applied)
+
+
+def _parse_captures(choice: Mapping[str, Any]) -> dict[str, CaptureAnswer]:
+    return {name: _parse_capture(each) for name, each in (choice.get("capture_results") or {}).items()}
 
 
 def _parse_capture(report: Mapping[str, Any]) -> CaptureAnswer:
@@ -278,7 +302,7 @@ def _parse_trace(choice: Mapping[str, Any]) -> Trace | None:
     trace = choice.get("steering_trace")
     if trace is None:
         return None
-    gates = np.array(trace["gates"], np.float32).reshape(len(trace["positions"]), -1)
+    gates = np.array(trace["gates"], np.float32).reshape(len(trace["positions"]), -1 if trace["positions"] else 0)
     live = {name: np.array(values, np.float32) for name, values in trace["live"].items()}
     return Trace(np.array(trace["positions"], np.int64), gates, live)
 

@@ -238,6 +238,7 @@ _FRONT_END: Final = (
         "enable_elastic_ep pipeline_parallel_size prefill_context_parallel_size use_sequence_parallel_moe "
         "use_ubatching",
     ),
+    *_attributes(_PARALLEL, "API servers name their runs of captures", "_api_process_count _api_process_rank"),
     *_attributes(
         "vllm.config.vllm:VllmConfig",
         "settings that conflict with steering or size the tables",

@@ -181,16 +181,12 @@ def _create(engine: Any, reports: Any, config: SteeringConfig) -> EngineContext:
     no_capture = None if rows_of_all_stages(vllm_config) else NO_ROWS_OF_EARLIER_STAGES
     no_readouts = NO_READOUTS_ACROSS_STAGES if vllm_config.parallel_config.pipeline_parallel_size > 1 else None
     capabilities = Capabilities.merge(reports, config, no_capture, vllm_config.num_speculative_tokens, no_readouts)
-    options = getattr(engine, _CONSUMER_OPTIONS, None)
-    if options is None:
-        # The server's flag sets the variable; API server processes inherit it.
-        options = json.loads(os.environ.get(CONSUMERS_VARIABLE, "{}"))
     served_name = vllm_config.model_config.served_model_name
     model = served_name if isinstance(served_name, str) else str(vllm_config.model_config.model)
     start_metrics({"model_name": (model,)})
     context = EngineContext(
         capabilities,
-        CaptureManager(capabilities, model, options),
+        CaptureManager(capabilities, model, _consumer_options(engine)),
         _registry(engine, capabilities, model, config),
         model,
         ProgramFileCache() if _shares_files(engine) else None,
@@ -204,6 +200,21 @@ def _create(engine: Any, reports: Any, config: SteeringConfig) -> EngineContext:
     if context.program_files is not None:
         weakref.finalize(engine, context.program_files.close)
     return context
+
+
+def _consumer_options(engine: Any) -> Mapping[str, Mapping[str, Any]]:
+    options: Mapping[str, Mapping[str, Any]] | None = getattr(engine, _CONSUMER_OPTIONS, None)
+    if options is None:
+        # The server's flag sets the variable; API server processes inherit it.
+        options = json.loads(os.environ.get(CONSUMERS_VARIABLE, "{}"))
+    files = options.get("filesystem", {})
+    if files.get("run") is None:
+        return options
+    parallel = engine.vllm_config.parallel_config
+    if parallel._api_process_count > 1:
+        # Each API server numbers its requests from 0, so each has a run of its own.
+        return {**options, "filesystem": {**files, "run": f"{files['run']}-{parallel._api_process_rank}"}}
+    return options
 
 
 def _controllers(engine: Any) -> ControllerRunner | None:

@@ -18,7 +18,7 @@ from vllm_steer.capture.consumers.memory import is_streamed
 from vllm_steer.capture.manager import CaptureManager
 from vllm_steer.capture.readouts import Readouts, ReadoutStream, SteeringTrace
 from vllm_steer.capture.record_reader import RecordReader
-from vllm_steer.capture.results import CaptureResults
+from vllm_steer.capture.results import NO_TOKEN, CaptureResults
 from vllm_steer.capture.row_assembler import RowAssembler
 from vllm_steer.capture.row_deltas import RowDelta, RowDeltaStream
 from vllm_steer.capture.row_receiver import RowReceiver
@@ -271,7 +271,7 @@ def finish_capture(state: Any, finish_reason: FinishReason, stop_reason: Any) ->
     running.receiver.finish_request(state.request_id)
     if (reason := _cut_short(finish_reason, stop_reason)) is not None:
         running.assembler.mark_incomplete(reason)
-    prompt = state.prompt_token_ids if state.prompt_token_ids is not None else [0] * state.prompt_len
+    prompt = state.prompt_token_ids if state.prompt_token_ids is not None else [NO_TOKEN] * state.prompt_len
     results = running.manager.submit(
         running.assembler,
         running.specs,

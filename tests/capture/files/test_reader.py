@@ -342,6 +342,35 @@ class TestArrow:
             (0, "tiny", "t", "ok")
         }
 
+    def test_runs_are_separate_in_tables(self, tmp_path):
+        """Catches requests of two runs that cannot be told apart, and an error for files that store no run."""
+        pytest.importorskip("pyarrow")
+        sites = (("post_block", 3),)
+        for run in ("a", "b"):
+            consumer = FilesystemConsumer(root=str(tmp_path / "runs"), layout="packed", run=run)
+            for i in range(2):
+                consumer.accept(dataclasses.replace(captured("0", rows=1, sites=sites), submission=i))
+            consumer.close()
+        lines = to_arrow(open_captures(tmp_path / "runs")).to_pylist()
+        found = [(line["run"], line["submission"]) for line in lines]
+        assert found == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
+        (old,) = write(tmp_path / "old", captured(rows=1, sites=sites))
+        old.run = None
+        (line,) = to_arrow([old]).to_pylist()
+        assert (line["run"], line["submission"]) == (None, None)
+
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    def test_positions_of_embeddings_have_no_token(self, tmp_path, layout):
+        """Catches files that cannot hold -1, and a table that takes it for the id of a token."""
+        pytest.importorskip("pyarrow")
+        request = dataclasses.replace(captured(rows=4), prompt_token_ids=(-1,) * 4)
+        captures = write(tmp_path, request, layout=layout)
+        assert_same(captures[0], request)
+        assert captures[0].token_ids("post_block", 3).tolist() == [-1, -1, 901, 903]
+        table = to_arrow(captures, "post_block", 3)
+        assert table["token_id"].to_pylist() == [None, None, 901, 903]
+        assert table["position"].to_pylist() == [1, 3, 5, 7]
+
     def test_parquet(self, tmp_path):
         """Catches a file that differs from the table."""
         parquet = pytest.importorskip("pyarrow.parquet")

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from vllm_steer.capture.consumers.filesystem import FilesystemConsumer
 from vllm_steer.capture.files.layouts import LayoutName
 from vllm_steer.capture.files.reader import StoredRequest, open_captures
 from vllm_steer.capture.results import SubmittedRequest, Unreached
+from vllm_steer.errors import SteeringError
 
 LAYOUTS: tuple[LayoutName, ...] = ("per_request", "packed", "sharded")
 ENDED = (3, 0, 11, 2, 10, 1)
@@ -79,6 +81,38 @@ def test_one_run(tmp_path: Path) -> None:
     assert [found.run for found in open_captures(tmp_path, run="a").find("0")] == ["a"]
     with pytest.raises(ValueError, match="has no run 'c'; runs: 'a', 'b'"):
         open_captures(tmp_path, run="c")
+
+
+def test_name_of_an_earlier_run_is_refused(tmp_path: Path) -> None:
+    """Catches a second run with one name, whose lost requests are hidden and whose requests mix with the first's."""
+    write(tmp_path, [request(0)], run="baseline")
+    with pytest.raises(SteeringError, match=r"run: .* already has requests of a run 'baseline'; choose another name"):
+        write(tmp_path, [request(0, seed=100)], run="baseline")
+    write(tmp_path, [request(0)], run="other")
+    write(tmp_path, [request(0)])
+    write(tmp_path / "elsewhere", [request(0)], run="baseline")
+    assert open_captures(tmp_path).runs[:2] == ("baseline", "other")
+    assert not [*tmp_path.glob(".*.run")]
+
+
+def test_name_of_a_running_writer_is_refused(tmp_path: Path) -> None:
+    """Catches two writers that share a name because neither has a request yet, and a name that stays taken."""
+    first = FilesystemConsumer(root=str(tmp_path), run="baseline")
+    with pytest.raises(SteeringError, match="run: 'baseline' is the run of another writer"):
+        FilesystemConsumer(root=str(tmp_path), run="baseline")
+    FilesystemConsumer(root=str(tmp_path), run="other").close()
+    first.close()
+    (tmp_path / f".{hashlib.blake2b(b'baseline', digest_size=16).hexdigest()}.run").touch()  # of a killed process
+    write(tmp_path, [request(0)], run="baseline")
+    assert open_captures(tmp_path).runs == ("baseline",)
+
+
+def test_damaged_journal_and_a_named_run(tmp_path: Path) -> None:
+    """Catches a name that is accepted unchecked, and a traceback instead of what to do."""
+    (tmp_path / "requests-1.jsonl").write_bytes(b"{\n")
+    with pytest.raises(SteeringError, match=r"run: cannot read the runs of the directory: .* leave the name out"):
+        FilesystemConsumer(root=str(tmp_path), run="baseline")
+    FilesystemConsumer(root=str(tmp_path)).close()
 
 
 def test_generated_names_are_in_the_order_of_the_starts(tmp_path: Path) -> None:

@@ -5,13 +5,17 @@ from __future__ import annotations
 
 import inspect
 import re
+from pathlib import Path
 
 import pytest
 
+from tests.capture.captured import captured
 from tests.repo.tree import read
 from vllm_steer.capture.consumers.filesystem import FilesystemConsumer
 from vllm_steer.capture.files import journal, stream, tensors
+from vllm_steer.capture.files.export import to_arrow
 from vllm_steer.capture.files.format import DTYPES, FORMAT, RequestEntry
+from vllm_steer.capture.files.reader import open_captures
 from vllm_steer.capture.files.rotation import ROTATION_LIMITS
 
 PAGE = read("docs/reference/capture-files.md")
@@ -41,6 +45,19 @@ def documented_names(header: str) -> set[str]:
 def test_tables_list_every_name(header: str, names: set[str]) -> None:
     """Catches a property, a column, an option or a layout that was added or renamed without the page."""
     assert documented_names(header) == names
+
+
+def test_columns_of_exports(tmp_path: Path) -> None:
+    """Catches a column of a Parquet file that was added, renamed or has another type than the page states."""
+    pytest.importorskip("pyarrow")
+    consumer = FilesystemConsumer(root=str(tmp_path))
+    consumer.accept(captured())
+    header = "| column of an export | type | content |"
+    fields = to_arrow(open_captures(tmp_path)).schema
+    assert documented_names(header) == set(fields.names)
+    for field in fields:
+        if field.name not in ("layer", "row"):
+            assert re.search(rf"`{field.name}`[^|]* \| {field.type}[ ,]", PAGE.split(header, 1)[1]), field
 
 
 def test_column_types() -> None:

@@ -18,6 +18,7 @@ from vllm_steer.capture.files.format import escape_surrogates
 from vllm_steer.capture.files.journal import SubmissionJournal
 from vllm_steer.capture.files.layouts import FileLayout, LayoutName, PerRequestLayout, timestamped_stem
 from vllm_steer.capture.files.rotation import ROTATION_LIMITS, RotatingLayout
+from vllm_steer.capture.files.run_lock import RunLock
 from vllm_steer.capture.results import CapturedRequest, SubmittedRequest
 from vllm_steer.errors import SteeringError
 
@@ -69,16 +70,19 @@ class FilesystemConsumer(Consumer):
             max_requests: Start a new file after this many requests, instead of the layout's limit.
             max_size: Start a new file after this many bytes.
             max_seconds: Start a new file this long after the first request of the open one.
-            run: Name of the run, stored with each request; by default the time of the start with a random ending.
+            run: Name of the run, stored with each request; by default the time of the start with a random ending. Each
+                start needs another name. With several API servers, ``-NUMBER`` of the server is appended.
 
         Raises:
-            SteeringError: The directory is not writable, or a limit is given for ``per_request``.
+            SteeringError: The directory is not writable, it has a run with this name, or a limit is given for
+                ``per_request``.
         """
         limits = {"max_requests": max_requests, "max_size": max_size, "max_seconds": max_seconds}
         given: dict[str, Any] = {name: limit for name, limit in limits.items() if limit is not None}
         if layout == "per_request" and given:
             raise SteeringError(next(iter(given)), "has no effect with layout per_request; use packed or sharded")
         directory = CaptureDirectory(root, fsync=fsync, quota=quota)
+        self._lock = None if run is None else RunLock(directory, escape_surrogates(run))
         run = timestamped_stem("run", time.time_ns()) if run is None else escape_surrogates(run)
         self._journal = SubmissionJournal(directory, run)
         self._directory, self._run = directory, run
@@ -125,3 +129,5 @@ class FilesystemConsumer(Consumer):
         for layout in self._layouts.values():
             layout.close()
         self._journal.close()
+        if self._lock is not None:
+            self._lock.release()

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Export of stored captures to Arrow tables, `datasets`, Parquet files and .npz archives.
 
-A table has one line per row, with the columns ``request_id``, ``sample``, ``model``, ``tag``, ``status``, ``point``,
-``layer``, ``position``, ``token_id`` and ``row`` (a fixed-size list). A mean has no single position, so its
-``position`` and ``token_id`` are null.
+A table has one line per row, with the columns ``run``, ``submission``, ``request_id``, ``sample``, ``model``, ``tag``,
+``status``, ``point``, ``layer``, ``position``, ``token_id`` and ``row`` (a fixed-size list). ``run`` and ``submission``
+are null for files of earlier versions. A mean has no single position, so its ``position`` and ``token_id`` are null. In
+a prompt of embeddings, ``token_id`` is null.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_steer.capture.files.reader import StoredRequest
-from vllm_steer.capture.results import Site
+from vllm_steer.capture.results import NO_TOKEN, Site
 
 _NO_ROWS = "no rows match; check the request, point and layer"
 
@@ -78,7 +79,8 @@ def export_npz(requests: Iterable[StoredRequest], out: Path, point: str | None =
     """Write a new .npz archive, one site at a time.
 
     Request ``i`` has the arrays ``i.point.layer`` (rows; bfloat16 becomes float32), ``i.point.layer.positions`` and
-    ``i.point.layer.token_ids``. The array ``requests`` holds the properties of all requests as a JSON list.
+    ``i.point.layer.token_ids`` (-1 in a prompt of embeddings). The array ``requests`` holds the properties of all
+    requests as a JSON list.
 
     Returns:
         The number of sites written.
@@ -162,6 +164,8 @@ def _batches(arrow: Any, requests: Iterable[StoredRequest], point: str | None, l
 def _batch(arrow: Any, request: StoredRequest, site: Site, rows: npt.NDArray[Any]) -> Any:
     n = len(rows)
     constants = {
+        "run": arrow.scalar(request.run, arrow.string()),
+        "submission": arrow.scalar(request.submission, arrow.int64()),
         "request_id": arrow.scalar(request.request_id, arrow.string()),
         "sample": arrow.scalar(request.sample, arrow.int32()),
         "model": arrow.scalar(request.model, arrow.string()),
@@ -175,7 +179,8 @@ def _batch(arrow: Any, request: StoredRequest, site: Site, rows: npt.NDArray[Any
         if request.spec.get("reduce") == "last":
             values = values[-1:]
         known = len(values) == n and request.spec.get("reduce") != "mean"
-        columns[name] = arrow.array(values.numpy()) if known else arrow.nulls(n, arrow.int64())
+        unknown = values.numpy() == NO_TOKEN
+        columns[name] = arrow.array(values.numpy(), mask=unknown) if known else arrow.nulls(n, arrow.int64())
     flat = arrow.array(np.ascontiguousarray(rows).reshape(-1))
     columns["row"] = arrow.FixedSizeListArray.from_arrays(flat, rows.shape[1])
     return arrow.RecordBatch.from_pydict(columns)
