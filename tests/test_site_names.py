@@ -76,7 +76,7 @@ def test_spellings_of_one_site(name: str) -> None:
 def test_other_sites() -> None:
     """Catches the embedding's entry of hidden_states taken for the output of a block."""
     assert site("hidden_states[0]") == ("pre_attn", 0)
-    assert site("attentions_output[2]") == ("attn_out", 2)
+    assert site("blocks.2.hook_attn_out") == ("attn_out", 2)
     assert site("blocks.3.hook_resid_mid") == ("post_attn", 3)
 
 
@@ -91,6 +91,10 @@ def test_other_sites() -> None:
         ("blocks.1.hook_resid_mid", "attention and MLP in parallel"),
         ("blocks.1.attn.hook_z", "places inside attention"),
         ("blocks.1.hook_mlp_in", "not mean exactly"),
+        ("blocks.1.attn", "attn_out of layer 1 here; in models with a norm after the branch"),
+        ("blocks.1.mlp", "mlp_out of layer 1 here; in models with a norm after the branch"),
+        ("attentions_output[1]", "attn_out of layer 1 here; in models with a norm after the branch"),
+        ("mlps_output.1", "mlp_out of layer 1 here; in models with a norm after the branch"),
         ("embed_tokens", "without the scaling"),
         ("lm_head", "after the last block"),
         ("post_block", "not the name of a site"),

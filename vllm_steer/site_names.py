@@ -40,15 +40,16 @@ _SHIFT = (
     "and the last entry is after the final norm, which is not a hook point"
 )
 
+_POST_NORM = "in models with a norm after the branch, the norm's output"
+
 FOREIGN_NAMES: tuple[ForeignName, ...] = (
     ForeignName(
         "TransformerLens",
         ("blocks.{i}.hook_resid_pre", "hook_resid_pre", "resid_pre.{i}", "resid_pre"),
         "pre_attn",
     ),
-    ForeignName(
-        "TransformerLens", ("blocks.{i}.hook_attn_out", "hook_attn_out", "attn_out.{i}", "blocks.{i}.attn"), "attn_out"
-    ),
+    ForeignName("TransformerLens", ("blocks.{i}.hook_attn_out", "hook_attn_out", "attn_out.{i}"), "attn_out"),
+    ForeignName("TransformerLens", ("blocks.{i}.attn",), "attn_out", note=_POST_NORM),
     ForeignName(
         "TransformerLens",
         ("blocks.{i}.hook_resid_mid", "hook_resid_mid", "resid_mid.{i}", "resid_mid"),
@@ -66,9 +67,8 @@ FOREIGN_NAMES: tuple[ForeignName, ...] = (
         "mlp_in",
         note="mlp_in includes the norm's weight",
     ),
-    ForeignName(
-        "TransformerLens", ("blocks.{i}.hook_mlp_out", "hook_mlp_out", "mlp_out.{i}", "blocks.{i}.mlp"), "mlp_out"
-    ),
+    ForeignName("TransformerLens", ("blocks.{i}.hook_mlp_out", "hook_mlp_out", "mlp_out.{i}"), "mlp_out"),
+    ForeignName("TransformerLens", ("blocks.{i}.mlp",), "mlp_out", note=_POST_NORM),
     ForeignName(
         "TransformerLens",
         ("blocks.{i}.hook_resid_post", "hook_resid_post", "resid_post.{i}", "resid_post", "blocks.{i}"),
@@ -76,9 +76,9 @@ FOREIGN_NAMES: tuple[ForeignName, ...] = (
     ),
     ForeignName("TransformerLens", ("hook_embed", "embed"), "pre_attn", layer=0, note=_EMBEDDING),
     ForeignName("nnterp", ("layers_input.{i}", "layers_input"), "pre_attn"),
-    ForeignName("nnterp", ("attentions_output.{i}", "attentions_output"), "attn_out"),
+    ForeignName("nnterp", ("attentions_output.{i}", "attentions_output"), "attn_out", note=_POST_NORM),
     ForeignName("nnterp", ("mlps_input.{i}", "mlps_input"), "mlp_in"),
-    ForeignName("nnterp", ("mlps_output.{i}", "mlps_output"), "mlp_out"),
+    ForeignName("nnterp", ("mlps_output.{i}", "mlps_output"), "mlp_out", note=_POST_NORM),
     ForeignName("nnterp", ("layers_output.{i}", "layers_output"), "post_block"),
     ForeignName("nnterp", ("token_embeddings",), "pre_attn", layer=0, note=_EMBEDDING),
     ForeignName("HF Transformers", ("hidden_states.{i}", "hidden_states"), "post_block", offset=-1, note=_SHIFT),
@@ -89,7 +89,7 @@ FOREIGN_NAMES: tuple[ForeignName, ...] = (
         "nnsight",
         ("layers.{i}.self_attn.output.0", "layers.{i}.self_attn.output", "layers.{i}.self_attn", "self_attn"),
         "attn_out",
-        note="with Llama's names; in models with a norm after the branch, the norm's output",
+        note=f"with Llama's names; {_POST_NORM}",
     ),
     ForeignName("nnsight", ("layers.{i}.post_attention_layernorm.input",), "post_attn", note="with Llama's names"),
     ForeignName(
@@ -102,7 +102,7 @@ FOREIGN_NAMES: tuple[ForeignName, ...] = (
         "nnsight",
         ("layers.{i}.mlp.output", "layers.{i}.mlp", "h.{i}.mlp"),
         "mlp_out",
-        note="with Llama's names; in models with a norm after the branch, the norm's output",
+        note=f"with Llama's names; {_POST_NORM}",
     ),
     ForeignName("vllm-lens", ("residual_stream.{i}", "residual_stream", "output_residual_stream"), "post_block"),
     ForeignName(

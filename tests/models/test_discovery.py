@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -148,6 +149,27 @@ def test_knows_where_the_stream_is_not_the_one_before() -> None:
     # The configuration counts the layers of the encoder.
     decoder = find_decoder(model(whisper), SimpleNamespace(num_hidden_layers=LAYERS + 3, decoder_layers=LAYERS))
     assert decoder.gaps == {("post_block", number) for number in range(LAYERS)}
+
+
+def test_knows_what_the_head_reads() -> None:
+    """Catches a head that mixes streams taken for one that reads the stream of the points, and the reverse."""
+    gemma3n = find_decoder(model(of("vllm.model_executor.models.gemma3n.Gemma3nDecoderLayer")), CONFIG)
+    reason = "Gemma3nDecoderLayer has several streams, and the final norm reads another mix of them"
+    assert str(gemma3n.mixed_head).startswith(reason)
+    assert replace(gemma3n, layers=gemma3n.layers[:-1]).mixed_head is None  # the last stage knows
+    averaged = of("vllm.models.glm5next.common.model.Glm5NextDecoderLayer", mhc=True)
+    assert find_decoder(model(averaged), CONFIG).mixed_head is None
+    assert find_decoder(model(of(LLAMA)), CONFIG).mixed_head is None
+
+
+def test_knows_which_layers_alter_their_branches() -> None:
+    """Catches a norm behind a branch that is reported for other layers than those that have it."""
+    gemma2 = find_decoder(model(of("vllm.model_executor.models.gemma2.Gemma2DecoderLayer")), CONFIG)
+    assert gemma2.altered() == {"attn_out": [0, 1, 2], "mlp_out": [0, 1, 2]}
+    name, more = "vllm.model_executor.models.AXK1.AXK1DecoderLayer", {"routed_scaling_factor": None}
+    axk1 = nn.ModuleList(layer(name, is_layer_sparse=sparse, **more) for sparse in (False, True, True))
+    assert find_decoder(model(axk1), CONFIG).altered() == {"attn_out": [], "mlp_out": [1, 2]}
+    assert find_decoder(model(of(LLAMA)), CONFIG).altered() == {"attn_out": [], "mlp_out": []}
 
 
 def test_refuses_unknown_classes_by_name() -> None:

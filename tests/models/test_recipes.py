@@ -25,7 +25,7 @@ from vllm_steer.models.recipes import PROVEN, RECIPES
 from vllm_steer.models.transformers_recipes import TRANSFORMERS_RECIPES
 from vllm_steer.models.unsupported import UNSUPPORTED
 from vllm_steer.models.vllm_recipes import MODULES, VLLM_RECIPES
-from vllm_steer.points import OPTIONAL_POINTS
+from vllm_steer.points import BRANCH_OUTPUTS, OPTIONAL_POINTS
 
 MIN_PROVEN = 169
 """Architectures that must stay proven."""
@@ -177,3 +177,67 @@ def test_locations() -> None:
     assert exaone.location("mlp_out", norms) == "post_feedforward_layernorm"
     assert step.location("mlp_out", layer()) == "mlp"
     assert step.location("mlp_out", layer(moe=nn.Linear(1, 1))) == "moe"
+
+
+def norms_behind_branches(name: str) -> set[str]:
+    """Return the branches that a norm follows in the ``forward`` of a class whose stream is a pair."""
+    recipe = RECIPES[name]
+    module, _, cls_name = (recipe.inherits or name).rpartition(".")
+    tree = ast.parse(ROOT.joinpath(*module.split(".")).with_suffix(".py").read_text())
+    cls = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == cls_name)
+    forward = [node for node in cls.body if isinstance(node, ast.FunctionDef) and node.name == "forward"]
+    calls = [node for body in forward for node in ast.walk(body) if isinstance(node, ast.Call)]
+    # The norm in front of attention is called with one argument in the first layer.
+    first = [node for body in forward for node in ast.walk(body) if isinstance(node, ast.If)]
+    skipped = {id(call) for each in first if "residual is" in ast.unparse(each.test) for call in ast.walk(each)}
+    norms = [
+        call
+        for call in calls
+        if id(call) not in skipped
+        and "norm" in ast.unparse(call.func)
+        and [ast.unparse(each) for each in call.args] == ["hidden_states"]
+    ]
+    mlps = [call.lineno for call in calls if ast.unparse(call.func).rpartition(".")[2] in ("mlp", "feed_forward")]
+    return {"mlp_out" if mlps and call.lineno > min(mlps) else "attn_out" for call in norms}
+
+
+@pytest.mark.parametrize("name", [n for n, r in RECIPES.items() if r.shape == "pair" and n.startswith(MODULES)])
+def test_norms_behind_branches_are_in_the_recipe(name: str) -> None:
+    """Catches a pair whose branch is taken for the output of attention or MLP although a norm follows."""
+    if not ROOT.joinpath(*name.split(".")[:-1]).with_suffix(".py").exists():
+        pytest.skip("in another version of vLLM")
+    every_setting = SimpleNamespace(
+        is_layer_sparse=True, sandwich_norm=True, layer_scale=False, use_moe=False, self_attn=1, mlp=1
+    )
+    recipe = RECIPES[name].of(every_setting)  # type: ignore[arg-type]
+    known = {point for point in BRANCH_OUTPUTS if recipe.is_altered(point)}
+    # Its MLP is the sum of two.
+    assert known - ({"mlp_out"} if "Mobius" in name else set()) == norms_behind_branches(name)
+
+
+@pytest.mark.parametrize("tiny", [tiny for tiny in ZOO if tiny.no_parity is None], ids=str)
+def test_norms_behind_attention_are_those_of_the_reference(tiny: Any) -> None:
+    """Catches a class whose attention branch is said to be the output of attention, but is a norm's in HF's model."""
+    by_name = {short(name): recipe for name, recipe in RECIPES.items()}
+    for name in tiny.layers:
+        recipe = by_name[name]
+        # HF's modules of the first two return the sum with the stream; settings decide for the third.
+        if recipe.refusal("attn_out") is None and name not in ("BloomBlock", "DbrxBlock", "OpenPanguDecoderLayer"):
+            assert recipe.is_altered("attn_out") == ("norm" in tiny.branch.rpartition(".")[2])
+
+
+def test_settings_alter_branches() -> None:
+    """Catches a branch that a layer scales, or adds to another, taken for the output of attention or MLP."""
+
+    def altered(name: str, **settings: Any) -> list[str]:
+        recipe = RECIPES[MODULES + name].of(layer(**settings))
+        return [point for point in BRANCH_OUTPUTS if recipe.is_altered(point)]
+
+    for name in ("qwen3_next.Qwen3NextDecoderLayer", "qwen3_5.Qwen3_5DecoderLayer"):
+        assert altered(name, layer_scale=False) == []
+        assert altered(name, layer_scale=True) == list(BRANCH_OUTPUTS)
+    assert altered("interns2_mobius.InternS2MobiusDecoderLayer", layer_scale=False) == ["mlp_out"]
+    assert altered("step3_text.Step3TextDecoderLayer", use_moe=True) == ["mlp_out"]
+    assert altered("bloom.BloomBlock") == list(BRANCH_OUTPUTS)  # HF's modules return the sum with the stream
+    assert altered("dbrx.DbrxBlock") == ["attn_out"]
+    assert altered("llama.LlamaDecoderLayer") == []

@@ -74,6 +74,28 @@ def test_facts(model: StandardizedTransformer, hf: Any) -> None:
     assert sizes == (hf.config.num_hidden_layers, hf.config.hidden_size, hf.config.vocab_size)
 
 
+def test_outputs_of_attention_and_mlp(model: StandardizedTransformer, hf: Any) -> None:
+    """Catches rows of another module, and a refusal in models without a norm behind attention and MLP."""
+    tokens, found = model.encode(PROMPTS[1]), {}
+
+    def keep(name: str) -> Any:
+        def hook(module: Any, args: Any, output: Any) -> None:
+            found[name] = (output[0] if isinstance(output, tuple) else output)[0]
+
+        return hook
+
+    block = hf.model.layers[2]
+    handles = [getattr(block, name).register_forward_hook(keep(name)) for name in ("self_attn", "mlp")]
+    with torch.no_grad():
+        hf(torch.tensor([tokens]))
+    for handle in handles:
+        handle.remove()
+    with model.trace(tokens):
+        rows = {"self_attn": model.attentions_output[2].save(), "mlp": model.mlps_output[2].save()}
+    for name, expected in found.items():
+        torch.testing.assert_close(rows[name].value[0], expected, atol=1e-3, rtol=1e-3)
+
+
 @pytest.mark.parametrize("idx", [None, 0, 2, -2])
 def test_activations_of_one_token(model: StandardizedTransformer, hf: Any, idx: int | None) -> None:
     """Catches positions shifted by padding, and layers in another order than given."""

@@ -17,6 +17,7 @@ import numpy as np
 
 from vllm_steer.client.responses import Completion, ServerError
 from vllm_steer.errors import SteeringError
+from vllm_steer.frontend.logprobs import RAW, check_logprobs_mode
 from vllm_steer.patching.runner import MAX_SCORED, ModelFacts, Score, ScoreRequest, SiteRows
 from vllm_steer.spec import Edit
 
@@ -43,6 +44,7 @@ class HttpRunner:
         known = self._client.capabilities()
         if known.get("problem") or not known.get("num_layers"):
             raise SteeringError("client", f"the server's model is not supported: {known.get('problem')}")
+        check_logprobs_mode(known.get("logprobs_mode") or RAW, shared=True)
         points = tuple(point["name"] for point in known["points"] if point["on"])
         # The server does not report the size of the vocabulary; it refuses tokens that the model lacks.
         vocab = 1 << 31

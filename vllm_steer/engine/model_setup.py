@@ -219,8 +219,11 @@ def _facts(model: nn.Module, decoder: Decoder, model_config: Any) -> dict[str, A
         "refused": decoder.refused(tensor_parallel),
         "unread": decoder.unread(tensor_parallel),
         "dtype": str(model_config.dtype).removeprefix("torch."),
+        "logprobs_mode": model_config.logprobs_mode,
         "architecture": model_config.architectures[0],
         "model_class": type(model).__name__,
         "recipes": decoder.recipes(),
+        "altered": decoder.altered(),
+        "mixed_head": decoder.mixed_head,
         "unproven": list(decoder.unproven),
     }

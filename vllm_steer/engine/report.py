@@ -17,7 +17,7 @@ from vllm_steer.compat.version import CONFLICTS, TESTED_RANGE, compare_installed
 from vllm_steer.config import SteeringConfig
 from vllm_steer.limits import ENGINE_LIMITS
 from vllm_steer.models.proofs import proofs_of
-from vllm_steer.points import POINTS, POINTS_FLAG, Point
+from vllm_steer.points import BRANCH_OUTPUTS, POINTS, POINTS_FLAG, Point
 from vllm_steer.spec import KINDS
 
 
@@ -94,6 +94,10 @@ class CapabilityReport(_Report):
     hidden_size: int | None = None
     max_model_len: int | None = None
     dtype: str | None = None
+    logprobs_mode: str | None = Field(
+        default=None,
+        description="What the engine returns as log-probabilities (vLLM's setting); null without an engine.",
+    )
     points: list[PointReport] = []
     edits: dict[str, str] = Field(default={}, description="Formula of each kind of edit.")
     no_capture: str | None = None
@@ -126,6 +130,11 @@ def merge_facts(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "unproven": sorted({reason for rank in ranks for reason in rank.get("unproven", [])}),
         "self_checks": [rank["self_check"] for rank in ranks if "self_check" in rank],
         "no_lens": next((rank["no_lens"] for rank in ranks if rank.get("no_lens")), None),
+        "altered": {
+            point: sorted({layer for rank in ranks for layer in rank.get("altered", {}).get(point, ())})
+            for point in BRANCH_OUTPUTS
+        },
+        "mixed_head": next((rank["mixed_head"] for rank in ranks if rank.get("mixed_head")), None),
         "no_plain_code": next((rank["no_plain_code"] for rank in ranks if rank.get("no_plain_code")), None),
     }
 
@@ -168,6 +177,7 @@ def make_report(facts: Mapping[str, Any], config: SteeringConfig, *, no_capture:
         hidden_size=facts.get("hidden_size"),
         max_model_len=facts.get("max_model_len"),
         dtype=facts.get("dtype"),
+        logprobs_mode=facts.get("logprobs_mode"),
         points=[
             PointReport(
                 name=point.name,

@@ -16,10 +16,10 @@ from torch import nn
 
 from vllm_steer.compat.internals import PPMissingLayer, supports_multimodal
 from vllm_steer.models.digests import why_unproven
-from vllm_steer.models.recipe import Recipe, qualified_name
+from vllm_steer.models.recipe import MIXED_HEAD, Recipe, qualified_name
 from vllm_steer.models.recipes import RECIPES
 from vllm_steer.models.unsupported import UNSUPPORTED
-from vllm_steer.points import OPTIONAL_POINTS, PointName
+from vllm_steer.points import BRANCH_OUTPUTS, OPTIONAL_POINTS, PointName
 
 ALLOW = "pass --steering-allow-unproven (SteeringConfig(allow_unproven=True))"
 PROVE = "`vllm-steer doctor MODEL --allow-unproven --prove`"
@@ -94,6 +94,20 @@ class Decoder:
             key = qualified_name(type(layer.module)), of_several or layer.recipe.shape, layer.recipe.post_attn
             found.setdefault(key, []).append(layer.number)
         return [{"layer": c, "stream": s, "mid": m, "layers": numbers} for (c, s, m), numbers in found.items()]
+
+    def altered(self) -> dict[str, list[int]]:
+        """Return the layers whose branch is another quantity than the output of attention or MLP, by point."""
+        return {
+            point: [layer.number for layer in self.layers if layer.recipe.is_altered(point)] for point in BRANCH_OUTPUTS
+        }
+
+    @property
+    def mixed_head(self) -> str | None:
+        """Why the final head does not read the stream of the last layer alone; None if it does, or on other stages."""
+        last = self.layers[-1]
+        if last.recipe.normed or last.number < self.num_layers - 1:
+            return None
+        return MIXED_HEAD.format(layer=type(last.module).__name__, stream=last.recipe.stream)
 
     @property
     def loops(self) -> bool:

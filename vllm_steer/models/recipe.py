@@ -62,6 +62,9 @@ ONE_BRANCH: Final = (
 NO_SUBMODULE: Final = (
     "no known submodule of {layer} outputs exactly the value of this point; use pre_attn or post_block"
 )
+MIXED_HEAD: Final = (
+    "{layer} has several streams, and the final norm reads another mix of them than the points, which are on {stream}"
+)
 PARALLEL_MLP: Final = "the MLP of {layer} runs in parallel with attention, on the block's own input; use pre_attn"
 NO_NORM: Final = "the MLP of {layer} reads the stream itself, without a norm; use post_attn"
 
@@ -121,6 +124,9 @@ class Recipe:
     what the layer computes."""
     reduced_by: str = ""
     """Shape ``pair``: the function in the layer's module that reduces the branch, adds it and norms the sum."""
+    altered: tuple[PointName, ...] = ()
+    """Branches that are not what the module of attention or MLP returns in HF Transformers: the layer scales or norms
+    its output or adds another one, or the module adds the stream. A location that is a norm need not be named."""
     refused_points: Reasons = field(default_factory=dict)
     """Points that are refused although the rules of the shape would allow them."""
     variant: Callable[[Any], Mapping[str, Any]] = lambda layer: {}
@@ -169,6 +175,10 @@ class Recipe:
         if self.shape == "single" and not self._branch(point):
             return NO_SUBMODULE
         return PARTIAL_BRANCH if self.parallel and self.partial_sums and tensor_parallel else None
+
+    def is_altered(self, point: PointName) -> bool:
+        """Return whether a branch is another quantity than the output of its module, see ``altered``."""
+        return point in self.altered or "norm" in self._branch(point).rpartition(".")[2]
 
     def location(self, point: PointName, layer: nn.Module) -> str:
         """Return ``SUMMAND`` or the submodule whose (first) output is the value of a served optional point."""

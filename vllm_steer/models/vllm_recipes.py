@@ -12,7 +12,7 @@ from vllm_steer.models import streams
 from vllm_steer.models.convolved import install_convolved
 from vllm_steer.models.loops import engram_gaps, every_gap, hrm_text_gaps, hrm_text_runs, loop_coder_runs, solar_gaps
 from vllm_steer.models.recipe import BLOCK_INPUT, BLOCK_OUTPUT, MIXED_BRANCH, MLP_MIX, NO_SUBMODULE, Reasons, Recipe
-from vllm_steer.points import OPTIONAL_POINTS
+from vllm_steer.points import BRANCH_OUTPUTS, OPTIONAL_POINTS
 
 MODULES: Final = "vllm.model_executor.models."
 
@@ -52,6 +52,8 @@ _BOTH_MULTIPLIED: Final[Reasons] = {"attn_out": _MULTIPLIED, "mlp_out": _MULTIPL
 _MIXED: Final[Reasons] = {"attn_out": MIXED_BRANCH, "mlp_out": MIXED_BRANCH}
 _POST_NORMS: Final = {"attn_out": "post_attention_layernorm", "mlp_out": "post_feedforward_layernorm"}
 _NORMS_AFTER: Final = {"attn_out": "input_layernorm", "mlp_out": "post_attention_layernorm"}
+_POST_NORMED: Final[Mapping[str, Any]] = {"altered": BRANCH_OUTPUTS}
+"""Pairs with norms after attention and MLP."""
 _SELF_ATTN: Final = {"attn_out": "self_attn", "mlp_out": "mlp"}
 _SELF_ATTENTION: Final = {"attn_out": "self_attention", "mlp_out": "mlp"}
 
@@ -83,6 +85,24 @@ def _streams(layer: str, install: Any, **more: Any) -> Recipe:
 def _derived(layer: str, base: str) -> Recipe:
     """Return the row of a class that inherits ``forward``; its other fields are the base's."""
     return Recipe(MODULES + layer, "pair", inherits=MODULES + base)
+
+
+def _axk1(layer: Any) -> Mapping[str, Any]:
+    return {"altered": ("mlp_out",)} if getattr(layer, "is_layer_sparse", False) else {}
+
+
+def _layer_scale(layer: Any) -> Mapping[str, Any]:
+    return {"altered": BRANCH_OUTPUTS} if getattr(layer, "layer_scale", False) else {}
+
+
+def _mobius(layer: Any) -> Mapping[str, Any]:
+    """Return the branches that are scaled, and the MLP's, to which one that several layers share is added."""
+    return {"altered": BRANCH_OUTPUTS if getattr(layer, "layer_scale", False) else ("mlp_out",)}
+
+
+def _step3(layer: Any) -> Mapping[str, Any]:
+    """Return which branch is the sum of experts and a shared one."""
+    return {"altered": ("mlp_out",)} if getattr(layer, "use_moe", False) else {}
 
 
 def _deci_lm(layer: Any) -> Mapping[str, Any]:
@@ -118,7 +138,7 @@ def _olmo_hybrid(layer: Any) -> Mapping[str, Any]:
 
 
 def _openpangu(layer: Any) -> Mapping[str, Any]:
-    return {"post_attn": "pre_mlp_layernorm"} if layer.sandwich_norm else {}
+    return {"post_attn": "pre_mlp_layernorm", **_POST_NORMED} if layer.sandwich_norm else {}
 
 
 def _opt(layer: Any) -> Mapping[str, Any]:
@@ -217,8 +237,8 @@ def _single_stream(layer: Any) -> str | None:
 
 VLLM_RECIPES: Final[tuple[Recipe, ...]] = (
     # Attention, then MLP: pairs.
-    _pair("AXK1.AXK1DecoderLayer", why_unsupported=_scaled_in_float16),
-    _pair("afmoe.AfmoeDecoderLayer", "pre_mlp_layernorm"),
+    _pair("AXK1.AXK1DecoderLayer", variant=_axk1, why_unsupported=_scaled_in_float16),
+    _pair("afmoe.AfmoeDecoderLayer", "pre_mlp_layernorm", **_POST_NORMED),
     _pair("apertus.ApertusDecoderLayer", "feedforward_layernorm"),
     _derived("aria.AriaTextDecoderLayer", "llama.LlamaDecoderLayer"),
     _pair("bailing_moe.BailingMoeBlock"),
@@ -229,9 +249,9 @@ VLLM_RECIPES: Final[tuple[Recipe, ...]] = (
     _pair("exaone.ExaoneDecoderLayer", "ln_2"),
     _pair("exaone_moe.ExaoneMoeDecoderLayer"),
     _pair("gemma.GemmaDecoderLayer"),
-    _pair("gemma2.Gemma2DecoderLayer", "pre_feedforward_layernorm"),
-    _pair("gemma3.Gemma3DecoderLayer", "pre_feedforward_layernorm"),
-    _pair("glm4.Glm4DecoderLayer"),
+    _pair("gemma2.Gemma2DecoderLayer", "pre_feedforward_layernorm", **_POST_NORMED),
+    _pair("gemma3.Gemma3DecoderLayer", "pre_feedforward_layernorm", **_POST_NORMED),
+    _pair("glm4.Glm4DecoderLayer", **_POST_NORMED),
     _pair("glm4_moe.Glm4MoeDecoderLayer"),
     _pair("glm4_moe_lite.Glm4MoeLiteDecoderLayer"),
     _pair("gpt_oss.TransformerBlock"),
@@ -255,18 +275,18 @@ VLLM_RECIPES: Final[tuple[Recipe, ...]] = (
     _pair("olmoe.OlmoeDecoderLayer"),
     _pair("openpangu.OpenPanguDecoderLayer", variant=_openpangu, why_unsupported=_scaled_in_float16),
     _pair("param2moe.Param2MoEDecoderLayer"),
-    _pair("plamo3.Plamo3DecoderLayer", "pre_mlp_norm"),
+    _pair("plamo3.Plamo3DecoderLayer", "pre_mlp_norm", **_POST_NORMED),
     _pair("qwen2.Qwen2DecoderLayer"),
     _pair("qwen2_moe.Qwen2MoeDecoderLayer"),
     _pair("qwen3.Qwen3DecoderLayer"),
     _pair("qwen3_moe.Qwen3MoeDecoderLayer"),
     _derived("qwen3_vl.Qwen3VLDecoderLayer", "qwen3.Qwen3DecoderLayer"),
     _derived("qwen3_vl_moe.Qwen3VLMoeDecoderLayer", "qwen3_moe.Qwen3MoeDecoderLayer"),
-    _pair("rnj1.Rnj1DecoderLayer", "pre_feedforward_layernorm"),
+    _pair("rnj1.Rnj1DecoderLayer", "pre_feedforward_layernorm", **_POST_NORMED),
     _pair("sarvam.SarvamMLABlock"),
     _pair("solar.SolarDecoderLayer", gaps=solar_gaps),
     _pair("step1.StepDecoderLayer"),
-    _pair("step3_text.Step3TextDecoderLayer"),
+    _pair("step3_text.Step3TextDecoderLayer", variant=_step3),
     # Only 0.31 has these; later versions run the layers of Transformers.
     _pair("arcee.ArceeDecoderLayer"),
     _pair("mellum.MellumDecoderLayer"),
@@ -278,7 +298,7 @@ VLLM_RECIPES: Final[tuple[Recipe, ...]] = (
     _reduced("minimax_m3.nvidia.model.MiniMaxM3DecoderLayer", _REDUCE_GEMMA),
     # Other token mixers instead of, or beside, attention: pairs.
     _pair("bailing_moe_linear.BailingMoeV25DecoderLayer", refused_points={"mlp_out": _BFLOAT16_ONLY}),
-    _pair("interns2_mobius.InternS2MobiusDecoderLayer", why_unsupported=_sequence_parallel),
+    _pair("interns2_mobius.InternS2MobiusDecoderLayer", variant=_mobius, why_unsupported=_sequence_parallel),
     _pair("jamba.JambaAttentionDecoderLayer", "pre_ff_layernorm"),
     _pair("jamba.JambaMambaDecoderLayer", "pre_ff_layernorm"),
     Recipe("vllm.models.kimi_k3.amd.linear.KimiDecoderLayer", "pair", why_unsupported=_kimi),
@@ -288,8 +308,8 @@ VLLM_RECIPES: Final[tuple[Recipe, ...]] = (
     _pair("lfm2.Lfm2ShortConvDecoderLayer", "ffn_norm"),
     _pair("lfm2_moe.Lfm2MoeAttentionDecoderLayer", "ffn_norm"),
     _pair("lfm2_moe.Lfm2MoeShortConvDecoderLayer", "ffn_norm"),
-    _pair("qwen3_5.Qwen3_5DecoderLayer", why_unsupported=_sequence_parallel),
-    _pair("qwen3_next.Qwen3NextDecoderLayer", why_unsupported=_sequence_parallel),
+    _pair("qwen3_5.Qwen3_5DecoderLayer", variant=_layer_scale, why_unsupported=_sequence_parallel),
+    _pair("qwen3_next.Qwen3NextDecoderLayer", variant=_layer_scale, why_unsupported=_sequence_parallel),
     # Blocks with one branch: pairs.
     _pair("cosmos3_edge.Cosmos3EdgeAttentionDecoderLayer", BLOCK_OUTPUT),
     _pair("mamba.MambaDecoderLayer", BLOCK_OUTPUT),
@@ -299,10 +319,10 @@ VLLM_RECIPES: Final[tuple[Recipe, ...]] = (
     _pair("nemotron_h.NemotronHMLPDecoderLayer", BLOCK_INPUT),
     _pair("nemotron_h.NemotronHMoEDecoderLayer", BLOCK_INPUT),
     # Attention, then MLP: single tensors.
-    _single("bloom.BloomBlock", **_SELF_ATTENTION, why_unsupported=_post_norm_residual),
+    _single("bloom.BloomBlock", **_SELF_ATTENTION, why_unsupported=_post_norm_residual, altered=BRANCH_OUTPUTS),
     _single("chatglm.GLMBlock", **_SELF_ATTENTION, why_unsupported=_post_norm_residual),
     _single("dbrx.DbrxBlock", "norm_attn_norm.norm_2", attn_out="norm_attn_norm.attn", mlp_out="ffn",
-            inner_class="DbrxFusedNormAttention"),
+            inner_class="DbrxFusedNormAttention", altered=("attn_out",)),
     _single("exaone4.Exaone4DecoderLayer", "mlp", **_POST_NORMS),
     _single("gemma4.Gemma4DecoderLayer", "pre_feedforward_layernorm", attn_out="post_attention_layernorm",
             refused_points={"mlp_out": _RESCALED}, variant=_gemma4),

@@ -11,6 +11,7 @@ import numpy as np
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import NOT_ENABLED, engine_context
+from vllm_steer.frontend.logprobs import check_logprobs_mode
 from vllm_steer.params import SamplingParams
 from vllm_steer.patching.runner import MAX_SCORED, ModelFacts, Score, ScoreRequest, SiteRows
 from vllm_steer.points import points_on
@@ -21,12 +22,14 @@ class OfflineRunner:
     """Requests of a study through ``LLM.generate``."""
 
     def __init__(self, llm: Any) -> None:
-        """Raise ``SteeringError`` unless ``llm`` is an ``LLM`` with steering."""
+        """Raise ``SteeringError`` unless ``llm`` is an ``LLM`` with steering that returns log-probabilities."""
         if not hasattr(llm, "llm_engine") or not hasattr(llm, "generate"):
             raise SteeringError("llm", f"must be a vllm_steer.LLM or a vllm_steer.Client, not {type(llm).__name__}")
         context = engine_context(llm.llm_engine)
         if context is None:
             raise SteeringError("llm", NOT_ENABLED)
+        config = llm.llm_engine.vllm_config.model_config
+        check_logprobs_mode(config.logprobs_mode, config.logits_processors)
         self._llm, self._context = llm, context
 
     @cached_property

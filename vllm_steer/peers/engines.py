@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import NOT_ENABLED, engine_context
+from vllm_steer.frontend.logprobs import RAW, check_logprobs_mode
 from vllm_steer.llm import LLM
 
 if TYPE_CHECKING:
@@ -22,11 +23,14 @@ def open_engine(model: Any, arguments: Mapping[str, Any]) -> tuple[LLM, EngineCo
         arguments: Arguments of a new engine.
 
     Raises:
-        SteeringError: The engine has no steering, or arguments are given with an engine.
+        SteeringError: The engine has no steering or returns other scores, or arguments are given with an engine.
     """
     if isinstance(model, LLM):
         refuse_settings(arguments)
+        config = model.llm_engine.vllm_config.model_config
+        check_logprobs_mode(config.logprobs_mode, config.logits_processors)
     else:
+        check_logprobs_mode(arguments.get("logprobs_mode", RAW), arguments.get("logits_processors"))
         model = LLM(str(model), **{"enable_steering": True, "max_logprobs": -1, **arguments})
     context = engine_context(model.llm_engine)
     if context is None:

@@ -55,12 +55,16 @@ def test_merges_the_facts_of_all_ranks() -> None:
     """Catches layers of later pipeline stages that are lost, and a failed self-check hidden by another rank's."""
     recipe = {"layer": "a.Layer", "stream": "pair", "mid": "norm", "layers": [0, 1]}
     ranks = [
-        {**REPORT, "recipes": [recipe], "self_check": {"ran": True}},
-        {**REPORT, "recipes": [{**recipe, "layers": [2, 3]}], "self_check": {"ran": False}, "unproven": ["why"]},
-    ]
+        {**REPORT, "recipes": [recipe], "self_check": {"ran": True}, "altered": {"attn_out": [1], "mlp_out": []},
+         "mixed_head": None},
+        {**REPORT, "recipes": [{**recipe, "layers": [2, 3]}], "self_check": {"ran": False}, "unproven": ["why"],
+         "altered": {"attn_out": [2], "mlp_out": [3]}, "mixed_head": "mixed"},
+    ]  # fmt: skip
     facts = merge_facts(ranks)
     assert facts["recipes"] == [{**recipe, "layers": [0, 1, 2, 3]}]
     assert facts["unproven"] == ["why"]
+    assert facts["altered"] == {"attn_out": [1, 2], "mlp_out": [3]}
+    assert facts["mixed_head"] == "mixed"
     assert facts["self_checks"] == [{"ran": True}, {"ran": False}]
     assert facts["no_plain_code"] is None
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.server.fakes import engine_context
+from vllm_steer import SteeringError
 from vllm_steer.patching.runner import Score, ScoreRequest
 from vllm_steer.server.studies.runner import FCFS_CONCURRENCY, PRIORITY, EngineRunner, StudyCancelledError
 
@@ -89,3 +90,19 @@ def test_requests_of_a_cancelled_study_are_aborted() -> None:
 
     engine, raised = asyncio.run(run())
     assert engine.aborted == len(REQUESTS) and engine.running == 0 and len(raised) == 2
+
+
+@pytest.mark.parametrize("mode", ["raw_logits", "processed_logits", "processed_logprobs"])
+def test_studies_on_other_scores_are_refused(mode: str) -> None:
+    """Catches a study that takes logits, or scores that other requests of the batch change, for log-probabilities."""
+
+    async def facts_of(mode: str) -> Any:
+        engine = Engine("fcfs")
+        engine.vllm_config.model_config = SimpleNamespace(
+            logprobs_mode=mode, logits_processors=None, get_vocab_size=lambda: 16, max_logprobs=20
+        )
+        return runner_of(engine).facts
+
+    assert asyncio.run(facts_of("raw_logprobs")).vocab_size == 16
+    with pytest.raises(SteeringError, match=f"logprobs_mode: is '{mode}'"):
+        asyncio.run(facts_of(mode))

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -14,11 +14,19 @@ from vllm_steer.params import SamplingParams
 from vllm_steer.peers.engines import open_engine
 from vllm_steer.peers.nnterp.refused import ATTRIBUTES
 from vllm_steer.peers.nnterp.trace import LogProbabilities, Probabilities, Sites, Tracer
+from vllm_steer.points import BRANCH_OUTPUTS, PointName
 from vllm_steer.site_names import site
 from vllm_steer.spec import Edit
 from vllm_steer.spec.scalars import is_integer, shown
 
-SITES = ("layers_input", "layers_output", "attentions_output", "mlps_input", "mlps_output")
+SITES: Mapping[str, PointName] = {
+    "layers_input": "pre_attn",
+    "layers_output": "post_block",
+    "attentions_output": "attn_out",
+    "mlps_input": "mlp_in",
+    "mlps_output": "mlp_out",
+}
+"""Our points by nnterp's names of sites, in layers that do not alter what attention and MLP return."""
 
 
 class StandardizedTransformer:
@@ -45,6 +53,7 @@ class StandardizedTransformer:
         config = self.llm.llm_engine.vllm_config.model_config
         self.vocab_size: int = config.get_vocab_size()
         self._max_logprobs: int = config.max_logprobs
+        self._facts = context.capabilities.facts
         self._edits: list[Edit] = []
         self._tracer: Tracer | None = None
 
@@ -94,6 +103,27 @@ class StandardizedTransformer:
             raise SteeringError(field, "is empty; name at least one layer")
         return [int(layer) % self.num_layers for layer in given]
 
+    def point_of(self, name: str, layers: Iterable[int]) -> PointName:
+        """Return the hook point of one of nnterp's sites.
+
+        Args:
+            name: Name of the site without its layer.
+            layers: Layers, from 0, that are read or written.
+
+        Raises:
+            SteeringError: The name means another quantity than the point in one of the layers.
+        """
+        point = SITES[name]
+        altered = self._facts["altered"][point] if point in BRANCH_OUTPUTS else ()
+        for layer in layers:
+            if layer in altered:
+                raise SteeringError(
+                    name,
+                    f"is not a hook point in layer {layer} of this model, which adds something else to the stream than "
+                    f"this module returns, for example its norm; use {point} in captures, edits and get_activations",
+                )
+        return point
+
     def get_token_activations(
         self, prompts: Any, layers: Any = None, get_activations: str = "layers_output", idx: int | None = None
     ) -> torch.Tensor:
@@ -116,7 +146,8 @@ class StandardizedTransformer:
         chosen = self.read_layers(layers)
         if not isinstance(get_activations, str):
             raise SteeringError("get_activations", 'must be the name of a site, such as "mlps_output"; not a function')
-        point, _ = site(f"{get_activations}.0")
+        named = get_activations in SITES
+        point = self.point_of(get_activations, chosen) if named else site(f"{get_activations}.0")[0]
         encoded = [self.encode(text) for text in texts]
         positions: list[int] = []
         for i, tokens in enumerate(encoded):
@@ -162,6 +193,7 @@ class StandardizedTransformer:
                 yield tracer
         finally:
             self._tracer = None
+            tracer.close()
         tracer.run()
 
     @property
@@ -227,7 +259,12 @@ class StandardizedTransformer:
 
         Returns:
             ``[..., vocab]``, on the CPU.
+
+        Raises:
+            SteeringError: The rows have another width, or the final norm does not read the stream of the points alone.
         """
+        if (reason := self._facts["mixed_head"]) is not None:
+            raise SteeringError("project_on_vocab", f"is not supported on this model: {reason}")
         if not isinstance(hidden_state, torch.Tensor) or hidden_state.shape[-1:] != (self.hidden_size,):
             shape = list(hidden_state.shape) if isinstance(hidden_state, torch.Tensor) else shown(hidden_state)
             raise SteeringError("hidden_state", f"must be a tensor [..., {self.hidden_size}], not {shape}")

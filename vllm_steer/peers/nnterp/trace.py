@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.site_names import site
 from vllm_steer.spec import Edit
 from vllm_steer.spec.scalars import is_integer
 
@@ -52,6 +51,8 @@ class Invoke:
     """Kind, the rows that are written, and the value."""
     probs: list[Probabilities] = field(default_factory=list)
     results: list[Result] = field(default_factory=list)
+    closed: bool = False
+    """Whether the trace has ended, so that writes have no effect."""
 
     @property
     def sources(self) -> set[int]:
@@ -79,13 +80,17 @@ class Value:
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        unpacked = [each.value if isinstance(each, Value) else each for each in args]
-        return function(*unpacked, **(kwargs or {}))
+        return function(*map(tensor_of, args), **(kwargs or {}))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self.value, name)
+
+
+def tensor_of(value: Any) -> Any:
+    """Return the tensor of a saved value, and other objects unchanged."""
+    return value.value if isinstance(value, Value) else value
 
 
 class Result(Value):
@@ -151,35 +156,53 @@ class Rows(Value):
         return Rows(self.invoke, self.point, self.layer, self.step, index)
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        part = self[index]
-        if not self._is_own(value):
-            part._write("replace", value)
+        if self._value is not None:
+            self._value[index] = tensor_of(value)
+        else:
+            self[index].assign(value)
 
     def __iadd__(self, value: Any) -> Rows:
-        self._write("add", value)
+        if self._value is not None:
+            self._value += tensor_of(value)
+        else:
+            self._write("add", value)
         return self
 
     def __isub__(self, value: Any) -> Rows:
-        self._write("subtract", value)
+        if self._value is not None:
+            self._value -= tensor_of(value)
+        else:
+            self._write("subtract", value)
         return self
 
     def __imul__(self, value: Any) -> Rows:
-        if not isinstance(value, (int, float)):
+        if self._value is not None:
+            self._value *= tensor_of(value)
+        elif not isinstance(value, (int, float)):
             refuse("rows are multiplied by a number")
-        self._write("scale", float(value))
+        else:
+            self._write("scale", float(value))
         return self
 
-    def _is_own(self, value: Any) -> bool:
+    def assign(self, value: Any) -> None:
+        """Write rows within the trace; ``rows += vector`` ends with the assignment of the rows to themselves."""
+        if not self._is_same(value):
+            self._write("replace", value)
+
+    def _is_same(self, value: Any) -> bool:
         return (
             isinstance(value, Rows)
             and value.invoke is self.invoke
             and (value.point, value.layer, value.step) == (self.point, self.layer, self.step)
+            and positions_of(value.index, len(value.span)) == positions_of(self.index, len(self.span))
         )
 
     def _write(self, kind: str, value: Any) -> None:
+        if self.invoke.closed:
+            refuse("the trace has ended, and these rows have no value: they were not saved, or their step has not run")
         if isinstance(value, Rows):
             if value.invoke is self.invoke:
-                refuse("rows of the same invoke cannot be written elsewhere in it; use another invoke")
+                refuse("rows of the same invoke cannot be written to other tokens or sites in it; use another invoke")
             value.save()
         elif kind != "scale" and not isinstance(value, torch.Tensor):
             refuse("the value must be a tensor, or rows of an earlier invoke")
@@ -194,7 +217,7 @@ class Rows(Value):
     def _compute(self, name: str, *args: Any) -> Any:
         if self._value is None:
             self._unsupported()
-        return getattr(self._value, name)(*(each.value if isinstance(each, Value) else each for each in args))
+        return getattr(self._value, name)(*map(tensor_of, args))
 
     def __add__(self, other: Any) -> Any:
         return self._compute("__add__", other)
@@ -220,13 +243,11 @@ class Sites:
 
     def __getitem__(self, layer: Any) -> Rows:
         (number,) = self._tracer.model.read_layers(layer, self._name)
-        point, _ = site(f"{self._name}.{number}")
+        point = self._tracer.model.point_of(self._name, [number])
         return Rows(self._tracer.current(), point, number, self._tracer.step)
 
     def __setitem__(self, layer: Any, value: Any) -> None:
-        rows = self[layer]
-        if not rows._is_own(value):
-            rows._write("replace", value)
+        self[layer].assign(value)
 
 
 class Steps:
@@ -236,10 +257,12 @@ class Steps:
         self._tracer, self._chosen = tracer, chosen
 
     def __iter__(self) -> Iterator[int]:
-        for step in self._chosen:
-            self._tracer.step = step
-            yield step
-        self._tracer.step = 0
+        try:
+            for step in self._chosen:
+                self._tracer.step = step
+                yield step
+        finally:
+            self._tracer.step = 0
 
     def __enter__(self) -> int:
         if len(self._chosen) != 1:
@@ -291,7 +314,7 @@ def edit_of(kind: str, rows: Rows, value: Any, width: int) -> Edit:
     site_fields: dict[str, Any] = {"point": rows.point, "layers": rows.layer, "tokens": positions}
     if kind == "scale":
         return Edit(kind="replace", vector=torch.zeros(width), strength=1.0 - value, **site_fields)
-    tensor = (value.value if isinstance(value, Value) else value).detach().float().cpu()
+    tensor = tensor_of(value).detach().float().cpu()
     if tensor.shape[-1:] != (width,):
         raise SteeringError("trace", f"a value of shape {list(tensor.shape)} was written to rows of width {width}")
     matrix = tensor.reshape(-1, tensor.shape[-1])
@@ -350,6 +373,11 @@ class Tracer:
     def stop(self) -> None:
         """Do nothing: the prompt is forwarded once in any case."""
 
+    def close(self) -> None:
+        """Refuse further writes."""
+        for invoke in self.invokes:
+            invoke.closed = True
+
     def run(self) -> None:
         """Run the prompts: those whose values are known in one batch, then those that depend on them."""
         waiting, done = list(self.invokes), set[int]()
@@ -379,7 +407,8 @@ class Tracer:
                 for rows in invoke.reads:
                     tensor = found.tensor(rows.point, rows.layer)
                     if rows.span.stop <= len(tensor):  # generation may have ended before
-                        rows._value = tensor[rows.span.start : rows.span.stop][None][rows.index]
+                        # A copy, which later code may change in place.
+                        rows._value = tensor[rows.span.start : rows.span.stop][None][rows.index].clone()
             tokens = output.outputs[0].token_ids
             for probs in invoke.probs:
                 if probs.step < len(tokens):

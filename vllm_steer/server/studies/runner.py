@@ -20,6 +20,7 @@ import numpy as np
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import EngineContext
+from vllm_steer.frontend.logprobs import check_logprobs_mode
 from vllm_steer.params import SamplingParams
 from vllm_steer.patching.offline import most_reference, read_score, score_params
 from vllm_steer.patching.runner import MAX_SCORED, ModelFacts, Score, ScoreRequest, SiteRows
@@ -80,7 +81,12 @@ class EngineRunner:
 
     @cached_property
     def facts(self) -> ModelFacts:
-        """Facts about the model and the engine."""
+        """Facts about the model and the engine.
+
+        Raises:
+            SteeringError: The engine returns other scores than log-probabilities of the model.
+        """
+        check_logprobs_mode(self._model_config.logprobs_mode, self._model_config.logits_processors, shared=True)
         known = self._context.capabilities
         vocab = int(self._model_config.get_vocab_size())
         return ModelFacts(

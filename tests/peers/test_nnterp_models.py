@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The interface of nnterp on models with norms behind attention and MLP, and with several streams."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conformance import model as conformance
+from tests.conformance.engine import steered_engine
+from tests.conformance.zoo import BY_NAME
+from vllm_steer import SteeringError
+from vllm_steer.peers.nnterp import StandardizedTransformer, logit_lens
+
+pytestmark = pytest.mark.slow
+TOKENS = [5, 17, 33, 8, 99]
+BRANCHES = ("attn_out", "mlp_out")
+
+
+def outputs_of(hf: Any, names: list[str]) -> list[torch.Tensor]:
+    """Return the rows of the last token that submodules of HF's model return."""
+    found: dict[str, torch.Tensor] = {}
+
+    def keep(name: str) -> Any:
+        def hook(module: Any, args: Any, output: Any) -> None:
+            found[name] = (output[0] if isinstance(output, tuple) else output)[0, -1]
+
+        return hook
+
+    handles = [hf.get_submodule(name).register_forward_hook(keep(name)) for name in names]
+    with torch.no_grad():
+        hf(torch.tensor([TOKENS]))
+    for handle in handles:
+        handle.remove()
+    return [found[name] for name in names]
+
+
+def check_site(
+    model: StandardizedTransformer, name: str, point: str, module: torch.Tensor, normed: torch.Tensor
+) -> None:
+    """Check that nnterp's name is refused and that our point is what the norm returns."""
+    with pytest.raises(SteeringError, match=f"{name}: is not a hook point in layer 1"):
+        model.get_token_activations([TOKENS], [1], name)
+    with pytest.raises(SteeringError, match=name), model.trace(TOKENS):
+        getattr(model, name)[1].save()
+    (row,) = model.get_token_activations([TOKENS], [1], point)[0]
+    torch.testing.assert_close(row, normed, atol=1e-3, rtol=1e-3)
+    assert (row - module).norm() > 0.1 * module.norm()
+
+
+@pytest.mark.parametrize("family", ["gemma2", "olmo2"])
+def test_outputs_ahead_of_a_norm_are_refused(family: str, tmp_path: Path) -> None:
+    """Catches rows behind the norm, of another scale and direction, returned as the output of attention or MLP."""
+    tiny = BY_NAME[family]
+    path, hf = conformance.save(tiny, tmp_path), conformance.build(tiny).float()
+    at = f"{tiny.blocks}.1"
+    modules = [f"{at}.self_attn", f"{at}.post_attention_layernorm", f"{at}.mlp", f"{at}.post_feedforward_layernorm"]
+    attention, normed_attention, mlp, normed_mlp = outputs_of(hf, modules)
+    with steered_engine(tiny, path, "eager", BRANCHES) as llm:
+        model = StandardizedTransformer(llm)
+        check_site(model, "attentions_output", "attn_out", attention, normed_attention)
+        check_site(model, "mlps_output", "mlp_out", mlp, normed_mlp)
+        assert logit_lens(model, [TOKENS]).shape == (1, conformance.LAYERS, conformance.VOCAB)
+
+
+def test_lenses_of_one_stream_among_several_are_refused(tmp_path: Path) -> None:
+    """Catches a projection of Gemma 3n into which the other streams of the replaced token are mixed."""
+    tiny = BY_NAME["gemma3n"]
+    with steered_engine(tiny, conformance.save(tiny, tmp_path), "eager") as llm:
+        model = StandardizedTransformer(llm)
+        for call in (
+            lambda: logit_lens(model, [TOKENS]),
+            lambda: model.project_on_vocab(torch.ones(model.hidden_size)),
+            lambda: model.get_topk_closest_tokens(torch.ones(model.hidden_size)),
+        ):
+            with pytest.raises(SteeringError, match="project_on_vocab: is not supported on this model"):
+                call()
+        assert model.next_token_probs([TOKENS]).shape == (1, conformance.VOCAB)

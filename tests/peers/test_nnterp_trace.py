@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Traces and refusals of the interface of nnterp, on an engine that returns numbered rows and applies no edits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_steer import LLM, SteeringError
+from vllm_steer.peers.engines import open_engine
+from vllm_steer.peers.nnterp import StandardizedTransformer, logit_lens
+from vllm_steer.peers.nnterp import model as nnterp_model
+
+HIDDEN, LAYERS, VOCAB = 4, 3, 16
+TOKENS = [5, 6, 7]
+
+
+def rows_of(layer: int, count: int) -> torch.Tensor:
+    """Return rows that differ in all tokens and layers."""
+    return torch.arange(count * HIDDEN, dtype=torch.float32).reshape(count, HIDDEN) + 100 * layer
+
+
+class Engine:
+    """Engine without a model."""
+
+    def __init__(self, **settings: Any) -> None:
+        config = {"max_logprobs": -1, "logprobs_mode": "raw_logprobs", "logits_processors": None, **settings}
+        model_config = SimpleNamespace(get_vocab_size=lambda: VOCAB, **config)
+        self.llm_engine = SimpleNamespace(vllm_config=SimpleNamespace(model_config=model_config))
+
+    def generate(self, requests: Sequence[Any], params: Sequence[Any], use_tqdm: bool) -> list[Any]:
+        return [self._run(each["prompt_token_ids"], own) for each, own in zip(requests, params, strict=True)]
+
+    def _run(self, tokens: Sequence[int], params: Any) -> Any:
+        count = len(tokens) + params.max_tokens - 1
+        result = SimpleNamespace(status="ok", tensor=lambda point, layer: rows_of(layer, count))
+        sample = SimpleNamespace(token_ids=[1] * params.max_tokens)
+        return SimpleNamespace(outputs=[sample], capture_results={"memory": result})
+
+
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch) -> StandardizedTransformer:
+    """Return a model of which layer 1 alters its branches, and whose head mixes streams."""
+    facts = {"altered": {"attn_out": [1], "mlp_out": [1]}, "mixed_head": "the final norm reads a mix"}
+    known = SimpleNamespace(num_layers=LAYERS, hidden_size=HIDDEN, facts=facts)
+    monkeypatch.setattr(nnterp_model, "open_engine", lambda *_: (Engine(), SimpleNamespace(capabilities=known)))
+    return StandardizedTransformer("model")
+
+
+def other_token(model: Any) -> None:
+    model.layers_output[1][:, 0] = model.layers_output[1][:, -1]
+
+
+def one_token_to_all(model: Any) -> None:
+    model.layers_output[1] = model.layers_output[1][:, -1]
+
+
+def all_to_one(model: Any) -> None:
+    model.layers_output[1][:, 0] = model.layers_output[1]
+
+
+@pytest.mark.parametrize("write", [other_token, one_token_to_all, all_to_one])
+def test_rows_of_other_tokens_of_the_site_are_refused(
+    model: StandardizedTransformer, write: Callable[[Any], None]
+) -> None:
+    """Catches a write of a site's rows to other tokens of the site that is dropped without an error."""
+    with (
+        pytest.raises(SteeringError, match="of the same invoke cannot be written to other tokens"),
+        model.trace(TOKENS),
+    ):
+        write(model)
+
+
+def test_rows_are_written_once(model: StandardizedTransformer) -> None:
+    """Catches ``rows += vector``, which assigns the rows to themselves, as a second write or a refusal."""
+    with model.trace(TOKENS) as tracer:
+        model.layers_output[1] += torch.ones(HIDDEN)
+        model.layers_output[1][:, -1] *= 0.5
+        model.layers_output[1][:, 2] = model.layers_output[1][:, -1]
+        model.layers_output[1] = model.layers_output[1][:, 0:3]
+    assert [kind for kind, _, _ in tracer.invokes[0].writes] == ["add", "scale"]
+
+
+def test_saved_rows_are_changed_in_place(model: StandardizedTransformer) -> None:
+    """Catches arithmetic on rows after the trace that changes nothing."""
+    with model.trace(TOKENS):
+        rows, other = model.layers_output[1].save(), model.layers_output[1].save()
+    expected = rows_of(1, len(TOKENS))[None]
+    same, mean = rows, expected.mean(1)
+    rows -= mean
+    rows += other
+    rows *= torch.full((HIDDEN,), 2.0)
+    rows[:, 0] = torch.zeros(HIDDEN)
+    rows[:, 1] += 1.0
+    right = 2 * (2 * expected - mean)
+    right[:, 0] = 0
+    right[:, 1] += 1
+    torch.testing.assert_close(rows.value, right)
+    assert rows is same
+    torch.testing.assert_close(other.value, expected)
+
+
+def test_rows_without_a_value_are_not_changed_after_the_trace(model: StandardizedTransformer) -> None:
+    """Catches arithmetic on rows that were not saved, recorded for a trace that has run."""
+    with model.trace(TOKENS):
+        rows = model.layers_output[1]
+    with pytest.raises(SteeringError, match="the trace has ended"):
+        rows += torch.ones(HIDDEN)
+    with pytest.raises(SteeringError, match="the trace has ended"):
+        rows[:, 0] = torch.ones(HIDDEN)
+
+
+def test_steps_end_with_a_break(model: StandardizedTransformer) -> None:
+    """Catches reads behind a loop that was left early, taken from the step in which it was left."""
+    with model.trace(TOKENS, max_new_tokens=3) as tracer:
+        for step in tracer.iter[:]:
+            if step == 1:
+                within = model.layers_output[0].save()
+                break
+        behind = model.layers_output[0].save()
+    assert (within.step, behind.step) == (1, 0)
+    assert (within.shape, behind.shape) == ((1, 1, HIDDEN), (1, len(TOKENS), HIDDEN))
+
+
+@pytest.mark.parametrize(("name", "point"), [("attentions_output", "attn_out"), ("mlps_output", "mlp_out")])
+def test_outputs_of_modules_that_the_layer_alters_are_refused(
+    model: StandardizedTransformer, name: str, point: str
+) -> None:
+    """Catches rows behind a layer's norm returned or written as the output of attention or MLP."""
+    for layers in ([1], [0, 1]):
+        with pytest.raises(SteeringError, match=f"{name}: .*layer 1 of this model.*use {point}"):
+            model.get_token_activations([TOKENS], layers, name)
+    assert model.get_token_activations([TOKENS], [0, 2], name).shape == (2, len(TOKENS), HIDDEN)
+    assert model.get_token_activations([TOKENS], [1], point).shape == (1, len(TOKENS), HIDDEN)
+    with model.trace(TOKENS):
+        getattr(model, name)[0].save()
+        with pytest.raises(SteeringError, match=name):
+            getattr(model, name)[1]
+
+
+def test_a_head_that_mixes_streams_is_refused(model: StandardizedTransformer) -> None:
+    """Catches the streams of another token mixed into a projection."""
+    row = torch.ones(HIDDEN)
+    for call in (
+        lambda: model.project_on_vocab(row),
+        lambda: model.get_topk_closest_tokens(row),
+        lambda: logit_lens(model, [TOKENS]),
+    ):
+        with pytest.raises(SteeringError, match=r"project_on_vocab: is not supported on this model: .* a mix"):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("settings", "refused"),
+    [
+        ({}, False),
+        ({"logprobs_mode": "processed_logprobs"}, False),
+        ({"logprobs_mode": "processed_logprobs", "logits_processors": ["mine"]}, True),
+        ({"logprobs_mode": "raw_logits"}, True),
+        ({"logprobs_mode": "processed_logits"}, True),
+    ],
+)
+def test_engines_that_return_other_scores_are_refused(
+    settings: dict[str, Any], refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches logits taken for log-probabilities, on a running engine and in the settings of a new one."""
+    running = LLM.__new__(LLM)
+    vars(running).update(vars(Engine(**settings)))
+    monkeypatch.setattr(LLM, "__init__", lambda self, *args, **kwargs: vars(self).update(vars(running)))
+    monkeypatch.setattr("vllm_steer.peers.engines.engine_context", lambda engine: "context")
+    for model, arguments in ((running, {}), ("model", settings)):
+        if refused:
+            with pytest.raises(SteeringError, match="logprobs_mode"):
+                open_engine(model, arguments)
+        else:
+            assert open_engine(model, arguments)[1] == "context"
