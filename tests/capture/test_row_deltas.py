@@ -39,6 +39,19 @@ def test_drafts_and_recomputed_positions_are_skipped() -> None:
     assert first_components(stream.next_delta(3, 6)) == []
 
 
+def test_unconfirmed_rows_wait() -> None:
+    """Catches rows lost because they arrive ahead of their output, and those of drafts that are computed again."""
+    assembler = RowAssembler(LAYERS, HIDDEN, torch.float32)
+    stream = RowDeltaStream(assembler, SPEC)
+    assembler.add([chunk(0, 0, 1, 2)])
+    assert first_components(stream.next_delta(3, 2)) == [(0, 0)]
+    assembler.add([chunk(3, 3, 40)])
+    assert first_components(stream.next_delta(3, 2)) == []
+    assert first_components(stream.next_delta(3, 5)) == [(1, 1), (2, 2), (3, 3)]
+    assembler.add([chunk(4, 4)])
+    assert first_components(stream.next_delta(3, 6)) == [(4, 4)]
+
+
 def test_merged_deltas_are_in_order() -> None:
     """Catches rows lost when vLLM merges deltas that a slow client has not read."""
     assembler = RowAssembler(LAYERS, HIDDEN, torch.float32)

@@ -67,6 +67,28 @@ def test_every_window_and_stop(llm: Any, truth: Truth) -> None:
     assert_all(run_all(llm, truth[0]), truth)
 
 
+def test_the_token_that_stops_is_captured(llm: Any, truth: Truth) -> None:
+    """Catches a capture without the row of the token that ends the request, or with the row of another token.
+
+    The steps of an engine with asynchronous scheduling are tested on GPUs only.
+    """
+    (stop,) = truth[0]["stop"]["stops"]
+    capture = {"memory": {"hooks": {"post_block": [0]}, "positions": "all_generated"}}
+    ended = 0
+    for number, output in run_all(llm, {"stop": truth[0]["stop"]}, capture=capture).items():
+        sample, found = output.outputs[0], output.outputs[0].capture_results["memory"]
+        positions = found.positions("post_block", 0).tolist()
+        values = sample.readouts[stop["readout"]]
+        assert (found.status, found.unreached if positions else ()) == ("ok", ()), number
+        assert [p for p in values.positions.tolist() if p >= len(output.prompt_token_ids)] == positions
+        scores = found.tensor("post_block", 0).numpy() @ READOUTS[stop["readout"]]["probe"]
+        np.testing.assert_allclose(scores, values.values[len(output.prompt_token_ids) :], atol=2e-3)
+        if sample.finish_reason == "stop" and positions:
+            ended += 1
+            assert sample.stop_reason.endswith(f"at position {positions[-1]}")
+    assert ended
+
+
 def test_comparison_detects_a_late_gate(llm: Any, truth: Truth, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: a state that is folded one step late must be noticed."""
     from vllm_steer.engine.worker_manager import WorkerSteeringManager

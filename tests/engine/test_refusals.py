@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from vllm import LLM as VllmLLM
+from vllm.sampling_params import BeamSearchParams
 
 from tests.engine.answers import params, prompt, run, tokens_of
 from tests.engine.captures import capture
@@ -61,6 +63,25 @@ def test_rejects_beam_search(llm: Any) -> None:
     for fields in ({"steering_vectors": {"post_block": {1: V}}}, {"capture": capture()}):
         with pytest.raises(SteeringError, match="beam search"):
             llm.beam_search([prompt(1, 2, 3)], params(**fields))
+
+
+@pytest.mark.parametrize("tier", ["base", "prefill", "decode"])
+def test_beam_search_under_global_steering(llm: Any, tier: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches beams on whose generated tokens edits of the prompt act, and edits of generated tokens do not."""
+    searched: list[Any] = []
+    monkeypatch.setattr(VllmLLM, "beam_search", lambda llm, prompts, given: searched.append(given))
+    given = BeamSearchParams(beam_width=2, max_tokens=3)
+    llm.steering.set(**{tier: {"post_block": {1: V}}})
+    try:
+        if tier == "base":
+            llm.beam_search([prompt(1, 2, 3)], given)
+        else:
+            with pytest.raises(SteeringError, match=r"beam_search: .*global steering has edits of some tokens"):
+                llm.beam_search([prompt(1, 2, 3)], given)
+    finally:
+        llm.steering.clear()
+    llm.beam_search([prompt(1, 2, 3)], given)
+    assert len(searched) == 1 + (tier == "base")
 
 
 @pytest.mark.feature("streaming input (refused with steering)", "steer", "capture")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ from vllm_steer.config import SteeringConfig, engine_kwargs
 from vllm_steer.engine.capabilities import Capabilities
 from vllm_steer.frontend.context import EngineContext
 from vllm_steer.registry.registry import SteeringRegistry
+from vllm_steer.registry.storage import RegistryStore
 
 HIDDEN, LAYERS, MAX_MODEL_LEN = 8, 4, 64
 REPORT: dict[str, Any] = {
@@ -40,9 +42,12 @@ class FakeEngine:
         return [REPORT]
 
 
-def engine_context() -> EngineContext:
+def engine_context(
+    consumers: Mapping[str, Mapping[str, Any]] | None = None, store: RegistryStore | None = None
+) -> EngineContext:
     capabilities = Capabilities.merge([REPORT], SteeringConfig())
-    return EngineContext(capabilities, CaptureManager(capabilities, "tiny", {}), SteeringRegistry(capabilities))
+    manager = CaptureManager(capabilities, "tiny", consumers or {})
+    return EngineContext(capabilities, manager, SteeringRegistry(capabilities, store))
 
 
 def vector(value: float = 1.0) -> list[float]:

@@ -268,6 +268,29 @@ def test_refuses_beam_search_with_fields(client: httpx.Client) -> None:
     assert client.post("/v1/completions", json=body).status_code == 200
 
 
+@pytest.mark.parametrize("tier", ["base", "prefill", "decode"])
+def test_beam_search_under_global_steering(client: httpx.Client, tier: str, steered: dict[str, Any]) -> None:
+    """Catches beams that are steered at other tokens than samples are. A single beam is the most likely token each."""
+    bodies = {"completions": {"prompt": PROMPT, **GREEDY, "logprobs": 1}, "chat/completions": chat_body(stream=True)}
+    assert client.post("/v1/steering/set", json={tier: STEERED["steering_vectors"]}).status_code == 200
+    try:
+        answers = {
+            route: client.post(f"/v1/{route}", json={**body, "use_beam_search": True, "n": 1})
+            for route, body in bodies.items()
+        }
+    finally:
+        assert client.post("/v1/steering/clear").status_code == 200
+    for answer in answers.values():
+        if tier != "base":
+            error = refusal(answer)
+            assert error["param"] == "use_beam_search" and "global steering" in error["message"]
+    if tier == "base":
+        assert [answer.status_code for answer in answers.values()] == [200, 200]
+        found = answers["completions"].json()
+        assert found["choices"][0]["text"] == steered["text"]
+        assert found["steering_applied"]["global"]
+
+
 @pytest.mark.parametrize(
     "route",
     [

@@ -132,21 +132,23 @@ class CaptureManager:
         except Exception as error:  # third-party consumers may raise anything
             logger.warning("Capture consumer %s did not note a submitted request: %s", name, error)
 
-    def submit(self, assembler: RowAssembler, specs: Specs, **about: Any) -> CaptureResults:
+    def submit(
+        self, assembler: RowAssembler, specs: Specs, *, last_forwarded: bool = False, **about: Any
+    ) -> CaptureResults:
         """Submit a finished sample to its consumers.
 
         Args:
             assembler: The collected rows.
             specs: Capture specs by consumer name.
+            last_forwarded: Whether the last token has a row, because its readout has ended the sample.
             about: Fields of `CapturedRequest` that describe the request.
         """
-        return CaptureResults({name: self._submit(name, spec, assembler, about) for name, spec in specs})
+        submitted = assembler, last_forwarded, about
+        return CaptureResults({name: self._submit(name, spec, *submitted) for name, spec in specs})
 
-    def _submit(
-        self, name: str, spec: CaptureSpec, assembler: RowAssembler, about: dict[str, Any]
-    ) -> Future[CaptureResult]:
+    def _submit(self, name: str, spec: CaptureSpec, *submitted: Any) -> Future[CaptureResult]:
         try:
-            result = self._threads[name].submit(self._deliver_measured, time.monotonic(), name, spec, assembler, about)
+            result = self._threads[name].submit(self._deliver_measured, time.monotonic(), name, spec, *submitted)
         except RuntimeError as error:  # the executor is shut down: the process is ending
             return finished(CaptureResult("error", f"{name} is closed: {error}", None))
         self._meters[name].queued()
@@ -172,12 +174,15 @@ class CaptureManager:
         self._meters[name].reported(result.status, started - queued, time.monotonic() - started)
         return result
 
-    def _deliver(self, name: str, spec: CaptureSpec, assembler: RowAssembler, about: dict[str, Any]) -> CaptureResult:
+    def _deliver(
+        self, name: str, spec: CaptureSpec, assembler: RowAssembler, last_forwarded: bool, about: dict[str, Any]
+    ) -> CaptureResult:
         """Assemble the rows and run the consumer, in the consumer's thread. An exception only fails this capture."""
         try:
             prompt, output = about["prompt_token_ids"], about["output_token_ids"]
-            sites, problem = assembler.assemble(spec, len(prompt), len(prompt) + len(output))
-            unreached = assembler.unreached(spec, len(prompt), len(prompt) + len(output))
+            num_tokens = len(prompt) + len(output) + last_forwarded
+            sites, problem = assembler.assemble(spec, len(prompt), num_tokens)
+            unreached = assembler.unreached(spec, len(prompt), num_tokens)
             captured = CapturedRequest(
                 **about,
                 model=self.model_name,

@@ -25,7 +25,7 @@ class Readouts:
     positions: IntArray
     """``[n]`` int64, ascending: positions in the prompt and the generated tokens together, from 0.
 
-    The last sampled token is never forwarded, so it has no value.
+    The last token has a value only if a stop on it ended the request; otherwise it is not forwarded.
     """
     values: FloatArray
     """float32 ``[n]`` for a probe, ``[n, k]`` for projections and ``sae``, ``[n, layers, k]`` for ``lens``."""
@@ -87,11 +87,13 @@ class ReadoutStream:
     def next_delta(self, prompt_len: int, num_tokens: int) -> dict[str, Readouts]:
         """Return the values of the tokens confirmed since the last delta.
 
+        Records of later tokens are kept: they belong to drafts, or to tokens whose output is yet to be processed.
+
         Args:
             prompt_len: Number of prompt tokens.
-            num_tokens: Number of prompt and generated tokens, including the last sampled one.
+            num_tokens: Number of prompt and generated tokens, including the last sampled one, which has no record.
         """
-        fresh, self._next_chunk = self._assembler.since(self._next_chunk)
+        fresh, self._next_chunk = self._assembler.since(self._next_chunk, num_tokens - 1)
         first, self._next_position = self._next_position, num_tokens - 1
         positions, records = fresh.records(num_tokens - 1)
         start = int(np.searchsorted(positions, first))

@@ -51,7 +51,7 @@ class SubmittedRequest:
 class CapturedRequest:
     """Rows that one consumer receives for one sample of a finished request.
 
-    The last sampled token is never forwarded, so it has no rows.
+    The last token has rows only if a readout ended the request (``stop_on``); otherwise it is never forwarded.
 
     Example:
         >>> captured = llm.generate("one", params)[0].capture_results["memory"].data  # doctest: +SKIP

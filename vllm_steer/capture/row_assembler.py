@@ -2,8 +2,9 @@
 """Assembly of a request's captured rows from the chunks that its engine steps produced.
 
 Rows are keyed by absolute position. A position may be computed several times (preemption, rejected draft tokens): the
-last row counts. Positions beyond the end of the request (drafts) are dropped. The last sampled token is never
-forwarded, so a request of ``t`` tokens has rows for the positions ``0 .. t - 2``.
+last row counts. Positions beyond the end of the request (drafts) are dropped. The last sampled token is not forwarded,
+so a request of ``t`` tokens has rows for the positions ``0 .. t - 2``. If a readout ends the request, its last token
+has been forwarded, and the token sampled after it was dropped: callers count that one as well.
 """
 
 from __future__ import annotations
@@ -77,10 +78,16 @@ class RowAssembler:
         """Mark the sample as ended early (aborted, failed), which makes its capture partial."""
         self._incomplete_reason = reason
 
-    def since(self, chunk: int) -> tuple[RowAssembler, int]:
-        """Return an assembler of the chunks from number ``chunk`` on, and the number of chunks so far."""
+    def since(self, chunk: int, forwarded: int) -> tuple[RowAssembler, int]:
+        """Return an assembler of the chunks from number ``chunk`` on, and the number of the chunk to go on with.
+
+        That is the first chunk with a row at position ``forwarded`` or later, whose token is yet to be confirmed.
+        """
         part = RowAssembler(self._num_layers, self._hidden_size, self._dtype)
         part._chunks = self._chunks[chunk:]
+        for number, each in enumerate(part._chunks, chunk):
+            if each.start + each.count > forwarded:
+                return part, number
         return part, len(self._chunks)
 
     @property
@@ -115,7 +122,7 @@ class RowAssembler:
         Args:
             spec: The capture of one consumer.
             prompt_len: Number of prompt tokens.
-            num_tokens: Number of prompt and generated tokens, including the last sampled one.
+            num_tokens: Number of prompt and generated tokens, including the last sampled one, which has no row.
 
         Returns:
             The rows by site, and the reason why they are incomplete or inexact, or None. Prompt positions that an

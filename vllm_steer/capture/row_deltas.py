@@ -31,7 +31,7 @@ class RowDeltaStream:
 
     def next_delta(self, prompt_len: int, num_tokens: int) -> RowDelta:
         """Return the new rows of every site; the arguments are those of ``RowAssembler.assemble``."""
-        fresh, self._next_chunk = self._assembler.since(self._next_chunk)
+        fresh, self._next_chunk = self._assembler.since(self._next_chunk, num_tokens - 1)
         first, self._next_position = self._next_position, num_tokens - 1
         sites, _ = fresh.assemble(self._spec, prompt_len, num_tokens)
         return {site: _skip_before(first, rows) for site, rows in sites.items()}

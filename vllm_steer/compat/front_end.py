@@ -10,6 +10,7 @@ from vllm_steer.capture.readouts import merge_readouts
 from vllm_steer.capture.row_deltas import merge_deltas
 from vllm_steer.capture.row_payload import ROWS_REQUEST_ID
 from vllm_steer.compat.internals import CompletionOutput, EngineCoreRequest, RequestOutput
+from vllm_steer.compat.request_state import abort_siblings
 from vllm_steer.frontend.context import engine_context
 from vllm_steer.frontend.outputs import consumers_paused, feed_controllers, take_rows
 from vllm_steer.frontend.requests import complete_params, complete_params_async, refuse_streaming_input
@@ -51,6 +52,7 @@ def process_outputs(
         engine_core_outputs = take_rows(output_processor, engine_core_outputs)
     with consumers_paused(output_processor):
         processed = original(output_processor, engine_core_outputs, *args, **kwargs)
+    abort_siblings(output_processor, processed)
     feed_controllers(output_processor)
     return processed
 

@@ -13,6 +13,8 @@ from vllm_steer.frontend.outputs import (
     finish_capture,
     new_readouts,
     new_rows,
+    num_forwarded,
+    record_stop,
     refusal,
 )
 from vllm_steer.frontend.reach import record_reach
@@ -38,6 +40,10 @@ class CapacityError(GracefulHTTPError):  # type: ignore[misc]
         super().__init__(f"steering: {reason}", HTTPStatus.SERVICE_UNAVAILABLE)
 
 
+_REFUSED_PARENTS = "_steering_refused_parents"
+"""Attribute of an output processor and of the states of its samples that share a request: the ids of vLLM's
+``ParentRequest`` of samples that were refused since the last call of :func:`abort_siblings`."""
+
 _make_request_output = RequestState.make_request_output
 _new_completion_output = RequestState._new_completion_output
 
@@ -56,6 +62,9 @@ class SteeredRequestState(RequestState):  # type: ignore[misc]
         if self.queue is not None and (reason := refusal(finish_reason, stop_reason)) is not None:
             # AsyncLLM raises an exception that it finds in a request's queue. LLM has no queue and returns an output.
             self.queue.put(CapacityError(reason))
+            if self.parent_req is not None:
+                self.parent_req.child_requests.discard(self.request_id)  # vLLM does it when it makes the last output
+                getattr(self, _REFUSED_PARENTS).append(self.parent_req.request_id)
             return None
         output = _make_request_output(self, new_token_ids, pooling_output, finish_reason, stop_reason, *args, **kwargs)
         if output is not None:
@@ -64,11 +73,13 @@ class SteeredRequestState(RequestState):  # type: ignore[misc]
 
     def _new_completion_output(self, token_ids: Any, finish_reason: Any, stop_reason: Any, *args: Any) -> Any:
         output = _new_completion_output(self, token_ids, finish_reason, stop_reason, *args)
+        if finish_reason is not None:
+            record_stop(self, stop_reason)
         if adds_to_outputs(self):
             output.capture_rows = new_rows(self)
-            output.readouts, output.steering_trace = new_readouts(self, stop_reason, finished=finish_reason is not None)
+            output.readouts, output.steering_trace = new_readouts(self, finished=finish_reason is not None)
         if finish_reason is not None:
-            record_reach(self)
+            record_reach(self, num_forwarded(self))
             output.capture_results = finish_capture(self, finish_reason, stop_reason)
         return output
 
@@ -76,4 +87,18 @@ class SteeredRequestState(RequestState):  # type: ignore[misc]
 def extend_state(output_processor: Any, request: Any) -> None:
     """Make the state of a sample a :class:`SteeredRequestState` if the sample has a program."""
     if program_bytes(request.sampling_params) is not None:
-        output_processor.request_states[request.request_id].__class__ = SteeredRequestState
+        state = output_processor.request_states[request.request_id]
+        state.__class__ = SteeredRequestState
+        if state.parent_req is not None:
+            setattr(state, _REFUSED_PARENTS, vars(output_processor).setdefault(_REFUSED_PARENTS, []))
+
+
+def abort_siblings(output_processor: Any, processed: Any) -> None:
+    """Abort the other samples of requests of which a sample was refused while outputs were processed.
+
+    The client gets the error, and ``AsyncLLM.generate`` does not abort a request whose error it raises.
+    """
+    parents: list[str] | None = getattr(output_processor, _REFUSED_PARENTS, None)
+    if parents:
+        processed.reqs_to_abort += output_processor.abort_requests(dict.fromkeys(parents), internal=True)
+        parents.clear()

@@ -217,7 +217,15 @@ _FRONT_END: Final = (
         "the state of a sample, to which its captures belong",
         "detokenizer external_req_id output_kind parent_req prompt_len prompt_token_ids queue request_id request_index",
     ),
-    *_attributes("vllm.v1.engine.output_processor:OutputProcessor", "finds the state of a sample", "request_states"),
+    *_attributes(
+        "vllm.v1.engine.output_processor:OutputProcessor",
+        "finds the state of a sample, and ends the other samples of its request",
+        "abort_requests request_states",
+    ),
+    *_wire("names the requests that the engine has to abort", "vllm.v1.engine.output_processor:OutputProcessorOutput"),
+    *_attributes(
+        "vllm.v1.engine.parallel_sampling:ParentRequest", "samples that share a request", "child_requests request_id"
+    ),
     *_attributes(
         "vllm.v1.engine.llm_engine:LLMEngine",
         "the context of an engine client is stored on its processors",

@@ -11,7 +11,7 @@ a plugin interface of vLLM
 ====================================  ==================================================================================
 ``EngineArgs``                        plugins cannot add flags to ``vllm serve`` or check an engine's settings
 ``to_sampling_params``                request classes ignore fields that they do not know
-``to_beam_search_params``             beam search would ignore them as well
+``to_beam_search_params``             beam search would ignore them as well, and its prompts grow
 ``_extract_prompt_len``               a streamed response has started when the engine checks the prompt
 ``add_request`` (engines)             global steering and modules become part of the request here
 ``assign_request_id``                 the last step that all entry points share; the request is complete
@@ -48,6 +48,8 @@ _OPENAI = "vllm.entrypoints.openai"
 _CHAT = f"{_OPENAI}.chat_completion.protocol:ChatCompletionRequest"
 _COMPLETION = f"{_OPENAI}.completion.protocol:CompletionRequest"
 _RESPONSES = f"{_OPENAI}.responses.protocol:ResponsesRequest"
+_TRANSCRIPTION = "vllm.entrypoints.speech_to_text.transcription.protocol:TranscriptionRequest"
+_TRANSLATION = "vllm.entrypoints.speech_to_text.translation.protocol:TranslationRequest"
 _BATCH = "vllm.entrypoints.launchers.run_batch"
 _OUTPUT_PROCESSOR = "vllm.v1.engine.output_processor:OutputProcessor"
 _REQUEST_STATE = "vllm.v1.engine.output_processor:RequestState"
@@ -92,8 +94,8 @@ REQUEST_STAGES: tuple[Stage, ...] = (
                 for request in (_CHAT, _COMPLETION, _RESPONSES)
             ),
             *(
-                Join(f"{request}.to_beam_search_params", BEFORE, f"{_FIELDS}:refuse_beam_search")
-                for request in (_CHAT, _COMPLETION)
+                Join(f"{request}.to_beam_search_params", BEFORE, f"{_FIELDS}:begin_beam_search")
+                for request in (_CHAT, _COMPLETION, _TRANSCRIPTION, _TRANSLATION)
             ),
         ),
     ),
@@ -103,7 +105,7 @@ REQUEST_STAGES: tuple[Stage, ...] = (
         "SamplingParams that include global steering, modules and server-wide captures",
         (
             Join("vllm.v1.engine.llm_engine:LLMEngine.add_request", AROUND, f"{_FRONT_END}:add_request"),
-            Join("vllm.v1.engine.async_llm:AsyncLLM.add_request", AROUND, f"{_FIELDS}:as_bad_request"),
+            Join("vllm.v1.engine.async_llm:AsyncLLM.add_request", AROUND, f"{_FIELDS}:add_request"),
             Join("vllm.v1.engine.async_llm:AsyncLLM.add_request", AROUND, f"{_FRONT_END}:add_request_async"),
         ),
     ),

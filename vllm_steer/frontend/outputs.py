@@ -42,8 +42,8 @@ _SUBMISSION = "_steering_submission"
 _LISTENER = "_steering_results_listener"
 _READ_ELSEWHERE = "_steering_records_read"
 """Attribute of a sample's state whose records the HTTP response reads."""
-_NUM_FORWARDED = "_steering_num_forwarded"
-"""Attribute of the state of a sample that has ended."""
+_STOPPED = "_steering_stopped"
+"""Attribute of the state of a sample that a readout has ended."""
 _NO_CONTEXT: AbstractContextManager[None] = nullcontext()
 
 
@@ -166,13 +166,32 @@ def adds_to_outputs(state: Any) -> bool:
     return running is not None and (running.readouts is not None or bool(running.streams))
 
 
+def record_stop(state: Any, stop_reason: Any) -> None:
+    """Record whether a readout has ended a sample; call before its last output is made."""
+    running: RunningCapture | None = getattr(state, _CAPTURE, None)
+    if running is not None and running.readouts is not None and running.readouts.stopped_by(stop_reason):
+        setattr(state, _STOPPED, True)
+        add("readout_stops", model_name=running.manager.model_name)
+
+
+def has_stopped(state: Any) -> bool:
+    """Return whether a readout has ended a sample. Its last token has been forwarded then."""
+    return hasattr(state, _STOPPED)
+
+
+def num_forwarded(state: Any) -> int:
+    """Return the number of tokens of a sample that have been forwarded and are final."""
+    num_tokens: int = state.prompt_len + state.detokenizer.num_output_tokens()
+    return num_tokens if has_stopped(state) else num_tokens - 1
+
+
 def new_rows(state: Any) -> Mapping[str, RowDelta] | None:
     """Return the rows since a sample's last delta, by consumer, or None if the request does not stream rows."""
     running: RunningCapture | None = getattr(state, _CAPTURE, None)
     if running is None or not running.streams or state.output_kind != RequestOutputKind.DELTA:
         return None
     running.receiver.flush(state.request_id)
-    num_tokens = state.prompt_len + len(state.detokenizer.output_token_ids)
+    num_tokens = num_forwarded(state) + 1
     return {name: stream.next_delta(state.prompt_len, num_tokens) for name, stream in running.streams.items()}
 
 
@@ -182,9 +201,7 @@ def live_names(state: Any) -> tuple[str, ...]:
     return () if running is None or running.readouts is None else running.readouts.live_names
 
 
-def new_readouts(
-    state: Any, stop_reason: Any, *, finished: bool
-) -> tuple[Mapping[str, Readouts] | None, SteeringTrace | None]:
+def new_readouts(state: Any, *, finished: bool) -> tuple[Mapping[str, Readouts] | None, SteeringTrace | None]:
     """Return the readouts and the trace for an output of a sample, or None for each that it lacks.
 
     A delta has the values of the tokens since the last delta; the final output of other kinds has all of them. The
@@ -197,10 +214,7 @@ def new_readouts(
     if not (delta or finished):
         return None, None
     running.receiver.flush(state.request_id)
-    num_tokens = state.prompt_len + len(state.detokenizer.output_token_ids)
-    if finished and running.readouts.stopped_by(stop_reason):
-        # The last token has been forwarded: its readout ended the request.
-        num_tokens += 1
+    num_tokens = num_forwarded(state) + 1
     values = running.readouts.next_delta(state.prompt_len, num_tokens) if delta else None
     if not finished:
         return values, None
@@ -229,12 +243,6 @@ def read_records(state: Any) -> tuple[Program, RecordReader]:
     return running.readouts.program, RecordReader(running.receiver, running.assembler, state.request_id, shared=shared)
 
 
-def num_forwarded(state: Any) -> int:
-    """Return the number of tokens of a sample that have been forwarded and are final."""
-    ended: int | None = getattr(state, _NUM_FORWARDED, None)
-    return state.prompt_len + state.detokenizer.num_output_tokens() - 1 if ended is None else ended
-
-
 def refusal(finish_reason: FinishReason | None, stop_reason: Any) -> str | None:
     """Return why our scheduler ended a request, or None if it did not.
 
@@ -259,22 +267,16 @@ def finish_capture(state: Any, finish_reason: FinishReason, stop_reason: Any) ->
     running: RunningCapture | None = getattr(state, _CAPTURE, None)
     if running is None:
         return None
-    if running.readouts is not None:
-        # If a readout has ended the request, its last token has been forwarded.
-        stopped = running.readouts.stopped_by(stop_reason)
-        setattr(state, _NUM_FORWARDED, num_forwarded(state) + stopped)
-        if stopped:
-            add("readout_stops", model_name=running.manager.model_name)
-    if not running.specs:
-        running.receiver.finish_request(state.request_id)
-        return None
     running.receiver.finish_request(state.request_id)
+    if not running.specs:
+        return None
     if (reason := _cut_short(finish_reason, stop_reason)) is not None:
         running.assembler.mark_incomplete(reason)
     prompt = state.prompt_token_ids if state.prompt_token_ids is not None else [NO_TOKEN] * state.prompt_len
     results = running.manager.submit(
         running.assembler,
         running.specs,
+        last_forwarded=has_stopped(state),
         request_id=state_request_id(state),
         sample=state.request_index,
         submission=running.submission,

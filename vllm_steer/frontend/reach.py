@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Edits of a finished sample that no token reached.
 
-All prompt tokens and all generated tokens but the last run through the model. Whether an edit reached one of them
+All prompt tokens and all generated tokens but the last run through the model; the last as well if its readout has
+ended the sample. Whether an edit reached one of them
 follows from its selector and the number of tokens or, for a part of the output, from the tokens themselves, so the
 engine reports nothing. Prefix caching does not matter,
 because a block is only reused under the same edits; neither do preemption and rejected drafts.
@@ -42,15 +43,20 @@ def on_reach(state: Any, listener: Callable[[Any, Unreached], None]) -> None:
     setattr(state, _LISTENER, listener)
 
 
-def record_reach(state: Any) -> None:
-    """Record which edits a sample that has finished did not reach."""
+def record_reach(state: Any, num_forwarded: int) -> None:
+    """Record which edits a sample that has finished did not reach.
+
+    Args:
+        state: vLLM's state of the sample.
+        num_forwarded: Number of its prompt and generated tokens that ran through the model.
+    """
     selections: tuple[tuple[Selector, tuple[str, ...]], ...] = getattr(state, _SELECTIONS, ())
     parts: tuple[tuple[tuple[CompiledPart, ...], str], ...] = getattr(state, _PARTS, ())
     if not selections and not parts:
         return
-    num_generated = state.detokenizer.num_output_tokens()
-    # Without a generated token, no result depends on the edits, however much of the prompt was computed.
-    stop = state.prompt_len + num_generated - 1 if num_generated else 0
+    # Without a generated token, no result depends on the edits, however much of the prompt was computed, unless a
+    # readout of the prompt has ended the sample.
+    stop = num_forwarded if num_forwarded >= state.prompt_len else 0
     unreached = tuple(
         (path, selector)
         for selector, paths in selections
@@ -58,7 +64,7 @@ def record_reach(state: Any) -> None:
         for path in paths
     )
     if parts:
-        generated = np.asarray(state.detokenizer.output_token_ids[: max(num_generated - 1, 0)], np.int64)
+        generated = np.asarray(state.detokenizer.output_token_ids[: max(num_forwarded - state.prompt_len, 0)], np.int64)
         unreached += tuple(
             (path, selector_of(part))
             for part, path in parts

@@ -63,6 +63,20 @@ async def complete_params_async(engine_client: Any, params: Any) -> Any:
     return complete_params(context, params, await context.registry.refresh())
 
 
+def check_beam_search(context: EngineContext, snapshot: Snapshot, field: str) -> None:
+    """Raise :class:`SteeringError` for ``field`` if global steering or server-wide captures would differ for beams.
+
+    vLLM runs each step of a beam as a request for one token, whose prompt ends with the tokens generated so far.
+    """
+    if context.capture_manager.server_wide:
+        raise SteeringError(
+            field, "is not supported with server-wide captures, which would capture every step of a beam; use sampling"
+        )
+    program = snapshot.steering_program
+    if program is not None and not all(edit.is_uniform for edit in program.edits):
+        raise SteeringError(field, "is not supported while global steering has edits of some tokens only; use sampling")
+
+
 def check_engine_request(input_processor: Any, request: Any) -> None:
     """Raise :class:`SteeringError` unless the engine serves ``request`` exactly as written.
 

@@ -19,6 +19,8 @@ from vllm_steer.spec.selector import Wire
 WIRE_VERSION = 10
 """Version of the wire form of programs."""
 
+_ALL = Selector("all").to_wire()
+
 
 class CompiledFeature(msgspec.Struct, frozen=True, array_like=True):
     """A feature of an autoencoder; ``bias`` and ``threshold`` are those of :class:`.feature.FeatureVectors`."""
@@ -66,6 +68,11 @@ class CompiledEdit(msgspec.Struct, frozen=True, array_like=True):
     def is_gated(self) -> bool:
         """Whether a factor in the records of its tokens decides about the edit."""
         return bool(self.when or self.parts)
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether the edit treats all tokens of a request alike, whether they are of the prompt or generated."""
+        return self.tokens == _ALL and not (self.is_gated or self.live or self.num_rows)
 
     @property
     def selector(self) -> Selector:

@@ -15,7 +15,7 @@ from vllm_steer import audit
 from vllm_steer.errors import SteeringError
 from vllm_steer.metrics.module_registry import set_registry_gauges
 from vllm_steer.models.sae_features import FeatureReader
-from vllm_steer.params import FEATURES_KEY, PROGRAM_KEY
+from vllm_steer.params import APPLIED_KEY, FEATURES_KEY, PROGRAM_KEY
 from vllm_steer.program import Program
 from vllm_steer.program.feature import with_features
 from vllm_steer.program.magnitude import check_magnitude
@@ -309,7 +309,10 @@ class SteeringRegistry:
             program = with_features(Program.from_bytes(extra[PROGRAM_KEY]), self._features.find)
             rest = {name: value for name, value in extra.items() if name != FEATURES_KEY}
             extra = {**rest, PROGRAM_KEY: program.encode_cached()}
-        return self._composer.compose(extra, self.snapshot() if snapshot is None else snapshot)
+        if snapshot is None:
+            # A composed request needs no snapshot, and the newest one may have to be read from another machine.
+            snapshot = self._store.snapshot if APPLIED_KEY in extra else self.snapshot()
+        return self._composer.compose(extra, snapshot)
 
     def module_names(self) -> tuple[str, ...]:
         """Return the names of all modules."""

@@ -30,7 +30,7 @@ from vllm_steer.params import (
 )
 from vllm_steer.program import compile_program
 from vllm_steer.server.http import apply_fields
-from vllm_steer.server.http.apply_fields import RequestRefused, apply_to_params, read_fields, refuse_beam_search
+from vllm_steer.server.http.apply_fields import RequestRefused, apply_to_params, read_fields
 from vllm_steer.server.http.request_context import RequestContext, current_request, set_prompt_len
 from vllm_steer.spec import parse_fields
 
@@ -291,15 +291,6 @@ def test_fields_of_a_body_are_compiled_once(context: RequestContext, monkeypatch
     programs = [apply_to_params(request, SamplingParams()).extra_args[PROGRAM_KEY] for _ in range(5)]
     assert len(parsed) == 1
     assert all(program is programs[0] for program in programs)
-
-
-@pytest.mark.parametrize("of", [CompletionRequest, ChatCompletionRequest])
-def test_rejects_beam_search(of: type[Any]) -> None:
-    """Catches beams that are made without the request's edits."""
-    wrap_front_end()
-    with pytest.raises(RequestRefused, match="beam search"):
-        request_with(of, use_beam_search=True, **FIELD_VALUES).to_beam_search_params(4, {})
-    refuse_beam_search(request_with(of, steering=None))
 
 
 def test_request_refused_is_both_error_types() -> None:

@@ -8,6 +8,7 @@ before a response starts, so this also holds for streamed responses.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from vllm_steer.capture.consumers.memory import STREAM, MemoryConsumer
 from vllm_steer.compat.internals import ResponsesRequest, VLLMValidationError
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import EngineContext
+from vllm_steer.frontend.requests import check_beam_search
 from vllm_steer.limits import REQUEST_EDITS
 from vllm_steer.params import (
     APPLIED_KEY,
@@ -101,20 +103,48 @@ def apply_to_params(request: Any, params: Any) -> Any:
     return params
 
 
-async def as_bad_request(original: Callable[..., Awaitable[Any]], *args: Any, **kwargs: Any) -> Any:
+async def add_request(
+    original: Callable[..., Awaitable[Any]],
+    engine: Any,
+    request_id: Any,
+    prompt: Any,
+    params: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     """Run ``AsyncLLM.add_request`` and raise :class:`RequestRefused` instead of a :class:`SteeringError`.
 
-    vLLM answers any other error with HTTP 500 and no reason.
+    vLLM answers any other error with HTTP 500 and no reason. The steps of a beam search, whose parameters vLLM makes,
+    get the global steering that was checked at its start.
     """
+    context = current_request.get()
+    if context is not None and context.beam_search and context.compiled is not None:
+        params = copy.copy(params)
+        params.extra_args = {**(params.extra_args or {}), **context.compiled}
     try:
-        return await original(*args, **kwargs)
+        return await original(engine, request_id, prompt, params, *args, **kwargs)
     except SteeringError as error:
         raise refused(error) from error
 
 
-def refuse_beam_search(request: Any, _max_tokens: int | None = None) -> None:
-    """Raise :class:`RequestRefused` if ``request`` has steering fields, which vLLM would not apply to the beams."""
+def begin_beam_search(request: Any, _max_tokens: int | None = None) -> None:
+    """Check a beam search and compose the global steering of its steps.
+
+    Raises:
+        RequestRefused: ``request`` has steering fields, which vLLM would not apply to the beams; or there is global
+            steering or a server-wide capture that would treat generated tokens as prompt.
+    """
     refuse_fields(request, "is not supported with beam search; use sampling")
+    context = current_request.get()
+    if context is None or context.engine is None or context.compiled is not None:
+        return
+    try:
+        snapshot = context.snapshot or context.engine.registry.snapshot()
+        check_beam_search(context.engine, snapshot, "use_beam_search")
+        context.compiled = _compose_in(snapshot, {}, context.engine, context.reservation)
+    except SteeringError as error:
+        raise refused(error) from error
+    context.beam_search = True
 
 
 def refuse_fields(request: Any, reason: str) -> None:

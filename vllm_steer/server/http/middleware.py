@@ -16,7 +16,7 @@ from vllm_steer.server.auth.authenticator import authenticate
 from vllm_steer.server.auth.current_key import use_key
 from vllm_steer.server.http.error_response import error_response
 from vllm_steer.server.http.request_context import current_request
-from vllm_steer.server.http.request_guard import STEERABLE_ROUTES, RequestGuard
+from vllm_steer.server.http.request_guard import COMPOSING_ROUTES, RequestGuard
 from vllm_steer.server.http.websocket import WebSocketGuard
 from vllm_steer.server.lifespan import run_lifespan
 from vllm_steer.server.quota.tracker import Reservation, quota_tracker_of
@@ -61,7 +61,7 @@ class SteeringMiddleware:
     async def _serve_post(self, scope: Scope, receive: Receive, send: Send, reservation: Reservation) -> None:
         guard = RequestGuard(scope, receive, send, reservation)
         try:
-            if app_path(scope) in STEERABLE_ROUTES:
+            if app_path(scope) in COMPOSING_ROUTES:
                 await guard.refresh_registry()
         except SteeringError as error:  # the registry cannot be read
             await error_response(error)(scope, receive, send)

@@ -59,6 +59,8 @@ class RequestContext:
     """Token count of the prompt whose sampling parameters are created next; None if unknown."""
     compiled: Mapping[str, bytes] | None = None
     """Compiled fields, including modules and global steering. Compiled once for all prompts of the body."""
+    beam_search: bool = False
+    """Whether the engine gets a request for each step of each beam; all of them take ``compiled``."""
     applied_json: bytes | None = None
     """The applied field as JSON; set before the first byte of the response."""
     fields_applied: bool = False

@@ -43,6 +43,9 @@ STEERABLE_ROUTES: tuple[str, ...] = (
 )
 """Routes that create sampling parameters through methods that this package wraps. Other routes refuse the fields."""
 
+COMPOSING_ROUTES: tuple[str, ...] = (*STEERABLE_ROUTES, "/v1/audio/transcriptions", "/v1/audio/translations")
+"""Routes whose handlers use the registry: those above, and the others with beam search."""
+
 RETRY_AFTER = 10
 """Seconds to wait after an admission timeout, for the ``Retry-After`` header."""
 

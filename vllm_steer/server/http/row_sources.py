@@ -16,7 +16,6 @@ import torch
 from vllm_steer.capture.files.reader import StoredRequest, open_captures
 from vllm_steer.capture.results import SiteRows
 from vllm_steer.errors import SteeringError
-from vllm_steer.frontend.context import EngineContext
 from vllm_steer.params import CAPTURE_FIELD
 from vllm_steer.registry.composer import find_probe
 from vllm_steer.server.auth.current_key import require
@@ -94,7 +93,8 @@ def _resolve(edit: Mapping[str, Any], field: str, context: RequestContext, opene
                 f"{field}.{_MODULE}",
                 "cannot be read on this route, which knows no engine; use /v1/completions, or send the rows",
             )
-        return _probe(source[_MODULE], f"{field}.{_MODULE}", context.engine)
+        snapshot = context.snapshot or context.engine.registry.snapshot()
+        return find_probe(source[_MODULE], snapshot, f"{field}.{_MODULE}")
     require(Right.CAPTURE)
     name = source[_CAPTURE]
     if not isinstance(name, str):
@@ -105,10 +105,6 @@ def _resolve(edit: Mapping[str, Any], field: str, context: RequestContext, opene
     if source.get("positions") is not None:
         moved = _pair(source["positions"], edit.get("tokens"), f"{field}.positions", opened[name])
     return StoredRows(opened[name], moved)
-
-
-def _probe(name: object, field: str, engine: EngineContext) -> Any:
-    return find_probe(name, engine.registry.snapshot(), field)
 
 
 def _open(capture_id: str, context: RequestContext, field: str) -> StoredRequest:

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Outputs of an engine in vLLM's output processor, without an engine."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
+from vllm.v1.engine.parallel_sampling import ParentRequest
+
+from tests.server.fakes import engine_context, vector
+from tests.tiny import code_of
+from vllm_steer import ControlledRequest, Controller, Edit, SamplingParams
+from vllm_steer.capture.row_payload import RECORDS, ROWS_REQUEST_ID, encode_step
+from vllm_steer.capture.step_rows import RowIndex, StepRows
+from vllm_steer.compat.plugin import wrap_front_end
+from vllm_steer.compat.request_state import CapacityError
+from vllm_steer.engine.admission import REFUSED
+from vllm_steer.frontend import context as contexts
+from vllm_steer.frontend.controller_runner import ControllerRunner
+from vllm_steer.frontend.requests import complete_params
+from vllm_steer.params import program_of
+from vllm_steer.program.dynamic import stop_reason
+
+PROMPT = [5, 6, 7]
+SITE = {"point": "post_block", "layer": 1}
+READOUTS: dict[str, Any] = {"mood": {"probe": vector(), **SITE, "positions": "all"}}
+
+
+def add(tokens: Any, **fields: Any) -> Edit:
+    return Edit(kind="add", point="post_block", layers=1, vector=vector(), tokens=tokens, **fields)
+
+
+class FrontEnd:
+    """An output processor with the wraps of this package."""
+
+    def __init__(self, controller: type[Controller] | None = None) -> None:
+        wrap_front_end()
+        self.context = engine_context()
+        if controller is not None:
+            object.__setattr__(self.context, "controllers", ControllerRunner(self, controller, {}))
+        self.processor = OutputProcessor(None, log_stats=False)
+        setattr(self.processor, contexts._CONTEXT, self.context)
+
+    def submit(self, name: str, n: int = 1, **fields: Any) -> RequestOutputCollector:
+        """Submit a request as ``AsyncLLM.add_request`` does."""
+        params = SamplingParams(n=n, max_tokens=20, detokenize=False, output_kind=RequestOutputKind.DELTA, **fields)
+        params = complete_params(self.context, params)
+        queue = RequestOutputCollector(params.output_kind, name)
+
+        def made(request_id: str, given: Any) -> EngineCoreRequest:
+            return EngineCoreRequest(request_id, PROMPT, None, given, None, 0.0, None, None, None, external_req_id=name)
+
+        if n == 1:
+            self.processor.add_request(made(name, params), None, None, 0, queue)
+            return queue
+        parent = ParentRequest(made(name, params))
+        for number in range(n):
+            self.processor.add_request(made(*parent.get_child_info(number)), None, parent, number, queue)
+        return queue
+
+    def step(self, *outputs: EngineCoreOutput) -> Any:
+        return self.processor.process_outputs(list(outputs))
+
+
+def token(name: str, number: int) -> EngineCoreOutput:
+    return EngineCoreOutput(name, [number])
+
+
+def refusal(name: str) -> EngineCoreOutput:
+    return EngineCoreOutput(name, [], finish_reason=FinishReason.ERROR, stop_reason=f"{REFUSED}no room")
+
+
+def rows(names: Sequence[str], start: int, count: int, width: int, projection: bytes = RECORDS) -> EngineCoreOutput:
+    """Return the output that carries records, or with another format rows, which hold their position."""
+    code = width if projection == RECORDS else code_of("post_block", 1)
+    index = RowIndex(tuple(names), ((code,),) * len(names), projection)
+    positions = np.tile(np.arange(start, start + count, dtype=np.float32), len(names))
+    data = np.repeat(positions[:, None], width, axis=1)
+    step = StepRows(index, np.full(len(names), start), np.full(len(names), count), data.view(np.uint8))
+    return EngineCoreOutput(ROWS_REQUEST_ID, [], kv_transfer_params=encode_step(step), routed_experts=step.rows)
+
+
+def width_of(**fields: Any) -> int:
+    program = program_of(SamplingParams(**fields))
+    assert program is not None
+    return program.layout.width
+
+
+@pytest.mark.parametrize("refused", [1, 2, 3])
+async def test_a_refused_sample_ends_its_siblings(refused: int) -> None:
+    """Catches samples that the engine computes after the client got an error, and parents that are kept forever."""
+    front = FrontEnd()
+    queue = front.submit("many", n=3, steering=[add("all")])
+    front.submit("other", n=2, steering=[add("all")])
+    front.step(*(token(f"{i}_many", 8) for i in range(3)))
+    assert (await queue.get()).outputs
+    processed = front.step(*(refusal(f"{i}_many") for i in range(refused)), token("0_other", 8))
+    with pytest.raises(CapacityError, match="no room"):
+        await queue.get()
+    assert sorted(processed.reqs_to_abort) == [f"{i}_many" for i in range(refused, 3)]
+    assert set(front.processor.parent_requests) == {"other"}
+    assert set(front.processor.request_states) == {"0_other", "1_other"}
+    assert set(front.processor.external_req_ids) == {"other"}
+    assert front.step(token("2_many", 9), token("1_other", 9)).reqs_to_abort == []
+
+
+class Listener(Controller):
+    """Notes the positions that it gets."""
+
+    name = "listener"
+    seen: dict[str, list[int]]
+    arrived: threading.Semaphore
+
+    def on_readouts(self, request: ControlledRequest, positions: Any, values: Any) -> Mapping[str, float] | None:
+        type(self).seen.setdefault(request.request_id, []).extend(positions["mood"].tolist())
+        type(self).arrived.release()
+        return None
+
+
+async def test_controllers_get_readouts_of_every_slice() -> None:
+    """Catches readouts that are dropped because they arrive ahead of the output of their token.
+
+    vLLM processes the outputs of a step in slices. The rows of all requests are in the first slice.
+    """
+    Listener.seen, Listener.arrived = {}, threading.Semaphore(0)
+    front = FrontEnd(Listener)
+    fields: dict[str, Any] = {"readouts": READOUTS, "steering": [add("generated", live="calm")]}
+    names, width = ("first", "second"), width_of(**fields)
+    for name in names:
+        front.submit(name, **fields)
+    for step in range(3):
+        start, count = (len(PROMPT) + step - 1, 1) if step else (0, len(PROMPT))
+        front.step(rows(names, start, count, width), token("first", 8))
+        front.step(token("second", 8))
+    expected = {name: [0, 1, 2, 3, 4] for name in names}
+    while Listener.seen != expected:
+        assert Listener.arrived.acquire(timeout=10), Listener.seen
+    front.step(*(EngineCoreOutput(name, [8], finish_reason=FinishReason.LENGTH) for name in names))
+
+
+@pytest.mark.parametrize("stops", [True, False])
+async def test_the_token_that_stops_has_rows(stops: bool) -> None:
+    """Catches the captured row of a stop's token missing, and an edit of that token reported as without effect.
+
+    Without a stop, the last token is not forwarded.
+    """
+    front = FrontEnd()
+    capture = {"memory": {"hooks": {"post_block": [1]}, "positions": "all_generated"}}
+    last = len(PROMPT) + 1
+    fields: dict[str, Any] = {"readouts": READOUTS, "stop_on": [{"readout": "mood", "above": 3.5}]}
+    streamed = {"memory": {**capture["memory"], "stream": True}}
+    width = width_of(**fields)
+    for name, captured in (("whole", capture), ("streamed", streamed)):
+        queue = front.submit(name, capture=captured, steering=[add([last]), add([last + 1])], **fields)
+        for step, (start, count) in enumerate([(0, 3), (3, 1), (4, 1)]):
+            row = rows([name], start, count, 8, b"")
+            if step < 2:
+                front.step(rows([name], start, count, width), row, token(name, 8))
+            elif stops:
+                reason = stop_reason("mood", last, 4.0)
+                ending = EngineCoreOutput(name, [], finish_reason=FinishReason.STOP, stop_reason=reason)
+                front.step(rows([name], start, count, width), row, ending)
+            else:
+                front.step(EngineCoreOutput(name, [], finish_reason=FinishReason.LENGTH))
+        output = await queue.get()
+        found, kept = output.outputs[0], [3, 4] if stops else [3]
+        assert found.readouts["mood"].positions.tolist() == [0, 1, 2, *kept]
+        unreached = ["steering[1]"] if stops else ["steering[0]", "steering[1]"]
+        assert [each.edit for each in output.steering_applied.no_effect] == unreached
+        result = found.capture_results["memory"]
+        assert (result.status, result.unreached) == ("ok", ())
+        if name == "whole":
+            positions, captured_rows = result.positions("post_block", 1), result.tensor("post_block", 1)
+        else:
+            delta = found.capture_rows["memory"]["post_block", 1]
+            positions, captured_rows = delta.positions, delta.rows
+        assert positions.tolist() == captured_rows[:, 0].tolist() == kept
