@@ -32,6 +32,7 @@ from vllm_steer.points import OPTIONAL_POINTS, POINTS, POINTS_FLAG
 from vllm_steer.server.auth.rights import RIGHT_DESCRIPTIONS
 from vllm_steer.server.flags import POLICY, POLICY_HELP
 from vllm_steer.server.http.error_response import ERRORS
+from vllm_steer.server.http.request_guard import UNSTEERABLE_ROUTES
 from vllm_steer.server.http.schemas import ANSWER_FIELDS, REQUEST_FIELDS
 from vllm_steer.server.routes import capabilities, captures, live, patch
 from vllm_steer.server.routes.base import SteeringRoute
@@ -350,6 +351,8 @@ def http() -> str:
         "vLLM ignores unknown fields. With `--enable-steering`, an unknown field whose name is similar to one of the fields above is\n"
         "refused with HTTP 400, and so are these fields of other projects; the same holds inside `vllm_xargs`, `extra_args` and\n"
         "`extra_body`, and for `SamplingParams(extra_args=...)`. All other unknown fields are ignored, as in stock vLLM.\n\n"
+        "Routes that run the model but cannot steer refuse all these fields at the top level of a JSON body:\n"
+        f"{', '.join(f'`{route}`' for route in sorted(UNSTEERABLE_ROUTES))}.\n\n"
         + table(("field", "project", "message"), others)
         + "\n## Fields of their responses\n\n"
         + table(("field", "description"), response_fields)

@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 from tests.patching.fake import FakeRunner
 from tests.patching.test_study import study
 from vllm_steer import SteeringError
-from vllm_steer.patching import PatchingResult
+from vllm_steer.patching import PatchingResult, PatchingStudy, prepare
 from vllm_steer.patching.axes import read_layers, read_positions
 from vllm_steer.patching.offline import most_reference
 
@@ -136,3 +136,31 @@ def test_a_text_without_tokenizer_names_its_field() -> None:
     runner.encode = encode  # type: ignore[method-assign]
     with pytest.raises(SteeringError, match="foil: is a text"):
         study(runner, clean=[0, 1], corrupt=[0, 2], answer=[1], foil=" blue")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"positions": [[0, 2000]] * 3000},
+        {"positions": list(range(2000)) * 3, "position_window": 10**9},
+        {"positions": [[0, 2000]] * 70_000},
+        {"layers": [[0, 2]] * 70_000},
+    ],
+)
+def test_columns_that_would_fill_the_memory_are_refused(arguments: dict[str, Any]) -> None:
+    """Catches lists of many long spans, which a server would write out before it checks the study's size."""
+    runner = FakeRunner()
+    words = {"clean": "the red" + " car" * 1998, "corrupt": "the blue" + " car" * 1998}
+    with pytest.raises(SteeringError, match=r"positions in all; use fewer|list 1 to 65536") as refused:
+        study(runner, **words).sweep(progress=False, **arguments)
+    assert refused.value.field in arguments
+    assert not hasattr(runner, "reserved")
+
+
+def test_the_columns_of_all_pairs_are_counted_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a limit that many pairs with the same columns pass, and one that refuses what is below it."""
+    pairs = [("the red car is", "the blue bus is", " red", " blue")] * 3
+    monkeypatch.setattr(prepare, "MAX_STUDY_POSITIONS", 12)
+    assert PatchingStudy(FakeRunner(), pairs=pairs).sweep(progress=False).grid("post_block").shape == (2, 4)
+    with pytest.raises(SteeringError, match="more than 12 positions"):
+        PatchingStudy(FakeRunner(), pairs=[*pairs, pairs[0]]).sweep(progress=False)

@@ -16,7 +16,7 @@ from vllm.sampling_params import SamplingParams
 from tests.server.fakes import FakeEngine
 from vllm_steer.params import has_steering
 from vllm_steer.server.http.apply_fields import RequestRefused, apply_to_params
-from vllm_steer.server.http.request_guard import STEERABLE_ROUTES
+from vllm_steer.server.http.request_guard import STEERABLE_ROUTES, UNSTEERABLE_ROUTES
 
 
 class Body(BaseModel):
@@ -56,6 +56,12 @@ def make_app(engine: FakeEngine | None, *, root_path: str = "", max_body_mib: in
     async def tokenize(body: Body) -> dict[str, str]:
         app.state.tokenized += 1
         return {"unsteered": "yes"}
+
+    async def ignores(body: Body) -> dict[str, str]:
+        return {"unsteered": "yes"}
+
+    for route in UNSTEERABLE_ROUTES:
+        app.post(route)(ignores)
 
     @app.post("/raw")
     async def raw(request: Request) -> dict[str, int]:

@@ -20,15 +20,23 @@ from tests.server.http.answers import SPEC, captured, done, finish_samples
 from tests.server.server import HIDDEN, MODEL, environment, vllm_command
 from vllm_steer.capture.files.reader import open_captures
 from vllm_steer.compat.plugin import wrap_front_end
+from vllm_steer.frontend.reach import Unreached
 from vllm_steer.server import batch
+from vllm_steer.server.http.request_context import current_request
+from vllm_steer.spec import Selector
 
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "hi"}]
 FIELD = {"post_block": {"1": vector()}}
 
 
-async def responses_to(lines: list[tuple[str, dict[str, Any]]], *, data: Any = None, **flags: int) -> list[Any]:
-    """Return the responses of ``run_batch`` to lines (url, body); the fake handlers accept any body."""
+async def responses_to(
+    lines: list[tuple[str, dict[str, Any]]], *, data: Any = None, unreached: Unreached = (), **flags: int
+) -> list[Any]:
+    """Return the responses of ``run_batch`` to lines (url, body); the fake handlers accept any body.
+
+    Steered lines have the edits in ``unreached`` that no token reached.
+    """
     wrap_front_end()
     requests = [
         run_batch.BatchRequestInput(custom_id=str(i), method="POST", url=url, body=body)
@@ -38,6 +46,9 @@ async def responses_to(lines: list[tuple[str, dict[str, Any]]], *, data: Any = N
     async def handler(body: Any) -> Any:
         if isinstance(body, ChatCompletionRequest):
             await finish_samples(body, [{"memory": done(captured() if data is None else data)}])
+            context = current_request.get()
+            if context is not None and context.fields_applied:
+                context.unreached[0] = unreached
         message = {"role": "assistant", "content": "yes"}
         choices = [{"index": 0, "message": message, "finish_reason": "stop"}]
         usage = {"prompt_tokens": 1, "total_tokens": 2}
@@ -71,6 +82,30 @@ async def test_reports_rows_too_large_for_a_line() -> None:
     assert result["status"] == "error"
     assert "--capture-inline-kib" in result["error"]
     assert "id" not in result
+
+
+async def test_lines_report_the_applied_steering() -> None:
+    """Catches a line without `steering_applied`, one with another line's, and edits that acted nowhere unreported."""
+    edits = [
+        {"kind": "add", "point": "post_block", "layers": 1, "vector": vector(), "tokens": "generated"},
+        {"kind": "add", "point": "post_block", "layers": 2, "vector": vector(), "strength": 0.0},
+    ]
+    lines = [(CHAT, {"messages": MESSAGES, "steering": edits}), (CHAT, {"messages": MESSAGES})]
+    steered, plain = await responses_to(lines, unreached=(("steering[0]", Selector("generated")),))
+    applied = steered["response"]["body"]["steering_applied"]
+    assert applied["request"] is not None
+    assert [each["edit"] for each in applied["no_effect"]] == ["steering[1]", "steering[0]"]
+    assert "steering_applied" not in plain["response"]["body"]
+
+
+async def test_refuses_to_store() -> None:
+    """Catches an error that recommends a flag which cannot help, after the line has run."""
+    specs = [{"memory": {**SPEC, "store": store}} for store in (True, False)]
+    refused, inline = await responses_to([(CHAT, {"messages": MESSAGES, "capture": spec}) for spec in specs])
+    error = refused["error"]["error"]
+    assert (error["code"], error["param"]) == (400, "capture.memory.store")
+    assert "capture to files" in error["message"]
+    assert "sites" in inline["response"]["body"]["choices"][0]["capture_results"]["memory"]
 
 
 OTHERS: dict[str, dict[str, Any]] = {
@@ -137,6 +172,8 @@ def test_the_run_batch_command(model: Path, tmp_path: Path) -> None:
         site = line["response"]["body"]["choices"][0]["capture_results"]["memory"]["sites"]["post_block"]["1"]
         rows.append(np.frombuffer(base64.b64decode(site["data"]), "<f4"))
     np.testing.assert_allclose(rows[1] - rows[0], 3.0, atol=2e-3)
+    assert steered["response"]["body"]["steering_applied"]["request"] is not None
+    assert "steering_applied" not in plain["response"]["body"]
     (stored,) = open_captures(tmp_path / "acts")
     np.testing.assert_array_equal(stored.numpy("post_block", 1)[0], rows[0])
     assert wrong["error"]["error"]["param"] == "capture.memory.hooks.post_block"

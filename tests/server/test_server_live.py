@@ -15,13 +15,14 @@ from tests.server.test_server_capture import CHAT, COMPLETIONS
 from vllm_steer import Client, ServerError
 
 PUSH = (np.random.default_rng(5).standard_normal(HIDDEN) * 4).astype(np.float32).tolist()
+RESPONSES = "/v1/responses"
 STEERING = [{"kind": "add", "point": "post_block", "layers": 2, "vector": PUSH, "tokens": "generated", "live": "calm"}]
 TOKENS = 200
 BODY: dict[str, Any] = {"model": MODEL, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "stream": True}
 
 
-def stream(client: httpx.Client, path: str, headers: dict[str, str], request_id: str | None, **body: Any) -> Any:
-    """Run a stream, change the strength after its first event, and return the confirmation and the trace.
+def stream(client: httpx.Client, path: str, headers: dict[str, str], own_id: str | None, **body: Any) -> Any:
+    """Run a stream, change the strength after its first text, and return the confirmation and the trace.
 
     The confirmation is None if the request had ended before the change.
     """
@@ -32,22 +33,35 @@ def stream(client: httpx.Client, path: str, headers: dict[str, str], request_id:
             if not line.startswith("data: {"):
                 continue
             event = json.loads(line[6:])
-            if answer is None:
-                answer = client.post(f"/v1/steering/requests/{request_id or event['id']}", json={"calm": -0.5})
+            request_id = own_id or event.get("response", event).get("id")
+            if event.get("type", "") == "response.created":  # has the id, which later events of this route lack
+                own_id = request_id
+            if answer is None and ("type" not in event or event["type"] == "response.output_text.delta"):
+                answer = client.post(f"/v1/steering/requests/{request_id}", json={"calm": -0.5})
                 assert answer.status_code in (200, 409), answer.text
-            for choice in event.get("choices", ()):
+            for choice in event.get("choices", (event,)):
                 trace = choice.get("steering_trace", trace)
     assert answer is not None
     return answer.json() if answer.status_code == 200 else None, trace
 
 
-@pytest.mark.parametrize("own_id", [None, "job-7_1"])
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_change_over_http(client: httpx.Client, path: str, own_id: str | None) -> None:
-    """Catches a live strength that stays constant over HTTP, and a confirmed position that differs from the trace."""
-    asked = {"prompt": "Once"} if path == COMPLETIONS else {"messages": [{"role": "user", "content": "Once"}]}
-    headers = {} if own_id is None else {"x-request-id": own_id}
-    # On a busy machine, a stream may end before the client has read its first event.
+PROMPTS: dict[str, dict[str, Any]] = {
+    COMPLETIONS: {"prompt": "Once"},
+    CHAT: {"messages": [{"role": "user", "content": "Once"}]},
+    RESPONSES: {"input": "Once", "max_output_tokens": TOKENS},
+}
+
+
+@pytest.mark.parametrize(("own_id", "in_body"), [(None, False), ("job-7_1", False), ("job-8_1", True)])
+@pytest.mark.parametrize("path", list(PROMPTS))
+def test_change_over_http(client: httpx.Client, path: str, own_id: str | None, in_body: bool) -> None:
+    """Catches a live strength that stays constant over HTTP, and a confirmed position that differs from the trace.
+
+    Also catches an id of the client that does not find its request.
+    """
+    asked = PROMPTS[path] | ({"request_id": own_id} if in_body else {})
+    headers = {"x-request-id": own_id} if own_id is not None and not in_body else {}
+    # On a busy machine, a stream may end before the client has read its first text.
     confirmed, trace = next(
         found for _ in range(10) if (found := stream(client, path, headers, own_id, **asked))[0] is not None
     )

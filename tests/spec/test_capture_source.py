@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests import memory
 from vllm_steer import CaptureResult, Edit, SteeringError
 from vllm_steer.capture.results import CapturedRequest, SiteRows
 from vllm_steer.spec import parse_capture
@@ -19,6 +20,8 @@ ROWS = torch.arange(12, dtype=torch.float32).reshape(4, 3) + 1
 SITE = SiteRows(np.arange(4), ROWS)
 REQUEST = CapturedRequest("a", 0, "tiny", (5, 6, 7, 8), (9,), SPEC, {("post_block", 1): SITE}, "ok", None)
 RESULT = CaptureResult("ok", None, REQUEST)
+NO_ROWS = {("post_block", 1): SiteRows(np.arange(0), ROWS[:0])}
+EMPTY = CaptureResult("ok", None, replace(REQUEST, sites=NO_ROWS))
 
 
 def edit(source: Any = RESULT, **changes: Any) -> Edit:
@@ -44,6 +47,8 @@ def test_rows_by_position() -> None:
         (RESULT, {"layers": [1, 2]}, "layers", "one edit per layer"),
         (RESULT, {"tokens": [4]}, "tokens", "captured positions [0, 1, 2, 3]"),
         (RESULT, {"kind": "add"}, "vector", "use replace"),
+        (EMPTY, {"tokens": [0]}, "vector", "positions that the request reaches"),
+        (EMPTY, {}, "vector", "positions that the request reaches"),
     ],
 )
 def test_a_source_that_is_gone_is_an_error(source: Any, changes: dict[str, Any], field: str, remedy: str) -> None:
@@ -52,3 +57,10 @@ def test_a_source_that_is_gone_is_an_error(source: Any, changes: dict[str, Any],
         edit(source, **changes)
     assert refused.value.field == field
     assert remedy in refused.value.problem
+
+
+@pytest.mark.parametrize("tokens", [[[0, 2_000_000_000]], [[2, 2_000_000_000]], range(2_000_000_000)])
+def test_long_intervals_are_not_listed(tokens: Any) -> None:
+    """Catches a short request that lists two billion positions, which fills the memory of a server."""
+    with memory.at_most(256), pytest.raises(SteeringError, match="position 4 was not captured"):
+        edit(tokens=tokens)

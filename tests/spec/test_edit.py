@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests import memory
 from vllm_steer.errors import SteeringError
 from vllm_steer.points import POINT_NAMES
 from vllm_steer.spec import KINDS, Edit, Selector, parse_fields
@@ -196,6 +197,11 @@ class TestRefused:
     @pytest.mark.parametrize("layers", [range(-1, 3), range(4090, 4097), range(10**40), range(10**12)])
     def test_range_of_layers_out_of_range(self, layers):
         assert_refused("layers", "between 0 and 4095", layers=layers)
+
+    def test_long_range_of_tokens_in_descending_order(self):
+        """Catches a range that is listed to check its order, which fills the memory."""
+        with memory.at_most(256), pytest.raises(SteeringError, match="follows 2000000000"):
+            make(kind="replace", vector=[VECTOR] * 2, tokens=range(2_000_000_000, 0, -1))
 
     @pytest.mark.parametrize("layers", [[], (), range(0)])
     def test_no_layers(self, layers):

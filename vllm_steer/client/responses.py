@@ -116,6 +116,8 @@ class Trace:
     """float32 ``[n, gated edits]``, in the order of the request's edits with ``when``."""
     live: Mapping[str, npt.NDArray[np.float32]]
     """float32 ``[n]`` by name: the live strength in force."""
+    error: str | None = None
+    """Why there is no trace; the other attributes are then empty."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -302,6 +304,8 @@ def _parse_trace(choice: Mapping[str, Any]) -> Trace | None:
     trace = choice.get("steering_trace")
     if trace is None:
         return None
+    if "error" in trace:
+        return Trace(np.empty(0, np.int64), np.empty((0, 0), np.float32), {}, trace["error"])
     gates = np.array(trace["gates"], np.float32).reshape(len(trace["positions"]), -1 if trace["positions"] else 0)
     live = {name: np.array(values, np.float32) for name, values in trace["live"].items()}
     return Trace(np.array(trace["positions"], np.int64), gates, live)

@@ -9,6 +9,7 @@ from typing import TypeAlias
 import numpy as np
 
 from vllm_steer.errors import SteeringError
+from vllm_steer.limits import MAX_SELECTOR_ITEMS
 from vllm_steer.points import PointName, how_to_switch_on
 from vllm_steer.spec.scalars import is_integer, shown
 from vllm_steer.spec.sites import read_point
@@ -130,6 +131,8 @@ def _items(value: object, field: str, what: str) -> list[tuple[int, object]]:
         raise SteeringError(
             field, f'must be "all" or a list of {what} and [start, stop] pairs{_text_form(what)}, not {shown(value)}'
         )
+    if False:
+        raise SteeringError(field, f"has {len(value)} items; list 1 to {MAX_SELECTOR_ITEMS} {what} or pairs")
     return list(enumerate(value))
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from vllm_steer.errors import SteeringError
+from vllm_steer.limits import MAX_STUDY_POSITIONS
 from vllm_steer.patching.alignment import Alignment, align, read_alignment
 from vllm_steer.patching.axes import Span, read_layers, read_points, read_positions, read_window, windows
 from vllm_steer.patching.header import Direction, PairInfo, SweepInfo
@@ -124,6 +125,7 @@ class Preparation:
         self._runner, self._pairs, self._settings = runner, pairs, settings
         self._corruption, self._alignment = corruption, alignment
         self._ablated = settings.direction == "ablation"
+        self._num_positions = 0
 
     def run(self) -> tuple[Sweep, PatchingResult]:
         """Return the sweep, and its result without cells.
@@ -194,6 +196,9 @@ class Preparation:
                 raise SteeringError("positions", f"pair {number} has no aligned positions; give alignment")
         else:
             singles = given
+        spans = windows(singles, settings.position_window, len(base))
+        self._count_positions(spans)
+        if given is not None:
             for i, span in enumerate(given):
                 lost = [position for position in range(*span) if position not in alignment.source_of]
                 if lost and not settings.skip_unaligned:
@@ -202,7 +207,6 @@ class Preparation:
                         f"position {lost[0]} of pair {number} ({shown(pieces[lost[0]])}) has no aligned position in "
                         "the other prompt. Remove it from positions, or add a pair for it to alignment",
                     )
-        spans = windows(singles, settings.position_window, len(base))
         columns = tuple(tuple(p for p in range(*span) if p in alignment.source_of) for span in spans)
         labels = tuple("".join(pieces[start:stop]) for start, stop in singles)
         info = PairInfo(
@@ -215,6 +219,16 @@ class Preparation:
             skipped=alignment.skipped,
         )
         return info, columns, alignment
+
+    def _count_positions(self, spans: Sequence[Span]) -> None:
+        """Raise SteeringError for columns that would fill the memory: a short body can name many long spans."""
+        self._num_positions += sum(stop - start for start, stop in spans)
+        if self._num_positions > MAX_STUDY_POSITIONS:
+            raise SteeringError(
+                "positions",
+                f"the columns have more than {MAX_STUDY_POSITIONS} positions in all; use fewer or shorter spans, fewer "
+                "pairs or a smaller position_window",
+            )
 
     def _align(self, number: int, source: tuple[int, ...], base: tuple[int, ...]) -> Alignment:
         if self._alignment is None:

@@ -14,8 +14,11 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from vllm_steer.frontend.context import EngineContext, ensure_engine_context
 from vllm_steer.server.capture_store import CaptureFormat
+from vllm_steer.server.http.applied_field import FIELD as APPLIED_FIELD
 from vllm_steer.server.http.apply_fields import RequestRefused, refuse_fields
 from vllm_steer.server.http.capture_reports import RESULTS_FIELD, build_reports, error_report, missing_reports
 from vllm_steer.server.http.field_scanner import find_fields
@@ -58,12 +61,15 @@ async def run_request_line(original: Handler, handler: Handler, request: Any, *m
     async def handle(body: Any, *args: Any, **kwargs: Any) -> Any:
         _check_fields(body, request.url)
         batch = _current_batch.get()
-        context = RequestContext(engine=batch.engine)
+        context = RequestContext(engine=batch.engine)  # without a store of captures
         token = current_request.set(context)
         try:
             response = await handler(body, *args, **kwargs)
         finally:
             current_request.reset(token)
+        applied = context.final_applied_json()
+        if applied is not None and hasattr(response, "choices"):
+            setattr(response, APPLIED_FIELD, msgspec.json.decode(applied))
         if context.consumers and hasattr(response, "choices"):
             reports = await build_reports(context, batch.inline_bytes, batch.response_bytes, _refuse_to_store)
             for number, choice in enumerate(response.choices):

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Protocol, TypeGuard
 
 import msgspec
@@ -14,7 +14,7 @@ from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_WIDTH
 from vllm_steer.spec.json_schema import any_of
 from vllm_steer.spec.scalars import shown
-from vllm_steer.spec.selector import OPEN_END, Selector
+from vllm_steer.spec.selector import OPEN_END, Interval, Selector
 from vllm_steer.spec.vector import PackedVector
 
 
@@ -128,6 +128,10 @@ def rows_of(
         raise SteeringError("vector", f"is a capture without rows of {point}[{layers[0]}]; its sites: {known}")
     rows = site.rows.float().numpy()
     found = np.asarray(site.positions).tolist()
+    if not len(rows):
+        raise SteeringError(
+            "vector", f"is a capture without rows of {point}[{layers[0]}]; capture positions that the request reaches"
+        )
     if len(rows) != len(found):  # a mean or the last row
         return rows[0], tokens
     if tokens is None:
@@ -146,15 +150,28 @@ def rows_of(
                 "list positions that count from 0, or omit tokens to use all captured positions",
             )
     row_of = {position: i for i, position in enumerate(found)}
-    wanted: list[int] = []
-    for start, stop in selector.intervals(prompt_len):
-        wanted += range(start, max(found) + 1 if stop == OPEN_END else stop)
-    lost = [position for position in wanted if position not in row_of]
-    if lost or not wanted:
-        raise SteeringError(
-            "tokens",
-            f"position {lost[0] if lost else shown(tokens)} was not captured; use some of the captured positions "
-            f"{shown(found)}, or capture it too",
-        )
-    picked = rows[[row_of[position] for position in wanted]]
+    picked = rows[_row_numbers(selector.intervals(prompt_len), row_of, tokens)]
     return (picked if len(picked) > 1 else picked[0]), tokens
+
+
+def _row_numbers(intervals: Iterable[Interval], row_of: Mapping[int, int], tokens: object) -> list[int]:
+    """Return the numbers of the rows at the positions in ``intervals``; raise SteeringError if one has no row."""
+    numbers: list[int] = []
+    last = max(row_of)
+    for start, stop in intervals:
+        # Ends at the first position without a row: an interval of a short body can have two billion positions.
+        for position in range(start, last + 1 if stop == OPEN_END else stop):
+            if position not in row_of:
+                raise _not_captured(position, row_of)
+            numbers.append(row_of[position])
+    if not numbers:
+        raise _not_captured(tokens, row_of)
+    return numbers
+
+
+def _not_captured(what: object, row_of: Mapping[int, int]) -> SteeringError:
+    return SteeringError(
+        "tokens",
+        f"position {shown(what)} was not captured; use some of the captured positions {shown(list(row_of))}, "
+        "or capture it too",
+    )

@@ -404,7 +404,7 @@ def _check_num_rows(num_rows: int, tokens: Selector) -> None:
 def _check_order(tokens: object) -> None:
     """Raise SteeringError if positions are not listed in the order of a matrix's rows."""
     if isinstance(tokens, range) and tokens.step < 0:
-        tokens = list(tokens)
+        tokens = list(tokens[:2])  # the second one is out of order; a range can be longer than memory
     if not isinstance(tokens, list):
         return
     starts = [item if is_integer(item) else item[0] for item in tokens]

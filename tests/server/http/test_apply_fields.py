@@ -260,6 +260,19 @@ def test_rejects_captures_that_no_response_carries(context: RequestContext) -> N
         apply_to_params(request_with(capture={"memory": HOOKS}), SamplingParams())
 
 
+def test_rejects_live_strengths_in_several_runs(context: RequestContext) -> None:
+    """Catches a strength that was set in one run of the model and is 1 again in the next, and plain edits refused."""
+    tools = [{"type": "web_search_preview"}]
+    live = [EDIT, {**EDIT, "live": "calm"}]
+    with pytest.raises(RequestRefused, match="web_search_preview") as refused:
+        apply_to_params(request_with(ResponsesRequest, tools=tools, steering=live), SamplingParams())
+    assert refused.value.parameter == "steering[1].live"
+    assert has_steering(apply_to_params(request_with(ResponsesRequest, steering=live), SamplingParams()))
+    context.compiled = None  # as for the next body
+    edits = [EDIT, {**EDIT, "live": None}]
+    assert has_steering(apply_to_params(request_with(ResponsesRequest, tools=tools, steering=edits), SamplingParams()))
+
+
 def test_rejects_edits_that_only_fit_separately(context: RequestContext) -> None:
     """Catches per-edit checks that miss a limit on all edits together."""
     set_prompt_len(5)

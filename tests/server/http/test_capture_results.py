@@ -28,7 +28,7 @@ from vllm_steer.capture.results import CaptureResults
 from vllm_steer.params import PROMPT_KEY
 from vllm_steer.server.http import capture_reports, capture_results
 from vllm_steer.server.http.apply_fields import apply_to_params
-from vllm_steer.server.http.request_context import current_request, record_results, track_sample
+from vllm_steer.server.http.request_context import RequestContext, current_request, record_results, track_sample
 from vllm_steer.server.http.row_encoding import encode_inline
 from vllm_steer.server.routes.captures import capture_store_of
 
@@ -397,3 +397,20 @@ def test_positions_are_plain_integers() -> None:
     site = encode_inline(captured())["post_block"]["1"]
     assert all(type(position) is int for position in site["positions"])
     assert np.frombuffer(base64.b64decode(site["data"]), "<f4").shape == (3 * HIDDEN,)
+
+
+async def test_a_choice_that_finishes_while_reports_are_built() -> None:
+    """Catches a stream that ends without its last event, since a sibling finished during the wait for a consumer."""
+    slow: Future[CaptureResult] = Future()
+    context = RequestContext(results={1: CaptureResults({"memory": slow})})
+    building = asyncio.create_task(capture_reports.build_reports(context, 1 << 20, 1 << 20, no_store))
+    await asyncio.sleep(0)
+    state = SimpleNamespace(_steering_choice=(context, 0))
+    record_results(state, CaptureResults({"memory": done(captured(value=5))}))
+    slow.set_result(CaptureResult("ok", None, captured(value=7)))
+    reports = await asyncio.wait_for(building, 10)
+    assert values_of([{"capture_results": reports[i]} for i in range(2)]) == [5, 7]
+
+
+async def no_store(size: int, make: Any, file_format: Any) -> dict[str, Any]:
+    raise AssertionError(f"{size} bytes were stored")

@@ -370,7 +370,7 @@ async def test_admission_timeouts_of_global_steering_have_retry_after(route: str
         return JSONResponse(error.model_dump(), status_code=error.error.code)
 
     client = client_of(app)
-    assert (await client.post(route, json={"steered": "as all are"})).headers["retry-after"] == str(RETRY_AFTER)
+    assert (await client.post(route, json={"by": "global steering"})).headers["retry-after"] == str(RETRY_AFTER)
     assert "retry-after" not in (await client.post(route, json={})).headers
 
 

@@ -32,7 +32,7 @@ from vllm_steer.server.http import readout_feed
 from vllm_steer.server.http.apply_fields import apply_to_params
 from vllm_steer.server.http.middleware import SteeringMiddleware
 from vllm_steer.server.http.request_context import track_sample
-from vllm_steer.server.http.schemas import ReadoutValuesForm
+from vllm_steer.server.http.schemas import ReadoutValuesForm, TraceForm
 
 COMPLETIONS, RESPONSES = "/v1/completions", "/v1/responses"
 PROMPT, TOKENS = 3, 4
@@ -118,10 +118,12 @@ def make_app(chunks: int = TOKENS) -> FastAPI:
 
     @app.post(RESPONSES)
     async def responses(body: ResponsesRequest) -> Any:
-        sample = Sample(apply_to_params(body, SamplingParams(max_tokens=TOKENS)), 0)
-        if not body.stream:
-            for _ in range(TOKENS):
+        params = apply_to_params(body, SamplingParams(max_tokens=TOKENS))
+        for _ in range((body.model_extra or {}).get("runs", 1)):  # further ones follow calls of tools
+            sample = Sample(params, 0)
+            for _ in range(0 if body.stream else TOKENS):
                 sample.step()
+        if not body.stream:
             return {"id": "x", "output": []}
 
         async def events() -> AsyncIterator[str]:
@@ -226,6 +228,24 @@ async def test_responses_route() -> None:
     assert joined(events) == expected()
     assert events[1]["readouts"]["score"]["positions"] == [3]
     assert [event["type"] for event in events[-2:]] == ["response.output_text.delta", "response.completed"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_no_trace_of_several_runs(stream: bool) -> None:
+    """Catches the trace of the last run as that of all runs, with server-side tools."""
+    client = client_of(make_app())
+    edit = {"kind": "add", "point": "post_block", "layers": 1, "vector": [1.0] * HIDDEN, "live": "calm"}
+    for runs in (1, 2):
+        response = await client.post(RESPONSES, json={"input": "x", "steering": [edit], "runs": runs, "stream": stream})
+        assert response.status_code == 200, response.text
+        parts = events_of(response.text) if stream else [response.json()]
+        (trace,) = [part["steering_trace"] for part in parts if "steering_trace" in part]
+        assert (
+            ("error" not in trace and trace["live"] == {"calm": trace["live"]["calm"]})
+            if runs == 1
+            else (set(trace) == {"error"} and "several times" in trace["error"])
+        )
+        msgspec.convert(trace, TraceForm)
 
 
 async def test_plain_requests_are_unchanged() -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests import memory
 from tests.server.fakes import HIDDEN, engine_context
 from vllm_steer.capture.results import CapturedRequest, SiteRows
 from vllm_steer.errors import SteeringError
@@ -64,6 +65,15 @@ def test_rows_of_other_positions(store: CaptureStore) -> None:
             resolve(store, {**named, "positions": positions}, tokens=tokens)
     with pytest.raises(SteeringError, match="position -20 is outside of the captured prompt of 4 tokens"):
         resolve(store, {**named, "positions": [-20]}, tokens=[0])
+
+
+@pytest.mark.parametrize("stop", [1 << 29, 2_000_000_000])
+@pytest.mark.parametrize("positions", [None, [0]])
+def test_long_intervals_are_not_listed(stop: int, positions: list[int] | None, store: CaptureStore) -> None:
+    """Catches a body of 200 bytes that lists two billion positions, which fills the memory of the server."""
+    named = {"capture": store.put(encode_file(CAPTURED), "safetensors", MINE), "positions": positions}
+    with memory.at_most(256), pytest.raises(SteeringError, match=r"was not captured|for each token|one by one"):
+        resolve(store, named, tokens=[[0, stop]])
 
 
 def test_sources_without_rows_are_refused(store: CaptureStore) -> None:

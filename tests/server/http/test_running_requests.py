@@ -6,23 +6,34 @@ from __future__ import annotations
 import pytest
 
 from vllm_steer.frontend.live import EndedRequestError, UnknownRequestError
-from vllm_steer.server.http.running_requests import RunningRequest, RunningRequests, client_ids
+from vllm_steer.server.http.running_requests import (
+    BATCH_ROUTE,
+    RESPONSES_ROUTE,
+    RunningRequest,
+    RunningRequests,
+    client_ids,
+)
 
 ALICE, BOB = b"a", b"b"
 
 
 @pytest.mark.parametrize(
-    ("engine_id", "batched", "expected"),
+    ("engine_id", "route", "header", "expected"),
     [
-        ("cmpl-job-7-0", False, ("cmpl-job-7", "job-7")),
-        ("chatcmpl-job_7", False, ("chatcmpl-job_7", "job_7")),
-        ("chatcmpl-job_7_1", True, ("chatcmpl-job_7", "job_7")),
-        ("resp_ab_0", False, ("resp_ab",)),
+        ("cmpl-job-7-0", "/v1/completions", None, ("cmpl-job-7", "job-7")),
+        ("chatcmpl-job_7", "/v1/chat/completions", None, ("chatcmpl-job_7", "job_7")),
+        ("chatcmpl-job_7_1", BATCH_ROUTE, None, ("chatcmpl-job_7", "job_7")),
+        ("resp_ab_0", RESPONSES_ROUTE, None, ("resp_ab",)),
+        ("resp_ab_0", RESPONSES_ROUTE, "mine_0", ("resp_ab", "mine_0")),
+        ("job-7_0", RESPONSES_ROUTE, None, ("job-7",)),
+        ("job-7_1_12", RESPONSES_ROUTE, None, ("job-7_1",)),
+        ("cmpl-job-7_0", RESPONSES_ROUTE, None, ("cmpl-job-7",)),
+        ("chatcmpl-job_0", RESPONSES_ROUTE, "mine", ("chatcmpl-job", "mine")),
     ],
 )
-def test_client_ids(engine_id: str, batched: bool, expected: tuple[str, ...]) -> None:
-    """Catches the number of a prompt left in an id, and a part of the client's own id cut off."""
-    assert client_ids(engine_id, batched=batched) == expected
+def test_client_ids(engine_id: str, route: str, header: str | None, expected: tuple[str, ...]) -> None:
+    """Catches the number of a prompt or run left in an id, and a part of the client's own id cut off."""
+    assert client_ids(engine_id, route, header) == expected
 
 
 def test_lookup_by_owner() -> None:

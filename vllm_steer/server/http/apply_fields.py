@@ -24,7 +24,6 @@ from vllm_steer.params import (
     FIELDS,
     PROGRAM_KEY,
     PROMPT_KEY,
-    RESERVED_KEYS,
     compile_fields,
     program_of,
     read_specs,
@@ -37,18 +36,16 @@ from vllm_steer.server.access_errors import AccessError
 from vllm_steer.server.auth.current_key import current_key, require_field_rights
 from vllm_steer.server.auth.rights import Right
 from vllm_steer.server.http.compiled_fields import compile_json_fields
-from vllm_steer.server.http.confusables import resembles
+from vllm_steer.server.http.misspelt_fields import refuse_misspelt
 from vllm_steer.server.http.request_context import RequestContext, ResultsLocation, current_request
-from vllm_steer.server.http.row_sources import take_store_option, with_rows
+from vllm_steer.server.http.row_sources import STORE, take_store_option, with_rows
 from vllm_steer.server.quota.tracker import Reservation
+from vllm_steer.spec.fields import GENERAL_FIELD
 from vllm_steer.spec.readout import READOUTS_FIELD
-from vllm_steer.spec.unknown_fields import problem_of
 
 # The server runs all other tools itself and calls the model again with their results.
 _CLIENT_TOOLS = frozenset({"function", "custom"})
 MEMORY = MemoryConsumer.name
-_PARENTS = ("extra_args", "extra_body", "sampling_params")
-"""Unknown objects of a body in which clients put fields, because other servers or client libraries read them there."""
 
 
 class RequestRefused(VLLMValidationError, SteeringError):  # type: ignore[misc]
@@ -93,6 +90,7 @@ def apply_to_params(request: Any, params: Any) -> Any:
         _refuse_misspelled(request)
         _refuse_background(request)
         fields = read_fields(request)
+        _refuse_live_with_tools(request, fields)
         for name in (CAPTURE_FIELD, READOUTS_FIELD):
             if name in fields:
                 _refuse_without_answer(request, name)
@@ -163,38 +161,7 @@ def _refuse_misspelled(request: Any) -> None:
     if not unknown and not xargs:
         return
     context = current_request.get()
-    if context is not None and context.engine is not None:
-        _refuse_known_mistakes(unknown, "")
-        _refuse_known_mistakes({name: xargs[name] for name in xargs if name not in RESERVED_KEYS}, "vllm_xargs.")
-        for parent in _PARENTS:
-            if isinstance(unknown.get(parent), Mapping):
-                _refuse_known_mistakes(unknown[parent], f"{parent}.")
-    for name, value in unknown.items():
-        if name not in FIELDS and (resembles(name, "steering") or _looks_like_field(name, value)):
-            raise SteeringError(name[:80], f"unknown field; use one of {', '.join(FIELDS)}")
-    for name in xargs:
-        if resembles(name, "steering") or name in RESERVED_KEYS:
-            raise SteeringError(
-                f"vllm_xargs.{name[:80]}", f"is reserved; put {', '.join(FIELDS)} at the top level of the body"
-            )
-
-
-def _refuse_known_mistakes(given: Mapping[str, Any], path: str) -> None:
-    for name, value in given.items():
-        if value is not None and name not in FIELDS and (problem := problem_of(name)) is not None:
-            raise SteeringError(f"{path}{name}", problem)
-
-
-def _looks_like_field(name: str, value: object) -> bool:
-    """Return whether a field with a general name is one of ours, misspelt, as its value shows."""
-    if isinstance(value, list):
-        return resembles(name, "stop") and any(isinstance(each, Mapping) and "readout" in each for each in value)
-    if not isinstance(value, Mapping):
-        return False
-    specs = [spec for spec in (value, *value.values()) if isinstance(spec, Mapping)]
-    if resembles(name, "readout"):
-        return any("probe" in spec or "projections" in spec for spec in specs)
-    return resembles(name, CAPTURE_FIELD) and any("hooks" in spec for spec in specs)
+    refuse_misspelt(unknown, xargs, enabled=context is not None and context.engine is not None)
 
 
 def _refuse_background(request: Any) -> None:
@@ -211,13 +178,7 @@ def _refuse_without_answer(request: Any, field: str) -> None:
                 field,
                 "is not supported in background requests, which are answered before the model runs; omit background",
             )
-        served_tools = sorted({tool.type for tool in request.tools} - _CLIENT_TOOLS)
-        if served_tools:
-            raise SteeringError(
-                field,
-                f"is not supported with server-side tools ({', '.join(served_tools)}), which run the model several "
-                "times; omit them",
-            )
+        _refuse_served_tools(request, field)
     memory = (request.model_extra or {}).get(CAPTURE_FIELD, {})
     memory = memory.get(MEMORY) if isinstance(memory, Mapping) else None
     if isinstance(memory, Mapping) and memory.get(STREAM):
@@ -231,11 +192,35 @@ def _refuse_without_answer(request: Any, field: str) -> None:
         )
 
 
+def _refuse_live_with_tools(request: Any, fields: Mapping[str, Any]) -> None:
+    """Raise SteeringError for live strengths that would be 1 again in each further run of the model."""
+    edits = fields.get(GENERAL_FIELD)
+    if isinstance(request, ResponsesRequest) and isinstance(edits, list):
+        for i, edit in enumerate(edits):
+            if isinstance(edit, Mapping) and edit.get("live") is not None:
+                _refuse_served_tools(request, f"{GENERAL_FIELD}[{i}].live")
+
+
+def _refuse_served_tools(request: Any, field: str) -> None:
+    served_tools = sorted({tool.type for tool in request.tools} - _CLIENT_TOOLS)
+    if served_tools:
+        raise SteeringError(
+            field,
+            f"is not supported with server-side tools ({', '.join(served_tools)}), which run the model several times; "
+            "omit them",
+        )
+
+
 def _apply(fields: Mapping[str, Any], params: Any, context: RequestContext, answer: ResultsLocation) -> None:
     compiled = context.compiled
     if compiled is None:
         require_field_rights(fields)
         fields, context.store_rows = take_store_option(fields, MEMORY)
+        if context.store_rows and context.capture_store is None:
+            raise SteeringError(
+                f"{CAPTURE_FIELD}.{MEMORY}.{STORE}",
+                "is not supported in a batch run, which stores no captures; omit it, or capture to files",
+            )
         try:
             resolved = with_rows(fields, context)
             # The cache identifies fields by their JSON, which does not contain rows that are named.

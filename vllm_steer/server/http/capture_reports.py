@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm_steer.capture import CapturedRequest, CaptureResult
 from vllm_steer.server.capture_store import CaptureFormat
-from vllm_steer.server.http.request_context import RequestContext
+from vllm_steer.server.http.request_context import RERUN, RequestContext
 from vllm_steer.server.http.result_waiter import wait_for
 from vllm_steer.server.http.row_encoding import encode_file, encode_inline
 
@@ -25,8 +25,6 @@ _SHORT_FIELDS, _SHORT_TEXT = 8, 4096
 StoreReport = Callable[[int, Callable[[], bytes], CaptureFormat], Awaitable[dict[str, Any]]]
 """Stores data that is too large for the response. Called with the size and a function that returns the bytes; returns
 the fields to report instead, including ``status`` and ``error`` on failure."""
-
-_RERUN = "the server ran the model several times for this choice (server-side tools); which run to report is undefined"
 
 
 async def build_reports(
@@ -46,16 +44,19 @@ async def build_reports(
     reports: dict[int, dict[str, Any]] = {}
     if context.store_rows:
         inline_bytes = 0
-    for choice, results in context.results.items():
-        if choice in context.rerun_choices:
-            reports[choice] = {name: error_report(_RERUN) for name in results}
-            continue
-        reports[choice] = {}
-        for name, future in results.futures.items():
-            result = await wait_for(future)
-            reports[choice][name] = report = await _build_report(result, min(inline_bytes, response_bytes), store)
-            if "sites" in report:
-                response_bytes -= result.data.num_bytes
+    # A choice can finish while this waits for the consumers of another one.
+    while finished := sorted(context.results.keys() - reports.keys()):
+        for choice in finished:
+            results = context.results[choice]
+            if choice in context.rerun_choices:
+                reports[choice] = {name: error_report(RERUN) for name in results}
+                continue
+            reports[choice] = {}
+            for name, future in results.futures.items():
+                result = await wait_for(future)
+                reports[choice][name] = report = await _build_report(result, min(inline_bytes, response_bytes), store)
+                if "sites" in report:
+                    response_bytes -= result.data.num_bytes
     return reports
 
 

@@ -48,13 +48,15 @@ class _Readout(NamedTuple):
 class ReadoutFeed:
     """Readouts of one sample that the response has not carried yet. For the event loop only."""
 
-    def __init__(self, state: Any, model_name: str = "") -> None:
+    def __init__(self, state: Any, model_name: str = "", no_trace: str | None = None) -> None:
         """Take over the records of a sample; its outputs no longer carry readouts.
 
         Args:
             state: vLLM's ``RequestState`` of a sample whose program is dynamic.
             model_name: The model's name in metrics.
+            no_trace: Error in place of the trace, if the choice has none.
         """
+        self._no_trace = no_trace
         self._model_name = model_name
         self._state = state
         program, self._reader = read_records(state)
@@ -116,10 +118,12 @@ class ReadoutFeed:
         return {name: found.get(name) or dict(empty) for name, empty in self._empty.items()}
 
     def take_trace(self) -> dict[str, Any] | None:
-        """Return the trace of the values taken so far, once; None for a request without gated and live edits."""
+        """Return the trace of the values taken so far, or the error, once; None without gated and live edits."""
         if self._trace_taken or not (self._gates or self._live):
             return None
         self._trace_taken = True
+        if self._no_trace is not None:
+            return {"error": self._no_trace}
         # As in SteeringTrace: 0 at tokens that the edit does not cover.
         gates = [
             [

@@ -29,6 +29,8 @@ from vllm_steer.server.http.running_requests import RunningRequest, RunningReque
 from vllm_steer.server.quota.tracker import Reservation
 
 _CHOICE = "_steering_choice"
+RERUN = "the server ran the model several times for this choice (server-side tools); which run to report is undefined"
+"""Error in place of captures and trace of a choice."""
 
 ResultsLocation: TypeAlias = Literal["choices", "response"]
 
@@ -90,8 +92,10 @@ class RequestContext:
     """Entry of this request in ``directory``; None until it steers."""
     directory: RunningRequests | None = None
     """Running requests of this process; None outside of a server."""
-    batched: bool = False
-    """Whether the route answers several conversations."""
+    route: str = ""
+    """Path of the route; empty outside of a server."""
+    header_id: str | None = None
+    """``X-Request-Id``, on routes where vLLM ignores it."""
     closed: bool = False
     """Whether the response is complete; later results are dropped."""
 
@@ -148,14 +152,15 @@ def track_sample(output_processor: Any, request: Any) -> None:
         setattr(state, _CHOICE, (context, prompt * context.samples + state.request_index))
         on_reach(state, record_unreached)
         if context.directory is not None and not context.closed:
-            context.running = context.running or RunningRequest(context.owner, context.batched)
+            context.running = context.running or RunningRequest(context.owner, context.route, context.header_id)
             context.directory.add_sample(context.running, state_request_id(state), request.request_id)
         if context.consumers:
             on_results(state, record_results)
         if context.dynamic and not context.closed and is_dynamic(state):
-            context.readouts[prompt * context.samples + state.request_index] = ReadoutFeed(
-                state, "" if context.engine is None else context.engine.model_name
-            )
+            choice = prompt * context.samples + state.request_index
+            model_name = "" if context.engine is None else context.engine.model_name
+            no_trace = RERUN if choice in context.readouts else None
+            context.readouts[choice] = ReadoutFeed(state, model_name, no_trace)
 
 
 def record_unreached(state: Any, unreached: Unreached) -> None:

@@ -25,8 +25,10 @@ from vllm_steer.server.http.applied_field import AppliedFieldWriter
 from vllm_steer.server.http.capture_results import CaptureResultWriter
 from vllm_steer.server.http.error_response import BodyTooLargeError, error_response, error_status
 from vllm_steer.server.http.field_scanner import OVERLAP, find_fields, form_field, is_utf8, may_hold_fields
+from vllm_steer.server.http.misspelt_fields import find_misspelt, is_always_refused
 from vllm_steer.server.http.readout_results import ReadoutWriter
 from vllm_steer.server.http.request_context import RequestContext
+from vllm_steer.server.http.running_requests import BATCH_ROUTE, RESPONSES_ROUTE
 from vllm_steer.server.quota.tracker import Reservation
 from vllm_steer.server.routes.base import app_path
 from vllm_steer.server.routes.captures import capture_store_of
@@ -37,11 +39,16 @@ from vllm_steer.spec.readout import READOUTS_FIELD
 STEERABLE_ROUTES: tuple[str, ...] = (
     "/v1/completions",
     "/v1/chat/completions",
-    "/v1/chat/completions/batch",
-    "/v1/responses",
+    BATCH_ROUTE,
+    RESPONSES_ROUTE,
     "/invocations",
 )
 """Routes that create sampling parameters through methods that this package wraps. Other routes refuse the fields."""
+UNSTEERABLE_ROUTES = frozenset(
+    {"/v1/messages", "/cohere/v2/chat", "/inference/v1/generate", "/generative_scoring", "/v1/systemone"}
+)
+"""Other routes with JSON bodies that run the model. They refuse misspelt fields as well; for :data:`STEERABLE_ROUTES`,
+``apply_fields.py`` does."""
 
 COMPOSING_ROUTES: tuple[str, ...] = (*STEERABLE_ROUTES, "/v1/audio/transcriptions", "/v1/audio/translations")
 """Routes whose handlers use the registry: those above, and the others with beam search."""
@@ -60,11 +67,13 @@ class RequestGuard:
         self._app = scope["app"]
         self.context.capture_store = partial(capture_store_of, self._app)
         self.context.directory = running_requests_of(self._app)
-        self.context.batched = app_path(scope).endswith("/batch")
+        self._path = self.context.route = app_path(scope)
         self._scope, self._receive = scope, receive
         self._send: Send = AppliedFieldWriter(self.context, send).send
-        self._path = app_path(scope)
-        self._is_form = Headers(scope=scope).get("content-type", "").lower().startswith("multipart/")
+        headers = Headers(scope=scope)
+        if self._path == RESPONSES_ROUTE:
+            self.context.header_id = headers.get("x-request-id")
+        self._is_form = headers.get("content-type", "").lower().startswith("multipart/")
         self._tail = b""
         self._all_read = False
         self._started = False
@@ -182,7 +191,19 @@ class RequestGuard:
             self._raise(BodyTooLargeError("body", problem))
         if suspect:
             await self._check_fields(body)
+        if self._path in UNSTEERABLE_ROUTES:
+            await self._refuse_misspelt(body)
         return {"type": "http.request", "body": body, "more_body": False}
+
+    async def _refuse_misspelt(self, body: bytes) -> None:
+        error = find_misspelt(body)
+        if error is None:
+            return
+        engine = getattr(self._app.state, "engine_client", None)
+        enabled = engine is not None and await ensure_engine_context(engine) is not None
+        if enabled or is_always_refused(error.field):
+            problem = f"{error.problem}; {self._path} cannot steer: use one of {', '.join(STEERABLE_ROUTES)}"
+            self._raise(SteeringError(error.field, problem))
 
     async def _check_fields(self, body: bytes) -> None:
         found = find_fields(body)

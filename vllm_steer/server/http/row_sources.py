@@ -133,9 +133,12 @@ def _pair(positions: object, tokens: object, field: str, request: StoredRequest)
     selector = Selector.parse("all" if tokens is None else tokens)
     if selector.is_named or selector.num_positions is None or selector.intervals(1 << 30)[-1][1] > 1 << 29:
         raise SteeringError(field, "is matched with `tokens` one by one, so `tokens` must be a list such as [3, 4]")
+    # Compared before the positions are listed: an interval of a short body can have two billion of them.
+    if selector.num_positions != len(positions):
+        raise SteeringError(
+            field, f"has {len(positions)} positions for {selector.num_positions} tokens; give one for each token"
+        )
     here = [position for start, stop in selector.intervals(1) for position in range(start, stop)]
-    if len(here) != len(positions):
-        raise SteeringError(field, f"has {len(positions)} positions for {len(here)} tokens; give one for each token")
     length = request.num_prompt_tokens
     for position in positions:
         if position < -length:  # later positions may be captured tokens of the answer

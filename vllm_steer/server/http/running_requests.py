@@ -2,7 +2,8 @@
 """Running HTTP requests with steering by the ids that clients know, for the route of live strengths.
 
 A client knows the ``id`` of a response (``cmpl-...``, ``chatcmpl-...``, ``resp_...``), and what it has sent in the
-header ``X-Request-Id`` or the field ``request_id``. vLLM derives the engine's ids of prompts and samples from these.
+header ``X-Request-Id`` or the field ``request_id``. vLLM derives the engine's ids of prompts and samples from these,
+except that its responses route ignores the header.
 """
 
 from __future__ import annotations
@@ -15,19 +16,26 @@ from vllm_steer.frontend.live import EndedRequestError, UnknownRequestError
 
 _REMEMBERED = 4096
 """Ended requests whose ids are remembered, to tell them from unknown ones."""
-_ID = re.compile(r"(?P<response>cmpl-(?P<cmpl>.*)(?=-\d+$)|chatcmpl-(?P<chat>.*)|resp_.*(?=_\d+$)|.*)", re.DOTALL)
-_BATCH = re.compile(r"_\d+$")
+RESPONSES_ROUTE = "/v1/responses"
+BATCH_ROUTE = "/v1/chat/completions/batch"
+_NUMBERED = (RESPONSES_ROUTE, BATCH_ROUTE)
+"""Routes on which vLLM appends ``_0``, ``_1`` and so on to ids: for each run of the model, or each conversation."""
+_ID = re.compile(r"(?P<response>cmpl-(?P<cmpl>.*)(?=-\d+$)|chatcmpl-(?P<chat>.*)|.*)", re.DOTALL)
+_NUMBER = re.compile(r"_\d+$")
 
 
-def client_ids(engine_id: str, *, batched: bool = False) -> tuple[str, ...]:
+def client_ids(engine_id: str, route: str = "", header_id: str | None = None) -> tuple[str, ...]:
     """Return the ids by which a client knows the request of a prompt.
 
     Args:
         engine_id: Id of the prompt's request, as vLLM's serving code gave it to the engine.
-        batched: Whether the route answers several conversations, to whose ids vLLM appends ``_0``, ``_1`` and so on.
+        route: Path of the route.
+        header_id: ``X-Request-Id`` of the request, if the route's ids do not contain it.
     """
-    if batched:
-        engine_id = _BATCH.sub("", engine_id)
+    if route in _NUMBERED:
+        engine_id = _NUMBER.sub("", engine_id)
+    if route == RESPONSES_ROUTE:  # which has no prefix of its own, so the client's id can begin like those of others
+        return (engine_id, header_id) if header_id else (engine_id,)
     found = _ID.match(engine_id)
     if found is None:
         return (engine_id,)
@@ -40,7 +48,9 @@ class RunningRequest:
     """The samples of one HTTP request."""
 
     owner: bytes
-    batched: bool = False
+    route: str = ""
+    header_id: str | None = None
+    """See `client_ids`."""
     samples: list[str] = field(default_factory=list)
     """The engine's ids."""
     ids: set[str] = field(default_factory=set)
@@ -62,7 +72,7 @@ class RunningRequests:
             sample: The engine's id of the sample.
         """
         request.samples.append(sample)
-        for each in client_ids(engine_id, batched=request.batched):
+        for each in client_ids(engine_id, request.route, request.header_id):
             if each not in request.ids:
                 request.ids.add(each)
                 self._running.setdefault((request.owner, each), []).append(request)

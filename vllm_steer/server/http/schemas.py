@@ -154,13 +154,26 @@ class ReadoutValuesForm(msgspec.Struct):
 
 
 class TraceForm(msgspec.Struct):
-    """Factors of the gated and live edits at the generated tokens."""
+    """Factors of the gated and live edits at the generated tokens, or the reason why there are none."""
 
-    positions: Annotated[list[int], msgspec.Meta(description="Positions of the generated tokens.")]
-    gates: Annotated[
-        list[list[float]], msgspec.Meta(description="By position: the factor of each edit with `when`, in their order.")
-    ]
-    live: Annotated[dict[str, list[float]], msgspec.Meta(description="Live strength in force by name and position.")]
+    positions: (
+        Annotated[list[int], msgspec.Meta(description="Positions of the generated tokens.")] | msgspec.UnsetType
+    ) = msgspec.UNSET
+    gates: (
+        Annotated[
+            list[list[float]],
+            msgspec.Meta(description="By position: the factor of each edit with `when`, in their order."),
+        ]
+        | msgspec.UnsetType
+    ) = msgspec.UNSET
+    live: (
+        Annotated[dict[str, list[float]], msgspec.Meta(description="Live strength in force by name and position.")]
+        | msgspec.UnsetType
+    ) = msgspec.UNSET
+    error: (
+        Annotated[str, msgspec.Meta(description="Instead of the other fields: why there is no trace.")]
+        | msgspec.UnsetType
+    ) = msgspec.UNSET
 
 
 REQUEST_FIELDS: dict[str, Schema] = request_schemas()
@@ -183,7 +196,8 @@ ANSWER_FIELDS: dict[str, Schema] = {
     TRACE_KEY: {
         **json_schema(TraceForm),
         "description": "Of requests with gated or live edits: of each choice, or at the top level of the responses "
-        "API. In a stream, in the last event of the choice.",
+        "API. In a stream, in the last event of the choice. If the server ran the model several times for server-side "
+        "tools, it has only `error`.",
     },
 }
 """Schemas of the fields added to responses, by name."""

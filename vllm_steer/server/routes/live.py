@@ -30,7 +30,8 @@ ROUTE = "/v1/steering/requests/{id}"
 RequestId = Annotated[
     str,
     PathParameter(
-        alias="id", description="`id` of the response, or the `X-Request-Id` that the client sent with the request."
+        alias="id",
+        description="`id` of the response, or the `X-Request-Id` or `request_id` that the client has sent.",
     ),
 ]
 _STATE = "vllm_steer_running_requests"

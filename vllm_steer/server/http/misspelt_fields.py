@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Detection of names that would be ignored: misspelt fields, and fields of other projects."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from itertools import islice
+from typing import Any
+
+import msgspec
+
+from vllm_steer.errors import SteeringError
+from vllm_steer.params import CAPTURE_FIELD, FIELDS, RESERVED_KEYS
+from vllm_steer.server.http.confusables import resembles
+from vllm_steer.spec.unknown_fields import problem_of
+
+_STEERING = "steering"
+_PARENTS = ("extra_args", "extra_body", "sampling_params")
+"""Unknown objects of a body in which clients put fields, because other servers or client libraries read them there."""
+_MAX_NAMES = 1024
+"""Names that are compared with our fields, which takes up to 40 microseconds each."""
+_top_level = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+def find_misspelt(body: bytes) -> SteeringError | None:
+    """Return the error for the first misspelt name at the top level of a JSON body, or None.
+
+    For routes whose request classes do not keep unknown fields. Hot path: values are skipped, not decoded, which takes
+    less time than the search for the fields' names.
+    """
+    encoding = json.detect_encoding(body[:4])
+    try:
+        document = _top_level.decode(body if encoding == "utf-8" else body.decode(encoding).encode())
+    except (msgspec.MsgspecError, ValueError, RecursionError):  # vLLM refuses it
+        return None
+    for name in islice(document, _MAX_NAMES):
+        if name in FIELDS:
+            continue
+        problem = problem_of(name)
+        if problem is None and resembles(name, _STEERING):
+            problem = "unknown field, which would be ignored"
+        if problem is not None and bytes(document[name]) != b"null":
+            return SteeringError(name[:80], problem)
+    return None
+
+
+def is_always_refused(name: str) -> bool:
+    """Return whether a misspelt name is also refused by servers without steering."""
+    return resembles(name, _STEERING)
+
+
+def refuse_misspelt(unknown: Mapping[str, Any], xargs: Mapping[str, Any], *, enabled: bool) -> None:
+    """Raise SteeringError for the first misspelt name in a vLLM request object.
+
+    Args:
+        unknown: The request's unknown fields.
+        xargs: Its ``vllm_xargs``.
+        enabled: Whether the engine steers.
+    """
+    if enabled:
+        _refuse_known_mistakes(unknown, "")
+        _refuse_known_mistakes({name: xargs[name] for name in xargs if name not in RESERVED_KEYS}, "vllm_xargs.")
+        for parent in _PARENTS:
+            if isinstance(unknown.get(parent), Mapping):
+                _refuse_known_mistakes(unknown[parent], f"{parent}.")
+    for name, value in unknown.items():
+        if name not in FIELDS and (resembles(name, _STEERING) or _looks_like_field(name, value)):
+            raise SteeringError(name[:80], f"unknown field; use one of {', '.join(FIELDS)}")
+    for name in xargs:
+        if resembles(name, _STEERING) or name in RESERVED_KEYS:
+            raise SteeringError(
+                f"vllm_xargs.{name[:80]}", f"is reserved; put {', '.join(FIELDS)} at the top level of the body"
+            )
+
+
+def _refuse_known_mistakes(given: Mapping[str, Any], path: str) -> None:
+    for name, value in islice(given.items(), _MAX_NAMES):
+        if value is not None and name not in FIELDS and (problem := problem_of(name)) is not None:
+            raise SteeringError(f"{path}{name}", problem)
+
+
+def _looks_like_field(name: str, value: object) -> bool:
+    """Return whether a field with a general name is one of ours, misspelt, as its value shows."""
+    if isinstance(value, list):
+        return resembles(name, "stop") and any(isinstance(each, Mapping) and "readout" in each for each in value)
+    if not isinstance(value, Mapping):
+        return False
+    specs = [spec for spec in (value, *value.values()) if isinstance(spec, Mapping)]
+    if resembles(name, "readout"):
+        return any("probe" in spec or "projections" in spec for spec in specs)
+    return resembles(name, CAPTURE_FIELD) and any("hooks" in spec for spec in specs)
