@@ -50,6 +50,7 @@ def vllm_lens() -> list[Refusal]:
 
     client, llm = package.VLLMLensClient(model="m"), package.LLM.__new__(package.LLM)
     vector = {"activations": [[[1.0]]], "layer_indices": [1]}
+    matched, twice = {**vector, "norm_match": True}, {"activations": [[1.0], [1.0]], "layer_indices": [1, 1]}
     return [
         Refusal("`output_qk: true`", _lens(output_qk=True)),
         Refusal("`apply_hooks`, and the routes `/v1/hooks/*`", _lens(apply_hooks=["..."])),
@@ -59,6 +60,10 @@ def vllm_lens() -> list[Refusal]:
         Refusal(
             "`position_indices` with 2-D `activations`",
             _lens(apply_steering_vectors=[{**vector, "activations": [[1.0]], "position_indices": [1]}]),
+        ),
+        Refusal("`layer_indices: [1, 1]`", _lens(apply_steering_vectors=[twice])),
+        Refusal(
+            "two vectors with `norm_match` at one layer and token", _lens(apply_steering_vectors=[matched, matched])
         ),
         Refusal("`lora_request` with `lora_path` (HTTP)", _lora),
         *(Refusal(f"`{name}`", lambda name=name: getattr(package, name)) for name in NAMES),
