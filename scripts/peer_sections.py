@@ -50,6 +50,7 @@ def vllm_lens() -> list[Refusal]:
 
     client, llm = package.VLLMLensClient(model="m"), package.LLM.__new__(package.LLM)
     vector = {"activations": [[[1.0]]], "layer_indices": [1]}
+    matched, twice = {**vector, "norm_match": True}, {"activations": [[1.0], [1.0]], "layer_indices": [1, 1]}
     return [
         Refusal("`output_qk: true`", _lens(output_qk=True)),
         Refusal("`apply_hooks`, and the routes `/v1/hooks/*`", _lens(apply_hooks=["..."])),
@@ -59,6 +60,10 @@ def vllm_lens() -> list[Refusal]:
         Refusal(
             "`position_indices` with 2-D `activations`",
             _lens(apply_steering_vectors=[{**vector, "activations": [[1.0]], "position_indices": [1]}]),
+        ),
+        Refusal("`layer_indices: [1, 1]`", _lens(apply_steering_vectors=[twice])),
+        Refusal(
+            "two vectors with `norm_match` at one layer and token", _lens(apply_steering_vectors=[matched, matched])
         ),
         Refusal("`lora_request` with `lora_path` (HTTP)", _lora),
         *(Refusal(f"`{name}`", lambda name=name: getattr(package, name)) for name in NAMES),
@@ -89,13 +94,17 @@ def inspect() -> list[Refusal]:
 
 def probe_hook() -> list[Refusal]:
     from vllm_steer.params import SamplingParams
-    from vllm_steer.peers.probe_hook.options import ProbeOptions, last_prompt
+    from vllm_steer.peers.probe_hook.options import ProbeOptions, check_global_steering, last_prompt
+    from vllm_steer.registry.index import RegistryLimits
+    from vllm_steer.registry.module import parse_module
+    from vllm_steer.registry.snapshot import Snapshot
 
     flags = {
         "include_prefill": False, "include_decode": True, "last_prefill_token": False, "last_decode_token": False,
         "include_last": False,
     }  # fmt: skip
     steered = {"post_block": {1: [1.0]}}
+    steered_decode = Snapshot().with_steering((), parse_module({"decode": steered}), RegistryLimits())
     plain, last = ProbeOptions.read([1], **flags), ProbeOptions.read([1], **flags | {"include_last": True})
 
     class Output:
@@ -111,6 +120,9 @@ def probe_hook() -> list[Refusal]:
         Refusal(
             "`include_last` with steering",
             lambda: last.params(SamplingParams(steering_vectors=steered, capture=plain.capture())),
+        ),
+        Refusal(
+            "`include_last` with global steering of generated tokens", lambda: check_global_steering(steered_decode)
         ),
         Refusal("`include_last` with images", lambda: last_prompt(Output(), [])),
         Refusal("steering or captures (`AsyncLLM`)", lambda: plain.unsteered(SamplingParams(steering_vectors=steered))),

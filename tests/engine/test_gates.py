@@ -18,6 +18,7 @@ from tests.engine.dynamic_cases import (
     GENERATED,
     PROMPTS,
     READOUTS,
+    add,
     bounds_of,
     cases,
     check,
@@ -65,6 +66,25 @@ def test_cases_are_decided(truth: Truth) -> None:
 def test_every_window_and_stop(llm: Any, truth: Truth) -> None:
     """Catches a gate of another token, a forgotten state, a stop that is late, and decisions of another request."""
     assert_all(run_all(llm, truth[0]), truth)
+
+
+def test_adjacent_ranges_trace_as_one(llm: Any, truth: Truth) -> None:
+    """Catches a trace that calls a gate open at tokens where it was closed, behind an equal edit of the tokens before.
+
+    The probe is first below its bound at every token, then at some.
+    """
+    for high, closed in ((1e6, True), (truth[0]["token"]["edits"][0].when[0].bound.threshold, False)):
+        when = {"readout": "early", "above": high}
+        start = len(PROMPTS[1])
+        whole, *parts = ([[start + 1, None]], [[start + 1, start + 5]], [[start + 5, None]])
+        one = {"edits": [add(when=when, tokens=whole)]}
+        two = {"edits": [add(when=when, tokens=tokens) for tokens in parts]}
+        outputs = run_all(llm, {"one": one, "two": two}, [PROMPTS[1]])
+        expected, found = (outputs[name, 0].outputs[0] for name in ("one", "two"))
+        assert found.token_ids == expected.token_ids
+        gates = expected.steering_trace.gates[:, 0]
+        assert (not gates.any()) == closed
+        np.testing.assert_array_equal(found.steering_trace.gates.sum(axis=1), gates)
 
 
 def test_the_token_that_stops_is_captured(llm: Any, truth: Truth) -> None:

@@ -74,6 +74,10 @@ CASES: dict[str, tuple[Callable[[Path], str], Any]] = {
     "saelens batchtopk": (
         saelens(architecture="batchtopk", apply_b_dec_to_input=True), np.where(PRE > THRESHOLD, relu(PRE), 0)
     ),
+    "saelens batchtopk, rescaled": (
+        saelens(architecture="batchtopk", rescale_acts_by_decoder_norm=True),
+        np.where(PRE * NORMS > THRESHOLD, relu(PRE * NORMS), 0),
+    ),
     "saelens topk": (saelens(architecture="topk", k=K), top(relu(PRE))),
     "saelens topk, rescaled": (
         saelens(architecture="topk", k=K, rescale_acts_by_decoder_norm=True), top(relu(PRE * NORMS))
@@ -156,6 +160,23 @@ def unequal_hooks(folder: Path) -> str:
     return write(folder, "params.safetensors", {"w_enc": W, **SCOPE}, config)
 
 
+def without_hooks(folder: Path) -> str:
+    return write(folder, "params.safetensors", {"w_enc": W, **SCOPE}, {"architecture": "jump_relu"})
+
+
+def lower_case(folder: Path) -> str:
+    return write(folder, "params.npz", {"w_enc": W, "w_dec": W_DEC.T, **SCOPE})
+
+
+def wider_output(folder: Path) -> str:
+    return write(folder, "params.npz", {"W_enc": W, "W_dec": np.ones((FEATURES, HIDDEN + 1), np.float32), **SCOPE})
+
+
+def with_skip(folder: Path) -> str:
+    tensors = {"encoder.weight": W.T, "encoder.bias": B_ENC, "b_dec": B_DEC, "W_skip": np.eye(HIDDEN, dtype=np.float32)}
+    return write(folder, "sae.safetensors", tensors, {"k": K})
+
+
 def pickled(folder: Path) -> str:
     folder.mkdir()
     np.savez(folder / "params.npz", W_enc=np.array([{"a": 1}], dtype=object))
@@ -188,7 +209,13 @@ def damaged(folder: Path) -> str:
         (saelens(reshape_activations="hook_z"), "reshape_activations"),
         (sparsify(transcode=True), "transcode is not supported"),
         (sparsify(activation="groupmax"), "activation 'groupmax'"),
+        (saelens(architecture="jumprelu", rescale_acts_by_decoder_norm=True), "rescale_acts_by_decoder_norm"),
+        (saelens(metadata={"hook_name": "a", "hook_name_out": "b"}), "transcoders"),
         (unequal_hooks, "transcoders"),
+        (without_hooks, "equal hf_hook_point_in"),
+        (lower_case, "transcoders"),
+        (wider_output, "transcoders"),
+        (with_skip, "transcoders"),
         (pickled, "floating-point"),
         (damaged, "cannot be read"),
         (short_bias, "b_enc has 19 numbers, expected 20"),
@@ -196,7 +223,14 @@ def damaged(folder: Path) -> str:
     ],
 )
 def test_refused(make: Callable[[Path], str], words: str, tmp_path: Path) -> None:
-    """Catches an encoder that would be computed by another formula, and an error that is not a SteeringError."""
+    """Catches (1) an encoder computed by another formula, (2) a decoder of another site, (3) another kind of error."""
     with pytest.raises(SteeringError, match=words) as refused:
         read_encoder(make(tmp_path / "sae"), "steering_config.saes.x")
     assert refused.value.field == "steering_config.saes.x"
+
+
+@pytest.mark.parametrize("make", [lower_case, saelens(architecture="jumprelu", rescale_acts_by_decoder_norm=True)])
+def test_refused_as_a_feature(make: Callable[[Path], str], tmp_path: Path) -> None:
+    """Catches an edit that writes a direction of another site or of another norm."""
+    with pytest.raises(SteeringError, match="not supported"):
+        read_feature(make(tmp_path / "sae"), 3, "steering[0]")

@@ -160,9 +160,12 @@ def test_a_solver_steers(url: str, hf: Any, tmp_path: Path) -> None:
     assert encoded[:40] not in text
 
 
-def test_an_oracle_is_asked(url: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("system", [None, "Be brief."])
+def test_an_oracle_is_asked(system: str | None, url: str, tmp_path: Path) -> None:
     """Catches a question without its rows, with other rows, at another position, or to another adapter."""
-    log = run(inspect_tasks.asked("oracle", LAYER, "?"), url, tmp_path)
+    task = inspect_tasks.asked("oracle", LAYER, "#")
+    task.config.system_message = system
+    log = run(task, url, tmp_path)
     for sample in log.samples:
         answered, asked = (event for event in sample.events if event.event == "model")
         stream = read_activations(answered.output, log)["residual_stream"]
@@ -172,13 +175,15 @@ def test_an_oracle_is_asked(url: str, tmp_path: Path) -> None:
             activations=rows.float().mean(0, keepdim=True)[None],
             layer_indices=[1],
             norm_match=True,
-            position_indices=[len("user: ")],
+            position_indices=[asked.output.metadata["prompt_token_ids"].index(PLACEHOLDER)],
         )
-        expected = prepare({"extra_args": {"apply_steering_vectors": [vector]}})
+        expected = prepare({"extra_args": {"apply_steering_vectors": [vector]}, "return_token_ids": True})
         request = asked.call.request
         assert (request["model"], request["extra_body"]) == ("oracle", expected.logged)
         with VLLMLensClient(url, model=MODEL) as client:
-            messages = [{"role": "user", "content": f"?\n{QUESTION}"}]
+            messages = [{"role": "user", "content": f"#\n{QUESTION}"}]
+            if system:
+                messages.insert(0, {"role": "system", "content": system})
             answer = client.chat(messages, 4, steering_vectors=vector, lora_request={"lora_name": "oracle"})
         assert sample.metadata["oracle"] == sample.output.completion == answer.text
         # Digests of the compiled edits: their vectors, layers and positions.

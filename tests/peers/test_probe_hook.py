@@ -12,12 +12,16 @@ import torch
 from vllm.sampling_params import RequestOutputKind
 
 from examples.peers import probe_hook
-from tests.peers.conftest import hidden_states
+from tests.peers.conftest import hidden_states, steered_states
 from vllm_steer import SteeringError
 from vllm_steer.capture.results import SiteRows
-from vllm_steer.peers.probe_hook import LLM, AsyncLLM, SamplingParams
+from vllm_steer.peers.probe_hook import LLM, AsyncLLM, SamplingParams, asynchronous
 from vllm_steer.peers.probe_hook.asynchronous import _Sample
-from vllm_steer.peers.probe_hook.options import ProbeOptions
+from vllm_steer.peers.probe_hook.options import ProbeOptions, check_global_steering
+from vllm_steer.registry.index import RegistryLimits
+from vllm_steer.registry.module import parse_module
+from vllm_steer.registry.snapshot import Snapshot
+from vllm_steer.spec import Selector
 
 FLAGS = {
     "include_prefill": False, "include_decode": True, "last_prefill_token": False, "last_decode_token": False,
@@ -53,6 +57,53 @@ def test_steered_parameters_need_the_capture() -> None:
     assert options.params(both) is both
     with pytest.raises(SteeringError, match="request of its own"):
         ProbeOptions.read([1], **FLAGS | {"include_last": True}).params(both)
+
+
+SITE = {"post_block": {1: [1.0] * 64}}
+
+
+def globally(**content: Any) -> Snapshot:
+    """Return the state of a registry with that global steering."""
+    return Snapshot().with_steering((), parse_module(content), RegistryLimits())
+
+
+def add(tokens: Any) -> dict[str, Any]:
+    """Return an edit of some tokens."""
+    return {"kind": "add", "point": "post_block", "layers": 1, "vector": [1.0] * 64, "tokens": tokens}
+
+
+@pytest.mark.parametrize(
+    ("content", "refused"),
+    [
+        ({"base": SITE}, None),
+        ({"base": SITE, "edits": [add("all"), add([0, [5, None]])]}, None),
+        ({"base": SITE, "prefill": SITE}, r"prefill\.post_block\[1\]"),
+        ({"decode": SITE}, r"decode\.post_block\[1\]"),
+        ({"edits": [add("all"), add("last_prompt")]}, r"edits\[1\]"),
+        ({"edits": [add([0, -1])]}, r"edits\[0\]"),
+        ({"edits": [add([[-1, None]])]}, r"edits\[0\]"),
+        ({"edits": [add({"generated": [[0, 4]]})]}, r"edits\[0\]"),
+    ],
+)
+def test_global_steering_covers_the_same_tokens_of_a_longer_prompt(content: Any, refused: str | None) -> None:
+    """Catches a last row that is steered as a prompt token, and steering of all tokens that is refused."""
+    snapshot = globally(**content)
+    if refused is None:
+        assert check_global_steering(snapshot) == snapshot.steering_digest is not None
+        return
+    with pytest.raises(SteeringError, match=rf"include_last: .*, where {refused} of global steering"):
+        check_global_steering(snapshot)
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    ["all", "prompt", "generated", "last_prompt", [3], [[2, None]], [[0, 3], -1], [[0, -1]], [[0, 1], [5, None], -1]],
+    ids=str,
+)
+def test_absolute_selectors(tokens: Any) -> None:
+    """Catches a selector called absolute whose positions depend on the prompt, and the reverse."""
+    selector = Selector(tokens)
+    assert selector.is_absolute == (len({selector.intervals(length) for length in range(2, 20)}) == 1)
 
 
 def test_deltas_are_joined() -> None:
@@ -97,6 +148,26 @@ def test_hidden_states_are_those_of_hf(engine: Any, hf: Any, include_last: bool)
 
 
 @pytest.mark.slow
+def test_the_last_row_has_the_global_steering(engine: Any, hf: Any) -> None:
+    """Catches a last row without global steering, or with that of prompt tokens."""
+    llm = LLM(engine, layers=[1], include_last=True)
+    params = SamplingParams(max_tokens=4, temperature=0)
+    vector = torch.randn(64, generator=torch.Generator().manual_seed(3))
+    try:
+        engine.steering.set(base={"post_block": {1: vector.tolist()}})
+        output = llm.generate("one", params, use_tqdm=False)[0]
+        tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids]
+        states = steered_states(hf, tokens, 1, dict.fromkeys(range(len(tokens)), vector), norm_match=False)[2]
+        torch.testing.assert_close(output.hidden_states[1], states[-4:], atol=1e-3, rtol=1e-3)
+        for tier in ("prefill", "decode"):
+            engine.steering.set(**{tier: SITE}, replace=True)
+            with pytest.raises(SteeringError, match=rf"include_last: .*{tier}\.post_block"):
+                llm.generate("one", params, use_tqdm=False)
+    finally:
+        engine.steering.clear()
+
+
+@pytest.mark.slow
 def test_last_tokens_only(engine: Any, hf: Any) -> None:
     """Catches the first row in place of the last."""
     with pytest.raises(SteeringError, match="already runs"):
@@ -117,17 +188,21 @@ def test_the_example_runs(engine: Any) -> None:
 class Deltas:
     """An engine that answers with two deltas, and with the row 9 to a request for the last token."""
 
-    def __init__(self, final_only: bool) -> None:
+    def __init__(self, final_only: bool, *steering: Any) -> None:
         self.final_only = final_only
+        self.steering = [SimpleNamespace(global_steering=each) for each in steering] or [None, None]
+        """Applied steering of the two requests."""
         self.asked: list[tuple[Any, str, dict[str, Any]]] = []
+        self.started = 0
 
     async def generate(self, prompt: Any, params: Any, request_id: str, **kwargs: Any) -> Any:
+        self.started += 1
         if "-last-" in request_id:
             self.asked.append((prompt, request_id, kwargs))
             assert (params.max_tokens, params.output_kind) == (1, RequestOutputKind.FINAL_ONLY)
             last = {("post_block", 1): SiteRows(np.array([5]), torch.full((1, 2), 9.0))}
             result = SimpleNamespace(status="ok", error=None, sites=last)
-            yield SimpleNamespace(capture_results={"memory": result})
+            yield SimpleNamespace(capture_results={"memory": result}, steering_applied=self.steering[1])
             return
         for position, reason in ((3, None), (4, "length")):
             row = {("post_block", 1): SiteRows(np.array([position]), torch.full((1, 2), float(position)))}
@@ -142,7 +217,44 @@ class Deltas:
                 capture_results={"memory": result} if reason else None,
             )  # fmt: skip
             if reason or not self.final_only:
-                yield SimpleNamespace(prompt_token_ids=[1, 2, 3], outputs=[completion])
+                yield SimpleNamespace(
+                    prompt_token_ids=[1, 2, 3], outputs=[completion], steering_applied=self.steering[0]
+                )
+
+
+def probing(monkeypatch: pytest.MonkeyPatch, engine: Deltas, snapshot: Snapshot, *, include_last: bool = True) -> Any:
+    """Return an ``AsyncLLM`` of an engine with that state of its registry."""
+
+    async def context(_: Any) -> Any:
+        async def refresh() -> Snapshot:
+            return snapshot
+
+        return SimpleNamespace(registry=SimpleNamespace(refresh=refresh))
+
+    monkeypatch.setattr(asynchronous, "ensure_engine_context", context)
+    llm = AsyncLLM.__new__(AsyncLLM)
+    llm.engine = engine
+    llm.options = ProbeOptions.read([1], **FLAGS | {"include_last": include_last})
+    return llm
+
+
+async def test_global_steering_of_both_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches (1) a request sent although its last row would be wrong and (2) two requests with other steering."""
+    params = SamplingParams(max_tokens=3, output_kind=RequestOutputKind.FINAL_ONLY)
+    engine = Deltas(True)
+    llm = probing(monkeypatch, engine, globally(decode=SITE))
+    with pytest.raises(SteeringError, match=r"include_last: .*decode\.post_block"):
+        _ = [output async for output in llm.generate("one", params, "a")]
+    assert engine.started == 0
+    base = globally(base=SITE)
+    digest = base.steering_digest
+    for given in ((digest, digest), (digest, "other"), ("other", "other"), ()):
+        llm = probing(monkeypatch, Deltas(True, *given), base)
+        if given == (digest, digest):
+            assert len([output async for output in llm.generate("one", params, "a")]) == 1
+        else:
+            with pytest.raises(RuntimeError, match="global steering changed"):
+                _ = [output async for output in llm.generate("one", params, "a")]
 
 
 @pytest.mark.parametrize("include_last", [False, True])
@@ -150,11 +262,11 @@ class Deltas:
     ("kind", "values", "tokens"),
     [("CUMULATIVE", [[3], [3, 4]], [1, 2]), ("DELTA", [[3], [4]], [1, 1]), ("FINAL_ONLY", [[3, 4]], [2])],
 )
-async def test_partial_outputs_have_rows(kind: str, values: Any, tokens: list[int], include_last: bool) -> None:
+async def test_partial_outputs_have_rows(
+    monkeypatch: pytest.MonkeyPatch, kind: str, values: Any, tokens: list[int], include_last: bool
+) -> None:
     """Catches rows that come only with the last output, and a last row of other tokens or in an earlier output."""
-    llm = AsyncLLM.__new__(AsyncLLM)
-    llm.engine = Deltas(kind == "FINAL_ONLY")
-    llm.options = ProbeOptions.read([1], **FLAGS | {"include_last": include_last})
+    llm = probing(monkeypatch, Deltas(kind == "FINAL_ONLY"), Snapshot(), include_last=include_last)
     params = SamplingParams(max_tokens=3, output_kind=RequestOutputKind[kind])
     outputs = [output async for output in llm.generate("one", params, "a", priority=1)]
     if include_last:

@@ -108,6 +108,11 @@ def test_vectors_become_edits() -> None:
             "names 2 layers",
         ),
         (
+            {"apply_steering_vectors": [{"activations": [[1.0], [2.0]], "layer_indices": [3, 3]}]},
+            r"apply_steering_vectors\[0\].layer_indices",
+            "names layer 3 more than once",
+        ),
+        (
             {"apply_steering_vectors": [{"activations": [[1.0]], "layer_indices": [1], "position_indices": [0]}]},
             r"apply_steering_vectors\[0\].position_indices",
             "2-D vector is added at every token",
@@ -128,6 +133,41 @@ def test_invalid_keys_are_refused(keys: dict[str, Any], field: str, problem: str
     """Catches a key that is ignored or taken for something else."""
     with pytest.raises(SteeringError, match=rf"extra_args\.{field}: .*{problem}"):
         SamplingParams(extra_args=keys)
+
+
+def vector(*positions: int, layers: tuple[int, ...] = (1,), norm_match: bool = True) -> SteeringVector:
+    """Return a vector for some positions, or for all tokens."""
+    shape = (len(layers), len(positions), 2) if positions else (len(layers), 2)
+    return SteeringVector(
+        activations=torch.ones(shape), layer_indices=list(layers), norm_match=norm_match,
+        position_indices=list(positions) or None,
+    )  # fmt: skip
+
+
+PLAIN = vector(2, norm_match=False)
+
+
+@pytest.mark.parametrize(
+    ("vectors", "refused"),
+    [
+        ([vector(2), vector(3, 2)], 1),
+        ([vector(), vector(0)], 1),
+        ([vector(2, layers=(3, 1)), vector(4), vector(layers=(0, 1))], 2),
+        ([PLAIN, vector(2)], 1),
+        ([PLAIN, vector()], 1),
+        ([vector(2), PLAIN, PLAIN], None),
+        ([vector(2), vector(3)], None),
+        ([PLAIN, vector(3), vector(layers=(2,)), vector(layers=(0,))], None),
+    ],
+)
+def test_the_norm_to_match_is_unique(vectors: list[SteeringVector], refused: int | None) -> None:
+    """Catches a vector scaled to the norm after another one, where vllm-lens takes the norm before both."""
+    if refused is None:
+        edits = read_keys({"apply_steering_vectors": vectors}, "extra_args").edits
+        assert len(edits) == sum(len(each.edits()) for each in vectors)
+        return
+    with pytest.raises(SteeringError, match=rf"extra_args\.apply_steering_vectors\[{refused}\]\.norm_match"):
+        read_keys({"apply_steering_vectors": vectors}, "extra_args")
 
 
 def test_false_captures_nothing() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.program import Program, compile_program, resolve
-from vllm_steer.spec import CaptureSpec, Edit
+from vllm_steer.spec import CaptureSpec, Edit, parse_readouts
 
 LAYERS = 3
 module = sys.modules[resolve.__module__]
@@ -128,6 +128,23 @@ def test_equal_adjacent_edits_are_one_segment(programs_made: list[int]) -> None:
     program = compile_program([*turns, edit(1, [[0, None]])])
     assert [each.start for each in resolve(program, 4, LAYERS, max_segments=2).segments] == [0, 2000]
     assert len(programs_made) == 2
+
+
+def test_equal_adjacent_gated_edits_write_their_own_factors() -> None:
+    """Catches tokens of the second edit that write only the factor of the first, so that a trace calls it 1."""
+    readouts = parse_readouts({"tone": {"probe": [1.0] * 4, "point": "post_block", "layer": 0}})
+    when = {"readout": "tone", "above": 0.5}
+    gated = [
+        Edit(kind="add", point="post_block", layers=1, vector=[1.0] * 4, tokens=tokens, when=when)  # type: ignore[arg-type]
+        for tokens in ([[4, 6]], [[6, None]])
+    ]
+    program = compile_program(gated, readouts=readouts)
+    assert program.edits[0].digest == program.edits[1].digest
+    resolved = resolve(program, 4, LAYERS)
+    columns = {s.start: [gate.target for gate in s.program.gates] for s in resolved.segments if s.program}
+    assert columns == {4: [program.layout.gates[0]], 6: [program.layout.gates[1]]}
+    # Cache keys depend on content and not on columns, so the boundary changes none.
+    assert resolved.segments[-1].kv_digest == resolved.segments[-2].kv_digest
 
 
 def test_equal_edits_share_a_token_program() -> None:

@@ -11,7 +11,8 @@ sparsify               ``cfg.json``, ``sae.safetensors``               TopK of R
 =====================  ==============================================  =========================================
 
 Files are untrusted: nothing is unpickled, and sizes are checked before tensors are read. Variants whose encoder differs
-from these, such as transcoders and inputs with a learned scale, are refused.
+from these, such as inputs with a learned scale, are refused, and so are transcoders, whose decoders write another site
+than the encoder reads. ``params.npz`` has no configuration: its keys ``w_enc`` and ``w_dec`` are those of a transcoder.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ _HEADERS: Mapping[tuple[int, int], Callable[[Any], tuple[tuple[int, ...], bool, 
 }
 """Readers of the headers of arrays by the version of their format."""
 _DECODERS = ("W_dec", "w_dec")
+_SKIPS = ("W_skip", "affine_skip_connection")
+"""Weights of transcoders with a skip connection."""
 _FEATURE_AXES: Mapping[str, int] = {
     **dict.fromkeys(("W_enc", "w_enc"), 1),
     **dict.fromkeys(
@@ -151,7 +154,7 @@ def read_feature(folder: str, index: int, field: str) -> tuple[SparseEncoder, Fl
     if name is None or files.shapes[name] != (features, hidden):
         raise files.refuse(f"has no decoder of shape {[features, hidden]}")
     decoder = files.read(name)[0]
-    if files.config.get("rescale_acts_by_decoder_norm"):
+    if _is_rescaled(files):
         decoder = decoder / np.linalg.norm(decoder)
     if not np.isfinite(decoder).all():
         raise files.refuse("contains numbers that are not finite")
@@ -159,6 +162,7 @@ def read_feature(folder: str, index: int, field: str) -> tuple[SparseEncoder, Fl
 
 
 def _encoder_of(files: _Files, hidden: int, features: int) -> SparseEncoder:
+    _refuse_transcoder(files, hidden)
     made = {
         "saelens": _read_saelens,
         "sparsify": _read_sparsify,
@@ -279,13 +283,37 @@ def _weights_of(files: _Files) -> tuple[str, bool]:
     return next((name for name in ("W_enc", "w_enc") if name in files.shapes), "W_enc"), False
 
 
+def _refuse_transcoder(files: _Files, hidden: int) -> None:
+    """Raise SteeringError if the decoder writes another site than the encoder reads."""
+    config, shapes = files.config, files.shapes
+    sites: list[tuple[object, object]] = []
+    if files.form == "gemma-scope-2":
+        sites.append((config.get("hf_hook_point_in"), config.get("hf_hook_point_out")))
+        if not any(sites[0]):
+            raise files.refuse("config.json must contain equal hf_hook_point_in and hf_hook_point_out")
+    elif files.form == "saelens":
+        described = [each for each in (config, config.get("metadata")) if isinstance(each, dict)]
+        read = next((each["hook_name"] for each in described if each.get("hook_name")), None)
+        sites += [(read, each["hook_name_out"]) for each in described if each.get("hook_name_out")]
+    if (
+        any(first != second for first, second in sites)
+        or config.get("affine_connection")
+        or any(name in shapes for name in _SKIPS)
+        or any(name in shapes and shapes[name][-1:] != (hidden,) for name in _DECODERS)
+        or (files.form == "gemma-scope" and "w_enc" in shapes)
+    ):
+        raise files.refuse("transcoders are not supported; use an autoencoder of one site")
+
+
+def _is_rescaled(files: _Files) -> bool:
+    """Return whether activations are multiplied by the norms of the decoder's rows, which then count as normalized."""
+    return files.form == "saelens" and bool(files.config.get("rescale_acts_by_decoder_norm"))
+
+
 def _read_gemma_scope(files: _Files, hidden: int, features: int) -> SparseEncoder:
-    config = files.config
-    architecture = config.get("architecture", "jump_relu")
+    architecture = files.config.get("architecture", "jump_relu")
     if architecture != "jump_relu":
         raise files.refuse(f"architecture {shown(architecture)} is not supported; use jump_relu")
-    if config.get("affine_connection") or config.get("hf_hook_point_in") != config.get("hf_hook_point_out"):
-        raise files.refuse("transcoders are not supported; use an autoencoder of one site")
     return SparseEncoder(
         "jumprelu",
         files.matrix(_weights_of(files)[0]),
@@ -328,9 +356,15 @@ def _read_saelens(files: _Files, hidden: int, features: int) -> SparseEncoder:
         architecture, config = "topk", {**config, **(config.get("activation_fn_kwargs") or {})}
     elif architecture == "standard" and function != "relu":
         raise files.refuse(f"activation_fn {shown(function)} is not supported; use relu or topk")
-    if "threshold" in files.shapes and architecture in ("batchtopk", "topk"):
-        # BatchTopK is trained with a batch's largest activations, and served with a threshold.
-        architecture = "jumprelu" if architecture == "batchtopk" else architecture
+    rescaled = _is_rescaled(files)
+    if rescaled and architecture not in ("topk", "batchtopk"):
+        raise files.refuse(
+            f"rescale_acts_by_decoder_norm is not supported with architecture {shown(architecture)}; fold the norms "
+            "into the weights"
+        )
+    if "threshold" in files.shapes and architecture == "batchtopk":
+        # BatchTopK is trained with a batch's largest activations, and served with a threshold of such activations.
+        architecture = "jumprelu"
     weights = files.matrix("W_enc")
     subtracted = files.vector("b_dec", hidden) if config.get("apply_b_dec_to_input", True) else None
     if architecture == "gated":
@@ -343,6 +377,11 @@ def _read_saelens(files: _Files, hidden: int, features: int) -> SparseEncoder:
             magnitude_bias=files.vector("b_mag", features),
         )
     bias = files.vector("b_enc", features)
+    if rescaled:
+        norms = np.linalg.norm(files.matrix("W_dec"), axis=-1).astype(np.float32)
+        if norms.shape != (features,):
+            raise files.refuse("W_dec does not have a row for each feature")
+        weights, bias = weights * norms, bias * norms
     if architecture == "standard":
         return SparseEncoder("relu", weights, bias, subtracted)
     if architecture == "jumprelu":
@@ -352,11 +391,6 @@ def _read_saelens(files: _Files, hidden: int, features: int) -> SparseEncoder:
             f"architecture {shown(architecture)} is not supported; use standard, topk, jumprelu or gated, or a "
             "batchtopk with a threshold"
         )
-    if config.get("rescale_acts_by_decoder_norm"):
-        norms = np.linalg.norm(files.matrix("W_dec"), axis=-1).astype(np.float32)
-        if norms.shape != (features,):
-            raise files.refuse("W_dec does not have a row for each feature")
-        weights, bias = weights * norms, bias * norms
     return SparseEncoder("topk", weights, bias, subtracted, k=_read_k(files, config.get("k")))
 
 

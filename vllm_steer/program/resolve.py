@@ -232,12 +232,16 @@ def _segments(
 def _spans(program: Program, prompt_len: int) -> Iterator[tuple[int, int, list[int]]]:
     """Yield ``(start, stop, parts)`` for stretches of positions with the same edits, captures and readouts.
 
-    An edit that replaces an equal one begins no stretch, so such boundaries do not count against max_segments.
+    An edit that replaces an equal one begins no stretch, so such boundaries do not count against max_segments, unless
+    the edit is gated: each gated edit writes its factor to a column of its own.
     """
     num_edits = len(program.edits)
     boundaries = _boundaries(program, prompt_len)
-    # Edits with a matrix have other operands at other positions, so they equal only themselves.
-    content_of = [number if edit.num_rows else edit.digest for number, edit in enumerate(program.edits)]
+    # Edits with a matrix have other operands at other positions, and gated ones other columns, so they equal only
+    # themselves.
+    content_of = [
+        number if edit.num_rows or edit.is_gated else edit.digest for number, edit in enumerate(program.edits)
+    ]
     content_of += range(num_edits, num_edits + len(program.captures) + len(program.readouts))
     active: set[int] = set()
     begun: tuple[int, list[int]] | None = None

@@ -188,6 +188,13 @@ class Selector:
         return self._where in PROMPT_PARTS
 
     @property
+    def is_absolute(self) -> bool:
+        """Whether the same positions are selected for every length of the prompt."""
+        if self.is_named or isinstance(self._where, _Generated):
+            return self._where == "all"
+        return all(start >= 0 and stop > 0 for start, stop in self._intervals)
+
+    @property
     def is_open(self) -> bool:
         """Whether the selection has no end, so that it covers as many tokens as are generated."""
         if self.is_named:

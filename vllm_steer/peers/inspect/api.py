@@ -95,9 +95,9 @@ class VllmSteerAPI(VLLMAPI):
         return name or str(super().service_model_name())
 
     def resolve_stream(self, config: GenerateConfig) -> bool:
-        """Return whether to stream: not if the response has rows or readouts."""
+        """Return whether to stream: not if the response has rows, readouts or the prompt's tokens."""
         request = _current.get()
-        return not (request is not None and request.prepared.has_results) and bool(super().resolve_stream(config))
+        return not (request is not None and request.prepared.needs_whole) and bool(super().resolve_stream(config))
 
     async def tokenize_messages(self, input: list[ChatMessage]) -> list[int]:
         """Return the tokens of a conversation's prompt."""
@@ -131,9 +131,10 @@ class VllmSteerAPI(VLLMAPI):
         metadata: dict[str, Any] = {}
         if document.get("steering_applied"):
             metadata["steering_applied"] = document["steering_applied"]
+        if prepared.needs_whole:
+            metadata["prompt_token_ids"] = document.get("prompt_token_ids")
         if not prepared.has_results:
             return metadata
-        metadata["prompt_token_ids"] = document.get("prompt_token_ids")
         found = [
             await self._metadata_of(choice, raw, prepared)
             for choice, raw in zip(parse_completion(document).choices, document["choices"], strict=True)

@@ -20,6 +20,7 @@ from vllm_steer.spec.unknown_fields import problem_of
 SHARED_KEY = "vllm_steer_shared"
 """Key of ``extra_args`` that refers to fields in this process, so that no vector is written to a log."""
 FIELDS: tuple[str, ...] = RequestForm.__struct_fields__
+TOKENS_FIELD = "return_token_ids"
 _RESULTS = ("capture", "readouts")
 _MAX_LOGGED = 32
 """Numbers of a list that a log shows; longer lists of numbers are replaced by their count and digest."""
@@ -60,8 +61,13 @@ class Prepared:
 
     @property
     def has_results(self) -> bool:
-        """Whether the response has rows or readouts, which a stream does not carry."""
+        """Whether the response has rows or readouts."""
         return any(name in self.body for name in _RESULTS)
+
+    @property
+    def needs_whole(self) -> bool:
+        """Whether the response has fields that a stream does not carry."""
+        return self.has_results or bool(self.body.get(TOKENS_FIELD))
 
 
 def prepare(extra_body: Mapping[str, Any] | None) -> Prepared:
@@ -75,7 +81,7 @@ def prepare(extra_body: Mapping[str, Any] | None) -> Prepared:
     model = None if lora is None else read_adapter(lora)
     body = to_json(body, "extra_body")
     if any(name in body for name in _RESULTS):
-        body["return_token_ids"] = True
+        body[TOKENS_FIELD] = True
     return Prepared(body, summarize(body), model, stacked)
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from inspect_ai.model import ChatMessage, ChatMessageUser, GenerateConfig, get_model
+from inspect_ai.model import ChatMessage, ChatMessageSystem, ChatMessageUser, GenerateConfig, ModelOutput, get_model
 from inspect_ai.solver import Generate, Solver, TaskState, solver
 
 from vllm_steer.errors import SteeringError
@@ -89,7 +89,7 @@ def ask_oracle(
         layer: Captured layer whose rows are sent; None if one layer was captured.
         source: ``answer_mean`` for the mean over the answer's tokens, or ``answer`` for a row of each.
         inject_layer: Layer whose output receives the rows.
-        placeholder: Text that is one token of the model.
+        placeholder: Text that is one token of the model, and occurs nowhere else in the prompt.
         scale: Factor of the rows.
         max_tokens: Most tokens of the oracle's answer.
         model: Name of the oracle's model; by default, the model of the task.
@@ -104,7 +104,7 @@ def ask_oracle(
     async def solve(state: TaskState, generate: Generate) -> TaskState:
         import torch
 
-        from vllm_steer.peers.inspect.fields import SHARED_KEY, shared
+        from vllm_steer.peers.inspect.fields import SHARED_KEY, TOKENS_FIELD, shared
         from vllm_steer.peers.inspect.scorers import answer_rows
         from vllm_steer.peers.vllm_lens.keys import SteeringVector
 
@@ -112,7 +112,11 @@ def ask_oracle(
         rows = rows.mean(0, keepdim=True) if source == "answer_mean" else rows
         oracle = get_model(model)
         messages: list[ChatMessage] = [ChatMessageUser(content=f"{placeholder * len(rows)}\n{question}")]
-        positions = await _positions(oracle.api, messages, placeholder, len(rows))
+        config = GenerateConfig(max_tokens=max_tokens)
+        # `generate` puts the system message of the merged configuration in front.
+        system = oracle._resolve_config(config).system_message
+        sent = [ChatMessageSystem(content=system), *messages] if system else messages
+        token, positions = await _positions(oracle.api, sent, placeholder, len(rows))
         vector = SteeringVector(
             activations=torch.as_tensor(rows)[None],
             layer_indices=[inject_layer],
@@ -120,12 +124,13 @@ def ask_oracle(
             norm_match=True,
             position_indices=positions,
         )
-        fields: dict[str, Any] = {"extra_args": {"apply_steering_vectors": [vector]}}
+        fields: dict[str, Any] = {"extra_args": {"apply_steering_vectors": [vector]}, TOKENS_FIELD: True}
         if adapter is not None:
             fields["lora_request"] = {"lora_name": adapter}
         with shared(fields) as key:
-            config = GenerateConfig(max_tokens=max_tokens, extra_body={"extra_args": {SHARED_KEY: key}})
+            config.extra_body = {"extra_args": {SHARED_KEY: key}}
             output = await oracle.generate(messages, config=config)
+        _check_positions(output, token, positions)
         state.metadata["oracle"] = output.completion
         if as_output:
             state.output = output
@@ -148,17 +153,35 @@ def _with_task_fields(key: str) -> dict[str, Any]:
     return {**body, "extra_args": {**(body.get("extra_args") or {}), SHARED_KEY: key}}
 
 
-async def _positions(api: Any, messages: list[ChatMessage], placeholder: str, count: int) -> list[int]:
-    """Return the positions of the placeholders in the prompt.
+async def _positions(api: Any, messages: list[ChatMessage], placeholder: str, count: int) -> tuple[int, list[int]]:
+    """Return the placeholder's token and its positions in the prompt.
 
     Raises:
-        SteeringError: The provider is another one, or the placeholder is not one token of the prompt.
+        SteeringError: The provider is another one, the placeholder is not one token of the prompt, or the prompt has
+            more of them.
     """
     if not hasattr(api, "tokenize_messages"):
         raise SteeringError("model", "must be a model of the provider vllm-steer")
-    (token, *more) = await api.tokenize(placeholder)
-    tokens = await api.tokenize_messages(messages)
-    found = [i for i in range(len(tokens) - count + 1) if tokens[i : i + count] == [token] * count]
-    if more or not found:
+    own, tokens = await api.tokenize(placeholder), await api.tokenize_messages(messages)
+    found = [i for i in range(len(tokens) - count + 1) if tokens[i : i + count] == own * count]
+    if len(own) != 1 or not found:
         raise SteeringError("placeholder", f"{placeholder!r} must be one token that the prompt keeps; use another text")
-    return list(range(found[0], found[0] + count))
+    if len(found) > 1:
+        raise SteeringError(
+            "placeholder", f"{placeholder!r} is also elsewhere in the question or system message; use another text"
+        )
+    return own[0], list(range(found[0], found[0] + count))
+
+
+def _check_positions(output: ModelOutput, token: int, positions: list[int]) -> None:
+    """Raise SteeringError unless the prompt that was answered has the token at all positions."""
+    tokens = (output.metadata or {}).get("prompt_token_ids")
+    if tokens is None:
+        reason = output.error or output.completion or output.stop_reason
+        raise SteeringError("ask_oracle", f"the answer has no prompt tokens to check the rows' positions: {reason}")
+    if positions[-1] >= len(tokens) or any(tokens[position] != token for position in positions):
+        raise SteeringError(
+            "placeholder",
+            f"the prompt that was answered has other tokens at positions {positions[0]} to {positions[-1]}, so rows "
+            "were added there; remove options that change the chat template",
+        )

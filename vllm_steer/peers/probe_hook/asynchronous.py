@@ -10,8 +10,17 @@ import numpy as np
 import torch
 
 from vllm_steer.capture.results import SiteRows
+from vllm_steer.errors import SteeringError
+from vllm_steer.frontend.context import NOT_ENABLED, ensure_engine_context
 from vllm_steer.peers.probe_hook.base import ProbingEngine, show_first
-from vllm_steer.peers.probe_hook.options import Rows, complete_rows, last_params, last_prompt, last_rows
+from vllm_steer.peers.probe_hook.options import (
+    check_global_steering,
+    complete_rows,
+    last_params,
+    last_prompt,
+    last_rows,
+    require_global_steering,
+)
 
 _SAME_REQUEST = ("lora_request", "trace_headers", "priority", "data_parallel_rank")
 """Arguments of ``generate`` that the request of the last token has as well."""
@@ -45,8 +54,9 @@ class AsyncLLM(ProbingEngine):
         """Run vLLM's method and add hidden states to each output.
 
         Raises:
-            SteeringError: The sampling parameters have steering or captures.
-            RuntimeError: Rows are missing.
+            SteeringError: The sampling parameters have steering or captures, or ``include_last`` cannot be served with
+                global steering.
+            RuntimeError: Rows are missing, or global steering changed before the last row was read.
         """
         from vllm_steer.compat.internals import RequestOutputKind
 
@@ -55,6 +65,7 @@ class AsyncLLM(ProbingEngine):
         if kind is not RequestOutputKind.FINAL_ONLY:
             delta.output_kind = RequestOutputKind.DELTA
         delta = self.options.unsteered(delta, streamed=kind is not RequestOutputKind.FINAL_ONLY)
+        digest = await self._check_global_steering() if self.options.include_last else None
         again = {name: kwargs[name] for name in _SAME_REQUEST if name in kwargs}
         samples: dict[int, _Sample] = {}
         async for output in self.engine.generate(prompt, delta, request_id, *args, **kwargs):
@@ -68,7 +79,9 @@ class AsyncLLM(ProbingEngine):
                         sample.sites = sites
                     if self.options.include_last:
                         name = f"{request_id}-last-{completion.index}"
-                        last = await self._last(last_prompt(output, sample.tokens), name, again)
+                        repeated = await self._last(last_prompt(output, sample.tokens), name, again)
+                        require_global_steering((output, repeated), digest)
+                        last = last_rows(repeated)
                 shown = sample.new if kind is RequestOutputKind.DELTA else sample.sites
                 if kind is RequestOutputKind.CUMULATIVE:
                     sample.complete(completion)
@@ -76,11 +89,18 @@ class AsyncLLM(ProbingEngine):
             show_first(output)
             yield output
 
-    async def _last(self, prompt: Any, request_id: str, kwargs: dict[str, Any]) -> Rows:
-        """Return the row of a prompt's last token by layer."""
+    async def _check_global_steering(self) -> str | None:
+        """Return the digest of global steering; raise SteeringError if ``include_last`` cannot be served with it."""
+        context = await ensure_engine_context(self.engine)
+        if context is None:
+            raise SteeringError("include_last", NOT_ENABLED)
+        return check_global_steering(await context.registry.refresh())
+
+    async def _last(self, prompt: Any, request_id: str, kwargs: dict[str, Any]) -> Any:
+        """Return the output of a request that reads the last token of a prompt."""
         params = last_params(self.options)
         outputs = [each async for each in self.engine.generate(prompt, params, request_id, **kwargs)]
-        return last_rows(outputs[-1])
+        return outputs[-1]
 
 
 class _Sample:

@@ -8,7 +8,14 @@ from typing import Any
 from vllm_steer.llm import LLM as SteerLLM
 from vllm_steer.params import SamplingParams
 from vllm_steer.peers.probe_hook.base import ProbingEngine, show_first
-from vllm_steer.peers.probe_hook.options import complete_rows, last_params, last_prompt, last_rows
+from vllm_steer.peers.probe_hook.options import (
+    check_global_steering,
+    complete_rows,
+    last_params,
+    last_prompt,
+    last_rows,
+    require_global_steering,
+)
 
 
 class LLM(ProbingEngine):
@@ -34,8 +41,9 @@ class LLM(ProbingEngine):
         """Run vLLM's method and add hidden states to each output.
 
         Raises:
-            SteeringError: The sampling parameters have steering and not this engine's capture.
-            RuntimeError: Rows are missing.
+            SteeringError: The sampling parameters have steering and not this engine's capture, or ``include_last``
+                cannot be served with them or with global steering.
+            RuntimeError: Rows are missing, or global steering changed before the last row was read.
         """
         return self._run(self.engine.generate, prompts, sampling_params, kwargs)
 
@@ -48,13 +56,16 @@ class LLM(ProbingEngine):
             params = self.engine.get_default_sampling_params() or SamplingParams()
         many = isinstance(params, (list, tuple))
         capturing = [self.options.params(each) for each in params] if many else self.options.params(params)
+        digest = check_global_steering(self.engine.steering.snapshot()) if self.options.include_last else None
         outputs: list[Any] = method(prompts, capturing, **kwargs)
         samples = [(output, completion) for output in outputs for completion in output.outputs]
         last: list[Any] = [None] * len(samples)
         if self.options.include_last:
             again = {name: kwargs[name] for name in ("lora_request", "use_tqdm") if name in kwargs}
             texts = [last_prompt(output, completion.token_ids) for output, completion in samples]
-            last = [last_rows(each) for each in self.engine.generate(texts, last_params(self.options), **again)]
+            repeated = self.engine.generate(texts, last_params(self.options), **again)
+            require_global_steering([*outputs, *repeated], digest)
+            last = [last_rows(each) for each in repeated]
         for (output, completion), rows in zip(samples, last, strict=True):
             self.options.attach(completion, complete_rows(completion), len(output.prompt_token_ids), rows)
         for output in outputs:

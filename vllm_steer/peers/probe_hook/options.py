@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.params import SamplingParams, attach_steering, capture_specs, has_steering
+from vllm_steer.registry.snapshot import Snapshot
 from vllm_steer.spec import CaptureSpec
 from vllm_steer.spec.scalars import shown
 
@@ -147,6 +148,33 @@ def last_prompt(output: Any, token_ids: Sequence[int]) -> dict[str, list[int]]:
     if getattr(output, "multi_modal_placeholders", None):
         raise SteeringError("include_last", "serves text prompts only; omit it")
     return {"prompt_token_ids": [*output.prompt_token_ids, *token_ids]}
+
+
+def check_global_steering(snapshot: Snapshot) -> str | None:
+    """Return the digest of global steering, which must cover the same tokens whether they are generated or a prompt.
+
+    Raises:
+        SteeringError: An edit counts from the prompt's end, where the request of the last token has another prompt.
+    """
+    program = snapshot.steering_program
+    if program is None:
+        return None
+    for number, edit in enumerate(program.edits):
+        if not edit.selector.is_absolute:
+            raise SteeringError(
+                "include_last",
+                f"runs the last token as part of a prompt, where {program.edit_source(number)} of global steering, for "
+                f"tokens {shown(edit.tokens)}, covers other tokens; omit it, or clear global steering",
+            )
+    return snapshot.steering_digest
+
+
+def require_global_steering(outputs: Iterable[Any], digest: str | None) -> None:
+    """Raise RuntimeError unless the requests of all outputs had the global steering with that digest."""
+    for output in outputs:
+        applied = output.steering_applied
+        if (None if applied is None else applied.global_steering) != digest:
+            raise RuntimeError("global steering changed between a request and that of its last token; run it again")
 
 
 def last_rows(output: Any) -> Rows:

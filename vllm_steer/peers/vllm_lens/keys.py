@@ -92,6 +92,8 @@ class SteeringVector(BaseModel):
             )
         if len(layers) != shape[0]:
             raise SteeringError(f"{field}.layer_indices", f"names {len(layers)} layers; activations has {shape[0]}")
+        if repeated := [layer for layer in layers if layers.count(layer) > 1]:
+            raise SteeringError(f"{field}.layer_indices", f"names layer {repeated[0]} more than once; name it once")
         if len(shape) == 2:
             if self.position_indices is not None:
                 raise SteeringError(
@@ -237,10 +239,32 @@ def _read_vectors(value: Any, field: str) -> tuple[Edit, ...]:
         value = [value]
     if not isinstance(value, (list, tuple)):
         raise SteeringError(field, f"must be a list of steering vectors, not {shown(value)}")
-    edits: list[Edit] = []
-    for i, item in enumerate(value):
-        edits += _read_vector(item, f"{field}[{i}]").edits(f"{field}[{i}]")
+    vectors = [_read_vector(item, f"{field}[{i}]") for i, item in enumerate(value)]
+    edits = [edit for i, vector in enumerate(vectors) for edit in vector.edits(f"{field}[{i}]")]
+    _refuse_second_norms(vectors, field)
     return tuple(edits)
+
+
+def _refuse_second_norms(vectors: Sequence[SteeringVector], field: str) -> None:
+    """Raise SteeringError if a norm-matched vector follows another vector of its layer and token.
+
+    It would be scaled to the norm after the other vector. vllm-lens does the same in models whose layers return one
+    tensor; in those whose layers return the stream in two parts, it takes the norm before all vectors.
+    """
+    earlier: dict[int, list[frozenset[int] | None]] = {}
+    for i, vector in enumerate(vectors):
+        positions: frozenset[int] | None = None
+        if vector.activations.ndim == 3:
+            positions = frozenset(vector._positions(vector.activations.shape[1], field))
+        for layer in vector.layer_indices:
+            others = earlier.setdefault(layer, [])
+            if vector.norm_match and any(positions is None or other is None or positions & other for other in others):
+                raise SteeringError(
+                    f"{field}[{i}].norm_match",
+                    f"is ambiguous: an earlier vector changes the norm of layer {layer} at the same tokens; list "
+                    "norm-matched vectors first, at most one for each layer and token",
+                )
+            others.append(positions)
 
 
 def _read_vector(item: Any, field: str) -> SteeringVector:
