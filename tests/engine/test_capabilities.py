@@ -15,7 +15,7 @@ from vllm_steer.engine.capabilities import Capabilities
 from vllm_steer.frontend.context import NO_ROWS_OF_EARLIER_STAGES
 from vllm_steer.params import program_of
 from vllm_steer.program import Program, compile_program
-from vllm_steer.spec import parse_capture
+from vllm_steer.spec import parse_capture, parse_readouts
 
 
 def test_rejects_captures_beyond_the_budget() -> None:
@@ -101,6 +101,17 @@ def test_rejects_positions_that_no_token_reaches(tokens: Any, position: int | No
     )
     with pytest.raises(SteeringError, match=message):
         capabilities.check(program, prompt_len=10, max_tokens=4)
+
+
+def test_rejects_readouts_that_no_token_reaches() -> None:
+    """Catches a readout that can have no value and is accepted."""
+    capabilities = Capabilities(4, 64, 1000, "float32", {}, SteeringConfig())
+    for positions, reached in (([12], True), ([[5, 100]], True), ([500], False)):
+        probe = {"probe": [1.0] * 64, "point": "post_block", "layer": 1, "positions": positions}
+        program = compile_program([], readouts=parse_readouts({"score": probe}))
+        refused = pytest.raises(SteeringError, match=r"^readouts.score.positions: position 500 is out of reach")
+        with nullcontext() if reached else refused:
+            capabilities.check(program, prompt_len=10, max_tokens=4)
 
 
 def test_the_model_s_length_bounds_positions() -> None:

@@ -183,9 +183,10 @@ class Program(msgspec.Struct, frozen=True, array_like=True, dict=True, weakref=T
         """
         edits = [(edit.selector, self.edit_source(i), "tokens") for i, edit in enumerate(self.edits)]
         captures = [(each.selector, self.capture_source(i), "positions") for i, each in enumerate(self.captures)]
+        readouts = [(each.selector, self.readout_source(i), "positions") for i, each in enumerate(self.readouts)]
         return tuple(
             (selector, f"{source}.{field}")
-            for selector, source, field in (*edits, *captures)
+            for selector, source, field in (*edits, *captures, *readouts)
             if not selector.is_named and not source.startswith(_SHARED_SOURCES)
         )
 
