@@ -207,7 +207,7 @@ REQUEST_LAYERS = ServerLimit(
     4096,
     1,
     1 << 16,
-    "distinct layers that one request edits, captures or reads; binds only below 4,096, which the request format allows",
+    "distinct layers that one request edits, captures or reads; binds only below 4,096, which requests can name",
     status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
 )
 MAX_NORM = ServerLimit(

@@ -103,7 +103,13 @@ def test_reads_leave_infinite_values_unchanged(with_other: bool) -> None:
     """Catches a token that is only captured, read or not covered, and yet is written: infinity becomes NaN."""
     config = SteeringConfig(max_rows=4, max_vectors=4, max_instructions=8, capture_rows=8)
     tables = Tables(
-        config, num_sites=1, hidden_size=4, max_tokens=4, max_requests=2, dtype=torch.float32, device=torch.device("cpu")
+        config,
+        num_sites=1,
+        hidden_size=4,
+        max_tokens=4,
+        max_requests=2,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
     )
     tables.num_recorded = 1
     tables.vector[1, 1] = 1.0

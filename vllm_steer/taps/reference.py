@@ -88,7 +88,8 @@ def apply_tap(target: torch.Tensor, other: torch.Tensor | None, head: torch.Tens
     The instructions of a token run in the order of its request. REPLACE_AT takes its vector from the operand of the
     token's position, and SET_AT the number that both bounds of a clamp have; they do nothing where the edit does not
     cover the position. The summand of a token whose stream was replaced is the new stream less the other summand, so
-    that the row is there exactly. A token without an edit is not written. MEASURE computes the activation that the next FEATURE changes.
+    that the row is there exactly. A token without an edit is not written. MEASURE computes the activation that the next
+    FEATURE changes.
 
     CAPTURE stores the current stream in the arena, at
     ``token_base`` plus the instruction's index, rounded to the arena's dtype. READ records a product of the stream with
