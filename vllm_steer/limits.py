@@ -215,7 +215,8 @@ MAX_NORM = ServerLimit(
     0,
     0,
     1 << 24,
-    "norm that an edit of a request, a module or global steering may add to a row; 0 for no limit. `add`: strength x "
+    "norm that an edit of a request, a module or global steering may add to a row; 0 for no limit. A live strength "
+    "counts as a part of the strength and is checked with each change. `add`: strength x "
     "norm of the vector; `replace`: strength x norm of the row, or of its component in the subspace; `clamp`: the "
     "larger bound (times a strength above 1); `feature`: strength x (`set` or `add`) x norm of the decoder direction. "
     "`add_normed` and `ablate` scale with the row itself and are not limited",
