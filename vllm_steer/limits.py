@@ -207,7 +207,7 @@ REQUEST_LAYERS = ServerLimit(
     4096,
     1,
     1 << 16,
-    "distinct layers that one request edits or captures; binds only below 4,096, which the request format allows",
+    "distinct layers that one request edits, captures or reads; binds only below 4,096, which requests can name",
     status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
 )
 MAX_NORM = ServerLimit(
@@ -215,7 +215,8 @@ MAX_NORM = ServerLimit(
     0,
     0,
     1 << 24,
-    "norm that an edit of a request, a module or global steering may add to a row; 0 for no limit. `add`: strength x "
+    "norm that an edit of a request, a module or global steering may add to a row; 0 for no limit. A live strength "
+    "counts as a part of the strength and is checked with each change. `add`: strength x "
     "norm of the vector; `replace`: strength x norm of the row, or of its component in the subspace; `clamp`: the "
     "larger bound (times a strength above 1); `feature`: strength x (`set` or `add`) x norm of the decoder direction. "
     "`add_normed` and `ablate` scale with the row itself and are not limited",

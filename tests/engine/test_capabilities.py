@@ -7,15 +7,17 @@ import gc
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
 
 from vllm_steer import CaptureSpec, Edit, SamplingParams, SteeringConfig, SteeringError
 from vllm_steer.capture.server_wide import with_captures
+from vllm_steer.engine.admission import AdmissionController, most_rows, rows_for
 from vllm_steer.engine.capabilities import Capabilities
 from vllm_steer.frontend.context import NO_ROWS_OF_EARLIER_STAGES
 from vllm_steer.params import program_of
-from vllm_steer.program import Program, compile_program
-from vllm_steer.spec import parse_capture
+from vllm_steer.program import Program, TableAllocator, compile_program, resolve
+from vllm_steer.spec import parse_capture, parse_readouts
 
 
 def test_rejects_captures_beyond_the_budget() -> None:
@@ -26,6 +28,24 @@ def test_rejects_captures_beyond_the_budget() -> None:
     with pytest.raises(SteeringError, match="needs up to 1 MiB; the engine allows 1 "):
         capabilities.check(program, prompt_len=1000, max_tokens=26)
     capabilities.check(program, prompt_len=1000)
+
+
+def test_accepts_what_the_scheduler_can_admit() -> None:
+    """Catches a capture that fits in bytes, but not in whole rows: it would wait forever, and block later requests."""
+    config = SteeringConfig(capture_mib=1)
+    capabilities = Capabilities(3, 48, 200000, "bfloat16", {}, config)
+    program = compile_program(
+        [], [CaptureSpec(hooks={"post_block": [0]}, positions="all_prompt", reduce={"directions": np.ones((3, 48))})]
+    )
+    row_bytes = 48 * 2
+    for prompt_len, fits in ((87376, True), (87377, False)):
+        resolved = resolve(program, prompt_len, 3)
+        num_bytes = resolved.total_bytes(prompt_len, 1, row_bytes)
+        assert num_bytes <= 1 << 20
+        scheduler = AdmissionController(TableAllocator(8, 64, 8), most_rows(1, row_bytes), 0)
+        assert scheduler.admit("r", resolved, rows_for(num_bytes, row_bytes)) == fits
+        with nullcontext() if fits else pytest.raises(SteeringError, match=r"^capture: needs up to 1 MiB"):
+            capabilities.check(program, prompt_len, max_tokens=1)
 
 
 def test_counts_the_rows_of_drafts() -> None:
@@ -101,6 +121,17 @@ def test_rejects_positions_that_no_token_reaches(tokens: Any, position: int | No
     )
     with pytest.raises(SteeringError, match=message):
         capabilities.check(program, prompt_len=10, max_tokens=4)
+
+
+def test_rejects_readouts_that_no_token_reaches() -> None:
+    """Catches a readout that can have no value and is accepted."""
+    capabilities = Capabilities(4, 64, 1000, "float32", {}, SteeringConfig())
+    for positions, reached in (([12], True), ([[5, 100]], True), ([500], False)):
+        probe = {"probe": [1.0] * 64, "point": "post_block", "layer": 1, "positions": positions}
+        program = compile_program([], readouts=parse_readouts({"score": probe}))
+        refused = pytest.raises(SteeringError, match=r"^readouts.score.positions: position 500 is out of reach")
+        with nullcontext() if reached else refused:
+            capabilities.check(program, prompt_len=10, max_tokens=4)
 
 
 def test_the_model_s_length_bounds_positions() -> None:

@@ -68,6 +68,31 @@ def test_changes_hold_from_the_reported_position(llm: Any, tiny_llama: Path) -> 
         check_changes(reference, outputs, changed if number == numbers[0] else {}, number)
 
 
+@pytest.mark.parametrize("tokens", [{"generated": [[4, None]]}, {"generated": [[0, 3]]}])
+def test_a_request_alone_has_positions_and_a_trace(llm: Any, tokens: Any) -> None:
+    """Catches tokens outside of the edit's without a trace, and a change from position 0 that holds from a later one.
+
+    No other request is in the batch, so the steps of these tokens run without edits.
+    """
+    length, generated = 5, 8
+    engine = llm.llm_engine
+    engine.add_request(
+        "alone",
+        prompt(*range(1, length + 1)),
+        params(generated, logprobs=None, steering=[add(live="calm", tokens=tokens)]),
+    )
+    changed: list[int] = []
+    while engine.has_unfinished_requests():
+        changed.append(llm.set_strength("alone", calm=float(len(changed))))
+        (output,) = engine.step()
+    # The last generated token does not run through the model.
+    positions = list(range(length, length + generated - 1))
+    assert changed == [0, *positions]
+    trace = output.outputs[0].steering_trace
+    assert trace.positions.tolist() == positions
+    assert trace.live["calm"].tolist() == [float(changed.index(position)) for position in positions]
+
+
 @pytest.mark.parametrize(
     ("request_id", "strengths", "field"),
     [

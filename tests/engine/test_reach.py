@@ -63,6 +63,19 @@ def test_reports_edits_after_an_early_end(llm: Any) -> None:
     ]
 
 
+def test_gated_edits_of_strength_zero_keep_their_place(llm: Any) -> None:
+    """Catches a trace in which the gates of an edit have the place of an edit of strength 0."""
+    score = {"probe": direction(1), "point": "post_block", "layer": 0}
+    site = {"kind": "add", "point": "post_block", "layers": 1, "vector": direction(1), "tokens": "generated"}
+    never, always = ({"readout": "score", side: bound} for side, bound in (("above", 1e9), ("below", 1e9)))
+    edits = [Edit(**site, strength=0.0, when=never), Edit(**site, strength=0.0, live="calm"), Edit(**site, when=always)]
+    output = run(llm, [PROMPT], [greedy(readouts={"score": score}, steering=edits)])[0]
+    trace = output.outputs[0].steering_trace
+    assert trace.gates.tolist() == [[0.0, 1.0]] * len(trace.positions) and len(trace.positions)
+    assert trace.live["calm"].tolist() == [1.0] * len(trace.positions)
+    assert no_effect(output) == [(f"steering[{number}]", "zero_strength", None, None) for number in range(2)]
+
+
 def test_a_reached_edit_is_not_reported(llm: Any) -> None:
     """Catches a report about an edit at the last position that is run, which changes the last token."""
     plain, steered = run(llm, [PROMPT] * 2, [greedy(), greedy(steering=[add([LENGTH + 6], 50 * direction(1))])])

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.program import Program, compile_program, resolve
+from vllm_steer.program.instructions import CODES
 from vllm_steer.spec import CaptureSpec, Edit, parse_readouts
 
 LAYERS = 3
@@ -224,6 +225,34 @@ def test_edits_of_strength_zero_are_dropped() -> None:
     """Catches a row, and a forked cache, for a request that changes nothing."""
     nothing = Edit(kind="add", point="post_block", layers=1, vector=np.ones(4), strength=0.0)
     assert resolve(compile_program([nothing]), 5, LAYERS).token_programs == ()
+
+
+def test_edits_of_strength_zero_keep_their_columns() -> None:
+    """Catches the column of a gated or live edit of strength 0 that another edit gets, and an edit that then runs.
+
+    `replace` of strength 0 is not free: it rounds the stream again where that has two summands.
+    """
+    at_zero: dict[str, Any] = {"kind": "replace", "point": "post_block", "layers": 2, "vector": np.ones(4)}
+    readouts = parse_readouts(
+        {name: {"probe": np.ones(4), "point": "post_block", "layer": 0} for name in ("first", "second")}
+    )
+    edits = [
+        Edit(**at_zero, strength=0.0, when={"readout": "first", "above": 0.0}),
+        Edit(**at_zero, strength=0.5, when={"readout": "second", "below": 0.0}),
+        Edit(**at_zero, strength=0.0, tokens={"between": [3, 4]}),
+        Edit(**at_zero, strength=0.0, live="calm"),
+        Edit(**at_zero, strength=0.0),
+    ]
+    program = compile_program(edits, edit_paths=[f"steering[{i}]" for i in range(len(edits))], readouts=readouts)
+    assert [program.edit_source(number) for number in program.layout.gates] == [f"steering[{i}]" for i in range(3)]
+    assert list(program.layout.live) == ["calm"]
+    assert program.edit_selections == ((program.edits[1].selector, ("steering[1]",)),) and not program.edit_parts
+    for token_program in resolve(program, 5, LAYERS).token_programs:
+        run = [each for each in token_program.instructions if each.code in CODES.values()]
+        assert [each.strength for each in run] == [0.5]
+        assert token_program.num_instructions == len(token_program.instructions)
+    live = resolve(compile_program([edits[3]]), 5, LAYERS)
+    assert [segment.kv_digest for segment in live.segments] == [None]
 
 
 def test_stages_split_the_same_token_programs() -> None:

@@ -18,6 +18,19 @@ REFUSED = "steering: "
 """Prefix of the ``stop_reason`` of a request that the scheduler ended with an error; the reason follows."""
 
 
+def rows_for(num_bytes: int, row_bytes: int) -> int:
+    """Return the number of captured rows to reserve for ``num_bytes``; ``row_bytes`` is the size of an unprojected row.
+
+    Projections count as the rows that would take as many bytes.
+    """
+    return -(-num_bytes // row_bytes)
+
+
+def most_rows(capture_mib: int, row_bytes: int) -> int:
+    """Return the most captured rows of all running requests. A request that needs more can never be admitted."""
+    return (capture_mib << 20) // row_bytes
+
+
 class AdmissionController:
     """Room reserved by the admitted requests of one scheduler.
 

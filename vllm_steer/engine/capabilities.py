@@ -9,6 +9,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from vllm_steer.config import SteeringConfig
+from vllm_steer.engine.admission import most_rows, rows_for
 from vllm_steer.engine.report import merge_facts
 from vllm_steer.errors import SteeringError
 from vllm_steer.limits import ENGINE_LIMITS
@@ -260,11 +261,11 @@ class Capabilities:
         return self.hidden_size * DTYPE_BYTES[self.dtype]
 
     def _check_budget(self, num_bytes: int) -> None:
-        mib = num_bytes / 2**20
-        if mib > self.config.capture_mib:
+        # The scheduler counts rows, so a request that fits in bytes may not fit in rows.
+        if rows_for(num_bytes, self._row_bytes) > most_rows(self.config.capture_mib, self._row_bytes):
             raise SteeringError(
                 "capture",
-                f"needs up to {mib:.0f} MiB; {EXCEEDS} {self.config.capture_mib} "
+                f"needs up to {num_bytes / 2**20:.0f} MiB; {EXCEEDS} {self.config.capture_mib} "
                 f"({ENGINE_LIMITS['capture_mib'].how_to_raise}); capture fewer layers or positions, or set max_tokens",
             )
 

@@ -24,7 +24,7 @@ from vllm_steer.compat.internals import (
     get_hash_fn_by_name,
 )
 from vllm_steer.config import from_vllm_config
-from vllm_steer.engine.admission import REFUSED, AdmissionController
+from vllm_steer.engine.admission import REFUSED, AdmissionController, most_rows, rows_for
 from vllm_steer.engine.arena import ArenaBudget, TokenLimiter, block_ahead
 from vllm_steer.engine.cache_keys import steering_hasher
 from vllm_steer.engine.edited_blocks import EditedBlocks
@@ -71,7 +71,7 @@ class SteeringSchedulerMixin:
             config.max_rows, config.max_instructions, config.max_vectors, config.max_matrix_rows
         )
         self.steering_admission = AdmissionController(
-            self.steering_allocator, (config.capture_mib << 20) // self._row_bytes, config.queue_timeout
+            self.steering_allocator, most_rows(config.capture_mib, self._row_bytes), config.queue_timeout
         )
         self._arena = ArenaBudget(
             config.capture_rows, self.num_spec_tokens, self.vllm_config.speculative_config is not None
@@ -265,13 +265,10 @@ class SteeringSchedulerMixin:
         return admitted
 
     def _most_captured_rows(self: Any, request: Any, resolved: Resolved) -> int:
-        """Return the most rows that a request can store, limited by the model's length.
-
-        Projections count as the rows that would take as many bytes.
-        """
+        """Return the most rows that a request can store, limited by the model's length."""
         tokens = min(request.max_tokens, self.max_model_len - request.num_prompt_tokens)
         num_bytes = resolved.total_bytes(request.num_prompt_tokens, tokens, self._row_bytes)
-        return -(-num_bytes // int(self._row_bytes))
+        return rows_for(num_bytes, self._row_bytes)
 
     def _drop_capture(self: Any, request: Any) -> Resolved:
         """Remove the captures from a request's program (``capture_policy`` ``fail``).

@@ -153,6 +153,9 @@ class WorkerSteeringManager:
         ):
             if not store.active_ranges.overlap(batch.request_slot, first, stop).any():
                 self.begin_idle_step()
+                if store.num_recorded:
+                    # Tokens without edits have records too, which are written outside the model.
+                    self._begin_records(batch, first, stop)
                 return
             if self._num_assigned > batch.num_padded:
                 clear_rows(self.tables, self._num_assigned)

@@ -7,8 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from vllm_steer.errors import SteeringError
-from vllm_steer.frontend.outputs import live_names
+from vllm_steer.frontend.context import context_of
+from vllm_steer.frontend.outputs import live_names, live_program
 from vllm_steer.metrics.collectors import add
+from vllm_steer.program.magnitude import check_live_magnitude
 from vllm_steer.spec.scalars import closest, read_number, shown
 
 SET_STRENGTH_RPC = "steering_set_strength"
@@ -41,8 +43,8 @@ def check_strengths(
         strengths: New factors by name.
 
     Raises:
-        SteeringError: The request is not running, has no such live strength, a strength is not a finite number, or the
-            engine is data-parallel.
+        SteeringError: The request is not running, has no such live strength, a strength is not a finite number or
+            exceeds the server's limit of the norm that an edit may add, or the engine is data-parallel.
     """
     if engine.vllm_config.parallel_config.data_parallel_size > 1:
         raise SteeringError(
@@ -55,13 +57,18 @@ def check_strengths(
         raise UnknownRequestError("request_id", f"{request_id[:80]!r} is not a running request")
     if not strengths:
         raise SteeringError("strengths", "is empty; give a number for at least one name")
-    names = live_names(next(iter(states.values())))
+    state = next(iter(states.values()))
+    names = live_names(state)
     for name in strengths:
         if name not in names:
             similar = closest(name, names)
             hint = f"did you mean {similar}?" if similar else f"its names are: {', '.join(names) or 'none'}"
             raise SteeringError(shown(name).strip("'"), f"is not a live strength of this request; {hint}")
-    return list(states), {name: read_number(value, name) for name, value in strengths.items()}
+    checked = {name: read_number(value, name) for name, value in strengths.items()}
+    context = context_of(engine.output_processor)
+    if context is not None and (program := live_program(state)) is not None:
+        check_live_magnitude(program, checked, context.registry.max_norm)
+    return list(states), checked
 
 
 def first_position(engine: Any, request_id: str, samples: Iterable[str], answers: Sequence[Sequence[int]]) -> int:

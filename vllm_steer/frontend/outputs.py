@@ -201,6 +201,13 @@ def live_names(state: Any) -> tuple[str, ...]:
     return () if running is None or running.readouts is None else running.readouts.live_names
 
 
+def live_program(state: Any) -> Program | None:
+    """Return the program of a sample whose request has live strengths, or None."""
+    running: RunningCapture | None = getattr(state, _CAPTURE, None)
+    readouts = None if running is None else running.readouts
+    return readouts.program if readouts is not None and readouts.live_names else None
+
+
 def new_readouts(state: Any, *, finished: bool) -> tuple[Mapping[str, Readouts] | None, SteeringTrace | None]:
     """Return the readouts and the trace for an output of a sample, or None for each that it lacks.
 

@@ -64,7 +64,8 @@ def compile_program(
 ) -> Program:
     """Compile edits, capture specs, readouts and stops.
 
-    Edits of strength 0 change nothing and are left out. Equal captures appear once.
+    Edits of strength 0 change nothing. They are left out unless they have a column in the request's records, that is,
+    `when`, `live` or a part of the output. Equal captures appear once.
 
     Args:
         edits: the edits, in the order in which they apply.
@@ -87,7 +88,7 @@ def compile_program(
             _compile_condition(each, edit, readouts, numbers, condition_source(path, i, len(edit.when)))
             for i, each in enumerate(edit.when)
         )
-        if _feature_strength(edit) != 0.0:
+        if _feature_strength(edit) != 0.0 or edit.when or edit.live or edit.tokens.spans:
             compiled_edits[number] = _compile_edit(edit, vectors, when)
     compiled_readouts = tuple(_compile_readout(readout, vectors) for readout in readouts)
     compiled_stops = tuple(_compile_stop(each, readouts, numbers, f"stop_on[{i}]") for i, each in enumerate(stops))

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from vllm_steer.errors import SteeringError
@@ -42,21 +44,51 @@ def check_magnitude(program: Program, max_norm: float, first_edit: int = 0) -> N
             )
 
 
-def _added_norm(edit: CompiledEdit, program: Program, norms: dict[int, float]) -> float:
-    kind = KIND_OF[edit.code]
+def check_live_magnitude(program: Program, strengths: Mapping[str, float], max_norm: float) -> None:
+    """Check how much the edits of a running request may add to a row at other live strengths.
+
+    Args:
+        program: the program.
+        strengths: new factors of the edits' strengths by name.
+        max_norm: the largest norm that an edit may add; 0 for no limit.
+
+    Raises:
+        SteeringError: an edit may add more than ``max_norm``.
+    """
+    if not max_norm:
+        return
+    norms: dict[int, float] = {}
+    for index, edit in enumerate(program.edits):
+        if edit.live not in strengths:
+            continue
+        norm = _added_norm(edit, program, norms, strengths[edit.live])
+        if norm > max_norm:
+            raise SteeringError(
+                edit.live,
+                f"with {strengths[edit.live]:g}, {program.edit_source(index)} may add a norm of {norm:.6g}; "
+                f"this server allows {max_norm:g} ({MAX_NORM.flag})",
+            )
+
+
+def _added_norm(edit: CompiledEdit, program: Program, norms: dict[int, float], factor: float = 1.0) -> float:
+    """Return the largest norm that an edit may add if its strength is multiplied by ``factor``."""
+    kind, strength = KIND_OF[edit.code], abs(edit.strength * factor)
+    if not edit.strength:
+        # It has no instructions, whatever the factor.
+        return 0.0
     if kind == "feature":
         norm = float(np.linalg.norm(program.vector(edit.vector).astype(np.float64)))
-        return abs(edit.strength) * norm * (abs(edit.low) if edit.feature and edit.feature.sets else 1.0)
+        return strength * norm * (abs(edit.low) if edit.feature and edit.feature.sets else 1.0)
     if kind == "add" or (kind == "replace" and not edit.basis):
         for vector in edit.vectors:
             if vector not in norms:
                 norms[vector] = float(np.linalg.norm(program.vector(vector).astype(np.float64)))
-        return abs(edit.strength) * max(norms[vector] for vector in edit.vectors)
+        return strength * max(norms[vector] for vector in edit.vectors)
     if kind == "replace":
-        return abs(edit.strength) * float(np.linalg.norm(edit.coordinate_array().astype(np.float64), axis=0).max())
+        return strength * float(np.linalg.norm(edit.coordinate_array().astype(np.float64), axis=0).max())
     if kind == "clamp":
         # UNBOUNDED means "no bound" on its own side only: as the other bound it is a value like any other.
         low = edit.low if edit.low > -UNBOUNDED else 0.0
         high = edit.high if edit.high < UNBOUNDED else 0.0
-        return max(abs(edit.strength), 1.0) * max(abs(low), abs(high))
+        return max(strength, 1.0) * max(abs(low), abs(high))
     return 0.0

@@ -94,7 +94,10 @@ def edit_steps(
     runs: list[PositionRun] = []
     for number in edits:
         edit = program.edits[number]
-        if edit.feature is not None:
+        if not edit.strength:
+            # It has columns in the records of its tokens, but changes nothing.
+            steps.append(())
+        elif edit.feature is not None:
             steps.append(_feature_steps(program, edit))
         elif not edit.num_rows and not edit.basis:
             steps.append((EditStep(edit.code, program.digests[edit.vector], edit.low, edit.high),))

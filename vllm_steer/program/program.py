@@ -151,17 +151,21 @@ class Program(msgspec.Struct, frozen=True, array_like=True, dict=True, weakref=T
 
     @cached_property
     def edit_selections(self) -> tuple[tuple[Selector, tuple[str, ...]], ...]:
-        """The distinct selectors of the edits that are not in parts of the output, with the paths of their edits."""
+        """The distinct selectors of the edits that are not in parts of the output, with the paths of their edits.
+
+        Edits of strength 0 are left out here, in `edit_parts` and in `zero_edits`: they are reported as such.
+        """
         paths: dict[Selector, dict[str, None]] = {}
         for index, edit in enumerate(self.edits):
-            if not edit.parts:
+            if edit.strength and not edit.parts:
                 paths.setdefault(edit.selector, {})[self.edit_source(index)] = None
         return tuple((selector, tuple(sources)) for selector, sources in paths.items())
 
     @cached_property
     def edit_parts(self) -> tuple[tuple[tuple[CompiledPart, ...], str], ...]:
         """The parts of each edit in a part of the output, with the path of the edit."""
-        return tuple((edit.parts, self.edit_source(index)) for index, edit in enumerate(self.edits) if edit.parts)
+        edits = [(edit, self.edit_source(index)) for index, edit in enumerate(self.edits) if edit.strength]
+        return tuple((edit.parts, source) for edit, source in edits if edit.parts)
 
     @cached_property
     def zero_edits(self) -> tuple[str, ...]:
@@ -171,7 +175,7 @@ class Program(msgspec.Struct, frozen=True, array_like=True, dict=True, weakref=T
             dict.fromkeys(
                 self.edit_source(i)
                 for i, edit in enumerate(self.edits)
-                if edit.vector in zero and edit.code != CODES["replace"]
+                if edit.strength and edit.vector in zero and edit.code != CODES["replace"]
             )
         )
 
@@ -183,9 +187,10 @@ class Program(msgspec.Struct, frozen=True, array_like=True, dict=True, weakref=T
         """
         edits = [(edit.selector, self.edit_source(i), "tokens") for i, edit in enumerate(self.edits)]
         captures = [(each.selector, self.capture_source(i), "positions") for i, each in enumerate(self.captures)]
+        readouts = [(each.selector, self.readout_source(i), "positions") for i, each in enumerate(self.readouts)]
         return tuple(
             (selector, f"{source}.{field}")
-            for selector, source, field in (*edits, *captures)
+            for selector, source, field in (*edits, *captures, *readouts)
             if not selector.is_named and not source.startswith(_SHARED_SOURCES)
         )
 

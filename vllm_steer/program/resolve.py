@@ -434,7 +434,7 @@ def _kv_digest(parts: _EditParts, num_layers: int, last: int | None, program: Pr
     edits = parts.edits
     digests: list[bytes] = []
     for edit, steps in zip(edits, parts.steps, strict=True):
-        if edit.point == PRE_ATTN or any(layer != last for layer in layers_of(edit, range(num_layers))):
+        if steps and (edit.point == PRE_ATTN or any(layer != last for layer in layers_of(edit, range(num_layers)))):
             digests.append(edit.digest)
             if edit.num_rows:
                 digests.append(msgspec.msgpack.encode([parts.runs[step.run] for step in steps]))

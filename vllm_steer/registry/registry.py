@@ -95,6 +95,11 @@ class SteeringRegistry:
         self._reported: Snapshot | None = None
         self._check_global(self.snapshot())
 
+    @property
+    def max_norm(self) -> float:
+        """Largest norm that an edit may add on this server; 0 for no limit."""
+        return self._limits.max_norm
+
     @suggest_arguments(_ARGUMENT_ALIASES)
     def register(
         self,

@@ -88,7 +88,8 @@ def apply_tap(target: torch.Tensor, other: torch.Tensor | None, head: torch.Tens
     The instructions of a token run in the order of its request. REPLACE_AT takes its vector from the operand of the
     token's position, and SET_AT the number that both bounds of a clamp have; they do nothing where the edit does not
     cover the position. The summand of a token whose stream was replaced is the new stream less the other summand, so
-    that the row is there exactly. MEASURE computes the activation that the next FEATURE changes.
+    that the row is there exactly. A token without an edit is not written. MEASURE computes the activation that the next
+    FEATURE changes.
 
     CAPTURE stores the current stream in the arena, at
     ``token_base`` plus the instruction's index, rounded to the arena's dtype. READ records a product of the stream with
@@ -110,7 +111,7 @@ def apply_tap(target: torch.Tensor, other: torch.Tensor | None, head: torch.Tens
     before = target[touched].float()
     stream = before if other is None else before + other[touched].float()
     start = stream
-    replaced = torch.zeros_like(touched, dtype=torch.bool)
+    edited, replaced = torch.zeros_like(touched, dtype=torch.bool), torch.zeros_like(touched, dtype=torch.bool)
     measured = torch.zeros(touched.numel(), 1, device=target.device)
     current = current[touched]
     base = tables.token_base[touched]
@@ -143,6 +144,7 @@ def apply_tap(target: torch.Tensor, other: torch.Tensor | None, head: torch.Tens
                 if tables.num_recorded:
                     s = s * _factors(tables, touched[active[of_kind]], record[of_kind, 3])
                 new[of_kind] = definition(x[of_kind], v, s, low, high)
+                edited[active[of_kind]] = True
                 if definition is replace:
                     replaced[active[of_kind]] = True
         stored = (record[:, 0] == ops.CAPTURE).nonzero().squeeze(1)
@@ -154,9 +156,10 @@ def apply_tap(target: torch.Tensor, other: torch.Tensor | None, head: torch.Tens
             _read_and_gate(tables, x, touched[active], record, numbers)
         stream = stream.index_copy(0, active, new)
         current = current.index_copy(0, active, record[:, 2].long())
+    # A token that was only read keeps its bits: of an infinite value, `stream - start` would be NaN.
     change = before + (stream - start)
     exact = stream if other is None else stream - other[touched].float()
-    target[touched] = torch.where(replaced.unsqueeze(1), exact, change).to(target.dtype)
+    target[touched[edited]] = torch.where(replaced.unsqueeze(1), exact, change)[edited].to(target.dtype)
 
 
 def _operands(tables: Tables, token: torch.Tensor, first: torch.Tensor) -> torch.Tensor:

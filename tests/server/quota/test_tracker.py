@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +22,7 @@ from vllm_steer.server.auth.keys import Key, generate_key
 from vllm_steer.server.quota import tracker as tracker_module
 from vllm_steer.server.quota.limits import value_of
 from vllm_steer.server.quota.tracker import QuotaTracker, Reservation
-from vllm_steer.spec import parse_capture, parse_fields
+from vllm_steer.spec import parse_capture, parse_fields, parse_readouts
 from vllm_steer.spec.projection import Projection
 from vllm_steer.spec.scalars import FLOAT32_MAX
 
@@ -256,6 +257,17 @@ def test_limits_of_one_request() -> None:
             tracker.reserve(None).reserve_program(compile_program([], captures), None, LAYERS)
     with pytest.raises(TooLargeError, match="3 vectors"):
         tracker.reserve(None).reserve_program(program_of(0, 1, 2, width=8), None, LAYERS)
+
+
+def test_all_layers_of_a_lens_count() -> None:
+    """Catches a lens that counts as one layer and reads several."""
+    tracker = QuotaTracker(SimpleNamespace(steering_request_layers=1))
+    lens = {"lens": {"top_k": 1}, "point": "post_block"}
+    for readout, most in (({**lens, "layer": 3}, None), ({**lens, "layers": [0, 1, 2, 3]}, 4)):
+        refused = pytest.raises(TooLargeError, match=f"has {most} layers; at most 1 are allowed")
+        with nullcontext() if most is None else refused:
+            program = compile_program([], readouts=parse_readouts({"words": readout}))
+            tracker.reserve(None).reserve_program(program, None, LAYERS)
 
 
 @pytest.mark.parametrize(("count", "in_engine"), [(6, True), (300, False)])

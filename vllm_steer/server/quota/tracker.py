@@ -125,7 +125,7 @@ class QuotaTracker:
         vectors = {digest: size for digest, size in used.items() if digest not in shared_vectors}
         parts: list[CompiledEdit | CompiledCapture] = [*edits, *program.captures]
         layers = {layer for part in parts for layer in part.layers or range(num_layers)}
-        layers.update(readout.layer for readout in program.readouts)
+        layers.update(layer for readout in program.readouts for layer in readout.layers or (readout.layer,))
         self.check_count(REQUEST_EDITS, len(edits))
         self.check_count(REQUEST_VECTORS, len(vectors))
         self.check_count(REQUEST_LAYERS, len(layers))

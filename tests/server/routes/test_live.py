@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``POST /v1/steering/requests/{id}`` with a limit of the norm that an edit may add, on a small application."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from fastapi import FastAPI
+
+from tests.server.fakes import REPORT
+from vllm_steer.capture.readouts import ReadoutStream
+from vllm_steer.capture.row_assembler import RowAssembler
+from vllm_steer.config import SteeringConfig
+from vllm_steer.engine.capabilities import Capabilities
+from vllm_steer.program import compile_program
+from vllm_steer.registry.index import RegistryLimits
+from vllm_steer.registry.registry import SteeringRegistry
+from vllm_steer.server.auth.current_key import current_owner
+from vllm_steer.server.http.running_requests import RunningRequest, RunningRequests
+from vllm_steer.server.routes.live import make_router
+from vllm_steer.spec import parse_fields
+
+EDITS: dict[str, dict[str, Any]] = {
+    "push": {"kind": "add", "vector": [3.0, 4.0], "strength": -2.0},
+    "hold": {"kind": "clamp", "vector": [3.0, 4.0], "low": 15.0, "strength": 0.5},
+    "turn": {"kind": "ablate", "vector": [3.0, 4.0]},
+    "off": {"kind": "clamp", "vector": [3.0, 4.0], "low": 90.0, "strength": 0.0},
+}
+
+
+class FakeEngine:
+    """Engine with one running sample of a request with live strengths, which confirms every change."""
+
+    def __init__(self, max_norm: float) -> None:
+        edits = [{"point": "post_block", "layers": [1], "live": name, **edit} for name, edit in EDITS.items()]
+        program = compile_program(parse_fields({"steering": edits}), edit_paths=[f"steering[{i}]" for i in range(4)])
+        readouts = ReadoutStream(program, RowAssembler(0, 0, torch.float32))
+        capabilities = Capabilities.merge([REPORT], SteeringConfig())
+        registry = SteeringRegistry(capabilities, limits=RegistryLimits(max_norm=max_norm))
+        state = SimpleNamespace(_steering_capture=SimpleNamespace(readouts=readouts))
+        self.vllm_config = SimpleNamespace(
+            parallel_config=SimpleNamespace(data_parallel_size=1),
+            model_config=SimpleNamespace(served_model_name="tiny"),
+        )
+        self.output_processor = SimpleNamespace(
+            request_states={"sample": state}, _steering_context=SimpleNamespace(registry=registry)
+        )
+
+    async def collective_rpc(self, method: str, args: Any) -> list[list[int]]:
+        return [[7]]
+
+
+@pytest.mark.parametrize(
+    ("strengths", "refused"),
+    [
+        ({"push": 2.0}, None),
+        ({"push": 100000}, r"push: with 100000, steering\[0\] may add a norm of 1e\+06"),
+        ({"push": -2.5}, "may add a norm of 25"),
+        ({"hold": 2.5}, None),
+        ({"hold": -4.0}, r"steering\[1\] may add a norm of 30"),
+        ({"turn": 1.0, "hold": 4.0}, "hold: with 4, "),
+        ({"turn": 100000}, None),
+        ({"off": 100000}, None),
+    ],
+)
+@pytest.mark.parametrize("max_norm", [20.0, 0.0])
+async def test_norm_limit(strengths: dict[str, float], refused: str | None, max_norm: float) -> None:
+    """Catches a live strength that adds more than the server allows, and one below the limit that is refused."""
+    running, entry = RunningRequests(), RunningRequest(current_owner())
+    running.add_sample(entry, "cmpl-one-0", "sample")
+    app = FastAPI()
+    app.include_router(make_router(running, FakeEngine(max_norm)))
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+        response = await client.post("/v1/steering/requests/one", json=strengths)
+    if refused is None or not max_norm:
+        assert response.status_code == 200, response.text
+        return
+    assert response.status_code == 400
+    message = response.json()["error"]["message"]
+    assert re.search(refused, message)
+    assert "this server allows 20 (--steering-max-norm)" in message
