@@ -55,8 +55,14 @@ def test_only_the_owner_can_name_a_capture(store: CaptureStore) -> None:
 
 
 def test_rows_of_other_positions(store: CaptureStore) -> None:
-    """Catches rows in the order of the capture instead of the one that is named, and one position off."""
+    """Catches rows in the order of the capture instead of the one that is named, and one position off.
+
+    Tokens in another order would be sorted, and each would get the row of another one.
+    """
     named = {"capture": store.put(encode_file(CAPTURED), "safetensors", MINE)}
+    with pytest.raises(SteeringError, match="ascending order") as error:
+        resolve(store, {**named, "positions": [3, 0]}, tokens=[2, 1])
+    assert error.value.field == "steering[0].tokens[1]"
     assert np.array_equal(resolve(store, {**named, "positions": [3, 0]}), ROWS[[3, 0]].numpy())
     assert np.array_equal(resolve(store, {**named, "positions": [-1]}, tokens=[0]), ROWS[3].numpy())
     assert np.array_equal(resolve(store, {**named, "positions": [2, 1, 0]}, tokens=[[5, 8]]), ROWS[[2, 1, 0]].numpy())
