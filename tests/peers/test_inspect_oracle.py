@@ -99,7 +99,7 @@ async def test_rows_are_added_at_the_placeholders(config: GenerateConfig, own: G
 async def test_an_ambiguous_placeholder_is_refused(config: GenerateConfig, arguments: dict[str, Any]) -> None:
     """Catches rows added at a placeholder of the question or the system message."""
     api = Recorder()
-    with pytest.raises(SteeringError, match="placeholder: .* elsewhere in the question or system message"):
+    with pytest.raises(SteeringError, match=r"placeholder: .* elsewhere in the question or system message"):
         await ask(api, config, **arguments)
     assert not api.sent
 

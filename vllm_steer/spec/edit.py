@@ -414,8 +414,8 @@ def check_row_order(tokens: object) -> None:
         if order[i] <= order[i - 1]:
             raise SteeringError(
                 f"tokens[{i}]",
-                f"{shown(tokens[i])} follows {shown(tokens[i - 1])}; with one row for each position, list positions in ascending order, "
-                "those from the end of the prompt last: row i belongs to the i-th position",
+                f"{shown(tokens[i])} follows {shown(tokens[i - 1])}; if each position has a row of its own, list positions "
+                "in ascending order, those from the end of the prompt last: row i belongs to the i-th position",
             )
 
 
