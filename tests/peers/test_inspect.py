@@ -40,6 +40,8 @@ TOLERANCE = {"atol": 1e-3, "rtol": 1e-3}
 WEIGHT = torch.randn(64, generator=torch.Generator().manual_seed(5))
 ROW = torch.randn(64, generator=torch.Generator().manual_seed(6))
 QUESTION = "Is this positive?"
+PLACEHOLDER = ord("#") - ord("!")
+"""Token of "#": the tokenizer's vocabulary is the alphabet of bytes, which begins with "!"."""
 
 
 @pytest.fixture(autouse=True)

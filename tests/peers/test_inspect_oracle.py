@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("inspect_ai")
 
-from inspect_ai.model import ChatMessage, GenerateConfig, Model, ModelAPI, ModelName, ModelOutput
+from inspect_ai.model import ChatMessage, GenerateConfig, ModelAPI, ModelName, ModelOutput, get_model, modelapi
 from inspect_ai.model._generate_config import active_generate_config, set_active_generate_config
 from inspect_ai.model._model import active_model_context_var, init_active_model
 from inspect_ai.solver import TaskState
@@ -21,13 +21,15 @@ from vllm_steer.peers.inspect import ask_oracle, scorers
 from vllm_steer.peers.inspect.fields import prepare
 
 ROWS = torch.ones(2, 4)
+NOTHING = GenerateConfig()
 
 
+@modelapi("recorder")
 class Recorder(ModelAPI):
     """A provider with one token per letter, which answers with the prompt's tokens, ``late`` letters further on."""
 
-    def __init__(self, late: int = 0, *, tells: bool = True) -> None:
-        super().__init__("recorder")
+    def __init__(self, model_name: str, *_: Any, late: int = 0, tells: bool = True, **__: Any) -> None:
+        super().__init__(model_name)
         self.late, self.tells = late, tells
         self.sent: list[list[int]] = []
         self.bodies: list[Any] = []
@@ -55,11 +57,16 @@ def _one_row_for_each_token(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     set_active_generate_config(config)
 
 
-async def ask(api: Recorder, config: GenerateConfig, own: GenerateConfig | None = None, **arguments: Any) -> TaskState:
-    """Run the solver in a task with ``config``, of a model with the configuration ``own``."""
-    model = Model(api, own or GenerateConfig())
+def started(config: GenerateConfig = NOTHING, own: GenerateConfig = NOTHING, **arguments: Any) -> Any:
+    """Return the provider of a task with ``config`` and of a model with the configuration ``own``."""
+    model = get_model("recorder/x", config=own, memoize=False, **arguments)
     init_active_model(model, config)
-    state = TaskState(model=ModelName("recorder/recorder"), sample_id=1, epoch=1, input="", messages=[])
+    return model.api
+
+
+async def ask(**arguments: Any) -> TaskState:
+    """Run the solver of the task's model."""
+    state = TaskState(model=ModelName("recorder/x"), sample_id=1, epoch=1, input="", messages=[])
 
     async def generate(*_: Any, **__: Any) -> TaskState:
         raise NotImplementedError
@@ -71,52 +78,46 @@ async def ask(api: Recorder, config: GenerateConfig, own: GenerateConfig | None 
 SYSTEM = GenerateConfig(system_message="Be brief.")
 
 
-@pytest.mark.parametrize(
-    ("config", "own"),
-    [(GenerateConfig(), None), (SYSTEM, None), (GenerateConfig(), SYSTEM)],
-    ids=["none", "task", "model"],
-)
-async def test_rows_are_added_at_the_placeholders(config: GenerateConfig, own: GenerateConfig | None) -> None:
+@pytest.mark.parametrize(("config", "own"), [(NOTHING, NOTHING), (SYSTEM, NOTHING), (NOTHING, SYSTEM)])
+async def test_rows_are_added_at_the_placeholders(config: GenerateConfig, own: GenerateConfig) -> None:
     """Catches positions in a prompt without the system message that is sent."""
-    api = Recorder()
-    state = await ask(api, config, own)
+    api = started(config, own)
+    state = await ask()
     assert state.metadata["oracle"] == "yes"
     (sent,), (body,) = api.sent, api.bodies
-    assert ("Be brief." in "".join(map(chr, sent))) == (config is SYSTEM or own is SYSTEM)
+    assert ("Be brief." in "".join(map(chr, sent))) == (SYSTEM in (config, own))
     expected = [[position] for position, token in enumerate(sent) if token == ord("#")]
     assert [edit["tokens"] for edit in body["steering"]] == expected
     assert len(expected) == len(ROWS)
 
 
 @pytest.mark.parametrize(
-    ("config", "arguments"),
-    [
-        (GenerateConfig(system_message="Answer ## or ?"), {}),
-        (GenerateConfig(system_message="### title"), {}),
-        (GenerateConfig(), {"placeholder": "?", "source": "answer_mean"}),
-    ],
+    ("system", "arguments"),
+    [("Answer ## or ?", {}), ("### title", {}), (None, {"placeholder": "?", "source": "answer_mean"})],
 )
-async def test_an_ambiguous_placeholder_is_refused(config: GenerateConfig, arguments: dict[str, Any]) -> None:
+async def test_an_ambiguous_placeholder_is_refused(system: str | None, arguments: dict[str, Any]) -> None:
     """Catches rows added at a placeholder of the question or the system message."""
-    api = Recorder()
+    api = started(GenerateConfig(system_message=system))
     with pytest.raises(SteeringError, match=r"placeholder: .* elsewhere in the question or system message"):
-        await ask(api, config, **arguments)
+        await ask(**arguments)
     assert not api.sent
 
 
 @pytest.mark.parametrize(
-    ("api", "problem"),
-    [(Recorder(late=3), "has other tokens at positions"), (Recorder(tells=False), "has no prompt tokens to check")],
+    ("options", "problem"),
+    [({"late": 3}, "has other tokens at positions"), ({"tells": False}, "has no prompt tokens to check")],
 )
-async def test_the_answered_prompt_is_checked(api: Recorder, problem: str) -> None:
+async def test_the_answered_prompt_is_checked(options: dict[str, Any], problem: str) -> None:
     """Catches rows added at other tokens of a prompt that the server renders in another way than its tokenizer."""
+    api = started(**options)
     with pytest.raises(SteeringError, match=problem):
-        await ask(api, GenerateConfig())
+        await ask()
     assert api.bodies[0]["return_token_ids"]
 
 
 @pytest.mark.parametrize("placeholder", ["##", ""])
 async def test_a_placeholder_is_one_token(placeholder: str) -> None:
     """Catches a placeholder with another number of tokens than rows."""
+    started()
     with pytest.raises(SteeringError, match="must be one token"):
-        await ask(Recorder(), GenerateConfig(), placeholder=placeholder)
+        await ask(placeholder=placeholder)

@@ -414,7 +414,7 @@ def check_row_order(tokens: object) -> None:
         if order[i] <= order[i - 1]:
             raise SteeringError(
                 f"tokens[{i}]",
-                f"{shown(tokens[i])} follows {shown(tokens[i - 1])}; if each position has a row of its own, list positions "
+                f"{shown(tokens[i])} follows {shown(tokens[i - 1])}; if each position has its own row, list positions "
                 "in ascending order, those from the end of the prompt last: row i belongs to the i-th position",
             )
 

@@ -84,6 +84,7 @@ def test_reports_the_capabilities_of_a_real_server(client: httpx.Client) -> None
     assert response.status_code == 200
     report = CapabilityReport.model_validate(response.json())
     assert (report.architecture, report.num_layers, report.hidden_size) == ("LlamaForCausalLM", LAYERS, HIDDEN)
+    assert report.logprobs_mode == "raw_logprobs"
     (recipe,) = report.recipes
     assert (recipe.layer_class.rpartition(".")[2], recipe.layers) == ("LlamaDecoderLayer", list(range(LAYERS)))
     assert [point.name for point in report.points if point.edits and point.reads] == list(points_on(()))
