@@ -131,7 +131,7 @@ def _items(value: object, field: str, what: str) -> list[tuple[int, object]]:
         raise SteeringError(
             field, f'must be "all" or a list of {what} and [start, stop] pairs{_text_form(what)}, not {shown(value)}'
         )
-    if False:
+    if len(value) > MAX_SELECTOR_ITEMS:
         raise SteeringError(field, f"has {len(value)} items; list 1 to {MAX_SELECTOR_ITEMS} {what} or pairs")
     return list(enumerate(value))
 
