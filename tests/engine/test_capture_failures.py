@@ -164,7 +164,7 @@ def test_consumer_error_without_a_thread_affects_all(llm: Any, monkeypatch: pyte
     wanted, asked = params(6, logprobs=None, capture=capture()), prompts(3)
     failing_consumer(llm, monkeypatch, tuple(asked[1]["prompt_token_ids"]))
 
-    def in_the_step(self: Any, name: str, spec: Any, assembler: Any, about: Any) -> Any:
+    def in_the_step(self: Any, name: str, spec: Any, assembler: Any, _: bool, about: Any) -> Any:
         sites, _ = assembler.assemble(spec, len(about["prompt_token_ids"]), 26)
         captured = type("Captured", (), {**about, "sites": sites})()
         return self._consumers[name].accept(captured)
