@@ -201,7 +201,7 @@ def lens_requests() -> list[Any]:
         params(
             20,
             logprobs=None,
-            readouts={"lens": LENS if i % 2 else {**LENS, "positions": [[4, 12], [33, 40]]}},
+            readouts={"lens": LENS if i % 2 else {**LENS, "positions": [[4, 12], [20, 26]]}},
             capture={"memory": {"hooks": {"post_block": [1], "pre_attn": [2]}, "positions": "all"}} if i % 3 else None,
             decode_steering_vectors={"post_block": {1: direction(i)}} if i % 2 else None,
         )
