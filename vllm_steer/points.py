@@ -132,9 +132,9 @@ POINT_NAMES: tuple[PointName, ...] = tuple(POINTS)
 """All points, in order of computation. A site is numbered ``layer * len(POINT_NAMES) + index`` in programs and rows,
 independently of the points that an engine was started with."""
 OPTIONAL_POINTS: tuple[OptionalPointName, ...] = get_args(OptionalPointName)
+"""Points that an engine has only if it was started with them."""
 BRANCH_OUTPUTS: tuple[PointName, ...] = ("attn_out", "mlp_out")
 """Points on what attention and MLP add to the stream."""
-"""Points that an engine has only if it was started with them."""
 
 
 def points_on(optional: Sequence[str]) -> tuple[PointName, ...]:

@@ -60,10 +60,6 @@ def _recipe(tiny: TinyModel, layer: str, recipes: Iterable[Recipe]) -> Recipe:
     )
 
 
-_DESCRIBES_BRANCHES = frozenset({"_axk1", "_layer_scale", "_mobius", "_step3"})
-"""Functions for ``Recipe.variant`` that return ``altered`` only, which does not change how taps are installed."""
-
-
 def _way(tiny: TinyModel, recipe: Recipe) -> Way:
     kinds = {None: "no tensor", BLOCK_INPUT: BLOCK_INPUT, BLOCK_OUTPUT: BLOCK_OUTPUT, MLP_MIX: MLP_MIX}
     variant = recipe.variant.__name__
@@ -76,7 +72,7 @@ def _way(tiny: TinyModel, recipe: Recipe) -> Way:
         reduced_by=recipe.reduced_by,
         residual_at=recipe.residual_at,
         pass_argument=recipe.pass_argument,
-        variant="" if variant == "<lambda>" or variant in _DESCRIBES_BRANCHES else variant,
+        variant="" if variant == "<lambda>" else variant,
         cross_attention=recipe.cross_attention,
         no_ops=bool(tiny.mlp_blocks) and not tiny.one_branch,
         gaps=bool(tiny.gaps),

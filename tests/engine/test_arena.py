@@ -52,7 +52,7 @@ def test_spans_are_not_split() -> None:
 def test_rest_of_a_span_is_not_split() -> None:
     """Catches an image of which the first part is cached and the rest is computed in two steps.
 
-    The tokens of the first step do not attend to those of the second, so their rows and keys and values are wrong.
+    Tokens of the first step cannot attend to later ones, so their rows, keys and values are wrong.
     """
     everything, image, start, rest = resolved(prompt_len=300), [(16, 272)], 112, 160
     arena = ArenaBudget((rest + 64) * EVERY, 0, speculates=False)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from tests.memory import at_most
 from tests.patching.fake import FakeRunner
 from tests.patching.test_study import study
 from vllm_steer import SteeringError
@@ -151,7 +152,7 @@ def test_columns_that_would_fill_the_memory_are_refused(arguments: dict[str, Any
     """Catches lists of many long spans, which a server would write out before it checks the study's size."""
     runner = FakeRunner()
     words = {"clean": "the red" + " car" * 1998, "corrupt": "the blue" + " car" * 1998}
-    with pytest.raises(SteeringError, match=r"positions in all; use fewer|list 1 to 65536") as refused:
+    with pytest.raises(SteeringError, match=r"positions in all; use fewer|list 1 to 65536") as refused, at_most(1024):
         study(runner, **words).sweep(progress=False, **arguments)
     assert refused.value.field in arguments
     assert not hasattr(runner, "reserved")

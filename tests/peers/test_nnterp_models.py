@@ -51,13 +51,19 @@ def check_site(
     assert (row - module).norm() > 0.1 * module.norm()
 
 
-@pytest.mark.parametrize("family", ["gemma2", "olmo2"])
-def test_outputs_ahead_of_a_norm_are_refused(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "attention_norm", "mlp_norm"),
+    [
+        ("gemma2", "post_attention_layernorm", "post_feedforward_layernorm"),
+        ("glm4", "post_self_attn_layernorm", "post_mlp_layernorm"),
+    ],
+)
+def test_outputs_ahead_of_a_norm_are_refused(family: str, attention_norm: str, mlp_norm: str, tmp_path: Path) -> None:
     """Catches rows behind the norm, of another scale and direction, returned as the output of attention or MLP."""
     tiny = BY_NAME[family]
     path, hf = conformance.save(tiny, tmp_path), conformance.build(tiny).float()
     at = f"{tiny.blocks}.1"
-    modules = [f"{at}.self_attn", f"{at}.post_attention_layernorm", f"{at}.mlp", f"{at}.post_feedforward_layernorm"]
+    modules = [f"{at}.self_attn", f"{at}.{attention_norm}", f"{at}.mlp", f"{at}.{mlp_norm}"]
     attention, normed_attention, mlp, normed_mlp = outputs_of(hf, modules)
     with steered_engine(tiny, path, "eager", BRANCHES) as llm:
         model = StandardizedTransformer(llm)

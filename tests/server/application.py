@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 from fastapi import FastAPI, Form, Request, UploadFile
 from pydantic import BaseModel, ConfigDict
 from starlette.responses import JSONResponse, StreamingResponse
@@ -16,7 +17,13 @@ from vllm.sampling_params import SamplingParams
 from tests.server.fakes import FakeEngine
 from vllm_steer.params import has_steering
 from vllm_steer.server.http.apply_fields import RequestRefused, apply_to_params
+from vllm_steer.server.http.middleware import SteeringMiddleware
 from vllm_steer.server.http.request_guard import STEERABLE_ROUTES, UNSTEERABLE_ROUTES
+
+
+def client_of(app: FastAPI) -> httpx.AsyncClient:
+    app.add_middleware(SteeringMiddleware)  # outermost, where vLLM puts --middleware
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server")
 
 
 class Body(BaseModel):

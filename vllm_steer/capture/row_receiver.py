@@ -163,7 +163,7 @@ class RowReceiver:
             self._num_merged = len(self._steps)
         runs: list[_Run] = []
         # The codes of a position's rows do not change, so the last row of a position is in the last run with its codes.
-        # Those of records, their width, depend on the other requests of the step.
+        # A record's code is its width, which depends on the other requests of the step.
         latest: dict[tuple[bytes, tuple[int, ...]], _Run] = {}
         for step in self._steps[self._num_taken.get(request_id, 0) :]:
             index = step.index

@@ -117,7 +117,7 @@ class Trace:
     live: Mapping[str, npt.NDArray[np.float32]]
     """float32 ``[n]`` by name: the live strength in force."""
     error: str | None = None
-    """Why there is no trace; the other attributes are then empty."""
+    """Reason for a missing trace; the other attributes are then empty."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,9 +189,9 @@ class Piece:
     captures: Mapping[str, CaptureAnswer] = field(default_factory=dict)
     """Reports by consumer, on a piece without text after the answer; empty on others."""
     finish_reason: str | None = None
-    """Why generation ended; None on all pieces before."""
+    """Reason why generation ended; None on all pieces before the last."""
     stop_reason: int | str | None = None
-    """As in `Choice`."""
+    """Equal to `Choice.stop_reason`, on the last piece."""
 
     @property
     def capture_results(self) -> Mapping[str, CaptureAnswer]:

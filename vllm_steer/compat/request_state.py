@@ -63,7 +63,6 @@ class SteeredRequestState(RequestState):  # type: ignore[misc]
             # AsyncLLM raises an exception that it finds in a request's queue. LLM has no queue and returns an output.
             self.queue.put(CapacityError(reason))
             if self.parent_req is not None:
-                self.parent_req.child_requests.discard(self.request_id)  # vLLM does it when it makes the last output
                 getattr(self, _REFUSED_PARENTS).append(self.parent_req.request_id)
             return None
         output = _make_request_output(self, new_token_ids, pooling_output, finish_reason, stop_reason, *args, **kwargs)

@@ -223,9 +223,7 @@ _FRONT_END: Final = (
         "abort_requests request_states",
     ),
     *_wire("names the requests that the engine has to abort", "vllm.v1.engine.output_processor:OutputProcessorOutput"),
-    *_attributes(
-        "vllm.v1.engine.parallel_sampling:ParentRequest", "samples that share a request", "child_requests request_id"
-    ),
+    *_attributes("vllm.v1.engine.parallel_sampling:ParentRequest", "samples that share a request", "request_id"),
     *_attributes(
         "vllm.v1.engine.llm_engine:LLMEngine",
         "the context of an engine client is stored on its processors",

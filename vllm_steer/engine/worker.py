@@ -66,7 +66,7 @@ class SteeringWorker(_platform_worker()):  # type: ignore[misc]
             self.model_runner.model_memory_usage += self.model_runner.steering.num_bytes
 
     def sleep(self, level: int = 1) -> None:
-        # What is allocated in load_model is in the memory pool of the weights, whose contents level 2 discards.
+        # Level 2 discards the memory pool of the weights, which holds all tensors allocated in load_model.
         if level == 2:
             self._saved = self.model_runner.steering.save()
         super().sleep(level)

@@ -103,7 +103,7 @@ class Decoder:
 
     @property
     def mixed_head(self) -> str | None:
-        """Why the final head does not read the stream of the last layer alone; None if it does, or on other stages."""
+        """Reason why the head reads more than the last layer's stream; None if it does not, or on other stages."""
         last = self.layers[-1]
         if last.recipe.normed or last.number < self.num_layers - 1:
             return None

@@ -127,6 +127,8 @@ class Recipe:
     altered: tuple[PointName, ...] = ()
     """Branches that are not what the module of attention or MLP returns in HF Transformers: the layer scales or norms
     its output or adds another one, or the module adds the stream. A location that is a norm need not be named."""
+    altered_in: Callable[[Any], tuple[PointName, ...]] | None = None
+    """Return ``altered`` for a layer instance, where it depends on the layer's settings."""
     refused_points: Reasons = field(default_factory=dict)
     """Points that are refused although the rules of the shape would allow them."""
     variant: Callable[[Any], Mapping[str, Any]] = lambda layer: {}
@@ -143,6 +145,8 @@ class Recipe:
     def of(self, layer: nn.Module) -> Recipe:
         """Return the recipe of a layer instance, with its variant applied."""
         changes = dict(self.variant(layer))
+        if self.altered_in is not None:
+            changes["altered"] = self.altered_in(layer)
         return replace(self, refused_points={**self.refused_points, **changes.pop("refused_points", {})}, **changes)
 
     @property

@@ -12,7 +12,7 @@ sparsify               ``cfg.json``, ``sae.safetensors``               TopK of R
 
 Files are untrusted: nothing is unpickled, and sizes are checked before tensors are read. Variants whose encoder differs
 from these, such as inputs with a learned scale, are refused, and so are transcoders, whose decoders write another site
-than the encoder reads. ``params.npz`` has no configuration: its keys ``w_enc`` and ``w_dec`` are those of a transcoder.
+than the encoder reads. ``params.npz`` has no configuration: lower-case keys (``w_enc``, ``w_dec``) mark a transcoder.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from vllm_steer.models import streams
 from vllm_steer.models.convolved import install_convolved
 from vllm_steer.models.loops import engram_gaps, every_gap, hrm_text_gaps, hrm_text_runs, loop_coder_runs, solar_gaps
 from vllm_steer.models.recipe import BLOCK_INPUT, BLOCK_OUTPUT, MIXED_BRANCH, MLP_MIX, NO_SUBMODULE, Reasons, Recipe
-from vllm_steer.points import BRANCH_OUTPUTS, OPTIONAL_POINTS
+from vllm_steer.points import BRANCH_OUTPUTS, OPTIONAL_POINTS, PointName
 
 MODULES: Final = "vllm.model_executor.models."
 
@@ -87,22 +87,22 @@ def _derived(layer: str, base: str) -> Recipe:
     return Recipe(MODULES + layer, "pair", inherits=MODULES + base)
 
 
-def _axk1(layer: Any) -> Mapping[str, Any]:
-    return {"altered": ("mlp_out",)} if getattr(layer, "is_layer_sparse", False) else {}
+def _axk1(layer: Any) -> tuple[PointName, ...]:
+    return ("mlp_out",) if getattr(layer, "is_layer_sparse", False) else ()
 
 
-def _layer_scale(layer: Any) -> Mapping[str, Any]:
-    return {"altered": BRANCH_OUTPUTS} if getattr(layer, "layer_scale", False) else {}
+def _layer_scale(layer: Any) -> tuple[PointName, ...]:
+    return BRANCH_OUTPUTS if getattr(layer, "layer_scale", False) else ()
 
 
-def _mobius(layer: Any) -> Mapping[str, Any]:
+def _mobius(layer: Any) -> tuple[PointName, ...]:
     """Return the branches that are scaled, and the MLP's, to which one that several layers share is added."""
-    return {"altered": BRANCH_OUTPUTS if getattr(layer, "layer_scale", False) else ("mlp_out",)}
+    return BRANCH_OUTPUTS if getattr(layer, "layer_scale", False) else ("mlp_out",)
 
 
-def _step3(layer: Any) -> Mapping[str, Any]:
+def _step3(layer: Any) -> tuple[PointName, ...]:
     """Return which branch is the sum of experts and a shared one."""
-    return {"altered": ("mlp_out",)} if getattr(layer, "use_moe", False) else {}
+    return ("mlp_out",) if getattr(layer, "use_moe", False) else ()
 
 
 def _deci_lm(layer: Any) -> Mapping[str, Any]:
@@ -237,7 +237,7 @@ def _single_stream(layer: Any) -> str | None:
 
 VLLM_RECIPES: Final[tuple[Recipe, ...]] = (
     # Attention, then MLP: pairs.
-    _pair("AXK1.AXK1DecoderLayer", variant=_axk1, why_unsupported=_scaled_in_float16),
+    _pair("AXK1.AXK1DecoderLayer", altered_in=_axk1, why_unsupported=_scaled_in_float16),
     _pair("afmoe.AfmoeDecoderLayer", "pre_mlp_layernorm", **_POST_NORMED),
     _pair("apertus.ApertusDecoderLayer", "feedforward_layernorm"),
     _derived("aria.AriaTextDecoderLayer", "llama.LlamaDecoderLayer"),
@@ -286,7 +286,7 @@ VLLM_RECIPES: Final[tuple[Recipe, ...]] = (
     _pair("sarvam.SarvamMLABlock"),
     _pair("solar.SolarDecoderLayer", gaps=solar_gaps),
     _pair("step1.StepDecoderLayer"),
-    _pair("step3_text.Step3TextDecoderLayer", variant=_step3),
+    _pair("step3_text.Step3TextDecoderLayer", altered_in=_step3),
     # Only 0.31 has these; later versions run the layers of Transformers.
     _pair("arcee.ArceeDecoderLayer"),
     _pair("mellum.MellumDecoderLayer"),
@@ -298,7 +298,7 @@ VLLM_RECIPES: Final[tuple[Recipe, ...]] = (
     _reduced("minimax_m3.nvidia.model.MiniMaxM3DecoderLayer", _REDUCE_GEMMA),
     # Other token mixers instead of, or beside, attention: pairs.
     _pair("bailing_moe_linear.BailingMoeV25DecoderLayer", refused_points={"mlp_out": _BFLOAT16_ONLY}),
-    _pair("interns2_mobius.InternS2MobiusDecoderLayer", variant=_mobius, why_unsupported=_sequence_parallel),
+    _pair("interns2_mobius.InternS2MobiusDecoderLayer", altered_in=_mobius, why_unsupported=_sequence_parallel),
     _pair("jamba.JambaAttentionDecoderLayer", "pre_ff_layernorm"),
     _pair("jamba.JambaMambaDecoderLayer", "pre_ff_layernorm"),
     Recipe("vllm.models.kimi_k3.amd.linear.KimiDecoderLayer", "pair", why_unsupported=_kimi),
@@ -308,8 +308,8 @@ VLLM_RECIPES: Final[tuple[Recipe, ...]] = (
     _pair("lfm2.Lfm2ShortConvDecoderLayer", "ffn_norm"),
     _pair("lfm2_moe.Lfm2MoeAttentionDecoderLayer", "ffn_norm"),
     _pair("lfm2_moe.Lfm2MoeShortConvDecoderLayer", "ffn_norm"),
-    _pair("qwen3_5.Qwen3_5DecoderLayer", variant=_layer_scale, why_unsupported=_sequence_parallel),
-    _pair("qwen3_next.Qwen3NextDecoderLayer", variant=_layer_scale, why_unsupported=_sequence_parallel),
+    _pair("qwen3_5.Qwen3_5DecoderLayer", altered_in=_layer_scale, why_unsupported=_sequence_parallel),
+    _pair("qwen3_next.Qwen3NextDecoderLayer", altered_in=_layer_scale, why_unsupported=_sequence_parallel),
     # Blocks with one branch: pairs.
     _pair("cosmos3_edge.Cosmos3EdgeAttentionDecoderLayer", BLOCK_OUTPUT),
     _pair("mamba.MambaDecoderLayer", BLOCK_OUTPUT),

@@ -309,7 +309,7 @@ class Edit:
         for name, value in checked.items():
             object.__setattr__(self, name, value)
         if self.num_rows is not None:
-            check_row_order(tokens)
+            _check_order(tokens)
             _check_num_rows(self.num_rows, self.tokens)
 
     @property
@@ -401,7 +401,7 @@ def _check_num_rows(num_rows: int, tokens: Selector) -> None:
     check_row_count(num_rows, tokens.num_positions, "vector", "tokens selects")
 
 
-def check_row_order(tokens: object) -> None:
+def _check_order(tokens: object) -> None:
     """Raise SteeringError if positions are not listed in the order of a matrix's rows."""
     if isinstance(tokens, range) and tokens.step < 0:
         tokens = list(tokens[:2])  # the second one is out of order; a range can be longer than memory
@@ -414,8 +414,8 @@ def check_row_order(tokens: object) -> None:
         if order[i] <= order[i - 1]:
             raise SteeringError(
                 f"tokens[{i}]",
-                f"{shown(tokens[i])} follows {shown(tokens[i - 1])}; if each position has its own row, list positions "
-                "in ascending order, those from the end of the prompt last: row i belongs to the i-th position",
+                f"{shown(tokens[i])} follows {shown(tokens[i - 1])}; with a matrix, list positions in ascending order, "
+                "those from the end of the prompt last: row i belongs to the i-th position",
             )
 
 

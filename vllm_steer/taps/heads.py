@@ -24,7 +24,7 @@ class Head(Protocol):
 
     @property
     def tensors(self) -> Sequence[torch.Tensor]:
-        """What the head has on the device beside the model."""
+        """Tensors on the device that belong to the head and not to the model."""
 
     @property
     def num_bytes(self) -> int:

@@ -21,7 +21,7 @@ from vllm.entrypoints.serve.exception_handling.error_response import create_erro
 from vllm.sampling_params import SamplingParams
 
 from tests.registry.modules import registry
-from tests.server.application import Body, make_app
+from tests.server.application import Body, client_of, make_app
 from tests.server.fakes import FakeEngine, vector
 from vllm_steer.compat.request_state import CapacityError
 from vllm_steer.frontend.context import RegistryOptions, ensure_engine_context, set_registry
@@ -37,21 +37,6 @@ from vllm_steer.server.http.request_guard import RETRY_AFTER, STEERABLE_ROUTES
 
 FIELDS = {"steering_vectors": {"post_block": {"1": vector()}}}
 ROUTE = "/v1/completions"
-
-
-def client_of(app: FastAPI) -> httpx.AsyncClient:
-    app.add_middleware(SteeringMiddleware)  # outermost, where vLLM puts --middleware
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server")
-
-
-@pytest.fixture
-def engine() -> FakeEngine:
-    return FakeEngine()
-
-
-@pytest.fixture
-def client(engine: FakeEngine) -> httpx.AsyncClient:
-    return client_of(make_app(engine))
 
 
 def refusal(response: httpx.Response, status: int = 400) -> dict[str, Any]:

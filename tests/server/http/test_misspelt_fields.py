@@ -8,22 +8,11 @@ import json
 import httpx
 import pytest
 
-from tests.server.application import make_app
+from tests.server.application import client_of, make_app
 from tests.server.fakes import FakeEngine
-from tests.server.http.test_middleware import FIELDS, ROUTE, client_of, refusal
+from tests.server.http.test_middleware import FIELDS, ROUTE, refusal
 from vllm_steer.server.http import misspelt_fields
 from vllm_steer.server.http.request_guard import UNSTEERABLE_ROUTES
-
-
-@pytest.fixture
-def engine() -> FakeEngine:
-    return FakeEngine()
-
-
-@pytest.fixture
-def client(engine: FakeEngine) -> httpx.AsyncClient:
-    return client_of(make_app(engine))
-
 
 MISSPELT = {
     "steering_vector": "did you mean steering_vectors",

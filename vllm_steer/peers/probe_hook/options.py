@@ -174,7 +174,7 @@ def require_global_steering(outputs: Iterable[Any], digest: str | None) -> None:
     for output in outputs:
         applied = output.steering_applied
         if (None if applied is None else applied.global_steering) != digest:
-            raise RuntimeError("global steering changed between a request and that of its last token; run it again")
+            raise RuntimeError("global steering changed before the last token was read; run the request again")
 
 
 def last_rows(output: Any) -> Rows:

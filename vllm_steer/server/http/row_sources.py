@@ -23,7 +23,6 @@ from vllm_steer.server.auth.rights import Right
 from vllm_steer.server.capture_store import CaptureStore
 from vllm_steer.server.http.request_context import RequestContext
 from vllm_steer.spec.capture_source import ModuleRowsForm, StoredRowsForm
-from vllm_steer.spec.edit import check_row_order
 from vllm_steer.spec.fields import GENERAL_FIELD
 from vllm_steer.spec.scalars import did_you_mean, is_integer, shown
 from vllm_steer.spec.selector import Selector
@@ -105,10 +104,6 @@ def _resolve(edit: Mapping[str, Any], field: str, context: RequestContext, opene
     moved = None
     if source.get("positions") is not None:
         moved = _pair(source["positions"], edit.get("tokens"), f"{field}.positions", opened[name])
-        try:
-            check_row_order(edit.get("tokens"))
-        except SteeringError as error:
-            raise SteeringError(f"{field.removesuffix('.vector')}.{error.field}", error.problem) from None
     return StoredRows(opened[name], moved)
 
 

@@ -171,7 +171,7 @@ class TraceForm(msgspec.Struct):
         | msgspec.UnsetType
     ) = msgspec.UNSET
     error: (
-        Annotated[str, msgspec.Meta(description="Instead of the other fields: why there is no trace.")]
+        Annotated[str, msgspec.Meta(description="Reason for a missing trace; the other fields are absent.")]
         | msgspec.UnsetType
     ) = msgspec.UNSET
 
