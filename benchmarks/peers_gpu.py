@@ -19,6 +19,7 @@ import argparse
 import asyncio
 import importlib.util
 import json
+import multiprocessing
 import statistics
 import tempfile
 import traceback
@@ -120,6 +121,7 @@ def interp_engine(model: str, layer: int, hidden: int, settings: dict[str, Any])
     from interp_engine import Address, load_model
     from interp_engine.steer_specs import AddSpec, LayerSteeringSpec, SteeringSpec
     from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
 
     point, loop = Address("resid_post", layer), asyncio.new_event_loop()
     more = {name: value for name, value in settings.items() if name not in ("max_model_len", "gpu_memory_utilization")}
@@ -135,7 +137,11 @@ def interp_engine(model: str, layer: int, hidden: int, settings: dict[str, Any])
     rows = 0
 
     async def request(workload: str, prompt: list[int], generated: int) -> int:
-        params = SamplingParams(max_tokens=generated, temperature=0, ignore_eos=True, detokenize=False)
+        # FINAL_ONLY, as vLLM's LLM sets: it reads the last output only.
+        params = SamplingParams(
+            max_tokens=generated, temperature=0, ignore_eos=True, detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )  # fmt: skip
         found: dict[Any, Any] = {}
         fields: dict[str, Any] = {"steering_spec": steering}
         if workload == WORKLOADS[0]:
@@ -186,6 +192,12 @@ def serve(project: str, model: str, settings: dict[str, Any], pipe: Any) -> None
             pipe.send({"seconds": seconds, "captured": rows, "problems": problems})
     except Exception:  # any failure ends this process; report it to the parent
         pipe.send({"failed": traceback.format_exc()})
+    finally:
+        # Some versions of vLLM (0.30) leave the engine's processes running, which would keep the GPU's memory.
+        for child in multiprocessing.active_children():
+            child.terminate()
+            child.join(20)
+            child.kill()
 
 
 def absence(project: str) -> str | None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.taps.infinite import wrong_rows
 from tests.taps.random_tables import compare, compare_fused
 from vllm_steer.taps.reference import apply_tap
 from vllm_steer.taps.tables import Tables
@@ -97,6 +98,15 @@ def test_tap_kernel_matches_the_definition_on_the_gpu(dtype: torch.dtype, hidden
             drawn = (seed, hidden, dtype, with_other, torch.device("cuda"))
             assert compare(launch_tap, *drawn) < 64
             assert compare_fused(launch_tap, *drawn) == ""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("with_other", [False, True])
+def test_tap_kernel_leaves_infinite_values_unchanged_on_the_gpu(with_other: bool) -> None:
+    """Catches tokens that no edit covers and that are written, so that infinity becomes NaN."""
+    from vllm_steer.taps.tap_kernel import launch_tap
+
+    assert wrong_rows(launch_tap, with_other, torch.device("cuda")) == ""
 
 
 @pytest.mark.gpu

@@ -151,6 +151,7 @@ def _tap_kernel(  # type: ignore[no-untyped-def]
                     x = tl.where(strength < 0.5, x + strength * (v - x), v - (1.0 - strength) * (v - x))
                     edited = 2
             else:
+                covered = True
                 if code == _ADD:
                     amount = strength
                 elif code == _FEATURE:
@@ -164,13 +165,15 @@ def _tap_kernel(  # type: ignore[no-untyped-def]
                     elif code == _SET_AT:
                         value = _operand(operand, numbers, token_offset + token, HINT)
                         component = value.to(tl.float32, bitcast=True)
-                        amount = tl.where(value != _NO_OPERAND, strength * (component - along), 0.0)
+                        covered = value != _NO_OPERAND
+                        amount = tl.where(covered, strength * (component - along), 0.0)
                     else:
                         low = tl.load(numbers + 1, eviction_policy=HINT)
                         high = tl.load(numbers + 2, eviction_policy=HINT)
                         amount = strength * (tl.minimum(tl.maximum(along, low), high) - along)
                 x += amount * v
-                edited = tl.maximum(edited, 1)
+                # A token that is not written keeps an infinite component, of which `x - start` would be NaN.
+                edited = tl.maximum(edited, covered)
         current = following
         if HAS_SECOND:
             if (current == 0) & (later != 0):
