@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Section of docs/reference/features.md about tests that ran on a GPU, which CI does not have."""
+"""Sections about tests that ran on a GPU, which CI does not have: of docs/reference/features.md and others."""
 
 from __future__ import annotations
 
@@ -64,3 +64,21 @@ def gpu_tests(table: MakeTable) -> str:
     ]
     environment = next(iter(runs.values()))["environment"]
     return TEXT.format(**environment) + table(("tested", "command", "outcome", "note"), rows)
+
+
+def next_version(table: MakeTable) -> str:
+    """Return the sentences about GPU tests with a version of vLLM that is not supported yet."""
+    result = json.loads((RESULTS / "gpu-tests-vllm-0.33.json").read_text())
+    runs: dict[str, dict[str, Any]] = result["runs"]
+    about = next(iter(runs.values()))["environment"]
+    ended = {name: run for name, run in runs.items() if "passed" in run}
+    failed = sum(len(run["failed"]) for run in ended.values())
+    text = (
+        f"On {about['date']}, {len(ended)} of {len(runs)} runs of GPU tests ended on one {about['gpu']} with vLLM "
+        f"{about['vllm']} and torch {about['torch'].partition('+')[0]}: "
+        f"{sum(run['passed'] for run in ended.values())} tests passed and {failed or 'none'} failed "
+        "(`benchmarks/results/gpu-tests-vllm-0.33.json`)."
+    )
+    if cut := [f"*{name}*" for name in runs if name not in ended]:
+        text += f" The time limit ended {len(cut)} runs without a report: {', '.join(cut)}."
+    return textwrap.fill(text, 120) + "\n"

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import patching_sections
 import peer_sections
-from gpu_page import gpu_failures
+from gpu_page import gpu_failures, next_version
 from measured import newest_costs, of_any_code
 from serve_page import start
 from steps_page import MakeTable
@@ -116,6 +116,7 @@ SECTIONS: Mapping[str, Mapping[str, Callable[[MakeTable], str]]] = {
     "docs/explanation/patching-compared.md": {"speed": patching_sections.speed, "hits": patching_sections.hits},
     "docs/explanation/limitations.md": {"conflicts": conflicts, "gpu-failures": gpu_failures},
     "docs/guides/operating.md": {"start": start},
+    "docs/guides/releases.md": {"next-version": next_version},
     "docs/reference/streams.md": {"splits": splits},
     **{
         f"docs/peers/{page}.md": {
