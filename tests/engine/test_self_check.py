@@ -24,6 +24,7 @@ from tests.engine.conftest import close
 from tests.engine.test_off import worker_of
 from tests.tiny import make_llm
 from tests.wrong_taps import WRONG
+from vllm_steer.engine import self_check as self_check_module
 from vllm_steer.engine.self_check import self_check
 from vllm_steer.models import install
 from vllm_steer.models.self_check_plan import SelfCheckError
@@ -69,6 +70,17 @@ def test_right_taps_pass_with_all_hops_conclusive(engine: tuple[str, Any]) -> No
     found = report["self_check"]
     assert (found["ran"], found["sites"], found["hops"], found["conclusive"]) == (True, 12, 8, 8)
     assert self_check(worker_of(llm))["conclusive"] == 8
+
+
+def test_a_check_that_verifies_nothing_says_so(
+    engine: tuple[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Catches "passed" in the log when the weights are too small for the check to verify anything."""
+    _, llm = engine
+    monkeypatch.setattr(self_check_module, "_check", lambda *_: {"hops": 8, "conclusive": 0, "sites": 12})
+    monkeypatch.setattr(self_check_module.logger, "propagate", True)
+    self_check(worker_of(llm))
+    assert "verified none of 8 pairs" in caplog.text and "passed" not in caplog.text
 
 
 def test_the_check_leaves_nothing_behind(engine: tuple[str, Any]) -> None:

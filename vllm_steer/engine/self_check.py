@@ -79,13 +79,21 @@ def self_check(worker: Any) -> dict[str, Any]:
             f"wrong, so the engine does not start. {_next_steps(config)}"
         ) from None
     seconds = time.perf_counter() - started
-    logger.info(
-        "Steering: self-check passed on %s: %d of %d pairs of hook points verified, in %.0f ms",
-        model,
-        result["conclusive"],
-        result["hops"],
-        1000 * seconds,
-    )
+    if result["conclusive"]:
+        logger.info(
+            "Steering: self-check passed on %s: %d of %d pairs of hook points verified, in %.0f ms",
+            model,
+            result["conclusive"],
+            result["hops"],
+            1000 * seconds,
+        )
+    else:
+        logger.warning(
+            "Steering: the self-check on %s found no error, but verified none of %d pairs of hook points: its layers "
+            "change the stream by less than the rounding of its dtype, as with --load-format dummy.",
+            model,
+            result["hops"],
+        )
     return {"ran": True, "seconds": seconds, **result}
 
 
