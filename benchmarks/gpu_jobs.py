@@ -34,11 +34,13 @@ class Job(NamedTuple):
     gib: float = 75
     """Memory of each GPU that the job needs, in GiB."""
     timed: bool = True
-    """Whether it measures times, so that no test may run beside it."""
+    """Whether it measures times, so that no test may run beside it unless it is ``coarse``."""
     most: float = 900
     """Seconds after which the job is stopped."""
     title: str = ""
     """Distinguishes jobs with the same result."""
+    coarse: bool = False
+    """Whether tests on other GPUs and CPU cores may run beside it: its differences are large, or it counts kernels."""
 
     @property
     def name(self) -> str:
@@ -50,13 +52,14 @@ def _cost(group: str, result: str, seconds: float, least: float, gpus: int = 1, 
 
 
 def _serve(shape: str, seconds: float, least: float) -> Job:
-    arguments = ("--shape", shape, "--seconds", SECONDS, "--out", OUT)
+    # With caches of a fixed size, both servers start at once. The job "start" measures their starts.
+    arguments = ("--shape", shape, "--kv-gib", "9", "--seconds", SECONDS, "--out", OUT)
     return Job("serve", arguments, f"gpu-serve-{shape}.json", seconds, least, most=seconds)
 
 
 def _kernels(shape: str) -> Job:
     arguments = ("--shape", shape, "--variants", "idle", "--out", OUT)
-    return Job("kernels", arguments, f"gpu-kernels-plain-code-{shape}.json", 160, 140)
+    return Job("kernels", arguments, f"gpu-kernels-plain-code-{shape}.json", 200, 160, coarse=True)
 
 
 def _tests(title: str, only: Sequence[str], seconds: float, gpus: int) -> Job:
@@ -65,31 +68,43 @@ def _tests(title: str, only: Sequence[str], seconds: float, gpus: int) -> Job:
 
 
 def gpu_jobs(gpus: int) -> list[Job]:
-    """Return the jobs for a host with this number of GPUs, the most important first."""
+    """Return the jobs for a host with this number of GPUs, the most important first.
+
+    With four GPUs, all tests run at first on two of them, beside coarse jobs on the others. A host whose GPUs are all
+    in use by the round has no other load, so its times spread less than those of one GPU of a shared host.
+    """
     first = ("quantised", "drafts", "points")
-    others = [name for name, run in RUNS.items() if name not in first and run.gpus <= gpus]
+    runs = [name for name, run in RUNS.items() if run.gpus <= gpus]
+    others = [name for name in runs if name not in first]
     two = [_cost("llama-8b, two GPUs", "gpu-cost-llama-8b-tp2.json", 260, 170, 2, 40)] if gpus > 1 else []
-    peers = ("--shape", "llama-8b", "--out", OUT)
+    start = Job(
+        "start", ("--shape", "llama-8b", "--variants", "stock", "steering", "--out", OUT), "gpu-start-llama-8b.json",
+        470, 280, coarse=True,
+    )  # fmt: skip
+    patching = Job(
+        "patching", ("--group", "llama-8b", "--rounds", "2", "--out", OUT), "gpu-patching-llama-8b.json", 560, 500,
+        coarse=True,
+    )  # fmt: skip
+    wide = gpus > 3
     return [
-        _tests("first", first, 200, min(gpus, 2)),
-        _serve("llama-8b", 560, 430),
+        *([_tests("all", runs, 360, 2), start, patching] if wide else [_tests("first", first, 200, min(gpus, 2))]),
+        _serve("llama-8b", 480, 400),
         _cost("llama-8b, one pair", "gpu-cost-llama-8b-one-pair.json", 560, 300),
-        Job("start", ("--shape", "llama-8b", "--variants", "stock", "steering", "--out", OUT),
-            "gpu-start-llama-8b.json", 430, 280),
+        *([] if wide else [start]),
         _cost("qwen3-0.6b", "gpu-cost-qwen3-0.6b.json", 400, 220),
         _cost("llama-8b, readouts", "gpu-cost-llama-8b-readouts.json", 310, 180),
         _cost("granite-4-tiny", "gpu-cost-granite-4-tiny.json", 400, 220),
         _kernels("granite-4-tiny"),
-        _serve("qwen3-0.6b", 400, 250),
+        _serve("qwen3-0.6b", 320, 230),
         *two,
         # Two engines of 54 or 61 GB of weights.
         _cost("gemma3-27b", "gpu-cost-gemma3-27b.json", 330, 200, gib=125),
         _cost("qwen3-30b-a3b", "gpu-cost-qwen3-30b-a3b.json", 330, 200, gib=135),
-        Job("patching", ("--group", "llama-8b", "--rounds", "2", "--out", OUT), "gpu-patching-llama-8b.json", 480, 420),
-        Job("peers_gpu", peers, "gpu-peers-llama-8b.json", 280, 180),
+        *([] if wide else [patching]),
+        Job("peers_gpu", ("--shape", "llama-8b", "--out", OUT), "gpu-peers-llama-8b.json", 280, 180, coarse=True),
         _kernels("llama-8b"),
-        _tests("others", others, 510, min(gpus, 2)),
-    ]  # fmt: skip
+        *([] if wide else [_tests("others", others, 510, min(gpus, 2))]),
+    ]
 
 
 def tiny_jobs() -> list[Job]:

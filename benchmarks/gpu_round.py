@@ -6,8 +6,8 @@
     python -m benchmarks.gpu_round --tiny --seconds 900 --out /tmp/round      # on the CPU, to try the script
 
 Each job (``benchmarks/gpu_jobs.py``) is a process of its own with a log, on GPUs and CPU cores of its own. GPU tests
-do not run beside a job that measures times. A job that does not fit into the remaining time is passed by the next one
-that does; one that reaches the end is killed with its children and keeps what its file has.
+do not run beside a job that measures times exactly. A job that does not fit into the remaining time is passed by the
+next one that does; one that reaches the end is killed with its children and keeps what its file has.
 
 Running the command again with the same folder continues: jobs with a complete result of the present code are left out.
 So a time limit of single commands does not limit the round; with ``--whole``, only jobs start that end in time.
@@ -76,13 +76,13 @@ def choose(
         left: Seconds until the end of the round.
     """
     tested = any(not job.timed for job, _ in running)
-    timed = any(job.timed for job, _ in running)
+    timed = any(job.timed and not job.coarse for job, _ in running)
     wait = max((seconds for _, seconds in running), default=0.0)
     held = False
     for job in waiting:
         if job.least > left:
             continue
-        fits = job.gpus <= len(free) and not (tested if job.timed else timed)
+        fits = job.gpus <= len(free) and not (tested and not job.coarse if job.timed else timed)
         # A job that waits for other GPUs is passed only by jobs that end before those are free.
         if fits and (not held or job.seconds <= wait):
             return job
