@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.variants import save_sae
 from tests.tiny import direction, save_tiny_llama
 from vllm_steer import LLM, SamplingParams
 
@@ -18,6 +19,7 @@ pytestmark = pytest.mark.gpu
 
 HIDDEN, VOCAB = 256, 512
 ARENA_ROWS = 1 << 18
+FEATURES = {"sae": "random", "top_k": 4, "point": "post_block", "layer": 1, "positions": "all_prompt"}
 
 
 @pytest.fixture(scope="module")
@@ -29,13 +31,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def llm(model: Path) -> Iterator[Any]:
+def sae(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_sae(tmp_path_factory.mktemp("sae"), HIDDEN)
+
+
+@pytest.fixture(scope="module")
+def llm(model: Path, sae: Path) -> Iterator[Any]:
     from vllm.distributed import cleanup_dist_env_and_memory
 
     engine = LLM(
         model=str(model), enable_steering=True, dtype="bfloat16", max_model_len=512, skip_tokenizer_init=True,
         gpu_memory_utilization=0.02, kv_cache_memory_bytes=1 << 30, max_num_seqs=16, enable_sleep_mode=True,
-        max_logprobs=VOCAB, steering_config={"capture_rows": ARENA_ROWS},
+        max_logprobs=VOCAB, steering_config={"capture_rows": ARENA_ROWS, "saes": {"random": str(sae)}},
     )  # fmt: skip
     yield engine
     engine.llm_engine.engine_core.shutdown()
@@ -51,6 +58,7 @@ def requests() -> tuple[list[Any], list[Any]]:
     params = [
         SamplingParams(
             max_tokens=24, temperature=0, ignore_eos=True, detokenize=False, logprobs=VOCAB, capture=hooks,
+            readouts={"topics": FEATURES},
             steering_vectors={"post_block": {1: direction(i, 1.0, HIDDEN)}} if i % 2 else None,
         )
         for i in range(8)
@@ -78,7 +86,7 @@ def test_vllm_counts_the_tables_before_it_sizes_the_kv_cache(llm: Any) -> None:
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_requests_after_sleep_are_steered_and_captured_as_before(llm: Any, model: Path, level: int) -> None:
-    """Catches tables that are empty or invalid after waking up."""
+    """Catches tables and autoencoders that are empty or invalid after waking up."""
     before = llm.generate(*requests(), use_tqdm=False)
     sleep_and_wake(llm, model, level)
     after = llm.generate(*requests(), use_tqdm=False)
@@ -86,6 +94,9 @@ def test_requests_after_sleep_are_steered_and_captured_as_before(llm: Any, model
     for got, right in zip(after, before, strict=True):
         rows, expected = (each.capture_results["memory"] for each in (got, right))
         assert rows.status == "ok", rows.error
+        features, known = (each.outputs[0].readouts["topics"].values for each in (got, right))
+        assert known.min() > 0
+        np.testing.assert_allclose(features, known, rtol=0.1)
         for layer in range(4):
             a, b = (each.tensor("post_block", layer).float() for each in (rows, expected))
             assert float(((a - b).norm(dim=1) / b.norm(dim=1)).max()) < 0.08
