@@ -52,6 +52,12 @@ Each model is the real architecture with four layers, at least one layer of each
 * **Identities inside vLLM**, if HF has no such model or computes different numbers: rows are compared with forward hooks on vLLM's
   modules, edits with the same change made by such hooks.
 
+DeepSeek V4, GLM 5 Next, HY V4, Qwen 4 (Exp), Inkling and Kimi-Linear exist in HF Transformers, but vLLM has their attention for GPUs
+only. `tests/conformance/test_hf_streams.py` compares the formulas that take part in their identities with HF's layers on the same
+random weights: rows, edits and the final mix agree within 1e-5 in float32. Edits that the next sublayer does not read,
+edits of one stream only, streams mixed in the wrong direction, and branches without their convolution are off by more than 10 %.
+Transformers has no DeepSeek V4.1 and no Kimi K3.
+
 | column | meaning |
 | --- | --- |
 | family | how the decoder layer computes the stream, see below |
