@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import CohereConfig, LlamaConfig
+from pydantic import BaseModel, ValidationError
+from transformers import CohereConfig, DeepseekV32Config, LlamaConfig
 from typer.testing import CliRunner
 
 from tests.engine.conftest import close
@@ -20,7 +21,7 @@ from vllm_steer.cli.main import app
 from vllm_steer.compat.version import CONFLICTS
 from vllm_steer.engine.report import CapabilityReport, make_report
 from vllm_steer.limits import ENGINE_LIMITS
-from vllm_steer.models import proofs
+from vllm_steer.models import outline, proofs
 from vllm_steer.models.proofs import Proof, proofs_of
 from vllm_steer.models.recipes import PROVEN, RECIPES
 from vllm_steer.points import OPTIONAL_POINTS
@@ -95,6 +96,32 @@ def test_fails_for_an_unproven_model(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert result.exit_code == 1
     assert "cannot be steered: LlamaForCausalLM cannot be steered" in result.stdout
     assert "LlamaDecoderLayer are not proven in any version" in result.stdout
+
+
+def test_distinguishes_an_unsuitable_machine_from_an_unsupported_model(tmp_path: Path) -> None:
+    """Catches a model with proofs reported as one that cannot be steered, because vLLM has no CPU kernels for it."""
+    settings = {**SMALL, "architectures": ["DeepseekV32ForCausalLM"], "index_topk": 64}
+    DeepseekV32Config(**settings).save_pretrained(tmp_path)
+    result = invoke(str(tmp_path))
+    assert result.exit_code == 1
+    assert "cannot be steered" not in result.stdout
+    assert "cannot be examined on this machine, since vLLM refuses it: Sparse Attention" in result.stdout
+    assert "run doctor where the model is to be served" in result.stdout
+    assert "proof: identities inside vLLM on DeepseekV32ForCausalLM (rows within " in result.stdout
+
+
+def test_reports_no_values_of_vllms_configuration() -> None:
+    """Catches pydantic's own text, with a part of the configuration, in the reason."""
+
+    class Config(BaseModel):
+        block: int
+
+    with pytest.raises(ValidationError) as caught:
+        Config(block="secret")  # type: ignore[arg-type]
+    reason = outline._reason(caught.value)
+    assert reason.startswith("Input should be a valid integer")
+    assert "secret" not in reason
+    assert "pydantic" not in reason
 
 
 @pytest.mark.parametrize("words", [("none/here",), ("demo/model", "--max-rows", "0")])

@@ -9,7 +9,7 @@ same reason.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from multiprocessing import get_context
@@ -43,6 +43,10 @@ class ReferenceProcess:
         """Call a method of the model's ``Reference``; its errors are raised here."""
         return self._pool.submit(_call, name, method, args).result()
 
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function of a module that does not import vLLM; its errors are raised here."""
+        return self._pool.submit(_run, function, args).result()
+
     def traces(self, name: str, jobs: Sequence[Job]) -> list[Trace]:
         """Return one trace per job; errors of the reference are raised here."""
         return self._pool.submit(_traces, name, jobs).result()
@@ -74,6 +78,11 @@ def _save(name: str, folder: Path) -> Path:
 def _call(name: str, method: str, args: tuple[Any, ...]) -> Any:
     _check_independent()
     return getattr(_reference(name), method)(*args)
+
+
+def _run(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    _check_independent()
+    return function(*args)
 
 
 def _traces(name: str, jobs: Sequence[Job]) -> list[Trace]:

@@ -25,6 +25,13 @@ def print_report(report: CapabilityReport) -> None:
     if not report.vllm_is_tested:
         console.print(f"vLLM {report.vllm} is not tested; tested are {report.vllm_tested}")
         console.print(printable(report.vllm_check or ""))
+    if not report.examined:
+        console.print(f"cannot be examined on this machine, since vLLM refuses it: {printable(report.problem or '')}")
+        console.print(
+            "run doctor where the model is to be served; many models with sparse or linear attention need a GPU"
+        )
+        console.print(_proofs_text(report))
+        return
     if report.problem is not None:
         console.print(f"cannot be steered: {printable(report.problem)}")
         return
@@ -43,7 +50,7 @@ def print_report(report: CapabilityReport) -> None:
         console.print(f"{recipe.layer_class}: {len(recipe.layers)} layers, stream {recipe.stream}, {mid}")
     for reason in report.unproven:
         console.print(f"unproven: {reason}")
-    console.print("proof: " + ("; ".join(map(_proof_text, report.proofs)) or "none recorded"))
+    console.print(_proofs_text(report))
     console.print("\nvLLM settings that conflict with steering")
     for conflict in report.conflicts:
         console.print(f"{conflict.setting}: {conflict.reason}" + (" (set here)" if conflict.present else ""))
@@ -89,6 +96,10 @@ def _print_restrictions(point: PointReport, write: Print) -> None:
             layers_by_reason[reason] = layers_by_reason.get(reason, 0) + 1
         for reason, count in layers_by_reason.items():
             write(f"{point.name} cannot be {verb} on {count} layers: {printable(reason)}")
+
+
+def _proofs_text(report: CapabilityReport) -> str:
+    return "proof: " + ("; ".join(map(_proof_text, report.proofs)) or "none recorded")
 
 
 def _proof_text(proof: ProofReport) -> str:

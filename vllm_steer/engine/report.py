@@ -16,7 +16,7 @@ from vllm_steer._version import __version__
 from vllm_steer.compat.version import CONFLICTS, TESTED_RANGE, compare_installed, is_tested
 from vllm_steer.config import SteeringConfig
 from vllm_steer.limits import ENGINE_LIMITS
-from vllm_steer.models.proofs import proofs_of
+from vllm_steer.models.proofs import own_proofs, proofs_of
 from vllm_steer.points import BRANCH_OUTPUTS, POINTS, POINTS_FLAG, Point
 from vllm_steer.spec import KINDS
 
@@ -90,6 +90,11 @@ class CapabilityReport(_Report):
     """Class of the model in vLLM."""
     problem: str | None = None
     """Reason why the model is not supported, or None."""
+    examined: bool = Field(
+        default=True,
+        description="False if vLLM could not build the model on this machine, for the reason in `problem`. It may be "
+        "supported elsewhere, and `proofs` are those of its architecture.",
+    )
     num_layers: int | None = None
     hidden_size: int | None = None
     max_model_len: int | None = None
@@ -173,6 +178,7 @@ def make_report(facts: Mapping[str, Any], config: SteeringConfig, *, no_capture:
         architecture=facts.get("architecture"),
         model_class=facts.get("model_class"),
         problem=facts.get("problem"),
+        examined=facts.get("examined", True),
         num_layers=facts.get("num_layers"),
         hidden_size=facts.get("hidden_size"),
         max_model_len=facts.get("max_model_len"),
@@ -203,7 +209,11 @@ def make_report(facts: Mapping[str, Any], config: SteeringConfig, *, no_capture:
             ProofReport(
                 architecture=p.architecture, kind=p.proof, value_error=p.value, cause_error=p.cause, dtype=p.dtype
             )
-            for p in proofs_of(facts.get("architecture"), [recipe.layer_class for recipe in recipes])
+            for p in (
+                proofs_of(facts.get("architecture"), [recipe.layer_class for recipe in recipes])
+                if facts.get("examined", True)
+                else own_proofs(facts.get("architecture"))
+            )
         ],
         conflicts=[
             ConflictReport(setting=c.setting, reason=c.reason, present=c.setting in facts.get("conflicts", []))

@@ -21,19 +21,36 @@ MARK = "vllm_steer.outline: "
 
 
 def outline(model: str, steering: Mapping[str, Any], engine: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the facts; ``problem`` is the reason if the model cannot be served."""
+    """Return the facts.
+
+    ``problem`` is the reason if the model cannot be served. ``examined`` is False if the reason is vLLM's, which may
+    lack the kernels or packages for the model on this machine only.
+    """
     import vllm
 
     from vllm_steer.config import SteeringConfig
+    from vllm_steer.errors import IncompatibleError, SteeringError
+    from vllm_steer.models.discovery import UnsupportedModelError
 
     facts: dict[str, Any] = {"vllm": vllm.__version__, "architecture": None, "conflicts": []}
     try:
         facts["architecture"] = next(iter(architectures_of(model)), None)
         _fill(facts, model, SteeringConfig.parse(dict(steering)), engine)
+    except (IncompatibleError, SteeringError, UnsupportedModelError) as error:
+        facts["problem"] = _reason(error)
     except Exception as error:
-        # Anything that vLLM raises here would also stop the engine from starting, so it is the answer.
-        facts["problem"] = " ".join(str(error).split()) or type(error).__name__
+        # Anything that vLLM raises here would also stop an engine on this machine from starting.
+        facts["problem"], facts["examined"] = _reason(error), False
     return facts
+
+
+def _reason(error: Exception) -> str:
+    """Return the message of an error on one line, without the values that pydantic adds to its own."""
+    from pydantic import ValidationError
+
+    if isinstance(error, ValidationError):
+        return "; ".join(each["msg"].removeprefix("Value error, ") for each in error.errors())
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _fill(facts: dict[str, Any], model: str, config: Any, engine: Mapping[str, Any]) -> None:

@@ -50,3 +50,8 @@ def proofs_of(architecture: str | None, layer_classes: Iterable[str]) -> list[Pr
     names = {name.rpartition(".")[2] for name in layer_classes}
     same_layers = [row for row in all_proofs()[1] if names & set(row.layers)]
     return [row for row in same_layers if row.architecture == architecture] or same_layers
+
+
+def own_proofs(architecture: str | None) -> list[Proof]:
+    """Return the proofs of an architecture whose layer classes are unknown."""
+    return [row for row in all_proofs()[1] if row.architecture == architecture]
