@@ -41,6 +41,13 @@ def test_a_file_of_other_sources_is_refused(tmp_path: Path, first: dict[str, Any
         study(**second).sweep(file=file, positions=[1], progress=False)
 
 
+def test_a_pair_without_its_corrupt_prompt_is_refused() -> None:
+    """Catches a clean prompt in place of the missing corrupt one, so that no cell has an effect."""
+    pairs = [("the red car is", "the blue bus is", " red", " blue"), ("the fast car is", None, " fast", " slow")]
+    with pytest.raises(SteeringError, match=r"pairs\[1\].corrupt: is missing"):
+        PatchingStudy(FakeRunner(), pairs=pairs)
+
+
 def test_blocks_across_skipped_positions() -> None:
     """Catches blocks that fail at positions between the aligned ones, or that patch them."""
     runner = FakeRunner()
