@@ -30,15 +30,21 @@ LONG = {"corrupt": "the blue fast bus is"}
         ({**NOISY, "subject": "red"}, {**NOISY, "subject": "car"}),
         ({**MEAN, "reference": ["the slow bus"]}, {**MEAN, "reference": ["the fast bus"]}),
         ({**LONG, "alignment": [(0, 0), (1, 1)]}, {**LONG, "alignment": [(0, 0), (2, 1)]}),
+        ({"seed": 0}, {"seed": 1}),
+        ({**MEAN, "seed": 0}, {**MEAN, "seed": 1}),
     ],
 )
 def test_a_file_of_other_sources_is_refused(tmp_path: Path, first: dict[str, Any], second: dict[str, Any]) -> None:
-    """Catches cells of two subjects, references or alignments in one grid."""
+    """Catches cells of two subjects, references, alignments or random subspaces in one grid."""
     file = tmp_path / "study.safetensors"
-    study(**first).sweep(file=file, positions=[1], progress=False)
-    study(**first).sweep(file=file, positions=[1], progress=False)
+    arguments: dict[str, Any] = {"file": file, "positions": [1], "subspace": np.eye(2, 8), "progress": False}
+    result = study(**first).sweep(**arguments)
+    study(**first).sweep(**arguments)
     with pytest.raises(SteeringError, match="another sweep"):
-        study(**second).sweep(file=file, positions=[1], progress=False)
+        study(**second).sweep(**arguments)
+    if "seed" in first:
+        other = study(**second).sweep(**{**arguments, "file": None})
+        assert not np.array_equal(other.grid("post_block", random=True), result.grid("post_block", random=True))
 
 
 def test_a_pair_without_its_corrupt_prompt_is_refused() -> None:

@@ -36,6 +36,7 @@ class Corruption:
     """Prompts from which the rows of mean and resample ablation come; None for the clean prompts of the pairs."""
     draws: int = 1
     seed: int = 0
+    """Seed of the draws, and of the random subspaces of the control."""
 
     @property
     def description(self) -> str:
@@ -82,7 +83,7 @@ def read_corruption(
     if noise is None:
         if draws is not None:
             raise SteeringError("draws", "has no effect with a corrupt prompt; leave it out")
-        return Corruption()
+        return Corruption(seed=int(seed))
     sigma = read_number(noise, "noise")
     if sigma <= 0:
         raise SteeringError("noise", f"must be positive, not {sigma:g}")

@@ -57,7 +57,7 @@ class PatchingStudy:
             ``direction="noising"`` the two prompts change places, so the order of each pair does too. All ``pairs`` use
             the same alignment. By default, prompts of equal length are aligned position by position; of others, the
             equal beginning and the equal end are aligned and other positions are skipped.
-        seed: Seed of the draws.
+        seed: Seed of the draws, and of the random subspaces of the control.
 
     Raises:
         SteeringError: An argument is invalid.
