@@ -104,6 +104,16 @@ def test_a_failed_control_is_no_failed_cell(tmp_path: Path) -> None:
     assert PatchingResult.load(tmp_path / "study.safetensors").control_errors == result.control_errors
 
 
+def test_a_sweep_continues_with_the_controls_that_it_lacks(tmp_path: Path) -> None:
+    """Catches a continued sweep with control=True that reports no control, and one that runs its controls again."""
+    runner, file = FakeRunner(), tmp_path / "study.safetensors"
+    assert np.isnan(study().sweep(file=file, control=False, progress=False).control())
+    assert study(runner).sweep(file=file, progress=False).control() < 1e-6
+    assert sum(1 for request in runner.requests if request.edits) == 2
+    study(runner).sweep(file=file, progress=False)
+    assert sum(1 for request in runner.requests if request.edits) == 2
+
+
 def test_files_that_are_not_sweeps(tmp_path: Path) -> None:
     """Catches an error that shows a key, or that confuses another version with a damaged file."""
     save_file({"cells": np.zeros(3, np.float32)}, tmp_path / "other.safetensors")

@@ -297,7 +297,7 @@ class PatchingStudy:
         # The file has values of cells that an earlier call has run.
         result.not_run.update({cell: reason for cell, reason in (reasons or {}).items() if cell not in done})
         yield result, None
-        for batch in run_batches(sweep, self._runner, done, only):
+        for batch in run_batches(sweep, self._runner, done, only, result.controlled):
             result.add(batch)
             yield result, batch
 
