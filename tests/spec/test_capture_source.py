@@ -60,7 +60,7 @@ def test_a_source_that_is_gone_is_an_error(source: Any, changes: dict[str, Any],
 
 
 def test_one_row_is_not_put_at_other_positions() -> None:
-    """Catches the row of a prompt of one token at every token of a longer prompt, and that of one token at all later."""
+    """Catches the row of a prompt of one token at every token of a longer one, and that of one token at all later."""
     sites = {("post_block", 1): SiteRows(np.arange(1), ROWS[:1])}
     short = CaptureResult("ok", None, replace(REQUEST, prompt_token_ids=(5,), sites=sites))
     assert edit(short, tokens="prompt").num_rows == 1
