@@ -9,15 +9,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import save_file
 
 from tests.memory import at_most
 from tests.patching.fake import FakeRunner
 from tests.patching.test_study import study
 from vllm_steer import SteeringError
+from vllm_steer.client.encoding import to_json
 from vllm_steer.patching import PatchingResult, PatchingStudy, prepare
 from vllm_steer.patching.axes import read_layers, read_positions
 from vllm_steer.patching.offline import most_reference
+from vllm_steer.patching.settings import read_subspaces
 
 NOISY = {"corrupt": None, "noise": 1.0, "draws": 2}
 MEAN = {"corrupt": None, "ablate": "mean"}
@@ -89,6 +92,22 @@ def test_a_bad_subspace_is_refused_once(rows: list[int], problem: str) -> None:
     with pytest.raises(SteeringError, match=problem):
         study(runner).sweep(subspace=directions, progress=False)
     assert not runner.requests
+
+
+@pytest.mark.parametrize("encode", [lambda value: value, lambda value: to_json(value, "subspace")])
+def test_forms_of_a_subspace(encode: Any) -> None:
+    """Catches arrays of the clients, which send them packed, that are not read."""
+    array = np.eye(2, 8, dtype=np.float32)
+    by_site = {"post_block": {0: array, 1: torch.from_numpy(array).bfloat16()}}
+    for given in (array, array.tolist(), list(array), torch.from_numpy(array).bfloat16(), by_site):
+        (found,) = {
+            rows.tobytes()
+            for rows in (read_subspaces(encode(given), [("post_block", 0), ("post_block", 1)], 8) or {}).values()
+        }
+        assert found == array.tobytes()
+    for wrong in ([1.0] * 8, {"post_block": {0: array}}, "abc", np.eye(2, 7)):
+        with pytest.raises(SteeringError, match="subspace"):
+            read_subspaces(encode(wrong), [("post_block", 0), ("post_block", 1)], 8)
 
 
 def test_a_failed_control_is_no_failed_cell(tmp_path: Path) -> None:

@@ -10,8 +10,9 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from vllm_steer.errors import SteeringError
+from vllm_steer.limits import MAX_SUBSPACE
 from vllm_steer.patching.header import Direction
-from vllm_steer.spec.matrix import parse_subspace
+from vllm_steer.spec.matrix import is_matrix, parse_matrix, parse_subspace
 from vllm_steer.spec.scalars import is_integer, read_choice, read_number, shown
 
 Ablation = Literal["zero", "mean", "resample"]
@@ -106,7 +107,8 @@ def read_subspaces(
     """Return directions by site.
 
     Args:
-        value: Directions ``[k, hidden]`` for all sites, or ``{point: {layer: directions}}``.
+        value: Directions ``[k, hidden]`` for all sites in any form that `parse_matrix` accepts, or ``{point: {layer:
+            directions}}``.
         sites: The sites of the sweep.
         hidden: The model's hidden size.
 
@@ -118,18 +120,17 @@ def read_subspaces(
     result = {}
     for point, layer in sites:
         field, given = "subspace", value
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and not is_matrix(value):
             field = f"subspace.{point}.{layer}"
             by_layer = value.get(point)
             by_layer = by_layer if isinstance(by_layer, Mapping) else {}
             given = by_layer.get(layer, by_layer.get(str(layer)))
             if given is None:
                 raise SteeringError(field, "is missing; give directions for every site of the sweep")
-        try:
-            directions = np.array(given, dtype=np.float32)
-        except (TypeError, ValueError):
-            raise SteeringError(field, "must be a list of directions or an array [k, hidden]") from None
-        if directions.ndim != 2 or directions.shape[1] != hidden:
+        if not is_matrix(given):
+            raise SteeringError(field, f"must be a list of directions or an array [k, {hidden}], not {shown(given)}")
+        directions = parse_matrix(given, field, MAX_SUBSPACE)
+        if directions.shape[1] != hidden:
             raise SteeringError(field, f"has shape {list(directions.shape)}; directions are [k, {hidden}]")
         result[point, layer] = parse_subspace(directions, hidden, field)
     return result
