@@ -111,6 +111,11 @@ def test_statistics() -> None:
     assert np.isnan([found.effect[2], found.p_value[2]]).all()
 
 
+def test_p_values_of_sums_that_cancel() -> None:
+    """Catches patterns with the observed sum that do not count because their terms are added in another order."""
+    assert summarise(np.array([[1.0], [1e-5], [-1.0]])).p_value[0] == 1
+
+
 @pytest.mark.parametrize(
     "given",
     [
