@@ -7,12 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-import numpy as np
-
 from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_SUBSPACE
 from vllm_steer.patching.header import Direction
-from vllm_steer.spec.matrix import is_matrix, parse_matrix, parse_subspace
+from vllm_steer.spec.matrix import Matrix, is_matrix, parse_matrix, parse_subspace
 from vllm_steer.spec.scalars import is_integer, read_choice, read_number, shown
 
 Ablation = Literal["zero", "mean", "resample"]
@@ -103,7 +101,7 @@ def read_direction(value: object, corruption: Corruption) -> Direction:
 
 def read_subspaces(
     value: object, sites: Sequence[tuple[str, int]], hidden: int
-) -> dict[tuple[str, int], np.ndarray[Any, np.dtype[np.float32]]] | None:
+) -> dict[tuple[str, int], Matrix] | None:
     """Return directions by site.
 
     Args:
@@ -117,20 +115,24 @@ def read_subspaces(
     """
     if value is None:
         return None
+    if not isinstance(value, Mapping) or is_matrix(value):
+        return dict.fromkeys(sites, _read_directions(value, hidden, "subspace"))
     result = {}
     for point, layer in sites:
-        field, given = "subspace", value
-        if isinstance(value, Mapping) and not is_matrix(value):
-            field = f"subspace.{point}.{layer}"
-            by_layer = value.get(point)
-            by_layer = by_layer if isinstance(by_layer, Mapping) else {}
-            given = by_layer.get(layer, by_layer.get(str(layer)))
-            if given is None:
-                raise SteeringError(field, "is missing; give directions for every site of the sweep")
-        if not is_matrix(given):
-            raise SteeringError(field, f"must be a list of directions or an array [k, {hidden}], not {shown(given)}")
-        directions = parse_matrix(given, field, MAX_SUBSPACE)
-        if directions.shape[1] != hidden:
-            raise SteeringError(field, f"has shape {list(directions.shape)}; directions are [k, {hidden}]")
-        result[point, layer] = parse_subspace(directions, hidden, field)
+        field = f"subspace.{point}.{layer}"
+        by_layer = value.get(point)
+        by_layer = by_layer if isinstance(by_layer, Mapping) else {}
+        given = by_layer.get(layer, by_layer.get(str(layer)))
+        if given is None:
+            raise SteeringError(field, "is missing; give directions for every site of the sweep")
+        result[point, layer] = _read_directions(given, hidden, field)
     return result
+
+
+def _read_directions(value: object, hidden: int, field: str) -> Matrix:
+    if not is_matrix(value):
+        raise SteeringError(field, f"must be a list of directions or an array [k, {hidden}], not {shown(value)}")
+    directions = parse_matrix(value, field, MAX_SUBSPACE)
+    if directions.shape[1] != hidden:
+        raise SteeringError(field, f"has shape {list(directions.shape)}; directions are [k, {hidden}]")
+    return parse_subspace(directions, hidden, field)
