@@ -20,6 +20,7 @@ from vllm_steer.taps.heads import largest_outputs
 from vllm_steer.taps.sparse_encoder import SparseEncoderHead
 
 HIDDEN, FEATURES, ROWS, K = 6, 20, 9, 3
+CENTRED = {"center_writing_weights": True}
 RANDOM = np.random.default_rng(4)
 W, W_DEC = RANDOM.standard_normal((2, HIDDEN, FEATURES)).astype(np.float32)
 B_ENC, THRESHOLD, R_MAG, B_MAG = (RANDOM.standard_normal((4, FEATURES)) * 0.3).astype(np.float32)
@@ -207,6 +208,8 @@ def damaged(folder: Path) -> str:
         (saelens(activation_fn_str="tanh-relu"), "activation_fn"),
         (saelens(metadata={"hook_head_index": 3}), "one attention head"),
         (saelens(reshape_activations="hook_z"), "reshape_activations"),
+        (saelens(model_from_pretrained_kwargs=CENTRED), "center_writing_weights"),
+        (saelens(metadata={"model_from_pretrained_kwargs": CENTRED}), "center_writing_weights"),
         (sparsify(transcode=True), "transcode is not supported"),
         (sparsify(activation="groupmax"), "activation 'groupmax'"),
         (saelens(architecture="jumprelu", rescale_acts_by_decoder_norm=True), "rescale_acts_by_decoder_norm"),

@@ -40,6 +40,17 @@ def test_positions() -> None:
     assert read_positions("all", pieces) is None
 
 
+def test_texts_beside_special_tokens() -> None:
+    """Catches a word that is found in the name of a special token, such as the one that begins the prompt."""
+    pieces = ["<|begin_of_text|>", "[INST]", "The", " text", " of", " INST", " texts"]
+    given = [{"span": "text"}, {"span": "of"}, {"span": "INST"}, {"span": "text", "occurrence": 1}, {"span": "[INST]"}]
+    assert read_positions(given, pieces) == ((3, 4), (4, 5), (5, 6), (6, 7), (1, 2))
+    assert read_positions([{"span": "<|begin_of_text|>[INST]The"}], pieces) == ((0, 3),)
+    for text in ("begin", ">[INST]", "<|begin_of_text|>[IN"):
+        with pytest.raises(SteeringError, match="does not occur"):
+            read_positions([{"span": text}], pieces)
+
+
 @pytest.mark.parametrize("value", [[9], [[3, 3]], [{"span": "Rome"}], [{"span": " "}], [{"text": "x"}], "last", [1.5]])
 def test_bad_positions_are_refused(value: Any) -> None:
     """Catches a position outside of the prompt, an empty span, and a text that the prompt lacks."""
@@ -98,6 +109,11 @@ def test_statistics() -> None:
     assert found.p_value[0] == 0.25  # all signs equal: 2 of 8 patterns
     assert found.low[0] < 2 < found.high[0]
     assert np.isnan([found.effect[2], found.p_value[2]]).all()
+
+
+def test_p_values_of_sums_that_cancel() -> None:
+    """Catches patterns with the observed sum that do not count because their terms are added in another order."""
+    assert summarise(np.array([[1.0], [1e-5], [-1.0]])).p_value[0] == 1
 
 
 @pytest.mark.parametrize(

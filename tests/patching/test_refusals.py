@@ -9,15 +9,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import save_file
 
 from tests.memory import at_most
 from tests.patching.fake import FakeRunner
 from tests.patching.test_study import study
 from vllm_steer import SteeringError
+from vllm_steer.client.encoding import to_json
 from vllm_steer.patching import PatchingResult, PatchingStudy, prepare
 from vllm_steer.patching.axes import read_layers, read_positions
 from vllm_steer.patching.offline import most_reference
+from vllm_steer.patching.settings import read_subspaces
 
 NOISY = {"corrupt": None, "noise": 1.0, "draws": 2}
 MEAN = {"corrupt": None, "ablate": "mean"}
@@ -30,15 +33,28 @@ LONG = {"corrupt": "the blue fast bus is"}
         ({**NOISY, "subject": "red"}, {**NOISY, "subject": "car"}),
         ({**MEAN, "reference": ["the slow bus"]}, {**MEAN, "reference": ["the fast bus"]}),
         ({**LONG, "alignment": [(0, 0), (1, 1)]}, {**LONG, "alignment": [(0, 0), (2, 1)]}),
+        ({"seed": 0}, {"seed": 1}),
+        ({**MEAN, "seed": 0}, {**MEAN, "seed": 1}),
     ],
 )
 def test_a_file_of_other_sources_is_refused(tmp_path: Path, first: dict[str, Any], second: dict[str, Any]) -> None:
-    """Catches cells of two subjects, references or alignments in one grid."""
+    """Catches cells of two subjects, references, alignments or random subspaces in one grid."""
     file = tmp_path / "study.safetensors"
-    study(**first).sweep(file=file, positions=[1], progress=False)
-    study(**first).sweep(file=file, positions=[1], progress=False)
+    arguments: dict[str, Any] = {"file": file, "positions": [1], "subspace": np.eye(2, 8), "progress": False}
+    result = study(**first).sweep(**arguments)
+    study(**first).sweep(**arguments)
     with pytest.raises(SteeringError, match="another sweep"):
-        study(**second).sweep(file=file, positions=[1], progress=False)
+        study(**second).sweep(**arguments)
+    if "seed" in first:
+        other = study(**second).sweep(**{**arguments, "file": None})
+        assert not np.array_equal(other.grid("post_block", random=True), result.grid("post_block", random=True))
+
+
+def test_a_pair_without_its_corrupt_prompt_is_refused() -> None:
+    """Catches a clean prompt in place of the missing corrupt one, so that no cell has an effect."""
+    pairs = [("the red car is", "the blue bus is", " red", " blue"), ("the fast car is", None, " fast", " slow")]
+    with pytest.raises(SteeringError, match=r"pairs\[1\].corrupt: is missing"):
+        PatchingStudy(FakeRunner(), pairs=pairs)
 
 
 def test_blocks_across_skipped_positions() -> None:
@@ -78,6 +94,22 @@ def test_a_bad_subspace_is_refused_once(rows: list[int], problem: str) -> None:
     assert not runner.requests
 
 
+@pytest.mark.parametrize("encode", [lambda value: value, lambda value: to_json(value, "subspace")])
+def test_forms_of_a_subspace(encode: Any) -> None:
+    """Catches arrays of the clients, which send them packed, that are not read."""
+    array = np.eye(2, 8, dtype=np.float32)
+    by_site = {"post_block": {0: array, 1: torch.from_numpy(array).bfloat16()}}
+    for given in (array, array.tolist(), list(array), torch.from_numpy(array).bfloat16(), by_site):
+        (found,) = {
+            rows.tobytes()
+            for rows in (read_subspaces(encode(given), [("post_block", 0), ("post_block", 1)], 8) or {}).values()
+        }
+        assert found == array.tobytes()
+    for wrong in ([1.0] * 8, {"post_block": {0: array}}, "abc", np.eye(2, 7)):
+        with pytest.raises(SteeringError, match="subspace"):
+            read_subspaces(encode(wrong), [("post_block", 0), ("post_block", 1)], 8)
+
+
 def test_a_failed_control_is_no_failed_cell(tmp_path: Path) -> None:
     """Catches a cell with a value that is listed as failed because its random control failed."""
     runner, directions = FakeRunner(), np.eye(8, dtype=np.float32)[1:2]
@@ -89,6 +121,16 @@ def test_a_failed_control_is_no_failed_cell(tmp_path: Path) -> None:
     assert list(result.control_errors.values()) == ["no room"] * 2
     result.save(tmp_path / "study.safetensors")
     assert PatchingResult.load(tmp_path / "study.safetensors").control_errors == result.control_errors
+
+
+def test_a_sweep_continues_with_the_controls_that_it_lacks(tmp_path: Path) -> None:
+    """Catches a continued sweep with control=True that reports no control, and one that runs its controls again."""
+    runner, file = FakeRunner(), tmp_path / "study.safetensors"
+    assert np.isnan(study().sweep(file=file, control=False, progress=False).control())
+    assert study(runner).sweep(file=file, progress=False).control() < 1e-6
+    assert sum(1 for request in runner.requests if request.edits) == 2
+    study(runner).sweep(file=file, progress=False)
+    assert sum(1 for request in runner.requests if request.edits) == 2
 
 
 def test_files_that_are_not_sweeps(tmp_path: Path) -> None:

@@ -103,13 +103,16 @@ def test_noise_and_ablation() -> None:
         ablated.grid("post_block", "recovered")
 
 
-def test_coarse_to_fine() -> None:
+def test_coarse_to_fine(tmp_path: Path) -> None:
     """Catches cells outside of the blocks that are run, or that look like cells without effect."""
-    runner = FakeRunner()
-    result = study(runner).coarse_to_fine(position_span=2, layer_span=2, progress=False)
+    spans: dict[str, Any] = {"position_span": 2, "layer_span": 2, "file": tmp_path / "a.safetensors", "progress": False}
+    result = study().coarse_to_fine(**spans)
     grid = result.grid("post_block")
     assert not np.isnan(grid[:, :2]).any() and np.isnan(grid[:, 2:]).all()
     assert len(result.not_run) == 4 and all("below" in each for each in result.not_run.values()) and not result.failed()
+    assert PatchingResult.load(spans["file"]).not_run == result.not_run
+    assert not study().coarse_to_fine(keep=0.0, **spans).not_run
+    assert not study().coarse_to_fine(**spans).not_run, "the file has their values"
 
 
 def test_plot_and_tables(tmp_path: Path) -> None:

@@ -59,6 +59,16 @@ def test_a_source_that_is_gone_is_an_error(source: Any, changes: dict[str, Any],
     assert remedy in refused.value.problem
 
 
+def test_one_row_is_not_put_at_other_positions() -> None:
+    """Catches the row of a prompt of one token at every token of a longer one, and that of one token at all later."""
+    sites = {("post_block", 1): SiteRows(np.arange(1), ROWS[:1])}
+    short = CaptureResult("ok", None, replace(REQUEST, prompt_token_ids=(5,), sites=sites))
+    assert edit(short, tokens="prompt").num_rows == 1
+    assert edit(short, tokens="last_prompt").num_rows is None
+    with pytest.raises(SteeringError, match="has no end, but the matrix has 1 rows"):
+        edit(tokens=[[3, None]])
+
+
 @pytest.mark.parametrize("tokens", [[[0, 2_000_000_000]], [[2, 2_000_000_000]], range(2_000_000_000)])
 def test_long_intervals_are_not_listed(tokens: Any) -> None:
     """Catches a short request that lists two billion positions, which fills the memory of a server."""

@@ -203,6 +203,25 @@ class TestRefused:
         with memory.at_most(256), pytest.raises(SteeringError, match="follows 2000000000"):
             make(kind="replace", vector=[VECTOR] * 2, tokens=range(2_000_000_000, 0, -1))
 
+    @pytest.mark.parametrize(
+        ("tokens", "field"),
+        [
+            ([-1, 0], "tokens[1]"),
+            (range(-1, 1), "tokens[1]"),
+            (range(1, -1, -1), "tokens[1]"),
+            ({"generated": [3, 1]}, "tokens.generated[1]"),
+            ({"generated": [[2, 3], 1]}, "tokens.generated[1]"),
+        ],
+    )
+    def test_rows_in_another_order_than_their_positions(self, tokens, field):
+        """Catches a matrix whose rows go to each other's positions."""
+        assert_refused(field, "row i belongs to the i-th position", kind="replace", vector=[VECTOR] * 2, tokens=tokens)
+
+    @pytest.mark.parametrize("tokens", [range(2, 4), range(-2, 0), range(0, 4, 2), {"generated": [1, [3, 4]]}])
+    def test_rows_in_the_order_of_their_positions(self, tokens):
+        assert make(kind="replace", vector=[VECTOR] * 2, tokens=tokens).num_rows == 2
+        assert make(kind="replace", vector=[VECTOR], tokens=range(3, 4)).num_rows == 1
+
     @pytest.mark.parametrize("layers", [[], (), range(0)])
     def test_no_layers(self, layers):
         assert_refused("layers", "empty", layers=layers)

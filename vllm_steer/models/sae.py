@@ -349,6 +349,13 @@ def _read_saelens(files: _Files, hidden: int, features: int) -> SparseEncoder:
         raise files.refuse("reshape_activations is not supported: such rows are not rows of the stream")
     if any(isinstance(each, dict) and each.get("hook_head_index") is not None for each in (config, metadata)):
         raise files.refuse("autoencoders of one attention head are not supported")
+    loading = [each.get("model_from_pretrained_kwargs") for each in (config, metadata) if isinstance(each, dict)]
+    if any(isinstance(each, dict) and each.get("center_writing_weights") for each in loading):
+        # TransformerLens then subtracts the mean of each row's components, which vLLM's stream of LayerNorm models has.
+        raise files.refuse(
+            "center_writing_weights is not supported: rows of the model here are not centred. Fold the mean of each "
+            "column of W_enc into the weights and b_enc, or remove the setting if the model has no LayerNorm"
+        )
     architecture = config.get("architecture", "standard")
     function = config.get("activation_fn", config.get("activation_fn_str", "relu"))
     if architecture == "standard" and function == "topk":

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import TypeAlias
 
@@ -16,6 +17,8 @@ from vllm_steer.spec.sites import read_point
 
 Span: TypeAlias = tuple[int, int]
 """Half-open range of layers or positions."""
+_SPECIAL_TOKEN = re.compile(r"<[^<>]+>|\[[A-Z_]+\]")
+"""Form of the text of special tokens."""
 
 
 def read_points(value: object, available: Sequence[PointName], field: str = "points") -> tuple[PointName, ...]:
@@ -103,6 +106,8 @@ def label(span: Span) -> str:
 def find_text(text: str, pieces: Sequence[str], occurrence: int, field: str) -> Span:
     """Return the tokens that cover an occurrence of a text; spaces and line ends are not compared.
 
+    Special tokens such as ``<|begin_of_text|>`` are found as a whole only, not by the words in them.
+
     Raises:
         SteeringError: The prompt does not have so many occurrences of the text.
     """
@@ -110,17 +115,23 @@ def find_text(text: str, pieces: Sequence[str], occurrence: int, field: str) -> 
     if not wanted:
         raise SteeringError(field, f"{shown(text)} has no characters other than spaces")
     owners: list[int] = []
+    inside: set[int] = set()
     compact = ""
     for i, piece in enumerate(pieces):
         part = "".join(piece.split())
+        if _SPECIAL_TOKEN.fullmatch(part):
+            inside.update(range(len(compact) + 1, len(compact) + len(part)))
         compact += part
         owners += [i] * len(part)
-    found = -1
-    for number in range(occurrence + 1):
-        found = compact.find(wanted, found + 1)
-        if found < 0:
-            how_many = f"occurs {number} times" if number else "does not occur"
-            raise SteeringError(field, f"{shown(text)} {how_many} in the prompt {shown(''.join(pieces))}")
+    starts = [
+        match.start()
+        for match in re.finditer(f"(?={re.escape(wanted)})", compact)
+        if inside.isdisjoint((match.start(), match.start() + len(wanted)))
+    ]
+    if occurrence >= len(starts):
+        how_many = f"occurs {len(starts)} times" if starts else "does not occur"
+        raise SteeringError(field, f"{shown(text)} {how_many} in the prompt {shown(''.join(pieces))}")
+    found = starts[occurrence]
     return owners[found], owners[found + len(wanted) - 1] + 1
 
 

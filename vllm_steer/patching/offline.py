@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
@@ -105,7 +106,15 @@ class OfflineRunner:
 
     def _generate(self, prompts: Sequence[Sequence[int]], params: list[Any]) -> list[Any]:
         wrapped = [{"prompt_token_ids": list(tokens)} for tokens in prompts]
-        outputs: list[Any] = self._llm.generate(wrapped, params, use_tqdm=False)
+        engine = self._llm.llm_engine
+        states = engine.output_processor.request_states
+        others = set(states)
+        try:
+            outputs: list[Any] = self._llm.generate(wrapped, params, use_tqdm=False)
+        except BaseException:  # Ctrl-C, for example: vLLM would return the outputs of these requests from the next call
+            with suppress(Exception):  # the engine has ended
+                engine.abort_request([each for each in states if each not in others], internal=True)
+            raise
         return outputs
 
 

@@ -146,8 +146,9 @@ class Preparation:
             for case in self._cases(number, pair, infos[number][1:], deviation, sources)
         ]
         subspace = hashlib.blake2b(digest_size=8)
-        for site, directions in sorted((settings.subspaces or {}).items()):
-            subspace.update(repr(site).encode() + directions.tobytes())
+        for given in (settings.subspaces, settings.random):
+            for site, directions in sorted((given or {}).items()):
+                subspace.update(repr(site).encode() + directions.tobytes())
         where = [list(alignment.source_of.items()) for _, _, alignment in infos]
         reference = self._reference() if self._corruption.ablate in ("mean", "resample") else []
         subjects = [] if self._corruption.noise is None else list(map(self._subject, range(len(self._pairs))))

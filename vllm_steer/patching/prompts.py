@@ -99,7 +99,7 @@ def read_pairs(value: object, runner: Runner, *, with_corrupt: bool) -> tuple[Pa
     Without ``with_corrupt``, pairs are ``(clean, answer, foil)``.
 
     Raises:
-        SteeringError: The list is empty, or a pair is invalid.
+        SteeringError: The list is empty, or a pair is invalid or lacks its corrupt prompt.
     """
     form = "(clean, corrupt, answer, foil)" if with_corrupt else "(clean, answer, foil)"
     full = 4 if with_corrupt else 3
@@ -111,6 +111,10 @@ def read_pairs(value: object, runner: Runner, *, with_corrupt: bool) -> tuple[Pa
             raise SteeringError(f"pairs[{i}]", f"must be {form}; the foil may be left out. Got {shown(item)}")
         parts = [*item, None] if len(item) < full else list(item)
         clean, corrupt, answer, foil = parts if with_corrupt else (parts[0], None, *parts[1:])
+        if with_corrupt and corrupt is None:
+            raise SteeringError(
+                f"pairs[{i}].corrupt", "is missing; give a prompt, or noise or ablate instead of all corrupt prompts"
+            )
         pairs.append(read_pair(runner, clean, corrupt, answer, foil, f"pairs[{i}]."))
     if len({bool(pair.targets.foil) for pair in pairs}) > 1:
         raise SteeringError("pairs", "some pairs have a foil and others have none; give all or none")

@@ -61,7 +61,7 @@ class StudyForm(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_d
             description="Pairs of positions (in the prompt of the rows, in the patched prompt), for all `pairs`."
         ),
     ] = None
-    seed: Annotated[int, msgspec.Meta(ge=0, description="Seed of the draws.")] = 0
+    seed: Annotated[int, msgspec.Meta(ge=0, description="Seed of the draws and random subspaces.")] = 0
     points: Annotated[str | list[str], msgspec.Meta(description="Hook points; one grid each.")] = "post_block"
     layers: Annotated[
         Literal["all"] | int | list[int | SpanForm],

@@ -15,7 +15,7 @@ from vllm_steer.extras import install_hint
 from vllm_steer.patching.header import SweepInfo
 from vllm_steer.patching.metrics import CUSTOM, METRICS, NUM_MEASURES, Array, check_gaps, raw_metric
 from vllm_steer.patching.statistics import GridStatistics, summarise
-from vllm_steer.patching.sweep import Batch, Cell, Measured
+from vllm_steer.patching.sweep import Batch, Cell, Measured, Site
 from vllm_steer.spec.scalars import read_choice
 
 
@@ -110,6 +110,11 @@ class PatchingResult:
     def finished(self) -> set[Cell]:
         """Cells that have values."""
         return {tuple(index) for index in np.argwhere(~np.isnan(self.cells[..., 0])).tolist()}
+
+    @property
+    def controlled(self) -> set[Site]:
+        """Controls that have values."""
+        return {tuple(index) for index in np.argwhere(~np.isnan(self.controls[..., 0])).tolist()}
 
     @property
     def cache_hit_rate(self) -> float:

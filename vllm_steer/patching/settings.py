@@ -7,11 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-import numpy as np
-
 from vllm_steer.errors import SteeringError
+from vllm_steer.limits import MAX_SUBSPACE
 from vllm_steer.patching.header import Direction
-from vllm_steer.spec.matrix import parse_subspace
+from vllm_steer.spec.matrix import Matrix, is_matrix, parse_matrix, parse_subspace
 from vllm_steer.spec.scalars import is_integer, read_choice, read_number, shown
 
 Ablation = Literal["zero", "mean", "resample"]
@@ -36,6 +35,7 @@ class Corruption:
     """Prompts from which the rows of mean and resample ablation come; None for the clean prompts of the pairs."""
     draws: int = 1
     seed: int = 0
+    """Seed of the draws, and of the random subspaces of the control."""
 
     @property
     def description(self) -> str:
@@ -82,7 +82,7 @@ def read_corruption(
     if noise is None:
         if draws is not None:
             raise SteeringError("draws", "has no effect with a corrupt prompt; leave it out")
-        return Corruption()
+        return Corruption(seed=int(seed))
     sigma = read_number(noise, "noise")
     if sigma <= 0:
         raise SteeringError("noise", f"must be positive, not {sigma:g}")
@@ -101,11 +101,12 @@ def read_direction(value: object, corruption: Corruption) -> Direction:
 
 def read_subspaces(
     value: object, sites: Sequence[tuple[str, int]], hidden: int
-) -> dict[tuple[str, int], np.ndarray[Any, np.dtype[np.float32]]] | None:
+) -> dict[tuple[str, int], Matrix] | None:
     """Return directions by site.
 
     Args:
-        value: Directions ``[k, hidden]`` for all sites, or ``{point: {layer: directions}}``.
+        value: Directions ``[k, hidden]`` for all sites in any form that `parse_matrix` accepts, or ``{point: {layer:
+            directions}}``.
         sites: The sites of the sweep.
         hidden: The model's hidden size.
 
@@ -114,21 +115,24 @@ def read_subspaces(
     """
     if value is None:
         return None
+    if not isinstance(value, Mapping) or is_matrix(value):
+        return dict.fromkeys(sites, _read_directions(value, hidden, "subspace"))
     result = {}
     for point, layer in sites:
-        field, given = "subspace", value
-        if isinstance(value, Mapping):
-            field = f"subspace.{point}.{layer}"
-            by_layer = value.get(point)
-            by_layer = by_layer if isinstance(by_layer, Mapping) else {}
-            given = by_layer.get(layer, by_layer.get(str(layer)))
-            if given is None:
-                raise SteeringError(field, "is missing; give directions for every site of the sweep")
-        try:
-            directions = np.array(given, dtype=np.float32)
-        except (TypeError, ValueError):
-            raise SteeringError(field, "must be a list of directions or an array [k, hidden]") from None
-        if directions.ndim != 2 or directions.shape[1] != hidden:
-            raise SteeringError(field, f"has shape {list(directions.shape)}; directions are [k, {hidden}]")
-        result[point, layer] = parse_subspace(directions, hidden, field)
+        field = f"subspace.{point}.{layer}"
+        by_layer = value.get(point)
+        by_layer = by_layer if isinstance(by_layer, Mapping) else {}
+        given = by_layer.get(layer, by_layer.get(str(layer)))
+        if given is None:
+            raise SteeringError(field, "is missing; give directions for every site of the sweep")
+        result[point, layer] = _read_directions(given, hidden, field)
     return result
+
+
+def _read_directions(value: object, hidden: int, field: str) -> Matrix:
+    if not is_matrix(value):
+        raise SteeringError(field, f"must be a list of directions or an array [k, {hidden}], not {shown(value)}")
+    directions = parse_matrix(value, field, MAX_SUBSPACE)
+    if directions.shape[1] != hidden:
+        raise SteeringError(field, f"has shape {list(directions.shape)}; directions are [k, {hidden}]")
+    return parse_subspace(directions, hidden, field)

@@ -59,9 +59,9 @@ def _sign_flip(flat: Array, random: np.random.Generator) -> Array:
         signs = 1.0 - 2.0 * ((np.arange(2**pairs)[:, None] >> np.arange(pairs)) & 1)
     else:
         signs = random.choice([-1.0, 1.0], (PERMUTATIONS, pairs))
-    observed = np.abs(flat.sum(axis=0))
-    # A tolerance, because equal sums in another order round differently.
-    extreme = (np.abs(signs @ flat) >= observed * (1 - 1e-12)).sum(axis=0)
+    # A tolerance, because equal sums in another order round differently, by as much as their terms do.
+    least = np.abs(flat.sum(axis=0)) - 1e-12 * np.abs(flat).sum(axis=0)
+    extreme = (np.abs(signs @ flat) >= least).sum(axis=0)
     # The observed signs are one of the patterns; random patterns need not contain it.
     result: Array = extreme / len(signs) if exact else (extreme + 1) / (len(signs) + 1)
     return result

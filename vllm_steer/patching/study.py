@@ -57,7 +57,7 @@ class PatchingStudy:
             ``direction="noising"`` the two prompts change places, so the order of each pair does too. All ``pairs`` use
             the same alignment. By default, prompts of equal length are aligned position by position; of others, the
             equal beginning and the equal end are aligned and other positions are skipped.
-        seed: Seed of the draws.
+        seed: Seed of the draws, and of the random subspaces of the control.
 
     Raises:
         SteeringError: An argument is invalid.
@@ -251,9 +251,7 @@ class PatchingStudy:
                     only.add(cell)
                 else:
                     reasons[cell] = f"not run: the block around it has an effect of {effect:.3g}, below {limit:.3g}"
-        result = self._run(fine, file, progress, only)
-        result.not_run.update(reasons)
-        return result
+        return self._run(fine, file, progress, only, reasons)
 
     def _prepare(self, arguments: Mapping[str, Any]) -> Any:
         settings = read_settings(self._runner, self._pairs, self._corruption, arguments)
@@ -265,12 +263,13 @@ class PatchingStudy:
         file: str | Path | None,
         progress: bool,
         only: Collection[Cell] | None = None,
+        reasons: Mapping[Cell, str] | None = None,
     ) -> PatchingResult:
         path = None if file is None else Path(file)
         saved, result = time.monotonic(), None
         try:
             with Progress() if progress else nullcontext() as bar:
-                for result, batch in self._stream(arguments, path, only):
+                for result, batch in self._stream(arguments, path, only, reasons):
                     if bar is not None:
                         total = result.cells[..., 0].size if only is None else len(only)
                         bar.show(total, 0 if batch is None else len(batch.cells), result)
@@ -285,14 +284,20 @@ class PatchingStudy:
         return result
 
     def _stream(
-        self, arguments: Mapping[str, Any], path: Path | None, only: Collection[Cell] | None = None
+        self,
+        arguments: Mapping[str, Any],
+        path: Path | None,
+        only: Collection[Cell] | None = None,
+        reasons: Mapping[Cell, str] | None = None,
     ) -> Iterator[tuple[PatchingResult, Batch | None]]:
         sweep, result = self._prepare(arguments)
         if path is not None and path.exists():
             result = resume(path, result)
         done = result.finished
+        # The file has values of cells that an earlier call has run.
+        result.not_run.update({cell: reason for cell, reason in (reasons or {}).items() if cell not in done})
         yield result, None
-        for batch in run_batches(sweep, self._runner, done, only):
+        for batch in run_batches(sweep, self._runner, done, only, result.controlled):
             result.add(batch)
             yield result, batch
 

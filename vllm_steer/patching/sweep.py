@@ -20,6 +20,8 @@ from vllm_steer.spec import Edit
 
 Cell: TypeAlias = tuple[int, int, int, int]
 """Indices of the case, the point, the span of layers and the column."""
+Site: TypeAlias = tuple[int, int, int]
+"""Indices of the case, the point and the span of layers."""
 
 MISSING: Array = np.full(NUM_MEASURES, np.nan)
 BATCH = 96
@@ -92,7 +94,7 @@ class Batch:
     """Results of the runs that were submitted together."""
 
     cells: Mapping[Cell, Measured]
-    controls: Mapping[tuple[int, int, int], Measured]
+    controls: Mapping[Site, Measured]
     """Unpatched runs with their own rows put in place, by case, point and span of layers."""
     repeats: Mapping[int, Measured]
     """Unpatched runs by case."""
@@ -101,7 +103,11 @@ class Batch:
 
 
 def run_batches(
-    sweep: Sweep, runner: Runner, done: Collection[Cell] = (), only: Collection[Cell] | None = None
+    sweep: Sweep,
+    runner: Runner,
+    done: Collection[Cell] = (),
+    only: Collection[Cell] | None = None,
+    controlled: Collection[Site] = (),
 ) -> Iterator[Batch]:
     """Run the cells and yield their results, batch by batch.
 
@@ -110,16 +116,15 @@ def run_batches(
         runner: The engine.
         done: Cells to leave out because they have been run before.
         only: Cells to run; None for all.
+        controlled: Controls to leave out because they have been run before.
     """
     cells = [cell for cell in sweep.cells() if cell not in done and (only is None or cell in only)]
     cases, points, layers, _ = sweep.shape
     controls = [
         site
         for site in product(range(cases), range(points), range(layers))
-        if sweep.cases[site[0]].own_rows is not None
+        if sweep.cases[site[0]].own_rows is not None and site not in controlled
     ]
-    if done:
-        controls = []
     for start in range(0, max(len(cells), 1), sweep.batch):
         part = cells[start : start + sweep.batch]
         yield _run(sweep, runner, part, controls)
@@ -139,7 +144,7 @@ def measure(
     return [_measured(case, [next(scores) for _ in case.targets.passes], custom) for case, _ in cases]
 
 
-def _run(sweep: Sweep, runner: Runner, cells: Sequence[Cell], controls: Sequence[tuple[int, int, int]]) -> Batch:
+def _run(sweep: Sweep, runner: Runner, cells: Sequence[Cell], controls: Sequence[Site]) -> Batch:
     present = sorted(Counter(cell[0] for cell in cells) or range(len(sweep.cases)))
     failed: dict[Cell, Measured] = {}
     runs: list[tuple[Case, tuple[Edit, ...]]] = []

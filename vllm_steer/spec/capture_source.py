@@ -151,7 +151,8 @@ def rows_of(
             )
     row_of = {position: i for i, position in enumerate(found)}
     picked = rows[_row_numbers(selector.intervals(prompt_len), row_of, tokens)]
-    return (picked if len(picked) > 1 else picked[0]), tokens
+    # One vector covers any number of positions. Where the prompt decides about their number, each needs its own row.
+    return (picked if len(picked) > 1 or selector.num_positions is None else picked[0]), tokens
 
 
 def _row_numbers(intervals: Iterable[Interval], row_of: Mapping[int, int], tokens: object) -> list[int]:

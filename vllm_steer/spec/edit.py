@@ -403,8 +403,12 @@ def _check_num_rows(num_rows: int, tokens: Selector) -> None:
 
 def _check_order(tokens: object) -> None:
     """Raise SteeringError if positions are not listed in the order of a matrix's rows."""
-    if isinstance(tokens, range) and tokens.step < 0:
-        tokens = list(tokens[:2])  # the second one is out of order; a range can be longer than memory
+    field = "tokens"
+    if isinstance(tokens, range):
+        # Two that are out of order, if any are; a range can be longer than memory.
+        tokens = list(tokens[:2]) if tokens.step < 0 else sorted({tokens[0], tokens[-1]})
+    elif isinstance(tokens, Mapping) and isinstance(tokens.get("generated"), list):
+        field, tokens = "tokens.generated", tokens["generated"]
     if not isinstance(tokens, list):
         return
     starts = [item if is_integer(item) else item[0] for item in tokens]
@@ -413,7 +417,7 @@ def _check_order(tokens: object) -> None:
     for i in range(1, len(order)):
         if order[i] <= order[i - 1]:
             raise SteeringError(
-                f"tokens[{i}]",
+                f"{field}[{i}]",
                 f"{shown(tokens[i])} follows {shown(tokens[i - 1])}; with a matrix, list positions in ascending order, "
                 "those from the end of the prompt last: row i belongs to the i-th position",
             )

@@ -6,13 +6,16 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from tests.server.fakes import engine_context
-from vllm_steer import SteeringError
+from tests.registry.modules import registry
+from tests.server.fakes import HIDDEN, engine_context
+from vllm_steer import Edit, SteeringError
 from vllm_steer.patching.runner import Score, ScoreRequest
 from vllm_steer.server.studies.runner import FCFS_CONCURRENCY, PRIORITY, EngineRunner, StudyCancelledError
 
@@ -63,6 +66,25 @@ def test_cells_run_behind_other_requests(policy: str) -> None:
         assert engine.most > FCFS_CONCURRENCY
     else:
         assert engine.priorities == {0} and engine.most <= FCFS_CONCURRENCY
+
+
+def test_cells_keep_the_limit_of_the_norm() -> None:
+    """Catches a study whose edits may add more than those of other requests, and a cell that is refused below it."""
+    rows = np.eye(2, HIDDEN, dtype=np.float32) * 3
+
+    def request(strength: float) -> ScoreRequest:
+        edit = Edit(kind="replace", point="post_block", layers=1, vector=rows, tokens=[0, 1], strength=strength)
+        return ScoreRequest((1, 2, 3), (edit,), (7,))
+
+    async def run() -> None:
+        context = replace(engine_context(), registry=registry(max_norm=4))
+        runner = EngineRunner(Engine("fcfs"), context, asyncio.get_running_loop(), lambda runs, size: None)
+        fits, exceeds = await asyncio.to_thread(runner.score, [request(1.0), request(2.0)])
+        assert fits.error is None and "may add a norm of 6; this server allows 4" in str(exceeds.error)
+        with pytest.raises(SteeringError, match="this server allows 4"):
+            await asyncio.to_thread(runner.capture, (1, 2, 3), {"post_block": [1]}, request(2.0).edits)
+
+    asyncio.run(run())
 
 
 def test_requests_of_a_cancelled_study_are_aborted() -> None:

@@ -21,10 +21,11 @@ import numpy as np
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import EngineContext
 from vllm_steer.frontend.logprobs import check_logprobs_mode
-from vllm_steer.params import SamplingParams
+from vllm_steer.params import SamplingParams, program_of
 from vllm_steer.patching.offline import most_reference, read_score, score_params
 from vllm_steer.patching.runner import MAX_SCORED, ModelFacts, Score, ScoreRequest, SiteRows
 from vllm_steer.points import points_on
+from vllm_steer.program.magnitude import check_magnitude
 from vllm_steer.spec import Edit
 
 T = TypeVar("T")
@@ -132,6 +133,7 @@ class EngineRunner:
             steering=list(edits) or None,
             capture={"memory": {**spec, "dtype": "float32"}},
         )
+        self._check_norm(params)
         result = self.call(self._generate(tokens, params)).capture_results["memory"]
         if result.status != "ok":
             raise RuntimeError(f"rows of the prompt are missing: {result.error}")
@@ -153,12 +155,23 @@ class EngineRunner:
         async def score(request: ScoreRequest) -> Score:
             async with slots:
                 try:
-                    params = await asyncio.to_thread(score_params, request)
+                    params = await asyncio.to_thread(self._score_params, request)
                     return read_score(await self._generate(request.tokens, params), request)
                 except Exception as error:  # an engine raises errors of many classes
                     return Score(error=str(error) or type(error).__name__, prompt_tokens=len(request.tokens))
 
         return list(await asyncio.gather(*map(score, requests)))
+
+    def _score_params(self, request: ScoreRequest) -> Any:
+        params = score_params(request)
+        self._check_norm(params)
+        return params
+
+    def _check_norm(self, params: Any) -> None:
+        """Raise ``SteeringError`` if an edit may add more than the server allows, as for other requests."""
+        max_norm = self._context.registry.max_norm
+        if max_norm and (program := program_of(params)) is not None:
+            check_magnitude(program, max_norm)
 
     async def _generate(self, tokens: Sequence[int], params: Any) -> Any:
         prompt = {"prompt_token_ids": list(tokens)}
