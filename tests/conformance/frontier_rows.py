@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Helper table: the newest models at head sizes that GPU kernels accept, and random weights in their checkpoints' dtypes.
+"""Helper table: the newest models at sizes that GPU kernels accept, and random weights in their checkpoints' dtypes.
 
 The CPU rows of these models have plain attention, formulas or an MLP in place of kernels. These rows have the kernels:
 few layers and experts, but heads, latent widths and blocks of the real models.
@@ -61,8 +61,7 @@ def _row(source: str, catches: str, name: str | None = None, *, engine: Mapping[
     tiny = _OWN[source] if source in _OWN else BY_NAME[source]
     kept = {key: value for key, value in tiny.settings.items() if key not in without}
     own = dict(tiny.engine or {})
-    if "compilation_config" in own:
-        del own["compilation_config"]  # It mends a norm of the CPU.
+    own.pop("compilation_config", None)  # It mends a norm of the CPU.
     tiny = replace(
         tiny, name=name or source, dtype="bfloat16", engine={**own, **(engine or {})},
         settings={**kept, "max_position_embeddings": POSITIONS, **settings},
@@ -95,6 +94,12 @@ _DELTA: Final[dict[str, Any]] = {
 }  # fmt: skip
 _KIMI: Final[dict[str, Any]] = {
     **_LATENT, "num_attention_heads": 16, "num_key_value_heads": 16, "q_lora_rank": None, "head_dim": 72, **_ROPE,
+}  # fmt: skip
+_MXFP4: Final[dict[str, Any]] = {
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": [
+        "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head",
+    ],
 }  # fmt: skip
 _FP8: Final = {"kv_cache_dtype": "fp8"}
 
@@ -136,9 +141,9 @@ FRONTIER: Final[tuple[FrontierRow, ...]] = (
          index_kpool_always_select_tail=True, hc_sinkhorn_iters=20),
     _row("hy_v4", "streams of HY V4 that do not mix, whose kernel adds a branch in place", long=True,
          **{**_LATENT, **_SPARSE}, enable_ihc=True, gated_mla=True, gating_type="headwise", learnable_sink=True),
-    _row("inkling", "a convolution of a branch that runs over edited rows twice, with its own caches", **{
-         "hidden_size": 1536, "intermediate_size": 768, "dense_intermediate_size": 768, "num_attention_heads": 12,
-         "num_key_value_heads": 4, "head_dim": 128, "sliding_window_size": 512, "d_rel": 16, "rel_extent": 1024}),
+    _row("inkling", "a convolution of a branch that runs over edited rows twice, with its own caches",
+         hidden_size=1536, intermediate_size=768, dense_intermediate_size=768, num_attention_heads=12,
+         num_key_value_heads=4, head_dim=128, sliding_window_size=512, d_rel=16, rel_extent=1024),
     _row("minimax_m3", "a tap on the MLP's output in front of its sum, with sparse attention by blocks", long=True, **{
          **_WIDE, "num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 128, "rotary_dim": 64,
          "partial_rotary_factor": 0.5, "dense_intermediate_size": 1024, "num_local_experts": 4,
@@ -150,11 +155,8 @@ FRONTIER: Final[tuple[FrontierRow, ...]] = (
     _row("bailing_moe_v3", "a tap beside delta attention that runs before its output is gated",
          **{**_LATENT, "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 128}),
     _row("gpt_oss", "an edit that is made behind experts in MXFP4, and sinks that shift with it",
-         max_miss=None, **{"hidden_size": 512, "intermediate_size": 512, "sliding_window": 128, "head_dim": 64,
-                           "num_attention_heads": 8, "num_key_value_heads": 2, "num_local_experts": 8,
-                           "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": [
-                               "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens",
-                               "lm_head"]}}),
+         "gpt_oss_mxfp4", hidden_size=512, intermediate_size=512, sliding_window=128, head_dim=64,
+         num_attention_heads=8, num_key_value_heads=2, num_local_experts=8, quantization_config=_MXFP4),
 )  # fmt: skip
 """All models but Gemma 3n, which is compared with HF Transformers."""
 
