@@ -101,6 +101,7 @@ _MXFP4: Final[dict[str, Any]] = {
         "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head",
     ],
 }  # fmt: skip
+_EXPERTS: Final = ["dense", *["sparse"] * (LAYERS - 1)]
 _FP8: Final = {"kv_cache_dtype": "fp8"}
 
 FRONTIER: Final[tuple[FrontierRow, ...]] = (
@@ -138,9 +139,12 @@ FRONTIER: Final[tuple[FrontierRow, ...]] = (
     _row("glm5_next", "the mean of streams at the last layer, and an index that pools its keys", long=True,
          without=("qk_rope_head_dim",), **{**_LATENT, **_SPARSE, "qk_rope_head_dim": 0},
          linear_num_heads=16, linear_head_dim=128, linear_conv_kernel_dim=4, linear_lower_bound=-5.0,
-         index_kpool_always_select_tail=True, hc_sinkhorn_iters=20),
+         index_kpool_always_select_tail=True, hc_sinkhorn_iters=20, n_routed_experts=4, n_shared_experts=1,
+         num_experts_per_tok=2, n_group=1, topk_group=1, norm_topk_prob=True, routed_scaling_factor=1.0,
+         scoring_func="sigmoid", topk_method="noaux_tc", swiglu_limit=None, mlp_layer_types=_EXPERTS),
     _row("hy_v4", "streams of HY V4 that do not mix, whose kernel adds a branch in place", long=True,
-         **{**_LATENT, **_SPARSE}, enable_ihc=True, gated_mla=True, gating_type="headwise", learnable_sink=True),
+         **{**_LATENT, **_SPARSE}, enable_ihc=True, gated_mla=True, gating_type="headwise", learnable_sink=True,
+         layer_types=["deepseek_sparse_attention"] * LAYERS, mlp_layer_types=_EXPERTS),
     _row("inkling", "a convolution of a branch that runs over edited rows twice, with its own caches",
          hidden_size=1536, intermediate_size=768, dense_intermediate_size=768, num_attention_heads=12,
          num_key_value_heads=4, head_dim=128, sliding_window_size=512, d_rel=16, rel_extent=1024),
