@@ -141,7 +141,7 @@ FRONTIER: Final[tuple[FrontierRow, ...]] = (
          linear_num_heads=16, linear_head_dim=128, linear_conv_kernel_dim=4, linear_lower_bound=-5.0,
          index_kpool_always_select_tail=True, hc_sinkhorn_iters=20, n_routed_experts=4, n_shared_experts=1,
          num_experts_per_tok=2, n_group=1, topk_group=1, norm_topk_prob=True, routed_scaling_factor=1.0,
-         scoring_func="sigmoid", topk_method="noaux_tc", swiglu_limit=None, mlp_layer_types=_EXPERTS),
+         scoring_func="sigmoid", topk_method="noaux_tc", mlp_layer_types=_EXPERTS),
     _row("hy_v4", "streams of HY V4 that do not mix, whose kernel adds a branch in place", long=True,
          **{**_LATENT, **_SPARSE}, enable_ihc=True, gated_mla=True, gating_type="headwise", learnable_sink=True,
          layer_types=["deepseek_sparse_attention"] * LAYERS, mlp_layer_types=_EXPERTS),
