@@ -137,7 +137,6 @@ FRONTIER: Final[tuple[FrontierRow, ...]] = (
          "shared_expert_intermediate_size": 256, "norm_topk_prob": True, "indexer_n_heads": 4, "indexer_kv_heads": 1,
          "indexer_head_dim": 128, "indexer_compress_ratio": 1, "indexer_budget": 512}),
     _row("glm5_next", "the mean of streams at the last layer, and an index that pools its keys", long=True,
-         engine={"kv_cache_dtype": "fp8_ds_mla"},
          without=("qk_rope_head_dim",), **{**_LATENT, **_SPARSE, "qk_rope_head_dim": 0},
          linear_num_heads=16, linear_head_dim=128, linear_conv_kernel_dim=4, linear_lower_bound=-5.0,
          index_kpool_always_select_tail=True, hc_sinkhorn_iters=20, n_routed_experts=4, n_shared_experts=1,
