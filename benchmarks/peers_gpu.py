@@ -125,7 +125,8 @@ def interp_engine(model: str, layer: int, hidden: int, settings: dict[str, Any])
     more = {name: value for name, value in settings.items() if name not in ("max_model_len", "gpu_memory_utilization")}
     loaded: Any = load_model(
         model, backend="vllm-static", dtype="bfloat16", static_points=[point], static_writes=[point],
-        max_model_len=settings["max_model_len"], gpu_memory_utilization=settings["gpu_memory_utilization"],
+        # It plans its buffers by this share of the memory, although the cache has a fixed size.
+        max_model_len=settings["max_model_len"], gpu_memory_utilization=max(settings["gpu_memory_utilization"], 0.3),
         extra_vllm_kwargs={key: value for key, value in more.items() if key != "skip_tokenizer_init"},
     )  # fmt: skip
     add = AddSpec(torch.from_numpy(vector(hidden)), 1.0)

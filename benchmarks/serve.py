@@ -5,7 +5,8 @@
     python -m benchmarks.serve --tiny --seconds 240 --out "/tmp/serve-{shape}.json"      # on the CPU, to try the script
 
 Stock ``vllm serve`` starts first, then a steering server beside it on the same GPU, each with its share of the memory.
-The start time ends with the first successful health check. Both start with empty compile caches unless ``--caches``
+The start time ends with the first successful health check. With ``--kv-gib``, caches have a fixed size, so the servers
+start at the same time, and their start times are not recorded. Both start with empty compile caches unless ``--caches``
 names a folder. In each round and at each concurrency the client drives stock vLLM, then the steering server in each
 way (`WAYS`), in rotating order and one at a time, with new prompts in each cell. A ratio compares two cells of the
 same round. CPU seconds of each server process cover a whole cell. The file is written after each cell. A cell that
@@ -194,8 +195,13 @@ def measure(result: dict[str, Any], out: Path, folder: Path, arguments: argparse
     ways = make_ways(config["hidden_size"], layer)
     caches = arguments.caches or folder / "caches"
     options = ["--load-format", "dummy", "--max-model-len", str(min(1024, 2 * (load.prompt + load.output)))]
-    on_cpu, on_gpu = ["--enforce-eager", "--dtype", "float32"], ["--gpu-memory-utilization", str(arguments.share)]
-    options += on_cpu if arguments.tiny else on_gpu
+    if arguments.kv_gib is not None:
+        # With a fixed cache size, vLLM does not measure the free memory, so both servers can start at once.
+        memory = {"gpu-memory-utilization": 0.1, "kv-cache-memory-bytes": int(arguments.kv_gib * 2**30)}
+    else:
+        memory = {} if arguments.tiny else {"gpu-memory-utilization": arguments.share}
+    options += [f"--{name}={value}" for name, value in memory.items()]
+    options += ["--enforce-eager", "--dtype", "float32"] if arguments.tiny else []
     consumers = [f"filesystem:root={folder / 'rows'},layout=packed", "memory"]
     steering = ["--enable-steering", *(part for each in consumers for part in ("--capture-consumers", each))]
     with contextlib.ExitStack() as stack:
@@ -204,8 +210,13 @@ def measure(result: dict[str, Any], out: Path, folder: Path, arguments: argparse
             log = out.with_name(f"{out.stem}-{kind}.log")
             server = ServerProcess(model, [*options, *more], log, caches / kind, plugin=kind != "stock")
             servers[kind] = stack.enter_context(server)
-            result["servers"][kind] = server.wait_until_ready()
-            print(kind, result["servers"][kind], flush=True)
+            if arguments.kv_gib is None:
+                result["servers"][kind] = server.wait_until_ready()
+                print(kind, result["servers"][kind], flush=True)
+        if arguments.kv_gib is not None:
+            for kind, server in servers.items():
+                server.wait_until_ready()
+                print(kind, "started", flush=True)
         servers["steering"].post("/v1/steering/modules", make_module(config["hidden_size"], layer))
         seconds: dict[tuple[int, str], float] = {}
         seed = 0
@@ -249,6 +260,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--ways", nargs="+", choices=WAYS[1:], default=list(WAYS[1:]))
     parser.add_argument("--share", type=float, default=0.42, help="GPU memory of each server, as a part of the whole")
+    parser.add_argument("--kv-gib", type=float, help="key-value cache of each server, in GiB, instead of --share")
     parser.add_argument("--caches", type=Path, help="folder of the compile caches, to keep them; default: empty ones")
     parser.add_argument("--note", default="", help="other work on the machine, as a sentence for the page")
     arguments = parser.parse_args()
@@ -260,7 +272,8 @@ def main() -> None:
     result: dict[str, Any] = {
         "shape": shape,
         "environment": environment(),
-        "setup": {"prompt": load.prompt, "output": load.output, "requests": load.requests, "share": arguments.share,
+        "setup": {"prompt": load.prompt, "output": load.output, "requests": load.requests,
+                  "share": arguments.share, "kv_gib": arguments.kv_gib,
                   "caches": "kept" if arguments.caches else "empty"},
         "note": arguments.note,
         "servers": {}, "figures": [], "cells": [],
