@@ -30,6 +30,16 @@ LONG: Final = tuple(3 + (7 * number) % 120 for number in range(600))
 """A prompt of more tokens than sparse attention selects."""
 GAIN: Final = 1.6
 """Length by which a linear layer multiplies its input, as in the rows of width 64."""
+RANK: Final = 4.0
+"""Difference of the routing biases of two experts: larger than that of two scores, so rounding never swaps experts."""
+PACKAGES: Final[Mapping[str, str]] = {
+    "cutlass": "nvidia-cutlass-dsl",
+    "deep_gemm": "DeepGEMM",
+    "flashinfer": "flashinfer-python",
+    "quack": "quack-kernels",
+    "tilelang": "tilelang",
+}
+"""Modules of kernels that an installation of vLLM may lack, and the packages that have them."""
 _OWN: Final = {tiny.name: tiny for tiny in NO_REFERENCE}
 
 
@@ -43,6 +53,7 @@ class FrontierRow:
         runner: The runner that vLLM chooses for it, "1" for V2 and "0" for V1.
         max_miss: For quantised weights, the largest fraction of its effect by which an edit may be off.
         long: Whether one prompt is longer than sparse attention selects.
+        needs: Modules of its kernels that an installation of vLLM may lack, keys of ``PACKAGES``.
     """
 
     tiny: TinyModel
@@ -50,14 +61,15 @@ class FrontierRow:
     runner: str = "1"
     max_miss: float | None = None
     long: bool = False
+    needs: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return self.tiny.name
 
 
 def _row(source: str, catches: str, name: str | None = None, *, engine: Mapping[str, Any] | None = None,
-         runner: str = "1", max_miss: float | None = None, long: bool = False, without: tuple[str, ...] = (),
-         **settings: Any) -> FrontierRow:  # fmt: skip
+         runner: str = "1", max_miss: float | None = None, long: bool = False, needs: tuple[str, ...] = (),
+         without: tuple[str, ...] = (), **settings: Any) -> FrontierRow:  # fmt: skip
     tiny = _OWN[source] if source in _OWN else BY_NAME[source]
     kept = {key: value for key, value in tiny.settings.items() if key not in without}
     own = dict(tiny.engine or {})
@@ -66,7 +78,7 @@ def _row(source: str, catches: str, name: str | None = None, *, engine: Mapping[
         tiny, name=name or source, dtype="bfloat16", engine={**own, **(engine or {})},
         settings={**kept, "max_position_embeddings": POSITIONS, **settings},
     )  # fmt: skip
-    return FrontierRow(tiny, catches, runner, max_miss, long)
+    return FrontierRow(tiny, catches, runner, max_miss, long, needs)
 
 
 _WIDE: Final[dict[str, Any]] = {"hidden_size": 2048, "intermediate_size": 1024, "moe_intermediate_size": 256}
@@ -101,68 +113,78 @@ _MXFP4: Final[dict[str, Any]] = {
         "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head",
     ],
 }  # fmt: skip
+_QWEN: Final[dict[str, Any]] = {
+    **_WIDE, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 128, "hc_lowrank": 128,
+    "shared_expert_intermediate_size": 256, "norm_topk_prob": True, "num_experts_per_tok": 4,
+}  # fmt: skip
+_SIGMOID: Final[dict[str, Any]] = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+_CUTE: Final = ("cutlass", "quack")
+_SPARSE_CODE: Final = ("deep_gemm",)
+_MIXED_CODE: Final = ("deep_gemm", "tilelang")
+_V4_CODE: Final = (*_MIXED_CODE, *_CUTE)
 _EXPERTS: Final = ["dense", *["sparse"] * (LAYERS - 1)]
 _FP8: Final = {"kv_cache_dtype": "fp8"}
 
 FRONTIER: Final[tuple[FrontierRow, ...]] = (
-    _row("deepseek_v3", "a tap behind the reduction of experts, and latent attention whose output is added late",
-         engine={}, **_LATENT, n_routed_experts=8, n_group=1, topk_group=1),
-    _row("deepseek_v3", "edits that an 8-bit cache of latents loses or rounds away", "deepseek_v3_fp8_cache",
-         engine=_FP8, **_LATENT, n_routed_experts=8, n_group=1, topk_group=1),
-    _row("deepseek_v32", "an edit that the indexer does not read, and a tap in front of the fused add and norm",
-         long=True, **_LATENT, **_SPARSE, **_ROPE),
-    _row("deepseek_v32", "the same with DeepSeek's own 8-bit cache (fp8_ds_mla)", "deepseek_v32_fp8_ds_mla", long=True,
-         engine=_FP8, **_LATENT, **_SPARSE, **_ROPE),
-    _row("glm_moe_dsa", "taps of GLM 5 that are right for DeepSeek's settings only", long=True, **_LATENT, **_SPARSE,
-         **_ROPE),
-    _row("deepseek_v4", "streams that the kernel of the mixes completes in another order than the taps", long=True,
-         engine=_FP8, compress_ratios=[0, 4, 128, 4], **_V4),
-    _row("deepseek_v4", "the same with the weights of its checkpoint: 8-bit blocks and MXFP4 experts",
-         "deepseek_v4_quantised", long=True, engine=_FP8, max_miss=FLOAT8_MISS, compress_ratios=[0, 4, 128, 4],
-         expert_dtype="fp4", quantization_config=_BLOCKS, **{**_V4, "swiglu_limit": 10.0}),
-    _row("deepseek_v41", "mixes that are delayed by one sublayer and read a stream before its edit", long=True,
-         engine=_FP8, **{**_V4, **_V41}),
-    _row("deepseek_v41_engram", "an edit in front of a memory of n-grams whose kernel reads the unedited streams",
-         long=True, engine=_FP8, **{**_V4, **_V41}),
-    _row("kimi_linear", "a tap on one summand beside the kernel of delta attention", without=("linear_attn_config",),
-         **_KIMI, linear_attn_config={**_DELTA, "head_dim": 128}),
-    _row("kimi_k3", "a stored sum that the kernel of attention residuals writes before its edit",
+    _row("hy_v4", "streams of HY V4 that do not mix, whose kernel adds a branch in place", long=True,
+         needs=_SPARSE_CODE, **{**_LATENT, **_SPARSE}, enable_ihc=True, gated_mla=True, gating_type="headwise",
+         learnable_sink=True, layer_types=["deepseek_sparse_attention"] * LAYERS, mlp_layer_types=_EXPERTS),
+    _row("qwen4_exp", "edits of streams in bfloat16 that the kernel adds to only one of them", needs=_CUTE, **_QWEN),
+    _row("kimi_k3", "a stored sum that the kernel of attention residuals writes before its edit", needs=_CUTE,
          without=("linear_attn_config",), **_KIMI,
          linear_attn_config={**_DELTA, "use_full_rank_gate": True, "gate_lower_bound": -5.0}),
-    _row("qwen4_exp", "edits of streams in bfloat16 that the kernel adds to only one of them", **{
-         **_WIDE, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 128,
-         "shared_expert_intermediate_size": 256, "hc_lowrank": 128, "norm_topk_prob": True}),
-    _row("qwen4_exp", "the same beside its sparse attention (QSA)", "qwen4_exp_sparse", long=True, **{
-         **_WIDE, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 128, "hc_lowrank": 128,
-         "shared_expert_intermediate_size": 256, "norm_topk_prob": True, "indexer_n_heads": 4, "indexer_kv_heads": 1,
-         "indexer_head_dim": 128, "indexer_compress_ratio": 1, "indexer_budget": 512}),
+    _row("inkling", "a convolution of a branch that runs over edited rows twice, with its own caches", needs=_CUTE,
+         engine={"num_gpu_blocks_override": 1024}, hidden_size=1536, intermediate_size=768, dense_intermediate_size=768,
+         num_attention_heads=12, num_key_value_heads=4, head_dim=128, sliding_window_size=512, d_rel=16,
+         rel_extent=1024),
     _row("glm5_next", "the mean of streams at the last layer, and an index that pools its keys", long=True,
-         without=("qk_rope_head_dim",), **{**_LATENT, **_SPARSE, "qk_rope_head_dim": 0},
+         needs=_MIXED_CODE, without=("qk_rope_head_dim",), **{**_LATENT, **_SPARSE, "qk_rope_head_dim": 0},
          linear_num_heads=16, linear_head_dim=128, linear_conv_kernel_dim=4, linear_lower_bound=-5.0,
          index_kpool_always_select_tail=True, hc_sinkhorn_iters=20, n_routed_experts=4, n_shared_experts=1,
          num_experts_per_tok=2, n_group=1, topk_group=1, norm_topk_prob=True, routed_scaling_factor=1.0,
-         scoring_func="sigmoid", topk_method="noaux_tc", mlp_layer_types=_EXPERTS),
-    _row("hy_v4", "streams of HY V4 that do not mix, whose kernel adds a branch in place", long=True,
-         **{**_LATENT, **_SPARSE}, enable_ihc=True, gated_mla=True, gating_type="headwise", learnable_sink=True,
-         layer_types=["deepseek_sparse_attention"] * LAYERS, mlp_layer_types=_EXPERTS),
-    _row("inkling", "a convolution of a branch that runs over edited rows twice, with its own caches",
-         hidden_size=1536, intermediate_size=768, dense_intermediate_size=768, num_attention_heads=12,
-         num_key_value_heads=4, head_dim=128, sliding_window_size=512, d_rel=16, rel_extent=1024),
+         **_SIGMOID, mlp_layer_types=_EXPERTS, indexer_rope_interleave=True),
+    _row("deepseek_v4", "streams that the kernel of the mixes completes in another order than the taps", long=True,
+         needs=_V4_CODE, engine=_FP8, compress_ratios=[0, 4, 128, 4], **_V4),
+    _row("deepseek_v41", "mixes that are delayed by one sublayer and read a stream before its edit", long=True,
+         needs=_V4_CODE, engine=_FP8, **{**_V4, **_V41}),
+    _row("deepseek_v41_engram", "an edit in front of a memory of n-grams whose kernel reads the unedited streams",
+         long=True, needs=_V4_CODE, engine=_FP8, **{**_V4, **_V41}),
+    _row("deepseek_v32", "an edit that the indexer does not read, and a tap in front of the fused add and norm",
+         long=True, needs=_SPARSE_CODE, **_LATENT, **_SPARSE, **_ROPE, **_SIGMOID),
+    _row("glm_moe_dsa", "taps of GLM 5 that are right for DeepSeek's settings only", long=True, needs=_SPARSE_CODE,
+         **_LATENT, **_SPARSE, **_ROPE, **_SIGMOID),
+    _row("kimi_linear", "a tap on one summand beside the kernel of delta attention", needs=_CUTE,
+         without=("linear_attn_config",), **_KIMI, linear_attn_config={**_DELTA, "head_dim": 128}),
+    _row("qwen4_exp", "the same beside its sparse attention (QSA)", "qwen4_exp_sparse", long=True, needs=_CUTE, **{
+         **_QWEN, "head_dim": 256, "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 128,
+         "indexer_compress_ratio": 4, "indexer_budget": 512,
+         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}}),
+    _row("deepseek_v4", "the same with the weights of its checkpoint: 8-bit blocks and MXFP4 experts",
+         "deepseek_v4_quantised", long=True, needs=_V4_CODE, engine=_FP8, max_miss=FLOAT8_MISS,
+         compress_ratios=[0, 4, 128, 4], expert_dtype="fp4", quantization_config=_BLOCKS,
+         **{**_V4, "swiglu_limit": 10.0}),
+    _row("deepseek_v32", "the same with DeepSeek's own 8-bit cache (fp8_ds_mla)", "deepseek_v32_fp8_ds_mla", long=True,
+         needs=_SPARSE_CODE, engine=_FP8, **_LATENT, **_SPARSE, **_ROPE, **_SIGMOID),
+    _row("gpt_oss", "an edit that is made behind experts in MXFP4, and sinks that shift with it",
+         "gpt_oss_mxfp4", hidden_size=512, intermediate_size=512, sliding_window=128, head_dim=64,
+         num_attention_heads=8, num_key_value_heads=2, num_local_experts=8, num_experts_per_tok=8,
+         quantization_config=_MXFP4),
+    _row("deepseek_v3", "a tap behind the reduction of experts, and latent attention whose output is added late",
+         engine={}, **_LATENT, **_SIGMOID, n_routed_experts=8, n_group=1, topk_group=1),
+    _row("deepseek_v3", "edits that an 8-bit cache of latents loses or rounds away", "deepseek_v3_fp8_cache",
+         engine=_FP8, **_LATENT, **_SIGMOID, n_routed_experts=8, n_group=1, topk_group=1),
     _row("minimax_m3", "a tap on the MLP's output in front of its sum, with sparse attention by blocks", long=True, **{
          **_WIDE, "num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 128, "rotary_dim": 64,
          "partial_rotary_factor": 0.5, "dense_intermediate_size": 1024, "num_local_experts": 4,
          "num_experts_per_tok": 2, "moe_layer_freq": [0, 1, 1, 1], "n_shared_experts": 1, "scoring_func": "sigmoid",
-         "sparse_attention_config": {
+         "use_routing_bias": True, "sparse_attention_config": {
              "use_sparse_attention": True, "sparse_attention_freq": [0, 1] * (LAYERS // 2),
              "sparse_num_index_heads": 4, "sparse_index_dim": 128, "sparse_topk_blocks": 4, "sparse_block_size": 128,
              "sparse_init_block": 0, "sparse_local_block": 1, "sparse_score_type": "max"}}),
     _row("bailing_moe_v3", "a tap beside delta attention that runs before its output is gated",
          **{**_LATENT, "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 128}),
-    _row("gpt_oss", "an edit that is made behind experts in MXFP4, and sinks that shift with it",
-         "gpt_oss_mxfp4", hidden_size=512, intermediate_size=512, sliding_window=128, head_dim=64,
-         num_attention_heads=8, num_key_value_heads=2, num_local_experts=8, quantization_config=_MXFP4),
 )  # fmt: skip
-"""All models but Gemma 3n, which is compared with HF Transformers."""
+"""All models but Gemma 3n, which is compared with HF Transformers, by priority: first those that no GPU has run yet."""
 
 
 def save_row(tiny: TinyModel, folder: Path) -> Path:
@@ -213,6 +235,11 @@ def frontier_weights(tiny: TinyModel) -> Iterator[dict[str, Any]]:
 def fill(name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
     """Fill one tensor of a layer by its name and dtype."""
     is_scale = "weight_scale" in name or name.endswith("scale_inv")
+    if name.endswith(("e_score_correction_bias", "expert_bias")):
+        # Distinct ranks route all tokens to the same experts. Scores by the token alone are swapped by rounding, and
+        # one such token changes the following ones by attention.
+        tensor.copy_(RANK * torch.randperm(len(tensor), generator=generator, device=tensor.device))
+        return
     if name.endswith(("k_scale", "v_scale", "q_scale", "prob_scale", "input_scale")):
         return  # The scales of a cache: 1 unless a checkpoint has them.
     if is_scale and tensor.ndim > 1:
