@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+import frontier_page
 import patching_sections
 import peer_sections
 from gpu_page import gpu_failures
@@ -116,7 +117,7 @@ SECTIONS: Mapping[str, Mapping[str, Callable[[MakeTable], str]]] = {
     "docs/explanation/patching-compared.md": {"speed": patching_sections.speed, "hits": patching_sections.hits},
     "docs/explanation/limitations.md": {"conflicts": conflicts, "gpu-failures": gpu_failures},
     "docs/guides/operating.md": {"start": start},
-    "docs/reference/streams.md": {"splits": splits},
+    "docs/reference/streams.md": {"kernels": frontier_page.mixes, "splits": splits},
     **{
         f"docs/peers/{page}.md": {
             **({} if page == "inspect" else {"speed": peer_sections.speed(page)}),
