@@ -62,6 +62,10 @@ RUNS: dict[str, Run] = {
         ("tests/gpu/test_architectures.py",),
         "architectures with GPU-only kernels against HF (``architectures-gpu.json``)"
     ),
+    "frontier": Run(
+        ("tests/gpu/test_frontier.py",),
+        "newest models with vLLM's own kernels, mixes and caches, each in its own process (``frontier-gpu.json``)"
+    ),
     "points": Run(("tests/gpu/test_points.py",), "each site of engines with optional points, alone in its batch"),
     "drafts": Run(("tests/gpu/test_mtp.py",), "layers for multi-token prediction as drafter, under both runners"),
     "quantised": Run(("tests/gpu/test_quantised.py",), "quantised weights and key-value caches, by identities"),

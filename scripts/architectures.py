@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import frontier_page
 import msgspec
 
 from vllm_steer.models.proofs import Proof, Record
@@ -96,7 +97,7 @@ The runs on a CPU replace kernels that vLLM has for GPUs only:
 | Whisper, Cohere ASR, Nemotron Parse | the attention to the encoder | a function of the token |
 | Inkling | attention and the convolutions of branches, each with its cache | plain attention with a cache of its own |
 
-All other code, including the decoder layers, is vLLM's own. No run of Inkling's kernels on a GPU has been made. Requests to multimodal
+All other code, including the decoder layers, is vLLM's own. {inkling} Requests to multimodal
 models contain only text.
 
 """
@@ -203,12 +204,14 @@ def page(table: MakeTable) -> str:
             backend=others[BACKEND],
             date=about["date"],
             transformers=about["transformers"],
+            inkling=frontier_page.inkling(),
         )
         + "## Proven\n\n"
         + table(
             ("architecture", "decoder layers", "family", "points", "proof", "capture error", "edit error", "dtype"),
             proven,
         )
+        + frontier_page.section(table)
         + "\n## By their layers\n\n"
         "These are multimodal wrappers, and a few other models without a row of their own. vllm-steer steers the language model, whose\n"
         "layers are proven above, and never the towers. If a wrapper's config names the language model, the engine checks its layers at\n"

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+import frontier_page
 import patching_sections
 import peer_sections
 from gpu_page import gpu_failures, next_version
@@ -117,7 +118,7 @@ SECTIONS: Mapping[str, Mapping[str, Callable[[MakeTable], str]]] = {
     "docs/explanation/limitations.md": {"conflicts": conflicts, "gpu-failures": gpu_failures},
     "docs/guides/operating.md": {"start": start},
     "docs/guides/releases.md": {"next-version": next_version},
-    "docs/reference/streams.md": {"splits": splits},
+    "docs/reference/streams.md": {"kernels": frontier_page.mixes, "splits": splits},
     **{
         f"docs/peers/{page}.md": {
             **({} if page == "inspect" else {"speed": peer_sections.speed(page)}),

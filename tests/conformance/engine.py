@@ -110,11 +110,10 @@ def steered_engine(
             max_num_batched_tokens=160,
             max_num_seqs=128,
             **(GPU_SETTINGS if torch.cuda.is_available() else {}),
-            # Enough blocks for the batch: filling a whole GiB with zeros takes longer than loading the model.
-            num_gpu_blocks_override=256,
             max_logprobs=-1,
             disable_log_stats=True,
-            **engine_settings(tiny, mode),
+            # Enough blocks for the batch: filling a whole GiB with zeros takes longer than loading the model.
+            **{"num_gpu_blocks_override": 256, **engine_settings(tiny, mode)},
         )
         backend = _backend(llm)
         if backend != BACKENDS[mode]:

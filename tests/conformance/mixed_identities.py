@@ -37,7 +37,7 @@ class MixedModel(HookedModel):
         yield seen
 
         def record(number: int, point: str, stream: torch.Tensor) -> torch.Tensor:
-            seen[number][point] = stream.clone()
+            seen[number][point] = stream.float().clone().cpu()
             return stream
 
         with self._formulas(record):
@@ -63,11 +63,13 @@ class MixedModel(HookedModel):
             for number, layer in enumerate(self.layers):
 
                 def at(point: str, streams: torch.Tensor, number: int = number) -> torch.Tensor:
+                    # In float32, as the formulas of edits are; a rounded difference would be added to each stream.
+                    wide = streams.float()
                     if streams.dim() == 2:
-                        changed: torch.Tensor = change(number, point, streams)
-                        return changed
-                    mean = streams.mean(-2)
-                    return streams + (change(number, point, mean) - mean).unsqueeze(-2)
+                        changed: torch.Tensor = change(number, point, wide)
+                        return changed.to(streams.dtype)
+                    mean = wide.mean(-2)
+                    return (wide + (change(number, point, mean) - mean).unsqueeze(-2)).to(streams.dtype)
 
                 forward = mixes.LAYERS_OF[type(layer).__name__](layer, at)
                 stack.enter_context(patch.object(layer, "forward", forward))

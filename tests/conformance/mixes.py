@@ -133,9 +133,8 @@ def attn_res(
 
 def combine(flat: Any, output: Any, injection: Any, count: int) -> Any:
     """Compute what Qwen 4's kernel computes that adds an output to the streams."""
-    weight = torch.ones_like(flat[:, :count]) if injection is None else 2.0 * torch.sigmoid(injection / count)
-    streams = flat.unflatten(-1, (count, -1)) + weight.unsqueeze(-1) * output.unsqueeze(-2)
-    return streams.flatten(-2)
+    weight = torch.ones_like(flat[:, :count]) if injection is None else 2.0 * torch.sigmoid(injection.float() / count)
+    return added(flat.unflatten(-1, (count, -1)), output, weight).flatten(-2)
 
 
 def grouped_norm(flat: Any, weight: Any, eps: float, count: int) -> Any:
@@ -175,8 +174,8 @@ def all_same(x: torch.Tensor, count: int) -> torch.Tensor:
 def done(streams: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return complete streams in the form of incomplete ones: no output to add and no mixing."""
     tokens, count, hidden = streams.shape
-    same = torch.eye(count).expand(tokens, count, count).contiguous()
-    return streams.new_zeros(tokens, hidden), streams, torch.zeros(tokens, count, 1), same
+    same = torch.eye(count, device=streams.device).expand(tokens, count, count).contiguous()
+    return streams.new_zeros(tokens, hidden), streams, torch.zeros(tokens, count, 1, device=streams.device), same
 
 
 def deepseek(layer: Any, at: At) -> Callable[..., Any]:
@@ -220,7 +219,7 @@ def deepseek_delayed(layer: Any, at: At) -> Callable[..., Any]:
                 streams = ngrams.with_memory(layer.engram, streams, hashes, keep)
         streams = at("pre_attn", streams)
         if read is None:
-            read = torch.eye(layer.hc_mult)[0].expand(streams.shape[0], -1)
+            read = torch.eye(layer.hc_mult, device=streams.device)[0].expand(streams.shape[0], -1)
         normed = rms(mixed(streams, read), layer.attn_norm.weight, layer.rms_norm_eps)
         read, write, between = gates(streams, layer.hc_attn_fn, layer.hc_attn_scale, layer.hc_attn_base, *settings)
         streams = at("post_attn", complete(layer.attn(positions, normed, None), streams, write, between))
@@ -255,6 +254,10 @@ def glm(layer: Any, at: At) -> Callable[..., Any]:
     return forward
 
 
+def added(streams: torch.Tensor, out: torch.Tensor, write: torch.Tensor) -> torch.Tensor:
+    return (streams.float() + write.float().unsqueeze(-1) * out.float().unsqueeze(-2)).to(streams.dtype)
+
+
 def hunyuan(layer: Any, at: At) -> Callable[..., Any]:
     """Return the layer of HY V4, whose streams do not mix with each other."""
 
@@ -265,10 +268,10 @@ def hunyuan(layer: Any, at: At) -> Callable[..., Any]:
         streams = at("pre_attn", streams)
         x, write = layer.hc_attn_layer.hc_pre(streams)
         attended = layer.self_attn(positions=positions, hidden_states=layer.input_layernorm(x))
-        streams = at("post_attn", streams + write.unsqueeze(-1) * attended.unsqueeze(-2))
+        streams = at("post_attn", added(streams, attended, write))
         x, write = layer.hc_mlp_layer.hc_pre(streams)
         out = layer.mlp(at("mlp_in", layer.post_attention_layernorm(x)))
-        return at("post_block", streams + write.unsqueeze(-1) * out.unsqueeze(-2)), None
+        return at("post_block", added(streams, out, write)), None
 
     return forward
 

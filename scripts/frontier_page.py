@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sentences and a table about models that ran with vLLM's own kernels on a GPU (tests/gpu/test_frontier.py)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+MakeTable = Callable[[tuple[str, ...], list[tuple[str, ...]]], str]
+MIXED = ("HYPER-CONNECTIONS", "ATTENTION-RESIDUALS")
+"""Families with several residual streams, except Gemma 3n's."""
+CONVOLVED = "CONVOLVED"
+"""Family of Inkling."""
+HEADING = "## With vLLM's own kernels on a GPU"
+ANCHOR = "with-vllms-own-kernels-on-a-gpu"
+TEXT = """
+These models have passed the identities inside vLLM on a GPU, with vLLM's attention, experts and mixes
+(`tests/gpu/test_frontier.py`). Gemma 3n is compared with HF Transformers instead. *Edit error* is the largest error at
+the median token, as a fraction of the effect of the strongest edit. Models that are missing have no passed run.
+
+"""
+
+
+def passed() -> list[dict[str, Any]]:
+    """Return the outcomes of the models that passed, in the order of the file; none without a file."""
+    path = RESULTS / "frontier-gpu.json"
+    rows = json.loads(path.read_text())["rows"] if path.exists() else []
+    return [row for row in rows if row["outcome"] == "passed"]
+
+
+def section(table: MakeTable) -> str:
+    """Return the section of the page on architectures, empty if no model has passed."""
+    rows = [_cells(row) for row in passed()]
+    if not rows:
+        return ""
+    head = ("architecture", "family", "attention", "cache", "weights", "capture error", "edit error", "ran on")
+    return f"\n{HEADING}\n{TEXT}{table(head, rows)}"
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    about = row["environment"]
+    return (
+        f"`{row['architecture']}`",
+        row.get("recipe", ""),
+        ", ".join(f"`{backend}`" for backend in row.get("attention", ())),
+        "" if row.get("cache", "auto") == "auto" else row["cache"],
+        row.get("quantization") or row["dtype"],
+        f"{row['value']:.0e}" if "value" in row else "",
+        f"{row['of_effect_at_median']:.1%}" if "of_effect_at_median" in row else "",
+        f"{about['gpu']}, torch {about['torch'].partition('+')[0]}, {about['date']}",
+    )
+
+
+def inkling() -> str:
+    """Return the sentence about runs of Inkling's kernels."""
+    found = [row for row in passed() if row.get("recipe") == CONVOLVED]
+    if not found:
+        return "No run of Inkling's kernels on a GPU has been made."
+    return f"Inkling's own kernels [have run on a GPU](#{ANCHOR})."
+
+
+def mixes(table: MakeTable) -> str:
+    """Return the sentence about runs of the kernels of the mixes."""
+    found = sorted({f"`{row['architecture']}`" for row in passed() if row.get("recipe") in MIXED})
+    if not found:
+        return "No run on a GPU with vLLM's own kernels of the mixes has been made.\n"
+    return (
+        f"With vLLM's own kernels of the mixes, runs on a GPU [have passed](architectures.md#{ANCHOR}) for\n"
+        f"{', '.join(found)}. Other models with several streams have no such run.\n"
+    )
