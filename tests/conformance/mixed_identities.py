@@ -7,12 +7,13 @@ branch of ``HookedModel``, so the difference of two points stands for it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from tests.conformance import mixes
 from tests.conformance.cases import PROMPTS, Case
@@ -32,15 +33,33 @@ class MixedModel(HookedModel):
 
     @contextmanager
     def watching(self) -> Iterator[list[dict[str, Any]]]:
-        """Record the stream at the points of each layer, in a run of the formulas after the caller's."""
+        """Record the stream at the points of each layer, in a run of the formulas after the caller's.
+
+        Each formula gets the input of its layer in the caller's run. Otherwise, the roundings of all layers before it
+        would add up.
+        """
         seen: list[dict[str, Any]] = [{} for _ in self.layers]
-        yield seen
+        # The formula of Inkling does not complete its input, so it runs behind formulas only.
+        inputs: list[Any] = [] if self.tiny.recipe == "CONVOLVED" else [None] * len(self.layers)
+        handles = []
+        for number, layer in enumerate(self.layers if inputs else ()):
+
+            def enter(module: Any, args: Any, kwargs: Any, number: int = number) -> None:
+                # Copied, since some layers write into their input.
+                inputs[number] = tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
+
+            handles.append(layer.register_forward_pre_hook(enter, with_kwargs=True))
+        try:
+            yield seen
+        finally:
+            for handle in handles:
+                handle.remove()
 
         def record(number: int, point: str, stream: torch.Tensor) -> torch.Tensor:
             seen[number][point] = stream.float().clone().cpu()
             return stream
 
-        with self._formulas(record):
+        with self._formulas(record, inputs):
             generate(self.llm, [Case("values", PROMPTS[0])], new_tokens=1)
         for found in seen:
             for point, field in FIELDS.items():
@@ -58,7 +77,7 @@ class MixedModel(HookedModel):
             yield
 
     @contextmanager
-    def _formulas(self, change: Any) -> Iterator[None]:
+    def _formulas(self, change: Any, inputs: Sequence[Any] = ()) -> Iterator[None]:
         with ExitStack() as stack:
             for number, layer in enumerate(self.layers):
 
@@ -72,5 +91,16 @@ class MixedModel(HookedModel):
                     return (wide + (change(number, point, mean) - mean).unsqueeze(-2)).to(streams.dtype)
 
                 forward = mixes.LAYERS_OF[type(layer).__name__](layer, at)
+                if inputs:
+                    forward = _with_inputs(forward, *inputs[number])
                 stack.enter_context(patch.object(layer, "forward", forward))
             yield
+
+
+def _with_inputs(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
+    """Return a function that ignores its arguments and calls another one with these."""
+
+    def with_inputs(*others: Any, **more: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    return with_inputs

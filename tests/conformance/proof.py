@@ -15,7 +15,7 @@ import numpy as np
 from tests.conformance.branches import supported_branches
 from tests.conformance.cases import PROMPTS, STREAM_FIELDS, Case
 from tests.conformance.engine import generate, layer_classes, steered_engine
-from tests.conformance.identities import Check, check_identities
+from tests.conformance.identities import MIXED, Check, check_identities
 from tests.conformance.model import TinyModel
 from tests.conformance.no_reference import random_weights, save_config
 from tests.conformance.parity import MIN_EFFECT, examine
@@ -25,6 +25,9 @@ IDENTITY_TOLERANCE = 1e-4
 """Largest difference of two float32 runs that counts as agreement."""
 BFLOAT16_ROW_TOLERANCE = 2**-7
 """The same for a captured bfloat16 row, in lengths of the row: two sums, each rounded by at most 2**-8."""
+MIXED_ROW_TOLERANCE = 2**-6
+"""The same for models of ``MIXED``, whose rows come from another run: formulas round the streams of a layer twice more
+than kernels that mix unrounded streams. Right taps are off by up to 0.009, incomplete streams by 0.06 or more."""
 MAX_MISS, MAX_OWN_MISS = 0.02, 0.5
 """Largest error of an edit at the median token in bfloat16, as a fraction of the effect of the strongest edit, and of
 its own effect. Rounding changes a stream by up to 2**-8, and right taps miss by up to 0.011, late ones by 0.3 or more.
@@ -64,7 +67,7 @@ class Proof:
         found = [
             f"{check.name}: off by {check.error:.1e}" + (f" of {check.effect:.1e}" if check.effect is not None else "")
             for check in self.checks
-            if not (self._agrees_rounded(check, max_miss) if rounded else check.error < IDENTITY_TOLERANCE)
+            if not (self._agrees_rounded(tiny, check, max_miss) if rounded else check.error < IDENTITY_TOLERANCE)
         ]
         least = BFLOAT16_MIN_EFFECT if rounded else MIN_EFFECT
         found += [f"{c.name}: changes nothing" for c in self.checks if c.effect is not None and not c.effect > least]
@@ -79,9 +82,9 @@ class Proof:
         error, _ = check.medians or (check.error, None)
         return error / max((other.medians or (0.0, other.effect or 0.0))[1] for other in self.checks)
 
-    def _agrees_rounded(self, check: Check, max_miss: float | None) -> bool:
+    def _agrees_rounded(self, tiny: TinyModel, check: Check, max_miss: float | None) -> bool:
         if check.effect is None:
-            return check.error < BFLOAT16_ROW_TOLERANCE
+            return check.error < (MIXED_ROW_TOLERANCE if tiny.recipe in MIXED else BFLOAT16_ROW_TOLERANCE)
         if max_miss is not None:
             return check.error < max_miss * check.effect
         error, effect = check.medians or (check.error, check.effect)

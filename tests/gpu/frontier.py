@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Examination of one of the newest models in a process of its own: ``python -m tests.gpu.frontier ROW OUTCOME``.
+"""Examination of one of the newest models in a process of its own (``frontier_outcomes.run_model``).
 
 Each engine starts with its self-check, and the identities of ``tests/conformance/identities.py`` are examined in it.
 For models with several streams, the reference side runs the formulas of ``tests/conformance/mixes.py`` in place of the
@@ -171,11 +171,8 @@ def outcome_of(name: str, folder: Path) -> Results:
     return results
 
 
-def main(name: str, out: Path) -> None:
+def write_outcome(name: str, out: str) -> None:
+    """Examine a model and write its outcome to a file."""
     with tempfile.TemporaryDirectory() as folder:
         outcome = outcome_of(name, Path(folder))
-    out.write_text(json.dumps(outcome))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    Path(out).write_text(json.dumps(outcome))

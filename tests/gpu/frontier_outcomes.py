@@ -19,6 +19,8 @@ from benchmarks.build import ROOT
 from tests.conformance.frontier_rows import FRONTIER, PACKAGES
 
 NEEDS: Mapping[str, tuple[str, ...]] = {str(row): row.needs for row in FRONTIER}
+PROGRAM: Final = "import sys; from tests.gpu.frontier import write_outcome; write_outcome(*sys.argv[1:])"
+"""Not a module: multiprocessing would import it in the process of HF Transformers, which must not load vLLM."""
 NO_DEEP_GEMM: Final = "requires DeepGEMM"
 """Part of vLLM's message without DeepGEMM."""
 Outcome = dict[str, Any]
@@ -52,13 +54,13 @@ def run_model(name: str, folder: Path, seconds: float, command: Sequence[str] = 
         name: The model.
         folder: Where the process writes its outcome and its log.
         seconds: The time limit; the process and its children are then killed.
-        command: The program to run instead of ``tests.gpu.frontier``.
+        command: The command to run instead of ``PROGRAM``.
     """
     if missing := [PACKAGES[module] for module in NEEDS.get(name, ()) if not is_installed(module)]:
         return {"row": name, "outcome": "skipped", "reason": f"needs {', '.join(missing)}"}
     out, log = folder / f"{name}.json", folder / f"{name}.log"
     out.unlink(missing_ok=True)
-    command = command or (sys.executable, "-m", "tests.gpu.frontier")
+    command = command or (sys.executable, "-c", PROGRAM)
     with log.open("w") as file:
         process = subprocess.Popen(
             [*command, name, str(out)], stdout=file, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True
@@ -83,8 +85,9 @@ def store(outcome: Outcome, path: Path, environment: Mapping[str, Any]) -> None:
     Each outcome has the environment of its own run. A skipped model keeps its earlier outcome.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
         rows: dict[str, Outcome] = {}
         if path.exists():
             rows = {row["row"]: row for row in json.loads(path.read_text())["rows"]}
@@ -93,3 +96,5 @@ def store(outcome: Outcome, path: Path, environment: Mapping[str, Any]) -> None:
         new = path.with_suffix(".new")
         new.write_text(json.dumps({"rows": list(rows.values())}, indent=1) + "\n")
         new.replace(path)
+    finally:
+        os.close(folder)
