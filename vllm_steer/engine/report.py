@@ -93,7 +93,7 @@ class CapabilityReport(_Report):
     examined: bool = Field(
         default=True,
         description="False if vLLM could not build the model on this machine, for the reason in `problem`. It may be "
-        "supported elsewhere, and `proofs` are those of its architecture.",
+        "supported elsewhere; `proofs` then lists the proofs of its architecture.",
     )
     num_layers: int | None = None
     hidden_size: int | None = None

@@ -54,7 +54,7 @@ class SweepInfo(msgspec.Struct, frozen=True, kw_only=True):
     kl_tokens: int
     """Tokens of the clean distribution that the divergence distinguishes; 0 if it was not measured."""
     subspace: str = ""
-    """Digest of the directions and of those of the random subspace, if only a subspace was patched."""
+    """Digest of the directions and of the random directions, if only a subspace was patched."""
     random_control: bool = False
     """Whether each cell was run a second time in a random subspace."""
     sources: str = ""
