@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from tests.tiny import make_llm
 from tests.wrong_taps import WRONG
 from vllm_steer.engine import self_check as self_check_module
 from vllm_steer.engine.self_check import self_check
+from vllm_steer.engine.self_check_runner import allocate_blocks
 from vllm_steer.models import install
 from vllm_steer.models.self_check_plan import SelfCheckError
 
@@ -218,3 +220,21 @@ def test_check_fits_into_the_smallest_tables(tiny_llama: Path) -> None:
     (report,) = llm.collective_rpc("steering_capabilities")
     close(llm)
     assert (report["self_check"].get("hops"), report["self_check"].get("conclusive")) == (8, 8)
+
+
+def test_circular_caches_have_one_block_for_each_request() -> None:
+    """Catches more blocks than vLLM's table has columns: vLLM then stops the check, and the engine does not start."""
+    interface = pytest.importorskip("vllm.v1.kv_cache_interface")
+    if not hasattr(interface, "CircularBufferSpec"):
+        pytest.skip("this version of vLLM has no circular caches")
+    sizes = {"num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+    specs = [
+        interface.FullAttentionSpec(block_size=16, **sizes),
+        interface.FullAttentionSpec(block_size=2, **sizes),
+        interface.CircularBufferSpec(block_size=1, **sizes),
+    ]
+    cache = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs], num_blocks=9)
+    parallel = SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1)
+    config = SimpleNamespace(num_lookahead_tokens=0, parallel_config=parallel)
+    worker = SimpleNamespace(model_runner=SimpleNamespace(kv_cache_config=cache), vllm_config=config)
+    assert allocate_blocks(worker) == [([1], [2, 3], [4]), ([5], [6, 7], [8])]

@@ -39,10 +39,7 @@ def allocate_blocks(worker: Any) -> list[tuple[list[int], ...]]:
     """
     cache = worker.model_runner.kv_cache_config
     positions = TOKENS + worker.vllm_config.num_lookahead_tokens
-    counts = []
-    for group in cache.kv_cache_groups:
-        spec = group.kv_cache_spec
-        counts.append(-(-positions // spec.block_size) + getattr(spec, "num_speculative_blocks", 0))
+    counts = [_count_blocks(group.kv_cache_spec, positions, worker.vllm_config) for group in cache.kv_cache_groups]
     requests: list[tuple[list[int], ...]] = []
     free = 1
     while len(requests) < _MAX_REQUESTS and (not counts or free + sum(counts) <= cache.num_blocks):
@@ -52,6 +49,16 @@ def allocate_blocks(worker: Any) -> list[tuple[list[int], ...]]:
             free += count
         requests.append(tuple(ids))
     return requests
+
+
+def _count_blocks(spec: Any, positions: int, vllm_config: Any) -> int:
+    """Return the number of blocks of a request in one cache group.
+
+    A circular cache has one block for each request, even if the request has more positions.
+    """
+    count: int = -(-positions // spec.block_size) + getattr(spec, "num_speculative_blocks", 0)
+    widest = getattr(spec, "max_num_blocks_per_req", None)
+    return count if widest is None else min(count, widest(vllm_config, positions))
 
 
 class SelfCheckRunner:
