@@ -70,8 +70,7 @@ def _tests(title: str, only: Sequence[str], seconds: float, gpus: int) -> Job:
 def gpu_jobs(gpus: int) -> list[Job]:
     """Return the jobs for a host with this number of GPUs, the most important first.
 
-    With four GPUs, all tests run at first on two of them, beside coarse jobs on the others. A host whose GPUs are all
-    in use by the round has no other load, so its times spread less than those of one GPU of a shared host.
+    With four GPUs, all tests run at first on two of them, beside coarse jobs on the others.
     """
     first = ("quantised", "drafts", "points")
     runs = [name for name, run in RUNS.items() if run.gpus <= gpus]

@@ -179,11 +179,17 @@ def patching(fits: Fits) -> Figure | None:
 
 
 def peers(fits: Fits) -> Figure | None:
-    """Return the ratios of each project to its own stock vLLM, from results with a list ``rows``."""
+    """Return the ratios of each project to its own stock vLLM with the result's note, from results with ``rows``."""
     for name in names("gpu-peers*.json"):
         if fits("captured steps", result := read(name)) and "rows" in result:
             rows = {f"{row['project']}, {row['workload']}, {row['requests']}": row["ratio"] for row in result["rows"]}
-            return Figure(rows, [(name, result)])
+            of: dict[str, list[str]] = {}
+            for row in result["rows"]:
+                of.setdefault(f"{row['project']}, {row['workload']}", []).append(
+                    f"{row['ratio']:.3f} ({row['requests']})"
+                )
+            text = "; ".join(f"{what}: {', '.join(each)}" for what, each in of.items())
+            return Figure(rows, [(name, result)], f"{text}. {result.get('note', '')}".strip())
     return None
 
 

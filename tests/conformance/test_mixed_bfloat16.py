@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.conformance import identities, mixes, proof, stand_ins
+from tests.conformance import mixes, stand_ins
 from tests.conformance.part import EVERYTHING, selected
 from tests.conformance.proof import MIXED_ROW_TOLERANCE, prove_by_identities
 from tests.conformance.reference_process import ReferenceProcess
@@ -68,10 +68,7 @@ def test_rejects(
     wrong: Any, monkeypatch: pytest.MonkeyPatch, reference_process: ReferenceProcess, zoo_folder: Path
 ) -> None:
     """Catches tolerances for rounding that accept late taps and incomplete streams."""
-    monkeypatch.setattr(proof, "supported_branches", lambda tiny: ())
-    monkeypatch.setattr(identities, "supported_branches", lambda tiny: ())
-    for owner, name, value in wrong.replaced:
-        monkeypatch.setattr(owner, name, value)
+    wrong.put(monkeypatch)
     tiny = replace(ROWS[wrong.row], dtype="bfloat16")
     found = prove_by_identities(tiny, zoo_folder, reference_process)
     for point in wrong.spoiled:

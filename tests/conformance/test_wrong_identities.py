@@ -185,6 +185,13 @@ class Wrong:
     def __str__(self) -> str:
         return f"{self.row}-{self.how}"
 
+    def put(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Replace the functions, and check no branches: the wrong taps are on the stream."""
+        monkeypatch.setattr(proof, "supported_branches", lambda tiny: ())
+        monkeypatch.setattr(identities, "supported_branches", lambda tiny: ())
+        for owner, name, value in self.replaced:
+            monkeypatch.setattr(owner, name, value)
+
 
 def _late(row: str, shape: str, first: str = "input_layernorm") -> Wrong:
     makers = {f"_{shape}_layer": late_layer(shape, first), f"_{shape}_mid": late_mid(shape)}
@@ -261,11 +268,7 @@ def test_rejects(
     wrong: Wrong, monkeypatch: pytest.MonkeyPatch, reference_process: ReferenceProcess, zoo_folder: Path
 ) -> None:
     """Catches identities that accept taps in the wrong place, on one summand, or in another run of a layer."""
-    # The wrong taps are on the stream, and so are the checks that have to find them.
-    monkeypatch.setattr(proof, "supported_branches", lambda tiny: ())
-    monkeypatch.setattr(identities, "supported_branches", lambda tiny: ())
-    for owner, name, value in wrong.replaced:
-        monkeypatch.setattr(owner, name, value)
+    wrong.put(monkeypatch)
     tiny = ROWS[wrong.row]
     problems = prove_by_identities(tiny, zoo_folder, reference_process).problems(tiny)
     for point in wrong.spoiled:

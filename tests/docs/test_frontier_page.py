@@ -33,7 +33,7 @@ def write(page: Any, *rows: tuple[str, str, str]) -> None:
     environment = {"gpu": "NVIDIA H100", "torch": "2.13.0+cu130", "date": "2026-12-01"}
     found = [
         {"row": name, "architecture": name, "recipe": recipe, "outcome": outcome, "dtype": "bfloat16", "value": 0.003,
-         "of_effect_at_median": 0.011, "environment": environment}
+         "of_effect_at_median": 0.011, "environment": environment, "replaced": [f"norm of {name}"], "note": "cut"}
         for name, recipe, outcome in rows
     ]  # fmt: skip
     (page.RESULTS / "frontier-gpu.json").write_text(json.dumps({"rows": found}))
@@ -49,10 +49,11 @@ def test_without_outcomes(page: Any) -> None:
 
 
 def test_with_outcomes(page: Any) -> None:
-    """Catches sentences that stay when runs have passed, and rows without their device and date."""
+    """Catches sentences that stay when runs have passed, and rows without their device, date and note."""
     write(page, ("Inkling", "CONVOLVED", "passed"), ("V4", "HYPER-CONNECTIONS", "passed"), ("V3", "FUSED", "failed"))
     assert "have run" in page.inkling()
     assert "`V4`" in page.mixes(table) and "Inkling" not in page.mixes(table)
     shown = page.section(table)
     assert "`V4` HYPER-CONNECTIONS" in shown and "1.1% NVIDIA H100, torch 2.13.0, 2026-12-01" in shown
+    assert "formula instead of a kernel: norm of V4; cut" in shown
     assert "V3" not in shown

@@ -165,7 +165,11 @@ def make_report(facts: Mapping[str, Any], config: SteeringConfig, *, no_capture:
         )
         for recipe in facts.get("recipes", [])
     ]
-    supported = facts.get("problem") is None
+    supported, examined = facts.get("problem") is None, facts.get("examined", True)
+    architecture = facts.get("architecture")
+    proofs = (
+        proofs_of(architecture, [recipe.layer_class for recipe in recipes]) if examined else own_proofs(architecture)
+    )
     self_checks, no_plain_code = list(facts.get("self_checks", [])), facts.get("no_plain_code")
 
     def enabled(point: Point) -> bool:
@@ -175,10 +179,10 @@ def make_report(facts: Mapping[str, Any], config: SteeringConfig, *, no_capture:
         vllm=facts["vllm"],
         vllm_is_tested=is_tested(facts["vllm"]),
         vllm_check=None if is_tested(facts["vllm"]) else str(compare_installed(facts["vllm"])),
-        architecture=facts.get("architecture"),
+        architecture=architecture,
         model_class=facts.get("model_class"),
         problem=facts.get("problem"),
-        examined=facts.get("examined", True),
+        examined=examined,
         num_layers=facts.get("num_layers"),
         hidden_size=facts.get("hidden_size"),
         max_model_len=facts.get("max_model_len"),
@@ -209,11 +213,7 @@ def make_report(facts: Mapping[str, Any], config: SteeringConfig, *, no_capture:
             ProofReport(
                 architecture=p.architecture, kind=p.proof, value_error=p.value, cause_error=p.cause, dtype=p.dtype
             )
-            for p in (
-                proofs_of(facts.get("architecture"), [recipe.layer_class for recipe in recipes])
-                if facts.get("examined", True)
-                else own_proofs(facts.get("architecture"))
-            )
+            for p in proofs
         ],
         conflicts=[
             ConflictReport(setting=c.setting, reason=c.reason, present=c.setting in facts.get("conflicts", []))
