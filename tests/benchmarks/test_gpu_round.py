@@ -47,6 +47,16 @@ def test_job_for_all_gpus_is_not_passed_by_longer_ones() -> None:
     assert choose([two, long], [0, 1], [], 500) == two
 
 
+def test_only_coarse_jobs_run_beside_tests() -> None:
+    """Catches tests that start beside an exact measurement, and an exact one that starts beside tests."""
+    tests, exact, coarse = job("tests", 50, timed=False), job("exact", 50), job("coarse", 30, coarse=True)
+    for running in ([(tests, 40.0)], [(coarse, 40.0), (tests, 40.0)]):
+        assert choose([exact, coarse], [1], running, 500) == coarse
+        assert choose([exact], [1], running, 500) is None
+    assert choose([tests], [1], [(exact, 40.0)], 500) is None
+    assert choose([tests], [1], [(coarse, 40.0)], 500) == tests
+
+
 def test_job_that_does_not_fit_is_passed() -> None:
     """Catches a round that ends early because its next job is too long."""
     assert choose([job("long", 300), job("short", 100)], [0], [], 200) == job("short", 100)
