@@ -157,7 +157,7 @@ FRONTIER: Final[tuple[FrontierRow, ...]] = (
          without=("linear_attn_config",), **_KIMI, linear_attn_config={**_DELTA, "head_dim": 128}),
     _row("qwen4_exp", "the same beside its sparse attention (QSA)", "qwen4_exp_sparse", long=True, needs=_CUTE, **{
          **_QWEN, "head_dim": 256, "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 128,
-         "indexer_compress_ratio": 4, "indexer_budget": 512,
+         "indexer_compress_ratio": 4, "indexer_budget": 2048,
          "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}}),
     _row("deepseek_v4", "the same with the weights of its checkpoint: 8-bit blocks and MXFP4 experts",
          "deepseek_v4_quantised", long=True, needs=_V4_CODE, engine=_FP8, max_miss=FLOAT8_MISS,

@@ -73,13 +73,16 @@ class MixedModel(HookedModel):
         def edit(layer: int, at: str, stream: torch.Tensor) -> torch.Tensor:
             return stream + _change(rows, stream) if (at, layer) == (point, number) else stream
 
-        with self._formulas(edit):
+        # Kernels and formulas round differently, so only the edited layer is a formula where its input is complete.
+        with self._formulas(edit, only=None if self.tiny.recipe == "CONVOLVED" else number):
             yield
 
     @contextmanager
-    def _formulas(self, change: Any, inputs: Sequence[Any] = ()) -> Iterator[None]:
+    def _formulas(self, change: Any, inputs: Sequence[Any] = (), only: int | None = None) -> Iterator[None]:
         with ExitStack() as stack:
             for number, layer in enumerate(self.layers):
+                if only not in (None, number):
+                    continue
 
                 def at(point: str, streams: torch.Tensor, number: int = number) -> torch.Tensor:
                     # In float32, as the formulas of edits are; a rounded difference would be added to each stream.

@@ -181,7 +181,7 @@ def with_memory(engram: Any, streams: torch.Tensor, hashes: torch.Tensor, keep: 
     """Return the streams behind an Engram layer's memory, from its tables and parameters; on one rank."""
     table = engram.embed_tokens
     found = _rows(table.weight, table.weight_scale_inv, hashes[:, engram.layer_hash_index].long(), table.block_size)
-    kv = engram.wkv(found.flatten(-2))
+    kv = engram.wkv(found.flatten(-2).to(streams.dtype))
     return gated(streams, kv, engram.q_weight, engram.k_weight, keep, engram.eps, engram.clamp_value)
 
 
