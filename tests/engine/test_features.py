@@ -15,6 +15,7 @@ from tests.engine.captures import result
 from tests.engine.conftest import close
 from tests.tiny import HIDDEN, direction, make_llm
 from vllm_steer import Edit, SteeringError
+from vllm_steer.frontend.context import engine_context
 
 FEATURES, TOKENS = 40, 6
 RANDOM = np.random.default_rng(3)
@@ -79,6 +80,18 @@ def test_gate_and_live_strength_scale_the_change(llm: Any) -> None:
     found = [output.outputs[0].token_ids for output in run(llm, [prompt(1, 9)] * 3, [plain, gated, live])]
     assert found[0] == found[1]
     assert found[0] != found[2]
+
+
+def test_llama_ignores_centring(llm: Any) -> None:
+    """Catches a model with RMSNorm whose rows count as centred, or that refuses autoencoders with that setting."""
+    context = engine_context(llm.llm_engine)
+    assert context is not None and context.capabilities.facts["centring"] == "ignore"
+
+
+def test_overflow_is_refused(llm: Any) -> None:
+    """Catches finite numbers that make the row infinite in the engine."""
+    with pytest.raises(SteeringError, match=r"^steering\[0\]: feature at post_block .* overflows float32"):
+        run(llm, [prompt(1, 9)], [params(TOKENS, steering=[edit(add=3e38, strength=1e3)])])
 
 
 @pytest.mark.parametrize(

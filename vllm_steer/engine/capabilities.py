@@ -18,6 +18,7 @@ from vllm_steer.program import Program, Resolved, resolve
 from vllm_steer.program.compiled_edit import CompiledEdit
 from vllm_steer.program.dynamic import LENS, SAE_PREFIX, CompiledReadout
 from vllm_steer.program.instructions import KIND_OF
+from vllm_steer.program.overflow import check_overflow
 from vllm_steer.program.program import CompiledCapture
 from vllm_steer.spec.sites import OF_THE_MODEL
 
@@ -119,6 +120,7 @@ class Capabilities:
                 raise SteeringError(source, "features of autoencoders are supported in fields of requests only")
             self._check_range(edit, source, source)
             self._check_editable(edit, source)
+        check_overflow(program, self.dtype)
         for i, capture in enumerate(program.captures):
             hooks = f"{program.capture_source(i)}.hooks.{POINT_NAMES[capture.point]}"
             self._check_range(capture, hooks, f"{program.capture_source(i)}.positions")

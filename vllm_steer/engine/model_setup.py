@@ -28,6 +28,7 @@ from vllm_steer.engine.untapped_model import (
 from vllm_steer.engine.worker_manager import WorkerSteeringManager
 from vllm_steer.errors import SteeringError
 from vllm_steer.log import steering_logger
+from vllm_steer.models.centring import Centring, centring_of
 from vllm_steer.models.discovery import ALLOW, Decoder, UnsupportedModelError, find_decoder
 from vllm_steer.models.final_norm import find_final_norm
 from vllm_steer.models.install import install_taps
@@ -112,7 +113,7 @@ def set_up_steering(
         log = logger.warning if config.plain_code or problem is None else logger.info
         log("Steps without edits and captures run the model with its taps: %s.", untapped)
     heads, no_lens = _heads(model, decoder, vllm_config)
-    heads.update(_autoencoders(config, model_config.get_hidden_size(), device))
+    heads.update(_autoencoders(config, model_config.get_hidden_size(), device, centring_of(decoder)))
     manager = WorkerSteeringManager(
         decoder,
         ProgramStore(tables, config, decoder.num_layers, decoder.layer_range),
@@ -159,7 +160,9 @@ def _heads(model: Any, decoder: Decoder, vllm_config: Any) -> tuple[dict[str, He
     return {LENS: LensHead(norm, model.compute_logits, vllm_config.model_config.get_vocab_size())}, None
 
 
-def _autoencoders(config: SteeringConfig, hidden_size: int, device: torch.device) -> dict[str, Head]:
+def _autoencoders(
+    config: SteeringConfig, hidden_size: int, device: torch.device, centring: Centring
+) -> dict[str, Head]:
     """Return the autoencoders by the names that programs use, on the rank that returns readouts.
 
     Raises:
@@ -172,7 +175,7 @@ def _autoencoders(config: SteeringConfig, hidden_size: int, device: torch.device
         if width != hidden_size:
             raise SteeringError(field, f"has width {width}, but this model's hidden size is {hidden_size}")
         if get_tensor_model_parallel_rank() == 0:
-            head = SparseEncoderHead(read_encoder(folder, field), device)
+            head = SparseEncoderHead(read_encoder(folder, field, centring), device)
             heads[SAE_PREFIX + name] = head
             logger.info("Autoencoder %s: %d features, %.1f MiB", name, features, head.num_bytes / 2**20)
     return heads
@@ -225,5 +228,6 @@ def _facts(model: nn.Module, decoder: Decoder, model_config: Any) -> dict[str, A
         "recipes": decoder.recipes(),
         "altered": decoder.altered(),
         "mixed_head": decoder.mixed_head,
+        "centring": centring_of(decoder),
         "unproven": list(decoder.unproven),
     }

@@ -16,6 +16,7 @@ from vllm_steer._version import __version__
 from vllm_steer.compat.version import CONFLICTS, TESTED_RANGE, compare_installed, is_tested
 from vllm_steer.config import SteeringConfig
 from vllm_steer.limits import ENGINE_LIMITS
+from vllm_steer.models.centring import merge_centring
 from vllm_steer.models.proofs import own_proofs, proofs_of
 from vllm_steer.points import BRANCH_OUTPUTS, POINTS, POINTS_FLAG, Point
 from vllm_steer.spec import KINDS
@@ -140,6 +141,7 @@ def merge_facts(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             for point in BRANCH_OUTPUTS
         },
         "mixed_head": next((rank["mixed_head"] for rank in ranks if rank.get("mixed_head")), None),
+        "centring": merge_centring([rank.get("centring", "unknown") for rank in ranks]),
         "no_plain_code": next((rank["no_plain_code"] for rank in ranks if rank.get("no_plain_code")), None),
     }
 

@@ -245,7 +245,14 @@ def _registry(engine: Any, capabilities: Capabilities, model: str, config: Steer
         # The server's flags set the variable; API server processes inherit it.
         options = msgspec.json.decode(os.environ.get(REGISTRY_VARIABLE, "{}"), type=RegistryOptions)
     store = None if options.folder is None else open_store(options.folder)
-    registry = SteeringRegistry(capabilities, store, options.limits, model_name=model, saes=config.saes)
+    registry = SteeringRegistry(
+        capabilities,
+        store,
+        options.limits,
+        model_name=model,
+        saes=config.saes,
+        centring=capabilities.facts.get("centring", "unknown"),
+    )
     for name, path in options.modules.items():
         registry.ensure_file(name, path)
     return registry

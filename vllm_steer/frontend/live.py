@@ -11,6 +11,7 @@ from vllm_steer.frontend.context import context_of
 from vllm_steer.frontend.outputs import live_names, live_program
 from vllm_steer.metrics.collectors import add
 from vllm_steer.program.magnitude import check_live_magnitude
+from vllm_steer.program.overflow import check_live_overflow
 from vllm_steer.spec.scalars import closest, read_number, shown
 
 SET_STRENGTH_RPC = "steering_set_strength"
@@ -43,8 +44,9 @@ def check_strengths(
         strengths: New factors by name.
 
     Raises:
-        SteeringError: The request is not running, has no such live strength, a strength is not a finite number or
-            exceeds the server's limit of the norm that an edit may add, or the engine is data-parallel.
+        SteeringError: The request is not running, has no such live strength, a strength is not a finite number,
+            exceeds the server's limit of the norm that an edit may add or overflows with the edit's own numbers, or the
+            engine is data-parallel.
     """
     if engine.vllm_config.parallel_config.data_parallel_size > 1:
         raise SteeringError(
@@ -68,6 +70,7 @@ def check_strengths(
     context = context_of(engine.output_processor)
     if context is not None and (program := live_program(state)) is not None:
         check_live_magnitude(program, checked, context.registry.max_norm)
+        check_live_overflow(program, checked, context.capabilities.dtype)
     return list(states), checked
 
 

@@ -31,6 +31,7 @@ import safetensors
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.limits import MAX_SAE_FEATURES, MAX_WIDTH
+from vllm_steer.models.centring import Centring, subtracts_means, without_row_means
 from vllm_steer.spec.scalars import is_integer, shown
 from vllm_steer.taps.sparse_encoder import FloatArray, SparseEncoder
 
@@ -119,21 +120,24 @@ def encoder_bytes(shape: tuple[int, int]) -> int:
     return 4 * (hidden * features + 4 * features + hidden)
 
 
-def read_encoder(folder: str, field: str) -> SparseEncoder:
+def read_encoder(folder: str, field: str, centring: Centring = "unknown") -> SparseEncoder:
     """Return the encoder of the autoencoder in a folder.
 
     Args:
         folder: Folder of the autoencoder.
         field: Path of the setting, for errors.
+        centring: How the setting ``center_writing_weights`` changes rows of the engine's model.
 
     Raises:
         SteeringError: A file is damaged, or the autoencoder is of a kind that is not supported.
     """
     files = _open(folder, field)
-    return _encoder_of(files, *_shape_of(files))
+    return _encoder_of(files, *_shape_of(files), centring)
 
 
-def read_feature(folder: str, index: int, field: str) -> tuple[SparseEncoder, FloatArray]:
+def read_feature(
+    folder: str, index: int, field: str, centring: Centring = "unknown"
+) -> tuple[SparseEncoder, FloatArray]:
     """Return the encoder of one feature, with one column, and the feature's decoder direction ``[hidden]``.
 
     Only the feature's part of the files is read, except from compressed archives.
@@ -142,6 +146,7 @@ def read_feature(folder: str, index: int, field: str) -> tuple[SparseEncoder, Fl
         folder: Folder of the autoencoder.
         index: Number of the feature.
         field: Path of the setting, for errors.
+        centring: How the setting ``center_writing_weights`` changes rows of the engine's model.
 
     Raises:
         SteeringError: There is no such feature, a file is damaged, or the decoder is missing.
@@ -158,10 +163,10 @@ def read_feature(folder: str, index: int, field: str) -> tuple[SparseEncoder, Fl
         decoder = decoder / np.linalg.norm(decoder)
     if not np.isfinite(decoder).all():
         raise files.refuse("contains numbers that are not finite")
-    return _encoder_of(files, hidden, 1), decoder
+    return _encoder_of(files, hidden, 1, centring), decoder
 
 
-def _encoder_of(files: _Files, hidden: int, features: int) -> SparseEncoder:
+def _encoder_of(files: _Files, hidden: int, features: int, centring: Centring) -> SparseEncoder:
     _refuse_transcoder(files, hidden)
     made = {
         "saelens": _read_saelens,
@@ -169,6 +174,8 @@ def _encoder_of(files: _Files, hidden: int, features: int) -> SparseEncoder:
         "gemma-scope": _read_gemma_scope,
         "gemma-scope-2": _read_gemma_scope,
     }[files.form](files, hidden, features)
+    if files.form == "saelens" and subtracts_means(files.config, centring, files.refuse):
+        made = without_row_means(made)
     arrays = (made.weights, made.bias, made.subtracted, made.threshold, made.scale, made.magnitude_bias)
     if not all(np.isfinite(each).all() for each in arrays if each is not None):
         raise files.refuse("contains numbers that are not finite")
@@ -349,13 +356,6 @@ def _read_saelens(files: _Files, hidden: int, features: int) -> SparseEncoder:
         raise files.refuse("reshape_activations is not supported: such rows are not rows of the stream")
     if any(isinstance(each, dict) and each.get("hook_head_index") is not None for each in (config, metadata)):
         raise files.refuse("autoencoders of one attention head are not supported")
-    loading = [each.get("model_from_pretrained_kwargs") for each in (config, metadata) if isinstance(each, dict)]
-    if any(isinstance(each, dict) and each.get("center_writing_weights") for each in loading):
-        # TransformerLens then subtracts the mean of each row's components, which vLLM's stream of LayerNorm models has.
-        raise files.refuse(
-            "center_writing_weights is not supported: rows of the model here are not centred. Fold the mean of each "
-            "column of W_enc into the weights and b_enc, or remove the setting if the model has no LayerNorm"
-        )
     architecture = config.get("architecture", "standard")
     function = config.get("activation_fn", config.get("activation_fn_str", "relu"))
     if architecture == "standard" and function == "topk":

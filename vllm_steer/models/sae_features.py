@@ -10,8 +10,10 @@ import numpy as np
 from cachetools import LRUCache
 
 from vllm_steer.errors import SteeringError
+from vllm_steer.models.centring import Centring
 from vllm_steer.models.sae import read_feature
 from vllm_steer.program.feature import FeatureVectors
+from vllm_steer.spec.scalars import FLOAT32_MAX
 from vllm_steer.taps.sparse_encoder import FloatArray, SparseEncoder
 
 _MAX_CACHED = 1024
@@ -27,10 +29,11 @@ class FeatureReader:
 
     Args:
         folders: Folder of each autoencoder by name.
+        centring: How the setting ``center_writing_weights`` of an autoencoder changes rows of the engine's model.
     """
 
-    def __init__(self, folders: Mapping[str, str]) -> None:
-        self._folders = folders
+    def __init__(self, folders: Mapping[str, str], centring: Centring = "unknown") -> None:
+        self._folders, self._centring = folders, centring
         self._cache: LRUCache[tuple[str, int], FeatureVectors] = LRUCache(_MAX_CACHED)
         self._lock = threading.Lock()
 
@@ -51,7 +54,11 @@ class FeatureReader:
         with self._lock:
             cached: FeatureVectors | None = self._cache.get((sae, index))
         if cached is None:
-            cached = _vectors(*read_feature(self._folders[sae], index, f"{field}.feature"))
+            with np.errstate(over="ignore"):
+                cached = _vectors(*read_feature(self._folders[sae], index, f"{field}.feature", self._centring))
+            weights = float(np.abs(cached.encoder).max(initial=0.0))
+            if max(abs(cached.bias), cached.threshold, weights) > FLOAT32_MAX:
+                raise SteeringError(f"{field}.feature", f"the encoder of feature {index} of {sae} overflows float32")
             with self._lock:
                 self._cache[sae, index] = cached
         return cached

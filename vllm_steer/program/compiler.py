@@ -48,7 +48,7 @@ from vllm_steer.spec.feature import FeatureEdit
 from vllm_steer.spec.matrix import orthonormal_basis
 from vllm_steer.spec.mlp import TOO_LATE, MlpProbe
 from vllm_steer.spec.part import PROMPT_PARTS
-from vllm_steer.spec.scalars import closest
+from vllm_steer.spec.scalars import FLOAT32_MAX, closest
 from vllm_steer.spec.selector import Wire
 from vllm_steer.spec.sites import Layers
 
@@ -89,7 +89,7 @@ def compile_program(
             for i, each in enumerate(edit.when)
         )
         if _feature_strength(edit) != 0.0 or edit.when or edit.live or edit.tokens.spans:
-            compiled_edits[number] = _compile_edit(edit, vectors, when)
+            compiled_edits[number] = _compile_edit(edit, vectors, when, path)
     compiled_readouts = tuple(_compile_readout(readout, vectors) for readout in readouts)
     compiled_stops = tuple(_compile_stop(each, readouts, numbers, f"stop_on[{i}]") for i, each in enumerate(stops))
     projections: dict[tuple[int, ...], int] = {}
@@ -155,7 +155,7 @@ class _VectorTable:
         return tuple(map(self.add, projection.digests, projection.vectors))
 
 
-def _compile_edit(edit: Edit, vectors: _VectorTable, when: tuple[CompiledCondition, ...]) -> CompiledEdit:
+def _compile_edit(edit: Edit, vectors: _VectorTable, when: tuple[CompiledCondition, ...], path: str) -> CompiledEdit:
     vector = edit.vector
     if KINDS[edit.kind].needs_direction:
         wide = vector.astype(np.float64)
@@ -166,7 +166,7 @@ def _compile_edit(edit: Edit, vectors: _VectorTable, when: tuple[CompiledConditi
     if edit.subspace is not None:
         orthonormal = orthonormal_basis(edit.subspace)
         basis = vectors.add_rows(orthonormal.astype(np.float32))
-        coordinates = _coordinates(vector.astype(np.float64) @ orthonormal.T)
+        coordinates = _coordinates(vector.astype(np.float64) @ orthonormal.T, f"{path}.vector")
     elif edit.feature is not None:
         return _compile_feature(edit, edit.feature, when).with_strength(_feature_strength(edit), ())
     elif edit.num_rows is not None:
@@ -220,8 +220,17 @@ def _compile_feature(edit: Edit, feature: FeatureEdit, when: tuple[CompiledCondi
     )
 
 
-def _coordinates(values: npt.NDArray[np.float64]) -> bytes:
-    """Return coordinates ``[n, k]`` or ``[k]`` in a basis as float32 bytes, by direction, then by position."""
+def _coordinates(values: npt.NDArray[np.float64], field: str) -> bytes:
+    """Return coordinates ``[n, k]`` or ``[k]`` in a basis as float32 bytes, by direction, then by position.
+
+    Raises:
+        SteeringError: A coordinate overflows float32.
+    """
+    largest = float(np.abs(values).max())
+    if largest > FLOAT32_MAX:
+        raise SteeringError(
+            field, f"has a component of {largest:.3g} in the subspace; use at most {FLOAT32_MAX:.3g} (float32)"
+        )
     return np.ascontiguousarray(np.atleast_2d(values).T, "<f4").tobytes()
 
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from vllm_steer import audit
 from vllm_steer.errors import SteeringError
 from vllm_steer.metrics.module_registry import set_registry_gauges
+from vllm_steer.models.centring import Centring
 from vllm_steer.models.sae_features import FeatureReader
 from vllm_steer.params import APPLIED_KEY, FEATURES_KEY, PROGRAM_KEY
 from vllm_steer.program import Program
@@ -73,6 +74,7 @@ class SteeringRegistry:
         limits: RegistryLimits = DEFAULT_LIMITS,
         model_name: str | None = None,
         saes: Mapping[str, str] | None = None,
+        centring: Centring = "unknown",
     ) -> None:
         """Create a registry and validate the global steering that ``store`` already contains.
 
@@ -82,6 +84,7 @@ class SteeringRegistry:
             limits: Size limits for changes.
             model_name: Label of the engine's metrics; None disables metrics.
             saes: Folder of each autoencoder of the engine by name.
+            centring: How the setting ``center_writing_weights`` of an autoencoder changes rows of the engine's model.
 
         Raises:
             SteeringError: The stored global steering cannot be read, or the engine cannot serve it.
@@ -90,7 +93,7 @@ class SteeringRegistry:
         self._store = MemoryStore() if store is None else store
         self._limits = limits
         self._composer = RequestComposer()
-        self._features = FeatureReader({} if saes is None else saes)
+        self._features = FeatureReader({} if saes is None else saes, centring)
         self._model_name = model_name
         self._reported: Snapshot | None = None
         self._check_global(self.snapshot())

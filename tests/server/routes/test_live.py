@@ -29,6 +29,7 @@ EDITS: dict[str, dict[str, Any]] = {
     "push": {"kind": "add", "vector": [3.0, 4.0], "strength": -2.0},
     "hold": {"kind": "clamp", "vector": [3.0, 4.0], "low": 15.0, "strength": 0.5},
     "turn": {"kind": "ablate", "vector": [3.0, 4.0]},
+    "swap": {"kind": "replace", "vector": [3.0, 4.0], "subspace": [[3.0, 4.0]]},
     "off": {"kind": "clamp", "vector": [3.0, 4.0], "low": 90.0, "strength": 0.0},
 }
 
@@ -38,7 +39,9 @@ class FakeEngine:
 
     def __init__(self, max_norm: float) -> None:
         edits = [{"point": "post_block", "layers": [1], "live": name, **edit} for name, edit in EDITS.items()]
-        program = compile_program(parse_fields({"steering": edits}), edit_paths=[f"steering[{i}]" for i in range(4)])
+        program = compile_program(
+            parse_fields({"steering": edits}), edit_paths=[f"steering[{i}]" for i in range(len(EDITS))]
+        )
         readouts = ReadoutStream(program, RowAssembler(0, 0, torch.float32))
         capabilities = Capabilities.merge([REPORT], SteeringConfig())
         registry = SteeringRegistry(capabilities, limits=RegistryLimits(max_norm=max_norm))
@@ -48,11 +51,23 @@ class FakeEngine:
             model_config=SimpleNamespace(served_model_name="tiny"),
         )
         self.output_processor = SimpleNamespace(
-            request_states={"sample": state}, _steering_context=SimpleNamespace(registry=registry)
+            request_states={"sample": state},
+            _steering_context=SimpleNamespace(registry=registry, capabilities=capabilities),
         )
 
     async def collective_rpc(self, method: str, args: Any) -> list[list[int]]:
         return [[7]]
+
+
+async def change(strengths: dict[str, float], max_norm: float) -> httpx.Response:
+    """Return the response to a change of live strengths."""
+    running, entry = RunningRequests(), RunningRequest(current_owner())
+    running.add_sample(entry, "cmpl-one-0", "sample")
+    app = FastAPI()
+    app.include_router(make_router(running, FakeEngine(max_norm)))
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+        return await client.post("/v1/steering/requests/one", json=strengths)
 
 
 @pytest.mark.parametrize(
@@ -71,13 +86,7 @@ class FakeEngine:
 @pytest.mark.parametrize("max_norm", [20.0, 0.0])
 async def test_norm_limit(strengths: dict[str, float], refused: str | None, max_norm: float) -> None:
     """Catches a live strength that adds more than the server allows, and one below the limit that is refused."""
-    running, entry = RunningRequests(), RunningRequest(current_owner())
-    running.add_sample(entry, "cmpl-one-0", "sample")
-    app = FastAPI()
-    app.include_router(make_router(running, FakeEngine(max_norm)))
-    transport = httpx.ASGITransport(app=app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
-        response = await client.post("/v1/steering/requests/one", json=strengths)
+    response = await change(strengths, max_norm)
     if refused is None or not max_norm:
         assert response.status_code == 200, response.text
         return
@@ -85,3 +94,12 @@ async def test_norm_limit(strengths: dict[str, float], refused: str | None, max_
     message = response.json()["error"]["message"]
     assert re.search(refused, message)
     assert "this server allows 20 (--steering-max-norm)" in message
+
+
+@pytest.mark.parametrize(("strength", "status"), [(6e37, 200), (8e37, 400)])
+async def test_overflow(strength: float, status: int) -> None:
+    """Catches a live strength whose product with the edit's component, 5 here, is infinite in the model's dtype."""
+    response = await change({"swap": strength}, 0.0)
+    assert response.status_code == status
+    if status == 400:
+        assert "overflows float32" in response.json()["error"]["message"]

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Edits whose own numbers multiply to infinity, at the boundary of each dtype."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.models.test_sae import FEATURES, HIDDEN, LENS_TENSORS, write
+from vllm_steer import Edit, SteeringError
+from vllm_steer.config import SteeringConfig
+from vllm_steer.engine.capabilities import Capabilities
+from vllm_steer.models.sae_features import FeatureReader
+from vllm_steer.program import Program, compile_program
+from vllm_steer.program.feature import FeatureVectors, with_features
+from vllm_steer.program.overflow import check_live_overflow
+
+AT: dict[str, Any] = {"point": "post_block", "layers": 1}
+DTYPES = ("float32", "bfloat16", "float16")
+ZEROS = np.zeros(HIDDEN, "f4")
+
+
+def largest(dtype: str) -> float:
+    return float(torch.finfo(getattr(torch, dtype)).max)
+
+
+def beyond(dtype: str) -> float:
+    """Return a number that is rounded to infinity, less than two spacings above the largest one."""
+    number = largest(dtype) * (1 + torch.finfo(getattr(torch, dtype)).eps)
+    assert torch.tensor(number, dtype=torch.float64).to(getattr(torch, dtype)).isinf()
+    return number
+
+
+def program_of(direction: np.ndarray, **fields: Any) -> Program:
+    """Return the program of an edit of a feature with this decoder direction."""
+    edit = Edit(kind="feature", sae="x", feature=0, **AT, **fields)
+    program = compile_program([edit], edit_paths=["steering[0]"])
+    return with_features(program, lambda *_: FeatureVectors(direction.astype("f4"), ZEROS))
+
+
+def check(program: Program, dtype: str) -> None:
+    Capabilities(4, HIDDEN, 1000, dtype, {}, SteeringConfig()).check(program, None)
+
+
+def refusal(dtype: str, kind: str) -> Any:
+    return pytest.raises(SteeringError, match=rf"^steering\[0\]: {kind} at post_block .* overflows {dtype} ")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", ["add", "set"])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_features(dtype: str, form: str, sign: float) -> None:
+    """Catches a feature whose change is infinite in the model's dtype, and finite numbers that are refused."""
+    direction = ZEROS.copy()
+    direction[3] = sign * 8.0
+    for number, refused in ((largest(dtype), False), (beyond(dtype), True)):
+        with refusal(dtype, "feature") if refused else nullcontext():
+            check(program_of(direction, **{form: number / 16}, strength=2.0), dtype)
+
+
+@pytest.mark.parametrize("form", ["add", "set"])
+def test_factor_of_a_small_direction(form: str) -> None:
+    """Catches a factor that is infinite in float32 although its product with the direction is not."""
+    direction = np.full(HIDDEN, 1e-30)
+    check(program_of(direction, **{form: 1e20}, strength=1e18), "bfloat16")
+    with refusal("float32", "feature"):
+        check(program_of(direction, **{form: 1e20}, strength=1e19), "bfloat16")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_subspaces(dtype: str, rows: int) -> None:
+    """Catches a component that is infinite with the strength, and one refused for its norm, which no component has."""
+    subspace = np.eye(2, HIDDEN, dtype="f4")
+    vector = np.zeros((rows, HIDDEN), "f4")
+    fields: dict[str, Any] = {"kind": "replace", "subspace": subspace, **AT}
+    if rows > 1:
+        fields["tokens"] = [[0, rows]]
+    for number, refused in ((largest(dtype), False), (beyond(dtype), True)):
+        # The norm overflows in either case.
+        vector[-1, :2] = number / 4
+        edit = Edit(vector=vector if rows > 1 else vector[0], strength=4.0, **fields)
+        with refusal("(float32|bfloat16|float16)", "replace") if refused else nullcontext():
+            check(compile_program([edit], edit_paths=["steering[0]"]), dtype)
+
+
+def test_coordinates_beyond_float32() -> None:
+    """Catches a program with infinite coordinates, which the engine calls damaged, of a vector of finite numbers."""
+    vector = np.full(HIDDEN, 3e38, "f4")
+    edit = Edit(kind="replace", vector=vector, subspace=[[1.0] * HIDDEN], **AT)
+    with pytest.raises(SteeringError, match=r"^steering\[0\]\.vector: has a component of 7.35e\+38 in the subspace"):
+        compile_program([edit], edit_paths=["steering[0]"])
+
+
+def test_live_strengths() -> None:
+    """Catches a change of a live strength that makes the change of a running request infinite."""
+    program = program_of(np.ones(HIDDEN), add=4.0, live="calm")
+    check(program, "float16")
+    check_live_overflow(program, {"calm": 16000.0, "other": 1e30}, "float16")
+    with pytest.raises(SteeringError, match=r"^calm: with 17000, steering\[0\]: feature at post_block .* float16"):
+        check_live_overflow(program, {"calm": 17000.0}, "float16")
+
+
+def test_constants_of_an_encoder(tmp_path: Path) -> None:
+    """Catches an activation that is infinite because constants of the encoder multiply to infinity."""
+    tensors = {**LENS_TENSORS, "b_dec": np.full(HIDDEN, 1e38, "f4"), "W_enc": np.full((HIDDEN, FEATURES), 1e3, "f4")}
+    folder = write(tmp_path / "sae", "sae_weights.safetensors", tensors, {"architecture": "standard"})
+    with pytest.raises(SteeringError, match=r"^steering\[0\]\.feature: the encoder of feature 3 .* float32"):
+        FeatureReader({"x": folder}).find("x", 3, "steering[0]")
