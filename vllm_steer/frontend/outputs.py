@@ -26,6 +26,7 @@ from vllm_steer.compat.internals import FinishReason, RequestOutputKind
 from vllm_steer.engine.admission import REFUSED
 from vllm_steer.frontend.context import capture_manager_of, context_of
 from vllm_steer.frontend.controllers import ControlledRequest
+from vllm_steer.frontend.prompt_tokens import without_placeholders
 from vllm_steer.frontend.reach import record_selections, unreached_edits
 from vllm_steer.metrics.collectors import add, set_gauge
 from vllm_steer.metrics.requests import count_gates
@@ -60,6 +61,8 @@ class RunningCapture:
     readouts: ReadoutStream | None
     controlled: bool = False
     """Whether a controller reads the readouts as well."""
+    is_token: Sequence[bool] | None = None
+    """Whether each position of the prompt has a token, not an embedding; None unless the prompt has both."""
 
 
 def begin_capture(output_processor: Any, request: Any) -> None:
@@ -79,7 +82,17 @@ def begin_capture(output_processor: Any, request: Any) -> None:
         controllers = None if context is None else context.controllers
         controlled = controllers is not None and readouts is not None and bool(readouts.live_names)
         controlled = controlled and bool(readouts and readouts.program.readouts)
-        running = RunningCapture(manager, receiver, assembler, specs, streams, submission, readouts, controlled)
+        running = RunningCapture(
+            manager,
+            receiver,
+            assembler,
+            specs,
+            streams,
+            submission,
+            readouts,
+            controlled,
+            is_token=request.prompt_is_token_ids,
+        )
         setattr(state, _CAPTURE, running)
         if controllers is not None and controlled:
             names = live_names(state)
@@ -279,7 +292,9 @@ def finish_capture(state: Any, finish_reason: FinishReason, stop_reason: Any) ->
         return None
     if (reason := _cut_short(finish_reason, stop_reason)) is not None:
         running.assembler.mark_incomplete(reason)
-    prompt = state.prompt_token_ids if state.prompt_token_ids is not None else [NO_TOKEN] * state.prompt_len
+    prompt: Sequence[int] = [NO_TOKEN] * state.prompt_len
+    if state.prompt_token_ids is not None:
+        prompt = without_placeholders(state.prompt_token_ids, running.is_token)
     results = running.manager.submit(
         running.assembler,
         running.specs,

@@ -12,6 +12,7 @@ from vllm_steer.compat.internals import length_from_prompt_token_ids_or_embeds
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import NOT_ENABLED, EngineContext, context_of, ensure_engine_context
 from vllm_steer.frontend.parts import bind_request
+from vllm_steer.frontend.prompt_tokens import check_mask
 from vllm_steer.metrics.requests import count_request
 from vllm_steer.params import (
     APPLIED_KEY,
@@ -99,6 +100,7 @@ def check_engine_request(input_processor: Any, request: Any) -> None:
     context = context_of(input_processor)
     if context is None:
         raise SteeringError("steering", NOT_ENABLED)
+    check_mask(request)
     if context.markers is not None:
         bind_request(request, input_processor, context.markers)
         params = request.sampling_params
