@@ -13,7 +13,7 @@ from vllm_steer.compat.internals import Metric
 from vllm_steer.config import SteeringConfig, engine_kwargs
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import NOT_ENABLED, RegistryOptions, engine_context, set_consumers, set_registry
-from vllm_steer.frontend.live import SET_STRENGTH_RPC, check_strengths, first_position, samples_of
+from vllm_steer.frontend.live import SET_STRENGTH_RPC, check_strengths, first_position, rpc_args, samples_of
 from vllm_steer.frontend.requests import check_beam_search
 from vllm_steer.frontend.user_hooks import HookHandle, check_process, register_hook
 from vllm_steer.metrics.reader import read_metrics
@@ -113,8 +113,10 @@ class LLM(VllmLLM):  # type: ignore[misc]
             SteeringError: The request is not running, has no such live strength, or a strength is not finite.
         """
         engine = self.llm_engine
-        ids, checked = check_strengths(engine, request_id, samples_of(engine.output_processor, request_id), strengths)
-        return first_position(engine, request_id, ids, engine.collective_rpc(SET_STRENGTH_RPC, args=(ids, checked)))
+        samples = samples_of(engine.output_processor, request_id)
+        states, checked = check_strengths(engine, request_id, samples, strengths)
+        answers = engine.collective_rpc(SET_STRENGTH_RPC, args=rpc_args(states, checked))
+        return first_position(engine, request_id, states, answers)
 
     def register_hook(self, fn: Hook, point: str, layers: Any = None) -> HookHandle:
         """Run a function on the rows of every request at a hook point, from now on until the hook is removed.

@@ -30,7 +30,7 @@ from vllm_steer.frontend.prompt_tokens import without_placeholders
 from vllm_steer.frontend.reach import record_selections, unreached_edits
 from vllm_steer.metrics.collectors import add, set_gauge
 from vllm_steer.metrics.requests import count_gates
-from vllm_steer.params import APPLIED_KEY, capture_specs, program_of
+from vllm_steer.params import APPLIED_KEY, capture_specs, program_of, set_live_id
 from vllm_steer.program import Program
 from vllm_steer.registry.schema import SteeringApplied
 from vllm_steer.spec import CaptureSpec
@@ -63,6 +63,8 @@ class RunningCapture:
     """Whether a controller reads the readouts as well."""
     is_token: Sequence[bool] | None = None
     """Whether each position of the prompt has a token, not an embedding; None unless the prompt has both."""
+    live_id: str = ""
+    """The engine's id of the sample's live strengths; empty if it has none."""
 
 
 def begin_capture(output_processor: Any, request: Any) -> None:
@@ -92,6 +94,7 @@ def begin_capture(output_processor: Any, request: Any) -> None:
             readouts,
             controlled,
             is_token=request.prompt_is_token_ids,
+            live_id=set_live_id(request) if readouts is not None and readouts.live_names else "",
         )
         setattr(state, _CAPTURE, running)
         if controllers is not None and controlled:
@@ -212,6 +215,12 @@ def live_names(state: Any) -> tuple[str, ...]:
     """Return the names of the live strengths of a sample's request."""
     running: RunningCapture | None = getattr(state, _CAPTURE, None)
     return () if running is None or running.readouts is None else running.readouts.live_names
+
+
+def live_id_of(state: Any) -> str:
+    """Return the engine's id of the live strengths of a sample that has some."""
+    running: RunningCapture = getattr(state, _CAPTURE)
+    return running.live_id
 
 
 def live_program(state: Any) -> Program | None:

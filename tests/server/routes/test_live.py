@@ -42,7 +42,8 @@ class FakeEngine:
         readouts = ReadoutStream(program, RowAssembler(0, 0, torch.float32))
         capabilities = Capabilities.merge([REPORT], SteeringConfig())
         registry = SteeringRegistry(capabilities, limits=RegistryLimits(max_norm=max_norm))
-        state = SimpleNamespace(_steering_capture=SimpleNamespace(readouts=readouts))
+        capture = SimpleNamespace(readouts=readouts, live_id="sample")
+        state = SimpleNamespace(request_id="sample", _steering_capture=capture)
         self.vllm_config = SimpleNamespace(
             parallel_config=SimpleNamespace(data_parallel_size=1),
             model_config=SimpleNamespace(served_model_name="tiny"),
