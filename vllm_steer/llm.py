@@ -14,7 +14,7 @@ from vllm_steer.config import SteeringConfig, engine_kwargs
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import NOT_ENABLED, RegistryOptions, engine_context, set_consumers, set_registry
 from vllm_steer.frontend.live import SET_STRENGTH_RPC, check_strengths, first_position, rpc_args, samples_of
-from vllm_steer.frontend.requests import check_beam_search
+from vllm_steer.frontend.requests import beam_search_steps
 from vllm_steer.frontend.user_hooks import HookHandle, check_process, register_hook
 from vllm_steer.metrics.reader import read_metrics
 from vllm_steer.params import has_steering
@@ -149,7 +149,7 @@ class LLM(VllmLLM):  # type: ignore[misc]
     def beam_search(self, prompts: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
         """Run vLLM's beam search, which does not support steering or capture.
 
-        Global steering is applied if all its edits cover all tokens.
+        Global steering is applied if all its edits cover all tokens. All steps get that of the start of the search.
 
         Raises:
             SteeringError: ``params`` use steering or capture, which vLLM would drop; or the engine has other global
@@ -158,6 +158,7 @@ class LLM(VllmLLM):  # type: ignore[misc]
         if has_steering(params):
             raise SteeringError("steering", "not supported by beam search; use sampling")
         context = engine_context(self.llm_engine)
-        if context is not None:
-            check_beam_search(context, context.registry.snapshot(), "beam_search")
-        return super().beam_search(prompts, params, *args, **kwargs)
+        if context is None:
+            return super().beam_search(prompts, params, *args, **kwargs)
+        with beam_search_steps(context):
+            return super().beam_search(prompts, params, *args, **kwargs)
