@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -45,6 +45,7 @@ _READ_ELSEWHERE = "_steering_records_read"
 """Attribute of a sample's state whose records the HTTP response reads."""
 _STOPPED = "_steering_stopped"
 """Attribute of the state of a sample that a readout has ended."""
+_CONTROLLER_ERROR = "_steering_controller_error"
 _NO_CONTEXT: AbstractContextManager[None] = nullcontext()
 
 
@@ -160,6 +161,17 @@ def feed_controllers(output_processor: Any) -> None:
         context.controllers.feed(output_processor.request_states)
 
 
+def record_controller_error(state: Any, problem: str) -> None:
+    """Record why the controller of a sample has failed, for the sample's trace. Called in any thread."""
+    setattr(state, _CONTROLLER_ERROR, problem)
+
+
+def controller_error(state: Any) -> str | None:
+    """Return why the controller of a sample has failed, or None."""
+    problem: str | None = getattr(state, _CONTROLLER_ERROR, None)
+    return problem
+
+
 def consumers_paused(output_processor: Any) -> AbstractContextManager[None]:
     """Return a context in which consumers do not start work. Does nothing if no rows have been captured yet."""
     context = None if getattr(output_processor, ROW_RECEIVER, None) is None else context_of(output_processor)
@@ -250,6 +262,7 @@ def new_readouts(state: Any, *, finished: bool) -> tuple[Mapping[str, Readouts] 
     whole, trace = running.readouts.result(state.prompt_len, num_tokens)
     if trace is not None:
         count_gates(running.manager.model_name, trace.num_covered, int(np.count_nonzero(trace.gates)))
+        trace = replace(trace, controller_error=controller_error(state))
     return whole if values is None else values, trace
 
 
