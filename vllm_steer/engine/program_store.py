@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from vllm_steer.config import SteeringConfig
+from vllm_steer.engine.live_strengths import ENDED, LiveStrengths
 from vllm_steer.engine.operand_runs import OperandRuns
 from vllm_steer.engine.pinned_writer import PinnedTableWriter
 from vllm_steer.engine.record_keeper import Replay
@@ -39,11 +40,6 @@ from vllm_steer.program.token_program import MlpRead
 from vllm_steer.taps.dynamic import state_after
 from vllm_steer.taps.mlp import MlpHead
 from vllm_steer.taps.tables import OPEN_END, Tables
-
-_MAX_STRENGTHS = 4096
-"""Requests whose live strengths are kept, and ended requests that are remembered."""
-_ENDED = -1
-"""Position of a request that has ended."""
 
 
 @dataclass
@@ -102,13 +98,7 @@ class ProgramStore:
         self._capturing = self._with_heads = 0
         # Dynamic parts of running requests, by request id.
         self._dynamic: dict[str, Dynamic] = {}
-        # Requests with live strengths that have begun: live id by request id, and request id by live id.
-        self._live_ids: dict[str, str] = {}
-        self._by_live_id: dict[str, str] = {}
-        # Live strengths that have been set, by live id; they outlast a preemption and may precede the first step.
-        self._strengths: dict[str, dict[str, float]] = {}
-        # Next positions of requests with live strengths that have no slot, by live id: preempted ones, and ENDED.
-        self._paused: dict[str, int] = {}
+        self._live = LiveStrengths()
         # Largest record, in columns, most conditions, and whether any request has state, over running requests.
         self.record_width = self.num_conditions = 0
         self.has_state = False
@@ -217,13 +207,9 @@ class ProgramStore:
         self.last_segment[request_slot] = resolved.segments[-1].start
         if resolved.dynamic is not None:
             if resolved.dynamic.layout.live:
-                self._add_live(request_id, live_id(sampling_params, request_id))
+                self._live.begin(request_id, live_id(sampling_params, request_id))
             self._add_dynamic(request_id, request_slot, resolved.dynamic)
         return True
-
-    def _add_live(self, request_id: str, live: str) -> None:
-        self._live_ids[request_id], self._by_live_id[live] = live, request_id
-        self._paused.pop(live, None)
 
     def _add_dynamic(self, request_id: str, slot: int, dynamic: Dynamic) -> None:
         """Write the conditions and the initial state of a request that has records."""
@@ -247,48 +233,31 @@ class ProgramStore:
         """Set live strengths of a request from its next step on.
 
         Args:
-            live: The request's live id (:func:`vllm_steer.params.live_id`). Its request id may be that of an ended
-                request that this worker does not know to have ended.
+            live: The request's live id.
             strengths: New factors by name.
 
         Returns:
             The position of the first token of the request's next step, 0 if it has had none; -1 if it has ended.
         """
-        if self._paused.get(live) == _ENDED:
-            return _ENDED
-        self._strengths.setdefault(live, {}).update(strengths)
-        if len(self._strengths) > _MAX_STRENGTHS:
-            # A request that ended before its first step, or before its change arrived.
-            old = next((each for each in self._strengths if each not in self._by_live_id), live)
-            if old != live:
-                del self._strengths[old]
-        request_id = self._by_live_id.get(live, "")
-        slot, dynamic = self.slot_of(request_id), self._dynamic.get(request_id)
-        if slot is None or dynamic is None:
+        if not self._live.set(live, strengths):
+            return ENDED
+        request_id = self._live.request_id(live)
+        slot = None if request_id is None else self.slot_of(request_id)
+        if request_id is None or slot is None:
             # A preempted request computes its earlier tokens again with the strengths that they had.
-            return self._paused.get(live, 0)
-        self._put_initial(request_id, slot, dynamic)
+            return self._live.position(live)
+        self._put_initial(request_id, slot, self._dynamic[request_id])
         self.changes += 1
         return int(self.next_step[slot])
 
     def forget_strengths(self, request_ids: Iterable[str]) -> None:
         """Forget the live strengths of requests that have ended, before requests with the same ids are added."""
-        for request_id in request_ids:
-            live = self._live_ids.pop(request_id, None)
-            if live is not None:
-                self._by_live_id.pop(live, None)
-                self._strengths.pop(live, None)
-                self._set_paused(live, _ENDED)
-
-    def _set_paused(self, live: str, position: int) -> None:
-        self._paused[live] = position
-        if len(self._paused) > _MAX_STRENGTHS:
-            del self._paused[next(iter(self._paused))]
+        self._live.end(request_ids)
 
     def _put_initial(self, request_id: str, slot: int, dynamic: Dynamic) -> None:
         initial = np.ones(self.tables.initial.shape[1], dtype=np.float32)
         initial[STOP_COLUMN] = 0.0
-        for name, value in self._strengths.get(self._live_ids.get(request_id, ""), {}).items():
+        for name, value in self._live.of(request_id).items():
             if name in dynamic.layout.live:
                 initial[dynamic.layout.live[name]] = value
         self._initial.put(slot, initial)
@@ -325,7 +294,7 @@ class ProgramStore:
         placed = running.segments
         if (dynamic := self._dynamic.pop(request_id, None)) is not None:
             if dynamic.layout.live:
-                self._set_paused(self._live_ids[request_id], int(self.next_step[running.request_slot]))
+                self._live.pause(request_id, int(self.next_step[running.request_slot]))
             # Plain requests may get the slot, or share it.
             self._condition.put(running.request_slot, self._no_conditions)
             self.replays.pop(request_id, None)

@@ -17,6 +17,7 @@ from vllm_steer.capture.readouts import ReadoutStream
 from vllm_steer.capture.row_assembler import RowAssembler
 from vllm_steer.config import SteeringConfig
 from vllm_steer.engine.capabilities import Capabilities
+from vllm_steer.frontend.live import EndedRequestError, set_strength
 from vllm_steer.program import compile_program
 from vllm_steer.registry.index import RegistryLimits
 from vllm_steer.registry.registry import SteeringRegistry
@@ -54,6 +55,20 @@ class FakeEngine:
 
     async def collective_rpc(self, method: str, args: Any) -> list[list[int]]:
         return [[7]]
+
+
+async def test_an_ended_request_whose_id_is_used_again() -> None:
+    """Catches a change that is confirmed although its request has ended, because a new request has its id."""
+    engine = FakeEngine(0.0)
+
+    async def begin_another(method: str, args: Any) -> list[list[int]]:
+        assert args == (["sample"], {"push": 2.0})
+        engine.output_processor.request_states["sample"] = SimpleNamespace(request_id="sample")
+        return [[7]]
+
+    engine.collective_rpc = begin_another  # type: ignore[method-assign]
+    with pytest.raises(EndedRequestError, match="ended before the change"):
+        await set_strength(engine, "one", ["sample"], {"push": 2.0})
 
 
 @pytest.mark.parametrize(
