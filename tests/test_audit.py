@@ -58,7 +58,8 @@ class ConfirmingEngine:
             parallel_config=SimpleNamespace(data_parallel_size=1),
             model_config=SimpleNamespace(served_model_name="tiny"),
         )
-        state = SimpleNamespace(_steering_capture=SimpleNamespace(readouts=readouts))
+        capture = SimpleNamespace(readouts=readouts, live_id="sample")
+        state = SimpleNamespace(request_id="sample", _steering_capture=capture)
         self.output_processor = SimpleNamespace(request_states={"sample": state})
 
     async def collective_rpc(self, method: str, args: Any) -> list[list[int]]:

@@ -13,8 +13,8 @@ from vllm_steer.compat.internals import Metric
 from vllm_steer.config import SteeringConfig, engine_kwargs
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import NOT_ENABLED, RegistryOptions, engine_context, set_consumers, set_registry
-from vllm_steer.frontend.live import SET_STRENGTH_RPC, check_strengths, first_position, samples_of
-from vllm_steer.frontend.requests import check_beam_search
+from vllm_steer.frontend.live import SET_STRENGTH_RPC, check_strengths, first_position, rpc_args, samples_of
+from vllm_steer.frontend.requests import beam_search_steps
 from vllm_steer.frontend.user_hooks import HookHandle, check_process, register_hook
 from vllm_steer.metrics.reader import read_metrics
 from vllm_steer.params import has_steering
@@ -113,8 +113,10 @@ class LLM(VllmLLM):  # type: ignore[misc]
             SteeringError: The request is not running, has no such live strength, or a strength is not finite.
         """
         engine = self.llm_engine
-        ids, checked = check_strengths(engine, request_id, samples_of(engine.output_processor, request_id), strengths)
-        return first_position(engine, request_id, ids, engine.collective_rpc(SET_STRENGTH_RPC, args=(ids, checked)))
+        samples = samples_of(engine.output_processor, request_id)
+        states, checked = check_strengths(engine, request_id, samples, strengths)
+        answers = engine.collective_rpc(SET_STRENGTH_RPC, args=rpc_args(states, checked))
+        return first_position(engine, request_id, states, answers)
 
     def register_hook(self, fn: Hook, point: str, layers: Any = None) -> HookHandle:
         """Run a function on the rows of every request at a hook point, from now on until the hook is removed.
@@ -147,7 +149,7 @@ class LLM(VllmLLM):  # type: ignore[misc]
     def beam_search(self, prompts: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
         """Run vLLM's beam search, which does not support steering or capture.
 
-        Global steering is applied if all its edits cover all tokens.
+        Global steering is applied if all its edits cover all tokens. All steps get that of the start of the search.
 
         Raises:
             SteeringError: ``params`` use steering or capture, which vLLM would drop; or the engine has other global
@@ -156,6 +158,7 @@ class LLM(VllmLLM):  # type: ignore[misc]
         if has_steering(params):
             raise SteeringError("steering", "not supported by beam search; use sampling")
         context = engine_context(self.llm_engine)
-        if context is not None:
-            check_beam_search(context, context.registry.snapshot(), "beam_search")
-        return super().beam_search(prompts, params, *args, **kwargs)
+        if context is None:
+            return super().beam_search(prompts, params, *args, **kwargs)
+        with beam_search_steps(context):
+            return super().beam_search(prompts, params, *args, **kwargs)

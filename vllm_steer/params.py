@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import uuid
 from collections.abc import Mapping
 from operator import itemgetter
 from types import MappingProxyType
@@ -60,6 +61,8 @@ FILE_KEY = "steer_file"
 """Reference to a file with the program, between the front end and the scheduler."""
 FEATURES_KEY = "steer_features"
 """Marks a program with features of autoencoders whose vectors are not filled in."""
+LIVE_KEY = "steer_live"
+"""Id of a sample with live strengths in the engine. Samples with equal request ids have different ones."""
 PROMPT_KEY = "steer_prompt"
 """Index of the prompt within the HTTP body."""
 EXTRA_ARGS_KEYS: tuple[str, ...] = (
@@ -71,7 +74,7 @@ EXTRA_ARGS_KEYS: tuple[str, ...] = (
     FILE_KEY,
     FEATURES_KEY,
 )
-RESERVED_KEYS = frozenset({*EXTRA_ARGS_KEYS, PROMPT_KEY})
+RESERVED_KEYS = frozenset({*EXTRA_ARGS_KEYS, PROMPT_KEY, LIVE_KEY})
 """Keys of ``extra_args`` that this package writes."""
 
 Specs: TypeAlias = tuple[tuple[str, CaptureSpec], ...]
@@ -159,6 +162,23 @@ def program_bytes(params: Any) -> bytes | None:
     """Return the compiled program in vLLM's sampling parameters, or None."""
     extra = getattr(params, "extra_args", None)
     return None if not extra else extra.get(PROGRAM_KEY)
+
+
+def live_id(params: Any, request_id: str) -> str:
+    """Return the id under which the engine keeps the live strengths of a sample."""
+    return str((getattr(params, "extra_args", None) or {}).get(LIVE_KEY, request_id))
+
+
+def set_live_id(request: Any) -> str:
+    """Give an engine request an id for its live strengths that no other request has, and return the id.
+
+    vLLM's own id may be that of an ended request (``VLLM_DISABLE_REQUEST_ID_RANDOMIZATION``).
+    """
+    made = f"{request.request_id} {uuid.uuid4().hex}"
+    # A copy: the samples of one request share their parameters.
+    request.sampling_params = params = copy.copy(request.sampling_params)
+    params.extra_args = {**params.extra_args, LIVE_KEY: made}
+    return made
 
 
 def has_steering(params: Any) -> bool:

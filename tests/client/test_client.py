@@ -68,6 +68,10 @@ def test_readouts_are_parsed() -> None:
         assert parsed.readouts["q"].values.tolist() == [[1.0, 2.0]]
         assert parsed.trace is not None and parsed.trace.gates.tolist() == [[1.0, 0.0], [0.0, 1.0]]
         assert parsed.trace.live["calm"].tolist() == [1.0, 0.5]
+        assert parsed.trace.controller_error is None
+    uncontrolled = {**choice["steering_trace"], "controller_error": "the controller pi has failed"}
+    trace = parse_piece({"choices": [{**choice, "steering_trace": uncontrolled}]}).trace
+    assert trace is not None and trace.controller_error == "the controller pi has failed"
     failed = parse_piece({"choices": [{**choice, "steering_trace": {"error": "several runs"}}]}).trace
     assert failed is not None and (failed.error, failed.gates.size, failed.live) == ("several runs", 0, {})
     plain = parse_piece({"choices": [other]})

@@ -97,7 +97,7 @@ async def generate(engine: Any, name: str, tokens: int = 60, **fields: Any) -> A
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_controller_steers_its_request_only(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches answers that have no effect, values that are lost or repeated, and failures that reach other requests."""
+    """Catches answers without effect, values lost or repeated, and failures that are hidden or reach others."""
     records: list[Any] = []
     monkeypatch.setattr(controller_runner.audit, "record_strengths", lambda *given: records.append(given))
     names = ("works", "hangs", "raises", "nonsense")
@@ -109,6 +109,12 @@ async def test_a_controller_steers_its_request_only(engine: Any, monkeypatch: py
         assert set(outputs[name].steering_trace.live["calm"]) == {1.0}, name
         assert outputs[name].token_ids == plain.token_ids
         assert len(SEEN[name]) == 1
+    errors = {name: outputs[name].steering_trace.controller_error for name in names}
+    assert errors["works"] is None and errors["hangs"] is None and plain.steering_trace.controller_error is None
+    assert errors["raises"] == "the controller scripted has failed: ValueError: a bug"
+    assert errors["nonsense"].startswith(
+        "the controller scripted has failed: SteeringError: clam: is not a live strength"
+    )
     found = outputs["works"]
     strengths = found.steering_trace.live["calm"]
     answered = [0.5 * (number + 1) for number in range(len(SEEN["works"]))]

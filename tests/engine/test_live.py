@@ -16,6 +16,8 @@ from tests.engine.answers import params, prompt, tokens_of
 from tests.engine.dynamic_cases import GENERATED, PROMPTS, READOUTS, add
 from tests.engine.dynamic_reference import Reference
 from vllm_steer import SteeringError
+from vllm_steer.frontend.live import samples_of
+from vllm_steer.frontend.outputs import live_id_of
 
 CHANGES: Mapping[int, float] = {2: 0.0, 5: -1.0, 9: 2.5}
 """New strength after a number of steps."""
@@ -113,13 +115,19 @@ def test_refused(llm: Any, request_id: str, strengths: dict[str, float], field: 
         engine.step()
 
 
+def live_ids(engine: Any, request_id: str) -> list[str]:
+    """Return the engine's ids of the live strengths of a running request."""
+    states = engine.output_processor.request_states
+    return [live_id_of(states[each]) for each in samples_of(engine.output_processor, request_id)]
+
+
 def test_worker_reports_preempted_and_ended_requests(llm: Any) -> None:
     """Catches a change that is confirmed for an ended request, or from position 0 for a preempted one."""
     engine = llm.llm_engine
     engine.add_request("two", prompt(1, 2, 3), params(8, steering=[add(live="calm")]))
     for _ in range(3):
         engine.step()
-    (sample,) = engine.output_processor.external_req_ids["two"]
+    ended = live_ids(engine, "two")
     before = llm.set_strength("two", calm=0.5)
     assert before > 3
     assert llm.reset_prefix_cache(reset_running_requests=True)
@@ -129,7 +137,7 @@ def test_worker_reports_preempted_and_ended_requests(llm: Any) -> None:
     engine.add_request("three", prompt(1, 2, 3), params(1))
     while engine.has_unfinished_requests():
         engine.step()
-    assert llm.collective_rpc("steering_set_strength", args=([sample], {"calm": 1.0})) == [[-1]]
+    assert llm.collective_rpc("steering_set_strength", args=(ended, {"calm": 1.0})) == [[-1]]
 
 
 def test_reused_id_starts_with_its_own_strengths(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,6 +146,7 @@ def test_reused_id_starts_with_its_own_strengths(llm: Any, monkeypatch: pytest.M
     engine = llm.llm_engine
     for number in range(2):
         engine.add_request("again", prompt(1, 2, 3), params(6, steering=[add(live="calm")]))
+        ended = live_ids(engine, "again")
         engine.step()
         if not number:
             llm.set_strength("again", calm=3.0)
@@ -147,4 +156,48 @@ def test_reused_id_starts_with_its_own_strengths(llm: Any, monkeypatch: pytest.M
         assert strengths.tolist() == ([3.0] if not number else [1.0]) * len(strengths)
     engine.add_request("other", prompt(1, 2, 3), params(1))
     engine.step()
-    assert llm.collective_rpc("steering_set_strength", args=(["again"], {"calm": 1.0})) == [[-1]]
+    assert llm.collective_rpc("steering_set_strength", args=(ended, {"calm": 1.0})) == [[-1]]
+
+
+@pytest.mark.parametrize("steps_between", [False, True])
+def test_strength_before_the_first_step_of_a_reused_id(
+    llm: Any, steps_between: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a change of a new request that goes to the ended request that had its id, whose end workers hear later.
+
+    With steps between the two, the workers know that the first request has ended.
+    """
+    monkeypatch.setitem(vars(envs), "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", True)
+    engine = llm.llm_engine
+
+    def submit(name: str) -> None:
+        engine.add_request(name, prompt(1, 2, 3), params(6, steering=[add(live="calm")]))
+
+    def finish() -> Any:
+        while engine.has_unfinished_requests():
+            (output,) = engine.step()
+        return output.outputs[0].steering_trace.live["calm"]
+
+    submit("early")
+    finish()
+    if steps_between:
+        submit("other")
+        finish()
+    submit("early")
+    assert llm.set_strength("early", calm=2.5) == 0
+    assert set(finish()) == {2.5}
+
+
+def test_reused_id_shares_no_blocks(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches cached blocks of an ended request, with its strength, in a request with its id and another strength."""
+    monkeypatch.setitem(vars(envs), "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", True)
+    engine, tokens = llm.llm_engine, range(1, 41)
+    answers = []
+    for name, strength in (("blocks", 8.0), ("blocks", 0.0), ("fresh", 0.0)):
+        engine.add_request(name, prompt(*tokens), params(6, steering=[add(live="calm", tokens="all", strength=4.0)]))
+        llm.set_strength(name, calm=strength)
+        while engine.has_unfinished_requests():
+            (output,) = engine.step()
+        assert not output.num_cached_tokens
+        answers.append(tokens_of(output))
+    assert answers[0] != answers[1] == answers[2]

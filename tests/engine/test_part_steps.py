@@ -42,7 +42,9 @@ def test_parts_and_probes_step_by_step() -> None:
         readouts={"r": {"probe": probe, "point": "post_block", "layer": 1, "positions": "all"}},
         steering=[Edit(**site, tokens={"between": [START, END]}), Edit(**site, tokens="generated", when=when)],
     )
-    request = SimpleNamespace(sampling_params=params, prompt_token_ids=TOKENS[:PROMPT_LEN], mm_features=None)
+    request = SimpleNamespace(
+        sampling_params=params, prompt_token_ids=TOKENS[:PROMPT_LEN], prompt_is_token_ids=None, mm_features=None
+    )
     bind_request(request, SimpleNamespace(tokenizer=None), PartMarkers(None, {}, ""))
     store.add("x", SLOT, request.sampling_params, PROMPT_LEN)
     store.flush()
@@ -90,7 +92,10 @@ def test_state_of_a_resumed_request() -> None:
     """Catches a part that is forgotten with the records of tokens that came from the prefix cache."""
     edit = Edit(kind="add", point="post_block", layers=2, vector=np.ones(HIDDEN), tokens={"between": [START, END]})
     request = SimpleNamespace(
-        sampling_params=SamplingParams(steering=[edit]), prompt_token_ids=TOKENS[:PROMPT_LEN], mm_features=None
+        sampling_params=SamplingParams(steering=[edit]),
+        prompt_token_ids=TOKENS[:PROMPT_LEN],
+        prompt_is_token_ids=None,
+        mm_features=None,
     )
     bind_request(request, SimpleNamespace(tokenizer=None), PartMarkers(None, {}, ""))
     config = SteeringConfig(record_columns=16)

@@ -84,6 +84,33 @@ def test_beam_search_under_global_steering(llm: Any, tier: str, monkeypatch: pyt
     assert len(searched) == 1 + (tier == "base")
 
 
+@pytest.mark.parametrize("steering", [{"base": {"post_block": {1: V}}}, {}])
+def test_steps_of_beams_get_the_global_steering_of_the_start(llm: Any, steering: Any, monkeypatch: Any) -> None:
+    """Catches steps whose global steering was changed during the search and has not been checked."""
+    programs: list[Any] = []
+
+    def search(llm: Any, prompts: Any, given: Any) -> None:
+        for step in range(2):
+            llm.llm_engine.add_request(f"beam {step}", prompts[0], params(1))
+            (state,) = llm.llm_engine.output_processor.request_states.values()
+            while llm.llm_engine.has_unfinished_requests():
+                (output,) = llm.llm_engine.step()
+            programs.append((type(state), output.steering_applied))
+            llm.steering.set(decode={"post_block": {2: V}})
+
+    monkeypatch.setattr(VllmLLM, "beam_search", search)
+    if steering:
+        llm.steering.set(**steering)
+    try:
+        llm.beam_search([prompt(1, 2, 3)], BeamSearchParams(beam_width=2, max_tokens=2))
+        assert programs[0] == programs[1]
+        assert (programs[0][1] is not None) == bool(steering)
+        later = run(llm, [prompt(1, 2, 3)], [params(2)])[0]
+        assert later.steering_applied != programs[0][1]
+    finally:
+        llm.steering.clear()
+
+
 @pytest.mark.feature("streaming input (refused with steering)", "steer", "capture")
 def test_rejects_steered_streaming_input_only(llm: Any) -> None:
     """Catches a steered session, whose outputs become prompt and would be edited again."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,8 @@ from tests.engine.answers import run, tokens_of
 from tests.engine.captures import capture, close_to, result
 from tests.engine.conftest import close
 from tests.tiny import direction, make_llm
-from vllm_steer import SamplingParams
+from vllm_steer import SamplingParams, SteeringError
+from vllm_steer.frontend.prompt_tokens import check_mask
 
 MODEL = Path(__file__).parents[2] / "demo" / "model"
 TEXT = "Once upon a time"
@@ -158,3 +160,49 @@ def test_prompt_embeddings_match_tokens(llm: Any) -> None:
     site = "post_block", 1
     assert result(by_tokens).token_ids(*site)[:count].tolist() == by_tokens.prompt_token_ids
     assert result(embedded).token_ids(*site).tolist() == [-1] * count + tokens_of(by_tokens)[:-1]
+
+
+def test_tokens_beside_embeddings(llm: Any) -> None:
+    """Catches the placeholder token at the position of an embedding reported as the prompt's, and a mask that is lost.
+
+    The placeholders have another embedding, so the rows show that the position had the embedding.
+    """
+    captured = params(capture=capture())
+    by_tokens = run(llm, [TEXT], [captured])[0]
+    tokens = by_tokens.prompt_token_ids
+    table = load_file(MODEL / "model.safetensors")["model.embed_tokens.weight"].float()
+    mask = [position % 2 == 0 for position in range(len(tokens))]
+    mixed = {
+        "prompt_embeds": table[tokens],
+        "prompt_token_ids": [token if real else 7 for token, real in zip(tokens, mask, strict=True)],
+        "prompt_is_token_ids": mask,
+    }
+    found = result(run(llm, [mixed], [captured])[0])
+    close_to(found, result(by_tokens))
+    expected = [token if real else -1 for token, real in zip(tokens, mask, strict=True)]
+    assert found.token_ids("post_block", 1)[: len(tokens)].tolist() == expected
+    assert found.data.prompt_token_ids == tuple(expected)
+
+
+@pytest.mark.parametrize(
+    ("left_out", "words"),
+    [("prompt_is_token_ids", "is missing"), ("prompt_token_ids", "needs both"), ("prompt_embeds", "needs both")],
+)
+def test_unknown_positions_of_embeddings_are_refused(left_out: str, words: str) -> None:
+    """Catches tokens reported for positions of which it is unknown whether they have a token or an embedding."""
+    given: dict[str, Any] = {
+        "prompt_token_ids": [1, 2], "prompt_embeds": torch.zeros(2, 4), "prompt_is_token_ids": [True, False],
+    }  # fmt: skip
+    check_mask(SimpleNamespace(**given))
+    with pytest.raises(SteeringError, match=rf"prompt_is_token_ids: {words}"):
+        check_mask(SimpleNamespace(**{**given, left_out: None}))
+    with pytest.raises(SteeringError, match="3 values for 2 tokens"):
+        check_mask(SimpleNamespace(**{**given, "prompt_is_token_ids": [True, False, True]}))
+
+
+def test_mask_is_checked_at_the_edge(llm: Any) -> None:
+    """Catches a steered prompt whose unknown mask is not refused before the engine."""
+    prompt = {"prompt_embeds": torch.zeros(2, 256), "prompt_token_ids": [1, 2]}
+    with pytest.raises(SteeringError, match="prompt_is_token_ids"):
+        run(llm, [prompt], [params(capture=capture())])
+    run(llm, [prompt], [params(1)])

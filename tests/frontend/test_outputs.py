@@ -7,6 +7,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from vllm.sampling_params import RequestOutputKind
@@ -27,6 +28,8 @@ from vllm_steer.frontend.controller_runner import ControllerRunner
 from vllm_steer.frontend.requests import complete_params
 from vllm_steer.params import program_of
 from vllm_steer.program.dynamic import stop_reason
+from vllm_steer.server.http.readout_feed import ReadoutFeed
+from vllm_steer.server.http.schemas import TraceForm
 
 PROMPT = [5, 6, 7]
 SITE = {"point": "post_block", "layer": 1}
@@ -143,6 +146,38 @@ async def test_controllers_get_readouts_of_every_slice() -> None:
     while Listener.seen != expected:
         assert Listener.arrived.acquire(timeout=10), Listener.seen
     front.step(*(EngineCoreOutput(name, [8], finish_reason=FinishReason.LENGTH) for name in names))
+
+
+class Unready(Controller):
+    """Cannot be created."""
+
+    name = "unready"
+
+    def __init__(self) -> None:
+        raise RuntimeError("no file")
+
+    def on_readouts(self, request: ControlledRequest, positions: Any, values: Any) -> Mapping[str, float] | None:
+        return None
+
+
+@pytest.mark.parametrize("over_http", [False, True])
+async def test_the_trace_names_a_controller_that_cannot_be_created(over_http: bool) -> None:
+    """Catches a sample without its controller that looks like a controlled one."""
+    front = FrontEnd(Unready)
+    fields: dict[str, Any] = {"readouts": READOUTS, "steering": [add("generated", live="calm")]}
+    queue = front.submit("one", **fields)
+    feed = ReadoutFeed(front.processor.request_states["one"]) if over_http else None
+    front.step(rows(["one"], 0, len(PROMPT), width_of(**fields)), token("one", 8))
+    front.step(EngineCoreOutput("one", [8], finish_reason=FinishReason.LENGTH))
+    output = await queue.get()
+    expected = "the controller unready cannot be created: RuntimeError: no file"
+    if feed is None:
+        assert output.outputs[0].steering_trace.controller_error == expected
+    else:
+        feed.take_all()
+        trace = feed.take_trace()
+        assert trace is not None and trace["controller_error"] == expected
+        msgspec.convert(trace, TraceForm)
 
 
 @pytest.mark.parametrize("stops", [True, False])

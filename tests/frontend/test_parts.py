@@ -14,6 +14,7 @@ from vllm.multimodal.inputs import PlaceholderRange
 from tests.repo.tree import ROOT
 from vllm_steer import Edit, SamplingParams, SteeringError
 from vllm_steer.frontend.parts import PartMarkers, bind_request
+from vllm_steer.frontend.prompt_tokens import without_placeholders
 from vllm_steer.params import program_of
 from vllm_steer.program import Program
 from vllm_steer.program.part import NO_TOKEN, CompiledPart
@@ -33,11 +34,16 @@ def markers(given: Any = None, reasoning: str = "", tool: str = "") -> PartMarke
     return PartMarkers(config, given or {}, tool)
 
 
-def bound(tokens: Any, prompt: list[int], tokenizer: Any, found: PartMarkers, images: Any = ()) -> Program:
+def bound(
+    tokens: Any, prompt: list[int], tokenizer: Any, found: PartMarkers, images: Any = (), mask: Any = None
+) -> Program:
     edit = Edit(kind="add", point="post_block", layers=0, vector=np.ones(4), tokens=tokens)
     features = [SimpleNamespace(modality="image", mm_position=each) for each in images]
     request = SimpleNamespace(
-        sampling_params=SamplingParams(steering=[edit]), prompt_token_ids=prompt, mm_features=features
+        sampling_params=SamplingParams(steering=[edit]),
+        prompt_token_ids=prompt,
+        prompt_is_token_ids=mask,
+        mm_features=features,
     )
     bind_request(request, SimpleNamespace(tokenizer=tokenizer), found)
     program = program_of(request.sampling_params)
@@ -81,6 +87,20 @@ def test_prompt_opens_a_span(prompt: list[int], opened: bool) -> None:
     assert part.opened is opened
     (other,) = parts({"between": [3, 4], "opened": True}, prompt, None, markers())
     assert other.opened is (opened or not {3, 4} & set(prompt))
+
+
+@pytest.mark.parametrize("end", [4, None])
+def test_placeholders_of_embeddings_do_not_open_a_span(end: int | None) -> None:
+    """Catches the token at the place of an embedding that begins or ends a part, (None) also of a part without end."""
+    given = CompiledPart("", 3, NO_TOKEN, False, False, bound=True)
+    mask = [True, True, False, False]
+    prompt = without_placeholders([1, 3, 9, 4], mask)
+    assert list(prompt) == [1, 3, -1, -1]
+    if end is None:
+        assert given.after(prompt)
+    else:
+        (part,) = bound({"between": [3, end]}, [1, 3, 9, end], None, markers(), mask=mask).edits[0].parts
+        assert part.opened
 
 
 def test_images_become_positions() -> None:

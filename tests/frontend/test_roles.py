@@ -106,7 +106,9 @@ def test_other_roles_belong_to_no_message() -> None:
 
 def bind(tokenizer: Any, prompt: list[int], template: str = "", **fields: Any) -> Any:
     config = SimpleNamespace(structured_outputs_config=SimpleNamespace(reasoning_parser=""))
-    request = SimpleNamespace(sampling_params=SamplingParams(**fields), prompt_token_ids=prompt, mm_features=None)
+    request = SimpleNamespace(
+        sampling_params=SamplingParams(**fields), prompt_token_ids=prompt, prompt_is_token_ids=None, mm_features=None
+    )
     bind_request(request, SimpleNamespace(tokenizer=tokenizer), PartMarkers(config, {}, "", template))
     return program_of(request.sampling_params)
 

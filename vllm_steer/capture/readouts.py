@@ -59,6 +59,8 @@ class SteeringTrace:
     """float32 ``[n]`` by name: the live strength in force."""
     num_covered: int = 0
     """Number of tokens that the gated edits cover, summed over the edits."""
+    controller_error: str | None = None
+    """Why the controller of the sample failed; the live strengths have not changed since then. None if it has not."""
 
 
 class ReadoutStream:

@@ -20,7 +20,7 @@ Site: TypeAlias = tuple[str, int]
 Unreached: TypeAlias = tuple[int | list[int | None], ...]
 """Positions and ``[start, stop]`` pairs of a spec; a pair without end has None as its stop."""
 NO_TOKEN = -1
-"""Token id of the positions of a prompt of embeddings."""
+"""Token id of the positions of a prompt that have an embedding instead of a token."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +65,7 @@ class CapturedRequest:
     model: str
     """Name of the served model."""
     prompt_token_ids: tuple[int, ...]
-    """Tokens of the prompt; -1 at each position of a prompt of embeddings."""
+    """Tokens of the prompt; -1 at each position with an embedding (``prompt_embeds``) instead of a token."""
     output_token_ids: tuple[int, ...]
     spec: CaptureSpec
     """The capture spec of the request."""
@@ -99,11 +99,11 @@ class CapturedRequest:
         return torch.tensor(self._site(point, layer).positions)
 
     def token_ids(self, point: str, layer: int) -> torch.Tensor:
-        """Return the token at each of the site's positions, int64 ``[n]``; -1 in a prompt of embeddings."""
+        """Return the token at each of the site's positions, int64 ``[n]``; -1 where the prompt has an embedding."""
         return torch.tensor(self.tokens_at(self._site(point, layer).positions))
 
     def tokens_at(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return the token at each of ``positions``, int64 ``[n]``; -1 in a prompt of embeddings."""
+        """Return the token at each of ``positions``, int64 ``[n]``; -1 where the prompt has an embedding."""
         tokens = self.prompt_token_ids + self.output_token_ids
         return np.array([tokens[position] for position in positions.tolist()], dtype=np.int64)
 

@@ -118,6 +118,8 @@ class Trace:
     """float32 ``[n]`` by name: the live strength in force."""
     error: str | None = None
     """Reason for a missing trace; the other attributes are then empty."""
+    controller_error: str | None = None
+    """Why the server's controller failed; the live strengths have not changed since then. None if it has not."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -308,7 +310,8 @@ def _parse_trace(choice: Mapping[str, Any]) -> Trace | None:
         return Trace(np.empty(0, np.int64), np.empty((0, 0), np.float32), {}, trace["error"])
     gates = np.array(trace["gates"], np.float32).reshape(len(trace["positions"]), -1 if trace["positions"] else 0)
     live = {name: np.array(values, np.float32) for name, values in trace["live"].items()}
-    return Trace(np.array(trace["positions"], np.int64), gates, live)
+    positions = np.array(trace["positions"], np.int64)
+    return Trace(positions, gates, live, controller_error=trace.get("controller_error"))
 
 
 def _parse_rows(site: Mapping[str, Any]) -> Rows:

@@ -17,11 +17,12 @@ import numpy.typing as npt
 import torch
 
 from vllm_steer.config import SteeringConfig
+from vllm_steer.engine.live_strengths import ENDED, LiveStrengths
 from vllm_steer.engine.operand_runs import OperandRuns
 from vllm_steer.engine.pinned_writer import PinnedTableWriter
 from vllm_steer.engine.record_keeper import Replay
 from vllm_steer.engine.request_ranges import RequestRanges
-from vllm_steer.params import program_bytes
+from vllm_steer.params import live_id, program_bytes
 from vllm_steer.program import (
     Instruction,
     PlacedTokenProgram,
@@ -39,11 +40,6 @@ from vllm_steer.program.token_program import MlpRead
 from vllm_steer.taps.dynamic import state_after
 from vllm_steer.taps.mlp import MlpHead
 from vllm_steer.taps.tables import OPEN_END, Tables
-
-_MAX_STRENGTHS = 4096
-"""Requests whose live strengths are kept, and ended requests that are remembered."""
-_ENDED = -1
-"""Position of a request that has ended."""
 
 
 @dataclass
@@ -102,10 +98,7 @@ class ProgramStore:
         self._capturing = self._with_heads = 0
         # Dynamic parts of running requests, by request id.
         self._dynamic: dict[str, Dynamic] = {}
-        # Live strengths that have been set, by request id; they outlast a preemption.
-        self._strengths: dict[str, dict[str, float]] = {}
-        # Next positions of requests with live strengths that have no slot: preempted ones, and ENDED.
-        self._paused: dict[str, int] = {}
+        self._live = LiveStrengths()
         # Largest record, in columns, most conditions, and whether any request has state, over running requests.
         self.record_width = self.num_conditions = 0
         self.has_state = False
@@ -213,13 +206,14 @@ class ProgramStore:
         self.captured_ranges.set(request_slot, *resolved.captured_range)
         self.last_segment[request_slot] = resolved.segments[-1].start
         if resolved.dynamic is not None:
+            if resolved.dynamic.layout.live:
+                self._live.begin(request_id, live_id(sampling_params, request_id))
             self._add_dynamic(request_id, request_slot, resolved.dynamic)
         return True
 
     def _add_dynamic(self, request_id: str, slot: int, dynamic: Dynamic) -> None:
         """Write the conditions and the initial state of a request that has records."""
         self._dynamic[request_id] = dynamic
-        self._paused.pop(request_id, None)
         self.record_ranges.set(slot, dynamic.record_start, dynamic.record_stop)
         self._put_initial(request_id, slot, dynamic)
         self.next_step[slot] = 0
@@ -235,38 +229,35 @@ class ProgramStore:
         self._next_position.put(slot, np.zeros((), dtype=np.int64))
         self._measure_records()
 
-    def set_strengths(self, request_id: str, strengths: Mapping[str, float]) -> int:
+    def set_strengths(self, live: str, strengths: Mapping[str, float]) -> int:
         """Set live strengths of a request from its next step on.
+
+        Args:
+            live: The request's live id.
+            strengths: New factors by name.
 
         Returns:
             The position of the first token of the request's next step, 0 if it has had none; -1 if it has ended.
         """
-        if self._paused.get(request_id) == _ENDED:
-            return _ENDED
-        kept = self._strengths.setdefault(request_id, {})
-        kept.update(strengths)
-        while len(self._strengths) > _MAX_STRENGTHS:
-            # A request that ended before its change arrived.
-            del self._strengths[next(iter(self._strengths))]
-        slot, dynamic = self.slot_of(request_id), self._dynamic.get(request_id)
-        if slot is None or dynamic is None:
+        if not self._live.set(live, strengths):
+            return ENDED
+        request_id = self._live.request_id(live)
+        slot = None if request_id is None else self.slot_of(request_id)
+        if request_id is None or slot is None:
             # A preempted request computes its earlier tokens again with the strengths that they had.
-            return self._paused.get(request_id, 0)
-        self._put_initial(request_id, slot, dynamic)
+            return self._live.position(live)
+        self._put_initial(request_id, slot, self._dynamic[request_id])
         self.changes += 1
         return int(self.next_step[slot])
 
     def forget_strengths(self, request_ids: Iterable[str]) -> None:
         """Forget the live strengths of requests that have ended, before requests with the same ids are added."""
-        for request_id in request_ids:
-            self._strengths.pop(request_id, None)
-            if request_id in self._paused:
-                self._paused[request_id] = _ENDED
+        self._live.end(request_ids)
 
     def _put_initial(self, request_id: str, slot: int, dynamic: Dynamic) -> None:
         initial = np.ones(self.tables.initial.shape[1], dtype=np.float32)
         initial[STOP_COLUMN] = 0.0
-        for name, value in self._strengths.get(request_id, {}).items():
+        for name, value in self._live.of(request_id).items():
             if name in dynamic.layout.live:
                 initial[dynamic.layout.live[name]] = value
         self._initial.put(slot, initial)
@@ -303,9 +294,7 @@ class ProgramStore:
         placed = running.segments
         if (dynamic := self._dynamic.pop(request_id, None)) is not None:
             if dynamic.layout.live:
-                self._paused[request_id] = int(self.next_step[running.request_slot])
-                if len(self._paused) > _MAX_STRENGTHS:
-                    del self._paused[next(iter(self._paused))]
+                self._live.pause(request_id, int(self.next_step[running.request_slot]))
             # Plain requests may get the slot, or share it.
             self._condition.put(running.request_slot, self._no_conditions)
             self.replays.pop(request_id, None)

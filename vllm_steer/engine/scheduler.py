@@ -35,7 +35,7 @@ from vllm_steer.engine.stats_collector import EngineStatsCollector
 from vllm_steer.errors import SteeringError
 from vllm_steer.log import steering_logger
 from vllm_steer.models.discovery import caches_behind_attention, run_count
-from vllm_steer.params import PROGRAM_KEY, program_bytes, restore_program
+from vllm_steer.params import PROGRAM_KEY, live_id, program_bytes, restore_program
 from vllm_steer.points import how_to_switch_on, points_on
 from vllm_steer.program import Program, Resolved, TableAllocator, resolve
 from vllm_steer.program.dynamic import stop_reason
@@ -137,7 +137,8 @@ class SteeringSchedulerMixin:
         upstream = request._block_hasher
         if upstream is not None:
             # Live strengths may change at any time, so the blocks of such a request are never shared.
-            salt = request.request_id.encode() if dynamic is not None and dynamic.layout.live else b""
+            has_live = dynamic is not None and dynamic.layout.live
+            salt = live_id(request.sampling_params, request.request_id).encode() if has_live else b""
             request._block_hasher = steering_hasher(
                 upstream, resolved, self.hash_block_size, self._steering_hash, salt, self._bidirectional_images
             )

@@ -88,10 +88,10 @@ class SteeringWorker(_platform_worker()):  # type: ignore[misc]
         self.model_runner.steering.self_check = self_check(self)
         return times
 
-    def steering_set_strength(self, request_ids: list[str], strengths: dict[str, float]) -> list[int]:
+    def steering_set_strength(self, live_ids: list[str], strengths: dict[str, float]) -> list[int]:
         """Set live strengths. Called by RPC; see :meth:`ProgramStore.set_strengths`."""
         store = self.model_runner.steering.store
-        return [store.set_strengths(request_id, strengths) for request_id in request_ids]
+        return [store.set_strengths(live_id, strengths) for live_id in live_ids]
 
     def steering_register_hook(self, number: int, function: Any, point: Any, layers: list[int]) -> None:
         """Register a user hook. Called by RPC; see :meth:`UserHooks.register`.

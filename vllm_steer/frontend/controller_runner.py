@@ -15,19 +15,22 @@ from vllm_steer.capture.readouts import Readouts, ReadoutStream
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.controllers import ControlledRequest, Controller
 from vllm_steer.frontend.live import EndedRequestError, UnknownRequestError, set_strength
+from vllm_steer.frontend.outputs import record_controller_error
 from vllm_steer.limits import MAX_CONTROLLED
 from vllm_steer.log import steering_logger
 from vllm_steer.spec.scalars import shown
 
 logger = steering_logger(__name__)
 _THREAD_PREFIX = "vllm-steer-controller-"
+_MAX_CHARS = 300
+"""Length of an exception's text in a trace."""
 
 
 class ControllerRunner:
     """Runs one controller for the samples of an ``AsyncLLM`` that have both readouts and live strengths.
 
     Every sample has a thread, so that a controller that hangs or fails affects its own sample only. That sample goes on
-    with the strengths that it has.
+    with the strengths that it has, and its trace has the reason.
 
     Args:
         engine: The ``AsyncLLM``.
@@ -57,8 +60,9 @@ class ControllerRunner:
         """
         try:
             controller = self._class(**self._options)
-        except Exception:
+        except Exception as error:
             logger.exception("The controller %s cannot be created", self._class.name)
+            record_controller_error(state, _problem(self._class.name, "cannot be created", error))
             return
         stream = ReadoutStream(running.readouts.program, running.assembler)
         loop = asyncio.get_running_loop()
@@ -135,10 +139,15 @@ class _Sample:
                     raise TypeError(f"on_readouts returned {shown(answer)}, not a dict of strengths or None")
                 # Checks names and numbers, and waits for the engine: one change at a time.
                 asyncio.run_coroutine_threadsafe(self._runner.apply(self, answer), self._loop).result()
-            except Exception:
+            except Exception as error:
+                record_controller_error(self.state, _problem(self._controller.name, "has failed", error))
                 logger.exception(
                     "The controller %s of request %s has failed; the request goes on with its strengths",
                     self._controller.name,
                     self.request.request_id,
                 )
                 return
+
+
+def _problem(name: str, what: str, error: Exception) -> str:
+    return f"the controller {name} {what}: {type(error).__name__}: {error}"[:_MAX_CHARS]

@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import context_of
-from vllm_steer.frontend.outputs import live_names, live_program
+from vllm_steer.frontend.outputs import live_id_of, live_names, live_program
 from vllm_steer.metrics.collectors import add
 from vllm_steer.program.magnitude import check_live_magnitude
 from vllm_steer.program.overflow import check_live_overflow
@@ -34,8 +34,8 @@ def samples_of(output_processor: Any, request_id: str) -> list[str]:
 
 def check_strengths(
     engine: Any, request_id: str, samples: Sequence[str], strengths: Mapping[str, Any]
-) -> tuple[list[str], dict[str, float]]:
-    """Return the engine's ids of a request's running samples, and the checked strengths.
+) -> tuple[list[Any], dict[str, float]]:
+    """Return vLLM's states of a request's running samples, and the checked strengths.
 
     Args:
         engine: vLLM's ``LLMEngine`` or ``AsyncLLM``.
@@ -52,14 +52,14 @@ def check_strengths(
         raise SteeringError(
             "request_id", "live strengths are not supported with data parallelism; use one engine per server"
         )
-    states = {each: state for each in samples if (state := engine.output_processor.request_states.get(each))}
+    states = [state for each in samples if (state := engine.output_processor.request_states.get(each))]
     if not states and samples:
         raise EndedRequestError("request_id", f"{request_id[:80]!r} has ended; send a new request with other strengths")
     if not states:
         raise UnknownRequestError("request_id", f"{request_id[:80]!r} is not a running request")
     if not strengths:
         raise SteeringError("strengths", "is empty; give a number for at least one name")
-    state = next(iter(states.values()))
+    state = states[0]
     names = live_names(state)
     for name in strengths:
         if name not in names:
@@ -71,23 +71,30 @@ def check_strengths(
     if context is not None and (program := live_program(state)) is not None:
         check_live_magnitude(program, checked, context.registry.max_norm)
         check_live_overflow(program, checked, context.capabilities.dtype)
-    return list(states), checked
+    return states, checked
 
 
-def first_position(engine: Any, request_id: str, samples: Iterable[str], answers: Sequence[Sequence[int]]) -> int:
+def rpc_args(states: Iterable[Any], strengths: Mapping[str, float]) -> tuple[list[str], dict[str, float]]:
+    """Return the arguments of the workers' method that changes strengths."""
+    return [live_id_of(state) for state in states], dict(strengths)
+
+
+def first_position(engine: Any, request_id: str, states: Iterable[Any], answers: Sequence[Sequence[int]]) -> int:
     """Return the position from which a change holds for every running sample, and count the change.
 
     Args:
         engine: vLLM's ``LLMEngine`` or ``AsyncLLM``.
         request_id: The client's id of the request, for messages.
-        samples: The engine's ids of the request's samples.
+        states: vLLM's states of the request's samples, from :func:`check_strengths`.
         answers: Answers of all workers, each with one position per sample.
 
     Raises:
         EndedRequestError: All samples ended before the change reached the engine.
     """
     position = max((position for answer in answers for position in answer), default=ENDED)
-    if position == ENDED or not any(each in engine.output_processor.request_states for each in samples):
+    # A request that has begun meanwhile may have the id of an ended sample.
+    running = engine.output_processor.request_states
+    if position == ENDED or not any(running.get(state.request_id) is state for state in states):
         raise EndedRequestError(
             "request_id", f"{request_id[:80]!r} ended before the change; send a new request with another strength"
         )
@@ -102,5 +109,6 @@ async def set_strength(engine: Any, request_id: str, samples: Sequence[str], str
     Raises:
         SteeringError: See :func:`check_strengths` and :func:`first_position`.
     """
-    ids, checked = check_strengths(engine, request_id, samples, strengths)
-    return first_position(engine, request_id, ids, await engine.collective_rpc(SET_STRENGTH_RPC, args=(ids, checked)))
+    states, checked = check_strengths(engine, request_id, samples, strengths)
+    answers = await engine.collective_rpc(SET_STRENGTH_RPC, args=rpc_args(states, checked))
+    return first_position(engine, request_id, states, answers)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -26,10 +26,11 @@ from vllm_steer.compat.internals import FinishReason, RequestOutputKind
 from vllm_steer.engine.admission import REFUSED
 from vllm_steer.frontend.context import capture_manager_of, context_of
 from vllm_steer.frontend.controllers import ControlledRequest
+from vllm_steer.frontend.prompt_tokens import without_placeholders
 from vllm_steer.frontend.reach import record_selections, unreached_edits
 from vllm_steer.metrics.collectors import add, set_gauge
 from vllm_steer.metrics.requests import count_gates
-from vllm_steer.params import APPLIED_KEY, capture_specs, program_of
+from vllm_steer.params import APPLIED_KEY, capture_specs, program_of, set_live_id
 from vllm_steer.program import Program
 from vllm_steer.registry.schema import SteeringApplied
 from vllm_steer.spec import CaptureSpec
@@ -44,6 +45,7 @@ _READ_ELSEWHERE = "_steering_records_read"
 """Attribute of a sample's state whose records the HTTP response reads."""
 _STOPPED = "_steering_stopped"
 """Attribute of the state of a sample that a readout has ended."""
+_CONTROLLER_ERROR = "_steering_controller_error"
 _NO_CONTEXT: AbstractContextManager[None] = nullcontext()
 
 
@@ -60,6 +62,10 @@ class RunningCapture:
     readouts: ReadoutStream | None
     controlled: bool = False
     """Whether a controller reads the readouts as well."""
+    is_token: Sequence[bool] | None = None
+    """Whether each position of the prompt has a token, not an embedding; None unless the prompt has both."""
+    live_id: str = ""
+    """The engine's id of the sample's live strengths; empty if it has none."""
 
 
 def begin_capture(output_processor: Any, request: Any) -> None:
@@ -79,7 +85,18 @@ def begin_capture(output_processor: Any, request: Any) -> None:
         controllers = None if context is None else context.controllers
         controlled = controllers is not None and readouts is not None and bool(readouts.live_names)
         controlled = controlled and bool(readouts and readouts.program.readouts)
-        running = RunningCapture(manager, receiver, assembler, specs, streams, submission, readouts, controlled)
+        running = RunningCapture(
+            manager,
+            receiver,
+            assembler,
+            specs,
+            streams,
+            submission,
+            readouts,
+            controlled,
+            is_token=request.prompt_is_token_ids,
+            live_id=set_live_id(request) if readouts is not None and readouts.live_names else "",
+        )
         setattr(state, _CAPTURE, running)
         if controllers is not None and controlled:
             names = live_names(state)
@@ -144,6 +161,17 @@ def feed_controllers(output_processor: Any) -> None:
         context.controllers.feed(output_processor.request_states)
 
 
+def record_controller_error(state: Any, problem: str) -> None:
+    """Record why the controller of a sample has failed, for the sample's trace. Called in any thread."""
+    setattr(state, _CONTROLLER_ERROR, problem)
+
+
+def controller_error(state: Any) -> str | None:
+    """Return why the controller of a sample has failed, or None."""
+    problem: str | None = getattr(state, _CONTROLLER_ERROR, None)
+    return problem
+
+
 def consumers_paused(output_processor: Any) -> AbstractContextManager[None]:
     """Return a context in which consumers do not start work. Does nothing if no rows have been captured yet."""
     context = None if getattr(output_processor, ROW_RECEIVER, None) is None else context_of(output_processor)
@@ -201,6 +229,12 @@ def live_names(state: Any) -> tuple[str, ...]:
     return () if running is None or running.readouts is None else running.readouts.live_names
 
 
+def live_id_of(state: Any) -> str:
+    """Return the engine's id of the live strengths of a sample that has some."""
+    running: RunningCapture = getattr(state, _CAPTURE)
+    return running.live_id
+
+
 def live_program(state: Any) -> Program | None:
     """Return the program of a sample whose request has live strengths, or None."""
     running: RunningCapture | None = getattr(state, _CAPTURE, None)
@@ -228,6 +262,7 @@ def new_readouts(state: Any, *, finished: bool) -> tuple[Mapping[str, Readouts] 
     whole, trace = running.readouts.result(state.prompt_len, num_tokens)
     if trace is not None:
         count_gates(running.manager.model_name, trace.num_covered, int(np.count_nonzero(trace.gates)))
+        trace = replace(trace, controller_error=controller_error(state))
     return whole if values is None else values, trace
 
 
@@ -279,7 +314,9 @@ def finish_capture(state: Any, finish_reason: FinishReason, stop_reason: Any) ->
         return None
     if (reason := _cut_short(finish_reason, stop_reason)) is not None:
         running.assembler.mark_incomplete(reason)
-    prompt = state.prompt_token_ids if state.prompt_token_ids is not None else [NO_TOKEN] * state.prompt_len
+    prompt: Sequence[int] = [NO_TOKEN] * state.prompt_len
+    if state.prompt_token_ids is not None:
+        prompt = without_placeholders(state.prompt_token_ids, running.is_token)
     results = running.manager.submit(
         running.assembler,
         running.specs,

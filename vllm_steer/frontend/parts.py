@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm_steer.errors import SteeringError
+from vllm_steer.frontend.prompt_tokens import without_placeholders
 from vllm_steer.frontend.roles import RoleTokens, read_role_tokens, read_template
 from vllm_steer.params import PROGRAM_KEY, program_of
 from vllm_steer.program.bind import bind_to_prompt
@@ -134,9 +135,9 @@ def bind_request(request: Any, input_processor: Any, markers: PartMarkers) -> No
     if program is None or not program.needs_prompt:
         return
     tokenizer = input_processor.tokenizer
-    prompt = request.prompt_token_ids
-    if prompt is None:
+    if request.prompt_token_ids is None:
         raise SteeringError("steering", "parts of a conversation need a prompt of tokens, not of embeddings")
+    prompt = without_placeholders(request.prompt_token_ids, request.prompt_is_token_ids)
 
     def ranges(name: str, field: str) -> list[tuple[int, int]]:
         return _images(request) if name == IMAGE else markers.find_messages(name, prompt, tokenizer, field)

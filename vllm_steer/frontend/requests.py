@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from vllm_steer.capture.server_wide import with_captures
@@ -12,6 +15,7 @@ from vllm_steer.compat.internals import length_from_prompt_token_ids_or_embeds
 from vllm_steer.errors import SteeringError
 from vllm_steer.frontend.context import NOT_ENABLED, EngineContext, context_of, ensure_engine_context
 from vllm_steer.frontend.parts import bind_request
+from vllm_steer.frontend.prompt_tokens import check_mask
 from vllm_steer.metrics.requests import count_request
 from vllm_steer.params import (
     APPLIED_KEY,
@@ -29,6 +33,9 @@ from vllm_steer.registry.errors import UnknownModuleError
 from vllm_steer.registry.snapshot import Snapshot
 from vllm_steer.spec.references import MODULES_FIELD
 
+_beam_steering: ContextVar[Mapping[str, Any] | None] = ContextVar("beam_steering", default=None)
+"""Composed global steering of the beam search that ``LLM`` runs."""
+
 
 def complete_params(context: EngineContext | None, params: Any, snapshot: Snapshot | None = None) -> Any:
     """Return ``params`` with everything that the front end adds.
@@ -43,12 +50,14 @@ def complete_params(context: EngineContext | None, params: Any, snapshot: Snapsh
     if context is None or not isinstance(params, VllmSamplingParams):
         return params
     extra = params.extra_args or {}
+    if (steps := _beam_steering.get()) is not None:
+        extra = {**extra, **steps}
     refuse_unknown_args(extra)
     try:
         completed = context.registry.compose(extra, snapshot)
     except UnknownModuleError as error:
         raise error.with_names((snapshot or context.registry.snapshot()).index.modules) from None
-    if completed is not extra:
+    if completed is not extra or steps is not None:
         params = copy.copy(params)
         params.extra_args = completed
     server_wide = context.capture_manager.server_wide
@@ -77,6 +86,24 @@ def check_beam_search(context: EngineContext, snapshot: Snapshot, field: str) ->
         raise SteeringError(field, "is not supported while global steering has edits of some tokens only; use sampling")
 
 
+@contextmanager
+def beam_search_steps(context: EngineContext) -> Iterator[None]:
+    """Give all requests within the context the global steering of now, for the steps of an offline beam search.
+
+    Another thread or process may change it while the search runs. Later steps would get what has not been checked.
+
+    Raises:
+        SteeringError: See :func:`check_beam_search`.
+    """
+    snapshot = context.registry.snapshot()
+    check_beam_search(context, snapshot, "beam_search")
+    token = _beam_steering.set({APPLIED_KEY: b"", **context.registry.compose({}, snapshot)})
+    try:
+        yield
+    finally:
+        _beam_steering.reset(token)
+
+
 def check_engine_request(input_processor: Any, request: Any) -> None:
     """Raise :class:`SteeringError` unless the engine serves ``request`` exactly as written.
 
@@ -99,6 +126,7 @@ def check_engine_request(input_processor: Any, request: Any) -> None:
     context = context_of(input_processor)
     if context is None:
         raise SteeringError("steering", NOT_ENABLED)
+    check_mask(request)
     if context.markers is not None:
         bind_request(request, input_processor, context.markers)
         params = request.sampling_params

@@ -43,9 +43,9 @@ class CompiledPart(msgspec.Struct, frozen=True, array_like=True):
         return np.asarray(inside != self.outside)
 
     def after(self, prompt: Sequence[int]) -> bool:
-        """Return whether the span is open at the end of a prompt."""
+        """Return whether the span is open at the end of a prompt, which has -1 at positions without a token."""
         for token in reversed(prompt):
-            if token in (self.start, self.end):
+            if token != NO_TOKEN and token in (self.start, self.end):
                 return token == self.start
         return self.opened
 

@@ -17,6 +17,7 @@ from vllm_steer.capture.readouts import ReadoutStream
 from vllm_steer.capture.row_assembler import RowAssembler
 from vllm_steer.config import SteeringConfig
 from vllm_steer.engine.capabilities import Capabilities
+from vllm_steer.frontend.live import EndedRequestError, set_strength
 from vllm_steer.program import compile_program
 from vllm_steer.registry.index import RegistryLimits
 from vllm_steer.registry.registry import SteeringRegistry
@@ -45,7 +46,8 @@ class FakeEngine:
         readouts = ReadoutStream(program, RowAssembler(0, 0, torch.float32))
         capabilities = Capabilities.merge([REPORT], SteeringConfig())
         registry = SteeringRegistry(capabilities, limits=RegistryLimits(max_norm=max_norm))
-        state = SimpleNamespace(_steering_capture=SimpleNamespace(readouts=readouts))
+        capture = SimpleNamespace(readouts=readouts, live_id="sample")
+        state = SimpleNamespace(request_id="sample", _steering_capture=capture)
         self.vllm_config = SimpleNamespace(
             parallel_config=SimpleNamespace(data_parallel_size=1),
             model_config=SimpleNamespace(served_model_name="tiny"),
@@ -68,6 +70,20 @@ async def change(strengths: dict[str, float], max_norm: float) -> httpx.Response
     transport = httpx.ASGITransport(app=app)
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
         return await client.post("/v1/steering/requests/one", json=strengths)
+
+
+async def test_an_ended_request_whose_id_is_used_again() -> None:
+    """Catches a change that is confirmed although its request has ended, because a new request has its id."""
+    engine = FakeEngine(0.0)
+
+    async def begin_another(method: str, args: Any) -> list[list[int]]:
+        assert args == (["sample"], {"push": 2.0})
+        engine.output_processor.request_states["sample"] = SimpleNamespace(request_id="sample")
+        return [[7]]
+
+    engine.collective_rpc = begin_another  # type: ignore[method-assign]
+    with pytest.raises(EndedRequestError, match="ended before the change"):
+        await set_strength(engine, "one", ["sample"], {"push": 2.0})
 
 
 @pytest.mark.parametrize(

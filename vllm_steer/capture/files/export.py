@@ -3,8 +3,8 @@
 
 A table has one line per row, with the columns ``run``, ``submission``, ``request_id``, ``sample``, ``model``, ``tag``,
 ``status``, ``point``, ``layer``, ``position``, ``token_id`` and ``row`` (a fixed-size list). ``run`` and ``submission``
-are null for files of earlier versions. A mean has no single position, so its ``position`` and ``token_id`` are null. In
-a prompt of embeddings, ``token_id`` is null.
+are null for files of earlier versions. A mean has no single position, so its ``position`` and ``token_id`` are null. If
+the prompt has an embedding at a position, ``token_id`` is null.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def export_npz(requests: Iterable[StoredRequest], out: Path, point: str | None =
     """Write a new .npz archive, one site at a time.
 
     Request ``i`` has the arrays ``i.point.layer`` (rows; bfloat16 becomes float32), ``i.point.layer.positions`` and
-    ``i.point.layer.token_ids`` (-1 in a prompt of embeddings). The array ``requests`` holds the properties of all
-    requests as a JSON list.
+    ``i.point.layer.token_ids`` (-1 where the prompt has an embedding). The array ``requests`` holds the properties of
+    all requests as a JSON list.
 
     Returns:
         The number of sites written.

@@ -268,7 +268,7 @@ class StoredRequest:
         return self._site(point, layer).positions.long()
 
     def token_ids(self, point: str, layer: int) -> torch.Tensor:
-        """Return the token at each of the site's positions, int64 ``[n]``; -1 in a prompt of embeddings."""
+        """Return the token at each of the site's positions, int64 ``[n]``; -1 where the prompt has an embedding."""
         return self._site(point, layer).token_ids.long()
 
     def __repr__(self) -> str:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from vllm_steer.capture.record_reader import Record
-from vllm_steer.frontend.outputs import num_forwarded, read_records
+from vllm_steer.frontend.outputs import controller_error, num_forwarded, read_records
 from vllm_steer.metrics.requests import count_gates
 from vllm_steer.program import Program
 from vllm_steer.program.dynamic import LENS
@@ -124,6 +124,7 @@ class ReadoutFeed:
         self._trace_taken = True
         if self._no_trace is not None:
             return {"error": self._no_trace}
+        problem = controller_error(self._state)
         # As in SteeringTrace: 0 at tokens that the edit does not cover.
         gates = [
             [
@@ -140,6 +141,7 @@ class ReadoutFeed:
             "positions": self._trace_positions,
             "gates": gates,
             "live": {name: [record[column] for record in self._trace_records] for name, column in self._live.items()},
+            **({} if problem is None else {"controller_error": problem}),
         }
 
 

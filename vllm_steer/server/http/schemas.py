@@ -170,6 +170,12 @@ class TraceForm(msgspec.Struct):
         Annotated[dict[str, list[float]], msgspec.Meta(description="Live strength in force by name and position.")]
         | msgspec.UnsetType
     ) = msgspec.UNSET
+    controller_error: (
+        Annotated[
+            str, msgspec.Meta(description="Why the controller has failed, if it has; `live` did not change since then.")
+        ]
+        | msgspec.UnsetType
+    ) = msgspec.UNSET
     error: (
         Annotated[str, msgspec.Meta(description="Reason for a missing trace; the other fields are absent.")]
         | msgspec.UnsetType
