@@ -83,11 +83,7 @@ class RequestGuard:
     async def refresh_registry(self) -> None:
         """Load the current modules and global steering in a thread, so that the event loop does not wait for them."""
         engine = getattr(self._app.state, "engine_client", None)
-        self.context.engine = None if engine is None else known_engine_context(engine)
-        if self.context.engine is not None:
-            registry = self.context.engine.registry
-            snapshot = await registry.refresh()
-            self.context.snapshot = snapshot if registry.is_remote else None
+        await self.context.use_engine(None if engine is None else known_engine_context(engine))
 
     @property
     def refusal_pending(self) -> bool:
