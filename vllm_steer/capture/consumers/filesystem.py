@@ -120,7 +120,9 @@ class FilesystemConsumer(Consumer):
 
     def begin(self, submitted: SubmittedRequest) -> None:
         """Add the request to the journal of submitted requests."""
-        self._journal.add(replace(submitted, submission=self._first + submitted.submission))
+        if self._first:
+            submitted = replace(submitted, submission=self._first + submitted.submission)
+        self._journal.add(submitted)
 
     def accept(self, captured: CapturedRequest) -> dict[str, Any]:
         """Write one request.
@@ -132,7 +134,7 @@ class FilesystemConsumer(Consumer):
         Raises:
             CaptureWriteError: The disk or the quota is full, or the directory is missing or not writable.
         """
-        if captured.submission is not None:
+        if self._first and captured.submission is not None:
             captured = replace(captured, submission=self._first + captured.submission)
         try:
             layout: LayoutName = captured.spec.options.get("layout", self._default)
